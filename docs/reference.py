@@ -49,6 +49,12 @@ METRICS: dict[str, dict[str, str]] = {
         "context_tokens_mean": "Mean number of tokens of an episode, whoever wrote them.",
         "context_tokens_max": "Tokens of the longest episode.",
         "version_lag_max": "Most policy versions between sampling a token and training on it.",
+        "staleness_tokens": (
+            "Tokens that were trained on, by the policy versions since they were sampled: 0, 1, ..."
+        ),
+        "stale_episodes": "Episodes that were given up because they were too old, or none.",
+        "stale_tokens": "Tokens of the policy in these.",
+        "stale_tokens_mean": "Their mean; far from that of the trained ones, it is a bias.",
     },
     "Rollout": {
         "rollout_tokens": "Tokens that the policy sampled.",

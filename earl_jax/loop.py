@@ -3,13 +3,15 @@
 """The synchronous RL loop: choose, publish, play, dispatch, learn, record.
 
 Read `rl_step` first: it is one step, stage by stage. The parts that it uses are built in run.py;
-where they run is decided in placement/.
+where they run is decided in placement/. The asynchronous loop (loop_async.py) differs in how a step
+comes to its episodes.
 """
 
+import collections
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -23,9 +25,8 @@ from earl_jax.placement.moves import move_state
 from earl_jax.placement.packing import plan_batch
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import play_all, play_batches
-from earl_jax.placement.updates import Metrics, learn, sft
+from earl_jax.placement.updates import Metrics, Wait, learn, sft
 from earl_jax.rollout.actor import Stopped, check_learnable
-from earl_jax.rollout.collect import Rollout
 from earl_jax.rollout.evaluation import summarize
 from earl_jax.rollout.gather import Played
 from earl_jax.rollout.load import expected_load, expected_tokens, measure_load
@@ -108,6 +109,7 @@ class StepRecord:
     publish_host_bytes: int | None
     stage_s: dict[str, float]
     group_shares: dict[str, float]
+    dropped: list[Outcome]
 
     @property
     def failures(self) -> Failures:
@@ -120,7 +122,6 @@ class StepRecord:
         failures = self.failures
         rewards = np.array([outcome.reward for outcome in outcomes])
         train_tokens = sum(o.num_tokens for o in outcomes) * len(self.updates)
-        versions = [o.oldest_version for o in outcomes if o.oldest_version is not None]
         return {
             "step": self.step,
             "reward_mean": rewards.mean(),
@@ -133,7 +134,9 @@ class StepRecord:
             "turns_mean": np.mean([o.num_turns for o in outcomes]),
             "context_tokens_mean": load.context_tokens_mean,
             "context_tokens_max": max(o.num_tokens for o in outcomes),
-            "rollout_tokens_per_s": load.rollout_tokens / stage_s["rollout"],
+            "rollout_tokens_per_s": (
+                load.rollout_tokens / (stage_s["rollout"] + stage_s.get("overlap", 0.0))
+            ),
             **self.stats.metrics(),
             "train_tokens": train_tokens,
             "train_tokens_per_s": train_tokens / stage_s["train"],
@@ -146,7 +149,7 @@ class StepRecord:
             "publish_bytes": self.publish_bytes,
             "publish_host_bytes": self.publish_host_bytes,
             "sampling_kl": self.sampling_kl,
-            "version_lag_max": self.step - 1 - min(versions, default=self.step - 1),
+            **lag_metrics(self.step - 1, outcomes, self.dropped),
             **self.updates[-1],
             **{name: self.updates[0][name] for name in _OF_FIRST_UPDATE},
             "learning_rate": self.learning_rate,
@@ -166,24 +169,74 @@ def count_skipped(updates: Sequence[Metrics]) -> int:
     return int(sum(each["skipped_updates"] for each in updates))
 
 
+def lag_metrics(
+    version: int, outcomes: Sequence[Outcome], dropped: Sequence[Outcome]
+) -> dict[str, Any]:
+    """Returns how many updates the policy of `version` is ahead of who sampled its tokens.
+
+    `staleness_tokens` has the number of tokens by this lag, from 0 on. `dropped` are the episodes
+    that were given up because they were too old: their tokens are lost, and a mean length that is
+    far from that of the trained ones is a bias.
+    """
+    tokens: collections.Counter[int] = collections.Counter()
+    for outcome in outcomes:
+        tokens.update({version - sampled: number for sampled, number in outcome.versions})
+    most = max(tokens, default=0)
+    lost = [outcome.num_policy_tokens for outcome in dropped]
+    return {
+        "version_lag_max": most,
+        "staleness_tokens": [tokens[lag] for lag in range(most + 1)],
+        "stale_episodes": len(lost) or None,
+        "stale_tokens": sum(lost) or None,
+        "stale_tokens_mean": float(np.mean(lost)) if lost else None,
+    }
+
+
 @dataclasses.dataclass(kw_only=True)
 class PlayedStep:
-    """A step's rollout: this process's (None where it plays nothing), and that of all.
+    """A step's episodes: this process's (None where it plays nothing), and those of all.
 
-    It began with `plan`, and rows of `max_tokens` tokens.
+    They were played with `plan`, in rows of `max_tokens` tokens. Row i of `experience` is that of
+    `trajectories[i]`. `dropped` are episodes that were given up since the step before, because they
+    were too old.
     """
 
     plan: RolloutPlan
     max_tokens: int
-    rollout: Rollout | None
+    trajectories: list[Trajectory]
+    experience: Experience | None
     played: Played
     load: Load
     publish_bytes: int
     publish_host_bytes: int | None
+    dropped: list[Outcome] = dataclasses.field(default_factory=list)
 
 
-def rl_step(run: Run, placement: Placement, position: Position) -> tuple[Position, StepRecord]:
-    """Plays a batch of episodes with the newest weights, and learns from it.
+class Player(Protocol):
+    """How a step comes to its episodes, and what is played while it learns."""
+
+    def play(self, position: Position, timer: StageTimer) -> tuple[TrainState, PlayedStep]:
+        """Returns the state, which may have moved, and the episodes of the step."""
+        ...
+
+    def plans_chosen(self) -> None:
+        """Is called when plans were chosen."""
+        ...
+
+    def open_groups(self) -> tuple[int, ...]:
+        """Returns the numbers of the groups whose tasks were begun and not trained on."""
+        ...
+
+    @property
+    def wait(self) -> Wait | None:
+        """Is called while an update is under way (`learn`)."""
+        ...
+
+
+def rl_step(
+    run: Run, placement: Placement, position: Position, player: Player | None = None
+) -> tuple[Position, StepRecord]:
+    """Takes a batch of episodes, played with the newest weights unless by `player`, and learns.
 
     Where the devices have too little memory, a rollout is played again from its tasks, and an
     update is made again from the state and the batch, with another plan (`Placement.attempt`).
@@ -193,7 +246,8 @@ def rl_step(run: Run, placement: Placement, position: Position) -> tuple[Positio
         StepStopped: a signal stopped the rollout; nothing was learnt.
     """
     config, step, timer = run.config, position.step, StageTimer()
-    state, done = choose_and_play(run, placement, position, timer)
+    player = player or InTurn(run, placement)
+    state, done = player.play(position, timer)
     before = dataclasses.replace(position, state=state)
     failed_steps = count_failed_steps(config.env, failures_of(done.played.outcomes), before)
     rollout_mesh, max_tokens = str(placement.rollout.mesh), placement.max_tokens
@@ -201,15 +255,17 @@ def rl_step(run: Run, placement: Placement, position: Position) -> tuple[Positio
     length = config.rollout.max_tokens_for(done.load.context_tokens_max)
     with timer("select"):
         placement.choose_training(history.recent())
+        player.plans_chosen()
         state = move_state(placement, state)
     with timer("dispatch"), only_on_devices(config.dispatch) as dispatch_reads:
         delivery, fill = send_rows(run, placement, done, length)
-    # The engine's weights and KV caches leave the devices before training.
-    trajectories, done.rollout = done.rollout.trajectories if done.rollout else [], None
+    done.experience = None
     train_plan, compiled_s = placement.train, compile_clock().own_seconds()
     with timer("train"):
         controls = run.learner.controls(step, config.num_steps)
-        state, updates = learn(placement, state, delivery.batch, controls, config.train.epochs)
+        state, updates = learn(
+            placement, state, delivery.batch, controls, config.train.epochs, player.wait
+        )
     # The time of an update in which a program was compiled or loaded is no measure of its speed.
     is_timed = train_plan == placement.train and compile_clock().own_seconds() == compiled_s
     with timer("sft"):
@@ -232,7 +288,7 @@ def rl_step(run: Run, placement: Placement, position: Position) -> tuple[Positio
     placement.observations.add_speed(train_plan, length, speeds[1])
     record = StepRecord(
         step=step + 1,
-        trajectories=trajectories,
+        trajectories=done.trajectories,
         outcomes=done.played.outcomes,
         sampling_kl=done.played.sampling_kl,
         stats=done.played.stats,
@@ -251,8 +307,15 @@ def rl_step(run: Run, placement: Placement, position: Position) -> tuple[Positio
         publish_host_bytes=host_bytes[1],
         stage_s=timer.seconds,
         group_shares=group_shares(run.learner.algorithm, done.played.outcomes),
+        dropped=done.dropped,
     )
-    after = Position(step=step + 1, state=state, history=history, failed_steps=failed_steps)
+    after = Position(
+        step=step + 1,
+        state=state,
+        history=history,
+        failed_steps=failed_steps,
+        open_groups=player.open_groups(),
+    )
     return after, record
 
 
@@ -271,10 +334,33 @@ def count_failed_steps(env: EnvConfig, failures: Failures, before: Position) -> 
 # The stages of a step, in its order.
 
 
+@dataclasses.dataclass(frozen=True)
+class InTurn:
+    """Plays a step's tasks with the newest weights; nothing is played while it learns."""
+
+    run: Run
+    placement: Placement
+    wait = None
+
+    def play(self, position: Position, timer: StageTimer) -> tuple[TrainState, PlayedStep]:
+        """Chooses the step's plans, publishes the weights and plays."""
+        return choose_and_play(self.run, self.placement, position, timer)
+
+    def plans_chosen(self) -> None:
+        """Does nothing."""
+
+    def open_groups(self) -> tuple[int, ...]:
+        """Returns none: a step ends with all of its tasks."""
+        return ()
+
+
 def choose_and_play(
     run: Run, placement: Placement, position: Position, timer: StageTimer
 ) -> tuple[TrainState, PlayedStep]:
-    """Chooses the step's plans, publishes the weights and plays; again with less where need be."""
+    """Chooses the step's plans, publishes the weights and plays; again with less where need be.
+
+    The engine's weights and KV caches have left the devices behind it.
+    """
     state, rollout = position.state, run.config.rollout
     load = expected_load(rollout, position.history)
     tasks = run.tasks.training(position.step)
@@ -291,7 +377,8 @@ def choose_and_play(
         return PlayedStep(
             plan=plan,
             max_tokens=max_tokens,
-            rollout=own,
+            trajectories=own.trajectories if own else [],
+            experience=own.experience if own else None,
             played=played,
             load=measure_load(played),
             publish_bytes=num_bytes,
@@ -334,7 +421,7 @@ def send_rows(
         hold a token.
     """
     layouts, mesh = run.stages.layouts, placement.rollout.mesh
-    own = rows_to_learn_from(run, done.rollout.experience) if done.rollout else None
+    own = rows_to_learn_from(run, done.experience) if done.experience else None
     experience = join_rows(
         own,
         layouts.engine(mesh),

@@ -10,9 +10,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from earl_jax.config.file import DEFAULT_CONFIG, given_config, make_config
+from earl_jax.config import Config
+from earl_jax.config.file import DEFAULT_CONFIG, given_config, make_config, read_workdir_config
 from earl_jax.config.flags import config_parser, parse_with_overrides
 from earl_jax.launch.start import STOPPED, exit_status, start_jax
+from earl_jax.settings.errors import InputError
 
 _HELP = """\
 Trains a language-model policy on multi-turn episodes, from a config file.
@@ -65,6 +67,12 @@ def parse_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]
         help="begin again from step 0; what is in the workdir is kept as WORKDIR.old_N",
     )
     parser.add_argument(
+        "--replay",
+        type=Path,
+        metavar="WORKDIR",
+        help="repeat an asynchronous run with its config and by its events, in a new --workdir",
+    )
+    parser.add_argument(
         "--check",
         action="store_true",
         help="look at devices, hosts, links, storage and the first programs, and train nothing",
@@ -75,14 +83,29 @@ def parse_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]
     return flags, overrides
 
 
+def replayed_config(
+    replay: Path, flags: argparse.Namespace, overrides: Sequence[str]
+) -> tuple[Config, Path]:
+    """Returns the config of the run that is replayed, and the workdir of its replay."""
+    workdir = flags.workdir or replay.with_name(f"{replay.name}.replay")
+    if flags.config or overrides:
+        raise InputError("--replay takes the config of that run; leave out --config and settings")
+    if (workdir / "config.json").exists():
+        raise InputError(f"--replay begins in a new workdir, and {workdir} holds a run")
+    return read_workdir_config(replay), workdir
+
+
 def train_command(arguments: Sequence[str]) -> int:
     """Runs the whole command, from its flags to its last line. Returns the exit status."""
     start_s = time.perf_counter()
     flags, overrides = parse_flags(arguments)
     from earl_jax.telemetry.progress import shown
 
-    given, name = given_config(flags.config, overrides)
-    config, workdir = make_config(given, overrides), flags.workdir or Path("runs") / name
+    if flags.replay:
+        config, workdir = replayed_config(flags.replay, flags, overrides)
+    else:
+        given, name = given_config(flags.config, overrides)
+        config, workdir = make_config(given, overrides), flags.workdir or Path("runs") / name
     start_jax(config.devices.platform, config.devices.num_cpu_devices, config.distributed)
     import jax
 
@@ -97,7 +120,9 @@ def train_command(arguments: Sequence[str]) -> int:
             check(config, workdir)
         return 0
     with end_together(), StopSignals(lambda: saved_in_words(workdir)) as signals:
-        end = train(config, workdir, lambda: signals.received, restart=flags.restart)
+        end = train(
+            config, workdir, lambda: signals.received, restart=flags.restart, replay=flags.replay
+        )
     status = STOPPED if end.stopped else 0
     if status:
         # A launcher that sees the first status above 0 ends the processes that are still here.

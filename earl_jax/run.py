@@ -98,6 +98,12 @@ def build_run(
     layouts, played = Layouts(cluster), config.open_environment()
     origin = open_origin(config.model, tokenizer_folder, cluster, config.corpus)
     _check_origin(config, origin)
+    if config.asynchrony.max_staleness and cluster.count > 1:
+        raise InputError(
+            f"config.asynchrony.max_staleness is {config.asynchrony.max_staleness}, and this run "
+            f"has {cluster.count} processes; asynchronous training is for one process with all "
+            "devices: start one, or set it to 0"
+        )
     learner = Learner(
         origin.model,
         config.train,
@@ -121,6 +127,7 @@ def build_run(
         model_logprobs=config.train.ratio == "model",
         end_of_turn_ids=renderer.end_of_turn_ids,
         choice_branches=_choice_branches(config, played, renderer),
+        batches=config.asynchrony.batches,
     )
     problem = _problem(config, origin, cluster)
     stages = Stages(
@@ -141,6 +148,7 @@ def build_run(
         pool=EnvironmentPool(config.env.num_workers, config.env.timeout_s),
         make=played.make,
         max_context=config.rollout.max_context(origin.max_context),
+        batches=config.asynchrony.batches,
         stop=stop,
     )
     tasks = Tasks(

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import io
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,13 @@ from earl_jax.launch.cluster import Cluster, find_cluster
 from earl_jax.launch.layouts import across_in_words
 from earl_jax.launch.lock import locked, set_aside
 from earl_jax.loop import EpisodesFailed, StepRecord, StepStopped, evaluate, rl_step
+from earl_jax.loop_async import AsyncPlayer
 from earl_jax.models.checkpoints.hf_read import check_weights
 from earl_jax.placement.compile_ahead import CompileAhead, compiles_ahead
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
 from earl_jax.rollout.actor import Stopped
+from earl_jax.rollout.events import EVENTS, Events, drop_events, read_events
 from earl_jax.rollout.load import expected_tokens
 from earl_jax.run import Run, build_run
 from earl_jax.selector.choose import BudgetTooSmall
@@ -60,11 +62,18 @@ class RunEnd:
 
 
 def train(
-    config: Config, workdir: Path, stop: Callable[[], str] = lambda: "", *, restart: bool = False
+    config: Config,
+    workdir: Path,
+    stop: Callable[[], str] = lambda: "",
+    *,
+    restart: bool = False,
+    replay: Path | None = None,
 ) -> RunEnd:
     """Trains from where the workdir stands to the end, or until `stop()` names a signal.
 
     With `restart` the run begins again from step 0, and what was there is kept beside the workdir.
+    With `replay` an asynchronous run decides by the events in that workdir, of a run of the same
+    config, and comes to the same parameters; the workdir is a new one.
     A rollout is given up then, and played again when the run goes on; a step behind its rollout is
     finished. Of several processes `stop` of one is enough: all stop after the same step.
 
@@ -88,11 +97,17 @@ def train(
             held.enter_context(locked(workdir))
 
         open_shared_workdir(cluster, workdir, open_and_lock)
-        return _train_in(workdir, cluster, config, stop, notes)
+        events = read_events(replay) if replay else ()
+        return _train_in(workdir, cluster, config, stop, notes, events)
 
 
 def _train_in(
-    workdir: Path, cluster: Cluster, config: Config, stop: Callable[[], str], notes: list[str]
+    workdir: Path,
+    cluster: Cluster,
+    config: Config,
+    stop: Callable[[], str],
+    notes: list[str],
+    events: Sequence[dict[str, Any]],
 ) -> RunEnd:
     """Trains in a workdir that is this run's alone; `notes` are to be shown."""
     checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
@@ -117,7 +132,7 @@ def _train_in(
         with checkpoints:
             while position is None:
                 position, stopped, known = _train_until_lost(
-                    run, recorder, checkpoints, workdir, stop, known
+                    run, recorder, checkpoints, workdir, stop, known, events
                 )
         cluster.barrier("the end of the run")
     words = _stopped_words(stopped, position.step, workdir) if stopped else ""
@@ -139,6 +154,7 @@ def _train_until_lost(
     workdir: Path,
     stop: Callable[[], str],
     known: Any,
+    events: Sequence[dict[str, Any]],
 ) -> tuple[Position | None, str, Any]:
     """Trains from the newest checkpoint to the end, to a signal, or until the state is lost.
 
@@ -165,6 +181,7 @@ def _train_until_lost(
             workdir=workdir,
             ahead=ahead,
             stop=stop,
+            player=_player(run, placement, workdir, resumed[0].step if resumed else 0, events),
         )
         try:
             position = training.begin(position)
@@ -186,6 +203,16 @@ def _train_until_lost(
     return position, "" if is_done else training.stopped, None
 
 
+def _player(
+    run: Run, placement: Placement, workdir: Path, step: int, replayed: Sequence[dict[str, Any]]
+) -> AsyncPlayer | None:
+    """Returns what plays ahead of the steps from this step on; None in a synchronous run."""
+    if not run.config.asynchrony.max_staleness:
+        return None
+    drop_events(workdir, step)
+    return AsyncPlayer(run, placement, Events(workdir / EVENTS, replayed))
+
+
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Training:
     """Begins a run, and records each step of it. Every process has one; the first writes."""
@@ -200,6 +227,10 @@ class Training:
     stopped: str = ""
     # A signal stopped the evaluation behind the last step: a resumed run begins with it.
     skipped_evaluation: bool = False
+    # Plays ahead of the steps in an asynchronous run.
+    player: AsyncPlayer | None = None
+    # The state that the tasks' source goes on from, where it is not the one that it has now.
+    _source_state: dict[str, Any] | None = None
     # Steps in a row without an update, all of which were skipped.
     _skipped_steps: int = 0
     # How the step before differed from the config, because memory was short.
@@ -248,9 +279,14 @@ class Training:
         )
 
     def look_for_a_signal(self) -> None:
-        """Sets `stopped` to the name of the signal that some process received, "" for none."""
+        """Sets `stopped` to the name of the signal that some process received, "" for none.
+
+        A replay ends where its events do.
+        """
         names = self.run.cluster.gather(self.stop(), "a signal to stop")
         self.stopped = next(filter(None, names), "")
+        if not self.stopped and self.player is not None and self.player.is_replayed:
+            self.stopped = "the end of the events that it replays"
 
     def _take_over(self) -> None:
         """Connects the placement to the thread that compiles ahead, from here on."""
@@ -269,9 +305,11 @@ class Training:
         Where a signal stops its rollout, what was before it is saved, and is what is returned.
         Raises EpisodesFailed, when what was before it is saved.
         """
-        choices = choices_of(self.run, self.placement)
+        choices, player = self._choices(), self.player
         try:
-            position, record = rl_step(self.run, self.placement, position)
+            position, record = rl_step(self.run, self.placement, position, player)
+            if player is not None:
+                self._source_state = player.step_ended(position.step)
         except (EpisodesFailed, StepStopped) as end:
             self._save_before(end.position, choices)
             if isinstance(end, EpisodesFailed):
@@ -301,11 +339,16 @@ class Training:
         self._evaluate_if_due(position)
         self.look_for_a_signal()
         if self.stopped or self._is_due(step):
-            save(self.run, self.placement, self.checkpoints, position)
+            save(self.run, self.placement, self.checkpoints, position, self._choices())
         if self._is_due(step):
             self._export(position)
         if last or self.stopped or step % config.log.report_every_steps == 0:
             self._write_report()
+
+    def _choices(self) -> dict[str, Any]:
+        """Returns the choices in use, for a checkpoint."""
+        choices = choices_of(self.run, self.placement)
+        return choices if self._source_state is None else {**choices, "tasks": self._source_state}
 
     def _check_updates(self, record: StepRecord) -> None:
         """Says which updates were skipped; raises RunError after too many steps without one."""

@@ -7,6 +7,7 @@ people to read. `Experience` and `TrajectoryBatch` are the devices' view of many
 wrote, and what the trainer learns from. They never pass through the host.
 """
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Literal
@@ -103,7 +104,7 @@ class Trajectory:
     @property
     def outcome(self) -> "Outcome":
         """The facts of the episode without its tokens."""
-        versions = [version for turn in self.turns for version in turn.versions]
+        versions = collections.Counter(v for turn in self.turns for v in turn.versions)
         return Outcome(
             episode=self.episode,
             group=self.group,
@@ -114,7 +115,7 @@ class Trajectory:
             num_tokens=self.num_tokens,
             num_policy_tokens=self.num_policy_tokens,
             sample_starts=self.sample_starts,
-            oldest_version=min(versions, default=None),
+            versions=tuple(sorted(versions.items())),
             detail=self.detail[:_DETAIL_SHOWN] if self.stop_reason in FAILURES else "",
             metrics=self.metrics,
         )
@@ -124,7 +125,7 @@ class Trajectory:
 class Outcome:
     """The small facts of a Trajectory, under the same names, which processes exchange.
 
-    `oldest_version` is that of the oldest policy that sampled a token; None where none was sampled.
+    `versions` are the policies that sampled its tokens, oldest first, each with their number.
     `detail` is there for FAILURES only, and cut.
     """
 
@@ -137,7 +138,7 @@ class Outcome:
     num_tokens: int
     num_policy_tokens: int
     sample_starts: tuple[int, ...]
-    oldest_version: int | None
+    versions: tuple[tuple[int, int], ...]
     detail: str = ""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
@@ -145,6 +146,11 @@ class Outcome:
     def reward(self) -> float:
         """The outcome: the sum of the turns' rewards."""
         return float(sum(self.turn_rewards))
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The version of the oldest policy that sampled a token; None where none was sampled."""
+        return self.versions[0][0] if self.versions else None
 
 
 @struct.dataclass(frozen=True, kw_only=True)

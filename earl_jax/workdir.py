@@ -50,13 +50,15 @@ _ADAPTERS_KEYS = {"base_fingerprint"}
 class Position:
     """The state of a run after `step` RL steps: its weights, and its history of the load.
 
-    In the last `failed_steps` steps too many episodes failed (`EnvConfig`).
+    In the last `failed_steps` steps too many episodes failed (`EnvConfig`). The tasks of the
+    `open_groups` were begun and not trained on, in an asynchronous run.
     """
 
     step: int
     state: TrainState
     history: LoadHistory
     failed_steps: int = 0
+    open_groups: tuple[int, ...] = ()
 
 
 def open_workdir(workdir: Path, config: dict[str, Any]) -> list[str]:
@@ -153,6 +155,7 @@ def save(
             "history": position.history.as_list(),
             "throughput": placement.observations.table.as_dict(),
             "failed_steps": position.failed_steps,
+            "open_groups": list(position.open_groups),
             **({"base_fingerprint": prints[0]} if prints else {}),
         },
     )
@@ -267,8 +270,14 @@ def _restore(
         run.stages.saved_shardings,
     )
     state = _with_base(run, saved, state, placement)
-    failed_steps = int(saved.get("failed_steps", 0))
-    return Position(step=step, state=state, history=history, failed_steps=failed_steps), placement
+    position = Position(
+        step=step,
+        state=state,
+        history=history,
+        failed_steps=int(saved.get("failed_steps", 0)),
+        open_groups=tuple(saved.get("open_groups", ())),
+    )
+    return position, placement
 
 
 def _is_possible(run: Run, placement: Placement) -> bool:

@@ -383,7 +383,7 @@ def make_outcome(episode: int, reward: float, stop_reason: str) -> Outcome:
         num_tokens=9,
         num_policy_tokens=4,
         sample_starts=(0,),
-        oldest_version=0,
+        versions=((0, 1),),
     )
 
 

@@ -24,6 +24,7 @@ from earl_jax.models.checkpoints.families import family_of
 from earl_jax.models.config import MODEL_SETTINGS, ModelConfig
 from earl_jax.models.presets import preset_named
 from earl_jax.rollout.config import RolloutConfig
+from earl_jax.rollout.staleness import AsynchronyConfig
 from earl_jax.selector.config import SelectorConfig
 from earl_jax.settings.choices import check_choices
 from earl_jax.settings.errors import InputError, RunError
@@ -183,6 +184,7 @@ class Config:
     chat: ChatConfig = ChatConfig()
     model: ModelConfig = ModelConfig()
     rollout: RolloutConfig = RolloutConfig()
+    asynchrony: AsynchronyConfig = AsynchronyConfig()
     selector: SelectorConfig = SelectorConfig()
     dispatch: DispatchConfig = DispatchConfig()
     train: TrainConfig = TrainConfig()
@@ -308,6 +310,7 @@ class Config:
     def importance_cap(self) -> float:
         """The cap at which the loss truncates importance weights; 0 without a correction."""
         same = self.rollout.is_precise_as(self.model.compute_dtype)
+        same = same and not self.asynchrony.max_staleness
         off = self.train.correction == "none" or (self.train.correction == "auto" and same)
         return 0.0 if off else self.train.importance_cap
 
@@ -372,6 +375,9 @@ def _idle_rollout(config: Config) -> Iterator[_Idle]:
     platform = config.devices.platform
     elsewhere = f"config.devices.platform is {platform!r}"
     yield platform in ("gpu", "tpu"), "devices.num_cpu_devices", elsewhere
+    for name in ("rule", "kv"):
+        in_turn = "config.asynchrony.max_staleness is 0"
+        yield config.asynchrony.max_staleness == 0, f"asynchrony.{name}", in_turn
 
 
 def _idle_training(config: Config) -> Iterator[_Idle]:
@@ -382,8 +388,10 @@ def _idle_training(config: Config) -> Iterator[_Idle]:
     constant = "config.train.schedule is 'constant'"
     yield train.schedule == "constant", "train.final_learning_rate", constant
     # Without a correction, a rollout of another precision has ratios that are not 1 from the start.
-    same_precision = config.rollout.is_precise_as(model.compute_dtype)
-    never_clips = train.epochs == 1 and (config.importance_cap > 0 or same_precision)
+    # So has one of older weights.
+    same_policy = config.rollout.is_precise_as(model.compute_dtype)
+    same_policy = same_policy and not config.asynchrony.max_staleness
+    never_clips = train.epochs == 1 and (config.importance_cap > 0 or same_policy)
     for name in ("clip_low", "clip_high", "dual_clip") if config.algorithm in ALGORITHMS else ():
         if hasattr(config.algorithm_args, name):
             yield never_clips, f"algorithm_args.{name}", "config.train.epochs is 1"

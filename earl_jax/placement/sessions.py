@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from earl_jax.dispatch.weights import publish_to_engines
+from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import roomier_pages
 from earl_jax.engine.session import Policy, Session, open_session, relocate, vacate
 from earl_jax.placement.programs import play_key
@@ -50,21 +51,31 @@ class Sessions:
         """
         stages, plan = self._stages, self._placement.rollout
         engine = stages.engines.engine(plan.mesh, plan.num_slots)
+        policy, moved_bytes = self.publish(engine, plan.mesh, params, version)
+        if not stages.cluster.plays:
+            return None, moved_bytes
+        self._play_on(plan)
+        kept, self._kept = self._kept, None
+        session = open_session(engine, policy, self._placement.max_tokens, stages.pool(plan), kept)
+        return session, moved_bytes
+
+    def publish(
+        self, engine: Engine, mesh: MeshShape, params: Any, version: int
+    ) -> tuple[Policy, int]:
+        """Returns the policy for an engine, and the bytes of weights that changed device.
+
+        The engine is this process's part of the rollout's `mesh`. Every process calls it.
+        """
+        stages = self._stages
         published = publish_to_engines(
             params,
             engine.parameter_shapes,
             engine.parameter_shardings,
-            stages.layouts.rollout(plan.mesh),
-            chunk_bytes=self._stages.chunk_bytes,
+            stages.layouts.rollout(mesh),
+            chunk_bytes=stages.chunk_bytes,
         )
         stages.cluster.wait(published.params, "new weights")
-        if not stages.cluster.plays:
-            return None, published.moved_bytes
-        policy = Policy(params=published.params, version=version)
-        self._play_on(plan)
-        kept, self._kept = self._kept, None
-        session = open_session(engine, policy, self._placement.max_tokens, stages.pool(plan), kept)
-        return session, published.moved_bytes
+        return Policy(params=published.params, version=version), published.moved_bytes
 
     def _play_on(self, plan: RolloutPlan) -> None:
         key = play_key(plan.mesh, plan.num_slots, self._placement.max_tokens)

@@ -3,7 +3,8 @@
 """The training of a step: its updates, each done again with less where memory is short."""
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from earl_jax.train.step import read_metrics
 from earl_jax.trajectory import TrajectoryBatch
 
 Metrics = dict[str, float]
+# Called with arrays under way; does something else until they are there.
+Wait = Callable[[Any], None]
 # Token ids of an example episode, and who wrote each: 0 or the policy's turn.
 Example = tuple[Sequence[int], Sequence[int]]
 
@@ -30,8 +33,11 @@ def learn(
     batch: TrajectoryBatch,
     controls: np.ndarray,
     epochs: int,
+    wait: Wait | None = None,
 ) -> tuple[TrainState, list[Metrics]]:
     """Makes the updates of one step, one an epoch; gives `state` up.
+
+    `wait` is called while an update is under way; None: nothing else is done.
 
     Returns:
         The new state, and the metrics of each update: none in a process that does not train.
@@ -43,7 +49,7 @@ def learn(
     batch = stages.learner.score(plan, state, batch)
     updates = []
     for _ in range(epochs):
-        state, batch, metrics = update(placement, state, batch, controls)
+        state, batch, metrics = update(placement, state, batch, controls, wait=wait)
         updates.append(metrics)
     return state, updates
 
@@ -79,6 +85,7 @@ def update(
     controls: np.ndarray,
     *,
     sft: bool = False,
+    wait: Wait | None = None,
 ) -> tuple[TrainState, TrajectoryBatch, Metrics]:
     """One update, and the batch where the trainer is then. `state` is given up.
 
@@ -96,7 +103,9 @@ def update(
         if not sft:
             placement.about_to_use(update_key(plan, rows, length))
         placement.backup.save((plan, sft, batch.tokens.shape), state)
-        again = functools.partial(_run_update, placement.stages, plan, state, batch, controls, sft)
+        again = functools.partial(
+            _run_update, placement.stages, plan, state, batch, controls, sft, wait
+        )
         done = placement.attempt("train", again, length)
         if done is not None:
             placement.backup.discard()
@@ -114,8 +123,11 @@ def _run_update(
     batch: TrajectoryBatch,
     controls: np.ndarray,
     sft: bool,
+    wait: Wait | None,
 ) -> tuple[TrainState, Metrics]:
     after, metrics = stages.learner.update(plan, state, batch, controls, sft=sft)
+    if wait is not None:
+        wait(metrics)
     # Reading what an earlier failure left ends the process (jaxlib 0.10.2); waiting for it raises.
     stages.cluster.wait(metrics, "training")
     return after, read_metrics(metrics)

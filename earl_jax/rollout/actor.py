@@ -12,6 +12,7 @@ from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import Environment
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.launch.cluster import Cluster
+from earl_jax.rollout.answers import Answers
 from earl_jax.rollout.block_manager import Grow
 from earl_jax.rollout.collect import Rollout, collect
 from earl_jax.rollout.config import RolloutConfig
@@ -32,8 +33,9 @@ class Actor:
     """Plays this process's episodes.
 
     `rollout` are the settings of all processes' rollout; `make` makes an environment from a task's
-    `args`; the model reads at most `max_context` tokens; `history` is config.chat.history. `stop()`
-    is the name of a signal to stop, "" before there is one.
+    `args`; the model reads at most `max_context` tokens; `history` is config.chat.history. Rows of
+    `batches` steps' episodes are there at once. `stop()` is the name of a signal to stop, "" before
+    there is one.
     """
 
     rollout: RolloutConfig
@@ -43,6 +45,7 @@ class Actor:
     pool: EnvironmentPool
     make: Callable[..., Environment]
     max_context: int
+    batches: int = 1
     stop: Callable[[], str] = lambda: ""
 
     def new_conversation(self) -> Conversation:
@@ -59,7 +62,8 @@ class Actor:
         *,
         sampling: Sampling | None = None,
         grow: Grow,
-        thin_out: ThinOut,
+        thin_out: ThinOut | None = None,
+        record_calls: Callable[[Answers], Answers] = lambda calls: calls,
     ) -> RolloutService:
         """Returns a service that plays tasks from this session, which may move meanwhile."""
         own = self.rollout.part(len(self.cluster.players))
@@ -75,6 +79,8 @@ class Actor:
             max_context=self.max_context,
             thin_out=thin_out,
             look=self._look_for_a_signal,
+            batches=self.batches,
+            record_calls=record_calls,
         )
 
     def play(

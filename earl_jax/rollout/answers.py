@@ -9,7 +9,8 @@ by a worker while the episode waits, else by the collector.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from earl_jax.engine.choices import check_allowed, check_choices
 from earl_jax.engine.config import EngineConfig
@@ -46,6 +47,20 @@ class Answer:
     def content(self) -> Content:
         """The message, or messages."""
         return self.result.messages or self.result.text
+
+
+class Answers(Protocol):
+    """Calls of environments under way, by ticket: `envs.pool.Calls`."""
+
+    def submit(self, calls: Mapping[int, Callable[[], Answer]]) -> None:
+        """Lets workers make these calls; returns at once."""
+        ...
+
+    def take(
+        self, wait_s: float = 0.0, *, at_least_one: bool = False
+    ) -> dict[int, Answer | Failure]:
+        """Returns the finished outcomes, see `envs.pool.Calls.take`."""
+        ...
 
 
 def begin(

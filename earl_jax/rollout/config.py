@@ -316,14 +316,20 @@ def make_engine_config(
     num_devices: int,
     seed: int,
     model_logprobs: bool,
+    batches: int = 1,
 ) -> EngineConfig:
     """Returns the engine's settings for one process, whose part of a rollout is given.
+
+    There are rows for so many `batches` of a step's episodes.
 
     With `model_logprobs` log-probs under the model itself are recorded too. The rules end turns at
     id 0 and allow every reply; the caller replaces that.
     """
     rows = make_rows(
-        num_rows=rollout.episodes_per_step, num_slots=rollout.num_slots, num_devices=num_devices
+        num_rows=rollout.episodes_per_step,
+        num_slots=rollout.num_slots,
+        num_devices=num_devices,
+        batches=batches,
     )
     dtype = rollout.computes_as(model.compute_dtype)
     return EngineConfig(

@@ -19,7 +19,8 @@ class Engines:
     """Makes this process's engines, and the page pools of their rollouts.
 
     `rollout` are the settings of all processes' rollout; `end_of_turn_ids` end a turn, and
-    `choice_branches` bounds the tree of choices of a turn (0: none).
+    `choice_branches` bounds the tree of choices of a turn (0: none). `batches` steps' episodes have
+    rows at once.
     """
 
     rollout: RolloutConfig
@@ -31,6 +32,7 @@ class Engines:
     model_logprobs: bool
     end_of_turn_ids: tuple[int, ...]
     choice_branches: int = 0
+    batches: int = 1
 
     def engine(self, shape: MeshShape, num_slots: int | None = None) -> Engine:
         """Returns the engine on this rollout mesh; `num_slots` of all processes, None: all."""
@@ -47,6 +49,7 @@ class Engines:
             num_devices=len(self.cluster.own_devices),
             seed=self.seed,
             model_logprobs=self.model_logprobs,
+            batches=self.batches,
         )
         rules = config.rules._replace(
             end_of_turn_ids=self.end_of_turn_ids, choice_branches=self.choice_branches

@@ -115,6 +115,12 @@ class LiveEpisode:
     allowed: tuple[int, ...] = ()
 
     @property
+    def oldest_version(self) -> int | None:
+        """The version of the oldest policy that sampled a token of it; None: none was sampled."""
+        ended = (min(turn.versions) for turn in self.turns if turn.versions)
+        return min((*ended, *self.versions[:1]), default=None)
+
+    @property
     def turn_limit(self) -> int:
         """The most tokens of a turn that begins now."""
         return min(self.limits.max_turn_tokens, self.most_tokens - self.length)

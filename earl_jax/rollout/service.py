@@ -21,8 +21,8 @@ from earl_jax.engine.rows import make_rows
 from earl_jax.engine.session import Policy, Session
 from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import Environment, Start
-from earl_jax.envs.pool import Calls, EnvironmentPool, Failure
-from earl_jax.rollout.answers import Answer, begin, go_on
+from earl_jax.envs.pool import EnvironmentPool, Failure
+from earl_jax.rollout.answers import Answer, Answers, begin, go_on
 from earl_jax.rollout.block_manager import BlockManager, Grow
 from earl_jax.rollout.config import CacheRules, RolloutConfig
 from earl_jax.rollout.episode import LiveEpisode, Task
@@ -56,10 +56,12 @@ class RolloutService:
         *,
         num_devices: int,
         sampling: Sampling,
+        batches: int = 1,
         max_context: int = NO_LIMIT,
         thin_out: ThinOut | None = None,
         cache_rules: CacheRules | None = None,
         look: Callable[[], None] = lambda: None,
+        record_calls: Callable[[Answers], Answers] = lambda calls: calls,
     ) -> None:
         """Opens the service; `submit` gives it tasks, and `step` plays them.
 
@@ -72,6 +74,7 @@ class RolloutService:
             grow: called where the session has too few tokens or pages for the next round.
             num_devices: for which rows of experience are cut, on all meshes alike (`make_rows`).
             sampling: of tasks without one of their own.
+            batches: how often `config.episodes_per_step` episodes have rows at once.
             max_context: tokens that the model reads at most; a longer episode is cut there.
             thin_out: called while `drain` plays the last episodes and most slots are empty for
                 good: when a quarter is busy, and each time that half as many are as when it was
@@ -79,6 +82,7 @@ class RolloutService:
             cache_rules: of the reuse of KV pages; None: the defaults.
             look: called before each round, and every second while environments are waited for; what
                 it raises ends the service.
+            record_calls: wraps the calls of environments, whose answers come when they come.
         """
         self.session, self._config = session, config
         self._new_conversation = new_conversation
@@ -86,7 +90,7 @@ class RolloutService:
         self._thin_out, self._thin_at = thin_out, config.num_slots // 4
         # By ticket, not by slot: slots are used again.
         self._look = look
-        self._calls: Calls[int, Answer] = pool.calls(look)
+        self._calls: Answers = record_calls(pool.calls(look))
         self._slots: list[LiveEpisode | None] = [None] * config.num_slots
         self._num_submitted, self._is_draining = 0, False
         self._tasks: dict[int, Task] = {}
@@ -95,7 +99,10 @@ class RolloutService:
         self._left_rows: list[int] = []
         self._stats = RolloutStats()
         self.rows = make_rows(
-            num_rows=config.episodes_per_step, num_slots=config.num_slots, num_devices=num_devices
+            num_rows=config.episodes_per_step,
+            num_slots=config.num_slots,
+            num_devices=num_devices,
+            batches=batches,
         )
         total = session.engine.config.num_rows
         assert total == self.rows.total or self.rows.data_shards == 1, f"{total}, {self.rows}"
@@ -123,6 +130,11 @@ class RolloutService:
         self._stats.borrowed_slots = self._row_pool.num_borrowed
         self._blocks.count(self._stats)
         return self._stats
+
+    def oldest_versions(self) -> dict[int, int]:
+        """Returns the oldest version that sampled a token, by ticket, of live episodes with one."""
+        live = [(e.ticket, e.oldest_version) for e in self._slots if e is not None]
+        return {ticket: version for ticket, version in live if version is not None}
 
     def submit(self, tasks: Sequence[Task]) -> list[int]:
         """Queues tasks. Returns their tickets, which number the tasks of this service.

@@ -58,6 +58,14 @@ class RolloutStats:
     full_tokens: int = 0
     full_s: float = 0.0
 
+    def since(self, before: "RolloutStats") -> "RolloutStats":
+        """Returns the counts since `before`, of the same rollout; maxima and words as they are."""
+        kept = ("preemption", "tokens_in_flight_max", "context_tokens_max", "hung_calls")
+        names = [field.name for field in dataclasses.fields(self) if field.name not in kept]
+        return dataclasses.replace(
+            self, **{name: getattr(self, name) - getattr(before, name) for name in names}
+        )
+
     @property
     def tokens_per_s(self) -> float | None:
         """The speed of rounds with nearly all slots at work; None where there were none."""

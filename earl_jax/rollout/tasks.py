@@ -33,10 +33,12 @@ class Tasks:
     def training(self, step: int) -> list[Task]:
         """Returns the episodes of RL step `step`; those of a group play the same task.
 
+        Where more steps are asked for than the run has, tasks come again from the first on.
+
         Raises ValueError where the source gave another number of tasks than there are groups.
         """
         count, size = self.rollout.episodes_per_step, self.rollout.group_size
-        tasks = self.played.tasks.batch(step)
+        tasks = self.played.tasks.batch(step % self.num_steps)
         if len(tasks) != count // size:
             raise InputError(
                 f"the task source gave {len(tasks)} tasks for step {step}; there must be "

@@ -62,8 +62,8 @@ class TrainConfig:
     token's sequence. "masked": tokens whose weight is above `importance_cap` or below
     1 / `importance_cap` have no loss (see `algorithms.losses.importance_weights`). With `epochs`
     above 1 that costs one more forward pass a step. "auto" is "truncated" where the rollout has
-    another precision than the trainer (config.rollout.weight_dtype, kv_dtype or compute_dtype),
-    else "none".
+    another precision than the trainer (config.rollout.weight_dtype, kv_dtype or compute_dtype), or
+    older weights (config.asynchrony.max_staleness), else "none".
 
     `sft_steps`: in the first so many RL steps, the batch is followed by
     `sft_updates` supervised updates on games of random legal moves (a trail's steps are

@@ -1,0 +1,283 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The asynchronous RL loop: episodes of later steps are played while a step plays and learns.
+
+A step is that of loop.py (`rl_step`); what differs is where its episodes come from. One open
+rollout service plays tasks of up to config.asynchrony.max_staleness steps ahead. Each step gives it
+the newest weights, between two rounds, and takes the groups that the rule chooses
+(rollout/staleness.py). AReaL (arXiv 2505.24298) calls this interruptible generation.
+
+Where rollouts have devices of their own (config.devices.num_rollout), rounds are played while an
+update is under way: both are only dispatched, so one thread is enough, and the events of a run have
+one order, in which they can be replayed (rollout/events.py). Where they share devices, the stages
+take turns, and live episodes wait for the update.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from earl_jax.engine.session import Session
+from earl_jax.loop import PlayedStep, StepStopped, only_on_devices
+from earl_jax.placement.moves import move_state
+from earl_jax.placement.placement import Placement
+from earl_jax.placement.updates import Wait
+from earl_jax.rollout.actor import Stopped
+from earl_jax.rollout.collect import Rollout
+from earl_jax.rollout.events import Events
+from earl_jax.rollout.gather import gather_outcomes
+from earl_jax.rollout.load import expected_load, expected_tokens, measure_load
+from earl_jax.rollout.open_groups import OpenGroups
+from earl_jax.rollout.row_pool import Finished
+from earl_jax.rollout.service import RolloutService
+from earl_jax.rollout.staleness import choose_groups, overdue
+from earl_jax.rollout.stats import RolloutStats
+from earl_jax.run import Run
+from earl_jax.telemetry.load import Load
+from earl_jax.telemetry.timing import StageTimer
+from earl_jax.train.state import TrainState
+from earl_jax.trajectory import Experience, Outcome
+from earl_jax.workdir import Position
+
+
+class AsyncPlayer:
+    """A `Player` whose service plays ahead of the steps. For one process; host-side state only."""
+
+    def __init__(self, run: Run, placement: Placement, events: Events | None = None) -> None:
+        """Begins without a service, which the first step opens; `events` None: they go nowhere."""
+        self._run, self._placement = run, placement
+        self._events = events or Events()
+        self._settings = run.config.asynchrony
+        self._groups = OpenGroups(run.tasks)
+        self._service: RolloutService | None = None
+        self._num_rounds = 0
+        # The service's counts when a step took its episodes.
+        self._counted = RolloutStats()
+        self._timer = StageTimer()
+        # What a round beside an update raised: the next step deals with it.
+        self._error: Exception | None = None
+
+    def play(self, position: Position, timer: StageTimer) -> tuple[TrainState, PlayedStep]:
+        """Publishes the weights, and plays until the step's groups are finished.
+
+        Where memory is too short, all open groups are played again with another plan.
+
+        Raises:
+            StepStopped: a signal stopped the rollout.
+        """
+        self._timer, done = timer, None
+        while done is None:
+            if self._service is None or self._events.coming("open"):
+                position = self._choose(position)
+            try:
+                done = self._placement.attempt("rollout", lambda: self._play(position))  # noqa: B023
+            except Stopped as stop:
+                raise StepStopped(str(stop), position) from None
+            if done is None:
+                self._service = None
+        return position.state, done
+
+    def plans_chosen(self) -> None:
+        """Notes the plans in use; in a replay they are those of then."""
+        event = self._events.coming("plans")
+        if event is not None:
+            self._placement.restore(event["placement"])
+        self._events.note("plans", placement=self._placement.as_dict())
+
+    def open_groups(self) -> tuple[int, ...]:
+        """Returns the numbers of the open groups."""
+        return tuple(self._groups.numbers)
+
+    def step_ended(self, step: int) -> dict[str, Any] | None:
+        """Notes that a step has ended. Returns the state that its tasks' source goes on from."""
+        self._events.note("trained", step=step, round=self._num_rounds)
+        return self._groups.source_state(step)
+
+    @property
+    def is_replayed(self) -> bool:
+        """True where a run is replayed, and all of its events have come again."""
+        return self._events.is_over
+
+    @property
+    def wait(self) -> Wait | None:
+        """Plays rounds while an update is under way, where rollouts have their own devices."""
+        return self._play_beside if self._run.cluster.disjoint else None
+
+    # The parts of a step.
+
+    def _choose(self, position: Position) -> Position:
+        """Chooses plans for a service that is opened anew. Returns the position, moved to them."""
+        placement, rollout = self._placement, self._run.config.rollout
+        self._service = None
+        load = expected_load(rollout, position.history)
+        with self._timer("select"):
+            placement.choose_step(expected_tokens(rollout, load), load)
+            # A prompt that is kept here would not be in a run that goes on from its checkpoint.
+            placement.sessions.forget()
+            state = move_state(placement, position.state, to_play=True)
+        return dataclasses.replace(position, state=state)
+
+    def _play(self, position: Position) -> PlayedStep:
+        """Plays until a batch can be taken; raises what a round beside the last update raised."""
+        settings, groups, version = self._settings, self._groups, position.step
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        with self._timer("publish"), only_on_devices(self._run.config.dispatch) as reads:
+            service, num_bytes = self._publish(position)
+        dropped: list[Outcome] = []
+        with self._timer("rollout"):
+            while True:
+                dropped += self._drop(service, version)
+                self._submit(service, version)
+                chosen = choose_groups(
+                    settings.rule,
+                    groups.described(service),
+                    version,
+                    settings.max_staleness,
+                    groups.size,
+                )
+                if chosen is not None:
+                    break
+                self._play_round(service)
+            numbers = [group.number for group in chosen]
+            self._events.note("take", step=version, groups=numbers, round=self._num_rounds)
+            done = groups.take(chosen)
+            rollout, experience = self._rows_of(service, done, version)
+        played = gather_outcomes(self._run.cluster, rollout, self._placement.as_dict())
+        return PlayedStep(
+            plan=self._placement.rollout,
+            max_tokens=rollout.session.max_tokens,
+            trajectories=rollout.trajectories,
+            experience=experience,
+            played=played,
+            load=measure_load(played),
+            publish_bytes=num_bytes,
+            publish_host_bytes=reads.num_bytes,
+            dropped=dropped,
+        )
+
+    def _publish(self, position: Position) -> tuple[RolloutService, int]:
+        """Gives the service the weights of the position; opens one with them where there is none.
+
+        Returns:
+            The service, and the bytes of weights that changed device.
+        """
+        placement, version = self._placement, position.step
+        params = self._run.learner.policy(position.state)
+        if self._service is None:
+            self._num_rounds = 0
+            self._events.note("open", version=version)
+            self.plans_chosen()
+            session, num_bytes = placement.sessions.open(params, version)
+            assert session is not None, "one process plays and trains"
+            self._service = self._open(session, position)
+            return self._service, num_bytes
+        engine = self._service.session.engine
+        policy, num_bytes = placement.sessions.publish(engine, engine.layout.shape, params, version)
+        self._events.note("publish", version=version, round=self._num_rounds)
+        self._service.update_weights(policy, self._settings.kv)
+        return self._service, num_bytes
+
+    def _open(self, session: Session, position: Position) -> RolloutService:
+        """Returns a service that plays the open groups from their beginning."""
+        load = expected_load(self._run.config.rollout, position.history)
+        service = self._run.actor.open(
+            session,
+            grow=lambda session, tokens, pages: self._grow(session, tokens, pages, load),
+            record_calls=self._events.record_calls,
+        )
+        self._counted = RolloutStats()
+        numbers = self._groups.numbers or list(position.open_groups)
+        self._events.note("submit", groups=numbers, round=self._num_rounds)
+        self._groups.submit(service, numbers)
+        return service
+
+    def _grow(self, session: Session, tokens: int, pages: int, load: Load | None) -> Session:
+        grown = self._placement.sessions.make_room(session, tokens, pages, load)
+        self._events.note("grow", plan=str(self._placement.rollout), round=self._num_rounds)
+        return grown
+
+    def _submit(self, service: RolloutService, version: int) -> None:
+        """Submits as many groups as may be open now."""
+        size, rule = self._groups.size, self._settings.rule
+        numbers = self._groups.numbers
+        first = numbers[-1] + 1 if numbers else version * size
+        last = first + self._settings.batches * size - len(numbers)
+        if rule != "drop":
+            # All groups are trained on, so that there are no more.
+            last = min(last, self._run.config.num_steps * size)
+        if first < last:
+            more = list(range(first, last))
+            self._events.note("submit", groups=more, round=self._num_rounds)
+            self._groups.submit(service, more)
+
+    def _drop(self, service: RolloutService, version: int) -> list[Outcome]:
+        """Gives up finished groups beyond the bound, if that is the rule; returns what is lost."""
+        if self._settings.rule != "drop":
+            return []
+        finished = [g for g in self._groups.described(service) if g.finished is not None]
+        stale = overdue(finished, version, self._settings.max_staleness)
+        if not stale:
+            return []
+        numbers = [group.number for group in stale]
+        self._events.note("drop", groups=numbers, round=self._num_rounds)
+        lost = self._groups.take(stale)
+        for each in lost:
+            service.release(each.row)
+        return [each.trajectory.outcome for each in lost]
+
+    def _play_round(self, service: RolloutService) -> None:
+        assert service.is_busy, "a batch is there, or some of its groups play"
+        self._num_rounds += 1
+        self._groups.add(service.step())
+
+    def _rows_of(
+        self, service: RolloutService, done: list[Finished], version: int
+    ) -> tuple[Rollout, Experience]:
+        """Returns these episodes as a rollout of their own, and their rows, which are free then."""
+        stats = service.stats
+        rollout = Rollout(
+            trajectories=[
+                dataclasses.replace(each.trajectory, row=row) for row, each in enumerate(done)
+            ],
+            session=service.session,
+            rows=[each.row for each in done],
+            stats=stats.since(self._counted),
+        )
+        self._counted = dataclasses.replace(stats)
+        experience = rollout.experience
+        if self._settings.rule == "mask":
+            experience = _since_version(experience, version - self._settings.max_staleness)
+        for each in done:
+            service.release(each.row)
+        return rollout, experience
+
+    # While an update is under way.
+
+    def _play_beside(self, arrays: Any) -> None:
+        """Plays rounds until these arrays are there. What a round raises is left to the next step.
+
+        In a replay it plays as many rounds as then.
+        """
+        service, recorded = self._service, self._events.later("trained")
+        assert service is not None, "the step's episodes came from it"
+        with self._timer("overlap"):
+            while self._error is None and service.is_busy:
+                if recorded is not None and self._num_rounds >= recorded["round"]:
+                    break
+                if recorded is None and all(leaf.is_ready() for leaf in jax.tree.leaves(arrays)):
+                    break
+                try:
+                    self._play_round(service)
+                except Exception as error:  # noqa: BLE001 - raised again by the next step
+                    self._error = error
+
+
+@jax.jit
+def _since_version(experience: Experience, oldest: int) -> Experience:
+    """Returns the rows as if the policy had sampled no token before version `oldest`."""
+    is_kept = experience.versions >= oldest
+    return dataclasses.replace(experience, turn_ids=jnp.where(is_kept, experience.turn_ids, 0))

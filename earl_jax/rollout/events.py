@@ -1,0 +1,167 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Events of an asynchronous run: all that depends on time, written down so that it can be replayed.
+
+One thread plays and trains, so that events have one order. Each is a JSON object on a line of its
+own, with its `event`:
+
+- "open": a rollout service was opened, with weights of `version`; rounds and calls are counted from
+  here.
+- "plans": plans were chosen (`Placement.as_dict`).
+- "grow": a session moved to a roomier `plan` behind round `round`.
+- "submit": the tasks of the groups `groups` were submitted behind round `round`.
+- "answers": in the `call`-th look for answers those of the tickets `tickets` were there; `failed`
+  has the stop reason and detail of calls that hung or raised.
+- "publish": weights of `version` were published behind round `round`.
+- "take": the groups `groups` were taken by the policy of version `step`; "drop": given up.
+- "trained": step `step` had ended, and so many rounds were played.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from earl_jax.envs.pool import Failure
+from earl_jax.rollout.answers import Answer, Answers
+from earl_jax.settings.errors import InputError, RunError
+from earl_jax.telemetry.atomic import write_atomically
+
+# Waiting for an answer that came earlier in the run that is replayed.
+_POLL_S = 0.05
+
+
+class Events:
+    """Writes events to a file, or compares them with those of an earlier run."""
+
+    def __init__(self, path: Path | None = None, replayed: Sequence[dict[str, Any]] = ()) -> None:
+        """Appends to `path`, None: nowhere; with `replayed`, these must come again."""
+        self._path, self._replayed = path, list(replayed)
+        self.is_replay = bool(replayed)
+        self._next = self._calls = 0
+
+    def note(self, event: str, **facts: Any) -> None:
+        """Writes an event. Raises RunError where a replayed run did something else here."""
+        line = json.loads(json.dumps({"event": event, **facts}))
+        if self.is_replay:
+            expected = self._replayed[self._next] if self._next < len(self._replayed) else None
+            if line != expected:
+                raise RunError(
+                    f"event {self._next + 1} of the run that is replayed is {expected}, and here "
+                    f"it is {line}; replay it with the same code, packages and kind of devices"
+                )
+            self._next += 1
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        if event == "open":
+            self._calls = 0
+
+    def coming(self, event: str) -> dict[str, Any] | None:
+        """Returns the next event of a replay if it is of this name, and leaves it there."""
+        found = self._replayed[self._next] if self._next < len(self._replayed) else None
+        return found if found and found["event"] == event else None
+
+    @property
+    def is_over(self) -> bool:
+        """True in a replay behind the last event."""
+        return self.is_replay and self._next == len(self._replayed)
+
+    def later(self, event: str) -> dict[str, Any] | None:
+        """Returns the first event of this name that is still to come in a replay."""
+        rest = self._replayed[self._next :]
+        return next((each for each in rest if each["event"] == event), None)
+
+    def record_calls(self, calls: Answers) -> Answers:
+        """Returns the calls, with answers that are noted, or come as they did."""
+        return _Recorded(calls, self)
+
+    def next_call(self) -> int:
+        """Returns the number of this look for answers."""
+        self._calls += 1
+        return self._calls
+
+
+class _Recorded:
+    """Calls whose answers are noted; in a replay each comes in the call in which it came."""
+
+    def __init__(self, calls: Answers, events: Events) -> None:
+        self._inner, self._events = calls, events
+        # Of a replay: answers that are here before they are due.
+        self._early: dict[int, Answer | Failure] = {}
+
+    def submit(self, calls: Any) -> None:
+        self._inner.submit(calls)
+
+    def take(
+        self, wait_s: float = 0.0, *, at_least_one: bool = False
+    ) -> dict[int, Answer | Failure]:
+        call = self._events.next_call()
+        if not self._events.is_replay:
+            found = self._inner.take(wait_s, at_least_one=at_least_one)
+        else:
+            found = self._replayed(call)
+        if found:
+            failed = {
+                str(ticket): [answer.stop_reason, answer.detail]
+                for ticket, answer in found.items()
+                if isinstance(answer, Failure)
+            }
+            self._events.note("answers", call=call, tickets=list(found), failed=failed)
+        return found
+
+    def _replayed(self, call: int) -> dict[int, Answer | Failure]:
+        event = self._events.coming("answers")
+        if event is None or event["call"] != call:
+            return {}
+        failed = {
+            int(ticket): Failure(stop_reason=reason, detail=detail)
+            for ticket, (reason, detail) in event["failed"].items()
+        }
+        found: dict[int, Answer | Failure] = {}
+        for ticket in event["tickets"]:
+            while ticket not in failed and ticket not in self._early:
+                self._early |= self._inner.take(_POLL_S)
+            early = self._early.pop(ticket, None)
+            found[ticket] = failed.get(ticket) or early  # pyright: ignore[reportArgumentType]
+        return found
+
+
+# The file of a run's events in its workdir.
+EVENTS = "events.jsonl"
+
+
+def read_events(workdir: Path) -> list[dict[str, Any]]:
+    """Returns the events of a run.
+
+    Raises:
+        InputError: the folder has none, or its file is damaged.
+    """
+    path = workdir / EVENTS
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be read ({error.strerror or error}); a run has events with "
+            "config.asynchrony.max_staleness of 1 or more"
+        ) from error
+    except ValueError as error:
+        raise InputError(f"{path} is damaged: {error}") from error
+
+
+def drop_events(workdir: Path, step: int) -> None:
+    """Drops the events behind the end of this step, of a run that goes on from there."""
+    path = workdir / EVENTS
+    if not path.exists():
+        return
+    kept, end = [], 0
+    for line in path.read_text().splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            # Cut by the end of the process.
+            break
+        kept.append(line)
+        if event["event"] == "trained" and event["step"] == step:
+            end = len(kept)
+    write_atomically(path, "".join(line + "\n" for line in kept[:end]))

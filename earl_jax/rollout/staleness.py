@@ -1,0 +1,126 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Staleness: which groups of episodes an asynchronous step trains on. Pure Python.
+
+The policy of version v has had v steps. A step that begins with version v is to train on no token
+that a policy before v - `max_staleness` sampled. Groups are whole, so that their episodes can be
+compared. A group is open from when its tasks are submitted until it is trained on or dropped. At
+most `max_staleness` + 1 steps' groups are open, which is what AReaL admits (arXiv 2505.24298,
+eq. 3): N groups by version v, with floor((N - 1) / groups a step) <= v + max_staleness.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from earl_jax.settings.choices import check_choices
+from earl_jax.settings.errors import InputError
+
+Rule = Literal["in_order", "wait", "drop", "mask", "admission"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AsynchronyConfig:
+    """Settings of asynchronous training: episodes are played while the policy is updated.
+
+    `max_staleness` bounds how many updates the policy may be ahead of the one that sampled a token
+    that it is trained on; 0 plays and trains in turn.
+
+    `rule` says which groups of episodes a step takes. "in_order": those of its own tasks, as a
+    synchronous run does; nothing is dropped and no token is beyond the bound. "wait": those that
+    finished first, but it waits for groups that would be beyond the bound later. "drop": those that
+    finished first; groups beyond the bound are given up. "mask": those that finished first, with
+    the loss of tokens beyond the bound left out. "admission": those that finished first, also
+    beyond the bound, as AReaL does.
+
+    `kv` is what live episodes do when the weights change. "recompute": they read all of their
+    tokens again, so that log-probs are those of the new weights. "keep": they attend to what the
+    weights before have written, which costs nothing.
+    """
+
+    max_staleness: int = 0
+    rule: Rule = "in_order"
+    kv: Literal["recompute", "keep"] = "recompute"
+
+    @property
+    def batches(self) -> int:
+        """The most steps' episodes that are open at once."""
+        return self.max_staleness + 1
+
+    def validate(self) -> None:
+        """Raises ValueError naming the field that breaks a rule."""
+        check_choices(self, "config.asynchrony")
+        if self.max_staleness < 0:
+            raise InputError(
+                f"config.asynchrony.max_staleness is {self.max_staleness}; it must be at least 0"
+            )
+
+
+class Group(NamedTuple):
+    """An open group: its number, the oldest version in it, and when it was finished.
+
+    `oldest` is None where no token was sampled yet. `finished` numbers the groups in the order in
+    which their last episode ended; None where one is not over.
+    """
+
+    number: int
+    oldest: int | None = None
+    finished: int | None = None
+
+
+def choose_groups(
+    rule: Rule, groups: Sequence[Group], version: int, max_staleness: int, size: int
+) -> list[Group] | None:
+    """Returns the `size` groups that the step of this version trains on, by number.
+
+    Args:
+        rule: config.asynchrony.rule.
+        groups: the open ones, at most `size` * (`max_staleness` + 1); those that are `overdue` are
+            dropped before, with the rule "drop".
+        version: of the policy that the step begins with.
+        max_staleness: the bound.
+        size: groups a step.
+
+    Returns:
+        None as long as some of the groups that are due are not finished, or too few are.
+    """
+    chosen = sorted(groups)[:size]
+    if rule != "in_order":
+        chosen = _due(groups, version, max_staleness, size) if rule == "wait" else []
+        taken = {group.number for group in chosen}
+        rest = [g for g in groups if g.finished is not None and g.number not in taken]
+        chosen += sorted(rest, key=_finish)[: size - len(chosen)]
+    if len(chosen) < size or any(group.finished is None for group in chosen):
+        return None
+    return sorted(chosen)
+
+
+def overdue(groups: Sequence[Group], version: int, max_staleness: int) -> list[Group]:
+    """Returns the groups of which a step of this version would train on a token beyond the bound.
+
+    Example: with version 5 and bound 2, groups whose oldest version is 2 or less.
+    """
+    return [g for g in groups if g.oldest is not None and g.oldest < version - max_staleness]
+
+
+def _due(groups: Sequence[Group], version: int, max_staleness: int, size: int) -> list[Group]:
+    """Returns the groups that this step must take so that none is ever beyond the bound.
+
+    A group must be trained on by the step of version `oldest` + `max_staleness`. Where more are due
+    by a step than the steps until it can take, the difference is taken now: finished ones first.
+
+    Example: size 1, bound 1, version 3: of two groups that are due by version 4 one is taken now.
+    """
+    chosen: list[Group] = []
+    begun = [(g.oldest + max_staleness, g) for g in groups if g.oldest is not None]
+    for last in sorted({last for last, _ in begun}):
+        due = [group for by, group in begun if by <= last]
+        now = len(due) - max(0, last - version) * size - len(chosen)
+        left = sorted((g for g in due if g not in chosen), key=_finish)
+        chosen += left[: max(0, now)]
+    return chosen
+
+
+def _finish(group: Group) -> tuple[bool, int, int]:
+    """Returns a key by which finished groups come first, in the order in which they finished."""
+    return group.finished is None, group.finished or 0, group.number
