@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments of a few lines, and the environment of a task among them."""
 
+import random
 import time
 
 from earl_jax.envs.environment import Start, StepResult
@@ -58,3 +59,21 @@ class Lecture(Talker):
 
 def lecture(task):
     return Lecture(task.args["seed"], 0.02 * (task.episode % 3 == 0))
+
+
+class Wanderer:
+    """Takes one to nine replies, rarely many; when an answer comes is a matter of luck."""
+
+    def __init__(self, seed: int):
+        self.left = min(9, int(random.Random(seed).paretovariate(1.0)))
+
+    def start(self) -> Start:
+        return Start(text=f"{self.left}.")
+
+    def step(self, reply: str) -> StepResult:
+        time.sleep(random.uniform(0.0, 0.004))
+        self.left -= 1
+        reward = len(reply) % 3 / 2
+        if not self.left:
+            return StepResult(text="", reward=reward, done=True, stop_reason="end")
+        return StepResult(text=f"{self.left}.", reward=reward, done=False)
