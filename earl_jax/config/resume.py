@@ -23,6 +23,8 @@ MAY_CHANGE: dict[str, str] = {
     "env.num_workers": "From the next step on.",
     "env.max_failed_share": "From the next step on.",
     "env.max_failed_steps": "From the next step on.",
+    "asynchrony": "From the next step on; with another rule than in_order, tasks of later steps "
+    "that were trained on are played again where `max_staleness` becomes 0.",
     "rollout.patience_s": "From the next step on.",
     "rollout.preemption_host_gib": "From the next step on.",
 }  # fmt: skip
