@@ -6,6 +6,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -25,6 +26,8 @@ from earl_jax.dispatch.packing import (
     plan_packing,
 )
 from earl_jax.loop import rl_step
+from earl_jax.models.attention.rows import BLOCK_SIZE
+from earl_jax.models.attention.segment_blocks import blocks_looked_at
 from earl_jax.models.config import ModelConfig
 from earl_jax.run import build_run
 from earl_jax.selector.plans import TrainPlan
@@ -185,6 +188,21 @@ def test_attention_is_balanced_over_shards_and_micro_batches():
     # In two micro-batches each has a row of each shard: rows 0 and 2, and rows 1 and 3.
     placed = balance_rows(rows, lengths, Shape(4, 8), RowRule(4, 2, 2, 8))
     assert placed == {0: [0], 2: [1, 2], 1: [3, 4], 3: [5]}
+
+
+@pytest.mark.parametrize("number", [128, 512])
+def test_attention_computes_at_most_twice_the_pairs_of_tokens(number):
+    rule = RowRule(number, 1, 8, 8192)
+    lengths = np.minimum(log_normal(np.random.default_rng(0), number), 8192).tolist()
+    packing = packing_of(lengths, rule)
+    segments = np.zeros(packing.shape.places, np.int32)
+    for episode, (start, size) in enumerate(zip(packing.starts, packing.lengths, strict=True)):
+        segments[start : start + size] = 1 + episode
+    rows = segments.reshape(packing.shape)
+    rows = np.pad(rows, ((0, 0), (0, -packing.shape.length % BLOCK_SIZE)))
+    blocks = int(jnp.sum(jax.vmap(blocks_looked_at)(rows)))
+    # Causal attention has half the squares of the lengths.
+    assert blocks * BLOCK_SIZE**2 <= np.square(lengths).sum()
 
 
 # The gather.
