@@ -1,17 +1,18 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The fill of packed rows over the steps of a run, and the time of an update with and without.
+"""The fill of packed rows, attention's work on them, and the time of an update and of attention.
 
-uv run python -m benchmarks.packing [--steps=50] [--repeats=3]
+uv run python -m benchmarks.packing [--steps=50] [--runs=4] [--repeats=3]
 """
 
 import argparse
 import dataclasses
 import functools
+import itertools
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ import numpy as np
 
 from benchmarks.pages import replace_table, table
 from earl_jax.algorithms.algorithms import ALGORITHMS
-from earl_jax.dispatch.packing import Packing, RowRule, pack_rows, plan_packing
+from earl_jax.dispatch.packing import Packing, RowRule, ShapeHistory, pack_rows, plan_packing
+from earl_jax.models.attention.rows import BLOCK_SIZE, Positions, attention
+from earl_jax.models.attention.segment_blocks import attend_packed_rows, blocks_looked_at
 from earl_jax.models.config import ModelConfig
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
@@ -44,30 +47,50 @@ def lengths_of(seed: int, number: int, mean: float, longest: int) -> np.ndarray:
     )
 
 
-def fill_rows(steps: int) -> Iterator[dict[str, Any]]:
-    """Yields the fill of each batch size and number of row shards, over the steps of a run."""
+def fill_rows(steps: int, runs: int) -> Iterator[dict[str, Any]]:
+    """Yields fill and work for each batch size and number of row shards, over steps of runs."""
     length = 8192
-    for number in (128, 512):
-        for shards in (1, 8):
-            known, fills, padded, seconds = [], [], [], []
-            rule = RowRule(number, 1, shards)
+    for number, shards, cost in itertools.product((128, 512), (1, 8), (0.0, 10.0)):
+        rule = RowRule(number, 1, shards, length)
+        fills, padded, seconds, work, imbalance, used = [], [], [], [], [], []
+        for run in range(runs):
+            history, shapes = ShapeHistory(), set()
             for step in range(steps):
-                lengths = lengths_of(step, number, 1024, length)
+                lengths = lengths_of(1000 * run + step, number, 1024, length).tolist()
                 start_s = time.perf_counter()
-                packing = plan_packing(lengths.tolist(), length, rule, known)
+                shape = history.choose(lengths, rule, cost)
+                packing = plan_packing(lengths, rule, shape)
                 seconds.append(time.perf_counter() - start_s)
-                if packing.num_rows not in (*known, rule.most):
-                    known.append(packing.num_rows)
+                shapes.add(shape)
                 fills.append(packing.fill)
-                padded.append(lengths.sum() / (number * length))
-            yield {
-                "episodes": number,
-                "row shards": shards,
-                "fill, an episode a row": f"{100 * statistics.mean(padded):.1f} %",
-                "fill, packed": f"{100 * statistics.mean(fills):.1f} %",
-                "numbers of rows": len(known),
-                "plan ms": f"{1000 * statistics.median(seconds):.2f}",
-            }
+                padded.append(sum(lengths) / rule.largest.places)
+                if step < 5:
+                    rows = work_of_rows(packing)
+                    work.append(rows.sum() / (np.square(lengths).sum() / 2))
+                    each = rows.reshape(shards, -1).sum(1)
+                    imbalance.append(each.max() / each.mean())
+            used.append(len(shapes))
+        yield {
+            "episodes": number,
+            "row shards": shards,
+            "updates a program costs": f"{cost:.0f}",
+            "fill, an episode a row": f"{100 * statistics.mean(padded):.1f} %",
+            "fill, packed": f"{100 * statistics.mean(fills):.1f} %",
+            "shapes": f"{min(used)} to {max(used)}",
+            "attention by ideal": f"{statistics.mean(work):.2f}",
+            "busiest shard by mean": f"{statistics.mean(imbalance):.2f}",
+            "plan ms": f"{1000 * statistics.median(seconds):.2f}",
+        }
+
+
+def work_of_rows(packing: Packing) -> np.ndarray:
+    """Returns the pairs of tokens in the blocks that attention computes, of each row."""
+    segments = np.zeros(packing.shape.places, np.int32)
+    for number, (start, size) in enumerate(zip(packing.starts, packing.lengths, strict=True)):
+        segments[start : start + size] = 1 + number
+    rows = segments.reshape(packing.shape)
+    rows = np.pad(rows, ((0, 0), (0, -packing.shape.length % BLOCK_SIZE)))
+    return np.asarray(jax.vmap(blocks_looked_at)(rows)) * BLOCK_SIZE**2
 
 
 def time_rows(repeats: int) -> Iterator[dict[str, Any]]:
@@ -85,23 +108,66 @@ def time_rows(repeats: int) -> Iterator[dict[str, Any]]:
     length = 256
     lengths = lengths_of(0, EPISODES, MEAN, length)
     batch = jax.device_put(_batch(lengths, length), layout.activations("NS"))
-    rule = RowRule(EPISODES, PARTS, layout.num_row_shards)
-    packing = plan_packing(lengths.tolist(), length, rule)
-    parts = rule.parts(packing.num_rows)
+    rule = RowRule(EPISODES, PARTS, layout.num_row_shards, length)
+    packing = plan_packing(
+        lengths.tolist(), rule, ShapeHistory().choose(lengths.tolist(), rule, 0.0)
+    )
+    parts = rule.parts(packing.shape)
     padded_s = _median_s(lambda: batch, learner, PARTS, repeats)
     packed_s = _median_s(
         functools.partial(_packed, batch, packing, layout), learner, parts, repeats
     )
     for name, rows, seconds in (
-        ("an episode a row", EPISODES, padded_s),
-        ("packed", packing.num_rows, packed_s),
+        ("an episode a row", f"{EPISODES} of {length}", padded_s),
+        ("packed", f"{packing.shape.rows} of {packing.shape.length}", packed_s),
     ):
         yield {
             "rows": name,
-            "number": rows,
+            "shape": rows,
             "s": f"{seconds:.2f}",
             "tokens that count/s": f"{lengths.sum() / seconds:,.0f}",
         }
+
+
+def attention_rows(repeats: int) -> Iterator[dict[str, Any]]:
+    """Yields the time of attention and its gradient over all keys, and without other segments."""
+    layout = make_layout(MeshShape(), row_axes=TRAINING_ROWS)
+
+    def over_all_keys(query: Any, key: Any, value: Any, segments: Any) -> jax.Array:
+        order = jax.lax.broadcasted_iota(np.int32, segments.shape, 1)
+        positions = Positions(order, segments)
+        return attention(query, key, value, positions, positions, scale=0.2)
+
+    def skipping(*arrays: Any) -> jax.Array:
+        return attend_packed_rows(layout, *arrays, scale=0.2)
+
+    for rows, length, mean in ((16, 256, 64), (4, 1024, 256), (4, 1024, None), (1, 8192, 1024)):
+        segments = np.ones((rows, length), np.int32)
+        if mean:
+            ends = np.cumsum(lengths_of(0, rows * length, mean, length))
+            segments = np.searchsorted(ends, np.arange(rows * length), side="right")
+            segments = 1 + segments.reshape(rows, length).astype(np.int32)
+        rng = np.random.default_rng(0)
+        shapes = (rows, length, 2, 2, 32), (rows, 2, length, 32), (rows, 2, length, 32)
+        arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+        arrays.append(segments)
+        spans = [_attention_s(attend, arrays, repeats) for attend in (over_all_keys, skipping)]
+        yield {
+            "rows": f"{rows} of {length}",
+            "mean episode": mean or length,
+            "all keys, s": f"{spans[0]:.3f}",
+            "without other segments, s": f"{spans[1]:.3f}",
+        }
+
+
+def _attention_s(attend: Any, arrays: Sequence[Any], repeats: int) -> float:
+    """Returns the least time of the gradient of attention's squares, after one that compiles."""
+    run, spans = jax.jit(jax.grad(lambda *a: (attend(*a) ** 2).sum(), (0, 1, 2))), []
+    for _ in range(1 + repeats):
+        start_s = time.perf_counter()
+        jax.block_until_ready(run(*arrays))
+        spans.append(time.perf_counter() - start_s)
+    return min(spans[1:])
 
 
 def _packed(batch: TrajectoryBatch, packing: Packing, layout: Any) -> TrajectoryBatch:
@@ -143,10 +209,15 @@ def main() -> None:
     """Measures, prints the tables and puts them on the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=50, help="steps of a simulated run")
+    parser.add_argument("--runs", type=int, default=4, help="simulated runs")
     parser.add_argument("--repeats", type=int, default=3, help="timed updates")
     arguments = parser.parse_args()
     text = "\n\n".join(
-        (table(list(fill_rows(arguments.steps))), table(list(time_rows(arguments.repeats))))
+        (
+            table(list(fill_rows(arguments.steps, arguments.runs))),
+            table(list(time_rows(arguments.repeats))),
+            table(list(attention_rows(arguments.repeats))),
+        )
     )
     print(text)
     replace_table(PAGE, text)

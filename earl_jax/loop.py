@@ -263,9 +263,7 @@ def rl_step(
     train_plan, compiled_s = placement.train, compile_clock().own_seconds()
     with timer("train"):
         controls = run.learner.controls(step, config.num_steps)
-        state, updates = learn(
-            placement, state, delivery.batch, controls, config.train.epochs, player.wait
-        )
+        state, updates = learn(placement, state, delivery.batch, controls, length, player.wait)
     # The time of an update in which a program was compiled or loaded is no measure of its speed.
     is_timed = train_plan == placement.train and compile_clock().own_seconds() == compiled_s
     with timer("sft"):
@@ -417,8 +415,7 @@ def send_rows(
     """Sends the rows of all processes to the training layout, as a batch with its advantages.
 
     Returns:
-        The batch, packed unless the config says otherwise, and the fraction of its places that
-        hold a token.
+        The packed batch, and the fraction of its places that hold a token.
     """
     layouts, mesh = run.stages.layouts, placement.rollout.mesh
     own = rows_to_learn_from(run, done.experience) if done.experience else None
@@ -435,11 +432,10 @@ def send_rows(
     delivery = dispatch(experience, layout, length=length, **own_facts)
     lengths = facts["lengths"]
     placement.trained_tokens = int(lengths.sum())
-    if run.config.train.pack:
-        num_samples = [len(outcome.sample_starts) for outcome in outcomes]
-        packing = plan_batch(placement, lengths.tolist(), length, num_samples)
-        batch = pack_rows(delivery.batch, packing, layout)
-        delivery = dataclasses.replace(delivery, batch=batch)
+    num_samples = [len(outcome.sample_starts) for outcome in outcomes]
+    packing = plan_batch(placement, lengths.tolist(), length, num_samples)
+    batch = pack_rows(delivery.batch, packing, layout)
+    delivery = dataclasses.replace(delivery, batch=batch)
     run.cluster.wait(delivery.batch, "dispatch")
     return delivery, placement.trained_tokens / delivery.batch.tokens.size
 

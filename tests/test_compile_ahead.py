@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from earl_jax.dispatch.packing import Shape
 from earl_jax.engine.pages import roomier_pages
 from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.placement.compile_ahead import CompileAhead, Wanted, compiles_ahead, wanted_programs
-from earl_jax.placement.packing import plan_batch, rows_ahead
+from earl_jax.placement.packing import plan_batch, shape_ahead
 from earl_jax.placement.programs import lower_round, lower_update, play_key, update_key
 from earl_jax.run import build_run
 from earl_jax.selector.plans import TrainPlan
@@ -45,7 +46,7 @@ ROLLOUT = {
 @pytest.fixture(scope="module")
 def run():
     settings = given(ROLLOUT, (D8, D4T2), (D8, CUBE), compile_ahead="on")
-    return build_run(make_config(settings, ["train.pack=True"]))
+    return build_run(make_config(settings))
 
 
 def placed(run, max_tokens, table=None, **changes):
@@ -53,7 +54,7 @@ def placed(run, max_tokens, table=None, **changes):
     table = table or table_of(run.problem, *speeds, (SHORT, LONG, 2 * LONG))
     placement = place(run, table, **changes)
     placement.restore(standing(D8, D8, max_tokens, pages=max_tokens // 16))
-    # Of a step before: 1.1 times as many need 6 rows of LONG tokens.
+    # Of a step before: 1.1 times as many fit 8 rows of LONG tokens, one for each shard.
     placement.trained_tokens = 160
     return placement
 
@@ -70,8 +71,7 @@ def test_more_pages_come_in_steps():
 
 def test_programs_of_the_next_configured_context_are_always_wanted(run):
     plan = TrainPlan(D8, 1, False)
-    # 6 rows are 8: one for each shard.
-    update = update_key(plan, 8, LONG)
+    update = update_key(plan, Shape(8, LONG))
     assert keys(run, SHORT, LoadHistory()) == [update, play_key(D8, 8, LONG)]
 
 
@@ -81,18 +81,18 @@ def test_rows_of_a_packed_batch_are_known_after_the_first_step_and_stay(run):
     (play,) = wanted_programs(placement, LoadHistory(), NO_LIMIT)
     assert play.key == play_key(D8, 8, LONG)
     placement.trained_tokens = 160
-    assert rows_ahead(placement, plan, LONG) == 8
+    assert shape_ahead(placement, plan, LONG) == (8, LONG)
     placement.trained_tokens = 500
-    assert rows_ahead(placement, plan, LONG) == 8
+    assert shape_ahead(placement, plan, LONG) == (8, LONG)
     # A batch that needs 5 rows has the 8 of the program that was compiled ahead.
-    assert plan_batch(placement, [30] * 5 + [0] * 11, LONG).num_rows == 8
-    assert placement.row_counts[str(LONG)] == [8]
+    assert plan_batch(placement, [30] * 5 + [0] * 11, LONG).shape == (8, LONG)
+    assert placement.row_shapes[str(LONG)].shapes == [(8, LONG)]
     # One that needs 16 has a row for each episode, which is no number to remember.
-    assert plan_batch(placement, [30] * 16, LONG).num_rows == 16
-    assert placement.row_counts[str(LONG)] == [8]
+    assert plan_batch(placement, [30] * 16, LONG).shape == (16, LONG)
+    assert placement.row_shapes[str(LONG)].shapes == [(8, LONG)]
     again = placed(run, SHORT)
     again.restore(json.loads(json.dumps(placement.as_dict())))
-    assert again.row_counts == placement.row_counts
+    assert again.row_shapes == placement.row_shapes
 
 
 def test_nothing_is_wanted_beyond_the_configured_contexts(run):
@@ -105,7 +105,8 @@ def test_programs_of_the_plans_that_longer_contexts_will_have_are_wanted(run):
     table = table_of(run.problem, *speeds, (SHORT, LONG))
     table = too_large_for(table, run.problem, train=((D8, LONG),), rollout=((D8, LONG),))
     train, play = keys(run, SHORT, LoadHistory(), table=table, budget_bytes=10**9)
-    assert train == update_key(TrainPlan(CUBE, 1, False), 8, LONG)
+    # A row for each of the mesh's four shards.
+    assert train == update_key(TrainPlan(CUBE, 1, False), Shape(4, 48))
     assert play == play_key(D4T2, 8, LONG)
 
 
@@ -144,7 +145,7 @@ def test_run_finds_what_was_compiled_ahead(run, programs):
     assert len(compiled) == 2
     # What the run calls itself: the same programs, traced again.
     jax.clear_caches()
-    plans = placement.foresee(LONG)
+    plans = placement.foresee(LONG, None)
     lower_round(run.stages, plans.rollout, LONG).compile()
     lower_update(run.stages, plans.train, LONG, 8).compile()
     assert programs() == compiled

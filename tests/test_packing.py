@@ -6,20 +6,28 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import earl_jax.dispatch.packing as packing_module
 from earl_jax.algorithms.algorithms import ALGORITHMS, ReinforceSettings
 from earl_jax.config.file import make_config
 from earl_jax.dispatch.packing import (
-    MOST_COUNTS,
+    MOST_SHAPES,
+    Packing,
     RowRule,
+    Shape,
+    ShapeHistory,
     add_rows,
+    balance_rows,
     best_fit,
     pack_rows,
     plan_packing,
 )
 from earl_jax.loop import rl_step
+from earl_jax.models.attention.rows import BLOCK_SIZE
+from earl_jax.models.attention.segment_blocks import blocks_looked_at
 from earl_jax.models.config import ModelConfig
 from earl_jax.run import build_run
 from earl_jax.selector.plans import TrainPlan
@@ -41,6 +49,12 @@ def training_layout(mesh: str) -> Layout:
 def log_normal(rng: np.random.Generator, number: int, mean: float = 1024) -> np.ndarray:
     """Lengths with a spread of 1.0, rounded up."""
     return np.ceil(rng.lognormal(np.log(mean) - 0.5, 1.0, number)).astype(int)
+
+
+def packing_of(lengths, rule: RowRule, samples=None) -> Packing:
+    """The first packing of a run."""
+    lengths = [int(length) for length in lengths]
+    return plan_packing(lengths, rule, ShapeHistory().choose(lengths, rule, 0.0), samples)
 
 
 # The plan.
@@ -66,8 +80,7 @@ def test_episodes_go_to_the_fullest_row_that_holds_them(lengths, rows):
 
 
 def test_a_plan_says_where_each_episode_begins():
-    packing = plan_packing([3, 0, 6, 2], 8, RowRule(4, 1, 1), num_samples=[1, 1, 2, 3])
-    assert (packing.num_rows, packing.length) == (2, 8)
+    packing = plan_packing([3, 0, 6, 2], RowRule(4, 1, 1, 8), Shape(2, 8), num_samples=[1, 1, 2, 3])
     assert packing.order.tolist() == [2, 3, 0, 1]
     assert packing.starts.tolist() == [0, 6, 8, 16]
     assert packing.lengths.tolist() == [6, 2, 3, 0]
@@ -78,78 +91,118 @@ def test_a_plan_says_where_each_episode_begins():
 
 def test_an_episode_longer_than_a_row_is_refused():
     with pytest.raises(ValueError, match="an episode of 9 tokens does not fit rows of 8"):
-        plan_packing([3, 9], 8, RowRule(2, 1, 1))
+        plan_packing([3, 9], RowRule(2, 1, 1, 8), Shape(2, 8))
 
 
 @pytest.mark.parametrize(
-    ("rule", "rows", "rounded", "parts"),
+    ("rule", "shapes"),
     [
-        (RowRule(16, 1, 1), 5, 5, 1),
-        (RowRule(16, 1, 4), 5, 8, 1),
-        # Micro-batches have at most four rows: five rows are two of them, with 4 rows each.
-        (RowRule(16, 4, 1), 5, 6, 2),
-        (RowRule(16, 4, 4), 5, 8, 2),
-        (RowRule(16, 4, 4), 9, 12, 3),
-        (RowRule(16, 4, 2), 13, 16, 4),
-        (RowRule(16, 4, 4), 0, 4, 1),
-        (RowRule(16, 2, 8), 16, 16, 2),
+        # Rows of 64 tokens are of 72 too where there is memory for more rows.
+        (RowRule(2, 1, 1, 64), [(1, 64), (1, 72), (1, 80), (1, 88), (1, 96), (1, 104), (1, 112)]),
+        (RowRule(4, 2, 2, 64), [(2, 64), (4, 64)]),
+        (RowRule(8, 1, 8, 64), [(8, 64)]),
+        (RowRule(3, 1, 1, 16), [(1, 16), (1, 24), (2, 16), (3, 16)]),
     ],
 )
-def test_rows_divide_over_micro_batches_and_shards(rule, rows, rounded, parts):
-    assert rule.round_up(rows) == rounded
-    assert rule.parts(rounded) == parts
+def test_shapes_are_few_rows_each_little_longer(rule, shapes):
+    found = list(map(tuple, rule.shapes))
+    assert found[: len(shapes)] == shapes
+    assert found[-1] == rule.largest
 
 
-def test_every_number_of_rows_can_be_rounded_up():
+def test_every_shape_divides_over_micro_batches_and_shards():
     for shards in (1, 2, 4):
         for micro_batches in (1, 2, 3, 4, 6):
-            rule = RowRule(24 * shards, micro_batches, shards)
-            for rows in range(rule.most + 1):
-                rounded = rule.round_up(rows)
-                parts = rule.parts(rounded)
-                assert max(rows, 1) <= rounded <= rule.most
-                assert rounded % (parts * shards) == 0
-                assert rounded // parts <= rule.most // micro_batches
-                assert rule.round_up(rounded) == rounded
+            rule = RowRule(24 * shards, micro_batches, shards, 40)
+            assert rule.largest in rule.shapes
+            for shape in rule.shapes:
+                parts = rule.parts(shape)
+                assert shape.length >= 40 and shape.rows % (parts * shards) == 0
+                # No micro-batch has more tokens than one with a row for each episode.
+                assert shape.places // parts <= rule.largest.places // micro_batches
+                assert parts == -(-shape.places * micro_batches // rule.largest.places)
 
 
-def test_known_numbers_of_rows_are_used_again():
-    rule = RowRule(128, 1, 1)
-    assert rule.choose(16, []) == 16
-    # 17 rows with a 40th of headroom.
-    assert rule.choose(17, [16]) == 18
-    # 15 rows with a 40th of headroom are 16 again.
-    assert rule.choose(15, [16]) == 16
-    assert rule.choose(10, [16]) == 11
-    # The fifth is the last new one.
-    assert rule.choose(20, [16, 18, 11, 12]) == 22
-    assert rule.choose(20, [16, 18, 11, 12, 40]) == 40
-    assert rule.choose(41, [16, 18, 11, 12, 40]) == 128
+def test_known_shapes_are_used_again():
+    rule, history = RowRule(128, 1, 1, 8), ShapeHistory()
+    assert history.choose([8] * 16, rule, 0) == (16, 8)
+    # 17 rows with the headroom of a new shape.
+    assert history.choose([8] * 17, rule, 0) == (18, 8)
+    # 16 rows are little more than 15 and some.
+    assert history.choose([8] * 15 + [4], rule, 0) == (16, 8)
+    assert history.choose([8] * 10, rule, 0) == (11, 8)
+    assert history.choose([8] * 13, rule, 0) == (14, 8)
+    # The fifth is for batches that are larger than all before.
+    assert history.choose([8] * 3, rule, 0) == (11, 8)
+    assert history.choose([8] * 30, rule, 0) == (32, 8)
+    assert history.choose([8] * 20, rule, 0) == (32, 8)
+    assert history.choose([8] * 41, rule, 0) == (128, 8)
+    assert history.shapes == [(16, 8), (18, 8), (11, 8), (14, 8), (32, 8)]
     # Known ones that another plan's shards do not divide do not count.
-    assert RowRule(128, 1, 8).choose(9, [11, 18]) == 16
+    assert history.choose([8] * 9, RowRule(128, 1, 8, 8), 0) == (16, 8)
+    assert history.choose([8] * 17, RowRule(128, 1, 8, 8), 0) == (32, 8)
 
 
+def test_tighter_shape_is_compiled_when_its_compilation_was_wasted():
+    rule, history = RowRule(128, 1, 1, 8), ShapeHistory()
+    assert history.choose([8] * 20, rule, 2.0) == (21, 8)
+    # Each batch wastes half an update more than a tighter shape; a compilation takes two.
+    for _ in range(3):
+        assert history.choose([8] * 14, rule, 2.0) == (21, 8)
+    assert history.wasted == 1.5
+    assert history.choose([8] * 14, rule, 1.9) == (15, 8)
+    assert history.wasted == 0.0
+
+
+@pytest.mark.parametrize("program_updates", [0.0, 3.0, 100.0])
 @pytest.mark.parametrize("growth", [1.0, 1.02])
-def test_a_run_has_few_numbers_of_rows(growth):
-    rng, rule, known, wasted = np.random.default_rng(0), RowRule(128, 1, 2), [], []
+def test_a_run_has_few_shapes(growth, program_updates):
+    rng, rule, history = np.random.default_rng(0), RowRule(128, 1, 2, 512), ShapeHistory()
+    used = set()
     for step in range(60):
-        needed = int(rng.normal(16, 2) * growth**step)
-        rows = rule.choose(needed, known)
-        assert rows >= needed
-        known += [rows] * (rows not in known and rows != rule.most)
-        wasted.append(rows / needed)
-    assert len({*known, rule.most}) <= MOST_COUNTS
-    assert np.mean(wasted[:30]) < 1.2
+        lengths = np.minimum(log_normal(rng, 128, 64 * growth**step), 512).tolist()
+        shape = history.choose(lengths, rule, program_updates)
+        assert len(best_fit(lengths, shape.length)) <= shape.rows
+        used.add(shape)
+    assert len(used) <= MOST_SHAPES
+    assert len(used) <= 4 or not program_updates > 50
 
 
-@pytest.mark.parametrize(("number", "least"), [(128, 0.9), (512, 0.95)])
-def test_rows_are_full(number, least):
-    fills = []
-    for seed in range(10):
-        lengths = log_normal(np.random.default_rng(seed), number)
-        length = 1 << int(lengths.max() - 1).bit_length()
-        fills.append(plan_packing(lengths, length, RowRule(number, 1, 1)).fill)
+@pytest.mark.parametrize(("number", "least"), [(128, 0.93), (512, 0.95)])
+@pytest.mark.parametrize("shards", [1, 8])
+def test_rows_of_a_run_are_full(number, least, shards):
+    fills, history = [], ShapeHistory()
+    rule = RowRule(number, 1, shards, 8192)
+    for seed in range(20):
+        lengths = np.minimum(log_normal(np.random.default_rng(seed), number), 8192).tolist()
+        shape = history.choose(lengths, rule, 0.0)
+        fills.append(plan_packing(lengths, rule, shape).fill)
     assert np.mean(fills) >= least, fills
+
+
+def test_attention_is_balanced_over_shards_and_micro_batches():
+    # Rows of 8 tokens with 64, 34, 32, 16 pairs of tokens: 64 + 16 on a shard, 34 + 32 on another.
+    lengths, rows = [8, 5, 3, 4, 4, 4], [[0], [1, 2], [3, 4], [5]]
+    placed = balance_rows(rows, lengths, Shape(4, 8), RowRule(16, 1, 2, 8))
+    assert placed == {0: [0], 1: [5], 2: [1, 2], 3: [3, 4]}
+    # In two micro-batches each has a row of each shard: rows 0 and 2, and rows 1 and 3.
+    placed = balance_rows(rows, lengths, Shape(4, 8), RowRule(4, 2, 2, 8))
+    assert placed == {0: [0], 2: [1, 2], 1: [3, 4], 3: [5]}
+
+
+@pytest.mark.parametrize("number", [128, 512])
+def test_attention_computes_at_most_twice_the_pairs_of_tokens(number):
+    rule = RowRule(number, 1, 8, 8192)
+    lengths = np.minimum(log_normal(np.random.default_rng(0), number), 8192).tolist()
+    packing = packing_of(lengths, rule)
+    segments = np.zeros(packing.shape.places, np.int32)
+    for episode, (start, size) in enumerate(zip(packing.starts, packing.lengths, strict=True)):
+        segments[start : start + size] = 1 + episode
+    rows = segments.reshape(packing.shape)
+    rows = np.pad(rows, ((0, 0), (0, -packing.shape.length % BLOCK_SIZE)))
+    blocks = int(jnp.sum(jax.vmap(blocks_looked_at)(rows)))
+    # Causal attention has half the squares of the lengths.
+    assert blocks * BLOCK_SIZE**2 <= np.square(lengths).sum()
 
 
 # The gather.
@@ -175,11 +228,11 @@ def random_batch(lengths, length: int, *, samples=None, scored=()) -> Trajectory
 
 def assert_every_token_once(batch, packed, packing) -> None:
     """Episode by episode: the same tokens beside each other, and zeros everywhere else."""
-    seen = np.zeros((packing.num_rows, packing.length), bool)
+    seen = np.zeros(packing.shape, bool)
     for episode, start, size, offset in zip(
         packing.order, packing.starts, packing.lengths, packing.offsets, strict=True
     ):
-        row, at = divmod(int(start), packing.length)
+        row, at = divmod(int(start), packing.shape.length)
         if not size:
             continue
         place = row, slice(at, at + int(size))
@@ -203,7 +256,7 @@ def test_every_token_is_there_once(mesh, seed):
     lengths = np.minimum(log_normal(rng, 32, 6), 24) * (rng.random(32) < 0.9)
     samples = rng.integers(1, 4, 32).tolist()
     batch = random_batch(lengths, 24, samples=samples, scored=("proximal",))
-    packing = plan_packing(lengths, 24, RowRule(32, 2, layout.num_row_shards), num_samples=samples)
+    packing = packing_of(lengths, RowRule(32, 2, layout.num_row_shards, 24), samples)
     assert sorted(packing.order.tolist()) == list(range(32))
     assert np.all(np.diff(packing.starts) >= 0)
     placed = jax.device_put(batch, layout.activations("NS"))
@@ -218,15 +271,15 @@ def test_every_token_is_there_once(mesh, seed):
     # Neighbours in a row are told apart.
     segments = np.asarray(packed.segment_ids)
     for start, size in zip(packing.starts, packing.lengths, strict=True):
-        row, at = divmod(int(start), 24)
+        row, at = divmod(int(start), packing.shape.length)
         if size and at:
             assert segments[row, at - 1] < segments[row, at]
 
 
 def test_a_batch_without_tokens_is_padding():
     layout = training_layout("data=8")
-    packing = plan_packing([0] * 16, 8, RowRule(16, 1, 8))
-    assert packing.num_rows == 8
+    packing = packing_of([0] * 16, RowRule(16, 1, 8, 8))
+    assert packing.shape == (8, 8)
     placed = jax.device_put(random_batch([0] * 16, 8), layout.activations("NS"))
     packed = pack_rows(placed, packing, layout)
     assert not any(np.asarray(field).any() for field in jax.tree.leaves(packed))
@@ -301,10 +354,10 @@ def updated(kind: str, mesh: str, *, packs: bool, micro_batches: int = 1):
     batch, lengths, samples = episodes()
     batch = jax.device_put(batch, layout.activations("NS"))
     if packs:
-        rule = RowRule(EPISODES, micro_batches, layout.num_row_shards)
-        packing = plan_packing(lengths, LENGTH, rule, num_samples=samples)
-        assert packing.num_rows <= EPISODES // 2
-        batch, micro_batches = pack_rows(batch, packing, layout), rule.parts(packing.num_rows)
+        rule = RowRule(EPISODES, micro_batches, layout.num_row_shards, LENGTH)
+        packing = packing_of(lengths, rule, samples)
+        assert packing.shape.rows <= EPISODES // 2
+        batch, micro_batches = pack_rows(batch, packing, layout), rule.parts(packing.shape)
     plan = TrainPlan(layout.shape, micro_batches, False)
     state = learner.init_state(plan.mesh)
     batch = learner.score(plan, state, batch)
@@ -355,7 +408,7 @@ def test_micro_batches_of_packed_rows_add_up():
 def test_the_first_token_of_an_episode_is_not_scored_from_its_neighbour():
     layout = training_layout("data=1")
     batch, lengths, samples = episodes()
-    packing = plan_packing(lengths, LENGTH, RowRule(EPISODES, 1, 1), num_samples=samples)
+    packing = packing_of(lengths, RowRule(EPISODES, 1, 1, LENGTH), samples)
     packed = pack_rows(jax.device_put(batch, layout.activations("NS")), packing, layout)
     params = learner_of("dense").init_state(layout.shape).params
     scores = score_batch(DENSE, TrainConfig(), layout, 1.0, params, packed)
@@ -370,7 +423,7 @@ def test_the_first_token_of_an_episode_is_not_scored_from_its_neighbour():
 # A run.
 
 
-def steps_of(*, packs: bool, **train):
+def steps_of(**train):
     """Three steps of a run with a supervised update in each: their records and the last state."""
     run = build_run(
         make_config(
@@ -384,7 +437,7 @@ def steps_of(*, packs: bool, **train):
                     "train_meshes": ("data=2,fsdp=2,tensor=2",),
                     "table": "model",
                 },
-                "train": {"pack": packs, "sft_steps": 3, **train},
+                "train": {"sft_steps": 3, **train},
             }
         )
     )
@@ -397,10 +450,15 @@ def steps_of(*, packs: bool, **train):
 
 
 @pytest.mark.slow
-def test_a_run_learns_alike_in_packed_rows():
-    packed, placement = steps_of(packs=True, epochs=2, ratio="model")
-    padded, _ = steps_of(packs=False, epochs=2, ratio="model")
-    assert placement.row_counts
+def test_a_run_learns_alike_in_rows_of_one_episode(monkeypatch):
+    packed, placement = steps_of(epochs=2, ratio="model")
+    (history,) = placement.row_shapes.values()
+    assert 1 <= len(history.shapes) <= 2
+    monkeypatch.setattr(ShapeHistory, "choose", lambda self, lengths, rule, _: rule.largest)
+    monkeypatch.setattr(
+        packing_module, "best_fit", lambda lengths, length: [[i] for i in range(len(lengths))]
+    )
+    padded, _ = steps_of(epochs=2, ratio="model")
     for record, other in zip(packed, padded, strict=True):
         assert [o.reward for o in record.outcomes] == [o.reward for o in other.outcomes]
         updates = zip(

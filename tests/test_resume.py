@@ -25,7 +25,7 @@ POSITION = {
         "rollout": ["data=8", 64, 4, False],
         "train": ["data=8", 1, False],
         "max_tokens": 24,
-        "row_counts": {},
+        "row_shapes": {},
         "calm_steps": 3,
         "cache_tokens": 512,
         "most_tokens": 24,

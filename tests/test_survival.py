@@ -124,7 +124,7 @@ def test_update_that_runs_out_of_memory_is_done_by_another_plan(world, monkeypat
 
     monkeypatch.setattr(world.learner, "program", program)
     state, batch = world.learner.init_state(D8), rows_on(world, D8)
-    after, moved, metrics = update(placement, state, batch, CONTROLS)
+    after, moved, metrics = update(placement, state, batch, CONTROLS, TOKENS)
     monkeypatch.undo()
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
     assert placement.train.mesh == CUBE and np.isfinite(metrics["loss"])
@@ -165,7 +165,7 @@ def test_packed_rows_go_to_a_mesh_with_more_row_shards(world, monkeypatch):
         rows_on(world, CUBE),
     )
     state = world.learner.init_state(CUBE)
-    _, moved, metrics = update(placement, state, batch, CONTROLS)
+    _, moved, metrics = update(placement, state, batch, CONTROLS, TOKENS)
     assert placement.train == TrainPlan(D8, 1, False)
     assert moved.tokens.shape == (8, TOKENS)
     np.testing.assert_array_equal(np.asarray(moved.tokens)[:4], batch.tokens)
@@ -188,7 +188,7 @@ def test_smaller_micro_batches_are_used_where_no_mesh_is_left_until_the_run_stop
 
     monkeypatch.setattr(world.learner, "program", program)
     state, batch = world.learner.init_state(CUBE), rows_on(world, CUBE)
-    after, _, _ = update(placement, state, batch, CONTROLS)
+    after, _, _ = update(placement, state, batch, CONTROLS, TOKENS)
     assert len(tried) == len(set(tried)) and {plan.mesh for plan in tried} == {CUBE}
     assert [plan.micro_batches for plan in tried[-1:]] == [4]
     assert placement.train == tried[-1]
@@ -198,7 +198,7 @@ def test_smaller_micro_batches_are_used_where_no_mesh_is_left_until_the_run_stop
     # The program has run: next time there is no backup, and the state goes with it.
     monkeypatch.setattr(world.learner, "program", lambda *_, sft: hungry(donated=0))
     with pytest.raises(StateLost, match="goes on from its newest checkpoint"):
-        update(placement, after, batch, CONTROLS)
+        update(placement, after, batch, CONTROLS, TOKENS)
     # 16 rows on 4 row shards: no smaller parts than 4 rows.
     with pytest.raises(BudgetTooSmall, match=r"ran out of memory with rows of 32 tokens"):
         while placement.choose_training_again():
@@ -284,7 +284,7 @@ def short_in_one_and_then_in_both() -> dict[str, Any]:
         batch_shapes(16, TOKENS, world.stages.layouts.train(four)),
     )
     with pytest.raises(RestartNeeded) as alone:
-        update(placement, position.state, batch, CONTROLS)
+        update(placement, position.state, batch, CONTROLS, TOKENS)
     return {
         "kept": was_offloaded and not is_offloaded(state) and kept,
         "mesh": record.rollout_mesh,

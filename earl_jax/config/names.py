@@ -92,6 +92,10 @@ NAMES_ELSEWHERE = {
         ("gradient_checkpointing", "activation_checkpointing", "enable_gradient_checkpointing"),
         "config.train.remat",
     ),
+    **dict.fromkeys(
+        ("pack", "packing", "sample_packing", "packing_samples", "use_remove_padding"),
+        "there is no such setting: episodes always share rows (packed), without padding between",
+    ),
     **dict.fromkeys(("lora_rank", "lora_r"), "config.train.lora.rank"),
     **dict.fromkeys(("lora_alpha",), "config.train.lora.alpha"),
     **dict.fromkeys(("target_modules", "lora_target_modules"), "config.train.lora.targets"),

@@ -13,7 +13,7 @@ rows of all row shards during the gather, 4 bytes a token, one field after the o
 import bisect
 import dataclasses
 import functools
-import math
+import heapq
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,13 +25,33 @@ from earl_jax.sharding.layout import Layout
 from earl_jax.sharding.reshard import absent_array
 from earl_jax.trajectory import TrajectoryBatch
 
-# Numbers of rows that a run has for a length and a plan: a program is compiled for each.
-MOST_COUNTS = 6
+# Shapes that packed batches of a run have for a context bucket and a plan: a program is compiled
+# for each.
+MOST_SHAPES = 6
+# A known shape is taken if it has at most the share SPARE more places than the tightest one. A new
+# shape has the share HEADROOM more than its batch needs, the last but one LAST_HEADROOM. Found over
+# runs of 50 steps of 128 and 512 log-normal lengths (benchmarks/packing.md).
+SPARE, HEADROOM, LAST_HEADROOM = 0.05, 0.04, 0.06
+# Where updates are much shorter than a compilation, new shapes have more headroom: as much as costs
+# a compilation in so many updates, at most MOST_HEADROOM.
+HEADROOM_UPDATES, MOST_HEADROOM = 100, 0.5
+
+
+class Shape(NamedTuple):
+    """The shape of a batch: `rows` of `length` tokens."""
+
+    rows: int
+    length: int
+
+    @property
+    def places(self) -> int:
+        """The number of tokens that it holds."""
+        return self.rows * self.length
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Packing:
-    """A plan that places N episodes in `num_rows` rows of `length` tokens; i32[N] each.
+    """A plan that places N episodes in rows of this shape; i32[N] each.
 
     `order` has the episodes in the order of their places, `starts` their first place, counted
     through all rows, and `lengths` their tokens; `offsets` are the samples before them in their
@@ -41,8 +61,7 @@ class Packing:
     starts 0 6 8 16, lengths 6 2 3 0.
     """
 
-    num_rows: int
-    length: int
+    shape: Shape
     order: np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
@@ -51,43 +70,53 @@ class Packing:
     @property
     def fill(self) -> float:
         """The fraction of places that hold a token."""
-        return float(self.lengths.sum() / (self.num_rows * self.length))
+        return float(self.lengths.sum() / self.shape.places)
 
 
 class RowRule(NamedTuple):
-    """The numbers of rows that an update can have.
+    """The shapes that an update can have, by its plan and the context bucket of its episodes.
 
-    They are at most `most` rows, in micro-batches of at most `most / micro_batches` rows, each of
-    which has as many rows of each of the row `shards`. So no update needs more memory than one of
-    `most` rows.
+    `most` episodes of up to `length` tokens fit an update with a row for each. A micro-batch has at
+    most the tokens of `most / micro_batches` such rows, and as many rows on each of the row
+    `shards`. So no update needs more memory than one with a row for each episode.
     """
 
     most: int
     micro_batches: int
     shards: int
+    length: int
 
-    def parts(self, rows: int) -> int:
-        """Returns the number of micro-batches of an update of so many rows."""
-        return max(1, -(-rows * self.micro_batches // self.most))
+    @property
+    def largest(self) -> Shape:
+        """A row for each episode."""
+        return Shape(self.most, self.length)
 
-    def round_up(self, rows: int) -> int:
-        """Returns the smallest possible number that is not below `rows`."""
-        unit = self.parts(min(rows, self.most)) * self.shards
-        return min(self.most, max(1, -(-rows // unit)) * unit)
+    def parts(self, shape: Shape) -> int:
+        """Returns the number of micro-batches of an update of this shape."""
+        parts = -(-shape.places // (self.most // self.micro_batches * self.length))
+        return max(1, min(parts, shape.rows // self.shards))
 
-    def choose(self, needed: int, known: Iterable[int]) -> int:
-        """Returns the number of rows for a batch that needs `needed`, one of few in a run.
+    @property
+    def shapes(self) -> Sequence[Shape]:
+        """All shapes, by their places: as many rows as there can be, each little longer."""
+        return _shapes(self)
 
-        A known number is taken if it is little more than needed. A new number has headroom of a
-        40th for each known one, so that five of them hold 1.7 times the rows of the first. The last
-        of MOST_COUNTS is `most`. Of 32, 40, 48 and 64 parts, 40 filled rows best over steps of 128
-        episodes (benchmarks/packing.md).
-        """
-        known = [rows for rows in known if self.round_up(rows) == rows]
-        enough = min((rows for rows in known if rows >= needed), default=self.most)
-        if len(known) >= MOST_COUNTS - 1:
-            return enough
-        return min(enough, self.round_up(math.ceil(needed * (1 + len(known) / 40))))
+
+@functools.lru_cache(maxsize=64)
+def _shapes(rule: RowRule) -> list[Shape]:
+    length, found = rule.length, dict[int, Shape]()
+    most = rule.most // rule.micro_batches // rule.shards
+    # Lengths that vector units like, in steps of a 64th.
+    step = -(-max(1, length // 64) // 8) * 8
+    for parts in range(1, rule.micro_batches + 1):
+        for rows in range(1, most + 1):
+            # Longer rows up to the places of a row more.
+            longest = min((rows + 1) * length - 1, most * length) // rows
+            for each in range(length, longest + 1, step):
+                shape = Shape(parts * rows * rule.shards, each)
+                if rule.parts(shape) == parts:
+                    found.setdefault(shape.places, shape)
+    return [found[places] for places in sorted(found)]
 
 
 def best_fit(lengths: Sequence[int], length: int) -> list[list[int]]:
@@ -119,32 +148,89 @@ def best_fit(lengths: Sequence[int], length: int) -> list[list[int]]:
     return rows
 
 
+@dataclasses.dataclass(kw_only=True)
+class ShapeHistory:
+    """The shapes of a run's batches for a context bucket, in the order of their first use.
+
+    `wasted` are the places that batches had in excess of the tightest shape since the newest shape,
+    as a number of whole updates.
+    """
+
+    shapes: list[Shape] = dataclasses.field(default_factory=list)
+    wasted: float = 0.0
+
+    def choose(self, lengths: Sequence[int], rule: RowRule, program_updates: float) -> Shape:
+        """Returns the shape of a batch of these episodes, one of few in a run, and remembers it.
+
+        It is the tightest that holds them, or a known one, or a new one with headroom. A new one is
+        worth its compilation, which takes as long as `program_updates` updates, when known ones
+        have wasted as much. The last of MOST_SHAPES has a row for each episode.
+        """
+        holds = _Holds(lengths)
+        tightest = holds.first(rule.shapes, sum(lengths)) or rule.largest
+        known = sorted((s for s in self.shapes if s in rule.shapes), key=lambda s: s.places)
+        enough = holds.first(known, tightest.places)
+        # The last but one is for batches that are larger than all before.
+        is_late = len(known) >= MOST_SHAPES - 2
+        if enough:
+            excess = enough.places / tightest.places - 1
+            if is_late or excess <= SPARE or self.wasted + excess <= program_updates:
+                self.wasted += excess
+                return enough
+        if len(known) >= MOST_SHAPES - 1:
+            return rule.largest
+        least = (LAST_HEADROOM if is_late else HEADROOM) if known else 0.0
+        headroom = max(least, min(MOST_HEADROOM, program_updates / HEADROOM_UPDATES))
+        new = holds.first(rule.shapes, (1 + headroom) * tightest.places) or rule.largest
+        self.add(new, rule)
+        return new
+
+    def add(self, shape: Shape, rule: RowRule) -> None:
+        """Remembers a shape; that with a row for each episode is always known."""
+        self.wasted = 0.0
+        if shape not in self.shapes and shape != rule.largest:
+            self.shapes.append(shape)
+
+
+class _Holds:
+    """Finds shapes that hold these episodes."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self._lengths, self._rows = lengths, dict[int, int]()
+
+    def first(self, shapes: Iterable[Shape], places: float) -> Shape | None:
+        """Returns the first shape of so many places or more that holds them; None for none."""
+        return next((s for s in shapes if s.places >= places and self._holds(s)), None)
+
+    def _holds(self, shape: Shape) -> bool:
+        if shape.length not in self._rows:
+            self._rows[shape.length] = len(best_fit(self._lengths, shape.length))
+        return self._rows[shape.length] <= shape.rows
+
+
 def plan_packing(
     lengths: Sequence[int],
-    length: int,
     rule: RowRule,
-    known: Iterable[int] = (),
+    shape: Shape,
     num_samples: Sequence[int] | None = None,
 ) -> Packing:
-    """Plans to place episodes in rows of `length` tokens.
+    """Plans to place episodes in rows.
 
     Args:
         lengths: tokens of each of N episodes; 0 for one that does not count.
-        length: tokens of a row.
-        rule: the numbers of rows that the update can have.
-        known: numbers of rows that were used before.
+        rule: the shapes that the update can have.
+        shape: that of the batch, which holds the episodes.
         num_samples: samples of each episode; None where each has one.
 
     Raises:
         ValueError: an episode is longer than a row.
     """
-    rows = best_fit(lengths, length)
-    num_rows = rule.choose(max(1, len(rows)), known)
+    rows = balance_rows(best_fit(lengths, shape.length), lengths, shape, rule)
     samples = [1] * len(lengths) if num_samples is None else num_samples
     order, starts, offsets = [], [], []
-    for row, episodes in enumerate(rows):
-        start, offset = row * length, 0
-        for episode in episodes:
+    for row in sorted(rows):
+        start, offset = row * shape.length, 0
+        for episode in rows[row]:
             order.append(episode)
             starts.append(start)
             offsets.append(offset)
@@ -152,15 +238,34 @@ def plan_packing(
             offset += samples[episode]
     absent = [episode for episode, size in enumerate(lengths) if not size]
     order += absent
-    starts += [num_rows * length] * len(absent)
+    starts += [shape.places] * len(absent)
     offsets += [0] * len(absent)
     sizes = [int(lengths[episode]) for episode in order]
     tables = [np.array(table, np.int32) for table in (order, starts, sizes, offsets)]
     return Packing(
-        num_rows=num_rows,
-        length=length,
-        **dict(zip(("order", "starts", "lengths", "offsets"), tables, strict=True)),
+        shape=shape, **dict(zip(("order", "starts", "lengths", "offsets"), tables, strict=True))
     )
+
+
+def balance_rows(
+    rows: Sequence[Sequence[int]], lengths: Sequence[int], shape: Shape, rule: RowRule
+) -> dict[int, Sequence[int]]:
+    """Returns these rows by their places in the batch, so that all shards have as much to do.
+
+    Rows have as many tokens each; attention's pairs of tokens, which are squares of lengths, are
+    evened out over the row shards of each micro-batch: a row goes where fewest are (Graham 1969).
+    """
+    parts, shard_rows = rule.parts(shape), shape.rows // rule.shards
+    pairs = [sum(int(lengths[episode]) ** 2 for episode in row) for row in rows]
+    # (pairs, rows, micro-batch, shard): a micro-batch has every `parts`-th row of each shard.
+    least = [(0, 0, part, shard) for part in range(parts) for shard in range(rule.shards)]
+    placed: dict[int, Sequence[int]] = {}
+    for row in sorted(range(len(rows)), key=lambda row: -pairs[row]):
+        total, count, part, shard = heapq.heappop(least)
+        placed[shard * shard_rows + count * parts + part] = rows[row]
+        if count + 1 < shard_rows // parts:
+            heapq.heappush(least, (total + pairs[row], count + 1, part, shard))
+    return placed
 
 
 def pack_rows(batch: TrajectoryBatch, packing: Packing, layout: Layout) -> TrajectoryBatch:
@@ -177,18 +282,17 @@ def pack_rows(batch: TrajectoryBatch, packing: Packing, layout: Layout) -> Traje
         if rows is None:
             continue
         if not rows.sharding.addressable_devices:
-            shape = (packing.num_rows, packing.length)
-            packed[field.name] = absent_array(shape, rows.dtype, layout.activations("NS"))
+            packed[field.name] = absent_array(packing.shape, rows.dtype, layout.activations("NS"))
             continue
         added = packing.offsets if field.name == "segment_ids" else zeros
-        packed[field.name] = _gather(layout, packing.num_rows)(rows, *tables, added)
+        packed[field.name] = _gather(layout, packing.shape)(rows, *tables, added)
     return TrajectoryBatch(**packed)
 
 
 @functools.lru_cache(maxsize=64)
-def _gather(layout: Layout, num_rows: int) -> Any:
-    """Returns the jitted gather of one field to `num_rows` packed rows, plus `added` by episode."""
-    own_rows = num_rows // layout.num_row_shards
+def _gather(layout: Layout, shape: Shape) -> Any:
+    """Returns the jitted gather of one field to packed rows, plus `added` by episode."""
+    own_rows, length = shape.rows // layout.num_row_shards, shape.length
 
     def gather(
         rows_NS: jax.Array,
@@ -198,7 +302,6 @@ def _gather(layout: Layout, num_rows: int) -> Any:
         added_N: jax.Array,
     ) -> jax.Array:
         all_NS = jax.lax.all_gather(rows_NS, layout.row_axes, axis=0, tiled=True)
-        length = all_NS.shape[1]
         first = jax.lax.axis_index(layout.row_axes) * own_rows * length
         place_P = first + jnp.arange(own_rows * length)
         # The last episode that begins at the place or before it; -1: there is none.

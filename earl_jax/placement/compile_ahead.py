@@ -18,7 +18,7 @@ import jax
 
 from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.launch.cluster import Cluster
-from earl_jax.placement.packing import plan_of_rows, rows_ahead
+from earl_jax.placement.packing import plan_of_shape, shape_ahead
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.programs import lower_round, lower_update, play_key, update_key
 from earl_jax.placement.stages import Stages
@@ -48,13 +48,13 @@ def wanted_programs(
     bucket = rollout.max_tokens_for(placement.max_tokens + 1)
     if bucket > min(max_context, rollout.context_buckets[-1]):
         return
-    plans = placement.foresee(bucket)
-    if plans.train is not None and (rows := rows_ahead(placement, plans.train, bucket)):
-        train = plan_of_rows(stages, plans.train, rows)
+    plans = placement.foresee(bucket, history.recent())
+    if plans.train is not None and (shape := shape_ahead(placement, plans.train, bucket)):
+        train = plan_of_shape(stages, plans.train, shape, bucket)
         # Jitted here: two threads would make two of it.
         stages.learner.program(train)
-        key = update_key(train, rows, bucket)
-        yield Wanted(key, lambda: lower_update(stages, train, bucket, rows))
+        key = update_key(train, shape)
+        yield Wanted(key, lambda: lower_update(stages, train, bucket, shape))
     if plans.rollout is not None:
         yield _round(stages, plans.rollout, bucket)
 

@@ -1,13 +1,20 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of packed batches: as many as the trainer's plan in use can have, and few numbers."""
+"""The shapes of packed batches: those that the trainer's plan in use can have, and few of them."""
 
 import math
 from collections.abc import Sequence
 
 import jax
 
-from earl_jax.dispatch.packing import Packing, RowRule, add_rows, plan_packing
+from earl_jax.dispatch.packing import (
+    Packing,
+    RowRule,
+    Shape,
+    ShapeHistory,
+    add_rows,
+    plan_packing,
+)
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.stages import Stages
 from earl_jax.selector.plans import TrainPlan
@@ -15,19 +22,37 @@ from earl_jax.sharding.reshard import reshard
 from earl_jax.trajectory import TrajectoryBatch
 
 # Growth of a step's tokens until its contexts outgrow their bucket, where programs are compiled
-# ahead. A guess: with another number of rows the run compiles its own program.
+# ahead. A guess: for another shape the run compiles its own program.
 GROWTH_AHEAD = 1.1
 
+# Seconds of a program's compilation. A guess between small programs on a CPU (3 to 8) and those of
+# real models on chips (some tens): with more, there are fewer shapes with more padding.
+PROGRAM_S = 10.0
 
-def row_rule(stages: Stages, plan: TrainPlan) -> RowRule:
-    """Returns the numbers of rows that an update by this plan can have."""
+
+def row_rule(stages: Stages, plan: TrainPlan, length: int) -> RowRule:
+    """Returns the shapes of updates by this plan, of episodes of up to `length` tokens."""
     shards = stages.layouts.train(plan.mesh).num_row_shards
-    return RowRule(stages.rollout.episodes_per_step, plan.micro_batches, shards)
+    return RowRule(stages.rollout.episodes_per_step, plan.micro_batches, shards, length)
 
 
-def plan_of_rows(stages: Stages, plan: TrainPlan, num_rows: int) -> TrainPlan:
-    """Returns the plan with the micro-batches that so many rows need, at most those of `plan`."""
-    return plan._replace(micro_batches=row_rule(stages, plan).parts(num_rows))
+def plan_of_shape(stages: Stages, plan: TrainPlan, shape: Shape, length: int) -> TrainPlan:
+    """Returns the plan with the micro-batches that this shape needs, at most those of `plan`."""
+    return plan._replace(micro_batches=row_rule(stages, plan, length).parts(shape))
+
+
+def tightest_plan(stages: Stages, plan: TrainPlan, shape: Shape, length: int) -> TrainPlan:
+    """Returns the plan with the smallest micro-batches by which this shape is updated as by `plan`.
+
+    If an update runs out of memory, so do those by all plans between the two.
+    """
+    rule = row_rule(stages, plan, length)
+    parts, number = rule.parts(shape), rule.micro_batches
+    while rule.most % (2 * number) == 0:
+        if rule._replace(micro_batches=2 * number).parts(shape) != parts:
+            break
+        number *= 2
+    return plan._replace(micro_batches=number)
 
 
 def plan_batch(
@@ -36,48 +61,46 @@ def plan_batch(
     length: int,
     num_samples: Sequence[int] | None = None,
 ) -> Packing:
-    """Plans the fewest rows for the plan in use, in a number that few batches of a run differ in.
+    """Plans rows for the plan in use, in a shape that few batches of a run differ in.
 
-    Every process calls it with the `lengths` and `num_samples` of all episodes (`plan_packing`).
+    Every process calls it with the `lengths` and `num_samples` of all episodes (`plan_packing`),
+    and the context bucket `length`.
     """
-    rule = row_rule(placement.stages, placement.train)
-    known = placement.row_counts.setdefault(str(length), [])
-    packing = plan_packing(lengths, length, rule, known, num_samples)
-    _remember(known, packing.num_rows, rule)
-    return packing
+    plan, problem = placement.train, placement.problem
+    rule = row_rule(placement.stages, plan, length)
+    rows = problem.packed_rows(length, sum(lengths))
+    update_s = rows * length / problem.update_speed(plan, length, rows)
+    program_updates = PROGRAM_S / (update_s * problem.work.epochs)
+    history = placement.row_shapes.setdefault(str(length), ShapeHistory())
+    shape = history.choose(lengths, rule, program_updates)
+    return plan_packing(lengths, rule, shape, num_samples)
 
 
-def rows_ahead(placement: Placement, plan: TrainPlan, length: int) -> int | None:
-    """Returns the rows that a batch in longer rows will probably have; None: it is not known yet.
+def shape_ahead(placement: Placement, plan: TrainPlan, length: int) -> Shape | None:
+    """Returns the shape that a batch in a longer context bucket will probably have.
 
-    Batches of this length then have that number of rows where it is little more than they need.
+    None: it is not known yet. Batches of this bucket then have that shape where it is little larger
+    than they need.
     """
-    stages = placement.stages
-    if not stages.learner.config.pack:
-        return stages.rollout.episodes_per_step
-    rule, known = row_rule(stages, plan), placement.row_counts.setdefault(str(length), [])
-    if not known and placement.trained_tokens:
-        needed = math.ceil(GROWTH_AHEAD * placement.trained_tokens / length)
-        _remember(known, rule.choose(needed, known), rule)
-    return known[0] if known else None
+    rule = row_rule(placement.stages, plan, length)
+    history = placement.row_shapes.setdefault(str(length), ShapeHistory())
+    if not history.shapes and placement.trained_tokens:
+        needed = math.ceil(GROWTH_AHEAD * placement.trained_tokens)
+        fitting = (shape for shape in rule.shapes if shape.places >= needed)
+        history.add(next(fitting, rule.largest), rule)
+    return history.shapes[0] if history.shapes else None
 
 
-def _remember(known: list[int], num_rows: int, rule: RowRule) -> None:
-    if num_rows not in known and num_rows != rule.most:
-        known.append(num_rows)
-
-
-def move_batch(placement: Placement, batch: TrajectoryBatch) -> TrajectoryBatch:
+def move_batch(placement: Placement, batch: TrajectoryBatch, length: int) -> TrajectoryBatch:
     """Returns the batch on the layout of the plan in use, with more rows where it needs them."""
     stages, plan = placement.stages, placement.train
-    rule, layout = row_rule(stages, plan), stages.layouts.train(plan.mesh)
-    num_rows, length = batch.tokens.shape
-    shard_rows = batch.tokens.sharding.shard_shape((rule.most, length))[0]
-    before = rule.most // shard_rows
+    rule, layout = row_rule(stages, plan, length), stages.layouts.train(plan.mesh)
+    num_rows, row_length = batch.tokens.shape
+    before = rule.most // batch.tokens.sharding.shard_shape((rule.most, row_length))[0]
     possible = (
         rows
-        for rows in range(num_rows, rule.most + 1)
-        if rows % before == 0 and rule.round_up(rows) == rows
+        for rows in range(num_rows, 2 * rule.most + 1)
+        if rows % before == 0 and rows % (rule.shards * rule.parts(Shape(rows, row_length))) == 0
     )
     batch = add_rows(batch, next(possible))
     return reshard(batch, jax.tree.map(lambda _: layout.activations("NS"), batch))

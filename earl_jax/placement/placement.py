@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import jax
 
+from earl_jax.dispatch.packing import Shape, ShapeHistory
 from earl_jax.launch.distributed import RestartNeeded
 from earl_jax.placement.observations import Observations
 from earl_jax.placement.programs import compiled_bytes
@@ -80,8 +81,8 @@ class Placement:
         self.calm_steps = 0
         # Tokens that the KV cache of the last rollout held in the end, over all row shards.
         self.cache_tokens = 0
-        # Numbers of rows of packed batches, by their length, and the tokens of the last one.
-        self.row_counts: dict[str, list[int]] = {}
+        # Shapes of packed batches, by their context bucket, and the tokens of the last one.
+        self.row_shapes: dict[str, ShapeHistory] = {}
         self.trained_tokens = 0
         # The bucket of a rollout that ran out of memory: it is played again from the start.
         self.outgrown = 0
@@ -98,7 +99,10 @@ class Placement:
         return {
             "rollout": rollout and [str(rollout.mesh), *rollout[1:]],
             "train": train and [str(train.mesh), *train[1:]],
-            "row_counts": {length: list(counts) for length, counts in self.row_counts.items()},
+            "row_shapes": {
+                length: [each.wasted, *map(list, each.shapes)]
+                for length, each in self.row_shapes.items()
+            },
             **{name: getattr(self, name) for name in _NUMBERS},
         }
 
@@ -111,11 +115,15 @@ class Placement:
             train = TrainPlan(MeshShape.parse(mesh), int(micro_batches), bool(remat))
             numbers = {name: int(saved[name]) for name in _NUMBERS}
             # Runs of before batches were packed have none.
-            counts = saved.get("row_counts", {}).items()
-            row_counts = {length: [int(count) for count in each] for length, each in counts}
+            row_shapes = {
+                length: ShapeHistory(
+                    wasted=float(wasted), shapes=[Shape(*map(int, shape)) for shape in shapes]
+                )
+                for length, (wasted, *shapes) in saved.get("row_shapes", {}).items()
+            }
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InputError(f"its placement is not one: {error}") from error
-        self.plans, self.row_counts = Plans(rollout, train), row_counts
+        self.plans, self.row_shapes = Plans(rollout, train), row_shapes
         for name, number in numbers.items():
             setattr(self, name, number)
 
@@ -180,6 +188,7 @@ class Placement:
         step = self.step_of(tokens, load)
         decision = self._settled(
             lambda chooser: chooser.step(step, self.plans, self.calm_steps),
+            load,
             # Trying a mesh takes a few steps and a compilation.
             tries=step.lasts >= WINDOW,
         )
@@ -256,7 +265,7 @@ class Placement:
         step = dataclasses.replace(
             self.step_of(self.max_tokens, load), length=length, is_new=length > self.most_length
         )
-        decision = self._settled(lambda chooser: chooser.training(step, self.plans.train))
+        decision = self._settled(lambda chooser: chooser.training(step, self.plans.train), load)
         assert decision.train is not None
         if decision.train.switched or length > self.length:
             self._note(decision)
@@ -275,6 +284,7 @@ class Placement:
         plans, trainer = self.plans, self.train.mesh
         decision = self._settled(
             lambda chooser: chooser.rollout(step, plans.rollout, trainer, keeps_slots=live),
+            None,
             together=not live,
         )
         assert decision.rollout is not None
@@ -286,7 +296,12 @@ class Placement:
         return decision
 
     def _settled(
-        self, choose: Callable[[Chooser], Decision], *, together: bool = True, tries: bool = False
+        self,
+        choose: Callable[[Chooser], Decision],
+        load: Load | None,
+        *,
+        together: bool = True,
+        tries: bool = False,
     ) -> Decision:
         """Chooses until the chosen programs are known to fit; those in doubt are compiled.
 
@@ -297,21 +312,26 @@ class Placement:
         Raises BudgetTooSmall where nothing fits.
         """
         for _ in range(COMPILED_AT_MOST):
-            decision = choose(self.chooser(tries=tries))
+            decision = choose(self.chooser(load, tries=tries))
             if not self._compiled(decision, together):
                 return decision
         try:
-            return choose(self.chooser(self._sure))
+            return choose(self.chooser(load, self._sure))
         except BudgetTooSmall:
             pass
-        while self._compiled(decision := choose(self.chooser()), together):
+        while self._compiled(decision := choose(self.chooser(load)), together):
             pass
         return decision
 
-    def chooser(self, caution: float = 1.0, *, tries: bool = False) -> Chooser:
-        """Returns the selector on what is known now; computed bytes count `caution` times."""
+    def chooser(self, load: Load | None, caution: float = 1.0, *, tries: bool = False) -> Chooser:
+        """Returns the selector on what is known now; computed bytes count `caution` times.
+
+        A training batch is expected to have the tokens of `load`.
+        """
         steps = self.observations.steps if tries else None
-        return Chooser(self.problem, self.observations.table, caution, steps)
+        episodes = self.stages.rollout.episodes_per_step
+        tokens = math.ceil(episodes * load.context_tokens_mean) if load else None
+        return Chooser(self.problem, self.observations.table, caution, steps, tokens)
 
     @property
     def _sure(self) -> float:
@@ -345,6 +365,7 @@ class Placement:
         work: Callable[[], Result],
         length: int | None = None,
         *,
+        plan: TrainPlan | None = None,
         live: bool = False,
     ) -> Result | None:
         """Returns the result of `work`; None where the devices had too little memory for it.
@@ -357,7 +378,8 @@ class Placement:
         Args:
             stage: the stage whose plan is in use.
             work: a function that waits for its arrays.
-            length: tokens a row that is trained on, if not the chosen bucket.
+            length: the context bucket that is trained on, if not the chosen one.
+            plan: the plan of an update with no larger micro-batches than the one in use.
             live: the work is that of one process within a rollout. Of several processes it raises
                 the error, tells the others at the rollout's end, and all play again alike.
 
@@ -377,7 +399,7 @@ class Placement:
             if not is_out_of_memory(error) or (live and processes.count > 1):
                 raise
             if stage is not None:
-                self.fail(stage, length)
+                self.fail(stage, length, plan)
             if processes.count > 1:
                 raise RestartNeeded(
                     f"{self.log.failures[-1]}; it is remembered, and not tried again"
@@ -389,13 +411,13 @@ class Placement:
             self.outgrown = 0
         return result
 
-    def fail(self, stage: str, length: int | None = None) -> None:
-        """Remembers that a stage's plan ran out of memory; `length` as in `attempt`."""
+    def fail(self, stage: str, length: int | None = None, plan: TrainPlan | None = None) -> None:
+        """Remembers that a stage's plan ran out of memory; `length` and `plan` as in `attempt`."""
         if stage == "rollout":
             self.outgrown = self.max_tokens
             self._remember(self.rollout, self.max_tokens)
         else:
-            self._remember(self.train, length or self.length)
+            self._remember(plan or self.train, length or self.length)
 
     def _remember(self, plan: Plan, tokens: int) -> None:
         self.log.failures.append(self.observations.add_failure(plan, tokens))
@@ -424,13 +446,16 @@ class Placement:
 
     # Moving.
 
-    def foresee(self, max_tokens: int) -> Plans:
-        """Returns the plans that longer contexts would have; those in use where nothing fits."""
+    def foresee(self, max_tokens: int, load: Load | None) -> Plans:
+        """Returns the plans that longer contexts would have; those in use where nothing fits.
+
+        Training batches have the tokens of `load` still.
+        """
         step = dataclasses.replace(
             self.step_of(max_tokens, None), max_tokens=max_tokens, length=max_tokens, is_new=True
         )
         try:
-            decision = self.chooser().step(step, self.plans)
+            decision = self.chooser(load).step(step, self.plans)
         except BudgetTooSmall:
             return self.plans
         assert decision.rollout is not None and decision.train is not None

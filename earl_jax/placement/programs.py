@@ -5,6 +5,7 @@
 from collections.abc import Hashable
 from typing import Any
 
+from earl_jax.dispatch.packing import Shape
 from earl_jax.placement.stages import Stages
 from earl_jax.selector.memory import program_bytes, unless_out_of_memory
 from earl_jax.selector.plans import RolloutPlan, TrainPlan
@@ -17,9 +18,10 @@ def lower_round(stages: Stages, plan: RolloutPlan, max_tokens: int) -> Any:
     return engine.lower_play(max_tokens, stages.pool(plan))
 
 
-def lower_update(stages: Stages, plan: TrainPlan, length: int, num_rows: int | None = None) -> Any:
-    """Lowers an update on rows of `length` tokens; `num_rows` None: a row for each episode."""
-    return stages.learner.lower(plan, num_rows or stages.rollout.episodes_per_step, length)
+def lower_update(stages: Stages, plan: TrainPlan, length: int, shape: Shape | None = None) -> Any:
+    """Lowers an update of episodes of up to `length` tokens; `shape` None: a row for each."""
+    rows, length = shape or Shape(stages.rollout.episodes_per_step, length)
+    return stages.learner.lower(plan, rows, length)
 
 
 def compiled_bytes(
@@ -49,6 +51,6 @@ def play_key(mesh: MeshShape, num_slots: int, max_tokens: int) -> Hashable:
     return "play", mesh, num_slots, max_tokens
 
 
-def update_key(plan: TrainPlan, num_rows: int, length: int) -> Hashable:
+def update_key(plan: TrainPlan, shape: Shape) -> Hashable:
     """Returns the name of an update's program."""
-    return "train", plan, num_rows, length
+    return "train", plan, shape

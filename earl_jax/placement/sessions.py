@@ -173,7 +173,7 @@ class Sessions:
             cache_tokens=self._placement.tokens_of(here.pages * here.mesh.data),
             rollout_tokens=live * left,
         )
-        return self._placement.chooser().rollout(
+        return self._placement.chooser(None).rollout(
             step, here, self._placement.train.mesh, keeps_slots=True, live=live, move_s=move_s
         )
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from earl_jax.dispatch.packing import pack_rows
+from earl_jax.dispatch.packing import Shape, pack_rows
 from earl_jax.placement.moves import move_state
-from earl_jax.placement.packing import move_batch, plan_batch, plan_of_rows
+from earl_jax.placement.packing import move_batch, plan_batch, plan_of_shape, tightest_plan
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.programs import update_key
 from earl_jax.placement.stages import Stages
@@ -32,12 +32,13 @@ def learn(
     state: TrainState,
     batch: TrajectoryBatch,
     controls: np.ndarray,
-    epochs: int,
+    length: int,
     wait: Wait | None = None,
 ) -> tuple[TrainState, list[Metrics]]:
     """Makes the updates of one step, one an epoch; gives `state` up.
 
-    `wait` is called while an update is under way; None: nothing else is done.
+    The batch is of episodes of the context bucket `length`. `wait` is called while an update is
+    under way; None: nothing else is done.
 
     Returns:
         The new state, and the metrics of each update: none in a process that does not train.
@@ -45,11 +46,11 @@ def learn(
     stages = placement.stages
     if not stages.cluster.trains:
         return state, []
-    plan = plan_of_rows(stages, placement.train, batch.tokens.shape[0])
+    plan = plan_of_shape(stages, placement.train, Shape(*batch.tokens.shape), length)
     batch = stages.learner.score(plan, state, batch)
     updates = []
-    for _ in range(epochs):
-        state, batch, metrics = update(placement, state, batch, controls, wait=wait)
+    for _ in range(stages.learner.config.epochs):
+        state, batch, metrics = update(placement, state, batch, controls, length, wait=wait)
         updates.append(metrics)
     return state, updates
 
@@ -57,7 +58,7 @@ def learn(
 def sft(
     placement: Placement, state: TrainState, batches: Iterable[Sequence[Example]], length: int
 ) -> tuple[TrainState, list[Metrics]]:
-    """Makes a supervised update of each batch of examples, in rows of `length` tokens.
+    """Makes a supervised update of each batch of examples, cut to `length` tokens.
 
     Returns:
         As `learn`.
@@ -66,14 +67,13 @@ def sft(
     controls = stages.learner.sft_controls()
     for examples in batches:
         lengths = [min(len(ids), length) for ids, _ in examples]
-        # In every process: all know the same numbers of rows.
-        packing = plan_batch(placement, lengths, length) if stages.learner.config.pack else None
+        # In every process: all know the same shapes.
+        packing = plan_batch(placement, lengths, length)
         if not stages.cluster.trains:
             continue
         layout = stages.layouts.train(placement.train.mesh)
-        batch = sft_batch(examples, layout, length)
-        batch = pack_rows(batch, packing, layout) if packing else batch
-        state, _, metrics = update(placement, state, batch, controls, sft=True)
+        batch = pack_rows(sft_batch(examples, layout, length), packing, layout)
+        state, _, metrics = update(placement, state, batch, controls, length, sft=True)
         updates.append(metrics)
     return state, updates
 
@@ -83,11 +83,14 @@ def update(
     state: TrainState,
     batch: TrajectoryBatch,
     controls: np.ndarray,
+    length: int,
     *,
     sft: bool = False,
     wait: Wait | None = None,
 ) -> tuple[TrainState, TrajectoryBatch, Metrics]:
     """One update, and the batch where the trainer is then. `state` is given up.
+
+    The batch is of episodes of the context bucket `length`.
 
     Where memory is too short, on another mesh, with more remat, or in smaller parts. A program that
     fails has its donated arguments with it: until it has run once there is a backup of the state in
@@ -98,22 +101,23 @@ def update(
         StateLost: a program failed that had run before.
     """
     while True:
-        rows, length = batch.tokens.shape
-        plan = plan_of_rows(placement.stages, placement.train, rows)
+        shape = Shape(*batch.tokens.shape)
+        plan = plan_of_shape(placement.stages, placement.train, shape, length)
         if not sft:
-            placement.about_to_use(update_key(plan, rows, length))
-        placement.backup.save((plan, sft, batch.tokens.shape), state)
+            placement.about_to_use(update_key(plan, shape))
+        placement.backup.save((plan, sft, shape), state)
         again = functools.partial(
             _run_update, placement.stages, plan, state, batch, controls, sft, wait
         )
-        done = placement.attempt("train", again, length)
+        tightest = tightest_plan(placement.stages, placement.train, shape, length)
+        done = placement.attempt("train", again, length, plan=tightest)
         if done is not None:
             placement.backup.discard()
             return done[0], batch, done[1]
         state = placement.backup.restore(state)
         placement.choose_training_again()
         state = move_state(placement, state)
-        batch = move_batch(placement, batch)
+        batch = move_batch(placement, batch, length)
 
 
 def _run_update(

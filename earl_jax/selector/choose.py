@@ -122,11 +122,12 @@ class Chooser:
     table: ThroughputTable
     caution: float = 1.0
     steps: Mapping[str, int] | None = None
+    train_tokens: int | None = None
 
     @functools.cached_property
     def candidates(self) -> Candidates:
         """The plans to choose from."""
-        return Candidates(self.problem, self.table, self.caution, self.steps)
+        return Candidates(self.problem, self.table, self.caution, self.steps, self.train_tokens)
 
     def step(self, step: Step, current: Plans, calm_steps: int = WINDOW) -> Decision:
         """Chooses both stages' plans for a step.
@@ -337,8 +338,8 @@ class Chooser:
         return Decision(rollout=rollout, train=train, seconds=pair.step_s)
 
     def _train_tokens(self, step: Step) -> int:
-        work = self.problem.work
-        return work.num_rows * step.length * work.epochs
+        rows = self.problem.packed_rows(step.length, self.train_tokens)
+        return rows * step.length * self.problem.work.epochs
 
 
 def _fastest_by_mesh(

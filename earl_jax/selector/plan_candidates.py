@@ -54,13 +54,15 @@ class Candidates:
     """The candidates of one problem by one table.
 
     Computed bytes count `caution` times, but for those of pages, which are exact. `steps` counts
-    the steps of this run with each plan, by key; None where no mesh is tried out.
+    the steps of this run with each plan, by key; None where no mesh is tried out. `train_tokens`
+    are those of all episodes of a training batch; None: all are as long as the context bucket.
     """
 
     problem: Problem
     table: ThroughputTable
     caution: float = 1.0
     steps: Mapping[str, int] | None = None
+    train_tokens: int | None = None
 
     def train(self, length: int) -> list[Candidate[TrainPlan]]:
         """Returns every plan for rows of so many tokens."""
@@ -138,7 +140,7 @@ class Candidates:
 
     def _train(self, plan: TrainPlan, length: int) -> Candidate[TrainPlan]:
         num_bytes, is_exact = self.update_bytes(plan, length)
-        speed, is_trial = self._speed(plan, length, self.problem.update_speed(plan, length))
+        speed, is_trial = self._speed(plan, length, self._update_speed(plan, length))
         return Candidate(
             plan=plan,
             num_bytes=num_bytes,
@@ -261,7 +263,12 @@ class Candidates:
         if problem.work.num_rows % plan.micro_batches:
             return None
         obstacle = problem.train_obstacle(plan.mesh, plan.micro_batches)
-        return None if obstacle else problem.update_speed(plan, tokens)
+        return None if obstacle else self._update_speed(plan, tokens)
+
+    def _update_speed(self, plan: TrainPlan, length: int) -> float:
+        """Returns the computed tokens/s of updates on packed rows."""
+        rows = self.problem.packed_rows(length, self.train_tokens)
+        return self.problem.update_speed(plan, length, rows)
 
 
 class _Factors(NamedTuple):

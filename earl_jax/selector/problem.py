@@ -35,6 +35,8 @@ from earl_jax.selector.plans import Plan, RolloutPlan, TrainPlan
 from earl_jax.selector.roofline import round_s, train_parts, waves
 from earl_jax.sharding.layout import MeshShape
 
+# The fraction of places in packed rows that hold a token (benchmarks/packing.md).
+FILL = 0.95
 # Returns why a mesh cannot be used, in words; None where it can.
 Check = Callable[[MeshShape], str | None]
 
@@ -232,13 +234,26 @@ class Problem:
 
     # Seconds, by the speed model.
 
+    def packed_rows(self, length: int, tokens: int | None) -> int:
+        """Returns the rows of `length` tokens that episodes of so many in all are packed in.
+
+        `tokens` None: all episodes are as long as a row.
+        """
+        most = self.work.num_rows
+        return most if tokens is None else max(1, min(most, math.ceil(tokens / (FILL * length))))
+
     @functools.cache  # noqa: B019
-    def update_speed(self, plan: TrainPlan, length: int) -> float:
-        """Returns the tokens/s of updates on rows of so many tokens."""
-        work = dataclasses.replace(self.work, micro_batches=plan.micro_batches, remat=plan.remat)
+    def update_speed(self, plan: TrainPlan, length: int, rows: int | None = None) -> float:
+        """Returns the tokens/s of updates on `rows` rows of so many tokens.
+
+        None: a row for each episode. They go in as many micro-batches as they need of the plan's.
+        """
+        rows, most = rows or self.work.num_rows, self.work.num_rows // plan.micro_batches
+        work = dataclasses.replace(
+            self.work, num_rows=rows, micro_batches=-(-rows // most), remat=plan.remat
+        )
         hardware = self.hardware.with_devices(plan.mesh.num_devices)
-        seconds = train_parts(hardware, self.sizes, work, plan.mesh, length).total
-        return work.num_rows * length / seconds
+        return rows * length / train_parts(hardware, self.sizes, work, plan.mesh, length).total
 
     @functools.cache  # noqa: B019
     def round_speed(self, mesh: MeshShape, num_slots: int, max_tokens: int, rows: int) -> float:

@@ -40,9 +40,8 @@ class TrainConfig:
     update. The learning rate rises over `warmup_steps` RL steps; with a `schedule` other than
     "constant" it then falls to `final_learning_rate` at the last step. An entropy bonus, added to
     the algorithm's loss, goes linearly from `entropy_coefficient` to `final_entropy_coefficient`,
-    which the last step has. `logprob_chunk` tokens of every row are scored at a time. `pack` puts
-    several episodes in a row, in fewer rows; without it each episode has a row, padded to the
-    context bucket. `remat` recomputes activations in the backward pass.
+    which the last step has. `logprob_chunk` tokens of every row are scored at a time. `remat`
+    recomputes activations in the backward pass.
 
     `attention` is the kernel: "blockwise" runs anywhere, "splash" on TPUs, "tokamax" on Hopper
     and Blackwell GPUs; "auto" takes the fastest for the devices and the rows' length.
@@ -95,7 +94,6 @@ class TrainConfig:
     balance_coefficient: float = 0.0
     epochs: int = 1
     micro_batches: int = 1
-    pack: bool = False
     remat: bool = False
     attention: Literal["auto", "blockwise", "splash", "tokamax"] = "auto"
     logprob_chunk: int = 512

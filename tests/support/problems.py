@@ -92,7 +92,7 @@ class HandProblem(Problem):
     def moments_bytes(self, mesh: MeshShape) -> int:
         return self.state_bytes.get(mesh, 0)
 
-    def update_speed(self, plan: TrainPlan, length: int) -> float:
+    def update_speed(self, plan: TrainPlan, length: int, rows: int | None = None) -> float:
         return self.train_speeds[plan.mesh] / plan.micro_batches
 
     def round_speed(self, mesh: MeshShape, num_slots: int, max_tokens: int, rows: int) -> float:

@@ -23,7 +23,8 @@ from earl_jax.models.attention.paged_attention import (
     tile_for,
 )
 from earl_jax.models.attention.ring import ring_attention
-from earl_jax.models.attention.rows import BLOCK_SIZE, Positions, Window, attention
+from earl_jax.models.attention.rows import BLOCK_SIZE, Window
+from earl_jax.models.attention.segment_blocks import attend_packed_rows
 from earl_jax.models.attention.tokamax_rows import tokamax_obstacle, tokamax_rows
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.kv_cache import LayerCache, PagedCache
@@ -137,7 +138,7 @@ def attend_rows(
         )
     key_BKSH = layout.constrain(key_BKSH, "BKSH")
     value_BKSH = layout.constrain(value_BKSH, "BKSH")
-    attend = {"blockwise": _blockwise, "splash": _splash, "tokamax": tokamax_rows}[kernel]
+    attend = {"blockwise": attend_packed_rows, "splash": _splash, "tokamax": tokamax_rows}[kernel]
     attend = functools.partial(attend, layout, scale=scale, softcap=softcap)
     inputs = query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT
     if kernel != "splash" or not isinstance(window, jax.Array):
@@ -145,19 +146,6 @@ def attend_rows(
     known = sorted(set(windows))
     branches = [functools.partial(attend, window=size) for size in known]
     return jax.lax.switch(jnp.searchsorted(jnp.array(known), window), branches, *inputs)
-
-
-def _blockwise(
-    layout: Layout,
-    query_BTKGH: jax.Array,
-    key_BKSH: jax.Array,
-    value_BKSH: jax.Array,
-    segment_ids_BT: jax.Array,
-    **settings: Any,
-) -> jax.Array:
-    order_BT = jax.lax.broadcasted_iota(jnp.int32, segment_ids_BT.shape, 1)
-    positions = Positions(order_BT, segment_ids_BT)
-    return attention(query_BTKGH, key_BKSH, value_BKSH, positions, positions, **settings)
 
 
 def _splash(*inputs: Any, **settings: Any) -> jax.Array:

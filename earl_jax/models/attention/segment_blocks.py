@@ -1,0 +1,185 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Blockwise attention of packed rows: only blocks of keys that some query of a block looks at.
+
+A row of several episodes would cost a square of its length; so it costs about the squares of the
+episodes' lengths, and half of them, because what comes later is skipped too. Row by row, because
+every row has its episodes elsewhere. Backward the same blocks are looked at once more, from the
+sums of the softmax that the forward pass kept: memory is O(T) in both directions.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from earl_jax.models.attention.attention_shards import on_each_shard
+from earl_jax.models.attention.partial_attention import (
+    Outcome,
+    Rules,
+    Sides,
+    conclude,
+    look,
+    look_back,
+    merge,
+    nothing_seen,
+    outcome,
+)
+from earl_jax.models.attention.rows import BLOCK_SIZE, Positions, Window, attention
+from earl_jax.sharding.layout import Layout
+
+
+class _Settings(NamedTuple):
+    """The static settings of a program."""
+
+    scale: float
+    softcap: float
+
+
+def attend_packed_rows(
+    layout: Layout,
+    query_BTKGH: jax.Array,
+    key_BKSH: jax.Array,
+    value_BKSH: jax.Array,
+    segment_ids_BT: jax.Array,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: Window = None,
+) -> jax.Array:
+    """Computes `attention` of whole rows over themselves (S = T), token t of a row at position t.
+
+    On each device for its rows and heads, without a collective. Queries of segment 0 get something
+    finite that is never read. Rows of at most BLOCK_SIZE tokens are one block.
+
+    Returns:
+        out_BTKGH in the type of the query.
+    """
+    length = query_BTKGH.shape[1]
+    # On a GPU the host reads each loop's condition (`roofline.loop_syncs`), which takes longer than
+    # a block: there the keys of a whole row are looked at. tokamax, the kernel for GPUs, skips.
+    if length <= BLOCK_SIZE or layout.platform == "gpu":
+        order_BT = jax.lax.broadcasted_iota(jnp.int32, segment_ids_BT.shape, 1)
+        positions = Positions(order_BT, segment_ids_BT)
+        settings = {"scale": scale, "softcap": softcap, "window": window}
+        return attention(query_BTKGH, key_BKSH, value_BKSH, positions, positions, **settings)
+    settings = _Settings(scale, softcap)
+    reach = jnp.asarray(length if window is None else window, jnp.int32)
+    more = -length % BLOCK_SIZE
+
+    def attend_shard(query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT):
+        def pad(array: jax.Array, axis: int) -> jax.Array:
+            return jnp.pad(array, [(0, more * (i == axis)) for i in range(array.ndim)])
+
+        rows = (pad(query_BTKGH, 1), pad(key_BKSH, 2), pad(value_BKSH, 2), pad(segment_ids_BT, 1))
+        return jax.lax.map(lambda row: _attend(settings, *row, reach), rows)[:, :length]
+
+    return on_each_shard(layout, attend_shard)(query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(settings: _Settings, query_TKGH, key_KSH, value_KSH, segments_T, window) -> jax.Array:
+    return _forward(settings, query_TKGH, key_KSH, value_KSH, segments_T, window)[0]
+
+
+def _forward(
+    settings: _Settings, query_TKGH, key_KSH, value_KSH, segments_T, window
+) -> tuple[jax.Array, Any]:
+    """Returns the attention output and the residuals of the backward pass."""
+    rules, first_Q = Rules(*settings, window), _first_blocks(segments_T, window)
+    sides = Sides(key_KSH, value_KSH)
+
+    def block(number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        query, own = _block(query_TKGH, number, 0), _positions(segments_T, number)
+
+        def see(theirs: jax.Array, seen: Any) -> Any:
+            others = _positions(segments_T, theirs)
+            return merge(seen, look(rules, query, _blocks_of(sides, theirs), own, others))
+
+        seen = jax.lax.fori_loop(first_Q[number], number + 1, see, nothing_seen(query))
+        out, log_total = conclude(seen)
+        return out[0].astype(query.dtype), log_total[0]
+
+    out_QTKGH, log_total_QKGT = jax.lax.map(block, jnp.arange(len(first_Q)))
+    out_TKGH = out_QTKGH.reshape(query_TKGH.shape)
+    kept = (query_TKGH, key_KSH, value_KSH, segments_T, window, out_TKGH, log_total_QKGT)
+    return out_TKGH, kept
+
+
+def _backward(settings: _Settings, kept: Any, grad_TKGH: jax.Array) -> tuple[Any, ...]:
+    query_TKGH, key_KSH, value_KSH, segments_T, window, out_TKGH, log_total_QKGT = kept
+    rules, first_Q = Rules(*settings, window), _first_blocks(segments_T, window)
+    sides = Sides(key_KSH, value_KSH)
+
+    def block(totals: Sides, number: jax.Array) -> tuple[Sides, jax.Array]:
+        query, own = _block(query_TKGH, number, 0), _positions(segments_T, number)
+        known: Outcome = outcome(
+            _block(out_TKGH, number, 0), _block(grad_TKGH, number, 0), log_total_QKGT[number][None]
+        )
+
+        def see(theirs: jax.Array, grads: tuple[jax.Array, Sides]) -> tuple[jax.Array, Sides]:
+            of_query, totals = grads
+            others = _positions(segments_T, theirs)
+            mine, found = look_back(rules, query, known, _blocks_of(sides, theirs), own, others)
+            totals = jax.tree.map(lambda total, more: _add(total, more[0], theirs), totals, found)
+            return of_query + mine, totals
+
+        start = (jnp.zeros(query.shape, jnp.float32), totals)
+        of_query, totals = jax.lax.fori_loop(first_Q[number], number + 1, see, start)
+        return totals, of_query[0]
+
+    zeros = jax.tree.map(lambda side: jnp.zeros(side.shape, jnp.float32), sides)
+    of_sides, of_query_QTKGH = jax.lax.scan(block, zeros, jnp.arange(len(first_Q)))
+    return (
+        of_query_QTKGH.reshape(query_TKGH.shape).astype(query_TKGH.dtype),
+        of_sides.key.astype(key_KSH.dtype),
+        of_sides.value.astype(value_KSH.dtype),
+        None,
+        None,
+    )
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _first_blocks(segments_T: jax.Array, window: jax.Array) -> jax.Array:
+    """Returns the first block of keys that each block of queries looks at, i32[Q].
+
+    It is the block behind the queries' own where all of these are padding.
+    """
+    order_T = jnp.arange(segments_T.shape[0], dtype=jnp.int32)
+    begins_T = jnp.pad(segments_T[1:] != segments_T[:-1], (1, 0))
+    first_T = jax.lax.cummax(jnp.where(begins_T, order_T, 0))
+    first_T = jnp.maximum(first_T, order_T - (window - 1))
+    nothing_T = (order_T // BLOCK_SIZE + 1) * BLOCK_SIZE
+    first_T = jnp.where(segments_T > 0, first_T, nothing_T)
+    return jnp.min(first_T.reshape(-1, BLOCK_SIZE), axis=1) // BLOCK_SIZE
+
+
+def blocks_looked_at(segments_T: jax.Array) -> jax.Array:
+    """Returns the number of pairs of blocks that attention computes for a row without a window."""
+    first_Q = _first_blocks(segments_T, jnp.int32(segments_T.shape[0]))
+    return jnp.sum(jnp.arange(1, len(first_Q) + 1) - first_Q)
+
+
+def _block(array: jax.Array, number: jax.Array, axis: int) -> jax.Array:
+    """Returns a block of a row, with an axis for the one row."""
+    start = number * BLOCK_SIZE
+    return jax.lax.dynamic_slice_in_dim(array, start, BLOCK_SIZE, axis)[None]
+
+
+def _blocks_of(sides: Sides, number: jax.Array) -> Sides:
+    return jax.tree.map(lambda side: _block(side, number, 1), sides)
+
+
+def _add(total_KSH: jax.Array, more_KSH: jax.Array, number: jax.Array) -> jax.Array:
+    start = number * BLOCK_SIZE
+    before = jax.lax.dynamic_slice_in_dim(total_KSH, start, BLOCK_SIZE, 1)
+    return jax.lax.dynamic_update_slice_in_dim(total_KSH, before + more_KSH, start, 1)
+
+
+def _positions(segments_T: jax.Array, number: jax.Array) -> Positions:
+    segment_BT = _block(segments_T, number, 0)
+    order_BT = number * BLOCK_SIZE + jax.lax.broadcasted_iota(jnp.int32, segment_BT.shape, 1)
+    return Positions(order_BT, segment_BT)
