@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from earl_jax.algorithms.algorithm import Algorithm
 from earl_jax.algorithms.algorithms import ALGORITHMS, find_algorithm
-from earl_jax.algorithms.requirements import Training, check_requirements
+from earl_jax.algorithms.requirements import Networks, networks_of
 from earl_jax.engine.config import Sampling
 from earl_jax.envs.conversation import ChatConfig
 from earl_jax.envs.environment import Chooses, OffersExamples
@@ -222,6 +222,11 @@ class Config:
         """Returns the algorithm with its settings. Raises ValueError where there is none."""
         return dataclasses.replace(find_algorithm(self.algorithm), settings=self.algorithm_args)
 
+    @property
+    def networks(self) -> Networks:
+        """The networks that the trainer holds beside the policy."""
+        return networks_of(self.make_algorithm(), has_adapters=self.train.lora.rank > 0)
+
     def _check_algorithm(self) -> None:
         """Raises ValueError unless there is such an algorithm, with such settings."""
         algorithm = find_algorithm(self.algorithm)
@@ -233,12 +238,6 @@ class Config:
             )
         if hasattr(self.algorithm_args, "validate"):
             self.algorithm_args.validate("config.algorithm_args")
-        training = Training(
-            epochs=self.train.epochs,
-            corrects=self.importance_cap > 0,
-            has_adapters=self.train.lora.rank > 0,
-        )
-        check_requirements(self.make_algorithm(), training)
         if self.rollout.group_size < algorithm.min_group_size:
             raise InputError(
                 f"config.algorithm is {self.algorithm!r} with config.rollout.group_size of "
