@@ -391,6 +391,11 @@ def _idle_training(config: Config) -> Iterator[_Idle]:
     yield config.importance_cap == 0, "train.importance_cap", "there is no correction here"
     for name in ("alpha", "targets", "base_dtype"):
         yield train.lora.rank == 0, f"train.lora.{name}", "config.train.lora.rank is 0"
+    value_clip = config.algorithm in ALGORITHMS and hasattr(config.algorithm_args, "value_clip")
+    yield value_clip and train.epochs == 1, "algorithm_args.value_clip", "config.train.epochs is 1"
+    for name in ("learning_rate", "pretrain_steps"):
+        none = f"config.algorithm {config.algorithm!r} has no critic"
+        yield not config.networks.critic, f"train.critic.{name}", none
     for name in ("sft_updates", "sft_learning_rate"):
         none = "config.train.sft_steps is 0"
         yield train.sft_steps == 0, f"train.{name}", none

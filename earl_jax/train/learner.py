@@ -21,7 +21,11 @@ from earl_jax.sharding.layout import Layout, MeshShape
 from earl_jax.sharding.placing import absent_tree
 from earl_jax.train.checkpoint import spread_over
 from earl_jax.train.config import TrainConfig
-from earl_jax.train.optimizer import entropy_coefficient, learning_rate
+from earl_jax.train.optimizer import (
+    critic_learning_rate,
+    entropy_coefficient,
+    learning_rate,
+)
 from earl_jax.train.scoring import make_scorer
 from earl_jax.train.state import (
     TrainState,
@@ -161,12 +165,21 @@ class Learner:
             self.state_shardings(plan.mesh),
         )
         batch = batch_shapes(rows, length, self.layout(plan.mesh), scored=self.scored)
-        return self.program(plan).lower(state, batch, jax.ShapeDtypeStruct((2,), np.float32))
+        controls = jax.ShapeDtypeStruct((2 + self.networks.critic,), np.float32)
+        return self.program(plan).lower(state, batch, controls)
 
     def controls(self, step: int, num_steps: int) -> np.ndarray:
-        """Returns f32[2] for RL step `step` of `num_steps`: learning rate, entropy coefficient."""
-        schedules = (learning_rate, entropy_coefficient)
-        return np.array([value(self.config, step, num_steps) for value in schedules], np.float32)
+        """Returns f32[2] for RL step `step` of `num_steps`: learning rate, entropy coefficient.
+
+        With a critic f32[3], with its learning rate.
+        """
+        config = self.config
+        values = [learning_rate(config, step, num_steps)]
+        values.append(entropy_coefficient(config, step, num_steps))
+        if self.networks.critic:
+            values[0] *= step >= config.critic.pretrain_steps
+            values.append(critic_learning_rate(config, step))
+        return np.array(values, np.float32)
 
     def sft_controls(self) -> np.ndarray:
         """Returns f32[2] for supervised updates."""
