@@ -175,10 +175,11 @@ def update_of(run: Run, plan: TrainPlan, length: int) -> Callable[[], Any]:
         lambda shape: jax.device_put(np.ones(shape.shape, shape.dtype), shape.sharding), shapes
     )
     program, state = run.learner.program(plan), run.learner.init_state(plan.mesh)
+    controls = np.zeros_like(run.learner.controls(0, 1))
 
     def update() -> Any:
         nonlocal state
-        state, metrics = program(state, batch, np.zeros(2, np.float32))
+        state, metrics = program(state, batch, controls)
         return metrics
 
     return update

@@ -182,10 +182,12 @@ class TrajectoryBatch:
     of the policy that the update is measured against (config.train.ratio), `versions` i32[N,T] of
     the policy that sampled, `advantages` f32[N,T]. `proximal` f32[N,T] are log-probs of the policy
     that learning from this batch begins with, as the trainer scores it, and `reference` those of
-    the frozen reference policy; None where the loss needs none (`train.step.make_scorer`). All but
-    `tokens` and `segment_ids` mean something only where `turn_ids` > 0. An episode that does not
-    count (its environment failed, or the algorithm does not keep its group) is no row, or one of
-    padding.
+    the frozen reference policy; None where the loss needs none (`train.scoring.make_scorer`). With
+    a critic, `advantages` are the rewards of the tokens' turns until the batch is scored, `values`
+    f32[N,T] the critic's of the state before each token, and `returns` what they are to predict.
+    All but `tokens` and `segment_ids` mean something only where `turn_ids` > 0. An episode that
+    does not count (its environment failed, or the algorithm does not keep its group) is no row, or
+    one of padding.
 
     Example: prompt p0 p1, reply a0 a1, answer q0, reply b0 b1, one place of padding:
     segment_ids 1 1 1 1 1 1 1 0, turn_ids 0 0 1 1 0 2 2 0.
@@ -199,6 +201,8 @@ class TrajectoryBatch:
     advantages: jax.Array
     proximal: jax.Array | None = None
     reference: jax.Array | None = None
+    values: jax.Array | None = None
+    returns: jax.Array | None = None
 
     def validate(self) -> None:
         """Raises ValueError unless every field has the shape of `tokens`."""

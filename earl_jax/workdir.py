@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from earl_jax.config import Config
 from earl_jax.config.resume import changes
 from earl_jax.envs.tasks import KeepsState
@@ -362,10 +360,7 @@ class Source:
         """
         learner, where = run.learner, run.stages.saved_shardings
         has_adapters = run.config.train.lora.rank > 0
-        state = learner.first_state(mesh) if has_adapters else learner.init_state(mesh)
         shapes, shardings = learner.state_shapes().params, learner.state_shardings(mesh).params
-        # Two sets of weights need not have room on the devices.
-        jax.tree.map(lambda array: array.delete(), state.params)
         with self._open() as checkpoints:
             saved = checkpoints.position(self.step)
             if where is None:
@@ -373,12 +368,14 @@ class Source:
             else:
                 read = checkpoints.parameters(self.step, shapes, where.params)
                 params = reshard(read, shardings)
-        if has_adapters and run.cluster.trains:
-            if int(fingerprint(state.base)) != saved["base_fingerprint"]:
-                raise InputError(
-                    f"{self._flag} has adapters of another base than config.model.path "
-                    f"({run.config.model.path!r}), or config.train.lora.base_dtype, gives this run"
-                )
+        if not has_adapters:
+            return learner.state_of(params, mesh)
+        state = learner.first_state(mesh)
+        if run.cluster.trains and int(fingerprint(state.base)) != saved["base_fingerprint"]:
+            raise InputError(
+                f"{self._flag} has adapters of another base than config.model.path "
+                f"({run.config.model.path!r}), or config.train.lora.base_dtype, gives this run"
+            )
         return dataclasses.replace(state, params=params)
 
     @property

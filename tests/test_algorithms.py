@@ -22,18 +22,14 @@ from earl_jax.algorithms.losses import kl_estimate, likelihood_ratio
 from earl_jax.algorithms.settings import GrpoSettings
 from earl_jax.loop import rl_step, row_facts
 from earl_jax.models.config import LoraConfig, ModelConfig
-from earl_jax.models.parameters import ParameterSpec
 from earl_jax.run import build_run
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.sharding.layout import MeshShape, make_layout
-from earl_jax.sharding.reshard import reshard
-from earl_jax.train.backup import StateBackup
-from earl_jax.train.checkpoint import Checkpoints
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.learner import Learner
-from earl_jax.train.offload import is_offloaded, load_moments, offload_moments
-from earl_jax.train.state import Critic, init_state, state_shapes, state_shardings
-from earl_jax.train.step import make_train_step, read_metrics, score_batch
+from earl_jax.train.scoring import score_batch
+from earl_jax.train.state import init_state
+from earl_jax.train.step import read_metrics
 from earl_jax.trajectory import Outcome, TrajectoryBatch
 from tests.support.placements import TINY, begin
 from tests.support.settings import make_config
@@ -416,7 +412,8 @@ def test_a_run_of_each_algorithm(name):
     settings = VARIANTS[name]
     train = {**SMALL_RUN["train"]}
     if "kl_coefficient" in settings:
-        train["lora"] = {"rank": 2}
+        # The reference is the adapters' base, or a frozen copy.
+        train["lora"] = {"rank": 2 if name == "grpo" else 0}
     else:
         train |= {"correction": "truncated_sequence"}
     given = {**SMALL_RUN, "algorithm": name, "algorithm_args": settings, "train": train}
@@ -456,7 +453,6 @@ def test_every_algorithm_with_a_policy_loss_is_run():
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["algorithm_args.kl_coefficient=0.1"], "config.train.lora.rank is 0; set config.train"),
         (["algorithm_args.kl_estimator=k2"], "no effect in this run, because config.algorithm_a"),
         (["algorithm_args.aggregation_tokens=9"], "because config.algorithm_args.aggregation is"),
         (["rollout.group_size=1"], "set config.rollout.group_size to 2 or more"),
@@ -507,12 +503,6 @@ def test_the_correction_that_the_config_names_is_the_update_s(correction):
     assert 0 < cut[mask].mean() < 1
 
 
-def test_what_training_does_not_have_is_an_error():
-    for need, words in (("critic", "needs a critic"), ("reference", "config.train.lora.rank is 0")):
-        with pytest.raises(ValueError, match=words):
-            make_learner(dataclasses.replace(SQUARED, needs=frozenset({need})))
-
-
 @pytest.mark.slow
 def test_the_reference_policy_is_the_base_of_the_adapters():
     """Of trained adapters, whose own log-probs are others; on one device and sharded."""
@@ -539,97 +529,3 @@ def test_the_reference_policy_is_the_base_of_the_adapters():
         found.append(read_metrics(learner.update(plan, state, scored, CONTROLS)[1]))
     assert found[0]["reference_kl"] > 1e-4
     assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-6)
-
-
-# A second network.
-
-CRITIC = Critic(
-    specs={
-        "embed": ParameterSpec(shape=(VOCAB, 16), axes="VD", deviation=0.25),
-        "head": ParameterSpec(shape=(16,), axes="D", deviation=0.25),
-    },
-    values=lambda params, batch: params["embed"][batch.tokens] @ params["head"],
-)
-TRAIN = TrainConfig(max_grad_norm=1e9)
-
-
-def value_loss(facts: TokenFacts, settings: object) -> TokenLosses:
-    assert facts.values is not None
-    error = facts.values - facts.advantages
-    return TokenLosses(losses=0.5 * error**2, metrics={"value_error": error**2})
-
-
-WITH_CRITIC = Algorithm(advantages=no_advantages, loss=value_loss, needs=frozenset({"critic"}))
-
-
-def critic_state(mesh: MeshShape):
-    return init_state(MODEL, TRAIN, VOCAB, make_layout(mesh), 3, CRITIC)
-
-
-def critic_places(mesh: MeshShape):
-    return state_shardings(MODEL, TRAIN, VOCAB, make_layout(mesh), CRITIC)
-
-
-def bits(tree) -> list[bytes]:
-    return [np.array(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
-
-
-@pytest.mark.slow_except("data=2,fsdp=2,tensor=2")
-@pytest.mark.parametrize("mesh", [ONE, CUBE, F8], ids=str)
-def test_a_critic_is_trained_beside_the_policy(mesh):
-    """Its gradient by hand in numpy: the mean of (value - target) times the slope of the value."""
-    state = jax.tree.map(jnp.copy, critic_state(mesh))
-    embed, head = (np.asarray(state.critic[name]) for name in ("embed", "head"))
-    layout, batch = make_layout(mesh), make_batch()
-    kinds = {"algorithm": WITH_CRITIC, "critic": CRITIC}
-    step = make_train_step(MODEL, TRAIN, layout, vocab_size=VOCAB, temperature=1.0, **kinds)
-    new, metrics = step(state, jax.device_put(batch, layout.activations("NS")), CONTROLS)
-    mask = batch.turn_ids > 0
-    tokens, target = batch.tokens[mask], batch.advantages[mask]
-    error = (embed[tokens] @ head - target) / mask.sum()
-    of_embed = np.zeros_like(embed)
-    np.add.at(of_embed, tokens, error[:, None] * head)
-    _, moments = new.optimizer[1].mu
-    np.testing.assert_allclose(moments["embed"] / 0.1, of_embed, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(moments["head"] / 0.1, error @ embed[tokens], rtol=1e-4, atol=1e-6)
-    assert (np.asarray(new.critic["head"]) != head).all()
-    expected = np.mean((embed[tokens] @ head - target) ** 2)
-    assert read_metrics(metrics)["value_error"] == pytest.approx(expected, rel=1e-5)
-
-
-def test_a_critic_moves_offloads_and_checkpoints_with_the_rest(tmp_path):
-    """Bit for bit, parameters and moments, and where the specs of both networks say."""
-    state = critic_state(CUBE)
-    state = dataclasses.replace(
-        state, optimizer=jax.tree.map(lambda x: x + x.size, state.optimizer)
-    )
-    state = jax.device_put(state, critic_places(CUBE))
-    assert state.critic["embed"].sharding.spec != ()
-    expected = bits(state)
-    assert len(expected) == len(jax.tree.leaves(critic_places(CUBE)))
-    moved = reshard(state, critic_places(F8))
-    assert bits(moved) == expected
-    assert moved.critic["embed"].sharding == critic_places(F8).critic["embed"]
-
-    away = offload_moments(moved)
-    assert is_offloaded(away) and all(
-        leaf.sharding.memory_kind == "pinned_host" for leaf in jax.tree.leaves(away.optimizer)
-    )
-    moved = load_moments(away)
-    assert bits(moved) == expected
-
-    backup = StateBackup()
-    backup.save("update", moved)
-    jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(moved)
-    moved = backup.restore(moved)
-    assert bits(moved) == expected
-
-    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
-    checkpoints.save(1, moved, {})
-    checkpoints.wait()
-    shapes = state_shapes(MODEL, TRAIN, VOCAB, CRITIC)
-    back = checkpoints.state(1, shapes, critic_places(CUBE))
-    checkpoints.close()
-    assert bits(back) == expected
-    assert jax.tree.structure(back) == jax.tree.structure(state)
-    assert back.critic["embed"].sharding.is_equivalent_to(critic_places(CUBE).critic["embed"], 2)

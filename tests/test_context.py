@@ -24,8 +24,9 @@ from earl_jax.selector.memory import resident_bytes
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.sharding.reshard import reshard
 from earl_jax.train.config import TrainConfig
+from earl_jax.train.scoring import make_scorer
 from earl_jax.train.state import TrainState, init_state, state_shapes, state_shardings
-from earl_jax.train.step import make_scorer, make_train_step, read_metrics
+from earl_jax.train.step import make_train_step, read_metrics
 from earl_jax.trajectory import TrajectoryBatch
 from tests.support.rows import make_rows
 from tests.support.settings import make_config

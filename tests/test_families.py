@@ -27,7 +27,7 @@ from earl_jax.models.logprobs import score_tokens
 from earl_jax.models.parameters import init_parameters, parameter_specs, unstack_layers
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
-from earl_jax.train.step import score_batch
+from earl_jax.train.scoring import score_batch
 from tests.support.references import (
     EXPERT_MESHES,
     KINDS,

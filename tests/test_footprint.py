@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from earl_jax.algorithms.requirements import Networks
 from earl_jax.engine.config import EngineConfig, SlotRules
 from earl_jax.engine.engine import Engine
 from earl_jax.engine.rows import make_rows
@@ -148,7 +149,7 @@ def test_a_token_of_context_has_a_key_and_a_value_in_every_layer():
     assert cache_token_bytes(SIZES, eight, D1) == 2 * 2 * 2 * (4 + 4)
 
 
-@pytest.mark.parametrize("family", ["dense", "mixture", "adapters", "int8"])
+@pytest.mark.parametrize("family", ["dense", "mixture", "adapters", "int8", "networks"])
 def test_resident_bytes_are_those_of_placed_shapes(family):
     """On every mesh of eight devices, exactly."""
     mixture = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 16}
@@ -158,17 +159,26 @@ def test_resident_bytes_are_those_of_placed_shapes(family):
         lora = dataclasses.replace(train.lora, rank=2, base_dtype="bfloat16")
         train = dataclasses.replace(train, lora=lora)
     weight_dtype = "int8" if family == "int8" else "compute"
-    sizes = model_sizes(model, 32, engine_dtype="float32", weight_dtype=weight_dtype, train=train)
+    networks = Networks(reference=family == "networks", critic=family == "networks")
+    sizes = model_sizes(
+        model,
+        32,
+        engine_dtype="float32",
+        weight_dtype=weight_dtype,
+        train=train,
+        networks=networks,
+    )
     meshes = [MeshShape(data=8), D4T2, F4T2, MeshShape(data=2, fsdp=2, tensor=2)]
     meshes += [MeshShape(data=2, fsdp=2, expert=2)] if family == "mixture" else []
     meshes += [MeshShape(data=2, context=2, tensor=2)]
     for mesh in meshes:
         layout = make_abstract_layout(mesh, row_axes=TRAINING_ROWS)
         found = resident_bytes(
-            state_shapes(model, train, 32), state_shardings(model, train, 32, layout)
+            state_shapes(model, train, 32, networks),
+            state_shardings(model, train, 32, layout, networks),
         )
-        # Two counters, of updates and of Adam.
-        assert sum(trainer_bytes(sizes, mesh)) == found - 2 * 4
+        # Counters, of updates and of each network's Adam.
+        assert sum(trainer_bytes(sizes, mesh)) == found - (2 + networks.critic) * 4
         if mesh.fsdp > 1:
             continue
         engine = Engine(_engine_config(model, weight_dtype), make_abstract_layout(mesh))

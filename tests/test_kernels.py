@@ -22,8 +22,9 @@ from earl_jax.run import build_run
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
 from earl_jax.sharding.topology import make_topology
 from earl_jax.train.config import TrainConfig
+from earl_jax.train.scoring import score_batch
 from earl_jax.train.state import state_shapes, state_shardings
-from earl_jax.train.step import batch_shapes, make_train_step, score_batch
+from earl_jax.train.step import batch_shapes, make_train_step
 from tests.support.compilers import need_compiler
 from tests.support.rows import HEAD_SIZE, make_rows
 from tests.support.settings import make_config

@@ -34,7 +34,8 @@ from earl_jax.selector.plans import TrainPlan
 from earl_jax.sharding.layout import TRAINING_ROWS, Layout, MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.learner import Learner
-from earl_jax.train.step import read_metrics, score_batch
+from earl_jax.train.scoring import score_batch
+from earl_jax.train.step import read_metrics
 from earl_jax.trajectory import TrajectoryBatch
 from tests.support import experts
 from tests.support.placements import begin

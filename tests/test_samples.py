@@ -30,7 +30,7 @@ from earl_jax.rollout.config import CacheRules
 from earl_jax.rollout.service import RolloutService
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
-from earl_jax.train.step import score_batch
+from earl_jax.train.scoring import score_batch
 from earl_jax.trajectory import Trajectory, Turn
 from tests.support.episodes import (
     CONFIG,

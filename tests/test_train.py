@@ -21,13 +21,12 @@ from earl_jax.selector.candidates import train_candidates
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.optimizer import entropy_coefficient, learning_rate, make_optimizer
+from earl_jax.train.scoring import make_scorer, score_batch
 from earl_jax.train.state import TrainState, state_shapes, state_shardings
 from earl_jax.train.step import (
     batch_shapes,
-    make_scorer,
     make_train_step,
     read_metrics,
-    score_batch,
 )
 from earl_jax.trajectory import TrajectoryBatch
 

@@ -13,7 +13,7 @@ import numpy as np
 from earl_jax.trajectory import Outcome, Trajectory
 
 Episode = Outcome | Trajectory
-Need = Literal["proximal", "reference", "critic"]
+Need = Literal["proximal", "reference"]
 
 
 @flax.struct.dataclass(frozen=True, kw_only=True)
@@ -24,11 +24,11 @@ class TokenFacts:
     fields are 0 elsewhere, so that a loss need not mask anything. `sequences` i32[B,T] numbers the
     samples of a row, each of consecutive tokens; it is 0 in padding, and one number for a whole
     episode unless it forks. `logprobs` and `entropy` are of
-    the policy that is updated, and the only fields with a gradient beside `values`. `behaviour` are
+    the policy that is updated, and the only fields with a gradient. `behaviour` are
     log-probs of the policy that sampled; `proximal` of the policy that the step begins with, None
     unless the algorithm needs them or the trainer corrects for who sampled
-    (config.train.correction); `reference` of the frozen reference policy, `values` of the critic,
-    each None unless the algorithm needs it.
+    (config.train.correction); `reference` of the frozen reference policy, None unless the algorithm
+    needs them.
 
     Example: prompt p0 p1, reply a0 a1, one place of padding: mask 0 0 1 1 0, sequences 1 1 1 1 0.
     """
@@ -41,7 +41,6 @@ class TokenFacts:
     advantages: jax.Array
     proximal: jax.Array | None = None
     reference: jax.Array | None = None
-    values: jax.Array | None = None
 
     @property
     def old(self) -> jax.Array:
@@ -79,6 +78,59 @@ class TokenLosses(NamedTuple):
     aggregation: Aggregation | None = None
 
 
+@flax.struct.dataclass(frozen=True, kw_only=True)
+class RewardFacts:
+    """The facts about each token that a critic's algorithm estimates advantages from, [B,T] each.
+
+    `mask`, `sequences` and `reference` are those of TokenFacts. `turns` i32 is t in the policy's
+    t-th turn of an episode, 0 elsewhere. `rewards` f32 has at each token of a turn what
+    `Algorithm.advantages` returned for the turn. `values` f32 are the critic's, of the state before
+    each token, and `old` the log-probs of the policy that the update's ratio is relative to; all
+    before the first update.
+    """
+
+    mask: jax.Array
+    sequences: jax.Array
+    turns: jax.Array
+    rewards: jax.Array
+    values: jax.Array
+    old: jax.Array
+    reference: jax.Array | None = None
+
+
+class Estimates(NamedTuple):
+    """Advantages of the policy's tokens, and the returns that their values are to predict."""
+
+    advantages: jax.Array
+    returns: jax.Array
+
+
+@flax.struct.dataclass(frozen=True, kw_only=True)
+class ValueFacts:
+    """The facts about each token that a critic's loss is computed from, f32[B,T] each.
+
+    `values` are those of the critic that is updated, with a gradient; `old` those before the first
+    update of the batch; `returns` as in Estimates. 0 where `mask` is not True.
+    """
+
+    mask: jax.Array
+    values: jax.Array
+    old: jax.Array
+    returns: jax.Array
+
+
+class CriticMethods(NamedTuple):
+    """The functions of an algorithm with a value network.
+
+    `estimate(facts, settings)` is given the RewardFacts of a whole batch, on the devices.
+    `loss(facts, settings)` is given ValueFacts; the critic minimises the mean of its losses over
+    the tokens of the mask, and its `aggregation` is None.
+    """
+
+    estimate: Callable[[RewardFacts, Any], Estimates]
+    loss: Callable[[ValueFacts, Any], TokenLosses]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NoSettings:
     """The settings of an algorithm that has none."""
@@ -95,6 +147,8 @@ class Algorithm:
 
     `advantages(episodes, settings)` returns for each episode one advantage per rewarded turn; it is
     given the episodes that count, of all processes. `loss(facts, settings)` returns TokenLosses.
+    With a `critic`, `advantages` returns rewards instead, and `critic.estimate` makes advantages
+    of them and of the values of a second network, which is trained beside the policy.
     `needs` names the facts beyond those that every batch has; `settings` may have more in a
     property `needs` of their own, see `all_needs`. `keep_group(episodes, settings)` is
     given the episodes of one group that their environment did not fail; groups for which it returns
@@ -112,6 +166,7 @@ class Algorithm:
     needs: frozenset[Need] = frozenset()
     keep_group: Callable[[Sequence[Episode], Any], bool] = keep_every_group
     min_group_size: int = 1
+    critic: CriticMethods | None = None
 
     @property
     def all_needs(self) -> frozenset[Need]:

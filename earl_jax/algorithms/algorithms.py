@@ -21,7 +21,14 @@ from earl_jax.algorithms.advantages import (
     overlong_penalty,
     reinforce,
 )
-from earl_jax.algorithms.algorithm import Algorithm, Episode, TokenFacts, TokenLosses
+from earl_jax.algorithms.algorithm import (
+    Algorithm,
+    CriticMethods,
+    Episode,
+    TokenFacts,
+    TokenLosses,
+)
+from earl_jax.algorithms.gae import advantage_estimates, value_loss
 from earl_jax.algorithms.losses import (
     clipped_surrogate,
     clipped_weight,
@@ -36,6 +43,7 @@ from earl_jax.algorithms.settings import (
     DapoSettings,
     GrpoSettings,
     PolicySettings,
+    PpoSettings,
     ReinforceSettings,
 )
 from earl_jax.settings.named import find_named
@@ -114,6 +122,11 @@ def no_advantages(episodes: Sequence[Episode], settings: object) -> list[np.ndar
     return [np.zeros(len(episode.turn_rewards)) for episode in episodes]
 
 
+def turn_rewards(episodes: Sequence[Episode], settings: object) -> list[np.ndarray]:
+    """Returns the rewards of the turns, of which a critic's algorithm makes advantages."""
+    return [np.asarray(rewards, np.float64) for rewards in _rewards(episodes)]
+
+
 def outcomes_differ(group: Sequence[Episode], settings: object) -> bool:
     """Returns False for a group whose rewards are all equal: DAPO's dynamic sampling."""
     return has_different_outcomes(_rewards(group))
@@ -177,6 +190,16 @@ def clipped_loss(facts: TokenFacts, settings: ClippedSettings) -> TokenLosses:
     return policy_loss(_ppo_surrogate, facts, settings)
 
 
+def ppo_loss(facts: TokenFacts, settings: PpoSettings) -> TokenLosses:
+    """Returns `clipped_surrogate` losses; a penalty in the reward is in the advantages already."""
+    if not settings.kl_coefficient or settings.kl_in == "loss":
+        return policy_loss(_ppo_surrogate, facts, settings)
+    assert facts.reference is not None, "settings.needs names the reference"
+    found = policy_loss(_ppo_surrogate, facts, dataclasses.replace(settings, kl_coefficient=0.0))
+    distance = policy_kl(facts.logprobs, facts.reference, settings.kl_estimator)
+    return found._replace(metrics=found.metrics | {"reference_kl": distance})
+
+
 def gspo_loss(facts: TokenFacts, settings: ClippedSettings) -> TokenLosses:
     """Returns `clipped_surrogate` losses of the `sequence_ratio`."""
     return policy_loss(_gspo_surrogate, facts, settings)
@@ -227,6 +250,12 @@ ALGORITHMS: dict[str, Algorithm] = {
         advantages=plus_plus_baseline_advantages,
         loss=clipped_loss,
         min_group_size=2,
+    ),
+    "ppo": Algorithm(
+        settings=PpoSettings(kl_estimator="k1", kl_in="reward"),
+        advantages=turn_rewards,
+        loss=ppo_loss,
+        critic=CriticMethods(estimate=advantage_estimates, loss=value_loss),
     ),
     "sft": Algorithm(advantages=no_advantages, loss=supervised_loss),
 }

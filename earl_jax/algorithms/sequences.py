@@ -23,7 +23,7 @@ def sums_from(values_BT: jax.Array, sequences_BT: jax.Array, discount: float = 1
     Each later value counts `discount` times less. Values 1 2 3 4 in sequences 1 1 1 2 give 6 5 3 4.
     """
     ends_BT = sequences_BT != jnp.pad(sequences_BT[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
-    return _scan(values_BT, ends_BT, discount, reverse=True)
+    return running_sums(values_BT, jnp.where(ends_BT, 0.0, discount), reverse=True)
 
 
 def sequence_sums(values_BT: jax.Array, sequences_BT: jax.Array) -> jax.Array:
@@ -32,18 +32,21 @@ def sequence_sums(values_BT: jax.Array, sequences_BT: jax.Array) -> jax.Array:
     Values 1 2 3 4 in sequences 1 1 1 2 give 6 6 6 4.
     """
     before_BT = jnp.pad(sequences_BT[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-    until_BT = _scan(values_BT, sequences_BT != before_BT, 1.0, reverse=False)
+    kept_BT = jnp.where(sequences_BT != before_BT, 0.0, 1.0)
+    until_BT = running_sums(values_BT, kept_BT, reverse=False)
     return until_BT + sums_from(values_BT, sequences_BT) - values_BT
 
 
-def _scan(values_BT: jax.Array, is_first_BT: jax.Array, discount: float, *, reverse: bool):
-    """Returns running sums that begin anew at each token that is first in the scan's direction."""
+def running_sums(values_BT: jax.Array, kept_BT: jax.Array, *, reverse: bool) -> jax.Array:
+    """Returns at each token its value plus `kept` times the sum before it, f32[B,T].
+
+    "Before" is in the scan's direction: with `reverse` the sum at t holds that at t + 1.
+    """
 
     def add(earlier: tuple, later: tuple) -> tuple:
         (sum_before, kept_before), (sum_after, kept_after) = earlier, later
         return sum_after + kept_after * sum_before, kept_before * kept_after
 
-    kept_BT = jnp.where(is_first_BT, 0.0, discount)
     sums_BT, _ = jax.lax.associative_scan(add, (values_BT, kept_BT), axis=1, reverse=reverse)
     return sums_BT
 

@@ -150,3 +150,31 @@ class ReinforceSettings(ClippedSettings):
         """Raises ValueError naming the field that breaks a rule."""
         super().validate(path)
         check_bounds(self, path, {"turn_discount": (0.0, 1.0)})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PpoSettings(ClippedSettings):
+    """Settings of PPO with a critic (arXiv 1707.06347).
+
+    Advantages are generalised estimates (GAE, arXiv 1506.02438) with discount `gamma` and
+    `gae_lambda`: 0 trusts the critic, 1 the rewards. `gae_level` "token" takes each token of the
+    policy for a step, with a turn's reward at its last token; "turn" takes each turn for one, whose
+    tokens share its advantage (ArCher, arXiv 2402.19446). Either way only the policy's own tokens
+    are steps. With `kl_in` "reward" the penalties are part of the rewards.
+
+    `value_clip` bounds the change of a value within a step's updates: the critic's loss is the
+    larger of those of the value and of the value clipped to that distance from its first one; 0 is
+    no bound. `normalize_advantages` brings them to mean 0 and deviation 1 over the batch.
+    """
+
+    gamma: float = 1.0
+    gae_lambda: float = 0.95
+    gae_level: Literal["token", "turn"] = "token"
+    value_clip: float = 0.2
+    normalize_advantages: bool = True
+
+    def validate(self, path: str) -> None:
+        """Raises ValueError naming the field that breaks a rule."""
+        super().validate(path)
+        bounds = {"gamma": (0.0, 1.0), "gae_lambda": (0.0, 1.0), "value_clip": (0.0, None)}
+        check_bounds(self, path, bounds)

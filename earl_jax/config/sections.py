@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from earl_jax.algorithms.algorithm import Algorithm
 from earl_jax.algorithms.algorithms import ALGORITHMS, find_algorithm
-from earl_jax.algorithms.requirements import Training, check_requirements
+from earl_jax.algorithms.requirements import Networks, networks_of
 from earl_jax.engine.config import Sampling
 from earl_jax.envs.conversation import ChatConfig
 from earl_jax.envs.environment import Chooses, OffersExamples
@@ -224,6 +224,11 @@ class Config:
         """Returns the algorithm with its settings. Raises ValueError where there is none."""
         return dataclasses.replace(find_algorithm(self.algorithm), settings=self.algorithm_args)
 
+    @property
+    def networks(self) -> Networks:
+        """The networks that the trainer holds beside the policy."""
+        return networks_of(self.make_algorithm(), has_adapters=self.train.lora.rank > 0)
+
     def _check_algorithm(self) -> None:
         """Raises ValueError unless there is such an algorithm, with such settings."""
         algorithm = find_algorithm(self.algorithm)
@@ -235,12 +240,6 @@ class Config:
             )
         if hasattr(self.algorithm_args, "validate"):
             self.algorithm_args.validate("config.algorithm_args")
-        training = Training(
-            epochs=self.train.epochs,
-            corrects=self.importance_cap > 0,
-            has_adapters=self.train.lora.rank > 0,
-        )
-        check_requirements(self.make_algorithm(), training)
         if self.rollout.group_size < algorithm.min_group_size:
             raise InputError(
                 f"config.algorithm is {self.algorithm!r} with config.rollout.group_size of "
@@ -400,6 +399,11 @@ def _idle_training(config: Config) -> Iterator[_Idle]:
     yield config.importance_cap == 0, "train.importance_cap", "there is no correction here"
     for name in ("alpha", "targets", "base_dtype"):
         yield train.lora.rank == 0, f"train.lora.{name}", "config.train.lora.rank is 0"
+    value_clip = config.algorithm in ALGORITHMS and hasattr(config.algorithm_args, "value_clip")
+    yield value_clip and train.epochs == 1, "algorithm_args.value_clip", "config.train.epochs is 1"
+    for name in ("learning_rate", "pretrain_steps"):
+        none = f"config.algorithm {config.algorithm!r} has no critic"
+        yield not config.networks.critic, f"train.critic.{name}", none
     for name in ("sft_updates", "sft_learning_rate"):
         none = "config.train.sft_steps is 0"
         yield train.sft_steps == 0, f"train.{name}", none

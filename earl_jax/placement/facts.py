@@ -107,7 +107,8 @@ def _settings(config: Config) -> dict[str, dict[str, Any]]:
         "rollout": {field: getattr(rollout, field) for field in (*sizes, *dtypes)}
         | {"model_logprobs": train.ratio == "model"},
         "train": {field: getattr(train, field) for field in updates}
-        | {"lora": dataclasses.asdict(train.lora), "importance_cap": config.importance_cap},
+        | {"lora": dataclasses.asdict(train.lora), "importance_cap": config.importance_cap}
+        | {"networks": config.networks._asdict()},
     }
 
 

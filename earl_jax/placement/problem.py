@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from earl_jax.algorithms.requirements import Networks
 from earl_jax.config import Config
 from earl_jax.engine.config import APPEND_ROWS
 from earl_jax.envs.tokenizer import build_tokenizer
@@ -19,7 +20,7 @@ from earl_jax.models.attention.kernels import context_obstacle
 from earl_jax.models.checkpoints.hf_read import open_checkpoint
 from earl_jax.models.checkpoints.hub import find_folder
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.parameters import check_tensor_axis, is_spec
+from earl_jax.models.parameters import check_tensor_axis, is_spec, parameter_specs
 from earl_jax.models.presets import preset_vocab_size
 from earl_jax.models.quantization import engine_shapes, engine_specs
 from earl_jax.rollout.origin import MAX_VOCAB_SIZE, VOCAB_MULTIPLE
@@ -30,6 +31,7 @@ from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.topology import CHIPS, Topology, chip_of
 from earl_jax.train.config import TrainConfig
+from earl_jax.train.critic import critic_specs
 from earl_jax.train.state import trained_specs
 
 
@@ -65,6 +67,7 @@ def model_sizes(
     engine_dtype: str,
     weight_dtype: str = "compute",
     train: TrainConfig = TrainConfig(),  # noqa: B008 - frozen
+    networks: Networks = Networks(),  # noqa: B008 - immutable
 ) -> ModelSizes:
     """Returns a model's sizes; the engine computes in `engine_dtype`, with `weight_dtype` matrices.
 
@@ -72,6 +75,8 @@ def model_sizes(
     """
     trained, frozen = trained_specs(model, train, vocab_size)
     specs = engine_specs(model, vocab_size, weight_dtype)
+    reference = parameter_specs(model, vocab_size) if networks.reference else None
+    critic = critic_specs(model, vocab_size) if networks.critic else None
     is_mixture = model.num_experts > 0
     return ModelSizes(
         num_layers=model.num_layers,
@@ -89,6 +94,8 @@ def model_sizes(
         engine=_alike(_engine_parameters(specs, engine_dtype)),
         trained=_alike(_parameters(trained, 4)),
         frozen=_alike(_parameters(frozen, jnp.dtype(train.lora.base_dtype).itemsize)),
+        reference=_alike(_parameters(reference, jnp.dtype(model.compute_dtype).itemsize)),
+        critic=_alike(_parameters(critic, 4)),
         activation=model.activation,
     )
 
@@ -176,6 +183,7 @@ def make_problem(
             engine_dtype=rollout.computes_as(model.compute_dtype),
             weight_dtype=rollout.weight_dtype,
             train=config.train,
+            networks=config.networks,
         ),
         work=workload(config),
         budget_bytes=budget_bytes,

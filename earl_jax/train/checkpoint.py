@@ -3,8 +3,9 @@
 """Checkpoints (orbax, asynchronous): all that a run needs to go on as if it had never stopped.
 
 A checkpoint holds the TrainState, and as JSON the loop's position: the step, the load history, the
-meshes, the measurements that the selector chose from. A frozen base is not in it: the run reads or
-draws it again, and compares its fingerprint.
+meshes, the measurements that the selector chose from. A frozen base of adapters is not in it: the
+run reads or draws it again, and compares its fingerprint. A reference is: the run's first weights
+may be of another run, whose checkpoints need not be kept.
 
 The JSON also has the fingerprint of each array, computed on the devices, and a digest of itself.
 Both are computed again where a checkpoint is read, so that a damaged one is never taken for what
@@ -26,17 +27,15 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 
-from earl_jax.models.config import ModelConfig
 from earl_jax.models.lora import fingerprint
 from earl_jax.models.parameters import Params
 from earl_jax.selector.memory import is_out_of_memory, unless_out_of_memory
 from earl_jax.settings.differences import differences
 from earl_jax.settings.errors import InputError
-from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.sharding.layout import Layout, MeshShape, make_layout
 from earl_jax.sharding.reshard import reshard
-from earl_jax.train.config import TrainConfig
 from earl_jax.train.offload import load_moments
-from earl_jax.train.state import TrainState, state_shardings
+from earl_jax.train.state import TrainState
 
 
 class DamagedCheckpoint(ValueError):
@@ -283,19 +282,16 @@ def from_checkpoint(
 
 def spread_over(
     devices: Sequence[Any],
-    model: ModelConfig,
-    config: TrainConfig,
-    vocab_size: int,
+    shardings: Callable[[Layout], TrainState],
     is_possible: Callable[[MeshShape], bool],
 ) -> TrainState:
-    """Returns shardings of a TrainState that is cut over all these devices.
+    """Returns the `shardings` of a TrainState that is cut over all these devices.
 
     Over as many of them as a mesh that `is_possible` for the model cuts its widths.
     """
     num = len(devices)
     shapes = (MeshShape(data=num // n, fsdp=n) for n in range(num, 0, -1) if num % n == 0)
-    layout = make_layout(next(filter(is_possible, shapes)), devices)
-    return state_shardings(model, config, vocab_size, layout)
+    return shardings(make_layout(next(filter(is_possible, shapes)), devices))
 
 
 def _first_replica(array: jax.Array) -> jax.Array:

@@ -31,6 +31,25 @@ _BOUNDS: dict[str, tuple[float, float | None]] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """Settings of the value network of an algorithm with a critic, such as "ppo".
+
+    It is a decoder like the policy with a scalar head, begins with the model's weights, and is
+    updated whenever the policy is by the trainer's optimizer, with moments and a clip of its own.
+    `learning_rate` rises over config.train.warmup_steps and is constant from then on. In the first
+    `pretrain_steps` RL steps the learning rate of the policy is 0, so that only the critic learns.
+    """
+
+    learning_rate: float = 1e-5
+    pretrain_steps: int = 0
+
+    def validate(self) -> None:
+        """Raises ValueError naming the field that breaks a rule."""
+        bounds = {"learning_rate": (0.0, None), "pretrain_steps": (0, None)}
+        check_bounds(self, "config.train.critic", bounds)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Settings of the trainer, whatever the algorithm (config.algorithm).
 
@@ -75,7 +94,8 @@ class TrainConfig:
     is added to the loss, on the scale of a checkpoint's `router_aux_loss_coef`; 0 leaves balance to
     the policy's gradient.
 
-    `lora.rank` above 0 trains low-rank adapters instead of the model's own weights.
+    `lora.rank` above 0 trains low-rank adapters instead of the model's own weights. `critic` is the
+    value network of an algorithm that has one.
     """
 
     learning_rate: float = 1e-6
@@ -102,9 +122,11 @@ class TrainConfig:
     sft_updates: int = 1
     sft_learning_rate: float = 1e-5
     lora: LoraConfig = LoraConfig()
+    critic: CriticConfig = CriticConfig()
 
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
         self.lora.validate()
+        self.critic.validate()
         check_choices(self, "config.train")
         check_bounds(self, "config.train", _BOUNDS)

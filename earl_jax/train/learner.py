@@ -12,7 +12,7 @@ import numpy as np
 
 from earl_jax.algorithms.algorithm import Algorithm
 from earl_jax.algorithms.algorithms import ALGORITHMS
-from earl_jax.algorithms.requirements import Training, check_requirements, scored_passes
+from earl_jax.algorithms.requirements import networks_of, scored_passes
 from earl_jax.models.checkpoints.hf_read import Checkpoint, load_parameters
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import Params
@@ -21,7 +21,12 @@ from earl_jax.sharding.layout import Layout, MeshShape
 from earl_jax.sharding.placing import absent_tree
 from earl_jax.train.checkpoint import spread_over
 from earl_jax.train.config import TrainConfig
-from earl_jax.train.optimizer import entropy_coefficient, learning_rate
+from earl_jax.train.optimizer import (
+    critic_learning_rate,
+    entropy_coefficient,
+    learning_rate,
+)
+from earl_jax.train.scoring import make_scorer
 from earl_jax.train.state import (
     TrainState,
     init_state,
@@ -31,7 +36,7 @@ from earl_jax.train.state import (
     state_shardings,
     trained_specs,
 )
-from earl_jax.train.step import batch_shapes, make_scorer, make_train_step
+from earl_jax.train.step import batch_shapes, make_train_step
 from earl_jax.trajectory import TrajectoryBatch
 
 
@@ -58,35 +63,35 @@ class Learner:
         process that never `trains` has no part of any state.
 
         Raises:
-            ValueError: the algorithm needs what this training does not have.
+            ValueError: adapters that this model cannot have.
         """
-        training = Training(
-            epochs=config.epochs, corrects=importance_cap > 0, has_adapters=config.lora.rank > 0
-        )
-        check_requirements(algorithm, training)
         self.model, self.config, self.algorithm = model, config, algorithm
         self.vocab_size, self.temperature = vocab_size, temperature
         self.importance_cap, self.layout = importance_cap, layout
         self.seed, self.checkpoint, self.trains = seed, checkpoint, trains
-        # Now, because it raises for adapters that this model cannot have.
+        # Now, because it raises.
         trained_specs(model, config, vocab_size)
-        self.scored = scored_passes(algorithm, training)
+        self.networks = networks_of(algorithm, has_adapters=config.lora.rank > 0)
+        self.scored = scored_passes(algorithm, epochs=config.epochs, corrects=importance_cap > 0)
 
     def state_shapes(self) -> TrainState:
         """Returns a TrainState as shapes."""
-        return state_shapes(self.model, self.config, self.vocab_size)
+        return state_shapes(self.model, self.config, self.vocab_size, self.networks)
 
     @functools.cache  # noqa: B019 - a Learner lives as long as the run
     def state_shardings(self, mesh: MeshShape) -> TrainState:
         """Returns the shardings of a TrainState on this mesh."""
-        return state_shardings(self.model, self.config, self.vocab_size, self.layout(mesh))
+        return self._shardings(self.layout(mesh))
+
+    def _shardings(self, layout: Layout) -> TrainState:
+        return state_shardings(self.model, self.config, self.vocab_size, layout, self.networks)
 
     def init_state(self, mesh: MeshShape) -> TrainState:
         """Returns a state with random weights; the same values on every mesh."""
         if not self.trains:
             return absent_tree(self.state_shapes(), self.state_shardings(mesh))
-        layout = self.layout(mesh)
-        return init_state(self.model, self.config, self.vocab_size, layout, self.seed)
+        sizes = (self.model, self.config, self.vocab_size)
+        return init_state(*sizes, self.layout(mesh), self.seed, self.networks)
 
     def first_state(self, mesh: MeshShape) -> TrainState:
         """Returns the state that a run begins with: of the checkpoint's weights, if there is one.
@@ -97,8 +102,17 @@ class Learner:
             return self.init_state(mesh)
         lora, layout = self.config.lora, self.layout(mesh)
         dtype = lora.base_dtype if lora.rank else "float32"
-        params = load_parameters(self.checkpoint, layout, dtype)
-        return state_of(params, self.model, self.config, self.vocab_size, layout, self.seed)
+        return self.state_of(load_parameters(self.checkpoint, layout, dtype), mesh)
+
+    def state_of(self, params: Params, mesh: MeshShape) -> TrainState:
+        """Returns the state of these parameters before the first update (`train.state.state_of`).
+
+        They are on this mesh; of adapters they are the base.
+        """
+        if not self.trains:
+            return absent_tree(self.state_shapes(), self.state_shardings(mesh))
+        sizes = (self.model, self.config, self.vocab_size)
+        return state_of(params, *sizes, self.layout(mesh), self.seed, self.networks)
 
     def frozen_base(self, mesh: MeshShape) -> Params:
         """Returns the base of the adapters as the run began with it; None without adapters."""
@@ -112,7 +126,7 @@ class Learner:
         self, devices: Sequence[Any], is_possible: Callable[[MeshShape], bool]
     ) -> TrainState:
         """Returns shardings of a TrainState cut over these devices, for files (`spread_over`)."""
-        return spread_over(devices, self.model, self.config, self.vocab_size, is_possible)
+        return spread_over(devices, self._shardings, is_possible)
 
     def _config_of(self, plan: TrainPlan) -> TrainConfig:
         return dataclasses.replace(self.config, micro_batches=plan.micro_batches, remat=plan.remat)
@@ -128,17 +142,19 @@ class Learner:
             temperature=self.temperature,
             algorithm=ALGORITHMS["sft"] if sft else self.algorithm,
             importance_cap=0.0 if sft else self.importance_cap,
+            networks=self.networks,
         )
 
     @functools.cache  # noqa: B019
     def scorer(self, plan: TrainPlan, scored: tuple[str, ...]) -> Any:
-        """Returns the jitted scoring of a batch for the log-probs that `scored` names."""
+        """Returns the jitted scoring of a batch for the fields that `scored` names."""
         return make_scorer(
             self.model,
             self._config_of(plan),
             self.layout(plan.mesh),
             temperature=self.temperature,
             scored=scored,
+            algorithm=self.algorithm,
         )
 
     def lower(self, plan: TrainPlan, rows: int, length: int) -> Any:
@@ -149,19 +165,28 @@ class Learner:
             self.state_shardings(plan.mesh),
         )
         batch = batch_shapes(rows, length, self.layout(plan.mesh), scored=self.scored)
-        return self.program(plan).lower(state, batch, jax.ShapeDtypeStruct((2,), np.float32))
+        controls = jax.ShapeDtypeStruct((2 + self.networks.critic,), np.float32)
+        return self.program(plan).lower(state, batch, controls)
 
     def controls(self, step: int, num_steps: int) -> np.ndarray:
-        """Returns f32[2] for RL step `step` of `num_steps`: learning rate, entropy coefficient."""
-        schedules = (learning_rate, entropy_coefficient)
-        return np.array([value(self.config, step, num_steps) for value in schedules], np.float32)
+        """Returns f32[2] for RL step `step` of `num_steps`: learning rate, entropy coefficient.
+
+        With a critic f32[3], with its learning rate.
+        """
+        config = self.config
+        values = [learning_rate(config, step, num_steps)]
+        values.append(entropy_coefficient(config, step, num_steps))
+        if self.networks.critic:
+            values[0] *= step >= config.critic.pretrain_steps
+            values.append(critic_learning_rate(config, step))
+        return np.array(values, np.float32)
 
     def sft_controls(self) -> np.ndarray:
         """Returns f32[2] for supervised updates."""
         return np.array([self.config.sft_learning_rate, 0.0], np.float32)
 
     def score(self, plan: TrainPlan, state: TrainState, batch: TrajectoryBatch) -> TrajectoryBatch:
-        """Returns the batch with the log-probs that its updates need and only this state gives."""
+        """Returns the batch with the fields that its updates need and only this state gives."""
         return self.scorer(plan, self.scored)(state, batch) if self.scored else batch
 
     def update(

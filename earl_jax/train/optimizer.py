@@ -36,6 +36,11 @@ def learning_rate(config: TrainConfig, step: int, num_steps: int) -> float:
     return float(np.asarray(schedule(step - config.warmup_steps)))
 
 
+def critic_learning_rate(config: TrainConfig, step: int) -> float:
+    """Returns the critic's learning rate of RL step `step`: linear warm-up, then constant."""
+    return config.critic.learning_rate * min(1.0, (step + 1) / (config.warmup_steps + 1))
+
+
 def entropy_coefficient(config: TrainConfig, step: int, num_steps: int) -> float:
     """Returns the entropy bonus of RL step `step`: linear from the first value to the last."""
     schedule = optax.linear_schedule(

@@ -4,7 +4,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from earl_jax.algorithms.requirements import Networks
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.lora import adapt, adapter_specs
 from earl_jax.models.parameters import (
@@ -23,8 +23,11 @@ from earl_jax.models.parameters import (
 )
 from earl_jax.sharding.layout import Layout
 from earl_jax.train.config import TrainConfig
+from earl_jax.train.critic import critic_specs, first_critic
 from earl_jax.train.optimizer import make_optimizer
-from earl_jax.trajectory import TrajectoryBatch
+
+# A policy without another network.
+_ALONE = Networks()
 
 
 @flax.struct.dataclass(frozen=True, kw_only=True)
@@ -32,9 +35,12 @@ class TrainState:
     """The state of training: fp32 parameters, optimiser state, and the number of updates.
 
     With `config.lora.rank`, `params` are the adapters alone, and `base` is the frozen model that
-    they adapt, on the same mesh. Without adapters `base` is None. `critic` are the
-    parameters of a second network that is trained beside the policy, None without one; `optimizer`
-    is of `(params, critic)` then.
+    they adapt, on the same mesh. Without adapters `base` is None.
+
+    `reference` is a frozen copy of the first policy, in the compute type: the forward pass rounds
+    every weight to that type first, so that its log-probs are those of the fp32 weights. `critic`
+    are the parameters of the value network; `optimizer` is `(of params, of critic)` then. Both are
+    None unless the algorithm needs them (`Networks`).
 
     Some functions return the same record of shapes or of shardings.
     """
@@ -43,20 +49,23 @@ class TrainState:
     params: Params
     optimizer: Any
     base: Params = None
-    critic: Any = None
+    reference: Params = None
+    critic: Params = None
 
     @property
-    def trained(self) -> Any:
-        """The tree that the optimizer updates."""
-        return self.params if self.critic is None else (self.params, self.critic)
+    def trained(self) -> tuple[Params, ...]:
+        """The trees that are updated, each by an optimizer of its own."""
+        return (self.params,) if self.critic is None else (self.params, self.critic)
+
+    @property
+    def moments(self) -> tuple[Any, ...]:
+        """The optimizer state of each of `trained`."""
+        return (self.optimizer,) if self.critic is None else self.optimizer
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Critic:
-    """A second network: `specs` of its parameters, and `values(params, batch) -> f32[B,T]`."""
-
-    specs: Any
-    values: Callable[[Any, TrajectoryBatch], jax.Array]
+def optimizer_of(moments: tuple[Any, ...]) -> Any:
+    """Returns the field `TrainState.optimizer` that has these `moments`."""
+    return moments[0] if len(moments) == 1 else moments
 
 
 def trained_specs(model: ModelConfig, config: TrainConfig, vocab_size: int) -> tuple[Any, Any]:
@@ -71,19 +80,21 @@ def policy_parameters(config: TrainConfig, params: Params, base: Params) -> Para
 
 
 def state_shapes(
-    model: ModelConfig, config: TrainConfig, vocab_size: int, critic: Critic | None = None
+    model: ModelConfig, config: TrainConfig, vocab_size: int, networks: Networks = _ALONE
 ) -> TrainState:
     """Returns a TrainState as shapes, for tracing and restoring."""
     trained, frozen = trained_specs(model, config, vocab_size)
+    specs, dtype = parameter_specs(model, vocab_size), jnp.dtype(model.compute_dtype)
     state = TrainState(
         updates=jax.ShapeDtypeStruct((), jnp.int32),
         params=parameter_shapes(trained),
         optimizer=None,
         base=parameter_shapes(frozen, jnp.dtype(config.lora.base_dtype)),
-        critic=critic and parameter_shapes(critic.specs),
+        reference=parameter_shapes(specs, dtype) if networks.reference else None,
+        critic=parameter_shapes(critic_specs(model, vocab_size)) if networks.critic else None,
     )
-    moments = jax.eval_shape(make_optimizer(config).init, state.trained)
-    return dataclasses.replace(state, optimizer=moments)
+    moments = (jax.eval_shape(make_optimizer(config).init, tree) for tree in state.trained)
+    return dataclasses.replace(state, optimizer=optimizer_of(tuple(moments)))
 
 
 def state_shardings(
@@ -91,26 +102,32 @@ def state_shardings(
     config: TrainConfig,
     vocab_size: int,
     layout: Layout,
-    critic: Critic | None = None,
+    networks: Networks = _ALONE,
 ) -> TrainState:
     """Returns the shardings of a TrainState: moments as their parameter, counters replicated."""
     trained, frozen = trained_specs(model, config, vocab_size)
-    everywhere = layout.parameters("")
+    specs, everywhere = parameter_specs(model, vocab_size), layout.parameters("")
+    critic = critic_specs(model, vocab_size) if networks.critic else None
     state = TrainState(
         updates=everywhere,
         params=parameter_shardings(trained, layout),
         optimizer=None,
         base=parameter_shardings(frozen, layout),
-        critic=critic and parameter_shardings(critic.specs, layout),
+        reference=parameter_shardings(specs, layout) if networks.reference else None,
+        critic=parameter_shardings(critic, layout) if networks.critic else None,
     )
-    moments = optax.tree_utils.tree_map_params(
-        make_optimizer(config),
-        lambda _, sharding: sharding,
-        state_shapes(model, config, vocab_size, critic).optimizer,
-        state.trained,
-        transform_non_params=lambda _: everywhere,
+    shapes = state_shapes(model, config, vocab_size, networks).moments
+    moments = (
+        optax.tree_utils.tree_map_params(
+            make_optimizer(config),
+            lambda _, sharding: sharding,
+            of_tree,
+            tree,
+            transform_non_params=lambda _: everywhere,
+        )
+        for of_tree, tree in zip(shapes, state.trained, strict=True)
     )
-    return dataclasses.replace(state, optimizer=moments)
+    return dataclasses.replace(state, optimizer=optimizer_of(tuple(moments)))
 
 
 def init_state(
@@ -119,10 +136,10 @@ def init_state(
     vocab_size: int,
     layout: Layout,
     seed: int,
-    critic: Critic | None = None,
+    networks: Networks = _ALONE,
 ) -> TrainState:
     """Returns a state with random parameters, made on their devices; the same on every layout."""
-    return _init_program(model, config, vocab_size, layout, seed, critic)()
+    return _init_program(model, config, vocab_size, layout, seed, networks)()
 
 
 def state_of(
@@ -132,22 +149,44 @@ def state_of(
     vocab_size: int,
     layout: Layout,
     seed: int,
+    networks: Networks = _ALONE,
 ) -> TrainState:
     """Returns the state of these parameters before the first update; they are on this layout.
 
     With `config.lora.rank` they are the base, and the adapters are new, drawn from `seed`.
     """
-    shardings = state_shardings(model, config, vocab_size, layout)
-    base = None
+    shardings = state_shardings(model, config, vocab_size, layout, networks)
+    updates = jnp.zeros((), jnp.int32, device=shardings.updates)
+    state = TrainState(updates=updates, params=params, optimizer=None)
     if config.lora.rank:
         trained, _ = trained_specs(model, config, vocab_size)
         draw = jax.jit(
             lambda: init_parameters(trained, jax.random.key(seed)), out_shardings=shardings.params
         )
-        params, base = draw(), params
-    init = jax.jit(make_optimizer(config).init, out_shardings=shardings.optimizer)
-    updates = jnp.zeros((), jnp.int32, device=shardings.updates)
-    return TrainState(updates=updates, params=params, optimizer=init(params), base=base)
+        state = dataclasses.replace(state, params=draw(), base=params)
+    beside = jax.jit(
+        lambda policy: _beside(policy, model, networks),
+        out_shardings=(shardings.reference, shardings.critic),
+    )
+    reference, critic = beside(params)
+    state = dataclasses.replace(state, reference=reference, critic=critic)
+    init = jax.jit(
+        lambda trained: _first_moments(config, trained), out_shardings=shardings.optimizer
+    )
+    return dataclasses.replace(state, optimizer=init(state.trained))
+
+
+def _beside(policy: Params, model: ModelConfig, networks: Networks) -> tuple[Params, Params]:
+    """Returns the reference and the critic of a run that begins with this policy."""
+    dtype = jnp.dtype(model.compute_dtype)
+    # Copies: the parameters are donated to each update.
+    reference = jax.tree.map(lambda leaf: jnp.copy(leaf.astype(dtype)), policy)
+    critic = first_critic(policy) if networks.critic else None
+    return reference if networks.reference else None, critic
+
+
+def _first_moments(config: TrainConfig, trained: tuple[Params, ...]) -> Any:
+    return optimizer_of(tuple(make_optimizer(config).init(tree) for tree in trained))
 
 
 @functools.lru_cache(maxsize=64)
@@ -157,19 +196,22 @@ def _init_program(
     vocab_size: int,
     layout: Layout,
     seed: int,
-    critic: Critic | None,
+    networks: Networks,
 ) -> Any:
     # Kept: it takes seconds to compile, and every measurement of the selector begins with it.
     def init() -> TrainState:
         trained, frozen = trained_specs(model, config, vocab_size)
-        base = init_parameters(frozen, jax.random.key(seed))
+        params, base = (init_parameters(specs, jax.random.key(seed)) for specs in (trained, frozen))
+        reference, critic = _beside(params if base is None else base, model, networks)
         state = TrainState(
             updates=jnp.zeros((), jnp.int32),
-            params=init_parameters(trained, jax.random.key(seed)),
+            params=params,
             optimizer=None,
             base=jax.tree.map(lambda leaf: leaf.astype(config.lora.base_dtype), base),
-            critic=critic and init_parameters(critic.specs, jax.random.key(seed)),
+            reference=reference,
+            critic=critic,
         )
-        return dataclasses.replace(state, optimizer=make_optimizer(config).init(state.trained))
+        return dataclasses.replace(state, optimizer=_first_moments(config, state.trained))
 
-    return jax.jit(init, out_shardings=state_shardings(model, config, vocab_size, layout, critic))
+    shardings = state_shardings(model, config, vocab_size, layout, networks)
+    return jax.jit(init, out_shardings=shardings)

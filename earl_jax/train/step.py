@@ -3,84 +3,39 @@
 """The training step: one jitted update under a mesh with all axes of sharding/axes.py."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from earl_jax.algorithms.algorithm import Algorithm, TokenFacts
+from earl_jax.algorithms.algorithm import Algorithm, TokenFacts, ValueFacts
 from earl_jax.algorithms.losses import importance_weights, kl_estimate, likelihood_ratio
-from earl_jax.models.attention.folding import fold, unfold
-from earl_jax.models.attention.kernels import choose_kernel
+from earl_jax.algorithms.requirements import Networks
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.decoder import forward_rows_routed, head_weights
-from earl_jax.models.logprobs import TokenScores, score_tokens
+from earl_jax.models.logprobs import TokenScores
 from earl_jax.models.moe.routing import Routing, balance_loss, load_of_experts
 from earl_jax.models.parameters import (
     Params,
 )
 from earl_jax.sharding.layout import Layout
 from earl_jax.train.config import TrainConfig
+from earl_jax.train.critic import critic_values
 from earl_jax.train.optimizer import make_optimizer
-from earl_jax.train.state import Critic, TrainState, policy_parameters, state_shardings
+from earl_jax.train.scoring import score_routed, split_rows
+from earl_jax.train.state import (
+    TrainState,
+    optimizer_of,
+    policy_parameters,
+    state_shardings,
+)
 from earl_jax.trajectory import TrajectoryBatch
 
-# What a state is scored for before it is updated: fields of a TrajectoryBatch.
-Scored = Collection[str]
 # Sums over tokens that are no metrics by themselves.
 _DIVISOR, _RATIO, _RATIO_SQUARED = "divisor", "ratio", "ratio_squared"
-
-
-def score_batch(
-    model: ModelConfig,
-    config: TrainConfig,
-    layout: Layout,
-    temperature: float,
-    params: Params,
-    batch: TrajectoryBatch,
-) -> TokenScores:
-    """Returns the log-prob of every token given those before it, and the entropy there; f32[N,T].
-
-    Token t is scored from the hidden state at t - 1; the first of each segment gets zeros.
-    """
-    return _score_batch(model, config, layout, temperature, params, batch)[0]
-
-
-def _score_batch(
-    model: ModelConfig,
-    config: TrainConfig,
-    layout: Layout,
-    temperature: float,
-    params: Params,
-    batch: TrajectoryBatch,
-) -> tuple[TokenScores, Routing | None]:
-    hidden_BTD, routing = forward_rows_routed(
-        model,
-        layout,
-        params,
-        batch.tokens,
-        batch.segment_ids,
-        remat=config.remat,
-        kernel=choose_kernel(config.attention, layout, model, batch.tokens.shape[1]).kernel,
-    )
-    length = batch.tokens.shape[1]
-    next_BT = jnp.pad(batch.tokens[:, 1:], ((0, 0), (0, 1)))
-    scores = score_tokens(
-        layout,
-        hidden_BTD,
-        head_weights(params).astype(hidden_BTD.dtype),
-        fold(layout, next_BT),
-        temperature=temperature,
-        chunk_size=config.logprob_chunk,
-        softcap=model.final_softcap,
-    )
-    whole = (unfold(layout, score, length) for score in scores)
-    shifted = (jnp.pad(score[:, :-1], ((0, 0), (1, 0))) for score in whole)
-    before_BT = jnp.pad(batch.segment_ids[:, :-1], ((0, 0), (1, 0)))
-    begins_BT = (batch.segment_ids != before_BT) & (batch.segment_ids > 0)
-    return TokenScores(*(jnp.where(begins_BT, 0.0, score) for score in shifted)), routing
+_RETURN, _RETURN_SQUARED, _ERROR, _ERROR_SQUARED = "return", "return_squared", "error", "error_sq"
 
 
 def make_train_step(
@@ -92,17 +47,21 @@ def make_train_step(
     temperature: float,
     algorithm: Algorithm,
     importance_cap: float = 0.0,
-    critic: Critic | None = None,
+    networks: Networks = Networks(),  # noqa: B008 - immutable
 ) -> Any:
     """Returns the jitted `step(state, batch, controls) -> (state, metrics)`.
 
-    `controls` is f32[2]: learning rate and entropy coefficient. Donates `state`; a frozen base goes
-    through in the buffers that it came in. `metrics` are f32 scalars by name, of the policy's
-    tokens; read them with `read_metrics`.
+    `controls` is f32[2]: learning rate and entropy coefficient; with a critic f32[3], with its
+    learning rate. Donates `state`; a frozen base or reference goes through in the buffers that it
+    came in, and so does a critic that the algorithm does not train. `metrics` are f32 scalars by
+    name, of the policy's tokens; read them with `read_metrics`.
 
     Gradients of the micro-batches add up as sums and are divided once by all the policy's tokens,
     or by what the loss's `Aggregation` says. Routers are to be balanced within each micro-batch,
     which counts by its part of that divisor.
+
+    A critic is updated beside the policy, from the mean of its own losses over the policy's tokens,
+    with its own moments and its own clip of the gradient.
 
     An update whose loss, gradient or step is not finite is skipped: parameters and moments stay as
     they are. So they do for a batch without a token of the policy, which is not counted as skipped.
@@ -111,19 +70,14 @@ def make_train_step(
     and the loss of each token is weighted with `importance_weights` of config.correction. With more
     than one update a batch, give the batch what `make_scorer` computes.
     """
-    optimizer = make_optimizer(config)
-    shardings = state_shardings(model, config, vocab_size, layout, critic)
+    shardings = state_shardings(model, config, vocab_size, layout, networks)
+    trains_critic = networks.critic and algorithm.critic is not None
 
-    def loss_sums(trained: Any, base: Params, batch: TrajectoryBatch, bonus: jax.Array):
-        params, critic_params = trained if critic else (trained, None)
+    def loss_sums(params: Params, base: Params, batch: TrajectoryBatch, bonus: jax.Array):
         params = policy_parameters(config, params, base)
-        scores, routing = _score_batch(model, config, layout, temperature, params, batch)
-        facts = token_facts(
-            scores,
-            batch,
-            with_proximal=importance_cap > 0 or "proximal" in algorithm.all_needs,
-            values=critic.values(critic_params, batch) if critic else None,
-        )
+        scores, routing = score_routed(model, config, layout, temperature, params, batch)
+        with_proximal = importance_cap > 0 or "proximal" in algorithm.all_needs
+        facts = token_facts(scores, batch, with_proximal=with_proximal)
         losses, metrics, aggregation = algorithm.loss(facts, algorithm.settings)
         if importance_cap:
             correction = "truncated" if config.correction == "auto" else config.correction
@@ -149,32 +103,39 @@ def make_train_step(
             sums["loss"] += weight * balance_loss(model, routing)
         return sums["loss"], (sums, routing)
 
-    # Jitted so that it is traced once, for its shapes and for its use; in its place all the same.
-    gradients = jax.jit(jax.grad(loss_sums, has_aux=True), inline=True)
+    # Jitted so that they are traced once, for shapes and for use; in their place all the same.
+    policy_gradients = jax.jit(jax.grad(loss_sums, has_aux=True), inline=True)
+    value_sums = functools.partial(_value_sums, model, config, layout, algorithm)
+    value_gradients = jax.jit(jax.grad(value_sums, has_aux=True), inline=True)
+
+    def gradients(state: TrainState, batch: TrajectoryBatch, bonus: jax.Array):
+        of_policy, (sums, routing) = policy_gradients(state.params, state.base, batch, bonus)
+        if not trains_critic:
+            return (of_policy,), (sums, routing)
+        # One after the other: the activations of both networks never exist at once.
+        of_policy, batch = jax.lax.optimization_barrier((of_policy, batch))
+        of_critic, of_values = value_gradients(state.critic, batch)
+        return (of_policy, of_critic), (sums | of_values, routing)
 
     def step(state: TrainState, batch: TrajectoryBatch, controls: jax.Array):
-        rate, bonus = controls[0], controls[1]
+        rates, bonus = (controls[0], *controls[2:]), controls[1]
         grads, (sums, routing) = _accumulate(
-            lambda part: gradients(state.trained, state.base, part, bonus),
-            batch,
-            config.micro_batches,
-            layout,
+            lambda part: gradients(state, part, bonus), batch, config.micro_batches, layout
         )
         count = jnp.sum(batch.turn_ids > 0)
         tokens = jnp.maximum(count, 1).astype(jnp.float32)
         divisor = jnp.where(count > 0, sums.pop(_DIVISOR), 1.0)
-        grads = jax.tree.map(lambda grad: grad / divisor, grads)
-        direction, moments = optimizer.update(grads, state.optimizer, state.trained)
-        norms = jnp.stack([sums["loss"], optax.tree.norm(grads), rate * optax.tree.norm(direction)])
-        is_finite = jnp.isfinite(norms).all()
+        trees = zip(grads, state.moments, state.trained, rates, (divisor, tokens), strict=False)
+        steps = [_network_step(config, *tree) for tree in trees]
+        norms = [sums["loss"], *(norm for each in steps for norm in each.norms)]
+        is_finite = jnp.isfinite(jnp.stack(norms)).all()
         # Without a token the moments alone would move the parameters.
         is_taken = is_finite & (count > 0)
         trained, moments = jax.tree.map(
             lambda after, before: jnp.where(is_taken, after, before),
-            (jax.tree.map(lambda p, d: p - rate * d, state.trained, direction), moments),
-            (state.trained, state.optimizer),
+            (tuple(each.params for each in steps), tuple(each.moments for each in steps)),
+            (state.trained[: len(steps)], state.moments[: len(steps)]),
         )
-        params, critic_params = trained if critic else (trained, None)
         ratios, squares = sums.pop(_RATIO), sums.pop(_RATIO_SQUARED)
         metrics = {
             name: jnp.where(count > 0, value, 0.0) if _is_maximum(name) else value / tokens
@@ -188,16 +149,79 @@ def make_train_step(
             "policy_tokens": tokens,
             "skipped_updates": 1.0 - is_finite,
         }
+        if trains_critic:
+            metrics["critic_grad_norm"] = norms[3]
+            metrics["explained_variance"] = _explained_variance(metrics)
         state = dataclasses.replace(
             state,
             updates=state.updates + is_taken,
-            params=params,
-            critic=critic_params,
-            optimizer=moments,
+            params=trained[0],
+            critic=trained[1] if trains_critic else state.critic,
+            optimizer=optimizer_of(moments + state.moments[len(steps) :]),
         )
         return state, metrics | _routing_metrics(model, routing)
 
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.parameters("")))
+
+
+class _NetworkStep(NamedTuple):
+    """One network after an update, and the norms of its gradient and of its step."""
+
+    params: Params
+    moments: Any
+    norms: tuple[jax.Array, jax.Array]
+
+
+def _network_step(
+    config: TrainConfig, grads: Params, moments: Any, params: Params, rate: Any, divisor: jax.Array
+) -> _NetworkStep:
+    """Updates one network by sums of gradients, which are divided by `divisor`."""
+    grads = jax.tree.map(lambda grad: grad / divisor, grads)
+    direction, moments = make_optimizer(config).update(grads, moments, params)
+    norms = optax.tree.norm(grads), rate * optax.tree.norm(direction)
+    params = jax.tree.map(lambda p, d: p - rate * d, params, direction)
+    return _NetworkStep(params, moments, norms)
+
+
+def _value_sums(
+    model: ModelConfig,
+    config: TrainConfig,
+    layout: Layout,
+    algorithm: Algorithm,
+    params: Params,
+    batch: TrajectoryBatch,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns the sum of the critic's losses over the policy's tokens, and sums of its metrics."""
+    assert algorithm.critic and batch.values is not None and batch.returns is not None
+    mask = batch.turn_ids > 0
+    values = critic_values(model, config, layout, params, batch)
+    fields = {"values": values, "old": batch.values, "returns": batch.returns}
+    facts = ValueFacts(
+        mask=mask, **{name: jnp.where(mask, field, 0.0) for name, field in fields.items()}
+    )
+    losses, metrics, aggregation = algorithm.critic.loss(facts, algorithm.settings)
+    assert aggregation is None, "a critic's loss is the mean over tokens"
+    error = facts.returns - facts.old
+    metrics = metrics | {
+        "value_loss": losses,
+        _RETURN: facts.returns,
+        _RETURN_SQUARED: facts.returns**2,
+        _ERROR: error,
+        _ERROR_SQUARED: error**2,
+    }
+    sums = {name: _total(name, field, mask) for name, field in metrics.items()}
+    return sums["value_loss"], sums
+
+
+def _explained_variance(means: dict[str, jax.Array]) -> jax.Array:
+    """Returns 1 - Var[return - value] / Var[return] of the values before the first update.
+
+    Takes the means that it is made of from `means`. 0 where all returns are equal.
+    """
+    of_returns = means.pop(_RETURN_SQUARED) - means.pop(_RETURN) ** 2
+    of_errors = means.pop(_ERROR_SQUARED) - means.pop(_ERROR) ** 2
+    is_any = of_returns > 1e-6
+    return jnp.where(is_any, 1.0 - of_errors / jnp.where(is_any, of_returns, 1.0), 0.0)
 
 
 def token_facts(
@@ -205,7 +229,6 @@ def token_facts(
     batch: TrajectoryBatch,
     *,
     with_proximal: bool = False,
-    values: jax.Array | None = None,
 ) -> TokenFacts:
     """Returns the facts of a batch, zeros wherever the policy did not sample a token that counts.
 
@@ -229,7 +252,6 @@ def token_facts(
         advantages=masked(batch.advantages),
         proximal=proximal,
         reference=jax.tree.map(masked, batch.reference),
-        values=jax.tree.map(masked, values),
     )
 
 
@@ -280,7 +302,7 @@ def _accumulate(
         grads, routing = jax.tree.map(jnp.add, (grads, routing), (more_grads, more_routing))
         return (grads, (_combined(sums, more_sums), routing)), None
 
-    parts = _split(batch, micro_batches, layout)
+    parts = split_rows(batch, micro_batches, layout)
     shapes = jax.eval_shape(gradients, jax.tree.map(lambda field: field[0], parts))
     zeros, (sums, routing) = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     sums = {name: zero - jnp.inf if _is_maximum(name) else zero for name, zero in sums.items()}
@@ -288,58 +310,14 @@ def _accumulate(
     return total
 
 
-def _split(batch: TrajectoryBatch, micro_batches: int, layout: Layout) -> TrajectoryBatch:
-    """Returns micro-batches along a first axis, each with rows of every shard."""
-
-    def split(field_BT: jax.Array) -> jax.Array:
-        rows, length = field_BT.shape
-        parts = field_BT.reshape(rows // micro_batches, micro_batches, length).swapaxes(0, 1)
-        return jax.lax.with_sharding_constraint(parts, layout.activations(".NS"))
-
-    return jax.tree.map(split, batch)
-
-
-def make_scorer(
-    model: ModelConfig,
-    config: TrainConfig,
-    layout: Layout,
-    *,
-    temperature: float,
-    scored: Scored = ("proximal",),
-) -> Any:
-    """Returns the jitted `score(state, batch) -> batch` with the log-probs that `scored` names.
-
-    "proximal": under the state's policy; "reference": under the frozen base of its adapters. In as
-    many parts as an update has micro-batches. Donates nothing.
-    """
-
-    def score(state: TrainState, batch: TrajectoryBatch) -> TrajectoryBatch:
-        parts = _split(batch, config.micro_batches, layout)
-
-        def logprobs(trained: Params) -> jax.Array:
-            params = policy_parameters(config, trained, state.base)
-            of_parts = jax.lax.map(
-                lambda part: score_batch(model, config, layout, temperature, params, part).logprobs,
-                parts,
-            )
-            return layout.constrain(of_parts.swapaxes(0, 1).reshape(batch.tokens.shape), "NS")
-
-        found = {}
-        if "proximal" in scored:
-            found["proximal"] = logprobs(state.params)
-        if "reference" in scored:
-            found["reference"] = logprobs(jax.tree.map(jnp.zeros_like, state.params))
-        return dataclasses.replace(batch, **found)
-
-    return jax.jit(score)
-
-
 def read_metrics(metrics: dict[str, jax.Array]) -> dict[str, float]:
     """Reads an update's metrics to the host; its only read."""
     return {name: float(value) for name, value in jax.device_get(metrics).items()}
 
 
-def batch_shapes(rows: int, length: int, layout: Layout, *, scored: Scored = ()) -> TrajectoryBatch:
+def batch_shapes(
+    rows: int, length: int, layout: Layout, *, scored: Collection[str] = ()
+) -> TrajectoryBatch:
     """Returns a TrajectoryBatch as placed shapes, with the fields that `scored` names."""
 
     def shape(dtype: Any) -> Any:

@@ -1,0 +1,151 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The scoring of a batch: forward passes of the policy, the reference and the critic."""
+
+import dataclasses
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from earl_jax.algorithms.algorithm import Algorithm, RewardFacts
+from earl_jax.models.attention.folding import fold, unfold
+from earl_jax.models.attention.kernels import choose_kernel
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.decoder import forward_rows_routed, head_weights
+from earl_jax.models.logprobs import TokenScores, score_tokens
+from earl_jax.models.moe.routing import Routing
+from earl_jax.models.parameters import Params
+from earl_jax.sharding.layout import Layout
+from earl_jax.train.config import TrainConfig
+from earl_jax.train.critic import after_token_before, critic_values
+from earl_jax.train.state import TrainState, policy_parameters
+from earl_jax.trajectory import TrajectoryBatch
+
+# Fields of a TrajectoryBatch that are computed before its first update.
+Scored = Collection[str]
+
+
+def score_batch(
+    model: ModelConfig,
+    config: TrainConfig,
+    layout: Layout,
+    temperature: float,
+    params: Params,
+    batch: TrajectoryBatch,
+) -> TokenScores:
+    """Returns the log-prob of every token given those before it, and the entropy there; f32[N,T].
+
+    Token t is scored from the hidden state at t - 1; the first of each segment gets zeros.
+    """
+    return score_routed(model, config, layout, temperature, params, batch)[0]
+
+
+def score_routed(
+    model: ModelConfig,
+    config: TrainConfig,
+    layout: Layout,
+    temperature: float,
+    params: Params,
+    batch: TrajectoryBatch,
+) -> tuple[TokenScores, Routing | None]:
+    """Returns `score_batch`, and the routers' statistics; None for a dense model."""
+    hidden_BTD, routing = forward_rows_routed(
+        model,
+        layout,
+        params,
+        batch.tokens,
+        batch.segment_ids,
+        remat=config.remat,
+        kernel=choose_kernel(config.attention, layout, model, batch.tokens.shape[1]).kernel,
+    )
+    length = batch.tokens.shape[1]
+    next_BT = jnp.pad(batch.tokens[:, 1:], ((0, 0), (0, 1)))
+    scores = score_tokens(
+        layout,
+        hidden_BTD,
+        head_weights(params).astype(hidden_BTD.dtype),
+        fold(layout, next_BT),
+        temperature=temperature,
+        chunk_size=config.logprob_chunk,
+        softcap=model.final_softcap,
+    )
+    whole = (unfold(layout, score, length) for score in scores)
+    return TokenScores(*(after_token_before(score, batch.segment_ids) for score in whole)), routing
+
+
+def make_scorer(
+    model: ModelConfig,
+    config: TrainConfig,
+    layout: Layout,
+    *,
+    temperature: float,
+    scored: Scored = ("proximal",),
+    algorithm: Algorithm | None = None,
+) -> Any:
+    """Returns the jitted `score(state, batch) -> batch` with the fields that `scored` names.
+
+    "proximal": log-probs under the state's policy; "reference": under the frozen reference, or the
+    base of its adapters; "values" and "returns": of the state's critic, by `algorithm`, which also
+    makes advantages of the batch's rewards. In as many parts as an update has micro-batches.
+    Donates nothing.
+    """
+
+    def score(state: TrainState, batch: TrajectoryBatch) -> TrajectoryBatch:
+        parts = split_rows(batch, config.micro_batches, layout)
+
+        def in_parts(one: Callable[[TrajectoryBatch], jax.Array]) -> jax.Array:
+            found = jax.lax.map(one, parts)
+            return layout.constrain(found.swapaxes(0, 1).reshape(batch.tokens.shape), "NS")
+
+        def logprobs(params: Params) -> jax.Array:
+            return in_parts(
+                lambda part: score_batch(model, config, layout, temperature, params, part).logprobs
+            )
+
+        found = {}
+        if "proximal" in scored:
+            found["proximal"] = logprobs(policy_parameters(config, state.params, state.base))
+        if "reference" in scored:
+            found["reference"] = logprobs(state.base if config.lora.rank else state.reference)
+        if "values" in scored:
+            found["values"] = in_parts(
+                lambda part: critic_values(model, config, layout, state.critic, part)
+            )
+        batch = dataclasses.replace(batch, **found)
+        return _with_estimates(batch, algorithm) if "returns" in scored else batch
+
+    return jax.jit(score)
+
+
+def _with_estimates(batch: TrajectoryBatch, algorithm: Algorithm | None) -> TrajectoryBatch:
+    """Returns a batch of rewards and values with advantages and returns."""
+    assert algorithm is not None and algorithm.critic is not None
+    mask = batch.turn_ids > 0
+
+    def masked(field: jax.Array | None) -> Any:
+        return None if field is None else jnp.where(mask, field, 0.0)
+
+    facts = RewardFacts(
+        mask=mask,
+        sequences=batch.segment_ids,
+        turns=batch.turn_ids,
+        rewards=masked(batch.advantages),
+        values=masked(batch.values),
+        old=masked(batch.logprobs if batch.proximal is None else batch.proximal),
+        reference=masked(batch.reference),
+    )
+    found = algorithm.critic.estimate(facts, algorithm.settings)
+    return dataclasses.replace(batch, advantages=found.advantages, returns=found.returns)
+
+
+def split_rows(batch: TrajectoryBatch, micro_batches: int, layout: Layout) -> TrajectoryBatch:
+    """Returns micro-batches along a first axis, each with rows of every shard."""
+
+    def split(field_BT: jax.Array) -> jax.Array:
+        rows, length = field_BT.shape
+        parts = field_BT.reshape(rows // micro_batches, micro_batches, length).swapaxes(0, 1)
+        return jax.lax.with_sharding_constraint(parts, layout.activations(".NS"))
+
+    return jax.tree.map(split, batch)

@@ -1,0 +1,366 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The networks beside the policy: a frozen reference without adapters, and a critic."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from earl_jax.algorithms.algorithms import ALGORITHMS
+from earl_jax.algorithms.requirements import Networks
+from earl_jax.dispatch.packing import RowRule, pack_rows, plan_packing
+from earl_jax.models.config import LoraConfig, ModelConfig
+from earl_jax.selector.plans import TrainPlan
+from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.sharding.reshard import reshard
+from earl_jax.train.backup import StateBackup
+from earl_jax.train.checkpoint import Checkpoints
+from earl_jax.train.config import CriticConfig, TrainConfig
+from earl_jax.train.critic import critic_values
+from earl_jax.train.learner import Learner
+from earl_jax.train.offload import is_offloaded, load_moments, offload_moments
+from earl_jax.train.scoring import score_batch
+from earl_jax.train.state import TrainState, init_state, state_of, state_shapes, state_shardings
+from earl_jax.train.step import read_metrics
+from earl_jax.trajectory import TrajectoryBatch
+from tests.support.placements import TINY
+
+VOCAB, ROWS, LENGTH = 32, 8, 16
+MODEL = ModelConfig(**TINY)
+TRAIN = TrainConfig(max_grad_norm=1e9)
+BOTH = Networks(reference=True, critic=True)
+ONE, CUBE, F8 = MeshShape(), MeshShape(data=2, fsdp=2, tensor=2), MeshShape(fsdp=8)
+CONTROLS = np.array([1e-3, 0.0], np.float32)
+
+
+def make_batch() -> TrajectoryBatch:
+    """On the host: a prompt of 3 tokens, then replies of 3 and answers of 2."""
+    rng = np.random.default_rng(0)
+    shape, places = (ROWS, LENGTH), np.arange(LENGTH)
+    turn_ids = np.where((places >= 3) & ((places - 3) % 5 < 3), 1 + (places - 3) // 5, 0)
+    return TrajectoryBatch(
+        tokens=rng.integers(0, VOCAB, shape).astype(np.int32),
+        segment_ids=np.ones(shape, np.int32),
+        turn_ids=np.broadcast_to(turn_ids, shape).astype(np.int32),
+        logprobs=-rng.random(shape, np.float32) * 4,
+        versions=np.zeros(shape, np.int32),
+        advantages=rng.normal(size=shape).astype(np.float32),
+    )
+
+
+def learner_with(name: str, model: ModelConfig = MODEL, lora_rank: int = 0, **settings) -> Learner:
+    algorithm = ALGORITHMS[name]
+    return Learner(
+        model,
+        dataclasses.replace(TRAIN, lora=LoraConfig(rank=lora_rank)),
+        dataclasses.replace(
+            algorithm, settings=dataclasses.replace(algorithm.settings, **settings)
+        ),
+        vocab_size=VOCAB,
+        temperature=1.0,
+        importance_cap=0.0,
+        layout=make_layout,
+    )
+
+
+def bits(tree) -> list[bytes]:
+    return [np.array(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def moved(state: TrainState) -> TrainState:
+    """The state after something was learnt."""
+    params = jax.tree.map(lambda leaf: leaf + 0.05 * jnp.sin(100 * leaf), state.params)
+    return dataclasses.replace(state, params=params)
+
+
+# The reference.
+
+
+def test_only_a_run_that_needs_networks_has_them():
+    assert learner_with("grpo").networks == Networks()
+    assert learner_with("grpo", kl_coefficient=0.1).networks == Networks(reference=True)
+    # The base of adapters is a reference already.
+    assert learner_with("grpo", lora_rank=2, kl_coefficient=0.1).networks == Networks()
+
+
+def test_the_reference_in_the_compute_type_scores_as_the_fp32_weights_did():
+    """In bf16, bit for bit: half the bytes cost nothing."""
+    model = dataclasses.replace(MODEL, compute_dtype="bfloat16")
+    learner = learner_with("grpo", model, kl_coefficient=0.1)
+    state, plan = learner.first_state(ONE), TrainPlan(ONE, 1, False)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.reference)} == {jnp.dtype("bfloat16")}
+    scored = learner.score(plan, moved(state), jax.device_put(make_batch()))
+
+    @jax.jit
+    def score(params, batch):
+        return score_batch(model, learner.config, make_layout(ONE), 1.0, params, batch).logprobs
+
+    expected = score(state.params, make_batch())
+    np.testing.assert_array_equal(scored.reference, expected)
+
+
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+@pytest.mark.parametrize("mesh", [ONE, CUBE, F8], ids=str)
+def test_a_penalty_without_adapters_is_that_of_the_first_weights(mesh, kl_in):
+    """Loss and metric by hand in numpy, from the log-probs of both policies; k1 and k3."""
+    kind = "k3" if kl_in == "loss" else "k1"
+    learner = learner_with("grpo", kl_coefficient=0.5, kl_estimator=kind, kl_in=kl_in)
+    layout, plan, batch = make_layout(mesh), TrainPlan(mesh, 2, False), make_batch()
+    first = learner.first_state(mesh)
+    kept, state = bits(first.reference), moved(first)
+    policy, reference = (
+        np.asarray(score_batch(MODEL, TRAIN, layout, 1.0, params, batch).logprobs, np.float64)
+        for params in (state.params, first.params)
+    )
+    mask = batch.turn_ids > 0
+    gap = np.where(mask, policy - reference, 0)
+    distance = gap if kind == "k1" else np.exp(-gap) - 1 + gap
+    advantages = np.where(mask, batch.advantages, 0).astype(np.float64)
+    if kl_in == "reward":
+        advantages -= 0.5 * np.cumsum(distance[:, ::-1], axis=1)[:, ::-1]
+    ratio = np.exp(policy - batch.logprobs)
+    gain = np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.2) * advantages)
+    losses = -gain + (0.5 * distance if kl_in == "loss" else 0)
+    on_mesh = jax.device_put(batch, layout.activations("NS"))
+    after, metrics = learner.update(plan, state, learner.score(plan, state, on_mesh), CONTROLS)
+    found = read_metrics(metrics)
+    assert found["loss"] == pytest.approx(losses[mask].mean(), rel=1e-4)
+    assert found["reference_kl"] == pytest.approx(distance[mask].mean(), rel=1e-4)
+    assert abs(found["reference_kl"]) > 1e-3
+    # Frozen, in buffers of its own: the parameters that it was made of were donated.
+    assert bits(after.reference) == kept
+    assert jax.tree.map(lambda x: x.sharding, after) == learner.state_shardings(mesh)
+
+
+def test_a_state_of_given_weights_begins_with_them_as_reference():
+    learner = learner_with("grpo", kl_coefficient=0.1)
+    params = init_state(MODEL, TRAIN, VOCAB, make_layout(CUBE), 7).params
+    expected = bits(params)
+    state = learner.state_of(params, CUBE)
+    assert bits(state.params) == bits(state.reference) == expected
+    assert bits(learner.first_state(CUBE).reference) == bits(learner.first_state(CUBE).params)
+
+
+# Both networks in the state.
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_a_critic_begins_with_the_models_weights_and_a_head_of_zeros(lora_rank):
+    config = dataclasses.replace(TRAIN, lora=LoraConfig(rank=lora_rank))
+    networks, layout = Networks(critic=True), make_layout(CUBE)
+    drawn = init_state(MODEL, config, VOCAB, layout, 3, networks)
+    model = drawn.base if lora_rank else drawn.params
+    for state in (drawn, state_of(model, MODEL, config, VOCAB, layout, 3, networks)):
+        trunk = {name: tree for name, tree in state.critic.items() if name != "value_head"}
+        same = {name: tree for name, tree in model.items() if name != "head"}
+        assert bits(trunk) == bits(same)
+        assert not np.asarray(state.critic["value_head"]).any()
+        shapes = state_shapes(MODEL, config, VOCAB, networks)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
+            lambda x: (x.shape, x.dtype), shapes
+        )
+
+
+def places(mesh: MeshShape) -> TrainState:
+    return state_shardings(MODEL, TRAIN, VOCAB, make_layout(mesh), BOTH)
+
+
+def test_both_networks_move_offload_and_checkpoint_with_the_rest(tmp_path):
+    """Bit for bit, parameters and moments, and where the specs of all networks say."""
+    state = init_state(MODEL, TRAIN, VOCAB, make_layout(CUBE), 3, BOTH)
+    state = dataclasses.replace(
+        state, optimizer=jax.tree.map(lambda x: x + x.size, state.optimizer)
+    )
+    state = jax.device_put(state, places(CUBE))
+    assert state.critic["embed"].sharding.spec != ()
+    expected = bits(state)
+    assert len(expected) == len(jax.tree.leaves(places(CUBE)))
+    there = reshard(state, places(F8))
+    assert bits(there) == expected
+    for name in ("reference", "critic"):
+        assert getattr(there, name)["embed"].sharding == getattr(places(F8), name)["embed"]
+
+    away = offload_moments(there)
+    assert is_offloaded(away) and all(
+        leaf.sharding.memory_kind == "pinned_host" for leaf in jax.tree.leaves(away.optimizer)
+    )
+    there = load_moments(away)
+    assert bits(there) == expected
+
+    backup = StateBackup()
+    backup.save("update", there)
+    jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(there)
+    there = backup.restore(there)
+    assert bits(there) == expected
+
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
+    checkpoints.save(1, there, {})
+    checkpoints.wait()
+    shapes = state_shapes(MODEL, TRAIN, VOCAB, BOTH)
+    back = checkpoints.state(1, shapes, places(CUBE))
+    checkpoints.close()
+    assert bits(back) == expected
+    assert jax.tree.structure(back) == jax.tree.structure(state)
+    assert back.critic["embed"].sharding.is_equivalent_to(places(CUBE).critic["embed"], 2)
+
+
+# PPO's update.
+
+RATES = np.array([1e-3, 0.0, 2e-3], np.float32)
+MESHES = [ONE, CUBE, F8, MeshShape(data=2, context=4)]
+LENGTHS = [16, 9, 13, 6, 16, 8, 5, 11]
+
+
+def rewarded_batch() -> TrajectoryBatch:
+    """Of several lengths, with a reward for each turn; the first row forks before its third."""
+    batch, places = make_batch(), np.arange(LENGTH)
+    inside = places < np.array(LENGTHS)[:, None]
+    segments = np.where(inside, 1, 0)
+    segments[0, 11:] = 2
+    turn_ids = np.where(inside, batch.turn_ids, 0)
+    rewards = np.random.default_rng(4).normal(size=(ROWS, 4))
+    return batch.replace(
+        segment_ids=segments.astype(np.int32),
+        turn_ids=turn_ids.astype(np.int32),
+        advantages=np.take_along_axis(rewards, turn_ids, 1).astype(np.float32),
+    )
+
+
+def trained_critic(state: TrainState) -> TrainState:
+    """The state with a critic whose values differ."""
+    critic = state.critic | {"value_head": 0.3 * jnp.cos(jnp.arange(MODEL.width))}
+    return dataclasses.replace(state, critic=critic)
+
+
+def ppo_updates(mesh: MeshShape, batch: TrajectoryBatch, parts: int = 1, **settings):
+    """The scored batch, the state after two updates of it, and the metrics of both."""
+    learner, layout = learner_with("ppo", **settings), make_layout(mesh)
+    plan = TrainPlan(mesh, parts, False)
+    state = jax.device_put(trained_critic(learner.first_state(mesh)), learner.state_shardings(mesh))
+    scored = learner.score(plan, state, jax.device_put(batch, layout.activations("NS")))
+    metrics = []
+    for _ in range(2):
+        state, found = learner.update(plan, state, scored, RATES)
+        metrics.append(read_metrics(found))
+    assert jax.tree.map(lambda x: x.sharding, state) == learner.state_shardings(mesh)
+    return jax.tree.map(np.asarray, (scored, state)), metrics
+
+
+def test_values_are_those_of_the_tokens_before():
+    """No token's own id changes its value, but that of the next; the first of a segment has 0."""
+    state = trained_critic(init_state(MODEL, TRAIN, VOCAB, make_layout(ONE), 3, BOTH))
+    batch = rewarded_batch()
+    value = jax.jit(
+        lambda batch: critic_values(MODEL, TRAIN, make_layout(ONE), state.critic, batch)
+    )
+    changed = batch.tokens.copy()
+    changed[:, 4] = (changed[:, 4] + 1) % VOCAB
+    before, after = (np.asarray(value(batch.replace(tokens=t))) for t in (batch.tokens, changed))
+    np.testing.assert_array_equal(before[:, :5], after[:, :5])
+    assert (before[:, 5] != after[:, 5])[batch.segment_ids[:, 5] == 1].all()
+    assert (before[:, 0] == 0).all() and before[0, 11] == 0
+    # Behind the fork nothing before it is seen.
+    np.testing.assert_array_equal(before[0, 11:], after[0, 11:])
+
+
+def test_the_critic_minimises_the_mean_squared_error_of_its_returns():
+    """Loss, gradient and explained variance against JAX's of the formula, at the first update."""
+    learner, plan, batch = learner_with("ppo"), TrainPlan(ONE, 2, False), rewarded_batch()
+    state = trained_critic(learner.first_state(ONE))
+    scored = learner.score(plan, state, jax.device_put(batch))
+    mask, returns = batch.turn_ids > 0, np.asarray(scored.returns, np.float64)
+
+    def loss(critic):
+        values = critic_values(MODEL, TRAIN, make_layout(ONE), critic, batch)
+        return 0.5 * jnp.sum(jnp.where(mask, (values - scored.returns) ** 2, 0)) / mask.sum()
+
+    value, slope = jax.value_and_grad(loss)(state.critic)
+    first = jax.tree.map(np.asarray, state.critic)
+    after, metrics = learner.update(plan, state, scored, RATES)
+    moments = jax.tree.map(lambda m: np.asarray(m) / 0.1, after.optimizer[1][1].mu)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), moments, slope
+    )
+    # Adam's first step is one of the learning rate against the gradient's sign.
+    step = np.asarray(after.critic["value_head"]) - first["value_head"]
+    np.testing.assert_allclose(step, -2e-3 * np.sign(slope["value_head"]), rtol=1e-3)
+    found = read_metrics(metrics)
+    assert found["value_loss"] == pytest.approx(float(value), rel=1e-5)
+    error = (returns - np.asarray(scored.values))[mask]
+    expected = 1 - error.var() / returns[mask].var()
+    assert found["explained_variance"] == pytest.approx(expected, abs=1e-4)
+    norm = np.sqrt(sum((np.asarray(leaf) ** 2).sum() for leaf in jax.tree.leaves(slope)))
+    assert found["critic_grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("mesh", MESHES[1:], ids=str)
+def test_ppo_is_the_same_on_every_mesh_and_in_parts(mesh):
+    settings = {"gae_level": "turn", "kl_coefficient": 0.1}
+    (scored, state), metrics = ppo_updates(ONE, rewarded_batch(), **settings)
+    (other, there), found = ppo_updates(mesh, rewarded_batch(), parts=2, **settings)
+    mask = scored.turn_ids > 0
+    for name in ("values", "advantages", "returns", "reference"):
+        one, two = getattr(scored, name)[mask], getattr(other, name)[mask]
+        np.testing.assert_allclose(two, one, atol=2e-5, err_msg=name)
+    for one, two in zip(metrics, found, strict=True):
+        assert two == pytest.approx(one, rel=1e-3, abs=2e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=5e-4), there.critic, state.critic
+    )
+
+
+def test_packed_ppo_is_unpacked_ppo():
+    """Same losses and metrics, and the same advantage at each token, whatever its row."""
+    batch = rewarded_batch()
+    packing = plan_packing(LENGTHS, LENGTH, RowRule(ROWS, 1, 1), (), [2] + [1] * (ROWS - 1))
+    assert packing.num_rows < ROWS
+    packed = pack_rows(jax.device_put(batch), packing, make_layout(ONE))
+    (scored, state), metrics = ppo_updates(ONE, batch, gae_level="token")
+    (other, there), found = ppo_updates(ONE, packed, gae_level="token")
+    for one, two in zip(metrics, found, strict=True):
+        assert two == pytest.approx(one, rel=1e-3, abs=2e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=5e-4), there.critic, state.critic
+    )
+    for name in ("advantages", "returns"):
+        rows, found = getattr(scored, name), getattr(other, name).reshape(-1)
+        for at, start in zip(packing.order, packing.starts, strict=True):
+            own = rows[at, : LENGTHS[at]]
+            np.testing.assert_allclose(found[start : start + len(own)], own, atol=2e-5)
+
+
+def test_an_update_without_values_leaves_the_critic_alone():
+    """A supervised one, and one of a batch without tokens: parameters and moments, bit for bit."""
+    learner, plan, batch = learner_with("ppo"), TrainPlan(ONE, 1, False), rewarded_batch()
+    scored = learner.score(plan, learner.first_state(ONE), jax.device_put(batch))
+    state, _ = learner.update(plan, learner.first_state(ONE), scored, RATES)
+    of_critic = lambda state: bits((state.critic, state.optimizer[1]))  # noqa: E731
+    kept, params = of_critic(state), bits(state.params)
+    state, _ = learner.update(plan, state, jax.device_put(batch), CONTROLS, sft=True)
+    assert of_critic(state) == kept and bits(state.params) != params
+    params = bits(state.params)
+    empty = jax.tree.map(jnp.zeros_like, scored)
+    state, metrics = learner.update(plan, state, empty, RATES)
+    assert of_critic(state) == kept and bits(state.params) == params
+    assert read_metrics(metrics)["skipped_updates"] == 0
+
+
+def test_the_critic_has_a_learning_rate_of_its_own_and_may_begin_alone():
+    config = dataclasses.replace(
+        TRAIN,
+        warmup_steps=3,
+        schedule="linear",
+        critic=CriticConfig(learning_rate=0.5, pretrain_steps=2),
+    )
+    learner = learner_with("ppo")
+    learner.config = config
+    found = np.array([learner.controls(step, 8) for step in range(8)])
+    np.testing.assert_allclose(found[:, 2], [0.125, 0.25, 0.375, 0.5, 0.5, 0.5, 0.5, 0.5])
+    np.testing.assert_array_equal(found[:2, 0], 0)
+    assert found[2, 0] == np.float32(0.75e-6)
+    # Adapters beside a whole critic.
+    assert learner_with("ppo", lora_rank=2).networks == Networks(critic=True)
+    assert learner_with("grpo").controls(0, 8).shape == (2,)
