@@ -28,6 +28,7 @@ LEVELS = (
     ("run",),
     ("workdir",),
     ("loop",),
+    ("loop_async",),
     ("training", "preflight"),
     ("main", "evaluate", "serve", "plan", "bench", "view"),
 )

@@ -11,7 +11,7 @@ import pytest
 
 from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.algorithms.requirements import Networks
-from earl_jax.dispatch.packing import RowRule, pack_rows, plan_packing
+from earl_jax.dispatch.packing import RowRule, ShapeHistory, pack_rows, plan_packing
 from earl_jax.models.config import LoraConfig, ModelConfig
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.sharding.layout import MeshShape, make_layout
@@ -315,8 +315,10 @@ def test_ppo_is_the_same_on_every_mesh_and_in_parts(mesh):
 def test_packed_ppo_is_unpacked_ppo():
     """Same losses and metrics, and the same advantage at each token, whatever its row."""
     batch = rewarded_batch()
-    packing = plan_packing(LENGTHS, LENGTH, RowRule(ROWS, 1, 1), (), [2] + [1] * (ROWS - 1))
-    assert packing.num_rows < ROWS
+    rule = RowRule(ROWS, 1, 1, LENGTH)
+    shape = ShapeHistory().choose(LENGTHS, rule, 0.0)
+    packing = plan_packing(LENGTHS, rule, shape, [2] + [1] * (ROWS - 1))
+    assert shape.rows < ROWS
     packed = pack_rows(jax.device_put(batch), packing, make_layout(ONE))
     (scored, state), metrics = ppo_updates(ONE, batch, gae_level="token")
     (other, there), found = ppo_updates(ONE, packed, gae_level="token")
