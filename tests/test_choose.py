@@ -75,6 +75,26 @@ def test_trainer_is_cut_more_where_its_state_leaves_a_rollout_too_little():
     assert meshes(choose(roomy)) == (D8, D8)
 
 
+def test_a_rollout_that_stays_must_fit_beside_an_update():
+    """Asynchronous on the same devices: 1000 bytes of the round and two pages of 80 bytes."""
+    problem = hand_problem(
+        {D8: 2.0, F8: 1.0}, {D8: 1.0}, budget_bytes=2000,
+        train_bytes={D8: 1200, F8: 700}, state_bytes={D8: 600, F8: 100},
+    )  # fmt: skip
+    step = dataclasses.replace(STEP, max_tokens=10)
+    assert Chooser(problem, ThroughputTable()).step(step, Plans()).train.plan.mesh == D8
+    stays = dataclasses.replace(problem, rollout_stays=True)
+    decision = Chooser(stays, ThroughputTable()).step(step, Plans())
+    assert decision.train.plan.mesh == F8
+    assert decision.rollout.num_bytes <= 2000 and decision.rollout.num_bytes >= 1700 + 80
+    # An update must fit beside the rollout that there is.
+    chooser = Chooser(stays, ThroughputTable())
+    assert chooser.training(step, None).train.plan.mesh == D8
+    assert chooser.training(step, None, beside=1000).train.plan.mesh == F8
+    with pytest.raises(BudgetTooSmall):
+        chooser.training(step, None, beside=1400)
+
+
 def test_moments_wait_in_host_memory_where_a_rollout_has_no_room_beside_them():
     problem = hand_problem(
         {D8: 200.0}, {D8: 100.0}, state_bytes={D8: 900}, budget_bytes=1900, can_offload=True

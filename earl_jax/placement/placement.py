@@ -265,7 +265,13 @@ class Placement:
         step = dataclasses.replace(
             self.step_of(self.max_tokens, load), length=length, is_new=length > self.most_length
         )
-        decision = self._settled(lambda chooser: chooser.training(step, self.plans.train), load)
+        beside = 0
+        if self.problem.rollout_stays:
+            candidates = self.chooser(load).candidates
+            beside, _ = candidates.round_bytes(self.rollout, self.max_tokens)
+        decision = self._settled(
+            lambda chooser: chooser.training(step, self.plans.train, beside), load
+        )
         assert decision.train is not None
         if decision.train.switched or length > self.length:
             self._note(decision)

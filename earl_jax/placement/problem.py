@@ -144,6 +144,7 @@ def workload(config: Config) -> Workload:
         step_rows=rollout.step_rows,
         burst=rollout.burst,
         page_size=rollout.tokens_a_page,
+        batches=config.asynchrony.batches,
         kv_itemsize=1 if rollout.kv_dtype == "int8" else jnp.dtype(dtype).itemsize,
     )
 
@@ -165,6 +166,7 @@ def make_problem(
     Raises ValueError for adapters that this model cannot have.
     """
     rollout, selector = config.rollout, config.selector
+    stays = config.asynchrony.max_staleness > 0 and not config.devices.num_rollout
 
     def weights_obstacle(mesh: MeshShape) -> str | None:
         return check_tensor_axis(
@@ -195,7 +197,8 @@ def make_problem(
         train_meshes_named=selector.train_meshes,
         num_rollout=config.devices.num_rollout,
         num_processes=num_processes,
-        can_offload=can_offload,
+        can_offload=can_offload and not stays,
+        rollout_stays=stays,
         preempted_bytes=int(rollout.preemption_host_gib * 2**30),
     )
 

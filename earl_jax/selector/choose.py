@@ -157,7 +157,7 @@ class Chooser:
             switches = current.train is not None and mesh != current.train.mesh
             switch_s = problem.move_s(mesh) / step.lasts if switches else 0.0
             for offload in (False, True) if self._may_offload(mesh) else (False,):
-                resident = problem.trainer_bytes(mesh, offload)
+                resident = self._resident(train, offload)
                 key = (resident, offload)
                 if key not in beside:
                     beside[key] = self._beside(step, resident, offload, current.rollout)
@@ -168,6 +168,16 @@ class Chooser:
                     step_s = train_s + rollout_s + problem.publish_s(rollout.plan.mesh)
                     pairs.append(_Pair(rollout, train, resident, step_s + switch_s, step_s))
         return pairs
+
+    def _resident(self, train: Candidate[TrainPlan], offload: bool) -> int:
+        """Returns the bytes beside which a rollout must fit.
+
+        They are the trainer's state; where the rollout stays on the devices during an update, all
+        that the update takes.
+        """
+        if self.problem.rollout_stays:
+            return train.num_bytes
+        return self.problem.trainer_bytes(train.plan.mesh, offload)
 
     def _beside(
         self, step: Step, resident: int, offload: bool, current: RolloutPlan | None
@@ -184,8 +194,8 @@ class Chooser:
         here = [c for c in fitting if current and c.plan.mesh == current.mesh and c is not best]
         return [best, *here]
 
-    def training(self, step: Step, current: TrainPlan | None) -> Decision:
-        """Chooses a plan for training alone.
+    def training(self, step: Step, current: TrainPlan | None, beside: int = 0) -> Decision:
+        """Chooses a plan for training alone, or `beside` so many bytes of a rollout.
 
         The plan in use stays while it fits, unless rows are longer than ever, so that other
         programs are needed anyway, and another plan is faster.
@@ -194,9 +204,9 @@ class Chooser:
             BudgetTooSmall: no plan fits.
         """
         candidates = self.candidates.train(step.length)
-        fitting = self._that_fit(candidates)
+        fitting = self._that_fit(candidates, beside)
         if not fitting:
-            raise too_small(self.candidates, "training", candidates, step.length)
+            raise too_small(self.candidates, "training", candidates, step.length, beside)
         tokens = self._train_tokens(step)
         pairs = []
         for candidate in _fastest_by_mesh(fitting, current):
@@ -227,7 +237,8 @@ class Chooser:
             BudgetTooSmall: no plan fits.
         """
         problem, offload = self.problem, current is not None and current.offload
-        resident = problem.trainer_bytes(trainer, offload)
+        trainers = [c for c in self.candidates.train(step.length) if c.plan.mesh == trainer]
+        resident = min(self._resident(candidate, offload) for candidate in trainers)
         free = problem.budget - resident
         slots = current.num_slots if current and keeps_slots else None
         candidates = self.candidates.rollouts(
@@ -266,14 +277,14 @@ class Chooser:
         held = devices * problem.moments_bytes(mesh) + problem.preempted_bytes
         return held <= hardware.host_memory_bytes
 
-    def _that_fit(self, candidates: Iterable[Candidate[P]]) -> list[Candidate[P]]:
-        budget = self.problem.budget
+    def _that_fit(self, candidates: Iterable[Candidate[P]], beside: int = 0) -> list[Candidate[P]]:
+        budget = self.problem.budget - beside
         return [c for c in candidates if not c.failed and c.num_bytes <= budget]
 
     def _too_small(self, step: Step) -> BudgetTooSmall:
         fitting = self._that_fit(self.candidates.train(step.length))
         residents = {
-            (self.problem.trainer_bytes(candidate.plan.mesh, offload), offload)
+            (self._resident(candidate, offload), offload)
             for candidate in fitting
             for offload in {False, self._may_offload(candidate.plan.mesh)}
         }

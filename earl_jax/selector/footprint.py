@@ -78,7 +78,8 @@ class ModelSizes:
 class Workload:
     """The work of a step; fields are those of the same names in the config.
 
-    `num_rows` are the episodes of a step, of which each of `num_players` processes plays a part.
+    `num_rows` are the episodes of a step, of which each of `num_players` processes plays a part;
+    those of `batches` steps have rows at once.
     `kv_itemsize` 1 is a cache of int8, with a scale of 4 bytes for each token and head.
     """
 
@@ -95,6 +96,7 @@ class Workload:
     step_rows: int = 0
     epochs: int = 1
     num_players: int = 1
+    batches: int = 1
 
     def spare_rows(self, mesh: MeshShape) -> int:
         """Returns the rows for episodes of other data shards: one a slot in processes of several.
@@ -199,7 +201,8 @@ def rollout_footprint(
 ) -> Footprint:
     """Returns the bytes of a rollout with pages for `rows_at_once` full rows of a row shard."""
     rows = work.num_slots // mesh.data
-    buffers = (work.num_rows + work.spare_rows(mesh)) // mesh.data * max_tokens * EXPERIENCE_BYTES
+    buffer_rows = work.num_rows * work.batches + work.spare_rows(mesh)
+    buffers = buffer_rows // mesh.data * max_tokens * EXPERIENCE_BYTES
     at_a_time = min(PLACES_AT_A_TIME, max_tokens // mesh.context)
     blocks = 4 * at_a_time * sizes.num_kv_heads // mesh.tensor * sizes.head_size
     logits = LOGIT_COPIES * rows * sizes.vocab_size * 4

@@ -60,6 +60,7 @@ class Problem:
         num_processes: rollout meshes do not span processes, each of which plays its part.
         can_offload: the optimizer's moments may be in host memory during a rollout.
         preempted_bytes: host memory that preempted episodes may take beside the moments.
+        rollout_stays: a rollout stays on the devices during an update, because it goes on then.
     """
 
     hardware: Hardware
@@ -76,6 +77,7 @@ class Problem:
     num_processes: int = 1
     can_offload: bool = False
     preempted_bytes: int = 0
+    rollout_stays: bool = False
 
     # Meshes.
 
