@@ -402,6 +402,7 @@ VARIANTS = {
     "rloo": {"kl_coefficient": 0.1, "kl_estimator": "k1", "kl_in": "reward"},
     "reinforce_plus_plus": {"kl_coefficient": 0.1},
     "reinforce_plus_plus_baseline": {"kl_coefficient": 0.1},
+    "ppo": {"gae_level": "turn", "value_clip": 0.5},
 }
 
 
