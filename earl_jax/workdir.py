@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,15 @@ _ADAPTERS_KEYS = {"base_fingerprint"}
 class Position:
     """The state of a run after `step` RL steps: its weights, and its history of the load.
 
-    In the last `failed_steps` steps too many episodes failed (`EnvConfig`).
+    In the last `failed_steps` steps too many episodes failed (`EnvConfig`). `averages` are the
+    algorithm's (`Algorithm.averages`).
     """
 
     step: int
     state: TrainState
     history: LoadHistory
     failed_steps: int = 0
+    averages: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def open_workdir(workdir: Path, config: dict[str, Any]) -> list[str]:
@@ -151,6 +153,7 @@ def save(
             "history": position.history.as_list(),
             "throughput": placement.observations.table.as_dict(),
             "failed_steps": position.failed_steps,
+            "averages": dict(position.averages),
             **({"base_fingerprint": prints[0]} if prints else {}),
         },
     )
@@ -265,8 +268,14 @@ def _restore(
         run.stages.saved_shardings,
     )
     state = _with_base(run, saved, state, placement)
-    failed_steps = int(saved.get("failed_steps", 0))
-    return Position(step=step, state=state, history=history, failed_steps=failed_steps), placement
+    position = Position(
+        step=step,
+        state=state,
+        history=history,
+        failed_steps=int(saved.get("failed_steps", 0)),
+        averages=saved.get("averages", {}),
+    )
+    return position, placement
 
 
 def _is_possible(run: Run, placement: Placement) -> bool:
