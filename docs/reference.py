@@ -110,6 +110,11 @@ METRICS: dict[str, dict[str, str]] = {
         "clip_fraction": "Fraction of tokens that the clip cut off, in the last update.",
         "dual_clip_fraction": "Fraction of tokens that the dual clip cut off.",
         "reference_kl": "Estimate of the KL to the reference policy, where there is a penalty.",
+        "value_loss": "Loss of the critic, in the last update.",
+        "value_clip_fraction": "Fraction of values whose clip was the larger error.",
+        "explained_variance": "1 - Var[return - value] / Var[return] of the critic's values before "
+        "the step's first update; 0 where all returns are equal.",
+        "critic_grad_norm": "Norm of the critic's gradient before clipping, in the last update.",
         "effective_sample_size": "(sum w)^2 / sum w^2 over the tokens, with w the policy's "
         "probability over that of who sampled, as a fraction of the tokens, in the last update.",
         "grad_norm": "Norm of the gradient before clipping, in the last update.",

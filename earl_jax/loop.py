@@ -10,13 +10,13 @@ comes to its episodes.
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 
-from earl_jax.algorithms.advantages import assign_credit, group_shares
+from earl_jax.algorithms.advantages import assign_credit, group_shares, next_averages
 from earl_jax.config import DispatchConfig
 from earl_jax.dispatch.pack import Delivery, dispatch, join_rows, sample_starts
 from earl_jax.dispatch.packing import pack_rows
@@ -257,8 +257,9 @@ def rl_step(
         placement.choose_training(history.recent())
         player.plans_chosen()
         state = move_state(placement, state)
+    averages = next_averages(run.learner.algorithm, done.played.outcomes, position.averages)
     with timer("dispatch"), only_on_devices(config.dispatch) as dispatch_reads:
-        delivery, fill = send_rows(run, placement, done, length)
+        delivery, fill = send_rows(run, placement, done, length, averages)
     done.experience = None
     train_plan, compiled_s = placement.train, compile_clock().own_seconds()
     with timer("train"):
@@ -313,6 +314,7 @@ def rl_step(
         history=history,
         failed_steps=failed_steps,
         open_groups=player.open_groups(),
+        averages=averages,
     )
     return after, record
 
@@ -410,7 +412,11 @@ def only_on_devices(config: DispatchConfig) -> Iterator[HostByteCounter]:
 
 
 def send_rows(
-    run: Run, placement: Placement, done: PlayedStep, length: int
+    run: Run,
+    placement: Placement,
+    done: PlayedStep,
+    length: int,
+    averages: Mapping[str, float],
 ) -> tuple[Delivery, float]:
     """Sends the rows of all processes to the training layout, as a batch with its advantages.
 
@@ -427,7 +433,7 @@ def send_rows(
         length,
     )
     outcomes, layout = done.played.outcomes, layouts.train(placement.train.mesh)
-    facts, own = row_facts(run, outcomes, length), run.cluster.own
+    facts, own = row_facts(run, outcomes, length, averages), run.cluster.own
     own_facts = {name: own(fact) for name, fact in facts.items()}
     delivery = dispatch(experience, layout, length=length, **own_facts)
     lengths = facts["lengths"]
@@ -448,12 +454,14 @@ def rows_to_learn_from(run: Run, experience: Experience) -> Experience:
     return dataclasses.replace(experience, logprobs=experience.model_logprobs, model_logprobs=None)
 
 
-def row_facts(run: Run, outcomes: Sequence[Outcome], length: int) -> dict[str, np.ndarray]:
+def row_facts(
+    run: Run, outcomes: Sequence[Outcome], length: int, averages: Mapping[str, float]
+) -> dict[str, np.ndarray]:
     """Returns the small facts that the host adds to the device rows of all processes.
 
     A row whose episode does not count has no tokens for the trainer.
     """
-    credit = assign_credit(run.learner.algorithm, outcomes)
+    credit = assign_credit(run.learner.algorithm, outcomes, averages)
     return {
         "lengths": np.where(credit.counts, [outcome.num_tokens for outcome in outcomes], 0),
         "advantages": credit.advantages,

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,8 @@ class Position:
     """The state of a run after `step` RL steps: its weights, and its history of the load.
 
     In the last `failed_steps` steps too many episodes failed (`EnvConfig`). The tasks of the
-    `open_groups` were begun and not trained on, in an asynchronous run.
+    `open_groups` were begun and not trained on, in an asynchronous run. `averages` are the
+    algorithm's (`Algorithm.averages`).
     """
 
     step: int
@@ -57,6 +58,7 @@ class Position:
     history: LoadHistory
     failed_steps: int = 0
     open_groups: tuple[int, ...] = ()
+    averages: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def open_workdir(workdir: Path, config: dict[str, Any]) -> list[str]:
@@ -154,6 +156,7 @@ def save(
             "throughput": placement.observations.table.as_dict(),
             "failed_steps": position.failed_steps,
             "open_groups": list(position.open_groups),
+            "averages": dict(position.averages),
             **({"base_fingerprint": prints[0]} if prints else {}),
         },
     )
@@ -274,6 +277,7 @@ def _restore(
         history=history,
         failed_steps=int(saved.get("failed_steps", 0)),
         open_groups=tuple(saved.get("open_groups", ())),
+        averages=saved.get("averages", {}),
     )
     return position, placement
 

@@ -18,6 +18,8 @@ from earl_jax.algorithms.advantages import (
     group_relative,
     group_shares,
     leave_one_out,
+    moving_means,
+    next_averages,
     overlong_penalty,
     reinforce,
 )
@@ -189,6 +191,43 @@ def test_reinforce_with_the_baseline_of_a_group_or_none():
     assert table(baseline="group").tolist() == [-1, 3, 1, -3]
     assert table(baseline="none").tolist() == [1, 10, 3, 4]
     assert table(baseline="batch").tolist() == [-3.5, 5.5, -1.5, -0.5]
+
+
+# REINFORCE with a moving average of each role.
+
+
+def test_moving_means_by_hand():
+    """Role x: 1, then 0.9 * 1 + 0.1 * 0; role o begins with its first batch, in both turns."""
+    first = moving_means({}, [(1,)], ["x"], discount=0.5, decay=0.9)
+    assert first == {"x": 1.0}
+    both = moving_means(first, [(0,), (0, 1), (0,)], ["x", "o", "x"], discount=0.5, decay=0.9)
+    # Returns of o: 0 + 0.5 * 1 and 1.
+    assert both == {"x": pytest.approx(0.9), "o": pytest.approx(0.75)}
+    assert first == {"x": 1.0}, "the averages before are left as they are"
+
+
+def test_advantages_are_relative_to_the_roles_average_behind_the_batch():
+    """Failed episodes are in no average; normalised by the deviation of the batch."""
+    plain = ReinforceSettings(
+        turn_discount=1.0, baseline="ema", baseline_decay=0.5, normalize_advantages=False
+    )
+    algorithm = dataclasses.replace(REINFORCE, settings=plain)
+    played = [
+        make_trajectory(0, (1.0,), role="x"),
+        make_trajectory(1, (0.0, 3.0), role="o"),
+        make_trajectory(2, (5.0,), role="x"),
+        make_trajectory(3, (99.0,), role="x", stop_reason="environment_error"),
+    ]
+    averages = next_averages(algorithm, played, {"x": 1.0})
+    assert averages == {"x": 2.0, "o": 3.0}
+    _, table = assign_credit(algorithm, played, averages)
+    np.testing.assert_array_equal(table[:, :2], [[-1, 0], [0, 0], [3, 0], [0, 0]])
+    scaled = dataclasses.replace(plain, normalize_advantages=True)
+    _, scaled = assign_credit(dataclasses.replace(algorithm, settings=scaled), played, averages)
+    np.testing.assert_allclose(scaled, table / np.std([-1, 0, 0, 3]), rtol=1e-6)
+    # Other baselines keep no average.
+    assert next_averages(REINFORCE, played, {"x": 1.0}) == {}
+    assert next_averages(GRPO, played, {"x": 1.0}) == {}
 
 
 # RLOO.

@@ -154,7 +154,8 @@ def test_as_dict_is_json_and_builds_the_same_config_again():
         ({"num_step": 3}, "config.num_step is not a field of Config; did you mean 'num_steps'?"),
         (
             {"learning_rate": 0.1},
-            "config.learning_rate is not a field of Config; there is config.train.learning_rate",
+            "config.learning_rate is not a field of Config; there is config.train.learning_rate "
+            "and config.train.critic.learning_rate",
         ),
         (
             {"train": {"num_slots": 8}},
@@ -246,7 +247,7 @@ def test_a_key_of_an_earlier_version_is_an_error_that_names_the_new_one(given, m
         ("selector.rollout_meshes=(8,)", "config.selector.rollout_meshes is 8"),
         ("algorithm=3", "config.algorithm is 3, a int; it must be of type str"),
         ("algorithm=grop", "config.algorithm is 'grop'; did you mean 'grpo'?"),
-        ("algorithm=x", "baseline, sft, or give your own as 'module:name'"),
+        ("algorithm=x", "baseline, ppo, sft, or give your own as 'module:name'"),
         ("algorithm=no_module:x", "config.algorithm is 'no_module:x', which cannot be imported"),
         ("algorithm=math:pi", "config.algorithm is 'math:pi', which is of type float"),
         ("algorithm_args=3", "config.algorithm_args is 3; it is a section"),

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.algorithms.requirements import Networks
 from earl_jax.engine.config import EngineConfig, SlotRules
 from earl_jax.engine.engine import Engine
@@ -32,11 +33,12 @@ from earl_jax.selector.footprint import (
     trainer_bytes,
 )
 from earl_jax.selector.hardware import hardware_of, parse_topology
-from earl_jax.selector.memory import resident_bytes
+from earl_jax.selector.memory import program_bytes, resident_bytes
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_abstract_layout, make_layout
 from earl_jax.sharding.topology import CHIPS, make_topology
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.state import state_shapes, state_shardings
+from earl_jax.train.step import batch_shapes, make_train_step
 
 # Two layers of width 8, 4 heads on 2 key/value heads of size 4, a network of 16, 32 entries.
 TINY = ModelConfig(
@@ -236,6 +238,39 @@ def test_remat_and_micro_batches_save_activations():
         return train_footprint(SIZES, work, D1, 64, "gpu").activations
 
     assert activations(remat=False) > activations() > activations(micro_batches=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("networks", [Networks(), Networks(reference=True), Networks(critic=True)])
+def test_an_update_takes_what_xla_says(networks):
+    """Without remat, within the planner's error for fp32; a critic keeps activations too."""
+    model = dataclasses.replace(TINY, num_layers=4, width=256, num_heads=4, head_size=64)
+    model = dataclasses.replace(model, ffn_size=768, windows=(0,))
+    rows, length, vocab_size = 4, 512, 2048
+    layout = make_layout(D1, row_axes=TRAINING_ROWS)
+    name = "ppo" if networks.critic else "grpo"
+    step = make_train_step(
+        model,
+        TrainConfig(),
+        layout,
+        vocab_size=vocab_size,
+        temperature=1.0,
+        algorithm=ALGORITHMS[name],
+        networks=networks,
+    )
+    state = jax.tree.map(
+        lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
+        state_shapes(model, TrainConfig(), vocab_size, networks),
+        state_shardings(model, TrainConfig(), vocab_size, layout, networks),
+    )
+    scored = ("values", "returns") if networks.critic else ()
+    batch = batch_shapes(rows, length, layout, scored=scored)
+    controls = jax.ShapeDtypeStruct((2 + networks.critic,), jnp.float32)
+    found = program_bytes(step.lower(state, batch, controls).compile())
+    sizes = model_sizes(model, vocab_size, engine_dtype="float32", networks=networks)
+    work = dataclasses.replace(WORK, num_rows=rows, micro_batches=1, remat=False, logprob_chunk=512)
+    planned = train_footprint(sizes, work, D1, length, "cpu")
+    assert planned.total == pytest.approx(found, rel=0.15)
 
 
 # Activations that are kept without remat.

@@ -20,6 +20,7 @@ from earl_jax.run import build_run
 from earl_jax.settings.errors import InputError, RunError
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
+from earl_jax.train.checkpoint import Checkpoints
 from earl_jax.training import train
 from earl_jax.workdir import open_source
 from tests.support import ROOT
@@ -146,6 +147,35 @@ def test_a_command_that_was_wrong_leaves_a_workdir_for_the_right_one(tmp_path):
     assert saved(folder) == json.loads(json.dumps(config.as_dict()))
     # The tokenizer is that of this environment's text, and not of the one before.
     assert "connect" not in (folder / "tokenizer" / "tokenizer.json").read_text()
+
+
+@pytest.mark.slow
+def test_a_moving_average_goes_on_where_it_was(tmp_path):
+    """Each role's, from a checkpoint behind step 1; the run ends with the same bits."""
+    changes = ("num_steps=3", "checkpoint.every_steps=1", "algorithm=reinforce")
+    changes += ("algorithm_args.baseline=ema", "algorithm_args.baseline_decay=0.5")
+    # Games that end otherwise than by a first move that is not allowed.
+    changes += ("env.args.mask_illegal=True", "train.ratio=model")
+    config = config_of(*changes)
+    train(config, tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    for step in (2, 3):
+        shutil.rmtree(tmp_path / "again/checkpoints" / str(step))
+    train(config, tmp_path / "again")
+    assert_equal(parameters(tmp_path / "again", 3), parameters(tmp_path / "whole", 3))
+    ones, others = (
+        [averages_of(tmp_path / name, step) for step in (1, 2, 3)] for name in ("again", "whole")
+    )
+    assert ones == others and set(ones[0]) == {"x", "o"}
+    assert ones[0] != ones[1] != ones[2]
+
+
+def averages_of(workdir: Path, step: int) -> dict[str, float]:
+    checkpoints = Checkpoints(workdir / "checkpoints", keep=None)
+    try:
+        return checkpoints.position(step)["averages"]
+    finally:
+        checkpoints.close()
 
 
 # The weights of another run.

@@ -334,3 +334,16 @@ def test_meshes_of_the_growing_run_have_the_order_that_was_measured():
 def test_kernels_are_ideal_unless_they_say_otherwise():
     fused = Kernels(attention_forward=0.54, attention_backward=0.47)
     assert fused == IDEAL
+
+
+def test_a_critic_is_a_second_policy_without_logits():
+    """Its layers, their gathers and its moments count again; the head's products do not."""
+    mesh = MeshShape(fsdp=8)
+    alone = train_parts(H100, SIZES, WORK, mesh, 32)
+    both = train_parts(H100, dataclasses.replace(SIZES, critic=LAYER), WORK, mesh, 32)
+    no_head = dataclasses.replace(SIZES, vocab_size=0)
+    head_s = alone.products_s - train_parts(H100, no_head, WORK, mesh, 32).products_s
+    assert 0 < head_s < alone.products_s
+    assert both.products_s == pytest.approx(2 * alone.products_s - head_s)
+    for part in ("attention_s", "optimizer_s", "weights_s", "latency_s", "crossing_s"):
+        assert getattr(both, part) == pytest.approx(2 * getattr(alone, part)), part

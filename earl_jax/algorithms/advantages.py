@@ -7,8 +7,8 @@ of a turn look their advantage up on the devices, by `turn_ids`.
 """
 
 import math
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,23 +29,40 @@ class Credit(NamedTuple):
     advantages: np.ndarray
 
 
-def assign_credit(algorithm: Algorithm, episodes: Sequence[Episode]) -> Credit:
-    """Returns the credit of a batch.
+def assign_credit(
+    algorithm: Algorithm, episodes: Sequence[Episode], averages: Mapping[str, float] | None = None
+) -> Credit:
+    """Returns the credit of a batch; `averages` are those behind it (`next_averages`).
 
     An episode that its environment failed is not the policy's doing: it counts nowhere. Nor does an
     episode without a rewarded turn, or a group that the algorithm does not keep. M is a power of
     two above the largest number of turns, so that few programs are compiled for it.
     """
-    counts = np.zeros(len(episodes), bool)
-    for members in _counted_groups(episodes):
-        counts[members] = algorithm.keep_group([episodes[i] for i in members], algorithm.settings)
+    counts = _counts(algorithm, episodes)
     num_turns = max(8, 1 << max(episode.num_turns for episode in episodes).bit_length())
     table = np.zeros((len(episodes), num_turns), np.float32)
     counted = [int(index) for index in np.flatnonzero(counts)]
-    rows = algorithm.advantages([episodes[i] for i in counted], algorithm.settings)
+    given: tuple[Any, ...] = ([episodes[i] for i in counted], algorithm.settings)
+    if algorithm.averages is not None:
+        given = (*given, averages or {})
+    rows = algorithm.advantages(*given)
     for index, row in zip(counted, rows, strict=True):
         table[index, : len(row)] = row
     return Credit(counts=counts, advantages=table)
+
+
+def next_averages(
+    algorithm: Algorithm, episodes: Sequence[Episode], averages: Mapping[str, float]
+) -> dict[str, float]:
+    """Returns the algorithm's moving averages behind a batch, of the episodes that count.
+
+    They are part of a run's position; {} for an algorithm that has none.
+    """
+    if algorithm.averages is None:
+        return {}
+    counts = _counts(algorithm, episodes)
+    counted = [episode for episode, is_counted in zip(episodes, counts, strict=True) if is_counted]
+    return algorithm.averages(averages, counted, algorithm.settings)
 
 
 def discounted_returns(turn_rewards: Sequence[float], discount: float) -> np.ndarray:
@@ -82,14 +99,18 @@ def reinforce(
     *,
     discount: float,
     normalize: bool,
+    baselines: Sequence[float] = (),
 ) -> list[np.ndarray]:
     """REINFORCE with per-turn credit: return minus a baseline (Williams 1992, eq. 11).
 
     The baseline of a turn is the mean return, at the same turn, of the episodes with the same entry
-    in `compared`, such as a role; None is no baseline. With `normalize`, advantages are divided by
-    their population standard deviation over the batch.
+    in `compared`, such as a role; None is no baseline but that of `baselines`, one an episode for
+    all its turns. With `normalize`, advantages are divided by their population standard deviation
+    over the batch.
     """
     rows = [discounted_returns(rewards, discount) for rewards in turn_rewards]
+    if baselines:
+        rows = [row - baseline for row, baseline in zip(rows, baselines, strict=True)]
     members_of: dict[tuple[Hashable, int], list[int]] = {}
     for index, entry in enumerate(compared or ()):
         for turn in range(len(rows[index])):
@@ -102,6 +123,29 @@ def reinforce(
         scale = deviation(every - every.mean()) if every.any() else 0.0
         rows = [row / scale for row in rows] if scale else rows
     return rows
+
+
+def moving_means(
+    averages: Mapping[str, float],
+    turn_rewards: Sequence[Sequence[float]],
+    roles: Sequence[str],
+    *,
+    discount: float,
+    decay: float,
+) -> dict[str, float]:
+    """Returns the moving average of the returns of each role, with those of a batch (SPIRAL).
+
+    arXiv 2506.24119, section 3.2: decay times the average before, plus 1 - decay times the mean of
+    the batch, over the role's turns. A role's first batch is its first average. With decay 0.9, an
+    average of 1 and returns 0, 0 give 0.9.
+    """
+    found, returns = dict(averages), dict[str, list[float]]()
+    for rewards, role in zip(turn_rewards, roles, strict=True):
+        returns.setdefault(role, []).extend(discounted_returns(rewards, discount))
+    for role, values in returns.items():
+        mean = math.fsum(values) / len(values)
+        found[role] = decay * found[role] + (1 - decay) * mean if role in found else mean
+    return found
 
 
 def group_relative(
@@ -193,6 +237,14 @@ def group_shares(algorithm: Algorithm, episodes: Sequence[Episode]) -> dict[str,
 def outcomes_of(turn_rewards: Sequence[Sequence[float]]) -> list[float]:
     """Returns the sum of each episode's rewards."""
     return [math.fsum(rewards) for rewards in turn_rewards]
+
+
+def _counts(algorithm: Algorithm, episodes: Sequence[Episode]) -> np.ndarray:
+    """Returns True for each episode that is trained on, bool[N]."""
+    counts = np.zeros(len(episodes), bool)
+    for members in _counted_groups(episodes):
+        counts[members] = algorithm.keep_group([episodes[i] for i in members], algorithm.settings)
+    return counts
 
 
 def _counted_groups(episodes: Sequence[Episode]) -> list[list[int]]:

@@ -3,7 +3,7 @@
 """The record of an algorithm: its mathematics as pure functions, and what they need to be given."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import flax.struct
@@ -153,6 +153,9 @@ class Algorithm:
     property `needs` of their own, see `all_needs`. `keep_group(episodes, settings)` is
     given the episodes of one group that their environment did not fail; groups for which it returns
     False are not trained on. `min_group_size` is the least config.rollout.group_size.
+    `averages(before, episodes, settings)` returns moving averages by name that are kept from step
+    to step and in checkpoints; `advantages` is then given those behind the batch as a third
+    argument.
 
     config.algorithm_args sets fields of `settings`; a `validate(path)` method, if there is one,
     raises ValueError for values that break a rule. A method `idle()`, if there is one, yields
@@ -160,13 +163,16 @@ class Algorithm:
     idle and not at its default is an error.
     """
 
-    advantages: Callable[[Sequence[Episode], Any], list[np.ndarray]]
+    advantages: Callable[..., list[np.ndarray]]
     loss: Callable[[TokenFacts, Any], TokenLosses]
     settings: Any = NoSettings()
     needs: frozenset[Need] = frozenset()
     keep_group: Callable[[Sequence[Episode], Any], bool] = keep_every_group
     min_group_size: int = 1
     critic: CriticMethods | None = None
+    averages: Callable[[Mapping[str, float], Sequence[Episode], Any], dict[str, float]] | None = (
+        None
+    )
 
     @property
     def all_needs(self) -> frozenset[Need]:

@@ -7,7 +7,7 @@ module that Python finds: config.algorithm = "module:name".
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from earl_jax.algorithms.advantages import (
     group_relative,
     has_different_outcomes,
     leave_one_out,
+    moving_means,
     overlong_penalty,
     reinforce,
 )
@@ -90,11 +91,16 @@ def rloo_advantages(episodes: Sequence[Episode], settings: object) -> list[np.nd
 
 
 def reinforce_advantages(
-    episodes: Sequence[Episode], settings: ReinforceSettings
+    episodes: Sequence[Episode],
+    settings: ReinforceSettings,
+    averages: Mapping[str, float] | None = None,
 ) -> list[np.ndarray]:
     """Returns `reinforce` advantages, with a baseline for each role."""
-    compared = None
-    if settings.baseline != "none":
+    compared, baselines = None, []
+    if settings.baseline == "ema":
+        assert averages is not None, "the caller keeps the moving averages"
+        baselines = [averages[episode.role] for episode in episodes]
+    elif settings.baseline != "none":
         by_group = settings.baseline == "group"
         compared = [(episode.group * by_group, episode.role) for episode in episodes]
     return reinforce(
@@ -102,6 +108,22 @@ def reinforce_advantages(
         compared,
         discount=settings.turn_discount,
         normalize=settings.normalize_advantages,
+        baselines=baselines,
+    )
+
+
+def role_averages(
+    averages: Mapping[str, float], episodes: Sequence[Episode], settings: ReinforceSettings
+) -> dict[str, float]:
+    """Returns `moving_means` of the roles' returns; {} unless they are the baseline."""
+    if settings.baseline != "ema":
+        return {}
+    return moving_means(
+        averages,
+        _rewards(episodes),
+        [episode.role for episode in episodes],
+        discount=settings.turn_discount,
+        decay=settings.baseline_decay,
     )
 
 
@@ -226,7 +248,10 @@ _PLUS_PLUS_BASELINE = ClippedSettings(kl_estimator="k2")
 
 ALGORITHMS: dict[str, Algorithm] = {
     "reinforce": Algorithm(
-        settings=ReinforceSettings(), advantages=reinforce_advantages, loss=clipped_loss
+        settings=ReinforceSettings(),
+        advantages=reinforce_advantages,
+        loss=clipped_loss,
+        averages=role_averages,
     ),
     "grpo": _GRPO,
     "dr_grpo": dataclasses.replace(_GRPO, settings=_DR_GRPO),

@@ -138,18 +138,28 @@ class ReinforceSettings(ClippedSettings):
     """Settings of REINFORCE.
 
     `turn_discount` discounts a reward once for each turn before it. `baseline` is the mean return
-    of the same role at the same turn, over the "batch" or over the "group" that shares a task;
-    "none" subtracts nothing. `normalize_advantages` divides by the standard deviation of the batch.
+    of the same role at the same turn, over the "batch" or over the "group" that shares a task.
+    "ema" is an exponential moving average over the steps of the role's returns, of all turns
+    (SPIRAL, arXiv 2506.24119); it keeps `baseline_decay` of itself at each step, and is saved with
+    the run. "none" subtracts nothing. `normalize_advantages` divides by the standard deviation of
+    the batch.
     """
 
     turn_discount: float = 0.7
-    baseline: Literal["batch", "group", "none"] = "batch"
+    baseline: Literal["batch", "group", "ema", "none"] = "batch"
+    baseline_decay: float = 0.95
     normalize_advantages: bool = True
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Yields `(field, reason)` of each field without effect beside the others' values."""
+        yield from super().idle()
+        if self.baseline != "ema":
+            yield "baseline_decay", f"config.algorithm_args.baseline is {self.baseline!r}"
 
     def validate(self, path: str) -> None:
         """Raises ValueError naming the field that breaks a rule."""
         super().validate(path)
-        check_bounds(self, path, {"turn_discount": (0.0, 1.0)})
+        check_bounds(self, path, {"turn_discount": (0.0, 1.0), "baseline_decay": (0.0, 1.0)})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -68,6 +68,16 @@ NAMES_ELSEWHERE = {
         ("clip_ratio_high", "epsilon_high", "eps_clip_high"), "config.algorithm_args.clip_high"
     ),
     **dict.fromkeys(("clip_ratio_c",), "config.algorithm_args.dual_clip"),
+    **dict.fromkeys(("lam", "lambd"), "config.algorithm_args.gae_lambda"),
+    **dict.fromkeys(
+        ("cliprange_value", "vf_clip", "value_clip_range"), "config.algorithm_args.value_clip"
+    ),
+    **dict.fromkeys(
+        ("critic_lr", "critic_learning_rate", "value_lr"), "config.train.critic.learning_rate"
+    ),
+    **dict.fromkeys(
+        ("critic_warmup", "freezing_actor_steps"), "config.train.critic.pretrain_steps"
+    ),
     **dict.fromkeys(
         ("kl_coef", "kl_loss_coef", "init_kl_coef", "kl_penalty_coef", "beta"),
         "config.algorithm_args.kl_coefficient",

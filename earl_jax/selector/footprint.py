@@ -239,10 +239,10 @@ def train_footprint(
     Always present are the parameters in the compute type, each layer's kept activations, and with
     several micro-batches the sum of gradients in fp32. The phases add: the head's logits and
     gradient; a layer's gathered weights and activations with gradients in the compute type; all
-    gradients in fp32.
+    gradients in fp32. XLA may keep the activations of the policy and of a critic at once.
     """
     weights, moments = trainer_bytes(sizes, mesh)
-    numbers = device_bytes(sizes.trained, mesh) // 4
+    numbers = device_bytes(sizes.trained + sizes.critic, mesh) // 4
     of_base = device_bytes([p._replace(itemsize=1) for p in sizes.frozen], mesh)
     copies = (numbers + of_base) * sizes.compute_bytes if sizes.compute_bytes < 4 else 0
     rows = work.num_rows // work.micro_batches // (mesh.data * mesh.fsdp * mesh.expert)
@@ -250,6 +250,7 @@ def train_footprint(
     block = tokens * _block_width(sizes, mesh, 1) * sizes.compute_bytes
     kept = tokens * sizes.num_layers * sizes.compute_bytes
     kept *= sizes.width if work.remat else kept_width(sizes, mesh, length)
+    kept *= 2 if sizes.critic else 1
     summed = numbers * 4 if work.micro_batches > 1 else 0
     apart = numbers * sizes.compute_bytes
     # TPUs gather the embedding, for a loop over micro-batches also in the other order of axes.

@@ -209,34 +209,37 @@ def train_parts(
     # A frozen matrix has no gradient of its own.
     backward = BACKWARD_PASSES - (len(sizes.frozen) > 0)
     passes = 1 + backward + recomputed
-    flops = tokens * passes * sum(_layer_flops(sizes, mesh, experts_cut=1))
+    # A critic's layers are those of a second policy.
+    networks = 2 if sizes.critic else 1
+    flops = networks * tokens * passes * sum(_layer_flops(sizes, mesh, experts_cut=1))
     # The logits of a chunk are recomputed in the backward pass, with remat or without.
     flops += tokens * (2 + backward) * 2 * sizes.width * sizes.vocab_size / mesh.tensor
     share = hardware.share(mesh.num_devices)
     peak = hardware.flops_per_s * share
     rate = hardware.memory_bytes_per_s * MEMORY_REACHED * share
     products_s = flops / (peak * MATMUL_REACHED)
-    attention_s = _train_attention_s(hardware, sizes, work, mesh, tokens, length)
-    loops = tokens * (1 + BACKWARD_PASSES + recomputed) * _elementwise_bytes(sizes, mesh)
+    attention_s = networks * _train_attention_s(hardware, sizes, work, mesh, tokens, length)
+    loops = networks * tokens * (1 + BACKWARD_PASSES + recomputed) * _elementwise_bytes(sizes, mesh)
     loops += tokens * LOGIT_PASSES * 4 * sizes.vocab_size / mesh.tensor
     # A pass reads the layers, gathered, in the compute type; the optimiser reads gradients,
     # parameters and two moments, and writes the last three.
     copies = _gathered_bytes(sizes, mesh)
-    weights = work.micro_batches * passes * copies
-    gathered = work.micro_batches * _gathers_s(hardware, sizes, work, mesh)
-    ring = work.micro_batches * ring_s(hardware, sizes, work, mesh, each)
-    crossing = (1 + BACKWARD_PASSES / 2 + work.remat) * work.micro_batches
+    parts = networks * work.micro_batches
+    weights = parts * passes * copies
+    gathered = parts * _gathers_s(hardware, sizes, work, mesh)
+    ring = parts * ring_s(hardware, sizes, work, mesh, each)
+    crossing = (1 + BACKWARD_PASSES / 2 + work.remat) * parts
     crossing *= layers_collectives_s(hardware, sizes, mesh, each)
     beside = max(0.0, gathered - products_s - attention_s) + max(0.0, ring - attention_s)
     if hardware.shared_cores:
         # Nothing runs beside them: the same cores move the bytes.
         beside = gathered + ring
-    ops = work.micro_batches * (1 + BACKWARD_PASSES + recomputed) * OPS_A_LAYER * sizes.num_layers
+    ops = parts * (1 + BACKWARD_PASSES + recomputed) * OPS_A_LAYER * sizes.num_layers
     return TrainParts(
         products_s=products_s,
         attention_s=attention_s,
         elementwise_s=loops / rate,
-        optimizer_s=7 * device_bytes(sizes.trained, mesh) / rate,
+        optimizer_s=7 * device_bytes(sizes.trained + sizes.critic, mesh) / rate,
         weights_s=weights / rate,
         beside_s=beside,
         crossing_s=crossing,

@@ -112,8 +112,6 @@ def make_train_step(
         of_policy, (sums, routing) = policy_gradients(state.params, state.base, batch, bonus)
         if not trains_critic:
             return (of_policy,), (sums, routing)
-        # One after the other: the activations of both networks never exist at once.
-        of_policy, batch = jax.lax.optimization_barrier((of_policy, batch))
         of_critic, of_values = value_gradients(state.critic, batch)
         return (of_policy, of_critic), (sums | of_values, routing)
 
