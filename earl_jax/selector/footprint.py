@@ -42,10 +42,11 @@ class Parameter(NamedTuple):
 class ModelSizes:
     """The sizes of a decoder.
 
-    `engine` are the rollout's parameters, `trained` those that are updated (fp32), `frozen` the
-    base of adapters. `ffn_size` is that of one expert where `num_experts` is not 0. `windows` has a
-    number for each layer, 0 for full attention. `compute_bytes` are those of a number in the
-    trainer's products, `engine_bytes` in the engine's and its cache.
+    `engine` are the rollout's parameters, `trained` those that are updated (fp32), `moments` the
+    optimizer's arrays, `frozen` the base of adapters. `ffn_size` is that of one expert where
+    `num_experts` is not 0. `windows` has a number for each layer, 0 for full attention.
+    `compute_bytes` are those of a number in the trainer's products, `engine_bytes` in the engine's
+    and its cache.
     """
 
     num_layers: int
@@ -62,6 +63,7 @@ class ModelSizes:
     engine_bytes: int
     engine: tuple[Parameter, ...]
     trained: tuple[Parameter, ...]
+    moments: tuple[Parameter, ...]
     frozen: tuple[Parameter, ...] = ()
     activation: str = "silu"
 
@@ -176,7 +178,7 @@ def cache_token_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape) -> int
 def trainer_bytes(sizes: ModelSizes, mesh: MeshShape) -> tuple[int, int]:
     """Returns the bytes per device of a trainer's parameters, with the base, and of its moments."""
     trained = device_bytes(sizes.trained, mesh)
-    return trained + device_bytes(sizes.frozen, mesh), 2 * trained
+    return trained + device_bytes(sizes.frozen, mesh), device_bytes(sizes.moments, mesh)
 
 
 def row_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape, max_tokens: int) -> int:

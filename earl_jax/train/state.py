@@ -10,7 +10,6 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-import optax
 
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.lora import adapt, adapter_specs
@@ -23,7 +22,7 @@ from earl_jax.models.parameters import (
 )
 from earl_jax.sharding.layout import Layout
 from earl_jax.train.config import TrainConfig
-from earl_jax.train.optimizer import make_optimizer
+from earl_jax.train.optimizer import make_optimizer, moment_axes
 from earl_jax.trajectory import TrajectoryBatch
 
 
@@ -65,6 +64,14 @@ def trained_specs(model: ModelConfig, config: TrainConfig, vocab_size: int) -> t
     return (adapter_specs(specs, config.lora), specs) if config.lora.rank else (specs, None)
 
 
+def optimized_specs(
+    model: ModelConfig, config: TrainConfig, vocab_size: int, critic: Critic | None = None
+) -> Any:
+    """Returns the specs of the tree that the optimizer updates (`TrainState.trained`)."""
+    trained, _ = trained_specs(model, config, vocab_size)
+    return (trained, critic.specs) if critic else trained
+
+
 def policy_parameters(config: TrainConfig, params: Params, base: Params) -> Params:
     """Returns the decoder's parameters: the trained ones, or the base with its adapters."""
     return params if base is None else adapt(base, params, config.lora)
@@ -82,8 +89,8 @@ def state_shapes(
         base=parameter_shapes(frozen, jnp.dtype(config.lora.base_dtype)),
         critic=critic and parameter_shapes(critic.specs),
     )
-    moments = jax.eval_shape(make_optimizer(config).init, state.trained)
-    return dataclasses.replace(state, optimizer=moments)
+    optimizer = make_optimizer(config, optimized_specs(model, config, vocab_size, critic))
+    return dataclasses.replace(state, optimizer=jax.eval_shape(optimizer.init, state.trained))
 
 
 def state_shardings(
@@ -93,7 +100,7 @@ def state_shardings(
     layout: Layout,
     critic: Critic | None = None,
 ) -> TrainState:
-    """Returns the shardings of a TrainState: moments as their parameter, counters replicated."""
+    """Returns the shardings of a TrainState: moments by their axes, counters replicated."""
     trained, frozen = trained_specs(model, config, vocab_size)
     everywhere = layout.parameters("")
     state = TrainState(
@@ -103,14 +110,11 @@ def state_shardings(
         base=parameter_shardings(frozen, layout),
         critic=critic and parameter_shardings(critic.specs, layout),
     )
-    moments = optax.tree_utils.tree_map_params(
-        make_optimizer(config),
-        lambda _, sharding: sharding,
+    axes = moment_axes(
         state_shapes(model, config, vocab_size, critic).optimizer,
-        state.trained,
-        transform_non_params=lambda _: everywhere,
+        optimized_specs(model, config, vocab_size, critic),
     )
-    return dataclasses.replace(state, optimizer=moments)
+    return dataclasses.replace(state, optimizer=jax.tree.map(layout.parameters, axes))
 
 
 def init_state(
@@ -145,7 +149,8 @@ def state_of(
             lambda: init_parameters(trained, jax.random.key(seed)), out_shardings=shardings.params
         )
         params, base = draw(), params
-    init = jax.jit(make_optimizer(config).init, out_shardings=shardings.optimizer)
+    optimizer = make_optimizer(config, optimized_specs(model, config, vocab_size))
+    init = jax.jit(optimizer.init, out_shardings=shardings.optimizer)
     updates = jnp.zeros((), jnp.int32, device=shardings.updates)
     return TrainState(updates=updates, params=params, optimizer=init(params), base=base)
 
@@ -170,6 +175,7 @@ def _init_program(
             base=jax.tree.map(lambda leaf: leaf.astype(config.lora.base_dtype), base),
             critic=critic and init_parameters(critic.specs, jax.random.key(seed)),
         )
-        return dataclasses.replace(state, optimizer=make_optimizer(config).init(state.trained))
+        optimizer = make_optimizer(config, optimized_specs(model, config, vocab_size, critic))
+        return dataclasses.replace(state, optimizer=optimizer.init(state.trained))
 
     return jax.jit(init, out_shardings=state_shardings(model, config, vocab_size, layout, critic))

@@ -24,7 +24,13 @@ from earl_jax.models.parameters import (
 from earl_jax.sharding.layout import Layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.optimizer import make_optimizer
-from earl_jax.train.state import Critic, TrainState, policy_parameters, state_shardings
+from earl_jax.train.state import (
+    Critic,
+    TrainState,
+    optimized_specs,
+    policy_parameters,
+    state_shardings,
+)
 from earl_jax.trajectory import TrajectoryBatch
 
 # What a state is scored for before it is updated: fields of a TrajectoryBatch.
@@ -111,7 +117,7 @@ def make_train_step(
     and the loss of each token is weighted with `importance_weights` of config.correction. With more
     than one update a batch, give the batch what `make_scorer` computes.
     """
-    optimizer = make_optimizer(config)
+    optimizer = make_optimizer(config, optimized_specs(model, config, vocab_size, critic))
     shardings = state_shardings(model, config, vocab_size, layout, critic)
 
     def loss_sums(trained: Any, base: Params, batch: TrajectoryBatch, bonus: jax.Array):
