@@ -73,7 +73,7 @@ class TrainPoint:
         work = dataclasses.replace(_WORK, num_rows=self.rows, remat=self.remat)
         sizes = sizes_of(self.model)
         if self.frozen:
-            sizes = dataclasses.replace(sizes, frozen=sizes.trained, trained=())
+            sizes = dataclasses.replace(sizes, frozen=sizes.trained, trained=(), moments=())
         parts = train_parts(hardware, sizes, work, self.mesh, self.length, self.recomputed)
         parts = dataclasses.replace(parts, products_s=self.products * parts.products_s)
         return self.rows * self.length / parts.total / self.mesh.num_devices

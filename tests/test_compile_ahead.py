@@ -147,7 +147,7 @@ def test_run_finds_what_was_compiled_ahead(run, programs):
     jax.clear_caches()
     plans = placement.foresee(LONG, None)
     lower_round(run.stages, plans.rollout, LONG).compile()
-    lower_update(run.stages, plans.train, LONG, 8).compile()
+    lower_update(run.stages, plans.train, LONG, Shape(8, LONG)).compile()
     assert programs() == compiled
 
 

@@ -83,13 +83,19 @@ def parameters(workdir, step):
 # Going on.
 
 
-def test_more_steps_are_those_of_a_run_that_had_them_from_the_start(tmp_path, capsys):
+@pytest.mark.slow_except("default")
+@pytest.mark.parametrize(
+    "overrides",
+    [(), ("train.optimizer=muon", "train.momentum_dtype=bfloat16")],
+    ids=["default", "muon"],
+)
+def test_more_steps_are_those_of_a_run_that_had_them_from_the_start(tmp_path, capsys, overrides):
     part, whole = tmp_path / "part", tmp_path / "whole"
-    train(config_of(), part)
-    train(config_of("num_steps=3"), part)
+    train(config_of(*overrides), part)
+    train(config_of("num_steps=3", *overrides), part)
     assert "changed: config.num_steps is 2 there, 3 here" in capsys.readouterr().out
     assert saved(part)["num_steps"] == 3
-    train(config_of("num_steps=3"), whole)
+    train(config_of("num_steps=3", *overrides), whole)
     assert_equal(final_parameters(part, 3), final_parameters(whole, 3))
 
 

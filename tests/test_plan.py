@@ -64,6 +64,25 @@ def rollouts(schedule):
 # The schedule.
 
 
+def test_training_is_rated_by_the_rows_that_episodes_are_packed_in():
+    problem = problem_on("h100:1x8")
+    assert problem.packed_rows(1024, None) == 64
+    # 95 % of the places hold a token; there is a row for each episode at most, and one at least.
+    assert problem.packed_rows(1024, 8 * 973) == 9
+    assert problem.packed_rows(1024, 8 * 972) == 8
+    assert problem.packed_rows(1024, 64 * 1024) == 64 and problem.packed_rows(1024, 0) == 1
+    whole, parts = TrainPlan(D8, 1, True), TrainPlan(D8, 8, True)
+    # Eight packed rows are one micro-batch by either plan; 64 are eight by the second.
+    assert problem.update_speed(parts, 1024, 8) == problem.update_speed(whole, 1024, 8)
+    assert problem.update_speed(parts, 1024, 64) < problem.update_speed(whole, 1024, 64)
+    few = Chooser(problem, EMPTY, train_tokens=8 * 972)
+    rated = {c.plan: c.tokens_per_s for c in few.candidates.train(1024)}
+    assert rated[TrainPlan(D8, 8, False)] == rated[TrainPlan(D8, 1, False)]
+    step = full_step(problem, 1024)
+    every = Chooser(problem, EMPTY).training(step, None).train
+    assert few.training(step, None).train.seconds < every.seconds
+
+
 def test_bytes_rise_with_the_context_and_a_mesh_that_does_not_fit_is_left():
     problem = problem_on("h100:1x8", "train.micro_batches=8", "train.remat=True")
     contexts = [128, 256, 512, 1024]

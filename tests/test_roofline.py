@@ -54,6 +54,7 @@ SIZES = ModelSizes(
     engine_bytes=2,
     engine=tuple(parameter._replace(itemsize=2) for parameter in LAYER),
     trained=LAYER,
+    moments=2 * LAYER,
 )
 WORK = Workload(
     num_slots=64,
@@ -123,7 +124,7 @@ def test_every_other_product_computed_again_is_between_none_and_all():
 
 
 def test_a_frozen_model_has_no_gradients_of_its_weights():
-    frozen = dataclasses.replace(SIZES, frozen=LAYER, trained=())
+    frozen = dataclasses.replace(SIZES, frozen=LAYER, trained=(), moments=())
     found = train_parts(PUBLISHED, frozen, WORK, D1, 16)
     expected = 64 * 16 * (2 * 2 * MATRICES + 3 * 2 * 32 * 32) / (0.6 * 989e12)
     assert found.products_s == pytest.approx(expected)

@@ -29,6 +29,7 @@ from earl_jax.train.step import (
     read_metrics,
 )
 from earl_jax.trajectory import TrajectoryBatch
+from tests.support.optimizers import specs_of
 
 VOCAB, ROWS, LENGTH, TEMPERATURE = 64, 16, 24, 0.8
 # Eight key/value heads, so that every mesh of eight devices is allowed.
@@ -537,20 +538,20 @@ def test_large_gradients_are_clipped_by_their_global_norm(reference):
 def test_adam_by_hand():
     """Two updates of one parameter p = 2 with b1 = 0.9, b2 = 0.95 and a decay of 0.01."""
     config = TrainConfig(adam_b1=0.9, adam_b2=0.95, weight_decay=0.01, max_grad_norm=1.0)
-    optimizer = make_optimizer(config)
-    params = {"p": jnp.array([2.0])}
+    optimizer = make_optimizer(config, specs_of(p="DF"))
+    params = {"p": jnp.array([[2.0]])}
     state = optimizer.init(params)
     # g = 0.5: m / (1 - b1) = 0.5, v / (1 - b2) = 0.25, so 0.5 / 0.5 = 1, plus 0.01 * 2.
-    direction, state = optimizer.update({"p": jnp.array([0.5])}, state, params)
-    assert direction["p"][0] == pytest.approx(1.02, abs=1e-6)
+    direction, state = optimizer.update({"p": jnp.array([[0.5]])}, state, params)
+    assert direction["p"][0, 0] == pytest.approx(1.02, abs=1e-6)
     # g = -0.2: m = 0.9 * 0.05 - 0.02 = 0.025, over 1 - 0.81 = 0.19: 0.131579.
     # v = 0.95 * 0.0125 + 0.05 * 0.04 = 0.013875, over 1 - 0.9025 = 0.0975: 0.142308.
-    direction, state = optimizer.update({"p": jnp.array([-0.2])}, state, params)
-    assert direction["p"][0] == pytest.approx(0.131579 / math.sqrt(0.142308) + 0.02, abs=1e-5)
+    direction, state = optimizer.update({"p": jnp.array([[-0.2]])}, state, params)
+    assert direction["p"][0, 0] == pytest.approx(0.131579 / math.sqrt(0.142308) + 0.02, abs=1e-5)
 
 
 def test_the_clip_by_hand():
-    optimizer = make_optimizer(TrainConfig(max_grad_norm=1.0, adam_b1=0.5))
+    optimizer = make_optimizer(TrainConfig(max_grad_norm=1.0, adam_b1=0.5), specs_of(p="D", q="D"))
     params = {"p": jnp.zeros(1), "q": jnp.zeros(1)}
     # Gradients 3 and 4 have norm 5: they become 0.6 and 0.8, and the moments half of that.
     grads = {"p": jnp.array([3.0]), "q": jnp.array([4.0])}

@@ -106,6 +106,8 @@ NAMES_ELSEWHERE = {
         ("pack", "packing", "sample_packing", "packing_samples", "use_remove_padding"),
         "there is no such setting: episodes always share rows (packed), without padding between",
     ),
+    **dict.fromkeys(("optim", "optimizer_type", "optimizer_name"), "config.train.optimizer"),
+    **dict.fromkeys(("adam_epsilon", "eps"), "config.train.adam_eps"),
     **dict.fromkeys(("lora_rank", "lora_r"), "config.train.lora.rank"),
     **dict.fromkeys(("lora_alpha",), "config.train.lora.alpha"),
     **dict.fromkeys(("target_modules", "lora_target_modules"), "config.train.lora.targets"),

@@ -384,6 +384,10 @@ def _idle_training(config: Config) -> Iterator[_Idle]:
     # The model of a path is known later: run.py checks it.
     without_experts = model.num_experts == 0 and not model.path
     yield without_experts, "train.balance_coefficient", "config.model.num_experts is 0"
+    chosen = f"config.train.optimizer is {train.optimizer!r}"
+    for name in ("adam_b1", "adam_b2", "momentum_dtype"):
+        yield train.optimizer == "adafactor", f"train.{name}", chosen
+    yield train.optimizer in ("adafactor", "lion"), "train.adam_eps", chosen
     constant = "config.train.schedule is 'constant'"
     yield train.schedule == "constant", "train.final_learning_rate", constant
     # Without a correction, a rollout of another precision has ratios that are not 1 from the start.

@@ -32,7 +32,8 @@ from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.topology import CHIPS, Topology, chip_of
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.critic import critic_specs
-from earl_jax.train.state import trained_specs
+from earl_jax.train.optimizer import moment_axes
+from earl_jax.train.state import optimized_specs, state_shapes, trained_specs
 
 
 def find_model(config: Config, vocab_size: int | None) -> tuple[ModelConfig, int]:
@@ -93,6 +94,7 @@ def model_sizes(
         engine_bytes=jnp.dtype(engine_dtype).itemsize,
         engine=_alike(_engine_parameters(specs, engine_dtype)),
         trained=_alike(_parameters(trained, 4)),
+        moments=_alike(_moments(model, train, vocab_size, networks)),
         frozen=_alike(_parameters(frozen, jnp.dtype(train.lora.base_dtype).itemsize)),
         reference=_alike(_parameters(reference, jnp.dtype(model.compute_dtype).itemsize)),
         critic=_alike(_parameters(critic, 4)),
@@ -111,6 +113,20 @@ def _engine_parameters(specs: Any, dtype: str) -> list[Parameter]:
     return [
         Parameter(_name(path), spec.shape, spec.axes, shape.dtype.itemsize)
         for (path, spec), shape in zip(leaves, shapes, strict=True)
+    ]
+
+
+def _moments(
+    model: ModelConfig, train: TrainConfig, vocab_size: int, networks: Networks
+) -> list[Parameter]:
+    """Returns the arrays of the optimizers' state, without counters."""
+    moments = state_shapes(model, train, vocab_size, networks).moments
+    axes = tuple(map(moment_axes, moments, optimized_specs(model, train, vocab_size, networks)))
+    leaves = zip(jax.tree.leaves(moments), jax.tree.leaves(axes), strict=True)
+    return [
+        Parameter("moment", leaf.shape, each, leaf.dtype.itemsize)
+        for leaf, each in leaves
+        if leaf.shape
     ]
 
 

@@ -43,10 +43,11 @@ class ModelSizes:
     """The sizes of a decoder.
 
     `engine` are the rollout's parameters, `trained` those of the policy that are updated (fp32),
-    `frozen` the base of adapters, `reference` a frozen copy of the policy, `critic` a value network
-    that is updated too (fp32). `ffn_size` is that of one expert where `num_experts` is not 0.
-    `windows` has a number for each layer, 0 for full attention. `compute_bytes` are those of a
-    number in the trainer's products, `engine_bytes` in the engine's and its cache.
+    `moments` the arrays of all optimizers, `frozen` the base of adapters, `reference` a frozen copy
+    of the policy, `critic` a value network that is updated too (fp32). `ffn_size` is that of one
+    expert where `num_experts` is not 0. `windows` has a number for each layer, 0 for full
+    attention. `compute_bytes` are those of a number in the trainer's products, `engine_bytes` in
+    the engine's and its cache.
     """
 
     num_layers: int
@@ -63,6 +64,7 @@ class ModelSizes:
     engine_bytes: int
     engine: tuple[Parameter, ...]
     trained: tuple[Parameter, ...]
+    moments: tuple[Parameter, ...]
     frozen: tuple[Parameter, ...] = ()
     reference: tuple[Parameter, ...] = ()
     critic: tuple[Parameter, ...] = ()
@@ -181,7 +183,8 @@ def cache_token_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape) -> int
 def trainer_bytes(sizes: ModelSizes, mesh: MeshShape) -> tuple[int, int]:
     """Returns the bytes per device of a trainer's parameters, frozen ones too, and of moments."""
     trained = device_bytes(sizes.trained + sizes.critic, mesh)
-    return trained + device_bytes(sizes.frozen + sizes.reference, mesh), 2 * trained
+    frozen = device_bytes(sizes.frozen + sizes.reference, mesh)
+    return trained + frozen, device_bytes(sizes.moments, mesh)
 
 
 def row_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape, max_tokens: int) -> int:

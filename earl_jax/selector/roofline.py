@@ -222,9 +222,9 @@ def train_parts(
     loops = networks * tokens * (1 + BACKWARD_PASSES + recomputed) * _elementwise_bytes(sizes, mesh)
     loops += tokens * LOGIT_PASSES * 4 * sizes.vocab_size / mesh.tensor
     # A pass reads the layers, gathered, in the compute type; the optimiser reads gradients,
-    # parameters and two moments, and writes the last three.
+    # parameters and moments, and writes the last two.
     copies = _gathered_bytes(sizes, mesh)
-    parts = networks * work.micro_batches
+    parts, state = networks * work.micro_batches, device_bytes(sizes.trained + sizes.critic, mesh)
     weights = parts * passes * copies
     gathered = parts * _gathers_s(hardware, sizes, work, mesh)
     ring = parts * ring_s(hardware, sizes, work, mesh, each)
@@ -239,7 +239,7 @@ def train_parts(
         products_s=products_s,
         attention_s=attention_s,
         elementwise_s=loops / rate,
-        optimizer_s=7 * device_bytes(sizes.trained + sizes.critic, mesh) / rate,
+        optimizer_s=(3 * state + 2 * device_bytes(sizes.moments, mesh)) / rate,
         weights_s=weights / rate,
         beside_s=beside,
         crossing_s=crossing,

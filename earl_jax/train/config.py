@@ -23,6 +23,7 @@ _BOUNDS: dict[str, tuple[float, float | None]] = {
     "max_grad_norm": (1e-30, None),
     "adam_b1": (0.0, 0.999999),
     "adam_b2": (0.0, 0.999999),
+    "adam_eps": (0.0, None),
     "importance_cap": (1.0, None),
     "entropy_coefficient": (0.0, None),
     "final_entropy_coefficient": (0.0, None),
@@ -61,6 +62,15 @@ class TrainConfig:
     the algorithm's loss, goes linearly from `entropy_coefficient` to `final_entropy_coefficient`,
     which the last step has. `logprob_chunk` tokens of every row are scored at a time. `remat`
     recomputes activations in the backward pass.
+
+    `optimizer` is optax's "adamw", "lion", "adafactor" (second moments of matrices of at least 128
+    by 128 factored, no momentum, updates of at most RMS 1, no scaling by the parameter) or "muon",
+    which makes the updates of matrices orthogonal, a layer's and an expert's projection each by
+    itself, and updates vectors, embedding and head as AdamW. Muon's updates have the size of
+    AdamW's (RMS 0.2), so learning rates are alike; Lion's rates are 3 to 10 times smaller.
+    `adam_b1` and `adam_b2` are Lion's too; `adam_eps` is added to the root of the second moment.
+    `momentum_dtype` "bfloat16" halves the bytes of the first moment. `weight_decay`, times the
+    learning rate, shrinks matrices; it leaves norms, biases and the embedding alone.
 
     `attention` is the kernel: "blockwise" runs anywhere, "splash" on TPUs, "tokamax" on Hopper
     and Blackwell GPUs; "auto" takes the fastest for the devices and the rows' length.
@@ -102,8 +112,11 @@ class TrainConfig:
     final_learning_rate: float = 0.0
     warmup_steps: int = 10
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    optimizer: Literal["adamw", "adafactor", "lion", "muon"] = "adamw"
+    momentum_dtype: Literal["float32", "bfloat16"] = "float32"
     adam_b1: float = 0.9
     adam_b2: float = 0.95
+    adam_eps: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     correction: Literal["auto", "none", "truncated", "truncated_sequence", "masked"] = "auto"

@@ -9,7 +9,6 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-import optax
 
 from earl_jax.algorithms.requirements import Networks
 from earl_jax.models.config import ModelConfig
@@ -24,7 +23,7 @@ from earl_jax.models.parameters import (
 from earl_jax.sharding.layout import Layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.critic import critic_specs, first_critic
-from earl_jax.train.optimizer import make_optimizer
+from earl_jax.train.optimizer import make_optimizer, moment_axes
 
 # A policy without another network.
 _ALONE = Networks()
@@ -74,6 +73,14 @@ def trained_specs(model: ModelConfig, config: TrainConfig, vocab_size: int) -> t
     return (adapter_specs(specs, config.lora), specs) if config.lora.rank else (specs, None)
 
 
+def optimized_specs(
+    model: ModelConfig, config: TrainConfig, vocab_size: int, networks: Networks = _ALONE
+) -> tuple[Any, ...]:
+    """Returns the specs of each tree that is updated (`TrainState.trained`)."""
+    trained, _ = trained_specs(model, config, vocab_size)
+    return (trained, critic_specs(model, vocab_size)) if networks.critic else (trained,)
+
+
 def policy_parameters(config: TrainConfig, params: Params, base: Params) -> Params:
     """Returns the decoder's parameters: the trained ones, or the base with its adapters."""
     return params if base is None else adapt(base, params, config.lora)
@@ -93,8 +100,10 @@ def state_shapes(
         reference=parameter_shapes(specs, dtype) if networks.reference else None,
         critic=parameter_shapes(critic_specs(model, vocab_size)) if networks.critic else None,
     )
-    moments = (jax.eval_shape(make_optimizer(config).init, tree) for tree in state.trained)
-    return dataclasses.replace(state, optimizer=optimizer_of(tuple(moments)))
+    moments = jax.eval_shape(
+        lambda trees: _first_moments(model, config, vocab_size, networks, trees), state.trained
+    )
+    return dataclasses.replace(state, optimizer=moments)
 
 
 def state_shardings(
@@ -104,7 +113,7 @@ def state_shardings(
     layout: Layout,
     networks: Networks = _ALONE,
 ) -> TrainState:
-    """Returns the shardings of a TrainState: moments as their parameter, counters replicated."""
+    """Returns the shardings of a TrainState: moments by their axes, counters replicated."""
     trained, frozen = trained_specs(model, config, vocab_size)
     specs, everywhere = parameter_specs(model, vocab_size), layout.parameters("")
     critic = critic_specs(model, vocab_size) if networks.critic else None
@@ -116,18 +125,10 @@ def state_shardings(
         reference=parameter_shardings(specs, layout) if networks.reference else None,
         critic=parameter_shardings(critic, layout) if networks.critic else None,
     )
+    specs = optimized_specs(model, config, vocab_size, networks)
     shapes = state_shapes(model, config, vocab_size, networks).moments
-    moments = (
-        optax.tree_utils.tree_map_params(
-            make_optimizer(config),
-            lambda _, sharding: sharding,
-            of_tree,
-            tree,
-            transform_non_params=lambda _: everywhere,
-        )
-        for of_tree, tree in zip(shapes, state.trained, strict=True)
-    )
-    return dataclasses.replace(state, optimizer=optimizer_of(tuple(moments)))
+    axes = optimizer_of(tuple(map(moment_axes, shapes, specs)))
+    return dataclasses.replace(state, optimizer=jax.tree.map(layout.parameters, axes))
 
 
 def init_state(
@@ -171,7 +172,8 @@ def state_of(
     reference, critic = beside(params)
     state = dataclasses.replace(state, reference=reference, critic=critic)
     init = jax.jit(
-        lambda trained: _first_moments(config, trained), out_shardings=shardings.optimizer
+        lambda trees: _first_moments(model, config, vocab_size, networks, trees),
+        out_shardings=shardings.optimizer,
     )
     return dataclasses.replace(state, optimizer=init(state.trained))
 
@@ -185,8 +187,16 @@ def _beside(policy: Params, model: ModelConfig, networks: Networks) -> tuple[Par
     return reference if networks.reference else None, critic
 
 
-def _first_moments(config: TrainConfig, trained: tuple[Params, ...]) -> Any:
-    return optimizer_of(tuple(make_optimizer(config).init(tree) for tree in trained))
+def _first_moments(
+    model: ModelConfig,
+    config: TrainConfig,
+    vocab_size: int,
+    networks: Networks,
+    trees: tuple[Params, ...],
+) -> Any:
+    specs = optimized_specs(model, config, vocab_size, networks)
+    optimizers = [make_optimizer(config, each) for each in specs]
+    return optimizer_of(tuple(o.init(tree) for o, tree in zip(optimizers, trees, strict=True)))
 
 
 @functools.lru_cache(maxsize=64)
@@ -211,7 +221,8 @@ def _init_program(
             reference=reference,
             critic=critic,
         )
-        return dataclasses.replace(state, optimizer=_first_moments(config, state.trained))
+        moments = _first_moments(model, config, vocab_size, networks, state.trained)
+        return dataclasses.replace(state, optimizer=moments)
 
     shardings = state_shardings(model, config, vocab_size, layout, networks)
     return jax.jit(init, out_shardings=shardings)

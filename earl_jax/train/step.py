@@ -27,6 +27,7 @@ from earl_jax.train.optimizer import make_optimizer
 from earl_jax.train.scoring import score_routed, split_rows
 from earl_jax.train.state import (
     TrainState,
+    optimized_specs,
     optimizer_of,
     policy_parameters,
     state_shardings,
@@ -70,6 +71,8 @@ def make_train_step(
     and the loss of each token is weighted with `importance_weights` of config.correction. With more
     than one update a batch, give the batch what `make_scorer` computes.
     """
+    specs = optimized_specs(model, config, vocab_size, networks)
+    optimizers = [make_optimizer(config, each) for each in specs]
     shardings = state_shardings(model, config, vocab_size, layout, networks)
     trains_critic = networks.critic and algorithm.critic is not None
 
@@ -123,8 +126,8 @@ def make_train_step(
         count = jnp.sum(batch.turn_ids > 0)
         tokens = jnp.maximum(count, 1).astype(jnp.float32)
         divisor = jnp.where(count > 0, sums.pop(_DIVISOR), 1.0)
-        trees = zip(grads, state.moments, state.trained, rates, (divisor, tokens), strict=False)
-        steps = [_network_step(config, *tree) for tree in trees]
+        each_network = (optimizers, grads, state.moments, state.trained, rates, (divisor, tokens))
+        steps = [_network_step(*each) for each in zip(*each_network, strict=False)]
         norms = [sums["loss"], *(norm for each in steps for norm in each.norms)]
         is_finite = jnp.isfinite(jnp.stack(norms)).all()
         # Without a token the moments alone would move the parameters.
@@ -171,11 +174,16 @@ class _NetworkStep(NamedTuple):
 
 
 def _network_step(
-    config: TrainConfig, grads: Params, moments: Any, params: Params, rate: Any, divisor: jax.Array
+    optimizer: optax.GradientTransformation,
+    grads: Params,
+    moments: Any,
+    params: Params,
+    rate: Any,
+    divisor: jax.Array,
 ) -> _NetworkStep:
     """Updates one network by sums of gradients, which are divided by `divisor`."""
     grads = jax.tree.map(lambda grad: grad / divisor, grads)
-    direction, moments = make_optimizer(config).update(grads, moments, params)
+    direction, moments = optimizer.update(grads, moments, params)
     norms = optax.tree.norm(grads), rate * optax.tree.norm(direction)
     params = jax.tree.map(lambda p, d: p - rate * d, params, direction)
     return _NetworkStep(params, moments, norms)

@@ -31,6 +31,7 @@ _SIZES = ModelSizes(
     engine_bytes=4,
     engine=(),
     trained=(),
+    moments=(),
 )
 _WORK = Workload(
     num_slots=8,
