@@ -7,22 +7,13 @@ where they run is decided in placement/. The asynchronous loop (loop_async.py) d
 comes to its episodes.
 """
 
-import collections
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-import jax
-import numpy as np
-
-from earl_jax.algorithms.advantages import assign_credit, group_shares, next_averages
-from earl_jax.config import DispatchConfig
-from earl_jax.dispatch.pack import Delivery, dispatch, join_rows, sample_starts
-from earl_jax.dispatch.packing import pack_rows
+from earl_jax.algorithms.advantages import group_shares, next_averages
 from earl_jax.envs.registry import EnvConfig
+from earl_jax.placement.delivery import send_rows
 from earl_jax.placement.moves import move_state
-from earl_jax.placement.packing import plan_batch
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import play_all, play_batches
 from earl_jax.placement.updates import Metrics, Wait, learn, sft
@@ -30,13 +21,13 @@ from earl_jax.rollout.actor import Stopped, check_learnable
 from earl_jax.rollout.evaluation import summarize
 from earl_jax.rollout.gather import Played
 from earl_jax.rollout.load import expected_load, expected_tokens, measure_load
-from earl_jax.rollout.stats import RolloutStats
 from earl_jax.run import Run
 from earl_jax.selector.plans import RolloutPlan
-from earl_jax.settings.errors import InputError, RunError
+from earl_jax.settings.errors import RunError
+from earl_jax.step_record import StepRecord, count_skipped
 from earl_jax.telemetry.compile_clock import compile_clock
 from earl_jax.telemetry.episodes import Failures, failures_of
-from earl_jax.telemetry.host_bytes import HostByteCounter
+from earl_jax.telemetry.host_bytes import only_on_devices
 from earl_jax.telemetry.load import Load
 from earl_jax.telemetry.timing import StageTimer
 from earl_jax.train.state import TrainState
@@ -44,15 +35,11 @@ from earl_jax.trajectory import (
     Experience,
     Outcome,
     Trajectory,
-    TrajectoryBatch,
-    mean_metrics,
 )
 from earl_jax.workdir import Position
 
 # Reasons of failed episodes that end a run.
 REASONS_SHOWN = 3
-# Metrics of the first update of a step: measured before the step has changed the policy.
-_OF_FIRST_UPDATE = ("entropy", "logprob_mismatch_mean", "logprob_mismatch_max")
 
 
 class EpisodesFailed(RunError):
@@ -79,117 +66,6 @@ class StepStopped(Exception):  # noqa: N818 - no error
     def __init__(self, signal_name: str, position: Position) -> None:
         super().__init__(signal_name)
         self.position = position
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """The record of one step, of all processes; `trajectories` and times are this process's.
-
-    `updates` are the metrics of the updates from the step's batch; supervised ones are apart. The
-    `batch` is kept where an update was skipped.
-    """
-
-    step: int
-    trajectories: list[Trajectory]
-    outcomes: list[Outcome]
-    sampling_kl: float | None
-    stats: RolloutStats
-    load: Load
-    rollout_mesh: str
-    rollout_max_tokens: int
-    learning_rate: float
-    entropy_coefficient: float
-    updates: list[Metrics]
-    sft_updates: list[Metrics]
-    batch: TrajectoryBatch | None
-    packing_fill: float
-    dispatch_bytes: int
-    dispatch_host_bytes: int | None
-    publish_bytes: int
-    publish_host_bytes: int | None
-    stage_s: dict[str, float]
-    group_shares: dict[str, float]
-    dropped: list[Outcome]
-
-    @property
-    def failures(self) -> Failures:
-        """The episodes that failed, of all processes."""
-        return failures_of(self.outcomes)
-
-    def metrics(self) -> dict[str, Any]:
-        """Returns its part of a line of metrics.jsonl."""
-        outcomes, load, stage_s = self.outcomes, self.load, self.stage_s
-        failures = self.failures
-        rewards = np.array([outcome.reward for outcome in outcomes])
-        train_tokens = sum(o.num_tokens for o in outcomes) * len(self.updates)
-        return {
-            "step": self.step,
-            "reward_mean": rewards.mean(),
-            "reward_std": rewards.std(),
-            "episodes": len(rewards),
-            "failed_share": failures.share,
-            "failure": failures.reasons[0] if failures.reasons else None,
-            **self.group_shares,
-            "env": mean_metrics(outcomes) or None,
-            "turns_mean": np.mean([o.num_turns for o in outcomes]),
-            "context_tokens_mean": load.context_tokens_mean,
-            "context_tokens_max": max(o.num_tokens for o in outcomes),
-            "rollout_tokens_per_s": (
-                load.rollout_tokens / (stage_s["rollout"] + stage_s.get("overlap", 0.0))
-            ),
-            **self.stats.metrics(),
-            "train_tokens": train_tokens,
-            "train_tokens_per_s": train_tokens / stage_s["train"],
-            "packing_fill": self.packing_fill,
-            "stage_s": stage_s,
-            "rollout_mesh": self.rollout_mesh,
-            "rollout_max_tokens": self.rollout_max_tokens,
-            "dispatch_bytes": self.dispatch_bytes,
-            "dispatch_host_bytes": self.dispatch_host_bytes,
-            "publish_bytes": self.publish_bytes,
-            "publish_host_bytes": self.publish_host_bytes,
-            "sampling_kl": self.sampling_kl,
-            **lag_metrics(self.step - 1, outcomes, self.dropped),
-            **self.updates[-1],
-            **{name: self.updates[0][name] for name in _OF_FIRST_UPDATE},
-            "learning_rate": self.learning_rate,
-            "entropy_coefficient": self.entropy_coefficient,
-            "skipped_updates": self.skipped_updates,
-            "sft_loss": self.sft_updates[-1]["loss"] if self.sft_updates else None,
-        }
-
-    @property
-    def skipped_updates(self) -> int:
-        """The number of updates that were skipped, because they were not finite."""
-        return count_skipped(self.updates + self.sft_updates)
-
-
-def count_skipped(updates: Sequence[Metrics]) -> int:
-    """Returns how many updates were skipped, because they were not finite."""
-    return int(sum(each["skipped_updates"] for each in updates))
-
-
-def lag_metrics(
-    version: int, outcomes: Sequence[Outcome], dropped: Sequence[Outcome]
-) -> dict[str, Any]:
-    """Returns how many updates the policy of `version` is ahead of who sampled its tokens.
-
-    `staleness_tokens` has the number of tokens by this lag, from 0 on. `dropped` are the episodes
-    that were given up because they were too old: their tokens are lost, and a mean length that is
-    far from that of the trained ones is a bias.
-    """
-    tokens: collections.Counter[int] = collections.Counter()
-    for outcome in outcomes:
-        tokens.update({version - sampled: number for sampled, number in outcome.versions})
-    most = max(tokens, default=0)
-    lost = [outcome.num_policy_tokens for outcome in dropped]
-    return {
-        "version_lag_max": most,
-        "staleness_tokens": [tokens[lag] for lag in range(most + 1)],
-        "stale_episodes": len(lost) or None,
-        "stale_tokens": sum(lost) or None,
-        "stale_tokens_mean": float(np.mean(lost)) if lost else None,
-    }
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -258,8 +134,10 @@ def rl_step(
         player.plans_chosen()
         state = move_state(placement, state)
     averages = next_averages(run.learner.algorithm, done.played.outcomes, position.averages)
-    with timer("dispatch"), only_on_devices(config.dispatch) as dispatch_reads:
-        delivery, fill = send_rows(run, placement, done, length, averages)
+    with timer("dispatch"), only_on_devices(config.dispatch.forbid_host_bytes) as dispatch_reads:
+        delivery, fill = send_rows(
+            placement, done.experience, done.played.outcomes, length, averages
+        )
     done.experience = None
     train_plan, compiled_s = placement.train, compile_clock().own_seconds()
     with timer("train"):
@@ -369,7 +247,7 @@ def choose_and_play(
 
     def publish_and_play() -> PlayedStep:
         plan, max_tokens = placement.rollout, placement.max_tokens
-        with timer("publish"), only_on_devices(run.config.dispatch) as reads:
+        with timer("publish"), only_on_devices(run.config.dispatch.forbid_host_bytes) as reads:
             policy = run.learner.policy(state)
             session, num_bytes = placement.sessions.open(policy, version=position.step)
         with timer("rollout"):
@@ -395,78 +273,6 @@ def choose_and_play(
         except Stopped as stop:
             raise StepStopped(str(stop), dataclasses.replace(position, state=state)) from None
     return state, done
-
-
-@contextlib.contextmanager
-def only_on_devices(config: DispatchConfig) -> Iterator[HostByteCounter]:
-    """Counts the bytes that come to the host inside; forbids them if the config says so."""
-    guard = "allow" if config.forbid_host_bytes is False else "disallow_explicit"
-    with HostByteCounter() as counter, jax.transfer_guard_device_to_host(guard):
-        yield counter
-    if config.forbid_host_bytes is not False and counter.num_bytes:
-        raise InputError(
-            f"{counter.num_bytes} bytes of experience or weights came through the host, and "
-            f"config.dispatch.forbid_host_bytes is {config.forbid_host_bytes!r}; set it to False "
-            "to have them counted only"
-        )
-
-
-def send_rows(
-    run: Run,
-    placement: Placement,
-    done: PlayedStep,
-    length: int,
-    averages: Mapping[str, float],
-) -> tuple[Delivery, float]:
-    """Sends the rows of all processes to the training layout, as a batch with its advantages.
-
-    Returns:
-        The packed batch, and the fraction of its places that hold a token.
-    """
-    layouts, mesh = run.stages.layouts, placement.rollout.mesh
-    own = rows_to_learn_from(run, done.experience) if done.experience else None
-    experience = join_rows(
-        own,
-        layouts.engine(mesh),
-        layouts.rollout(mesh),
-        run.config.rollout.episodes_per_step,
-        length,
-    )
-    outcomes, layout = done.played.outcomes, layouts.train(placement.train.mesh)
-    facts, own = row_facts(run, outcomes, length, averages), run.cluster.own
-    own_facts = {name: own(fact) for name, fact in facts.items()}
-    delivery = dispatch(experience, layout, length=length, **own_facts)
-    lengths = facts["lengths"]
-    placement.trained_tokens = int(lengths.sum())
-    num_samples = [len(outcome.sample_starts) for outcome in outcomes]
-    packing = plan_batch(placement, lengths.tolist(), length, num_samples)
-    batch = pack_rows(delivery.batch, packing, layout)
-    delivery = dataclasses.replace(delivery, batch=batch)
-    run.cluster.wait(delivery.batch, "dispatch")
-    return delivery, placement.trained_tokens / delivery.batch.tokens.size
-
-
-def rows_to_learn_from(run: Run, experience: Experience) -> Experience:
-    """Returns the rows with only those log-probs that the update is measured against."""
-    if run.config.train.ratio == "behaviour":
-        return dataclasses.replace(experience, model_logprobs=None)
-    assert experience.model_logprobs is not None, "the config was not validated"
-    return dataclasses.replace(experience, logprobs=experience.model_logprobs, model_logprobs=None)
-
-
-def row_facts(
-    run: Run, outcomes: Sequence[Outcome], length: int, averages: Mapping[str, float]
-) -> dict[str, np.ndarray]:
-    """Returns the small facts that the host adds to the device rows of all processes.
-
-    A row whose episode does not count has no tokens for the trainer.
-    """
-    credit = assign_credit(run.learner.algorithm, outcomes, averages)
-    return {
-        "lengths": np.where(credit.counts, [outcome.num_tokens for outcome in outcomes], 0),
-        "advantages": credit.advantages,
-        "sample_starts": sample_starts([o.sample_starts for o in outcomes], length),
-    }
 
 
 def gather_costs(

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from earl_jax.engine.session import Session
-from earl_jax.loop import PlayedStep, StepStopped, only_on_devices
+from earl_jax.loop import PlayedStep, StepStopped
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.updates import Wait
@@ -35,6 +35,7 @@ from earl_jax.rollout.service import RolloutService
 from earl_jax.rollout.staleness import choose_groups, overdue
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.run import Run
+from earl_jax.telemetry.host_bytes import only_on_devices
 from earl_jax.telemetry.load import Load
 from earl_jax.telemetry.timing import StageTimer
 from earl_jax.train.state import TrainState
@@ -125,7 +126,8 @@ class AsyncPlayer:
         error, self._error = self._error, None
         if error is not None:
             raise error
-        with self._timer("publish"), only_on_devices(self._run.config.dispatch) as reads:
+        forbid = self._run.config.dispatch.forbid_host_bytes
+        with self._timer("publish"), only_on_devices(forbid) as reads:
             service, num_bytes = self._publish(position)
         dropped: list[Outcome] = []
         with self._timer("rollout"):

@@ -17,7 +17,7 @@ from earl_jax.launch.agreement import check_same, open_shared_workdir
 from earl_jax.launch.cluster import Cluster, find_cluster
 from earl_jax.launch.layouts import across_in_words
 from earl_jax.launch.lock import locked, set_aside
-from earl_jax.loop import EpisodesFailed, StepRecord, StepStopped, evaluate, rl_step
+from earl_jax.loop import EpisodesFailed, StepStopped, evaluate, rl_step
 from earl_jax.loop_async import AsyncPlayer
 from earl_jax.models.checkpoints.hf_read import check_weights
 from earl_jax.placement.compile_ahead import CompileAhead, compiles_ahead
@@ -30,6 +30,7 @@ from earl_jax.run import Run, build_run
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.smallest import smallest_hardware, smallest_words
 from earl_jax.settings.errors import RunError
+from earl_jax.step_record import StepRecord
 from earl_jax.telemetry.episodes import trajectory_lines
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.telemetry.progress import Progress

@@ -102,6 +102,11 @@ class Trajectory:
         return sum(len(turn.token_ids) for turn in self.turns if turn.author == "policy")
 
     @property
+    def oldest_version(self) -> int | None:
+        """The version that sampled its first token, which is the oldest; None: none was sampled."""
+        return next((turn.versions[0] for turn in self.turns if turn.versions), None)
+
+    @property
     def outcome(self) -> "Outcome":
         """The facts of the episode without its tokens."""
         versions = collections.Counter(v for turn in self.turns for v in turn.versions)

@@ -20,8 +20,9 @@ from earl_jax.algorithms.algorithms import (
 )
 from earl_jax.algorithms.losses import kl_estimate, likelihood_ratio
 from earl_jax.algorithms.settings import GrpoSettings
-from earl_jax.loop import rl_step, row_facts
+from earl_jax.loop import rl_step
 from earl_jax.models.config import LoraConfig, ModelConfig
+from earl_jax.placement.delivery import row_facts
 from earl_jax.run import build_run
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.sharding.layout import MeshShape, make_layout
@@ -158,7 +159,7 @@ def test_an_algorithm_of_ones_own_trains_by_its_name_alone():
         before, after = record.updates
         # The first update of a batch starts at the proximal policy; the second is away from it.
         assert before["distance_max"] < 1e-9 < after["distance"] < after["distance_max"]
-        counts = row_facts(run, record.outcomes, 64, {})["lengths"] > 0
+        counts = row_facts(run.learner.algorithm, record.outcomes, 64, {})["lengths"] > 0
         kept = [
             len({o.reward for o in record.outcomes if o.group == outcome.group}) > 1
             for outcome in record.outcomes
@@ -362,7 +363,7 @@ def test_a_failed_episode_has_no_tokens_for_the_trainer():
         make_outcome(episode, reward, reason)
         for episode, (reward, reason) in enumerate(zip(rewards, reasons, strict=True))
     ]
-    facts = row_facts(world, outcomes, 32, {})
+    facts = row_facts(world.learner.algorithm, outcomes, 32, {})
     assert facts["lengths"].tolist() == [9, 9, 0, 9]
     # Mean 2/3 of 1, 0, 1 and deviation sqrt(2) / 3.
     np.testing.assert_allclose(facts["advantages"][:, 0], [0.5**0.5, -(2**0.5), 0, 0.5**0.5])

@@ -25,7 +25,7 @@ LEVELS = (
     ("train", "rollout"),
     ("serving", "config"),
     ("placement",),
-    ("run",),
+    ("run", "step_record"),
     ("workdir",),
     ("loop",),
     ("loop_async",),
@@ -93,7 +93,7 @@ def test_every_folder_and_module_has_a_level():
     names = {module.relative_to(PACKAGE).parts[0].removesuffix(".py") for module in MODULES}
     assert names - {"__init__"} == LEVEL.keys()
     modules = [path for path in PACKAGE.glob("*.py") if path.name != "__init__.py"]
-    assert len(modules) <= 12
+    assert len(modules) <= 13
 
 
 def test_no_circle_of_imports():

@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from earl_jax.config import DispatchConfig
-from earl_jax.loop import only_on_devices
 from earl_jax.sharding.reshard import reshard
 from earl_jax.telemetry import host_bytes
-from earl_jax.telemetry.host_bytes import HostByteCounter, available
+from earl_jax.telemetry.host_bytes import HostByteCounter, available, only_on_devices
 
 P = PartitionSpec
 
@@ -77,14 +75,14 @@ def test_device_put_between_meshes_is_caught_and_reshard_is_zero():
 
 
 def test_a_stage_that_reads_is_ended_or_counted_as_the_config_says():
-    with only_on_devices(DispatchConfig(forbid_host_bytes=False)) as counter:
+    with only_on_devices(False) as counter:
         make_sharded().tolist()
     assert counter.num_bytes == 128
     # jax 0.10.2 lets the read pass, and the counter sees it; 0.12's transfer guard refuses it.
     words = "128 bytes of experience or weights came through the host|Disallowed device-to-host"
     with (
         pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=words),
-        only_on_devices(DispatchConfig()),
+        only_on_devices("auto"),
     ):
         make_sharded().tolist()
 

@@ -116,9 +116,9 @@ class LiveEpisode:
 
     @property
     def oldest_version(self) -> int | None:
-        """The version of the oldest policy that sampled a token of it; None: none was sampled."""
-        ended = (min(turn.versions) for turn in self.turns if turn.versions)
-        return min((*ended, *self.versions[:1]), default=None)
+        """The version that sampled its first token, which is the oldest; None: none was sampled."""
+        first = next((turn.versions[0] for turn in self.turns if turn.versions), None)
+        return next(iter(self.versions), None) if first is None else first
 
     @property
     def turn_limit(self) -> int:

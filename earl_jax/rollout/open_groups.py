@@ -98,6 +98,6 @@ def _versions(group: _Open, live: dict[int, int]) -> Iterator[int]:
         if ticket in live:
             yield live[ticket]
         elif ticket in group.episodes:
-            oldest = group.episodes[ticket].trajectory.outcome.oldest_version
+            oldest = group.episodes[ticket].trajectory.oldest_version
             if oldest is not None:
                 yield oldest

@@ -25,14 +25,18 @@ few functions that need them. On CPU an array on one device is read in place and
 each read counts.
 """
 
+import contextlib
 import logging
 import threading
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from earl_jax.settings.errors import InputError
 
 _logger = logging.getLogger(__name__)
 
@@ -160,3 +164,21 @@ def _count_is_right() -> bool:
     finally:
         counter._close()
     return (counter._num_bytes, counter._num_reads) == (1034, 3)
+
+
+@contextlib.contextmanager
+def only_on_devices(forbid: bool | str) -> Iterator[HostByteCounter]:
+    """Counts the bytes that come to the host inside; see config.dispatch.forbid_host_bytes.
+
+    Raises:
+        InputError: some did, and `forbid` is not False.
+    """
+    guard = "allow" if forbid is False else "disallow_explicit"
+    with HostByteCounter() as counter, jax.transfer_guard_device_to_host(guard):
+        yield counter
+    if forbid is not False and counter.num_bytes:
+        raise InputError(
+            f"{counter.num_bytes} bytes of experience or weights came through the host, and "
+            f"config.dispatch.forbid_host_bytes is {forbid!r}; set it to False to have them "
+            "counted only"
+        )

@@ -1,0 +1,130 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The record of a step: what it played and learnt, and its line of metrics."""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from earl_jax.placement.updates import Metrics
+from earl_jax.rollout.stats import RolloutStats
+from earl_jax.telemetry.episodes import Failures, failures_of
+from earl_jax.telemetry.load import Load
+from earl_jax.trajectory import Outcome, Trajectory, TrajectoryBatch, mean_metrics
+
+# Metrics of the first update of a step: measured before the step has changed the policy.
+_OF_FIRST_UPDATE = ("entropy", "logprob_mismatch_mean", "logprob_mismatch_max")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """The record of one step, of all processes; `trajectories` and times are this process's.
+
+    `updates` are the metrics of the updates from the step's batch; supervised ones are apart. The
+    `batch` is kept where an update was skipped.
+    """
+
+    step: int
+    trajectories: list[Trajectory]
+    outcomes: list[Outcome]
+    sampling_kl: float | None
+    stats: RolloutStats
+    load: Load
+    rollout_mesh: str
+    rollout_max_tokens: int
+    learning_rate: float
+    entropy_coefficient: float
+    updates: list[Metrics]
+    sft_updates: list[Metrics]
+    batch: TrajectoryBatch | None
+    packing_fill: float
+    dispatch_bytes: int
+    dispatch_host_bytes: int | None
+    publish_bytes: int
+    publish_host_bytes: int | None
+    stage_s: dict[str, float]
+    group_shares: dict[str, float]
+    dropped: list[Outcome]
+
+    @property
+    def failures(self) -> Failures:
+        """The episodes that failed, of all processes."""
+        return failures_of(self.outcomes)
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns its part of a line of metrics.jsonl."""
+        outcomes, load, stage_s = self.outcomes, self.load, self.stage_s
+        failures = self.failures
+        rewards = np.array([outcome.reward for outcome in outcomes])
+        train_tokens = sum(o.num_tokens for o in outcomes) * len(self.updates)
+        return {
+            "step": self.step,
+            "reward_mean": rewards.mean(),
+            "reward_std": rewards.std(),
+            "episodes": len(rewards),
+            "failed_share": failures.share,
+            "failure": failures.reasons[0] if failures.reasons else None,
+            **self.group_shares,
+            "env": mean_metrics(outcomes) or None,
+            "turns_mean": np.mean([o.num_turns for o in outcomes]),
+            "context_tokens_mean": load.context_tokens_mean,
+            "context_tokens_max": max(o.num_tokens for o in outcomes),
+            "rollout_tokens_per_s": (
+                load.rollout_tokens / (stage_s["rollout"] + stage_s.get("overlap", 0.0))
+            ),
+            **self.stats.metrics(),
+            "train_tokens": train_tokens,
+            "train_tokens_per_s": train_tokens / stage_s["train"],
+            "packing_fill": self.packing_fill,
+            "stage_s": stage_s,
+            "rollout_mesh": self.rollout_mesh,
+            "rollout_max_tokens": self.rollout_max_tokens,
+            "dispatch_bytes": self.dispatch_bytes,
+            "dispatch_host_bytes": self.dispatch_host_bytes,
+            "publish_bytes": self.publish_bytes,
+            "publish_host_bytes": self.publish_host_bytes,
+            "sampling_kl": self.sampling_kl,
+            **lag_metrics(self.step - 1, outcomes, self.dropped),
+            **self.updates[-1],
+            **{name: self.updates[0][name] for name in _OF_FIRST_UPDATE},
+            "learning_rate": self.learning_rate,
+            "entropy_coefficient": self.entropy_coefficient,
+            "skipped_updates": self.skipped_updates,
+            "sft_loss": self.sft_updates[-1]["loss"] if self.sft_updates else None,
+        }
+
+    @property
+    def skipped_updates(self) -> int:
+        """The number of updates that were skipped, because they were not finite."""
+        return count_skipped(self.updates + self.sft_updates)
+
+
+def count_skipped(updates: Sequence[Metrics]) -> int:
+    """Returns how many updates were skipped, because they were not finite."""
+    return int(sum(each["skipped_updates"] for each in updates))
+
+
+def lag_metrics(
+    version: int, outcomes: Sequence[Outcome], dropped: Sequence[Outcome]
+) -> dict[str, Any]:
+    """Returns how many updates the policy of `version` is ahead of who sampled its tokens.
+
+    `staleness_tokens` has the number of tokens by this lag, from 0 on. `dropped` are the episodes
+    that were given up because they were too old: their tokens are lost, and a mean length that is
+    far from that of the trained ones is a bias.
+    """
+    tokens: collections.Counter[int] = collections.Counter()
+    for outcome in outcomes:
+        tokens.update({version - sampled: number for sampled, number in outcome.versions})
+    most = max(tokens, default=0)
+    lost = [outcome.num_policy_tokens for outcome in dropped]
+    return {
+        "version_lag_max": most,
+        "staleness_tokens": [tokens[lag] for lag in range(most + 1)],
+        "stale_episodes": len(lost) or None,
+        "stale_tokens": sum(lost) or None,
+        "stale_tokens_mean": float(np.mean(lost)) if lost else None,
+    }
