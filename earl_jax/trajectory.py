@@ -152,11 +152,6 @@ class Outcome:
         """The outcome: the sum of the turns' rewards."""
         return float(sum(self.turn_rewards))
 
-    @property
-    def oldest_version(self) -> int | None:
-        """The version of the oldest policy that sampled a token; None where none was sampled."""
-        return self.versions[0][0] if self.versions else None
-
 
 @struct.dataclass(frozen=True, kw_only=True)
 class Experience:
