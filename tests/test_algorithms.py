@@ -144,6 +144,7 @@ RUN = {
 }
 
 
+@pytest.mark.slow
 def test_an_algorithm_of_ones_own_trains_by_its_name_alone():
     """Two steps; its settings come from the config, its metrics are in the record."""
     config = make_config(json.loads(json.dumps(RUN)))

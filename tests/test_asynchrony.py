@@ -23,7 +23,7 @@ from tests.support.placements import TINY, begin
 from tests.support.runs import final_parameters
 from tests.support.settings import make_config
 
-STEPS, EPISODES = 5, 16
+STEPS, EPISODES = 4, 16
 SETTINGS = {
     "num_steps": STEPS,
     "model": TINY,
@@ -88,7 +88,7 @@ def test_with_no_staleness_it_is_the_synchronous_loop_bit_for_bit(apart):
     for make in (lambda run, placement: None, AsyncPlayer):
         placement, position = begin(run)
         player = make(run, placement)
-        for _ in range(3):
+        for _ in range(2):
             position, record = rl_step(run, placement, position, player)
         assert record.metrics()["version_lag_max"] == 0
         results.append(jax.tree.leaves(jax.device_get(position.state)))
@@ -148,7 +148,7 @@ def test_a_run_that_was_stopped_goes_on_within_the_bound_and_is_replayed_whole(
     assert_equal(final_parameters(first, STEPS), final_parameters(again, STEPS))
 
 
-@pytest.mark.slow_except("wait")
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["wait", "drop", "mask", "admission"])
 def test_rules(tmp_path, monkeypatch, rule):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -163,6 +163,7 @@ def test_rules(tmp_path, monkeypatch, rule):
         assert not any("stale_tokens" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_replay_that_does_something_else_says_so(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config, first = config_of(), tmp_path / "run"

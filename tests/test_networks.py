@@ -102,6 +102,7 @@ def test_the_reference_in_the_compute_type_scores_as_the_fp32_weights_did():
     np.testing.assert_array_equal(scored.reference, expected)
 
 
+@pytest.mark.slow_except("data=2,fsdp=2,tensor=2-loss")
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
 @pytest.mark.parametrize("mesh", [ONE, CUBE, F8], ids=str)
 def test_a_penalty_without_adapters_is_that_of_the_first_weights(mesh, kl_in):
@@ -296,6 +297,7 @@ def test_the_critic_minimises_the_mean_squared_error_of_its_returns():
     assert found["critic_grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
+@pytest.mark.slow_except("data=2,context=4")
 @pytest.mark.parametrize("mesh", MESHES[1:], ids=str)
 def test_ppo_is_the_same_on_every_mesh_and_in_parts(mesh):
     settings = {"gae_level": "turn", "kl_coefficient": 0.1}

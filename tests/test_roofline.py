@@ -341,7 +341,8 @@ def test_a_critic_is_a_second_policy_without_logits():
     """Its layers, their gathers and its moments count again; the head's products do not."""
     mesh = MeshShape(fsdp=8)
     alone = train_parts(H100, SIZES, WORK, mesh, 32)
-    both = train_parts(H100, dataclasses.replace(SIZES, critic=LAYER), WORK, mesh, 32)
+    with_critic = dataclasses.replace(SIZES, critic=LAYER, moments=2 * SIZES.moments)
+    both = train_parts(H100, with_critic, WORK, mesh, 32)
     no_head = dataclasses.replace(SIZES, vocab_size=0)
     head_s = alone.products_s - train_parts(H100, no_head, WORK, mesh, 32).products_s
     assert 0 < head_s < alone.products_s

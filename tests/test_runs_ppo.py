@@ -24,7 +24,6 @@ GIVEN = {
     "train": {
         "epochs": 2,
         "micro_batches": 2,
-        "pack": True,
         "learning_rate": 3e-3,
         "critic": {"learning_rate": 6e-3},
         "sft_steps": 2,

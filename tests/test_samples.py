@@ -227,14 +227,15 @@ def trainer_params():
 def test_the_trainer_scores_every_sample_as_it_was_sampled(forked, trainer_params, mesh):
     """Its log-probs of the policy's tokens are the engine's, fork or not, on other layouts too."""
     layout = make_layout(MeshShape.parse(mesh))
-    lengths = np.zeros(CONFIG.episodes_per_step, np.int32)
+    rows = forked.experience.tokens.shape[0]
+    lengths = np.zeros(rows, np.int32)
     lengths[:NUM_TASKS] = [t.num_tokens for t in forked.trajectories]
-    starts = np.full((CONFIG.episodes_per_step, 4), ROOM)
+    starts = np.full((rows, 4), ROOM)
     starts[:NUM_TASKS] = sample_starts([t.sample_starts for t in forked.trajectories], ROOM)
     facts = {
         "length": ROOM,
         "lengths": lengths,
-        "advantages": np.ones((CONFIG.episodes_per_step, 8), np.float32),
+        "advantages": np.ones((rows, 8), np.float32),
     }
     score = jax.jit(functools.partial(score_batch, MODEL, TrainConfig(), layout, 1.0))
     params = jax.tree.map(jnp.asarray, trainer_params)
