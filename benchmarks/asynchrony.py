@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous training beside the synchronous loop, on long-tailed episodes.
+"""Streaming and asynchronous training beside the synchronous loop, on long-tailed episodes.
 
     uv run python -m benchmarks.asynchrony [--steps=24] [--write]
 
@@ -43,7 +43,7 @@ SETTINGS: dict[str, Any] = {
         "chunk_size": 8,
         "burst": 4,
         "max_turn_tokens": 24,
-        "context_buckets": (1024,),
+        "context_buckets": (512,),
         "stop_strings": tuple("abcdefghijklmnopqrstuvwxyz0123456789"),
     },
     "devices": {"platform": "cpu", "num_cpu_devices": 2},
@@ -58,10 +58,12 @@ APART = {"rollout_meshes": ("data=1",), "train_meshes": ("data=1",)}
 LINES: dict[str, dict[str, Any]] = {
     "synchronous, devices apart": {"apart": True},
     "synchronous, devices shared": {},
+    "streaming in 4 parts, apart": {"apart": True, "parts": 4},
     "asynchronous, shared, staleness 2": {"staleness": 2},
     "asynchronous, apart, staleness 1": {"apart": True, "staleness": 1},
     "asynchronous, apart, staleness 4": {"apart": True, "staleness": 4},
-    "the same, wait": {"apart": True, "staleness": 4, "rule": "wait"},
+    "the same, streaming in 4 parts": {"apart": True, "staleness": 4, "parts": 4},
+    "asynchronous, apart, staleness 4, wait": {"apart": True, "staleness": 4, "rule": "wait"},
     "the same, kv kept": {"apart": True, "staleness": 4, "rule": "wait", "kv": "keep"},
 }
 
@@ -92,9 +94,8 @@ def settings_of(line: dict[str, Any], steps: int) -> dict[str, Any]:
     settings["selector"] = {"table": "model", **(APART if "apart" in line else SHARED)}
     if "apart" in line:
         settings["devices"] = {**settings["devices"], "num_rollout": 1}
-    if staleness := line.get("staleness"):
-        kept = {name: line[name] for name in ("rule", "kv") if name in line}
-        settings["asynchrony"] = {"max_staleness": staleness, **kept}
+    kept = {name: line[name] for name in ("rule", "kv", "parts") if name in line}
+    settings["asynchrony"] = {"max_staleness": line.get("staleness", 0), **kept}
     return settings
 
 

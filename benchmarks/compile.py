@@ -50,9 +50,10 @@ def _lower_update(point: Point, layout: Any) -> tuple[Any, str]:
     from earl_jax.train import state as train_state
     from earl_jax.train import step as train_step
     from earl_jax.train.config import TrainConfig
+    from earl_jax.train.update import Update
 
     config = TrainConfig(remat=point.remat, micro_batches=point.micro_batches)
-    step = train_step.make_train_step(
+    update = Update(
         config_of(point),
         config,
         layout,
@@ -60,6 +61,7 @@ def _lower_update(point: Point, layout: Any) -> tuple[Any, str]:
         temperature=1.0,
         algorithm=ALGORITHMS["reinforce"],
     )
+    step = train_step.make_train_step(update)
     state = jax.tree.map(
         lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
         train_state.state_shapes(config_of(point), config, vocab_size(point)),

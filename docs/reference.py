@@ -97,7 +97,7 @@ METRICS: dict[str, dict[str, str]] = {
     },
     "Training": {
         "train_tokens": "Tokens trained on, over all updates of the step.",
-        "train_tokens_per_s": "`train_tokens` over the seconds of training.",
+        "train_tokens_per_s": "`train_tokens` over the seconds of training; null for parts.",
         "packing_fill": "Fraction of the places of the step's training rows that hold a token.",
         "loss": "Loss of the step's last update.",
         "kl": "KL to the policy that sampled (k3 estimate), in the last update.",

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 from earl_jax.algorithms.advantages import group_shares, next_averages
 from earl_jax.envs.registry import EnvConfig
-from earl_jax.placement.delivery import send_rows
+from earl_jax.placement.delivery import fill_of, send_rows
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import play_all, play_batches
-from earl_jax.placement.updates import Metrics, Wait, learn, sft
+from earl_jax.placement.updates import Metrics, StepUpdate, Wait, sft
 from earl_jax.rollout.actor import Stopped, check_learnable
 from earl_jax.rollout.evaluation import summarize
 from earl_jax.rollout.gather import Played
@@ -73,8 +73,9 @@ class PlayedStep:
     """A step's episodes: this process's (None where it plays nothing), and those of all.
 
     They were played with `plan`, in rows of `max_tokens` tokens. Row i of `experience` is that of
-    `trajectories[i]`. `dropped` are episodes that were given up since the step before, because they
-    were too old.
+    `trajectories[i]`. Where the episodes went to the trainer as they were finished, they are in the
+    `update`, and there is no experience. `dropped` are episodes that were given up since the step
+    before, because they were too old.
     """
 
     plan: RolloutPlan
@@ -85,6 +86,8 @@ class PlayedStep:
     load: Load
     publish_bytes: int
     publish_host_bytes: int | None
+    dispatch_host_bytes: int | None = 0
+    update: StepUpdate | None = None
     dropped: list[Outcome] = dataclasses.field(default_factory=list)
 
 
@@ -134,17 +137,21 @@ def rl_step(
         player.plans_chosen()
         state = move_state(placement, state)
     averages = next_averages(run.learner.algorithm, done.played.outcomes, position.averages)
-    with timer("dispatch"), only_on_devices(config.dispatch.forbid_host_bytes) as dispatch_reads:
-        delivery, fill = send_rows(
-            placement, done.experience, done.played.outcomes, length, averages
-        )
-    done.experience = None
+    if (update := done.update) is None:
+        controls = run.learner.controls(step, config.num_steps)
+        update = StepUpdate(placement=placement, controls=controls, wait=player.wait)
+        with timer("dispatch"), only_on_devices(config.dispatch.forbid_host_bytes) as reads:
+            update.parts.append(
+                send_rows(placement, done.experience, done.played.outcomes, length, averages)
+            )
+        done.dispatch_host_bytes, done.experience = reads.num_bytes, None
     train_plan, compiled_s = placement.train, compile_clock().own_seconds()
     with timer("train"):
-        controls = run.learner.controls(step, config.num_steps)
-        state, updates = learn(placement, state, delivery.batch, controls, length, player.wait)
+        state, updates = update.finish(state)
     # The time of an update in which a program was compiled or loaded is no measure of its speed.
     is_timed = train_plan == placement.train and compile_clock().own_seconds() == compiled_s
+    # Nor is that of the last parts of a batch.
+    is_timed = is_timed and len(update.parts) == 1
     with timer("sft"):
         if step < config.train.sft_steps:
             examples = run.tasks.examples(step, config.train.sft_updates)
@@ -153,12 +160,12 @@ def rl_step(
     with timer("select"):
         state = move_state(placement, state, to_play=True)
     # Of the rows as they are computed, as the selector counts them.
-    train_tokens = config.train.epochs * delivery.batch.tokens.size
+    train_tokens = config.train.epochs * sum(part.batch.tokens.size for part in update.parts)
     updates, speeds, *host_bytes = gather_costs(
         run,
         updates,
         (done.played.stats.tokens_per_s, train_tokens / timer.seconds["train"] * is_timed or None),
-        dispatch_reads.num_bytes,
+        done.dispatch_host_bytes,
         done.publish_host_bytes,
     )
     placement.observations.add_speed(done.plan, done.max_tokens, speeds[0])
@@ -172,13 +179,14 @@ def rl_step(
         load=done.load,
         rollout_mesh=rollout_mesh,
         rollout_max_tokens=max_tokens,
-        learning_rate=float(controls[0]),
-        entropy_coefficient=float(controls[1]),
+        learning_rate=float(update.controls[0]),
+        entropy_coefficient=float(update.controls[1]),
         updates=updates[: config.train.epochs],
         sft_updates=updates[config.train.epochs :],
-        batch=delivery.batch if count_skipped(updates) else None,
-        packing_fill=fill,
-        dispatch_bytes=delivery.plan.moved_bytes,
+        batches=[part.batch for part in update.parts] if count_skipped(updates) else [],
+        packing_fill=fill_of(update.parts),
+        num_parts=len(update.parts),
+        dispatch_bytes=sum(part.moved_bytes for part in update.parts),
         dispatch_host_bytes=host_bytes[0],
         publish_bytes=done.publish_bytes,
         publish_host_bytes=host_bytes[1],

@@ -11,6 +11,9 @@ Where rollouts have devices of their own (config.devices.num_rollout), rounds ar
 update is under way: both are only dispatched, so one thread is enough, and the events of a run have
 one order, in which they can be replayed (rollout/events.py). Where they share devices, the stages
 take turns, and live episodes wait for the update.
+
+With config.asynchrony.parts a step's groups go to the trainer's devices as they are finished, and
+their gradients are computed while the others are played (StreamRL, arXiv 2504.15930).
 """
 
 import dataclasses
@@ -21,9 +24,10 @@ import jax.numpy as jnp
 
 from earl_jax.engine.session import Session
 from earl_jax.loop import PlayedStep, StepStopped
+from earl_jax.placement.delivery import send_rows
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
-from earl_jax.placement.updates import Wait
+from earl_jax.placement.updates import StepUpdate, Wait
 from earl_jax.rollout.actor import Stopped
 from earl_jax.rollout.collect import Rollout
 from earl_jax.rollout.events import Events
@@ -32,15 +36,33 @@ from earl_jax.rollout.load import expected_load, expected_tokens, measure_load
 from earl_jax.rollout.open_groups import OpenGroups
 from earl_jax.rollout.row_pool import Finished
 from earl_jax.rollout.service import RolloutService
-from earl_jax.rollout.staleness import choose_groups, overdue
+from earl_jax.rollout.staleness import Group, choose_groups, choose_part, overdue
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.run import Run
 from earl_jax.telemetry.host_bytes import only_on_devices
 from earl_jax.telemetry.load import Load
 from earl_jax.telemetry.timing import StageTimer
 from earl_jax.train.state import TrainState
-from earl_jax.trajectory import Experience, Outcome
+from earl_jax.trajectory import Experience, Outcome, Trajectory
 from earl_jax.workdir import Position
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Taken:
+    """What a step has taken so far; its rows are in the `update`, if there is one."""
+
+    update: StepUpdate | None
+    episodes: list[Finished] = dataclasses.field(default_factory=list)
+    experience: Experience | None = None
+    dispatch_host_bytes: int | None = 0
+    dropped: list[Outcome] = dataclasses.field(default_factory=list)
+
+    def in_order(self) -> list[Trajectory]:
+        """Returns the episodes in the order of their tasks, or in that of the rows."""
+        trajectories = [each.trajectory for each in self.episodes]
+        if self.update is not None:
+            trajectories.sort(key=lambda each: each.episode)
+        return [dataclasses.replace(each, row=row) for row, each in enumerate(trajectories)]
 
 
 class AsyncPlayer:
@@ -57,6 +79,8 @@ class AsyncPlayer:
         # The service's counts when a step took its episodes.
         self._counted = RolloutStats()
         self._timer = StageTimer()
+        # What a step has taken, until it is played to its end.
+        self._taken: _Taken | None = None
         # What a round beside an update raised: the next step deals with it.
         self._error: Exception | None = None
 
@@ -122,44 +146,95 @@ class AsyncPlayer:
 
     def _play(self, position: Position) -> PlayedStep:
         """Plays until a batch can be taken; raises what a round beside the last update raised."""
-        settings, groups, version = self._settings, self._groups, position.step
+        groups, version = self._groups, position.step
         error, self._error = self._error, None
         if error is not None:
             raise error
         forbid = self._run.config.dispatch.forbid_host_bytes
         with self._timer("publish"), only_on_devices(forbid) as reads:
             service, num_bytes = self._publish(position)
-        dropped: list[Outcome] = []
-        with self._timer("rollout"):
-            while True:
-                dropped += self._drop(service, version)
-                self._submit(service, version)
-                chosen = choose_groups(
-                    settings.rule,
-                    groups.described(service),
-                    version,
-                    settings.max_staleness,
-                    groups.size,
-                )
-                if chosen is not None:
-                    break
-                self._play_round(service)
-            numbers = [group.number for group in chosen]
-            self._events.note("take", step=version, groups=numbers, round=self._num_rounds)
-            done = groups.take(chosen)
-            rollout, experience = self._rows_of(service, done, version)
+        taken = self._taken = self._taken or _Taken(update=self._new_update(position))
+        while (left := groups.size - len(taken.episodes) // groups.group_size) > 0:
+            with self._timer("rollout"):
+                chosen = self._next_groups(service, version, left)
+                episodes = groups.take(chosen)
+                experience = self._rows_of(service, episodes, version)
+            taken.episodes += episodes
+            if taken.update is None:
+                taken.experience = experience
+            else:
+                self._stream(taken.update, position, episodes, experience)
+        self._taken = None
+        done = taken.in_order()
+        rollout = Rollout(
+            trajectories=done,
+            session=service.session,
+            rows=[each.row for each in done],
+            stats=service.stats.since(self._counted),
+        )
+        self._counted = dataclasses.replace(service.stats)
         played = gather_outcomes(self._run.cluster, rollout, self._placement.as_dict())
         return PlayedStep(
             plan=self._placement.rollout,
-            max_tokens=rollout.session.max_tokens,
-            trajectories=rollout.trajectories,
-            experience=experience,
+            max_tokens=service.session.max_tokens,
+            trajectories=done,
+            experience=taken.experience,
             played=played,
             load=measure_load(played),
             publish_bytes=num_bytes,
             publish_host_bytes=reads.num_bytes,
-            dropped=dropped,
+            dispatch_host_bytes=taken.dispatch_host_bytes,
+            update=taken.update,
+            dropped=taken.dropped,
         )
+
+    def _next_groups(self, service: RolloutService, version: int, left: int) -> list[Group]:
+        """Plays until the step, which takes `left` more groups, can take some; returns these."""
+        settings, groups = self._settings, self._groups
+        assert self._taken is not None, "the step has begun"
+        while True:
+            self._taken.dropped += self._drop(service, version)
+            self._submit(service, version, groups.size - left)
+            described = groups.described(service)
+            if settings.parts > 1:
+                chosen = choose_part(described, left, groups.size // settings.parts)
+            else:
+                chosen = choose_groups(
+                    settings.rule, described, version, settings.max_staleness, groups.size
+                )
+            if chosen is not None:
+                numbers = [group.number for group in chosen]
+                self._events.note("take", step=version, groups=numbers, round=self._num_rounds)
+                return chosen
+            self._play_round(service)
+
+    def _new_update(self, position: Position) -> StepUpdate | None:
+        """Returns the update that a step's groups go to as they are finished; None: all at once."""
+        if self._settings.parts == 1:
+            return None
+        config = self._run.config
+        controls = self._run.learner.controls(position.step, config.num_steps)
+        return StepUpdate(placement=self._placement, controls=controls, wait=self.wait)
+
+    def _stream(
+        self,
+        update: StepUpdate,
+        position: Position,
+        episodes: list[Finished],
+        experience: Experience,
+    ) -> None:
+        """Sends these episodes to the trainer, which starts on their gradients."""
+        config, taken = self._run.config, self._taken
+        assert taken is not None, "the step has begun"
+        outcomes = [each.trajectory.outcome for each in episodes]
+        length = config.rollout.max_tokens_for(max(outcome.num_tokens for outcome in outcomes))
+        forbid = config.dispatch.forbid_host_bytes
+        with self._timer("dispatch"), only_on_devices(forbid) as reads:
+            part = send_rows(self._placement, experience, outcomes, length, {}, wait=False)
+        counted = (taken.dispatch_host_bytes, reads.num_bytes)
+        taken.dispatch_host_bytes = None if None in counted else sum(filter(None, counted))
+        with self._timer("train"):
+            update.add(position.state, part)
 
     def _publish(self, position: Position) -> tuple[RolloutService, int]:
         """Gives the service the weights of the position; opens one with them where there is none.
@@ -202,12 +277,12 @@ class AsyncPlayer:
         self._events.note("grow", plan=str(self._placement.rollout), round=self._num_rounds)
         return grown
 
-    def _submit(self, service: RolloutService, version: int) -> None:
-        """Submits as many groups as may be open now."""
+    def _submit(self, service: RolloutService, version: int, num_taken: int) -> None:
+        """Submits as many groups as may be open now; those that the step has taken count still."""
         size, rule = self._groups.size, self._settings.rule
         numbers = self._groups.numbers
         first = numbers[-1] + 1 if numbers else version * size
-        last = first + self._settings.batches * size - len(numbers)
+        last = first + self._settings.batches * size - len(numbers) - num_taken
         if rule != "drop":
             # All groups are trained on, so that there are no more.
             last = min(last, self._run.config.num_steps * size)
@@ -237,25 +312,16 @@ class AsyncPlayer:
         self._groups.add(service.step())
 
     def _rows_of(
-        self, service: RolloutService, done: list[Finished], version: int
-    ) -> tuple[Rollout, Experience]:
-        """Returns these episodes as a rollout of their own, and their rows, which are free then."""
-        stats = service.stats
-        rollout = Rollout(
-            trajectories=[
-                dataclasses.replace(each.trajectory, row=row) for row, each in enumerate(done)
-            ],
-            session=service.session,
-            rows=[each.row for each in done],
-            stats=stats.since(self._counted),
-        )
-        self._counted = dataclasses.replace(stats)
-        experience = rollout.experience
+        self, service: RolloutService, episodes: list[Finished], version: int
+    ) -> Experience:
+        """Returns copies of the rows of these episodes, which are free then."""
+        session, rows = service.session, [each.row for each in episodes]
+        experience = session.engine.row_copies.gather(session.state.experience, rows)
         if self._settings.rule == "mask":
             experience = _since_version(experience, version - self._settings.max_staleness)
-        for each in done:
-            service.release(each.row)
-        return rollout, experience
+        for row in rows:
+            service.release(row)
+        return experience
 
     # While an update is under way.
 

@@ -98,11 +98,12 @@ def build_run(
     layouts, played = Layouts(cluster), config.open_environment()
     origin = open_origin(config.model, tokenizer_folder, cluster, config.corpus)
     _check_origin(config, origin)
-    if config.asynchrony.max_staleness and cluster.count > 1:
+    if config.asynchrony.is_on and cluster.count > 1:
         raise InputError(
-            f"config.asynchrony.max_staleness is {config.asynchrony.max_staleness}, and this run "
-            f"has {cluster.count} processes; asynchronous training is for one process with all "
-            "devices: start one, or set it to 0"
+            f"config.asynchrony.max_staleness is {config.asynchrony.max_staleness} and "
+            f"config.asynchrony.parts {config.asynchrony.parts}, and this run has {cluster.count} "
+            "processes; asynchronous and streaming training are for one process with all devices: "
+            "start one, or set them to 0 and 1"
         )
     learner = Learner(
         origin.model,

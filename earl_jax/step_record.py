@@ -24,7 +24,7 @@ class StepRecord:
     """The record of one step, of all processes; `trajectories` and times are this process's.
 
     `updates` are the metrics of the updates from the step's batch; supervised ones are apart. The
-    `batch` is kept where an update was skipped.
+    `batches` of the update are kept where one was skipped.
     """
 
     step: int
@@ -39,8 +39,9 @@ class StepRecord:
     entropy_coefficient: float
     updates: list[Metrics]
     sft_updates: list[Metrics]
-    batch: TrajectoryBatch | None
+    batches: list[TrajectoryBatch]
     packing_fill: float
+    num_parts: int
     dispatch_bytes: int
     dispatch_host_bytes: int | None
     publish_bytes: int
@@ -77,7 +78,8 @@ class StepRecord:
             ),
             **self.stats.metrics(),
             "train_tokens": train_tokens,
-            "train_tokens_per_s": train_tokens / stage_s["train"],
+            # The stage of a batch in parts is what was left when the last one came.
+            "train_tokens_per_s": train_tokens / stage_s["train"] if self.num_parts == 1 else None,
             "packing_fill": self.packing_fill,
             "stage_s": stage_s,
             "rollout_mesh": self.rollout_mesh,

@@ -208,7 +208,7 @@ def _player(
     run: Run, placement: Placement, workdir: Path, step: int, replayed: Sequence[dict[str, Any]]
 ) -> AsyncPlayer | None:
     """Returns what plays ahead of the steps from this step on; None in a synchronous run."""
-    if not run.config.asynchrony.max_staleness:
+    if not run.config.asynchrony.is_on:
         return None
     drop_events(workdir, step)
     return AsyncPlayer(run, placement, Events(workdir / EVENTS, replayed))
@@ -363,9 +363,11 @@ class Training:
         most = self.run.config.train.max_skipped_steps
         if self._skipped_steps < most:
             return
-        name = f"skipped_step_{record.step:06d}.{jax.process_index()}.npz"
-        if self.run.cluster.trains and record.batch is not None:
-            write_batch(self.workdir / name, record.batch)
+        name = f"skipped_step_{record.step:06d}.{jax.process_index()}"
+        for index, batch in enumerate(record.batches if self.run.cluster.trains else ()):
+            part = f".part_{index}" if index else ""
+            write_batch(self.workdir / f"{name}{part}.npz", batch)
+        name += ".npz"
         raise RunError(
             f"no update could be made in {most} steps in a row (config.train.max_skipped_steps), "
             f"because {why}. The batch of step {record.step} is in {self.workdir / name}; the "

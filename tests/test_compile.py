@@ -26,6 +26,7 @@ from earl_jax.sharding.topology import make_topology
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.state import state_shapes, state_shardings
 from earl_jax.train.step import batch_shapes, make_train_step
+from earl_jax.train.update import Update
 from tests.support.compiled_publish import times_the_plan
 from tests.support.compilers import need_compiler
 from tests.support.hlo import COLLECTIVE
@@ -168,7 +169,14 @@ def assert_an_update_compiles(family: str, layout: Layout, kernel: str) -> None:
     """For these devices, on TPUs with this kernel; each holds its part of the state, once."""
     model, config = FAMILIES[family], TrainConfig(remat=True)
     step = make_train_step(
-        model, config, layout, vocab_size=VOCAB, temperature=1.0, algorithm=ALGORITHMS["reinforce"]
+        Update(
+            model,
+            config,
+            layout,
+            vocab_size=VOCAB,
+            temperature=1.0,
+            algorithm=ALGORITHMS["reinforce"],
+        )
     )
     shapes = state_shapes(model, config, VOCAB)
     shardings = state_shardings(model, config, VOCAB, layout)

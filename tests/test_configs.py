@@ -25,6 +25,7 @@ from earl_jax.sharding.axes import MESH_AXES
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_abstract_layout
 from earl_jax.train import state as train_state
 from earl_jax.train.step import batch_shapes, make_train_step
+from earl_jax.train.update import Update
 from tests.support import ROOT
 
 FILES = sorted((ROOT / "configs").glob("*.py"))
@@ -108,12 +109,14 @@ def test_the_training_step_lowers_on_every_mesh_it_may_choose(world):
             ),
         )
         step = make_train_step(
-            world.origin.model,
-            config.train,
-            layout,
-            vocab_size=world.origin.vocab_size,
-            temperature=config.rollout.temperature,
-            algorithm=config.make_algorithm(),
+            Update(
+                world.origin.model,
+                config.train,
+                layout,
+                vocab_size=world.origin.vocab_size,
+                temperature=config.rollout.temperature,
+                algorithm=config.make_algorithm(),
+            )
         )
         batch = batch_shapes(rows, config.rollout.context_buckets[-1], layout)
         traced = step.trace(state, batch, jax.ShapeDtypeStruct((2,), jnp.float32))
@@ -186,12 +189,14 @@ def test_every_context_of_a_published_model_fits_its_hardware_and_traces(name, t
             config.train, micro_batches=plan.micro_batches, remat=plan.remat
         )
         step = make_train_step(
-            model,
-            train,
-            layout,
-            vocab_size=vocab_size,
-            temperature=config.train_temperature,
-            algorithm=config.make_algorithm(),
+            Update(
+                model,
+                train,
+                layout,
+                vocab_size=vocab_size,
+                temperature=config.train_temperature,
+                algorithm=config.make_algorithm(),
+            )
         )
         state = placed(
             train_state.state_shapes(model, train, vocab_size),

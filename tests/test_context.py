@@ -27,6 +27,7 @@ from earl_jax.train.config import TrainConfig
 from earl_jax.train.scoring import make_scorer
 from earl_jax.train.state import TrainState, init_state, state_shapes, state_shardings
 from earl_jax.train.step import make_train_step, read_metrics
+from earl_jax.train.update import Update
 from earl_jax.trajectory import TrajectoryBatch
 from tests.support.rows import make_rows
 from tests.support.settings import make_config
@@ -248,7 +249,14 @@ def update(family: str, mesh: str) -> tuple[Any, dict[str, float]]:
     """Gradients, read from Adam's first moment, and metrics of one update."""
     model, config, layout = MODELS[family], CONFIGS[family], layout_of(mesh)
     step = make_train_step(
-        model, config, layout, vocab_size=VOCAB, temperature=0.8, algorithm=ALGORITHMS["reinforce"]
+        Update(
+            model,
+            config,
+            layout,
+            vocab_size=VOCAB,
+            temperature=0.8,
+            algorithm=ALGORITHMS["reinforce"],
+        )
     )
     state, metrics = step(*placed_on(family, layout), CONTROLS)
     grads = jax.tree.map(lambda m: np.asarray(m) / (1 - config.adam_b1), state.optimizer[1].mu)

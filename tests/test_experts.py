@@ -34,6 +34,7 @@ from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.state import state_of
 from earl_jax.train.step import make_train_step, read_metrics
+from earl_jax.train.update import Update
 from earl_jax.trajectory import TrajectoryBatch
 from tests.support.experts import MODEL, by_hand, one_layer, params, tokens_TD
 from tests.support.hlo import COLLECTIVE, replica_groups
@@ -323,7 +324,7 @@ def test_adapters_of_attention_are_trained_beside_frozen_experts():
         sizes = {"vocab_size": given.vocab_size, "layout": layout}
         state = state_of(base, given.model, config, seed=0, **sizes)
         step = make_train_step(
-            given.model, config, temperature=1.0, algorithm=ALGORITHMS["reinforce"], **sizes
+            Update(given.model, config, temperature=1.0, algorithm=ALGORITHMS["reinforce"], **sizes)
         )
         arguments = (state, batch, np.array([1e-3, 0.0], np.float32))
         state, metrics = step.lower(*arguments).compile()(*arguments)

@@ -39,6 +39,7 @@ from earl_jax.sharding.topology import CHIPS, make_topology
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.state import state_shapes, state_shardings
 from earl_jax.train.step import batch_shapes, make_train_step
+from earl_jax.train.update import Update
 
 # Two layers of width 8, 4 heads on 2 key/value heads of size 4, a network of 16, 32 entries.
 TINY = ModelConfig(
@@ -250,13 +251,15 @@ def test_an_update_takes_what_xla_says(networks):
     layout = make_layout(D1, row_axes=TRAINING_ROWS)
     name = "ppo" if networks.critic else "grpo"
     step = make_train_step(
-        model,
-        TrainConfig(),
-        layout,
-        vocab_size=vocab_size,
-        temperature=1.0,
-        algorithm=ALGORITHMS[name],
-        networks=networks,
+        Update(
+            model,
+            TrainConfig(),
+            layout,
+            vocab_size=vocab_size,
+            temperature=1.0,
+            algorithm=ALGORITHMS[name],
+            networks=networks,
+        )
     )
     state = jax.tree.map(
         lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),

@@ -25,6 +25,7 @@ from earl_jax.train.config import TrainConfig
 from earl_jax.train.scoring import score_batch
 from earl_jax.train.state import state_shapes, state_shardings
 from earl_jax.train.step import batch_shapes, make_train_step
+from earl_jax.train.update import Update
 from tests.support.compilers import need_compiler
 from tests.support.rows import HEAD_SIZE, make_rows
 from tests.support.settings import make_config
@@ -249,12 +250,14 @@ def test_a_training_step_compiles_with_the_kernel_of_the_platform(name, kernel, 
     def program_text(attention: str) -> str:
         config = TrainConfig(attention=attention, remat=True)  # pyright: ignore[reportArgumentType]
         step = make_train_step(
-            model,
-            config,
-            layout,
-            vocab_size=256,
-            temperature=1.0,
-            algorithm=ALGORITHMS["reinforce"],
+            Update(
+                model,
+                config,
+                layout,
+                vocab_size=256,
+                temperature=1.0,
+                algorithm=ALGORITHMS["reinforce"],
+            )
         )
         state = jax.tree.map(
             lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),

@@ -51,6 +51,7 @@ from earl_jax.train.state import (
     state_shardings,
 )
 from earl_jax.train.step import batch_shapes, make_train_step, read_metrics
+from earl_jax.train.update import Update
 from earl_jax.trajectory import TrajectoryBatch
 from tests.support.settings import make_config
 
@@ -113,7 +114,14 @@ def make_batch() -> TrajectoryBatch:
 def compiled_step(shape: MeshShape, config: TrainConfig = CONFIG, algorithm="reinforce"):
     layout = make_layout(shape)
     step = make_train_step(
-        MODEL, config, layout, vocab_size=VOCAB, temperature=1.0, algorithm=ALGORITHMS[algorithm]
+        Update(
+            MODEL,
+            config,
+            layout,
+            vocab_size=VOCAB,
+            temperature=1.0,
+            algorithm=ALGORITHMS[algorithm],
+        )
     )
     state = jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),

@@ -29,7 +29,7 @@ from earl_jax.algorithms.settings import (
 )
 from earl_jax.models.logprobs import TokenScores
 from earl_jax.settings.errors import InputError
-from earl_jax.train.step import token_facts
+from earl_jax.train.update import token_facts
 from earl_jax.trajectory import TrajectoryBatch
 
 

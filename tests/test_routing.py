@@ -19,6 +19,7 @@ from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.state import state_of
 from earl_jax.train.step import make_train_step, read_metrics
+from earl_jax.train.update import Update
 from earl_jax.trajectory import TrajectoryBatch
 from tests.support.experts import MODEL, params
 from tests.support.references import CHECKPOINT
@@ -111,7 +112,14 @@ def updated(mesh: str, **settings):
     placed = jax.device_put(jax.tree.map(np.array, params()), shardings)
     state = state_of(placed, MODEL, config, VOCAB, layout, seed=0)
     step = make_train_step(
-        MODEL, config, layout, vocab_size=VOCAB, temperature=1.0, algorithm=ALGORITHMS["reinforce"]
+        Update(
+            MODEL,
+            config,
+            layout,
+            vocab_size=VOCAB,
+            temperature=1.0,
+            algorithm=ALGORITHMS["reinforce"],
+        )
     )
     state, metrics = step(state, make_batch(), np.array([1e-3, 0.0], np.float32))
     # Adam's first moment is (1 - b1) times the gradient.
@@ -181,7 +189,14 @@ def test_updates_with_the_loss_even_out_a_crowded_router():
     layout = make_layout(MeshShape())
     state = state_of(jax.tree.map(jnp.copy, lopsided), MODEL, config, VOCAB, layout, seed=0)
     step = make_train_step(
-        MODEL, config, layout, vocab_size=VOCAB, temperature=1.0, algorithm=ALGORITHMS["reinforce"]
+        Update(
+            MODEL,
+            config,
+            layout,
+            vocab_size=VOCAB,
+            temperature=1.0,
+            algorithm=ALGORITHMS["reinforce"],
+        )
     )
     batch = dataclasses.replace(make_batch(), advantages=np.zeros((ROWS, LENGTH), np.float32))
     rows = []

@@ -14,8 +14,9 @@ import pytest
 from earl_jax.launch.distributed import RestartNeeded
 from earl_jax.loop import rl_step
 from earl_jax.placement import moves
+from earl_jax.placement.delivery import Part
 from earl_jax.placement.moves import move_state
-from earl_jax.placement.updates import update
+from earl_jax.placement.updates import StepUpdate
 from earl_jax.run import build_run
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.memory import is_out_of_memory
@@ -87,6 +88,14 @@ def rows_on(world, mesh, seed=0):
         shapes, **{k: v.astype(getattr(shapes, k).dtype) for k, v in values.items()}
     )
     return jax.tree.map(lambda v, s: jax.device_put(v, s.sharding), named, shapes)
+
+
+def update(placement, state, batch, controls, length):
+    """One update of a whole batch; returns the state, the batch where it is then, and metrics."""
+    part = Part(batch=batch, length=length, num_tokens=batch.tokens.size)
+    step = StepUpdate(placement=placement, controls=controls, parts=[part])
+    state, (metrics,) = step.finish(state)
+    return state, step.parts[0].batch, metrics
 
 
 def assert_updated_as_without_a_failure(world, after, plan):

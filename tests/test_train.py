@@ -28,6 +28,7 @@ from earl_jax.train.step import (
     make_train_step,
     read_metrics,
 )
+from earl_jax.train.update import Update
 from earl_jax.trajectory import TrajectoryBatch
 from tests.support.optimizers import specs_of
 
@@ -106,7 +107,7 @@ def make_batch() -> TrajectoryBatch:
     return dataclasses.replace(batch, logprobs=own_scores()(batch)[0] + noise)
 
 
-class Update(NamedTuple):
+class Updated(NamedTuple):
     """On the host: what one update left. `grads` are read from Adam's first moment."""
 
     params: Any
@@ -119,13 +120,15 @@ def compiled_step(shape: MeshShape, config: TrainConfig, algorithm, cap: float =
     """The step as lowered by the product; compiled in 0.8 s instead of 5 (2 cores, jax 0.10.2)."""
     layout = make_layout(shape)
     step = make_train_step(
-        MODEL,
-        config,
-        layout,
-        vocab_size=VOCAB,
-        temperature=TEMPERATURE,
-        algorithm=algorithm,
-        importance_cap=cap,
+        Update(
+            MODEL,
+            config,
+            layout,
+            vocab_size=VOCAB,
+            temperature=TEMPERATURE,
+            algorithm=algorithm,
+            importance_cap=cap,
+        )
     )
     state = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -154,7 +157,7 @@ def update(
     config: TrainConfig = CONFIG,
     algorithm=CLIPPED,
     cap: float = 0.0,
-) -> Update:
+) -> Updated:
     state = first_state(shape, config)
     placed = jax.device_put(batch, make_layout(shape).activations("NS"))
     scored = ("proximal",) if batch.proximal is not None else ()
@@ -174,7 +177,7 @@ def update(
     assert int(new.updates) == int((batch.turn_ids > 0).any())
     # After the first update, Adam's first moment is (1 - b1) times the gradient.
     grads = jax.tree.map(lambda m: np.asarray(m) / (1 - config.adam_b1), new.optimizer[1].mu)
-    return Update(jax.tree.map(np.asarray, new.params), grads, read_metrics(metrics))
+    return Updated(jax.tree.map(np.asarray, new.params), grads, read_metrics(metrics))
 
 
 def reference_loss(params, batch: TrajectoryBatch):

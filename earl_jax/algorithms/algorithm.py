@@ -150,8 +150,10 @@ class Algorithm:
     With a `critic`, `advantages` returns rewards instead, and `critic.estimate` makes advantages
     of them and of the values of a second network, which is trained beside the policy.
     `needs` names the facts beyond those that every batch has; `settings` may have more in a
-    property `needs` of their own, see `all_needs`. `keep_group(episodes, settings)` is
-    given the episodes of one group that their environment did not fail; groups for which it returns
+    property `needs` of their own, see `all_needs`. `is_by_group` says that a group's advantages
+    depend on its own episodes alone; `settings` may have a property of this name instead.
+    `keep_group(episodes, settings)` is given the episodes of one group that their environment did
+    not fail; groups for which it returns
     False are not trained on. `min_group_size` is the least config.rollout.group_size.
     `averages(before, episodes, settings)` returns moving averages by name that are kept from step
     to step and in checkpoints; `advantages` is then given those behind the batch as a third
@@ -169,6 +171,7 @@ class Algorithm:
     needs: frozenset[Need] = frozenset()
     keep_group: Callable[[Sequence[Episode], Any], bool] = keep_every_group
     min_group_size: int = 1
+    is_by_group: bool = False
     critic: CriticMethods | None = None
     averages: Callable[[Mapping[str, float], Sequence[Episode], Any], dict[str, float]] | None = (
         None
@@ -178,3 +181,8 @@ class Algorithm:
     def all_needs(self) -> frozenset[Need]:
         """The needs of the algorithm with its settings."""
         return self.needs | getattr(self.settings, "needs", frozenset())
+
+    @property
+    def streams(self) -> bool:
+        """True if a group's advantages can be computed before the other groups are finished."""
+        return self.is_by_group or getattr(self.settings, "is_by_group", False)

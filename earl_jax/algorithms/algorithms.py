@@ -238,7 +238,11 @@ def supervised_loss(facts: TokenFacts, settings: object) -> TokenLosses:
 
 
 _GRPO = Algorithm(
-    settings=GrpoSettings(), advantages=grpo_advantages, loss=clipped_loss, min_group_size=2
+    settings=GrpoSettings(),
+    advantages=grpo_advantages,
+    loss=clipped_loss,
+    min_group_size=2,
+    is_by_group=True,
 )
 _DR_GRPO = GrpoSettings(normalize_advantages=False, aggregation="constant")
 # The intervals of arXiv 2507.18071, section 5.1.
@@ -261,11 +265,16 @@ ALGORITHMS: dict[str, Algorithm] = {
         loss=clipped_loss,
         keep_group=outcomes_differ,
         min_group_size=2,
+        is_by_group=True,
     ),
     "gspo": dataclasses.replace(_GRPO, settings=_GSPO, loss=gspo_loss),
     "cispo": dataclasses.replace(_GRPO, settings=CispoSettings(), loss=cispo_loss),
     "rloo": Algorithm(
-        settings=ClippedSettings(), advantages=rloo_advantages, loss=clipped_loss, min_group_size=2
+        settings=ClippedSettings(),
+        advantages=rloo_advantages,
+        loss=clipped_loss,
+        min_group_size=2,
+        is_by_group=True,
     ),
     "reinforce_plus_plus": Algorithm(
         settings=_PLUS_PLUS, advantages=plus_plus_advantages, loss=clipped_loss

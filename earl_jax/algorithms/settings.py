@@ -150,6 +150,11 @@ class ReinforceSettings(ClippedSettings):
     baseline_decay: float = 0.95
     normalize_advantages: bool = True
 
+    @property
+    def is_by_group(self) -> bool:
+        """True if a group's advantages depend on its own episodes alone."""
+        return self.baseline in ("group", "none") and not self.normalize_advantages
+
     def idle(self) -> Iterator[tuple[str, str]]:
         """Yields `(field, reason)` of each field without effect beside the others' values."""
         yield from super().idle()

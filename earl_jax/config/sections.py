@@ -209,6 +209,7 @@ class Config:
                 f"config.rollout.episodes_per_step ({per_update})"
             )
         self._check_algorithm()
+        self._check_parts()
         self._check_environment()
         self._check_ratio()
         if self.checkpoint.export is True and not self.model.path:
@@ -304,6 +305,30 @@ class Config:
                     "trainer scores under all tokens, so what is cut off would look like a change "
                     "of the policy: set config.train.ratio to 'model'"
                 )
+
+    def _check_parts(self) -> None:
+        """Raises ValueError where a step's groups cannot go to the trainer one after the other."""
+        parts, rollout = self.asynchrony.parts, self.rollout
+        if parts == 1:
+            return
+        given = f"config.asynchrony.parts is {parts}"
+        num_groups = rollout.episodes_per_step // rollout.group_size
+        if num_groups % parts:
+            raise InputError(
+                f"{given}, which does not divide the {num_groups} groups of a step "
+                "(config.rollout.episodes_per_step / group_size)"
+            )
+        if not self.devices.num_rollout:
+            raise InputError(
+                f"{given}, and rollouts and training share their devices; set "
+                "config.devices.num_rollout, so that the trainer can work while episodes are played"
+            )
+        if not self.make_algorithm().streams:
+            raise InputError(
+                f"{given}, and the advantages of config.algorithm {self.algorithm!r} are known "
+                "when all episodes of a step are finished; take one that compares within groups, "
+                "such as 'grpo', 'rloo' or 'dapo', or set it to 1"
+            )
 
     @property
     def importance_cap(self) -> float:

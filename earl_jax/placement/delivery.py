@@ -9,11 +9,31 @@ import numpy as np
 
 from earl_jax.algorithms.advantages import assign_credit
 from earl_jax.algorithms.algorithm import Algorithm
-from earl_jax.dispatch.pack import Delivery, dispatch, join_rows, sample_starts
+from earl_jax.dispatch.pack import dispatch, join_rows, sample_starts
 from earl_jax.dispatch.packing import pack_rows
 from earl_jax.placement.packing import plan_batch
 from earl_jax.placement.placement import Placement
-from earl_jax.trajectory import Experience, Outcome
+from earl_jax.trajectory import Experience, Outcome, TrajectoryBatch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """Episodes of a step on the training layout, packed; all of them, or those that came together.
+
+    `length` is their context bucket, `num_tokens` what they have in all, `moved_bytes` those that
+    changed device. If it `is_scored`, it has what a first pass gives it (`Learner.score`).
+    """
+
+    batch: TrajectoryBatch
+    length: int
+    num_tokens: int
+    moved_bytes: int = 0
+    is_scored: bool = False
+
+
+def fill_of(parts: Sequence[Part]) -> float:
+    """Returns the fraction of the parts' places that hold a token."""
+    return sum(part.num_tokens for part in parts) / sum(part.batch.tokens.size for part in parts)
 
 
 def send_rows(
@@ -22,7 +42,9 @@ def send_rows(
     outcomes: Sequence[Outcome],
     length: int,
     averages: Mapping[str, float],
-) -> tuple[Delivery, float]:
+    *,
+    wait: bool = True,
+) -> Part:
     """Sends the rows of all processes to the training layout, as a batch with its advantages.
 
     Args:
@@ -31,9 +53,7 @@ def send_rows(
         outcomes: those of all processes' episodes.
         length: their context bucket.
         averages: the algorithm's (`Algorithm.averages`).
-
-    Returns:
-        The packed batch, and the fraction of its places that hold a token.
+        wait: return when the rows have arrived; if not, when they are on their way.
     """
     stages, mesh = placement.stages, placement.rollout.mesh
     layouts, learner = stages.layouts, stages.learner
@@ -42,7 +62,7 @@ def send_rows(
         own,
         layouts.engine(mesh),
         layouts.rollout(mesh),
-        stages.rollout.episodes_per_step,
+        len(outcomes),
         length,
     )
     layout = layouts.train(placement.train.mesh)
@@ -53,9 +73,15 @@ def send_rows(
     placement.trained_tokens = int(lengths.sum())
     num_samples = [len(outcome.sample_starts) for outcome in outcomes]
     packing = plan_batch(placement, lengths.tolist(), length, num_samples)
-    delivery = dataclasses.replace(delivery, batch=pack_rows(delivery.batch, packing, layout))
-    stages.cluster.wait(delivery.batch, "dispatch")
-    return delivery, placement.trained_tokens / delivery.batch.tokens.size
+    batch = pack_rows(delivery.batch, packing, layout)
+    if wait:
+        stages.cluster.wait(batch, "dispatch")
+    return Part(
+        batch=batch,
+        length=length,
+        num_tokens=placement.trained_tokens,
+        moved_bytes=delivery.plan.moved_bytes,
+    )
 
 
 def rows_to_learn_from(experience: Experience, ratio: str) -> Experience:

@@ -161,6 +161,7 @@ def workload(config: Config) -> Workload:
         burst=rollout.burst,
         page_size=rollout.tokens_a_page,
         batches=config.asynchrony.batches,
+        parts=config.asynchrony.parts,
         kv_itemsize=1 if rollout.kv_dtype == "int8" else jnp.dtype(dtype).itemsize,
     )
 

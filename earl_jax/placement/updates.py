@@ -1,7 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The training of a step: its updates, each done again with less where memory is short."""
+"""The training of a step: its updates, each done again with less where memory is short.
 
+A step's batch comes whole, or in parts whose gradients are added up as they come: `StepUpdate`.
+"""
+
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -9,16 +13,17 @@ from typing import Any
 import numpy as np
 
 from earl_jax.dispatch.packing import Shape, pack_rows
+from earl_jax.placement.delivery import Part
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.packing import move_batch, plan_batch, plan_of_shape, tightest_plan
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.programs import update_key
-from earl_jax.placement.stages import Stages
 from earl_jax.selector.plans import TrainPlan
+from earl_jax.sharding.layout import MeshShape
 from earl_jax.train.sft import sft_batch
 from earl_jax.train.state import TrainState
 from earl_jax.train.step import read_metrics
-from earl_jax.trajectory import TrajectoryBatch
+from earl_jax.train.update import Totals
 
 Metrics = dict[str, float]
 # Called with arrays under way; does something else until they are there.
@@ -27,32 +32,138 @@ Wait = Callable[[Any], None]
 Example = tuple[Sequence[int], Sequence[int]]
 
 
-def learn(
-    placement: Placement,
-    state: TrainState,
-    batch: TrajectoryBatch,
-    controls: np.ndarray,
-    length: int,
-    wait: Wait | None = None,
-) -> tuple[TrainState, list[Metrics]]:
-    """Makes the updates of one step, one an epoch; gives `state` up.
+@dataclasses.dataclass(kw_only=True)
+class StepUpdate:
+    """The updates of a step, made of a batch in one or more parts. Host-side state only.
 
-    The batch is of episodes of the context bucket `length`. `wait` is called while an update is
-    under way; None: nothing else is done.
+    `controls` are those of `make_train_step`. `wait` is called while an update is under way; None:
+    nothing else is done. `totals` are those of the first update, of the first `num_added` parts on
+    the mesh `mesh`.
 
-    Returns:
-        The new state, and the metrics of each update: none in a process that does not train.
+    Where memory is too short, an update is made again on another mesh, with more remat, or in
+    smaller parts. A program that fails has its donated arguments with it: until it has run once
+    there is a backup of the state in host memory.
     """
-    stages = placement.stages
-    if not stages.cluster.trains:
-        return state, []
-    plan = plan_of_shape(stages, placement.train, Shape(*batch.tokens.shape), length)
-    batch = stages.learner.score(plan, state, batch)
-    updates = []
-    for _ in range(stages.learner.config.epochs):
-        state, batch, metrics = update(placement, state, batch, controls, length, wait=wait)
-        updates.append(metrics)
-    return state, updates
+
+    placement: Placement
+    controls: np.ndarray
+    sft: bool = False
+    wait: Wait | None = None
+    parts: list[Part] = dataclasses.field(default_factory=list)
+    totals: Totals | None = None
+    num_added: int = 0
+    mesh: MeshShape | None = None
+
+    def add(self, state: TrainState, part: Part) -> None:
+        """Adds a part of the batch, and starts on its gradients; returns while they are computed.
+
+        Parts of longer episodes than the plan in use is for wait for `finish`, and so do those
+        after them. So do all where a program could not be compiled for lack of memory.
+        """
+        placement = self.placement
+        self._move_parts()
+        self.parts.append(part)
+        if part.length > placement.length or self.num_added < len(self.parts) - 1:
+            return
+        plan, length = self._plan(part), part.length
+        if placement.attempt("train", lambda: self._add_up(state), length, plan=plan) is None:
+            self.totals, self.num_added = None, 0
+
+    def finish(self, state: TrainState) -> tuple[TrainState, list[Metrics]]:
+        """Makes the updates of the step, one an epoch; gives `state` up.
+
+        Returns:
+            The new state, and the metrics of each update: none in a process that does not train.
+
+        Raises:
+            BudgetTooSmall: no plan is left.
+            StateLost: a program failed that had run before.
+        """
+        stages, updates = self.placement.stages, list[Metrics]()
+        if not stages.cluster.trains:
+            return state, []
+        for _ in range(1 if self.sft else stages.learner.config.epochs):
+            state, metrics = self._update(state)
+            updates.append(metrics)
+            self.totals, self.num_added = None, 0
+        return state, updates
+
+    def _update(self, state: TrainState) -> tuple[TrainState, Metrics]:
+        placement = self.placement
+        while True:
+            self._move_parts()
+            shapes = [Shape(*part.batch.tokens.shape) for part in self.parts]
+            largest = max(range(len(shapes)), key=lambda i: shapes[i].places)
+            shape, length = shapes[largest], max(part.length for part in self.parts)
+            plan = self._plan(self.parts[largest])
+            if not self.sft:
+                placement.about_to_use(update_key(plan, shape))
+            placement.backup.save((plan, self.sft, shape, len(shapes) > 1), state)
+            tightest = tightest_plan(placement.stages, placement.train, shape, length)
+            again = functools.partial(self._run, plan, state)
+            done = placement.attempt("train", again, length, plan=tightest)
+            if done is not None:
+                placement.backup.discard()
+                return done
+            state = placement.backup.restore(state)
+            self.totals, self.num_added = None, 0
+            placement.choose_training_again()
+            state = move_state(placement, state)
+
+    def _move_parts(self) -> None:
+        """Moves the parts to the mesh in use, where totals are computed anew."""
+        placement = self.placement
+        if self.mesh not in (None, placement.train.mesh):
+            self.totals, self.num_added = None, 0
+            for index, part in enumerate(self.parts):
+                batch = move_batch(placement, part.batch, part.length)
+                self.parts[index] = dataclasses.replace(part, batch=batch)
+        self.mesh = placement.train.mesh
+
+    def _plan(self, part: Part) -> TrainPlan:
+        placement, shape = self.placement, Shape(*part.batch.tokens.shape)
+        return plan_of_shape(placement.stages, placement.train, shape, part.length)
+
+    def _run(self, plan: TrainPlan, state: TrainState) -> tuple[TrainState, Metrics]:
+        """Runs the programs of one update and waits for them."""
+        stages, controls = self.placement.stages, self.controls
+        if len(self.parts) == 1:
+            self._score(state, 0)
+            batch = self.parts[0].batch
+            after, metrics = stages.learner.update(plan, state, batch, controls, sft=self.sft)
+        else:
+            totals = self._add_up(state)
+            if self.wait is not None:
+                self.wait(totals)
+            # A failure of theirs must not take the state with it.
+            stages.cluster.wait(totals, "training")
+            after, metrics = stages.learner.apply(plan, state, totals, controls)
+        if self.wait is not None:
+            self.wait(metrics)
+        # Reading what an earlier failure left ends the process (jaxlib 0.10.2); waiting raises.
+        stages.cluster.wait(metrics, "training")
+        return after, read_metrics(metrics)
+
+    def _add_up(self, state: TrainState) -> Totals:
+        """Adds the gradients of the parts that are not in the totals yet."""
+        learner = self.placement.stages.learner
+        for index in range(self.num_added, len(self.parts)):
+            self._score(state, index)
+            part = self.parts[index]
+            self.totals = learner.add_part(
+                self._plan(part), state, part.batch, self.controls, self.totals
+            )
+            self.num_added += 1
+        assert self.totals is not None, "there is a part"
+        return self.totals
+
+    def _score(self, state: TrainState, index: int) -> None:
+        """Gives a part the fields that its updates need and only the first state gives."""
+        part, learner = self.parts[index], self.placement.stages.learner
+        if self.sft or part.is_scored:
+            return
+        batch = learner.score(self._plan(part), state, part.batch)
+        self.parts[index] = dataclasses.replace(part, batch=batch, is_scored=True)
 
 
 def sft(
@@ -61,7 +172,7 @@ def sft(
     """Makes a supervised update of each batch of examples, cut to `length` tokens.
 
     Returns:
-        As `learn`.
+        As `StepUpdate.finish`.
     """
     stages, updates = placement.stages, []
     controls = stages.learner.sft_controls()
@@ -73,65 +184,8 @@ def sft(
             continue
         layout = stages.layouts.train(placement.train.mesh)
         batch = pack_rows(sft_batch(examples, layout, length), packing, layout)
-        state, _, metrics = update(placement, state, batch, controls, length, sft=True)
-        updates.append(metrics)
+        part = Part(batch=batch, length=length, num_tokens=sum(lengths))
+        update = StepUpdate(placement=placement, controls=controls, sft=True, parts=[part])
+        state, metrics = update.finish(state)
+        updates += metrics
     return state, updates
-
-
-def update(
-    placement: Placement,
-    state: TrainState,
-    batch: TrajectoryBatch,
-    controls: np.ndarray,
-    length: int,
-    *,
-    sft: bool = False,
-    wait: Wait | None = None,
-) -> tuple[TrainState, TrajectoryBatch, Metrics]:
-    """One update, and the batch where the trainer is then. `state` is given up.
-
-    The batch is of episodes of the context bucket `length`.
-
-    Where memory is too short, on another mesh, with more remat, or in smaller parts. A program that
-    fails has its donated arguments with it: until it has run once there is a backup of the state in
-    host memory. A program that ran once takes no more the next time.
-
-    Raises:
-        BudgetTooSmall: no plan is left.
-        StateLost: a program failed that had run before.
-    """
-    while True:
-        shape = Shape(*batch.tokens.shape)
-        plan = plan_of_shape(placement.stages, placement.train, shape, length)
-        if not sft:
-            placement.about_to_use(update_key(plan, shape))
-        placement.backup.save((plan, sft, shape), state)
-        again = functools.partial(
-            _run_update, placement.stages, plan, state, batch, controls, sft, wait
-        )
-        tightest = tightest_plan(placement.stages, placement.train, shape, length)
-        done = placement.attempt("train", again, length, plan=tightest)
-        if done is not None:
-            placement.backup.discard()
-            return done[0], batch, done[1]
-        state = placement.backup.restore(state)
-        placement.choose_training_again()
-        state = move_state(placement, state)
-        batch = move_batch(placement, batch, length)
-
-
-def _run_update(
-    stages: Stages,
-    plan: TrainPlan,
-    state: TrainState,
-    batch: TrajectoryBatch,
-    controls: np.ndarray,
-    sft: bool,
-    wait: Wait | None,
-) -> tuple[TrainState, Metrics]:
-    after, metrics = stages.learner.update(plan, state, batch, controls, sft=sft)
-    if wait is not None:
-        wait(metrics)
-    # Reading what an earlier failure left ends the process (jaxlib 0.10.2); waiting for it raises.
-    stages.cluster.wait(metrics, "training")
-    return after, read_metrics(metrics)

@@ -29,8 +29,8 @@ class OpenGroups:
 
     def __init__(self, tasks: Tasks) -> None:
         """Begins with none; they are numbered as those of `tasks`."""
-        self._tasks, self._group_size = tasks, tasks.rollout.group_size
-        self.size = tasks.rollout.episodes_per_step // self._group_size
+        self._tasks, self.group_size = tasks, tasks.rollout.group_size
+        self.size = tasks.rollout.episodes_per_step // self.group_size
         self._groups: dict[int, _Open] = {}
         self._num_finished = 0
         # By step: its tasks, and the source's state before they were drawn, where it has one.
@@ -46,8 +46,8 @@ class OpenGroups:
         """Lets the service play these groups, from their beginning."""
         for number in numbers:
             step, place = divmod(number, self.size)
-            first = place * self._group_size
-            tasks = self._of_step(step)[first : first + self._group_size]
+            first = place * self.group_size
+            tasks = self._of_step(step)[first : first + self.group_size]
             self._groups[number] = _Open(tickets=service.submit(tasks))
 
     def _of_step(self, step: int) -> list[Task]:
@@ -76,7 +76,7 @@ class OpenGroups:
         for each in finished:
             group = owners[each.ticket]
             group.episodes[each.ticket] = each
-            if len(group.episodes) == self._group_size:
+            if len(group.episodes) == self.group_size:
                 group.rank, self._num_finished = self._num_finished, self._num_finished + 1
 
     def described(self, service: RolloutService) -> list[Group]:

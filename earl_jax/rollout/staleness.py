@@ -21,7 +21,7 @@ Rule = Literal["in_order", "wait", "drop", "mask", "admission"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AsynchronyConfig:
-    """Settings of asynchronous training: episodes are played while the policy is updated.
+    """Settings of asynchronous and streaming training: episodes are played while it is trained.
 
     `max_staleness` bounds how many updates the policy may be ahead of the one that sampled a token
     that it is trained on; 0 plays and trains in turn.
@@ -36,11 +36,21 @@ class AsynchronyConfig:
     `kv` is what live episodes do when the weights change. "recompute": they read all of their
     tokens again, so that log-probs are those of the new weights. "keep": they attend to what the
     weights before have written, which costs nothing.
+
+    `parts` is the number of parts in which a step's groups go to the trainer's devices: each as
+    soon as as many groups are finished as it has, while the others are played (streaming,
+    arXiv 2504.15930). 1 waits for all. The update is that of the whole batch, but for rounding.
     """
 
     max_staleness: int = 0
     rule: Rule = "in_order"
     kv: Literal["recompute", "keep"] = "recompute"
+    parts: int = 1
+
+    @property
+    def is_on(self) -> bool:
+        """True if episodes are played while the trainer works."""
+        return self.max_staleness > 0 or self.parts > 1
 
     @property
     def batches(self) -> int:
@@ -54,6 +64,14 @@ class AsynchronyConfig:
             raise InputError(
                 f"config.asynchrony.max_staleness is {self.max_staleness}; it must be at least 0"
             )
+        if self.parts < 1:
+            raise InputError(f"config.asynchrony.parts is {self.parts}; it must be at least 1")
+        if self.parts > 1 and self.rule != "in_order":
+            raise InputError(
+                f"config.asynchrony.parts is {self.parts} with config.asynchrony.rule "
+                f"{self.rule!r}; groups are trained on before the others of their step are "
+                "finished only where it is known which these are: set the rule to 'in_order'"
+            )
 
 
 class Group(NamedTuple):
@@ -66,6 +84,19 @@ class Group(NamedTuple):
     number: int
     oldest: int | None = None
     finished: int | None = None
+
+
+def choose_part(groups: Sequence[Group], left: int, part: int) -> list[Group] | None:
+    """Returns the next `part` groups of a step with the rule "in_order", by number.
+
+    The step trains on the `left` open groups of the lowest numbers still. It takes those of them
+    that finished first; None as long as fewer than `part` are finished.
+
+    Example: of groups 4, 5, 6, 7, which finished as third, first, not, second, with left 3 and
+    part 2 it takes 4 and 5: 7 is of a later step.
+    """
+    due = [group for group in sorted(groups)[:left] if group.finished is not None]
+    return sorted(sorted(due, key=_finish)[:part]) if len(due) >= part else None
 
 
 def choose_groups(

@@ -81,7 +81,7 @@ class Workload:
     """The work of a step; fields are those of the same names in the config.
 
     `num_rows` are the episodes of a step, of which each of `num_players` processes plays a part;
-    those of `batches` steps have rows at once.
+    those of `batches` steps have rows at once. They come to the trainer in `parts`.
     `kv_itemsize` 1 is a cache of int8, with a scale of 4 bytes for each token and head.
     """
 
@@ -99,6 +99,7 @@ class Workload:
     epochs: int = 1
     num_players: int = 1
     batches: int = 1
+    parts: int = 1
 
     def spare_rows(self, mesh: MeshShape) -> int:
         """Returns the rows for episodes of other data shards: one a slot in processes of several.
@@ -254,7 +255,7 @@ def train_footprint(
     kept = tokens * sizes.num_layers * sizes.compute_bytes
     kept *= sizes.width if work.remat else kept_width(sizes, mesh, length)
     kept *= 2 if sizes.critic else 1
-    summed = numbers * 4 if work.micro_batches > 1 else 0
+    summed = numbers * 4 if max(work.micro_batches, work.parts) > 1 else 0
     apart = numbers * sizes.compute_bytes
     # TPUs gather the embedding, for a loop over micro-batches also in the other order of axes.
     embeddings = (2 if summed else 1) if platform == "tpu" else 0

@@ -139,6 +139,8 @@ class Problem:
         for field, number in (("num_slots", work.num_slots), ("episodes_per_step", work.num_rows)):
             if number % mesh.data:
                 return f"rollout.{field} = {number} does not divide by data={mesh.data}"
+        if (rows := work.num_rows // work.parts) % mesh.data:
+            return f"{rows} rows of each of asynchrony.parts do not divide by data={mesh.data}"
         for field, size in (("page_size", work.page_size), ("chunk_size", work.chunk_size)):
             if size % mesh.context:
                 return f"rollout.{field} = {size} does not divide by context={mesh.context}"
@@ -150,6 +152,8 @@ class Problem:
         rows, parts = self.work.num_rows // micro_batches, mesh.data * mesh.fsdp * mesh.expert
         if rows % parts:
             return f"{rows} rows per micro-batch do not divide by {parts}"
+        if (rows := self.work.num_rows // self.work.parts) % parts:
+            return f"{rows} rows of each of asynchrony.parts do not divide by {parts}"
         return self.attention_obstacle(mesh) or self.weights_obstacle(mesh)
 
     def train_plans(self, length: int) -> list[TrainPlan]:

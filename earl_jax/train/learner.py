@@ -36,7 +36,8 @@ from earl_jax.train.state import (
     state_shardings,
     trained_specs,
 )
-from earl_jax.train.step import batch_shapes, make_train_step
+from earl_jax.train.step import PartSteps, batch_shapes, make_part_steps, make_train_step
+from earl_jax.train.update import Totals, Update
 from earl_jax.trajectory import TrajectoryBatch
 
 
@@ -134,7 +135,15 @@ class Learner:
     @functools.cache  # noqa: B019
     def program(self, plan: TrainPlan, *, sft: bool = False) -> Any:
         """Returns the jitted update of a plan: by the algorithm, or on supervised batches."""
-        return make_train_step(
+        return make_train_step(self._update(plan, sft=sft))
+
+    @functools.cache  # noqa: B019
+    def part_steps(self, plan: TrainPlan) -> PartSteps:
+        """Returns the jitted functions of an update by the algorithm whose batch comes in parts."""
+        return make_part_steps(self._update(plan))
+
+    def _update(self, plan: TrainPlan, *, sft: bool = False) -> Update:
+        return Update(
             self.model,
             self._config_of(plan),
             self.layout(plan.mesh),
@@ -200,3 +209,20 @@ class Learner:
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Makes one update; donates `state`. Metrics are on the devices (see `read_metrics`)."""
         return self.program(plan, sft=sft)(state, batch, controls)
+
+    def add_part(
+        self,
+        plan: TrainPlan,
+        state: TrainState,
+        part: TrajectoryBatch,
+        controls: np.ndarray,
+        totals: Totals | None,
+    ) -> Totals:
+        """Returns the totals with those of a further part of a batch; gives `totals` up."""
+        return self.part_steps(plan).accumulate(state, part, controls, totals)
+
+    def apply(
+        self, plan: TrainPlan, state: TrainState, totals: Totals, controls: np.ndarray
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Makes the update of these totals; as `update`."""
+        return self.part_steps(plan).apply(state, totals, controls)

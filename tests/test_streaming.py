@@ -1,0 +1,221 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Streaming: groups go to the trainer as they are finished, and the update is that of all."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from earl_jax.loop import rl_step
+from earl_jax.loop_async import AsyncPlayer
+from earl_jax.placement.delivery import Part
+from earl_jax.placement.updates import StepUpdate
+from earl_jax.rollout.events import read_events
+from earl_jax.rollout.staleness import Group, choose_part
+from earl_jax.run import build_run
+from earl_jax.selector.plans import TrainPlan
+from earl_jax.settings.errors import InputError
+from earl_jax.sharding.layout import MeshShape
+from earl_jax.train.learner import Learner
+from earl_jax.train.step import batch_shapes, read_metrics
+from earl_jax.training import train
+from tests.support.placements import TINY, begin, hungry
+from tests.support.runs import final_parameters
+from tests.support.settings import make_config
+
+LENGTH = 256
+SETTINGS = {
+    "num_steps": 2,
+    "model": TINY,
+    "env": {"name": "tests.support.environments:Wanderer"},
+    "algorithm": "grpo",
+    "algorithm_args": {},
+    "rollout": {
+        "num_slots": 8,
+        "episodes_per_step": 16,
+        "group_size": 2,
+        "context_buckets": (LENGTH,),
+        "max_turn_tokens": 16,
+        # A policy without training writes one of them in most replies.
+        "stop_strings": tuple("abcdefghijklmnopqrstuvwxyz0123456789"),
+    },
+    "devices": {"platform": "cpu", "num_cpu_devices": 8, "num_rollout": 4},
+    "selector": {
+        "rollout_meshes": ("data=4",),
+        "train_meshes": ("fsdp=4", "data=2,fsdp=2"),
+        "table": "model",
+    },
+    "eval": {"every_steps": 100, "games": 8, "final_games": 8},
+}
+CONTROLS = np.array([1e-3, 0.01], np.float32)
+F4 = MeshShape(fsdp=4)
+
+
+def config_of(parts: int, staleness: int = 0, **changes):
+    given = {**SETTINGS, "asynchrony": {"max_staleness": staleness, "parts": parts}}
+    return make_config({**given, **changes})
+
+
+def rows(learner, mesh, number, seed=0):
+    """A batch of random tokens, of which the policy sampled about a half."""
+    rng, shape = np.random.default_rng(seed), (number, LENGTH)
+    shapes = batch_shapes(*shape, learner.layout(mesh))
+    values = {
+        "tokens": rng.integers(0, learner.vocab_size, shape),
+        "segment_ids": np.ones(shape),
+        "turn_ids": rng.integers(0, 2, shape),
+        "logprobs": -rng.random(shape),
+        "versions": np.zeros(shape),
+        "advantages": rng.normal(size=shape),
+    }
+    typed = {k: v.astype(getattr(shapes, k).dtype) for k, v in values.items()}
+    return jax.device_put(
+        dataclasses.replace(shapes, **typed), learner.layout(mesh).activations("NS")
+    )
+
+
+def part_of(batch) -> Part:
+    return Part(batch=batch, length=LENGTH, num_tokens=batch.tokens.size)
+
+
+def first_rows(batch, learner, mesh, start, end):
+    layout = learner.layout(mesh).activations("NS")
+    return jax.tree.map(lambda field: jax.device_put(np.asarray(field)[start:end], layout), batch)
+
+
+@pytest.fixture(scope="module")
+def world():
+    return build_run(config_of(2))
+
+
+def test_a_step_takes_its_own_groups_in_the_order_in_which_they_finished():
+    groups = [Group(4, 0, 2), Group(5, 0, 0), Group(6, 0), Group(7, 0, 1)]
+    assert choose_part(groups, 3, 2) == [Group(4, 0, 2), Group(5, 0, 0)]
+    assert choose_part(groups, 4, 2) == [Group(5, 0, 0), Group(7, 0, 1)]
+    assert choose_part(groups, 3, 3) is None
+    assert choose_part(groups[:2], 2, 1) == [Group(5, 0, 0)]
+
+
+def test_the_totals_of_parts_make_the_update_of_the_whole_batch(world):
+    """Parameters, moments and metrics, with parts of unequal sizes."""
+    learner, plan = world.learner, TrainPlan(F4, 1, False)
+    whole = rows(learner, F4, 16)
+    expected, of_whole = learner.update(plan, learner.init_state(F4), whole, CONTROLS)
+    totals, state = None, learner.init_state(F4)
+    for start, end in ((0, 4), (4, 12), (12, 16)):
+        part = first_rows(whole, learner, F4, start, end)
+        totals = learner.add_part(plan, state, part, CONTROLS, totals)
+    after, metrics = learner.apply(plan, state, totals, CONTROLS)
+    assert int(after.updates) == 1
+    for name, value in read_metrics(of_whole).items():
+        assert float(metrics[name]) == pytest.approx(value, rel=2e-5, abs=1e-6), name
+    for one, other in zip(jax.tree.leaves(after), jax.tree.leaves(expected), strict=True):
+        # Adam divides small gradients by their own size, and so enlarges their rounding.
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
+
+
+def test_a_run_in_parts_learns_what_the_synchronous_run_learns(world, monkeypatch):
+    """The same episodes to the token, nothing through the host, and gradients while it plays."""
+    results, calls = [], []
+    add_part, wholly = Learner.add_part, AsyncPlayer._play_round
+
+    def noted(name, method):
+        return lambda *args: calls.append(name) or method(*args)
+
+    monkeypatch.setattr(Learner, "add_part", noted("gradients", add_part))
+    monkeypatch.setattr(AsyncPlayer, "_play_round", noted("round", wholly))
+    for run in (build_run(config_of(1)), world):
+        placement, position = begin(run)
+        player = AsyncPlayer(run, placement) if run.config.asynchrony.is_on else None
+        position, record = rl_step(run, placement, position, player)
+        results.append((record, jax.device_get(position.state.params)))
+    (whole, expected), (parts, params) = results
+    tokens = [[turn.token_ids for turn in t.turns] for t in whole.trajectories]
+    assert [[turn.token_ids for turn in t.turns] for t in parts.trajectories] == tokens
+    ours, theirs = parts.metrics(), whole.metrics()
+    assert ours["dispatch_host_bytes"] == ours["publish_host_bytes"] == 0
+    assert ours["dispatch_bytes"] > 0 and ours["train_tokens_per_s"] is None
+    for name in ("loss", "grad_norm", "entropy", "policy_tokens"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=5e-5), params, expected
+    )
+    assert calls.count("gradients") == 2
+    assert "round" in calls[calls.index("gradients") :]
+
+
+def test_parts_that_run_out_of_memory_are_added_up_again_on_another_mesh(world, monkeypatch):
+    placement, position = begin(world)
+    before = jax.device_get(position.state)
+    assert placement.train.mesh == F4
+    part_steps = Learner.part_steps
+
+    def runs_out(state, part, controls, totals):
+        return hungry(donated=0)(jnp.ones(4), controls)
+
+    def steps(plan):
+        found = part_steps(world.learner, plan)
+        return found._replace(accumulate=runs_out) if plan.mesh == F4 else found
+
+    monkeypatch.setattr(world.learner, "part_steps", steps)
+    whole = rows(world.learner, F4, 16, seed=1)
+    update = StepUpdate(placement=placement, controls=CONTROLS)
+    for start in (0, 8):
+        update.add(position.state, part_of(first_rows(whole, world.learner, F4, start, start + 8)))
+    after, (metrics,) = update.finish(position.state)
+    assert placement.train.mesh == MeshShape(data=2, fsdp=2)
+    assert placement.take_log().failures
+    monkeypatch.undo()
+    plan = TrainPlan(F4, 1, False)
+    state = jax.device_put(before, world.learner.state_shardings(F4))
+    expected, of_whole = world.learner.update(plan, state, whole, CONTROLS)
+    assert metrics["loss"] == pytest.approx(read_metrics(of_whole)["loss"], rel=1e-4)
+    for one, other in zip(
+        jax.tree.leaves(after.params), jax.tree.leaves(expected.params), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=5e-5)
+
+
+@pytest.mark.slow
+def test_a_stream_with_staleness_keeps_the_bound_and_is_replayed_bit_for_bit(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    first, again = tmp_path / "run", tmp_path / "again"
+    config = config_of(4, staleness=1, num_steps=4)
+    train(config, first)
+    events = read_events(first)
+    taken = [event["groups"] for event in events if event["event"] == "take"]
+    assert [len(groups) for groups in taken] == [2] * 16
+    assert sorted(sum(taken, [])) == list(range(32))
+    assert [sorted(sum(taken[i : i + 4], [])) for i in range(0, 16, 4)] == [
+        list(range(i, i + 8)) for i in range(0, 32, 8)
+    ]
+    train(config, again, replay=first)
+    for one, other in zip(final_parameters(first, 4), final_parameters(again, 4), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"asynchrony": {"parts": 0}}, "config.asynchrony.parts is 0; it must be at least 1"),
+        ({"asynchrony": {"parts": 3}}, "does not divide the 8 groups of a step"),
+        (
+            {"asynchrony": {"parts": 2, "rule": "drop", "max_staleness": 1}},
+            "set the rule to 'in_order'",
+        ),
+        (
+            {"asynchrony": {"parts": 2}, "devices": {"platform": "cpu", "num_cpu_devices": 8}},
+            "set config.devices.num_rollout",
+        ),
+        (
+            {"asynchrony": {"parts": 2}, "algorithm": "reinforce_plus_plus"},
+            "take one that compares within groups",
+        ),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused(changes, words):
+    with pytest.raises(InputError, match=words):
+        make_config({**SETTINGS, **changes}).validate()
