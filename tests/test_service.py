@@ -94,6 +94,20 @@ def take(service: RolloutService, finished) -> list:
 # Tasks that come while others play.
 
 
+def test_the_oldest_version_of_an_episode_is_known_until_it_is_handed_out(pool):
+    """Also while what was sampled behind its last stop string is still to be discarded."""
+    service = open_service(pool, stop_strings=tuple("abcdefghijklmnopqrstuvwxyz0123456789"))
+    service.submit(tasks(24))
+    known, held_back = set(), 0
+    while service.is_busy:
+        handed_out = {finished.ticket for finished in take(service, service.step())}
+        known -= handed_out
+        held_back += len(service._ended)
+        assert known <= service.oldest_versions().keys()
+        known = set(service.oldest_versions())
+    assert held_back, "or the test shows nothing"
+
+
 def test_tasks_that_come_one_by_one_play_as_in_a_closed_list(pool):
     closed = collect(pool, tasks(40))
     service = open_service(pool)

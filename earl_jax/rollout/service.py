@@ -132,9 +132,13 @@ class RolloutService:
         return self._stats
 
     def oldest_versions(self) -> dict[int, int]:
-        """Returns the oldest version that sampled a token, by ticket, of live episodes with one."""
-        live = [(e.ticket, e.oldest_version) for e in self._slots if e is not None]
-        return {ticket: version for ticket, version in live if version is not None}
+        """Returns the oldest version that sampled a token, by ticket, of episodes with one.
+
+        Of those that play, or are over and have not been handed out.
+        """
+        found = [(e.ticket, e.oldest_version) for e in self._slots if e is not None]
+        found += [(done.ticket, done.trajectory.oldest_version) for _, done in self._ended]
+        return {ticket: version for ticket, version in found if version is not None}
 
     def submit(self, tasks: Sequence[Task]) -> list[int]:
         """Queues tasks. Returns their tickets, which number the tasks of this service.
