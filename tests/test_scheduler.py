@@ -129,7 +129,7 @@ def finished(ticket: int, row: int, tokens: int = 4) -> Finished:
 
 
 def test_tasks_write_their_own_rows_and_borrowers_the_spare_ones():
-    pool = RowPool(ROWS, 4)
+    pool = RowPool(ROWS, 4, (lost := []).append)
     assert pool.offer([0, 1, 2, 3]) == [0, 1, 2, 3]
     assert [pool.take(0, 0), pool.take(1, 2), pool.take(2, 1)] == [0, 2, 9]
     assert pool.num_borrowed == 1 and not pool._moves
@@ -138,10 +138,11 @@ def test_tasks_write_their_own_rows_and_borrowers_the_spare_ones():
     assert pool.is_held(0) and not pool.is_held(2) and not pool.is_held(-1)
     pool.release(0)
     assert pool.take(0, 6) == 0 and pool._moves == [RowMove(0, NO_ROW, 0)]
+    assert lost == [0, 2, 9, 0]
 
 
 def test_a_held_row_makes_way_where_a_shard_has_no_other():
-    pool = RowPool(ROWS, 4)
+    pool = RowPool(ROWS, 4, (lost := []).append)
     held = [finished(ticket, pool.take(0, ticket)) for ticket in range(5)]
     assert [each.row for each in held] == [0, 1, 2, 4, 3]
     assert pool.offer([0, 1, 2]) == [2], "nothing is held yet"
@@ -150,6 +151,7 @@ def test_a_held_row_makes_way_where_a_shard_has_no_other():
     assert pool.offer([0, 1, 2]) == [0, 1, 2]
     assert pool.take(0, 5) == 0 and held[0].row == 9
     assert pool._moves == [RowMove(0, 9, 4), RowMove(0, NO_ROW, 0)]
+    assert lost == [0, 1, 2, 4, 3, 9, 0]
     # With all others taken there is no row for one more.
     assert [pool.take(2, 3), pool.take(2, 4), pool.take(2, 5), pool.take(2, 0)] == [5, 6, 7, 8]
     assert pool.offer([0, 1, 2, 3]) == []

@@ -161,6 +161,24 @@ def test_a_client_that_holds_rows_holds_up_no_slot_that_can_have_another(pool):
     assert_same_episodes(expected.trajectories, in_order(held))
 
 
+@pytest.mark.parametrize("seed", [4, 5])
+def test_prompts_are_not_taken_over_from_rows_that_held_ones_moved_to(pool, seed):
+    """A slot's last prompt is in a row that is free; a held row may move there meanwhile."""
+    rng, held, moved = random.Random(seed), [], 0
+    service = open_small(pool)
+    service.submit(tasks(80))
+    while service.is_busy:
+        rows = [each.row for each in held]
+        held += service.step()
+        moved += sum(each.row != row for each, row in zip(held, rows, strict=False))
+        for each in held:
+            check_row(service, each)
+        rng.shuffle(held)
+        while len(held) > 6:
+            service.release(held.pop().row)
+    assert moved and service.stats.shared_tokens, "or the test shows nothing"
+
+
 def test_waiting_is_bounded_and_groups_share_their_prompts(pool):
     """A task comes each round; each begins before all that come `num_places` later."""
     service, begun = open_small(pool), []

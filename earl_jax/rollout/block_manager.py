@@ -353,7 +353,7 @@ class BlockManager:
             self._prompts.forget(slot)
 
     def lose_row(self, row: int) -> None:
-        """Notes that the row is cleared for another episode."""
+        """Notes that the row is written for another episode."""
         self._prompts.lose_row(row)
 
     # When an episode is over.

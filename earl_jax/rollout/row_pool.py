@@ -8,7 +8,7 @@ held row is copied to a data shard that has a free one.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from earl_jax.engine.round_inputs import NO_ROW
 from earl_jax.engine.row_copies import RowMove
@@ -37,8 +37,10 @@ class Finished:
 class RowPool:
     """The rows of one rollout. `num_borrowed` counts the tasks that began away from home."""
 
-    def __init__(self, rows: Rows, num_slots: int) -> None:
+    def __init__(self, rows: Rows, num_slots: int, lose_row: Callable[[int], None]) -> None:
+        """`lose_row` is told each row that from the next round on holds another episode."""
         self._rows, self._slots_per_shard = rows, num_slots // rows.data_shards
+        self._lose_row = lose_row
         # Dicts for sets that keep their order.
         shards = range(rows.data_shards)
         self._free = [dict.fromkeys(rows.of_shard(shard)) for shard in shards]
@@ -69,6 +71,7 @@ class RowPool:
         # Spare rows come last, and are the first that borrowers take.
         row = row if row in free else next(reversed(free))
         del free[row]
+        self._lose_row(row)
         if row in self._written:
             self._moves.append(RowMove(row, NO_ROW, 0))
         self._written.add(row)
@@ -81,6 +84,7 @@ class RowPool:
         target, _ = self._free[there].popitem()
         self._held[there][target] = self._held[shard].pop(row)
         self._free[shard][row] = None
+        self._lose_row(target)
         self._written.add(target)
         self._moves.append(RowMove(row, target, finished.trajectory.num_tokens))
         finished.trajectory = dataclasses.replace(finished.trajectory, row=target)

@@ -106,10 +106,10 @@ class RolloutService:
         )
         total = session.engine.config.num_rows
         assert total == self.rows.total or self.rows.data_shards == 1, f"{total}, {self.rows}"
-        self._row_pool = RowPool(self.rows, config.num_slots)
         self._scheduler = SlotScheduler(self.rows, config.num_slots)
         rules = cache_rules or CacheRules()
         self._blocks = BlockManager(config, rules, session, self._slots, grow)
+        self._row_pool = RowPool(self.rows, config.num_slots, self._blocks.lose_row)
         self._rounds = Rounds(self._slots, self._blocks, self._row_pool, sampling, self._stats)
 
     # What a client does between two rounds.
@@ -298,7 +298,6 @@ class RolloutService:
         offered = self._row_pool.offer(free)
         for slot, ticket in self._scheduler.assign(offered, self._blocks.crowded).items():
             task, row = self._tasks[ticket], self._row_pool.take(slot, ticket)
-            self._blocks.lose_row(row)
             episode = self._slots[slot] = LiveEpisode(
                 task=task,
                 ticket=ticket,

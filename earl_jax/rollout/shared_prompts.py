@@ -93,7 +93,7 @@ class SharedPrompts:
         return episode
 
     def lose_row(self, row: int) -> None:
-        """Notes that the row is cleared for another episode, and the ids in it are lost."""
+        """Notes that the row is written for another episode, and the ids in it are lost."""
         for slot, theirs in self._row_of.items():
             if theirs == row:
                 self._prefixes.lose_row(slot)
