@@ -97,6 +97,26 @@ def test_equal_outcomes_have_advantages_of_exactly_zero(algorithm, reward, size)
     assert not assign_credit(algorithm, group).advantages.any()
 
 
+@pytest.mark.parametrize("baseline", ["batch", "group", "ema", "none"])
+@pytest.mark.parametrize("scale", [1e-3, 0.1, 1.0, 100.1, 1e6])
+@pytest.mark.parametrize("average", [0.3, -1.0])
+@pytest.mark.parametrize("size", [7, 64])
+def test_equal_returns_are_not_scaled_by_the_noise_of_their_rounding(
+    baseline, scale, average, size
+):
+    """REINFORCE: what is left of the return behind its baseline, zeros or the same for all.
+
+    Both roles have returns of -scale; role o's average is off by rounding, which is no difference.
+    """
+    settings = ReinforceSettings(baseline=baseline)
+    algorithm = dataclasses.replace(REINFORCE, settings=settings)
+    played = [make_trajectory(i, (-scale,), role="xo"[i % 2]) for i in range(size)]
+    averages = {"x": average * scale, "o": math.nextafter(average * scale, 10.0)}
+    found = assign_credit(algorithm, played, averages).advantages[:, 0]
+    left = {"ema": -scale - average * scale, "none": -scale}.get(baseline, 0.0)
+    np.testing.assert_allclose(found, np.full(size, left), rtol=1e-6, atol=1e-9 * scale)
+
+
 @pytest.mark.parametrize("normalize", [True, False])
 def test_outcomes_that_differ_by_rounding_are_equal(normalize):
     # 0.1 + 0.2 and 0.3 differ by 5.6e-17.

@@ -106,9 +106,11 @@ def reinforce(
     The baseline of a turn is the mean return, at the same turn, of the episodes with the same entry
     in `compared`, such as a role; None is no baseline but that of `baselines`, one an episode for
     all its turns. With `normalize`, advantages are divided by their population standard deviation
-    over the batch.
+    over the batch; if they differ by no more than the rounding of the returns, they stay as they
+    are, because their deviation is rounding noise.
     """
     rows = [discounted_returns(rewards, discount) for rewards in turn_rewards]
+    noise = _EQUAL * max((float(np.abs(row).max()) for row in rows if row.size), default=0.0)
     if baselines:
         rows = [row - baseline for row, baseline in zip(rows, baselines, strict=True)]
     members_of: dict[tuple[Hashable, int], list[int]] = {}
@@ -119,9 +121,8 @@ def reinforce(
         for index, value in zip(members, centred([rows[i][turn] for i in members]), strict=True):
             rows[index][turn] = value
     if normalize and rows:
-        every = np.concatenate(rows)
-        scale = deviation(every - every.mean()) if every.any() else 0.0
-        rows = [row / scale for row in rows] if scale else rows
+        scale = deviation(centred(np.concatenate(rows)))
+        rows = [row / scale for row in rows] if scale > noise else rows
     return rows
 
 

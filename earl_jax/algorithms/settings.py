@@ -142,7 +142,7 @@ class ReinforceSettings(ClippedSettings):
     "ema" is an exponential moving average over the steps of the role's returns, of all turns
     (SPIRAL, arXiv 2506.24119); it keeps `baseline_decay` of itself at each step, and is saved with
     the run. "none" subtracts nothing. `normalize_advantages` divides by the standard deviation of
-    the batch.
+    the batch, unless all advantages of the batch are equal up to rounding.
     """
 
     turn_discount: float = 0.7
