@@ -136,13 +136,14 @@ def rl_step(
         placement.choose_training(history.recent())
         player.plans_chosen()
         state = move_state(placement, state)
-    averages = next_averages(run.learner.algorithm, done.played.outcomes, position.averages)
     if (update := done.update) is None:
         controls = run.learner.controls(step, config.num_steps)
         update = StepUpdate(placement=placement, controls=controls, wait=player.wait)
         with timer("dispatch"), only_on_devices(config.dispatch.forbid_host_bytes) as reads:
             update.parts.append(
-                send_rows(placement, done.experience, done.played.outcomes, length, averages)
+                send_rows(
+                    placement, done.experience, done.played.outcomes, length, position.averages
+                )
             )
         done.dispatch_host_bytes, done.experience = reads.num_bytes, None
     train_plan, compiled_s = placement.train, compile_clock().own_seconds()
@@ -200,7 +201,7 @@ def rl_step(
         history=history,
         failed_steps=failed_steps,
         open_groups=player.open_groups(),
-        averages=averages,
+        averages=next_averages(run.learner.algorithm, done.played.outcomes, position.averages),
     )
     return after, record
 

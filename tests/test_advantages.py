@@ -5,6 +5,7 @@
 import dataclasses
 import math
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 
 from earl_jax.algorithms.advantages import (
     assign_credit,
-    batch_normalized,
     centred,
+    centred_outcomes,
     discounted_returns,
     group_relative,
     group_shares,
@@ -23,8 +24,15 @@ from earl_jax.algorithms.advantages import (
     overlong_penalty,
     reinforce,
 )
+from earl_jax.algorithms.algorithm import RewardFacts
 from earl_jax.algorithms.algorithms import ALGORITHMS
-from earl_jax.algorithms.settings import DapoSettings, GrpoSettings, ReinforceSettings
+from earl_jax.algorithms.sequences import normalized
+from earl_jax.algorithms.settings import (
+    ClippedSettings,
+    DapoSettings,
+    GrpoSettings,
+    ReinforceSettings,
+)
 from earl_jax.trajectory import FAILURES
 from tests.support.trajectories import make_trajectory
 
@@ -220,14 +228,15 @@ def test_moving_means_by_hand():
     """Role x: 1, then 0.9 * 1 + 0.1 * 0; role o begins with its first batch, in both turns."""
     first = moving_means({}, [(1,)], ["x"], discount=0.5, decay=0.9)
     assert first == {"x": 1.0}
-    both = moving_means(first, [(0,), (0, 1), (0,)], ["x", "o", "x"], discount=0.5, decay=0.9)
-    # Returns of o: 0 + 0.5 * 1 and 1.
-    assert both == {"x": pytest.approx(0.9), "o": pytest.approx(0.75)}
+    rewards, roles = [(0,), (0, 1), (0,), (3,)], ["x", "o", "x", "o"]
+    both = moving_means(first, rewards, roles, discount=0.5, decay=0.9)
+    # Returns of o: 0 + 0.5 * 1 and 1, of mean 0.75; and 3. Each episode counts once.
+    assert both == {"x": pytest.approx(0.9), "o": pytest.approx((0.75 + 3) / 2)}
     assert first == {"x": 1.0}, "the averages before are left as they are"
 
 
-def test_advantages_are_relative_to_the_roles_average_behind_the_batch():
-    """Failed episodes are in no average; normalised by the deviation of the batch."""
+def test_advantages_are_relative_to_the_roles_average_before_the_batch():
+    """No average is 0; failed episodes are in none; normalised by the deviation of the batch."""
     plain = ReinforceSettings(
         turn_discount=1.0, baseline="ema", baseline_decay=0.5, normalize_advantages=False
     )
@@ -238,13 +247,19 @@ def test_advantages_are_relative_to_the_roles_average_behind_the_batch():
         make_trajectory(2, (5.0,), role="x"),
         make_trajectory(3, (99.0,), role="x", stop_reason="environment_error"),
     ]
-    averages = next_averages(algorithm, played, {"x": 1.0})
-    assert averages == {"x": 2.0, "o": 3.0}
-    _, table = assign_credit(algorithm, played, averages)
-    np.testing.assert_array_equal(table[:, :2], [[-1, 0], [0, 0], [3, 0], [0, 0]])
+    before = {"x": 1.0}
+    _, table = assign_credit(algorithm, played, before)
+    np.testing.assert_array_equal(table[:, :2], [[0, 0], [3, 3], [4, 0], [0, 0]])
     scaled = dataclasses.replace(plain, normalize_advantages=True)
-    _, scaled = assign_credit(dataclasses.replace(algorithm, settings=scaled), played, averages)
-    np.testing.assert_allclose(scaled, table / np.std([-1, 0, 0, 3]), rtol=1e-6)
+    _, scaled = assign_credit(dataclasses.replace(algorithm, settings=scaled), played, before)
+    np.testing.assert_allclose(scaled, table / np.std([0, 3, 3, 4]), rtol=1e-6)
+    assert next_averages(algorithm, played, before) == {"x": 2.0, "o": 3.0}
+    # SPIRAL's settings: 0.95 of the average stays, and nothing is scaled.
+    spiral = ALGORITHMS["spiral"]
+    _, table = assign_credit(spiral, played, before)
+    np.testing.assert_array_equal(table[:, :2], [[0, 0], [3, 3], [4, 0], [0, 0]])
+    found = next_averages(spiral, played, before)
+    assert found == {"x": pytest.approx(0.95 + 0.05 * 3), "o": 3.0}
     # Other baselines keep no average.
     assert next_averages(REINFORCE, played, {"x": 1.0}) == {}
     assert next_averages(GRPO, played, {"x": 1.0}) == {}
@@ -264,17 +279,60 @@ def test_rloo_by_hand():
 # REINFORCE++.
 
 
-def test_reinforce_plus_plus_by_hand():
-    # Outcomes 1, 2, 3, 6 have mean 3 and variance (4 + 1 + 0 + 9) / 4 = 3.5.
-    rewards, unit = [(1,), (2,), (1, 2), (6,)], 1 / math.sqrt(3.5)
-    assert_rows(batch_normalized(rewards), [[-2 * unit], [-unit], [0, 0], [3 * unit]])
-    # Groups (1, 3) and (2, 6): -1, 1 and -2, 2 have variance (1 + 1 + 4 + 4) / 4 = 2.5.
-    unit = 1 / math.sqrt(2.5)
-    rows = batch_normalized(rewards, [0, 1, 0, 1])
-    assert_rows(rows, [[-unit], [-2 * unit], [unit, unit], [2 * unit]])
-    for equal in (batch_normalized([(0.1,)] * 7), batch_normalized([(1,), (2,)], [0, 1])):
+def test_centred_outcomes_by_hand():
+    # Outcomes 1, 2, 3, 6 have mean 3; of groups (1, 3) and (2, 6) the means are 2 and 4.
+    rewards = [(1,), (2,), (1, 2), (6,)]
+    assert_rows(centred_outcomes(rewards), [[-2], [-1], [0, 0], [3]])
+    assert_rows(centred_outcomes(rewards, [0, 1, 0, 1]), [[-1], [-2], [1, 1], [2]])
+    for equal in (centred_outcomes([(0.1,)] * 7), centred_outcomes([(1,), (2,)], [0, 1])):
         assert all(not row.any() for row in equal)
-    assert batch_normalized([]) == batch_normalized([], []) == []
+    assert centred_outcomes([]) == centred_outcomes([], []) == []
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize("kl_in", ["reward", "loss"])
+def test_reinforce_plus_plus_by_hand(name, kl_in):
+    """Eq. 8 to 10 of arXiv 2501.03262 in fp64 numpy, over tokens: long episodes count more.
+
+    Rows of two episodes; the first one's second token is the environment's.
+    """
+    settings = ClippedSettings(kl_coefficient=0.5, kl_estimator="k1", kl_in=kl_in)
+    outcomes = np.array([1.0, 3.0, 2.0, 6.0])
+    of_token = np.array([[0, 0, 0, 1], [2, 3, 3, 3]])
+    mask = np.array([[1, 0, 1, 1], [1, 1, 1, 0]], bool)
+    gaps = np.array([[1.0, 9, -2, 4], [0.5, 1, 3, 9]])
+    rows = ALGORITHMS[name].advantages(
+        [make_trajectory(i, (reward,), group=i // 2) for i, reward in enumerate(outcomes)], settings
+    )
+    facts = RewardFacts(
+        mask=jnp.asarray(mask),
+        sequences=jnp.asarray(of_token + 1),
+        turns=jnp.asarray(mask, jnp.int32),
+        rewards=jnp.asarray(np.where(mask, np.concatenate(rows)[of_token], 0), jnp.float32),
+        old=jnp.where(mask, -1.0, 0.0),
+        reference=jnp.asarray(np.where(mask, -1.0 - gaps, 0), jnp.float32),
+    )
+    if name == "reinforce_plus_plus_baseline":
+        outcomes = outcomes - np.repeat([2.0, 4.0], 2)
+    expected = outcomes[of_token]
+    if kl_in == "reward":
+        # Sums of the gaps from the token on, of the policy's tokens of the same episode.
+        expected = expected - 0.5 * np.array([[-1, 0, -2, 4], [0.5, 4, 3, 0]])
+    expected = (expected - expected[mask].mean()) / expected[mask].std()
+    found = ALGORITHMS[name].token_advantages(facts, settings)
+    np.testing.assert_allclose(found, np.where(mask, expected, 0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 100.1, 1e6])
+def test_normalised_tokens_are_of_any_scale_and_never_noise(scale):
+    mask = jnp.arange(64)[None] % 3 > 0
+    values = jnp.where(jnp.arange(64)[None] < 32, scale, 3 * scale)
+    found = np.asarray(normalized(values, mask))[np.asarray(mask)]
+    assert found.mean() == pytest.approx(0, abs=1e-5) and found.std() == pytest.approx(1, rel=1e-5)
+    equal = jnp.full((1, 64), scale).at[0, ::5].multiply(1 + 1e-7)
+    for noise in (equal, jnp.full((1, 64), scale)):
+        assert not normalized(noise, mask).any()
+    assert not normalized(values, jnp.zeros_like(mask)).any()
 
 
 # DAPO.

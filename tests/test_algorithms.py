@@ -396,12 +396,13 @@ SMALL_RUN = {
 # Beside the defaults of the entry: what it can be set to besides.
 VARIANTS = {
     "reinforce": {"baseline": "group", "aggregation": "sequence"},
+    "spiral": {},
     "grpo": {"dual_clip": 3.0, "kl_coefficient": 0.1},
-    "dr_grpo": {},
+    "dr_grpo": {"kl_coefficient": 0.1, "kl_estimator": "k1", "kl_in": "reward"},
     "dapo": {"overlong_tokens": 12, "overlong_buffer": 6},
     "gspo": {"kl_coefficient": 0.1, "kl_estimator": "k2"},
     "cispo": {},
-    "rloo": {"kl_coefficient": 0.1, "kl_estimator": "k1", "kl_in": "reward"},
+    "rloo": {"kl_coefficient": 0.1, "kl_estimator": "k2"},
     "reinforce_plus_plus": {"kl_coefficient": 0.1},
     "reinforce_plus_plus_baseline": {"kl_coefficient": 0.1},
     "ppo": {"gae_level": "turn", "value_clip": 0.5},
@@ -424,8 +425,16 @@ def test_a_run_of_each_algorithm(name):
     placement, position = begin(run)
     first = jax.tree.map(np.array, position.state.params)
     for _ in range(2):
+        averages = position.averages
         position, record = rl_step(run, placement, position)
         line = record.metrics()
+        if name == "spiral":
+            # Relative to the averages before the step; ratios of a first update are 1.
+            gains = [o.reward - averages.get(o.role, 0.0) for o in record.outcomes]
+            tokens = [o.num_policy_tokens for o in record.outcomes]
+            found = record.updates[0]
+            loss = found["loss"] + line["entropy_coefficient"] * found["entropy"]
+            assert loss == pytest.approx(-np.average(gains, weights=tokens), rel=1e-3, abs=1e-4)
         assert line["skipped_updates"] == 0 and np.isfinite(line["loss"])
         assert 0 < line["effective_sample_size"] <= 1 + 1e-6
         assert 0 <= line["clip_fraction"] <= 1

@@ -26,6 +26,7 @@ from earl_jax.algorithms.settings import (
     DapoSettings,
     GrpoSettings,
     ReinforceSettings,
+    RlooSettings,
 )
 from earl_jax.models.logprobs import TokenScores
 from earl_jax.settings.errors import InputError
@@ -370,16 +371,27 @@ def test_a_penalty_in_the_loss_by_hand(estimator, slope):
 
 
 def test_a_penalty_in_the_reward_lowers_what_came_before_it():
-    """Penalties 0.5 k1 of 1, 2, -1 and 4; each token's advantage loses its own and those after."""
-    settings = GrpoSettings(kl_coefficient=0.5, kl_estimator="k1", kl_in="reward")
+    """Penalties 0.5 k1 of 1, 2, -1 and 4; each token's advantage loses its own and those after.
+
+    They are those of the policy that sampled, or of the proximal one, also where the one that is
+    updated has moved on: then losses are 1.1 times as large, with the ratio.
+    """
+    settings = ReinforceSettings(
+        normalize_advantages=False, kl_coefficient=0.5, kl_estimator="k1", kl_in="reward"
+    )
     facts = make_rows([1, 1, 1, 1, 2, 0], [1, 0, 1, 1, 1, 0], advantages=[3.0, 0, 3, 3, -1, 0])
-    reference = jnp.array([[-1.0, 0, -2, 1, -4, 0]])
-    facts = facts.replace(reference=reference)
-    losses, _, _ = clipped_loss(facts, settings)
-    # 3 - (0.5 + 1 - 0.5), 3 - (1 - 0.5), 3 + 0.5, -1 - 2; ratios are 1.
-    np.testing.assert_allclose(losses[0], [-2, 0, -2.5, -3.5, 3, 0], atol=1e-6)
-    slopes = slope_of(lambda facts: clipped_loss(facts, settings), facts)
-    np.testing.assert_allclose(slopes, [-2, 0, -2.5, -3.5, 3, 0], atol=1e-6)
+    facts = facts.replace(reference=jnp.array([[-1.0, 0, -2, 1, -4, 0]]))
+    moved = facts.replace(logprobs=jnp.where(facts.mask, math.log(1.1), 0.0))
+    around = moved.replace(proximal=facts.behaviour, behaviour=facts.behaviour - 5.0)
+    # Of advantages of 3: less 0.5 + 1 - 0.5, then less 1 - 0.5, then more by 0.5; and -1 less 2.
+    expected = np.array([-2, 0, -2.5, -3.5, 3, 0])
+    for given, ratio in ((facts, 1.0), (moved, 1.1), (around, 1.1)):
+        losses, metrics, _ = clipped_loss(given, settings)
+        np.testing.assert_allclose(losses[0], ratio * expected, atol=1e-5)
+        slopes = slope_of(lambda facts: clipped_loss(facts, settings), given)
+        np.testing.assert_allclose(slopes, ratio * expected, atol=1e-5)
+        kl = np.array([1.0, 0, 2, -1, 4, 0]) + math.log(ratio) * np.asarray(facts.mask[0])
+        np.testing.assert_allclose(metrics["reference_kl"][0], kl, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -398,6 +410,10 @@ def test_a_penalty_in_the_reward_lowers_what_came_before_it():
         (ReinforceSettings(turn_discount=1.5), "turn_discount is 1.5"),
         (ReinforceSettings(**{"baseline": "mean"}), "baseline is 'mean'; choose one of 'batch'"),
         (CispoSettings(clip_low=2.0), "clip_low is 2.0"),
+        (GrpoSettings(kl_coefficient=0.1, kl_in="reward"), "normalize_advantages to False"),
+        (CispoSettings(kl_coefficient=0.1, kl_in="reward"), "set config.algorithm_args.kl_in to"),
+        (ReinforceSettings(kl_coefficient=0.1, kl_in="reward"), "its weight would change with"),
+        (RlooSettings(kl_coefficient=0.1, kl_in="reward"), "baseline would have no part of the"),
     ],
 )
 def test_settings_that_break_a_rule_are_errors(settings, words):

@@ -121,7 +121,9 @@ def test_a_penalty_without_adapters_is_that_of_the_first_weights(mesh, kl_in):
     distance = gap if kind == "k1" else np.exp(-gap) - 1 + gap
     advantages = np.where(mask, batch.advantages, 0).astype(np.float64)
     if kl_in == "reward":
-        advantages -= 0.5 * np.cumsum(distance[:, ::-1], axis=1)[:, ::-1]
+        # Of the policy that sampled, not of the one that is updated.
+        taken = np.where(mask, batch.logprobs - reference, 0)
+        advantages -= 0.5 * np.cumsum(taken[:, ::-1], axis=1)[:, ::-1]
     ratio = np.exp(policy - batch.logprobs)
     gain = np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.2) * advantages)
     losses = -gain + (0.5 * distance if kl_in == "loss" else 0)

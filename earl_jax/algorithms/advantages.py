@@ -32,7 +32,7 @@ class Credit(NamedTuple):
 def assign_credit(
     algorithm: Algorithm, episodes: Sequence[Episode], averages: Mapping[str, float] | None = None
 ) -> Credit:
-    """Returns the credit of a batch; `averages` are those behind it (`next_averages`).
+    """Returns the credit of a batch; `averages` are those before it (`next_averages`).
 
     An episode that its environment failed is not the policy's doing: it counts nowhere. Nor does an
     episode without a rewarded turn, or a group that the algorithm does not keep. M is a power of
@@ -136,13 +136,13 @@ def moving_means(
 ) -> dict[str, float]:
     """Returns the moving average of the returns of each role, with those of a batch (SPIRAL).
 
-    arXiv 2506.24119, section 3.2: decay times the average before, plus 1 - decay times the mean of
-    the batch, over the role's turns. A role's first batch is its first average. With decay 0.9, an
-    average of 1 and returns 0, 0 give 0.9.
+    arXiv 2506.24119, section 3.2: decay times the average before, plus 1 - decay times the mean
+    over the role's episodes in the batch, of each one's mean over its turns. A role's first batch
+    is its first average. With decay 0.9, an average of 1 and returns 0, 0 give 0.9.
     """
     found, returns = dict(averages), dict[str, list[float]]()
     for rewards, role in zip(turn_rewards, roles, strict=True):
-        returns.setdefault(role, []).extend(discounted_returns(rewards, discount))
+        returns.setdefault(role, []).append(discounted_returns(rewards, discount).mean())
     for role, values in returns.items():
         mean = math.fsum(values) / len(values)
         found[role] = decay * found[role] + (1 - decay) * mean if role in found else mean
@@ -190,20 +190,18 @@ def leave_one_out(
     return _at_every_turn(values, turn_rewards)
 
 
-def batch_normalized(
+def centred_outcomes(
     turn_rewards: Sequence[Sequence[float]], groups: Sequence[Hashable] | None = None
 ) -> list[np.ndarray]:
-    """REINFORCE++'s advantages: outcomes minus their mean, over their deviation in the batch.
+    """Returns outcomes minus their mean in the batch, or with `groups` in their group.
 
-    arXiv 2501.03262. With `groups` its baseline form, where the mean of its group is
-    subtracted from each outcome first. Population deviation over episodes; a batch of equal
-    outcomes gets zeros. Every turn of an episode gets the same.
+    Every turn of an episode gets the same. Zeros where all that are compared are equal.
     """
-    values = np.array(outcomes_of(turn_rewards))
-    for indices in () if groups is None else _members(groups):
-        values[indices] = centred(values[indices])
-    values = centred(values)
-    return _at_every_turn(values / (deviation(values) or 1.0), turn_rewards)
+    outcomes = outcomes_of(turn_rewards)
+    values = np.zeros(len(outcomes))
+    for indices in [range(len(outcomes))] if groups is None else _members(groups):
+        values[indices] = centred([outcomes[i] for i in indices])
+    return _at_every_turn(values, turn_rewards)
 
 
 def overlong_penalty(num_tokens: int, most: int, buffer: int) -> float:

@@ -80,21 +80,21 @@ class TokenLosses(NamedTuple):
 
 @flax.struct.dataclass(frozen=True, kw_only=True)
 class RewardFacts:
-    """The facts about each token that a critic's algorithm estimates advantages from, [B,T] each.
+    """The facts about each token that advantages are made of on the devices, [B,T] each.
 
     `mask`, `sequences` and `reference` are those of TokenFacts. `turns` i32 is t in the policy's
     t-th turn of an episode, 0 elsewhere. `rewards` f32 has at each token of a turn what
     `Algorithm.advantages` returned for the turn. `values` f32 are the critic's, of the state before
-    each token, and `old` the log-probs of the policy that the update's ratio is relative to; all
-    before the first update.
+    each token (None without a critic), and `old` the log-probs of the policy that the update's
+    ratio is relative to; all before the first update.
     """
 
     mask: jax.Array
     sequences: jax.Array
     turns: jax.Array
     rewards: jax.Array
-    values: jax.Array
     old: jax.Array
+    values: jax.Array | None = None
     reference: jax.Array | None = None
 
 
@@ -148,7 +148,9 @@ class Algorithm:
     `advantages(episodes, settings)` returns for each episode one advantage per rewarded turn; it is
     given the episodes that count, of all processes. `loss(facts, settings)` returns TokenLosses.
     With a `critic`, `advantages` returns rewards instead, and `critic.estimate` makes advantages
-    of them and of the values of a second network, which is trained beside the policy.
+    of them and of the values of a second network, which is trained beside the policy. With
+    `token_advantages`, `advantages` are made into those of the tokens on the devices:
+    `token_advantages(facts, settings)` is given the RewardFacts of a whole batch, without values.
     `needs` names the facts beyond those that every batch has; `settings` may have more in a
     property `needs` of their own, see `all_needs`. `is_by_group` says that a group's advantages
     depend on its own episodes alone; `settings` may have a property of this name instead.
@@ -156,8 +158,8 @@ class Algorithm:
     not fail; groups for which it returns
     False are not trained on. `min_group_size` is the least config.rollout.group_size.
     `averages(before, episodes, settings)` returns moving averages by name that are kept from step
-    to step and in checkpoints; `advantages` is then given those behind the batch as a third
-    argument.
+    to step and in checkpoints; `advantages` is then given those before the batch as a third
+    argument, in which this batch has no part.
 
     config.algorithm_args sets fields of `settings`; a `validate(path)` method, if there is one,
     raises ValueError for values that break a rule. A method `idle()`, if there is one, yields
@@ -173,6 +175,7 @@ class Algorithm:
     min_group_size: int = 1
     is_by_group: bool = False
     critic: CriticMethods | None = None
+    token_advantages: Callable[[RewardFacts, Any], jax.Array] | None = None
     averages: Callable[[Mapping[str, float], Sequence[Episode], Any], dict[str, float]] | None = (
         None
     )

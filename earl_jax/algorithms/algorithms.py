@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from earl_jax.algorithms.advantages import (
-    batch_normalized,
+    centred_outcomes,
     group_relative,
     has_different_outcomes,
     leave_one_out,
@@ -26,6 +26,7 @@ from earl_jax.algorithms.algorithm import (
     Algorithm,
     CriticMethods,
     Episode,
+    RewardFacts,
     TokenFacts,
     TokenLosses,
 )
@@ -35,9 +36,10 @@ from earl_jax.algorithms.losses import (
     clipped_weight,
     cross_entropy,
     policy_kl,
+    reward_penalties,
     sequence_ratio,
 )
-from earl_jax.algorithms.sequences import aggregate, sums_from
+from earl_jax.algorithms.sequences import aggregate, normalized, sums_from
 from earl_jax.algorithms.settings import (
     CispoSettings,
     ClippedSettings,
@@ -46,6 +48,7 @@ from earl_jax.algorithms.settings import (
     PolicySettings,
     PpoSettings,
     ReinforceSettings,
+    RlooSettings,
 )
 from earl_jax.settings.named import find_named
 
@@ -95,11 +98,15 @@ def reinforce_advantages(
     settings: ReinforceSettings,
     averages: Mapping[str, float] | None = None,
 ) -> list[np.ndarray]:
-    """Returns `reinforce` advantages, with a baseline for each role."""
+    """Returns `reinforce` advantages, with a baseline for each role.
+
+    The moving average of a role is that of the steps before, so that the baseline does not depend
+    on the episodes that it is subtracted from; a role that has none yet counts 0.
+    """
     compared, baselines = None, []
     if settings.baseline == "ema":
         assert averages is not None, "the caller keeps the moving averages"
-        baselines = [averages[episode.role] for episode in episodes]
+        baselines = [averages.get(episode.role, 0.0) for episode in episodes]
     elif settings.baseline != "none":
         by_group = settings.baseline == "group"
         compared = [(episode.group * by_group, episode.role) for episode in episodes]
@@ -128,15 +135,31 @@ def role_averages(
 
 
 def plus_plus_advantages(episodes: Sequence[Episode], settings: object) -> list[np.ndarray]:
-    """Returns `batch_normalized` advantages."""
-    return batch_normalized(_rewards(episodes))
+    """Returns `centred_outcomes`, of which `plus_plus_token_advantages` makes advantages.
+
+    The mean that is subtracted here in fp64 is no part of what is normalised.
+    """
+    return centred_outcomes(_rewards(episodes))
 
 
 def plus_plus_baseline_advantages(
     episodes: Sequence[Episode], settings: object
 ) -> list[np.ndarray]:
-    """Returns `batch_normalized` advantages of outcomes minus the mean of their group."""
-    return batch_normalized(_rewards(episodes), _groups(episodes))
+    """Returns `centred_outcomes` of the groups that share a task."""
+    return centred_outcomes(_rewards(episodes), _groups(episodes))
+
+
+def plus_plus_token_advantages(facts: RewardFacts, settings: ClippedSettings) -> jax.Array:
+    """Returns REINFORCE++'s advantages of the tokens (arXiv 2501.03262, eq. 8 to 10).
+
+    Outcome minus the penalties from the token to the end of its sequence, then normalised over all
+    tokens of the batch that the policy wrote.
+    """
+    advantages = facts.rewards
+    if settings.penalizes_rewards:
+        penalties = reward_penalties(facts, settings.kl_coefficient, settings.kl_estimator)
+        advantages = advantages - sums_from(penalties, facts.sequences)
+    return normalized(advantages, facts.mask)
 
 
 def no_advantages(episodes: Sequence[Episode], settings: object) -> list[np.ndarray]:
@@ -162,7 +185,8 @@ def policy_loss(
 ) -> TokenLosses:
     """Returns the losses of a surrogate with the settings' penalty and aggregation.
 
-    Logs `reference_kl` where there is a penalty.
+    A penalty in the reward is that of the policy that the ratio is relative to, and so the same in
+    all updates of a batch. Logs `reference_kl`, of the policy that is updated, with a penalty.
     """
     if not settings.kl_coefficient:
         losses, metrics, _ = surrogate(facts, settings)
@@ -171,7 +195,8 @@ def policy_loss(
         distance = policy_kl(facts.logprobs, facts.reference, settings.kl_estimator)
         penalty = settings.kl_coefficient * distance
         if settings.kl_in == "reward":
-            following = sums_from(jax.lax.stop_gradient(penalty), facts.sequences)
+            taken = reward_penalties(facts, settings.kl_coefficient, settings.kl_estimator)
+            following = sums_from(taken, facts.sequences)
             advantages = (facts.advantages - following) * facts.mask
             facts = dataclasses.replace(facts, advantages=advantages)
         losses, metrics, _ = surrogate(facts, settings)
@@ -212,9 +237,9 @@ def clipped_loss(facts: TokenFacts, settings: ClippedSettings) -> TokenLosses:
     return policy_loss(_ppo_surrogate, facts, settings)
 
 
-def ppo_loss(facts: TokenFacts, settings: PpoSettings) -> TokenLosses:
+def ppo_loss(facts: TokenFacts, settings: ClippedSettings) -> TokenLosses:
     """Returns `clipped_surrogate` losses; a penalty in the reward is in the advantages already."""
-    if not settings.kl_coefficient or settings.kl_in == "loss":
+    if not settings.penalizes_rewards:
         return policy_loss(_ppo_surrogate, facts, settings)
     assert facts.reference is not None, "settings.needs names the reference"
     found = policy_loss(_ppo_surrogate, facts, dataclasses.replace(settings, kl_coefficient=0.0))
@@ -247,12 +272,21 @@ _GRPO = Algorithm(
 _DR_GRPO = GrpoSettings(normalize_advantages=False, aggregation="constant")
 # The intervals of arXiv 2507.18071, section 5.1.
 _GSPO = GrpoSettings(clip_low=3e-4, clip_high=4e-4, aggregation="sequence")
+_SPIRAL = ReinforceSettings(
+    turn_discount=1.0, baseline="ema", baseline_decay=0.95, normalize_advantages=False
+)
 _PLUS_PLUS = ClippedSettings(kl_estimator="k1", kl_in="reward")
 _PLUS_PLUS_BASELINE = ClippedSettings(kl_estimator="k2")
 
 ALGORITHMS: dict[str, Algorithm] = {
     "reinforce": Algorithm(
         settings=ReinforceSettings(),
+        advantages=reinforce_advantages,
+        loss=clipped_loss,
+        averages=role_averages,
+    ),
+    "spiral": Algorithm(
+        settings=_SPIRAL,
         advantages=reinforce_advantages,
         loss=clipped_loss,
         averages=role_averages,
@@ -270,19 +304,23 @@ ALGORITHMS: dict[str, Algorithm] = {
     "gspo": dataclasses.replace(_GRPO, settings=_GSPO, loss=gspo_loss),
     "cispo": dataclasses.replace(_GRPO, settings=CispoSettings(), loss=cispo_loss),
     "rloo": Algorithm(
-        settings=ClippedSettings(),
+        settings=RlooSettings(),
         advantages=rloo_advantages,
         loss=clipped_loss,
         min_group_size=2,
         is_by_group=True,
     ),
     "reinforce_plus_plus": Algorithm(
-        settings=_PLUS_PLUS, advantages=plus_plus_advantages, loss=clipped_loss
+        settings=_PLUS_PLUS,
+        advantages=plus_plus_advantages,
+        token_advantages=plus_plus_token_advantages,
+        loss=ppo_loss,
     ),
     "reinforce_plus_plus_baseline": Algorithm(
         settings=_PLUS_PLUS_BASELINE,
         advantages=plus_plus_baseline_advantages,
-        loss=clipped_loss,
+        token_advantages=plus_plus_token_advantages,
+        loss=ppo_loss,
         min_group_size=2,
     ),
     "ppo": Algorithm(

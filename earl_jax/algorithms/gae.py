@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from earl_jax.algorithms.algorithm import Estimates, RewardFacts, TokenLosses, ValueFacts
-from earl_jax.algorithms.losses import policy_kl
-from earl_jax.algorithms.sequences import running_sums, sequence_sums
+from earl_jax.algorithms.losses import reward_penalties
+from earl_jax.algorithms.sequences import normalized, running_sums, sequence_sums
 from earl_jax.algorithms.settings import PpoSettings
 
 
@@ -21,12 +21,11 @@ def advantage_estimates(facts: RewardFacts, settings: PpoSettings) -> Estimates:
 
     A return is the advantage plus the value; with "turn" every token of a turn has the turn's.
     """
+    assert facts.values is not None, "there is a critic"
     turns_BT, is_first_BT, is_last_BT = _turns(facts)
     penalties_BT = jnp.zeros_like(facts.rewards)
-    if settings.kl_coefficient and settings.kl_in == "reward":
-        assert facts.reference is not None, "settings.needs names the reference"
-        distance_BT = policy_kl(facts.old, facts.reference, settings.kl_estimator)
-        penalties_BT = settings.kl_coefficient * jnp.where(facts.mask, distance_BT, 0.0)
+    if settings.penalizes_rewards:
+        penalties_BT = reward_penalties(facts, settings.kl_coefficient, settings.kl_estimator)
     if settings.gae_level == "token":
         steps_BT = facts.mask
         rewards_BT = jnp.where(is_last_BT, facts.rewards, 0.0) - penalties_BT
@@ -44,7 +43,7 @@ def advantage_estimates(facts: RewardFacts, settings: PpoSettings) -> Estimates:
             for each in (advantages_BT, returns_BT)
         )
     if settings.normalize_advantages:
-        advantages_BT = _normalized(advantages_BT, facts.mask)
+        advantages_BT = normalized(advantages_BT, facts.mask)
     return Estimates(advantages=advantages_BT, returns=returns_BT)
 
 
@@ -61,6 +60,7 @@ def step_advantages(
     d = reward + gamma * (value of the next step) - value, and A = d + gamma * lambda * (A of the
     next step). The value behind an episode's last step is 0: whatever ended it, nothing follows.
     """
+    assert facts.values is not None, "there is a critic"
     next_BT, is_followed_BT = _next_steps(steps_BT, facts)
     next_values_BT = jnp.where(is_followed_BT, _at(facts.values, next_BT), 0.0)
     errors_BT = jnp.where(steps_BT, rewards_BT + gamma * next_values_BT - facts.values, 0.0)
@@ -117,10 +117,3 @@ def _next_steps(steps_BT: jax.Array, facts: RewardFacts) -> tuple[jax.Array, jax
 
 def _at(values_BT: jax.Array, places_BT: jax.Array) -> jax.Array:
     return jnp.take_along_axis(values_BT, places_BT, axis=1)
-
-
-def _normalized(values_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
-    """Returns values of mean 0 and deviation 1 over the tokens of the mask, 0 elsewhere."""
-    count = jnp.maximum(jnp.sum(mask_BT), 1)
-    centred_BT = jnp.where(mask_BT, values_BT - jnp.sum(values_BT * mask_BT) / count, 0.0)
-    return centred_BT * jax.lax.rsqrt(jnp.sum(centred_BT**2) / count + 1e-8)

@@ -7,7 +7,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from earl_jax.algorithms.algorithm import TokenFacts, TokenLosses
+from earl_jax.algorithms.algorithm import RewardFacts, TokenFacts, TokenLosses
 from earl_jax.algorithms.sequences import sequence_sums
 
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -131,6 +131,19 @@ def policy_kl(logprobs: jax.Array, reference: jax.Array, estimator: KlEstimator)
         return kl_estimate(reference, logprobs)
     gap = jnp.clip(logprobs - reference, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     return gap if estimator == "k1" else 0.5 * gap**2
+
+
+def reward_penalties(
+    facts: TokenFacts | RewardFacts, coefficient: float, estimator: KlEstimator
+) -> jax.Array:
+    """Returns `coefficient` times `policy_kl` of the policy that the ratio is relative to.
+
+    f32[B,T], 0 where `mask` is not True. It has no gradient, and is the same in all updates of a
+    batch.
+    """
+    assert facts.reference is not None, "settings.needs names the reference"
+    distance = policy_kl(facts.old, facts.reference, estimator)
+    return coefficient * jnp.where(facts.mask, jax.lax.stop_gradient(distance), 0.0)
 
 
 def cross_entropy(facts: TokenFacts) -> TokenLosses:

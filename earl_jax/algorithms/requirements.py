@@ -36,9 +36,11 @@ def scored_passes(algorithm: Algorithm, *, epochs: int, corrects: bool) -> tuple
     | "proximal" | a need "proximal", a correction | with one update a batch: by the update itself |
     | "reference" | a need "reference", a KL penalty | before the first update |
     | "values", "returns" | a critic | before the first update |
+    | "advantages" | `Algorithm.token_advantages` | before the first update, without a network |
     """
     needs = algorithm.all_needs
     proximal = corrects or "proximal" in needs
     scored = ("proximal",) if proximal and epochs > 1 else ()
     scored += ("reference",) if "reference" in needs else ()
+    scored += ("advantages",) if algorithm.token_advantages else ()
     return scored + (("values", "returns") if algorithm.critic else ())

@@ -14,6 +14,9 @@ import jax.numpy as jnp
 
 from earl_jax.algorithms.algorithm import Aggregation, TokenFacts
 
+# Deviations of fp32 values below this part of the largest are noise.
+_ROUNDING = 1e-6
+
 AggregationName = Literal["token", "sequence", "constant"]
 
 
@@ -49,6 +52,22 @@ def running_sums(values_BT: jax.Array, kept_BT: jax.Array, *, reverse: bool) -> 
 
     sums_BT, _ = jax.lax.associative_scan(add, (values_BT, kept_BT), axis=1, reverse=reverse)
     return sums_BT
+
+
+def normalized(values_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
+    """Returns values of mean 0 and population deviation 1 over the mask, 0 elsewhere, f32[B,T].
+
+    Zeros where they differ by no more than the rounding of fp32.
+    """
+    largest = jnp.max(jnp.where(mask_BT, values_BT, -jnp.inf))
+    # Differences, which are exact zeros where all are equal: a mean is rounded.
+    below_BT = jnp.where(mask_BT, values_BT - largest, 0.0)
+    count = jnp.maximum(jnp.sum(mask_BT), 1)
+    centred_BT = jnp.where(mask_BT, below_BT - jnp.sum(below_BT) / count, 0.0)
+    scale = jnp.sqrt(jnp.sum(centred_BT**2) / count)
+    noise = _ROUNDING * jnp.max(jnp.where(mask_BT, jnp.abs(values_BT), 0.0))
+    is_noise = scale <= noise
+    return jnp.where(is_noise, 0.0, centred_BT / jnp.where(is_noise, 1.0, scale))
 
 
 def aggregate(facts: TokenFacts, kind: AggregationName, num_tokens: int) -> Aggregation | None:

@@ -27,7 +27,7 @@ class PolicySettings:
     penalty; 0 is no penalty. `kl_estimator`, with r = reference / policy: "k1" is -log r, "k2" is
     (log r)^2 / 2, "k3" is r - 1 - log r. `kl_in` "loss" adds the penalty to each token's loss;
     "reward" subtracts from each token's advantage the penalties from that token to the end of its
-    sequence.
+    sequence, of the policy that the ratio is relative to.
     """
 
     clip_low: float = 0.2
@@ -42,6 +42,11 @@ class PolicySettings:
     def needs(self) -> frozenset[Need]:
         """The facts that a penalty needs."""
         return frozenset({"reference"} if self.kl_coefficient else ())
+
+    @property
+    def penalizes_rewards(self) -> bool:
+        """True if there is a penalty, and it is part of the rewards."""
+        return self.kl_coefficient > 0 and self.kl_in == "reward"
 
     def idle(self) -> Iterator[tuple[str, str]]:
         """Yields `(field, reason)` of each field without effect beside the others' values."""
@@ -69,6 +74,17 @@ class PolicySettings:
             )
 
 
+def _check_penalty(settings: PolicySettings, path: str, *, is_normalized: bool) -> None:
+    """Raises ValueError for a penalty in rewards whose advantages are normalised before it."""
+    if is_normalized and settings.penalizes_rewards:
+        raise InputError(
+            f"{path}.kl_in is 'reward' with {path}.normalize_advantages; the penalty would be "
+            "subtracted behind the division by the deviation of the rewards, so that its weight "
+            f"would change with them: set {path}.kl_in to 'loss', or {path}.normalize_advantages "
+            "to False"
+        )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClippedSettings(PolicySettings):
     """Settings of PPO's clipped loss.
@@ -91,6 +107,21 @@ class ClippedSettings(PolicySettings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RlooSettings(ClippedSettings):
+    """Settings of RLOO (arXiv 2402.14740)."""
+
+    def validate(self, path: str) -> None:
+        """Raises ValueError naming the field that breaks a rule."""
+        super().validate(path)
+        if self.penalizes_rewards:
+            raise InputError(
+                f"{path}.kl_in is 'reward' with RLOO, whose baseline would have no part of the "
+                f"penalty: set {path}.kl_in to 'loss', or take config.algorithm "
+                "'reinforce_plus_plus_baseline'"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GrpoSettings(ClippedSettings):
     """Settings of GRPO (arXiv 2402.03300).
 
@@ -98,6 +129,11 @@ class GrpoSettings(ClippedSettings):
     """
 
     normalize_advantages: bool = True
+
+    def validate(self, path: str) -> None:
+        """Raises ValueError naming the field that breaks a rule."""
+        super().validate(path)
+        _check_penalty(self, path, is_normalized=self.normalize_advantages)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,6 +168,11 @@ class CispoSettings(PolicySettings):
     clip_high: float = 4.0
     normalize_advantages: bool = True
 
+    def validate(self, path: str) -> None:
+        """Raises ValueError naming the field that breaks a rule."""
+        super().validate(path)
+        _check_penalty(self, path, is_normalized=self.normalize_advantages)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReinforceSettings(ClippedSettings):
@@ -139,10 +180,10 @@ class ReinforceSettings(ClippedSettings):
 
     `turn_discount` discounts a reward once for each turn before it. `baseline` is the mean return
     of the same role at the same turn, over the "batch" or over the "group" that shares a task.
-    "ema" is an exponential moving average over the steps of the role's returns, of all turns
-    (SPIRAL, arXiv 2506.24119); it keeps `baseline_decay` of itself at each step, and is saved with
-    the run. "none" subtracts nothing. `normalize_advantages` divides by the standard deviation of
-    the batch, unless all advantages of the batch are equal up to rounding.
+    "ema" is an exponential moving average over the steps before of the role's returns, of all
+    turns (SPIRAL, arXiv 2506.24119); it keeps `baseline_decay` of itself at each step, and is saved
+    with the run. "none" subtracts nothing. `normalize_advantages` divides by the standard deviation
+    of the batch, unless all advantages of the batch are equal up to rounding.
     """
 
     turn_discount: float = 0.7
@@ -165,6 +206,7 @@ class ReinforceSettings(ClippedSettings):
         """Raises ValueError naming the field that breaks a rule."""
         super().validate(path)
         check_bounds(self, path, {"turn_discount": (0.0, 1.0), "baseline_decay": (0.0, 1.0)})
+        _check_penalty(self, path, is_normalized=self.normalize_advantages)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

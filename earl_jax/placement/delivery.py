@@ -52,7 +52,7 @@ def send_rows(
         experience: this process's rows, in the order of its episodes; None where it plays nothing.
         outcomes: those of all processes' episodes.
         length: their context bucket.
-        averages: the algorithm's (`Algorithm.averages`).
+        averages: the algorithm's before this step (`Algorithm.averages`).
         wait: return when the rows have arrived; if not, when they are on their way.
     """
     stages, mesh = placement.stages, placement.rollout.mesh

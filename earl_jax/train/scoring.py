@@ -88,7 +88,8 @@ def make_scorer(
 
     "proximal": log-probs under the state's policy; "reference": under the frozen reference, or the
     base of its adapters; "values" and "returns": of the state's critic, by `algorithm`, which also
-    makes advantages of the batch's rewards. In as many parts as an update has micro-batches.
+    makes advantages of the batch's rewards; "advantages": by `Algorithm.token_advantages`. In as
+    many parts as an update has micro-batches.
     Donates nothing.
     """
 
@@ -114,14 +115,15 @@ def make_scorer(
                 lambda part: critic_values(model, config, layout, state.critic, part)
             )
         batch = dataclasses.replace(batch, **found)
-        return _with_estimates(batch, algorithm) if "returns" in scored else batch
+        is_estimated = "returns" in scored or "advantages" in scored
+        return _with_estimates(batch, algorithm) if is_estimated else batch
 
     return jax.jit(score)
 
 
 def _with_estimates(batch: TrajectoryBatch, algorithm: Algorithm | None) -> TrajectoryBatch:
-    """Returns a batch of rewards and values with advantages and returns."""
-    assert algorithm is not None and algorithm.critic is not None
+    """Returns a batch of rewards with the tokens' advantages; with a critic, and with returns."""
+    assert algorithm is not None
     mask = batch.turn_ids > 0
 
     def masked(field: jax.Array | None) -> Any:
@@ -136,6 +138,10 @@ def _with_estimates(batch: TrajectoryBatch, algorithm: Algorithm | None) -> Traj
         old=masked(batch.logprobs if batch.proximal is None else batch.proximal),
         reference=masked(batch.reference),
     )
+    if algorithm.token_advantages is not None:
+        advantages = algorithm.token_advantages(facts, algorithm.settings)
+        return dataclasses.replace(batch, advantages=advantages)
+    assert algorithm.critic is not None
     found = algorithm.critic.estimate(facts, algorithm.settings)
     return dataclasses.replace(batch, advantages=found.advantages, returns=found.returns)
 

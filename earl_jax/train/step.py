@@ -87,6 +87,5 @@ def batch_shapes(
         turn_ids=shape(jnp.int32),
         logprobs=shape(jnp.float32),
         versions=shape(jnp.int32),
-        advantages=shape(jnp.float32),
-        **{name: shape(jnp.float32) for name in scored},
+        **{name: shape(jnp.float32) for name in {"advantages", *scored}},
     )
