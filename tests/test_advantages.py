@@ -79,6 +79,19 @@ def test_grpo_of_rewards_1_to_6_in_groups_of_three():
     assert_rows(advantages, [[-edge], [0], [edge], [-edge], [0], [edge]])
 
 
+def test_the_deviation_of_a_sample_is_that_of_n_minus_1():
+    # Of (1, 2, 3): (1 + 0 + 1) / 2 = 1; of the pair (4, 8): 8, so 2 / sqrt(8); 0 for one alone.
+    rewards, groups = [(1,), (2,), (3,), (4,), (8,), (5,)], [0, 0, 0, 1, 1, 2]
+    rows = group_relative(rewards, groups, normalize=True, of_sample=True)
+    assert_rows(rows, [[-1], [0], [1], [-(0.5**0.5)], [0.5**0.5], [0]])
+    pairs = enumerate(zip(rewards, groups, strict=True))
+    episodes = [make_trajectory(i, row, group=group) for i, (row, group) in pairs]
+    for name in ("grpo", "dapo", "gspo", "cispo"):
+        algorithm = ALGORITHMS[name]
+        own = dataclasses.replace(algorithm.settings, deviation="sample")
+        assert_rows(algorithm.advantages(episodes, own), rows)
+
+
 def test_groups_are_found_by_name_wherever_their_episodes_lie():
     advantages = group_relative(
         [(6,), (1,), (4,), (3,), (5,), (2,)], list("baabba"), normalize=True

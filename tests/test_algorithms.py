@@ -192,7 +192,9 @@ def test_settings_of_ones_own_are_as_strict_as_ours(overrides, words):
 
 def test_an_override_of_the_algorithm_leaves_out_the_settings_of_the_other():
     overrides = ["algorithm=grpo", "algorithm_args.clip_high=0.3"]
-    assert make_config(RUN, overrides).algorithm_args == GrpoSettings(clip_high=0.3)
+    assert make_config(RUN, overrides).algorithm_args == GrpoSettings(
+        clip_high=0.3, aggregation="sequence"
+    )
 
 
 # An entry.
@@ -467,6 +469,10 @@ def test_every_algorithm_with_a_policy_loss_is_run():
     [
         (["algorithm_args.kl_estimator=k2"], "no effect in this run, because config.algorithm_a"),
         (["algorithm_args.aggregation_tokens=9"], "because config.algorithm_args.aggregation is"),
+        (
+            ["algorithm_args.normalize_advantages=False", "algorithm_args.deviation=sample"],
+            "because config.algorithm_args.normalize_advantages is False",
+        ),
         (["rollout.group_size=1"], "set config.rollout.group_size to 2 or more"),
         (["train.epochs=1", "algorithm_args.clip_high=0.3"], "because config.train.epochs is 1"),
     ],

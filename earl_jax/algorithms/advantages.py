@@ -88,9 +88,12 @@ def centred(values: Sequence[float] | np.ndarray) -> np.ndarray:
     return differences_N - math.fsum(differences_N) / len(differences_N)
 
 
-def deviation(centred_N: np.ndarray) -> float:
-    """Returns the population standard deviation, sqrt(sum x^2 / N), of values of mean 0."""
-    return math.sqrt(math.fsum(centred_N**2) / max(1, len(centred_N)))
+def deviation(centred_N: np.ndarray, *, of_sample: bool = False) -> float:
+    """Returns the standard deviation, sqrt(sum x^2 / N), of values of mean 0.
+
+    It is that of a population, or `of_sample` with N - 1 in place of N. 0 for a single value.
+    """
+    return math.sqrt(math.fsum(centred_N**2) / max(1, len(centred_N) - of_sample))
 
 
 def reinforce(
@@ -154,12 +157,13 @@ def group_relative(
     groups: Sequence[Hashable],
     *,
     normalize: bool,
+    of_sample: bool = False,
     penalties: Sequence[float] = (),
 ) -> list[np.ndarray]:
     """GRPO's advantages of outcomes (arXiv 2402.03300, section 4.1.2).
 
-    Outcome minus the mean of its group, with `normalize` divided by the group's population standard
-    deviation (that of N, not of N - 1); without it, Dr. GRPO (arXiv 2503.20783, eq. 3). Every turn
+    Outcome minus the mean of its group, with `normalize` divided by the group's standard deviation,
+    that of a population or `of_sample`; without it, Dr. GRPO (arXiv 2503.20783, eq. 3). Every turn
     of an episode gets the same. A group whose outcomes are equal gets zeros, whatever their scale.
     `penalties`, one an episode, are added to the outcomes.
     """
@@ -169,7 +173,7 @@ def group_relative(
     values = np.zeros(len(outcomes))
     for indices in _members(groups):
         values[indices] = centred([outcomes[i] for i in indices])
-        scale = deviation(values[indices]) if normalize else 1.0
+        scale = deviation(values[indices], of_sample=of_sample) if normalize else 1.0
         values[indices] /= scale or 1.0
     return _at_every_turn(values, turn_rewards)
 

@@ -68,7 +68,10 @@ def grpo_advantages(
 ) -> list[np.ndarray]:
     """Returns `group_relative` advantages of the groups that share a task."""
     return group_relative(
-        _rewards(episodes), _groups(episodes), normalize=settings.normalize_advantages
+        _rewards(episodes),
+        _groups(episodes),
+        normalize=settings.normalize_advantages,
+        of_sample=settings.deviation == "sample",
     )
 
 
@@ -84,6 +87,7 @@ def dapo_advantages(episodes: Sequence[Episode], settings: DapoSettings) -> list
         _rewards(episodes),
         _groups(episodes),
         normalize=settings.normalize_advantages,
+        of_sample=settings.deviation == "sample",
         penalties=penalties,
     )
 
@@ -263,7 +267,7 @@ def supervised_loss(facts: TokenFacts, settings: object) -> TokenLosses:
 
 
 _GRPO = Algorithm(
-    settings=GrpoSettings(),
+    settings=GrpoSettings(aggregation="sequence"),
     advantages=grpo_advantages,
     loss=clipped_loss,
     min_group_size=2,

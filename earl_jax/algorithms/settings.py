@@ -12,6 +12,8 @@ from earl_jax.algorithms.sequences import AggregationName
 from earl_jax.settings.choices import check_bounds, check_choices
 from earl_jax.settings.errors import InputError
 
+Deviation = Literal["population", "sample"]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicySettings:
@@ -74,6 +76,12 @@ class PolicySettings:
             )
 
 
+def _idle_deviation(*, is_normalized: bool) -> Iterator[tuple[str, str]]:
+    """Yields the field `deviation` where advantages are not divided by one."""
+    if not is_normalized:
+        yield "deviation", "config.algorithm_args.normalize_advantages is False"
+
+
 def _check_penalty(settings: PolicySettings, path: str, *, is_normalized: bool) -> None:
     """Raises ValueError for a penalty in rewards whose advantages are normalised before it."""
     if is_normalized and settings.penalizes_rewards:
@@ -125,10 +133,18 @@ class RlooSettings(ClippedSettings):
 class GrpoSettings(ClippedSettings):
     """Settings of GRPO (arXiv 2402.03300).
 
-    `normalize_advantages` divides by the standard deviation of the group (False: Dr. GRPO).
+    `normalize_advantages` divides by the standard deviation of the group (False: Dr. GRPO), with
+    `deviation` "population" that of its N outcomes, sqrt(sum / N), and with "sample" sqrt(sum /
+    (N - 1)), as TRL and verl do.
     """
 
     normalize_advantages: bool = True
+    deviation: Deviation = "population"
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Yields `(field, reason)` of each field without effect beside the others' values."""
+        yield from super().idle()
+        yield from _idle_deviation(is_normalized=self.normalize_advantages)
 
     def validate(self, path: str) -> None:
         """Raises ValueError naming the field that breaks a rule."""
@@ -161,12 +177,19 @@ class CispoSettings(PolicySettings):
     """Settings of CISPO (arXiv 2506.13585).
 
     `clip_low` and `clip_high` bound the weight of a token's log-prob: 1 is no lower bound.
-    `normalize_advantages` divides by the standard deviation of the group.
+    `normalize_advantages` divides by the standard deviation of the group, by `deviation` that of a
+    "population" of N outcomes, or of a "sample", with N - 1.
     """
 
     clip_low: float = 1.0
     clip_high: float = 4.0
     normalize_advantages: bool = True
+    deviation: Deviation = "population"
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Yields `(field, reason)` of each field without effect beside the others' values."""
+        yield from super().idle()
+        yield from _idle_deviation(is_normalized=self.normalize_advantages)
 
     def validate(self, path: str) -> None:
         """Raises ValueError naming the field that breaks a rule."""
