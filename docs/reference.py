@@ -49,9 +49,12 @@ METRICS: dict[str, dict[str, str]] = {
         "context_tokens_mean": "Mean number of tokens of an episode, whoever wrote them.",
         "context_tokens_max": "Tokens of the longest episode.",
         "version_lag_max": "Most policy versions between sampling a token and training on it.",
+        "version_lag_mean": "The mean over these tokens.",
         "staleness_tokens": (
             "Tokens that were trained on, by the policy versions since they were sampled: 0, 1, ..."
         ),
+        "overdue_tokens": "Tokens of trained episodes whose loss is left out, because they are beyond "
+        "the bound (config.asynchrony.rule 'mask').",
         "stale_episodes": "Episodes that were given up because they were too old, or none.",
         "stale_tokens": "Tokens of the policy in these.",
         "stale_tokens_mean": "Their mean; far from that of the trained ones, it is a bias.",
@@ -96,7 +99,8 @@ METRICS: dict[str, dict[str, str]] = {
         "publish_host_bytes": "Bytes of weights that passed through the host.",
     },
     "Training": {
-        "train_tokens": "Tokens trained on, over all updates of the step.",
+        "train_tokens": "Tokens of the episodes trained on, whoever wrote them, over all "
+        "updates of the step.",
         "train_tokens_per_s": "`train_tokens` over the seconds of training; null for parts.",
         "packing_fill": "Fraction of the places of the step's training rows that hold a token.",
         "loss": "Loss of the step's last update.",

@@ -10,7 +10,7 @@ comes to its episodes.
 import dataclasses
 from typing import Any, Protocol
 
-from earl_jax.algorithms.advantages import group_shares, next_averages
+from earl_jax.algorithms.advantages import counted, group_shares, next_averages
 from earl_jax.envs.registry import EnvConfig
 from earl_jax.placement.delivery import fill_of, send_rows
 from earl_jax.placement.moves import move_state
@@ -171,10 +171,13 @@ def rl_step(
     )
     placement.observations.add_speed(done.plan, done.max_tokens, speeds[0])
     placement.observations.add_speed(train_plan, length, speeds[1])
+    is_masked = config.asynchrony.rule == "mask"
     record = StepRecord(
         step=step + 1,
         trajectories=done.trajectories,
         outcomes=done.played.outcomes,
+        trained=counted(run.learner.algorithm, done.played.outcomes),
+        oldest_version=step - config.asynchrony.max_staleness if is_masked else 0,
         sampling_kl=done.played.sampling_kl,
         stats=done.played.stats,
         load=done.load,

@@ -23,13 +23,16 @@ _OF_FIRST_UPDATE = ("entropy", "logprob_mismatch_mean", "logprob_mismatch_max")
 class StepRecord:
     """The record of one step, of all processes; `trajectories` and times are this process's.
 
-    `updates` are the metrics of the updates from the step's batch; supervised ones are apart. The
-    `batches` of the update are kept where one was skipped.
+    `trained` are those of the `outcomes` that were trained on, but for tokens of policies before
+    the `oldest_version`. `updates` are the metrics of the updates from the step's batch; supervised
+    ones are apart. The `batches` of the update are kept where one was skipped.
     """
 
     step: int
     trajectories: list[Trajectory]
     outcomes: list[Outcome]
+    trained: list[Outcome]
+    oldest_version: int
     sampling_kl: float | None
     stats: RolloutStats
     load: Load
@@ -60,7 +63,7 @@ class StepRecord:
         outcomes, load, stage_s = self.outcomes, self.load, self.stage_s
         failures = self.failures
         rewards = np.array([outcome.reward for outcome in outcomes])
-        train_tokens = sum(o.num_tokens for o in outcomes) * len(self.updates)
+        train_tokens = sum(o.num_tokens for o in self.trained) * len(self.updates)
         return {
             "step": self.step,
             "reward_mean": rewards.mean(),
@@ -89,7 +92,8 @@ class StepRecord:
             "publish_bytes": self.publish_bytes,
             "publish_host_bytes": self.publish_host_bytes,
             "sampling_kl": self.sampling_kl,
-            **lag_metrics(self.step - 1, outcomes, self.dropped),
+            **lag_metrics(self.step - 1, self.trained, self.oldest_version),
+            **dropped_metrics(self.dropped),
             **self.updates[-1],
             **{name: self.updates[0][name] for name in _OF_FIRST_UPDATE},
             "learning_rate": self.learning_rate,
@@ -109,23 +113,36 @@ def count_skipped(updates: Sequence[Metrics]) -> int:
     return int(sum(each["skipped_updates"] for each in updates))
 
 
-def lag_metrics(
-    version: int, outcomes: Sequence[Outcome], dropped: Sequence[Outcome]
-) -> dict[str, Any]:
-    """Returns how many updates the policy of `version` is ahead of who sampled its tokens.
+def lag_metrics(version: int, trained: Sequence[Outcome], oldest: int) -> dict[str, Any]:
+    """Returns how many updates the policy of `version` is ahead of who sampled what it trains on.
 
-    `staleness_tokens` has the number of tokens by this lag, from 0 on. `dropped` are the episodes
-    that were given up because they were too old: their tokens are lost, and a mean length that is
-    far from that of the trained ones is a bias.
+    `staleness_tokens` has the number of tokens by this lag, from 0 on. `overdue_tokens` are those
+    that policies before the version `oldest` sampled: their loss is left out, and they count
+    nowhere else. No lag of no tokens.
     """
     tokens: collections.Counter[int] = collections.Counter()
-    for outcome in outcomes:
-        tokens.update({version - sampled: number for sampled, number in outcome.versions})
-    most = max(tokens, default=0)
+    overdue = 0
+    for outcome in trained:
+        for sampled, number in outcome.versions:
+            tokens[version - sampled] += number if sampled >= oldest else 0
+            overdue += number if sampled < oldest else 0
+    tokens = +tokens
+    most, number = max(tokens, default=0), tokens.total()
+    return {
+        "version_lag_max": most if number else None,
+        "version_lag_mean": sum(lag * n for lag, n in tokens.items()) / number if number else None,
+        "staleness_tokens": [tokens[lag] for lag in range(most + 1)] if number else None,
+        "overdue_tokens": overdue or None,
+    }
+
+
+def dropped_metrics(dropped: Sequence[Outcome]) -> dict[str, Any]:
+    """Returns what is lost with episodes that were given up because they were too old.
+
+    A mean length that is far from that of the trained ones is a bias.
+    """
     lost = [outcome.num_policy_tokens for outcome in dropped]
     return {
-        "version_lag_max": most,
-        "staleness_tokens": [tokens[lag] for lag in range(most + 1)],
         "stale_episodes": len(lost) or None,
         "stale_tokens": sum(lost) or None,
         "stale_tokens_mean": float(np.mean(lost)) if lost else None,

@@ -453,6 +453,9 @@ def test_a_run_of_each_algorithm(name):
             kept = [len(rewards[outcome.group]) > 1 for outcome in record.outcomes]
             tokens = [o.num_policy_tokens for o in record.outcomes]
             assert line["policy_tokens"] == max(1, np.dot(kept, tokens))
+            assert sum(line["staleness_tokens"] or [0]) == np.dot(kept, tokens)
+            both_sides = [o.num_tokens for o in record.outcomes]
+            assert line["train_tokens"] == 2 * np.dot(kept, both_sides)
     changed = jax.tree.map(lambda a, b: (a != np.asarray(b)).any(), first, position.state.params)
     assert any(jax.tree.leaves(changed))
 

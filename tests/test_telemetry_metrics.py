@@ -9,13 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from earl_jax.algorithms.advantages import counted
+from earl_jax.algorithms.algorithms import ALGORITHMS
+from earl_jax.step_record import lag_metrics
 from earl_jax.telemetry.metrics import (
     MetricsLog,
     read_metrics,
     sampling_kl,
     truncate_after,
 )
-from earl_jax.trajectory import Trajectory, Turn
+from earl_jax.trajectory import Outcome, Trajectory, Turn
 
 STEP_1 = b'{"step": 1, "reward_mean": 0.5}\n'
 EVAL_1 = (
@@ -55,6 +58,48 @@ def test_how_far_sampling_is_from_the_model_is_the_mean_gap_of_logprobs():
     )
     assert sampling_kl([episode(sampled, one), episode(sampled, two)]) == 0.25
     assert sampling_kl([episode(sampled, one)]) is None
+
+
+def outcome(number: int, versions, stop_reason="win", reward=1.0, group=0) -> Outcome:
+    return Outcome(
+        episode=number,
+        group=group,
+        role="x",
+        turn_rewards=(reward,),
+        stop_reason=stop_reason,
+        num_turns=1,
+        num_tokens=20,
+        num_policy_tokens=sum(n for _, n in versions),
+        sample_starts=(0,),
+        versions=versions,
+    )
+
+
+def test_lags_are_of_the_tokens_that_are_trained_on():
+    """Version 5 trains on 3 tokens of its own, 2 of version 4 and 1 of 2: lags of 5 in 6 tokens.
+
+    Neither on the failed episode nor on the group of equal rewards, which DAPO drops.
+    """
+    outcomes = [
+        outcome(0, ((2, 1), (4, 2))),
+        outcome(1, ((5, 3),), reward=0.0),
+        outcome(2, ((0, 9),), stop_reason="environment_error"),
+        outcome(3, ((1, 9),), group=1),
+        outcome(4, ((1, 9),), group=1),
+    ]
+    trained = counted(ALGORITHMS["dapo"], outcomes)
+    assert [each.episode for each in trained] == [0, 1]
+    assert lag_metrics(5, trained, 0) == {
+        "version_lag_max": 3,
+        "version_lag_mean": 5 / 6,
+        "staleness_tokens": [3, 2, 0, 1],
+        "overdue_tokens": None,
+    }
+    masked = lag_metrics(5, trained, 4)
+    assert (masked["overdue_tokens"], masked["staleness_tokens"]) == (1, [3, 2])
+    assert (masked["version_lag_max"], masked["version_lag_mean"]) == (1, 2 / 5)
+    nothing = lag_metrics(5, [], 0)
+    assert set(nothing.values()) == {None}
 
 
 def test_a_line_is_in_the_file_before_close(tmp_path):

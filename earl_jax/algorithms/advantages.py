@@ -8,7 +8,7 @@ of a turn look their advantage up on the devices, by `turn_ids`.
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from earl_jax.trajectory import FAILURES
 
 # Values that differ by less than this part of the largest are equal: sums of rewards are rounded.
 _EQUAL = 1e-9
+
+E = TypeVar("E", bound=Episode)
 
 
 class Credit(NamedTuple):
@@ -39,14 +41,14 @@ def assign_credit(
     two above the largest number of turns, so that few programs are compiled for it.
     """
     counts = _counts(algorithm, episodes)
+    own = [int(index) for index in np.flatnonzero(counts)]
     num_turns = max(8, 1 << max(episode.num_turns for episode in episodes).bit_length())
     table = np.zeros((len(episodes), num_turns), np.float32)
-    counted = [int(index) for index in np.flatnonzero(counts)]
-    given: tuple[Any, ...] = ([episodes[i] for i in counted], algorithm.settings)
+    given: tuple[Any, ...] = ([episodes[i] for i in own], algorithm.settings)
     if algorithm.averages is not None:
         given = (*given, averages or {})
     rows = algorithm.advantages(*given)
-    for index, row in zip(counted, rows, strict=True):
+    for index, row in zip(own, rows, strict=True):
         table[index, : len(row)] = row
     return Credit(counts=counts, advantages=table)
 
@@ -60,9 +62,13 @@ def next_averages(
     """
     if algorithm.averages is None:
         return {}
+    return algorithm.averages(averages, counted(algorithm, episodes), algorithm.settings)
+
+
+def counted(algorithm: Algorithm, episodes: Sequence[E]) -> list[E]:
+    """Returns the episodes that are trained on."""
     counts = _counts(algorithm, episodes)
-    counted = [episode for episode, is_counted in zip(episodes, counts, strict=True) if is_counted]
-    return algorithm.averages(averages, counted, algorithm.settings)
+    return [episode for episode, counts_it in zip(episodes, counts, strict=True) if counts_it]
 
 
 def discounted_returns(turn_rewards: Sequence[float], discount: float) -> np.ndarray:
