@@ -53,8 +53,8 @@ METRICS: dict[str, dict[str, str]] = {
         "staleness_tokens": (
             "Tokens that were trained on, by the policy versions since they were sampled: 0, 1, ..."
         ),
-        "overdue_tokens": "Tokens of trained episodes whose loss is left out, because they are beyond "
-        "the bound (config.asynchrony.rule 'mask').",
+        "overdue_tokens": "Tokens of trained episodes whose loss is left out: they are beyond the "
+        "bound (config.asynchrony.rule 'mask').",
         "stale_episodes": "Episodes that were given up because they were too old, or none.",
         "stale_tokens": "Tokens of the policy in these.",
         "stale_tokens_mean": "Their mean; far from that of the trained ones, it is a bias.",

@@ -477,6 +477,7 @@ def test_every_algorithm_with_a_policy_loss_is_run():
             "because config.algorithm_args.normalize_advantages is False",
         ),
         (["rollout.group_size=1"], "set config.rollout.group_size to 2 or more"),
+        (["algorithm=sft"], "whatever their reward: set config.train.sft_steps"),
         (["train.epochs=1", "algorithm_args.clip_high=0.3"], "because config.train.epochs is 1"),
     ],
 )

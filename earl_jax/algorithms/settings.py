@@ -239,8 +239,9 @@ class PpoSettings(ClippedSettings):
     Advantages are generalised estimates (GAE, arXiv 1506.02438) with discount `gamma` and
     `gae_lambda`: 0 trusts the critic, 1 the rewards. `gae_level` "token" takes each token of the
     policy for a step, with a turn's reward at its last token; "turn" takes each turn for one, whose
-    tokens share its advantage (ArCher, arXiv 2402.19446). Either way only the policy's own tokens
-    are steps. With `kl_in` "reward" the penalties are part of the rewards.
+    tokens share its advantage. Turns as steps are ArCHer's (arXiv 2402.19446); its critic, which is
+    learnt off-policy with targets of its own, is not. Either way only the policy's own tokens are
+    steps. With `kl_in` "reward" the penalties are part of the rewards.
 
     `value_clip` bounds the change of a value within a step's updates: the critic's loss is the
     larger of those of the value and of the value clipped to that distance from its first one; 0 is

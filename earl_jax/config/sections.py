@@ -165,7 +165,7 @@ class LogConfig:
 class Config:
     """The settings of a run of `num_steps` RL steps; `seed` determines everything random.
 
-    `algorithm` is the name of one, such as "reinforce", "grpo", "dapo" or "sft" (all are in
+    `algorithm` is the name of one, such as "reinforce", "grpo" or "dapo" (all are in
     docs/concepts/algorithms.md), or `module:name` of an `Algorithm` of one's own.
     `algorithm_args` are its settings, a record of the type of `Algorithm.settings`. `init_from`
     (--init_from) is "WORKDIR" or "WORKDIR@STEP": a new run begins with the weights of that run's
@@ -232,6 +232,13 @@ class Config:
 
     def _check_algorithm(self) -> None:
         """Raises ValueError unless there is such an algorithm, with such settings."""
+        if self.algorithm == "sft":
+            raise InputError(
+                "config.algorithm is 'sft'; a run's episodes are the policy's own samples, and it "
+                "would learn to repeat them whatever their reward: set config.train.sft_steps, for "
+                "supervised updates on the environment's examples, and take an algorithm of "
+                "rewards, such as 'grpo'"
+            )
         algorithm = find_algorithm(self.algorithm)
         kind = type(algorithm.settings)
         if not isinstance(self.algorithm_args, kind):
