@@ -10,9 +10,11 @@ comes to its episodes.
 import dataclasses
 from typing import Any, Protocol
 
+import numpy as np
+
 from earl_jax.algorithms.advantages import counted, group_shares, next_averages
 from earl_jax.envs.registry import EnvConfig
-from earl_jax.placement.delivery import fill_of, send_rows
+from earl_jax.placement.delivery import fill_of, send_parts
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import play_all, play_batches
@@ -138,12 +140,12 @@ def rl_step(
         state = move_state(placement, state)
     if (update := done.update) is None:
         controls = run.learner.controls(step, config.num_steps)
-        update = StepUpdate(placement=placement, controls=controls, wait=player.wait)
+        rng = np.random.default_rng([config.seed, step]) if config.train.mini_batches > 1 else None
+        update = StepUpdate(placement=placement, controls=controls, rng=rng, wait=player.wait)
+        outcomes, averages = done.played.outcomes, position.averages
         with timer("dispatch"), only_on_devices(config.dispatch.forbid_host_bytes) as reads:
-            update.parts.append(
-                send_rows(
-                    placement, done.experience, done.played.outcomes, length, position.averages
-                )
+            update.parts += send_parts(
+                placement, done.experience, outcomes, length, averages, rng=rng
             )
         done.dispatch_host_bytes, done.experience = reads.num_bytes, None
     train_plan, compiled_s = placement.train, compile_clock().own_seconds()
@@ -151,8 +153,9 @@ def rl_step(
         state, updates = update.finish(state)
     # The time of an update in which a program was compiled or loaded is no measure of its speed.
     is_timed = train_plan == placement.train and compile_clock().own_seconds() == compiled_s
-    # Nor is that of the last parts of a batch.
-    is_timed = is_timed and len(update.parts) == 1
+    # Nor is that of the last parts of a batch that comes in parts.
+    is_streamed = done.update is not None
+    is_timed = is_timed and not is_streamed
     with timer("sft"):
         if step < config.train.sft_steps:
             examples = run.tasks.examples(step, config.train.sft_updates)
@@ -185,11 +188,12 @@ def rl_step(
         rollout_max_tokens=max_tokens,
         learning_rate=float(update.controls[0]),
         entropy_coefficient=float(update.controls[1]),
-        updates=updates[: config.train.epochs],
-        sft_updates=updates[config.train.epochs :],
+        updates=updates[: update.num_updates],
+        num_epochs=config.train.epochs,
+        sft_updates=updates[update.num_updates :],
         batches=[part.batch for part in update.parts] if count_skipped(updates) else [],
         packing_fill=fill_of(update.parts),
-        num_parts=len(update.parts),
+        is_streamed=is_streamed,
         dispatch_bytes=sum(part.moved_bytes for part in update.parts),
         dispatch_host_bytes=host_bytes[0],
         publish_bytes=done.publish_bytes,

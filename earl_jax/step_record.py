@@ -15,8 +15,8 @@ from earl_jax.telemetry.episodes import Failures, failures_of
 from earl_jax.telemetry.load import Load
 from earl_jax.trajectory import Outcome, Trajectory, TrajectoryBatch, mean_metrics
 
-# Metrics of the first update of a step: measured before the step has changed the policy.
-_OF_FIRST_UPDATE = ("entropy", "logprob_mismatch_mean", "logprob_mismatch_max")
+# Metrics of a step's first epoch: with one update, measured before it has changed the policy.
+_OF_FIRST_EPOCH = ("entropy", "logprob_mismatch_mean", "logprob_mismatch_max")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,10 +41,11 @@ class StepRecord:
     learning_rate: float
     entropy_coefficient: float
     updates: list[Metrics]
+    num_epochs: int
     sft_updates: list[Metrics]
     batches: list[TrajectoryBatch]
     packing_fill: float
-    num_parts: int
+    is_streamed: bool
     dispatch_bytes: int
     dispatch_host_bytes: int | None
     publish_bytes: int
@@ -63,7 +64,9 @@ class StepRecord:
         outcomes, load, stage_s = self.outcomes, self.load, self.stage_s
         failures = self.failures
         rewards = np.array([outcome.reward for outcome in outcomes])
-        train_tokens = sum(o.num_tokens for o in self.trained) * len(self.updates)
+        train_tokens = sum(o.num_tokens for o in self.trained) * self.num_epochs
+        in_epoch = len(self.updates) // self.num_epochs
+        first, last = of_epoch(self.updates[:in_epoch]), of_epoch(self.updates[-in_epoch:])
         return {
             "step": self.step,
             "reward_mean": rewards.mean(),
@@ -82,7 +85,7 @@ class StepRecord:
             **self.stats.metrics(),
             "train_tokens": train_tokens,
             # The stage of a batch in parts is what was left when the last one came.
-            "train_tokens_per_s": train_tokens / stage_s["train"] if self.num_parts == 1 else None,
+            "train_tokens_per_s": None if self.is_streamed else train_tokens / stage_s["train"],
             "packing_fill": self.packing_fill,
             "stage_s": stage_s,
             "rollout_mesh": self.rollout_mesh,
@@ -94,8 +97,8 @@ class StepRecord:
             "sampling_kl": self.sampling_kl,
             **lag_metrics(self.step - 1, self.trained, self.oldest_version),
             **dropped_metrics(self.dropped),
-            **self.updates[-1],
-            **{name: self.updates[0][name] for name in _OF_FIRST_UPDATE},
+            **last,
+            **{name: first[name] for name in _OF_FIRST_EPOCH},
             "learning_rate": self.learning_rate,
             "entropy_coefficient": self.entropy_coefficient,
             "skipped_updates": self.skipped_updates,
@@ -106,6 +109,22 @@ class StepRecord:
     def skipped_updates(self) -> int:
         """The number of updates that were skipped, because they were not finite."""
         return count_skipped(self.updates + self.sft_updates)
+
+
+def of_epoch(updates: Sequence[Metrics]) -> Metrics:
+    """Returns the metrics of an epoch: means over the tokens of its updates, and maxima.
+
+    `policy_tokens` are those of all its updates.
+    """
+    if len(updates) == 1:
+        return updates[0]
+    tokens = [update["policy_tokens"] for update in updates]
+    names = {name: [update[name] for update in updates] for name in updates[0]}
+    means = {
+        name: max(values) if name.endswith("_max") else float(np.average(values, weights=tokens))
+        for name, values in names.items()
+    }
+    return means | {"policy_tokens": sum(tokens)}
 
 
 def count_skipped(updates: Sequence[Metrics]) -> int:

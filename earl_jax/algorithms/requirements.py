@@ -25,22 +25,22 @@ def networks_of(algorithm: Algorithm, *, has_adapters: bool) -> Networks:
     )
 
 
-def scored_passes(algorithm: Algorithm, *, epochs: int, corrects: bool) -> tuple[str, ...]:
+def scored_passes(algorithm: Algorithm, *, updates: int, corrects: bool) -> tuple[str, ...]:
     """Returns the fields that a batch gets before its first update, each by a forward pass.
 
-    `epochs` are the updates of each batch; `corrects` is True if the trainer corrects for who
+    `updates` are those of a step; `corrects` is True if the trainer corrects for who
     sampled (config.train.correction).
 
     | field | needed for | computed |
     |---|---|---|
-    | "proximal" | a need "proximal", a correction | with one update a batch: by the update itself |
+    | "proximal" | a need "proximal", a correction | with one update a step: by the update itself |
     | "reference" | a need "reference", a KL penalty | before the first update |
     | "values", "returns" | a critic | before the first update |
     | "advantages" | `Algorithm.token_advantages` | before the first update, without a network |
     """
     needs = algorithm.all_needs
     proximal = corrects or "proximal" in needs
-    scored = ("proximal",) if proximal and epochs > 1 else ()
+    scored = ("proximal",) if proximal and updates > 1 else ()
     scored += ("reference",) if "reference" in needs else ()
     scored += ("advantages",) if algorithm.token_advantages else ()
     return scored + (("values", "returns") if algorithm.critic else ())

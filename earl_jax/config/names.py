@@ -22,9 +22,13 @@ NAMES_ELSEWHERE = {
         "config.rollout.group_size",
     ),
     **dict.fromkeys(
-        ("mini_batch_size", "micro_batch_size", "micro_train_batch_size", "ppo_mini_batch_size",
-         "per_device_train_batch_size", "gradient_accumulation_steps", "accumulation_steps"),
+        ("micro_batch_size", "micro_train_batch_size", "per_device_train_batch_size",
+         "gradient_accumulation_steps", "accumulation_steps"),
         "config.train.micro_batches",
+    ),
+    **dict.fromkeys(
+        ("mini_batch_size", "ppo_mini_batch_size", "num_mini_batches", "num_minibatches"),
+        "config.train.mini_batches",
     ),
     **dict.fromkeys(
         ("max_new_tokens", "max_tokens", "max_completion_length", "max_response_length",

@@ -209,6 +209,7 @@ class Config:
                 f"config.rollout.episodes_per_step ({per_update})"
             )
         self._check_algorithm()
+        self._check_mini_batches()
         self._check_parts()
         self._check_environment()
         self._check_ratio()
@@ -312,6 +313,22 @@ class Config:
                     "trainer scores under all tokens, so what is cut off would look like a change "
                     "of the policy: set config.train.ratio to 'model'"
                 )
+
+    def _check_mini_batches(self) -> None:
+        """Raises ValueError where a step's groups cannot be dealt out to as many updates."""
+        number, rollout = self.train.mini_batches, self.rollout
+        num_groups = rollout.episodes_per_step // rollout.group_size
+        if num_groups % number:
+            raise InputError(
+                f"config.train.mini_batches is {number}, which does not divide the {num_groups} "
+                "groups of a step (config.rollout.episodes_per_step / group_size)"
+            )
+        if number > 1 and self.asynchrony.parts > 1:
+            raise InputError(
+                f"config.train.mini_batches is {number} with config.asynchrony.parts of "
+                f"{self.asynchrony.parts}; streamed parts add up to one update, and mini-batches "
+                "are dealt out when all episodes are finished: set one of them to 1"
+            )
 
     def _check_parts(self) -> None:
         """Raises ValueError where a step's groups cannot go to the trainer one after the other."""
@@ -426,17 +443,19 @@ def _idle_training(config: Config) -> Iterator[_Idle]:
     # So has one of older weights.
     same_policy = config.rollout.is_precise_as(model.compute_dtype)
     same_policy = same_policy and not config.asynchrony.max_staleness
-    never_clips = train.epochs == 1 and (config.importance_cap > 0 or same_policy)
+    is_one_update = train.epochs == train.mini_batches == 1
+    one_update = "config.train.epochs is 1 and config.train.mini_batches too"
+    never_clips = is_one_update and (config.importance_cap > 0 or same_policy)
     for name in ("clip_low", "clip_high", "dual_clip") if config.algorithm in ALGORITHMS else ():
         if hasattr(config.algorithm_args, name):
-            yield never_clips, f"algorithm_args.{name}", "config.train.epochs is 1"
+            yield never_clips, f"algorithm_args.{name}", one_update
     for name, reason in getattr(config.algorithm_args, "idle", tuple)():
         yield True, f"algorithm_args.{name}", reason
     yield config.importance_cap == 0, "train.importance_cap", "there is no correction here"
     for name in ("alpha", "targets", "base_dtype"):
         yield train.lora.rank == 0, f"train.lora.{name}", "config.train.lora.rank is 0"
     value_clip = config.algorithm in ALGORITHMS and hasattr(config.algorithm_args, "value_clip")
-    yield value_clip and train.epochs == 1, "algorithm_args.value_clip", "config.train.epochs is 1"
+    yield value_clip and is_one_update, "algorithm_args.value_clip", one_update
     for name in ("learning_rate", "pretrain_steps"):
         none = f"config.algorithm {config.algorithm!r} has no critic"
         yield not config.networks.critic, f"train.critic.{name}", none

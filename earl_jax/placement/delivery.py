@@ -45,7 +45,22 @@ def send_rows(
     *,
     wait: bool = True,
 ) -> Part:
-    """Sends the rows of all processes to the training layout, as a batch with its advantages.
+    """Sends the rows of all processes to the training layout, as one part; see `send_parts`."""
+    (part,) = send_parts(placement, experience, outcomes, length, averages, wait=wait)
+    return part
+
+
+def send_parts(
+    placement: Placement,
+    experience: Experience | None,
+    outcomes: Sequence[Outcome],
+    length: int,
+    averages: Mapping[str, float],
+    *,
+    wait: bool = True,
+    rng: np.random.Generator | None = None,
+) -> list[Part]:
+    """Sends the rows of all processes to the training layout, with their advantages.
 
     Args:
         placement: the plans in use.
@@ -54,6 +69,7 @@ def send_rows(
         length: their context bucket.
         averages: the algorithm's before this step (`Algorithm.averages`).
         wait: return when the rows have arrived; if not, when they are on their way.
+        rng: deals the groups out to config.train.mini_batches parts; None: there is one.
     """
     stages, mesh = placement.stages, placement.rollout.mesh
     layouts, learner = stages.layouts, stages.learner
@@ -70,18 +86,41 @@ def send_rows(
     own_facts = {name: stages.cluster.own(fact) for name, fact in facts.items()}
     delivery = dispatch(rows, layout, length=length, **own_facts)
     lengths = facts["lengths"]
-    placement.trained_tokens = int(lengths.sum())
     num_samples = [len(outcome.sample_starts) for outcome in outcomes]
-    packing = plan_batch(placement, lengths.tolist(), length, num_samples)
-    batch = pack_rows(delivery.batch, packing, layout)
+    dealt = [lengths]
+    if rng is not None:
+        groups = [outcome.group for outcome in outcomes]
+        dealt = deal_groups(groups, lengths, learner.config.mini_batches, rng)
+    placement.trained_tokens = max(int(each.sum()) for each in dealt)
+    parts = []
+    for each in dealt:
+        packing = plan_batch(placement, each.tolist(), length, num_samples)
+        batch = pack_rows(delivery.batch, packing, layout)
+        moved_bytes = 0 if parts else delivery.plan.moved_bytes
+        parts.append(
+            Part(batch=batch, length=length, num_tokens=int(each.sum()), moved_bytes=moved_bytes)
+        )
     if wait:
-        stages.cluster.wait(batch, "dispatch")
-    return Part(
-        batch=batch,
-        length=length,
-        num_tokens=placement.trained_tokens,
-        moved_bytes=delivery.plan.moved_bytes,
-    )
+        stages.cluster.wait([part.batch for part in parts], "dispatch")
+    return parts
+
+
+def deal_groups(
+    groups: Sequence[int], lengths: np.ndarray, number: int, rng: np.random.Generator
+) -> list[np.ndarray]:
+    """Returns the lengths of the episodes of each part, 0 for those of another; i32[N] each.
+
+    Groups with tokens are dealt out at random to `number` parts, whose numbers of groups differ by
+    at most one; fewer parts if there are fewer groups, and at least one.
+
+    Example: groups 4 4 5 6 of lengths 9 8 0 7 give, for two parts, 9 8 0 0 and 0 0 0 7 or the other
+    way round.
+    """
+    present = list(dict.fromkeys(np.asarray(groups)[lengths > 0].tolist()))
+    if len(present) < 2:
+        return [lengths]
+    parts = np.array_split(rng.permutation(present), min(number, len(present)))
+    return [np.where(np.isin(groups, part), lengths, 0) for part in parts]
 
 
 def rows_to_learn_from(experience: Experience, ratio: str) -> Experience:

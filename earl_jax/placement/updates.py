@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training of a step: its updates, each done again with less where memory is short.
 
-A step's batch comes whole, or in parts whose gradients are added up as they come: `StepUpdate`.
+A step's batch comes whole, or in parts: their gradients are added up as they come, or each is a
+mini-batch with an update of its own (`StepUpdate`).
 """
 
 import dataclasses
@@ -36,9 +37,10 @@ Example = tuple[Sequence[int], Sequence[int]]
 class StepUpdate:
     """The updates of a step, made of a batch in one or more parts. Host-side state only.
 
-    `controls` are those of `make_train_step`. `wait` is called while an update is under way; None:
-    nothing else is done. `totals` are those of the first update, of the first `num_added` parts on
-    the mesh `mesh`.
+    `controls` are those of `make_train_step`. With an `rng` each part is a mini-batch: an update of
+    its own, in an order that is drawn anew for every epoch. `wait` is called while an update is
+    under way; None: nothing else is done. `totals` are those of the first update, of the first
+    `num_added` parts on the mesh `mesh`.
 
     Where memory is too short, an update is made again on another mesh, with more remat, or in
     smaller parts. A program that fails has its donated arguments with it: until it has run once
@@ -48,6 +50,7 @@ class StepUpdate:
     placement: Placement
     controls: np.ndarray
     sft: bool = False
+    rng: np.random.Generator | None = None
     wait: Wait | None = None
     parts: list[Part] = dataclasses.field(default_factory=list)
     totals: Totals | None = None
@@ -70,7 +73,7 @@ class StepUpdate:
             self.totals, self.num_added = None, 0
 
     def finish(self, state: TrainState) -> tuple[TrainState, list[Metrics]]:
-        """Makes the updates of the step, one an epoch; gives `state` up.
+        """Makes the updates of the step, `num_updates` in all; gives `state` up.
 
         Returns:
             The new state, and the metrics of each update: none in a process that does not train.
@@ -82,25 +85,39 @@ class StepUpdate:
         stages, updates = self.placement.stages, list[Metrics]()
         if not stages.cluster.trains:
             return state, []
-        for _ in range(1 if self.sft else stages.learner.config.epochs):
-            state, metrics = self._update(state)
-            updates.append(metrics)
-            self.totals, self.num_added = None, 0
+        for _ in range(self.num_epochs):
+            order = [None] if self.rng is None else self.rng.permutation(len(self.parts)).tolist()
+            for index in order:
+                state, metrics = self._update(state, index)
+                updates.append(metrics)
+                self.totals, self.num_added = None, 0
         return state, updates
 
-    def _update(self, state: TrainState) -> tuple[TrainState, Metrics]:
+    @property
+    def num_epochs(self) -> int:
+        """How often each part is learnt from."""
+        return 1 if self.sft else self.placement.stages.learner.config.epochs
+
+    @property
+    def num_updates(self) -> int:
+        """The number of updates that `finish` makes of the parts."""
+        return self.num_epochs * (1 if self.rng is None else len(self.parts))
+
+    def _update(self, state: TrainState, index: int | None) -> tuple[TrainState, Metrics]:
+        """Makes the update of a mini-batch, or with `index` None of all parts together."""
         placement = self.placement
         while True:
             self._move_parts()
-            shapes = [Shape(*part.batch.tokens.shape) for part in self.parts]
+            parts = self.parts if index is None else [self.parts[index]]
+            shapes = [Shape(*part.batch.tokens.shape) for part in parts]
             largest = max(range(len(shapes)), key=lambda i: shapes[i].places)
-            shape, length = shapes[largest], max(part.length for part in self.parts)
-            plan = self._plan(self.parts[largest])
+            shape, length = shapes[largest], max(part.length for part in parts)
+            plan = self._plan(parts[largest])
             if not self.sft:
                 placement.about_to_use(update_key(plan, shape))
             placement.backup.save((plan, self.sft, shape, len(shapes) > 1), state)
             tightest = tightest_plan(placement.stages, placement.train, shape, length)
-            again = functools.partial(self._run, plan, state)
+            again = functools.partial(self._run, plan, state, index)
             done = placement.attempt("train", again, length, plan=tightest)
             if done is not None:
                 placement.backup.discard()
@@ -124,12 +141,16 @@ class StepUpdate:
         placement, shape = self.placement, Shape(*part.batch.tokens.shape)
         return plan_of_shape(placement.stages, placement.train, shape, part.length)
 
-    def _run(self, plan: TrainPlan, state: TrainState) -> tuple[TrainState, Metrics]:
+    def _run(
+        self, plan: TrainPlan, state: TrainState, index: int | None
+    ) -> tuple[TrainState, Metrics]:
         """Runs the programs of one update and waits for them."""
         stages, controls = self.placement.stages, self.controls
-        if len(self.parts) == 1:
-            self._score(state, 0)
-            batch = self.parts[0].batch
+        if index is not None or len(self.parts) == 1:
+            # All before the first update, while the state is that of the step's beginning.
+            for each in range(len(self.parts)):
+                self._score(state, each)
+            batch = self.parts[index or 0].batch
             after, metrics = stages.learner.update(plan, state, batch, controls, sft=self.sft)
         else:
             totals = self._add_up(state)

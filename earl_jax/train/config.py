@@ -10,6 +10,7 @@ from earl_jax.settings.choices import check_bounds, check_choices
 
 _BOUNDS: dict[str, tuple[float, float | None]] = {
     "epochs": (1, None),
+    "mini_batches": (1, None),
     "micro_batches": (1, None),
     "logprob_chunk": (1, None),
     "warmup_steps": (0, None),
@@ -56,11 +57,15 @@ class TrainConfig:
 
     The defaults are for a pretrained model; one from scratch needs a `learning_rate` near 1e-3.
 
-    Each batch is learnt from `epochs` times; `micro_batches` accumulate gradients within one
-    update. The learning rate rises over `warmup_steps` RL steps; with a `schedule` other than
-    "constant" it then falls to `final_learning_rate` at the last step. An entropy bonus, added to
-    the algorithm's loss, goes linearly from `entropy_coefficient` to `final_entropy_coefficient`,
-    which the last step has. `logprob_chunk` tokens of every row are scored at a time. `remat`
+    A step's episodes are learnt from `epochs` times, in `mini_batches` updates each: the groups are
+    dealt out at random to as many parts, which come in another order in each epoch. Log-probs that
+    updates are relative to, a reference's and a critic's are those before the first of them.
+    `micro_batches` accumulate gradients within one update.
+
+    The learning rate rises over `warmup_steps` RL steps; with a `schedule` other than "constant" it
+    then falls to `final_learning_rate` at the last step. An entropy bonus, added to the algorithm's
+    loss, goes linearly from `entropy_coefficient` to `final_entropy_coefficient`, which the last
+    step has. `logprob_chunk` tokens of every row are scored at a time. `remat`
     recomputes activations in the backward pass.
 
     `optimizer` is optax's "adamw", "lion", "adafactor" (second moments of matrices of at least 128
@@ -88,10 +93,10 @@ class TrainConfig:
     each token is weighted by how much likelier that one finds it than the one that sampled, at most
     `importance_cap`. "truncated_sequence": the same with the product of these weights over the
     token's sequence. "masked": tokens whose weight is above `importance_cap` or below
-    1 / `importance_cap` have no loss (see `algorithms.losses.importance_weights`). With `epochs`
-    above 1 that costs one more forward pass a step. "auto" is "truncated" where the rollout has
-    another precision than the trainer (config.rollout.weight_dtype, kv_dtype or compute_dtype), or
-    older weights (config.asynchrony.max_staleness), else "none".
+    1 / `importance_cap` have no loss (see `algorithms.losses.importance_weights`). With more
+    than one update a step that costs one more forward pass a step. "auto" is "truncated" where the
+    rollout has another precision than the trainer (config.rollout.weight_dtype, kv_dtype or
+    compute_dtype), or older weights (config.asynchrony.max_staleness), else "none".
 
     `sft_steps`: in the first so many RL steps, the batch is followed by
     `sft_updates` supervised updates on games of random legal moves (a trail's steps are
@@ -126,6 +131,7 @@ class TrainConfig:
     ratio: Literal["behaviour", "model"] = "behaviour"
     balance_coefficient: float = 0.0
     epochs: int = 1
+    mini_batches: int = 1
     micro_batches: int = 1
     remat: bool = False
     attention: Literal["auto", "blockwise", "splash", "tokamax"] = "auto"

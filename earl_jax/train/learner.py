@@ -73,7 +73,8 @@ class Learner:
         # Now, because it raises.
         trained_specs(model, config, vocab_size)
         self.networks = networks_of(algorithm, has_adapters=config.lora.rank > 0)
-        self.scored = scored_passes(algorithm, epochs=config.epochs, corrects=importance_cap > 0)
+        updates = config.epochs * config.mini_batches
+        self.scored = scored_passes(algorithm, updates=updates, corrects=importance_cap > 0)
 
     def state_shapes(self) -> TrainState:
         """Returns a TrainState as shapes."""

@@ -1,0 +1,179 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Mini-batches: a step's groups are dealt out to several updates."""
+
+import collections
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from earl_jax.loop import rl_step
+from earl_jax.placement.delivery import deal_groups
+from earl_jax.run import build_run
+from earl_jax.settings.errors import InputError
+from earl_jax.step_record import of_epoch
+from earl_jax.train.learner import Learner
+from earl_jax.train.step import read_metrics
+from earl_jax.training import train
+from tests.support.placements import TINY, begin
+from tests.support.runs import final_parameters
+from tests.support.settings import make_config
+
+SETTINGS = {
+    "num_steps": 3,
+    "model": TINY,
+    # Games that end otherwise than by a first move that is not allowed.
+    "env": {"args": {"mask_illegal": True}},
+    "rollout": {
+        "num_slots": 8,
+        "episodes_per_step": 16,
+        "group_size": 2,
+        "patience_s": 10.0,
+        "context_buckets": (64,),
+    },
+    "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "table": "model"},
+    "algorithm": "grpo",
+    "algorithm_args": {},
+    "train": {"epochs": 2, "mini_batches": 2, "ratio": "model", "correction": "truncated"},
+    "checkpoint": {"every_steps": 1, "keep": 3},
+    "eval": {"every_steps": 100, "games": 8, "final_games": 8},
+}
+
+
+def test_every_episode_is_in_one_part_with_its_group():
+    """Of 13 groups of 2, one of which has no tokens, three parts get 4 each."""
+    groups = [index // 2 for index in range(26)]
+    lengths = np.arange(1, 27, dtype=np.int32)
+    lengths[[6, 7]] = 0
+    # An episode that failed leaves its group a part of it.
+    lengths[10] = 0
+    parts = deal_groups(groups, lengths, 3, np.random.default_rng([5, 1]))
+    np.testing.assert_array_equal(sum(parts), lengths)
+    assert all(((part == lengths) | (part == 0)).all() for part in parts)
+    members = [{groups[i] for i in np.flatnonzero(part)} for part in parts]
+    assert [len(each) for each in members] == [4, 4, 4]
+    assert len(set.union(*members)) == 12
+    again, other = (
+        deal_groups(groups, lengths, 3, np.random.default_rng(seed)) for seed in ([5, 1], [5, 2])
+    )
+    np.testing.assert_array_equal(again, parts)
+    assert not np.array_equal(other, parts)
+
+
+def test_few_groups_make_few_parts_and_none_makes_one():
+    lengths, rng = np.array([3, 4, 0, 0], np.int32), np.random.default_rng(0)
+    (alone,) = deal_groups([0, 0, 1, 1], lengths, 2, rng)
+    np.testing.assert_array_equal(alone, lengths)
+    (empty,) = deal_groups([0, 0, 1, 1], 0 * lengths, 2, rng)
+    assert not empty.any()
+    assert len(deal_groups([0, 1, 2, 3], lengths + 1, 8, rng)) == 4
+
+
+def test_metrics_of_an_epoch_are_those_of_its_tokens():
+    one = {"loss": 1.0, "gap_max": 3.0, "policy_tokens": 10.0}
+    other = {"loss": 4.0, "gap_max": 5.0, "policy_tokens": 20.0}
+    assert of_epoch([one]) == one
+    assert of_epoch([one, other]) == {"loss": 3.0, "gap_max": 5.0, "policy_tokens": 30.0}
+
+
+def sampled(batch) -> collections.Counter:
+    """The log-probs of the policy's tokens of a batch, which few tokens have in common."""
+    mask = np.asarray(batch.turn_ids) > 0
+    return collections.Counter(np.asarray(batch.logprobs)[mask].tolist())
+
+
+@pytest.mark.slow
+def test_updates_of_mini_batches_are_those_made_by_hand(monkeypatch):
+    """Two epochs of two updates, from log-probs of the policy that the step began with.
+
+    Each epoch has every token once, and the parameters are bit for bit those of four updates of
+    these batches one after the other.
+    """
+    run = build_run(make_config(SETTINGS))
+    placement, position = begin(run)
+    first = jax.tree.map(np.array, position.state)
+    plans, batches = [], []
+    update, learner = Learner.update, run.learner
+
+    def noted(self, plan, state, batch, controls, **kind):
+        plans.append(plan)
+        batches.append(batch)
+        return update(self, plan, state, batch, controls, **kind)
+
+    monkeypatch.setattr(Learner, "update", noted)
+    after, record = rl_step(run, placement, position)
+    monkeypatch.undo()
+    tokens = [sampled(batch) for batch in batches]
+    assert len(batches) == len(record.updates) == 4 and all(tokens)
+    whole = collections.Counter(
+        np.float32(logprob).item()
+        for trajectory in record.trajectories
+        for turn in trajectory.turns
+        for logprob in turn.model_logprobs
+    )
+    assert tokens[0] + tokens[1] == tokens[2] + tokens[3] == whole
+    assert tokens[0] != tokens[1] and tokens[0] in (tokens[2], tokens[3])
+    controls = learner.controls(0, run.config.num_steps)
+    state = jax.device_put(first, learner.state_shardings(placement.train.mesh))
+    metrics = []
+    for plan, batch in zip(plans, batches, strict=True):
+        own = learner.score(plan, first_state(learner, first, plan), batch)
+        np.testing.assert_array_equal(own.proximal, batch.proximal)
+        state, found = learner.update(plan, state, batch, controls)
+        metrics.append(read_metrics(found))
+    assert metrics == record.updates
+    for one, other in zip(
+        jax.tree.leaves(after.state.params), jax.tree.leaves(state.params), strict=True
+    ):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    line = record.metrics()
+    assert line["policy_tokens"] == whole.total()
+    assert line["train_tokens"] == 2 * sum(outcome.num_tokens for outcome in record.outcomes)
+    assert line["loss"] == pytest.approx(of_epoch(metrics[2:])["loss"])
+
+
+def first_state(learner, first, plan):
+    return jax.device_put(first, learner.state_shardings(plan.mesh))
+
+
+@pytest.mark.slow
+def test_a_run_of_mini_batches_resumes_with_the_same_bits(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = make_config(SETTINGS)
+    train(config, tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    for step in (2, 3):
+        shutil.rmtree(tmp_path / "again/checkpoints" / str(step))
+    train(config, tmp_path / "again")
+    for one, other in zip(
+        final_parameters(tmp_path / "again", 3),
+        final_parameters(tmp_path / "whole", 3),
+        strict=True,
+    ):
+        assert one.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (("train.mini_batches=3",), "does not divide the 8 groups of a step"),
+        (("train.mini_batches=0",), "config.train.mini_batches is 0; it must be at least 1"),
+        (
+            ("asynchrony.parts=2", "devices.num_rollout=4"),
+            "mini-batches are dealt out when all episodes are finished: set one of them to 1",
+        ),
+    ],
+)
+def test_mini_batches_that_cannot_be_are_refused(changes, words):
+    with pytest.raises(InputError, match=words):
+        make_config(SETTINGS, changes)
+
+
+def test_with_mini_batches_the_clip_has_an_effect():
+    """So it has with more epochs; of a single update it would be an error."""
+    overrides = ("train.epochs=1", "algorithm_args.clip_high=0.3")
+    assert make_config(SETTINGS, overrides).algorithm_args.clip_high == 0.3
+    with pytest.raises(InputError, match="config.train.mini_batches"):
+        make_config(SETTINGS, (*overrides, "train.mini_batches=1"))
