@@ -328,6 +328,7 @@ class Training:
         for note in self._notes(record, line.pop("switch_notes"), line):
             self.recorder.note(f"step {step}: {note}")
         self.recorder.write(line)
+        self.checkpoints.look()
         self._check_updates(record)
         if not last:
             self.ahead.look(self.placement, position.history)

@@ -177,7 +177,7 @@ def read_newest(config: Config, workdir: Path) -> tuple[Run, Position, Placement
     if not folder.is_dir():
         raise InputError(f"{workdir} holds no checkpoint yet: there is no {folder}")
     run = build_run(config, workdir / "tokenizer")
-    checkpoints = Checkpoints(folder, keep=config.checkpoint.keep)
+    checkpoints = Checkpoints(folder, keep=None)
     for step in checkpoints.steps():
         try:
             position, placement = _restore(run, checkpoints, step)
@@ -192,12 +192,12 @@ def read_newest(config: Config, workdir: Path) -> tuple[Run, Position, Placement
 def resume(
     run: Run, checkpoints: Checkpoints, workdir: Path, say: Callable[[str], None]
 ) -> tuple[Position, Placement] | None:
-    """Returns where the newest checkpoint that can be read stands; None if none was ever made.
+    """Returns where the newest checkpoint that can be read stands; None if none was ever finished.
 
     Exports of later steps are dropped: the run takes these steps again.
 
     Raises:
-        InputError: there are checkpoints, and all are damaged.
+        InputError: there were checkpoints, and all are damaged or gone.
     """
     checkpoints.wait()
     for step in checkpoints.steps():
@@ -223,11 +223,17 @@ def resume(
             keep_exports(workdir, until=step)
         say(f"resuming {workdir} after step {step} of {run.config.num_steps}")
         return restored
-    if any(workdir.glob("damaged_*")):
+    is_damaged = any(workdir.glob("damaged_*"))
+    if run.cluster.gather(is_damaged or checkpoints.were_saved, "a mark of checkpoints")[0]:
+        what = (
+            f"no checkpoint in {workdir} can be read (they are set aside there as damaged_STEP)"
+            if is_damaged
+            else f"the checkpoints of the run in {workdir} are gone from {workdir / 'checkpoints'}"
+        )
         raise InputError(
-            f"no checkpoint in {workdir} can be read (they are set aside there as damaged_STEP), "
-            "and a run does not begin again by itself: give --restart to begin from step 0, or "
-            "name another --workdir"
+            f"{what}, and a run does not begin again by itself: put them back, give --restart to "
+            f"begin from step 0 (what is there is kept beside it), or name another --workdir than "
+            f"--workdir={workdir}"
         )
     return None
 

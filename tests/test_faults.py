@@ -153,13 +153,16 @@ def test_a_host_ten_times_slower_only_takes_longer(cache, tmp_path, whole):
 
 
 @pytest.mark.slow
-def test_checkpoints_that_are_gone_begin_the_run_again(cache, tmp_path, alone, whole):
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(cache, tmp_path, alone):
     workdir = shutil.copytree(alone, tmp_path / "w")
     shutil.rmtree(workdir / "checkpoints")
-    Command(cache, workdir, 2, **SAVED).done()
-    assert [line["step"] for line in steps_of(workdir)] == [1, 2]
-    for left, right in zip(whole, final_parameters(workdir), strict=True):
-        np.testing.assert_array_equal(left, right)
+    ends = Command(cache, workdir, 2, **SAVED).ends()
+    assert [status for status, _, _ in ends] == [2, 2], ends
+    assert ends[0][2].count("error: ") == 1 and "error: " not in ends[1][2]
+    assert "are gone" in ends[0][2] and "--restart" in ends[0][2]
+    assert steps_of(workdir) == steps_of(alone)
+    for path in (alone / "trajectories").iterdir():
+        assert (workdir / "trajectories" / path.name).read_bytes() == path.read_bytes()
 
 
 @pytest.mark.slow

@@ -5,6 +5,8 @@
 tests/test_checkpoint.py has the ways in which files are damaged.
 """
 
+import io
+import shutil
 import types
 
 import jax
@@ -15,6 +17,8 @@ from earl_jax import workdir
 from earl_jax.run import build_run
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
+from earl_jax.telemetry.progress import Progress
+from earl_jax.telemetry.recorder import Recorder
 from earl_jax.train.checkpoint import Checkpoints
 from earl_jax.train.learner import Learner
 from tests.support.settings import make_config
@@ -70,7 +74,9 @@ def resumed(run, tmp_path, position):
     def call():
         return workdir.resume(run, checkpoints, tmp_path, notes.append)
 
-    yield types.SimpleNamespace(call=call, notes=notes, workdir=tmp_path, steps=checkpoints.steps)
+    yield types.SimpleNamespace(
+        run=run, call=call, notes=notes, workdir=tmp_path, steps=checkpoints.steps
+    )
     checkpoints.close()
 
 
@@ -107,6 +113,40 @@ def test_a_run_does_not_begin_again_where_all_checkpoints_are_damaged(resume):
         with pytest.raises(InputError, match="give --restart to begin from step 0"):
             resume.call()
     assert (resume.workdir / "damaged_1").is_dir() and (resume.workdir / "damaged_2").is_dir()
+
+
+def test_a_run_does_not_begin_again_where_its_checkpoints_are_gone(resume):
+    resume.call()
+    shutil.rmtree(resume.workdir / "checkpoints")
+    checkpoints = Checkpoints(resume.workdir / "checkpoints", keep=2)
+    words = f"are gone from .*give --restart .*or name another .*--workdir={resume.workdir}"
+    with pytest.raises(InputError, match=words):
+        workdir.resume(resume.run, checkpoints, resume.workdir, resume.notes.append)
+    checkpoints.close()
+
+
+def test_a_run_that_was_killed_in_its_first_save_begins_again(resume):
+    """It has no mark of a finished checkpoint, and what it wrote is not deleted."""
+    folder = resume.workdir / "new"
+    (folder / "checkpoints/2.orbax-checkpoint-tmp").mkdir(parents=True)
+    (folder / "trajectories").mkdir()
+    lines = b'{"step": 1}\n{"step": 2}\n'
+    (folder / "metrics.jsonl").write_bytes(lines)
+    (folder / "trajectories/step_000001.jsonl").write_bytes(b"episodes")
+    checkpoints = Checkpoints(folder / "checkpoints", keep=2)
+    assert workdir.resume(resume.run, checkpoints, folder, resume.notes.append) is None
+    with Progress(2, io.StringIO()) as progress:
+        Recorder(folder, progress).drop_after(-1)
+    assert (folder / "metrics.jsonl").read_bytes() == b""
+    assert (folder / "metrics.dropped.jsonl").read_bytes() == lines
+    assert (folder / "trajectories.dropped/step_000001.jsonl").read_bytes() == b"episodes"
+    # Its first checkpoint leaves the mark as soon as it is seen to be finished.
+    checkpoints.save(2, resume.run.learner.init_state(D8), POSITION)
+    assert not checkpoints.were_saved
+    while not checkpoints.were_saved:
+        checkpoints.look()
+    assert (folder / "checkpoints/2").is_dir()
+    checkpoints.close()
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, *, keep: int | None) -> None:
         """Opens the folder; the newest `keep` checkpoints are kept, or with None all: to read."""
-        self._folder = folder.absolute()
+        self._folder, self._reads_only = folder.absolute(), keep is None
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             create=keep is not None,
@@ -154,15 +154,31 @@ class Checkpoints:
             shutil.move(self._folder / str(step), next(t for t in targets if not t.exists()))
         self._manager.reload()
 
+    @property
+    def were_saved(self) -> bool:
+        """True if a checkpoint was ever finished in this workdir, be it gone or damaged now."""
+        return self._mark.exists()
+
+    @property
+    def _mark(self) -> Path:
+        return self._folder.parent / ".saved"
+
+    def look(self) -> None:
+        """Looks at the checkpoint that is being written, and waits for nothing."""
+        if not self._manager.is_saving_in_progress():
+            self.wait()
+
     def wait(self) -> None:
         """Returns when everything is on disk."""
         self._manager.wait_until_finished()
+        if not self._reads_only and not jax.process_index() and self.steps():
+            self._mark.touch()
 
     def close(self) -> None:
         """Waits for pending saves and closes the folder. A second call does nothing."""
         if not self._is_closed:
             self._is_closed = True
-            self._manager.wait_until_finished()
+            self.wait()
             self._manager.close()
 
     def __enter__(self) -> "Checkpoints":
