@@ -48,6 +48,7 @@ from earl_jax.workdir import (
     open_workdir,
     resume,
     save,
+    tokenizer_folder,
 )
 
 
@@ -113,7 +114,7 @@ def _train_in(
     """Trains in a workdir that is this run's alone; `notes` are to be shown."""
     checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
     source = None if checkpoints.steps() else open_source(config.init_from)
-    folder = (source.workdir if source else workdir) / "tokenizer"
+    folder = source.workdir / "tokenizer" if source else tokenizer_folder(cluster, workdir)
     run = build_run(config, folder, stop)
     if source:
         source.check(run)

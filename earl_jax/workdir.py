@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from earl_jax.config import Config
 from earl_jax.config.resume import changes
 from earl_jax.envs.tasks import KeepsState
 from earl_jax.envs.tokenizer import load_tokenizer, save_tokenizer
+from earl_jax.launch.cluster import Cluster
 from earl_jax.models.checkpoints.hub import find_folder
 from earl_jax.models.lora import fingerprint
 from earl_jax.placement.placement import Placement
@@ -27,7 +29,7 @@ from earl_jax.settings.differences import differences
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.reshard import reshard
-from earl_jax.telemetry.atomic import write_atomically
+from earl_jax.telemetry.atomic import replacing, write_atomically
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.train.checkpoint import (
     Checkpoints,
@@ -98,10 +100,23 @@ def open_workdir(workdir: Path, config: dict[str, Any]) -> list[str]:
 def keep_config(run: Run, workdir: Path) -> None:
     """Makes the workdir this run's: writes config.json, and its tokenizer if it made one."""
     path, text = workdir / "config.json", json.dumps(run.config.as_dict(), indent=2)
-    if not run.config.model.path and not (workdir / "tokenizer").exists():
-        save_tokenizer(run.origin.tokenizer, workdir / "tokenizer")
+    folder = workdir / "tokenizer"
+    if not run.config.model.path and not (path.exists() and folder.exists()):
+        # One that is there is of a command that ended before it had written config.json.
+        shutil.rmtree(folder, ignore_errors=True)
+        with replacing(folder) as temporary:
+            save_tokenizer(run.origin.tokenizer, temporary)
     if not path.exists() or path.read_text() != text:
         write_atomically(path, text)
+
+
+def tokenizer_folder(cluster: Cluster, workdir: Path) -> Path | None:
+    """Returns the folder of the tokenizer of the run in the workdir; None where none has begun.
+
+    The run has begun when there is a config.json, which is written last.
+    """
+    has_begun = cluster.gather((workdir / "config.json").exists(), "a config.json")[0]
+    return workdir / "tokenizer" if has_begun else None
 
 
 def saved_in_words(workdir: Path) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from earl_jax import workdir
+from earl_jax.envs.tokenizer import load_tokenizer
 from earl_jax.run import build_run
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
@@ -147,6 +148,30 @@ def test_a_run_that_was_killed_in_its_first_save_begins_again(resume):
         checkpoints.look()
     assert (folder / "checkpoints/2").is_dir()
     checkpoints.close()
+
+
+def test_a_tokenizer_that_is_half_written_is_of_no_run(run, tmp_path, monkeypatch):
+    def half(tokenizer, folder):
+        folder.mkdir()
+        (folder / "tokenizer_config.json").write_text("{}")
+        raise OSError(28, "No space left on device")
+
+    folder = tmp_path / "tokenizer"
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.setattr(workdir, "save_tokenizer", half)
+        workdir.keep_config(run, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    # As an older version left it, or of another command.
+    folder.mkdir()
+    (folder / "special_tokens_map.json").write_text("{")
+    assert workdir.tokenizer_folder(run.cluster, tmp_path) is None
+    workdir.keep_config(run, tmp_path)
+    assert workdir.tokenizer_folder(run.cluster, tmp_path) == folder
+    assert load_tokenizer(folder).get_vocab() == run.origin.tokenizer.get_vocab()
+    assert not (folder / "special_tokens_map.json").exists()
+    before = (folder / "tokenizer.json").stat().st_mtime_ns
+    workdir.keep_config(run, tmp_path)
+    assert (folder / "tokenizer.json").stat().st_mtime_ns == before, "it is the run's from then on"
 
 
 @pytest.mark.parametrize(

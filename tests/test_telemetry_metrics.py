@@ -25,7 +25,7 @@ STEP_2 = b'{"step": 2, "reward_mean": 0.75}\n'
 
 
 def test_lines_come_back_as_they_were_written(tmp_path):
-    path = tmp_path / "run" / "metrics.jsonl"
+    path = tmp_path / "metrics.jsonl"
     with MetricsLog(path) as log:
         log.write({"step": 1, "stage_s": {"train": 0.5}, "switched": ["rollout"], "decision": "↯"})
         log.write({"step": 1, "eval": {"name": "random", "win": 0.25}})

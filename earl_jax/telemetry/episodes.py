@@ -46,6 +46,7 @@ def trajectory_lines(trajectories: Iterable[Trajectory]) -> list[str]:
 
 def write_trajectory_lines(folder: Path, step: int, lines: Iterable[str]) -> Path:
     """Writes `folder`/step_NNNNNN.jsonl from its lines, atomically, and returns its path."""
+    folder.mkdir(exist_ok=True)
     path = folder / f"step_{step:06d}.jsonl"
     write_atomically(path, "".join(line + "\n" for line in lines))
     return path

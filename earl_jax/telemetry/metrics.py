@@ -36,7 +36,6 @@ class MetricsLog:
 
     def __init__(self, path: Path, tensorboard_dir: Path | None = None):
         self._tensorboard = None if tensorboard_dir is None else _TensorBoard(tensorboard_dir)
-        path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             _remove_cut_line(path)
         self._file = path.open("a", encoding="utf-8", errors="replace")
