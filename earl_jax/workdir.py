@@ -26,7 +26,7 @@ from earl_jax.run import Run, build_run
 from earl_jax.selector.plans import Plans
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.settings.differences import differences
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.errors import InputError, is_mistake
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.reshard import reshard
 from earl_jax.telemetry.atomic import replacing, write_atomically
@@ -72,7 +72,7 @@ def open_workdir(workdir: Path, config: dict[str, Any]) -> list[str]:
         A line for each setting that changes from here on.
 
     Raises:
-        ValueError: the folder cannot be written, or belongs to a run of another config.
+        InputError: the folder may not be written, or belongs to a run of another config.
     """
     path = workdir / "config.json"
     try:
@@ -81,6 +81,8 @@ def open_workdir(workdir: Path, config: dict[str, Any]) -> list[str]:
             return []
         saved = json.loads(path.read_text())
     except OSError as error:
+        if not is_mistake(error):
+            raise
         raise InputError(
             f"--workdir={workdir} cannot be used: {error.strerror or error}; name a folder "
             "that you may write"

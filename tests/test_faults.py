@@ -4,6 +4,7 @@
 
 import contextlib
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -56,6 +57,20 @@ def fail_in(stage: str, lost: int, number: int) -> None:
         fault.enter("save")
 
     loop.StageTimer, training.save = FaultyTimer, faulty_save
+    sys.exit(exit_status(lambda: train_command(sys.argv[1:])))
+
+
+def fill_the_disk() -> None:
+    """Runs the command; from its second save on no file can be as large as an array."""
+    save, saved = training.save, []
+
+    def full(*arguments) -> None:
+        saved.append(1)
+        if len(saved) == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
+        save(*arguments)
+
+    training.save = full
     sys.exit(exit_status(lambda: train_command(sys.argv[1:])))
 
 
@@ -125,6 +140,19 @@ def test_storage_that_cannot_be_written_any_more_ends_the_run(cache, tmp_path):
     ends = run.ends(100)
     assert all("Error" in message_of(end) for end in ends)
     assert not any("has ended" in message_of(end) for end in ends), "none lost another"
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_message_in_the_next_step(cache, tmp_path):
+    program = "import test_faults; test_faults.fill_the_disk()"
+    settings = SAVED | {"num_steps": 1000, "checkpoint.every_steps": 5}
+    ((status, _, errors),) = Command(cache, tmp_path / "w", 1, program=program, **settings).ends()
+    assert status == 1 and errors.count("\n") == 1, errors
+    line = errors
+    assert line.startswith(f"error: {tmp_path / 'w' / 'checkpoints'}/10")
+    assert "cannot be written: File too large" in line
+    assert steps_of(tmp_path / "w")[-1]["step"] < 15, "before the next save"
+    assert (tmp_path / "w/checkpoints/5").is_dir()
 
 
 @pytest.mark.slow
