@@ -43,6 +43,7 @@ from earl_jax.workdir import (
     Position,
     choices_of,
     keep_config,
+    named_where_removed,
     new_placement,
     open_source,
     open_workdir,
@@ -100,6 +101,7 @@ def train(
 
         open_shared_workdir(cluster, workdir, open_and_lock)
         events = read_events(replay) if replay else ()
+        held.enter_context(named_where_removed(workdir))
         return _train_in(workdir, cluster, config, stop, notes, events)
 
 

@@ -26,7 +26,7 @@ from earl_jax.run import Run, build_run
 from earl_jax.selector.plans import Plans
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.settings.differences import differences
-from earl_jax.settings.errors import InputError, is_mistake
+from earl_jax.settings.errors import InputError, RunError, is_mistake
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.reshard import reshard
 from earl_jax.telemetry.atomic import replacing, write_atomically
@@ -110,6 +110,24 @@ def keep_config(run: Run, workdir: Path) -> None:
             save_tokenizer(run.origin.tokenizer, temporary)
     if not path.exists() or path.read_text() != text:
         write_atomically(path, text)
+
+
+@contextlib.contextmanager
+def named_where_removed(workdir: Path) -> Iterator[None]:
+    """Turns errors about files into one message where a locked workdir was removed meanwhile.
+
+    Raises:
+        RunError: it was.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if (workdir / ".lock").exists():
+            raise
+        raise RunError(
+            f"--workdir={workdir} was removed, or moved, while the run wrote to it: what it holds "
+            "there goes on from its newest checkpoint, when it is put back"
+        ) from error
 
 
 def tokenizer_folder(cluster: Cluster, workdir: Path) -> Path | None:

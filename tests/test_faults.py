@@ -138,7 +138,7 @@ def test_storage_that_cannot_be_written_any_more_ends_the_run(cache, tmp_path):
     (tmp_path / "w").rename(tmp_path / "moved")
     (tmp_path / "w").symlink_to("/sys/kernel")
     ends = run.ends(100)
-    assert all("Error" in message_of(end) for end in ends)
+    assert all("was removed, or moved" in message_of(end) for end in ends)
     assert not any("has ended" in message_of(end) for end in ends), "none lost another"
 
 
@@ -153,6 +153,18 @@ def test_a_full_disk_is_one_message_in_the_next_step(cache, tmp_path):
     assert "cannot be written: File too large" in line
     assert steps_of(tmp_path / "w")[-1]["step"] < 15, "before the next save"
     assert (tmp_path / "w/checkpoints/5").is_dir()
+
+
+@pytest.mark.slow
+def test_a_workdir_that_is_removed_ends_the_run_with_one_message(cache, tmp_path):
+    run = Command(cache, tmp_path / "w", 1, **SAVED | {"num_steps": 1000})
+    run.after_step(1)
+    (tmp_path / "w").rename(tmp_path / "moved")
+    ((status, _, errors),) = run.ends(100)
+    assert status == 1 and errors.count("\n") == 1, errors
+    assert errors.startswith(f"error: --workdir={tmp_path / 'w'} was removed, or moved")
+    # Orbax may have made the folder of a checkpoint again; the run made nothing.
+    assert not (tmp_path / "w/metrics.jsonl").exists() and not (tmp_path / "w/.saved").exists()
 
 
 @pytest.mark.slow

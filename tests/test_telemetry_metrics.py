@@ -99,6 +99,16 @@ def test_what_is_not_finite_is_valid_json_and_comes_back_as_a_float(tmp_path):
     assert math.isnan(row["a"]) and row["b"]["c"] == math.inf and row["d"] == -math.inf
 
 
+def test_a_line_of_a_file_that_was_removed_is_an_error(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        log.write({"step": 1})
+        path.unlink()
+        with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl"):
+            log.write({"step": 2})
+    assert not path.exists()
+
+
 def test_a_line_needs_a_step(tmp_path):
     with MetricsLog(tmp_path / "metrics.jsonl") as log, pytest.raises(ValueError, match="'step'"):
         log.write({"loss": 1.0})

@@ -38,17 +38,21 @@ class MetricsLog:
         self._tensorboard = None if tensorboard_dir is None else _TensorBoard(tensorboard_dir)
         if path.exists():
             _remove_cut_line(path)
-        self._file = path.open("a", encoding="utf-8", errors="replace")
+        self._path, self._file = path, path.open("a", encoding="utf-8", errors="replace")
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Appends one line. It needs "step"; its values may be numpy or jax numbers, and nested.
 
         Values on a device are fetched one by one here: fetch a step's metrics in one
         `jax.device_get` before.
+
+        Raises FileNotFoundError where the file was removed since.
         """
         line = to_plain(metrics)
         if not isinstance(line.get("step"), int):
             raise InputError(f"a line of metrics needs an integer 'step', got {line.get('step')!r}")
+        # The system would take the line, for a file that has no name any more.
+        self._path.stat()
         self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
         self._file.flush()
         if self._tensorboard is not None:

@@ -175,12 +175,10 @@ class Checkpoints:
     def wait(self) -> None:
         """Returns when everything is on disk; raises what a checkpoint failed with."""
         self._manager.wait_until_finished()
-        if (
-            not self._reads_only
-            and not jax.process_index()
-            and self.steps()
-            and not self.were_saved
-        ):
+        if self._reads_only or jax.process_index() or self.were_saved:
+            return
+        # Not by orbax's list alone: the workdir may have been removed.
+        if any((self._folder / str(step)).is_dir() for step in self.steps()):
             self._mark.touch()
 
     def close(self) -> None:
