@@ -43,11 +43,13 @@ from earl_jax.workdir import (
     Position,
     choices_of,
     keep_config,
+    named_where_removed,
     new_placement,
     open_source,
     open_workdir,
     resume,
     save,
+    tokenizer_folder,
 )
 
 
@@ -99,6 +101,7 @@ def train(
 
         open_shared_workdir(cluster, workdir, open_and_lock)
         events = read_events(replay) if replay else ()
+        held.enter_context(named_where_removed(workdir))
         return _train_in(workdir, cluster, config, stop, notes, events)
 
 
@@ -113,7 +116,7 @@ def _train_in(
     """Trains in a workdir that is this run's alone; `notes` are to be shown."""
     checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
     source = None if checkpoints.steps() else open_source(config.init_from)
-    folder = (source.workdir if source else workdir) / "tokenizer"
+    folder = source.workdir / "tokenizer" if source else tokenizer_folder(cluster, workdir)
     run = build_run(config, folder, stop)
     if source:
         source.check(run)
@@ -328,6 +331,7 @@ class Training:
         for note in self._notes(record, line.pop("switch_notes"), line):
             self.recorder.note(f"step {step}: {note}")
         self.recorder.write(line)
+        self.checkpoints.look()
         self._check_updates(record)
         if not last:
             self.ahead.look(self.placement, position.history)

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from earl_jax.config import Config
 from earl_jax.config.resume import changes
 from earl_jax.envs.tasks import KeepsState
 from earl_jax.envs.tokenizer import load_tokenizer, save_tokenizer
+from earl_jax.launch.cluster import Cluster
 from earl_jax.models.checkpoints.hub import find_folder
 from earl_jax.models.lora import fingerprint
 from earl_jax.placement.placement import Placement
@@ -24,10 +26,10 @@ from earl_jax.run import Run, build_run
 from earl_jax.selector.plans import Plans
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.settings.differences import differences
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.errors import InputError, RunError, is_mistake
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.reshard import reshard
-from earl_jax.telemetry.atomic import write_atomically
+from earl_jax.telemetry.atomic import replacing, write_atomically
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.train.checkpoint import (
     Checkpoints,
@@ -70,7 +72,7 @@ def open_workdir(workdir: Path, config: dict[str, Any]) -> list[str]:
         A line for each setting that changes from here on.
 
     Raises:
-        ValueError: the folder cannot be written, or belongs to a run of another config.
+        InputError: the folder may not be written, or belongs to a run of another config.
     """
     path = workdir / "config.json"
     try:
@@ -79,6 +81,8 @@ def open_workdir(workdir: Path, config: dict[str, Any]) -> list[str]:
             return []
         saved = json.loads(path.read_text())
     except OSError as error:
+        if not is_mistake(error):
+            raise
         raise InputError(
             f"--workdir={workdir} cannot be used: {error.strerror or error}; name a folder "
             "that you may write"
@@ -98,10 +102,41 @@ def open_workdir(workdir: Path, config: dict[str, Any]) -> list[str]:
 def keep_config(run: Run, workdir: Path) -> None:
     """Makes the workdir this run's: writes config.json, and its tokenizer if it made one."""
     path, text = workdir / "config.json", json.dumps(run.config.as_dict(), indent=2)
-    if not run.config.model.path and not (workdir / "tokenizer").exists():
-        save_tokenizer(run.origin.tokenizer, workdir / "tokenizer")
+    folder = workdir / "tokenizer"
+    if not run.config.model.path and not (path.exists() and folder.exists()):
+        # One that is there is of a command that ended before it had written config.json.
+        shutil.rmtree(folder, ignore_errors=True)
+        with replacing(folder) as temporary:
+            save_tokenizer(run.origin.tokenizer, temporary)
     if not path.exists() or path.read_text() != text:
         write_atomically(path, text)
+
+
+@contextlib.contextmanager
+def named_where_removed(workdir: Path) -> Iterator[None]:
+    """Turns errors about files into one message where a locked workdir was removed meanwhile.
+
+    Raises:
+        RunError: it was.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if (workdir / ".lock").exists():
+            raise
+        raise RunError(
+            f"--workdir={workdir} was removed, or moved, while the run wrote to it: what it holds "
+            "there goes on from its newest checkpoint, when it is put back"
+        ) from error
+
+
+def tokenizer_folder(cluster: Cluster, workdir: Path) -> Path | None:
+    """Returns the folder of the tokenizer of the run in the workdir; None where none has begun.
+
+    The run has begun when there is a config.json, which is written last.
+    """
+    has_begun = cluster.gather((workdir / "config.json").exists(), "a config.json")[0]
+    return workdir / "tokenizer" if has_begun else None
 
 
 def saved_in_words(workdir: Path) -> str:
@@ -177,7 +212,7 @@ def read_newest(config: Config, workdir: Path) -> tuple[Run, Position, Placement
     if not folder.is_dir():
         raise InputError(f"{workdir} holds no checkpoint yet: there is no {folder}")
     run = build_run(config, workdir / "tokenizer")
-    checkpoints = Checkpoints(folder, keep=config.checkpoint.keep)
+    checkpoints = Checkpoints(folder, keep=None)
     for step in checkpoints.steps():
         try:
             position, placement = _restore(run, checkpoints, step)
@@ -192,12 +227,12 @@ def read_newest(config: Config, workdir: Path) -> tuple[Run, Position, Placement
 def resume(
     run: Run, checkpoints: Checkpoints, workdir: Path, say: Callable[[str], None]
 ) -> tuple[Position, Placement] | None:
-    """Returns where the newest checkpoint that can be read stands; None if none was ever made.
+    """Returns where the newest checkpoint that can be read stands; None if none was ever finished.
 
     Exports of later steps are dropped: the run takes these steps again.
 
     Raises:
-        InputError: there are checkpoints, and all are damaged.
+        InputError: there were checkpoints, and all are damaged or gone.
     """
     checkpoints.wait()
     for step in checkpoints.steps():
@@ -223,11 +258,17 @@ def resume(
             keep_exports(workdir, until=step)
         say(f"resuming {workdir} after step {step} of {run.config.num_steps}")
         return restored
-    if any(workdir.glob("damaged_*")):
+    is_damaged = any(workdir.glob("damaged_*"))
+    if run.cluster.gather(is_damaged or checkpoints.were_saved, "a mark of checkpoints")[0]:
+        what = (
+            f"no checkpoint in {workdir} can be read (they are set aside there as damaged_STEP)"
+            if is_damaged
+            else f"the checkpoints of the run in {workdir} are gone from {workdir / 'checkpoints'}"
+        )
         raise InputError(
-            f"no checkpoint in {workdir} can be read (they are set aside there as damaged_STEP), "
-            "and a run does not begin again by itself: give --restart to begin from step 0, or "
-            "name another --workdir"
+            f"{what}, and a run does not begin again by itself: put them back, give --restart to "
+            f"begin from step 0 (what is there is kept beside it), or name another --workdir than "
+            f"--workdir={workdir}"
         )
     return None
 

@@ -8,14 +8,16 @@ import dataclasses
 import functools
 import json
 import multiprocessing
+import resource
 import shutil
+import time
 
 import jax
 import numpy as np
 import pytest
 
 from earl_jax.config.resume import MAY_CHANGE
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.errors import InputError, disk_in_words
 from earl_jax.train.checkpoint import Checkpoints, DamagedCheckpoint
 from earl_jax.train.state import state_shapes, state_shardings
 from earl_jax.workdir import open_workdir
@@ -187,6 +189,31 @@ def test_a_damaged_newest_raises_is_set_aside_and_the_one_before_is_used(
     damage(folder / "20")
     words = next_process(set_newest_aside, folder)
     assert words and words.splitlines()[0], "the note for the user shows the first line"
+
+
+def fill_the_disk(folder):
+    """Saves where no file may be as large as an array; returns what it raises and what is left."""
+    checkpoints = Checkpoints(folder, keep=2)
+    checkpoints.save(10, made(10), POSITION)
+    checkpoints.wait()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    try:
+        checkpoints.save(20, wide_state(5), POSITION)
+        deadline_s = time.monotonic() + 60
+        while time.monotonic() < deadline_s:
+            checkpoints.look()
+        return None
+    except (OSError, ValueError) as error:
+        return disk_in_words(error), checkpoints.steps()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        checkpoints.close()
+
+
+def test_a_disk_that_cannot_take_a_checkpoint_is_noticed_without_waiting(next_process, tmp_path):
+    words, steps = next_process(fill_the_disk, tmp_path / "checkpoints")
+    assert f"{tmp_path / 'checkpoints'}/20" in words and "File too large" in words
+    assert steps == [10]
 
 
 def read_as_a_wider_model(folder):

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exit status of a command: 2 for a mistake in what was given, 1 for every other error."""
 
+import errno
 import importlib.util
 import os
 import subprocess
@@ -9,6 +10,8 @@ import sys
 
 import pytest
 
+from earl_jax.launch.agreement import open_shared_workdir
+from earl_jax.launch.cluster import processes_only
 from earl_jax.launch.start import exit_status
 from earl_jax.settings.errors import InputError
 from tests.support import ROOT
@@ -27,13 +30,48 @@ def test_mistake_in_what_was_given_is_one_message_and_status_2(capsys):
     assert capsys.readouterr().err == "error: config.seed is -1; give 0 or more\n"
 
 
+def test_a_disk_that_is_full_or_broken_is_one_message_and_status_1(tmp_path, capsys):
+    """As the system says it, and as tensorstore and safetensors do in errors of their own."""
+    numbers = errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS
+    errors = [OSError(number, os.strerror(number), str(tmp_path / "a")) for number in numbers]
+    errors += [
+        ValueError(
+            f'RESOURCE_EXHAUSTED: Error writing local file "{tmp_path}/a": Failed to write 19065 '
+            "bytes to file 11: No space left on device [os_error_code='28']"
+        ),
+        RuntimeError("I/O error: No space left on device (os error 28)"),
+    ]
+    wrapped = RuntimeError("the save failed")
+    wrapped.__cause__ = errors[0]
+    for error in (*errors, wrapped):
+        assert exit_status(ends_with(error)) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        where = "a file" if error is errors[-1] else tmp_path / "a"
+        assert line.startswith(f"error: {where} cannot be written: ")
+        assert "give the same command again" in line
+
+
 @pytest.mark.parametrize(
-    "error", [ValueError("a bug"), OSError(28, "No space left on device"), RuntimeError("lost")]
+    "error", [ValueError("a bug"), FileNotFoundError(2, "No such file"), RuntimeError("lost")]
 )
 def test_other_errors_keep_their_traceback_and_end_with_1(error, capsys):
     with pytest.raises(type(error)):
         exit_status(ends_with(error))
     assert capsys.readouterr().err == ""
+
+
+def test_only_a_folder_that_may_not_be_written_is_the_mistake_of_a_workdir(tmp_path):
+    def opened(error: Exception) -> None:
+        open_shared_workdir(processes_only(1.0), tmp_path, ends_with(error))
+
+    for number in (errno.EACCES, errno.EROFS, errno.ENOTDIR):
+        with pytest.raises(InputError, match="cannot be used: .*; name one that you may write"):
+            opened(OSError(number, os.strerror(number)))
+    with pytest.raises(OSError, match="No space"):
+        opened(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    with pytest.raises(ValueError, match="a bug") as raised:
+        opened(ValueError("a bug"))
+    assert not isinstance(raised.value, InputError)
 
 
 @pytest.mark.slow_except("gpu*")

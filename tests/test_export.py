@@ -258,7 +258,7 @@ def test_the_newest_exports_are_kept_and_what_is_not_one_is_let_be(tmp_path):
     folder = tmp_path / "export"
     for name in ("step_000002", "step_000002_adapter", "step_000010", "step_000010_adapter"):
         (folder / name).mkdir(parents=True)
-    for name in ("base", "step_000002_mine", "step_000012.partial", "step_000012", "step_1000000"):
+    for name in ("base", "step_000002_mine", "step_000012.tmp", "step_000012", "step_1000000"):
         (folder / name).mkdir()
     always = {"base", "step_000002_mine"}
     tens = {"step_000010", "step_000010_adapter"}
@@ -267,7 +267,7 @@ def test_the_newest_exports_are_kept_and_what_is_not_one_is_let_be(tmp_path):
         return {path.name for path in folder.iterdir()} - always
 
     keep_exports(tmp_path, until=12)
-    twelves, twos = {"step_000012.partial", "step_000012"}, {"step_000002", "step_000002_adapter"}
+    twelves, twos = {"step_000012.tmp", "step_000012"}, {"step_000002", "step_000002_adapter"}
     assert left() == tens | twelves | twos
     keep_exports(tmp_path, newest=2)
     assert left() == tens | twelves

@@ -4,6 +4,7 @@
 
 import contextlib
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -56,6 +57,20 @@ def fail_in(stage: str, lost: int, number: int) -> None:
         fault.enter("save")
 
     loop.StageTimer, training.save = FaultyTimer, faulty_save
+    sys.exit(exit_status(lambda: train_command(sys.argv[1:])))
+
+
+def fill_the_disk() -> None:
+    """Runs the command; from its second save on no file can be as large as an array."""
+    save, saved = training.save, []
+
+    def full(*arguments) -> None:
+        saved.append(1)
+        if len(saved) == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
+        save(*arguments)
+
+    training.save = full
     sys.exit(exit_status(lambda: train_command(sys.argv[1:])))
 
 
@@ -123,8 +138,33 @@ def test_storage_that_cannot_be_written_any_more_ends_the_run(cache, tmp_path):
     (tmp_path / "w").rename(tmp_path / "moved")
     (tmp_path / "w").symlink_to("/sys/kernel")
     ends = run.ends(100)
-    assert all("Error" in message_of(end) for end in ends)
+    assert all("was removed, or moved" in message_of(end) for end in ends)
     assert not any("has ended" in message_of(end) for end in ends), "none lost another"
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_message_in_the_next_step(cache, tmp_path):
+    program = "import test_faults; test_faults.fill_the_disk()"
+    settings = SAVED | {"num_steps": 1000, "checkpoint.every_steps": 5}
+    ((status, _, errors),) = Command(cache, tmp_path / "w", 1, program=program, **settings).ends()
+    assert status == 1 and errors.count("\n") == 1, errors
+    line = errors
+    assert line.startswith(f"error: {tmp_path / 'w' / 'checkpoints'}/10")
+    assert "cannot be written: File too large" in line
+    assert steps_of(tmp_path / "w")[-1]["step"] < 15, "before the next save"
+    assert (tmp_path / "w/checkpoints/5").is_dir()
+
+
+@pytest.mark.slow
+def test_a_workdir_that_is_removed_ends_the_run_with_one_message(cache, tmp_path):
+    run = Command(cache, tmp_path / "w", 1, **SAVED | {"num_steps": 1000})
+    run.after_step(1)
+    (tmp_path / "w").rename(tmp_path / "moved")
+    ((status, _, errors),) = run.ends(100)
+    assert status == 1 and errors.count("\n") == 1, errors
+    assert errors.startswith(f"error: --workdir={tmp_path / 'w'} was removed, or moved")
+    # Orbax may have made the folder of a checkpoint again; the run made nothing.
+    assert not (tmp_path / "w/metrics.jsonl").exists() and not (tmp_path / "w/.saved").exists()
 
 
 @pytest.mark.slow
@@ -153,13 +193,16 @@ def test_a_host_ten_times_slower_only_takes_longer(cache, tmp_path, whole):
 
 
 @pytest.mark.slow
-def test_checkpoints_that_are_gone_begin_the_run_again(cache, tmp_path, alone, whole):
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(cache, tmp_path, alone):
     workdir = shutil.copytree(alone, tmp_path / "w")
     shutil.rmtree(workdir / "checkpoints")
-    Command(cache, workdir, 2, **SAVED).done()
-    assert [line["step"] for line in steps_of(workdir)] == [1, 2]
-    for left, right in zip(whole, final_parameters(workdir), strict=True):
-        np.testing.assert_array_equal(left, right)
+    ends = Command(cache, workdir, 2, **SAVED).ends()
+    assert [status for status, _, _ in ends] == [2, 2], ends
+    assert ends[0][2].count("error: ") == 1 and "error: " not in ends[1][2]
+    assert "are gone" in ends[0][2] and "--restart" in ends[0][2]
+    assert steps_of(workdir) == steps_of(alone)
+    for path in (alone / "trajectories").iterdir():
+        assert (workdir / "trajectories" / path.name).read_bytes() == path.read_bytes()
 
 
 @pytest.mark.slow

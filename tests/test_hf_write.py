@@ -70,7 +70,7 @@ def test_in_and_out_again_is_bitwise_equal(name, tmp_path):
     again = open_checkpoint(tmp_path / "out")
     assert (again.model, again.vocab_size) == (checkpoint(name).model, checkpoint(name).vocab_size)
     assert_equal_trees(load_parameters(again, make_layout(MeshShape())), loaded(name))
-    assert not (tmp_path / "out.partial").exists()
+    assert not (tmp_path / "out.tmp").exists()
 
 
 def test_a_model_from_scratch_goes_out_as_llama_and_comes_back(tmp_path):

@@ -2,7 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run, one workdir: the second process is refused; a run that begins again loses nothing."""
 
+import errno
+import fcntl
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,7 +14,8 @@ import sys
 import pytest
 
 from earl_jax.launch.lock import locked, set_aside
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.errors import InputError, RunError
+from earl_jax.workdir import named_where_removed
 
 HOLD = """
 import sys
@@ -37,6 +41,27 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path):
     holder.communicate()
     with locked(tmp_path):
         assert f"process {os.getpid()} on" in (tmp_path / ".lock").read_text()
+
+
+def test_a_file_system_without_locks_leaves_the_workdir_unlocked(tmp_path, monkeypatch):
+    def unknown(*_) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
+    with locked(tmp_path), locked(tmp_path):
+        assert f"process {os.getpid()} on" in (tmp_path / ".lock").read_text()
+
+
+def test_errors_in_a_workdir_that_was_removed_say_so(tmp_path):
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    with locked(workdir):
+        with pytest.raises(FileNotFoundError), named_where_removed(workdir):
+            (workdir / "no" / "file").write_text("")
+        shutil.rmtree(workdir)
+        with pytest.raises(RunError, match=f"--workdir={workdir} was removed"):
+            with named_where_removed(workdir):
+                (workdir / "file").write_text("")
 
 
 def test_a_workdir_set_aside_keeps_its_files(tmp_path):

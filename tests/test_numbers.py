@@ -2,9 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers that overflow in a run: no update is made from them, none is saved, and the run ends."""
 
+import os
+import threading
+import time
+
 import numpy as np
 import pytest
 
+from earl_jax import training
 from earl_jax.config.file import make_config
 from earl_jax.envs.environment import StepResult, check_step
 from earl_jax.envs.trail import Trail
@@ -12,6 +17,7 @@ from earl_jax.settings.errors import RunError
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
 from tests.support.placements import TINY
+from tests.support.runs import final_parameters
 
 GIVEN = {
     "num_steps": 9,
@@ -57,7 +63,30 @@ def test_rewards_are_numbers_of_float32():
             check_step(StepResult(done=True, reward=reward, stop_reason="over"))
 
 
-def test_a_run_whose_updates_are_not_finite_ends_with_its_batch(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """Holds the checkpoint of step 1 until the run writes the batch that it ends with."""
+    rename, write, ends = os.rename, training.write_batch, threading.Event()
+
+    def slow_rename(source, target, **options):
+        if "orbax-checkpoint-tmp" in str(source):
+            assert ends.wait(120)
+            time.sleep(0.5)
+        rename(source, target, **options)
+
+    def last_write(path, batch):
+        assert not (path.parent / "checkpoints" / "1").exists(), "it is still being written"
+        write(path, batch)
+        ends.set()
+
+    monkeypatch.setattr(os, "rename", slow_rename)
+    monkeypatch.setattr(training, "write_batch", last_write)
+
+
+def test_a_run_whose_updates_are_not_finite_ends_with_its_batch(
+    tmp_path, monkeypatch, capsys, slow_disk
+):
+    """And, as at any exception, when the checkpoint that was being written is whole."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     workdir = tmp_path / "run"
     with pytest.raises(RunError, match=r"no update could be made in 2 steps in a row"):
@@ -69,5 +98,5 @@ def test_a_run_whose_updates_are_not_finite_ends_with_its_batch(tmp_path, monkey
     with np.load(workdir / "skipped_step_000002.0.npz") as batch:
         assert batch["tokens"].shape == batch["advantages"].shape == (8, 64)
         assert np.abs(batch["advantages"]).max() > 1e38
-    # What was saved before is whole.
     assert {path.name for path in (workdir / "checkpoints").iterdir()} == {"1"}
+    assert all(np.isfinite(leaf).all() for leaf in final_parameters(workdir, 1))

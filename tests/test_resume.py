@@ -5,6 +5,8 @@
 tests/test_checkpoint.py has the ways in which files are damaged.
 """
 
+import io
+import shutil
 import types
 
 import jax
@@ -12,9 +14,12 @@ import numpy as np
 import pytest
 
 from earl_jax import workdir
+from earl_jax.envs.tokenizer import load_tokenizer
 from earl_jax.run import build_run
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
+from earl_jax.telemetry.progress import Progress
+from earl_jax.telemetry.recorder import Recorder
 from earl_jax.train.checkpoint import Checkpoints
 from earl_jax.train.learner import Learner
 from tests.support.settings import make_config
@@ -70,7 +75,9 @@ def resumed(run, tmp_path, position):
     def call():
         return workdir.resume(run, checkpoints, tmp_path, notes.append)
 
-    yield types.SimpleNamespace(call=call, notes=notes, workdir=tmp_path, steps=checkpoints.steps)
+    yield types.SimpleNamespace(
+        run=run, call=call, notes=notes, workdir=tmp_path, steps=checkpoints.steps
+    )
     checkpoints.close()
 
 
@@ -107,6 +114,64 @@ def test_a_run_does_not_begin_again_where_all_checkpoints_are_damaged(resume):
         with pytest.raises(InputError, match="give --restart to begin from step 0"):
             resume.call()
     assert (resume.workdir / "damaged_1").is_dir() and (resume.workdir / "damaged_2").is_dir()
+
+
+def test_a_run_does_not_begin_again_where_its_checkpoints_are_gone(resume):
+    resume.call()
+    shutil.rmtree(resume.workdir / "checkpoints")
+    checkpoints = Checkpoints(resume.workdir / "checkpoints", keep=2)
+    words = f"are gone from .*give --restart .*or name another .*--workdir={resume.workdir}"
+    with pytest.raises(InputError, match=words):
+        workdir.resume(resume.run, checkpoints, resume.workdir, resume.notes.append)
+    checkpoints.close()
+
+
+def test_a_run_that_was_killed_in_its_first_save_begins_again(resume):
+    """It has no mark of a finished checkpoint, and what it wrote is not deleted."""
+    folder = resume.workdir / "new"
+    (folder / "checkpoints/2.orbax-checkpoint-tmp").mkdir(parents=True)
+    (folder / "trajectories").mkdir()
+    lines = b'{"step": 1}\n{"step": 2}\n'
+    (folder / "metrics.jsonl").write_bytes(lines)
+    (folder / "trajectories/step_000001.jsonl").write_bytes(b"episodes")
+    checkpoints = Checkpoints(folder / "checkpoints", keep=2)
+    assert workdir.resume(resume.run, checkpoints, folder, resume.notes.append) is None
+    with Progress(2, io.StringIO()) as progress:
+        Recorder(folder, progress).drop_after(-1)
+    assert (folder / "metrics.jsonl").read_bytes() == b""
+    assert (folder / "metrics.dropped.jsonl").read_bytes() == lines
+    assert (folder / "trajectories.dropped/step_000001.jsonl").read_bytes() == b"episodes"
+    # Its first checkpoint leaves the mark as soon as it is seen to be finished.
+    checkpoints.save(2, resume.run.learner.init_state(D8), POSITION)
+    assert not checkpoints.were_saved
+    while not checkpoints.were_saved:
+        checkpoints.look()
+    assert (folder / "checkpoints/2").is_dir()
+    checkpoints.close()
+
+
+def test_a_tokenizer_that_is_half_written_is_of_no_run(run, tmp_path, monkeypatch):
+    def half(tokenizer, folder):
+        folder.mkdir()
+        (folder / "tokenizer_config.json").write_text("{}")
+        raise OSError(28, "No space left on device")
+
+    folder = tmp_path / "tokenizer"
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.setattr(workdir, "save_tokenizer", half)
+        workdir.keep_config(run, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    # As an older version left it, or of another command.
+    folder.mkdir()
+    (folder / "special_tokens_map.json").write_text("{")
+    assert workdir.tokenizer_folder(run.cluster, tmp_path) is None
+    workdir.keep_config(run, tmp_path)
+    assert workdir.tokenizer_folder(run.cluster, tmp_path) == folder
+    assert load_tokenizer(folder).get_vocab() == run.origin.tokenizer.get_vocab()
+    assert not (folder / "special_tokens_map.json").exists()
+    before = (folder / "tokenizer.json").stat().st_mtime_ns
+    workdir.keep_config(run, tmp_path)
+    assert (folder / "tokenizer.json").stat().st_mtime_ns == before, "it is the run's from then on"
 
 
 @pytest.mark.parametrize(

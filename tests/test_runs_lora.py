@@ -113,7 +113,7 @@ def test_stopped_and_resumed_ends_with_the_same_bits(whole, base, cache, tmp_pat
     shutil.copytree(whole, workdir)
     shutil.rmtree(workdir / "checkpoints/6")
     shutil.rmtree(workdir / "export/step_000004_adapter")
-    (workdir / "export/step_000006_adapter").rename(workdir / "export/step_000006_adapter.partial")
+    (workdir / "export/step_000006_adapter").rename(workdir / "export/step_000006_adapter.tmp")
     done = run(cache, *line(workdir, base))
     assert done.returncode == 0, done.stderr
     assert "after step 4 of 6" in done.stdout

@@ -124,14 +124,24 @@ def test_a_policy_turn_needs_a_logprob_per_token(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_truncate_removes_later_steps_and_what_a_kill_left(tmp_path):
-    for name in ("step_000001.jsonl", "step_000002.jsonl", "step_1000000.jsonl"):
-        (tmp_path / name).write_bytes(b"")
-    (tmp_path / "step_000001.jsonl.tmp").write_bytes(b"")
-    (tmp_path / "notes.txt").write_bytes(b"")
-    truncate_trajectories_after(tmp_path, 1)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["notes.txt", "step_000001.jsonl"]
-    truncate_trajectories_after(tmp_path / "absent", 1)
+def test_truncate_sets_later_steps_aside_and_removes_what_a_kill_left(tmp_path):
+    folder, dropped = tmp_path / "trajectories", tmp_path / "trajectories.dropped"
+    folder.mkdir()
+    for times in (b"first", b"second"):
+        for name in ("step_000001.jsonl", "step_000002.jsonl", "step_1000000.jsonl"):
+            (folder / name).write_bytes(times)
+        (folder / "step_000001.jsonl.tmp").write_bytes(b"")
+        (folder / "notes.txt").write_bytes(b"")
+        assert truncate_trajectories_after(folder, 1) == dropped
+        assert sorted(p.name for p in folder.iterdir()) == ["notes.txt", "step_000001.jsonl"]
+    assert {path.name: path.read_bytes() for path in dropped.iterdir()} == {
+        "step_000002.jsonl": b"first",
+        "step_000002.1.jsonl": b"second",
+        "step_1000000.jsonl": b"first",
+        "step_1000000.1.jsonl": b"second",
+    }
+    assert truncate_trajectories_after(folder, 1) is None
+    assert truncate_trajectories_after(tmp_path / "absent", 1) is None
 
 
 def test_damage_is_an_error_with_its_line(tmp_path):

@@ -28,7 +28,7 @@ STEP_2 = b'{"step": 2, "reward_mean": 0.75}\n'
 
 
 def test_lines_come_back_as_they_were_written(tmp_path):
-    path = tmp_path / "run" / "metrics.jsonl"
+    path = tmp_path / "metrics.jsonl"
     with MetricsLog(path) as log:
         log.write({"step": 1, "stage_s": {"train": 0.5}, "switched": ["rollout"], "decision": "↯"})
         log.write({"step": 1, "eval": {"name": "random", "win": 0.25}})
@@ -144,6 +144,16 @@ def test_what_is_not_finite_is_valid_json_and_comes_back_as_a_float(tmp_path):
     assert math.isnan(row["a"]) and row["b"]["c"] == math.inf and row["d"] == -math.inf
 
 
+def test_a_line_of_a_file_that_was_removed_is_an_error(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        log.write({"step": 1})
+        path.unlink()
+        with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl"):
+            log.write({"step": 2})
+    assert not path.exists()
+
+
 def test_a_line_needs_a_step(tmp_path):
     with MetricsLog(tmp_path / "metrics.jsonl") as log, pytest.raises(ValueError, match="'step'"):
         log.write({"loss": 1.0})
@@ -172,12 +182,15 @@ def test_damage_elsewhere_is_an_error_with_its_line(tmp_path, damage):
         read_metrics(path)
 
 
-def test_truncate_keeps_the_bytes_of_earlier_steps(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(STEP_1 + EVAL_1 + STEP_2 + b'{"step": 3, "rew')
-    truncate_after(path, 1)
-    assert path.read_bytes() == STEP_1 + EVAL_1
-    assert list(tmp_path.iterdir()) == [path]
+def test_truncate_keeps_the_bytes_of_earlier_steps_and_sets_later_ones_aside(tmp_path):
+    path, dropped = tmp_path / "metrics.jsonl", tmp_path / "metrics.dropped.jsonl"
+    for times in (1, 2):
+        path.write_bytes(STEP_1 + EVAL_1 + STEP_2 + b'{"step": 3, "rew')
+        assert truncate_after(path, 1) == {"dropped": dropped}
+        assert path.read_bytes() == STEP_1 + EVAL_1
+        assert dropped.read_bytes() == STEP_2 * times
+    assert truncate_after(path, 1) == truncate_after(tmp_path / "absent", 1) == {}
+    assert sorted(tmp_path.iterdir()) == [dropped, path]
 
 
 def test_truncate_drops_a_cut_line_even_of_no_later_step(tmp_path):
@@ -192,9 +205,9 @@ def test_damaged_lines_are_set_aside(tmp_path, damage):
     path, aside = tmp_path / "metrics.jsonl", tmp_path / "metrics.damaged.jsonl"
     for times in (1, 2):
         path.write_bytes(STEP_1 + damage + STEP_2)
-        assert truncate_after(path, 1) == aside
-        assert path.read_bytes() == STEP_1 and aside.read_bytes() == damage * times
-    assert truncate_after(path, 1) is None
+        assert truncate_after(path, 2) == {"damaged": aside}
+        assert path.read_bytes() == STEP_1 + STEP_2 and aside.read_bytes() == damage * times
+    assert truncate_after(path, 2) == {}
 
 
 def test_a_kill_while_truncating_leaves_the_old_file(tmp_path, monkeypatch):

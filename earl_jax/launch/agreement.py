@@ -11,7 +11,7 @@ from typing import Any
 
 from earl_jax.launch.cluster import Cluster
 from earl_jax.settings.differences import differences
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.errors import InputError, is_mistake
 
 _SHOWN = 8
 _PACKAGE = Path(__file__).parents[1]
@@ -59,17 +59,20 @@ def open_shared_workdir(cluster: Cluster, workdir: Path, open_workdir: Callable[
     """Opens the workdir in the first process, and checks that all processes have the same folder.
 
     Raises:
-        ValueError: in every process; as `open_workdir`, or a process has another folder of this
-            name.
+        InputError: in every process; as `open_workdir`, the folder may not be written, or a process
+            has another folder of this name.
+        OSError: in the first process; the disk is full or broken.
     """
     mistake, marker = "", workdir / ".opening"
     if cluster.is_first:
         try:
             open_workdir()
             marker.touch()
-        except ValueError as error:
+        except InputError as error:
             mistake = str(error)
         except OSError as error:
+            if not is_mistake(error):
+                raise
             words = error.strerror or error
             mistake = f"--workdir={workdir} cannot be used: {words}; name one that you may write"
     if mistake := cluster.gather(mistake, "the workdir")[0]:

@@ -11,7 +11,7 @@ import jax
 
 from earl_jax.launch.cluster import Cluster, ToldError, processes_only
 from earl_jax.launch.distributed import RestartNeeded, end_as_lost, end_process
-from earl_jax.settings.errors import InputError, RunError
+from earl_jax.settings.errors import InputError, RunError, disk_in_words
 from earl_jax.telemetry.timing import stage_now
 
 # The others may be in a program that does not gather: then they lose this process.
@@ -49,8 +49,8 @@ def _tell(processes: Cluster, error: Exception) -> ToldError:
     """Tells the other processes of an error; returns those of all."""
     if isinstance(error, InputError):
         return processes.tell(str(error), is_mistake=True)
-    words = str(error)
-    if not isinstance(error, RestartNeeded | RunError):
+    words = str(error) if isinstance(error, RestartNeeded | RunError) else disk_in_words(error)
+    if not words:
         traceback.print_exception(error)
         words = _first_line(error)
     return processes.tell(f"in the stage {stage_now()}: {words}", is_mistake=False)

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.errors import InputError, is_mistake
 
 
 @contextlib.contextmanager
@@ -43,7 +43,7 @@ def set_aside(workdir: Path) -> Path | None:
     """Renames a workdir to WORKDIR.old_N, so that a run can begin again; None where there is none.
 
     Raises:
-        InputError: it is in use, or cannot be renamed.
+        InputError: it is in use, or may not be renamed.
     """
     if not workdir.exists() or not any(workdir.iterdir()):
         return None
@@ -53,6 +53,8 @@ def set_aside(workdir: Path) -> Path | None:
         with locked(workdir):
             workdir.rename(target)
     except OSError as error:
+        if not is_mistake(error):
+            raise
         raise InputError(
             f"--workdir={workdir} cannot be renamed ({error.strerror or error}); name another "
             "--workdir without --restart"

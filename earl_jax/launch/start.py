@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from earl_jax.settings.errors import InputError, RunError
+from earl_jax.settings.errors import InputError, RunError, disk_in_words
 
 if TYPE_CHECKING:
     from earl_jax.launch.distributed import DistributedConfig
@@ -77,13 +77,15 @@ def _missing(setting: str, platform: str, error: Exception) -> str:
 def exit_status(command: Callable[[], int | None]) -> int:
     """Runs a command. A mistake in what was given is one message and status 2.
 
-    The status is else what the command returns; None is 0. A run that cannot go on is one message
-    and status 1. Every other error passes: Python prints its traceback and ends with status 1.
+    The status is else what the command returns; None is 0. A run that cannot go on, and a disk that
+    is full or broken, is one message and status 1. Every other error passes: Python prints its
+    traceback and ends with status 1.
     """
     try:
         return command() or 0
-    except (InputError, RunError) as error:
-        if os.environ.get("EARL_JAX_TRACEBACK"):
+    except Exception as error:
+        words = str(error) if isinstance(error, InputError | RunError) else disk_in_words(error)
+        if not words or os.environ.get("EARL_JAX_TRACEBACK"):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {words}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1

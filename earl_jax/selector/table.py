@@ -26,6 +26,7 @@ from earl_jax.selector.plans import Failure, Plan, RolloutPlan, TrainPlan
 from earl_jax.settings.errors import InputError
 from earl_jax.settings.folders import cache_folder
 from earl_jax.sharding.layout import MeshShape
+from earl_jax.telemetry.atomic import write_atomically
 
 # Raised whenever speeds mean something else: older tables are not read then.
 METHOD = 3
@@ -106,9 +107,8 @@ class ThroughputTable:
         """Writes the file, as a whole or not at all. Raises OSError where it cannot."""
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
-            temporary.write_text(json.dumps(self.as_dict(), indent=1))
-            os.replace(temporary, self.path)
+            text = json.dumps(self.as_dict(), indent=1)
+            write_atomically(self.path, text, writer=f".{os.getpid()}")
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain values for the file and for the checkpoint."""

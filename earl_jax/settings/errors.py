@@ -2,6 +2,47 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors that end a command with one message: a mistake in what was given, or a failed run."""
 
+import errno
+import os
+import re
+
+# What a person puts right by naming another folder or by being allowed to write there.
+_MISTAKES = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+)
+
+# A disk that is full, limited or broken, which no flag puts right.
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+# As libraries that raise errors of their own write the system's number in them.
+_NUMBER = re.compile(r"os[ _]error(?:_code)?[ =']+(\d+)")
+
+
+def is_mistake(error: OSError) -> bool:
+    """Returns True where a folder that was named is no good; not for a full or broken disk."""
+    return error.errno in _MISTAKES
+
+
+def disk_in_words(error: BaseException) -> str:
+    """Returns what is wrong with the disk, where that is what an error is about; "" elsewhere."""
+    found = _NUMBER.search(str(error))
+    number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
+    if number not in _DISK:
+        return disk_in_words(error.__cause__) if error.__cause__ else ""
+    name = error.filename if isinstance(error, OSError) else None
+    quoted = re.search(r'"(/[^"]+)"', str(error))
+    where = name or (quoted[1] if quoted else "a file")
+    return (
+        f"{where} cannot be written: {os.strerror(number)}. Make room there, or mend the disk, and "
+        "give the same command again: a run goes on from its newest checkpoint"
+    )
+
 
 class RunError(RuntimeError):
     """The reason why a run cannot go on, through no mistake in what was given.

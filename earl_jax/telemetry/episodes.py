@@ -46,6 +46,7 @@ def trajectory_lines(trajectories: Iterable[Trajectory]) -> list[str]:
 
 def write_trajectory_lines(folder: Path, step: int, lines: Iterable[str]) -> Path:
     """Writes `folder`/step_NNNNNN.jsonl from its lines, atomically, and returns its path."""
+    folder.mkdir(exist_ok=True)
     path = folder / f"step_{step:06d}.jsonl"
     write_atomically(path, "".join(line + "\n" for line in lines))
     return path
@@ -71,12 +72,29 @@ def read_trajectories(path: Path) -> list[dict[str, Any]]:
     return episodes
 
 
-def truncate_trajectories_after(folder: Path, step: int) -> None:
-    """Removes the files of steps greater than `step`, and unfinished files."""
-    for path in folder.glob("step_*.jsonl*"):
+def truncate_trajectories_after(folder: Path, step: int) -> Path | None:
+    """Moves the files of steps greater than `step` out of the folder, and removes unfinished files.
+
+    Returns the folder beside it that they are in, trajectories.dropped; None where there are none.
+    """
+    dropped = None
+    for path in sorted(folder.glob("step_*.jsonl*")):
         match = re.fullmatch(r"step_(\d{6,})\.jsonl(\.tmp)?", path.name)
-        if match and (int(match[1]) > step or match[2]):
+        if match and match[2]:
             path.unlink()
+        elif match and int(match[1]) > step:
+            dropped = folder.with_name(f"{folder.name}.dropped")
+            set_file_aside(path, dropped)
+    return dropped
+
+
+def set_file_aside(path: Path, folder: Path) -> Path:
+    """Moves a file to a folder, under a name that is free there, which is returned."""
+    folder.mkdir(exist_ok=True)
+    names = (f"{path.stem}{f'.{n}' if n else ''}{path.suffix}" for n in itertools.count())
+    target = next(folder / name for name in names if not (folder / name).exists())
+    path.rename(target)
+    return target
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -36,20 +36,23 @@ class MetricsLog:
 
     def __init__(self, path: Path, tensorboard_dir: Path | None = None):
         self._tensorboard = None if tensorboard_dir is None else _TensorBoard(tensorboard_dir)
-        path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             _remove_cut_line(path)
-        self._file = path.open("a", encoding="utf-8", errors="replace")
+        self._path, self._file = path, path.open("a", encoding="utf-8", errors="replace")
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Appends one line. It needs "step"; its values may be numpy or jax numbers, and nested.
 
         Values on a device are fetched one by one here: fetch a step's metrics in one
         `jax.device_get` before.
+
+        Raises FileNotFoundError where the file was removed since.
         """
         line = to_plain(metrics)
         if not isinstance(line.get("step"), int):
             raise InputError(f"a line of metrics needs an integer 'step', got {line.get('step')!r}")
+        # The system would take the line, for a file that has no name any more.
+        self._path.stat()
         self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
         self._file.flush()
         if self._tensorboard is not None:
@@ -76,29 +79,33 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [_from_plain(record) for _, record in _whole_lines(path)]
 
 
-def truncate_after(path: Path, step: int) -> Path | None:
-    """Drops the lines of steps greater than `step` and a cut last line, in one atomic replacement.
+def truncate_after(path: Path, step: int) -> dict[str, Path]:
+    """Takes the lines of steps greater than `step` and a cut last line out of the file.
 
-    The other lines keep their bytes. A file that does not exist yet stays so. Damaged lines are
-    appended to a file beside it, which is returned; None where there are none.
+    The other lines keep their bytes. A file that does not exist yet stays so. Lines of later steps
+    and damaged lines are appended to files beside it, metrics.dropped.jsonl and
+    metrics.damaged.jsonl; those that got lines are returned, by "dropped" and "damaged".
     """
     if not path.exists():
-        return None
-    data, kept, damaged = path.read_bytes(), [], []
+        return {}
+    data, kept = path.read_bytes(), []
+    others: dict[str, list[bytes]] = {"dropped": [], "damaged": []}
     # Split at b"\n" only: str.splitlines would also split at U+2028 inside a string.
     for line in data.split(b"\n")[:-1]:
         number = _step_of(line)
-        if number is None:
-            damaged.append(line + b"\n")
-        elif number <= step:
-            kept.append(line + b"\n")
-    aside = path.with_name(f"{path.stem}.damaged{path.suffix}")
-    if damaged:
-        before = aside.read_bytes() if aside.exists() else b""
-        write_atomically(aside, before + b"".join(damaged))
+        is_kept = number is not None and number <= step
+        target = kept if is_kept else others["damaged" if number is None else "dropped"]
+        target.append(line + b"\n")
+    aside = {}
+    for name, lines in others.items():
+        if lines:
+            aside[name] = path.with_name(f"{path.stem}.{name}{path.suffix}")
+            before = aside[name].read_bytes() if aside[name].exists() else b""
+            write_atomically(aside[name], before + b"".join(lines))
+    # Last: a kill before it leaves every line in a file, some of them in two.
     if data != b"".join(kept):
         write_atomically(path, b"".join(kept))
-    return aside if damaged else None
+    return aside
 
 
 def _step_of(line: bytes) -> int | None:

@@ -73,11 +73,15 @@ class Recorder:
         )
 
     def drop_after(self, step: int) -> None:
-        """Drops metrics and episodes of later steps, which a resumed run takes again."""
-        if self._writes:
-            if aside := truncate_after(self._workdir / "metrics.jsonl", step):
-                self.note(f"metrics.jsonl had damaged lines, which are in {aside} now")
-            truncate_trajectories_after(self._workdir / "trajectories", step)
+        """Sets metrics and episodes of later steps aside, which a resumed run takes again."""
+        if not self._writes:
+            return
+        lines = truncate_after(self._workdir / "metrics.jsonl", step)
+        if "damaged" in lines:
+            self.note(f"metrics.jsonl had damaged lines, which are in {lines['damaged']} now")
+        episodes = truncate_trajectories_after(self._workdir / "trajectories", step)
+        if aside := [str(path) for path in (lines.get("dropped"), episodes) if path]:
+            self.note(f"what steps after {step} wrote is in {' and '.join(aside)} now")
 
     def last_evaluation(self) -> dict[str, Any]:
         """Returns the newest evaluation in metrics.jsonl; empty where there is none."""

@@ -17,6 +17,7 @@ import functools
 import hashlib
 import itertools
 import json
+import logging
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ from earl_jax.models.lora import fingerprint
 from earl_jax.models.parameters import Params
 from earl_jax.selector.memory import is_out_of_memory, unless_out_of_memory
 from earl_jax.settings.differences import differences
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.errors import InputError, disk_in_words
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
 from earl_jax.sharding.reshard import reshard
 from earl_jax.train.offload import load_moments
@@ -50,7 +51,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, *, keep: int | None) -> None:
         """Opens the folder; the newest `keep` checkpoints are kept, or with None all: to read."""
-        self._folder = folder.absolute()
+        self._folder, self._reads_only = folder.absolute(), keep is None
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             create=keep is not None,
@@ -58,6 +59,9 @@ class Checkpoints:
         )
         self._manager = ocp.CheckpointManager(self._folder, options=options)
         self._is_closed = False
+        # A full disk is one error of `look` and `wait`, and hundreds of lines in orbax's threads.
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).addFilter(_is_not_the_disk)
 
     def steps(self) -> list[int]:
         """Returns the steps with a finished checkpoint, newest first."""
@@ -154,27 +158,57 @@ class Checkpoints:
             shutil.move(self._folder / str(step), next(t for t in targets if not t.exists()))
         self._manager.reload()
 
+    @property
+    def were_saved(self) -> bool:
+        """True if a checkpoint was ever finished in this workdir, be it gone or damaged now."""
+        return self._mark.exists()
+
+    @property
+    def _mark(self) -> Path:
+        return self._folder.parent / ".saved"
+
+    def look(self) -> None:
+        """Raises what the checkpoint that is being written failed with, and waits for nothing."""
+        if not self._manager.is_saving_in_progress():
+            self.wait()
+
     def wait(self) -> None:
-        """Returns when everything is on disk."""
+        """Returns when everything is on disk; raises what a checkpoint failed with."""
         self._manager.wait_until_finished()
+        if self._reads_only or jax.process_index() or self.were_saved:
+            return
+        # Not by orbax's list alone: the workdir may have been removed.
+        if any((self._folder / str(step)).is_dir() for step in self.steps()):
+            self._mark.touch()
 
     def close(self) -> None:
         """Waits for pending saves and closes the folder. A second call does nothing."""
         if not self._is_closed:
             self._is_closed = True
-            self._manager.wait_until_finished()
+            self.wait()
             self._manager.close()
 
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Finishes the checkpoint that is being written, whatever ends the run.
 
         But not where one of several processes fails: the others do not help it to.
         """
-        if kind is None or jax.process_count() == 1:
+        if error is None:
             self.close()
+        elif jax.process_count() == 1:
+            try:
+                self.close()
+            except (OSError, ValueError, RuntimeError) as second:
+                # What ends the run is the first one, which may be why the second came.
+                error.add_note(f"the checkpoint that was being written failed: {second}")
+
+
+def _is_not_the_disk(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return error is None or not disk_in_words(error)
 
 
 def _describe(kept: dict[str, Any]) -> dict[str, list[Any]]:

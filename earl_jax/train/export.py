@@ -22,7 +22,7 @@ from earl_jax.train.learner import Learner
 from earl_jax.train.state import TrainState
 
 # A partial one is of a run that was killed while it wrote.
-_FOLDER = re.compile(r"step_(\d{6,})(_adapter)?(\.partial)?")
+_FOLDER = re.compile(r"step_(\d{6,})(_adapter)?(\.tmp)?")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

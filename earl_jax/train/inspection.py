@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from earl_jax.telemetry.atomic import replacing
 from earl_jax.trajectory import TrajectoryBatch
 
 
@@ -30,6 +31,7 @@ def write_batch(path: Path, batch: TrajectoryBatch) -> None:
             arrays[f"{field.name}_{number}"] = np.asarray(shard.data)
             at = [part.start or 0 for part in shard.index]
             arrays[f"{field.name}_{number}_at"] = np.array(at)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **arrays)
+    with replacing(path) as temporary:
+        # A file, not its name, to which numpy would add one more ending.
+        with temporary.open("wb") as file:
+            np.savez_compressed(file, allow_pickle=False, **arrays)

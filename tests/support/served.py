@@ -267,6 +267,7 @@ def save_run(folder: Path, rank: int):
         }
     )
     world = build_run(config)
+    folder.mkdir(parents=True, exist_ok=True)
     keep_config(world, folder)
     state = world.learner.init_state(MeshShape())
     rng = np.random.default_rng(0)

@@ -10,8 +10,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,8 +37,9 @@ from earl_jax.models.checkpoints.hf_tokenizer import Tokenizer, write_tokenizer
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.lora import Adapted, is_adapted, merged
 from earl_jax.models.parameters import Params, is_spec, parameter_specs
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.errors import InputError, is_mistake
 from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.telemetry.atomic import replacing
 
 # By the names of DTYPES.
 _STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -98,18 +97,19 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     """Yields a temporary folder beside it to write to, renamed to it at the end.
 
     Raises:
-        ValueError: the folder exists, or what is done inside raised an OSError.
+        InputError: the folder exists, or may not be written.
     """
     if folder.exists():
         raise InputError(f"{folder} exists already")
-    partial = folder.with_name(folder.name + ".partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
-        os.replace(partial, folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(folder) as partial:
+            partial.mkdir()
+            yield partial
     except OSError as error:
-        raise InputError(f"{folder} cannot be written: {error}") from error
+        if is_mistake(error):
+            raise InputError(f"{folder} cannot be written: {error}") from error
+        raise
 
 
 def _texts(
