@@ -24,7 +24,9 @@ from earl_jax.launch.cluster import Cluster, find_cluster, host_by_host
 from earl_jax.launch.distributed import (
     DistributedConfig,
     RestartNeeded,
+    _bind_address,
     _find_place,
+    _Place,
     start_processes,
 )
 from earl_jax.launch.ending import end_together
@@ -314,6 +316,72 @@ def test_an_address_that_is_none():
             config = DistributedConfig(coordinator=address, num_processes=2, process_id=0)
             with pytest.raises(ValueError, match=words):
                 start_processes(config)
+
+
+def own_address() -> str:
+    """An address of this machine that is no loopback one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("203.0.113.1", 9))
+        except OSError:
+            pytest.skip("this machine has no network")
+        return probe.getsockname()[0]
+
+
+def is_open(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), 2.0).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+def test_coordinator_listens_at_the_address_that_it_was_given_alone():
+    own, port = own_address(), free_port()
+    process = start(
+        coordinator=f"{own}:{port}", num_processes=2, process_id=0, start_timeout_s=60.0
+    )
+    try:
+        deadline_s = time.monotonic() + 60
+        while not is_open(own, port):
+            assert process.poll() is None and time.monotonic() < deadline_s
+            time.sleep(0.1)
+        assert not is_open("127.0.0.1", port)
+    finally:
+        process.kill()
+        _, errors = process.communicate()
+    assert errors == ""
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "expected"),
+    [
+        ("localhost", "127.0.0.1", "localhost"),
+        ("node0", "own", "node0"),
+        # As /etc/hosts of Debian has the host's own name; another host's; and none.
+        ("node0", "127.0.1.1", None),
+        ("node0", "203.0.113.1", None),
+        ("node0", None, None),
+    ],
+)
+def test_name_that_other_hosts_do_not_reach_is_listened_to_everywhere(
+    host, address, expected, monkeypatch, capsys
+):
+    port, address = free_port(), own_address() if address == "own" else address
+
+    def getaddrinfo(name: str, port: int, **_) -> list:
+        if address is None:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    given = f"{host}:{port}"
+    for process_id in (0, 1):
+        place = _Place(coordinator=given, num_processes=2, process_id=process_id)
+        assert _bind_address(place) == (expected and given)
+        errors = capsys.readouterr().err
+        warned = process_id == 0 and expected is None
+        assert ("listens on all interfaces" in errors) == warned and errors.count("\n") == warned
 
 
 def lose_one(how: str, lost: int, timeout_s: float, heartbeat_s: float) -> None:
