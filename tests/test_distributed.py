@@ -31,7 +31,7 @@ from earl_jax.launch.distributed import (
 )
 from earl_jax.launch.ending import end_together
 from earl_jax.launch.layouts import axes_across_hosts
-from earl_jax.launch.start import exit_status
+from earl_jax.launch.start import INTERRUPTED, exit_status
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.gather import total_stats
 from earl_jax.rollout.stats import RolloutStats
@@ -351,6 +351,35 @@ def test_coordinator_listens_at_the_address_that_it_was_given_alone():
         process.kill()
         _, errors = process.communicate()
     assert errors == ""
+
+
+def test_ctrl_c_while_the_others_are_waited_for_is_one_line():
+    """The wait is in C++, where Python's own handler is not called."""
+    port = free_port()
+    process = start(coordinator=f"127.0.0.1:{port}", num_processes=2, process_id=0)
+    try:
+        deadline_s = time.monotonic() + 100
+        while not is_open("127.0.0.1", port):
+            assert process.poll() is None and time.monotonic() < deadline_s
+            time.sleep(0.1)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == INTERRUPTED
+    words = "stopped by Ctrl-C before the processes of the run found each other"
+    assert errors.split("\n") == ["", words, ""]
+
+
+def test_ctrl_c_that_no_run_handles_is_one_line(capsys):
+    def command() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+
+    assert exit_status(command) == INTERRUPTED
+    assert capsys.readouterr().err == "\nstopped by Ctrl-C\n"
 
 
 @pytest.mark.parametrize(
@@ -690,7 +719,7 @@ def steps_of_one(cache, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("num", [4])
+@pytest.mark.parametrize("num", [2, 4])
 def test_as_many_processes_as_you_like_change_meshes_at_the_same_step(
     cache, tmp_path, steps_of_one, num
 ):

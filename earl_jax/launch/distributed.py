@@ -28,6 +28,7 @@ from typing import Any, Literal, NoReturn
 import jax
 
 from earl_jax.launch.presence import LINGER_S, lost_in_words
+from earl_jax.launch.signals import ends_at_ctrl_c
 from earl_jax.settings.choices import check_choices
 from earl_jax.settings.errors import InputError
 
@@ -141,17 +142,19 @@ def start_processes(config: DistributedConfig) -> None:
         )
     )
     try:
-        jax.distributed.initialize(
-            place.coordinator,
-            place.num_processes,
-            place.process_id,
-            local_device_ids=_local_devices(os.environ),
-            initialization_timeout=int(config.start_timeout_s),
-            heartbeat_timeout_seconds=int(config.heartbeat_s),
-            # All processes end together; one that ends alone must not wait for the others.
-            shutdown_timeout_seconds=10,
-            coordinator_bind_address=listen_at,
-        )
+        # Which waits in C++, where Python's own handler would not be called.
+        with ends_at_ctrl_c("stopped by Ctrl-C before the processes of the run found each other"):
+            jax.distributed.initialize(
+                place.coordinator,
+                place.num_processes,
+                place.process_id,
+                local_device_ids=_local_devices(os.environ),
+                initialization_timeout=int(config.start_timeout_s),
+                heartbeat_timeout_seconds=int(config.heartbeat_s),
+                # All processes end together; one that ends alone must not wait for the others.
+                shutdown_timeout_seconds=10,
+                coordinator_bind_address=listen_at,
+            )
     except (RuntimeError, ValueError) as error:
         words = (str(error).splitlines() or [""])[0]
         raise InputError(
@@ -171,6 +174,8 @@ def end_process(words: str, *, status: int = 1) -> NoReturn:
     again = f". {_AGAIN}" if status == 1 else ""
     # In one write: other threads may write too.
     os.write(2, f"error: {words}{again}\n".encode())
+    # Nothing behind it: XLA's threads print stack traces when another process is gone.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     time.sleep(LINGER_S)
     os._exit(status)
 
