@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run over several processes: who is who, the same training as one process, ends in words."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from benchmarks.dispatch.network import namespaces
 from earl_jax.config.file import load_config_file, make_config
 from earl_jax.launch.cluster import Cluster, find_cluster, host_by_host
 from earl_jax.launch.distributed import (
@@ -442,6 +444,9 @@ def lose_one(how: str, lost: int, timeout_s: float, heartbeat_s: float) -> None:
             raise OSError("the disk is full")
         if how == "hangs":
             time.sleep(1000)
+        if how == "network":
+            print("cut", flush=True)
+            time.sleep(1000)
         os.kill(os.getpid(), getattr(signal, how))
 
     sys.exit(exit_status(gather))
@@ -505,6 +510,49 @@ def test_a_lost_process_ends_the_other_with_a_message_that_names_it(how, lost, t
         assert ("Traceback" in other_errors) == (how == "bug")
     else:
         assert f"on {host}, in the stage rollout" in told[0][0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+def test_processes_whose_network_is_cut_end_both_and_name_each_other():
+    """Two hosts, of which one loses its link: both live, and no connection is closed."""
+    with contextlib.ExitStack() as stack:
+        try:
+            hosts = stack.enter_context(namespaces(2, mbit_per_s=1000.0, window_kib=0))
+        except RuntimeError as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        address = f"{hosts[0].address}:{free_port()}"
+        program = "import test_distributed; test_distributed.lose_one('network', 1, 80.0, 10.0)"
+        both = [
+            subprocess.Popen(
+                [*host.prefix, sys.executable, "-c", program, address, str(index)],
+                cwd=ROOT / "tests",
+                env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for index, host in enumerate(hosts)
+        ]
+        try:
+            assert any(line == "cut\n" for line in both[1].stdout), both[1].communicate()
+            switch = f"earl{os.getpid()}sw"
+            subprocess.run(["ip", "-n", switch, "link", "set", "port1", "down"], check=True)
+            cut_s = time.monotonic()
+            ends = [process.communicate(timeout=90) for process in both]
+        finally:
+            for process in both:
+                process.kill()
+                process.wait()
+    assert time.monotonic() - cut_s < 75, "before the time for a wait is over"
+    for index, (_, errors) in enumerate(ends):
+        assert both[index].returncode == 1, errors
+        (message,) = (line for line in errors.splitlines() if line.startswith("error: "))
+        assert f"process {index} on earl" in message and "in the stage rollout" in message
+        assert f"process {1 - index} on earl" in message
+        assert "does not answer" in message or "cannot be reached" in message, message
+        # The others are XLA's (docs/howto/launch.md).
+        assert len(errors.splitlines()) <= 31, errors
 
 
 # Real processes of the command.
