@@ -42,7 +42,7 @@ command_of() {
 watched='exec 3<&0; bash -c "$0" </dev/null & run=$!
 (read -r _ <&3; kill -TERM $run) & watch=$!; wait $run; status=$?; kill $watch; exit $status'
 
-# Runs process $1; where it is lost, ends the others' input.
+# Runs process $1; where it is lost, or was given a mistake, ends the others' input.
 run_one() {
   local status=0 at=(bash -c "$watched")
   command_of "$1"
@@ -50,7 +50,7 @@ run_one() {
   [[ -z $hosts ]] || line=$(printf %q "$line")
   "${at[@]}" "$line" <&4 || status=$?
   # 75: a signal stopped the run, and the others end by themselves.
-  ((status == 0 || status == 2 || status == 75)) || kill "$hold" 2>/dev/null || true
+  ((status == 0 || status == 75)) || kill "$hold" 2>/dev/null || true
   return "$status"
 }
 

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run over several processes: who is who, the same training as one process, ends in words."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -19,17 +20,20 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from benchmarks.dispatch.network import namespaces
 from earl_jax.config.file import load_config_file, make_config
 from earl_jax.launch.cluster import Cluster, find_cluster, host_by_host
 from earl_jax.launch.distributed import (
     DistributedConfig,
     RestartNeeded,
+    _bind_address,
     _find_place,
+    _Place,
     start_processes,
 )
 from earl_jax.launch.ending import end_together
 from earl_jax.launch.layouts import axes_across_hosts
-from earl_jax.launch.start import exit_status
+from earl_jax.launch.start import INTERRUPTED, exit_status
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.gather import total_stats
 from earl_jax.rollout.stats import RolloutStats
@@ -316,6 +320,101 @@ def test_an_address_that_is_none():
                 start_processes(config)
 
 
+def own_address() -> str:
+    """An address of this machine that is no loopback one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("203.0.113.1", 9))
+        except OSError:
+            pytest.skip("this machine has no network")
+        return probe.getsockname()[0]
+
+
+def is_open(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), 2.0).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+def test_coordinator_listens_at_the_address_that_it_was_given_alone():
+    own, port = own_address(), free_port()
+    process = start(
+        coordinator=f"{own}:{port}", num_processes=2, process_id=0, start_timeout_s=60.0
+    )
+    try:
+        deadline_s = time.monotonic() + 60
+        while not is_open(own, port):
+            assert process.poll() is None and time.monotonic() < deadline_s
+            time.sleep(0.1)
+        assert not is_open("127.0.0.1", port)
+    finally:
+        process.kill()
+        _, errors = process.communicate()
+    assert errors == ""
+
+
+def test_ctrl_c_while_the_others_are_waited_for_is_one_line():
+    """The wait is in C++, where Python's own handler is not called."""
+    port = free_port()
+    process = start(coordinator=f"127.0.0.1:{port}", num_processes=2, process_id=0)
+    try:
+        deadline_s = time.monotonic() + 100
+        while not is_open("127.0.0.1", port):
+            assert process.poll() is None and time.monotonic() < deadline_s
+            time.sleep(0.1)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == INTERRUPTED
+    words = "stopped by Ctrl-C before the processes of the run found each other"
+    assert errors.split("\n") == ["", words, ""]
+
+
+def test_ctrl_c_that_no_run_handles_is_one_line(capsys):
+    def command() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+
+    assert exit_status(command) == INTERRUPTED
+    assert capsys.readouterr().err == "\nstopped by Ctrl-C\n"
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "expected"),
+    [
+        ("localhost", "127.0.0.1", "localhost"),
+        ("node0", "own", "node0"),
+        # As /etc/hosts of Debian has the host's own name; another host's; and none.
+        ("node0", "127.0.1.1", None),
+        ("node0", "203.0.113.1", None),
+        ("node0", None, None),
+    ],
+)
+def test_name_that_other_hosts_do_not_reach_is_listened_to_everywhere(
+    host, address, expected, monkeypatch, capsys
+):
+    port, address = free_port(), own_address() if address == "own" else address
+
+    def getaddrinfo(name: str, port: int, **_) -> list:
+        if address is None:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    given = f"{host}:{port}"
+    for process_id in (0, 1):
+        place = _Place(coordinator=given, num_processes=2, process_id=process_id)
+        assert _bind_address(place) == (expected and given)
+        errors = capsys.readouterr().err
+        warned = process_id == 0 and expected is None
+        assert ("listens on all interfaces" in errors) == warned and errors.count("\n") == warned
+
+
 def lose_one(how: str, lost: int, timeout_s: float, heartbeat_s: float) -> None:
     """Two processes gather until one kills itself, stops, hangs, or fails."""
     address, index = sys.argv[1], int(sys.argv[2])
@@ -344,6 +443,9 @@ def lose_one(how: str, lost: int, timeout_s: float, heartbeat_s: float) -> None:
         if how == "bug":
             raise OSError("the disk is full")
         if how == "hangs":
+            time.sleep(1000)
+        if how == "network":
+            print("cut", flush=True)
             time.sleep(1000)
         os.kill(os.getpid(), getattr(signal, how))
 
@@ -408,6 +510,49 @@ def test_a_lost_process_ends_the_other_with_a_message_that_names_it(how, lost, t
         assert ("Traceback" in other_errors) == (how == "bug")
     else:
         assert f"on {host}, in the stage rollout" in told[0][0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+def test_processes_whose_network_is_cut_end_both_and_name_each_other():
+    """Two hosts, of which one loses its link: both live, and no connection is closed."""
+    with contextlib.ExitStack() as stack:
+        try:
+            hosts = stack.enter_context(namespaces(2, mbit_per_s=1000.0, window_kib=0))
+        except RuntimeError as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        address = f"{hosts[0].address}:{free_port()}"
+        program = "import test_distributed; test_distributed.lose_one('network', 1, 80.0, 10.0)"
+        both = [
+            subprocess.Popen(
+                [*host.prefix, sys.executable, "-c", program, address, str(index)],
+                cwd=ROOT / "tests",
+                env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for index, host in enumerate(hosts)
+        ]
+        try:
+            assert any(line == "cut\n" for line in both[1].stdout), both[1].communicate()
+            switch = f"earl{os.getpid()}sw"
+            subprocess.run(["ip", "-n", switch, "link", "set", "port1", "down"], check=True)
+            cut_s = time.monotonic()
+            ends = [process.communicate(timeout=90) for process in both]
+        finally:
+            for process in both:
+                process.kill()
+                process.wait()
+    assert time.monotonic() - cut_s < 75, "before the time for a wait is over"
+    for index, (_, errors) in enumerate(ends):
+        assert both[index].returncode == 1, errors
+        (message,) = (line for line in errors.splitlines() if line.startswith("error: "))
+        assert f"process {index} on earl" in message and "in the stage rollout" in message
+        assert f"process {1 - index} on earl" in message
+        assert "does not answer" in message or "cannot be reached" in message, message
+        # The others are XLA's (docs/howto/launch.md).
+        assert len(errors.splitlines()) <= 31, errors
 
 
 # Real processes of the command.
@@ -622,7 +767,7 @@ def steps_of_one(cache, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("num", [4])
+@pytest.mark.parametrize("num", [2, 4])
 def test_as_many_processes_as_you_like_change_meshes_at_the_same_step(
     cache, tmp_path, steps_of_one, num
 ):

@@ -230,6 +230,19 @@ def test_launch_sh_stops_all_processes_when_it_is_told_to(machine):
     job.communicate()
 
 
+def test_launch_sh_ends_all_processes_when_one_was_given_a_mistake(machine):
+    """Such as a port that is busy: the others would wait for it until their time is over."""
+    code = (
+        "import os, sys, time; os.environ['JAX_PROCESS_ID'] == '0' and sys.exit(2); time.sleep(60)"
+    )
+    python = machine.program("mistaken", f'-c "{code}"')
+    line = ["gpu_scripts/launch.sh", "--per_host=3", CONFIG, "--workdir=/w"]
+    start_s = time.monotonic()
+    done = machine.run(*line, PYTHON=str(python))
+    assert done.returncode == 2 and "starting the run again" not in done.stderr
+    assert time.monotonic() - start_s < 50
+
+
 # What the processes are told.
 
 

@@ -4,6 +4,7 @@
 
 import dataclasses
 import functools
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,10 @@ from earl_jax.models.parameters import (
 from earl_jax.run import build_run
 from earl_jax.selector.candidates import train_candidates
 from earl_jax.selector.memory import resident_bytes
+from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.host_bytes import HostByteCounter
+from earl_jax.train import checkpoint
 from earl_jax.train.checkpoint import Checkpoints
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.state import (
@@ -454,9 +457,49 @@ def test_the_fingerprint_is_of_the_bits_and_not_of_the_layout():
         int(fingerprint([values, values])),
     }
     assert len(marks) == 5
-    # By hand: the bits of 1.0 and 2.0 at the places 0 and 1, times 1 and 3.
-    expected = (0x3F800000 + 3 * 0x40000000) % 2**32
+    # 1.0 and 2.0 at the places 0 and 1, with integers of Python.
+    expected = (mixed(0x3F800000 ^ mixed(0)) + mixed(0x40000000 ^ mixed(1))) % 2**32
     assert int(fingerprint(np.array([1.0, 2.0], np.float32))) == expected
+
+
+def mixed(number: int) -> int:
+    """MurmurHash3's finalizer."""
+    number = (number ^ number >> 16) * 0x85EBCA6B % 2**32
+    number = (number ^ number >> 13) * 0xC2B2AE35 % 2**32
+    return number ^ number >> 16
+
+
+@pytest.mark.parametrize("bit", [15, 14, 0])
+@pytest.mark.parametrize("are_zeros", [False, True])
+def test_two_flips_of_one_bit_are_found_at_any_places(bit, are_zeros):
+    """Of signs too, which a sum of the bits times odd factors does not see."""
+    bits_N = jax.random.bits(jax.random.key(bit), (48,), jnp.uint16) * jnp.uint16(not are_zeros)
+    flips_PN = np.zeros((48 * 47 // 2, 48), np.uint16)
+    for row, places in zip(flips_PN, itertools.combinations(range(48), 2), strict=True):
+        row[list(places)] = 1 << bit
+
+    def prints(bits: jax.Array) -> jax.Array:
+        # Of half and of full width: the same bit counted from the top.
+        half = jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
+        whole = jax.lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
+        return jnp.stack([fingerprint(half), fingerprint(whole)])
+
+    found_P2 = jax.vmap(prints)(bits_N[None] ^ flips_PN)
+    assert found_P2.shape == (1128, 2)
+    assert not np.any(found_P2 == prints(bits_N)[None])
+
+
+def test_a_checkpoint_with_fingerprints_of_another_version_is_no_damage(tmp_path, monkeypatch):
+    """It is an error that names the way out, and is not set aside."""
+    state = TrainState(updates=jnp.zeros((), jnp.int32), params={"a": jnp.ones(4)}, optimizer={})
+    with Checkpoints(tmp_path / "checkpoints", keep=2) as checkpoints:
+        monkeypatch.setattr(checkpoint, "FINGERPRINT_VERSION", 1)
+        checkpoints.save(1, state, {"step": 1})
+        checkpoints.wait()
+        assert checkpoints.position(1) == {"step": 1}
+        monkeypatch.undo()
+        with pytest.raises(InputError, match="step 1 .* is whole, .* name another --workdir"):
+            checkpoints.position(1)
 
 
 # Settings.

@@ -8,6 +8,7 @@ import socket
 
 import pytest
 
+from earl_jax.preflight import hosts
 from earl_jax.preflight.links import Link, misfits, rounds_of_pairs
 from tests.support import ROOT
 from tests.support.commands import ALL, Command
@@ -32,6 +33,47 @@ def test_a_slow_link_and_a_wrong_one_name_their_hosts():
     ]
     assert lines[0] == "all-reduce between 3 pairs: 39 to 41 GB/s, median 40"
     assert misfits([]) == ([], [])
+
+
+class ThreeHosts:
+    """Three hosts, of which the third is `unlike` the two others; the first is this one."""
+
+    hosts = ("a", "b", "c")
+
+    def __init__(self, **unlike: float) -> None:
+        self.unlike = unlike
+
+    def barrier(self, what: str) -> None:
+        pass
+
+    def gather(self, own: dict[str, float], what: str) -> list[dict[str, float]]:
+        factors = {name: own[name] * factor for name, factor in self.unlike.items()}
+        return [own, own, own | factors]
+
+
+@pytest.mark.parametrize(
+    ("unlike", "words"),
+    [
+        ({}, ""),
+        ({"device_bytes": 0.96, "flops_per_s": 0.21}, ""),
+        ({"device_bytes": 0.9}, "72.0 GiB a device, where others have 80.0; another program"),
+        ({"flops_per_s": 0.1}, "where the fastest has"),
+        # Since 1970: a minute, or a few seconds.
+        ({"clock_s": 1 + 60 / 1.8e9}, "its clock is +6"),
+        ({"clock_s": 1 - 60 / 1.8e9}, "its clock is -6"),
+        ({"clock_s": 1 + 5 / 1.8e9}, ""),
+    ],
+    ids=str,
+)
+def test_the_host_whose_clock_memory_or_speed_does_not_fit_is_named(unlike, words, monkeypatch):
+    monkeypatch.setattr(hosts, "matmul_flops_per_s", lambda: 4e14)
+    monkeypatch.setattr(hosts.time, "time", lambda: 1.8e9)
+    facts = hosts.Facts(devices="8 x H100", device_bytes=80 * 2**30, host_bytes=0, versions={})
+    found, lines = hosts.misfits(ThreeHosts(**unlike), facts)
+    assert len(found) == bool(words)
+    assert all(each.startswith("process 2 on c: ") and words in each for each in found), found
+    slowest = 400 * unlike.get("flops_per_s", 1)
+    assert lines == [f"speed of a device: {slowest:.3g} to 400 TFLOP/s in a matrix product"]
 
 
 @pytest.mark.slow

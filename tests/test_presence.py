@@ -8,18 +8,20 @@ from earl_jax.launch.presence import Place, Presence
 from earl_jax.telemetry.timing import StageTimer
 from tests.support.processes import free_port
 
+HERE = "127.0.0.1"
+
 
 def test_those_that_ended_hang_or_are_elsewhere_are_named():
-    one, waiting, elsewhere = (Presence(on_one_host=True) for _ in range(3))
+    one, waiting, elsewhere = (Presence(HERE) for _ in range(3))
     one.waits("the end")
     waiting.waits("the end")
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         places = [
-            Place(1, "a", waiting.port),
-            Place(2, "b", elsewhere.port),
-            Place(3, "c", free_port()),
+            Place(1, "a", HERE, waiting.port),
+            Place(2, "b", HERE, elsewhere.port),
+            Place(3, "c", HERE, free_port()),
             # The kernel accepts for a process that does not run.
-            Place(4, "d", stopped.getsockname()[1]),
+            Place(4, "d", HERE, stopped.getsockname()[1]),
         ]
         one.meet(places)
         with StageTimer()("train"):
@@ -32,11 +34,11 @@ def test_those_that_ended_hang_or_are_elsewhere_are_named():
 
 
 def test_a_process_that_ends_is_blamed_only_if_it_failed_itself():
-    survivor, failed, asking = (Presence(on_one_host=True) for _ in range(3))
-    survivor.meet([Place(9, "gone", free_port())])
+    survivor, failed, asking = (Presence(HERE) for _ in range(3))
+    survivor.meet([Place(9, "gone", HERE, free_port())])
     assert survivor.lost("no answer") == "process 9 on gone has ended"
-    failed.meet([Place(0, "asking", asking.port)])
+    failed.meet([Place(0, "asking", HERE, asking.port)])
     asking.waits("the end")
     assert failed.lost("the chip is lost") == ""
-    asking.meet([Place(1, "a", survivor.port), Place(2, "b", failed.port)])
+    asking.meet([Place(1, "a", HERE, survivor.port), Place(2, "b", HERE, failed.port)])
     assert asking.lost("no answer") == "process 2 on b failed: the chip is lost"

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from earl_jax.launch.distributed import end_as_lost, end_process
+from earl_jax.launch.distributed import address_here, end_as_lost, end_process
 from earl_jax.launch.presence import Place, be_present, waits
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
@@ -319,10 +319,13 @@ def _hosts(timeout_s: float) -> tuple[str, ...]:
     processes = processes_only(timeout_s)
     hosts = tuple(processes.gather(socket.gethostname(), "the names of the hosts"))
     if processes.count > 1:
-        presence = be_present(on_one_host=len(set(hosts)) == 1)
-        ports = processes.gather(presence.port, "the ports of the processes")
-        places = enumerate(zip(hosts, ports, strict=True))
-        presence.meet([Place(n, *each) for n, each in places if n != processes.index])
+        presence = be_present("127.0.0.1" if len(set(hosts)) == 1 else address_here())
+        each = processes.gather([presence.address, presence.port], "where the processes answer")
+        places = [
+            Place(n, host, address or host, port)
+            for n, (host, (address, port)) in enumerate(zip(hosts, each, strict=True))
+        ]
+        presence.meet([place for place in places if place.index != processes.index])
     return hosts
 
 

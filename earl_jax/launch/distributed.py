@@ -9,14 +9,17 @@ launcher starts all of them again, and the run resumes from its newest checkpoin
 (gpu_scripts/slurm.sbatch, tpu_scripts/run.sh).
 """
 
+import contextlib
 import ctypes
 import dataclasses
 import importlib.util
+import ipaddress
 import math
 import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -25,6 +28,7 @@ from typing import Any, Literal, NoReturn
 import jax
 
 from earl_jax.launch.presence import LINGER_S, lost_in_words
+from earl_jax.launch.signals import ends_at_ctrl_c
 from earl_jax.settings.choices import check_choices
 from earl_jax.settings.errors import InputError
 
@@ -43,13 +47,15 @@ _LAUNCHERS = (
 _SLICE_HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
 # The number of processes on this one's host: of Slurm for each node, as "1(x2)" or "8,4".
 _ON_A_HOST = ("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _START = (
     "Start the same command for every process, with config.distributed.coordinator and "
     "num_processes alike and a process_id of its own for each (from 0), or by a launcher such as "
     "gpu_scripts/launch.sh, Slurm, Open MPI or a JobSet"
 )
 _AGAIN = "Start all processes again: the run goes on from its newest checkpoint"
+# The host and port of the coordinator that was given to this process.
+_coordinator: tuple[str, int] | None = None
 # The handler must live as long as the process.
 _on_abort: Any = None
 _ending = threading.RLock()
@@ -63,7 +69,7 @@ class DistributedConfig:
     JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or the variables of Slurm, Open
     MPI, Kubernetes (an indexed Job or JobSet) or GKE's TPU slices (and MEGASCALE) name several;
     "on" also asks the metadata of TPU VMs, which no variable names; "off" starts one process.
-    `coordinator` is the "HOST:PORT" on which process 0 listens, `num_processes` the number of
+    `coordinator` is the "HOST:PORT" at which process 0 listens, `num_processes` the number of
     processes, `process_id` the number of this one. Defaults ("", 0, -1) take the variables' values.
 
     Processes give up if not all have started within `start_timeout_s`. A process that does not
@@ -125,6 +131,8 @@ def start_processes(config: DistributedConfig) -> None:
         return
     number = "a process" if place.process_id is None else f"process {place.process_id}"
     who, listen_at = f"{number} on {socket.gethostname()}", _bind_address(place)
+    global _coordinator
+    _coordinator = _host_and_port(place.coordinator) if place.coordinator else None
     # The service would take SIGTERM, which run.py handles: it stops all processes at the same step.
     jax.config.update("jax_enable_preemption_service", False)
     _end_at_abort(
@@ -134,17 +142,19 @@ def start_processes(config: DistributedConfig) -> None:
         )
     )
     try:
-        jax.distributed.initialize(
-            place.coordinator,
-            place.num_processes,
-            place.process_id,
-            local_device_ids=_local_devices(os.environ),
-            initialization_timeout=int(config.start_timeout_s),
-            heartbeat_timeout_seconds=int(config.heartbeat_s),
-            # All processes end together; one that ends alone must not wait for the others.
-            shutdown_timeout_seconds=10,
-            coordinator_bind_address=listen_at,
-        )
+        # Which waits in C++, where Python's own handler would not be called.
+        with ends_at_ctrl_c("stopped by Ctrl-C before the processes of the run found each other"):
+            jax.distributed.initialize(
+                place.coordinator,
+                place.num_processes,
+                place.process_id,
+                local_device_ids=_local_devices(os.environ),
+                initialization_timeout=int(config.start_timeout_s),
+                heartbeat_timeout_seconds=int(config.heartbeat_s),
+                # All processes end together; one that ends alone must not wait for the others.
+                shutdown_timeout_seconds=10,
+                coordinator_bind_address=listen_at,
+            )
     except (RuntimeError, ValueError) as error:
         words = (str(error).splitlines() or [""])[0]
         raise InputError(
@@ -164,6 +174,8 @@ def end_process(words: str, *, status: int = 1) -> NoReturn:
     again = f". {_AGAIN}" if status == 1 else ""
     # In one write: other threads may write too.
     os.write(2, f"error: {words}{again}\n".encode())
+    # Nothing behind it: XLA's threads print stack traces when another process is gone.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     time.sleep(LINGER_S)
     os._exit(status)
 
@@ -192,7 +204,10 @@ def _end_at_abort(end: Callable[[], NoReturn]) -> None:
 
 
 def _bind_address(place: "_Place") -> str | None:
-    """Returns where process 0 listens: on all interfaces, unless all processes are on one host.
+    """Returns where process 0 listens: at the address that was given; None: on all interfaces.
+
+    On all of them where no other host would reach it there: the name is no address of this host
+    (behind a NAT, or a DNS that does not know it yet), or /etc/hosts makes it a loopback one.
 
     Raises:
         ValueError: the coordinator is no address, or its port is taken.
@@ -200,19 +215,72 @@ def _bind_address(place: "_Place") -> str | None:
     if place.coordinator is None:
         return None
     where = f"config.distributed.coordinator is {place.coordinator!r}"
-    host, _, port = place.coordinator.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+    host, port = _host_and_port(place.coordinator)
+    if not host or not 0 < port < 2**16:
         raise InputError(f"{where}; write it as HOST:PORT, such as 'node0:8476'")
+    here = [
+        each
+        for each in _addresses(host, port)
+        if _refusal(each[0], (each[1][0], 0, *each[1][2:])) is None
+        and (host in _LOOPBACK or not ipaddress.ip_address(each[1][0]).is_loopback)
+    ]
     if place.process_id == 0:
-        try:
-            # JAX ends the process with a segmentation fault there (0.10.2).
-            socket.create_server(("", int(port))).close()
-        except OSError as error:
-            raise InputError(
-                f"{where}, and process 0 cannot listen on port {port} ({error.strerror}); take "
-                "another"
-            ) from error
-    return place.coordinator if host in _LOOPBACK else None
+        # JAX ends the process with a segmentation fault at a port that is taken (0.10.2).
+        for family, address in here or [(socket.AF_INET, ("", port))]:
+            if error := _refusal(family, address):
+                raise InputError(
+                    f"{where}, and process 0 cannot listen on port {port} ({error.strerror}); take "
+                    "another"
+                )
+        if not here:
+            print(
+                f"warning: {where}, which is no address of {socket.gethostname()} that other hosts "
+                "reach: process 0 listens on all interfaces. Give one, to listen there alone",
+                file=sys.stderr,
+            )
+    return place.coordinator if here else None
+
+
+def _host_and_port(coordinator: str) -> tuple[str, int]:
+    """Returns the parts of "HOST:PORT"; "" and 0 for what it is not."""
+    host, _, port = coordinator.rpartition(":")
+    return (host.strip("[]"), int(port)) if port.isdecimal() else ("", 0)
+
+
+def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
+    """Returns the addresses of a name as sockets take them; none if it is not known here."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [(family, address) for family, _, _, _, address in found]
+
+
+def _refusal(family: socket.AddressFamily, address: tuple[Any, ...]) -> OSError | None:
+    """Returns why this process cannot listen at an address; None if it can."""
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen()
+    except OSError as error:
+        return error
+    return None
+
+
+def address_here() -> str:
+    """Returns the address of this host on the network of the coordinator that was given.
+
+    "" where none was given (a launcher's variables name it), or the name is a loopback one here.
+    """
+    for family, address in _addresses(*_coordinator) if _coordinator else []:
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            # Sends nothing: the kernel chooses the interface.
+            probe.connect(address)
+            own = probe.getsockname()[0]
+            if not ipaddress.ip_address(own).is_loopback:
+                return own
+    return ""
 
 
 def _find_place(config: DistributedConfig, variables: Mapping[str, str]) -> _Place | None:

@@ -22,25 +22,26 @@ _NAMED = 8
 
 
 class Place(NamedTuple):
-    """Where another process answers: its number, host and port."""
+    """Where another process answers: its number, the host's name and address, and the port."""
 
     index: int
     host: str
+    address: str
     port: int
 
 
 class Presence:
     """Answers other processes, and asks them. One for each process."""
 
-    def __init__(self, *, on_one_host: bool) -> None:
-        """Begins to answer; to this host alone if all processes are `on_one_host`."""
+    def __init__(self, address: str) -> None:
+        """Begins to answer at this address of the host; "" for all of its interfaces."""
         self._waits_for = ""
         self._ends = False
         self._failed = ""
         self._others: tuple[Place, ...] = ()
-        self._listener = socket.create_server(("127.0.0.1" if on_one_host else "", 0), backlog=128)
-        self.port: int = self._listener.getsockname()[1]
-        self._on_one_host = on_one_host
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family, backlog=128)
+        self.address, self.port = address, int(self._listener.getsockname()[1])
         threading.Thread(target=self._answer, name="presence", daemon=True).start()
 
     def meet(self, others: Sequence[Place]) -> None:
@@ -74,9 +75,8 @@ class Presence:
     def _ask(self, other: Place) -> str:
         """Returns why another process may be the lost one; "" where it waits as this one does."""
         name = f"process {other.index} on {other.host}"
-        address = "127.0.0.1" if self._on_one_host else other.host
         try:
-            with socket.create_connection((address, other.port), _ANSWER_S) as connection:
+            with socket.create_connection(other[2:], _ANSWER_S) as connection:
                 connection.settimeout(_ANSWER_S)
                 answer = json.loads(connection.makefile().readline() or "{}")
         except ConnectionError:
@@ -110,11 +110,11 @@ class Presence:
 _presence: Presence | None = None
 
 
-def be_present(*, on_one_host: bool) -> Presence:
-    """Returns the presence of this process, which answers from the first call on."""
+def be_present(address: str) -> Presence:
+    """Returns the presence of this process, which answers from the first call on, at `address`."""
     global _presence
     if _presence is None:
-        _presence = Presence(on_one_host=on_one_host)
+        _presence = Presence(address)
     return _presence
 
 

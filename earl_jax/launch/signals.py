@@ -2,12 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Signals that stop a run: SIGINT (Ctrl-C) and SIGTERM."""
 
+import contextlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
+from typing import Any, NoReturn
+
+from earl_jax.launch.start import INTERRUPTED
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _END = b"\0"
@@ -19,9 +23,6 @@ class StopSignals:
     The first one only sets `received`: the run looks at it before each round of a rollout and
     behind each step, saves and ends. A Ctrl-C behind it ends the process at once, with status 130.
     A second SIGTERM does not: launchers send several, and the run is saving.
-
-    Python runs its handlers in the main thread, between two bytecodes, which a compilation keeps
-    waiting for minutes. So a thread reads the signals as the C handler writes them.
     """
 
     def __init__(self, saved: Callable[[], str]) -> None:
@@ -35,41 +36,75 @@ class StopSignals:
         return self._received[0] if self._received else ""
 
     def __enter__(self) -> "StopSignals":
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)
-        self._previous = {number: signal.signal(number, _do_nothing) for number in _SIGNALS}
-        self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._listen, name="stop-signals", daemon=True)
-        self._thread.start()
+        self._block = _listening(_SIGNALS, self._hear)
+        self._block.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        signal.set_wakeup_fd(self._wakeup)
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        os.write(self._write, _END)
-        self._thread.join()
-        os.close(self._write)
-        os.close(self._read)
+    def __exit__(self, *of: Any) -> None:
+        self._block.__exit__(*of)
 
-    def _listen(self) -> None:
-        while (byte := os.read(self._read, 1)) != _END:
-            number = byte[0]
-            if number not in _SIGNALS:
-                continue
-            self._received.append(signal.Signals(number).name)
-            if len(self._received) == 1:
-                again = "again " if number == signal.SIGINT else ""
-                print(
-                    f"* {self.received}: the run gives up its rollout, or finishes its step, saves "
-                    f"and ends; Ctrl-C {again}ends it at once",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            elif number == signal.SIGINT:
-                # `sys.exit` in a thread ends the thread alone.
-                os.write(2, f"\nstopped at once by a second signal; {self._saved()}\n".encode())
-                os._exit(128 + number)
+    def _hear(self, number: int) -> None:
+        self._received.append(signal.Signals(number).name)
+        if len(self._received) == 1:
+            again = "again " if number == signal.SIGINT else ""
+            print(
+                f"* {self.received}: the run gives up its rollout, or finishes its step, saves "
+                f"and ends; Ctrl-C {again}ends it at once",
+                file=sys.stderr,
+                flush=True,
+            )
+        elif number == signal.SIGINT:
+            _end_at_once(f"stopped at once by a second signal; {self._saved()}")
+
+
+@contextlib.contextmanager
+def ends_at_ctrl_c(words: str) -> Iterator[None]:
+    """Ends the process at a Ctrl-C in the block, with `words` and status 130.
+
+    Where Ctrl-C is ignored, as in a shell's job in the background, it still is.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield
+        return
+    with _listening((signal.SIGINT,), lambda number: _end_at_once(words)):
+        yield
+
+
+def _end_at_once(words: str) -> NoReturn:
+    """Ends this process, from any thread: `sys.exit` in a thread would end the thread alone."""
+    os.write(2, f"\n{words}\n".encode())
+    os._exit(INTERRUPTED)
+
+
+@contextlib.contextmanager
+def _listening(numbers: Sequence[int], hear: Callable[[int], None]) -> Iterator[None]:
+    """Calls `hear` with the number of each of these signals that comes, in a thread.
+
+    Python runs its handlers in the main thread, between two bytecodes, which a compilation keeps
+    waiting for minutes. So a thread reads the signals as the C handler writes them.
+    """
+
+    def listen() -> None:
+        while (byte := os.read(read, 1)) != _END:
+            if byte[0] in numbers:
+                hear(byte[0])
+
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    previous = {number: signal.signal(number, _do_nothing) for number in numbers}
+    wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    thread = threading.Thread(target=listen, name="signals", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        os.write(write, _END)
+        thread.join()
+        os.close(write)
+        os.close(read)
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:

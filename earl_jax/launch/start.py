@@ -18,6 +18,8 @@ THREADS_PER_CPU_DEVICE = 32
 # again later". Not 0, by which a scheduler takes the run for done; not 128 + n, which shells, Slurm
 # and Kubernetes give to a process that a signal killed, saved or not.
 STOPPED = 75
+# Exit status of a process that Ctrl-C ended at once: that of shells, 128 + SIGINT.
+INTERRUPTED = 130
 # The packages of which one must be installed for a platform.
 _PLUGINS = {"gpu": ("jax_cuda13_plugin", "jax_cuda12_plugin"), "tpu": ("libtpu",)}
 
@@ -78,8 +80,9 @@ def exit_status(command: Callable[[], int | None]) -> int:
     """Runs a command. A mistake in what was given is one message and status 2.
 
     The status is else what the command returns; None is 0. A run that cannot go on, and a disk that
-    is full or broken, is one message and status 1. Every other error passes: Python prints its
-    traceback and ends with status 1.
+    is full or broken, is one message and status 1. A Ctrl-C that the command does not handle, such
+    as one before a run has begun, is one line and status 130. Every other error passes: Python
+    prints its traceback and ends with status 1.
     """
     try:
         return command() or 0
@@ -89,3 +92,8 @@ def exit_status(command: Callable[[], int | None]) -> int:
             raise
         print(f"error: {words}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
+    except KeyboardInterrupt:
+        if os.environ.get("EARL_JAX_TRACEBACK"):
+            raise
+        print("\nstopped by Ctrl-C", file=sys.stderr)
+        return INTERRUPTED

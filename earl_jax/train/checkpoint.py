@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 
-from earl_jax.models.lora import fingerprint
+from earl_jax.models.lora import FINGERPRINT_VERSION, fingerprint
 from earl_jax.models.parameters import Params
 from earl_jax.selector.memory import is_out_of_memory, unless_out_of_memory
 from earl_jax.settings.differences import differences
@@ -71,7 +71,15 @@ class Checkpoints:
         """Begins to save. `state` may be donated once this returns."""
         kept = _kept(state)
         # As it will be read: keys of JSON are strings.
-        values = json.loads(json.dumps({"position": position, "arrays": _describe(kept)}))
+        values = json.loads(
+            json.dumps(
+                {
+                    "position": position,
+                    "arrays": _describe(kept),
+                    "fingerprint_version": FINGERPRINT_VERSION,
+                }
+            )
+        )
         self._manager.save(
             step,
             args=ocp.args.Composite(
@@ -81,15 +89,26 @@ class Checkpoints:
         )
 
     def position(self, step: int) -> dict[str, Any]:
-        """Returns the loop's position at this step. Raises DamagedCheckpoint."""
+        """Returns the loop's position at this step.
+
+        Raises:
+            DamagedCheckpoint: it is not what was saved.
+            InputError: its fingerprints are those of another version.
+        """
         return self._values(step)["position"]
 
     def _values(self, step: int) -> dict[str, Any]:
-        """Returns the JSON of a checkpoint. Raises DamagedCheckpoint."""
+        """Returns the JSON of a checkpoint. Raises as `position`."""
         values = self._read(step, position=ocp.args.JsonRestore())["position"]
         digest = values.pop("digest", None) if isinstance(values, dict) else None
         if digest is None or digest != _digest(values):
             raise DamagedCheckpoint("its position is not what was saved")
+        if values.get("fingerprint_version") != FINGERPRINT_VERSION:
+            raise InputError(
+                f"the checkpoint of step {step} in {self._folder} is whole, but another version of "
+                "earl_jax computed the fingerprints of its arrays; use the version that saved it, "
+                "or name another --workdir"
+            )
         return values
 
     def parameters(self, step: int, shapes: Params, shardings: Params) -> Params:
