@@ -334,10 +334,10 @@ class Placement:
 
         A training batch is expected to have the tokens of `load`.
         """
-        steps = self.observations.steps if tries else None
+        may_try = (lambda plan, tokens: True) if tries and self.observations.is_fed else None
         episodes = self.stages.rollout.episodes_per_step
         tokens = math.ceil(episodes * load.context_tokens_mean) if load else None
-        return Chooser(self.problem, self.observations.table, caution, steps, tokens)
+        return Chooser(self.problem, self.observations.table, caution, may_try, tokens)
 
     @property
     def _sure(self) -> float:

@@ -13,22 +13,20 @@ hysteresis with its switch paid for.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, NamedTuple
 
 from earl_jax.selector.plan_candidates import Candidate, Candidates, P
-from earl_jax.selector.plans import Plans, RolloutPlan, TrainPlan
+from earl_jax.selector.plans import Plan, Plans, RolloutPlan, TrainPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.reasons import BudgetTooSmall, reason_of, step_too_small, too_small
-from earl_jax.selector.table import TRUSTED, ThroughputTable
+from earl_jax.selector.table import KEPT, TRUSTED, ThroughputTable
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import WINDOW
 
 # Steps within the fraction TIE are equally fast. The pair that leaves most memory wins then; all
 # that leave the share AMPLE of the budget are equal in this, and the least cut wins.
 TIE, AMPLE = 0.02, 0.5
-# A plan that is tried out stays for so many steps: in the first one its programs are compiled.
-TRIAL_STEPS = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,13 +119,13 @@ class Chooser:
     problem: Problem
     table: ThroughputTable
     caution: float = 1.0
-    steps: Mapping[str, int] | None = None
+    may_try: Callable[[Plan, int], bool] | None = None
     train_tokens: int | None = None
 
     @functools.cached_property
     def candidates(self) -> Candidates:
         """The plans to choose from."""
-        return Candidates(self.problem, self.table, self.caution, self.steps, self.train_tokens)
+        return Candidates(self.problem, self.table, self.caution, self.may_try, self.train_tokens)
 
     def step(self, step: Step, current: Plans, calm_steps: int = WINDOW) -> Decision:
         """Chooses both stages' plans for a step.
@@ -300,14 +298,15 @@ class Chooser:
     ) -> Decision:
         """Returns the decision among pairs, where `here` are those of the plans in use, if any fit.
 
-        Plans in use are left for a step shorter by more than the hysteresis, when `is_calm` or for
-        a mesh that is tried out.
+        Plans in use are left for a step shorter by more than the hysteresis, when `is_calm` or
+        where they may be left early.
         """
         pair, budget = _best(pairs, self.problem.budget), self.problem.budget
         stays = _best(here, budget) if here else None
         if stays is not None:
             gains = stays.cost_s > (1.0 + self.problem.hysteresis) * pair.cost_s
-            if not gains or not (is_calm or _is_trying(pair, stays)):
+            both = pair.rollout is not None and pair.train is not None
+            if not gains or not (is_calm or (both and _may_leave_early(pair, stays))):
                 pair = stays
         gain = stays.cost_s / pair.cost_s - 1.0 if stays and pair.cost_s else None
 
@@ -375,16 +374,18 @@ def _best(pairs: Sequence[_Pair], budget: float) -> _Pair:
     return min(ties, key=lambda pair: (pair.offloads, max(pair.fullest, AMPLE * budget)))
 
 
-def _is_trying(best: _Pair, stays: _Pair) -> bool:
-    """Returns True if plans may be left before a window of steps, because a mesh is tried out.
+def _may_leave_early(best: _Pair, stays: _Pair) -> bool:
+    """Returns True if plans may be left before a window of steps.
 
-    A trial may begin or end when the plans in use did TRIAL_STEPS steps. One ends while its plan
-    has done so few steps that it came into use as a trial, or as the first plan of the run.
+    One may when it was observed just often enough to be trusted: it came into use as the first
+    plan, as a trial, or by the model, and its speed is known since. Or for a trial, when it is
+    trusted.
     """
-    steps = [candidate.steps for candidate in stays.candidates]
-    is_young = min(steps) < TRIAL_STEPS + TRUSTED
-    is_trial = any(candidate.is_trial for candidate in best.candidates)
-    return min(steps) >= TRIAL_STEPS and (is_young or is_trial)
+    for old, new in zip(stays.candidates, best.candidates, strict=True):
+        if old.plan.mesh != new.plan.mesh and old.num_speeds >= TRUSTED:
+            if new.is_trial or old.num_speeds < KEPT:
+                return True
+    return False
 
 
 def _is_here(pair: _Pair, current: Plans) -> bool:
