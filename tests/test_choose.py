@@ -6,13 +6,18 @@ import dataclasses
 import itertools
 import math
 import random
+import time
+from collections import Counter
 
 import pytest
 
+from benchmarks.choose import problem_on
 from earl_jax.placement.observations import Observations
 from earl_jax.selector.choose import BudgetTooSmall, Chooser, Step
+from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import Failure, Plans
 from earl_jax.selector.roofline import MODEL_ERROR
+from earl_jax.selector.schedule import full_step, plans_of
 from earl_jax.selector.table import KEPT, TRUSTED, ThroughputTable, rollout_key, train_key
 from earl_jax.telemetry.load import WINDOW
 from tests.support.problems import (
@@ -463,3 +468,64 @@ def test_the_same_question_has_the_same_answer():
         speeds = {mesh: rng.uniform(1, 100) for mesh in (D8, D4T2, D2T4, T8)}
         problem = hand_problem({D8: 3.0, F8: 4.0}, speeds, budget_bytes=rng.randint(1200, 3000))
         assert choose(problem) == choose(problem)
+
+
+# How much is computed.
+
+
+def test_pair_is_the_fastest_of_all_that_fit():
+    """By exhaustive comparison, up to the ties."""
+    rng, found = random.Random(2), 0
+    for _ in range(60):
+        train, rollout = (D8, F8, D4F2, D4T2), (D8, D4T2, D2T4, T8)
+        problem = hand_problem(
+            {mesh: rng.uniform(50, 200) for mesh in train},
+            {mesh: rng.uniform(50, 200) for mesh in rollout},
+            train_bytes={mesh: rng.randint(500, 6000) for mesh in train},
+            state_bytes={mesh: rng.randint(100, 1500) for mesh in train},
+            rollout_bytes={mesh: rng.randint(300, 1500) for mesh in rollout},
+            budget_bytes=rng.randint(1500, 3500),
+        )
+        work = dataclasses.replace(problem.work, num_rows=32, num_slots=32)
+        problem = dataclasses.replace(problem, work=work)
+        candidates, seconds = Chooser(problem, ThroughputTable()).candidates, []
+        for update in candidates.train(20):
+            free = problem.budget - problem.trainer_bytes(update.plan.mesh)
+            for play in candidates.rollouts(20, None, free):
+                if update.num_bytes <= problem.budget and play.num_bytes <= free:
+                    seconds.append(32 * 20 / update.tokens_per_s + 800 / play.tokens_per_s)
+        if not seconds:
+            with pytest.raises(BudgetTooSmall):
+                choose(problem)
+            continue
+        # Ties of 2 %: of a mesh's ways, of rollouts, and of pairs.
+        assert choose(problem).seconds <= 1.02**3 * min(seconds)
+        found += 1
+    assert found > 30
+
+
+@pytest.mark.slow
+def test_choice_for_four_thousand_devices_takes_less_than_a_tenth_of_a_second(monkeypatch):
+    """A mixture of experts at 131,072 tokens: 6,718 ways to train, on 859 meshes."""
+    problem, rated = problem_on("h100:512x8", "qwen3-30b-a3b"), Counter()
+    step, table, plans = full_step(problem, 131_072), ThroughputTable(), Plans()
+    for name in ("_train", "_rollout"):
+        rate = getattr(Candidates, name)
+
+        def counted(*arguments, name=name, rate=rate):
+            rated[name] += 1
+            return rate(*arguments)
+
+        monkeypatch.setattr(Candidates, name, counted)
+    seconds = []
+    for _ in range(3):
+        # The first one computes every footprint.
+        rated.clear()
+        start_s = time.process_time()
+        plans = plans_of(Chooser(problem, table).step(step, plans))
+        seconds.append(time.process_time() - start_s)
+        speed = problem.update_speed(plans.train, 131_072)
+        mesh, *way = plans.train
+        table = table.with_speed(train_key(mesh, 131_072, *way), speed)
+    assert rated["_train"] < 600 and rated["_rollout"] < 1000
+    assert min(seconds[1:]) < 0.1

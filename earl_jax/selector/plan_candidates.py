@@ -74,6 +74,35 @@ class Candidates:
         """Returns every plan for rows of so many tokens."""
         return [self._train(plan, length) for plan in self.problem.train_plans(length)]
 
+    def trains_that_fit(
+        self, length: int, free: float, current: TrainPlan | None
+    ) -> list[Candidate[TrainPlan]]:
+        """Returns the plans for rows of so many tokens that fit into `free` bytes of a device.
+
+        On a mesh that is the one with the fewest micro-batches that fit, with and without remat.
+        More are slower, and are there only where they ran or are in use, or where a rollout must
+        fit beside an update. A plan that ran out of memory does not fit.
+        """
+        ran = {current.mesh} if current else set()
+        for text, entry in self.table.entries.items():
+            plan, tokens = parse_key(text)
+            if entry.speeds and tokens == length and plan.stage == "train":
+                ran.add(plan.mesh)
+        found = []
+        for mesh, ways in _train_ways(self.problem, length).items():
+            every = self.problem.rollout_stays or mesh in ran
+            fitting = []
+            for plans in ways:
+                for plan in plans:
+                    if self.update_bytes(plan, length)[0] <= free:
+                        candidate = self._train(plan, length)
+                        if not candidate.failed:
+                            fitting.append(candidate)
+                            if not every:
+                                break
+            found += sorted(fitting, key=lambda candidate: candidate.plan.micro_batches)
+        return found
+
     def rollouts(
         self,
         max_tokens: int,
@@ -278,6 +307,15 @@ class Candidates:
         """Returns the computed tokens/s of updates on packed rows."""
         rows = self.problem.packed_rows(length, self.train_tokens)
         return self.problem.update_speed(plan, length, rows)
+
+
+@functools.cache
+def _train_ways(problem: Problem, length: int) -> dict[MeshShape, list[list[TrainPlan]]]:
+    """Returns a problem's training plans by mesh and remat, those with few micro-batches first."""
+    ways = defaultdict[MeshShape, dict[bool, list[TrainPlan]]](dict)
+    for plan in problem.train_plans(length):
+        ways[plan.mesh].setdefault(plan.remat, []).append(plan)
+    return {mesh: list(by_remat.values()) for mesh, by_remat in ways.items()}
 
 
 def _is_doubted(factor: float, usual: float) -> bool:
