@@ -24,6 +24,8 @@ class Observations:
         """
         self._problem, self._say, self.is_fed = problem, say, is_fed
         self.table = table.as_prior() if is_fed else table
+        # Plans left out in this run only: a move to them ran out of memory.
+        self._avoided: tuple[Failure, ...] = ()
         # Keys of plans whose speed this run has observed.
         self._observed: set[str] = set()
 
@@ -44,12 +46,24 @@ class Observations:
         """Adds XLA's bytes of a plan's program."""
         self._keep(with_program_bytes(self._problem, self.table, plan, tokens, program_bytes))
 
-    def add_failure(self, plan: Plan, tokens: int) -> str:
-        """Remembers that a plan ran out of memory, in later runs too; returns it in words."""
+    @property
+    def known(self) -> ThroughputTable:
+        """The table to choose by: it also leaves out the plans that no move of this run reached."""
+        return dataclasses.replace(self.table, failures=(*self.table.failures, *self._avoided))
+
+    def add_failure(self, plan: Plan, tokens: int, *, in_move: bool = False) -> str:
+        """Remembers that a plan ran out of memory; returns it in words.
+
+        Later runs know it too, unless memory was short `in_move`, beside what was there before.
+        """
         table = with_failure(self._problem, self.table, plan, tokens)
         words = f"{plan.stage} on {plan.mesh} {table.failures[-1]}"
-        self._say(f"{words}; it is not tried again")
-        self._keep(table)
+        if in_move:
+            words += ", in the move there"
+            self._avoided += table.failures[-1:]
+        else:
+            self._keep(table)
+        self._say(f"{words}; it is not tried again{' in this run' * in_move}")
         return words
 
     def _keep(self, table: ThroughputTable) -> None:
