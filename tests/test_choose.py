@@ -426,6 +426,23 @@ def test_reason_of_a_trial_says_what_it_may_gain():
     )
 
 
+def test_run_does_not_wait_for_the_program_of_a_mesh_that_never_ran_unless_it_must():
+    """By the model it wins by more than the model's error."""
+    problem = hand_problem({F8: 1e9}, {D8: 100.0, D4T2: 200.0})
+    table, current = (
+        observed(ThroughputTable(), D8, 100, 100, 100),
+        Plans(rollout_on(D8), train_on(F8)),
+    )
+    for may_try, mesh in ((None, D4T2), (lambda *_: True, D4T2), (lambda *_: False, D8)):
+        assert meshes(Chooser(problem, table, may_try=may_try).step(STEP, current))[0] == mesh
+    chooser = Chooser(problem, table, may_try=lambda *_: False)
+    # Longer contexts have other programs anyway.
+    assert meshes(chooser.step(dataclasses.replace(STEP, is_new=True), current))[0] == D4T2
+    small = dataclasses.replace(problem, rollout_bytes={D8: 10_000}, budget_bytes=8000)
+    chooser = Chooser(small, table, may_try=lambda *_: False)
+    assert meshes(chooser.step(STEP, current))[0] == D4T2
+
+
 @pytest.mark.parametrize("tries", [False, True])
 @pytest.mark.parametrize("noise", [0.0, 0.05, 0.2, 0.5])
 def test_noise_causes_no_storm_of_switches(noise, tries):

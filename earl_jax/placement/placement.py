@@ -23,7 +23,7 @@ from earl_jax.rollout.gather import RolloutShort, Shortage
 from earl_jax.selector.choose import BudgetTooSmall, Choice, Chooser, Decision, Step
 from earl_jax.selector.memory import OutOfMemoryInMove, is_out_of_memory
 from earl_jax.selector.plans import Plan, Plans, RolloutPlan, TrainPlan
-from earl_jax.selector.table import ThroughputTable
+from earl_jax.selector.table import Entry, ThroughputTable, key_of
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import WINDOW, Load
@@ -91,6 +91,10 @@ class Placement:
         # CompileAhead.hand_over and .is_compiled, where a thread compiles ahead.
         self.about_to_use: Callable[[Hashable], None] = lambda key: None
         self.is_compiled: Callable[[Hashable], bool] = lambda key: False
+        # True where a thread compiles ahead: a plan that never ran waits for its program, whose
+        # name is in `awaited` by `key_of`.
+        self.compiles_ahead = False
+        self.awaited: dict[str, Hashable] = {}
         self.log = SwitchLog()
 
     def as_dict(self) -> dict[str, Any]:
@@ -334,10 +338,42 @@ class Placement:
 
         A training batch is expected to have the tokens of `load`.
         """
-        may_try = (lambda plan, tokens: True) if tries and self.observations.is_fed else None
+        may_try = self._may_try if tries and self._tries else None
         episodes = self.stages.rollout.episodes_per_step
         tokens = math.ceil(episodes * load.context_tokens_mean) if load else None
         return Chooser(self.problem, self.observations.known, caution, may_try, tokens)
+
+    @property
+    def _tries(self) -> bool:
+        """True if plans that never ran may be tried out.
+
+        On CPUs they are even where nothing compiles ahead: the compiler takes its time from the
+        steps in any case. Several processes compile nothing ahead.
+        """
+        is_cpu = self.problem.hardware.platform == "cpu" and self.stages.cluster.count == 1
+        return self.observations.is_fed and (self.compiles_ahead or is_cpu)
+
+    def _may_try(self, plan: Plan, tokens: int) -> bool:
+        """Returns True if nobody waits for the program of a plan that never ran."""
+        awaited = self.awaited.get(key_of(plan, tokens))
+        return not self.compiles_ahead or self.is_compiled(awaited)
+
+    def promising(self, load: Load | None) -> list[tuple[Plan, int]]:
+        """Returns plans that never ran and would be chosen if their programs were there.
+
+        With their context buckets.
+        """
+        step = self.step_of(self.max_tokens, load)
+        if not self._tries or step.lasts < WINDOW:
+            return []
+        chooser = dataclasses.replace(self.chooser(load), may_try=lambda plan, tokens: True)
+        try:
+            choices = chooser.step(step, self.plans).choices
+        except BudgetTooSmall:
+            return []
+        entries = self.observations.table.entries
+        found = [(choice.plan, choice.tokens) for choice in choices if choice.switched]
+        return [each for each in found if not entries.get(key_of(*each), Entry()).speeds]
 
     @property
     def _sure(self) -> float:

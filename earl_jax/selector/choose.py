@@ -331,6 +331,8 @@ class Chooser:
             both = pair.rollout is not None and pair.train is not None
             if not gains or not (is_calm or (both and _may_leave_early(pair, stays))):
                 pair = stays
+            elif not step.is_new and self._must_wait(pair, stays, step):
+                pair = stays
         gain = stays.cost_s / pair.cost_s - 1.0 if stays and pair.cost_s else None
 
         def choice(
@@ -369,6 +371,16 @@ class Chooser:
             tokens, work = step.length, self._train_tokens(step)
             train = choice("train", update, current.train, tokens, work)
         return Decision(rollout=rollout, train=train, seconds=pair.step_s)
+
+    def _must_wait(self, pair: _Pair, stays: _Pair, step: Step) -> bool:
+        """Returns True if the run would wait for a program although the plans in use fit."""
+        tokens = {"rollout": step.max_tokens, "train": step.length}
+        return self.may_try is not None and any(
+            new.plan.mesh != old.plan.mesh
+            and not new.is_observed
+            and not self.may_try(new.plan, tokens[new.plan.stage])
+            for old, new in zip(stays.candidates, pair.candidates, strict=True)
+        )
 
     def _train_tokens(self, step: Step) -> int:
         rows = self.problem.packed_rows(step.length, self.train_tokens)
