@@ -13,7 +13,7 @@ import pytest
 
 from earl_jax.launch.distributed import RestartNeeded
 from earl_jax.loop import rl_step
-from earl_jax.placement import moves
+from earl_jax.placement import moves, sessions
 from earl_jax.placement.delivery import Part
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.updates import StepUpdate
@@ -227,7 +227,13 @@ def test_trainer_that_cannot_move_goes_to_another_mesh(world, monkeypatch):
 
     monkeypatch.setattr(moves, "carry", short)
     moved = move_state(placement, state)
-    assert placement.train != first and len(placement.take_log().failures) == 1
+    assert placement.train != first
+    (words,) = placement.take_log().failures
+    assert words.startswith(f"train on {first.mesh} ran out") and words.endswith(
+        "in the move there"
+    )
+    # In this run only: the next one may have the memory.
+    assert not placement.observations.table.failures
     shardings = world.learner.state_shardings(placement.train.mesh)
     leaves = zip(expected, jax.tree.leaves(moved), jax.tree.leaves(shardings), strict=True)
     for old, new, where in leaves:
@@ -258,6 +264,37 @@ def test_rollout_that_runs_out_of_memory_is_played_again(world, monkeypatch, mes
         assert [t.token_ids for t in played.turns] == [t.token_ids for t in wanted.turns]
         assert (played.reward, played.stop_reason) == (wanted.reward, wanted.stop_reason)
     assert record.updates[0]["loss"] == pytest.approx(expected.updates[0]["loss"], abs=1e-4)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own program", "new weights"])
+def test_only_a_plan_whose_own_program_failed_is_remembered_for_later_runs(world, monkeypatch, own):
+    """By XLA's own error, in the first round or in the publication of weights before it."""
+    notes = []
+    placement = placed(world, notes.append)
+    first, params = placement.rollout, world.learner.init_state(placement.train.mesh).params
+
+    def short(*arguments, **settings):
+        return jax.block_until_ready(hungry(donated=0)(jnp.ones(4)))
+
+    if not own:
+        monkeypatch.setattr(sessions, "publish_to_engines", short)
+
+    def publish_and_play():
+        placement.sessions.open(params, version=0)
+        return short()
+
+    assert placement.attempt("rollout", publish_and_play) is None
+    placement.choose_step(TOKENS, None)
+    assert placement.rollout != first, "not again in this run"
+    assert len(placement.observations.table.failures) == own
+    assert notes[-1].endswith(
+        "not tried again" if own else "in the move there; it is not tried again in this run"
+    )
+    next_run = place(
+        world, placement.observations.table.over(table_of(world.problem, TRAIN, PLAY, (TOKENS,)))
+    )
+    next_run.choose_step(TOKENS, None)
+    assert (next_run.rollout == first) != own
 
 
 # Of several processes.

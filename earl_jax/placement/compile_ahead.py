@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles programs that a run will need soon, in the background while steps run.
 
-Longer contexts need other programs, and XLA takes seconds (CPU) to minutes (TPU) for one. A thread
+Longer contexts and other meshes need other programs, and XLA takes seconds (CPU) to minutes (TPU)
+for one. A thread
 compiles them from shapes alone and leaves them in JAX's persistent compilation cache
 (`launch.start.start_jax`), where the run's own call finds them. Nothing is decided here and no
 array is touched.
@@ -22,9 +23,10 @@ from earl_jax.placement.packing import plan_of_shape, shape_ahead
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.programs import lower_round, lower_update, play_key, update_key
 from earl_jax.placement.stages import Stages
-from earl_jax.selector.plans import RolloutPlan
+from earl_jax.selector.plans import RolloutPlan, TrainPlan
+from earl_jax.selector.table import key_of
 from earl_jax.telemetry.compile_clock import compile_clock
-from earl_jax.telemetry.load import LoadHistory
+from earl_jax.telemetry.load import Load, LoadHistory
 
 
 class Wanted(NamedTuple):
@@ -39,24 +41,43 @@ def wanted_programs(
 ) -> Iterator[Wanted]:
     """Yields the program for the last episodes of a rollout, if they would move to another mesh.
 
-    Then those of the config's next context bucket, whose plans are chosen as of now.
+    Then those of the config's next context bucket, whose plans are chosen as of now; and those of
+    plans for the present one that never ran, and would be chosen if nobody waited for them.
     """
-    stages = placement.stages
-    rollout = stages.rollout
-    if (tail := placement.sessions.tail_plan(history.recent())) is not None:
+    stages, load = placement.stages, history.recent()
+    if (tail := placement.sessions.tail_plan(load)) is not None:
         yield _round(stages, tail, placement.max_tokens)
+    yield from _next_bucket(placement, load, max_context)
+    for plan, tokens in placement.promising(load):
+        if isinstance(plan, RolloutPlan):
+            wanted = _round(stages, plan, tokens)
+        elif (wanted := _update(placement, plan, tokens)) is None:
+            continue
+        placement.awaited[key_of(plan, tokens)] = wanted.key
+        yield wanted
+
+
+def _next_bucket(placement: Placement, load: Load | None, max_context: int) -> Iterator[Wanted]:
+    stages, rollout = placement.stages, placement.stages.rollout
     bucket = rollout.max_tokens_for(placement.max_tokens + 1)
     if bucket > min(max_context, rollout.context_buckets[-1]):
         return
-    plans = placement.foresee(bucket, history.recent())
-    if plans.train is not None and (shape := shape_ahead(placement, plans.train, bucket)):
-        train = plan_of_shape(stages, plans.train, shape, bucket)
-        # Jitted here: two threads would make two of it.
-        stages.learner.program(train)
-        key = update_key(train, shape)
-        yield Wanted(key, lambda: lower_update(stages, train, bucket, shape))
+    plans = placement.foresee(bucket, load)
+    if plans.train is not None and (update := _update(placement, plans.train, bucket)):
+        yield update
     if plans.rollout is not None:
         yield _round(stages, plans.rollout, bucket)
+
+
+def _update(placement: Placement, plan: TrainPlan, length: int) -> Wanted | None:
+    """Returns the program of an update; None where the shape of its batch is not known yet."""
+    stages = placement.stages
+    if (shape := shape_ahead(placement, plan, length)) is None:
+        return None
+    train = plan_of_shape(stages, plan, shape, length)
+    # Jitted here: two threads would make two of it.
+    stages.learner.program(train)
+    return Wanted(update_key(train, shape), lambda: lower_update(stages, train, length, shape))
 
 
 def _round(stages: Stages, plan: RolloutPlan, max_tokens: int) -> Wanted:
@@ -92,7 +113,7 @@ class CompileAhead:
 
         If `is_on`, `look` requests programs, for contexts of up to `max_context` tokens.
         """
-        self._say, self._is_on, self._max_context = say, is_on, max_context
+        self._say, self.is_on, self._max_context = say, is_on, max_context
         self._pool = ThreadPoolExecutor(1, "compile-ahead")
         self._thread: threading.Thread | None = None
         # Seconds of each requested program, None where it failed; no future once the run uses it.
@@ -103,7 +124,7 @@ class CompileAhead:
 
     def look(self, placement: Placement, history: LoadHistory) -> None:
         """Requests the programs that may be needed next; returns at once."""
-        if self._is_on:
+        if self.is_on:
             self.request(wanted_programs(placement, history, self._max_context))
 
     def request(self, programs: Iterable[Wanted]) -> None:
@@ -115,9 +136,11 @@ class CompileAhead:
             self._say(self._failures.pop(0))
 
     def is_compiled(self, key: Hashable) -> bool:
-        """Returns True if a program was compiled here and is not in use yet."""
-        future = self._futures.get(key)
-        return future is not None and future.done() and future.result() is not None
+        """Returns True if a program was compiled here, or the run has taken it over."""
+        if key not in self._futures:
+            return False
+        future = self._futures[key]
+        return future is None or (future.done() and future.result() is not None)
 
     def hand_over(self, key: Hashable) -> None:
         """Gives a program to the run, which waits if it is being compiled.

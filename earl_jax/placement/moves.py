@@ -51,7 +51,7 @@ def _to_mesh(placement: Placement, state: TrainState) -> TrainState:
         placement.log.switch_s += time.perf_counter() - start
         if whole:
             return state
-        placement.fail("train")
+        placement.fail("train", in_move=True)
         placement.choose_training_again()
 
 

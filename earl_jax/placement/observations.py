@@ -3,7 +3,6 @@
 """Observations: what plans did in this run, in the throughput table and on disk."""
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable
 
 from earl_jax.selector.plans import Failure, Plan, RolloutPlan
@@ -19,29 +18,52 @@ class Observations:
     ) -> None:
         """Begins with a table; the run's speeds are added to it if `is_fed`.
 
-        `say` reports plans that ran out of memory, and a table that cannot be kept.
+        Speeds of before are one of each plan then, so that an entry is trusted only when this run
+        has observed it. `say` reports plans that ran out of memory, and a table that cannot be
+        kept.
         """
-        self._problem, self.table, self._say = problem, table, say
-        # Steps of this run with each plan, by key; None where no speeds are added.
-        self.steps: Counter[str] | None = Counter() if is_fed else None
+        self._problem, self._say, self.is_fed = problem, say, is_fed
+        self.table = table.as_prior() if is_fed else table
+        # Plans left out in this run only: a move to them ran out of memory.
+        self._avoided: tuple[Failure, ...] = ()
+        # Keys of plans whose speed this run has observed.
+        self._observed: set[str] = set()
 
     def add_speed(self, plan: Plan, tokens: int, tokens_per_s: float | None) -> None:
-        """Adds a step with a plan, and its speed unless None, to a table that is fed."""
-        if self.steps is not None:
-            self.steps[key_of(plan, tokens)] += 1
-            if tokens_per_s:
-                self._keep(self.table.with_speed(key_of(plan, tokens), tokens_per_s))
+        """Adds the speed of a step with a plan, unless None, to a table that is fed.
+
+        The first one of this run takes the place of what was observed before.
+        """
+        if self.is_fed and tokens_per_s:
+            key, table = key_of(plan, tokens), self.table
+            if key not in self._observed and key in table.entries:
+                bare = table.entries[key]._replace(speeds=())
+                table = dataclasses.replace(table, entries={**table.entries, key: bare})
+            self._observed.add(key)
+            self._keep(table.with_speed(key, tokens_per_s))
 
     def add_bytes(self, plan: Plan, tokens: int, program_bytes: int) -> None:
         """Adds XLA's bytes of a plan's program."""
         self._keep(with_program_bytes(self._problem, self.table, plan, tokens, program_bytes))
 
-    def add_failure(self, plan: Plan, tokens: int) -> str:
-        """Remembers that a plan ran out of memory, in later runs too; returns it in words."""
+    @property
+    def known(self) -> ThroughputTable:
+        """The table to choose by: it also leaves out the plans that no move of this run reached."""
+        return dataclasses.replace(self.table, failures=(*self.table.failures, *self._avoided))
+
+    def add_failure(self, plan: Plan, tokens: int, *, in_move: bool = False) -> str:
+        """Remembers that a plan ran out of memory; returns it in words.
+
+        Later runs know it too, unless memory was short `in_move`, beside what was there before.
+        """
         table = with_failure(self._problem, self.table, plan, tokens)
         words = f"{plan.stage} on {plan.mesh} {table.failures[-1]}"
-        self._say(f"{words}; it is not tried again")
-        self._keep(table)
+        if in_move:
+            words += ", in the move there"
+            self._avoided += table.failures[-1:]
+        else:
+            self._keep(table)
+        self._say(f"{words}; it is not tried again{' in this run' * in_move}")
         return words
 
     def _keep(self, table: ThroughputTable) -> None:

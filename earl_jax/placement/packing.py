@@ -77,18 +77,21 @@ def plan_batch(
 
 
 def shape_ahead(placement: Placement, plan: TrainPlan, length: int) -> Shape | None:
-    """Returns the shape that a batch in a longer context bucket will probably have.
+    """Returns the shape that a batch by another plan, or of longer episodes, will probably have.
 
     None: it is not known yet. Batches of this bucket then have that shape where it is little larger
     than they need.
     """
     rule = row_rule(placement.stages, plan, length)
     history = placement.row_shapes.setdefault(str(length), ShapeHistory())
-    if not history.shapes and placement.trained_tokens:
-        needed = math.ceil(GROWTH_AHEAD * placement.trained_tokens)
-        fitting = (shape for shape in rule.shapes if shape.places >= needed)
-        history.add(next(fitting, rule.largest), rule)
-    return history.shapes[0] if history.shapes else None
+    if known := [shape for shape in history.shapes if shape in rule.shapes]:
+        return known[0]
+    if not placement.trained_tokens:
+        return None
+    needed = math.ceil(GROWTH_AHEAD * placement.trained_tokens)
+    shape = next((shape for shape in rule.shapes if shape.places >= needed), rule.largest)
+    history.add(shape, rule)
+    return shape
 
 
 def move_batch(placement: Placement, batch: TrajectoryBatch, length: int) -> TrajectoryBatch:

@@ -21,9 +21,9 @@ from earl_jax.placement.sessions import Sessions
 from earl_jax.placement.stages import Stages
 from earl_jax.rollout.gather import RolloutShort, Shortage
 from earl_jax.selector.choose import BudgetTooSmall, Choice, Chooser, Decision, Step
-from earl_jax.selector.memory import is_out_of_memory
+from earl_jax.selector.memory import OutOfMemoryInMove, is_out_of_memory
 from earl_jax.selector.plans import Plan, Plans, RolloutPlan, TrainPlan
-from earl_jax.selector.table import ThroughputTable
+from earl_jax.selector.table import Entry, ThroughputTable, key_of
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import WINDOW, Load
@@ -91,6 +91,10 @@ class Placement:
         # CompileAhead.hand_over and .is_compiled, where a thread compiles ahead.
         self.about_to_use: Callable[[Hashable], None] = lambda key: None
         self.is_compiled: Callable[[Hashable], bool] = lambda key: False
+        # True where a thread compiles ahead: a plan that never ran waits for its program, whose
+        # name is in `awaited` by `key_of`.
+        self.compiles_ahead = False
+        self.awaited: dict[str, Hashable] = {}
         self.log = SwitchLog()
 
     def as_dict(self) -> dict[str, Any]:
@@ -334,10 +338,42 @@ class Placement:
 
         A training batch is expected to have the tokens of `load`.
         """
-        steps = self.observations.steps if tries else None
+        may_try = self._may_try if tries and self._tries else None
         episodes = self.stages.rollout.episodes_per_step
         tokens = math.ceil(episodes * load.context_tokens_mean) if load else None
-        return Chooser(self.problem, self.observations.table, caution, steps, tokens)
+        return Chooser(self.problem, self.observations.known, caution, may_try, tokens)
+
+    @property
+    def _tries(self) -> bool:
+        """True if plans that never ran may be tried out.
+
+        On CPUs they are even where nothing compiles ahead: the compiler takes its time from the
+        steps in any case. Several processes compile nothing ahead.
+        """
+        is_cpu = self.problem.hardware.platform == "cpu" and self.stages.cluster.count == 1
+        return self.observations.is_fed and (self.compiles_ahead or is_cpu)
+
+    def _may_try(self, plan: Plan, tokens: int) -> bool:
+        """Returns True if nobody waits for the program of a plan that never ran."""
+        awaited = self.awaited.get(key_of(plan, tokens))
+        return not self.compiles_ahead or self.is_compiled(awaited)
+
+    def promising(self, load: Load | None) -> list[tuple[Plan, int]]:
+        """Returns plans that never ran and would be chosen if their programs were there.
+
+        With their context buckets.
+        """
+        step = self.step_of(self.max_tokens, load)
+        if not self._tries or step.lasts < WINDOW:
+            return []
+        chooser = dataclasses.replace(self.chooser(load), may_try=lambda plan, tokens: True)
+        try:
+            choices = chooser.step(step, self.plans).choices
+        except BudgetTooSmall:
+            return []
+        entries = self.observations.table.entries
+        found = [(choice.plan, choice.tokens) for choice in choices if choice.switched]
+        return [each for each in found if not entries.get(key_of(*each), Entry()).speeds]
 
     @property
     def _sure(self) -> float:
@@ -377,9 +413,10 @@ class Placement:
         """Returns the result of `work`; None where the devices had too little memory for it.
 
         No other place catches a lack of memory while plans are in use. The size of the stage's plan
-        is remembered (`stage` None: nothing is): choose again, and repeat the work from its inputs,
-        which it must not have given up. A rollout that outgrew its plan, where none is left for its
-        live episodes, is repeated too: from the start there may be one, with fewer slots.
+        is remembered (`stage` None: nothing is), for later runs too if its own program failed.
+        Choose again, and repeat the work from its inputs, which it must not have given up. A
+        rollout that outgrew its plan, where none is left for its live episodes, is repeated too:
+        from the start there may be one, with fewer slots.
 
         Args:
             stage: the stage whose plan is in use.
@@ -405,7 +442,9 @@ class Placement:
             if not is_out_of_memory(error) or (live and processes.count > 1):
                 raise
             if stage is not None:
-                self.fail(stage, length, plan)
+                # A process that ends forgets what only this run knows.
+                in_move = isinstance(error, OutOfMemoryInMove) and processes.count == 1
+                self.fail(stage, length, plan, in_move=in_move)
             if processes.count > 1:
                 raise RestartNeeded(
                     f"{self.log.failures[-1]}; it is remembered, and not tried again"
@@ -417,16 +456,27 @@ class Placement:
             self.outgrown = 0
         return result
 
-    def fail(self, stage: str, length: int | None = None, plan: TrainPlan | None = None) -> None:
-        """Remembers that a stage's plan ran out of memory; `length` and `plan` as in `attempt`."""
+    def fail(
+        self,
+        stage: str,
+        length: int | None = None,
+        plan: TrainPlan | None = None,
+        *,
+        in_move: bool = False,
+    ) -> None:
+        """Remembers that a stage's plan ran out of memory; `length` and `plan` as in `attempt`.
+
+        In this run only if it did `in_move`: in a move to the plan.
+        """
         if stage == "rollout":
             self.outgrown = self.max_tokens
-            self._remember(self.rollout, self.max_tokens)
+            self._remember(self.rollout, self.max_tokens, in_move=in_move)
         else:
-            self._remember(plan or self.train, length or self.length)
+            self._remember(plan or self.train, length or self.length, in_move=in_move)
 
-    def _remember(self, plan: Plan, tokens: int) -> None:
-        self.log.failures.append(self.observations.add_failure(plan, tokens))
+    def _remember(self, plan: Plan, tokens: int, *, in_move: bool = False) -> None:
+        words = self.observations.add_failure(plan, tokens, in_move=in_move)
+        self.log.failures.append(words)
 
     def shortage(self, error: Exception) -> Shortage | None:
         """Returns what the other processes must know of a rollout that ended with this error.

@@ -17,7 +17,7 @@ from earl_jax.engine.pages import roomier_pages
 from earl_jax.engine.session import Policy, Session, open_session, relocate, vacate
 from earl_jax.placement.programs import play_key
 from earl_jax.selector.choose import BudgetTooSmall, Decision
-from earl_jax.selector.memory import resident_bytes
+from earl_jax.selector.memory import moving, resident_bytes
 from earl_jax.selector.plans import RolloutPlan
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import Load
@@ -67,14 +67,15 @@ class Sessions:
         The engine is this process's part of the rollout's `mesh`. Every process calls it.
         """
         stages = self._stages
-        published = publish_to_engines(
-            params,
-            engine.parameter_shapes,
-            engine.parameter_shardings,
-            stages.layouts.rollout(mesh),
-            chunk_bytes=stages.chunk_bytes,
-        )
-        stages.cluster.wait(published.params, "new weights")
+        with moving():
+            published = publish_to_engines(
+                params,
+                engine.parameter_shapes,
+                engine.parameter_shardings,
+                stages.layouts.rollout(mesh),
+                chunk_bytes=stages.chunk_bytes,
+            )
+            stages.cluster.wait(published.params, "new weights")
         return Policy(params=published.params, version=version), published.moved_bytes
 
     def _play_on(self, plan: RolloutPlan) -> None:
@@ -204,14 +205,11 @@ class Sessions:
         engine = stages.engines.engine(plan.mesh, plan.num_slots)
         start = time.perf_counter()
         self._play_on(plan)
-        moved = relocate(
-            session,
-            engine,
-            max(self._placement.max_tokens, session.max_tokens),
-            pool,
-            chunk_bytes=self._stages.chunk_bytes,
-        )
-        jax.block_until_ready((moved.policy.params, moved.state))
+        with moving():
+            max_tokens = max(self._placement.max_tokens, session.max_tokens)
+            chunk_bytes = stages.chunk_bytes
+            moved = relocate(session, engine, max_tokens, pool, chunk_bytes=chunk_bytes)
+            jax.block_until_ready((moved.policy.params, moved.state))
         if engine is not session.engine:
             self._placement.log.switch_s += time.perf_counter() - start
         self._placement.cache_tokens = max(

@@ -13,22 +13,20 @@ hysteresis with its switch paid for.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, NamedTuple
 
 from earl_jax.selector.plan_candidates import Candidate, Candidates, P
-from earl_jax.selector.plans import Plans, RolloutPlan, TrainPlan
+from earl_jax.selector.plans import Plan, Plans, RolloutPlan, TrainPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.reasons import BudgetTooSmall, reason_of, step_too_small, too_small
-from earl_jax.selector.table import TRUSTED, ThroughputTable
+from earl_jax.selector.table import KEPT, TRUSTED, ThroughputTable
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import WINDOW
 
 # Steps within the fraction TIE are equally fast. The pair that leaves most memory wins then; all
 # that leave the share AMPLE of the budget are equal in this, and the least cut wins.
 TIE, AMPLE = 0.02, 0.5
-# A plan that is tried out stays for so many steps: in the first one its programs are compiled.
-TRIAL_STEPS = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,13 +119,13 @@ class Chooser:
     problem: Problem
     table: ThroughputTable
     caution: float = 1.0
-    steps: Mapping[str, int] | None = None
+    may_try: Callable[[Plan, int], bool] | None = None
     train_tokens: int | None = None
 
     @functools.cached_property
     def candidates(self) -> Candidates:
         """The plans to choose from."""
-        return Candidates(self.problem, self.table, self.caution, self.steps, self.train_tokens)
+        return Candidates(self.problem, self.table, self.caution, self.may_try, self.train_tokens)
 
     def step(self, step: Step, current: Plans, calm_steps: int = WINDOW) -> Decision:
         """Chooses both stages' plans for a step.
@@ -146,28 +144,55 @@ class Chooser:
         return self._decide(step, pairs, here, current, is_calm)
 
     def _pairs(self, step: Step, current: Plans) -> list[_Pair]:
-        """Returns each training mesh that fits with the best rollouts beside it."""
-        problem, pairs = self.problem, []
+        """Returns each training mesh that fits with the best rollouts beside it.
+
+        Those that cannot be the fastest beside any rollout are left out, but for the one in use.
+        """
+        problem, train_tokens, least_s = self.problem, self._train_tokens(step), math.inf
+        fitting = self.candidates.trains_that_fit(step.length, problem.budget, current.train)
+        trains = _fastest_by_mesh(fitting, current.train)
+        train_s = [
+            self._move_s(step, c, current.train) + train_tokens / c.tokens_per_s for c in trains
+        ]
+        fastest_s = self._fastest_rollout_s(step, trains)
         # The best rollout and that on the mesh in use, by the bytes that a trainer leaves there.
         beside: dict[tuple[int, bool], list[Candidate[RolloutPlan]]] = {}
-        train_tokens = self._train_tokens(step)
-        fitting = self._that_fit(self.candidates.train(step.length))
-        for train in _fastest_by_mesh(fitting, current.train):
+        found = list[tuple[int, _Pair]]()
+        for index in sorted(range(len(trains)), key=lambda index: train_s[index]):
+            train = trains[index]
+            is_slow = train_s[index] + fastest_s > (1.0 + TIE) * least_s
+            if is_slow and train.plan != current.train:
+                continue
             mesh = train.plan.mesh
-            switches = current.train is not None and mesh != current.train.mesh
-            switch_s = problem.move_s(mesh) / step.lasts if switches else 0.0
             for offload in (False, True) if self._may_offload(mesh) else (False,):
-                resident = self._resident(train, offload)
-                key = (resident, offload)
+                key = (self._resident(train, offload), offload)
                 if key not in beside:
-                    beside[key] = self._beside(step, resident, offload, current.rollout)
-                train_s = train_tokens / train.tokens_per_s
-                train_s += problem.offload_s(mesh) if offload else 0.0
+                    beside[key] = self._beside(step, *key, current.rollout)
                 for rollout in beside[key]:
                     rollout_s = step.rollout_tokens / rollout.tokens_per_s
-                    step_s = train_s + rollout_s + problem.publish_s(rollout.plan.mesh)
-                    pairs.append(_Pair(rollout, train, resident, step_s + switch_s, step_s))
-        return pairs
+                    rollout_s += problem.publish_s(rollout.plan.mesh)
+                    rollout_s += problem.offload_s(mesh) if offload else 0.0
+                    cost_s = train_s[index] + rollout_s
+                    step_s = train_tokens / train.tokens_per_s + rollout_s
+                    least_s = min(least_s, cost_s)
+                    found.append((index, _Pair(rollout, train, key[0], cost_s, step_s)))
+        # Of equally good pairs the first is taken: the one that is cut least.
+        return [pair for _, pair in sorted(found, key=lambda each: each[0])]
+
+    def _move_s(self, step: Step, train: Candidate[TrainPlan], current: TrainPlan | None) -> float:
+        """Returns the seconds a step of moving the trainer's state to a plan, 0 where it stays."""
+        mesh = train.plan.mesh
+        stays = current is None or mesh == current.mesh
+        return 0.0 if stays else self.problem.move_s(mesh) / step.lasts
+
+    def _fastest_rollout_s(self, step: Step, trains: Sequence[Candidate[TrainPlan]]) -> float:
+        """Returns the seconds of the fastest rollout beside the smallest of these trainers."""
+        offload = self.problem.can_offload
+        resident = min((self._resident(train, offload) for train in trains), default=0)
+        free = self.problem.budget - resident
+        found = self.candidates.rollouts(step.max_tokens, step.cache_tokens, free, offload=True)
+        top = max((candidate.tokens_per_s for candidate in found), default=math.inf)
+        return step.rollout_tokens / top
 
     def _resident(self, train: Candidate[TrainPlan], offload: bool) -> int:
         """Returns the bytes beside which a rollout must fit.
@@ -203,17 +228,17 @@ class Chooser:
         Raises:
             BudgetTooSmall: no plan fits.
         """
-        candidates = self.candidates.train(step.length)
-        fitting = self._that_fit(candidates, beside)
+        free = self.problem.budget - beside
+        fitting = self.candidates.trains_that_fit(step.length, free, current)
         if not fitting:
-            raise too_small(self.candidates, "training", candidates, step.length, beside)
+            every = self.candidates.train(step.length)
+            raise too_small(self.candidates, "training", every, step.length, beside)
         tokens = self._train_tokens(step)
         pairs = []
         for candidate in _fastest_by_mesh(fitting, current):
             seconds = tokens / candidate.tokens_per_s
-            moves = current is not None and candidate.plan.mesh != current.mesh
-            switch_s = self.problem.move_s(candidate.plan.mesh) / step.lasts if moves else 0.0
-            pairs.append(_Pair(None, candidate, 0, seconds + switch_s, seconds))
+            cost_s = seconds + self._move_s(step, candidate, current)
+            pairs.append(_Pair(None, candidate, 0, cost_s, seconds))
         here = [pair for pair in pairs if pair.train and pair.train.plan == current]
         return self._decide(step, pairs, here, Plans(train=current), step.is_new)
 
@@ -277,12 +302,8 @@ class Chooser:
         held = devices * problem.moments_bytes(mesh) + problem.preempted_bytes
         return held <= hardware.host_memory_bytes
 
-    def _that_fit(self, candidates: Iterable[Candidate[P]], beside: int = 0) -> list[Candidate[P]]:
-        budget = self.problem.budget - beside
-        return [c for c in candidates if not c.failed and c.num_bytes <= budget]
-
     def _too_small(self, step: Step) -> BudgetTooSmall:
-        fitting = self._that_fit(self.candidates.train(step.length))
+        fitting = self.candidates.trains_that_fit(step.length, self.problem.budget, None)
         residents = {
             (self._resident(candidate, offload), offload)
             for candidate in fitting
@@ -300,14 +321,17 @@ class Chooser:
     ) -> Decision:
         """Returns the decision among pairs, where `here` are those of the plans in use, if any fit.
 
-        Plans in use are left for a step shorter by more than the hysteresis, when `is_calm` or for
-        a mesh that is tried out.
+        Plans in use are left for a step shorter by more than the hysteresis, when `is_calm` or
+        where they may be left early.
         """
         pair, budget = _best(pairs, self.problem.budget), self.problem.budget
         stays = _best(here, budget) if here else None
         if stays is not None:
             gains = stays.cost_s > (1.0 + self.problem.hysteresis) * pair.cost_s
-            if not gains or not (is_calm or _is_trying(pair, stays)):
+            both = pair.rollout is not None and pair.train is not None
+            if not gains or not (is_calm or (both and _may_leave_early(pair, stays))):
+                pair = stays
+            elif not step.is_new and self._must_wait(pair, stays, step):
                 pair = stays
         gain = stays.cost_s / pair.cost_s - 1.0 if stays and pair.cost_s else None
 
@@ -348,6 +372,16 @@ class Chooser:
             train = choice("train", update, current.train, tokens, work)
         return Decision(rollout=rollout, train=train, seconds=pair.step_s)
 
+    def _must_wait(self, pair: _Pair, stays: _Pair, step: Step) -> bool:
+        """Returns True if the run would wait for a program although the plans in use fit."""
+        tokens = {"rollout": step.max_tokens, "train": step.length}
+        return self.may_try is not None and any(
+            new.plan.mesh != old.plan.mesh
+            and not new.is_observed
+            and not self.may_try(new.plan, tokens[new.plan.stage])
+            for old, new in zip(stays.candidates, pair.candidates, strict=True)
+        )
+
     def _train_tokens(self, step: Step) -> int:
         rows = self.problem.packed_rows(step.length, self.train_tokens)
         return rows * step.length * self.problem.work.epochs
@@ -375,16 +409,18 @@ def _best(pairs: Sequence[_Pair], budget: float) -> _Pair:
     return min(ties, key=lambda pair: (pair.offloads, max(pair.fullest, AMPLE * budget)))
 
 
-def _is_trying(best: _Pair, stays: _Pair) -> bool:
-    """Returns True if plans may be left before a window of steps, because a mesh is tried out.
+def _may_leave_early(best: _Pair, stays: _Pair) -> bool:
+    """Returns True if plans may be left before a window of steps.
 
-    A trial may begin or end when the plans in use did TRIAL_STEPS steps. One ends while its plan
-    has done so few steps that it came into use as a trial, or as the first plan of the run.
+    One may when it was observed just often enough to be trusted: it came into use as the first
+    plan, as a trial, or by the model, and its speed is known since. Or for a trial, when it is
+    trusted.
     """
-    steps = [candidate.steps for candidate in stays.candidates]
-    is_young = min(steps) < TRIAL_STEPS + TRUSTED
-    is_trial = any(candidate.is_trial for candidate in best.candidates)
-    return min(steps) >= TRIAL_STEPS and (is_young or is_trial)
+    for old, new in zip(stays.candidates, best.candidates, strict=True):
+        if old.plan.mesh != new.plan.mesh and old.num_speeds >= TRUSTED:
+            if new.is_trial or old.num_speeds < KEPT:
+                return True
+    return False
 
 
 def _is_here(pair: _Pair, current: Plans) -> bool:

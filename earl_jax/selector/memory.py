@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes per device of programs and arrays, the budget, and errors of a lack of memory."""
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -47,6 +48,24 @@ def device_budget(setting: int) -> int | None:
 def is_out_of_memory(error: Exception) -> bool:
     """Returns True if a device, or its compiler, had too little memory, by XLA's status code."""
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+
+class OutOfMemoryInMove(jax.errors.JaxRuntimeError):
+    """Raised where a device had too little memory for a move of arrays to a plan's layout.
+
+    It has source and target at once. The plan's own program may fit all the same.
+    """
+
+
+@contextlib.contextmanager
+def moving() -> Iterator[None]:
+    """Raises OutOfMemoryInMove where memory is too short for the move inside."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryInMove(str(error)) from error
 
 
 def unless_out_of_memory(attempt: Callable[[], Result]) -> Result | None:

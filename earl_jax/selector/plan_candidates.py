@@ -4,7 +4,8 @@
 
 Bytes are XLA's where a plan's program was compiled, else computed. Speeds are observed where the
 plan ran; else those of the speed model, corrected by the factor by which the same mesh, or else the
-median mesh of the stage, was observed to differ from it.
+median mesh of the stage, was observed to differ from it. An observed speed that is below the
+model's by more than the model's error counts only where this run has observed it TRUSTED times.
 """
 
 import dataclasses
@@ -34,39 +35,73 @@ TRIALS = 2
 class Candidate(Generic[P]):
     """A plan with the bytes per device of its own program and its speed.
 
-    `is_exact` bytes are XLA's. A speed `is_observed`, or computed; with `is_trial` it is the most
-    that the model's error allows. `steps` of this run were done with the plan. `failed` is how it
-    ran out of memory before, "" where it did not.
+    `is_exact` bytes are XLA's. The speed was observed `num_speeds` times, or is computed; with
+    `is_trial` it is the most that the model's error allows. `failed` is how it ran out of memory
+    before, "" where it did not.
     """
 
     plan: P
     num_bytes: int
     is_exact: bool
     tokens_per_s: float
-    is_observed: bool
+    num_speeds: int = 0
     is_trial: bool = False
-    steps: int = 0
     failed: str = ""
+
+    @property
+    def is_observed(self) -> bool:
+        """True if the plan ran at this context bucket."""
+        return self.num_speeds > 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidates:
     """The candidates of one problem by one table.
 
-    Computed bytes count `caution` times, but for those of pages, which are exact. `steps` counts
-    the steps of this run with each plan, by key; None where no mesh is tried out. `train_tokens`
-    are those of all episodes of a training batch; None: all are as long as the context bucket.
+    Computed bytes count `caution` times, but for those of pages, which are exact.
+    `may_try(plan, tokens)` is True for a plan whose mesh may be tried out if it never ran; None
+    where none may. `train_tokens` are those of all episodes of a training batch; None: all are as
+    long as the context bucket.
     """
 
     problem: Problem
     table: ThroughputTable
     caution: float = 1.0
-    steps: Mapping[str, int] | None = None
+    may_try: Callable[[Plan, int], bool] | None = None
     train_tokens: int | None = None
 
     def train(self, length: int) -> list[Candidate[TrainPlan]]:
         """Returns every plan for rows of so many tokens."""
         return [self._train(plan, length) for plan in self.problem.train_plans(length)]
+
+    def trains_that_fit(
+        self, length: int, free: float, current: TrainPlan | None
+    ) -> list[Candidate[TrainPlan]]:
+        """Returns the plans for rows of so many tokens that fit into `free` bytes of a device.
+
+        On a mesh that is the one with the fewest micro-batches that fit, with and without remat.
+        More are slower, and are there only where they ran or are in use, or where a rollout must
+        fit beside an update. A plan that ran out of memory does not fit.
+        """
+        ran = {current.mesh} if current else set()
+        for text, entry in self.table.entries.items():
+            plan, tokens = parse_key(text)
+            if entry.speeds and tokens == length and plan.stage == "train":
+                ran.add(plan.mesh)
+        found = []
+        for mesh, ways in _train_ways(self.problem, length).items():
+            every = self.problem.rollout_stays or mesh in ran
+            fitting = []
+            for plans in ways:
+                for plan in plans:
+                    if self.update_bytes(plan, length)[0] <= free:
+                        candidate = self._train(plan, length)
+                        if not candidate.failed:
+                            fitting.append(candidate)
+                            if not every:
+                                break
+            found += sorted(fitting, key=lambda candidate: candidate.plan.micro_batches)
+        return found
 
     def rollouts(
         self,
@@ -146,9 +181,8 @@ class Candidates:
             num_bytes=num_bytes,
             is_exact=is_exact,
             tokens_per_s=speed,
-            is_observed=bool(self._entry(plan, length).speeds),
+            num_speeds=len(self._entry(plan, length).speeds),
             is_trial=is_trial,
-            steps=(self.steps or {}).get(key_of(plan, length), 0),
             failed=self.table.failure_of(plan, self.problem.size_of(plan, length)),
         )
 
@@ -180,9 +214,8 @@ class Candidates:
             num_bytes=num_bytes,
             is_exact=is_exact,
             tokens_per_s=speed,
-            is_observed=bool(self._entry(plan, max_tokens).speeds),
+            num_speeds=len(self._entry(plan, max_tokens).speeds),
             is_trial=is_trial,
-            steps=(self.steps or {}).get(key_of(plan, max_tokens), 0),
             failed=self.table.failure_of(plan, problem.size_of(plan, max_tokens)),
         )
 
@@ -197,33 +230,32 @@ class Candidates:
     def _speed(self, plan: Plan, tokens: int, computed: float) -> tuple[float, bool]:
         """Returns a plan's tokens/s, and True for those of a trial.
 
-        With fewer than TRUSTED observations a plan counts as no slower than one that never ran, so
-        that one noisy step decides nothing. A mesh that never ran counts as slower than computed by
-        the model's error, and as faster by it while it may be tried.
+        A mesh that never ran counts as slower than computed by the model's error, and as faster by
+        it while it may be tried.
         """
         factors, entry = self._factors[plan.stage], self._entry(plan, tokens)
         if not factors.usual:
             return computed, False
-        if entry.is_trusted:
-            return entry.tokens_per_s or computed, False
-        usual = computed * factors.usual
-        if entry.speeds:
-            return max(entry.tokens_per_s or 0.0, usual / MODEL_ERROR), False
-        own = factors.by_bucket.get((plan.mesh, tokens)) or factors.by_mesh.get(plan.mesh)
+        own = factors.by_mesh.get(plan.mesh)
+        if known := entry.tokens_per_s:
+            usual = own or factors.usual
+            doubted = not entry.is_trusted and _is_doubted(known / computed, usual)
+            return computed * usual if doubted else known, False
         if own:
-            return computed * own, False
-        used = self._used[plan.stage, tokens]
-        if self.steps is not None and plan.mesh not in used and len(used) <= TRIALS:
-            return usual * MODEL_ERROR, True
-        return usual / MODEL_ERROR, False
+            return computed * factors.by_bucket.get((plan.mesh, tokens), own), False
+        are_few = len(self._used[plan.stage, tokens]) <= TRIALS
+        if are_few and self.may_try is not None and self.may_try(plan, tokens):
+            return computed * factors.usual * MODEL_ERROR, True
+        return computed * factors.usual / MODEL_ERROR, False
 
     @functools.cached_property
     def _used(self) -> defaultdict[tuple[str, int], set[MeshShape]]:
         """The meshes that ran, by stage and context bucket."""
         used = defaultdict[tuple[str, int], set[MeshShape]](set)
-        ran = [text for text, entry in self.table.entries.items() if entry.speeds]
-        for plan, tokens in map(parse_key, [*ran, *(self.steps or {})]):
-            used[plan.stage, tokens].add(plan.mesh)
+        for text, entry in self.table.entries.items():
+            if entry.speeds:
+                plan, tokens = parse_key(text)
+                used[plan.stage, tokens].add(plan.mesh)
         return used
 
     @functools.cached_property
@@ -238,17 +270,23 @@ class Candidates:
         def medians(stage: str, of: Callable[[Plan, int], Hashable], trusted: bool) -> Any:
             groups = defaultdict[Hashable, list[float]](list)
             for plan, tokens, factor, is_trusted in found:
-                if plan.stage == stage and (is_trusted or not trusted):
+                if plan.stage == stage and is_trusted == trusted:
                     groups[of(plan, tokens)].append(factor)
-            return {group: statistics.median(factors) for group, factors in groups.items()}
+            return {group: statistics.median_high(factors) for group, factors in groups.items()}
 
         def factors(stage: str) -> _Factors:
             mesh_of, bucket_of = lambda plan, _: plan.mesh, lambda plan, tokens: (plan.mesh, tokens)
-            sure = medians(stage, mesh_of, True)
-            by_mesh = medians(stage, mesh_of, False) | sure
-            by_bucket = medians(stage, bucket_of, False) | medians(stage, bucket_of, True)
-            usual = statistics.median((sure or by_mesh).values()) if by_mesh else None
-            return _Factors(by_bucket, by_mesh, usual)
+            unsure, sure = (medians(stage, mesh_of, trusted) for trusted in (False, True))
+            if not unsure | sure:
+                return _Factors({}, {}, None)
+            usual = statistics.median_high((unsure | sure).values())
+            by_mesh = {m: usual if _is_doubted(f, usual) else f for m, f in unsure.items()} | sure
+            by_bucket = {
+                (mesh, tokens): factor
+                for (mesh, tokens), factor in medians(stage, bucket_of, False).items()
+                if not _is_doubted(factor, by_mesh[mesh])
+            }
+            return _Factors(by_bucket | medians(stage, bucket_of, True), by_mesh, usual)
 
         return {stage: factors(stage) for stage in ("rollout", "train")}
 
@@ -271,8 +309,30 @@ class Candidates:
         return self.problem.update_speed(plan, length, rows)
 
 
+@functools.cache
+def _train_ways(problem: Problem, length: int) -> dict[MeshShape, list[list[TrainPlan]]]:
+    """Returns a problem's training plans by mesh and remat, those with few micro-batches first."""
+    ways = defaultdict[MeshShape, dict[bool, list[TrainPlan]]](dict)
+    for plan in problem.train_plans(length):
+        ways[plan.mesh].setdefault(plan.remat, []).append(plan)
+    return {mesh: list(by_remat.values()) for mesh, by_remat in ways.items()}
+
+
+def _is_doubted(factor: float, usual: float) -> bool:
+    """Returns True if a speed that is not trusted is so low that the observation may be wrong.
+
+    `factor` is observed by computed, `usual` what is expected. A busy machine makes a plan look
+    slow; nothing makes it look fast.
+    """
+    return factor < usual / MODEL_ERROR
+
+
 class _Factors(NamedTuple):
-    """Medians of observed by computed speeds; `usual` is that over meshes, None where none ran."""
+    """Observed by computed speeds, doubted ones left out; `usual` is the median over meshes.
+
+    The higher one of two medians, because observed speeds are too low rather than too high. None
+    where no mesh ran.
+    """
 
     by_bucket: Mapping[tuple[MeshShape, int], float]
     by_mesh: Mapping[MeshShape, float]
