@@ -2,15 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The longest episode that a fixed budget holds on 8 devices, by rollout mesh.
 
-    uv run python -m benchmarks.capacity [--budget_mib=4] [--write]
+    uv run python -m benchmarks.capacity [--budget_mib=1024] [--write]
 
-One episode per row shard, beside a trainer on data=1,fsdp=8, as the selector computes it; checked
-against XLA's memory analysis of the rollout's program at that length. With --write the table goes
-into capacity.md.
+One episode per row shard, beside a trainer on data=1,fsdp=8. An episode fits if the bytes do that
+the selector computes, and XLA's memory analysis of the rollout's program at that length. Keys and
+values of a token are 48 KiB, so that pages take nearly all of the budget. With --write the table
+goes into capacity.md.
 """
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,8 +19,12 @@ from typing import Any
 from benchmarks.pages import replace_table, table
 from earl_jax.config.file import make_config
 from earl_jax.launch.start import start_jax
+from earl_jax.placement.programs import compiled_bytes
+from earl_jax.placement.stages import Stages
+from earl_jax.run import build_run
 from earl_jax.selector.plans import RolloutPlan
 from earl_jax.selector.problem import Problem
+from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 
 PAGE = Path(__file__).with_suffix(".md")
@@ -35,11 +39,19 @@ MESHES = (
     "data=2,context=2,tensor=2",
 )
 TRAINER = MeshShape(fsdp=8)
+MODEL = {
+    "num_layers": 3,
+    "width": 16,
+    "num_heads": 8,
+    "num_kv_heads": 8,
+    "head_size": 256,
+    "ffn_size": 32,
+}
 GIVEN = {
     "devices": {"platform": "cpu", "num_cpu_devices": 8},
     "algorithm": "reinforce",
     "env": {"name": "trail"},
-    "model": {"width": 128, "num_heads": 8, "num_kv_heads": 8, "head_size": 16, "ffn_size": 256},
+    "model": MODEL,
     "rollout": {
         "num_slots": 8,
         "episodes_per_step": 8,
@@ -47,8 +59,8 @@ GIVEN = {
         "chunk_size": 8,
         "burst": 4,
         "max_turn_tokens": 4,
-        "context_buckets": (32, 48, 64, 128),
-        "page_size": 16,
+        "context_buckets": (64, 128),
+        "page_size": 64,
     },
     "selector": {"rollout_meshes": MESHES},
 }
@@ -71,40 +83,39 @@ def plan_for(problem: Problem, mesh: MeshShape, tokens: int) -> RolloutPlan:
     return RolloutPlan(mesh, problem.slot_numbers(mesh)[-1], problem.least_pages(tokens))
 
 
-def row_of(world: Any, mesh: MeshShape) -> dict[str, Any]:
+def row_of(stages: Stages, mesh: MeshShape) -> dict[str, Any]:
     """Returns a mesh's row."""
-    from earl_jax.placement.programs import compiled_bytes
-
-    problem, unit = world.problem, world.problem.work.page_size
+    problem, unit = stages.problem, stages.problem.work.page_size
     resident = problem.trainer_bytes(TRAINER)
 
     def computed(tokens: int) -> int:
         plan = plan_for(problem, mesh, tokens)
         return problem.round_footprint(plan, tokens).total + resident
 
+    def by_xla(tokens: int) -> int:
+        found = compiled_bytes(stages, plan_for(problem, mesh, tokens), tokens)
+        assert found is not None, "a program ran out of memory when it was compiled"
+        return found + resident
+
     tokens = longest(lambda length: computed(length) <= problem.budget, unit)
-    exact = compiled_bytes(world, plan_for(problem, mesh, tokens), tokens)
-    assert exact is not None, "a program ran out of memory when it was compiled"
+    if not tokens:
+        raise InputError(f"{problem.budget_bytes} bytes hold no episode on {mesh}; give more")
+    while (exact := by_xla(tokens)) > problem.budget:
+        tokens -= max(unit, tokens // 100 // unit * unit)
     return {
         "rollout mesh": str(mesh),
-        "row shards": mesh.data,
         "longest episode": tokens,
         "computed MiB": computed(tokens) / 2**20,
-        "XLA's MiB": (exact + resident) / 2**20,
-        "fits by XLA": exact + resident <= problem.budget,
+        "XLA's MiB": exact / 2**20,
     }
 
 
-def capacity_rows(budget: int) -> list[dict[str, Any]]:
+def capacity_rows(budget: int, meshes: Sequence[str] = MESHES) -> list[dict[str, Any]]:
     """Returns the table for a budget of so many bytes per device."""
-    from earl_jax.run import build_run
-
-    world = build_run(make_config(GIVEN))
-    world.problem = dataclasses.replace(world.problem, budget_bytes=budget)
-    rows = [row_of(world, MeshShape.parse(mesh)) for mesh in MESHES]
-    return [
-        row | {"data=8 = 1": row["longest episode"] / rows[0]["longest episode"]} for row in rows
-    ]
+    stages = build_run(make_config(GIVEN, [f"selector.budget_bytes_per_device={budget}"])).stages
+    rows = [row_of(stages, MeshShape.parse(mesh)) for mesh in meshes]
+    first = rows[0]["longest episode"]
+    return [row | {f"{meshes[0]} = 1": row["longest episode"] / first} for row in rows]
 
 
 def command(arguments: Sequence[str]) -> None:
@@ -112,7 +123,7 @@ def command(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--budget_mib", type=float, default=4, help="of a device (4)")
+    parser.add_argument("--budget_mib", type=float, default=1024, help="of a device (1024)")
     parser.add_argument("--write", action="store_true", help="the table into capacity.md")
     flags = parser.parse_args(arguments)
     start_jax("cpu", 8)

@@ -218,7 +218,7 @@ DECODING = (
 )
 
 
-# Tokens per second of steps of the default config on 8 virtual devices, by mesh.
+# Tokens per second of steps of the tic-tac-toe config on 8 virtual devices, by mesh.
 TINY = Path(__file__).parent.parent / "configs" / "tictactoe_tiny_cpu.py"
 TINY_ROOM = 24
 TINY_VOCAB = 24

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,17 +28,28 @@ from earl_jax.telemetry.metrics import read_metrics
 
 HERE = Path(__file__).parent
 # What JAX says of each program with JAX_LOG_COMPILES, and of one that was in the cache folder.
-MADE = re.compile(r"Finished XLA compilation of (\S+) in ([0-9.e-]+) sec")
-FOUND = re.compile(r"Persistent compilation cache hit for ")
+MADE = re.compile(r"Finished XLA compilation of jit\((\S+)\) in ([0-9.e-]+) sec")
+FOUND = re.compile(r"Persistent compilation cache hit for 'jit_(\S+)'")
+# The stages' programs: a round of the rollout, an update, one in parts, log-probs of a batch.
+STAGES = ("play", "step", "accumulate", "apply", "score")
 
 
 def count_programs(log: str) -> dict[str, Any]:
-    """Returns how many programs were compiled, how many loaded, and the seconds of both."""
-    made, found = MADE.findall(log), len(FOUND.findall(log))
+    """Returns the stages' programs and the small ones, how many were loaded, and their seconds.
+
+    A program that was loaded is among those that JAX finished. Small ones are the others: what
+    makes, moves, packs and copies arrays, and single operations.
+    """
+    finished, loaded = MADE.findall(log), FOUND.findall(log)
+    made = Counter(name for name, _ in finished if name in STAGES)
+    loaded_stages = sum(name in STAGES for name in loaded)
     return {
-        "compiled": len(made) - found,
-        "loaded": found,
-        "s in XLA": sum(float(seconds) for _, seconds in made),
+        "stages' programs": ", ".join(f"{number} {name}" for name, number in sorted(made.items())),
+        "of them loaded": loaded_stages,
+        "s of them": sum(float(seconds) for name, seconds in finished if name in STAGES),
+        "small programs": len(finished) - made.total(),
+        "of these loaded": len(loaded) - loaded_stages,
+        "s of these": sum(float(seconds) for name, seconds in finished if name not in STAGES),
     }
 
 
@@ -69,7 +81,10 @@ def start(config: Path, overrides: Sequence[str], workdir: Path, caches: Path) -
             run.send_signal(signal.SIGKILL)
             run.wait()
     step = next(row for row in read_metrics(metrics) if "eval" not in row)
-    return {"s to the first step": seconds, "s of it": sum(step["stage_s"].values())} | programs
+    return {
+        "s to the first step": seconds,
+        "s of that step": sum(step["stage_s"].values()),
+    } | programs
 
 
 def command(arguments: Sequence[str]) -> None:

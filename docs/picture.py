@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Draws docs/run.svg from a run: the longest episode and the memory of a device, by step.
+"""Draws docs/run.svg from a run: the longest episode and a device's bytes by its plans, by step.
 
     uv run python -m earl_jax.main --config=configs/trail_tiny_cpu.py --workdir=runs/trail
     uv run python docs/picture.py runs/trail
@@ -76,7 +76,9 @@ def picture(rows: Sequence[dict[str, Any]]) -> str:
     budget = rows[0].get("budget_bytes_per_device", 0) / 2**20
     shapes = [
         *panel(rows, tokens, 0, "longest episode, tokens, by step", "tokens"),
-        *panel(rows, memory, HEIGHT, "memory of a device, MiB, by step", "memory", budget),
+        *panel(
+            rows, memory, HEIGHT, "memory of a device by its plans, MiB, by step", "memory", budget
+        ),
     ]
     size = f'viewBox="0 0 {WIDTH} {2 * HEIGHT}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">{STYLE}'

@@ -89,7 +89,10 @@ METRICS: dict[str, dict[str, str]] = {
         "switched": "Stages that changed their plan in this step.",
         "switch_s": "Seconds of these changes.",
         "out_of_memory": "Plans that ran out of memory in this step.",
-        "peak_bytes_per_device": "Most bytes of a device, by XLA's memory analysis.",
+        "peak_bytes_per_device": (
+            "Bytes of a device that the fullest plan of the step takes: XLA's if its program was "
+            "compiled before it was chosen, else computed from shapes."
+        ),
         "budget_bytes_per_device": "The budget; left out where there is none.",
     },
     "Dispatch": {

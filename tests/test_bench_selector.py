@@ -2,15 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmarks regret, capacity and start: their figures by hand, and tiny runs of them."""
 
-import itertools
-
 import pytest
 
-from benchmarks import start
-from benchmarks.capacity import GIVEN, MESHES, longest, plan_for
+from benchmarks import capacity, start
+from benchmarks.capacity import GIVEN, MESHES, longest, plan_for, row_of
 from benchmarks.regret import POINTS, Pair, Point, measure, summary
 from benchmarks.start import command, count_programs, has_stepped
 from earl_jax.placement.problem import find_model, make_problem
+from earl_jax.placement.stages import Stages
 from earl_jax.run import build_run
 from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.problem import Problem
@@ -81,21 +80,45 @@ def capacity_problem(budget: int) -> Problem:
     return make_problem(config, model, vocab_size, parse_topology("cpu:8"), budget_bytes=budget)
 
 
-def test_longest_episode_grows_with_tensor_and_with_context():
-    problem = capacity_problem(4 * 2**20)
+def test_longest_episode_grows_by_tensor_times_context():
+    """1:2:4:8 within 10 %, by computed bytes."""
+    problem = capacity_problem(2**30)
 
     def most(mesh: MeshShape) -> int:
         def fits(tokens: int) -> bool:
             plan = plan_for(problem, mesh, tokens)
             return problem.round_footprint(plan, tokens).total <= problem.budget
 
-        return longest(fits, 16)
+        return longest(fits, 64)
 
-    found = {mesh: most(MeshShape.parse(mesh)) for mesh in MESHES}
-    by_tensor = [found[mesh] for mesh in MESHES[:4]]
-    by_context = [found[mesh] for mesh in ("data=8", *MESHES[4:7])]
-    for lengths in (by_tensor, by_context):
-        assert all(longer > 1.5 * shorter for shorter, longer in itertools.pairwise(lengths))
+    first = most(MeshShape(data=8))
+    for mesh in map(MeshShape.parse, MESHES):
+        assert most(mesh) / first == pytest.approx(mesh.tensor * mesh.context, rel=0.1)
+
+
+def small_stages(budget: int) -> Stages:
+    small = ["model.num_layers=1", "rollout.burst=1", f"selector.budget_bytes_per_device={budget}"]
+    return build_run(make_config(GIVEN, small)).stages
+
+
+def test_row_of_capacity_is_shortened_until_xlas_bytes_fit(monkeypatch):
+    stages, mesh, budget = small_stages(2**24), MeshShape(data=4, tensor=2), 2**24
+    # Of which the pages that fit follow by hand: far fewer than by computed bytes.
+    by_page = 4 * stages.problem.page_bytes(mesh)
+    monkeypatch.setattr(capacity, "compiled_bytes", lambda _, plan, __: plan.pages * by_page)
+    row = row_of(stages, mesh)
+    pages = (budget - stages.problem.trainer_bytes(MeshShape(fsdp=8))) // by_page
+    assert row["longest episode"] == 64 * pages > 0
+    assert row["computed MiB"] < row["XLA's MiB"] <= 16
+
+
+@pytest.mark.slow
+def test_row_of_capacity_fits_by_computed_and_by_xlas_bytes():
+    row = row_of(small_stages(2**24), MeshShape(data=4, tensor=2))
+    assert row["rollout mesh"] == "data=4,tensor=2"
+    assert max(row["computed MiB"], row["XLA's MiB"]) <= 16
+    # A token's pages are 8 KiB of a device.
+    assert 0 < row["longest episode"] / 128 < row["XLA's MiB"]
 
 
 # The start.
@@ -106,8 +129,18 @@ def test_programs_are_counted_by_what_jax_says_of_them():
         "WARNING:jax._src.dispatch:Finished XLA compilation of jit(step) in 1.5 sec\n"
         "WARNING: Persistent compilation cache hit for 'jit_play' with key 'jit_play-ab'\n"
         "WARNING:jax._src.dispatch:Finished XLA compilation of jit(play) in 0.25 sec\n"
+        "WARNING:jax._src.dispatch:Finished XLA compilation of jit(play) in 2.0 sec\n"
+        "WARNING:jax._src.dispatch:Finished XLA compilation of jit(move_all) in 0.5 sec\n"
+        "WARNING:jax._src.dispatch:Finished XLA compilation of jit(iota) in 1e-2 sec\n"
     )
-    assert count_programs(log) == {"compiled": 1, "loaded": 1, "s in XLA": 1.75}
+    assert count_programs(log) == {
+        "stages' programs": "2 play, 1 step",
+        "of them loaded": 1,
+        "s of them": 3.75,
+        "small programs": 2,
+        "of these loaded": 0,
+        "s of these": 0.51,
+    }
 
 
 def test_first_step_is_no_evaluation(tmp_path):
@@ -140,7 +173,9 @@ def test_run_is_ended_behind_its_first_step(tmp_path):
     small = ["model.num_layers=1", "rollout.num_slots=8", "rollout.episodes_per_step=16"]
     overrides = [f"--config.{one}" for one in small]
     row = start.start(config, overrides, tmp_path / "run", tmp_path / "cache")
-    assert row["s to the first step"] > row["s of it"] > 0
-    assert row["compiled"] > 5 and row["loaded"] == 0
+    assert row["s to the first step"] > row["s of that step"] > 0
+    # Supervised and RL updates are two programs of one name.
+    assert "1 play" in row["stages' programs"] and " step" in row["stages' programs"]
+    assert row["small programs"] > 2 and row["of them loaded"] == row["of these loaded"] == 0
     with pytest.raises(ValueError, match="the run ended before a step"):
         start.start(config, ["--config.num_steps=0"], tmp_path / "none", tmp_path / "cache")

@@ -14,9 +14,7 @@ from earl_jax.selector.candidates import (
     divisors,
     for_rows,
     rollout_candidates,
-    rollout_shapes,
     train_candidates,
-    train_shapes,
 )
 from earl_jax.sharding.layout import MeshShape
 
@@ -66,16 +64,16 @@ def test_experts_are_cut_where_their_number_divides():
 
 def test_long_rows_may_be_cut_over_context_too():
     """8 = context x data x fsdp x tensor: the other 4, 2 or 1 devices in 6, 3 and 1 ways."""
-    shapes = context_candidates(train_shapes, 8, possible)
+    shapes = context_candidates("train", 8, possible)
     assert [s.context for s in shapes] == 6 * [2] + 3 * [4] + [8]
     assert {s.num_devices for s in shapes} == {8}
     assert not set(shapes) & set(train_candidates(8, (), possible))
     assert for_rows(shapes, 8191) == []
     assert {s.context for s in for_rows(shapes, 16384)} == {2, 4}
     assert for_rows(shapes, 131072) == shapes
-    assert context_candidates(train_shapes, 8, lambda shape: "never") == []
+    assert context_candidates("train", 8, lambda shape: "never") == []
     # A rollout cuts no layers: data x tensor of the other devices.
-    rollouts = context_candidates(rollout_shapes, 8, possible)
+    rollouts = context_candidates("rollout", 8, possible)
     assert [s.context for s in rollouts] == 3 * [2] + 2 * [4] + [8]
     assert {s.fsdp for s in rollouts} == {1}
     # One that is named is taken for rows of any length.
@@ -115,7 +113,7 @@ def test_named_candidates_keep_the_order_of_the_user():
 def test_a_named_mesh_of_another_device_count_is_refused(candidates):
     with pytest.raises(ValueError) as error:
         candidates(8, ("data=8", "data=3"), at_most_two_heads)
-    field = candidates.__name__.removesuffix("_candidates") + "_meshes"
+    field = f"{candidates.args[0]}_meshes"
     for words in (
         f"config.selector.{field}",
         "'data=3'",

@@ -194,6 +194,12 @@ def test_arms_differ_in_their_meshes_alone():
             assert found == dataclasses.replace(ours, selector=selector)
 
 
+def test_static_pairs_that_fit_to_the_end_are_those_that_cut_both_stages():
+    fitting = [arm.name for arm in growing.arms() if growing.fits_to_the_end(arm)]
+    rollout, trains = growing.ROLLOUT_MESHES[1], growing.TRAIN_MESHES[1:]
+    assert fitting == ["ours", *(f"static {rollout} + {train}" for train in trains)]
+
+
 def test_command_keeps_its_runs_and_makes_none_twice(tmp_path, monkeypatch, capsys):
     made = []
 

@@ -46,7 +46,7 @@ class Program(NamedTuple):
 
 @functools.cache
 def problem_on(topology: str, *overrides: str, vocab_size: int | None = None) -> Problem:
-    """Returns the default config with these overrides, on this hardware."""
+    """Returns the tic-tac-toe config with these overrides, on this hardware."""
     hardware = parse_topology(topology)
     config = make_config(load_config_file(BENCH_CONFIG), [*overrides])
     model, vocab_size = find_model(config, vocab_size)
@@ -79,7 +79,7 @@ def exact_programs() -> Iterator[tuple[Program, str]]:
 
 
 def cpu_programs() -> Iterator[Program]:
-    """The default config's updates at their longest; XLA's MiB as in plan.md."""
+    """The tic-tac-toe config's updates at their longest; XLA's MiB as in plan.md."""
     problem = problem_on("cpu:8")
     for mesh, compiled in (("data=8", 17.28), ("fsdp=8", 15.55)):
         computed = update_bytes(problem, MeshShape.parse(mesh), 40)

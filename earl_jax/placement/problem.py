@@ -5,8 +5,9 @@
 Nothing is started or placed: devices need not be here, nor weights.
 """
 
+import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -74,10 +75,11 @@ def model_sizes(
 
     Raises ValueError for adapters that this model cannot have.
     """
+    state = state_shapes(model, train, vocab_size, networks)
     trained, frozen = trained_specs(model, train, vocab_size)
-    specs = engine_specs(model, vocab_size, weight_dtype)
-    reference = parameter_specs(model, vocab_size) if networks.reference else None
-    critic = critic_specs(model, vocab_size) if networks.critic else None
+    engine = engine_specs(model, vocab_size, weight_dtype)
+    optimized = optimized_specs(model, train, vocab_size, networks)
+    moments = tuple(map(moment_axes, state.moments, optimized))
     is_mixture = model.num_experts > 0
     return ModelSizes(
         num_layers=model.num_layers,
@@ -92,56 +94,35 @@ def model_sizes(
         windows=model.layer_windows,
         compute_bytes=jnp.dtype(model.compute_dtype).itemsize,
         engine_bytes=jnp.dtype(engine_dtype).itemsize,
-        engine=_alike(_engine_parameters(specs, engine_dtype)),
-        trained=_alike(_parameters(trained, 4)),
-        moments=_alike(_moments(model, train, vocab_size, networks)),
-        frozen=_alike(_parameters(frozen, jnp.dtype(train.lora.base_dtype).itemsize)),
-        reference=_alike(_parameters(reference, jnp.dtype(model.compute_dtype).itemsize)),
-        critic=_alike(_parameters(critic, 4)),
+        engine=_parameters(engine_shapes(engine, engine_dtype), engine),
+        trained=_parameters(state.params, trained),
+        moments=_parameters(state.moments, moments),
+        frozen=_parameters(state.base, frozen),
+        reference=_parameters(
+            state.reference, parameter_specs(model, vocab_size) if networks.reference else None
+        ),
+        critic=_parameters(
+            state.critic, critic_specs(model, vocab_size) if networks.critic else None
+        ),
         activation=model.activation,
     )
 
 
-def _parameters(specs: Any, itemsize: int) -> list[Parameter]:
-    leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
-    return [Parameter(_name(path), spec.shape, spec.axes, itemsize) for path, spec in leaves]
+def _parameters(shapes: Any, specs: Any) -> tuple[Parameter, ...]:
+    """Returns the arrays of a tree without scalars, equal ones as one with their number.
 
-
-def _engine_parameters(specs: Any, dtype: str) -> list[Parameter]:
-    leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
-    shapes = jax.tree.leaves(engine_shapes(specs, dtype))
-    return [
-        Parameter(_name(path), spec.shape, spec.axes, shape.dtype.itemsize)
-        for (path, spec), shape in zip(leaves, shapes, strict=True)
-    ]
-
-
-def _moments(
-    model: ModelConfig, train: TrainConfig, vocab_size: int, networks: Networks
-) -> list[Parameter]:
-    """Returns the arrays of the optimizers' state, without counters."""
-    moments = state_shapes(model, train, vocab_size, networks).moments
-    axes = tuple(map(moment_axes, moments, optimized_specs(model, train, vocab_size, networks)))
-    leaves = zip(jax.tree.leaves(moments), jax.tree.leaves(axes), strict=True)
-    return [
-        Parameter("moment", leaf.shape, each, leaf.dtype.itemsize)
-        for leaf, each in leaves
-        if leaf.shape
-    ]
-
-
-def _name(path: Any) -> str:
-    """Returns the last key of a path: of all layers the same."""
-    keys = [str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey)]
-    return keys[-1]
-
-
-def _alike(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
-    """Returns the distinct items, each with its number."""
-    counts: dict[Parameter, int] = {}
-    for parameter in parameters:
-        counts[parameter] = counts.get(parameter, 0) + 1
-    return tuple(parameter._replace(count=count) for parameter, count in counts.items())
+    `specs` is a tree of their specs or axes. An array is named by the last key of its path, which
+    is the same in all layers.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    found = collections.Counter[Parameter]()
+    for (path, leaf), spec in zip(leaves, jax.tree.leaves(specs, is_leaf=is_spec), strict=True):
+        keys = [str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey)]
+        # An optimizer's arrays need no name.
+        name, axes = ("", spec) if isinstance(spec, str) else (keys[-1], spec.axes)
+        if leaf.shape:
+            found[Parameter(name, leaf.shape, axes, leaf.dtype.itemsize)] += 1
+    return tuple(parameter._replace(count=count) for parameter, count in found.items())
 
 
 def workload(config: Config) -> Workload:

@@ -2,14 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mesh shapes that a stage can use: arithmetic over divisors."""
 
-import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 
 # Returns why a shape cannot be used, in words; None where it can.
 Check = Callable[[MeshShape], str | None]
+Stage = Literal["rollout", "train"]
 # Rows are not cut over `context` into fewer tokens a shard, unless the user names such a mesh.
 LEAST_SHARD_TOKENS = 4096
 
@@ -19,55 +21,45 @@ def divisors(number: int) -> list[int]:
     return [part for part in range(1, number + 1) if number % part == 0]
 
 
-def rollout_candidates(
-    num_devices: int, named: Sequence[str], check: Check, num_experts: int = 0
+def mesh_shapes(
+    stage: Stage, num_devices: int, num_experts: int = 0, context: int = 1
 ) -> list[MeshShape]:
-    """Returns the data x expert x tensor shapes over all devices, widest data axis first.
+    """Returns all shapes of a stage over all devices, with rows cut in `context` parts.
 
-    A row shard of 4 devices may be tensor=4, expert=2 x tensor=2, or expert=4. A user may name
-    shapes that cut contexts over `context` as well.
-
-    Raises as `_checked`.
+    A rollout's have the widest data axis first, and no fsdp: a row shard of 4 devices may be
+    tensor=4, expert=2 x tensor=2, or expert=4. Those of training are least cut first.
     """
-    shapes = rollout_shapes(num_devices, num_experts)
-    return _checked("rollout_meshes", shapes, named, num_devices, check)
-
-
-def train_candidates(
-    num_devices: int, named: Sequence[str], check: Check, num_experts: int = 0
-) -> list[MeshShape]:
-    """Returns the data x fsdp x expert x tensor shapes over all devices, least cut first.
-
-    A user may name shapes that cut rows over `context` as well.
-
-    Raises as `_checked`.
-    """
-    shapes = train_shapes(num_devices, num_experts)
-    return _checked("train_meshes", shapes, named, num_devices, check)
+    number = num_devices // context
+    shapes = [
+        MeshShape(
+            data=rows // fsdp // expert,
+            fsdp=fsdp,
+            context=context,
+            expert=expert,
+            tensor=number // rows,
+        )
+        for rows in reversed(divisors(number))
+        for expert in _expert_sizes(rows, num_experts)
+        for fsdp in (divisors(rows // expert) if stage == "train" else (1,))
+    ]
+    if stage == "train":
+        return shapes
+    return sorted(shapes, key=lambda shape: (-shape.data, shape.expert))
 
 
 def context_candidates(
-    shapes_of: Callable[[int, int], list[MeshShape]],
-    num_devices: int,
-    check: Check,
-    num_experts: int = 0,
+    stage: Stage, num_devices: int, check: Check, num_experts: int = 0
 ) -> list[MeshShape]:
-    """Returns the shapes over all devices that cut rows over `context` too, least cut first.
+    """Returns the shapes that cut rows over `context` too and can be used, least cut first.
 
     They are for long rows (`for_rows`); there may be none.
-
-    Args:
-        shapes_of: `rollout_shapes` or `train_shapes`, of the devices of one part of a row.
-        num_devices: all devices.
-        check: returns why a shape cannot be used.
-        num_experts: experts of a layer, 0 for a model without.
     """
-    shapes = [
-        dataclasses.replace(shape, context=context)
+    return [
+        shape
         for context in divisors(num_devices)[1:]
-        for shape in shapes_of(num_devices // context, num_experts)
+        for shape in mesh_shapes(stage, num_devices, num_experts, context)
+        if check(shape) is None
     ]
-    return [shape for shape in shapes if check(shape) is None]
 
 
 def for_rows(shapes: Iterable[MeshShape], length: int) -> list[MeshShape]:
@@ -75,38 +67,22 @@ def for_rows(shapes: Iterable[MeshShape], length: int) -> list[MeshShape]:
     return [shape for shape in shapes if shape.context * LEAST_SHARD_TOKENS <= length]
 
 
-def rollout_shapes(num_devices: int, num_experts: int) -> list[MeshShape]:
-    """Returns all data x expert x tensor shapes."""
-    return [
-        MeshShape(data=num_devices // cut, expert=expert, tensor=cut // expert)
-        for cut in divisors(num_devices)
-        for expert in _expert_sizes(cut, num_experts)
-    ]
-
-
-def train_shapes(num_devices: int, num_experts: int) -> list[MeshShape]:
-    """Returns all data x fsdp x expert x tensor shapes."""
-    return [
-        MeshShape(data=rows // fsdp // expert, fsdp=fsdp, expert=expert, tensor=num_devices // rows)
-        for rows in reversed(divisors(num_devices))
-        for expert in _expert_sizes(rows, num_experts)
-        for fsdp in divisors(rows // expert)
-    ]
-
-
 def _expert_sizes(num_devices: int, num_experts: int) -> list[int]:
     """Returns the numbers of parts into which experts may be cut; [1] for a model without."""
     return [size for size in divisors(num_devices) if max(num_experts, 1) % size == 0]
 
 
-def _checked(
-    field: str, shapes: list[MeshShape], named: Sequence[str], num_devices: int, check: Check
+def candidates(
+    stage: Stage, num_devices: int, named: Sequence[str], check: Check, num_experts: int = 0
 ) -> list[MeshShape]:
-    """Returns the shapes that can be used.
+    """Returns the shapes of a stage that can be used, or those of them that the user named.
+
+    Only a shape that is named cuts rows over `context`.
 
     Raises:
-        ValueError: a shape that the user named cannot, or none can.
+        ValueError: a shape that the user named cannot be used, or none can.
     """
+    field, shapes = f"{stage}_meshes", mesh_shapes(stage, num_devices, num_experts)
     reasons = {shape: check(shape) for shape in shapes}
     usable = [shape for shape, reason in reasons.items() if reason is None]
     allowed = "; ".join(f"'{shape}'" for shape in usable) or "none"
@@ -130,3 +106,7 @@ def _checked(
             )
         chosen.append(shape)
     return chosen
+
+
+rollout_candidates = functools.partial(candidates, "rollout")
+train_candidates = functools.partial(candidates, "train")

@@ -10,15 +10,13 @@ by the speed model.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 
 from earl_jax.selector.candidates import (
+    Check,
+    Stage,
+    candidates,
     context_candidates,
     for_rows,
-    rollout_candidates,
-    rollout_shapes,
-    train_candidates,
-    train_shapes,
 )
 from earl_jax.selector.footprint import (
     Footprint,
@@ -37,8 +35,6 @@ from earl_jax.sharding.layout import MeshShape
 
 # The fraction of places in packed rows that hold a token (benchmarks/packing.md).
 FILL = 0.95
-# Returns why a mesh cannot be used, in words; None where it can.
-Check = Callable[[MeshShape], str | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,49 +83,44 @@ class Problem:
         per_process = self.hardware.num_devices // self.num_processes
         return max(1, self.num_rollout // per_process) if self.num_rollout else self.num_processes
 
+    def num_devices(self, stage: Stage) -> int:
+        """Returns the number of devices of a stage."""
+        number = self.hardware.num_devices
+        return number - self.num_rollout if stage == "train" else self.num_rollout or number
+
     @functools.cached_property
     def rollout_meshes(self) -> list[MeshShape]:
         """The rollout's meshes for contexts of any length.
 
         Raises ValueError if none is possible, or one that the config names is not.
         """
-        number, named = self.num_rollout or self.hardware.num_devices, self.rollout_meshes_named
-        experts = self.sizes.num_experts
-        return rollout_candidates(number, named, self.rollout_obstacle, experts)
+        number, named = self.num_devices("rollout"), self.rollout_meshes_named
+        return candidates("rollout", number, named, self.rollout_obstacle, self.sizes.num_experts)
 
     @functools.cached_property
     def train_meshes(self) -> list[MeshShape]:
         """The trainer's meshes for rows of any length; raises as `rollout_meshes`."""
-        number, named = self.hardware.num_devices - self.num_rollout, self.train_meshes_named
 
         def obstacle(mesh: MeshShape) -> str | None:
             return self.train_obstacle(mesh, self.work.micro_batches)
 
-        return train_candidates(number, named, obstacle, self.sizes.num_experts)
+        number, named = self.num_devices("train"), self.train_meshes_named
+        return candidates("train", number, named, obstacle, self.sizes.num_experts)
 
-    @functools.cached_property
-    def _long_rollout_meshes(self) -> list[MeshShape]:
-        if self.rollout_meshes_named:
-            return []
-        number = self.num_rollout or self.hardware.num_devices
-        experts = self.sizes.num_experts
-        return context_candidates(rollout_shapes, number, self.rollout_obstacle, experts)
-
-    @functools.cached_property
-    def _long_train_meshes(self) -> list[MeshShape]:
-        if self.train_meshes_named:
-            return []
-        number = self.hardware.num_devices - self.num_rollout
-        experts = self.sizes.num_experts
-        return context_candidates(train_shapes, number, self.weights_obstacle, experts)
+    @functools.cache  # noqa: B019 - a problem lives as long as its run or plan
+    def _long_meshes(self, stage: Stage) -> list[MeshShape]:
+        check = self.rollout_obstacle if stage == "rollout" else self.weights_obstacle
+        return context_candidates(stage, self.num_devices(stage), check, self.sizes.num_experts)
 
     def rollout_meshes_for(self, max_tokens: int) -> list[MeshShape]:
         """Returns the meshes for episodes of so many tokens; long ones may be cut over context."""
-        return [*self.rollout_meshes, *for_rows(self._long_rollout_meshes, max_tokens)]
+        long = [] if self.rollout_meshes_named else self._long_meshes("rollout")
+        return [*self.rollout_meshes, *for_rows(long, max_tokens)]
 
     def train_meshes_for(self, length: int) -> list[MeshShape]:
         """Returns the meshes for rows of so many tokens; long ones may be cut over context."""
-        return [*self.train_meshes, *for_rows(self._long_train_meshes, length)]
+        long = [] if self.train_meshes_named else self._long_meshes("train")
+        return [*self.train_meshes, *for_rows(long, length)]
 
     def rollout_obstacle(self, mesh: MeshShape) -> str | None:
         """Returns why a rollout cannot use this mesh, in words; None where it can."""
@@ -191,7 +182,7 @@ class Problem:
         """The budget, infinite where none is known."""
         return math.inf if self.budget_bytes is None else self.budget_bytes
 
-    @functools.cache  # noqa: B019 - a problem lives as long as its run or plan
+    @functools.cache  # noqa: B019
     def update_footprint(self, plan: TrainPlan, length: int) -> Footprint:
         """Returns the bytes of an update on rows of so many tokens."""
         work = dataclasses.replace(self.work, micro_batches=plan.micro_batches, remat=plan.remat)
