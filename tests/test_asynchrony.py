@@ -11,17 +11,19 @@ import numpy as np
 import pytest
 
 from earl_jax.loop import rl_step
-from earl_jax.loop_async import AsyncPlayer
+from earl_jax.loop_async import AsyncPlayer, _since_version
 from earl_jax.main import parse_flags, replayed_config
-from earl_jax.rollout.events import EVENTS
+from earl_jax.rollout.events import EVENTS, read_events
 from earl_jax.run import build_run
 from earl_jax.settings.errors import InputError, RunError
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
+from earl_jax.trajectory import Experience
 from tests.support.placements import TINY, begin
 from tests.support.runs import final_parameters
 from tests.support.settings import make_config
+from tests.support.simulated import check_events
 
 STEPS, EPISODES = 4, 16
 SETTINGS = {
@@ -49,8 +51,13 @@ SETTINGS = {
 SHARED = {"rollout_meshes": ("data=8",), "train_meshes": ("fsdp=8",)}
 
 
-def config_of(*, apart: bool = True, staleness: int = 2, **asynchrony):
+def config_of(*, apart: bool = True, staleness: int = 2, env: str = "", **asynchrony):
     given = {**SETTINGS, "asynchrony": {"max_staleness": staleness, **asynchrony}}
+    if env:
+        # Turns that no stop string ends would end its episodes.
+        given["env"] = {"name": env}
+        more = {"max_turn_tokens": 64, "context_buckets": (512,)}
+        given["rollout"] = {**given["rollout"], **more}
     if apart:
         given["devices"] = {**given["devices"], "num_rollout": 4}
     else:
@@ -71,6 +78,14 @@ def episodes_of(workdir) -> collections.Counter:
     """How often each episode was trained on, by the lines of its trajectory."""
     files = sorted((workdir / "trajectories").glob("*"))
     return collections.Counter(t["episode"] for file in files for t in read_trajectories(file))
+
+
+def lags_of(workdir, step: int) -> collections.Counter:
+    """The number of sampled tokens that a step took, by the updates since."""
+    found = collections.Counter()
+    for trajectory in read_trajectories(workdir / "trajectories" / f"step_{step:06d}.jsonl"):
+        found.update(step - 1 - v for v in trajectory["versions"] if v is not None)
+    return found
 
 
 def check_bound(lines, bound: int) -> None:
@@ -117,6 +132,7 @@ def test_a_run_keeps_the_bound_and_its_replay_is_the_same_bit_for_bit(
     assert (replayed, workdir) == (config, again)
     train(replayed, again, replay=first)
     assert (again / EVENTS).read_text() == (first / EVENTS).read_text()
+    check_events(read_events(first))
     assert_equal(final_parameters(first, STEPS), final_parameters(again, STEPS))
     if apart:
         # Rounds were played beside updates.
@@ -149,18 +165,46 @@ def test_a_run_that_was_stopped_goes_on_within_the_bound_and_is_replayed_whole(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["wait", "drop", "mask", "admission"])
-def test_rules(tmp_path, monkeypatch, rule):
+@pytest.mark.parametrize("rule", ["wait", "drop"])
+def test_rules_without_stale_tokens(tmp_path, monkeypatch, rule):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     train(config_of(rule=rule, staleness=1), tmp_path / "run")
     lines, counts = steps_of(tmp_path / "run"), episodes_of(tmp_path / "run")
     assert set(counts.values()) == {1}
     assert sum(counts.values()) == STEPS * EPISODES
-    if rule in ("wait", "drop"):
-        check_bound(lines, 1)
-    if rule != "drop":
+    check_bound(lines, 1)
+    if rule == "wait":
         assert sorted(counts) == list(range(STEPS * EPISODES))
         assert not any("stale_tokens" in line for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["admission", "mask"])
+def test_a_group_beyond_the_bound_is_trained_on_or_masked(tmp_path, monkeypatch, rule):
+    """The first group plays through all three updates, and only the last step can take it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run, env = tmp_path / "run", "tests.support.environments:FirstIsLong"
+    train(config_of(apart=False, rule=rule, staleness=1, env=env), run)
+    assert episodes_of(run) == dict.fromkeys(range(STEPS * EPISODES), 1)
+    *others, last = steps_of(run)
+    lags = lags_of(run, STEPS)
+    assert max(lags) == 3
+    kept = sum(number for lag, number in lags.items() if lag <= 1)
+    assert last["policy_tokens"] == (kept if rule == "mask" else sum(lags.values()))
+    for step, line in enumerate(others, 1):
+        lags = lags_of(run, step)
+        assert max(lags) <= 1 and line["policy_tokens"] == sum(lags.values())
+
+
+def test_tokens_of_old_versions_are_masked():
+    """Two rows: version 3 is too old for a step of version 5 with a bound of 1."""
+    turn_ids = np.array([[0, 1, 1, 1], [0, 1, 0, 2]], np.int32)
+    versions = np.array([[0, 3, 3, 4], [0, 2, 0, 5]], np.int32)
+    logprobs = np.full((2, 4), -1.0, np.float32)
+    rows = Experience(tokens=turn_ids + 7, turn_ids=turn_ids, logprobs=logprobs, versions=versions)
+    kept = _since_version(rows, 5 - 1)
+    np.testing.assert_array_equal(kept.turn_ids, [[0, 0, 0, 1], [0, 0, 0, 2]])
+    assert_equal([kept.tokens, kept.versions], [turn_ids + 7, versions])
 
 
 @pytest.mark.slow

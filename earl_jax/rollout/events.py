@@ -72,6 +72,14 @@ class Events:
         rest = self._replayed[self._next :]
         return next((each for each in rest if each["event"] == event), None)
 
+    def num_submitted(self) -> int:
+        """Returns the number behind the greatest group that was submitted, by the file's events."""
+        if self._path is None or not self._path.exists():
+            return 0
+        events = map(json.loads, self._path.read_text().splitlines())
+        groups = (event["groups"] for event in events if event["event"] == "submit")
+        return max((number + 1 for each in groups for number in each), default=0)
+
     def record_calls(self, calls: Answers) -> Answers:
         """Returns the calls, with answers that are noted, or come as they did."""
         return _Recorded(calls, self)
