@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from earl_jax.engine.session import Session
 from earl_jax.loop import PlayedStep, StepStopped
+from earl_jax.models.lora import fingerprint
 from earl_jax.placement.delivery import send_rows
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
@@ -38,6 +39,7 @@ from earl_jax.rollout.row_pool import Finished
 from earl_jax.rollout.service import RolloutService
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.run import Run
+from earl_jax.settings.errors import RunError
 from earl_jax.telemetry.host_bytes import only_on_devices
 from earl_jax.telemetry.load import Load
 from earl_jax.telemetry.timing import StageTimer
@@ -78,6 +80,8 @@ class AsyncPlayer:
         self._timer = StageTimer()
         # What a step has taken, until it is played to its end.
         self._taken: _Taken | None = None
+        # Of the weights that were published last, with config.asynchrony.checksums.
+        self._checksum = 0
         # What a round beside an update raised: the next step deals with it.
         self._error: Exception | None = None
 
@@ -113,7 +117,17 @@ class AsyncPlayer:
         return tuple(self._groups.numbers)
 
     def step_ended(self, step: int) -> dict[str, Any] | None:
-        """Notes that a step has ended. Returns the state that its tasks' source goes on from."""
+        """Notes that a step has ended. Returns the state that its tasks' source goes on from.
+
+        Raises RunError where the weights that were played with are not those that were published.
+        """
+        if self._settings.checksums and self._service is not None:
+            found = int(fingerprint(self._service.session.policy.params))
+            if found != self._checksum:
+                raise RunError(
+                    f"the weights that step {step} played with have checksum {found} at its end, "
+                    f"and had {self._checksum} when they were published: something overwrote them"
+                )
         return self._groups.end_step(step)
 
     @property
@@ -149,6 +163,9 @@ class AsyncPlayer:
         forbid = self._run.config.dispatch.forbid_host_bytes
         with self._timer("publish"), only_on_devices(forbid) as reads:
             service, num_bytes = self._publish(position)
+        if self._settings.checksums:
+            self._checksum = int(fingerprint(service.session.policy.params))
+            self._events.note("checksum", version=position.step, sum=self._checksum)
         taken = self._taken = self._taken or _Taken(update=self._new_update(position))
         while (left := groups.size - len(taken.episodes) // groups.group_size) > 0:
             with self._timer("rollout"):

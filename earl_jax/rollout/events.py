@@ -12,6 +12,7 @@ own, with its `event`:
 - "submit": the tasks of the groups `groups` were submitted behind round `round`.
 - "answers": in the `call`-th look for answers those of the tickets `tickets` were there; `failed`
   has the stop reason and detail of calls that hung or raised.
+- "checksum": the `sum` of all bits of these weights, with config.asynchrony.checksums.
 - "publish": weights of `version` were published behind round `round`.
 - "take": the groups `groups` were taken by the policy of version `step`; "drop": given up.
 - "trained": step `step` had ended, and so many rounds were played.
