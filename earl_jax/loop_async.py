@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from earl_jax.engine.session import Session
 from earl_jax.loop import PlayedStep, StepStopped
+from earl_jax.models.lora import fingerprint
 from earl_jax.placement.delivery import send_rows
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
@@ -36,14 +37,14 @@ from earl_jax.rollout.load import expected_load, expected_tokens, measure_load
 from earl_jax.rollout.open_groups import OpenGroups
 from earl_jax.rollout.row_pool import Finished
 from earl_jax.rollout.service import RolloutService
-from earl_jax.rollout.staleness import Group, choose_groups, choose_part, overdue
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.run import Run
+from earl_jax.settings.errors import RunError
 from earl_jax.telemetry.host_bytes import only_on_devices
 from earl_jax.telemetry.load import Load
 from earl_jax.telemetry.timing import StageTimer
 from earl_jax.train.state import TrainState
-from earl_jax.trajectory import Experience, Outcome, Trajectory
+from earl_jax.trajectory import Experience, Trajectory
 from earl_jax.workdir import Position
 
 
@@ -55,7 +56,6 @@ class _Taken:
     episodes: list[Finished] = dataclasses.field(default_factory=list)
     experience: Experience | None = None
     dispatch_host_bytes: int | None = 0
-    dropped: list[Outcome] = dataclasses.field(default_factory=list)
 
     def in_order(self) -> list[Trajectory]:
         """Returns the episodes in the order of their tasks, or in that of the rows."""
@@ -73,14 +73,15 @@ class AsyncPlayer:
         self._run, self._placement = run, placement
         self._events = events or Events()
         self._settings = run.config.asynchrony
-        self._groups = OpenGroups(run.tasks)
+        self._groups = OpenGroups(run.tasks, self._settings, self._events)
         self._service: RolloutService | None = None
-        self._num_rounds = 0
         # The service's counts when a step took its episodes.
         self._counted = RolloutStats()
         self._timer = StageTimer()
         # What a step has taken, until it is played to its end.
         self._taken: _Taken | None = None
+        # Of the weights that were published last, with config.asynchrony.checksums.
+        self._checksum = 0
         # What a round beside an update raised: the next step deals with it.
         self._error: Exception | None = None
 
@@ -116,9 +117,18 @@ class AsyncPlayer:
         return tuple(self._groups.numbers)
 
     def step_ended(self, step: int) -> dict[str, Any] | None:
-        """Notes that a step has ended. Returns the state that its tasks' source goes on from."""
-        self._events.note("trained", step=step, round=self._num_rounds)
-        return self._groups.source_state(step)
+        """Notes that a step has ended. Returns the state that its tasks' source goes on from.
+
+        Raises RunError where the weights that were played with are not those that were published.
+        """
+        if self._settings.checksums and self._service is not None:
+            found = int(fingerprint(self._service.session.policy.params))
+            if found != self._checksum:
+                raise RunError(
+                    f"the weights that step {step} played with have checksum {found} at its end, "
+                    f"and had {self._checksum} when they were published: something overwrote them"
+                )
+        return self._groups.end_step(step)
 
     @property
     def is_replayed(self) -> bool:
@@ -146,25 +156,28 @@ class AsyncPlayer:
 
     def _play(self, position: Position) -> PlayedStep:
         """Plays until a batch can be taken; raises what a round beside the last update raised."""
-        groups, version = self._groups, position.step
+        groups = self._groups
         error, self._error = self._error, None
         if error is not None:
             raise error
         forbid = self._run.config.dispatch.forbid_host_bytes
         with self._timer("publish"), only_on_devices(forbid) as reads:
             service, num_bytes = self._publish(position)
+        if self._settings.checksums:
+            self._checksum = int(fingerprint(service.session.policy.params))
+            self._events.note("checksum", version=position.step, sum=self._checksum)
         taken = self._taken = self._taken or _Taken(update=self._new_update(position))
         while (left := groups.size - len(taken.episodes) // groups.group_size) > 0:
             with self._timer("rollout"):
-                chosen = self._next_groups(service, version, left)
-                episodes = groups.take(chosen)
-                experience = self._rows_of(service, episodes, version)
+                episodes = groups.next_episodes(left)
+                experience = self._rows_of(service, episodes)
             taken.episodes += episodes
             if taken.update is None:
                 taken.experience = experience
             else:
                 self._stream(taken.update, position, episodes, experience)
         self._taken = None
+        dropped, groups.dropped = groups.dropped, []
         done = taken.in_order()
         rollout = Rollout(
             trajectories=done,
@@ -185,28 +198,8 @@ class AsyncPlayer:
             publish_host_bytes=reads.num_bytes,
             dispatch_host_bytes=taken.dispatch_host_bytes,
             update=taken.update,
-            dropped=taken.dropped,
+            dropped=dropped,
         )
-
-    def _next_groups(self, service: RolloutService, version: int, left: int) -> list[Group]:
-        """Plays until the step, which takes `left` more groups, can take some; returns these."""
-        settings, groups = self._settings, self._groups
-        assert self._taken is not None, "the step has begun"
-        while True:
-            self._taken.dropped += self._drop(service, version)
-            self._submit(service, version, groups.size - left)
-            described = groups.described(service)
-            if settings.parts > 1:
-                chosen = choose_part(described, left, groups.size // settings.parts)
-            else:
-                chosen = choose_groups(
-                    settings.rule, described, version, settings.max_staleness, groups.size
-                )
-            if chosen is not None:
-                numbers = [group.number for group in chosen]
-                self._events.note("take", step=version, groups=numbers, round=self._num_rounds)
-                return chosen
-            self._play_round(service)
 
     def _new_update(self, position: Position) -> StepUpdate | None:
         """Returns the update that a step's groups go to as they are finished; None: all at once."""
@@ -245,7 +238,6 @@ class AsyncPlayer:
         placement, version = self._placement, position.step
         params = self._run.learner.policy(position.state)
         if self._service is None:
-            self._num_rounds = 0
             self._events.note("open", version=version)
             self.plans_chosen()
             session, num_bytes = placement.sessions.open(params, version)
@@ -254,7 +246,7 @@ class AsyncPlayer:
             return self._service, num_bytes
         engine = self._service.session.engine
         policy, num_bytes = placement.sessions.publish(engine, engine.layout.shape, params, version)
-        self._events.note("publish", version=version, round=self._num_rounds)
+        self._groups.publish(version)
         self._service.update_weights(policy, self._settings.kv)
         return self._service, num_bytes
 
@@ -267,58 +259,21 @@ class AsyncPlayer:
             record_calls=self._events.record_calls,
         )
         self._counted = RolloutStats()
-        numbers = self._groups.numbers or list(position.open_groups)
-        self._events.note("submit", groups=numbers, round=self._num_rounds)
-        self._groups.submit(service, numbers)
+        self._groups.open(service, position.step, position.open_groups)
         return service
 
     def _grow(self, session: Session, tokens: int, pages: int, load: Load | None) -> Session:
         grown = self._placement.sessions.make_room(session, tokens, pages, load)
-        self._events.note("grow", plan=str(self._placement.rollout), round=self._num_rounds)
+        self._events.note("grow", plan=str(self._placement.rollout), round=self._groups.num_rounds)
         return grown
 
-    def _submit(self, service: RolloutService, version: int, num_taken: int) -> None:
-        """Submits as many groups as may be open now; those that the step has taken count still."""
-        size, rule = self._groups.size, self._settings.rule
-        numbers = self._groups.numbers
-        first = numbers[-1] + 1 if numbers else version * size
-        last = first + self._settings.batches * size - len(numbers) - num_taken
-        if rule != "drop":
-            # All groups are trained on, so that there are no more.
-            last = min(last, self._run.config.num_steps * size)
-        if first < last:
-            more = list(range(first, last))
-            self._events.note("submit", groups=more, round=self._num_rounds)
-            self._groups.submit(service, more)
-
-    def _drop(self, service: RolloutService, version: int) -> list[Outcome]:
-        """Gives up finished groups beyond the bound, if that is the rule; returns what is lost."""
-        if self._settings.rule != "drop":
-            return []
-        finished = [g for g in self._groups.described(service) if g.finished is not None]
-        stale = overdue(finished, version, self._settings.max_staleness)
-        if not stale:
-            return []
-        numbers = [group.number for group in stale]
-        self._events.note("drop", groups=numbers, round=self._num_rounds)
-        lost = self._groups.take(stale)
-        for each in lost:
-            service.release(each.row)
-        return [each.trajectory.outcome for each in lost]
-
-    def _play_round(self, service: RolloutService) -> None:
-        assert service.is_busy, "a batch is there, or some of its groups play"
-        self._num_rounds += 1
-        self._groups.add(service.step())
-
-    def _rows_of(
-        self, service: RolloutService, episodes: list[Finished], version: int
-    ) -> Experience:
+    def _rows_of(self, service: RolloutService, episodes: list[Finished]) -> Experience:
         """Returns copies of the rows of these episodes, which are free then."""
         session, rows = service.session, [each.row for each in episodes]
         experience = session.engine.row_copies.gather(session.state.experience, rows)
         if self._settings.rule == "mask":
-            experience = _since_version(experience, version - self._settings.max_staleness)
+            oldest = self._groups.version - self._settings.max_staleness
+            experience = _since_version(experience, oldest)
         for row in rows:
             service.release(row)
         return experience
@@ -330,18 +285,15 @@ class AsyncPlayer:
 
         In a replay it plays as many rounds as then.
         """
-        service, recorded = self._service, self._events.later("trained")
-        assert service is not None, "the step's episodes came from it"
+        if self._error is not None:
+            return
         with self._timer("overlap"):
-            while self._error is None and service.is_busy:
-                if recorded is not None and self._num_rounds >= recorded["round"]:
-                    break
-                if recorded is None and all(leaf.is_ready() for leaf in jax.tree.leaves(arrays)):
-                    break
-                try:
-                    self._play_round(service)
-                except Exception as error:  # noqa: BLE001 - raised again by the next step
-                    self._error = error
+            try:
+                self._groups.play_beside(
+                    lambda: all(leaf.is_ready() for leaf in jax.tree.leaves(arrays))
+                )
+            except Exception as error:  # noqa: BLE001 - raised again by the next step
+                self._error = error
 
 
 @jax.jit

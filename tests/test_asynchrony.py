@@ -3,25 +3,34 @@
 """Asynchronous runs: the bound, each task once, weights that change between rounds, and replay."""
 
 import collections
+import dataclasses
 import itertools
 import json
+import random
+import signal
+import subprocess
+import sys
+import time
 
 import jax
 import numpy as np
 import pytest
 
 from earl_jax.loop import rl_step
-from earl_jax.loop_async import AsyncPlayer
+from earl_jax.loop_async import AsyncPlayer, _since_version
 from earl_jax.main import parse_flags, replayed_config
-from earl_jax.rollout.events import EVENTS
+from earl_jax.rollout.events import EVENTS, read_events
 from earl_jax.run import build_run
 from earl_jax.settings.errors import InputError, RunError
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
+from earl_jax.trajectory import Experience
+from tests.support import ROOT
 from tests.support.placements import TINY, begin
-from tests.support.runs import final_parameters
-from tests.support.settings import make_config
+from tests.support.runs import environment, final_parameters
+from tests.support.settings import make_config, small
+from tests.support.simulated import check_events
 
 STEPS, EPISODES = 4, 16
 SETTINGS = {
@@ -49,13 +58,22 @@ SETTINGS = {
 SHARED = {"rollout_meshes": ("data=8",), "train_meshes": ("fsdp=8",)}
 
 
-def config_of(*, apart: bool = True, staleness: int = 2, **asynchrony):
+def given_of(*, apart: bool = True, staleness: int = 2, env: str = "", **asynchrony):
     given = {**SETTINGS, "asynchrony": {"max_staleness": staleness, **asynchrony}}
+    if env:
+        # Turns that no stop string ends would end its episodes.
+        given["env"] = {"name": env}
+        more = {"max_turn_tokens": 64, "context_buckets": (512,)}
+        given["rollout"] = {**given["rollout"], **more}
     if apart:
         given["devices"] = {**given["devices"], "num_rollout": 4}
     else:
         given["selector"] = {**given["selector"], **SHARED}
-    return make_config(given)
+    return given
+
+
+def config_of(**changes):
+    return make_config(given_of(**changes))
 
 
 def assert_equal(ones, others):
@@ -71,6 +89,14 @@ def episodes_of(workdir) -> collections.Counter:
     """How often each episode was trained on, by the lines of its trajectory."""
     files = sorted((workdir / "trajectories").glob("*"))
     return collections.Counter(t["episode"] for file in files for t in read_trajectories(file))
+
+
+def lags_of(workdir, step: int) -> collections.Counter:
+    """The number of sampled tokens that a step took, by the updates since."""
+    found = collections.Counter()
+    for trajectory in read_trajectories(workdir / "trajectories" / f"step_{step:06d}.jsonl"):
+        found.update(step - 1 - v for v in trajectory["versions"] if v is not None)
+    return found
 
 
 def check_bound(lines, bound: int) -> None:
@@ -103,7 +129,7 @@ def test_a_run_keeps_the_bound_and_its_replay_is_the_same_bit_for_bit(
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     first, again = tmp_path / "run", tmp_path / "again"
-    config = config_of(apart=apart, kv=kv)
+    config = config_of(apart=apart, kv=kv, checksums=True)
     train(config, first)
     lines = steps_of(first)
     check_bound(lines, 2)
@@ -117,6 +143,11 @@ def test_a_run_keeps_the_bound_and_its_replay_is_the_same_bit_for_bit(
     assert (replayed, workdir) == (config, again)
     train(replayed, again, replay=first)
     assert (again / EVENTS).read_text() == (first / EVENTS).read_text()
+    events = read_events(first)
+    check_events(events)
+    # The weights were other ones in each step, and in the replay those of then.
+    sums = {event["version"]: event["sum"] for event in events if event["event"] == "checksum"}
+    assert list(sums) == list(range(STEPS)) and len(set(sums.values())) == STEPS
     assert_equal(final_parameters(first, STEPS), final_parameters(again, STEPS))
     if apart:
         # Rounds were played beside updates.
@@ -148,19 +179,113 @@ def test_a_run_that_was_stopped_goes_on_within_the_bound_and_is_replayed_whole(
     assert_equal(final_parameters(first, STEPS), final_parameters(again, STEPS))
 
 
+def episodes_by_step(workdir) -> dict[str, list[int]]:
+    """The episodes of each step, sorted."""
+    files = (workdir / "trajectories").glob("*")
+    return {file.name: sorted(t["episode"] for t in read_trajectories(file)) for file in files}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["wait", "drop", "mask", "admission"])
-def test_rules(tmp_path, monkeypatch, rule):
+def test_killed_at_any_moment_it_uses_each_task_as_often_and_can_be_replayed(tmp_path, monkeypatch):
+    """SIGKILL in a process of its own, at a random moment behind its third step."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    first, again, steps = tmp_path / "run", tmp_path / "again", 7
+    given = small({**given_of(), "num_steps": steps})
+    file = tmp_path / "config.py"
+    file.write_text(
+        "from ml_collections import ConfigDict\n"
+        f"def get_config():\n    return ConfigDict({given!r})\n"
+    )
+    line = [sys.executable, "-m", "earl_jax.main", f"--config={file}", f"--workdir={first}"]
+    surroundings = environment(tmp_path / "cache") | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(line, cwd=ROOT, env=surroundings, stdout=subprocess.DEVNULL)
+    metrics, deadline = first / "metrics.jsonl", time.monotonic() + 240
+    while not (metrics.exists() and '{"step": 3, "time_s"' in metrics.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    time.sleep(random.uniform(0.0, 0.2))
+    process.kill()
+    assert process.wait() == -signal.SIGKILL, "it was done before"
+    before = read_events(first) if (first / EVENTS).read_text().endswith("\n") else None
+    done = subprocess.run(line, cwd=ROOT, env=surroundings, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "resuming" in done.stdout
+    # Each task in the step in which a run left alone trains on it, and within the bound.
+    assert episodes_by_step(first) == {
+        f"step_{step + 1:06d}.jsonl": list(range(step * EPISODES, (step + 1) * EPISODES))
+        for step in range(steps)
+    }
+    check_bound(steps_of(first), 2)
+    events = read_events(first)
+    check_events(events)
+    # What was before the checkpoint is as it was; what was behind it has come in another way.
+    opened = [event["version"] for event in events if event["event"] == "open"]
+    assert len(opened) == 2 and opened[1] in (2, 4, 6)
+    end = events.index({"event": "open", "version": opened[1]}, 1)
+    assert before is None or events[:end] == before[:end]
+    config, _ = replayed_config(first, *parse_flags([f"--replay={first}", f"--workdir={again}"]))
+    train(config, again, replay=first)
+    assert (again / EVENTS).read_text() == (first / EVENTS).read_text()
+    assert_equal(final_parameters(first, steps), final_parameters(again, steps))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["wait", "drop"])
+def test_rules_without_stale_tokens(tmp_path, monkeypatch, rule):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     train(config_of(rule=rule, staleness=1), tmp_path / "run")
     lines, counts = steps_of(tmp_path / "run"), episodes_of(tmp_path / "run")
     assert set(counts.values()) == {1}
     assert sum(counts.values()) == STEPS * EPISODES
-    if rule in ("wait", "drop"):
-        check_bound(lines, 1)
-    if rule != "drop":
+    check_bound(lines, 1)
+    if rule == "wait":
         assert sorted(counts) == list(range(STEPS * EPISODES))
         assert not any("stale_tokens" in line for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["admission", "mask"])
+def test_a_group_beyond_the_bound_is_trained_on_or_masked(tmp_path, monkeypatch, rule):
+    """The first group plays through all three updates, and only the last step can take it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run, env = tmp_path / "run", "tests.support.environments:FirstIsLong"
+    train(config_of(apart=False, rule=rule, staleness=1, env=env), run)
+    assert episodes_of(run) == dict.fromkeys(range(STEPS * EPISODES), 1)
+    *others, last = steps_of(run)
+    lags = lags_of(run, STEPS)
+    assert max(lags) == 3
+    kept = sum(number for lag, number in lags.items() if lag <= 1)
+    assert last["policy_tokens"] == (kept if rule == "mask" else sum(lags.values()))
+    for step, line in enumerate(others, 1):
+        lags = lags_of(run, step)
+        assert max(lags) <= 1 and line["policy_tokens"] == sum(lags.values())
+
+
+def test_tokens_of_old_versions_are_masked():
+    """Two rows: version 3 is too old for a step of version 5 with a bound of 1."""
+    turn_ids = np.array([[0, 1, 1, 1], [0, 1, 0, 2]], np.int32)
+    versions = np.array([[0, 3, 3, 4], [0, 2, 0, 5]], np.int32)
+    logprobs = np.full((2, 4), -1.0, np.float32)
+    rows = Experience(tokens=turn_ids + 7, turn_ids=turn_ids, logprobs=logprobs, versions=versions)
+    kept = _since_version(rows, 5 - 1)
+    np.testing.assert_array_equal(kept.turn_ids, [[0, 0, 0, 1], [0, 0, 0, 2]])
+    assert_equal([kept.tokens, kept.versions], [turn_ids + 7, versions])
+
+
+@pytest.mark.slow
+def test_weights_that_are_overwritten_while_they_are_played_are_noticed():
+    run = build_run(config_of(apart=False, staleness=1, checksums=True))
+    placement, position = begin(run)
+    player = AsyncPlayer(run, placement)
+    position, _ = rl_step(run, placement, position, player)
+    player.step_ended(position.step)
+    position, _ = rl_step(run, placement, position, player)
+    session = player._service.session
+    broken = jax.tree.map(lambda leaf: leaf.at[(0,) * leaf.ndim].add(1), session.policy.params)
+    policy = dataclasses.replace(session.policy, params=broken)
+    player._service.session = dataclasses.replace(session, policy=policy)
+    with pytest.raises(RunError, match="the weights that step 2 played with have checksum"):
+        player.step_ended(position.step)
 
 
 @pytest.mark.slow

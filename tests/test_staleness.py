@@ -1,13 +1,20 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which groups a step takes: by hand, and in a simulation of runs of any shape."""
+"""Which groups a step takes: by hand, and the real decisions driven over a simulated service."""
+
+import dataclasses
+import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from earl_jax.rollout.events import EVENTS, Events, drop_events, read_events
+from earl_jax.rollout.open_groups import OpenGroups
 from earl_jax.rollout.staleness import AsynchronyConfig, Group, choose_groups, overdue
 from earl_jax.settings.errors import InputError
+from tests.support.simulated import Fate, SimulatedService, Source, check_events, tasks_of
 
 
 def numbers(chosen):
@@ -52,83 +59,218 @@ def test_groups_beyond_the_bound():
     assert overdue(groups, 4, 2) == []
 
 
-class Simulation:
-    """Groups of any length in so many slots, in rounds."""
-
-    def __init__(self, rule, bound, size, slots, lengths):
-        self.rule, self.bound, self.size, self.slots, self.lengths = (
-            rule, bound, size, slots, lengths
-        )  # fmt: skip
-        self.waiting, self.live, self.over, self.lost = [], {}, {}, []
-        self.oldest, self.submitted, self.num_over = {}, 0, 0
-
-    def play(self, version):
-        while self.waiting and len(self.live) < self.slots:
-            number = self.waiting.pop(0)
-            self.live[number] = self.lengths[number % len(self.lengths)]
-        for number in sorted(self.live):
-            self.oldest.setdefault(number, version)
-            self.live[number] -= 1
-            if not self.live[number]:
-                del self.live[number]
-                self.over[number], self.num_over = self.num_over, self.num_over + 1
-
-    def groups(self):
-        now = [*self.waiting, *self.live, *self.over]
-        return [Group(n, self.oldest.get(n), self.over.get(n)) for n in now]
-
-    def admit(self, version):
-        if self.rule == "drop":
-            finished = [group for group in self.groups() if group.finished is not None]
-            for group in overdue(finished, version, self.bound):
-                del self.over[group.number]
-                self.lost.append(group.number)
-        last = self.submitted + (self.bound + 1) * self.size - len(self.groups())
-        last = last if self.rule == "drop" else min(last, NUM_STEPS * self.size)
-        self.waiting += range(self.submitted, last)
-        self.submitted = max(self.submitted, last)
-
-    def batch(self, version):
-        while True:
-            self.admit(version)
-            assert len(self.groups()) <= (self.bound + 1) * self.size
-            chosen = choose_groups(self.rule, self.groups(), version, self.bound, self.size)
-            if chosen is not None:
-                for group in chosen:
-                    del self.over[group.number]
-                return numbers(chosen)
-            assert self.waiting or self.live, "nothing plays, and no batch is there"
-            self.play(version)
+class Killed(Exception):
+    """The process ended."""
 
 
-NUM_STEPS = 12
+NUM_STEPS = 6
+RULES = ["in_order", "wait", "drop", "mask", "admission"]
 
 
-@given(
-    rule=st.sampled_from(["in_order", "wait", "drop", "mask", "admission"]),
-    bound=st.integers(0, 4),
-    size=st.integers(1, 4),
-    slots=st.integers(1, 12),
-    rounds=st.integers(0, 9),
-    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30),
-)
-@settings(max_examples=400, deadline=None)
-def test_every_group_is_taken_once_within_the_bound(rule, bound, size, slots, rounds, lengths):
-    """Of any lengths, with any number of rounds beside an update: it always ends."""
-    world, taken = Simulation(rule, bound, size, slots, lengths), []
-    for version in range(NUM_STEPS):
-        batch = world.batch(version)
-        assert len(batch) == size
-        if rule in ("in_order", "wait", "drop"):
-            assert all(world.oldest[number] >= version - bound for number in batch)
-        taken += batch
-        for _ in range(rounds):
-            world.play(version)
-    everything = list(range(NUM_STEPS * size))
-    if rule == "in_order":
-        assert taken == everything
-    assert len({*taken, *world.lost}) == len(taken) + len(world.lost)
-    assert rule == "drop" or (sorted(taken) == everything and not world.lost)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A run: its settings, how its episodes go, and what the machine does meanwhile."""
+
+    rule: str
+    bound: int
+    size: int
+    group_size: int
+    parts: int
+    slots: int
+    devices: int
+    # Of episode e the e-th, modulo their number.
+    fates: list[Fate]
+    # Rounds beside each update, and looks at a signal in which the process is killed.
+    beside: list[int]
+    kills: list[int]
+    checkpoint_every: int
+
+    @property
+    def is_bounded(self) -> bool:
+        return self.rule in ("in_order", "wait", "drop")
+
+
+class Driven:
+    """The calls of AsyncPlayer in its order, over a simulated service; resumed where killed."""
+
+    def __init__(self, shape: Shape, workdir: Path, replayed=()) -> None:
+        self.shape, self.workdir, self.replayed = shape, workdir, list(replayed)
+        self.kills = [] if replayed else list(shape.kills)
+        self.num_looks = 0
+        self.taken: list[list[int]] = []
+        self.lost: list[int] = []
+        self.lags: list[int] = []
+        self.checkpoint = (0, (), Source(shape.size).state(), [])
+
+    def run(self) -> None:
+        self.events = Events(self.workdir / EVENTS, self.replayed)
+        while len(self.taken) < NUM_STEPS:
+            try:
+                self.go_on()
+            except Killed:
+                step = self.checkpoint[0]
+                drop_events(self.workdir, step)
+                self.taken, self.lost = self.taken[:step], list(self.checkpoint[3])
+                self.events = Events(self.workdir / EVENTS)
+
+    def look(self) -> None:
+        self.num_looks += 1
+        if self.num_looks in self.kills:
+            raise Killed
+
+    def go_on(self) -> None:
+        """From the checkpoint on, in a new process."""
+        shape, (step, resumed, state, _) = self.shape, self.checkpoint
+        settings = AsynchronyConfig(max_staleness=shape.bound, rule=shape.rule, parts=shape.parts)
+        source = Source(shape.size, state)
+        tasks = tasks_of(source, size=shape.size, group_size=shape.group_size, num_steps=NUM_STEPS)
+        groups, service = OpenGroups(tasks, settings, self.events), None
+        for version in range(step, NUM_STEPS):
+            if service is None or self.events.coming("open"):
+                self.events.note("open", version=version)
+                service = self.new_service(version)
+                groups.open(service, version, resumed)
+            else:
+                groups.publish(version)
+                service.version = version
+            self.take_step(groups, service)
+            wanted = service.num_steps + shape.beside[version % len(shape.beside)]
+            groups.play_beside(lambda: service.num_steps >= wanted)  # noqa: B023
+            then = groups.end_step(version + 1) or source.state()
+            if (version + 1) % shape.checkpoint_every == 0:
+                self.checkpoint = (version + 1, tuple(groups.numbers), then, list(self.lost))
+
+    def new_service(self, version: int) -> SimulatedService:
+        shape = self.shape
+        return SimulatedService(
+            num_slots=shape.slots,
+            num_devices=shape.devices,
+            num_rows=shape.size * shape.group_size,
+            batches=shape.bound + 1,
+            fate_of=lambda episode: shape.fates[episode % len(shape.fates)],
+            version=version,
+            look=self.look,
+        )
+
+    def take_step(self, groups: OpenGroups, service: SimulatedService) -> None:
+        shape, taken = self.shape, []
+        while left := shape.size - len(taken):
+            episodes = groups.next_episodes(left)
+            for each in episodes:
+                check_episode(each.trajectory, service.tasks[each.ticket], groups.version, shape)
+                service.release(each.row)
+                self.lags += [groups.version - v for v in versions_of(each.trajectory)]
+            numbers = [each.trajectory.group for each in episodes[:: shape.group_size]]
+            assert (
+                len(episodes)
+                == len(numbers) * shape.group_size
+                == len(set(numbers)) * (shape.group_size)
+            )
+            taken += numbers
+            assert len(groups._groups) + len(taken) <= (shape.bound + 1) * shape.size
+        self.lost += [lost.group for lost in groups.dropped[:: shape.group_size]]
+        groups.dropped = []
+        self.taken.append(taken)
+        # Each round plays on some episode, or ends or hands out one.
+        begun = [service.tasks[ticket].episode for ticket in service.begun]
+        most = sum(service.fate_of(episode).most_rounds for episode in begun)
+        assert service.num_steps <= most
+
+
+def versions_of(trajectory) -> list[int]:
+    return [version for turn in trajectory.turns for version in turn.versions]
+
+
+def check_episode(trajectory, task, version: int, shape: Shape) -> None:
+    """Its task is that of its number, and no token is newer than the step, or too old."""
+    versions = versions_of(trajectory)
+    assert versions == sorted(versions) and all(v <= version for v in versions)
+    assert trajectory.episode == task.episode and trajectory.group == task.group
+    assert task.args == {"number": task.group}
+    if shape.is_bounded and versions:
+        assert version - versions[0] <= shape.bound
+
+
+@st.composite
+def shapes(draw) -> Shape:
+    rule, size = draw(st.sampled_from(RULES)), draw(st.integers(1, 4))
+    parts = [parts for parts in range(1, size + 1) if size % parts == 0]
+    devices = draw(st.integers(1, 3))
+    ends = st.sampled_from(["end", "end", "late", "failed", "hung"])
+    fate = st.builds(Fate, rounds=st.integers(1, 24), idle=st.integers(0, 2), ends=ends)
+    return Shape(
+        rule=rule,
+        bound=draw(st.integers(0, 4)),
+        size=size,
+        group_size=draw(st.integers(1, 3)),
+        parts=draw(st.sampled_from(parts)) if rule == "in_order" else 1,
+        slots=draw(st.integers(1, 4)) * devices,
+        devices=devices,
+        fates=draw(st.lists(fate, min_size=1, max_size=24)),
+        beside=draw(st.lists(st.integers(0, 12), min_size=1, max_size=4)),
+        kills=draw(st.lists(st.integers(1, 120), max_size=2)),
+        checkpoint_every=draw(st.integers(1, 3)),
+    )
+
+
+@given(shape=shapes())
+@settings(max_examples=80, deadline=None)
+def test_every_task_is_trained_on_once_within_the_bound_through_failures_and_kills(shape):
+    """Of any lengths, with hung, failed and slow episodes: it ends, and can be replayed."""
+    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
+        run = Driven(shape, Path(first))
+        run.run()
+        taken = [number for step in run.taken for number in step]
+        everything = list(range(NUM_STEPS * shape.size))
+        assert [len(step) for step in run.taken] == [shape.size] * NUM_STEPS
+        assert len({*taken, *run.lost}) == len(taken) + len(run.lost)
+        if shape.rule == "in_order":
+            assert [sorted(step) for step in run.taken] == [
+                everything[i : i + shape.size] for i in range(0, len(everything), shape.size)
+            ]
+        if shape.rule != "drop":
+            assert sorted(taken) == everything and not run.lost
+        events = read_events(Path(first))
+        check_events(events)
+        # A replay does the same, whatever the updates take.
+        other = dataclasses.replace(shape, beside=[7], kills=[], checkpoint_every=1)
+        again = Driven(other, Path(second), events)
+        again.run()
+        assert again.events.is_over
+        assert (again.taken, again.lost) == (run.taken, run.lost)
+
+
+def driven(folder: Path, **changes) -> Driven:
+    """A run of groups of one, of which the first of every four is long."""
+    given = {
+        "rule": "in_order", "bound": 1, "size": 2, "group_size": 1, "parts": 1, "slots": 4,
+        "devices": 1, "beside": [2], "kills": [], "checkpoint_every": 1,
+        "fates": [Fate(rounds=n) for n in (30, 2, 2, 2)],
+    }  # fmt: skip
+    folder.mkdir()
+    run = Driven(Shape(**{**given, **changes}), folder)
+    run.run()
+    return run
+
+
+def test_what_finishes_first_goes_beyond_the_bound_by_admission_and_is_dropped_by_drop(tmp_path):
+    """A long group outlives the bound: AReaL's rule trains on it, "drop" gives it up."""
+    assert max(driven(tmp_path / "admission", rule="admission").lags) > 1
+    run = driven(tmp_path / "drop", rule="drop")
+    assert max(run.lags) <= 1 and run.lost and set(run.lost) <= {0, 4, 8, 12, 16}
+    for rule in ("in_order", "wait"):
+        run = driven(tmp_path / rule, rule=rule)
+        assert max(run.lags) == 1 and not run.lost
+
+
+def test_open_groups_of_a_greater_bound_wait_for_their_turn_within_the_new_one(tmp_path):
+    """Resumed with max_staleness 0 where six groups of three steps are open."""
+    shape = driven(tmp_path / "before", bound=2).shape
+    run = Driven(dataclasses.replace(shape, bound=0), tmp_path)
+    run.taken, run.checkpoint = [[0, 1]], (1, tuple(range(2, 8)), {"next": 2}, [])
+    run.run()
+    assert run.taken[1:] == [[i, i + 1] for i in range(2, 12, 2)]
+    assert set(run.lags) == {0}
 
 
 def test_what_is_wrong_is_refused():

@@ -14,6 +14,7 @@ from earl_jax.loop_async import AsyncPlayer
 from earl_jax.placement.delivery import Part
 from earl_jax.placement.updates import StepUpdate
 from earl_jax.rollout.events import read_events
+from earl_jax.rollout.open_groups import OpenGroups
 from earl_jax.rollout.staleness import Group, choose_part
 from earl_jax.run import build_run
 from earl_jax.selector.plans import TrainPlan
@@ -120,13 +121,13 @@ def test_the_totals_of_parts_make_the_update_of_the_whole_batch(world):
 def test_a_run_in_parts_learns_what_the_synchronous_run_learns(world, monkeypatch):
     """The same episodes to the token, nothing through the host, and gradients while it plays."""
     results, calls = [], []
-    add_part, wholly = Learner.add_part, AsyncPlayer._play_round
+    add_part, play_round = Learner.add_part, OpenGroups.play_round
 
     def noted(name, method):
         return lambda *args: calls.append(name) or method(*args)
 
     monkeypatch.setattr(Learner, "add_part", noted("gradients", add_part))
-    monkeypatch.setattr(AsyncPlayer, "_play_round", noted("round", wholly))
+    monkeypatch.setattr(OpenGroups, "play_round", noted("round", play_round))
     for run in (build_run(config_of(1)), world):
         placement, position = begin(run)
         player = AsyncPlayer(run, placement) if run.config.asynchrony.is_on else None

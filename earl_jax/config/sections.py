@@ -426,6 +426,8 @@ def _idle_rollout(config: Config) -> Iterator[_Idle]:
     for name in ("rule", "kv"):
         in_turn = "config.asynchrony.max_staleness is 0"
         yield config.asynchrony.max_staleness == 0, f"asynchrony.{name}", in_turn
+    no_events = "a synchronous run has no events"
+    yield not config.asynchrony.is_on, "asynchrony.checksums", no_events
 
 
 def _idle_training(config: Config) -> Iterator[_Idle]:

@@ -168,7 +168,7 @@ def fingerprint(tree: Any) -> jax.Array:
     """
 
     def add(leaf: jax.Array) -> jax.Array:
-        kind = {2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
+        kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
         bits = jax.lax.bitcast_convert_type(leaf, kind).astype(jnp.uint32)
         place = jnp.zeros(leaf.shape, jnp.uint32)
         for axis, size in enumerate(leaf.shape):

@@ -12,6 +12,7 @@ own, with its `event`:
 - "submit": the tasks of the groups `groups` were submitted behind round `round`.
 - "answers": in the `call`-th look for answers those of the tickets `tickets` were there; `failed`
   has the stop reason and detail of calls that hung or raised.
+- "checksum": the `sum` of all bits of these weights, with config.asynchrony.checksums.
 - "publish": weights of `version` were published behind round `round`.
 - "take": the groups `groups` were taken by the policy of version `step`; "drop": given up.
 - "trained": step `step` had ended, and so many rounds were played.
@@ -71,6 +72,14 @@ class Events:
         """Returns the first event of this name that is still to come in a replay."""
         rest = self._replayed[self._next :]
         return next((each for each in rest if each["event"] == event), None)
+
+    def num_submitted(self) -> int:
+        """Returns the number behind the greatest group that was submitted, by the file's events."""
+        if self._path is None or not self._path.exists():
+            return 0
+        events = map(json.loads, self._path.read_text().splitlines())
+        groups = (event["groups"] for event in events if event["event"] == "submit")
+        return max((number + 1 for each in groups for number in each), default=0)
 
     def record_calls(self, calls: Answers) -> Answers:
         """Returns the calls, with answers that are noted, or come as they did."""

@@ -1,18 +1,54 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Open groups of an asynchronous run: played by a service, and not trained on yet. Host-side."""
+"""Open groups of an asynchronous run: which are begun, given up and taken, and when. Host-side.
+
+All decisions of an asynchronous run that do not concern devices are made here, between two rounds
+of a service: the loop (loop_async.py) and simulations drive the same code.
+"""
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Protocol
 
 from earl_jax.envs.tasks import KeepsState
 from earl_jax.rollout.episode import Task
+from earl_jax.rollout.events import Events
 from earl_jax.rollout.row_pool import Finished
-from earl_jax.rollout.service import RolloutService
-from earl_jax.rollout.staleness import Group
+from earl_jax.rollout.staleness import (
+    AsynchronyConfig,
+    Group,
+    choose_groups,
+    choose_part,
+    overdue,
+)
 from earl_jax.rollout.tasks import Tasks
+from earl_jax.trajectory import Outcome
+
+
+class Service(Protocol):
+    """What the groups need of a `RolloutService`."""
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a task waits or plays, or a finished episode was not handed out yet."""
+        ...
+
+    def submit(self, tasks: Sequence[Task]) -> list[int]:
+        """Queues tasks. Returns their tickets."""
+        ...
+
+    def step(self) -> list[Finished]:
+        """Plays one round, and returns the episodes that are finished behind it."""
+        ...
+
+    def oldest_versions(self) -> dict[int, int]:
+        """Returns the oldest version in each episode that was not handed out, by ticket."""
+        ...
+
+    def release(self, row: int) -> None:
+        """Gives back the row of a finished episode."""
+        ...
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -25,13 +61,28 @@ class _Open:
 
 
 class OpenGroups:
-    """Groups by number: group g is the g % `size`-th of step g // `size` (`Tasks.training`)."""
+    """Groups by number: group g is the g % `size`-th of step g // `size` (`Tasks.training`).
 
-    def __init__(self, tasks: Tasks) -> None:
-        """Begins with none; they are numbered as those of `tasks`."""
-        self._tasks, self.group_size = tasks, tasks.rollout.group_size
+    `version` is that of the policy with which the service plays and which the next step trains; it
+    changes in `open` and `publish` only. `num_rounds` are those of this service. `dropped` are the
+    episodes that were given up; who reads them empties the list.
+    """
+
+    def __init__(
+        self, tasks: Tasks, settings: AsynchronyConfig, events: Events | None = None
+    ) -> None:
+        """Begins with none; they are numbered as those of `tasks`. `events` None: go nowhere."""
+        self._tasks, self._settings, self._events = tasks, settings, events or Events()
+        self.group_size = tasks.rollout.group_size
         self.size = tasks.rollout.episodes_per_step // self.group_size
+        self.version = self.num_rounds = 0
+        self.dropped: list[Outcome] = []
+        self._service: Service | None = None
         self._groups: dict[int, _Open] = {}
+        # Open groups that the service does not have yet, in order.
+        self._waiting: list[int] = []
+        # The number of the next group; None before the first service.
+        self._next: int | None = None
         self._num_finished = 0
         # By step: its tasks, and the source's state before they were drawn, where it has one.
         self._drawn: dict[int, list[Task]] = {}
@@ -40,15 +91,88 @@ class OpenGroups:
     @property
     def numbers(self) -> list[int]:
         """The numbers of the open groups, in order."""
-        return sorted(self._groups)
+        return sorted([*self._groups, *self._waiting])
 
-    def submit(self, service: RolloutService, numbers: Sequence[int]) -> None:
-        """Lets the service play these groups, from their beginning."""
+    # Services and weights.
+
+    def open(self, service: Service, version: int, resumed: Collection[int]) -> None:
+        """Has a new service, with weights of `version`, play the open groups from their beginning.
+
+        `resumed` are those of the run's position, which count for the first service.
+        """
+        self._service, self.version, self.num_rounds = service, version, 0
+        self._waiting, self._groups = self.numbers, {}
+        if self._next is None:
+            self._waiting = sorted(resumed)
+            # All groups before it are open, or were trained on or dropped.
+            self._next = max(version * self.size + len(resumed), self._events.num_submitted())
+
+    def publish(self, version: int) -> None:
+        """Notes that from now on the service plays with weights of `version`."""
+        self.version = version
+        self._events.note("publish", version=version, round=self.num_rounds)
+
+    # What a step does.
+
+    def next_episodes(self, left: int) -> list[Finished]:
+        """Plays until the step, which takes `left` more groups, can take some.
+
+        Returns:
+            Their episodes, in the order of their tasks; the groups are open no longer.
+        """
+        while True:
+            self._drop()
+            self._admit(self.size - left)
+            chosen = self._choose(left)
+            if chosen is not None:
+                numbers = [group.number for group in chosen]
+                self._events.note("take", step=self.version, groups=numbers, round=self.num_rounds)
+                return self._remove(chosen)
+            self.play_round()
+
+    def play_round(self) -> None:
+        """Plays one round, and adds the finished episodes to their groups."""
+        service = self._playing
+        assert service.is_busy, "a batch is there, or some of its groups play"
+        self.num_rounds += 1
+        self._add(service.step())
+
+    def play_beside(self, is_over: Callable[[], bool]) -> None:
+        """Plays rounds until an update `is_over`; in a replay as many as then."""
+        recorded = self._events.later("trained")
+        while self._playing.is_busy:
+            over = is_over() if recorded is None else self.num_rounds >= recorded["round"]
+            if over:
+                return
+            self.play_round()
+
+    def end_step(self, step: int) -> dict[str, Any] | None:
+        """Notes that `step` steps have ended. Returns the state that their tasks' source had then.
+
+        That is the one before it gave the oldest open task; None: it has none.
+        """
+        self._events.note("trained", step=step, round=self.num_rounds)
+        oldest = min(self.numbers, default=self._next or 0) // self.size
+        for kept in (self._drawn, self._states):
+            for past in [past for past in kept if past < oldest]:
+                del kept[past]
+        return self._states.get(oldest)
+
+    # Its parts.
+
+    @property
+    def _playing(self) -> Service:
+        assert self._service is not None, "a service was opened"
+        return self._service
+
+    def _submit(self, numbers: Sequence[int]) -> None:
+        """Has the service play these groups, from their beginning."""
+        self._events.note("submit", groups=numbers, round=self.num_rounds)
         for number in numbers:
             step, place = divmod(number, self.size)
             first = place * self.group_size
             tasks = self._of_step(step)[first : first + self.group_size]
-            self._groups[number] = _Open(tickets=service.submit(tasks))
+            self._groups[number] = _Open(tickets=self._playing.submit(tasks))
 
     def _of_step(self, step: int) -> list[Task]:
         """Returns the tasks of a step; they are drawn from their source once, in order."""
@@ -59,18 +183,41 @@ class OpenGroups:
             self._drawn[each] = self._tasks.training(each)
         return self._drawn[step]
 
-    def source_state(self, step: int) -> dict[str, Any] | None:
-        """Returns the source's state before it gave the oldest open task; None: it has none.
+    def _admit(self, num_taken: int) -> None:
+        """Submits as many groups as may be open now; those that the step has taken count still."""
+        assert self._next is not None, "a service was opened"
+        num_steps = self._settings.batches
+        if self._settings.rule != "drop":
+            # All groups are trained on, so that the steps that are left need no more.
+            num_steps = min(num_steps, self._tasks.num_steps - self.version)
+        more = num_steps * self.size - len(self._groups) - num_taken
+        if more > 0:
+            old, self._waiting = self._waiting[:more], self._waiting[more:]
+            first, self._next = self._next, self._next + more - len(old)
+            self._submit([*old, *range(first, self._next)])
 
-        No group is older than those of `step`, where none is open.
-        """
-        oldest = min(self._groups, default=step * self.size) // self.size
-        for kept in (self._drawn, self._states):
-            for past in [past for past in kept if past < oldest]:
-                del kept[past]
-        return self._states.get(oldest)
+    def _drop(self) -> None:
+        """Gives up finished groups beyond the bound, if that is the rule."""
+        if self._settings.rule != "drop":
+            return
+        finished = [group for group in self._described() if group.finished is not None]
+        stale = overdue(finished, self.version, self._settings.max_staleness)
+        if not stale:
+            return
+        numbers = [group.number for group in stale]
+        self._events.note("drop", groups=numbers, round=self.num_rounds)
+        for each in self._remove(stale):
+            self._playing.release(each.row)
+            self.dropped.append(each.trajectory.outcome)
 
-    def add(self, finished: Sequence[Finished]) -> None:
+    def _choose(self, left: int) -> list[Group] | None:
+        """Returns the groups that the step, which takes `left` more, takes now; None: none yet."""
+        settings, groups = self._settings, self._described()
+        if settings.parts > 1:
+            return choose_part(groups, left, self.size // settings.parts)
+        return choose_groups(settings.rule, groups, self.version, settings.max_staleness, self.size)
+
+    def _add(self, finished: Sequence[Finished]) -> None:
         """Adds finished episodes to their groups."""
         owners = {ticket: group for group in self._groups.values() for ticket in group.tickets}
         for each in finished:
@@ -79,15 +226,15 @@ class OpenGroups:
             if len(group.episodes) == self.group_size:
                 group.rank, self._num_finished = self._num_finished, self._num_finished + 1
 
-    def described(self, service: RolloutService) -> list[Group]:
+    def _described(self) -> list[Group]:
         """Returns the open groups as the rules see them."""
-        live = service.oldest_versions()
+        live = self._playing.oldest_versions()
         return [
             Group(number, min(_versions(group, live), default=None), group.rank)
             for number, group in self._groups.items()
         ]
 
-    def take(self, chosen: Sequence[Group]) -> list[Finished]:
+    def _remove(self, chosen: Sequence[Group]) -> list[Finished]:
         """Returns the episodes of these groups, which are over and open no longer."""
         groups = [self._groups.pop(group.number) for group in chosen]
         return [group.episodes[ticket] for group in groups for ticket in group.tickets]

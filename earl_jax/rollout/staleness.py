@@ -40,12 +40,17 @@ class AsynchronyConfig:
     `parts` is the number of parts in which a step's groups go to the trainer's devices: each as
     soon as as many groups are finished as it has, while the others are played (streaming,
     arXiv 2504.15930). 1 waits for all. The update is that of the whole batch, but for rounding.
+
+    `checksums` is for debugging: the events have a checksum of each policy that was published, so
+    that a replay compares the weights, and it is an error where a policy is overwritten while it is
+    played. It waits for the weights in each step.
     """
 
     max_staleness: int = 0
     rule: Rule = "in_order"
     kv: Literal["recompute", "keep"] = "recompute"
     parts: int = 1
+    checksums: bool = False
 
     @property
     def is_on(self) -> bool:

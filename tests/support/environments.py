@@ -77,3 +77,20 @@ class Wanderer:
         if not self.left:
             return StepResult(text="", reward=reward, done=True, stop_reason="end")
         return StepResult(text=f"{self.left}.", reward=reward, done=False)
+
+
+class FirstIsLong:
+    """Takes one reply, and twenty in the first task of a run."""
+
+    def __init__(self, index: int):
+        self.left = 1 if index else 20
+
+    def start(self) -> Start:
+        return Start(text=f"{self.left}.")
+
+    def step(self, reply: str) -> StepResult:
+        self.left -= 1
+        reward = len(reply) % 3 / 2
+        if not self.left:
+            return StepResult(text="", reward=reward, done=True, stop_reason="end")
+        return StepResult(text=".", reward=reward, done=False)
