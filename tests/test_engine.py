@@ -90,6 +90,18 @@ def test_with_a_tensor_axis_no_collective_crosses_a_data_shard(shape):
         assert replica_groups(line) == shards, line
 
 
+@pytest.mark.slow
+def test_a_pass_of_short_chunks_has_the_collectives_of_a_pass():
+    shape = MeshShape(data=4, tensor=2)
+    config = dataclasses.replace(CONFIG, rules=CONFIG.rules._replace(narrow_width=2))
+    engine = Engine(config, make_layout(shape, jax.devices()[: shape.num_devices]))
+    text = engine.lower_play(PLACES).compile().as_text()
+    lines = [line.strip() for line in text.splitlines() if COLLECTIVE.search(line)]
+    assert len(lines) == 3 * (2 + 2 * MODEL.num_layers)
+    shards = {tuple(range(first, first + shape.tensor)) for first in range(0, 8, shape.tensor)}
+    assert all(replica_groups(line) == shards for line in lines)
+
+
 @pytest.mark.slow_except("data=2,tensor=4")
 @pytest.mark.parametrize("shape", [UNSHARDED, *CANDIDATES], ids=str)
 def test_every_mesh_samples_the_same_tokens_with_the_trainers_logprobs(shape):

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from earl_jax.engine import decode_state
+from earl_jax.engine import decode_state, slots
 from earl_jax.engine.config import Sampling
+from earl_jax.engine.decoding import Decoder
 from earl_jax.engine.round_inputs import NO_PAGE, NO_ROW, RoundInputs, pack_inputs, unpack_outputs
 from earl_jax.engine.sampling import sample, sampling_rows, token_uniforms
 from earl_jax.models.decoder import forward_chunk
@@ -177,11 +178,12 @@ def test_burst_length_changes_nothing(played, burst):
     check_rows(state.experience, other, scripts)
 
 
-@pytest.mark.slow_except("3")
-@pytest.mark.parametrize("append_rows", [1, 3])
-def test_how_many_slots_append_at_a_time_changes_nothing(played, append_rows):
+@pytest.mark.slow_except("3-2")
+@pytest.mark.parametrize(("append_rows", "narrow_width"), [(1, 16), (3, 16), (1, 1), (3, 2)])
+def test_how_many_slots_append_at_a_time_changes_nothing(played, append_rows, narrow_width):
     scripts, _, heard = played
-    play = play_on_one_device(RULES._replace(append_rows=append_rows))
+    rules = RULES._replace(append_rows=append_rows, narrow_width=narrow_width)
+    play = play_on_one_device(rules)
     state, other = converse(play, empty(), scripts)
     assert_same(heard, other)
     check_rows(state.experience, other, scripts)
@@ -208,6 +210,64 @@ def test_slots_that_take_turns_in_decode_steps_say_the_same(played):
     # What a round leaves over are the last few steps of who has most to say.
     assert max(idle) <= (step_rows - 1) * RULES.burst
     assert sum(idle) < sum(most)
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "parts", "widths"),
+    [
+        (128, 1, (16, 128)),
+        (512, 1, (32, 512)),
+        (16, 1, (16,)),
+        (8, 1, (8,)),
+        (96, 3, (18, 96)),
+        (128, 8, (16, 128)),
+    ],
+)
+def test_a_short_chunk_has_a_narrow_pass_that_divides_over_context(chunk_size, parts, widths):
+    assert RULES.append_widths(chunk_size, parts) == widths
+    # Eight full chunks at a time, and as many short ones as make 256 tokens.
+    rows = [RULES.rows_appended(width, chunk_size) for width in widths]
+    assert rows[-1] == max(8, min(256, 8 * chunk_size) // chunk_size) == 8
+    assert rows[0] == (max(8, 256 // widths[0]) if len(widths) > 1 else 8)
+
+
+def test_chunks_are_appended_in_passes_of_their_width_and_others_cost_nothing():
+    """Passes of 7 slots x 2 tokens for short chunks, and of 3 x 5."""
+    passes = []
+
+    class Watched(Decoder):
+        def append(self, cache, tokens_BT, cached, count):
+            shape = tokens_BT.shape
+            jax.debug.callback(lambda count: passes.append((shape, sorted(count.tolist()))), count)
+            return super().append(cache, tokens_BT, cached, count)
+
+    rules = RULES._replace(narrow_width=2, append_rows=3)
+    decoder = Watched(MODEL, rules, params(), jax.random.key(7))
+    play = jax.jit(lambda state, inputs: slots.play(decoder, state, inputs, 0)[0])
+    ones = np.ones(NUM_SLOTS, np.int32)
+    for counts, expected in (
+        ([1] * 8, [((7, 2), [1] * 7), ((7, 2), [0] * 6 + [1])]),
+        ([0, 0, 4, 0, 0, 0, 0, 0], [((3, 5), [0, 0, 4])]),
+        (
+            [1, 2, 5, 3, 0, 1, 5, 4],
+            [((7, 2), [0] * 4 + [1, 1, 2]), ((3, 5), [3, 5, 5]), ((3, 5), [0, 0, 4])],
+        ),
+    ):
+        inputs = RoundInputs(
+            chunk=np.full((NUM_SLOTS, CHUNK), 5, np.int32),
+            count=np.array(counts, np.int32),
+            restart=ones,
+            begin_turn=0 * ones,
+            seed=ones,
+            row=np.arange(NUM_SLOTS, dtype=np.int32),
+            sampling=sampling_rows(Sampling(), NUM_SLOTS),
+            version=0,
+        )
+        passes.clear()
+        state = play(empty(), pack_inputs(inputs))
+        jax.effects_barrier()
+        assert passes == expected
+        assert state.cached.tolist() == counts
 
 
 def test_turns_end_at_the_end_token_or_at_the_limit(played):
@@ -238,10 +298,10 @@ def test_nothing_is_written_after_the_end_of_a_turn(played):
 
 
 @functools.cache
-def in_dtype(dtype: str, step_rows: int = 0):
+def in_dtype(dtype: str, **changes: int):
     """A model that computes in this type: how a round of it is played, and its empty slots."""
     if dtype == MODEL.compute_dtype:
-        return play_on_one_device(RULES._replace(step_rows=step_rows)), empty()
+        return play_on_one_device(RULES._replace(**changes)), empty()
     model = dataclasses.replace(MODEL, compute_dtype=dtype)
     weights = jax.tree.map(lambda leaf: leaf.astype(dtype), params())
     jitted = jitted_round(model, RULES)
@@ -253,12 +313,19 @@ def in_dtype(dtype: str, step_rows: int = 0):
     return play, decode_state.empty_state(model, NUM_SLOTS, NUM_SLOTS, PLACES, page_size=PAGE_SIZE)
 
 
-@pytest.mark.slow_except("float32-3")
-@pytest.mark.parametrize(("dtype", "step_rows"), [("float32", 0), ("float32", 3), ("bfloat16", 0)])
-def test_an_episode_is_the_same_whatever_shares_the_batch(dtype, step_rows):
+@pytest.mark.slow_except("float32-changes1")
+@pytest.mark.parametrize(
+    ("dtype", "changes"),
+    [
+        ("float32", {}),
+        ("float32", {"step_rows": 3, "narrow_width": 2, "append_rows": 3}),
+        ("bfloat16", {}),
+    ],
+)
+def test_an_episode_is_the_same_whatever_shares_the_batch(dtype, changes):
     """To the last bit of its log-probs, though bf16 has eight of them."""
     scripts = make_scripts(NUM_SLOTS)
-    play, nobody = in_dtype(dtype, step_rows)
+    play, nobody = in_dtype(dtype, **changes)
     _, heard = converse(play, nobody, scripts)
     rng = np.random.default_rng(5)
     # The episodes 0, 2, 4, 6 in other slots and rows, begun at other times, beside strangers.

@@ -11,8 +11,11 @@ from earl_jax.settings.errors import InputError
 
 # Stop ids that a slot holds on the devices.
 MAX_STOP_IDS = 8
-# Slots of a data shard whose chunks are appended in one forward pass.
+# Slots of a data shard whose full chunks are appended in one forward pass.
 APPEND_ROWS = 8
+# Short chunks are appended in a narrower forward pass: of so many tokens a slot, or a 16th of a
+# chunk where that is more; and of more slots at once, so that it has about NARROW_TOKENS tokens.
+NARROW_WIDTH, NARROW_TOKENS = 16, 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +58,8 @@ class SlotRules(NamedTuple):
     """Rules of a round that are fixed when its program is compiled.
 
     A slot has at most `burst` forward passes a round. Each of `end_of_turn_ids` ends a turn. Chunks
-    are appended for `append_rows` slots of a data shard at a time. A decode step computes
+    are appended for `append_rows` slots of a data shard at a time, short ones apart
+    (`append_widths`). A decode step computes
     `step_rows` rows of a data shard (`decode_some`); 0: one for each of its slots. With
     `model_logprobs` each token's log-prob under the model itself is recorded too, which takes one
     more pass over the logits. With `choice_branches` a turn can be restricted to replies whose tree
@@ -67,11 +71,32 @@ class SlotRules(NamedTuple):
     burst: int
     end_of_turn_ids: tuple[int, ...]
     append_rows: int = APPEND_ROWS
+    narrow_width: int = NARROW_WIDTH
     step_rows: int = 0
     model_logprobs: bool = False
     choice_branches: int = 0
     ngram: int = 3
     draft: int = 0
+
+    def append_widths(self, chunk_size: int, parts: int = 1) -> tuple[int, ...]:
+        """Returns the widths of the forward passes that append chunks, in ascending order.
+
+        A chunk goes into the first that it fits in, whatever its neighbours' lengths are, so that
+        its numbers do not depend on them. Widths divide over `parts` devices, if a chunk does.
+
+        Example: chunks of 128 tokens: (16, 128); of 512: (32, 512); of 16: (16,).
+        """
+        narrow = max(self.narrow_width, chunk_size // 16)
+        narrow += -narrow % parts
+        return (narrow, chunk_size) if narrow < chunk_size else (chunk_size,)
+
+    def rows_appended(self, width: int, chunk_size: int) -> int:
+        """Returns the slots of a forward pass of this width: at least `append_rows`.
+
+        It has no more tokens than that of full chunks, or NARROW_TOKENS.
+        """
+        tokens = min(NARROW_TOKENS, self.append_rows * chunk_size)
+        return max(self.append_rows, tokens // width)
 
     @property
     def round_tokens(self) -> int:

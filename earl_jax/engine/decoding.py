@@ -59,7 +59,14 @@ class Decoder(NamedTuple):
     ) -> tuple[jax.Array, PagedCache]:
         """Runs `forward_chunk` with this model. Returns logits_BV, and the cache."""
         logits_BV, cache = forward_chunk(
-            self.model, self.params, cache, tokens_BT, cached, count, layout=self.layout
+            self.model,
+            self.params,
+            cache,
+            tokens_BT,
+            cached,
+            count,
+            layout=self.layout,
+            attention=self.rules.attention,
         )
         return self.replicate(logits_BV), cache
 
@@ -68,7 +75,14 @@ class Decoder(NamedTuple):
     ) -> tuple[jax.Array, PagedCache]:
         """Runs `forward_drafts` with this model. Returns logits_BTV, and the cache."""
         logits_BTV, cache = forward_drafts(
-            self.model, self.params, cache, tokens_BT, cached, count, layout=self.layout
+            self.model,
+            self.params,
+            cache,
+            tokens_BT,
+            cached,
+            count,
+            layout=self.layout,
+            attention=self.rules.attention,
         )
         return self.replicate(logits_BTV), cache
 

@@ -10,13 +10,14 @@ reading (shard_copies.py).
 
 Only tokens that were read as a prompt are taken over, and the last token is left to append, whose
 logits give the first sampled token: a group's prompt is read once, and each of its other episodes
-appends one token. A beginning shorter than a chunk is not worth it: a chunk costs the same however
-full it is.
+appends one token. A beginning is worth it if it is as long as a page (or a chunk, where that is
+shorter) and spares half a chunk at least of the forward passes' widths (`SlotRules.append_widths`):
+a pass costs the same however full it is.
 
-An episode's tokens do not depend on the episodes before it: a chunk's positions are rows of the
-same matrix products as the slots are, and attention adds up a row in the same blocks wherever a
-chunk begins (paged_attention.py). Sampled tokens are not taken over: a decode step is another
-program than a chunk, which may round otherwise.
+An episode's tokens do not depend on the episodes before it, up to rounding where a narrower pass
+reads what is left: a chunk's positions are rows of the same matrix products as the slots are, and
+attention adds up a row in the same blocks wherever a chunk begins (paged_attention.py). Sampled
+tokens are not taken over: a decode step is another program than a chunk, which may round otherwise.
 """
 
 import dataclasses
@@ -46,13 +47,18 @@ class PrefixIndex:
         *,
         num_slots: int,
         num_shards: int,
-        chunk_size: int,
+        widths: Sequence[int],
+        page_size: int,
         is_worth_sending: Callable[[int], bool] = lambda tokens: False,
     ) -> None:
-        """Begins empty; `is_worth_sending` decides on copies of so many tokens between shards."""
+        """Begins empty. Chunks are appended in forward passes of these `widths`, ascending.
+
+        `is_worth_sending` decides on copies of so many tokens between shards.
+        """
         self._is_worth_sending = is_worth_sending
         self._slots_a_shard = num_slots // num_shards
-        self._chunk_size = chunk_size
+        self._widths = widths
+        self._least = min(widths[-1], max(page_size, widths[0]))
         # As arrays: every prompt is compared with all of them.
         self._cached = [_NOTHING] * num_slots
         self._coming = [_NOTHING] * num_slots
@@ -154,8 +160,15 @@ class PrefixIndex:
     def _common(self, cached: np.ndarray, ids: np.ndarray) -> int:
         """Returns how many tokens of a prompt can be taken over from a cache of these."""
         length = min(len(cached), len(ids) - 1)
-        if length < self._chunk_size or cached[0] != ids[0]:
+        if length < self._least or cached[0] != ids[0]:
             return 0
         same = cached[:length] == ids[:length]
         number = length if same.all() else int(same.argmin())
-        return number if number >= self._chunk_size else 0
+        spared = self._appended(len(ids)) - self._appended(len(ids) - number)
+        return number if number >= self._least and 2 * spared >= self._widths[-1] else 0
+
+    def _appended(self, tokens: int) -> int:
+        """Returns how many tokens wide the forward passes are that append so many."""
+        chunks, rest = divmod(tokens, self._widths[-1])
+        last = next(width for width in (0, *self._widths) if rest <= width)
+        return chunks * self._widths[-1] + last

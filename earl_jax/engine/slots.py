@@ -41,7 +41,7 @@ from earl_jax.engine.round_inputs import (
     unpack_inputs,
 )
 from earl_jax.models.decoder import head_weights
-from earl_jax.models.kv_cache import PagedCache
+from earl_jax.models.kv_cache import LayerCache, PagedCache
 from earl_jax.trajectory import Experience
 
 
@@ -267,20 +267,44 @@ def _take_over(state: DecodeState, inputs: RoundInputs, shard: jax.Array | int) 
 def _append(
     decoder: Decoder, state: DecodeState, inputs: RoundInputs
 ) -> tuple[jax.Array, PagedCache]:
-    """Appends the chunks to the cache, for `rules.append_rows` slots with a chunk at a time.
+    """Appends the chunks to the cache: short ones first, then the others.
 
     Returns:
         logits_BV behind each chunk, and the cache.
     """
-    slots, some = state.cached.shape[0], decoder.rules.append_rows
-    if slots <= some:
-        return decoder.append(state.cache, inputs.chunk, state.cached, inputs.count)
-    has_chunk = inputs.count > 0
+    slots, chunk_size = inputs.chunk.shape
+    done = (
+        jnp.zeros((slots, head_weights(decoder.params).shape[1]), jnp.float32),
+        state.cache.layers,
+    )
+    shorter = 0
+    for width in decoder.rules.append_widths(chunk_size, state.cache.parts):
+        chosen = (inputs.count > shorter) & (inputs.count <= width)
+        done = _append_chosen(decoder, state, inputs, chosen, width, done)
+        shorter = width
+    logits_BV, layers = done
+    return logits_BV, dataclasses.replace(state.cache, layers=layers)
+
+
+def _append_chosen(
+    decoder: Decoder,
+    state: DecodeState,
+    inputs: RoundInputs,
+    chosen_B: jax.Array,
+    width: int,
+    done: tuple[jax.Array, list[LayerCache]],
+) -> tuple[jax.Array, list[LayerCache]]:
+    """Appends the chunks of chosen slots, of at most `width` tokens, some slots at a time.
+
+    Without chosen slots it costs nothing. `done` are logits_BV and the pages, and so is the result.
+    """
+    slots, chunk_size = inputs.chunk.shape
+    some = min(slots, decoder.rules.rows_appended(width, chunk_size))
     # Filled up with slots that do not exist: what is written there is dropped.
-    steps = (jnp.sum(has_chunk) + some - 1) // some
+    steps = (jnp.sum(chosen_B) + some - 1) // some
     position_B = jnp.arange(slots + -slots % some)
-    order_B = jnp.pad(jnp.argsort(~has_chunk, stable=True), (0, -slots % some))
-    order_B = jnp.where(position_B < jnp.sum(has_chunk), order_B, slots + position_B)
+    order_B = jnp.pad(jnp.argsort(~chosen_B, stable=True), (0, -slots % some))
+    order_B = jnp.where(position_B < jnp.sum(chosen_B), order_B, slots + position_B)
 
     def append_some(index: jax.Array, carry: Any) -> Any:
         logits_BV, layers = carry
@@ -289,15 +313,13 @@ def _append(
         row = jnp.minimum(chosen, slots - 1)
         logits, cache = decoder.append(
             dataclasses.replace(state.cache, layers=layers, table=state.cache.table[row]),
-            inputs.chunk[row],
+            inputs.chunk[row, :width],
             state.cached[row],
             jnp.where(exists, inputs.count[row], 0),
         )
         return logits_BV.at[chosen].set(logits, mode="drop"), cache.layers
 
-    logits_BV = jnp.zeros((slots, head_weights(decoder.params).shape[1]), jnp.float32)
-    logits_BV, layers = jax.lax.fori_loop(0, steps, append_some, (logits_BV, state.cache.layers))
-    return logits_BV, dataclasses.replace(state.cache, layers=layers)
+    return jax.lax.fori_loop(0, steps, append_some, done)
 
 
 def _record_chunk(state: DecodeState, inputs: RoundInputs) -> Experience:

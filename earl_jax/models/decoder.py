@@ -22,6 +22,7 @@ from earl_jax.models.attention.kernels import Kernel, attend_rows, attention_ove
 from earl_jax.models.attention.page_shares import TokenShare, own_share, share_tokens
 from earl_jax.models.attention.rows import Window, cap
 from earl_jax.models.config import ModelConfig
+from earl_jax.models.contraction import Contract, contract_by_axes, contract_flat
 from earl_jax.models.kv_cache import PagedCache, write, writes_whole_pages
 from earl_jax.models.lora import project
 from earl_jax.models.moe.experts import experts_of_rows, experts_of_shard
@@ -30,8 +31,18 @@ from earl_jax.models.parameters import Params
 from earl_jax.models.rotary import rope_frequencies, rotate
 from earl_jax.sharding.layout import Layout
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-MixExperts = Callable[[Any, jax.Array], jax.Array]
+
+class Parts(NamedTuple):
+    """The functions of a layer that training and decoding differ in.
+
+    `attend(query, key, value)`; `mix_experts(layer, x)`, which is not called for a dense model;
+    `contract(equation, x, weight)` computes the products of projections (contraction.py).
+    """
+
+    attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    mix_experts: Callable[[Any, jax.Array], jax.Array]
+    contract: Contract
+
 
 # A window that reaches over any row, for layers without one beside layers that have one.
 WITHOUT_END = 2**30
@@ -95,16 +106,11 @@ def _block(
     layer: Any,
     x_BTD: jax.Array,
     positions_BT: jax.Array,
-    attend: Attend,
-    mix_experts: MixExperts,
+    parts: Parts,
 ) -> jax.Array:
-    """Computes one layer.
-
-    `attend(query, key, value)` and `mix_experts(layer, x)` are what training and decoding differ
-    in; the second is not called for a dense model.
-    """
-    x_BTD = x_BTD + _attention_half(config, kind, layer, x_BTD, positions_BT, attend)
-    return x_BTD + _feed_forward_half(config, layer, x_BTD, mix_experts)
+    """Computes one layer."""
+    x_BTD = x_BTD + _attention_half(config, kind, layer, x_BTD, positions_BT, parts)
+    return x_BTD + _feed_forward_half(config, layer, x_BTD, parts)
 
 
 def _attention_half(
@@ -113,13 +119,13 @@ def _attention_half(
     layer: Any,
     x_BTD: jax.Array,
     positions_BT: jax.Array,
-    attend: Attend,
+    parts: Parts,
 ) -> jax.Array:
     """Returns what attention adds to the residual stream."""
     normed_BTD = _norm(config, x_BTD, layer["attention_norm"])
-    query_BTKGH = project("BTD,DKGH->BTKGH", normed_BTD, layer["query"])
-    key_BTKH = project("BTD,DKH->BTKH", normed_BTD, layer["key"])
-    value_BTKH = project("BTD,DKH->BTKH", normed_BTD, layer["value"])
+    query_BTKGH = project("BTD,DKGH->BTKGH", normed_BTD, layer["query"], parts.contract)
+    key_BTKH = project("BTD,DKH->BTKH", normed_BTD, layer["key"], parts.contract)
+    value_BTKH = project("BTD,DKH->BTKH", normed_BTD, layer["value"], parts.contract)
     if config.attention_bias:
         query_BTKGH += layer["query_bias"][None, None]
         key_BTKH += layer["key_bias"][None, None]
@@ -129,25 +135,25 @@ def _attention_half(
         key_BTKH = _norm(config, key_BTKH, layer["key_norm"])
     query_BTKGH = rotate(query_BTKGH, positions_BT, kind.frequencies)
     key_BTKH = rotate(key_BTKH, positions_BT, kind.frequencies)
-    mixed_BTKGH = attend(query_BTKGH, key_BTKH, value_BTKH)
-    added_BTD = project("BTKGH,KGHD->BTD", mixed_BTKGH, layer["out"])
+    mixed_BTKGH = parts.attend(query_BTKGH, key_BTKH, value_BTKH)
+    added_BTD = project("BTKGH,KGHD->BTD", mixed_BTKGH, layer["out"], parts.contract)
     return (
         _norm(config, added_BTD, layer["post_attention_norm"]) if config.post_norms else added_BTD
     )
 
 
 def _feed_forward_half(
-    config: ModelConfig, layer: Any, x_BTD: jax.Array, mix_experts: MixExperts
+    config: ModelConfig, layer: Any, x_BTD: jax.Array, parts: Parts
 ) -> jax.Array:
     """Returns what the feed-forward network or the experts add to the residual stream."""
     normed_BTD = _norm(config, x_BTD, layer["ffn_norm"])
     if config.num_experts:
-        added_BTD = mix_experts(layer, normed_BTD)
+        added_BTD = parts.mix_experts(layer, normed_BTD)
     else:
-        gate_BTF = project("BTD,DF->BTF", normed_BTD, layer["gate"])
-        up_BTF = project("BTD,DF->BTF", normed_BTD, layer["up"])
+        gate_BTF = project("BTD,DF->BTF", normed_BTD, layer["gate"], parts.contract)
+        up_BTF = project("BTD,DF->BTF", normed_BTD, layer["up"], parts.contract)
         hidden_BTF = ACTIVATIONS[config.activation](gate_BTF) * up_BTF
-        added_BTD = project("BTF,FD->BTD", hidden_BTF, layer["down"])
+        added_BTD = project("BTF,FD->BTD", hidden_BTF, layer["down"], parts.contract)
     return _norm(config, added_BTD, layer["post_ffn_norm"]) if config.post_norms else added_BTD
 
 
@@ -207,6 +213,7 @@ def forward_rows_routed(
     # Rows come whole, and so what looks along them is done before they are folded.
     positions_BT = fold(layout, positions_in_segments(segment_ids_BT))
     real_BT = fold(layout, segment_ids_BT) > 0
+    contract = contract_flat if layout.shape.context == 1 else contract_by_axes
 
     def block(x_BTD: jax.Array, xs: tuple[Any, LayerKind | None]) -> tuple[jax.Array, Any]:
         layer, kind = xs
@@ -232,7 +239,8 @@ def forward_rows_routed(
             routing = routing_of_rows(config, layout, x_BTD, layer["router"], real_BT)
             return experts_of_rows(config, layout, layer, x_BTD)
 
-        x_BTD = _block(config, kind, layer, x_BTD, positions_BT, attend, mix_experts)
+        parts = Parts(attend, mix_experts, contract)
+        x_BTD = _block(config, kind, layer, x_BTD, positions_BT, parts)
         return layout.constrain(x_BTD, "BT."), routing
 
     # Gathered over fsdp before the lookup: a lookup in a table cut along D makes XLA copy the rows
@@ -351,7 +359,8 @@ def _chunk_states(
             new_layers.append(pages)
             return mixed_BTKGH
 
-        x_BTD = _block(config, kind, layer, x_BTD, positions_BT, attend, mix_experts)
+        parts = Parts(attend, mix_experts, contract_flat)
+        x_BTD = _block(config, kind, layer, x_BTD, positions_BT, parts)
     return x_BTD, tokens, dataclasses.replace(cache, layers=new_layers)
 
 

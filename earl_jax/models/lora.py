@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from earl_jax.models.config import LoraConfig
+from earl_jax.models.contraction import Contract, contract_flat
 from earl_jax.models.parameters import ParameterSpec, Params
 from earl_jax.models.quantization import Quantized, matmul
 from earl_jax.settings.errors import InputError
@@ -121,23 +122,29 @@ def adapt(base: Params, adapters: Params, lora: LoraConfig) -> Params:
     return {**base, "layers": layers}
 
 
-def project(equation: str, x: jax.Array, weight: jax.Array | Adapted | Quantized) -> jax.Array:
+def project(
+    equation: str,
+    x: jax.Array,
+    weight: jax.Array | Adapted | Quantized,
+    contract: Contract = contract_flat,
+) -> jax.Array:
     """Computes `einsum(equation, x, weight)`, plus the adapter's part where the weight has one.
 
-    The second operand of the equation must be the weight's inputs, then its outputs.
+    The second operand of the equation must be the weight's inputs, then its outputs. `contract`
+    computes each product (contraction.py).
     """
     if isinstance(weight, Quantized):
         return matmul(equation, x, weight)
     if not isinstance(weight, Adapted):
-        return jnp.einsum(equation, x, weight)
+        return contract(equation, x, weight)
     operands, result = equation.split("->")
     given, axes = operands.split(",")
     inputs, outputs = weight.inputs, weight.outputs
     assert axes == inputs + outputs, equation
     rows = "".join(letter for letter in given if letter not in inputs)
-    x_R = jnp.einsum(f"{given},{inputs}R->{rows}R", x, weight.a)
-    added = jnp.einsum(f"{rows}R,R{outputs}->{result}", x_R, weight.b)
-    return jnp.einsum(equation, x, weight.weight) + weight.scale * added
+    x_R = contract(f"{given},{inputs}R->{rows}R", x, weight.a)
+    added = contract(f"{rows}R,R{outputs}->{result}", x_R, weight.b)
+    return contract(equation, x, weight.weight) + weight.scale * added
 
 
 def merged(weight: jax.Array | Adapted) -> jax.Array:

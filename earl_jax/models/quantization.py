@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from earl_jax.models.config import ModelConfig
+from earl_jax.models.contraction import contract_flat
 from earl_jax.models.parameters import ParameterSpec, parameter_specs, unstacked_specs
 
 # What each matrix of a layer contracts over. Each place of its other letters has its own scale: an
@@ -79,7 +80,7 @@ def dequantize(weight: Quantized) -> jax.Array:
 def matmul(equation: str, x: jax.Array, weight: Quantized) -> jax.Array:
     """Computes `einsum(equation, x, Q s)` in the type of `x`; outputs must be the last axes."""
     # In the type of x before it is scaled, because what a tensor axis adds up travels in this.
-    product = jnp.einsum(equation, x, weight.values.astype(x.dtype))
+    product = contract_flat(equation, x, weight.values.astype(x.dtype))
     scale = jnp.expand_dims(weight.scale, tuple(range(product.ndim - weight.scale.ndim)))
     return (product.astype(jnp.float32) * scale).astype(x.dtype)
 

@@ -82,7 +82,8 @@ class BlockManager:
         return PrefixIndex(
             num_slots=len(self._slots),
             num_shards=self._pages.pool.shards,
-            chunk_size=self._config.chunk_size,
+            widths=session.engine.append_widths,
+            page_size=self._page_size,
             is_worth_sending=functools.partial(
                 is_worth_sending,
                 setting=self._rules.copy_prefixes,
