@@ -59,7 +59,7 @@ def imported_names(source: str, path: str) -> set[str]:
 
 
 def offences(source: str, path: str) -> list[str]:
-    """What this module, at `path` from the repository's root, imports and must not."""
+    """Returns the forbidden imports of this module, at `path` from the repository's root."""
     names = imported_names(source, path)
     parts = [part.removesuffix(".py") for part in path.split("/")[1:]]
     part = parts[0]

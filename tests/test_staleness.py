@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which groups a step takes: by hand, and in a simulation of runs of any shape."""
+"""Groups that a step takes: by hand, and in a simulation of runs of any shape."""
 
 import pytest
 from hypothesis import given, settings
@@ -114,7 +114,7 @@ NUM_STEPS = 12
 )
 @settings(max_examples=400, deadline=None)
 def test_every_group_is_taken_once_within_the_bound(rule, bound, size, slots, rounds, lengths):
-    """Of any lengths, with any number of rounds beside an update: it always ends."""
+    """Ends with episodes of any lengths, and any number of rounds beside an update."""
     world, taken = Simulation(rule, bound, size, slots, lengths), []
     for version in range(NUM_STEPS):
         batch = world.batch(version)
