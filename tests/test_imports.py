@@ -29,7 +29,7 @@ LEVELS = (
     ("workdir",),
     ("loop",),
     ("loop_async",),
-    ("training", "preflight"),
+    ("training", "preflight", "profiling"),
     ("main", "evaluate", "serve", "plan", "bench", "view"),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
