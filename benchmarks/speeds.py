@@ -220,7 +220,7 @@ DECODING = (
 
 # Tokens per second of steps of the tic-tac-toe config on 8 virtual devices, by mesh.
 TINY = Path(__file__).parent.parent / "configs" / "tictactoe_tiny_cpu.py"
-TINY_ROOM = 24
+TINY_MAX_TOKENS = 24
 TINY_VOCAB = 24
 MEASURED_ROLLOUTS = {"data=8": 22054, "data=4,tensor=2": 16585}
 MEASURED_UPDATES = {"data=8": 34788, "data=1,fsdp=8": 44696}
@@ -288,7 +288,7 @@ def _cpu_rows() -> Iterator[list[str]]:
         ("update", MEASURED_UPDATES, update_speed),
     ):
         for mesh, found in measured.items():
-            predicted = speed(problem, mesh, TINY_ROOM)
+            predicted = speed(problem, mesh, TINY_MAX_TOKENS)
             yield [stage, mesh, f"{found:,}", f"{predicted:,.0f}", f"{predicted / found:.2f}"]
 
 

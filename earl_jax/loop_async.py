@@ -263,7 +263,7 @@ class AsyncPlayer:
         return service
 
     def _grow(self, session: Session, tokens: int, pages: int, load: Load | None) -> Session:
-        grown = self._placement.sessions.make_room(session, tokens, pages, load)
+        grown = self._placement.sessions.grow(session, tokens, pages, load)
         self._events.note("grow", plan=str(self._placement.rollout), round=self._groups.num_rounds)
         return grown
 

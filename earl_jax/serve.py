@@ -3,19 +3,13 @@
 """Serves a policy: python -m earl_jax.serve --workdir=DIR | --model=HF_DIR [--port=8000]."""
 
 import argparse
-import asyncio
-import contextlib
 import dataclasses
 import signal
 import sys
 from collections.abc import Sequence
 
 from earl_jax.launch.start import exit_status, start_jax
-from earl_jax.serving.serve_flags import (
-    check_flags,
-    parse_flags,
-    sampling,
-)
+from earl_jax.serving.serve_flags import check_flags, parse_flags, sampling
 from earl_jax.serving.served_policy import ServedPolicy, model_policy
 
 
@@ -60,67 +54,19 @@ def serve_command(arguments: Sequence[str]) -> None:
 
     from earl_jax.dispatch.weights import publish
     from earl_jax.serving.jetstream_engine import JetStreamEngine
-    from earl_jax.serving.server import (
-        Endpoints,
-        most_request_bytes,
-        serve,
-        stop_at_signals,
-        warm_up,
-    )
+    from earl_jax.serving.run_server import run_server
     from earl_jax.serving.sizes import make_engine, serving_config
-    from earl_jax.serving.texts import Texts
 
-    mesh = mesh or MeshShape(data=len(jax.devices()))
-    rounds = make_engine(flags, policy, mesh)
+    rounds = make_engine(flags, policy, mesh or MeshShape(data=len(jax.devices())))
     weights = policy.load(rounds.layout)
     params = publish(weights, rounds.parameter_shapes, rounds.parameter_shardings).params
+    # The fp32 weights are not needed any more.
     del weights
+    policy = policy.without_weights()
     # Only now is it known how much memory the weights leave.
     serving = serving_config(flags, policy, rounds, drawn)
     engine = JetStreamEngine(rounds, serving, policy.tokenizer)
-    name, version, limit = policy.name, policy.version, policy.max_context
-    texts = Texts(
-        policy.tokenizer,
-        policy.template_arguments,
-        timeout_s=flags.text_timeout_s,
-        most_bytes=most_request_bytes(engine),
-    )
-    del policy  # its fp32 weights
-    short = limit and not flags.max_context and serving.context_tokens < limit
-
-    def announce(http: str, grpc: str) -> None:
-        print(
-            f"serving {name}{f' after step {version}' if flags.workdir else ''} at {http} "
-            f"(gRPC: {grpc}): prompts of up to "
-            f"{min(serving.max_prefill_length, serving.context_tokens)} tokens, "
-            f"{serving.context_tokens} with their replies"
-            + (f" (the model takes {limit}; memory holds no more)" if short else "")
-            + f", {flags.num_slots} at once on {mesh}, "
-            f"{engine.first_pool.total * rounds.config.page_size} tokens of KV cache",
-            flush=True,
-        )
-
-    async def run() -> None:
-        await serve(
-            engine,
-            params,
-            name=name,
-            version=version,
-            texts=texts,
-            endpoints=Endpoints(
-                host=flags.host,
-                port=flags.port,
-                grpc_port=flags.grpc_port,
-                max_waiting=flags.max_waiting,
-                max_waiting_per_client=flags.max_waiting_per_client,
-            ),
-            on_ready=announce,
-            stop=stop_at_signals(),
-        )
-
-    with contextlib.closing(texts):
-        warm_up(engine, params)
-        asyncio.run(run())
+    run_server(flags, policy, engine, params)
 
 
 def main() -> None:

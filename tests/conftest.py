@@ -88,7 +88,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def compiled_programs(tmp_path_factory) -> Path:
-    """What this worker and the processes that it starts have compiled, so that none does it twice.
+    """Returns the folder of programs that this worker and its processes have compiled, each once.
 
     Workers do not share it: JAX writes an entry in place, and another could read the half of it.
     """

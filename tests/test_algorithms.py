@@ -320,7 +320,7 @@ def test_a_batch_without_tokens_changes_nothing_with_any_aggregation():
 
 
 def test_the_effective_sample_size_by_hand():
-    """Of weights policy / behaviour; (sum w)^2 / sum w^2 over the tokens of the mask."""
+    """With weights w = policy / behaviour it is (sum w)^2 / sum w^2 over the tokens of the mask."""
     learner, batch = make_learner(ALGORITHMS["grpo"]), make_batch()
     params = init_state(MODEL, learner.config, VOCAB, make_layout(ONE), seed=0).params
     scores = score_batch(MODEL, learner.config, make_layout(ONE), 1.0, params, batch)
@@ -527,7 +527,7 @@ def test_the_correction_that_the_config_names_is_the_update_s(correction):
 
 @pytest.mark.slow
 def test_the_reference_policy_is_the_base_of_the_adapters():
-    """Of trained adapters, whose own log-probs are others; on one device and sharded."""
+    """Uses trained adapters, whose own log-probs differ; on one device and sharded."""
 
     def penalty(facts: TokenFacts, settings: object) -> TokenLosses:
         assert facts.reference is not None

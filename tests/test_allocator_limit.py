@@ -20,7 +20,7 @@ MATRIX = 256 * 256 * 4
 
 @pytest.fixture(autouse=True)
 def no_garbage():
-    """What other tests have left is freed before a limit is derived from what is held."""
+    """Frees the arrays of other tests before a limit is derived from those that are held."""
     gc.collect()
 
 

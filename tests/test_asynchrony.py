@@ -16,9 +16,9 @@ import jax
 import numpy as np
 import pytest
 
+from earl_jax.config.train_flags import parse_flags, replayed_config
 from earl_jax.loop import rl_step
 from earl_jax.loop_async import AsyncPlayer, _since_version
-from earl_jax.main import parse_flags, replayed_config
 from earl_jax.rollout.events import EVENTS, read_events
 from earl_jax.run import build_run
 from earl_jax.settings.errors import InputError, RunError

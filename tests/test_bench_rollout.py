@@ -107,7 +107,7 @@ def test_a_process_answers_its_jobs_whatever_it_prints(children):
     assert children[1].versions().startswith(f"Python {sys.version.split()[0]}, jax ")
 
 
-def test_a_process_that_ends_is_said_with_its_last_words(children):
+def test_process_that_ends_is_reported_with_its_last_words(children):
     with pytest.raises(SystemExit, match="one ended:(.|\n)*fewer than none"):
         children[0].ask({"tokens": -1})
 
@@ -169,7 +169,7 @@ def test_no_turn_is_prefilled_twice(play):
     assert [line[3:5] for line in table[2:]] == [["32", "0"]]
 
 
-def test_who_reads_again_is_given_all_that_was_said(engine):
+def test_baseline_without_a_cache_reads_the_whole_conversation_each_turn(engine):
     """Two conversations of two turns, of one id a message and two a turn, which count the ids."""
     from benchmarks.rollout.answering import read_again
 

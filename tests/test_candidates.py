@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which meshes are possible for a number of devices, a model and what the user names."""
+"""Possible meshes for a number of devices, a model and the user's constraints."""
 
 import dataclasses
 import time

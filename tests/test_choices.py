@@ -59,7 +59,7 @@ def test_the_tree_of_three_replies_by_hand():
 
 GRID = (np.arange(400, dtype=np.float32) + 0.5) / 400
 # Alike in all tests, which so share a program.
-SLOTS, ROOM, VOCAB = 5, 8, 10
+SLOTS, NUM_BRANCHES, VOCAB = 5, 8, 10
 
 
 @jax.jit
@@ -68,8 +68,8 @@ def draw_at_grid(logits, choices, settings):
 
 
 def drawn(logits, choices, settings=None):
-    """What an even grid of random numbers draws in each slot: (share, log-prob) of each token."""
-    assert logits.shape == (SLOTS, VOCAB) and choices.tokens.shape == (SLOTS, ROOM)
+    """Returns, by slot, (share, log-prob) of each token that an even grid of numbers draws."""
+    assert logits.shape == (SLOTS, VOCAB) and choices.tokens.shape == (SLOTS, NUM_BRANCHES)
     settings = settings or sampling_rows(Sampling(), SLOTS)
     sides = draw_at_grid(logits, choices, settings)
     found = []
@@ -81,7 +81,7 @@ def drawn(logits, choices, settings=None):
 
 
 def check_drawn(found, logits, may) -> None:
-    """Those that may come, and no others, by their probabilities among these."""
+    """Checks that the allowed tokens alone are drawn, by their probabilities among these."""
     kept = np.array(sorted(may))
     logprobs = logits[kept] - np.logaddexp.reduce(logits[kept])
     assert list(found) == kept.tolist()
@@ -91,7 +91,7 @@ def check_drawn(found, logits, may) -> None:
 
 def test_a_walk_meets_the_tokens_that_may_come_and_no_others():
     """One slot says 5 7 0, one 6 0, the others may say anything."""
-    rows = no_choices(SLOTS, ROOM)
+    rows = no_choices(SLOTS, NUM_BRANCHES)
     for slot in (0, 1):
         set_choices(rows, slot, REPLIES)
     choices = jax.tree.map(jnp.asarray, rows)
@@ -112,7 +112,7 @@ def test_a_walk_meets_the_tokens_that_may_come_and_no_others():
 
 
 def test_certain_tokens_alone_come_for_as_long_as_the_turn_lasts():
-    rows = no_choices(SLOTS, ROOM)
+    rows = no_choices(SLOTS, NUM_BRANCHES)
     set_allowed(rows, 1, (7, 2, 7))
     choices = jax.tree.map(jnp.asarray, rows)
     logits = np.random.default_rng(0).normal(size=(SLOTS, VOCAB)).astype(np.float32)
@@ -124,15 +124,15 @@ def test_certain_tokens_alone_come_for_as_long_as_the_turn_lasts():
     assert choices.node.tolist() == [FREE, ALWAYS, FREE, FREE, FREE]
 
 
-def test_what_may_come_is_tempered_and_cut_among_itself_by_hand():
-    """Of 0.1 0.2 0.3 0.4 the first and the last are left: 1 to 4, squared 1 to 16.
+def test_temperature_and_cuts_apply_among_the_allowed_tokens_by_hand():
+    """The first and the last of 0.1 0.2 0.3 0.4 are left: 1 to 4, squared 1 to 16.
 
     The likeliest of them at temperature 0, with its log-prob untempered; and one that is free,
     beside them and alone, to the last bit.
     """
     logits = np.full((SLOTS, VOCAB), -np.inf, np.float32)
     logits[:, :4] = np.log([0.1, 0.2, 0.3, 0.4])
-    rows = no_choices(SLOTS, ROOM)
+    rows = no_choices(SLOTS, NUM_BRANCHES)
     for slot in range(1, SLOTS):
         set_allowed(rows, slot, (3, 0))
     plain = sampling_rows(Sampling(), SLOTS)
@@ -152,13 +152,13 @@ def test_what_may_come_is_tempered_and_cut_among_itself_by_hand():
     assert logprobs[1] == pytest.approx({0: np.log(0.2), 3: np.log(0.8)}, abs=1e-6)
     assert logprobs[2] == pytest.approx({0: np.log(1 / 17), 3: np.log(16 / 17)}, abs=1e-6)
     assert (logprobs[3][3], logprobs[4][3]) == pytest.approx((0, np.log(0.8)), abs=1e-6)
-    free = jax.tree.map(jnp.asarray, no_choices(SLOTS, ROOM))
+    free = jax.tree.map(jnp.asarray, no_choices(SLOTS, NUM_BRANCHES))
     [alone, *_] = drawn(logits, free, settings)
     assert alone == found[0]
 
 
-def test_who_may_say_anything_pays_a_glance_at_the_slots():
-    """What `draw` makes beside what `sample` does, outside of the branch for others: nodes only."""
+def test_unrestricted_draw_only_adds_a_check_of_the_slots():
+    """Outside of its restricted branch `draw` adds only the nodes to what `sample` does."""
     rows = sampling_rows(Sampling(), 3)
     arrays = (np.zeros(3, np.float32), np.zeros((3, 1000), np.float32))
     choices = jax.tree.map(jnp.asarray, no_choices(3, 8))
@@ -171,7 +171,7 @@ def test_who_may_say_anything_pays_a_glance_at_the_slots():
     assert more and set(more) <= {(), (3,)}
 
 
-def test_allowed_tokens_must_exist_and_have_room():
+def test_allowed_tokens_must_exist_and_be_within_choice_branches():
     check_allowed((0, 319), 2, 320)
     for ids, words in (
         ((5, 320), "allowed_token_ids hold 320; ids go from 0 to 319"),
@@ -225,17 +225,17 @@ def full_logits(trajectory):
     return np.asarray(jnp.einsum("BTD,DV->BTV", hidden, head_weights(params)), np.float64)[0]
 
 
-def test_only_the_allowed_is_said_with_log_probs_among_the_allowed(pool):
-    heard = []
+def test_only_choices_are_sampled_with_log_probs_among_the_choices(pool):
+    replies_seen = []
     # Else what this policy is sure of is all that is ever said.
     hot = Sampling(temperature=HOT)
     rollout = collect(
-        pool, tasks(40), lambda task: Words(heard), player=engine_for(BRANCHES), sampling=hot
+        pool, tasks(40), lambda task: Words(replies_seen), player=engine_for(BRANCHES), sampling=hot
     )
     check_rows(rollout, 40)
     # Every reply that may be said is, by some, and no other; then anything.
-    assert {sampled[0] for sampled in heard} == set(Words.ROUNDS[0])
-    assert {sampled[1] for sampled in heard if len(sampled) > 1} == set(Words.ROUNDS[1])
+    assert {sampled[0] for sampled in replies_seen} == set(Words.ROUNDS[0])
+    assert {sampled[1] for sampled in replies_seen if len(sampled) > 1} == set(Words.ROUNDS[1])
     anything = [t.turns[5].token_ids for t in rollout.trajectories if len(t.turns) == 6]
     assert len({token for ids in anything for token in ids}) > 30
     for trajectory in rollout.trajectories[:4]:
@@ -256,18 +256,18 @@ def test_only_the_allowed_is_said_with_log_probs_among_the_allowed(pool):
 
 def test_a_reply_is_made_of_the_allowed_tokens_with_log_probs_among_these(pool):
     """Digits, and the end of turn, in any number and order; and then anything."""
-    heard = []
+    replies_seen = []
     rollout = collect(
         pool,
         tasks(40),
-        lambda task: Digits(heard),
+        lambda task: Digits(replies_seen),
         player=engine_for(BRANCHES),
         sampling=Sampling(temperature=HOT),
     )
     check_rows(rollout, 40)
-    assert {c for sampled in heard for c in sampled[0]} == {"3", "5", "8"}
-    assert {c for sampled in heard if len(sampled) > 1 for c in sampled[1]} == {"1"}
-    assert {len(sampled[0]) for sampled in heard} >= {0, 1, 2}
+    assert {c for sampled in replies_seen for c in sampled[0]} == {"3", "5", "8"}
+    assert {c for sampled in replies_seen if len(sampled) > 1 for c in sampled[1]} == {"1"}
+    assert {len(sampled[0]) for sampled in replies_seen} >= {0, 1, 2}
     last = [t.turns[5].token_ids for t in rollout.trajectories if len(t.turns) == 6]
     assert len({token for ids in last for token in ids}) > 10
     for trajectory in rollout.trajectories[:4]:
@@ -329,7 +329,7 @@ def test_no_illegal_move_is_played_where_they_are_masked(pool):
 
 
 @pytest.mark.slow
-def test_choices_without_room_end_their_own_episode(pool):
+def test_choices_that_the_engine_does_not_take_end_their_own_episode(pool):
     def make(task):
         return Words([]) if task.episode % 2 else BoardGame(seed=1)
 

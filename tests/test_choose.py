@@ -101,7 +101,7 @@ def test_a_rollout_that_stays_must_fit_beside_an_update():
         chooser.training(step, None, beside=1400)
 
 
-def test_moments_wait_in_host_memory_where_a_rollout_has_no_room_beside_them():
+def test_moments_are_offloaded_where_a_rollout_does_not_fit_beside_them():
     problem = hand_problem(
         {D8: 200.0}, {D8: 100.0}, state_bytes={D8: 900}, budget_bytes=1900, can_offload=True
     )

@@ -23,7 +23,7 @@ from tests.support.environments import Talker, Watched
 from tests.support.episodes import (
     CONFIG,
     NUM_DEVICES,
-    Rooms,
+    GrowPool,
     assert_same_episodes,
     check_rows,
     check_turns,
@@ -138,22 +138,20 @@ def test_no_slot_is_free_while_an_episode_waits(pool, games, monkeypatch):
 @pytest.mark.parametrize(
     ("mesh", "num_slots"), [(MeshShape(data=8), 8), (MeshShape(data=2, tensor=2), 16)], ids=str
 )
-def test_episodes_of_one_lane_play_in_all_and_their_rows_are_at_home(pool, games, mesh, num_slots):
-    """Eighteen episodes, at home in three of eight data shards: the slots of the others have
-    guests.
+def test_tasks_of_one_data_shard_play_in_slots_of_all(pool, games, mesh, num_slots):
+    """Eighteen episodes of three of eight data shards also play in slots of the other five.
 
-    With a slot a data shard it has one guest after the other, longer before shorter ones among
-    them.
+    With one slot per data shard, each of these plays one episode of another after the other.
     """
     player = engine(num_slots, mesh)
     rollout = collect(pool, tasks(18), num_slots=num_slots, player=player)
     check_rows(rollout, 18)
     assert_same_episodes(games.trajectories[:18], rollout.trajectories)
     assert rollout.stats.borrowed_slots >= 10
-    at_home = max(
+    in_own_shards = max(
         sum(rounds_of(t) for t in games.trajectories[first : first + 6]) for first in (0, 6, 12)
     )
-    assert rollout.stats.rounds < at_home
+    assert rollout.stats.rounds < in_own_shards
 
 
 def test_an_episode_is_the_same_on_another_number_of_slots(pool, games):
@@ -170,13 +168,13 @@ def test_an_episode_is_the_same_among_other_episodes(pool, games):
     assert_same_episodes(ours, theirs)
 
 
-def test_room_is_made_before_it_is_needed_and_episodes_stay_whole(pool, games):
+def test_session_grows_before_an_episode_outgrows_it(pool, games):
     """From the first bucket over the second to the third, live episodes and all."""
-    rooms = Rooms()
+    grow_pool = GrowPool()
     first, second, third = CONFIG.context_buckets
-    grown = collect(pool, tasks(40), max_tokens=first, make_room=rooms)
-    assert [max_tokens for max_tokens, _ in rooms.wanted] == [first, second]
-    assert all(tokens > max_tokens for max_tokens, tokens in rooms.wanted)
+    grown = collect(pool, tasks(40), max_tokens=first, grow=grow_pool)
+    assert [max_tokens for max_tokens, _ in grow_pool.wanted] == [first, second]
+    assert all(tokens > max_tokens for max_tokens, tokens in grow_pool.wanted)
     assert grown.session.max_tokens == third
     assert max(t.num_tokens for t in grown.trajectories) > second
     check_rows(grown, 40)
@@ -186,10 +184,10 @@ def test_room_is_made_before_it_is_needed_and_episodes_stay_whole(pool, games):
 @pytest.mark.slow
 def test_pages_are_made_where_they_are_needed(pool, games):
     """Lanes of two slots begin with five pages: too few for two episodes of up to 30 tokens."""
-    rooms = Rooms()
-    grown = collect(pool, tasks(40), pages=5, make_room=rooms)
-    assert rooms.wanted == []
-    ((had, wanted),) = rooms.wanted_pages
+    grow_pool = GrowPool()
+    grown = collect(pool, tasks(40), pages=5, grow=grow_pool)
+    assert grow_pool.wanted == []
+    ((had, wanted),) = grow_pool.wanted_pages
     assert had == 5 and 5 < wanted <= 9 and grown.session.pool.pages == 12
     check_rows(grown, 40)
     assert_same_episodes(games.trajectories, grown.trajectories)
@@ -200,23 +198,23 @@ def test_pages_are_made_where_they_are_needed(pool, games):
 @pytest.mark.parametrize("burst", [CONFIG.burst, 1])
 @pytest.mark.parametrize("mesh", [MeshShape(data=8), MeshShape(data=2, tensor=2)], ids=str)
 def test_where_there_are_no_more_pages_episodes_wait_and_are_read_again(pool, games, mesh, burst):
-    """Room for one episode a data shard of two slots: nothing is lost, and nothing read twice is
+    """Pages for one episode a data shard of two slots: nothing is lost, and nothing read twice is
     news.
 
     With short bursts some are preempted in the middle of a turn.
     """
-    rooms = Rooms(most_pages=5)
+    grow_pool = GrowPool(most_pages=5)
     player = engine(mesh=mesh, burst=burst)
     preempted = collect(
         pool,
         tasks(40),
         pages=5,
-        make_room=rooms,
+        grow=grow_pool,
         player=player,
         burst=burst,
         preemption="recompute",
     )
-    assert preempted.session.pool.pages == 5 and rooms.wanted_pages
+    assert preempted.session.pool.pages == 5 and grow_pool.wanted_pages
     assert preempted.stats.preempted_host_bytes == 0
     assert preempted.stats.preempted_episodes > 0
     assert preempted.stats.recomputed_tokens > 0
@@ -228,8 +226,8 @@ def test_where_there_are_no_more_pages_episodes_wait_and_are_read_again(pool, ga
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "grows"), [(12, False), (13, True), (15, True)])
-def test_room_is_kept_for_a_whole_burst(pool, tokens, grows):
-    """Sixteen places hold a prompt of twelve tokens and a turn of four, and not one more."""
+def test_session_holds_a_whole_burst(pool, tokens, grows):
+    """Sixteen tokens hold a prompt of twelve tokens and a turn of four, and not one more."""
     max_tokens, *_ = CONFIG.context_buckets
     frame = len(renderer().first(""))
     text = "".join(chr(ord("A") + i) for i in range(tokens - frame))
@@ -239,16 +237,16 @@ def test_room_is_kept_for_a_whole_burst(pool, tokens, grows):
         def start(self):
             return Start(text=text, role="x")
 
-    rooms = Rooms()
+    grow_pool = GrowPool()
     rollout = collect(
         pool,
         tasks(8),
         lambda task: Asking(0),
         params=weights(ends_turns=False),
         max_tokens=max_tokens,
-        make_room=rooms,
+        grow=grow_pool,
     )
-    assert rooms.wanted == [(max_tokens, tokens + CONFIG.burst)] * grows
+    assert grow_pool.wanted == [(max_tokens, tokens + CONFIG.burst)] * grows
     assert {t.num_tokens for t in rollout.trajectories} == {tokens + CONFIG.max_turn_tokens}
     check_rows(rollout, 8)
 
@@ -281,7 +279,7 @@ def test_a_turn_without_end_is_cut_and_ends_its_episode(pool):
 
 
 def cut_texts(trajectories):
-    """Of each episode: authors, lengths, and why it ended."""
+    """Returns the authors, lengths and stop reason of each episode."""
     return [
         (
             "".join(turn.author[0] for turn in t.turns),
@@ -297,7 +295,7 @@ def test_an_episode_ends_at_its_own_limit_of_tokens(pool):
     """Nine tokens of prompt; turns of two, which the environment answers with five more.
 
     So the whole episode is e9 p2 e5 p2 e5 p2: 25 tokens. Limits below cut it in a turn, or at an
-    answer that leaves no room for one.
+    answer that leaves no tokens for one.
     """
     whole = collect(pool, tasks(1), lambda task: Talker(0)).trajectories[0]
     lengths = [len(turn.token_ids) for turn in whole.turns]
@@ -414,14 +412,14 @@ def test_text_that_never_fits_is_not_encoded_and_slow_text_has_a_time_limit():
                 assert_same_episodes([one], [other])
 
 
-def test_room_is_made_for_no_more_than_an_episode_may_come_to(pool):
+def test_session_grows_to_no_more_than_an_episode_may_have(pool):
     max_tokens, *_ = CONFIG.context_buckets
-    rooms = Rooms()
+    grow_pool = GrowPool()
     rollout = collect(
-        pool, tasks(8), lambda task: Talker(0), max_tokens=max_tokens, make_room=rooms,
+        pool, tasks(8), lambda task: Talker(0), max_tokens=max_tokens, grow=grow_pool,
         max_episode_tokens=max_tokens,
     )  # fmt: skip
-    assert rooms.wanted == [] and rollout.session.max_tokens == max_tokens
+    assert grow_pool.wanted == [] and rollout.session.max_tokens == max_tokens
     assert {t.stop_reason for t in rollout.trajectories} == {"episode_too_long"}
     check_rows(rollout, 8)
 
@@ -542,7 +540,7 @@ def test_what_prompts_have_in_common_is_read_once(pool, mesh, copies, monkeypatc
     check_rows(shared, 44)
     taken, takers = shared.stats.shared_tokens, 44 - (1 if copies == "on" else NUM_DEVICES)
     assert (shared.stats.copied_tokens > 0) == (copies == "on")
-    # Two more of who has heard the same words to the end, but for the token before its reply.
+    # Two more of episodes that got the same words to the end, but for the token before its reply.
     assert takers * common < taken < takers * (common + 2)
     assert (alone.stats.shared_tokens, shared.stats.shared_tokens) == (0, taken)
     assert alone.stats.prefill_tokens - shared.stats.prefill_tokens == taken
@@ -550,7 +548,7 @@ def test_what_prompts_have_in_common_is_read_once(pool, mesh, copies, monkeypatc
 
 
 @pytest.mark.slow
-def test_an_environment_at_work_holds_nobody_up(pool, games):
+def test_environment_at_work_delays_no_other_episode(pool, games):
     """The first episode's environment answers when all others are over, and not before."""
     others_over = threading.Event()
     over = []
@@ -587,7 +585,7 @@ def test_the_order_of_answers_changes_no_episode(pool, games, patience_s):
 
 
 @pytest.mark.slow
-def test_with_fewer_rows_than_slots_who_waits_is_none(pool, games):
+def test_with_fewer_rows_than_slots_waiting_episodes_take_no_row(pool, games):
     """One row a device for two slots: it is always one that speaks, whoever waits meanwhile."""
     player = engine(step_rows=NUM_DEVICES)
     assert (player.step_rows, engine().step_rows) == (1, 2)

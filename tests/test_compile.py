@@ -31,7 +31,7 @@ from tests.support.compiled_publish import times_the_plan
 from tests.support.compilers import need_compiler
 from tests.support.hlo import COLLECTIVE
 
-PLACES, SLOTS, VOCAB = 4096, 32, 1024
+MAX_TOKENS, SLOTS, VOCAB = 4096, 32, 1024
 CHUNK, BURST = 16, 8
 SMALL = {"num_layers": 2, "width": 256, "num_heads": 8, "num_kv_heads": 4, "head_size": 128}
 SMALL |= {"ffn_size": 512, "compute_dtype": "bfloat16"}
@@ -73,7 +73,7 @@ def compiled_round(family: str, name: str, shape: MeshShape, draft: int = 0):
         seed=0,
     )
     layout = make_layout(shape, make_topology(name).devices())
-    lowered = Engine(config, layout).lower_play(PLACES)
+    lowered = Engine(config, layout).lower_play(MAX_TOKENS)
     before = jax.config.jax_optimization_level
     if layout.platform == "tpu":
         # At full effort, minutes.
@@ -128,7 +128,7 @@ def test_with_an_expert_axis_alone_a_round_adds_up_its_experts_and_no_more(name)
 @pytest.mark.parametrize("name", BOTH)
 def test_a_round_holds_the_cache_once(name, draft):
     analysis = compiled_round("qwen3-8b", name, MeshShape(data=8), draft).memory_analysis()
-    cache = cache_bytes(FAMILIES["qwen3-8b"], SLOTS // 8, PLACES)
+    cache = cache_bytes(FAMILIES["qwen3-8b"], SLOTS // 8, MAX_TOKENS)
     assert analysis.alias_size_in_bytes > cache
     assert analysis.temp_size_in_bytes < cache / 2
 

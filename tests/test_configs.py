@@ -128,7 +128,7 @@ def test_the_training_step_lowers_on_every_mesh_it_may_choose(world):
 
 
 @pytest.mark.slow_except("tictactoe_tiny_cpu")
-def test_the_round_of_the_engine_lowers_on_every_mesh_and_room_it_may_choose(world):
+def test_engine_round_lowers_on_every_mesh_and_context_bucket(world):
     rollout = world.config.rollout
     for shape in world.problem.rollout_meshes:
         engine = Engine(world.stages.engines.engine(shape).config, make_abstract_layout(shape))

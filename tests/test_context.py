@@ -85,7 +85,7 @@ def unfold_along(layout, array, axis, length):
 
 
 def attention_of(mesh: str, settings):
-    """What is attended to, and gradients of a weighted sum of it, of whole rows."""
+    """Returns the attention output of whole rows, and gradients of a weighted sum of it."""
     layout = layout_of(mesh)
 
     def run(query, key, value, segments):
@@ -276,7 +276,7 @@ def update(family: str, mesh: str) -> tuple[Any, dict[str, float]]:
     ],
 )
 def test_an_update_is_that_of_one_device(family, mesh):
-    """Of rows whose tokens do not divide, with samples that begin in the middle of a shard."""
+    """Updates rows whose tokens do not divide, with samples that begin in the middle of a shard."""
     (grads, numbers), (expected, alone) = update(family, mesh), update(family, "data=1")
     assert numbers == pytest.approx(alone, rel=2e-5, abs=1e-6)
 
@@ -289,7 +289,7 @@ def test_an_update_is_that_of_one_device(family, mesh):
 
 
 def test_a_batch_is_scored_as_on_one_device():
-    """What an update is measured against, at the places where it was said, on every shard."""
+    """Compares the log-probs of every sampled position on every shard."""
     scored = []
     for mesh in ("data=1", "data=2,context=2,tensor=2"):
         layout = layout_of(mesh)
@@ -303,7 +303,7 @@ def test_a_batch_is_scored_as_on_one_device():
 
 
 def test_a_run_considers_to_cut_long_rows(tmp_path):
-    """Where the list of training meshes is empty; as many micro-batches as there are rows leave
+    """With an empty list of training meshes; as many micro-batches as there are rows leave
     one row at a time, which only meshes that cut rows or heads can share.
     """
     overrides = ["selector.train_meshes=()", "selector.rollout_meshes=()"]

@@ -30,8 +30,8 @@ from tests.support.engines import NUM_ROWS, NUM_SLOTS
 from tests.support.hlo import COLLECTIVE, replica_groups
 from tests.support.settings import make_config
 from tests.support.slots import (
+    MAX_TOKENS,
     MODEL,
-    PLACES,
     RULES,
     VOCAB,
     Script,
@@ -87,7 +87,7 @@ def scripts() -> dict[int, Script]:
 @functools.cache
 def converse_on(shape: MeshShape):
     play = functools.partial(engine_on(shape).play, weights_on(shape))
-    state = engine_on(shape).empty_state(PLACES)
+    state = engine_on(shape).empty_state(MAX_TOKENS)
     return converse(play, state, scripts(), num_slots=NUM_SLOTS, chunk_size=CHUNK)
 
 
@@ -115,7 +115,7 @@ def test_every_device_has_as_many_keys_of_any_context(length):
 def test_the_cache_is_cut_and_weights_are_not():
     def bytes_on(shape: MeshShape) -> tuple[int, int]:
         engine = engine_on(shape)
-        cache = engine.state_shapes(PLACES).cache.layers
+        cache = engine.state_shapes(MAX_TOKENS).cache.layers
         pages = resident_bytes(cache, engine.state_shardings.cache.layers)
         return pages, resident_bytes(engine.parameter_shapes, engine.parameter_shardings)
 
@@ -133,12 +133,12 @@ def test_a_page_must_divide():
 
 
 @pytest.mark.parametrize("shape", [MIXED, *OTHERS], ids=str)
-def test_the_same_words_are_said_with_the_trainers_logprobs(shape):
+def test_same_tokens_are_sampled_with_the_trainers_logprobs(shape):
     """Behind prompts of several chunks and pages, of which only the last chunk is followed."""
-    state, heard = converse_on(shape)
-    assert_same(heard, converse_on(WHOLE)[1])
-    check_logprobs(heard)
-    check_rows(state.experience, heard, scripts())
+    state, transcripts = converse_on(shape)
+    assert_same(transcripts, converse_on(WHOLE)[1])
+    check_logprobs(transcripts)
+    check_rows(state.experience, transcripts, scripts())
     placed = jax.tree.map(lambda leaf: leaf.sharding, state)
     assert placed == engine_on(shape).state_shardings
     assert max(len(script.messages[0]) for script in scripts().values()) > 2 * CONFIG.page_size
@@ -156,11 +156,11 @@ def test_live_episodes_move_to_such_a_mesh_and_back():
             state = reshard(state, engine_on(shape).state_shardings)
         return engine_on(shape).play(weights_on(shape), state, inputs)
 
-    state = engine_on(WHOLE).empty_state(PLACES)
-    state, heard = converse(play, state, scripts(), num_slots=NUM_SLOTS, chunk_size=CHUNK)
+    state = engine_on(WHOLE).empty_state(MAX_TOKENS)
+    state, transcripts = converse(play, state, scripts(), num_slots=NUM_SLOTS, chunk_size=CHUNK)
     assert count > 6
-    assert_same(heard, converse_on(WHOLE)[1])
-    check_rows(state.experience, heard, scripts())
+    assert_same(transcripts, converse_on(WHOLE)[1])
+    check_rows(state.experience, transcripts, scripts())
 
 
 @pytest.mark.parametrize("shape", [MIXED, OTHERS[0]], ids=str)
@@ -171,7 +171,7 @@ def test_collectives_stay_within_a_row_shard_and_none_is_a_permute(shape):
     scores compared, and two sums scattered, and of its last token one is picked; for a word two
     all-reduces a layer. Over `tensor` what there is without `context`, and heads are not gathered.
     """
-    text = engine_on(shape).lower_play(PLACES).compile().as_text()
+    text = engine_on(shape).lower_play(MAX_TOKENS).compile().as_text()
     lines = [line.strip() for line in text.splitlines() if COLLECTIVE.search(line)]
     found = collections.Counter()
     for line in lines:
@@ -193,7 +193,7 @@ def test_collectives_stay_within_a_row_shard_and_none_is_a_permute(shape):
 
 @pytest.mark.slow
 def test_every_token_is_read_as_on_one_device():
-    """Of two chunks, the second from the middle of a page on; windows, experts, an int8 cache."""
+    """Two chunks, the second from the middle of a page on; windows, experts, an int8 cache."""
     model = ModelConfig(
         num_layers=1,
         width=16,
@@ -250,7 +250,7 @@ def test_a_served_prompt_is_read_over_context():
     """And put into a slot, from which the reply is drawn."""
     replies = []
     for shape in (WHOLE, MIXED):
-        serving = ServingConfig(max_prefill_length=32, context_tokens=PLACES)
+        serving = ServingConfig(max_prefill_length=32, context_tokens=MAX_TOKENS)
         engine, weights = JetStreamEngine(engine_on(shape), serving), weights_on(shape)
         prompt = np.random.default_rng(3).integers(1, VOCAB, 16).astype(np.int32)
         prefix = engine.prefill(params=weights, padded_tokens=prompt, true_length=14, seed=5)

@@ -147,7 +147,7 @@ def test_a_batch_of_no_rows_is_one(source, target):
 
 
 def test_a_second_delivery_compiles_nothing():
-    """What a loop needs: programs and plans are kept for the same layouts and lengths."""
+    """Programs and plans are kept for the same layouts and lengths, as a loop needs."""
     events = []
 
     def listen(event: str, duration_s: float, **_: object) -> None:

@@ -28,7 +28,7 @@ def slices(index):
 
 
 def mask(shape, index):
-    """Which elements a box covers."""
+    """Returns a mask of the elements that a box covers."""
     covered = np.zeros(shape, bool)
     covered[slices(index)] = True
     return covered

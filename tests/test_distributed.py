@@ -97,7 +97,7 @@ POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
         ({"num_processes": 1}, {}, None),
     ],
 )
-def test_who_is_who(settings, variables, expected):
+def test_process_index_and_coordinator_are_found(settings, variables, expected):
     place = _find_place(DistributedConfig(**settings), variables)
     assert (place and dataclasses.astuple(place)) == expected
 
@@ -490,7 +490,7 @@ def test_a_lost_process_ends_the_other_with_a_message_that_names_it(how, lost, t
             process.kill()
             process.wait()
     words = words.format(lost=lost, host=host, who=f"process {lost} of 2 on {host}")
-    told = [
+    messages = [
         [line for line in each.splitlines() if line.startswith("error: ")]
         for each in (errors, other_errors)
     ]
@@ -499,17 +499,21 @@ def test_a_lost_process_ends_the_other_with_a_message_that_names_it(how, lost, t
     if how == "mistake":
         # In the first process alone, whichever has made it.
         assert both[lost].returncode == 2
-        assert sorted(map(len, told)) == [0, 1] and len(told[0 if lost else 1]) == 1
-        assert words in (*told[0], *told[1])[0]
+        assert sorted(map(len, messages)) == [0, 1] and len(messages[0 if lost else 1]) == 1
+        assert words in (*messages[0], *messages[1])[0]
         assert "Traceback" not in errors + other_errors
         return
-    assert len(told[0]) == 1 and words in told[0][0] and "Start all processes again" in told[0][0]
+    assert (
+        len(messages[0]) == 1
+        and words in messages[0][0]
+        and "Start all processes again" in messages[0][0]
+    )
     assert "Traceback" not in errors
     if how in ("raises", "bug"):
-        assert both[lost].returncode == 1 and len(told[1]) == 1 and words in told[1][0]
+        assert both[lost].returncode == 1 and len(messages[1]) == 1 and words in messages[1][0]
         assert ("Traceback" in other_errors) == (how == "bug")
     else:
-        assert f"on {host}, in the stage rollout" in told[0][0]
+        assert f"on {host}, in the stage rollout" in messages[0][0]
 
 
 @pytest.mark.slow
@@ -658,8 +662,8 @@ def in_and_out(folder: str) -> list[int]:
 @pytest.mark.slow
 def test_a_checkpoint_goes_in_and_out_over_two_processes(tmp_path):
     """Each reads its devices' slices, and the first writes every bit: new adapters change none."""
-    told = RealProcesses(2, 2, "test_distributed:in_and_out", str(tmp_path)).results(250)
-    assert told == [[8, 8], [8, 8]]
+    results = RealProcesses(2, 2, "test_distributed:in_and_out", str(tmp_path)).results(250)
+    assert results == [[8, 8], [8, 8]]
     out = tmp_path / "export/step_000001"
     there, back = (load_file(folder / "model.safetensors") for folder in (SOURCE, out))
     assert there.keys() == back.keys()

@@ -14,8 +14,8 @@ from earl_jax.sharding.layout import MeshShape
 from tests.support.choices import BRANCHES, HOT, Words, engine_for
 from tests.support.environments import Talker
 from tests.support.episodes import (
-    ROOM,
-    Rooms,
+    MAX_TOKENS,
+    GrowPool,
     assert_same_episodes,
     check_rows,
     collect,
@@ -44,9 +44,9 @@ def games(pool):
 def test_games_are_those_without_guesses(pool, games, mesh, pages):
     """Also where pages are few: episodes wait, and are read again."""
     player = engine(mesh=mesh, **GUESSES)
-    rooms = Rooms(most_pages=5) if pages else None
+    grow_pool = GrowPool(most_pages=5) if pages else None
     guessed = collect(
-        pool, tasks(40), pages=pages, make_room=rooms, player=player, num_draft_tokens=3
+        pool, tasks(40), pages=pages, grow=grow_pool, player=player, num_draft_tokens=3
     )
     check_rows(guessed, 40)
     assert_same_episodes(games.trajectories, guessed.trajectories)
@@ -70,7 +70,7 @@ def talk(pool, burst: int, stops: Stops, drafts: int = 0):
         params=weights(ends_turns=False),
         player=engine(burst=burst, ngram=1, draft=drafts),
         burst=burst,
-        max_tokens=3 * ROOM,
+        max_tokens=3 * MAX_TOKENS,
         max_turn_tokens=16,
         stop_strings=stops.strings,
         stop_token_ids=stops.token_ids,

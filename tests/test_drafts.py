@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What is guessed behind a row, by hand."""
+"""Draft tokens of a row, by hand."""
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The engine plays the same episodes on every mesh, and across a change of mesh or of room."""
+"""The engine plays the same episodes on every mesh, and across changes of mesh or max tokens."""
 
 import collections
 import dataclasses
@@ -34,10 +34,10 @@ from tests.support.hlo import COLLECTIVE, replica_groups
 from tests.support.slots import (
     CHUNK,
     END,
+    MAX_TOKENS,
     MAX_TURN_TOKENS,
     MODEL,
     PAGE_SIZE,
-    PLACES,
     RULES,
     assert_same,
     check_logprobs,
@@ -51,11 +51,11 @@ from tests.support.slots import (
 def converse_on(shape: MeshShape):
     """The conversation on this mesh, from its start to its end."""
     play = functools.partial(engine_on(shape).play, weights_on(shape))
-    return converse(play, engine_on(shape).empty_state(PLACES), scripts(), num_slots=NUM_SLOTS)
+    return converse(play, engine_on(shape).empty_state(MAX_TOKENS), scripts(), num_slots=NUM_SLOTS)
 
 
 def test_the_selector_may_return_four_meshes():
-    """What the tests below cover."""
+    """Shows that the tests below cover all meshes of these sizes."""
     assert [str(shape) for shape in CANDIDATES] == [
         "data=8",
         "data=4,tensor=2",
@@ -65,7 +65,7 @@ def test_the_selector_may_return_four_meshes():
 
 
 def collectives(shape: MeshShape) -> list[str]:
-    text = engine_on(shape).lower_play(PLACES).compile().as_text()
+    text = engine_on(shape).lower_play(MAX_TOKENS).compile().as_text()
     return [line.strip() for line in text.splitlines() if COLLECTIVE.search(line)]
 
 
@@ -105,10 +105,10 @@ def test_a_pass_of_short_chunks_has_the_collectives_of_a_pass():
 @pytest.mark.slow_except("data=2,tensor=4")
 @pytest.mark.parametrize("shape", [UNSHARDED, *CANDIDATES], ids=str)
 def test_every_mesh_samples_the_same_tokens_with_the_trainers_logprobs(shape):
-    state, heard = converse_on(shape)
-    assert_same(heard, converse_on(UNSHARDED)[1])
-    check_logprobs(heard)
-    check_rows(state.experience, heard, scripts())
+    state, transcripts = converse_on(shape)
+    assert_same(transcripts, converse_on(UNSHARDED)[1])
+    check_logprobs(transcripts)
+    check_rows(state.experience, transcripts, scripts())
     ours = {script.row for script in scripts().values()}
     strangers = sorted(set(range(NUM_ROWS)) - ours)
     for field in jax.tree.leaves(state.experience):
@@ -118,17 +118,19 @@ def test_every_mesh_samples_the_same_tokens_with_the_trainers_logprobs(shape):
 
 
 @pytest.mark.slow
-def test_slots_that_take_turns_say_the_same_and_no_collective_crosses_a_data_shard():
+def test_slots_that_take_turns_sample_the_same_and_no_collective_crosses_a_data_shard():
     """Three rows of a step for the eight slots of a data shard."""
     shape = CANDIDATES[2]
     layout = make_layout(shape)
     engine = Engine(dataclasses.replace(CONFIG, step_rows=6), layout)
     assert (engine.step_rows, engine_on(shape).step_rows) == (3, 8)
     play = functools.partial(engine.play, weights_on(shape))
-    state, heard = converse(play, engine.empty_state(PLACES), scripts(), num_slots=NUM_SLOTS)
-    assert_same(heard, converse_on(UNSHARDED)[1])
-    check_rows(state.experience, heard, scripts())
-    text = engine.lower_play(PLACES).compile().as_text()
+    state, transcripts = converse(
+        play, engine.empty_state(MAX_TOKENS), scripts(), num_slots=NUM_SLOTS
+    )
+    assert_same(transcripts, converse_on(UNSHARDED)[1])
+    check_rows(state.experience, transcripts, scripts())
+    text = engine.lower_play(MAX_TOKENS).compile().as_text()
     lines = [line.strip() for line in text.splitlines() if COLLECTIVE.search(line)]
     # As many as without turns, and between the same devices.
     assert len(lines) == 2 * (1 + 2 * MODEL.num_layers) + 2
@@ -137,8 +139,8 @@ def test_slots_that_take_turns_say_the_same_and_no_collective_crosses_a_data_sha
 
 def test_the_conversation_is_worth_comparing():
     """Turns of every length, ended and cut, prompts in one chunk and in several."""
-    _, heard = converse_on(UNSHARDED)
-    turns = [turn for h in heard.values() for turn in h.turns()]
+    _, transcripts = converse_on(UNSHARDED)
+    turns = [turn for t in transcripts.values() for turn in t.turns()]
     assert {len(turn) for turn in turns} >= {1, 2, 3, MAX_TURN_TOKENS}
     assert {turn[-1] == END for turn in turns} == {True, False}
     messages = [len(message) for script in scripts().values() for message in script.messages]
@@ -146,7 +148,7 @@ def test_the_conversation_is_worth_comparing():
 
 
 @pytest.mark.slow
-def test_live_episodes_go_on_after_a_change_of_mesh_and_of_room():
+def test_live_episodes_continue_after_a_change_of_mesh_and_max_tokens():
     """In the middle of turns and of prompts, over every mesh."""
     first, *others = CANDIDATES
     moves = {2: others[0], 4: others[1], 5: others[2], 6: first}
@@ -160,22 +162,22 @@ def test_live_episodes_go_on_after_a_change_of_mesh_and_of_room():
             visited.append(int(state.active.sum()))
             session = dataclasses.replace(session, state=state)
             there = engine_on(moves[rounds])
-            session = relocate(session, there, PLACES, whole_pages_on(there, PLACES).pool)
+            session = relocate(session, there, MAX_TOKENS, whole_pages_on(there, MAX_TOKENS).pool)
             for slot in range(NUM_SLOTS):
-                session.pages.hold(slot, PLACES)
+                session.pages.hold(slot, MAX_TOKENS)
             state = there.give_pages(
-                session.state, session.pages.as_array(pages_for(PLACES, PAGE_SIZE))
+                session.state, session.pages.as_array(pages_for(MAX_TOKENS, PAGE_SIZE))
             )
         return session.engine.play(session.policy.params, state, inputs)
 
-    state, heard = converse(play, session.state, scripts(), num_slots=NUM_SLOTS)
+    state, transcripts = converse(play, session.state, scripts(), num_slots=NUM_SLOTS)
     assert len(visited) == 4 and sum(count > 0 for count in visited) >= 2
-    assert_same(heard, converse_on(UNSHARDED)[1])
-    check_rows(state.experience, heard, scripts())
+    assert_same(transcripts, converse_on(UNSHARDED)[1])
+    check_rows(state.experience, transcripts, scripts())
 
 
 def session_on(shape: MeshShape, max_tokens: int, state=None) -> Session:
-    """Every slot has pages for its room."""
+    """Every slot has pages for its max tokens."""
     engine = engine_on(shape)
     return Session(
         engine=engine,
@@ -187,13 +189,13 @@ def session_on(shape: MeshShape, max_tokens: int, state=None) -> Session:
 
 
 @pytest.mark.parametrize("pages", [None, 13])
-def test_more_room_keeps_every_number_and_adds_zeros(pages):
+def test_longer_rows_keep_every_number_and_add_zeros(pages):
     """With the pages that there are, and with more."""
     engine = engine_on(CANDIDATES[0])
     state, _ = converse_on(CANDIDATES[0])
-    session = session_on(CANDIDATES[0], PLACES, state)
+    session = session_on(CANDIDATES[0], MAX_TOKENS, state)
     grown = relocate(
-        session, engine, PLACES + 16, session.pool._replace(pages=pages or session.pool.pages)
+        session, engine, MAX_TOKENS + 16, session.pool._replace(pages=pages or session.pool.pages)
     )
     after_all = grown.state
     assert jax.tree.map(lambda leaf: leaf.sharding, after_all) == engine.state_shardings
@@ -224,7 +226,7 @@ def test_load_params_places_every_weight_and_changes_none():
 
 def test_a_round_brings_one_small_array_to_the_host_and_reuses_the_state():
     engine, weights = engine_on(CANDIDATES[0]), weights_on(CANDIDATES[0])
-    state = engine.empty_state(PLACES)
+    state = engine.empty_state(MAX_TOKENS)
     inputs = idle_inputs(NUM_SLOTS, CHUNK, 0, Sampling(), version=0)
     with HostByteCounter() as counter:
         after, report = engine.play(weights, state, inputs)
@@ -251,7 +253,7 @@ def test_a_compute_type_of_bfloat16_keeps_weights_and_cache_in_it():
     model = dataclasses.replace(MODEL, compute_dtype="bfloat16")
     engine = Engine(dataclasses.replace(CONFIG, model=model), make_layout(MeshShape(data=8)))
     types = {leaf.dtype for leaf in jax.tree.leaves(engine.parameter_shapes)}
-    shapes = engine.state_shapes(PLACES)
+    shapes = engine.state_shapes(MAX_TOKENS)
     types |= {leaf.dtype for leaf in jax.tree.leaves(shapes.cache.layers)}
     assert types == {jnp.dtype(jnp.bfloat16)}
     assert shapes.experience.logprobs.dtype == jnp.float32

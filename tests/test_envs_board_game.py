@@ -54,7 +54,7 @@ def test_hand_played_tic_tac_toe(player, seed, opening, replies, answers, reward
 
 
 def referee(player: int, episode: Example) -> set[str]:
-    """What an own referee allows as outcome, from the messages alone."""
+    """Returns the outcome that an independent referee finds, from the messages alone."""
     board = ["."] * 9
     own, other = "xo"[player], "ox"[player]
     for number, (author, text) in enumerate(episode.turns):
@@ -94,7 +94,7 @@ def test_own_referee_agrees_with_400_random_games():
 
 
 def test_the_choices_are_the_legal_moves_where_illegal_ones_are_masked():
-    """Of every position of a hundred games; none where the game is over, or nothing is masked."""
+    """Holds in every position of a hundred games; without masks or after the end there are none."""
     rng = random.Random(2)
     for seed in range(100):
         environment = BoardGame(mask_illegal=True, seed=seed, index=seed % 2)

@@ -81,17 +81,19 @@ def test_playable_games_load():
         load_game(name)
 
 
-SAID = (Message(role="system", text=""), Message(role="tool", text="5", call_id="a"))
+MESSAGES = (Message(role="system", text=""), Message(role="tool", text="5", call_id="a"))
 
 
 def test_well_formed_results_pass():
     for start in (
         Start(text="go", role="x"),
-        Start(messages=SAID, role="x", tools=({"name": "look", "parameters": {"a": [1, None]}},)),
+        Start(
+            messages=MESSAGES, role="x", tools=({"name": "look", "parameters": {"a": [1, None]}},)
+        ),
     ):
         assert check_start(start) is start
     for result in (
-        StepResult(messages=SAID, reward=0.0, done=False),
+        StepResult(messages=MESSAGES, reward=0.0, done=False),
         StepResult(reward=0.0, done=False),
         StepResult(text="5", reward=0.0, done=False, choices=("1", "")),
         StepResult(text="5", reward=0.0, done=False, allowed_token_ids=(1, 0)),
@@ -122,11 +124,15 @@ class Unprintable:
         (StepResult(text="5", reward=0.0, done=False, stop_reason="win"), ValueError, "exactly if"),
         (StepResult(text="5", reward=0.0, done=True, stop_reason="win"), ValueError, "empty when"),
         (
-            StepResult(messages=SAID, reward=0.0, done=True, stop_reason="win"),
+            StepResult(messages=MESSAGES, reward=0.0, done=True, stop_reason="win"),
             ValueError,
             "choices and allowed_token_ids must be empty when done, .* 2 messages",
         ),
-        (StepResult(text="5", messages=SAID, reward=0.0, done=False), ValueError, "both a text"),
+        (
+            StepResult(text="5", messages=MESSAGES, reward=0.0, done=False),
+            ValueError,
+            "both a text",
+        ),
         (StepResult(text="5", reward=0.0, done=False, choices=["1"]), TypeError, "choices must be"),
         (StepResult(text="5", reward=0.0, done=False, choices=(1,)), TypeError, "choices must be"),
         (
@@ -200,7 +206,7 @@ def test_garbage_tools_are_no_start(tools):
         Start(text=1, role="x"),
         Start(role="x"),
         Start(text="go", role="x", choices="12"),
-        Start(text="go", role="x", messages=SAID),
+        Start(text="go", role="x", messages=MESSAGES),
     ],
 )
 def test_garbage_starts_are_named(result):

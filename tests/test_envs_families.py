@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 from earl_jax.engine.round_inputs import RoundOutputs
 from earl_jax.envs.chat import ChatRenderer
-from earl_jax.envs.conversation import Conversation, Heard
+from earl_jax.envs.conversation import Conversation, Observation
 from earl_jax.envs.environment import Message
 from earl_jax.envs.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, build_tokenizer, load_tokenizer
 from earl_jax.rollout.config import Limits, Stops
@@ -68,7 +68,7 @@ def template(name: str, messages: list[dict[str, Any]], tools=(), *, speak: bool
 
 
 def kept(name: str, text: str) -> str:
-    """What the family's vocabulary can tell apart: accents may be composed, and "▁" be a blank."""
+    """Returns the text as the family's vocabulary keeps it: accents composed, and "▁" a blank."""
     if name in ("qwen2", "qwen3"):
         return unicodedata.normalize("NFC", text)
     return text.replace("\u2581", " ") if name in ("mistral", "mistral1", "gemma3") else text
@@ -98,7 +98,7 @@ class Reply:
         return message
 
     def content(self, name: str) -> str:
-        """What a model of the family writes, without its end of turn."""
+        """Returns the text that a model of the family writes, without its end of turn."""
         words = self.words
         if self.call:
             arguments = json.dumps(self.call["arguments"], ensure_ascii=False)
@@ -113,7 +113,7 @@ class Reply:
 
 
 def as_messages(content) -> list[dict[str, str]]:
-    """What an environment says, as the template gets it."""
+    """Returns an environment's messages as the template gets them."""
     if isinstance(content, str):
         return [{"role": "user", "content": content}]
     return [
@@ -219,7 +219,7 @@ def begin(conversation: Conversation, script: Script) -> LiveEpisode:
 
 
 def read_all(episode: LiveEpisode) -> list[int]:
-    """What the engine reads and nobody has written down yet, chunk by chunk."""
+    """Takes the queued ids off the episode, chunk by chunk, and returns them."""
     news = []
     while episode.queue:
         part, number = episode.take(CHUNK)
@@ -245,7 +245,7 @@ def say(episode: LiveEpisode, ids, *, version: int) -> list[float]:
 
 
 def sample_of(episode: LiveEpisode, written: list[int]) -> list[int]:
-    """What the newest of the episode's samples holds, of all that was written."""
+    """Returns the newest of the episode's samples, out of all ids that were written."""
     assert episode.length == len(written)
     return written[episode.finish("over").sample_starts[-1] :]
 
@@ -269,34 +269,34 @@ def test_a_stream_is_what_was_sampled_and_what_was_appended(family_and_script):
     whole = template(name, messages, script.tools)
     assert kept(name, chat(name).decode(stream)) == kept(name, whole)
     assert has_control(script.opening) or stream == ids_of(name, whole)
-    keeps, told = True, whole
+    keeps, expected = True, whole
     for number, (reply, answer) in enumerate(script.turns):
         text = reply.content(name)
         ids = sampled_ids(name, text, spelled=reply.spelled)
         logprobs += say(episode, ids, version=number)
         versions += [number] * len(ids)
-        heard_text, whole_turn = episode.end_turn()
-        assert whole_turn and kept(name, heard_text) == kept(name, text)
-        heard = episode.conversation.answer(answer)
-        assert not heard.forks
-        episode.append_message(answer, heard)
+        reply_text, whole_turn = episode.end_turn()
+        assert whole_turn and kept(name, reply_text) == kept(name, text)
+        observation = episode.conversation.answer(answer)
+        assert not observation.forks
+        episode.append_message(answer, observation)
         appended_ids = read_all(episode)
         stream += [*ids, *appended_ids]
         authors += ["policy"] * len(ids) + ["environment"] * len(appended_ids)
         messages += [reply.as_message(), *as_messages(answer)]
         spoken, whole = whole + text + END[name], template(name, messages, script.tools)
         keeps &= whole.startswith(spoken)
-        appended = text_behind(name, heard.ids)
+        appended = text_behind(name, observation.ids)
         assert kept(name, whole).endswith(kept(name, appended))
-        told += text + END[name] + appended
-        assert kept(name, chat(name).decode(stream)) == kept(name, told)
+        expected += text + END[name] + appended
+        assert kept(name, chat(name).decode(stream)) == kept(name, expected)
         harmless = Conversation(chat(name))
         harmless.open(without_text(script.opening), script.tools)
-        assert control_ids(name, heard.ids) == control_ids(
+        assert control_ids(name, observation.ids) == control_ids(
             name, harmless.answer(without_text(answer)).ids
         )
         if keeps:
-            assert kept(name, told) == kept(name, whole)
+            assert kept(name, expected) == kept(name, whole)
             behind = END[name] + whole.removeprefix(spoken)
             known = has_control(script.opening) or has_control(answer)
             assert known or appended_ids == ids_of(name, behind)[1:]
@@ -310,18 +310,18 @@ def test_a_stream_is_what_was_sampled_and_what_was_appended(family_and_script):
 
 
 def text_behind(name: str, ids) -> str:
-    """What ids say behind the end of a turn, where mistral1's vocabulary has one more blank."""
+    """Returns the text of ids behind an end of turn, without the blank that mistral1 adds."""
     (end,) = tokenizer(name).convert_tokens_to_ids([END[name]])
     return chat(name).decode([end, *ids]).removeprefix(END[name])
 
 
 def ids_of(name: str, text: str) -> list[int]:
-    """What `transformers` makes of a text of the template."""
+    """Returns the ids that `transformers` gives for a text of the template."""
     return tokenizer(name)(text, add_special_tokens=False)["input_ids"]
 
 
 def has_control(content) -> bool:
-    """Whether what an environment says has the name of a control token in it."""
+    """Returns True if an environment's message has the name of a control token in it."""
     texts = [content] if isinstance(content, str) else [message.text for message in content]
     return any(name in text for name in control_names() for text in texts)
 
@@ -345,7 +345,7 @@ def control_ids(name: str, ids) -> list[int]:
 
 
 def breaks(name: str, script: Script, reply: Reply, answer) -> bool:
-    """Whether the family's template may rewrite what it wrote before this answer."""
+    """Returns True if the family's template may rewrite earlier text at this answer."""
     if name == "qwen3":
         return any(r.reasoning for r, _ in script.turns)
     return name == "mistral" and (bool(script.tools) or not isinstance(script.opening, str))
@@ -361,42 +361,44 @@ def test_a_forked_sample_begins_with_the_templates_own_text(family_and_script):
     sample = written = read_all(episode)
     authors: list[str] = ["environment"] * len(written)
     logprobs: list[float] = []
-    told = template(name, as_messages(script.opening), script.tools)
+    expected = template(name, as_messages(script.opening), script.tools)
     messages = as_messages(script.opening)
     for number, (reply, answer) in enumerate(script.turns):
         ids = sampled_ids(name, reply.content(name), spelled=reply.spelled)
         logprobs += say(episode, ids, version=number)
         content = chat(name).decode([*sample, *ids])
         text, _ = episode.end_turn()
-        heard = episode.conversation.answer(answer)
-        episode.append_message(answer, heard)
+        observation = episode.conversation.answer(answer)
+        episode.append_message(answer, observation)
         # The template gets what the policy wrote, as it wrote it.
         messages += [{"role": "assistant", "content": text}, *as_messages(answer)]
         appended = read_all(episode)
-        assert appended == list(heard.ids)
+        assert appended == list(observation.ids)
         written = [*written, *ids, *appended]
         authors += ["policy"] * len(ids) + ["environment"] * len(appended)
-        told += reply.content(name) + END[name] + text_behind(name, appended)
+        expected += reply.content(name) + END[name] + text_behind(name, appended)
         assert_is(episode, written, authors, logprobs)
-        assert kept(name, chat(name).decode(written)) == kept(name, told)
+        assert kept(name, chat(name).decode(written)) == kept(name, expected)
         sample = sample_of(episode, written)
         try:
             whole = template(name, messages, script.tools)
         except TemplateError:
             # It takes no second word behind a call that it gets as text: the sample goes on.
-            assert name == "mistral" and any(r.call for r, _ in script.turns) and not heard.forks
+            assert (
+                name == "mistral" and any(r.call for r, _ in script.turns) and not observation.forks
+            )
             opening = chat(name).opening(script.opening, script.tools)
-            assert heard.ids == chat(name).answer(answer, opening)
+            assert observation.ids == chat(name).answer(answer, opening)
             continue
         whole, content = kept(name, whole), kept(name, content)
-        assert heard.forks == (not whole.startswith(content))
-        appended = kept(name, text_behind(name, heard.ids))
-        assert appended == (whole if heard.forks else whole[len(content) :])
+        assert observation.forks == (not whole.startswith(content))
+        appended = kept(name, text_behind(name, observation.ids))
+        assert appended == (whole if observation.forks else whole[len(content) :])
         assert kept(name, chat(name).decode(sample)) == whole
-        if heard.forks:
+        if observation.forks:
             assert name in ("qwen3", "mistral")
         # Mistral's has a blank before what it takes for words.
-        assert not (name == "mistral" and reply.call and not heard.forks)
+        assert not (name == "mistral" and reply.call and not observation.forks)
 
 
 def assert_is(episode: LiveEpisode, ids, authors, logprobs) -> None:
@@ -484,7 +486,7 @@ def test_what_is_appended_by_hand(name, first, user, tool):
     assert chat(name).reply("")[-1] == tokenizer(name).convert_tokens_to_ids(END[name])
 
 
-def test_what_a_template_says_again_must_be_known():
+def test_texts_that_a_template_repeats_must_be_known():
     """Mistral's system message stands in every later question of a user."""
     opening = chat("mistral").opening((SYSTEM, ASK))
     ids = chat("mistral").answer("So?", opening)
@@ -554,9 +556,9 @@ def test_qwen3_forgets_its_reasoning_only_where_the_user_asks_again():
     )
     assert not conversation.answer((ANSWER,)).forks
     conversation.reply(sampled_ids("qwen3", "<think>\naha\n</think>\n\nSunny."))
-    heard = conversation.answer("Sure?")
-    assert heard.forks
-    assert chat("qwen3").decode(heard.ids) == (
+    observation = conversation.answer("Sure?")
+    assert observation.forks
+    assert chat("qwen3").decode(observation.ids) == (
         "<|im_start|>user\nWhat?<|im_end|>\n"
         "<|im_start|>assistant\n<tool_call>\n{}\n</tool_call><|im_end|>\n"
         '<|im_start|>user\n<tool_response>\nsunny "☀"\n\n</tool_response><|im_end|>\n'
@@ -573,14 +575,14 @@ def test_mistrals_template_forks_at_a_call_and_refuses_what_comes_behind_it():
     conversation = Conversation(chat("mistral"), "fork")
     conversation.open("What?")
     conversation.reply(sampled_ids("mistral", '[TOOL_CALLS] [{"name": "look_up"}]'))
-    heard = conversation.answer((ANSWER,))
-    assert heard.forks
-    assert chat("mistral").decode(heard.ids) == (
+    observation = conversation.answer((ANSWER,))
+    assert observation.forks
+    assert chat("mistral").decode(observation.ids) == (
         '<s>[INST] What?[/INST] [TOOL_CALLS] [{"name": "look_up"}]</s>'
         '[TOOL_RESULTS] {"content": sunny "☀"\n, "call_id": "a1b2c3d4e"}[/TOOL_RESULTS]'
     )
     conversation.reply(sampled_ids("mistral", " Sunny."))
-    assert conversation.answer("Sure?") == Heard(chat("mistral").answer("Sure?"))
+    assert conversation.answer("Sure?") == Observation(chat("mistral").answer("Sure?"))
 
 
 def test_a_fork_keeps_an_environments_text_a_text():
@@ -588,11 +590,11 @@ def test_a_fork_keeps_an_environments_text_a_text():
     conversation = Conversation(chat("qwen3"), "fork")
     conversation.open("<|im_end|><|im_start|>earl-message<0>")
     conversation.reply(sampled_ids("qwen3", "<think>\nx\n</think>\n\nearl-message<0> earl-reply"))
-    heard = conversation.answer("earl-message<1><|im_end|>")
-    assert heard.forks
+    observation = conversation.answer("earl-message<1><|im_end|>")
+    assert observation.forks
     end = chat("qwen3").end_of_turn_id
-    assert heard.ids.count(end) == 3
-    assert chat("qwen3").decode(heard.ids) == (
+    assert observation.ids.count(end) == 3
+    assert chat("qwen3").decode(observation.ids) == (
         "<|im_start|>user\n<|im_end|><|im_start|>earl-message<0><|im_end|>\n"
         "<|im_start|>assistant\nearl-message<0> earl-reply<|im_end|>\n"
         "<|im_start|>user\nearl-message<1><|im_end|><|im_end|>\n<|im_start|>assistant\n"
@@ -746,6 +748,6 @@ def test_what_is_checked_in_is_what_the_script_writes(tmp_path):
             for split in (False, True):
                 ids = [t(text, split_special_tokens=split)["input_ids"] for t in (made, here)]
                 assert ids[0] == ids[1]
-        told = [f / "generation_config.json" for f in (folder, FOLDERS / name)]
-        assert told[0].read_text() == told[1].read_text()
+        expected = [f / "generation_config.json" for f in (folder, FOLDERS / name)]
+        assert expected[0].read_text() == expected[1].read_text()
         assert sum(path.stat().st_size for path in (FOLDERS / name).iterdir()) < 60_000

@@ -39,12 +39,12 @@ def test_games_in_the_pool_are_the_games_outside():
     def episodes(run):
         environments = [BoardGame(seed=s, index=s % 2) for s in range(50)]
         rng = random.Random(0)
-        told = [run([e.start for e in environments])]
+        answers = [run([e.start for e in environments])]
         for _ in range(3):
             live = [e for e in environments if e.legal_replies()]
             replies = [rng.choice(e.legal_replies()) for e in live]
-            told.append(run([partial(e.step, r) for e, r in zip(live, replies, strict=True)]))
-        return told
+            answers.append(run([partial(e.step, r) for e, r in zip(live, replies, strict=True)]))
+        return answers
 
     pool = EnvironmentPool(2, timeout_s=30.0)
     assert episodes(pool.run) == episodes(lambda calls: [call() for call in calls])
@@ -86,7 +86,7 @@ def test_garbage_of_an_environment_is_named():
     )
 
 
-def test_a_hang_costs_one_timeout_and_nobody_else(released):
+def test_hang_costs_one_timeout_and_delays_no_other_call(released):
     pool = EnvironmentPool(2, timeout_s=1.0)
     finished = []
 
@@ -154,7 +154,7 @@ def test_any_number_of_calls_may_hang_and_those_that_return_are_forgotten(releas
 
 
 def test_a_loop_without_end_is_ended():
-    """Of Python code, also one that catches exceptions; it would slow every other thread down."""
+    """Ends an endless loop of Python code, also one that catches exceptions."""
     threads, cleaned = [], []
 
     def loop():
@@ -251,7 +251,7 @@ def test_callers_do_not_take_each_others_outcomes():
 
 
 def test_overhead_of_a_call_is_far_below_a_step():
-    # Measured 0.7 us a call in a burst of 256; a step takes 7 us. The bound leaves room for load.
+    # Measured 0.7 us a call in a burst of 256; a step takes 7 us. The bound allows for load.
     pool = EnvironmentPool(2, timeout_s=30.0)
     calls = [partial(int, "4")] * 256
     costs = []

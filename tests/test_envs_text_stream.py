@@ -91,9 +91,9 @@ def test_a_text_comes_in_characters(text, kind):
     """Whatever its tokens are; in the smallest pieces, one token a byte, too."""
     chat = CHATS[kind]
     in_bytes = byte_ids(text.encode(), TOKENIZERS[kind])
-    for tokens, told in ((chat.reply(text)[:-1], KEPT[kind](text)), (in_bytes, text)):
+    for tokens, expected in ((chat.reply(text)[:-1], KEPT[kind](text)), (in_bytes, text)):
         pieces = pieces_of(TextStream(chat.decode), tokens)
-        assert "".join(pieces) == told
+        assert "".join(pieces) == expected
         if "\ufffd" not in text:
             assert not any("\ufffd" in piece for piece in pieces)
             assert pieces[-1] == ""

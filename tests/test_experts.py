@@ -39,7 +39,7 @@ from earl_jax.trajectory import TrajectoryBatch
 from tests.support.experts import MODEL, by_hand, one_layer, params, tokens_TD
 from tests.support.hlo import COLLECTIVE, replica_groups
 from tests.support.settings import make_config
-from tests.support.slots import CHUNK, PLACES, RULES, VOCAB, assert_same, converse, make_scripts
+from tests.support.slots import CHUNK, MAX_TOKENS, RULES, VOCAB, assert_same, converse, make_scripts
 
 REFERENCE = Path(__file__).parent / "reference" / "qwen3_moe"
 
@@ -69,7 +69,7 @@ def test_the_router_takes_the_likeliest_and_their_probabilities():
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("count", [1, 2, 50, MAX_MASKED_ROWS // 3 + 1])
 def test_the_mixture_is_its_formula(normalize, count):
-    """Of one or two tokens, most experts get none; of fifty, every expert has its own number."""
+    """With one or two tokens most experts get none; with fifty every expert has its own number."""
     model = dataclasses.replace(MODEL, normalize_expert_weights=normalize)
     out = mix_experts(model, one_layer(), tokens_TD(count), EVERY_EXPERT)
     np.testing.assert_allclose(out, by_hand(model, one_layer(), tokens_TD(count)), atol=2e-5)
@@ -215,7 +215,7 @@ def converse_on(mesh: str):
     weights = engine.load_params(unstack_layers(params(), MODEL.num_layers))
     play = functools.partial(engine.play, weights)
     return converse(
-        play, engine.empty_state(PLACES), make_scripts(NUM_SLOTS, turns=2), num_slots=NUM_SLOTS
+        play, engine.empty_state(MAX_TOKENS), make_scripts(NUM_SLOTS, turns=2), num_slots=NUM_SLOTS
     )[1]
 
 
@@ -228,10 +228,10 @@ def test_every_mesh_samples_the_same_tokens(mesh):
 @pytest.mark.slow
 def test_logprobs_of_the_engine_are_the_trainers():
     """Cached decoding by two experts' devices against whole rows by four."""
-    heard = converse_on("data=4,expert=2")
-    tokens = np.zeros((NUM_SLOTS, PLACES), np.int32)
-    for row, h in enumerate(heard.values()):
-        tokens[row, : len(h.ids)] = h.ids
+    transcripts = converse_on("data=4,expert=2")
+    tokens = np.zeros((NUM_SLOTS, MAX_TOKENS), np.int32)
+    for row, t in enumerate(transcripts.values()):
+        tokens[row, : len(t.ids)] = t.ids
     layout = make_layout(MeshShape(data=2, expert=4), row_axes=TRAINING_ROWS)
     score = jax.jit(
         lambda params, tokens: (
@@ -246,10 +246,10 @@ def test_logprobs_of_the_engine_are_the_trainers():
         )
     )
     logprobs = np.asarray(score(params(), tokens))
-    for row, h in enumerate(heard.values()):
-        max_tokens = np.flatnonzero(h.turn_ids)
+    for row, t in enumerate(transcripts.values()):
+        positions = np.flatnonzero(t.turn_ids)
         np.testing.assert_allclose(
-            np.array(h.logprobs)[max_tokens], logprobs[row, max_tokens - 1], atol=1e-5
+            np.array(t.logprobs)[positions], logprobs[row, positions - 1], atol=1e-5
         )
 
 
@@ -262,7 +262,7 @@ def test_a_round_has_one_all_reduce_a_layer_for_its_experts_and_none_leaves_its_
     are two axes; one more adds up the embedding, and the logits are gathered.
     """
     shape = MeshShape.parse(mesh)
-    text = engine_on(mesh).lower_play(PLACES).compile().as_text()
+    text = engine_on(mesh).lower_play(MAX_TOKENS).compile().as_text()
     lines = [line.strip() for line in text.splitlines() if COLLECTIVE.search(line)]
     kinds = [re.search(r"\b(all-[a-z]+|collective-[a-z]+)", line.split(" = ")[1]) for line in lines]
     counts = collections.Counter(kind[1] if kind else "other" for kind in kinds)

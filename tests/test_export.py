@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a run hands out: a model for `transformers`, adapters for PEFT, and the newest of them."""
+"""Exports of a run: a model for `transformers`, adapters for PEFT, and the newest of them."""
 
 import dataclasses
 import json

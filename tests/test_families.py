@@ -89,7 +89,7 @@ def test_logits_are_those_of_transformers(name):
 
 @functools.cache
 def greedy(name: str) -> np.ndarray:
-    """What the model says to the reference's prompt, decoded with a cache."""
+    """Returns the model's greedy tokens behind the reference's prompt, decoded with a cache."""
     model, prompt = checkpoint(name).model, reference(name)["prompt"]
     params = unstack_layers(loaded(name), model.num_layers)
 
@@ -162,7 +162,7 @@ PLAYED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), PLAYED)
-def test_the_engine_says_what_transformers_says_on_a_mesh(name, mesh):
+def test_engine_samples_the_tokens_of_transformers_on_a_mesh(name, mesh):
     """A slot on each of four data shards or two on each of two, which begin one after the other."""
     given, slots = checkpoint(name), range(4)
     engine = Engine(
@@ -180,7 +180,7 @@ def test_the_engine_says_what_transformers_says_on_a_mesh(name, mesh):
     )
     weights = engine.load_params(unstack_layers(loaded(name), given.model.num_layers))
     prompt = tuple(reference(name)["prompt"].tolist())
-    _, heard = converse(
+    _, transcripts = converse(
         functools.partial(engine.play, weights),
         engine.empty_state(len(prompt) + NUM_GREEDY),
         {slot: Script(seed=slot, row=slot, messages=(prompt,)) for slot in slots},
@@ -190,7 +190,7 @@ def test_the_engine_says_what_transformers_says_on_a_mesh(name, mesh):
         delays={slot: slot for slot in slots},
     )
     for slot in slots:
-        assert heard[slot].turns() == [reference(name)["continuation"].tolist()]
+        assert transcripts[slot].turns() == [reference(name)["continuation"].tolist()]
 
 
 @pytest.mark.slow_except("*-6")

@@ -64,7 +64,7 @@ def test_flags_and_overrides_are_told_apart():
 
 
 def test_a_model_of_the_command_line_without_a_file_has_the_settings_own_defaults():
-    """Those of the default config are for a model from scratch."""
+    """The default config's values are for a model from scratch."""
     given, name = given_config(None, ["model.preset=qwen3-8b"])
     assert (len(given), name) == (0, "qwen3-8b")
     assert make_config(given, ["model.preset=qwen3-8b"]).train.learning_rate == 1e-6

@@ -211,9 +211,7 @@ def _engine_config(model, weight_dtype):
     ("num_slots", "num_rows", "num_players"),
     [(16, 16, 1), (16, 16, 8), (16, 16, 2), (9, 16, 1), (6, 12, 1), (16, 15, 1)],
 )
-def test_each_slot_has_a_row_for_guests_where_a_process_has_several_lanes(
-    num_slots, num_rows, num_players
-):
+def test_spare_rows_are_planned_as_the_engine_allocates_them(num_slots, num_rows, num_players):
     """As the engine's rows, on eight devices with slots that may divide by none of them."""
     work = dataclasses.replace(
         WORK, num_slots=num_slots, num_rows=num_rows, num_players=num_players
@@ -318,7 +316,7 @@ def assert_it_keeps_what_jax_saves(preset: str, dtype: str, kernel: Kernel, leng
 def saved_bytes(
     model: ModelConfig, kernel: Kernel, num_layers: int, num_rows: int, length: int
 ) -> int:
-    """Of all that is saved for the gradient when so many layers see these rows."""
+    """Returns the bytes saved for the gradient when so many layers see these rows."""
     model = dataclasses.replace(model, num_layers=num_layers)
     layout = make_layout(MeshShape(), jax.devices()[:1])
 

@@ -43,7 +43,7 @@ def test_what_a_familys_file_says():
         ({}, {}),
     ],
 )
-def test_how_tokens_are_drawn_for_who_serves(given, drawn, tmp_path):
+def test_generation_settings_set_the_servers_sampling(given, drawn, tmp_path):
     settings = read_generation_settings(write(tmp_path, json.dumps(given)))
     expected = {"temperature": 0.7, "top_k": 20, "top_p": 0.8} if drawn is None else drawn
     assert settings.drawn_by() == expected
@@ -52,13 +52,13 @@ def test_how_tokens_are_drawn_for_who_serves(given, drawn, tmp_path):
 @pytest.mark.parametrize(
     ("name", "value"), [("temperature", "hot"), ("top_k", 2.5), ("top_p", False), ("min_p", [1])]
 )
-def test_what_is_no_number_is_an_error_of_who_serves(name, value, tmp_path):
+def test_setting_that_is_no_number_is_an_error_of_the_server(name, value, tmp_path):
     settings = read_generation_settings(write(tmp_path, json.dumps({name: value})))
     with pytest.raises(ValueError, match=rf"generation_config.json: {name} is .*; it must be a"):
         settings.drawn_by()
 
 
-def test_nothing_said_is_nothing_to_say(tmp_path):
+def test_neutral_generation_settings_change_nothing(tmp_path):
     neutral = {"temperature": 1.0, "top_k": 0, "max_new_tokens": None, "use_cache": True}
     for folder in (tmp_path, write(tmp_path, json.dumps(neutral))):
         settings = read_generation_settings(folder)

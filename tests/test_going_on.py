@@ -408,7 +408,7 @@ def test_a_share_of_failures_in_some_steps_in_a_row_ends_the_run(tmp_path):
 
 @pytest.mark.slow
 def test_a_step_whose_episodes_all_fail_leaves_the_weights_as_they_are(tmp_path, capsys):
-    """Where the run may go on: step 2 has no tokens to learn from; the selector takes it too."""
+    """Step 2 has no tokens to learn from, where the run may go on; the selector takes it too."""
     config = failing(
         MODEL,
         "env.max_failed_steps=2",

@@ -123,7 +123,7 @@ def test_another_rollout_of_the_same_weights_reads_a_prompt_no_more(pool):
     # Other weights have read nothing of it.
     newer = ask("8", vacate(third.session), version=1, params=weights(1))
     assert newer.stats.prefill_tokens == length + size - 1
-    # More room is made for what is kept; where there is less, nothing is.
+    # Longer rows keep the prompts; shorter ones keep nothing.
     left, policy = vacate(newer.session), newer.session.policy
     larger = open_session(left.engine, policy, 64, Pool(1, 4 * 8), left)
     assert larger.kept is left.kept and larger.state.experience.tokens.shape[1] == 64
@@ -134,10 +134,10 @@ def test_another_rollout_of_the_same_weights_reads_a_prompt_no_more(pool):
 @pytest.mark.slow_except("on")
 @pytest.mark.parametrize("copies", ["on", "off"])
 def test_on_several_devices_it_is_once_too_or_once_for_each(pool, copies):
-    """Eight data shards of two slots; six episodes are at home in the first, two in the second.
+    """Eight data shards of two slots; six episodes belong to the first, two to the second.
 
-    So four are guests: two in the third data shard and two in the fourth. The first of each of
-    these three data shards waits for what the first data shard reads, or reads it too.
+    So four play in slots of other data shards: two in the third and two in the fourth. The first
+    episode of each of these three waits for the prefill of the first data shard, or prefills too.
     """
     length, todo = (
         len(prompt("7")),

@@ -126,8 +126,8 @@ def test_a_folder_without_weights_is_an_error(copied):
         load(copied)
 
 
-def max_tokens(file: Path) -> dict[str, tuple[int, int]]:
-    """Where each tensor of a file begins and ends in it."""
+def tensor_ranges(file: Path) -> dict[str, tuple[int, int]]:
+    """Returns the first byte and the end of each tensor of a file."""
     data = file.read_bytes()
     listed = 8 + int.from_bytes(data[:8], "little")
     entries = json.loads(data[8:listed])
@@ -144,7 +144,7 @@ EMBEDDING = "model.embed_tokens.weight"
 def test_a_truncated_file_is_an_error_that_names_the_tensor(copied):
     """The first whose numbers are not all there; the embedding, where not even a list is."""
     file = copied / "model.safetensors"
-    whole, found = file.read_bytes(), max_tokens(file)
+    whole, found = file.read_bytes(), tensor_ranges(file)
     for name, (start, end) in found.items():
         for size in (start, start + 1, end - 1):
             file.write_bytes(whole[:size])

@@ -175,13 +175,13 @@ def test_transformers_computes_the_same_from_what_is_written(name, tmp_path):
     for kind, source in (("with", given), ("without", None)):
         folder = tmp_path / kind
         save(folder, name, dtype="float32", source=source, max_shard_bytes=30_000)
-        model, told = AutoModelForCausalLM.from_pretrained(
+        model, report = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=torch.float32,
             output_loading_info=True,
             attn_implementation="eager",
         )
-        assert not any(told.values()), told
+        assert not any(report.values()), report
         tokens = torch.from_numpy(reference(name)["tokens"]).long()
         with torch.no_grad():
             # See make_reference.py for the cap.

@@ -29,7 +29,7 @@ LEVELS = (
     ("workdir",),
     ("loop",),
     ("loop_async",),
-    ("training", "preflight"),
+    ("training", "preflight", "profiling"),
     ("main", "evaluate", "serve", "plan", "bench", "view"),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
@@ -59,7 +59,7 @@ def imported_names(source: str, path: str) -> set[str]:
 
 
 def offences(source: str, path: str) -> list[str]:
-    """What this module, at `path` from the repository's root, imports and must not."""
+    """Returns the forbidden imports of this module, at `path` from the repository's root."""
     names = imported_names(source, path)
     parts = [part.removesuffix(".py") for part in path.split("/")[1:]]
     part = parts[0]

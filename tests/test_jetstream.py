@@ -20,9 +20,9 @@ from earl_jax.serving import jetstream_engine as engine_module
 from earl_jax.serving.jetstream_engine import MAX_SEED
 from tests.support.caches import rows_of
 from tests.support.continuations import (
+    CONTEXT_TOKENS,
     MAX_PREFILL,
     NUM_SLOTS,
-    ROOM,
     continuations,
     load_params,
     make_engine,
@@ -35,7 +35,7 @@ TESTS = Path(__file__).parent
 
 
 def run_python(code: str, timeout_s: float = 200) -> dict:
-    """What the code prints last, as JSON; run in a process of its own, which a Driver may kill."""
+    """Returns the JSON that code prints last, run in a process that a Driver may kill."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=TESTS,
@@ -121,7 +121,7 @@ def test_the_engine_implements_the_whole_interface(engine):
     assert served.stop_tokens == {tokenizer().eos_token_id, tokenizer().pad_token_id}
 
 
-def test_prefill_insert_generate_say_what_the_policy_says(engine, params):
+def test_prefill_insert_generate_give_the_tokens_of_the_policy(engine, params):
     """The first token is the one behind the prompt; slots, and their order, are free."""
     prompts = [prompt(i, length) for i, length in enumerate([1, 5, 16, 33, 40, 64])]
     slots = [3, 0, 7, 6, 1, 4]
@@ -273,12 +273,12 @@ def test_seeds_out_of_range_are_refused(engine, params, seed):
         engine.prefill(params=params, padded_tokens=padded(prompt(1, 3)), true_length=3, seed=seed)
 
 
-def test_tokens_beyond_the_room_are_not_valid(engine, params):
+def test_tokens_beyond_the_context_are_not_valid(engine, params):
     ids = prompt(40, 64)
     state = engine.init_decode_state()
     prefix = engine.prefill(params=params, padded_tokens=ids, true_length=64)
     state, valid = engine.insert(prefix, state, 0), []
-    for _ in range(ROOM - 64 + 4):
+    for _ in range(CONTEXT_TOKENS - 64 + 4):
         state, result = engine.generate(params, state)
         valid.append(result.get_result_at_slot(0).valid.item())
     # 64 places are left, and one more token is sampled from the full cache.

@@ -47,7 +47,7 @@ need_tokamax = pytest.mark.skipif(not has_tokamax, reason="tokamax is an extra")
 
 
 def out_and_gradients(attend, query, key, value, segments):
-    """What is attended to, and gradients of a weighted sum of it; padding counts for nothing."""
+    """Returns the attention output, and gradients of a weighted sum of it without padding."""
     weights = jnp.asarray(np.random.default_rng(7).normal(size=query.shape), jnp.float32)
     real = (segments > 0)[:, :, None, None, None]
 

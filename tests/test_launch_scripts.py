@@ -98,9 +98,9 @@ PROBE = """
 import json, os, sys
 names = "COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID", "LOCAL_DEVICE_IDS"
 names = (*(f"JAX_{name}" for name in names), "XLA_FLAGS", "SLURM_PROCID")
-told = {"place": {name: os.environ.get(name) for name in names}}
-told |= {"arguments": sys.argv[1:], "cwd": os.getcwd()}
-sys.stdout.write(json.dumps(told) + chr(10))
+seen = {"place": {name: os.environ.get(name) for name in names}}
+seen |= {"arguments": sys.argv[1:], "cwd": os.getcwd()}
+sys.stdout.write(json.dumps(seen) + chr(10))
 """
 
 
@@ -243,16 +243,16 @@ def test_launch_sh_ends_all_processes_when_one_was_given_a_mistake(machine):
     assert time.monotonic() - start_s < 50
 
 
-# What the processes are told.
+# What the processes get.
 
 
 def test_slurm_starts_a_task_a_node_in_the_submitted_folder(machine):
     probe, image = str(machine.home / "bin/probe"), {"IMAGE": "img", "MOUNTS": "/data:/data"}
     done = machine.run(*SBATCH, CONFIG, "--workdir=/w", PYTHON=probe)
     assert done.returncode == 0, done.stderr
-    told = objects(done.stdout)
-    assert {each["place"]["SLURM_PROCID"] for each in told} == {"0", "1"}
-    for each in told:
+    seen = objects(done.stdout)
+    assert {each["place"]["SLURM_PROCID"] for each in seen} == {"0", "1"}
+    for each in seen:
         assert each["cwd"] == str(ROOT)
         assert each["arguments"] == ["-m", "earl_jax.main", CONFIG, "--workdir=/w"]
         assert "--xla_gpu_enable_latency_hiding_scheduler=true" in each["place"]["XLA_FLAGS"]
@@ -276,8 +276,8 @@ def test_launch_sh_tells_each_process_who_it_is(flags, coordinator, gpus, machin
     line = ["gpu_scripts/launch.sh", *flags, CONFIG, "--workdir=/w", odd]
     done = machine.run(*line, PYTHON=str(machine.home / "bin/probe"), JAX_GIVEN="a b")
     assert done.returncode == 0, done.stderr
-    told = sorted(objects(done.stdout), key=lambda each: each["place"]["JAX_PROCESS_ID"])
-    for n, (each, own) in enumerate(zip(told, gpus, strict=True)):
+    seen = sorted(objects(done.stdout), key=lambda each: each["place"]["JAX_PROCESS_ID"])
+    for n, (each, own) in enumerate(zip(seen, gpus, strict=True)):
         place = each["place"]
         assert place["JAX_COORDINATOR_ADDRESS"] == coordinator
         assert (place["JAX_PROCESS_ID"], place["JAX_NUM_PROCESSES"]) == (str(n), str(len(gpus)))
@@ -458,10 +458,10 @@ def test_sky_task_tells_each_node_who_it_is(machine):
     }
     done = machine.run("bash", "-c", run, **variables)
     assert done.returncode == 0, done.stderr
-    (told,) = objects(done.stdout)
-    place = told["place"]
+    (seen,) = objects(done.stdout)
+    place = seen["place"]
     assert (place["JAX_COORDINATOR_ADDRESS"], place["JAX_PROCESS_ID"]) == ("10.0.0.1:8476", "1")
-    assert told["arguments"] == ["-m", "earl_jax.main", CONFIG, "--workdir=/shared/w"]
+    assert seen["arguments"] == ["-m", "earl_jax.main", CONFIG, "--workdir=/shared/w"]
 
 
 def test_image_copies_what_there_is():

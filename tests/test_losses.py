@@ -451,9 +451,9 @@ def test_the_proximal_policy_of_a_first_update_is_the_policy_itself():
     assert token_facts(scores, batch).old is not None
     facts = token_facts(scores, batch, with_proximal=True)
     assert facts.proximal[0].tolist() == [-1.5, 0, -2.5]
-    told = make_batch([1, 0, 1], [-1.0, 0, -2.0], [1.0, 0, 1.0], proximal=[-3.0, 7.0, -4.0])
-    assert token_facts(scores, told, with_proximal=True).proximal[0].tolist() == [-3, 0, -4]
-    assert token_facts(scores, told).proximal is None, "this loss does not need it"
+    given = make_batch([1, 0, 1], [-1.0, 0, -2.0], [1.0, 0, 1.0], proximal=[-3.0, 7.0, -4.0])
+    assert token_facts(scores, given, with_proximal=True).proximal[0].tolist() == [-3, 0, -4]
+    assert token_facts(scores, given).proximal is None, "this loss does not need it"
 
     def total(logprobs):
         facts = token_facts(scores._replace(logprobs=logprobs), batch, with_proximal=True)

@@ -338,7 +338,7 @@ def decode(model, params, tokens, lengths, counts_of, full, tolerance):
     """Decodes rows of `lengths` tokens in chunks and compares each step with the full forward."""
     width = counts_of.width
     cache = empty_cache(model, ROWS, LENGTH + 3, page_size=4)
-    room = cache.table.shape[1] * 4
+    capacity = cache.table.shape[1] * 4
     # Garbage in the pages must not be seen, whoever had them before; nor is their order any.
     table = np.random.default_rng(5).permutation(cache.num_pages).reshape(cache.table.shape)
     layers = jax.tree.map(lambda leaf: leaf + 7.0, cache.layers)
@@ -356,7 +356,7 @@ def decode(model, params, tokens, lengths, counts_of, full, tolerance):
         for old_layer, new_layer in zip(rows_of(cache), rows_of(new), strict=True):
             for side in ("key", "value"):
                 np.testing.assert_array_equal(new_layer[side][idle], old_layer[side][idle])
-                behind = np.arange(room)[None, :] >= (cached + counts)[:, None]
+                behind = np.arange(capacity)[None, :] >= (cached + counts)[:, None]
                 assert (new_layer[side].swapaxes(1, 2)[behind] == 7.0).all()
         cache, cached = new, cached + counts
         expected = full[np.arange(ROWS), cached - 1]
@@ -426,7 +426,7 @@ def test_tied_embeddings_have_no_head_and_use_the_embedding():
 # One description of the parameters.
 
 
-def test_initial_deviations_are_as_told():
+def test_initial_deviations_are_as_configured():
     model = dataclasses.replace(MODEL, width=64, ffn_size=96, init_scale=0.5)
     params = init_jitted(parameter_specs(model, 256), jax.random.key(3))
     residual = 0.5 / math.sqrt(2 * 2)

@@ -58,7 +58,7 @@ def world():
 
 
 def table(world):
-    """Of meshes that fit, data=8 is the fastest of both stages."""
+    """Returns a table in which data=8 is the fastest mesh of both stages, of those that fit."""
     return table_of(world.problem, {D8: 4000.0, F8: 1000.0}, {D8: 4000.0, D4T2: 1000.0}, BUCKETS)
 
 
@@ -67,7 +67,7 @@ def table(world):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a step left: the trainer's plan, and its state behind the step."""
+    """The trainer's plan and state after a step."""
 
     record: object
     plan: object
@@ -165,17 +165,17 @@ def test_rollout_that_outgrows_the_budget_goes_on_elsewhere_with_the_same_episod
         placement = place(world, table, train_meshes_named=(str(D8),), **changes)
         placement.choose_step(SMALL, None)
         assert (placement.rollout.mesh, placement.max_tokens) == (D8, SMALL)
-        make_room, moves = placement.sessions.make_room, []
+        grow, moves = placement.sessions.grow, []
 
         def noting(session, *wanted):
-            grown = make_room(session, *wanted)
+            grown = grow(session, *wanted)
             cached = np.asarray(session.state.cached)
             moves.append(
                 (session.engine.layout.shape, grown.engine.layout.shape, (cached > 0).sum())
             )
             return grown
 
-        placement.sessions.make_room = noting
+        placement.sessions.grow = noting
         session, _ = placement.sessions.open(params, version=0)
         tasks, sampling = world.tasks.training(0), Sampling(temperature=temperature)
         return play(world.actor, placement, session, tasks, None, sampling), placement, moves

@@ -218,7 +218,7 @@ LENGTHS = [16, 9, 13, 6, 16, 8, 5, 11]
 
 
 def rewarded_batch() -> TrajectoryBatch:
-    """Of several lengths, with a reward for each turn; the first row forks before its third."""
+    """Returns rows of several lengths with a reward a turn; the first forks before its third."""
     batch, places = make_batch(), np.arange(LENGTH)
     inside = places < np.array(LENGTHS)[:, None]
     segments = np.where(inside, 1, 0)

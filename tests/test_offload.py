@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer's moments wait in host memory where a rollout needs their room."""
+"""The optimizer's moments wait in host memory where a rollout needs their memory."""
 
 import json
 
@@ -70,7 +70,7 @@ def assert_same_step(world, undisturbed, position, record):
 
 
 @pytest.mark.slow
-def test_moments_wait_where_the_budget_has_no_room_beside_them(world, undisturbed, monkeypatch):
+def test_moments_are_offloaded_where_the_budget_does_not_hold_them(world, undisturbed, monkeypatch):
     """A step that is the same bit for bit, beside a third of the trainer."""
     whole, params = (world.problem.trainer_bytes(D8, offload) for offload in (False, True))
     assert whole == 3 * params
@@ -124,7 +124,7 @@ def test_rollout_short_of_memory_beside_the_moments_is_played_again_without_them
 
 
 def test_next_run_begins_with_the_moments_out_of_the_way(world):
-    """What failed beside them is remembered as such, and then what failed without them."""
+    """Failures beside the moments, and then failures without them, are remembered as such."""
     placement = placed(world)
 
     def attempt():

@@ -101,7 +101,7 @@ def timeless(path: Path) -> list[dict]:
 @pytest.mark.slow
 def test_the_environment_of_the_how_to_trains_and_its_metrics_arrive_everywhere(tmp_path, cache):
     write_examples((HOW_TO / "environment.md").read_text(), tmp_path)
-    said = train(tmp_path, cache, "guess_config.py", "run")
+    output = train(tmp_path, cache, "guess_config.py", "run")
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     steps, evaluations = ([r for r in rows if ("eval" in r) == e] for e in (False, True))
     assert [row["step"] for row in steps] == [1, 2]
@@ -114,8 +114,8 @@ def test_the_environment_of_the_how_to_trains_and_its_metrics_arrive_everywhere(
     for row in evaluations:
         assert row["eval"]["name"] == "guess:Guess" and 0 <= row["eval"]["found"] <= 1
         assert "win" not in row["eval"] and "games" not in row["eval"]
-    assert re.search(r"eval@\d reward [-\d.]+, .*found [\d.]+", said)
-    assert re.search(r"5 episodes of guess:Guess: reward [-\d.]+, .*found [\d.]+", said)
+    assert re.search(r"eval@\d reward [-\d.]+, .*found [\d.]+", output)
+    assert re.search(r"5 episodes of guess:Guess: reward [-\d.]+, .*found [\d.]+", output)
     assert "found" in (tmp_path / "run" / "report.html").read_text()
     saved = json.loads((tmp_path / "run" / "config.json").read_text())
     assert saved["env"]["args"] == {"highest": 9}
@@ -160,19 +160,19 @@ class Echo:
     def __init__(self, *, word: str = "ab", times: int = 2, seed: int, index: int):
         if times < 1:
             raise ValueError(f"times is {times}; it must be at least 1")
-        self.word, self.left, self.index, self.heard = word, times, index, 0
+        self.word, self.left, self.index, self.hits = word, times, index, 0
 
     def start(self):
-        return Start(text=f"say {self.word}", metrics={"heard": 0, "odd": self.index % 2})
+        return Start(text=f"say {self.word}", metrics={"hits": 0, "odd": self.index % 2})
 
     def step(self, reply):
         self.left -= 1
-        self.heard += reply == self.word
-        metrics = {"heard": self.heard}
+        self.hits += reply == self.word
+        metrics = {"hits": self.hits}
         if self.left:
             return StepResult(text="again", reward=0.0, done=False, metrics=metrics)
         done = {"done": True, "stop_reason": "over"}
-        return StepResult(reward=self.heard / 2, metrics=metrics, **done)
+        return StepResult(reward=self.hits / 2, metrics=metrics, **done)
 
 
 class Tools(Echo):
@@ -227,7 +227,7 @@ def test_a_rollout_of_ones_own_environment_reports_its_metrics():
     record = one_step(build_run(own("Echo")))
     for number, episode in enumerate(record.trajectories):
         assert episode.metrics["odd"] == number % 2
-        assert 0 <= episode.metrics["heard"] <= 2
+        assert 0 <= episode.metrics["hits"] <= 2
     assert record.outcomes[0].metrics == record.trajectories[0].metrics
     assert record.trajectories[0].turns[0].text == "say ab"
 
@@ -238,8 +238,8 @@ def test_episodes_that_the_template_cannot_begin_say_so_and_end_nothing_else():
     record = one_step(build_run(own("Tools")))
     failed = [e for e in record.trajectories if e.stop_reason == "unencodable"]
     assert len(failed) == 4 and all("<|end|>" in episode.detail for episode in failed)
-    said = record.failures.in_words()
-    assert said.startswith("4 of 8 episodes failed as unencodable: descriptions of tools")
+    words = record.failures.in_words()
+    assert words.startswith("4 of 8 episodes failed as unencodable: descriptions of tools")
     assert failures_of(record.trajectories) == record.failures
     assert record.metrics()["failed_share"] == 0.5
     assert record.metrics()["failure"].startswith("unencodable: descriptions of tools")
@@ -260,8 +260,8 @@ def test_examples_may_be_of_several_messages():
     assert example.texts[:2] == ["say", "ab"] and example.texts[3] == "again"
     ids, turns = example_ids(example, renderer())
     assert len(ids) == len(turns) and set(turns) == {0, 1, 2}
-    said = renderer().decode_reply([i for i, turn in zip(ids, turns, strict=True) if turn == 1])
-    assert said == example.texts[2]
+    reply = renderer().decode_reply([i for i, turn in zip(ids, turns, strict=True) if turn == 1])
+    assert reply == example.texts[2]
     (first, second) = (Message(role="user", text=text) for text in ("say", "ab"))
     begin = renderer().first((first, second))
     assert tuple(ids[: len(begin)]) == begin

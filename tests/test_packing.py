@@ -396,7 +396,7 @@ def test_a_packed_update_is_the_same(kind, mesh):
 
 @pytest.mark.slow
 def test_micro_batches_of_packed_rows_add_up():
-    """Of 16 rows in 4 parts, 8 or fewer packed rows are in 2."""
+    """With 16 rows in 4 parts, 8 or fewer packed rows are in 2."""
     expected, got = unpacked("dense"), updated("dense", "data=2", packs=True, micro_batches=4)
     assert got[1] == pytest.approx(expected[1], rel=5e-5, abs=1e-6)
     jax.tree.map(

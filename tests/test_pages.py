@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Who has which page, by hand. Pages of 4 tokens, two row shards of three slots and five pages."""
+"""Page tables by hand: pages of 4 tokens, two row shards of three slots and five pages."""
 
 import random
 
@@ -32,7 +32,7 @@ def test_a_page_is_a_slots_alone_until_another_takes_it_over(table):
     assert table.begin(0, 0, 6) is None, "what a slot has alone is not copied"
 
 
-def test_pinned_pages_are_nobody_elses_until_the_round_is_over(table):
+def test_pinned_pages_are_not_given_away_until_the_round_is_over(table):
     table.hold(0, 7)
     assert table.pin(0, 5) == [0, 1]
     table.keep(0, 0)

@@ -247,7 +247,7 @@ def live_session(world, placement):
 
 
 def with_pages(session):
-    """The same with pages for every slot's room."""
+    """The same with pages for every slot's max tokens."""
     for slot in range(session.engine.config.num_slots):
         session.pages.hold(slot, session.max_tokens)
     table = session.pages.as_array(pages_for(session.max_tokens, session.engine.config.page_size))
@@ -268,7 +268,7 @@ def test_live_episodes_that_outgrow_the_budget_go_on_elsewhere_with_the_same_tok
     session = live_session(world, placement)
     weights, before = on_host(session.policy.params), on_host(session.state)
     with HostByteCounter() as counter:
-        moved = placement.sessions.make_room(session, SHORT + 1, 2, None)
+        moved = placement.sessions.grow(session, SHORT + 1, 2, None)
     assert counter.num_bytes == 0
     assert (moved.engine.layout.shape, moved.max_tokens, moved.policy.version) == (D4T2, LONG, 3)
     assert placement.rollout.mesh == D4T2
@@ -285,7 +285,7 @@ def test_live_episodes_that_outgrow_the_budget_go_on_elsewhere_with_the_same_tok
             assert old[side][:, :, :3].any()
 
     loose = stand(place(world, table))
-    stayed = loose.sessions.make_room(live_session(world, loose), SHORT + 1, 2, None)
+    stayed = loose.sessions.grow(live_session(world, loose), SHORT + 1, 2, None)
     assert (stayed.engine.layout.shape, stayed.max_tokens) == (D8, LONG)
     (_, expected), (_, report) = go_on(stayed), go_on(moved)
     np.testing.assert_array_equal(expected.tokens, report.tokens)
@@ -298,7 +298,7 @@ def test_larger_context_bucket_on_the_same_mesh_keeps_live_episodes(world, table
     placement = stand(place(world, table))
     session = live_session(world, placement)
     params, cached = session.policy.params, np.array(session.state.cached)
-    grown = placement.sessions.make_room(session, SHORT + 1, 2, None)
+    grown = placement.sessions.grow(session, SHORT + 1, 2, None)
     assert grown.engine is session.engine and grown.policy.params is params
     # Memory that is left over holds pages for every slot.
     assert (grown.max_tokens, grown.pool.pages) == (LONG, 4)
@@ -320,7 +320,7 @@ def test_session_keeps_its_pages_if_the_budget_holds_no_more(world, table):
         budget = num_bytes and beside + 1 + num_bytes
         placement = stand(place(world, exact, budget_bytes=budget, **only))
         session, _ = placement.sessions.open(params, version=0)
-        return placement.sessions.make_room(session, LONG, 3, None).pool.pages
+        return placement.sessions.grow(session, LONG, 3, None).pool.pages
 
     budgets = (None, 4 * page, 4 * page - 1, 3 * page - 1, 2 * page)
     assert [pages_with(n) for n in budgets] == [4, 4, 3, 2, 2]

@@ -170,7 +170,7 @@ def test_error_names_the_smallest_budget_and_hardware():
 
 @pytest.mark.parametrize("chip", ["v5e", "h100"])
 def test_the_smallest_hardware_fits_and_half_of_it_does_not(chip):
-    """Of 7.6 billion parameters 16 bytes each in fp32, by hand; contexts of 32K."""
+    """By hand: 7.6 billion parameters of 16 bytes each in fp32; contexts of 32K."""
 
     def problem(number):
         hardware = parse_topology({"v5e": "v5e:4x4", "h100": "h100:2x8"}[chip])
@@ -188,7 +188,7 @@ def test_the_smallest_hardware_fits_and_half_of_it_does_not(chip):
 
 
 def test_the_moments_leave_where_no_rollout_fits_beside_them():
-    """By a byte too little for the whole trainer; and only where hosts have room for them."""
+    """By a byte too little for the whole trainer; and only where hosts have memory for them."""
     problem = problem_on("h100:1x8", *HELD, *DEEP)
     weights, moments = trainer_bytes(problem.sizes, MeshShape(fsdp=8))
     whole = RolloutPlan(D8, 64, 8 * 32)

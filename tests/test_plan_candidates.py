@@ -175,7 +175,7 @@ def test_round_of_few_live_episodes_is_corrected_as_the_mesh_is():
     assert slower.live_round_s(rollout_on(T8), 1, 20) == pytest.approx(4 * model_s)
 
 
-def test_entries_that_this_problem_cannot_have_say_nothing():
+def test_entries_that_this_problem_cannot_have_are_ignored():
     found = candidates(
         ("train data=2,tensor=4 20 micro_batches=1,remat=True", 1e9),
         # Eight rows: no three parts, and no sixteen.

@@ -36,7 +36,7 @@ EXACT = (
 
 
 class Program(NamedTuple):
-    """What it is, and its bytes per device: computed, and by XLA, to what a page rounds to."""
+    """A program with its bytes per device, computed and by XLA, to what a page rounds to."""
 
     name: str
     computed: int

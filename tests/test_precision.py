@@ -54,7 +54,7 @@ def test_an_int8_rollout_is_corrected_logged_and_played_on_with(cache, tmp_path)
 
 
 @pytest.mark.slow
-def test_an_int8_policy_is_served_and_says_what_the_dequantised_one_says(cache, tmp_path):
+def test_int8_policy_is_served_with_the_tokens_of_the_dequantised_one(cache, tmp_path):
     folder = tmp_path / "run"
     world, params = save_run(folder, 0)
     axes = {

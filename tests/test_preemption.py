@@ -32,7 +32,7 @@ from earl_jax.rollout.preemption import (
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.sharding.topology import CHIPS, chip_of
 from tests.support.environments import Talker
-from tests.support.episodes import CONFIG, NUM_DEVICES, Rooms, check_rows, collect, engine, tasks
+from tests.support.episodes import CONFIG, NUM_DEVICES, GrowPool, check_rows, collect, engine, tasks
 from tests.support.hlo import COLLECTIVE
 
 MESHES = [MeshShape(data=8), MeshShape(data=2, tensor=2), MeshShape(data=4, tensor=2)]
@@ -59,7 +59,7 @@ WORK = Work(
 )  # fmt: skip
 
 
-def test_the_cheaper_way_is_taken_and_said():
+def test_cheaper_preemption_is_chosen_with_its_reason():
     """By hand: 4 blocks, each 0.5 ms out and 0.5 ms back; 10 chunks of 2e11 flops are 0.2 s each.
 
     Attention adds 2e5 * 1000^2 / 2 = 1e11 flops, 100 ms.
@@ -77,7 +77,7 @@ def test_the_cheaper_way_is_taken_and_said():
     assert choose_preemption(200, WORK, slow)[0] == "host"
 
 
-def test_what_another_lane_has_is_copied_where_that_costs_less_than_reading_it():
+def test_prefix_of_another_data_shard_is_copied_where_that_costs_less_than_prefill():
     """By hand: a block of 32 MB four times over a link of 450 GB/s is 0.28 ms; a chunk, 1 ms."""
 
     def worth(tokens, setting="auto", **changes):
@@ -279,14 +279,14 @@ CASES = [(MESHES[0], "compute", CONFIG.burst), (MESHES[1], "int8", 1)]
 def test_an_episode_back_from_the_host_is_the_same_to_the_bit(
     pool, never_preempted, mesh, kv_dtype, burst
 ):
-    """Room for one episode a data shard of two slots; short bursts preempt within a turn."""
+    """Pages for one episode a data shard of two slots; short bursts preempt within a turn."""
     whole = never_preempted(mesh, kv_dtype, burst)
     assert whole.stats.preempted_episodes == whole.stats.preempted_host_bytes == 0
     preempted = collect(
         pool,
         tasks(40),
         pages=5,
-        make_room=Rooms(most_pages=5),
+        grow=GrowPool(most_pages=5),
         player=player(mesh, kv_dtype, burst),
         burst=burst,
         preemption="host",
@@ -308,7 +308,7 @@ def test_where_host_memory_is_full_episodes_are_read_again(pool, never_preempted
     mesh = MESHES[0]
     whole = never_preempted(mesh, "compute", 1)
     block = HostPages(0).block_bytes(whole.session)
-    some = {"pages": 5, "make_room": Rooms(most_pages=5), "player": player(mesh, burst=1)}
+    some = {"pages": 5, "grow": GrowPool(most_pages=5), "player": player(mesh, burst=1)}
     some |= {"burst": 1, "preemption": "host"}
     none = collect(pool, tasks(40), **some, preemption_host_gib=(block - 1) / 2**30)
     assert none.stats.preempted_host_bytes == 0 < none.stats.recomputed_tokens
@@ -320,9 +320,9 @@ def test_where_host_memory_is_full_episodes_are_read_again(pool, never_preempted
         ]
 
 
-def test_what_costs_less_is_done_and_said(pool, monkeypatch):
+def test_cheaper_preemption_is_used_and_reported(pool, monkeypatch):
     """A few tokens of a tiny model are read again; a device that counts slowly copies them."""
-    some = {"pages": 5, "make_room": Rooms(most_pages=5), "player": player(MESHES[0])}
+    some = {"pages": 5, "grow": GrowPool(most_pages=5), "player": player(MESHES[0])}
     read = collect(pool, tasks(40), **some, preemption="auto")
     assert read.stats.preempted_host_bytes == 0 < read.stats.recomputed_tokens
     assert "ms to host memory and back" in read.stats.preemption
@@ -352,8 +352,8 @@ class Long(Talker):
         return super().step(reply)
 
 
-class WatchedRoom(BlockManager):
-    """Writes down, row shard by row shard, who was preempted, and when another began or ended."""
+class LoggedBlocks(BlockManager):
+    """Records for each row shard which episodes were preempted, and when another began or ended."""
 
     def __init__(self, *given):
         super().__init__(*given)
@@ -385,15 +385,15 @@ class WatchedRoom(BlockManager):
 @pytest.mark.parametrize("patience_s", [0.0, 60.0])
 @pytest.mark.parametrize("preemption", ["host", "recompute"])
 @pytest.mark.parametrize("pages", [7, 11])
-def test_the_longest_goes_on_and_none_is_parked_for_nothing(
+def test_preemption_spares_the_longest_and_takes_none_twice_between_changes(
     pool, monkeypatch, preemption, pages, patience_s
 ):
     """Four slots a data shard, which has pages for one whole episode, or a little more."""
-    rooms = []
+    managers = []
     monkeypatch.setattr(
         service_module,
         "BlockManager",
-        lambda *given: rooms.append(WatchedRoom(*given)) or rooms[-1],
+        lambda *given: managers.append(LoggedBlocks(*given)) or managers[-1],
     )
     rollout = collect(
         pool,
@@ -402,7 +402,7 @@ def test_the_longest_goes_on_and_none_is_parked_for_nothing(
         num_slots=32,
         max_tokens=56,
         pages=pages,
-        make_room=Rooms(most_pages=pages),
+        grow=GrowPool(most_pages=pages),
         player=engine(32, burst=1),
         burst=1,
         preemption=preemption,
@@ -410,9 +410,9 @@ def test_the_longest_goes_on_and_none_is_parked_for_nothing(
     )
     check_rows(rollout, 44)
     assert {t.stop_reason for t in rollout.trajectories} == {"win"}
-    [room] = rooms
+    [manager] = managers
     times = 0
-    for log in room.log:
+    for log in manager.log:
         for is_change, entries in itertools.groupby(log, key=lambda entry: entry == "change"):
             rows = [] if is_change else list(entries)
             assert len(set(rows)) == len(rows), log

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a prompt can take over from other slots' caches, by hand. Chunks of 4, shards of 3 slots."""
+"""Prefixes shared from other slots' caches, by hand. Chunks of 4, shards of 3 slots."""
 
 import pytest
 
@@ -103,7 +103,7 @@ def test_its_own_cache_comes_first(index):
     assert index.find(0, [*SYSTEM, 40]) == Shared(source=0, length=8)
 
 
-def test_who_begins_alike_waits_for_the_one_that_reads(index):
+def test_slot_with_the_same_prompt_waits_for_the_one_that_prefills_it(index):
     prompt = [*SYSTEM, 30, 31, 32, 33, 34]
     index.begin(1, prompt, index.find(1, prompt))
     assert index.find(2, prompt) is None, "slot 1 is about to read four more"
@@ -112,7 +112,7 @@ def test_who_begins_alike_waits_for_the_one_that_reads(index):
     assert index.find(2, prompt) == Shared(source=1, length=12)
 
 
-def test_nobody_waits_for_one_that_stopped_or_waits_itself(index):
+def test_no_slot_waits_for_one_that_stopped_or_waits_itself(index):
     prompt = [*SYSTEM, 30, 31, 32, 33, 34]
     index.begin(1, prompt, index.find(1, prompt))
     index.stop(1)

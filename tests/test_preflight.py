@@ -16,7 +16,7 @@ from tests.support.commands import ALL, Command
 CHECK = ["--check"]
 
 
-def test_every_two_hosts_meet_once_and_nobody_is_in_two_pairs_of_a_round():
+def test_every_pair_of_hosts_meets_once_and_a_host_is_in_one_pair_of_a_round():
     for num in range(1, 10):
         rounds = list(rounds_of_pairs(num))
         met = sorted(tuple(sorted(pair)) for pairs in rounds for pair in pairs)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which process is lost: what others answer, and what silence means."""
+"""Finding the lost process: the answers of others, and the meaning of silence."""
 
 import socket
 

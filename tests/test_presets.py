@@ -134,6 +134,6 @@ def test_a_written_config_with_a_preset_is_read_as_the_same():
         ({"preset": "qwen3-8b", "rope_scaling": 3}, "config.model.rope_scaling is no setting"),
     ],
 )
-def test_mistakes_are_said(section, words):
+def test_mistakes_are_errors(section, words):
     with pytest.raises(ValueError, match=words):
         model(**section)

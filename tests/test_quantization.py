@@ -48,8 +48,8 @@ from tests.support.experts import by_hand as layer_by_hand
 from tests.support.experts import one_layer, tokens_TD
 from tests.support.hlo import COLLECTIVE
 from tests.support.slots import (
+    MAX_TOKENS,
     MODEL,
-    PLACES,
     VOCAB,
     assert_same,
     check_rows,
@@ -167,7 +167,7 @@ def trainer_tree(params: Any, model: ModelConfig, shape: MeshShape) -> Any:
 
 
 def by_hand(params: Any, num_layers: int, dtype: Any) -> Any:
-    """What is to come out of `publish`, in numpy."""
+    """Returns the expected result of `publish`, in numpy."""
     specs = engine_specs(MODEL, VOCAB, "int8")
 
     def make(spec: Any, weight: np.ndarray) -> Any:
@@ -305,7 +305,7 @@ def converse_on(shape: MeshShape, config: EngineConfig = INT8):
     params = trainer_tree(stacked_params(), MODEL, source)
     weights = publish(params, engine.parameter_shapes, engine.parameter_shardings).params
     play = functools.partial(engine.play, weights)
-    return converse(play, engine.empty_state(PLACES), scripts(), num_slots=NUM_SLOTS)
+    return converse(play, engine.empty_state(MAX_TOKENS), scripts(), num_slots=NUM_SLOTS)
 
 
 @functools.cache
@@ -322,11 +322,11 @@ def dequantised_params() -> Any:
     return params | {"layers": {n: rounded(n, leaf) for n, leaf in params["layers"].items()}}
 
 
-def score(params: Any, heard: Any) -> tuple[np.ndarray, np.ndarray]:
+def score(params: Any, transcripts: Any) -> tuple[np.ndarray, np.ndarray]:
     """The trainer's log-probs and the engine's, of every token that the policy sampled."""
-    tokens, segments = (np.zeros((len(heard), PLACES), np.int32) for _ in range(2))
-    for row, h in enumerate(heard.values()):
-        tokens[row, : len(h.ids)], segments[row, : len(h.ids)] = h.ids, 1
+    tokens, segments = (np.zeros((len(transcripts), MAX_TOKENS), np.int32) for _ in range(2))
+    for row, t in enumerate(transcripts.values()):
+        tokens[row, : len(t.ids)], segments[row, : len(t.ids)] = t.ids, 1
     layout = make_layout(UNSHARDED)
 
     @jax.jit
@@ -339,9 +339,9 @@ def score(params: Any, heard: Any) -> tuple[np.ndarray, np.ndarray]:
 
     logprobs = np.asarray(scored(params))
     pairs = [
-        (logprobs[row, place - 1], h.logprobs[place])
-        for row, h in enumerate(heard.values())
-        for place in np.flatnonzero(h.turn_ids)
+        (logprobs[row, place - 1], t.logprobs[place])
+        for row, t in enumerate(transcripts.values())
+        for place in np.flatnonzero(t.turn_ids)
     ]
     ours, engines = np.array(pairs).T
     return ours, engines
@@ -350,11 +350,11 @@ def score(params: Any, heard: Any) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [UNSHARDED, *CANDIDATES[1:3]], ids=str)
 def test_every_mesh_plays_the_dequantised_policy(shape):
-    """What is written down are the log-probs of the policy that sampled, the rounded one."""
-    state, heard = converse_on(shape)
-    assert_same(heard, converse_on(UNSHARDED)[1])
-    check_rows(state.experience, heard, scripts())
-    ours, engines = score(dequantised_params(), heard)
+    """Records the log-probs of the policy that sampled, the rounded one."""
+    state, transcripts = converse_on(shape)
+    assert_same(transcripts, converse_on(UNSHARDED)[1])
+    check_rows(state.experience, transcripts, scripts())
+    ours, engines = score(dequantised_params(), transcripts)
     np.testing.assert_allclose(engines, ours, atol=1e-5)
 
 
@@ -388,7 +388,7 @@ def test_a_round_talks_as_much_as_one_without_int8_and_holds_less(shape):
     """The same collectives; arguments shrink by what the matrices do, byte for byte."""
     found = {}
     for config in (CONFIG, INT8):
-        compiled = engine_on(shape, config).lower_play(PLACES).compile()
+        compiled = engine_on(shape, config).lower_play(MAX_TOKENS).compile()
         lines = [line for line in compiled.as_text().splitlines() if COLLECTIVE.search(line)]
         kinds = [re.search(r"\b(all-[a-z]+|collective-[a-z]+)", line)[1] for line in lines]
         found[config.weight_dtype] = (collections.Counter(kinds), compiled.memory_analysis())
@@ -420,8 +420,8 @@ INT8_CACHE = dataclasses.replace(CONFIG, kv_dtype="int8")
 @pytest.mark.parametrize("shape", [MeshShape(data=8), MeshShape(data=2, tensor=4)], ids=str)
 def test_an_int8_cache_plays_the_same_episodes_on_every_mesh(shape):
     engine = engine_on(shape, INT8_CACHE)
-    state, heard = converse_on(shape, INT8_CACHE)
-    assert_same(heard, converse_on(UNSHARDED, INT8_CACHE)[1], atol=2e-2)
+    state, transcripts = converse_on(shape, INT8_CACHE)
+    assert_same(transcripts, converse_on(UNSHARDED, INT8_CACHE)[1], atol=2e-2)
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == engine.state_shardings
     assert {leaf.dtype for leaf in jax.tree.leaves(state.cache.layers)} == {
         jnp.dtype(jnp.int8),
@@ -432,8 +432,8 @@ def test_an_int8_cache_plays_the_same_episodes_on_every_mesh(shape):
 @pytest.mark.slow
 def test_an_int8_cache_is_near_and_not_the_same_and_takes_the_bytes_it_says():
     """Sampled tokens' log-probs against the trainer's; 4 numbers a head, so scales weigh much."""
-    state, heard = converse_on(UNSHARDED, INT8_CACHE)
-    expected, got = score(stacked_params(), heard)
+    state, transcripts = converse_on(UNSHARDED, INT8_CACHE)
+    expected, got = score(stacked_params(), transcripts)
     far = np.abs(expected - got)
     assert 1e-4 < far.mean() < 2e-2 and far.max() < 0.2
     exact = converse_on(UNSHARDED, CONFIG)[0]

@@ -65,7 +65,7 @@ def test_a_pool_shrinks_to_what_is_held_and_no_further(table):
 
 
 def test_with_more_pages_of_as_many_shards_every_page_keeps_its_number(table):
-    """Those that nobody holds too: what lies there may still be on its way to the host."""
+    """Free pages keep theirs too: their contents may still be on the way to the host."""
     table.keep(0, 4)
     larger, source = table.regroup(Pool(shards=2, pages=6))
     assert source.tolist() == [[0, 1, 2, 3, 4, -1], [5, 6, 7, 8, 9, -1]]
@@ -115,12 +115,12 @@ class Model:
                 self.contents[page] = self.written
 
     def clear_free(self) -> None:
-        """What nobody holds is nothing."""
+        """Sets the contents of pages that no slot holds to zero."""
         held = np.array(self.table.holders()).reshape(-1)
         self.contents[held == 0] = 0
 
     def read(self) -> list[list[int]]:
-        """What every slot has in its pages."""
+        """Returns the contents of every slot's pages."""
         return [self.contents[row].tolist() for row in rows(self.table)]
 
 

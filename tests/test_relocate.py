@@ -27,7 +27,7 @@ from tests.support.environments import Talker
 from tests.support.episodes import (
     CONFIG,
     MODEL,
-    Rooms,
+    GrowPool,
     assert_same_episodes,
     check_rows,
     collect,
@@ -93,7 +93,9 @@ def lecture(task):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("preemption", "kv_dtype"), [("host", "int8"), ("recompute", "compute")])
-def test_episodes_that_move_every_round_say_the_same(pool, monkeypatch, preemption, kv_dtype):
+def test_episodes_that_move_every_round_sample_the_same_tokens(
+    pool, monkeypatch, preemption, kv_dtype
+):
     """Over every pair of meshes; some are preempted, and prompts are taken over."""
     given = {"sampling": Sampling(temperature=0.0), "max_tokens": 64, "share_prefixes": True}
     still = collect(pool, tasks(44), lecture, player=player(MESHES[0], kv_dtype), **given)
@@ -105,7 +107,7 @@ def test_episodes_that_move_every_round_say_the_same(pool, monkeypatch, preempti
         lecture,
         player=player(MESHES[0], kv_dtype),
         pages=Moving.pages // 8,
-        make_room=lambda session, tokens, pages: session,
+        grow=lambda session, tokens, pages: session,
         services=services,
         preemption=preemption,
         copy_prefixes="on",
@@ -129,7 +131,7 @@ def test_episodes_that_move_every_round_say_the_same(pool, monkeypatch, preempti
         (0, 0, Pool(8, 4), Pool(8, 6), 2),
         (0, 0, Pool(8, 4), Pool(8, 4), 1),
     ],
-    ids=["merged", "split", "more pages", "more room"],
+    ids=["merged", "split", "more pages", "longer rows"],
 )
 def test_slots_have_their_pages_behind_a_move(here, there, old, new, programs):
     """And its programs can be compiled before it, from shapes alone."""
@@ -233,7 +235,7 @@ def large_engine(mesh: MeshShape, num_slots: int = 8) -> Engine:
 
 @functools.cache
 def bytes_of(mesh: MeshShape, max_tokens: int) -> int:
-    """Of a round with pages for one episode of so many tokens in each row shard."""
+    """Returns the bytes of a round with pages for one episode of this length in each row shard."""
     engine = large_engine(mesh)
     pool = Pool(engine.layout.num_row_shards, pages_for(max_tokens, 64))
     return program_bytes(engine.lower_play(max_tokens, pool).compile())
@@ -262,7 +264,7 @@ class Sage(Talker):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_slots", [1])
 def test_one_episode_of_eight_devices_memory_is_played_in_one_slot(pool, num_slots):
-    """Of the bytes a device in which data=8 holds 64 tokens an episode."""
+    """The budget is the bytes a device in which data=8 holds 64 tokens an episode."""
     mesh, tokens = CUTS[-2], 8 * 64
     engine = large_engine(mesh, num_slots)
 
@@ -277,7 +279,7 @@ def test_one_episode_of_eight_devices_memory_is_played_in_one_slot(pool, num_slo
         episodes_per_step=num_slots,
         params=weights(model=LARGE, ends_turns=False), max_tokens=tokens, pages=8,
         max_turn_tokens=tokens, max_episode_tokens=tokens, burst=CONFIG.burst, num_devices=8,
-        make_room=Rooms(most_pages=8),
+        grow=GrowPool(most_pages=8),
     )  # fmt: skip
     assert rollout.session.pool == whole
     assert [t.num_tokens for t in rollout.trajectories] == [tokens]

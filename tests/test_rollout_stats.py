@@ -23,7 +23,7 @@ def report(count, passes=None, steps=None) -> RoundOutputs:
 
 
 @pytest.mark.parametrize(
-    ("told", "begun", "shards", "step_rows", "rows", "idle"),
+    ("outputs", "begun", "shards", "step_rows", "rows", "idle"),
     [
         # Four slots on one device: four steps, of 4, 1, 1 and 1 rows that say something.
         (report([4, 1, 1, 1]), [0, 0, 0, 0], 1, 4, 16, 9),
@@ -40,11 +40,11 @@ def report(count, passes=None, steps=None) -> RoundOutputs:
         (report([4, 1, 2, 0], steps=[5, 5, 1, 1]), [0, 0, 1, 0], 2, 1, 6, 0),
     ],
 )
-def test_a_slot_that_says_nothing_is_a_row_of_every_step_of_its_device(
-    told, begun, shards, step_rows, rows, idle
+def test_idle_slot_counts_as_a_row_of_every_step_of_its_device(
+    outputs, begun, shards, step_rows, rows, idle
 ):
     stats = RolloutStats()
-    stats.count_steps(told, np.array(begun, bool), shards, step_rows)
+    stats.count_steps(outputs, np.array(begun, bool), shards, step_rows)
     assert (stats.decode_rows, stats.idle_rows) == (rows, idle)
-    stats.count_steps(told, np.array(begun, bool), shards, step_rows)
+    stats.count_steps(outputs, np.array(begun, bool), shards, step_rows)
     assert (stats.decode_rows, stats.idle_rows) == (2 * rows, 2 * idle)

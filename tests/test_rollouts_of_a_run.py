@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts within a run: rooms that nobody configured, and prompts kept from one to the next."""
+"""Rollouts within a run: contexts beyond the configured buckets, and prompts that are kept."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from earl_jax.workdir import Position
 from tests.support.placements import begin
 from tests.support.settings import make_config
 
-ROOM = 32
+MAX_TOKENS = 32
 GIVEN = {
     "model": {"num_layers": 1, "width": 16, "num_heads": 2, "num_kv_heads": 1, "ffn_size": 32},
     "rollout": {
@@ -27,7 +27,7 @@ GIVEN = {
         "max_turn_tokens": 28,
         "burst": 8,
         "chunk_size": 4,
-        "context_buckets": (ROOM,),
+        "context_buckets": (MAX_TOKENS,),
         "page_size": 16,
         "patience_s": 10.0,
     },
@@ -41,30 +41,30 @@ def world() -> Run:
 
 
 @pytest.mark.slow
-def test_episodes_outgrow_the_last_room_that_is_configured_and_are_learnt_from_whole(monkeypatch):
+def test_episodes_outgrow_the_last_context_bucket_and_are_trained_on_whole(monkeypatch):
     """Prompts of eight tokens or more, and turns of 28: 32 are too few, and no limit cuts.
 
-    Room is made in the first step; the second begins with it.
+    The session grows in the first step; the second begins with the larger one.
     """
     placement, position = begin(world())
-    make_room, made = placement.sessions.make_room, []
+    grow, made = placement.sessions.grow, []
 
     def noting(session, tokens, *others):
         made.append((session.max_tokens, tokens))
-        return make_room(session, tokens, *others)
+        return grow(session, tokens, *others)
 
-    monkeypatch.setattr(placement.sessions, "make_room", noting)
+    monkeypatch.setattr(placement.sessions, "grow", noting)
     for step in range(2):
         position, record = rl_step(world(), placement, position)
         grown = [max_tokens for max_tokens, tokens in made if tokens > max_tokens]
-        assert grown == [ROOM], f"step {step}"
-        assert record.rollout_max_tokens == 2 * ROOM
-        assert ROOM < max(o.num_tokens for o in record.outcomes) <= 2 * ROOM
+        assert grown == [MAX_TOKENS], f"step {step}"
+        assert record.rollout_max_tokens == 2 * MAX_TOKENS
+        assert MAX_TOKENS < max(o.num_tokens for o in record.outcomes) <= 2 * MAX_TOKENS
         for trajectory in record.trajectories:
             assert trajectory.stop_reason != "episode_too_long"
             if trajectory.stop_reason == "turn_too_long":
                 assert len(trajectory.turns[-1].token_ids) == 28
-        # The trainer scores each token as it was sampled: also those behind the configured room.
+        # The trainer scores each token as it was sampled: also those beyond the configured buckets.
         assert record.updates[0]["logprob_mismatch_max"] < 1e-4
 
 
@@ -74,14 +74,13 @@ def open_session(placement: Placement, position: Position, version: int):
 
 @pytest.mark.slow
 def test_a_prompt_is_read_once_by_several_rollouts_of_one_policy_version():
-    """Eight games that begin with an empty board: four at home, four as guests, one in each data
-    shard.
+    """Eight games that begin with an empty board, one in each data shard, four in another's.
 
     Then each again in the data shard that has read its prompt: all but its last token is taken
     over.
     """
     placement, position = begin(world())
-    placement.choose_rollout(2 * ROOM, None)
+    placement.choose_rollout(2 * MAX_TOKENS, None)
     tasks = world().tasks.evaluation(16)[::2]
 
     def played(session):
@@ -103,9 +102,9 @@ def test_a_prompt_is_read_once_by_several_rollouts_of_one_policy_version():
     for spoil in (
         lambda: open_session(placement, position, 1),
         placement.sessions.forget,
-        lambda: placement.choose_rollout(ROOM, None),
+        lambda: placement.choose_rollout(MAX_TOKENS, None),
     ):
-        placement.choose_rollout(2 * ROOM, None)
+        placement.choose_rollout(2 * MAX_TOKENS, None)
         session = open_session(placement, position, 0)
         placement.sessions.keep(dataclasses.replace(session, kept=second.session.kept))
         spoil()

@@ -132,7 +132,7 @@ def test_a_frozen_model_has_no_gradients_of_its_weights():
 
 
 def test_a_ring_that_is_not_folded_waits_for_its_last_shard():
-    """Of four shards it sees 3.5 parts of the keys, where they see two on average."""
+    """The last of four shards sees 3.5 parts of the keys, where they see two on average."""
     mesh = MeshShape(context=4)
     fused = with_kernels(PUBLISHED, fused_ring=True)
     unfolded = with_kernels(PUBLISHED, folded_ring=False)
@@ -302,7 +302,7 @@ def test_meshes_of_the_default_run_have_the_order_that_was_measured():
         (speeds.MEASURED_ROLLOUTS, speeds.rollout_speed),
         (speeds.MEASURED_UPDATES, speeds.update_speed),
     ):
-        predicted = {mesh: speed(problem, mesh, speeds.TINY_ROOM) for mesh in measured}
+        predicted = {mesh: speed(problem, mesh, speeds.TINY_MAX_TOKENS) for mesh in measured}
         assert sorted(predicted, key=predicted.__getitem__) == sorted(
             measured, key=measured.__getitem__
         )

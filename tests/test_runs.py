@@ -30,8 +30,8 @@ from tests.support.runs import (
     tiny,
 )
 
-# Training on data=8 takes 1.98 MiB per device with 24 tokens of room and 3.06 MiB with 40; fsdp=8
-# takes 2.56 MiB (XLA's figures, jax 0.10.2).
+# Training on data=8 takes 1.98 MiB per device with contexts of 24 tokens and 3.06 MiB with 40;
+# fsdp=8 takes 2.56 MiB (XLA's figures, jax 0.10.2).
 BUDGET = 2_900_000
 # Episodes of a policy that learns as much as this outgrow 24 tokens within ten steps.
 GROWING = {"selector.budget_bytes_per_device": BUDGET, "train.sft_updates": 3}
@@ -112,7 +112,7 @@ def test_the_mesh_changes_because_contexts_grow(uninterrupted):
     switch = next(row for row in steps if row["switched"])
     assert switch["switched"] == ["train"]
     before = next(row for row in steps if row["step"] == switch["step"] - 1)
-    # When they are expected to outgrow the room of 24 tokens, or do; not before they grow.
+    # When they are expected to outgrow the context of 24 tokens, or do; not before they grow.
     assert steps[0]["context_tokens_max"] < before["context_tokens_max"] <= 24
     assert before["train_mesh"] != switch["train_mesh"]
     assert re.search(
@@ -513,10 +513,10 @@ def test_transformers_computes_the_same_from_the_folder_of_a_run(qwen2_run):
 
     folder = qwen2_run[1] / "export" / "step_000005"
     out = open_checkpoint(folder)
-    model, told = AutoModelForCausalLM.from_pretrained(
+    model, report = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
     )
-    assert not any(told.values()), told
+    assert not any(report.values()), report
     tokens = np.random.default_rng(0).integers(0, 321, (2, 60))
     with torch.no_grad():
         theirs = model(torch.from_numpy(tokens)).logits.numpy()
@@ -526,7 +526,7 @@ def test_transformers_computes_the_same_from_the_folder_of_a_run(qwen2_run):
 
 @pytest.mark.slow
 def test_episodes_that_fork_are_trained_on_as_they_were_sampled(cache, tmp_path):
-    """The checkpoint's template forgets the moves of the middle, so that games are told anew."""
+    """The checkpoint's template forgets the moves of the middle: games are rendered anew."""
     (tmp_path / "one_mesh.py").write_text(ONE_MESH)
     source = Path(shutil.copytree(ROOT / "tests/reference/qwen2_tied", tmp_path / "source"))
     template = (source / "chat_template.jinja").read_text()
@@ -541,7 +541,7 @@ def test_episodes_that_fork_are_trained_on_as_they_were_sampled(cache, tmp_path)
     settings = {
         "model.path": source,
         "chat.history": "fork",
-        # Room for games that are told anew, so that nothing is compiled twice.
+        # A bucket that holds games rendered anew, so that nothing is compiled twice.
         "rollout.context_buckets": (80,),
         "num_steps": 8,
         "train.sft_steps": 6,

@@ -37,7 +37,7 @@ from tests.support.episodes import (
     FORGOTTEN,
     MODEL,
     NUM_DEVICES,
-    Rooms,
+    GrowPool,
     check_rows,
     engine,
     forgetful_renderer,
@@ -45,7 +45,7 @@ from tests.support.episodes import (
     weights,
 )
 
-NUM_TASKS, TURNS, ROOM = 32, 4, 256
+NUM_TASKS, TURNS, MAX_TOKENS = 32, 4, 256
 
 
 class Quiz:
@@ -71,8 +71,8 @@ class Quiz:
 def collect(
     history: str,
     todo=None,
-    max_tokens: int = ROOM,
-    rooms: Rooms | None = None,
+    max_tokens: int = MAX_TOKENS,
+    grow_pool: GrowPool | None = None,
     max_context: int = NO_LIMIT,
     player: Engine | None = None,
     cache_rules: CacheRules | None = None,
@@ -87,7 +87,7 @@ def collect(
         lambda: Conversation(forgetful_renderer(), history),
         pool,
         lambda task: Quiz(task.episode),
-        rooms or Rooms(),
+        grow_pool or GrowPool(),
         num_devices=NUM_DEVICES,
         sampling=Sampling(),
         max_context=max_context,
@@ -163,19 +163,19 @@ def test_it_is_the_sample_that_may_not_be_longer_than_the_model_reads(forked):
 
 
 def test_forks_are_read_anew_and_counted(forked):
-    heard = sum(
+    environment_tokens = sum(
         len(turn.token_ids)
         for trajectory in forked.trajectories
         for turn in trajectory.turns
         if turn.author == "environment"
     )
-    assert forked.stats.prefill_tokens + forked.stats.shared_tokens == heard
+    assert forked.stats.prefill_tokens + forked.stats.shared_tokens == environment_tokens
     assert forked.stats.shared_tokens > 0, "the system message at least is read once a data shard"
     assert forked.stats.context_tokens_max == max(t.num_tokens for t in forked.trajectories)
     # What is in the caches is less than what is in the rows: earlier samples are forgotten.
     flat = collect("append")
     assert not any(turn.forks for t in flat.trajectories for turn in t.turns)
-    assert flat.stats.prefill_tokens < heard
+    assert flat.stats.prefill_tokens < environment_tokens
     alone = collect("fork", tasks(1, first=most_forked(forked).episode))
     (trajectory,) = alone.trajectories
     ids = [turn.token_ids for turn in trajectory.turns]
@@ -187,8 +187,8 @@ def test_forks_are_read_anew_and_counted(forked):
 
 @pytest.mark.slow
 def test_rows_grow_under_forked_episodes_and_change_nothing(forked):
-    grown = collect("fork", max_tokens=ROOM // 2)
-    assert grown.session.max_tokens == ROOM
+    grown = collect("fork", max_tokens=MAX_TOKENS // 2)
+    assert grown.session.max_tokens == MAX_TOKENS
     check_rows(grown, NUM_TASKS)
     for one, other in zip(forked.trajectories, grown.trajectories, strict=True):
         assert [t.token_ids for t in one.turns] == [t.token_ids for t in other.turns]
@@ -196,12 +196,12 @@ def test_rows_grow_under_forked_episodes_and_change_nothing(forked):
 
 @pytest.mark.slow_except("host")
 @pytest.mark.parametrize("preemption", ["host", "recompute"])
-def test_a_fork_of_a_parked_episode_leaves_what_was_parked_behind(forked, preemption):
-    """Room for one sample a data shard of two slots; environments answer meanwhile."""
+def test_fork_of_a_preempted_episode_drops_its_saved_pages(forked, preemption):
+    """Pages for one sample a data shard of two slots; environments answer meanwhile."""
     longest = forked.stats.tokens_in_flight_max // NUM_DEVICES + 2 * CONFIG.chunk_size
     preempted = collect(
         "fork",
-        rooms=Rooms(most_pages=-(-longest // CONFIG.page_size)),
+        grow_pool=GrowPool(most_pages=-(-longest // CONFIG.page_size)),
         cache_rules=CacheRules(preemption=preemption),
     )
     check_rows(preempted, NUM_TASKS)
@@ -230,10 +230,10 @@ def test_the_trainer_scores_every_sample_as_it_was_sampled(forked, trainer_param
     rows = forked.experience.tokens.shape[0]
     lengths = np.zeros(rows, np.int32)
     lengths[:NUM_TASKS] = [t.num_tokens for t in forked.trajectories]
-    starts = np.full((rows, 4), ROOM)
-    starts[:NUM_TASKS] = sample_starts([t.sample_starts for t in forked.trajectories], ROOM)
+    starts = np.full((rows, 4), MAX_TOKENS)
+    starts[:NUM_TASKS] = sample_starts([t.sample_starts for t in forked.trajectories], MAX_TOKENS)
     facts = {
-        "length": ROOM,
+        "length": MAX_TOKENS,
         "lengths": lengths,
         "advantages": np.ones((rows, 8), np.float32),
     }
@@ -245,9 +245,9 @@ def test_the_trainer_scores_every_sample_as_it_was_sampled(forked, trainer_param
         spoken = np.asarray(batch.turn_ids) > 0
         return np.abs(np.asarray(score(params, batch).logprobs - batch.logprobs))[spoken]
 
-    told = differences(sample_starts=starts)
-    assert len(told) == sum(t.num_policy_tokens for t in forked.trajectories)
-    assert told.max() < 2e-5
+    differs = differences(sample_starts=starts)
+    assert len(differs) == sum(t.num_policy_tokens for t in forked.trajectories)
+    assert differs.max() < 2e-5
     # The claim can fail: rows taken for one sample each are scored otherwise.
     assert differences().max() > 1e-3
 

@@ -19,7 +19,7 @@ from earl_jax.trajectory import Experience, Trajectory, Turn
 ROWS = Rows(data_shards=2, own=3, spare=2)
 
 
-def test_rows_are_at_home_shard_by_shard_with_spare_ones_behind():
+def test_rows_are_divided_by_data_shard_with_spare_rows_last():
     assert make_rows(num_rows=6, num_slots=4, num_devices=2) == ROWS
     assert (ROWS.total, ROWS.num_places) == (10, 6)
     assert [ROWS.own_row(task) for task in range(8)] == [0, 1, 2, 5, 6, 7, 0, 1]
@@ -41,7 +41,7 @@ def test_each_batch_has_rows_of_its_own_in_the_data_shards_of_its_tasks():
     ("slots", "rows", "expected"),
     [(12, 48, Rows(4, 12, 3)), (16, 20, Rows(4, 5, 4)), (1, 48, Rows(1, 48, 0))],
 )
-def test_there_are_as_many_lanes_as_divide_devices_slots_and_rows(slots, rows, expected):
+def test_number_of_data_shards_divides_devices_slots_and_rows(slots, rows, expected):
     assert make_rows(num_rows=rows, num_slots=slots, num_devices=8) == expected
 
 
@@ -52,7 +52,7 @@ def scheduler(groups, rows=ROWS, num_slots=4) -> SlotScheduler:
     return made
 
 
-def test_a_lane_serves_its_own_rows_first_and_in_order():
+def test_data_shard_serves_its_own_rows_first_and_in_order():
     data_shards = scheduler(range(6))
     assert data_shards.assign([0, 1, 2, 3]) == {0: 0, 1: 1, 2: 3, 3: 4}
     assert data_shards.assign([1, 2]) == {1: 2, 2: 5}
@@ -60,7 +60,7 @@ def test_a_lane_serves_its_own_rows_first_and_in_order():
 
 
 def test_no_slot_stays_empty_while_a_row_waits():
-    """Four rows, three at home in the first data shard: one takes the other's second slot."""
+    """Four rows, three of the first data shard: one takes the other's second slot."""
     assert scheduler(range(4)).assign([0, 1, 2, 3]) == {0: 0, 1: 1, 2: 3, 3: 2}
     # Of a longer queue the last, which would have waited longest.
     data_shards = scheduler(range(5))
@@ -69,33 +69,33 @@ def test_no_slot_stays_empty_while_a_row_waits():
     assert data_shards.num_waiting == 1
 
 
-def test_where_a_shard_is_crowded_tasks_wait_at_home():
+def test_tasks_wait_for_their_own_data_shard_where_others_are_crowded():
     data_shards = scheduler(range(3))
     assert data_shards.assign([0, 1, 2, 3], crowded={2, 3}) == {0: 0, 1: 1}
     assert data_shards.assign([2, 3], crowded={0, 1}) == {2: 2}
 
 
-def test_guests_go_where_their_group_has_begun():
-    """Shards of four rows; rows 2 to 5 are one group, at home in the first two."""
+def test_tasks_go_to_a_data_shard_that_has_begun_their_group():
+    """Shards of four rows; rows 2 to 5 are one group, of the first two."""
     rows = Rows(data_shards=3, own=4, spare=2)
     data_shards = scheduler([0, 1, 2, 2, 2, 2, 3, 3], rows, num_slots=6)
     # Row 2 and not row 7, the last: the second data shard has begun its group.
     assert data_shards.assign([2]) == {2: 4} and data_shards.assign([2]) == {2: 5}
     assert data_shards.assign([2]) == {2: 6} and data_shards.assign([2]) == {2: 7}
     assert data_shards.assign([2]) == {2: 2}
-    # The third data shard knows nobody: the last of the queue, which is of that group; the other
-    # slot goes to nobody of the group, because none is left.
+    # The third data shard has no group: it takes the last of the queue, which is of that group; the
+    # other slot takes a task of no begun group, because none is left.
     assert data_shards.assign([4, 5]) == {4: 3, 5: 1}
 
 
-def test_guests_that_know_no_lane_go_to_the_emptiest():
+def test_tasks_of_no_begun_group_go_to_the_emptiest_data_shard():
     rows = Rows(data_shards=3, own=4, spare=2)
     data_shards = scheduler(range(4), rows, num_slots=6)
     assert data_shards.assign([0, 3, 4, 5]) == {0: 0, 4: 3, 3: 2, 5: 1}
 
 
 def test_a_task_begins_before_those_that_come_so_many_later():
-    """Six places: the first data shard's slots are busy, and tasks 0 and 1 wait for them."""
+    """Six tasks in a batch: the first shard's slots are busy, and tasks 0 and 1 wait for them."""
     tasks = scheduler(range(2))
     begun = []
     for task in range(2, 20):
@@ -128,7 +128,7 @@ def finished(ticket: int, row: int, tokens: int = 4) -> Finished:
     return Finished(ticket=ticket, trajectory=trajectory)
 
 
-def test_tasks_write_their_own_rows_and_borrowers_the_spare_ones():
+def test_tasks_write_their_own_rows_and_those_of_other_data_shards_spare_ones():
     pool = RowPool(ROWS, 4, (lost := []).append)
     assert pool.offer([0, 1, 2, 3]) == [0, 1, 2, 3]
     assert [pool.take(0, 0), pool.take(1, 2), pool.take(2, 1)] == [0, 2, 9]
@@ -158,7 +158,7 @@ def test_a_held_row_makes_way_where_a_shard_has_no_other():
 
 
 def experience(layout) -> Experience:
-    """Ten rows of four places: row r holds 10 r + 1 to 10 r + 4, logprobs a tenth of it."""
+    """Ten rows of four tokens: row r holds 10 r + 1 to 10 r + 4, logprobs a tenth of it."""
     numbers = (10 * np.arange(10)[:, None] + np.arange(1, 5)[None, :]).astype(np.int32)
     where = layout.activations("NS")
     fields = dict.fromkeys(("tokens", "turn_ids", "versions"), numbers)
@@ -175,8 +175,8 @@ class State:
 
 
 @pytest.mark.parametrize("mesh", [MeshShape(data=2), MeshShape(), MeshShape(data=2, tensor=2)])
-def test_what_a_guest_wrote_comes_home_and_nothing_else_changes(mesh):
-    """Row 3 has task 4, at home in the second data shard; row 9 task 2, at home in the first."""
+def test_moved_rows_arrive_and_no_other_rows_change(mesh):
+    """Row 3 has task 4, of the second data shard; row 9 has task 2, of the first."""
     layout = make_layout(mesh)
     before = experience(layout)
     kept = jax.tree.map(np.array, before)
@@ -186,7 +186,7 @@ def test_what_a_guest_wrote_comes_home_and_nothing_else_changes(mesh):
         RowMove(9, ROWS.own_row(2), 4),
     ]
     after = copies.move_rows(State(before), moves).experience  # pyright: ignore
-    home = copies.gather(after, [0, 9, 6, 2, 5])
+    gathered = copies.gather(after, [0, 9, 6, 2, 5])
     for name in ("tokens", "turn_ids", "logprobs", "versions"):
         old, new = getattr(kept, name), np.array(getattr(after, name))
         expected = old.copy()
@@ -196,7 +196,7 @@ def test_what_a_guest_wrote_comes_home_and_nothing_else_changes(mesh):
         # Zeros in place of the row that the shards lack.
         expected[9] = 0
         padded = expected[[0, 9, 6, 2, 5, 9][: 5 + layout.num_row_shards - 1]]
-        np.testing.assert_array_equal(getattr(home, name), padded)
+        np.testing.assert_array_equal(getattr(gathered, name), padded)
 
 
 def test_rows_go_from_device_to_device_in_one_collective_a_field_at_most():

@@ -69,7 +69,7 @@ def test_tokens_are_those_of_transformers_and_of_the_decoder(server):
     assert "prompts of up to 64 tokens, 128 with their replies" in server.ready_line
 
 
-def test_nobody_is_served_at_another_address_of_the_machine(server):
+def test_server_listens_at_its_own_address_only(server):
     _, port = server.address.split(":")
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.2", int(port)), timeout=5)
@@ -89,7 +89,7 @@ def test_many_requests_at_once_on_few_slots(server):
 
 @pytest.mark.slow
 def test_where_the_cache_is_full_requests_wait_and_none_is_cut(cache):
-    """Room for one whole context, on four slots: two pages of 64 tokens.
+    """Pages for one whole context, on four slots: two pages of 64 tokens.
 
     All of them want two in the end, and prompts wait for a first one.
     """
@@ -132,7 +132,7 @@ def test_a_text_is_its_ids_and_comes_back_as_text(server):
 # What a request may ask for.
 
 
-def test_a_request_says_how_its_reply_is_drawn_whoever_is_beside_it(server):
+def test_sampling_settings_of_a_request_hold_whatever_shares_the_batch(server):
     """Seeds, temperatures and cuts: alone, and again shuffled among others, bit for bit."""
     plain = {"temperature": 1, "top_k": 0}
     asked = [
@@ -169,7 +169,7 @@ def draw(logits_V, seed, place, rows):
 
 
 def drawn(ids, count: int, options) -> list[int]:
-    """What a seeded request must be answered: a full forward pass for each token."""
+    """Returns the answer to a seeded request, by a full forward pass for each token."""
     model, params = loaded()
     forward = logits_step(model, CONTEXT)
     draws = {name: value for name, value in options.items() if name != "seed"}
@@ -201,7 +201,7 @@ def test_a_token_id_of_the_request_ends_its_reply(server):
 
 
 def narrowed(ids, count: int, may_follow, options) -> list[int]:
-    """What a request must be answered, where `may_follow(said)` are the ids that may come next."""
+    """Returns the answer to a request whose next ids are restricted to `may_follow(sampled)`."""
     model, params = loaded()
     forward = logits_step(model, CONTEXT)
     draws = {name: value for name, value in options.items() if name != "seed"}
@@ -224,7 +224,7 @@ CHOICES = ("left", "left up", "right", "日")
 
 
 def test_a_reply_is_one_of_the_choices_of_its_request(server):
-    """At a heat at which all is noise: each is said, and no other, as the decoder says them."""
+    """At a heat at which all is noise: each is sampled, and no other, as the decoder says them."""
     tokenizer, ids = load_tokenizer(MODEL), prompt(60, 12)
     [end] = [tokenizer.eos_token_id]
     replies = [[*tokenizer.encode(text, add_special_tokens=False), end] for text in CHOICES]
@@ -276,7 +276,7 @@ def test_a_reply_is_made_of_the_allowed_tokens_of_its_request(server):
 # What it tells of them.
 
 
-def test_who_asks_is_told_log_probs_of_what_was_drawn_and_under_the_model(server):
+def test_requested_log_probs_are_of_the_sampling_and_of_the_model(server):
     """By hand from the decoder's logits: tempered and cut, narrowed, greedy; and nobody else is."""
     ids, both = prompt(62, 12), {"logprobs": True, "model_logprobs": True}
     asked = [
@@ -298,10 +298,10 @@ def test_who_asks_is_told_log_probs_of_what_was_drawn_and_under_the_model(server
         row[: len(ids)] = ids
         scores = scores_of(call)
         assert len(scores) > 2
-        for place, told in enumerate(scores, start=len(ids)):
-            token = told.pop("token")
-            logits = np.asarray(forward(params, row, place), np.float64)
-            row[place] = token
+        for position, entry in enumerate(scores, start=len(ids)):
+            token = entry.pop("token")
+            logits = np.asarray(forward(params, row, position), np.float64)
+            row[position] = token
             heated = logits / (options["temperature"] or 1)
             if "allowed_token_ids" in options:
                 heated = heated[options["allowed_token_ids"]]
@@ -312,7 +312,7 @@ def test_who_asks_is_told_log_probs_of_what_was_drawn_and_under_the_model(server
                 "logprob": drawn_from,
                 "model_logprob": logits[token] - np.logaddexp.reduce(logits),
             }
-            assert told == pytest.approx(
+            assert entry == pytest.approx(
                 {name: expected[name] for name in expected if options.get(f"{name}s")}, abs=1e-4
             )
 
@@ -333,8 +333,8 @@ BAD = {
     "long ids": (request([5] * 65, 4), "prompt has 65 tokens; .* at most 64 .*max_prompt_tokens"),
     "long text": (request("\t" * 65, 4), "prompt has 65 tokens; .* at most 64"),
     "huge text": (request("x" * 60_000, 4), "prompt has 60000 tokens; .* at most 64"),
-    "no room": (request([5] * 64, 65), "64 tokens and max_tokens=65 .* context of 129; .* 64"),
-    "no room for text": (request("\t", 2**31 - 1), "at least 1, and with the prompt at most 128"),
+    "too long": (request([5] * 64, 65), "64 tokens and max_tokens=65 .* context of 129; .* 64"),
+    "too long for text": (request("\t", 2**31 - 1), "at least 1, and with the prompt at most 128"),
     "no max_tokens": (request("abc", 0), "max_tokens is 0; it must be at least 1"),
     "negative max_tokens": (request([5], -3), "max_tokens is -3; it must be at least 1"),
     "id too high": (request([5, 320], 4), "token id 320 is not .* from 0 to 319"),
@@ -359,7 +359,7 @@ def send(server: Server, message, metadata=None):
     return method(data, metadata=metadata)
 
 
-def test_bad_requests_are_told_what_is_wrong_and_disturb_no_other(server):
+def test_bad_requests_are_errors_that_say_why_and_disturb_no_other(server):
     """Good ones before, between and behind them say what they say alone."""
     good = [(prompt(100 + i, 10 + i), 40) for i in range(8)]
     before = [server.stub.Decode(request(*asked)) for asked in good[:4]]
@@ -426,7 +426,7 @@ BAD_WISHES = {
 }
 
 
-def test_wishes_that_cannot_be_met_are_told_what_is_wrong(server):
+def test_impossible_sampling_settings_are_errors_that_say_why(server):
     for name, (text, words) in BAD_WISHES.items():
         call = server.stub.Decode(request("abc", 4), metadata=[("sampling", text)])
         code, details = refusal(call)
@@ -455,7 +455,7 @@ def _cached_expected(ids: tuple[int, ...], count: int) -> tuple[int, ...]:
     return tuple(expected(ids, count))
 
 
-def test_bytes_that_are_no_grpc_and_clients_that_say_nothing_more_disturb_nobody(server):
+def test_bytes_that_are_no_grpc_and_silent_clients_disturb_no_other_client(server):
     """Noise, another protocol, a connection that stays silent, and one cut within a request."""
     host, port = server.address.split(":")
     noise = np.random.default_rng(0).bytes(4096)
@@ -546,7 +546,7 @@ def test_a_mistake_ends_with_status_2_and_one_message():
     assert done.stderr.startswith("error: --max_context=192; that of")
 
 
-def test_where_memory_has_room_for_less_than_the_model_takes_it_is_said():
+def test_context_that_memory_limits_is_reported():
     flags = parse_flags([f"--model={MODEL}"])
     assert (context_tokens_of(flags, 128, 1000), context_tokens_of(flags, None, 1000)) == (
         128,

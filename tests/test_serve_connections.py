@@ -57,7 +57,7 @@ def connected(port: int, source: str = "127.0.0.1") -> socket.socket:
 
 
 async def answer_to(client: socket.socket, data: bytes, *, whole: bool = True) -> bytes:
-    """What comes back, up to the end of the connection or, unless `whole`, the first of it."""
+    """Returns the answer, up to the end of the connection or, unless `whole`, the first part."""
     loop, found = asyncio.get_running_loop(), b""
     await loop.sock_sendall(client, data)
     with contextlib.suppress(ConnectionError):

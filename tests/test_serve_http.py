@@ -147,8 +147,8 @@ def test_the_pieces_of_a_stream_join_to_the_whole(server):
                 assert "".join(p["text"] for p in mine) == choice["text"]
                 continue
             assert mine[0]["delta"] == {"role": "assistant", "content": ""}
-            told = "".join(p["delta"].get("content", "") for p in mine)
-            assert told == choice["message"]["content"]
+            streamed = "".join(p["delta"].get("content", "") for p in mine)
+            assert streamed == choice["message"]["content"]
             scores = [s for p in mine for s in (p["logprobs"] or {}).get("content", [])]
             assert scores == choice["logprobs"]["content"] and len(scores) > 2
         assert whole["choices"][0] != whole["choices"][1]
@@ -180,8 +180,8 @@ CONVERSATIONS = {
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_a_conversation_is_rendered_by_the_template(server, name):
-    said, options, text = CONVERSATIONS[name]
-    messages = [{"role": role, "content": content} for role, content in said]
+    turns, options, text = CONVERSATIONS[name]
+    messages = [{"role": role, "content": content} for role, content in turns]
     check_chat(server, text, messages=messages, **options)
 
 
@@ -204,8 +204,8 @@ def check_chat(server, text: str, **body) -> None:
     [choice] = answer["choices"]
     assert answer["object"] == "chat.completion"
     assert answer["usage"]["prompt_tokens"] == len(ids)
-    told = {"role": "assistant", "content": text_of(expected(ids, left))}
-    assert choice["message"] == told and choice["logprobs"] is None
+    message = {"role": "assistant", "content": text_of(expected(ids, left))}
+    assert choice["message"] == message and choice["logprobs"] is None
     # Who says no max_tokens has the context.
     whole = ask(server.http, CHAT, **body)["usage"]["completion_tokens"]
     sampled = expected(ids, CONTEXT - len(ids))
@@ -242,15 +242,15 @@ def test_log_probs_are_those_of_grpc(server):
     scores = scores_of(server.stub.Decode(request(ids, 9), metadata=metadata))
     assert len(scores) == 9
     content = generate(server, ids, 9, **drawn, logprobs=1)[1]["logprobs"]["content"]
-    for told, score in zip(content, scores, strict=True):
-        assert told["token"] == f"token_id:{score['token']}"
-        assert (told["logprob"], told["model_logprob"]) == (
+    for entry, score in zip(content, scores, strict=True):
+        assert entry["token"] == f"token_id:{score['token']}"
+        assert (entry["logprob"], entry["model_logprob"]) == (
             pytest.approx(score["logprob"]),
             pytest.approx(score["model_logprob"]),
         )
     body = {"prompt": ids, "max_tokens": 9, **drawn}
     [choice] = ask(server.http, COMPLETIONS, **body, logprobs=0)["choices"]
-    assert choice["logprobs"]["token_logprobs"] == [told["logprob"] for told in content]
+    assert choice["logprobs"]["token_logprobs"] == [entry["logprob"] for entry in content]
     assert choice["logprobs"]["tokens"] == [text_of([score["token"]]) for score in scores]
     assert generate(server, ids, 9, **drawn)[1]["logprobs"] is None
 
@@ -387,7 +387,7 @@ BAD = {
 }
 
 
-def test_bad_requests_are_told_what_is_wrong_and_disturb_no_other(server):
+def test_bad_requests_are_errors_that_say_why_and_disturb_no_other(server):
     beside = server.stub.Decode(request(prompt(1, 12), 100))
     for name, (path, body, status, words) in BAD.items():
         code, answer = send(server.http, path, body)
@@ -426,7 +426,7 @@ def test_a_body_larger_than_any_prompt_is_not_read(server):
         assert client.getresponse().status == 413
 
 
-def test_bytes_that_are_no_http_disturb_nobody(server):
+def test_bytes_that_are_no_http_disturb_no_other_client(server):
     host, port = server.http.removeprefix("http://").split(":")
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     openings = (b"", b"\x00\xff" * 500, b"GET /\r\n\r\n", head + b"Content-Length: 9\r\n\r\n{")

@@ -36,7 +36,7 @@ from tests.support.served import (
 
 
 @pytest.mark.parametrize(
-    ("flags", "told", "drawn"),
+    ("flags", "defaults", "drawn"),
     [
         ((), {}, Sampling()),
         ((), {"temperature": 0.7, "top_k": 20}, Sampling(temperature=0.7, top_k=20)),
@@ -46,8 +46,8 @@ from tests.support.served import (
         ((), {"temperature": 0.0}, Sampling(temperature=0.0)),
     ],
 )
-def test_flags_come_before_what_the_models_files_say(flags, told, drawn):
-    assert sampling(parse_flags(["--model=x", *flags]), told) == drawn
+def test_flags_come_before_what_the_models_files_say(flags, defaults, drawn):
+    assert sampling(parse_flags(["--model=x", *flags]), defaults) == drawn
 
 
 @pytest.mark.slow
@@ -56,9 +56,9 @@ def test_a_request_that_says_nothing_is_drawn_as_the_model_says(cache, tmp_path)
     ids, continuation = (
         reference("qwen2_tied")[key].tolist() for key in ("prompt", "continuation")
     )
-    folder = shutil.copytree(REFERENCE / "qwen2_tied", tmp_path / "told")
-    told = {"do_sample": True, "temperature": 50.0, "top_k": 1, "repetition_penalty": 1.5}
-    (folder / "generation_config.json").write_text(json.dumps(told))
+    folder = shutil.copytree(REFERENCE / "qwen2_tied", tmp_path / "defaults")
+    defaults = {"do_sample": True, "temperature": 50.0, "top_k": 1, "repetition_penalty": 1.5}
+    (folder / "generation_config.json").write_text(json.dumps(defaults))
     flags = ("--num_slots=4", "--max_prompt_tokens=16", "--max_choice_tokens=0")
     with serving(cache, f"--model={folder}", *flags) as server:
         sampled = ids_of(server.stub.Decode(request(ids, 20)))
@@ -71,7 +71,7 @@ def test_a_request_that_says_nothing_is_drawn_as_the_model_says(cache, tmp_path)
 
 
 def test_a_model_whose_file_says_what_cannot_be_is_refused(tmp_path):
-    folder = shutil.copytree(REFERENCE / "qwen2_tied", tmp_path / "told")
+    folder = shutil.copytree(REFERENCE / "qwen2_tied", tmp_path / "defaults")
     (folder / "generation_config.json").write_text('{"top_p": 1.5}')
     with pytest.raises(ValueError, match="generation_config.json: top_p is 1.5; it must lie in"):
         serve_command([f"--model={folder}", "--port=0", "--grpc_port=0"])
@@ -102,8 +102,8 @@ def test_the_newest_checkpoint_of_a_run_is_served_on_a_mesh(rank, cache, tmp_pat
             messages=[{"role": "user", "content": "tic_tac_toe. you play x."}],
             max_tokens=24,
         )
-        said = world.actor.renderer.decode(want[0])
-        assert answer["choices"][0]["message"]["content"] == said
+        content = world.actor.renderer.decode(want[0])
+        assert answer["choices"][0]["message"]["content"] == content
         assert answer["usage"]["prompt_tokens"] == len(rendered.ids)
         assert answer["policy_version"] == 7 and answer["model"] == str(folder)
         assert "after step 7" in server.ready_line and "data=2,tensor=2" in server.ready_line
@@ -119,7 +119,7 @@ def listen(call, sampled: list) -> None:
 
 @pytest.mark.slow
 def test_a_context_longer_than_jetstream_itself_pads_is_served(cache, tmp_path):
-    """A prompt of 40,000 tokens: the slot and the cache begin with room for 32,768, and grow.
+    """A prompt of 40,000 tokens: the slot and the cache begin with 32,768 tokens, and grow.
 
     While one of 4,000 is compiled for and read, and another waits, a reply beside them goes on.
     """
@@ -147,15 +147,15 @@ def test_a_context_longer_than_jetstream_itself_pads_is_served(cache, tmp_path):
             (65_000, 5_001, "this server has 70000: lower max_tokens to at most 5000"),
             (65_537, 1, "has 65537 tokens; this server takes at most 65536"),
         ):
-            code, told = refusal(server.stub.Decode(request([x] * prompt_tokens, count)))
-            assert code == Code.INVALID_ARGUMENT and words in told
+            code, detail = refusal(server.stub.Decode(request([x] * prompt_tokens, count)))
+            assert code == Code.INVALID_ARGUMENT and words in detail
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name, mesh", [("qwen3_moe", "data=2,expert=2"), ("gemma3", "data=2"), ("mistral", "tensor=2")]
 )
-def test_other_families_say_what_transformers_says(name, mesh, cache, tmp_path):
+def test_other_families_serve_the_tokens_of_transformers(name, mesh, cache, tmp_path):
     """Experts, windows and soft caps, each cut in its own way."""
     ids = reference(name)["prompt"].ravel().tolist()
     continuation = reference(name)["continuation"].ravel().tolist()

@@ -221,7 +221,7 @@ def serve_faulty(model: str) -> None:
 
     jetstream_engine.JetStreamEngine = FaultyEngine
     sys.argv[1:] = [f"--model={model}", *PORTS, "--temperature=0", "--num_slots=2"]
-    # Slots then begin with room for half of the model's context.
+    # Slots then begin with half of the model's context.
     sys.argv += ["--num_draft_tokens=4"]
     sys.argv += ["--max_choice_tokens=0", "--max_prompt_tokens=16"]
     main()

@@ -42,7 +42,7 @@ def texts_of(tokenizer, timeout_s: float = 30.0):
         yield texts
 
 
-def said(word: str) -> dict:
+def message(word: str) -> dict:
     return {"messages": [{"role": "user", "content": word}], "tools": [], "arguments": {}}
 
 
@@ -66,30 +66,30 @@ async def until(holds) -> None:
 def test_what_a_template_does_wrong_is_an_error_of_its_request(tokenizer):
     async def play(texts) -> None:
         for job, words in (
-            (said("d"), "chat template refuses the messages: .*zero"),
-            (said("h"), "template makes a text of 10000000 letters .* holds at most 1048576"),
-            (said("m"), "refuses the messages: MemoryError"),
-            (said("r"), "refuses the messages: .*recursion"),
-            (said("<|end|>"), "contains the control token"),
+            (message("d"), "chat template refuses the messages: .*zero"),
+            (message("h"), "template makes a text of 10000000 letters .* holds at most 1048576"),
+            (message("m"), "refuses the messages: MemoryError"),
+            (message("r"), "refuses the messages: .*recursion"),
+            (message("<|end|>"), "contains the control token"),
             ({"text": "\ud800"}, "lone surrogate"),
         ):
             assert re.search(words, await refusal(texts, job))
             assert await texts.ids_of("x", text="abc") == tokenizer.encode("abc")
         whole = tokenizer.encode("<|user|>abc<|end|><|assistant|>")
-        assert await texts.ids_of("x", **said("abc")) == whole
+        assert await texts.ids_of("x", **message("abc")) == whole
 
     with texts_of(tokenizer) as texts:
         asyncio.run(play(texts))
 
 
-def test_a_template_that_never_ends_is_ended_and_holds_up_nobody(tokenizer):
+def test_endless_template_is_ended_and_delays_no_other_request(tokenizer):
     """Its client's own next prompt waits for it; those of others are made at once."""
 
     async def play(texts) -> None:
         await texts.ids_of("x", text="a")
         [worker] = children(texts._process.pid)
         start = time.perf_counter()
-        endless = asyncio.ensure_future(refusal(texts, said("y")))
+        endless = asyncio.ensure_future(refusal(texts, message("y")))
         await asyncio.sleep(0.1)
         own = asyncio.ensure_future(texts.ids_of("x", text="b"))
         for _ in range(20):
@@ -109,7 +109,7 @@ def test_a_client_that_left_costs_nothing_more(tokenizer):
 
     async def play(texts) -> None:
         tasks = [
-            asyncio.ensure_future(texts.ids_of(f"client {i}", **said("y")))
+            asyncio.ensure_future(texts.ids_of(f"client {i}", **message("y")))
             for i in range(3 * MOST_WORKERS)
         ]
         await until(lambda: len(children(texts._process.pid)) == MOST_WORKERS)

@@ -16,7 +16,7 @@ from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from tests.support.environments import Talker
 from tests.support.episodes import (
-    Rooms,
+    GrowPool,
     assert_same_episodes,
     check_nothing_is_held,
     collect,
@@ -269,7 +269,7 @@ def test_recomputed_caches_are_those_of_the_new_weights(pool, preemption):
     changes = {}
     if preemption != "no":
         mesh = MeshShape(data=2)
-        changes = {"mesh": mesh, "pages": 10, "make_room": Rooms(most_pages=10)}
+        changes = {"mesh": mesh, "pages": 10, "grow": GrowPool(most_pages=10)}
         changes["preemption"] = preemption
     service, episodes = play_through_updates(pool, "recompute", **changes)
     found = gaps(episodes)
@@ -299,7 +299,7 @@ def test_kept_caches_go_on_with_the_new_weights(pool):
     assert max(later) > 1e-2, "the claims above can fail"
 
 
-def test_an_update_says_what_becomes_of_the_cache(pool):
+def test_unknown_kv_of_an_update_is_an_error(pool):
     service = open_small(pool)
     with pytest.raises(InputError, match='kv is \'drop\'; it must be "keep" or "recompute"'):
         service.update_weights(Policy(params=weights(), version=1), "drop")  # pyright: ignore
@@ -317,7 +317,7 @@ def test_random_clients_get_every_episode_once_and_exact(pool, seed):
     mesh = [MeshShape(data=8), MeshShape(data=2), MeshShape(data=4), MeshShape()][seed]
     pages = {8: 8, 2: 10, 4: 9, 1: 20}[mesh.data]
     service = open_small(
-        pool, mesh=mesh, pages=pages, make_room=Rooms(most_pages=pages),
+        pool, mesh=mesh, pages=pages, grow=GrowPool(most_pages=pages),
         preemption=("auto", "host", "recompute")[seed % 3], copy_prefixes="on",
         patience_s=rng.choice([0.0, 0.01]),
     )  # fmt: skip

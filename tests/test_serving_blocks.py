@@ -27,7 +27,7 @@ from tests.support.continuations import (
 from tests.support.episodes import MODEL
 from tests.support.hlo import COLLECTIVE
 
-NUM_SLOTS, PLACES, PAGE_SIZE = 8, 96, 8
+NUM_SLOTS, MAX_TOKENS, PAGE_SIZE = 8, 96, 8
 
 
 @functools.cache
@@ -35,13 +35,13 @@ def tight_engine(mesh: MeshShape, contexts: int, *, draft: int = 0, **serving) -
     """Every row shard has pages for so many whole contexts. With a `draft`, tokens are guessed."""
     made = make_engine()
     config, layout = made.engine.config, make_layout(mesh)
-    serving = {"cache_tokens": contexts * PLACES * layout.num_row_shards, **serving}
+    serving = {"cache_tokens": contexts * MAX_TOKENS * layout.num_row_shards, **serving}
     config = dataclasses.replace(
         config,
         page_size=PAGE_SIZE,
         rules=config.rules._replace(ngram=1, draft=draft),
     )
-    serving = dataclasses.replace(made.serving, context_tokens=PLACES, **serving)
+    serving = dataclasses.replace(made.serving, context_tokens=MAX_TOKENS, **serving)
     return JetStreamEngine(Engine(config, layout), serving)
 
 
@@ -57,7 +57,7 @@ COLD = Sampling(temperature=0.3, top_k=20)
 @pytest.mark.parametrize(
     ("mesh", "draft"), [(MeshShape(data=2), 0), (MeshShape(data=2, tensor=2), 3)], ids=str
 )
-def test_requests_wait_for_pages_and_say_what_they_say_with_room_for_all(mesh, draft):
+def test_requests_that_wait_for_pages_get_the_same_tokens(mesh, draft):
     """Eight requests of 65 to 86 tokens in two data shards of 96: most wait, some in host memory.
 
     Every other one has log-probs.
@@ -79,16 +79,16 @@ def test_requests_wait_for_pages_and_say_what_they_say_with_room_for_all(mesh, d
         seeds.append(int(prefix.seed[0]))
         state = engine.insert(prefix, state, slot)
     sampled, open_slots, waited = [[] for _ in prompts], set(range(NUM_SLOTS)), set()
-    room, steps, most = engine._served, 0, 0
+    served, steps, most = engine._served, 0, 0
     while open_slots:
         state, result = engine.generate(params, state)
         steps += 1
         # The longest of a data shard goes on, so one of each that has any.
         data_shards = {slot // 4 for slot in open_slots}
-        assert {slot // 4 for slot in open_slots - room.asleep} == data_shards
+        assert {slot // 4 for slot in open_slots - served.asleep} == data_shards
         for slot in sorted(open_slots):
             new = tokens_at(result, slot)
-            assert bool(new) == (slot not in room.asleep) and len(new) <= 1 + draft
+            assert bool(new) == (slot not in served.asleep) and len(new) <= 1 + draft
             most = max(most, len(new))
             waited |= set() if new else {slot}
             sampled[slot] += new
@@ -96,7 +96,7 @@ def test_requests_wait_for_pages_and_say_what_they_say_with_room_for_all(mesh, d
                 engine.free_resource(slot)
                 open_slots.discard(slot)
     assert steps <= sum(wanted) and len(waited) > 2
-    assert room.host.moved_bytes > 0 and (most > 1) == (draft > 0)
+    assert served.host.moved_bytes > 0 and (most > 1) == (draft > 0)
     expected, *scores = scored_continuations(prompts, seeds, max(wanted), COLD)
     for slot, number in enumerate(wanted):
         assert sampled[slot] == expected[slot, :number].tolist()
@@ -106,8 +106,10 @@ def test_requests_wait_for_pages_and_say_what_they_say_with_room_for_all(mesh, d
             found = [getattr(token, name) for token in asked]
             np.testing.assert_allclose(found, column[slot, : len(asked)], atol=2e-4)
     # Nothing is left of them.
-    assert (room.host.held_bytes, room.host.slots, room.asleep) == (0, [], frozenset())
-    assert [room.pages.num_free(data_shard) for data_shard in (0, 1)] == [PLACES // PAGE_SIZE] * 2
+    assert (served.host.held_bytes, served.host.slots, served.asleep) == (0, [], frozenset())
+    assert [served.pages.num_free(data_shard) for data_shard in (0, 1)] == [
+        MAX_TOKENS // PAGE_SIZE
+    ] * 2
 
 
 @pytest.mark.parametrize("draft", [0, 3])
@@ -136,14 +138,14 @@ class _Scarce(Engine):
 
 
 @pytest.mark.slow
-def test_room_grows_with_the_longest_request_or_it_alone_fails():
-    """From 48 places to 96, where one of two comes to more than 48."""
+def test_max_tokens_grow_with_the_longest_request_or_only_that_one_fails():
+    """From 48 tokens to 96, where one of two comes to more than 48."""
     roomy = tight_engine(MeshShape(data=1), 1, first_context_tokens=48, cache_tokens=1)
     layout = make_layout(MeshShape(data=1), jax.devices()[:1])
     engine = JetStreamEngine(_Scarce(roomy.engine.config, layout), roomy.serving)
     params, state = load_params(engine), engine.init_decode_state()
-    room, seeds, short = engine._served, [], prompt(1, 5)
-    assert (room.max_tokens, room.pages.pool.pages) == (48, 6)
+    served, seeds, short = engine._served, [], prompt(1, 5)
+    assert (served.max_tokens, served.pages.pool.pages) == (48, 6)
 
     def insert(state, slot, ids):
         prefix = engine.prefill(params=params, padded_tokens=padded(ids), true_length=len(ids))
@@ -173,7 +175,7 @@ def test_room_grows_with_the_longest_request_or_it_alone_fails():
         state, result = engine.generate(params, state)
         sampled[1] += tokens_at(result, 1)
         sampled[2] += tokens_at(result, 0)
-    assert (room.max_tokens, room.pages.pool.pages) == (96, 12)
+    assert (served.max_tokens, served.pages.pool.pages) == (96, 12)
     assert [len(tokens) for tokens in sampled] == [3, 7, 8]
     wanted = continuations([prompt(0, 45), short, prompt(2, 50)], seeds, 8).tolist()
     assert sampled == [row[: len(tokens)] for row, tokens in zip(wanted, sampled, strict=True)]
@@ -181,10 +183,10 @@ def test_room_grows_with_the_longest_request_or_it_alone_fails():
 
 @pytest.mark.slow
 def test_the_memory_of_a_long_request_returns_with_the_next_one():
-    """From 48 places to 96 and back, where the first request comes to 53 and the next to 45."""
+    """From 48 tokens to 96 and back, where the first request comes to 53 and the next to 45."""
     engine = tight_engine(MeshShape(data=1), 1, first_context_tokens=48, cache_tokens=1)
     params, state, seeds = load_params(engine), engine.init_decode_state(), []
-    room, sampled = engine._served, []
+    served, sampled = engine._served, []
     for number, length, pages in ((0, 45, 12), (1, 37, 6)):
         ids = prompt(number, length)
         prefix = engine.prefill(params=params, padded_tokens=padded(ids), true_length=length)
@@ -195,7 +197,7 @@ def test_the_memory_of_a_long_request_returns_with_the_next_one():
             state, result = engine.generate(params, state)
             tokens += tokens_at(result, number)
         sampled.append(tokens)
-        assert room.pages.pool.pages == pages
+        assert served.pages.pool.pages == pages
         layer = jax.tree.leaves(state.cache.layers)[0]
         assert layer.shape[0] == pages
         engine.free_resource(number)
@@ -211,15 +213,15 @@ def test_a_request_that_goes_while_it_waits_gives_back_what_it_had():
         ids = prompt(slot, length)
         prefix = engine.prefill(params=params, padded_tokens=padded(ids), true_length=length)
         state = engine.insert(prefix, state, slot)
-    room = engine._served
+    served = engine._served
     state, _ = engine.generate(params, state)
-    assert room.asleep == {0, 1}, "beside 60 there are pages for no other and 32 tokens more"
+    assert served.asleep == {0, 1}, "beside 60 there are pages for no other and 32 tokens more"
     engine.free_resource(0)
     state, result = engine.generate(params, state)
-    assert room.asleep == {1} and tokens_at(result, 1) == []
+    assert served.asleep == {1} and tokens_at(result, 1) == []
     engine.free_resource(2)
     state, result = engine.generate(params, state)
-    assert room.asleep == frozenset() and len(tokens_at(result, 1)) == 1
+    assert served.asleep == frozenset() and len(tokens_at(result, 1)) == 1
     # Another in its slot before it was told that the first is over.
     ids = prompt(9, 12)
     prefix = engine.prefill(params=params, padded_tokens=padded(ids), true_length=12)
@@ -229,7 +231,7 @@ def test_a_request_that_goes_while_it_waits_gives_back_what_it_had():
     assert tokens_at(result, 1) == sampled
     engine.free_resource(1)
     engine.free_resource(5)
-    assert room.pages.num_free(0) == PLACES // PAGE_SIZE
+    assert served.pages.num_free(0) == MAX_TOKENS // PAGE_SIZE
 
 
 def test_a_step_without_a_token_ends_only_a_request_whose_client_has_gone():
@@ -246,7 +248,7 @@ def test_a_step_without_a_token_ends_only_a_request_whose_client_has_gone():
 
 
 def test_jetstream_reads_as_many_tokens_as_a_step_has_of_a_slot():
-    """Of three at most: two, the second of which ends a turn; one; and none where there is no room.
+    """At most three: two, the second of which ends a turn; one; and none at the end of the context.
 
     The first are scored: by -0.5 and -0.25, and by -2 and -1 under the model. The last has failed.
     """
@@ -276,7 +278,7 @@ def test_jetstream_reads_as_many_tokens_as_a_step_has_of_a_slot():
 @pytest.mark.parametrize(
     ("tokens", "pages"), [(0, 4 * 12), (1, 12), (2 * 12 * 8, 12), (2 * 20 * 8, 20), (10**9, 4 * 12)]
 )
-def test_the_pool_holds_a_context_a_lane_and_no_more_than_all_slots(tokens, pages):
+def test_pool_holds_a_context_per_data_shard_and_at_most_those_of_all_slots(tokens, pages):
     engine = tight_engine(MeshShape(data=2), 1)
     serving = dataclasses.replace(engine.serving, cache_tokens=tokens)
     assert JetStreamEngine(engine.engine, serving).first_pool == (2, pages)

@@ -190,7 +190,7 @@ class Silent:
         raise OSError(reply)
 
 
-def test_a_signal_is_heard_while_environments_are_waited_for(tmp_path):
+def test_signal_stops_a_rollout_that_waits_for_environments(tmp_path):
     """A call may take ten minutes; the first evaluation waits for all."""
     env = {"name": f"{__name__}:Silent", "timeout_s": 600.0}
     config = make_config(SHORT | {"env": env, "train": {"ratio": "model"}})

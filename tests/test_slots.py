@@ -24,11 +24,11 @@ from tests.support.caches import grow, rows_of
 from tests.support.slots import (
     CHUNK,
     END,
+    MAX_TOKENS,
     MAX_TURN_TOKENS,
     MODEL,
     NUM_SLOTS,
     PAGE_SIZE,
-    PLACES,
     RULES,
     VOCAB,
     Script,
@@ -50,31 +50,31 @@ from tests.support.slots import (
 def played():
     """Eight episodes of three turns."""
     scripts = make_scripts(NUM_SLOTS)
-    state, heard = converse(play_on_one_device(), empty(), scripts)
-    return scripts, state, heard
+    state, transcripts = converse(play_on_one_device(), empty(), scripts)
+    return scripts, state, transcripts
 
 
 def test_logprobs_are_those_of_a_full_forward_over_the_finished_row(played):
-    _, _, heard = played
-    check_logprobs(heard)
+    _, _, transcripts = played
+    check_logprobs(transcripts)
 
 
 def test_tokens_are_what_sampling_from_the_full_forward_gives(played):
     """Cached decode against no cache at all: place by place, from the trainer's logits."""
-    scripts, _, heard = played
-    logits_BTV = full_forward([h.ids for h in heard.values()])
-    max_tokens = np.arange(PLACES - 1)
+    scripts, _, transcripts = played
+    logits_BTV = full_forward([t.ids for t in transcripts.values()])
+    positions = np.arange(MAX_TOKENS - 1)
 
     @jax.jit
     def sample_everywhere(logits_TV, seed):
-        seeds = jnp.full(len(max_tokens), seed)
-        uniforms = token_uniforms(jax.random.key(7), seeds, jnp.asarray(max_tokens + 1))
-        return sample(uniforms, logits_TV[:-1], sampling_rows(Sampling(), len(max_tokens)))[0]
+        seeds = jnp.full(len(positions), seed)
+        uniforms = token_uniforms(jax.random.key(7), seeds, jnp.asarray(positions + 1))
+        return sample(uniforms, logits_TV[:-1], sampling_rows(Sampling(), len(positions)))[0]
 
-    for row, (slot, h) in enumerate(heard.items()):
+    for row, (slot, t) in enumerate(transcripts.items()):
         tokens = np.asarray(sample_everywhere(logits_BTV[row], scripts[slot].seed))
-        policy = np.flatnonzero(h.turn_ids)
-        assert tokens[policy - 1].tolist() == [h.ids[place] for place in policy]
+        policy = np.flatnonzero(t.turn_ids)
+        assert tokens[policy - 1].tolist() == [t.ids[place] for place in policy]
 
 
 def test_logprobs_under_the_model_are_those_of_the_untempered_full_forward():
@@ -83,34 +83,34 @@ def test_logprobs_under_the_model_are_those_of_the_untempered_full_forward():
     temperature = {slot: (0.0, 0.5, 1.0, 2.0)[slot % 4] for slot in scripts}
     play = play_on_one_device(RULES._replace(model_logprobs=True))
     state = decode_state.empty_state(
-        MODEL, NUM_SLOTS, NUM_SLOTS, PLACES, page_size=PAGE_SIZE, model_logprobs=True
+        MODEL, NUM_SLOTS, NUM_SLOTS, MAX_TOKENS, page_size=PAGE_SIZE, model_logprobs=True
     )
-    state, heard = converse(play, state, scripts, temperature=temperature)
-    check_logprobs(heard, temperature)
-    check_rows(state.experience, heard, scripts)
+    state, transcripts = converse(play, state, scripts, temperature=temperature)
+    check_logprobs(transcripts, temperature)
+    check_rows(state.experience, transcripts, scripts)
     written = np.asarray(state.experience.model_logprobs)
-    for slot, h in heard.items():
-        length = len(h.ids)
-        h.logprobs = written[scripts[slot].row, :length].tolist()
+    for slot, t in transcripts.items():
+        length = len(t.ids)
+        t.logprobs = written[scripts[slot].row, :length].tolist()
         assert not written[scripts[slot].row, length:].any()
-    check_logprobs(heard)
+    check_logprobs(transcripts)
 
 
 def test_the_rows_hold_what_the_host_saw_and_nothing_else(played):
-    scripts, state, heard = played
-    check_rows(state.experience, heard, scripts)
+    scripts, state, transcripts = played
+    check_rows(state.experience, transcripts, scripts)
 
 
 def test_the_cache_after_many_turns_is_that_of_one_prefill(played):
-    _, state, heard = played
-    lengths = np.array([len(h.ids) - 1 for h in heard.values()], np.int32)
+    _, state, transcripts = played
+    lengths = np.array([len(t.ids) - 1 for t in transcripts.values()], np.int32)
     np.testing.assert_array_equal(state.cached, lengths)
-    tokens = np.zeros((NUM_SLOTS, PLACES), np.int32)
-    for row, h in enumerate(heard.values()):
-        tokens[row, : len(h.ids)] = h.ids
+    tokens = np.zeros((NUM_SLOTS, MAX_TOKENS), np.int32)
+    for row, t in enumerate(transcripts.values()):
+        tokens[row, : len(t.ids)] = t.ids
     _, cache = jax.jit(functools.partial(forward_chunk, MODEL))(
         params(),
-        empty_cache(MODEL, NUM_SLOTS, PLACES, PAGE_SIZE),
+        empty_cache(MODEL, NUM_SLOTS, MAX_TOKENS, PAGE_SIZE),
         tokens,
         np.zeros_like(lengths),
         lengths,
@@ -127,11 +127,14 @@ def test_the_cache_after_many_turns_is_that_of_one_prefill(played):
 
 def test_appending_in_pieces_gives_the_logits_of_one_prefill():
     rng = np.random.default_rng(0)
-    tokens = rng.integers(0, VOCAB, (NUM_SLOTS, PLACES)).astype(np.int32)
-    lengths = rng.integers(10, PLACES, NUM_SLOTS)
+    tokens = rng.integers(0, VOCAB, (NUM_SLOTS, MAX_TOKENS)).astype(np.int32)
+    lengths = rng.integers(10, MAX_TOKENS, NUM_SLOTS)
     logits_BTV = full_forward([row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)])
     append = jax.jit(functools.partial(forward_chunk, MODEL))
-    cache, cached = empty_cache(MODEL, NUM_SLOTS, PLACES, PAGE_SIZE), np.zeros(NUM_SLOTS, np.int32)
+    cache, cached = (
+        empty_cache(MODEL, NUM_SLOTS, MAX_TOKENS, PAGE_SIZE),
+        np.zeros(NUM_SLOTS, np.int32),
+    )
     while (cached < lengths).any():
         counts = np.minimum(rng.integers(0, 8, NUM_SLOTS), lengths - cached).astype(np.int32)
         chunk = np.zeros((NUM_SLOTS, 7), np.int32)
@@ -146,15 +149,15 @@ def test_appending_in_pieces_gives_the_logits_of_one_prefill():
 @pytest.mark.slow_except("9")
 @pytest.mark.parametrize("chunk_size", [1, 9])
 def test_chunk_size_changes_nothing(played, chunk_size):
-    scripts, _, heard = played
+    scripts, _, transcripts = played
     _, other = converse(play_on_one_device(), empty(), scripts, chunk_size=chunk_size)
-    assert_same(heard, other)
+    assert_same(transcripts, other)
 
 
 @pytest.mark.slow
 def test_some_append_beside_others_in_the_middle_of_a_turn(played):
     """With bursts that are shorter than turns; what is said is the same."""
-    scripts, _, heard = played
+    scripts, _, transcripts = played
     play, beside = play_on_one_device(RULES._replace(burst=1)), []
 
     def watched(state, inputs):
@@ -166,33 +169,33 @@ def test_some_append_beside_others_in_the_middle_of_a_turn(played):
 
     _, others = converse(watched, empty(), scripts)
     assert sum(beside) > 3
-    assert_same(heard, others)
+    assert_same(transcripts, others)
 
 
 @pytest.mark.slow_except("8")
 @pytest.mark.parametrize("burst", [1, 8])
 def test_burst_length_changes_nothing(played, burst):
-    scripts, _, heard = played
+    scripts, _, transcripts = played
     state, other = converse(play_on_one_device(RULES._replace(burst=burst)), empty(), scripts)
-    assert_same(heard, other)
+    assert_same(transcripts, other)
     check_rows(state.experience, other, scripts)
 
 
 @pytest.mark.slow_except("3-2")
 @pytest.mark.parametrize(("append_rows", "narrow_width"), [(1, 16), (3, 16), (1, 1), (3, 2)])
 def test_how_many_slots_append_at_a_time_changes_nothing(played, append_rows, narrow_width):
-    scripts, _, heard = played
+    scripts, _, transcripts = played
     rules = RULES._replace(append_rows=append_rows, narrow_width=narrow_width)
     play = play_on_one_device(rules)
     state, other = converse(play, empty(), scripts)
-    assert_same(heard, other)
+    assert_same(transcripts, other)
     check_rows(state.experience, other, scripts)
 
 
 @pytest.mark.slow
-def test_slots_that_take_turns_in_decode_steps_say_the_same(played):
+def test_slots_that_take_turns_in_decode_steps_sample_the_same_tokens(played):
     """Every row of a step speaks while as many slots as there are rows have more to say."""
-    scripts, _, heard = played
+    scripts, _, transcripts = played
     step_rows = 3
     play, idle, most = play_on_one_device(RULES._replace(step_rows=step_rows)), [], []
 
@@ -205,7 +208,7 @@ def test_slots_that_take_turns_in_decode_steps_say_the_same(played):
         return state, report
 
     state, other = converse(watched, empty(), scripts)
-    assert_same(heard, other)
+    assert_same(transcripts, other)
     check_rows(state.experience, other, scripts)
     # What a round leaves over are the last few steps of who has most to say.
     assert max(idle) <= (step_rows - 1) * RULES.burst
@@ -271,8 +274,8 @@ def test_chunks_are_appended_in_passes_of_their_width_and_others_cost_nothing():
 
 
 def test_turns_end_at_the_end_token_or_at_the_limit(played):
-    _, _, heard = played
-    turns = [turn for h in heard.values() for turn in h.turns()]
+    _, _, transcripts = played
+    turns = [turn for t in transcripts.values() for turn in t.turns()]
     whole = [turn for turn in turns if turn[-1] == END]
     cut = [turn for turn in turns if turn[-1] != END]
     assert whole and cut
@@ -280,15 +283,15 @@ def test_turns_end_at_the_end_token_or_at_the_limit(played):
     assert all(len(turn) <= MAX_TURN_TOKENS for turn in whole)
     assert all(len(turn) == MAX_TURN_TOKENS for turn in cut)
     # Each slot has its own limit, which cuts and changes nothing before.
-    limits = {slot: 1 + slot % 3 for slot in heard}
+    limits = {slot: 1 + slot % 3 for slot in transcripts}
     _, other = converse(play_on_one_device(), empty(), make_scripts(8, turns=1), turn_limits=limits)
-    for slot, h in heard.items():
-        assert other[slot].turns()[0] == h.turns()[0][: limits[slot]]
+    for slot, t in transcripts.items():
+        assert other[slot].turns()[0] == t.turns()[0][: limits[slot]]
 
 
 def test_nothing_is_written_after_the_end_of_a_turn(played):
     """Slots that have ended are left alone, bit for bit, while others go on for many rounds."""
-    scripts, before, heard = played
+    scripts, before, transcripts = played
     busy = {7: dataclasses.replace(make_scripts(1, first=40)[0], row=7)}
     after, _ = converse(play_on_one_device(), before, busy)
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
@@ -310,7 +313,9 @@ def in_dtype(dtype: str, **changes: int):
         state, packed = jitted(weights, state, pack_inputs(inputs), jax.random.key(7))
         return state, unpack_outputs(np.asarray(packed))
 
-    return play, decode_state.empty_state(model, NUM_SLOTS, NUM_SLOTS, PLACES, page_size=PAGE_SIZE)
+    return play, decode_state.empty_state(
+        model, NUM_SLOTS, NUM_SLOTS, MAX_TOKENS, page_size=PAGE_SIZE
+    )
 
 
 @pytest.mark.slow_except("float32-changes1")
@@ -326,25 +331,25 @@ def test_an_episode_is_the_same_whatever_shares_the_batch(dtype, changes):
     """To the last bit of its log-probs, though bf16 has eight of them."""
     scripts = make_scripts(NUM_SLOTS)
     play, nobody = in_dtype(dtype, **changes)
-    _, heard = converse(play, nobody, scripts)
+    _, transcripts = converse(play, nobody, scripts)
     rng = np.random.default_rng(5)
     # The episodes 0, 2, 4, 6 in other slots and rows, begun at other times, beside strangers.
-    chosen, max_tokens, rows = [0, 2, 4, 6], rng.permutation(8), rng.permutation(8)
+    chosen, target_slots, rows = [0, 2, 4, 6], rng.permutation(8), rng.permutation(8)
     strangers = make_scripts(4, first=80)
-    crowd = {int(max_tokens[i]): scripts[slot] for i, slot in enumerate(chosen)}
-    crowd |= {int(max_tokens[4 + i]): strangers[i] for i in range(4)}
+    crowd = {int(target_slots[i]): scripts[slot] for i, slot in enumerate(chosen)}
+    crowd |= {int(target_slots[4 + i]): strangers[i] for i in range(4)}
     crowd = {
         slot: dataclasses.replace(script, row=int(rows[slot])) for slot, script in crowd.items()
     }
     delays = {slot: int(rng.integers(0, 5)) for slot in crowd}
     state, other = converse(play, nobody, crowd, delays=delays)
     check_rows(state.experience, other, crowd)
-    ours = {slot: heard[slot] for slot in chosen}
-    assert_same(ours, {slot: other[int(max_tokens[i])] for i, slot in enumerate(chosen)}, atol=0)
+    ours = {slot: transcripts[slot] for slot in chosen}
+    assert_same(ours, {slot: other[int(target_slots[i])] for i, slot in enumerate(chosen)}, atol=0)
     # And alone.
     for slot in chosen:
         _, alone = converse(play, nobody, {0: scripts[slot]})
-        assert_same({0: heard[slot]}, alone, atol=0)
+        assert_same({0: transcripts[slot]}, alone, atol=0)
 
 
 def test_noise_belongs_to_the_episode():
@@ -354,8 +359,8 @@ def test_noise_belongs_to_the_episode():
         slot: Script(seed=seed, row=slot, messages=((3, 4, 5), (6, 7)))
         for slot, seed in enumerate(seeds)
     }
-    _, heard = converse(play_on_one_device(), empty(), scripts)
-    replies = {slot: tuple(h.ids) for slot, h in heard.items()}
+    _, transcripts = converse(play_on_one_device(), empty(), scripts)
+    replies = {slot: tuple(t.ids) for slot, t in transcripts.items()}
     assert replies[0] == replies[1] and replies[4] == replies[5]
     assert len(set(replies.values())) == len(set(seeds))
 
@@ -363,26 +368,26 @@ def test_noise_belongs_to_the_episode():
 def test_temperatures_differ_slot_by_slot():
     scripts = make_scripts(NUM_SLOTS)
     temperature = dict(enumerate([0.0, 1.0, 0.7, 0.0, 2.0, 0.5, 0.0, 1.0]))
-    _, heard = converse(play_on_one_device(), empty(), scripts, temperature=temperature)
-    check_logprobs(heard, temperature)
-    logits_BTV = full_forward([h.ids for h in heard.values()])
+    _, transcripts = converse(play_on_one_device(), empty(), scripts, temperature=temperature)
+    check_logprobs(transcripts, temperature)
+    logits_BTV = full_forward([t.ids for t in transcripts.values()])
     for slot in (0, 3, 6):
-        max_tokens = np.flatnonzero(heard[slot].turn_ids)
-        best = logits_BTV[slot, max_tokens - 1].argmax(-1)
-        assert best.tolist() == [heard[slot].ids[place] for place in max_tokens]
+        positions = np.flatnonzero(transcripts[slot].turn_ids)
+        best = logits_BTV[slot, positions - 1].argmax(-1)
+        assert best.tolist() == [transcripts[slot].ids[position] for position in positions]
 
 
 def test_every_token_carries_the_version_of_its_round():
     scripts = make_scripts(NUM_SLOTS)
-    state, heard = converse(
+    state, transcripts = converse(
         play_on_one_device(), empty(), scripts, version=lambda round_index: 10 + round_index
     )
-    check_rows(state.experience, heard, scripts)
-    assert len({v for h in heard.values() for v in h.versions}) > 5
+    check_rows(state.experience, transcripts, scripts)
+    assert len({v for t in transcripts.values() for v in t.versions}) > 5
 
 
 def test_a_slot_that_is_taken_over_in_mid_turn_forgets(played):
-    scripts, _, heard = played
+    scripts, _, transcripts = played
     play = play_on_one_device(RULES._replace(burst=1))
     state = empty()
     # One round of another episode, whose turn goes on when slot 0 is given away.
@@ -401,7 +406,7 @@ def test_a_slot_that_is_taken_over_in_mid_turn_forgets(played):
     assert report.count.tolist() == [1] + [0] * 7 and report.active[0]
     abandoned = np.asarray(state.experience.tokens)[1]
     state, other = converse(play, state, {0: scripts[0]})
-    assert_same({0: heard[0]}, other)
+    assert_same({0: transcripts[0]}, other)
     np.testing.assert_array_equal(np.asarray(state.experience.tokens)[1], abandoned)
 
 
@@ -447,13 +452,13 @@ def test_what_is_taken_over_from_another_slot_is_as_if_it_had_been_read():
     np.testing.assert_array_equal(state.cached, read.cached)
     np.testing.assert_array_equal(state.experience.tokens, read.experience.tokens)
     for ours, theirs in zip(rows_of(state.cache), rows_of(read.cache), strict=True):
-        max_tokens = int(read.cached.min())
+        length = int(read.cached.min())
         np.testing.assert_allclose(
-            ours["key"][:, :, :max_tokens], theirs["key"][:, :, :max_tokens], atol=1e-5
+            ours["key"][:, :, :length], theirs["key"][:, :, :length], atol=1e-5
         )
 
 
-def test_who_takes_over_from_one_that_begins_in_the_same_round_gets_its_new_ids():
+def test_prefix_of_a_slot_that_begins_in_the_same_round_is_its_new_one():
     """Slot 5 has read a prompt; slot 2, which had another, takes it over, and slot 3 from that."""
     prompt, other = (np.arange(first, first + CHUNK, dtype=np.int32) for first in (3, 12))
     zeros = np.zeros(NUM_SLOTS, np.int32)
@@ -488,8 +493,8 @@ def test_who_takes_over_from_one_that_begins_in_the_same_round_gets_its_new_ids(
 
 
 def test_growing_in_the_middle_of_episodes_changes_nothing(played):
-    scripts, _, heard = played
-    play, sizes = play_on_one_device(), iter([24, PLACES])
+    scripts, _, transcripts = played
+    play, sizes = play_on_one_device(), iter([24, MAX_TOKENS])
     rounds = 0
 
     def growing(state, inputs):
@@ -500,7 +505,7 @@ def test_growing_in_the_middle_of_episodes_changes_nothing(played):
         return play(state, inputs)
 
     state, other = converse(growing, empty(next(sizes)), scripts)
-    assert_same(heard, other)
+    assert_same(transcripts, other)
     check_rows(state.experience, other, scripts)
 
 
@@ -559,7 +564,7 @@ def test_a_sample_begun_anew_stands_behind_the_pending_token_and_sees_nothing_be
         np.testing.assert_array_equal(experience.turn_ids[slot, :end], turns)
         assert not experience.tokens[slot, end:].any()
         logits = full_forward([[*anew, *sampled]])[0]
-        targets = np.zeros(PLACES, np.int32)
+        targets = np.zeros(MAX_TOKENS, np.int32)
         targets[: len(anew) + len(sampled) - 1] = [*anew, *sampled][1:]
         scores = np.asarray(_score(logits, targets, np.float32(1)).logprobs)
         np.testing.assert_allclose(

@@ -21,7 +21,7 @@ from earl_jax.rollout.config import Limits
 from earl_jax.sharding.layout import MeshShape
 from tests.support.episodes import (
     CONFIG,
-    Rooms,
+    GrowPool,
     check_nothing_is_held,
     check_rows,
     collect,
@@ -33,7 +33,7 @@ from tests.support.episodes import (
 
 NUM_ROLLOUTS, EPISODES = 8, 320
 NUM_SLOTS = 32
-PLACES = 128
+MAX_TOKENS = 128
 LONGEST = 120
 # One small layer on two devices: what is tested is who sits where.
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, num_kv_heads=1, head_size=8, ffn_size=16)
@@ -164,10 +164,10 @@ def play(number: int, pool: EnvironmentPool):
         [dataclasses.replace(task, limits=shapes[task.episode].limits) for task in todo],
         make,
         params=placed(0, not endless),
-        max_tokens=PLACES,
+        max_tokens=MAX_TOKENS,
         # Some have pages for one whole episode a data shard, and park the others.
         pages=rng.choice([0, pages_for(LONGEST, CONFIG.page_size)]),
-        make_room=Rooms(most_pages=0),
+        grow=GrowPool(most_pages=0),
         num_slots=NUM_SLOTS,
         player=player(),
         services=services,

@@ -23,9 +23,9 @@ from tests.support.hlo import replica_groups
 from tests.support.slots import (
     CHUNK,
     END,
+    MAX_TOKENS,
     MODEL,
     PAGE_SIZE,
-    PLACES,
     RULES,
     VOCAB,
     assert_same,
@@ -81,18 +81,18 @@ def plain():
 @pytest.mark.parametrize("rules", [GUESSING, RULES._replace(ngram=2, draft=5, burst=2)])
 def test_the_tokens_are_those_without_guesses_in_fewer_passes(plain, rules):
     play = Counter(play_on_one_device(rules))
-    state, heard = talk(play, empty())
-    assert_same(plain, heard)
-    check_logprobs(heard, TEMPERATURE)
-    check_rows(state.experience, heard, make_scripts(8, turns=2))
-    assert play.tokens == sum(len(turn) for h in heard.values() for turn in h.turns())
+    state, transcripts = talk(play, empty())
+    assert_same(plain, transcripts)
+    check_logprobs(transcripts, TEMPERATURE)
+    check_rows(state.experience, transcripts, make_scripts(8, turns=2))
+    assert play.tokens == sum(len(turn) for t in transcripts.values() for turn in t.turns())
     accepted = play.tokens - play.passes
     assert 0.1 * play.tokens < accepted < play.drafted
 
 
 def test_the_conversation_is_worth_comparing(plain):
     """Turns that are ended and cut, short and long."""
-    turns = [turn for h in plain.values() for turn in h.turns()]
+    turns = [turn for t in plain.values() for turn in t.turns()]
     assert {turn[-1] == END for turn in turns} == {True, False}
     assert {len(turn) for turn in turns} >= {4, 9, 14}
 
@@ -102,8 +102,8 @@ def test_the_conversation_is_worth_comparing(plain):
     "changes", [{"burst": 1}, {"burst": 9}, {"append_rows": 3}, {"step_rows": 3}]
 )
 def test_bursts_change_nothing(plain, changes):
-    _, heard = talk(play_on_one_device(GUESSING._replace(**changes)), empty())
-    assert_same(plain, heard)
+    _, transcripts = talk(play_on_one_device(GUESSING._replace(**changes)), empty())
+    assert_same(plain, transcripts)
 
 
 def circling():
@@ -160,14 +160,14 @@ def test_an_episode_is_the_same_whatever_shares_the_batch(plain):
     play = play_on_one_device(GUESSING)
     for slot in (0, 3):
         alone = {0: dataclasses.replace(make_scripts(8, turns=2)[slot], row=5)}
-        _, heard = converse(
+        _, transcripts = converse(
             play,
             empty(),
             alone,
             turn_limits={0: LIMITS[slot]},
             temperature={0: TEMPERATURE[slot]},
         )
-        assert_same({0: plain[slot]}, heard)
+        assert_same({0: plain[slot]}, transcripts)
 
 
 # What is sampled is what the model says, whatever is guessed.
@@ -237,33 +237,33 @@ def talk_on(player: Engine, play):
         slot: dataclasses.replace(script, row=slot // 2 * 4 + slot % 2 + 1)
         for slot, script in make_scripts(NUM_SLOTS, turns=2).items()
     }
-    state, heard = converse(
+    state, transcripts = converse(
         play,
-        player.empty_state(PLACES),
+        player.empty_state(MAX_TOKENS),
         scripts,
         num_slots=NUM_SLOTS,
         turn_limits=LIMITS,
         temperature=TEMPERATURE,
     )
-    return state, heard, scripts
+    return state, transcripts, scripts
 
 
 @functools.cache
 def unsharded():
     """Token by token on one device."""
     player = engine_on(UNSHARDED, RULES)
-    _, heard, _ = talk_on(player, functools.partial(player.play, weights_on(UNSHARDED)))
-    return heard
+    _, transcripts, _ = talk_on(player, functools.partial(player.play, weights_on(UNSHARDED)))
+    return transcripts
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", CANDIDATES[1:3], ids=str)
 def test_every_mesh_samples_the_same_tokens(shape):
     play = Counter(functools.partial(engine_on(shape).play, weights_on(shape)))
-    state, heard, scripts = talk_on(engine_on(shape), play)
-    assert_same(unsharded(), heard)
-    check_logprobs(heard, TEMPERATURE)
-    check_rows(state.experience, heard, scripts)
+    state, transcripts, scripts = talk_on(engine_on(shape), play)
+    assert_same(unsharded(), transcripts)
+    check_logprobs(transcripts, TEMPERATURE)
+    check_rows(state.experience, transcripts, scripts)
     assert play.passes < play.tokens
     placed = jax.tree.map(lambda leaf: leaf.sharding, state)
     assert placed == engine_on(shape).state_shardings
@@ -273,7 +273,7 @@ def test_every_mesh_samples_the_same_tokens(shape):
 @pytest.mark.parametrize("shape", CANDIDATES[1:3], ids=str)
 def test_a_pass_that_guesses_has_the_collectives_of_one_that_does_not(shape):
     """As `test_engine` counts them: of the chunk and of the loop, and none in that over guesses."""
-    text = engine_on(shape).lower_play(PLACES).compile().as_text()
+    text = engine_on(shape).lower_play(MAX_TOKENS).compile().as_text()
     lines = [line.strip() for line in text.splitlines() if COLLECTIVE_LINE.search(line)]
     reduces = [line for line in lines if " all-reduce" in line]
     gathers = [line for line in lines if " all-gather" in line]

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Turns that end at stop strings and stop ids: what is kept, given up, heard and seen."""
+"""Turns that end at stop strings and stop ids: what is kept, discarded and seen by environments."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from earl_jax.rollout.config import Stops
 from earl_jax.run import build_run
 from tests.support.environments import Talker
 from tests.support.episodes import (
-    ROOM,
+    MAX_TOKENS,
     assert_same_episodes,
     check_rows,
     collect,
@@ -43,7 +43,7 @@ def tell(pool, burst: int, stops: Stops, **changes):
         params=weights(ends_turns=False),
         player=engine(burst=burst, num_slots=changes.get("num_slots", 16)),
         burst=burst,
-        max_tokens=3 * ROOM,
+        max_tokens=3 * MAX_TOKENS,
         max_turn_tokens=16,
         stop_strings=stops.strings,
         stop_token_ids=stops.token_ids,
@@ -114,7 +114,7 @@ def test_stop_ids_end_turns_on_the_devices(pool):
                 todo,
                 lambda task: Talker(task.args["seed"]),
                 params=weights(ends_turns=False),
-                max_tokens=3 * ROOM,
+                max_tokens=3 * MAX_TOKENS,
                 max_turn_tokens=16,
                 stop_strings=plain.strings,
                 stop_token_ids=plain.token_ids,
@@ -135,7 +135,7 @@ def test_what_follows_a_stop_sees_exactly_what_is_recorded(pool):
         tasks(16),
         lambda task: Talker(task.args["seed"]),
         stop_strings=("1", "2", "3", "4", "5"),
-        max_tokens=2 * ROOM,
+        max_tokens=2 * MAX_TOKENS,
     )
     check_rows(rollout, 16)
     # "4" and its end of turn come in one burst: the end is discarded where "4" is a stop.

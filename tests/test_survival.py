@@ -353,7 +353,7 @@ def test_processes_are_short_together_in_a_rollout_and_end_where_they_cannot_agr
     assert whole.startswith("rollout on data=4 ran out of memory with 8 slots")
     assert without_moments == f"{whole}, the moments in host memory"
     # An update is all processes' program: each that fails ends, and says it to its next start.
-    for told in (one, other):
-        assert told["alone"].startswith("train on data=4 ran out of memory")
-        assert "it is remembered, and not tried again" in told["alone"]
-        assert len(told["remembered"]) == 3
+    for lines in (one, other):
+        assert lines["alone"].startswith("train on data=4 ran out of memory")
+        assert "it is remembered, and not tried again" in lines["alone"]
+        assert len(lines["remembered"]) == 3

@@ -233,7 +233,7 @@ def test_next_run_begins_with_the_medians_of_the_file(cache):
         lambda whole: whole.replace(b"train data=8 48", b"train x 48"),
     ],
 )
-def test_damaged_file_is_said_and_begun_anew(damage):
+def test_damaged_file_is_reported_and_begun_anew(damage):
     table = one_speed()
     table.path.write_bytes(damage(table.path.read_bytes()))
     found, note = load_table(MADE)

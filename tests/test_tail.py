@@ -63,7 +63,7 @@ def test_last_episodes_go_on_with_the_same_tokens(pool, temperature):
 
     common = {"sampling": Sampling(temperature=temperature), "max_tokens": 64}
     stayed = collect(pool, tasks(24), Story, **common)
-    moved = collect(pool, tasks(24), Story, **common, thin_out=move)
+    moved = collect(pool, tasks(24), Story, **common, shrink=move)
     assert len(asked) >= 2 and asked[0][0] <= CONFIG.num_slots // 4
     # Asked when half as many are left, not in every round.
     assert all(later[0] <= earlier[0] // 2 for earlier, later in itertools.pairwise(asked))
@@ -83,7 +83,7 @@ def test_tail_does_not_begin_while_episodes_wait_for_a_slot(pool):
             self.left = 1
 
     # Six a row shard for two slots each: slots are empty only behind the last round.
-    collect(pool, tasks(48), Brief, thin_out=refuse, max_tokens=64)
+    collect(pool, tasks(48), Brief, shrink=refuse, max_tokens=64)
 
 
 @pytest.mark.slow

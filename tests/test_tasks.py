@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a task asks for, and what becomes of it: how its tokens are drawn, and learnt from."""
+"""Settings of a task and their effect: how its tokens are sampled, and learnt from."""
 
 import dataclasses
 
@@ -59,7 +59,7 @@ def test_each_episode_is_drawn_as_its_task_says(pool):
 
 
 @pytest.mark.slow
-def test_an_episode_that_asks_is_told_log_probs_under_the_model(pool):
+def test_task_that_asks_gets_log_probs_under_the_model(pool):
     """By an engine that writes them down for none: for these alone, and nothing else changes."""
     drawn = [dataclasses.replace(task, sampling=WAYS[2]) for task in tasks(16)]
     asked = [dataclasses.replace(t, model_logprobs=t.episode % 3 == 0) for t in drawn]
@@ -84,7 +84,7 @@ def test_what_cannot_be_is_refused_before_anything_is_played(pool):
 
 
 def test_an_episodes_tokens_are_those_of_its_seed(pool):
-    """Which is its number unless it says another: 0 and 8 to 15 are drawn as the first nine are."""
+    """The default is the episode's number: 0 and 8 to 15 are sampled as the first nine are."""
     alike = [dataclasses.replace(task, args={"seed": 5, "index": 0}) for task in tasks(16)]
     plain = collect(pool, alike).trajectories
     seeds = [9, *range(1, 8), *range(8)]

@@ -95,7 +95,7 @@ def test_a_value_kept_on_the_host_counts_once():
     assert (counter.num_bytes, counter.num_reads) == (128, 1)
 
 
-def test_threads_count_for_themselves_and_for_who_watches_all():
+def test_threads_count_for_themselves_and_for_the_counter_of_all_threads():
     num_threads, num_reads = 4, 50
     counts = []
 

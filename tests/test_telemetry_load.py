@@ -78,7 +78,7 @@ def test_growth_is_the_median_slope_and_the_forecast_one_step_ahead():
 
 
 def test_growth_is_told_from_noise():
-    """Of windows without a trend few are taken for growing, of growing ones most."""
+    """Few windows without a trend are taken for growing, and most growing ones are."""
     rng = random.Random(0)
     flat = [[rng.randint(0, 100) for _ in range(WINDOW)] for _ in range(1000)]
     growing = [[20 * k + rng.randint(0, 40) for k in range(WINDOW)] for _ in range(1000)]

@@ -50,7 +50,7 @@ ALL_AXES = MeshShape(data=2, fsdp=2, tensor=2)
 
 
 def every_layout() -> list[MeshShape]:
-    """What the selector can return for this model on eight devices."""
+    """Returns every mesh that the selector can return for this model on eight devices."""
 
     def check(shape: MeshShape) -> str | None:
         return check_tensor_axis(MODEL, VOCAB, shape.tensor, shape.fsdp)
@@ -401,8 +401,8 @@ def test_a_batch_is_scored_by_the_state_that_it_is_learnt_with(shape, micro_batc
     np.testing.assert_allclose(np.asarray(scored.proximal)[spoken], expected[spoken], atol=1e-5)
     scored.validate()
     first = update(make_batch(), shape, config, cap=CAP)
-    told = update(jax.tree.map(np.asarray, scored), shape, config, cap=CAP)
-    assert_same_metrics(told.metrics, first.metrics)
+    rescored = update(jax.tree.map(np.asarray, scored), shape, config, cap=CAP)
+    assert_same_metrics(rescored.metrics, first.metrics)
 
 
 # What counts and what does not.

@@ -33,7 +33,7 @@ def read_again(
     """Conversations: behind each message a turn, for which all of it is read again.
 
     `generate` gives so many ids behind each of some contexts, which are equally long. Returns what
-    was said in each conversation.
+    was sampled in each conversation.
     """
     contexts: list[list[int]] = [[] for _ in job["messages"]]
     replies: list[list[int]] = [[] for _ in job["messages"]]

@@ -43,7 +43,7 @@ from earl_jax.trajectory import Trajectory
 CHUNK_SIZE = 64
 BURST = 16
 PAGE_SIZE = 128
-ROOMS = (128, 192, 256, 384, 512, 640, 768, 1024, 1536, 2048)
+CONTEXT_BUCKETS = (128, 192, 256, 384, 512, 640, 768, 1024, 1536, 2048)
 
 
 def write_checkpoint(folder: Path, model: ModelConfig = MODEL) -> None:
@@ -175,12 +175,12 @@ class Player:
             chunk_size=CHUNK_SIZE,
             burst=BURST,
             patience_s=script.patience_ms / 1000,
-            context_buckets=ROOMS,
+            context_buckets=CONTEXT_BUCKETS,
             page_size=PAGE_SIZE,
         )
         engine = self.engine(script.num_slots, script.step_rows, number)
         engine.rounds.clear()
-        max_tokens = ROOMS[0]
+        max_tokens = CONTEXT_BUCKETS[0]
         every = dense_pool(1, script.num_slots, max_tokens, PAGE_SIZE)
         session = empty_session(engine, self.policy(engine), max_tokens, every)
         tasks = [
@@ -195,7 +195,7 @@ class Player:
             lambda: CutTurns(renderer()),
             pool,
             lambda task: Speaker(texts[task.episode], script.env_ms / 1000),
-            functools.partial(_make_room, config),
+            functools.partial(_grow_pool, config),
             num_devices=1,
             sampling=Sampling(temperature=script.temperature),
         )
@@ -212,8 +212,8 @@ class Player:
         return _account(rollout, seconds)
 
 
-def _make_room(config: RolloutConfig, session: Session, tokens: int, pages: int) -> Session:
-    """Returns the session with more pages, on the same mesh."""
+def _grow_pool(config: RolloutConfig, session: Session, tokens: int, pages: int) -> Session:
+    """Returns the session with longer rows or more pages, on the same mesh."""
     max_tokens = max(session.max_tokens, config.max_tokens_for(tokens))
     pool = session.pool
     if pages > pool.pages:

@@ -24,7 +24,7 @@ SETTINGS = "settings, given as --config.KEY=VALUE:"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Key:
-    """One setting: its path, such as "config.train.epochs", and what is said of it.
+    """One setting: its path, such as "config.train.epochs", and its description.
 
     `choices` are the values of a `Literal` type; else `type` says the type in a word or two.
     """

@@ -36,8 +36,8 @@ class ChatConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Heard:
-    """The ids of an environment's messages, to be appended; with `forks` a new sample's prompt."""
+class Observation:
+    """Token ids of an environment's messages; with `forks` they are a new sample's prompt."""
 
     ids: tuple[int, ...]
     forks: bool = False
@@ -69,12 +69,12 @@ class Conversation:
         size = sum(len(message.text) for message in messages_of(content))
         return size < most_tokens * self._renderer.longest_token
 
-    def open(self, content: Content, tools: Sequence[Mapping[str, Any]] = ()) -> Heard:
+    def open(self, content: Content, tools: Sequence[Mapping[str, Any]] = ()) -> Observation:
         """Returns the ids of the environment's opening messages. Raises as `ChatRenderer.first`."""
         self._opening = self._renderer.opening(content, tools)
         rendered = self._renderer.render_opening(self._opening)
         self._note(content, rendered)
-        return Heard(rendered.ids)
+        return Observation(rendered.ids)
 
     def reply(self, ids: Sequence[int], before_stop: str | None = None) -> tuple[str, bool]:
         """Adds the policy's turn. Returns its text, and True if it has an end of turn.
@@ -113,7 +113,7 @@ class Conversation:
 
         return StopWatch(decode, strings)
 
-    def answer(self, content: Content) -> Heard:
+    def answer(self, content: Content) -> Observation:
         """Returns the ids of the answer to a turn that ended. Raises as `ChatRenderer.answer`.
 
         After a stop that is no end of turn, the answer begins with the template's end of turn.
@@ -126,14 +126,14 @@ class Conversation:
             )
         self._note(content, rendered)
         if not self._forks:
-            return Heard(rendered.ids)
+            return Observation(rendered.ids)
         try:
             anew = self._renderer.render_whole(self._turns, self._opening.place.tools)
         except TemplateRefusal:
-            return Heard(rendered.ids)
+            return Observation(rendered.ids)
         forks = anew.text != self._sample
         self._sample = anew.text
-        return Heard(anew.ids, forks=True) if forks else Heard(rendered.ids)
+        return Observation(anew.ids, forks=True) if forks else Observation(rendered.ids)
 
     def _note(self, content: Content, rendered: Rendered) -> None:
         if self._forks:

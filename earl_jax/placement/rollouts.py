@@ -34,8 +34,8 @@ def play(
         session,
         tasks,
         sampling=sampling,
-        grow=lambda session, tokens, pages: sessions.make_room(session, tokens, pages, load),
-        thin_out=lambda session, live, longest: sessions.thin_out(session, live, longest, load),
+        grow=lambda session, tokens, pages: sessions.grow(session, tokens, pages, load),
+        shrink=lambda session, live, longest: sessions.shrink(session, live, longest, load),
     )
 
 

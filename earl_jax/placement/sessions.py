@@ -99,7 +99,7 @@ class Sessions:
         """Lets the kept caches go."""
         self._kept = None
 
-    def make_room(self, session: Session, tokens: int, pages: int, load: Load | None) -> Session:
+    def grow(self, session: Session, tokens: int, pages: int, load: Load | None) -> Session:
         """Returns a session whose rows hold `tokens` tokens; the live episodes move along.
 
         It has `pages` pages a row shard, and some more so that it does not grow often, if the
@@ -122,7 +122,7 @@ class Sessions:
             grown = self._placement.attempt("rollout", move, live=True)
         return grown
 
-    def thin_out(self, session: Session, live: int, longest: int, load: Load | None) -> Session:
+    def shrink(self, session: Session, live: int, longest: int, load: Load | None) -> Session:
         """Returns a session for the last `live` episodes of a rollout.
 
         The longest has `longest` tokens. They go to another mesh if rounds of so few are so much

@@ -17,7 +17,7 @@ from earl_jax.rollout.block_manager import Grow
 from earl_jax.rollout.collect import Rollout, collect
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.episode import Task
-from earl_jax.rollout.service import RolloutService, ThinOut
+from earl_jax.rollout.service import RolloutService, Shrink
 from earl_jax.settings.errors import InputError
 
 
@@ -62,7 +62,7 @@ class Actor:
         *,
         sampling: Sampling | None = None,
         grow: Grow,
-        thin_out: ThinOut | None = None,
+        shrink: Shrink | None = None,
         record_calls: Callable[[Answers], Answers] = lambda calls: calls,
     ) -> RolloutService:
         """Returns a service that plays tasks from this session, which may move meanwhile."""
@@ -77,7 +77,7 @@ class Actor:
             num_devices=len(self.cluster.own_devices),
             sampling=sampling or self.rollout.sampling,
             max_context=self.max_context,
-            thin_out=thin_out,
+            shrink=shrink,
             look=self._look_for_a_signal,
             batches=self.batches,
             record_calls=record_calls,
@@ -90,13 +90,13 @@ class Actor:
         *,
         sampling: Sampling | None = None,
         grow: Grow,
-        thin_out: ThinOut,
+        shrink: Shrink,
     ) -> Rollout:
         """Plays the tasks from this session to their end; see `open`.
 
         Raises Stopped before the next round when there is a signal to stop.
         """
-        service = self.open(session, sampling=sampling, grow=grow, thin_out=thin_out)
+        service = self.open(session, sampling=sampling, grow=grow, shrink=shrink)
         rollout = collect(service, tasks)
         rollout.stats.hung_calls = self.pool.num_hung
         return rollout

@@ -15,7 +15,7 @@ from typing import Protocol
 from earl_jax.engine.choices import check_allowed, check_choices
 from earl_jax.engine.config import EngineConfig
 from earl_jax.envs.chat_template import Content
-from earl_jax.envs.conversation import Heard
+from earl_jax.envs.conversation import Observation
 from earl_jax.envs.environment import (
     UNENCODABLE,
     Environment,
@@ -32,13 +32,13 @@ from earl_jax.rollout.episode import LiveEpisode, Task
 class Answer:
     """An environment's start or step, and its message as ids with what the reply may be.
 
-    `heard` is None where the episode is done, where the message is longer than an episode may be,
-    and where it cannot be encoded, which `failure` says.
+    `observation` is None where the episode is done, where the message is longer than an episode
+    may be, and where it cannot be encoded, which `failure` says.
     """
 
     environment: Environment
     result: Start | StepResult
-    heard: Heard | None = None
+    observation: Observation | None = None
     choices: tuple[tuple[int, ...], ...] = ()
     allowed: tuple[int, ...] = ()
     failure: Failure | None = None
@@ -85,7 +85,7 @@ def go_on(episode: LiveEpisode, reply: str, config: EngineConfig) -> Answer:
 
 def _rendered(
     answer: Answer,
-    render: Callable[[Content], Heard],
+    render: Callable[[Content], Observation],
     episode: LiveEpisode,
     config: EngineConfig,
 ) -> Answer:
@@ -98,8 +98,8 @@ def _rendered(
         check_choices(choices, config.rules.choice_branches)
         allowed = conversation.allowed(result.allowed_token_ids)
         check_allowed(allowed, config.rules.choice_branches, config.vocab_size)
-        heard = render(answer.content)
+        observation = render(answer.content)
     except ValueError as error:
         failure = Failure(stop_reason=UNENCODABLE, detail=str(error))
         return dataclasses.replace(answer, failure=failure)
-    return dataclasses.replace(answer, heard=heard, choices=choices, allowed=allowed)
+    return dataclasses.replace(answer, observation=observation, choices=choices, allowed=allowed)

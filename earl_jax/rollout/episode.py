@@ -9,7 +9,7 @@ from typing import Any
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.round_inputs import NO_LIMIT, RoundOutputs
 from earl_jax.envs.chat_template import Content, messages_of
-from earl_jax.envs.conversation import Conversation, Heard
+from earl_jax.envs.conversation import Conversation, Observation
 from earl_jax.envs.environment import (
     EPISODE_TOO_LONG,
     TOO_MANY_TURNS,
@@ -138,7 +138,7 @@ class LiveEpisode:
         """The tokens of a message that is too long whatever came before it."""
         return self._most_tokens(0)
 
-    def fits(self, message: Heard) -> bool:
+    def fits(self, message: Observation) -> bool:
         """Returns whether the policy could answer anything to this message within the limits.
 
         Its turns so far were answered, each with a reward.
@@ -146,7 +146,7 @@ class LiveEpisode:
         most = self._most_tokens(self.length if message.forks else self.origin)
         return self.length + len(message.ids) < most and len(self.rewards) < self.limits.max_turns
 
-    def append_message(self, content: Content, message: Heard) -> None:
+    def append_message(self, content: Content, message: Observation) -> None:
         """Appends an environment's message behind the pending token.
 
         Or begins a new sample with it, which knows of no pending token.

@@ -35,10 +35,10 @@ class Finished:
 
 
 class RowPool:
-    """The rows of one rollout. `num_borrowed` counts the tasks that began away from home."""
+    """The rows of one rollout. `num_borrowed` counts tasks begun in another shard than theirs."""
 
     def __init__(self, rows: Rows, num_slots: int, lose_row: Callable[[int], None]) -> None:
-        """`lose_row` is told each row that from the next round on holds another episode."""
+        """`lose_row` is called with each row that holds another episode from the next round on."""
         self._rows, self._slots_per_shard = rows, num_slots // rows.data_shards
         self._lose_row = lose_row
         # Dicts for sets that keep their order.
@@ -68,7 +68,7 @@ class RowPool:
         if not self._free[shard]:
             self._move_away(shard)
         free, row = self._free[shard], self._rows.own_row(ticket)
-        # Spare rows come last, and are the first that borrowers take.
+        # Spare rows come last, and are taken first by tasks of other data shards.
         row = row if row in free else next(reversed(free))
         del free[row]
         self._lose_row(row)

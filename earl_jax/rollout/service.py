@@ -32,9 +32,9 @@ from earl_jax.rollout.scheduler import SlotScheduler
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.settings.errors import InputError
 
-# thin_out(session, live, longest): the session in which the last `live` episodes go on, the longest
+# shrink(session, live, longest): the session in which the last `live` episodes go on, the longest
 # of which has so many tokens.
-ThinOut = Callable[[Session, int, int], Session]
+Shrink = Callable[[Session, int, int], Session]
 
 
 class RolloutService:
@@ -58,7 +58,7 @@ class RolloutService:
         sampling: Sampling,
         batches: int = 1,
         max_context: int = NO_LIMIT,
-        thin_out: ThinOut | None = None,
+        shrink: Shrink | None = None,
         cache_rules: CacheRules | None = None,
         look: Callable[[], None] = lambda: None,
         record_calls: Callable[[Answers], Answers] = lambda calls: calls,
@@ -76,7 +76,7 @@ class RolloutService:
             sampling: of tasks without one of their own.
             batches: how often `config.episodes_per_step` episodes have rows at once.
             max_context: tokens that the model reads at most; a longer episode is cut there.
-            thin_out: called while `drain` plays the last episodes and most slots are empty for
+            shrink: called while `drain` plays the last episodes and most slots are empty for
                 good: when a quarter is busy, and each time that half as many are as when it was
                 called before.
             cache_rules: of the reuse of KV pages; None: the defaults.
@@ -87,7 +87,7 @@ class RolloutService:
         self.session, self._config = session, config
         self._new_conversation = new_conversation
         self._make_environment, self._max_context = make_environment, max_context
-        self._thin_out, self._thin_at = thin_out, config.num_slots // 4
+        self._shrink, self._shrink_at = shrink, config.num_slots // 4
         # By ticket, not by slot: slots are used again.
         self._look = look
         self._calls: Answers = record_calls(pool.calls(look))
@@ -156,7 +156,7 @@ class RolloutService:
         self._tasks.update(zip(tickets, tasks, strict=True))
         for ticket, task in zip(tickets, tasks, strict=True):
             self._scheduler.submit(ticket, task.group)
-        self._is_draining, self._thin_at = False, self._config.num_slots // 4
+        self._is_draining, self._shrink_at = False, self._config.num_slots // 4
         return tickets
 
     def step(self) -> list[Finished]:
@@ -263,15 +263,15 @@ class RolloutService:
         return episode
 
     def _move_the_last(self, session: Session) -> Session:
-        """Calls `thin_out` for the last episodes, if there are so few now."""
+        """Calls `shrink` for the last episodes, if there are so few now."""
         live = [episode for episode in self._slots if episode is not None]
-        if self._thin_out is None or not self._is_draining:
+        if self._shrink is None or not self._is_draining:
             return session
-        if self._scheduler.num_waiting or len(live) > self._thin_at:
+        if self._scheduler.num_waiting or len(live) > self._shrink_at:
             return session
-        self._thin_at = len(live) // 2
+        self._shrink_at = len(live) // 2
         longest = max((episode.length for episode in live), default=0)
-        return self._thin_out(session, len(live), longest) if live else session
+        return self._shrink(session, len(live), longest) if live else session
 
     def _end(self, slot: int, stop_reason: str, detail: str = "") -> None:
         """Ends the episode in this slot, and frees the slot."""
@@ -362,7 +362,7 @@ class RolloutService:
                 return self._end(slot, result.stop_reason, result.detail)
         if answer.failure is not None:
             return self._end(slot, answer.failure.stop_reason, answer.failure.detail)
-        if answer.heard is None or not episode.fits(answer.heard):
+        if answer.observation is None or not episode.fits(answer.observation):
             return self._end(slot, *episode.cut(self._config.unfinished_reward))
         episode.choices, episode.allowed = answer.choices, answer.allowed
-        episode.append_message(answer.content, answer.heard)
+        episode.append_message(answer.content, answer.observation)

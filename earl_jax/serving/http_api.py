@@ -38,12 +38,12 @@ from earl_jax.serving.http_answers import (
 )
 from earl_jax.serving.http_requests import (
     DEFAULT_MAX_TOKENS,
-    Wanted,
+    ReplyParams,
     read_chat,
     read_completion,
     read_generate,
     read_object,
-    read_wanted,
+    read_reply_params,
     take,
 )
 from earl_jax.serving.http_server import Connection, HttpError, HttpRequest
@@ -124,24 +124,24 @@ class HttpApi:
     async def _completions(self, request: HttpRequest, connection: Connection) -> None:
         given = self._read(request)
         prompts = read_completion(given)
-        wanted = self._wanted({"max_tokens": DEFAULT_MAX_TOKENS, **given})
+        params = self._reply_params({"max_tokens": DEFAULT_MAX_TOKENS, **given})
         given = [{"text": prompt} if isinstance(prompt, str) else prompt for prompt in prompts]
-        await self._reply(wanted, given, CompletionForm(self._service.decode), connection)
+        await self._reply(params, given, CompletionForm(self._service.decode), connection)
 
     async def _chat(self, request: HttpRequest, connection: Connection) -> None:
         fields, messages, tools = read_chat(self._read(request))
         arguments = take(fields, "chat_template_kwargs", dict, {})
-        wanted = self._wanted(fields)
+        params = self._reply_params(fields)
         prompt = {"messages": messages, "tools": tools, "arguments": arguments}
         form = ChatForm(self._service.decode, has_tools=bool(tools))
-        await self._reply(wanted, [prompt], form, connection)
+        await self._reply(params, [prompt], form, connection)
 
     async def _generate(self, request: HttpRequest, connection: Connection) -> None:
         given = self._read(request)
         fields, ids = read_generate(given)
         fields = {"max_tokens": DEFAULT_MAX_TOKENS, **fields}
-        wanted = self._wanted(fields, "sampling_params.")
-        async with self._replies(wanted, [ids], connection, is_text=False) as (replies, counts):
+        params = self._reply_params(fields, "sampling_params.")
+        async with self._replies(params, [ids], connection, is_text=False) as (replies, counts):
             choices = [Choice(index) for index in range(len(replies))]
             await _together(_collect(*each) for each in zip(replies, choices, strict=True))
         answer = {
@@ -162,11 +162,11 @@ class HttpApi:
             )
         return given
 
-    def _wanted(self, fields: Mapping[str, Any], where: str = "") -> Wanted:
+    def _reply_params(self, fields: Mapping[str, Any], where: str = "") -> ReplyParams:
         service = self._service
-        wanted = read_wanted(fields, service.sampling, service.limits, where)
-        options = service.allow(wanted.options, service.limits.context_tokens, where)
-        return dataclasses.replace(wanted, options=options)
+        params = read_reply_params(fields, service.sampling, service.limits, where)
+        options = service.allow(params.options, service.limits.context_tokens, where)
+        return dataclasses.replace(params, options=options)
 
     async def _ids(self, prompt: Prompt, name: str) -> list[int]:
         if isinstance(prompt, list) or prompt.get("text") == "":
@@ -175,22 +175,27 @@ class HttpApi:
 
     @contextlib.asynccontextmanager
     async def _replies(
-        self, wanted: Wanted, prompts: Sequence[Prompt], connection: Connection, *, is_text: bool
+        self,
+        params: ReplyParams,
+        prompts: Sequence[Prompt],
+        connection: Connection,
+        *,
+        is_text: bool,
     ) -> AsyncIterator[tuple[list[Any], list[int]]]:
         """Gives the replies to all prompts, which end with the context, and the prompts' lengths.
 
         All are admitted first, or none is.
         """
         service, replies, counts = self._service, [], []
-        with self._admitted(len(prompts) * wanted.count, connection.client) as names:
+        with self._admitted(len(prompts) * params.count, connection.client) as names:
             for prompt in prompts:
                 ids = await self._ids(prompt, names[0])
                 left = service.limits.context_tokens - len(ids)
-                max_tokens = wanted.max_tokens or max(1, left)
+                max_tokens = params.max_tokens or max(1, left)
                 check_ids(ids, max_tokens, service.limits)
                 counts.append(len(ids))
-                for number in range(wanted.count):
-                    options, name = wanted.options_of(number), names[len(replies)]
+                for number in range(params.count):
+                    options, name = params.options_of(number), names[len(replies)]
                     replies.append(service.reply(name, ids, max_tokens, options, is_text=is_text))
             yield replies, counts
 
@@ -215,20 +220,20 @@ class HttpApi:
                 service.leave(name)
 
     async def _reply(
-        self, wanted: Wanted, prompts: Sequence[Prompt], form: Form, connection: Connection
+        self, params: ReplyParams, prompts: Sequence[Prompt], form: Form, connection: Connection
     ) -> None:
         """Answers with the replies to these prompts, as one object or as events."""
         facts = {
             "id": form.prefix + uuid.uuid4().hex,
-            "object": form.part_name if wanted.streams else form.name,
+            "object": form.part_name if params.streams else form.name,
             "created": int(time.time()),
             "model": self._model.name,
             "policy_version": self._model.version,
         }
-        async with self._replies(wanted, prompts, connection, is_text=True) as (replies, counts):
+        async with self._replies(params, prompts, connection, is_text=True) as (replies, counts):
             choices = [Choice(index) for index in range(len(replies))]
             pairs = list(zip(replies, choices, strict=True))
-            if not wanted.streams:
+            if not params.streams:
                 await _together(_collect(*pair) for pair in pairs)
                 whole = [form.whole(choice) for choice in choices]
                 answer = {**facts, "choices": whole, "usage": usage(sum(counts), choices)}
@@ -240,7 +245,7 @@ class HttpApi:
 
             await connection.begin_events()
             await _together(_stream(*pair, form, send) for pair in pairs)
-        if wanted.counts_usage:
+        if params.counts_usage:
             counted = {"choices": [], "usage": usage(sum(counts), choices)}
             await connection.send_event({**facts, **counted})
         await connection.send_event("[DONE]")

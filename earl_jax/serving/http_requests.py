@@ -53,8 +53,8 @@ _WORDS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What a request wants of each prompt: `count` replies, drawn by `options`.
+class ReplyParams:
+    """Parameters of the replies to a prompt: `count` of them, sampled by `options`.
 
     `max_tokens` None: as many as the context holds. A seed is that of the first reply; those after
     it have the seeds after it.
@@ -108,10 +108,10 @@ def check_names(given: Mapping[str, Any], known: Sequence[str], where: str = "")
             )
 
 
-def read_wanted(
+def read_reply_params(
     given: Mapping[str, Any], default: Sampling, limits: RequestLimits, where: str = ""
-) -> Wanted:
-    """Returns what the sampling fields of a request want. Raises HttpError and RequestError."""
+) -> ReplyParams:
+    """Returns the sampling fields of a request. Raises HttpError and RequestError."""
     options = _options(given, default, limits, where)
     options = dataclasses.replace(options, stop_strings=_stop_strings(given, where))
     scored = _wants_logprobs(given, where)
@@ -131,7 +131,7 @@ def read_wanted(
         )
     stream = take(given, "stream_options", dict, {}, where)
     check_names(stream, ("include_usage",), "stream_options.")
-    return Wanted(
+    return ReplyParams(
         options=options,
         max_tokens=max_tokens,
         count=count,

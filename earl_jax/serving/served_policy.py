@@ -40,6 +40,14 @@ class ServedPolicy:
     num_draft_tokens: int = 0
     sampling: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
+    def without_weights(self) -> "ServedPolicy":
+        """Returns the policy without a reference to its weights; `load` must not be called."""
+        return dataclasses.replace(self, load=_loaded_already)
+
+
+def _loaded_already(layout: Any) -> Any:
+    raise AssertionError("the weights of this policy were loaded, and let go")
+
 
 def model_policy(flags: argparse.Namespace, mesh: "MeshShape") -> ServedPolicy:
     """Returns a checkpoint of `transformers`, for this mesh on CPUs. Raises ValueError."""

@@ -14,7 +14,7 @@ from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.trajectory import Experience, TrajectoryBatch
 from tests.support.shardings import count_host_bytes
 
-ROWS, PLACES, TURNS = 16, 20, 8
+ROWS, LENGTH, TURNS = 16, 20, 8
 
 
 def layout_of(text: str) -> Layout:
@@ -30,10 +30,10 @@ def make_experience(seed: int = 0) -> tuple[Experience, np.ndarray, np.ndarray]:
     lengths = rng.integers(1, 17, ROWS)
     lengths[3], lengths[5] = 0, 16
     experience = Experience(
-        tokens=rng.integers(1, 64, (ROWS, PLACES)).astype(np.int32),
-        turn_ids=rng.integers(0, TURNS + 1, (ROWS, PLACES)).astype(np.int32),
-        logprobs=rng.normal(size=(ROWS, PLACES)).astype(np.float32),
-        versions=rng.integers(0, 9, (ROWS, PLACES)).astype(np.int32),
+        tokens=rng.integers(1, 64, (ROWS, LENGTH)).astype(np.int32),
+        turn_ids=rng.integers(0, TURNS + 1, (ROWS, LENGTH)).astype(np.int32),
+        logprobs=rng.normal(size=(ROWS, LENGTH)).astype(np.float32),
+        versions=rng.integers(0, 9, (ROWS, LENGTH)).astype(np.int32),
     )
     return experience, lengths, rng.normal(size=(ROWS, TURNS)).astype(np.float32)
 
@@ -92,9 +92,9 @@ def own_rows(experience: Experience, layout: Layout) -> Experience:
 
 
 def rows_held(layout: Layout) -> list[int]:
-    """Those of this process."""
+    """Returns the rows that this process holds."""
     sharding = layout.activations("NS")
-    mine = sharding.addressable_devices_indices_map((ROWS, PLACES)).values()
+    mine = sharding.addressable_devices_indices_map((ROWS, LENGTH)).values()
     return sorted({row for index in mine for row in range(ROWS)[index[0]]})
 
 

@@ -46,7 +46,7 @@ def whole_pages_on(engine: Engine, max_tokens: int) -> PageTable:
 
 
 def grow(state: DecodeState, max_tokens: int) -> DecodeState:
-    """The same slots on one device with room, and pages of their own, for so many tokens."""
+    """The same slots on one device that hold so many tokens, with pages of their own."""
     before = state.experience.tokens.shape[1]
     slots, size = state.cached.shape[0], state.cache.page_size
     table, source = whole_pages(slots, before, size).regroup(dense_pool(1, slots, max_tokens, size))

@@ -42,15 +42,15 @@ class Words:
 
     ROUNDS = (("1", "12", "123", "21"), ("0", "00"), ())
 
-    def __init__(self, heard: list[tuple[str, ...]]):
-        self.heard, self.replies = heard, []
+    def __init__(self, replies_seen: list[tuple[str, ...]]):
+        self.replies_seen, self.replies = replies_seen, []
 
     def start(self):
         return Start(text="go.", role="x", choices=self.ROUNDS[0])
 
     def step(self, reply: str):
         self.replies.append(reply)
-        self.heard.append(tuple(self.replies))
+        self.replies_seen.append(tuple(self.replies))
         if len(self.replies) == len(self.ROUNDS):
             return StepResult(reward=1.0, done=True, stop_reason="win")
         choices = self.ROUNDS[len(self.replies)]

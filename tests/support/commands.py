@@ -21,7 +21,7 @@ from tests.support.runs import TINY
 
 # The config that TINY is of.
 CONFIG = ROOT / "configs/tictactoe_tiny_cpu.py"
-# One room and one mesh for each stage, so that few programs are compiled.
+# One context bucket and one mesh for each stage, so that few programs are compiled.
 SMALL = TINY | {
     "num_steps": 2,
     "rollout.context_buckets": "(48,)",

@@ -18,7 +18,7 @@ from earl_jax.serving.jetstream_engine import JetStreamEngine
 from earl_jax.sharding.layout import MeshShape, make_layout
 from tests.support.episodes import MODEL, tokenizer
 
-VOCAB, SEED, NUM_SLOTS, MAX_PREFILL, ROOM = 320, 11, 8, 64, 128
+VOCAB, SEED, NUM_SLOTS, MAX_PREFILL, CONTEXT_TOKENS = 320, 11, 8, 64, 128
 
 
 @functools.cache
@@ -48,7 +48,7 @@ def make_engine() -> JetStreamEngine:
         rules=rules,
         seed=SEED,
     )
-    serving = ServingConfig(max_prefill_length=MAX_PREFILL, context_tokens=ROOM)
+    serving = ServingConfig(max_prefill_length=MAX_PREFILL, context_tokens=CONTEXT_TOKENS)
     engine = Engine(config, make_layout(MeshShape(data=8)))
     return JetStreamEngine(engine, serving, tokenizer())
 
@@ -70,7 +70,7 @@ def padded(ids: np.ndarray) -> np.ndarray:
 def continuations(
     prompts: list[np.ndarray], seeds: list[int], steps: int, sampling: Sampling | None = None
 ) -> np.ndarray:
-    """What the policy says behind each prompt: a full forward pass for each token, no cache."""
+    """Returns the policy's tokens behind each prompt: a full forward pass for each, no cache."""
     return scored_continuations(prompts, seeds, steps, sampling)[0]
 
 
@@ -82,7 +82,7 @@ def scored_continuations(
 
     @jax.jit
     def step(tokens_BT, lengths_B, seeds_B):
-        segments_BT = (jnp.arange(ROOM)[None, :] < lengths_B[:, None]).astype(jnp.int32)
+        segments_BT = (jnp.arange(CONTEXT_TOKENS)[None, :] < lengths_B[:, None]).astype(jnp.int32)
         hidden = forward_rows(MODEL, layout, stacked_params(), tokens_BT, segments_BT)
         last = jnp.take_along_axis(hidden, lengths_B[:, None, None] - 1, axis=1)[:, 0]
         uniforms = token_uniforms(jax.random.key(SEED), seeds_B, lengths_B)
@@ -91,7 +91,7 @@ def scored_continuations(
         tokens, logprobs = sample(uniforms, logits, rows)
         return tokens, logprobs, model_logprobs(logits, tokens)
 
-    rows = np.stack([np.pad(ids, (0, ROOM - len(ids))) for ids in prompts])
+    rows = np.stack([np.pad(ids, (0, CONTEXT_TOKENS - len(ids))) for ids in prompts])
     start = np.array([len(ids) for ids in prompts])
     found = []
     for count in range(steps):

@@ -45,7 +45,7 @@ CONFIG = RolloutConfig(
 )
 # Where nobody takes anything over, an episode's rounds are a matter of its own length.
 CACHE_RULES = CacheRules(share_prefixes=False)
-ROOM = CONFIG.context_buckets[-1]
+MAX_TOKENS = CONFIG.context_buckets[-1]
 
 
 def game_corpus(num_games: int, seed: int = 0, make=BoardGame) -> list[str]:
@@ -150,9 +150,8 @@ def tictactoe(task: Task):
 
 
 @dataclasses.dataclass
-class Rooms:
-    """Grows the room, as `placement.sessions.make_room` does where the mesh stays; remembers what
-    for.
+class GrowPool:
+    """Grows the session as `placement.sessions.grow` does on the same mesh; records the calls.
 
     Pages come by the dozen; at most `most_pages` a row shard, as where the budget is reached.
     """
@@ -183,15 +182,15 @@ def open_service(
     *,
     params=None,
     version=0,
-    max_tokens=ROOM,
+    max_tokens=MAX_TOKENS,
     num_slots=CONFIG.num_slots,
     pages=0,
-    make_room=None,
+    grow=None,
     player=None,
     sampling=Sampling(),  # noqa: B008
     num_devices=NUM_DEVICES,
     max_context=NO_LIMIT,
-    thin_out=None,
+    shrink=None,
     vacant=None,
     **changes,
 ) -> RolloutService:
@@ -208,11 +207,11 @@ def open_service(
         lambda: Conversation(renderer()),
         pool,
         make,
-        make_room or Rooms(),
+        grow or GrowPool(),
         num_devices=num_devices,
         sampling=sampling,
         max_context=max_context,
-        thin_out=thin_out,
+        shrink=shrink,
         cache_rules=dataclasses.replace(CACHE_RULES, **rules),
     )
 
@@ -225,7 +224,7 @@ def collect(pool, todo, make=tictactoe, *, services=None, **settings):
     return closed.collect(service, todo)
 
 
-def check_nothing_is_held(service: RolloutService, longest: int = ROOM) -> None:
+def check_nothing_is_held(service: RolloutService, longest: int = MAX_TOKENS) -> None:
     """No slot has an episode, and nothing is left in host memory.
 
     Pages are free or held for what an idle slot has read: without it every page is free.

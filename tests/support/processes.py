@@ -49,7 +49,7 @@ class Processes:
         ]
 
     def results(self, timeout_s: float = 120.0) -> list[Any]:
-        """What each returned; what it wrote to stderr is in `errors` then.
+        """Returns the result of each process; its stderr is in `errors` then.
 
         Raises AssertionError with its output where one failed.
         """

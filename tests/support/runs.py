@@ -54,7 +54,7 @@ def command(module: str, *arguments: str, **overrides) -> list[str]:
 
 
 def environment(cache: Path, *, as_a_user: bool = False) -> dict[str, str]:
-    """Of a process that compiles quickly, like the tests (conftest), or well, as a user's does."""
+    """Returns variables of a process that compiles quickly, like tests, or well, like a user's."""
     removed = ("JAX_", "XLA_", "PJRT_") if as_a_user else ("JAX_",)
     kept = {k: v for k, v in os.environ.items() if not k.startswith(removed)}
     return kept | {"XDG_CACHE_HOME": str(cache), "PYTHONUNBUFFERED": "1"}

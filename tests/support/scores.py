@@ -13,7 +13,7 @@ from earl_jax.models.logprobs import score_logits
 from earl_jax.sharding.layout import MeshShape, make_layout
 from tests.support.episodes import MODEL, weights
 
-PLACES = 64
+LENGTH = 64
 
 
 @functools.cache
@@ -36,7 +36,7 @@ def _scores(seed: int):
 
 def gaps(trajectories) -> list[list[tuple[int, float]]]:
     """Each episode's sampled tokens: the version, and how far its log-prob is from that of it."""
-    ids = np.zeros((len(trajectories), PLACES), np.int32)
+    ids = np.zeros((len(trajectories), LENGTH), np.int32)
     segments = np.zeros_like(ids)
     for row, trajectory in enumerate(trajectories):
         whole = [token for turn in trajectory.turns for token in turn.token_ids]

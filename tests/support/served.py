@@ -191,12 +191,12 @@ def loaded():
 
 
 def expected(prompt, count: int) -> list[int]:
-    """What the server of the fixture must say."""
+    """Returns the text that the server of the fixture must answer."""
     return greedy(*loaded(), prompt, count, end_ids())
 
 
 def end_ids() -> set[int]:
-    """What ends a reply."""
+    """Returns the ids that end a reply."""
     tokenizer = load_tokenizer(MODEL)
     return {tokenizer.eos_token_id, tokenizer.pad_token_id}
 
@@ -249,7 +249,7 @@ def save_parrot(
 
 
 def saying() -> list[int]:
-    """What the parrot answers to "<"."""
+    """Returns the parrot's answer to "<"."""
     return load_tokenizer(MODEL).encode(SAYING)[1:]
 
 

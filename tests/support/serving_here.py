@@ -55,7 +55,7 @@ class Here:
 
 
 def until(holds: Callable[[], bool], deadline_s: float = 30.0) -> bool:
-    """Whether something holds before the deadline."""
+    """Waits for a condition; returns False if it does not hold before the deadline."""
     end = time.monotonic() + deadline_s
     while not holds():
         if time.monotonic() > end:
@@ -108,7 +108,7 @@ def serving_here(
     )
     warm_up(engine, params)
     given = {"max_waiting": 64, "max_waiting_per_client": 32, **bounds}
-    told: queue.Queue = queue.Queue()
+    events: queue.Queue = queue.Queue()
 
     async def run() -> None:
         stop = asyncio.Event()
@@ -120,21 +120,23 @@ def serving_here(
             version=0,
             texts=texts,
             endpoints=Endpoints(host="127.0.0.1", port=0, grpc_port=0, **given),
-            on_ready=lambda *found: told.put((*found, lambda: loop.call_soon_threadsafe(stop.set))),
+            on_ready=lambda *found: events.put(
+                (*found, lambda: loop.call_soon_threadsafe(stop.set))
+            ),
             stop=stop,
         )
 
     def in_thread() -> None:
         try:
             asyncio.run(run())
-            told.put(None)
+            events.put(None)
         except BaseException as error:  # noqa: BLE001 - it is raised below
-            told.put(error)
+            events.put(error)
 
     with contextlib.closing(texts):
         thread = threading.Thread(target=in_thread)
         thread.start()
-        found = told.get(timeout=120)
+        found = events.get(timeout=120)
         if isinstance(found, BaseException):
             raise found
         http, address, stop = found
@@ -152,6 +154,6 @@ def serving_here(
             channel.close()
             stop()
             thread.join(60)
-    ended = told.get(timeout=1)
+    ended = events.get(timeout=1)
     if ended is not None:
         raise ended

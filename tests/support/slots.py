@@ -33,11 +33,11 @@ from earl_jax.sharding.layout import MeshShape, make_layout
 
 # Eight key/value heads, so that every candidate mesh of eight devices is possible in test_engine.
 MODEL = ModelConfig(num_layers=2, width=32, num_heads=16, num_kv_heads=8, head_size=4, ffn_size=64)
-VOCAB, END, PLACES, CHUNK = 32, 0, 48, 5
+VOCAB, END, MAX_TOKENS, CHUNK = 32, 0, 48, 5
 MAX_TURN_TOKENS = 6
 RULES = SlotRules(burst=4, end_of_turn_ids=(END,))
 NUM_SLOTS = 8
-# Four pages are full at PLACES, and the last one is not.
+# Four pages are full at MAX_TOKENS, and the last one is not.
 PAGE_SIZE = 11
 
 
@@ -51,8 +51,8 @@ class Script:
 
 
 @dataclasses.dataclass
-class Heard:
-    """What the host saw of an episode, in order; `turn_ids` as in Experience."""
+class Transcript:
+    """An episode as the host saw it, in order; `turn_ids` as in Experience."""
 
     ids: list[int] = dataclasses.field(default_factory=list)
     turn_ids: list[int] = dataclasses.field(default_factory=list)
@@ -77,7 +77,7 @@ class Heard:
     def turns(self) -> list[list[int]]:
         """The policy's turns."""
         return [
-            [token for token, t in zip(self.ids, self.turn_ids, strict=True) if t == turn]
+            [token for token, at in zip(self.ids, self.turn_ids, strict=True) if at == turn]
             for turn in range(1, self.turn + 1)
         ]
 
@@ -93,11 +93,11 @@ def converse(
     version: Callable[[int], int] = lambda round_index: 0,
     delays: Mapping[int, int] | None = None,
     turn_limits: Mapping[int, int] | None = None,
-) -> tuple[Any, dict[int, Heard]]:
+) -> tuple[Any, dict[int, Transcript]]:
     """Plays the script of each slot to its end. `delays`: rounds to wait before a slot begins."""
-    heard = {slot: Heard() for slot in scripts}
-    for slot, h in heard.items():
-        h.answer(scripts[slot].messages[0])
+    transcripts = {slot: Transcript() for slot in scripts}
+    for slot, t in transcripts.items():
+        t.answer(scripts[slot].messages[0])
     for round_index in range(300):
         waiting = {slot for slot, delay in (delays or {}).items() if delay > round_index}
         columns = {
@@ -110,41 +110,41 @@ def converse(
             "chunk": np.zeros((num_slots, chunk_size), np.int32),
             "turn_limit": np.full(num_slots, MAX_TURN_TOKENS, np.int32),
         }
-        for slot in heard.keys() - waiting:
+        for slot in transcripts.keys() - waiting:
             columns["turn_limit"][slot] = (turn_limits or {}).get(slot, MAX_TURN_TOKENS)
             columns["sampling"].temperature[slot] = temperature[slot] if temperature else 1.0
-            give_chunk(columns, slot, heard[slot], scripts[slot])
+            give_chunk(columns, slot, transcripts[slot], scripts[slot])
         state, report = play(state, RoundInputs(**columns, version=version(round_index)))
-        for slot, h in heard.items():
+        for slot, t in transcripts.items():
             if report.count[slot]:
-                take_down(report, slot, h, scripts[slot], version(round_index))
-        if all(h.over for h in heard.values()):
-            return state, heard
+                take_down(report, slot, t, scripts[slot], version(round_index))
+        if all(t.over for t in transcripts.values()):
+            return state, transcripts
     raise AssertionError("episodes did not end within 300 rounds")
 
 
-def give_chunk(columns: dict[str, np.ndarray], slot: int, h: Heard, script: Script) -> None:
+def give_chunk(columns: dict[str, np.ndarray], slot: int, t: Transcript, script: Script) -> None:
     chunk_size = columns["chunk"].shape[1]
-    part, h.queue = h.queue[:chunk_size], h.queue[chunk_size:]
+    part, t.queue = t.queue[:chunk_size], t.queue[chunk_size:]
     if not part:
         return
     columns["chunk"][slot, : len(part)] = part
     columns["count"][slot] = len(part)
     columns["seed"][slot], columns["row"][slot] = script.seed, script.row
-    columns["restart"][slot], columns["begin_turn"][slot] = h.fresh, not h.queue
-    h.turn += not h.queue
-    h.fresh = False
+    columns["restart"][slot], columns["begin_turn"][slot] = t.fresh, not t.queue
+    t.turn += not t.queue
+    t.fresh = False
 
 
-def take_down(report: RoundOutputs, slot: int, h: Heard, script: Script, version: int) -> None:
+def take_down(report: RoundOutputs, slot: int, t: Transcript, script: Script, version: int) -> None:
     count = int(report.count[slot])
     tokens, logprobs = report.tokens[slot, :count], report.logprobs[slot, :count]
-    h.note(tokens.tolist(), h.turn, logprobs.tolist(), version)
+    t.note(tokens.tolist(), t.turn, logprobs.tolist(), version)
     if report.active[slot]:
         return
-    h.over = h.turn == len(script.messages)
-    if not h.over:
-        h.answer(script.messages[h.turn])
+    t.over = t.turn == len(script.messages)
+    if not t.over:
+        t.answer(script.messages[t.turn])
 
 
 @functools.cache
@@ -208,7 +208,7 @@ def play_on_one_device(rules: SlotRules = RULES, weights: Any = None):
     return play
 
 
-def empty(max_tokens: int = PLACES):
+def empty(max_tokens: int = MAX_TOKENS):
     return decode_state.empty_state(MODEL, NUM_SLOTS, NUM_SLOTS, max_tokens, page_size=PAGE_SIZE)
 
 
@@ -225,7 +225,7 @@ def _full_forward():
 
 def full_forward(episodes: list[list[int]], rows: int = NUM_SLOTS) -> np.ndarray:
     """Logits of whole finished episodes by the trainer's forward pass, one row each."""
-    tokens, segments = (np.zeros((rows, PLACES), np.int32) for _ in range(2))
+    tokens, segments = (np.zeros((rows, MAX_TOKENS), np.int32) for _ in range(2))
     for row, ids in enumerate(episodes):
         tokens[row, : len(ids)], segments[row, : len(ids)] = ids, 1
     return np.asarray(_full_forward()(stacked_params(), tokens, segments))
@@ -234,36 +234,42 @@ def full_forward(episodes: list[list[int]], rows: int = NUM_SLOTS) -> np.ndarray
 _score = jax.jit(score_logits)
 
 
-def check_logprobs(heard: Mapping[int, Heard], temperature: Mapping[int, float] | None = None):
+def check_logprobs(
+    transcripts: Mapping[int, Transcript], temperature: Mapping[int, float] | None = None
+):
     """Every log-prob that the engine gave is the trainer's, to 1e-5; greedy ones at 1."""
-    logits_BTV = full_forward([h.ids for h in heard.values()], len(heard))
-    for row, (slot, h) in enumerate(heard.items()):
+    logits_BTV = full_forward([t.ids for t in transcripts.values()], len(transcripts))
+    for row, (slot, t) in enumerate(transcripts.items()):
         value = (temperature[slot] if temperature else 1.0) or 1.0
-        targets = np.zeros(PLACES, np.int32)
-        targets[: len(h.ids) - 1] = h.ids[1:]
+        targets = np.zeros(MAX_TOKENS, np.int32)
+        targets[: len(t.ids) - 1] = t.ids[1:]
         scores = np.asarray(_score(logits_BTV[row], targets, np.float32(value)).logprobs)
-        max_tokens = np.flatnonzero(h.turn_ids)
-        assert len(max_tokens) >= h.turn
+        positions = np.flatnonzero(t.turn_ids)
+        assert len(positions) >= t.turn
         np.testing.assert_allclose(
-            np.array(h.logprobs)[max_tokens], scores[max_tokens - 1], atol=1e-5, rtol=0
+            np.array(t.logprobs)[positions], scores[positions - 1], atol=1e-5, rtol=0
         )
 
 
-def check_rows(experience: Any, heard: Mapping[int, Heard], scripts: Mapping[int, Script]):
+def check_rows(
+    experience: Any, transcripts: Mapping[int, Transcript], scripts: Mapping[int, Script]
+):
     """The rows hold exactly what the host saw, bit for bit, and zeros behind it."""
-    for slot, h in heard.items():
-        row, length = scripts[slot].row, len(h.ids)
+    for slot, t in transcripts.items():
+        row, length = scripts[slot].row, len(t.ids)
         for field in ("turn_ids", "logprobs", "versions"):
             written = np.asarray(getattr(experience, field))[row]
-            np.testing.assert_array_equal(written[:length], np.float32(getattr(h, field)), field)
+            np.testing.assert_array_equal(written[:length], np.float32(getattr(t, field)), field)
             assert not written[length:].any(), field
         tokens = np.asarray(experience.tokens)[row]
-        np.testing.assert_array_equal(tokens[:length], h.ids)
+        np.testing.assert_array_equal(tokens[:length], t.ids)
         assert not tokens[length:].any()
 
 
-def assert_same(heard: Mapping[int, Heard], other: Mapping[int, Heard], atol: float = 1e-5):
+def assert_same(
+    transcripts: Mapping[int, Transcript], other: Mapping[int, Transcript], atol: float = 1e-5
+):
     """Same tokens by the same authors; log-probs within `atol`. Compared in the order given."""
-    for h, o in zip(heard.values(), other.values(), strict=True):
-        assert (h.ids, h.turn_ids) == (o.ids, o.turn_ids)
-        np.testing.assert_allclose(h.logprobs, o.logprobs, atol=atol, rtol=atol and 1e-7)
+    for t, o in zip(transcripts.values(), other.values(), strict=True):
+        assert (t.ids, t.turn_ids) == (o.ids, o.turn_ids)
+        np.testing.assert_allclose(t.logprobs, o.logprobs, atol=atol, rtol=atol and 1e-7)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a compiled program sends between devices, read from its text.
+"""Bytes that a compiled program sends between devices, read from its text.
 
 Counted is what devices receive, as a plan counts it. An all-reduce is taken for a reduce-scatter
 and an all-gather, which is the least that one needs. What stands in a loop counts once.

@@ -1,0 +1,56 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Two runs of one seed are the same run where the speed model decides, not the clock."""
+
+import numpy as np
+import pytest
+
+from earl_jax.telemetry.metrics import read_metrics
+from earl_jax.training import train
+from tests.support.placements import TINY
+from tests.support.runs import final_parameters, timeless
+from tests.support.settings import make_config
+
+GIVEN = {
+    "num_steps": 3,
+    "seed": 11,
+    "model": TINY,
+    "env": {"name": "trail", "args": {"num_stones": 4, "num_steps": 4, "mask_illegal": True}},
+    "rollout": {
+        "num_slots": 8,
+        "episodes_per_step": 16,
+        "group_size": 4,
+        "max_turn_tokens": 4,
+        "context_buckets": (32, 64),
+        "unfinished_reward": 0.0,
+        # Every answer of an environment is waited for: rounds do not depend on the machine's load.
+        "patience_s": 60.0,
+    },
+    "selector": {
+        "table": "model",
+        "rollout_meshes": ("data=8", "data=4,tensor=2"),
+        "train_meshes": ("data=8", "data=2,fsdp=4"),
+    },
+    "train": {"ratio": "model"},
+    "checkpoint": {"every_steps": 3},
+    "eval": {"every_steps": 2, "games": 8, "final_games": 8},
+}
+
+
+@pytest.mark.slow
+def test_two_runs_of_one_seed_are_the_same_run(tmp_path, monkeypatch):
+    """Metrics but for times, plans and their reasons included, and parameters to the bit."""
+    lines, parameters = [], []
+    for name in ("one", "other"):
+        # No table, and nothing else, goes from one to the other.
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name / "cache"))
+        workdir = tmp_path / name / "run"
+        train(make_config(GIVEN), workdir)
+        lines.append([timeless(line) for line in read_metrics(workdir / "metrics.jsonl")])
+        parameters.append(final_parameters(workdir, 3))
+    one, other = lines
+    assert one == other
+    assert [line["step"] for line in one if "eval" not in line] == [1, 2, 3]
+    assert len({line["rollout_tokens"] for line in one if "eval" not in line}) > 1
+    for mine, theirs in zip(*parameters, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
