@@ -293,7 +293,8 @@ class Training:
         """Connects the placement to the thread that compiles ahead, from here on."""
         self.placement.about_to_use = self.ahead.hand_over
         self.placement.is_compiled = self.ahead.is_compiled
-        self.placement.compiles_ahead = self.ahead.is_on
+        if self.ahead.is_on:
+            self.placement.may_try = self.ahead.may_try
         self.ahead.take_times()
         cluster, layouts = self.run.cluster, self.run.stages.layouts
         if cluster.num_hosts > 1:

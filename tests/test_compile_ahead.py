@@ -13,7 +13,13 @@ from jax.experimental.compilation_cache import compilation_cache
 from earl_jax.dispatch.packing import Shape
 from earl_jax.engine.pages import roomier_pages
 from earl_jax.engine.round_inputs import NO_LIMIT
-from earl_jax.placement.compile_ahead import CompileAhead, Wanted, compiles_ahead, wanted_programs
+from earl_jax.placement.compile_ahead import (
+    CompileAhead,
+    Wanted,
+    compiles_ahead,
+    promising_plans,
+    wanted_programs,
+)
 from earl_jax.placement.packing import plan_batch, shape_ahead
 from earl_jax.placement.programs import lower_round, lower_update, play_key, update_key
 from earl_jax.run import build_run
@@ -123,12 +129,10 @@ def test_mesh_that_never_ran_is_tried_when_its_programs_are_compiled():
     settings = given(ROLLOUT, (D8, D4T2), (D8,), compile_ahead="on", table="auto")
     placement = placed(build_run(make_config(settings)), SHORT, ThroughputTable())
     object.__setattr__(placement.problem, "round_speed", lambda *_: 1000.0)
-    history, ready = history_of(12, 12, 12), set()
-    placement.compiles_ahead, placement.is_compiled = True, ready.__contains__
-    key = play_key(D4T2, 8, SHORT)
+    history, key, go = history_of(12, 12, 12), play_key(D4T2, 8, SHORT), threading.Event()
 
     def wanted():
-        return [wanted.key for wanted in wanted_programs(placement, history, SHORT)]
+        return list(wanted_programs(placement, history, SHORT))
 
     def chosen():
         placement.choose_step(12, history.recent())
@@ -139,11 +143,18 @@ def test_mesh_that_never_ran_is_tried_when_its_programs_are_compiled():
         assert chosen() == D8
         placement.observations.add_speed(placement.rollout, SHORT, 500.0)
         placement.observations.add_speed(placement.train, SHORT, 1e6)
-    assert chosen() == D8 and wanted() == [key]
-    assert chosen() == D8, "it is being compiled"
-    ready.add(key)
-    assert chosen() == D4T2
-    assert placement.promising(history.recent()) == []
+    with CompileAhead(print) as ahead:
+        placement.may_try = ahead.may_try
+        assert chosen() == D8
+        (program,) = wanted()
+        assert program.key == key
+        # Another one in its place, which is quick to compile.
+        ahead.request([program._replace(lower=small("round", 2.25, go).lower)])
+        assert chosen() == D8, "it is being compiled"
+        go.set()
+        ahead.settle()
+        assert chosen() == D4T2
+    assert promising_plans(placement, history.recent()) == []
 
 
 @pytest.fixture
