@@ -121,13 +121,6 @@ def compiles_ahead(setting: str, cluster: Cluster) -> bool:
     return (setting == "on" or setting == "auto" and apart) and cluster.count == 1
 
 
-class Times(NamedTuple):
-    """Seconds that programs took to compile: in all, and the part that the run waited for."""
-
-    total_s: float
-    waited_s: float
-
-
 class CompileAhead:
     """A thread that compiles. To be closed: XLA must not outlive the process."""
 
@@ -141,12 +134,12 @@ class CompileAhead:
         self._say, self.is_on, self._max_context = say, is_on, max_context
         self._pool = ThreadPoolExecutor(1, "compile-ahead")
         self._thread: threading.Thread | None = None
-        # Seconds of each requested program, None where it failed; no future once the run uses it.
-        self._futures: dict[Hashable, Future[float | None] | None] = {}
+        # Each requested program, False where it failed; no future once the run uses it.
+        self._futures: dict[Hashable, Future[bool] | None] = {}
         # Keys of programs, by those of plans that wait for them.
         self._waiting: dict[str, Hashable] = {}
         self._failures: list[str] = []
-        self._hidden_s = self._waited_s = 0.0
+        self._waited_s = 0.0
         self._clock = compile_clock()
 
     def look(self, placement: Placement, history: LoadHistory) -> None:
@@ -169,7 +162,7 @@ class CompileAhead:
         if key not in self._futures:
             return False
         future = self._futures[key]
-        return future is None or (future.done() and future.result() is not None)
+        return future is None or (future.done() and future.result())
 
     def may_try(self, plan: Plan, tokens: int) -> bool:
         """Returns True for a plan that waited for its program, if that is there."""
@@ -183,21 +176,17 @@ class CompileAhead:
         future, self._futures[key] = self._futures.get(key), None
         if future is None or future.cancel():
             return
-        is_done, start = future.done(), time.perf_counter()
-        seconds = future.result() or 0.0
-        waited = 0.0 if is_done else min(time.perf_counter() - start, seconds)
-        self._waited_s += waited
-        self._hidden_s += seconds - waited
+        start_s = time.perf_counter()
+        wait([future])
+        self._waited_s += time.perf_counter() - start_s
 
-    def take_times(self) -> Times:
-        """Returns the times of programs that were used for the first time since the last call.
+    def take_waited_s(self) -> float:
+        """Returns the seconds that the run has waited for programs since the last call.
 
-        The run waits for programs that it compiles itself or loads from the cache folder.
+        Also for those that it compiled itself or loaded from the cache folder.
         """
-        waited = self._waited_s + self._clock.take(but=self._thread)
-        total = waited + self._hidden_s
-        self._hidden_s = self._waited_s = 0.0
-        return Times(total, waited)
+        waited, self._waited_s = self._waited_s, 0.0
+        return waited + self._clock.take(but=self._thread)
 
     def settle(self) -> None:
         """Waits until all requested programs are compiled."""
@@ -213,13 +202,12 @@ class CompileAhead:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _compile(self, wanted: Wanted) -> float | None:
+    def _compile(self, wanted: Wanted) -> bool:
         self._thread = threading.current_thread()
-        before = self._clock.own_seconds()
         try:
             wanted.lower().compile()
         except jax.errors.JaxRuntimeError as error:
             # The run compiles it again if it needs it, and chooses less if it must.
             self._failures.append(f"could not compile ahead for {wanted.key}: {error}")
-            return None
-        return self._clock.own_seconds() - before
+            return False
+        return True
