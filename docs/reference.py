@@ -31,8 +31,7 @@ METRICS: dict[str, dict[str, str]] = {
         "time_s": "Seconds since the command started.",
         "stage_s": "Seconds of each stage: select, publish, rollout, dispatch, train, ...",
         "expected_step_s": "Seconds that the selector expected the step to take.",
-        "compile_s": "Seconds that programs used for the first time took to compile.",
-        "compile_waited_s": "The part of `compile_s` for which the run waited.",
+        "compile_s": "Seconds that the run waited for programs to be compiled or loaded.",
     },
     "Episodes": {
         "reward_mean": "Mean reward of the step's episodes.",

@@ -296,8 +296,9 @@ class Training:
         """Connects the placement to the thread that compiles ahead, from here on."""
         self.placement.about_to_use = self.ahead.hand_over
         self.placement.is_compiled = self.ahead.is_compiled
-        self.placement.compiles_ahead = self.ahead.is_on
-        self.ahead.take_times()
+        if self.ahead.is_on:
+            self.placement.may_try = self.ahead.may_try
+        self.ahead.take_waited_s()
         cluster, layouts = self.run.cluster, self.run.stages.layouts
         if cluster.num_hosts > 1:
             rollout = across_in_words(layouts.rollout(self.placement.rollout.mesh), cluster.hosts)
@@ -397,12 +398,12 @@ class Training:
 
     def _line(self, record: StepRecord) -> dict[str, Any]:
         """Returns the line of metrics.jsonl for this step, in the words of the contract."""
-        switches, compiling = self.placement.take_log().metrics(), self.ahead.take_times()
-        parts = self.run.cluster.gather([switches, list(compiling)], "what changed")
+        switches, compiling = self.placement.take_log().metrics(), self.ahead.take_waited_s()
+        parts = self.run.cluster.gather([switches, compiling], "what changed")
         # One process may have decided by itself within a rollout.
         notes = [note for part, _ in parts for note in part["switch_notes"]]
         switched = [stage for part, _ in parts for stage in part["switched"]]
-        total_s, waited_s = max((times for _, times in parts), key=lambda times: times[1])
+        compile_s = max(seconds for _, seconds in parts)
         return {
             **record.metrics(),
             "train_mesh": str(self.placement.train.mesh),
@@ -413,7 +414,7 @@ class Training:
             "switch_s": max(part["switch_s"] for part, _ in parts),
             "peak_bytes_per_device": max(part["peak_bytes_per_device"] for part, _ in parts),
             "budget_bytes_per_device": self.run.problem.budget_bytes,
-            **({"compile_s": total_s, "compile_waited_s": waited_s} if total_s else {}),
+            **({"compile_s": compile_s} if compile_s else {}),
         }
 
     def _notes(
@@ -425,10 +426,7 @@ class Training:
             self._differs = self.placement.words
             yield self._differs or "all as in the config again"
         if line["switched"] and "compile_s" in line:
-            yield (
-                f"its new programs took {line['compile_s']:.2f} s to compile, "
-                f"of which the run waited {line['compile_waited_s']:.2f} s"
-            )
+            yield f"the run waited {line['compile_s']:.2f} s for its new programs"
         failures = record.failures
         if failures.kind not in ("", self._said_failure):
             self._said_failure = failures.kind

@@ -95,10 +95,15 @@ def test_a_rollout_that_stays_must_fit_beside_an_update():
     assert decision.rollout.num_bytes <= 2000 and decision.rollout.num_bytes >= 1700 + 80
     # An update must fit beside the rollout that there is.
     chooser = Chooser(stays, ThroughputTable())
-    assert chooser.training(step, None).train.plan.mesh == D8
-    assert chooser.training(step, None, beside=1000).train.plan.mesh == F8
+
+    def beside(rollout):
+        return chooser.step(step, Plans(rollout=rollout), only="train").train.plan.mesh
+
+    # 1000 bytes, and 80 of a page.
+    assert beside(None) == D8
+    assert beside(rollout_on(D8, pages=1)) == F8
     with pytest.raises(BudgetTooSmall):
-        chooser.training(step, None, beside=1400)
+        beside(rollout_on(D8, pages=5))
 
 
 def test_moments_are_offloaded_where_a_rollout_does_not_fit_beside_them():
@@ -195,9 +200,9 @@ def test_step_without_sampled_tokens_has_plans():
     current = Plans(decision.rollout.plan, decision.train.plan)
     assert meshes(choose(problem, step, current)) == meshes(decision)
     chooser = Chooser(problem, ThroughputTable())
-    assert not chooser.rollout(step, current.rollout, F8).rollout.switched
-    tail = chooser.rollout(step, current.rollout, F8, live=0, move_s=lambda mesh: 0.0)
-    assert not tail.rollout.switched
+    assert not chooser.step(step, current, only="rollout").rollout.switched
+    tail = dataclasses.replace(step, live=0, move_s=lambda mesh: 0.0)
+    assert not chooser.step(tail, current, only="rollout").rollout.switched
 
 
 def test_more_micro_batches_are_taken_before_a_slower_mesh():
@@ -234,25 +239,30 @@ def test_exact_bytes_decide_instead_of_computed_ones():
 def test_training_alone_stays_unless_it_must_go_or_rows_are_new():
     problem = hand_problem({D8: 100.0, F8: 200.0}, {D8: 100.0})
     chooser = Chooser(problem, ThroughputTable())
-    assert chooser.training(STEP, train_on(D8)).train.plan.mesh == D8
+    current = Plans(train=train_on(D8))
+    assert chooser.step(STEP, current, only="train").train.plan.mesh == D8
     new = dataclasses.replace(STEP, is_new=True)
-    assert chooser.training(new, train_on(D8)).train.plan.mesh == F8
+    assert chooser.step(new, current, only="train").train.plan.mesh == F8
     small = dataclasses.replace(problem, train_bytes={D8: 90_000}, budget_bytes=1500)
     chooser = Chooser(small, ThroughputTable())
-    assert chooser.training(STEP, train_on(D8)).train.plan.mesh == F8
+    assert chooser.step(STEP, current, only="train").train.plan.mesh == F8
 
 
 def test_live_episodes_keep_their_slots_and_move_only_where_they_must():
     problem = hand_problem({F8: 1.0}, {D8: 100.0, T8: 900.0}, budget_bytes=1400)
     chooser = Chooser(problem, ThroughputTable())
-    stays = chooser.rollout(STEP, rollout_on(D8, 8, 2), F8, keeps_slots=True)
+    live, current = (
+        dataclasses.replace(STEP, keeps_slots=True),
+        Plans(rollout_on(D8, 8, 2), train_on(F8)),
+    )
+    stays = chooser.step(live, current, only="rollout")
     assert (stays.rollout.plan.mesh, stays.rollout.switched) == (D8, False)
-    longer = dataclasses.replace(STEP, max_tokens=100)
-    moves = chooser.rollout(longer, rollout_on(D8, 8, 2), F8, keeps_slots=True)
+    longer = dataclasses.replace(live, max_tokens=100)
+    moves = chooser.step(longer, current, only="rollout")
     # Ten pages of 80 bytes do not fit into 400; of an eighth of that 40 do.
     assert moves.rollout.plan == rollout_on(T8, 8, 40)
     with pytest.raises(BudgetTooSmall, match="a rollout fits"):
-        chooser.rollout(dataclasses.replace(STEP, max_tokens=500), rollout_on(D8), F8)
+        chooser.step(dataclasses.replace(STEP, max_tokens=500), current, only="rollout")
 
 
 def test_the_last_episodes_go_where_their_rounds_are_faster_if_the_move_is_earned_back():
@@ -261,12 +271,11 @@ def test_the_last_episodes_go_where_their_rounds_are_faster_if_the_move_is_earne
     chooser = Chooser(problem, ThroughputTable())
 
     def tail(rounds: int, move_s: float):
-        step = dataclasses.replace(STEP, rollout_tokens=rounds)
-        here = rollout_on(D8, 8, 2)
-        decision = chooser.rollout(
-            step, here, F8, keeps_slots=True, live=1, move_s=lambda mesh: move_s
+        step = dataclasses.replace(
+            STEP, rollout_tokens=rounds, keeps_slots=True, live=1, move_s=lambda mesh: move_s
         )
-        return decision.rollout.plan.mesh
+        here = Plans(rollout_on(D8, 8, 2), train_on(F8))
+        return chooser.step(step, here, only="rollout").rollout.plan.mesh
 
     # 100 rounds are 10 s here and 1.25 s there.
     assert tail(100, 5.0) == T8

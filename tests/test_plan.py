@@ -79,7 +79,7 @@ def test_training_is_rated_by_the_rows_that_episodes_are_packed_in():
     rated = {c.plan: c.tokens_per_s for c in few.candidates.train(1024)}
     assert rated[TrainPlan(D8, 8, False)] == rated[TrainPlan(D8, 1, False)]
     step = full_step(problem, 1024)
-    every = Chooser(problem, EMPTY).training(step, None).train
+    every = Chooser(problem, EMPTY).step(step, Plans(), only="train").train
     assert few.training(step, None).train.seconds < every.seconds
 
 

@@ -9,6 +9,7 @@ compiles them from shapes alone and leaves them in JAX's persistent compilation 
 array is touched.
 """
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -23,17 +24,22 @@ from earl_jax.placement.packing import plan_of_shape, shape_ahead
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.programs import lower_round, lower_update, play_key, update_key
 from earl_jax.placement.stages import Stages
-from earl_jax.selector.plans import RolloutPlan, TrainPlan
-from earl_jax.selector.table import key_of
+from earl_jax.selector.choose import BudgetTooSmall
+from earl_jax.selector.plans import Plan, RolloutPlan, TrainPlan
+from earl_jax.selector.table import Entry, key_of
 from earl_jax.telemetry.compile_clock import compile_clock
-from earl_jax.telemetry.load import Load, LoadHistory
+from earl_jax.telemetry.load import WINDOW, Load, LoadHistory
 
 
 class Wanted(NamedTuple):
-    """A program: `key` identifies it, `lower` makes it from shapes alone."""
+    """A program: `key` identifies it, `lower` makes it from shapes alone.
+
+    `waiting` is the key in the throughput table of a plan that is tried when the program is there.
+    """
 
     key: Hashable
     lower: Callable[[], Any]
+    waiting: str = ""
 
 
 def wanted_programs(
@@ -48,13 +54,32 @@ def wanted_programs(
     if (tail := placement.sessions.tail_plan(load)) is not None:
         yield _round(stages, tail, placement.max_tokens)
     yield from _next_bucket(placement, load, max_context)
-    for plan, tokens in placement.promising(load):
+    for plan, tokens in promising_plans(placement, load):
         if isinstance(plan, RolloutPlan):
             wanted = _round(stages, plan, tokens)
-        elif (wanted := _update(placement, plan, tokens)) is None:
-            continue
-        placement.awaited[key_of(plan, tokens)] = wanted.key
-        yield wanted
+        else:
+            wanted = _update(placement, plan, tokens)
+        if wanted is not None:
+            yield wanted._replace(waiting=key_of(plan, tokens))
+
+
+def promising_plans(placement: Placement, load: Load | None) -> list[tuple[Plan, int]]:
+    """Returns plans that never ran and would be chosen if their programs were there.
+
+    With their context buckets.
+    """
+    step, observations = placement.step_of(placement.max_tokens, load), placement.observations
+    if placement.may_try is None or not observations.is_fed or step.lasts < WINDOW:
+        return []
+    chooser = placement.chooser(load)
+    chooser = dataclasses.replace(chooser, may_try=lambda plan, tokens: True)
+    try:
+        choices = chooser.step(step, placement.plans).choices
+    except BudgetTooSmall:
+        return []
+    entries = observations.table.entries
+    found = [(choice.plan, choice.tokens) for choice in choices if choice.switched]
+    return [each for each in found if not entries.get(key_of(*each), Entry()).speeds]
 
 
 def _next_bucket(placement: Placement, load: Load | None, max_context: int) -> Iterator[Wanted]:
@@ -96,13 +121,6 @@ def compiles_ahead(setting: str, cluster: Cluster) -> bool:
     return (setting == "on" or setting == "auto" and apart) and cluster.count == 1
 
 
-class Times(NamedTuple):
-    """Seconds that programs took to compile: in all, and the part that the run waited for."""
-
-    total_s: float
-    waited_s: float
-
-
 class CompileAhead:
     """A thread that compiles. To be closed: XLA must not outlive the process."""
 
@@ -116,10 +134,12 @@ class CompileAhead:
         self._say, self.is_on, self._max_context = say, is_on, max_context
         self._pool = ThreadPoolExecutor(1, "compile-ahead")
         self._thread: threading.Thread | None = None
-        # Seconds of each requested program, None where it failed; no future once the run uses it.
-        self._futures: dict[Hashable, Future[float | None] | None] = {}
+        # Each requested program, False where it failed; no future once the run uses it.
+        self._futures: dict[Hashable, Future[bool] | None] = {}
+        # Keys of programs, by those of plans that wait for them.
+        self._waiting: dict[str, Hashable] = {}
         self._failures: list[str] = []
-        self._hidden_s = self._waited_s = 0.0
+        self._waited_s = 0.0
         self._clock = compile_clock()
 
     def look(self, placement: Placement, history: LoadHistory) -> None:
@@ -130,6 +150,8 @@ class CompileAhead:
     def request(self, programs: Iterable[Wanted]) -> None:
         """Compiles these programs, each once; reports earlier ones that failed."""
         for wanted in programs:
+            if wanted.waiting:
+                self._waiting[wanted.waiting] = wanted.key
             if wanted.key not in self._futures:
                 self._futures[wanted.key] = self._pool.submit(self._compile, wanted)
         while self._failures:
@@ -140,7 +162,11 @@ class CompileAhead:
         if key not in self._futures:
             return False
         future = self._futures[key]
-        return future is None or (future.done() and future.result() is not None)
+        return future is None or (future.done() and future.result())
+
+    def may_try(self, plan: Plan, tokens: int) -> bool:
+        """Returns True for a plan that waited for its program, if that is there."""
+        return self.is_compiled(self._waiting.get(key_of(plan, tokens)))
 
     def hand_over(self, key: Hashable) -> None:
         """Gives a program to the run, which waits if it is being compiled.
@@ -150,21 +176,17 @@ class CompileAhead:
         future, self._futures[key] = self._futures.get(key), None
         if future is None or future.cancel():
             return
-        is_done, start = future.done(), time.perf_counter()
-        seconds = future.result() or 0.0
-        waited = 0.0 if is_done else min(time.perf_counter() - start, seconds)
-        self._waited_s += waited
-        self._hidden_s += seconds - waited
+        start_s = time.perf_counter()
+        wait([future])
+        self._waited_s += time.perf_counter() - start_s
 
-    def take_times(self) -> Times:
-        """Returns the times of programs that were used for the first time since the last call.
+    def take_waited_s(self) -> float:
+        """Returns the seconds that the run has waited for programs since the last call.
 
-        The run waits for programs that it compiles itself or loads from the cache folder.
+        Also for those that it compiled itself or loaded from the cache folder.
         """
-        waited = self._waited_s + self._clock.take(but=self._thread)
-        total = waited + self._hidden_s
-        self._hidden_s = self._waited_s = 0.0
-        return Times(total, waited)
+        waited, self._waited_s = self._waited_s, 0.0
+        return waited + self._clock.take(but=self._thread)
 
     def settle(self) -> None:
         """Waits until all requested programs are compiled."""
@@ -180,13 +202,12 @@ class CompileAhead:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _compile(self, wanted: Wanted) -> float | None:
+    def _compile(self, wanted: Wanted) -> bool:
         self._thread = threading.current_thread()
-        before = self._clock.own_seconds()
         try:
             wanted.lower().compile()
         except jax.errors.JaxRuntimeError as error:
             # The run compiles it again if it needs it, and chooses less if it must.
             self._failures.append(f"could not compile ahead for {wanted.key}: {error}")
-            return None
-        return self._clock.own_seconds() - before
+            return False
+        return True

@@ -20,16 +20,17 @@ from earl_jax.placement.programs import compiled_bytes
 from earl_jax.placement.sessions import Sessions
 from earl_jax.placement.stages import Stages
 from earl_jax.rollout.gather import RolloutShort, Shortage
-from earl_jax.selector.choose import BudgetTooSmall, Choice, Chooser, Decision, Step
+from earl_jax.selector.choose import BudgetTooSmall, Choice, Chooser, Decision, Stage, Step
 from earl_jax.selector.memory import OutOfMemoryInMove, is_out_of_memory
 from earl_jax.selector.plans import Plan, Plans, RolloutPlan, TrainPlan
-from earl_jax.selector.table import Entry, ThroughputTable, key_of
+from earl_jax.selector.table import ThroughputTable
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import WINDOW, Load
 from earl_jax.train.backup import StateBackup
 
 Result = TypeVar("Result")
+MayTry = Callable[[Plan, int], bool]
 # A plan whose computed bytes are nearer to the budget is compiled before it is used: they have been
 # up to a twelfth below XLA's (benchmarks/plan.md); on CPUs, whose programs are small, a half.
 SURE, SURE_ON_CPU = 1.2, 1.5
@@ -91,10 +92,11 @@ class Placement:
         # CompileAhead.hand_over and .is_compiled, where a thread compiles ahead.
         self.about_to_use: Callable[[Hashable], None] = lambda key: None
         self.is_compiled: Callable[[Hashable], bool] = lambda key: False
-        # True where a thread compiles ahead: a plan that never ran waits for its program, whose
-        # name is in `awaited` by `key_of`.
-        self.compiles_ahead = False
-        self.awaited: dict[str, Hashable] = {}
+        # Returns True for a plan that never ran, if it may be tried because nobody waits for its
+        # program (CompileAhead.may_try). On CPUs, whose compiler takes its time from the steps in
+        # any case, all may be. None: nothing is tried, as of several processes.
+        is_cpu = stages.problem.hardware.platform == "cpu" and stages.cluster.count == 1
+        self.may_try: MayTry | None = (lambda plan, tokens: True) if is_cpu else None
         self.log = SwitchLog()
 
     def as_dict(self) -> dict[str, Any]:
@@ -178,7 +180,7 @@ class Placement:
             BudgetTooSmall: no plans are left.
         """
         try:
-            return self._choose_step(tokens, load)
+            return self.choose(self.step_of(tokens, load), load)
         except BudgetTooSmall:
             if load is None or not load.growth_tokens:
                 raise
@@ -186,25 +188,38 @@ class Placement:
         shorter = dataclasses.replace(
             load, context_tokens_max=load.context_tokens_max - growth, growth_tokens=0.0
         )
-        return self._choose_step(tokens - growth, shorter)
+        return self.choose(self.step_of(tokens - growth, shorter), shorter)
 
-    def _choose_step(self, tokens: int, load: Load | None) -> Decision:
-        step = self.step_of(tokens, load)
-        decision = self._settled(
-            lambda chooser: chooser.step(step, self.plans, self.calm_steps),
-            load,
-            # Trying a mesh takes a few steps and a compilation.
-            tries=step.lasts >= WINDOW,
+    def choose(self, step: Step, load: Load | None = None, only: Stage | None = None) -> Decision:
+        """Chooses the plans of both stages, or of `only` one, and takes them into use.
+
+        A rollout that keeps its slots is within itself: one process may choose by itself.
+
+        Raises:
+            BudgetTooSmall: no plans are left.
+        """
+        before, decision = self.plans, self._settled(step, load, only)
+        rollout, train = decision.rollout, decision.train
+        switched = any(choice.switched for choice in decision.choices)
+        self.plans = Plans(
+            rollout.plan if rollout else before.rollout, train.plan if train else before.train
         )
-        assert decision.rollout is not None and decision.train is not None
-        stays = not decision.rollout.switched and decision.train.plan == self.plans.train
-        self.calm_steps = self.calm_steps + 1 if stays else 0
-        self.plans = Plans(decision.rollout.plan, decision.train.plan)
-        self.max_tokens, self.length = step.max_tokens, step.length
-        self.most_tokens = max(self.most_tokens, step.max_tokens)
-        self.most_length = max(self.most_length, step.length)
-        self.log.expected_s = decision.seconds
-        self._note(decision)
+        if only is None:
+            stays = not switched and self.plans.train == before.train
+            self.calm_steps = self.calm_steps + 1 if stays else 0
+            self.most_tokens = max(self.most_tokens, step.max_tokens)
+            self.most_length = max(self.most_length, step.length)
+            self.log.expected_s = decision.seconds
+        elif switched:
+            self.calm_steps = 0
+        if only != "train" or switched or step.length > self.length:
+            self.log.choices += decision.choices
+            sizes = [choice.num_bytes for choice in decision.choices]
+            self.log.bytes_per_device = max(self.log.bytes_per_device, *sizes)
+        if rollout is not None:
+            self.max_tokens = step.max_tokens
+        if train is not None:
+            self.length = step.length
         return decision
 
     def step_of(self, tokens: int, load: Load | None) -> Step:
@@ -257,9 +272,8 @@ class Placement:
         plan is faster. By recent steps and not by the batch at hand: where the longest episode
         comes and goes, the mesh must not.
         """
-        rollout = self.stages.rollout
-        longest = rollout.max_tokens_for(load.context_tokens_max if load else 1)
-        return self._choose_training(longest, load)
+        longest = load.context_tokens_max if load else 1
+        return self._choose_training(self.stages.rollout.max_tokens_for(longest), load)
 
     def choose_training_again(self) -> Decision:
         """Chooses another plan for rows of the same length, after a failure."""
@@ -269,67 +283,37 @@ class Placement:
         step = dataclasses.replace(
             self.step_of(self.max_tokens, load), length=length, is_new=length > self.most_length
         )
-        beside = 0
-        if self.problem.rollout_stays:
-            candidates = self.chooser(load).candidates
-            beside, _ = candidates.round_bytes(self.rollout, self.max_tokens)
-        decision = self._settled(
-            lambda chooser: chooser.training(step, self.plans.train, beside), load
-        )
-        assert decision.train is not None
-        if decision.train.switched or length > self.length:
-            self._note(decision)
-        if decision.train.switched:
-            self.calm_steps = 0
-        self.plans = self.plans._replace(train=decision.train.plan)
-        self.length = length
-        return decision
+        return self.choose(step, load, only="train")
 
     def choose_rollout(self, tokens: int, load: Load | None) -> Decision:
         """Chooses a plan for a rollout beside the trainer; the one in use stays if it may."""
-        return self.choose_rollout_of(self.step_of(tokens, load))
+        return self.choose(self.step_of(tokens, load), only="rollout")
 
-    def choose_rollout_of(self, step: Step, *, live: bool = False) -> Decision:
-        """Chooses a rollout's plan; for `live` episodes, which one process may do by itself."""
-        plans, trainer = self.plans, self.train.mesh
-        decision = self._settled(
-            lambda chooser: chooser.rollout(step, plans.rollout, trainer, keeps_slots=live),
-            None,
-            together=not live,
-        )
-        assert decision.rollout is not None
-        if decision.rollout.switched:
-            self.calm_steps = 0
-        self.plans = self.plans._replace(rollout=decision.rollout.plan)
-        self.max_tokens = step.max_tokens
-        self._note(decision)
-        return decision
-
-    def _settled(
-        self,
-        choose: Callable[[Chooser], Decision],
-        load: Load | None,
-        *,
-        together: bool = True,
-        tries: bool = False,
-    ) -> Decision:
+    def _settled(self, step: Step, load: Load | None, only: Stage | None) -> Decision:
         """Chooses until the chosen programs are known to fit; those in doubt are compiled.
 
         A stage needs one compilation, or two where the first turns out too large. Then plans are
-        chosen that surely fit, and others are compiled only where none does. `together`: all
-        processes choose. `tries`: a mesh may be tried out.
+        chosen that surely fit, and others are compiled only where none does.
 
         Raises BudgetTooSmall where nothing fits.
         """
+        # Trying a mesh takes a few steps and a compilation.
+        tries = only is None and step.lasts >= WINDOW
+        together = not step.keeps_slots
+
+        def chosen(caution: float = 1.0, tries: bool = False) -> Decision:
+            chooser = self.chooser(load, caution, tries=tries)
+            return chooser.step(step, self.plans, self.calm_steps, only)
+
         for _ in range(COMPILED_AT_MOST):
-            decision = choose(self.chooser(load, tries=tries))
+            decision = chosen(tries=tries)
             if not self._compiled(decision, together):
                 return decision
         try:
-            return choose(self.chooser(load, self._sure))
+            return chosen(self._sure)
         except BudgetTooSmall:
             pass
-        while self._compiled(decision := choose(self.chooser(load)), together):
+        while self._compiled(decision := chosen(), together):
             pass
         return decision
 
@@ -338,42 +322,10 @@ class Placement:
 
         A training batch is expected to have the tokens of `load`.
         """
-        may_try = self._may_try if tries and self._tries else None
+        may_try = self.may_try if tries and self.observations.is_fed else None
         episodes = self.stages.rollout.episodes_per_step
         tokens = math.ceil(episodes * load.context_tokens_mean) if load else None
         return Chooser(self.problem, self.observations.known, caution, may_try, tokens)
-
-    @property
-    def _tries(self) -> bool:
-        """True if plans that never ran may be tried out.
-
-        On CPUs they are even where nothing compiles ahead: the compiler takes its time from the
-        steps in any case. Several processes compile nothing ahead.
-        """
-        is_cpu = self.problem.hardware.platform == "cpu" and self.stages.cluster.count == 1
-        return self.observations.is_fed and (self.compiles_ahead or is_cpu)
-
-    def _may_try(self, plan: Plan, tokens: int) -> bool:
-        """Returns True if nobody waits for the program of a plan that never ran."""
-        awaited = self.awaited.get(key_of(plan, tokens))
-        return not self.compiles_ahead or self.is_compiled(awaited)
-
-    def promising(self, load: Load | None) -> list[tuple[Plan, int]]:
-        """Returns plans that never ran and would be chosen if their programs were there.
-
-        With their context buckets.
-        """
-        step = self.step_of(self.max_tokens, load)
-        if not self._tries or step.lasts < WINDOW:
-            return []
-        chooser = dataclasses.replace(self.chooser(load), may_try=lambda plan, tokens: True)
-        try:
-            choices = chooser.step(step, self.plans).choices
-        except BudgetTooSmall:
-            return []
-        entries = self.observations.table.entries
-        found = [(choice.plan, choice.tokens) for choice in choices if choice.switched]
-        return [each for each in found if not entries.get(key_of(*each), Entry()).speeds]
 
     @property
     def _sure(self) -> float:
@@ -393,11 +345,6 @@ class Placement:
             else:
                 self.observations.add_bytes(plan, tokens, num_bytes)
         return found
-
-    def _note(self, decision: Decision) -> None:
-        for choice in decision.choices:
-            self.log.choices.append(choice)
-            self.log.bytes_per_device = max(self.log.bytes_per_device, choice.num_bytes)
 
     # Recovery from a lack of memory.
 

@@ -18,7 +18,7 @@ from earl_jax.engine.session import Policy, Session, open_session, relocate, vac
 from earl_jax.placement.programs import play_key
 from earl_jax.selector.choose import BudgetTooSmall, Decision
 from earl_jax.selector.memory import moving, resident_bytes
-from earl_jax.selector.plans import RolloutPlan
+from earl_jax.selector.plans import Plans, RolloutPlan
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import Load
 
@@ -111,11 +111,12 @@ class Sessions:
         step = dataclasses.replace(
             self._placement.step_of(tokens, load),
             cache_tokens=self._placement.tokens_of(wanted * pool.shards),
+            keeps_slots=True,
         )
         self._placement.outgrown = step.max_tokens
         grown = None
         while grown is None:
-            self._placement.choose_rollout_of(step, live=True)
+            self._placement.choose(step, only="rollout")
             # Nothing is donated: where memory is short the live episodes are still there.
             plan = self._placement.rollout
             move = functools.partial(self._relocate, session, plan)
@@ -173,10 +174,12 @@ class Sessions:
             max_tokens=max_tokens,
             cache_tokens=self._placement.tokens_of(here.pages * here.mesh.data),
             rollout_tokens=live * left,
+            keeps_slots=True,
+            live=live,
+            move_s=move_s,
         )
-        return self._placement.chooser(None).rollout(
-            step, here, self._placement.train.mesh, keeps_slots=True, live=live, move_s=move_s
-        )
+        plans = Plans(here, self._placement.train)
+        return self._placement.chooser(None).step(step, plans, only="rollout")
 
     def tail_plan(self, load: Load | None) -> RolloutPlan | None:
         """Returns the plan for the last episodes of a rollout, if it is another than for all."""

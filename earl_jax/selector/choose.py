@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, NamedTuple
+from typing import Generic, Literal, NamedTuple
 
 from earl_jax.selector.plan_candidates import Candidate, Candidates, P
 from earl_jax.selector.plans import Plan, Plans, RolloutPlan, TrainPlan
@@ -29,9 +29,12 @@ from earl_jax.telemetry.load import WINDOW
 TIE, AMPLE = 0.02, 0.5
 
 
+Stage = Literal["rollout", "train"]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """The work of the next step.
+    """The work of the next step, or of the rest of a rollout.
 
     Attributes:
         max_tokens: tokens that the rollout's episodes may come to (a context bucket).
@@ -41,6 +44,10 @@ class Step:
         rollout_tokens: tokens to be sampled.
         lasts: steps that a choice lasts, over which a switch is spread.
         is_new: contexts were never so long, so that other programs are needed anyway.
+        keeps_slots: live episodes sit in the slots of the plan in use.
+        live: so many episodes are left, in the tail of a rollout; None: all of them are ahead.
+        move_s: returns the seconds of moving a rollout to another mesh; infinite where it stays
+            on its own as long as it may.
     """
 
     max_tokens: int
@@ -49,6 +56,9 @@ class Step:
     rollout_tokens: int
     lasts: int
     is_new: bool = False
+    keeps_slots: bool = False
+    live: int | None = None
+    move_s: Callable[[MeshShape], float] = lambda mesh: math.inf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,21 +137,75 @@ class Chooser:
         """The plans to choose from."""
         return Candidates(self.problem, self.table, self.caution, self.may_try, self.train_tokens)
 
-    def step(self, step: Step, current: Plans, calm_steps: int = WINDOW) -> Decision:
-        """Chooses both stages' plans for a step.
+    def step(
+        self, step: Step, current: Plans, calm_steps: int = WINDOW, only: Stage | None = None
+    ) -> Decision:
+        """Chooses both stages' plans for a step, or those of `only` one beside the other's in use.
 
-        Plans that fit are left only when they have been in use for a window of steps (until then
-        the load is in part other plans'), unless contexts are new, or a mesh is tried out.
+        Plans that fit are left only for a step shorter by more than the hysteresis, and only when
+        they have been in use for a window of steps (until then the load is in part other plans'),
+        unless contexts are new, or a plan may be left early. Between the stages of a step the
+        trainer's plan is left only where contexts are new, and within a rollout its plan where
+        `step.move_s` allows it.
 
         Raises:
-            BudgetTooSmall: no pair fits.
+            BudgetTooSmall: nothing fits.
         """
-        pairs = self._pairs(step, current)
-        if not pairs:
-            raise self._too_small(step)
+        ways = {None: self._pairs, "train": self._trainings, "rollout": self._rollouts}
+        pairs = ways[only](step, current)
         here = [pair for pair in pairs if _is_here(pair, current)]
-        is_calm = step.is_new or calm_steps >= WINDOW
-        return self._decide(step, pairs, here, current, is_calm)
+        if only == "rollout" and not here:
+            # It must move, so that the cost of a move does not count.
+            pairs = [pair._replace(cost_s=pair.step_s) for pair in pairs]
+        pair = _best(pairs, self.problem.budget)
+        stays = _best(here, self.problem.budget) if here else None
+        if stays is not None:
+            gains = stays.cost_s > (1.0 + self.problem.hysteresis) * pair.cost_s
+            may_leave = step.is_new or only == "rollout"
+            if only is None and not may_leave:
+                may_leave = calm_steps >= WINDOW or _may_leave_early(pair, stays)
+                may_leave = may_leave and not self._must_wait(pair, stays, step)
+            if not gains or not may_leave:
+                pair = stays
+        gain = stays.cost_s / pair.cost_s - 1.0 if stays and pair.cost_s else None
+        rollout = train = None
+        if (found := pair.rollout) is not None:
+            free, tokens = self.problem.budget - pair.resident, step.max_tokens
+            found = self.candidates.filled(found, tokens, free)
+            work = (tokens, step.rollout_tokens, pair.resident)
+            rollout = self._choice("rollout", found, current.rollout, work, gain)
+        if pair.train is not None:
+            work = (step.length, self._train_tokens(step), 0)
+            train = self._choice("train", pair.train, current.train, work, gain)
+        return Decision(rollout=rollout, train=train, seconds=pair.step_s)
+
+    def _choice(
+        self,
+        stage: str,
+        chosen: Candidate[P],
+        before: P | None,
+        work: tuple[int, int, int],
+        gain: float | None,
+    ) -> Choice[P]:
+        """Returns a stage's part of the decision.
+
+        `work` is its context bucket, its tokens, and the bytes of a device beside it.
+        """
+        tokens, num_tokens, beside = work
+        num_bytes = chosen.num_bytes + beside
+        reason = reason_of(
+            self.candidates, chosen, before, tokens=tokens, num_bytes=num_bytes, gain=gain
+        )
+        return Choice(
+            stage=stage,
+            plan=chosen.plan,
+            tokens=tokens,
+            num_bytes=num_bytes,
+            is_exact=chosen.is_exact,
+            seconds=num_tokens / chosen.tokens_per_s,
+            switched=before is not None and chosen.plan.mesh != before.mesh,
+            reason=reason,
+        )
 
     def _pairs(self, step: Step, current: Plans) -> list[_Pair]:
         """Returns each training mesh that fits with the best rollouts beside it.
@@ -176,6 +240,8 @@ class Chooser:
                     step_s = train_tokens / train.tokens_per_s + rollout_s
                     least_s = min(least_s, cost_s)
                     found.append((index, _Pair(rollout, train, key[0], cost_s, step_s)))
+        if not found:
+            raise self._too_small(step)
         # Of equally good pairs the first is taken: the one that is cut least.
         return [pair for _, pair in sorted(found, key=lambda each: each[0])]
 
@@ -219,79 +285,52 @@ class Chooser:
         here = [c for c in fitting if current and c.plan.mesh == current.mesh and c is not best]
         return [best, *here]
 
-    def training(self, step: Step, current: TrainPlan | None, beside: int = 0) -> Decision:
-        """Chooses a plan for training alone, or `beside` so many bytes of a rollout.
-
-        The plan in use stays while it fits, unless rows are longer than ever, so that other
-        programs are needed anyway, and another plan is faster.
-
-        Raises:
-            BudgetTooSmall: no plan fits.
-        """
+    def _trainings(self, step: Step, current: Plans) -> list[_Pair]:
+        """Returns each training mesh that fits by itself, or beside the rollout if that stays."""
+        beside = 0
+        if self.problem.rollout_stays and current.rollout is not None:
+            beside, _ = self.candidates.round_bytes(current.rollout, step.max_tokens)
         free = self.problem.budget - beside
-        fitting = self.candidates.trains_that_fit(step.length, free, current)
+        fitting = self.candidates.trains_that_fit(step.length, free, current.train)
         if not fitting:
             every = self.candidates.train(step.length)
             raise too_small(self.candidates, "training", every, step.length, beside)
-        tokens = self._train_tokens(step)
-        pairs = []
-        for candidate in _fastest_by_mesh(fitting, current):
+        tokens, pairs = self._train_tokens(step), []
+        for candidate in _fastest_by_mesh(fitting, current.train):
             seconds = tokens / candidate.tokens_per_s
-            cost_s = seconds + self._move_s(step, candidate, current)
+            cost_s = seconds + self._move_s(step, candidate, current.train)
             pairs.append(_Pair(None, candidate, 0, cost_s, seconds))
-        here = [pair for pair in pairs if pair.train and pair.train.plan == current]
-        return self._decide(step, pairs, here, Plans(train=current), step.is_new)
+        return pairs
 
-    def rollout(
-        self,
-        step: Step,
-        current: RolloutPlan | None,
-        trainer: MeshShape,
-        *,
-        keeps_slots: bool = False,
-        live: int | None = None,
-        move_s: Callable[[MeshShape], float] | None = None,
-    ) -> Decision:
-        """Chooses a plan for a rollout beside a trainer; the plan in use stays unless it must go.
-
-        With `live` episodes left (the tail of a rollout) the mesh is also left where rounds of so
-        few are faster by more than the hysteresis, a move of `move_s(mesh)` seconds included.
-        `keeps_slots`: live episodes sit in their slots.
-
-        Raises:
-            BudgetTooSmall: no plan fits.
-        """
-        problem, offload = self.problem, current is not None and current.offload
-        trainers = [c for c in self.candidates.train(step.length) if c.plan.mesh == trainer]
+    def _rollouts(self, step: Step, current: Plans) -> list[_Pair]:
+        """Returns each rollout mesh that fits beside the trainer in use, with its move."""
+        problem, (before, train) = self.problem, current
+        assert train is not None
+        offload, slots = before is not None and before.offload, None
+        if before is not None and step.keeps_slots:
+            slots = before.num_slots
+        trainers = [c for c in self.candidates.train(step.length) if c.plan.mesh == train.mesh]
         resident = min(self._resident(candidate, offload) for candidate in trainers)
         free = problem.budget - resident
-        slots = current.num_slots if current and keeps_slots else None
         candidates = self.candidates.rollouts(
             step.max_tokens, step.cache_tokens, free, offload=offload, num_slots=slots
         )
         fitting = [c for c in candidates if not c.failed and c.num_bytes <= free]
         if not fitting:
             raise too_small(self.candidates, "a rollout", candidates, step.max_tokens, resident)
-
-        def seconds(candidate: Candidate[RolloutPlan]) -> float:
-            if live is None:
-                return step.rollout_tokens / candidate.tokens_per_s
-            rounds = step.rollout_tokens / problem.work.burst / max(1, live)
-            return rounds * self.candidates.live_round_s(candidate.plan, live, step.max_tokens)
-
         pairs = []
         for candidate in fitting:
-            moves = current is not None and candidate.plan.mesh != current.mesh
-            own_s = seconds(candidate)
-            cost_s = own_s
-            if moves:
-                cost_s += math.inf if move_s is None else move_s(candidate.plan.mesh)
-            pairs.append(_Pair(candidate, None, resident, cost_s, own_s))
-        here = [p for p in pairs if current and p.rollout and p.rollout.plan.mesh == current.mesh]
-        if not here:
-            # It must move, so that the cost of a move does not count.
-            pairs = [pair._replace(cost_s=pair.step_s) for pair in pairs]
-        return self._decide(step, pairs, here, Plans(rollout=current), is_calm=True)
+            mesh = candidate.plan.mesh
+            if step.live is None:
+                seconds = step.rollout_tokens / candidate.tokens_per_s
+            else:
+                rounds = step.rollout_tokens / problem.work.burst / max(1, step.live)
+                round_s = self.candidates.live_round_s(candidate.plan, step.live, step.max_tokens)
+                seconds = rounds * round_s
+            moves = before is not None and mesh != before.mesh
+            cost_s = seconds + (step.move_s(mesh) if moves else 0.0)
+            pairs.append(_Pair(candidate, None, resident, cost_s, seconds))
+        return pairs
 
     def _may_offload(self, mesh: MeshShape) -> bool:
         problem = self.problem
@@ -310,67 +349,6 @@ class Chooser:
             for offload in {False, self._may_offload(candidate.plan.mesh)}
         }
         return step_too_small(self.candidates, step.max_tokens, step.length, sorted(residents))
-
-    def _decide(
-        self,
-        step: Step,
-        pairs: Sequence[_Pair],
-        here: Sequence[_Pair],
-        current: Plans,
-        is_calm: bool,
-    ) -> Decision:
-        """Returns the decision among pairs, where `here` are those of the plans in use, if any fit.
-
-        Plans in use are left for a step shorter by more than the hysteresis, when `is_calm` or
-        where they may be left early.
-        """
-        pair, budget = _best(pairs, self.problem.budget), self.problem.budget
-        stays = _best(here, budget) if here else None
-        if stays is not None:
-            gains = stays.cost_s > (1.0 + self.problem.hysteresis) * pair.cost_s
-            both = pair.rollout is not None and pair.train is not None
-            if not gains or not (is_calm or (both and _may_leave_early(pair, stays))):
-                pair = stays
-            elif not step.is_new and self._must_wait(pair, stays, step):
-                pair = stays
-        gain = stays.cost_s / pair.cost_s - 1.0 if stays and pair.cost_s else None
-
-        def choice(
-            stage: str,
-            chosen: Candidate[P],
-            before: P | None,
-            tokens: int,
-            work: int,
-        ) -> Choice[P]:
-            num_bytes = chosen.num_bytes + (pair.resident if stage == "rollout" else 0)
-            reason = reason_of(
-                self.candidates,
-                chosen,
-                before,
-                tokens=tokens,
-                num_bytes=num_bytes,
-                gain=gain,
-            )
-            return Choice(
-                stage=stage,
-                plan=chosen.plan,
-                tokens=tokens,
-                num_bytes=num_bytes,
-                is_exact=chosen.is_exact,
-                seconds=work / chosen.tokens_per_s,
-                switched=before is not None and chosen.plan.mesh != before.mesh,
-                reason=reason,
-            )
-
-        rollout = train = None
-        if (found := pair.rollout) is not None:
-            tokens, work = step.max_tokens, step.rollout_tokens
-            found = self.candidates.filled(found, tokens, self.problem.budget - pair.resident)
-            rollout = choice("rollout", found, current.rollout, tokens, work)
-        if (update := pair.train) is not None:
-            tokens, work = step.length, self._train_tokens(step)
-            train = choice("train", update, current.train, tokens, work)
-        return Decision(rollout=rollout, train=train, seconds=pair.step_s)
 
     def _must_wait(self, pair: _Pair, stays: _Pair, step: Step) -> bool:
         """Returns True if the run would wait for a program although the plans in use fit."""
@@ -424,13 +402,15 @@ def _may_leave_early(best: _Pair, stays: _Pair) -> bool:
 
 
 def _is_here(pair: _Pair, current: Plans) -> bool:
-    """Returns True if a pair trains by the plan in use and plays on its mesh in no fewer slots."""
-    rollout, train = current
-    if rollout is None or train is None or pair.rollout is None or pair.train is None:
+    """Returns True if a pair is of the plans in use, of the stages that are asked for.
+
+    Where both are, the rollout has no fewer slots.
+    """
+    if pair.train is not None and pair.train.plan != current.train:
         return False
-    plan = pair.rollout.plan
-    return (
-        pair.train.plan == train
-        and plan.mesh == rollout.mesh
-        and plan.num_slots >= rollout.num_slots
-    )
+    if pair.rollout is None:
+        return True
+    plan, before = pair.rollout.plan, current.rollout
+    if before is None or plan.mesh != before.mesh:
+        return False
+    return pair.train is None or plan.num_slots >= before.num_slots

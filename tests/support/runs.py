@@ -39,7 +39,6 @@ TIMES = {
     "stage_s",
     "switch_s",
     "compile_s",
-    "compile_waited_s",
     "env_wait_s",
     "rollout_tokens_per_s",
     "train_tokens_per_s",
