@@ -30,8 +30,14 @@ HERE = Path(__file__).parent
 # What JAX says of each program with JAX_LOG_COMPILES, and of one that was in the cache folder.
 MADE = re.compile(r"Finished XLA compilation of jit\((\S+)\) in ([0-9.e-]+) sec")
 FOUND = re.compile(r"Persistent compilation cache hit for 'jit_(\S+)'")
-# The stages' programs: a round of the rollout, an update, one in parts, log-probs of a batch.
-STAGES = ("play", "step", "accumulate", "apply", "score")
+# The stages' programs by the names of their functions.
+STAGES = {
+    "on_shard": "round",
+    "step": "update",
+    "accumulate": "part of an update",
+    "apply": "end of an update",
+    "score": "log-probs",
+}
 
 
 def count_programs(log: str) -> dict[str, Any]:
@@ -41,7 +47,7 @@ def count_programs(log: str) -> dict[str, Any]:
     makes, moves, packs and copies arrays, and single operations.
     """
     finished, loaded = MADE.findall(log), FOUND.findall(log)
-    made = Counter(name for name, _ in finished if name in STAGES)
+    made = Counter(STAGES[name] for name, _ in finished if name in STAGES)
     loaded_stages = sum(name in STAGES for name in loaded)
     return {
         "stages' programs": ", ".join(f"{number} {name}" for name, number in sorted(made.items())),

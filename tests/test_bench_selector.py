@@ -127,14 +127,14 @@ def test_row_of_capacity_fits_by_computed_and_by_xlas_bytes():
 def test_programs_are_counted_by_what_jax_says_of_them():
     log = (
         "WARNING:jax._src.dispatch:Finished XLA compilation of jit(step) in 1.5 sec\n"
-        "WARNING: Persistent compilation cache hit for 'jit_play' with key 'jit_play-ab'\n"
-        "WARNING:jax._src.dispatch:Finished XLA compilation of jit(play) in 0.25 sec\n"
-        "WARNING:jax._src.dispatch:Finished XLA compilation of jit(play) in 2.0 sec\n"
+        "WARNING: Persistent compilation cache hit for 'jit_on_shard' with key 'jit_on_shard-ab'\n"
+        "WARNING:jax._src.dispatch:Finished XLA compilation of jit(on_shard) in 0.25 sec\n"
+        "WARNING:jax._src.dispatch:Finished XLA compilation of jit(on_shard) in 2.0 sec\n"
         "WARNING:jax._src.dispatch:Finished XLA compilation of jit(move_all) in 0.5 sec\n"
         "WARNING:jax._src.dispatch:Finished XLA compilation of jit(iota) in 1e-2 sec\n"
     )
     assert count_programs(log) == {
-        "stages' programs": "2 play, 1 step",
+        "stages' programs": "2 round, 1 update",
         "of them loaded": 1,
         "s of them": 3.75,
         "small programs": 2,
@@ -175,7 +175,7 @@ def test_run_is_ended_behind_its_first_step(tmp_path):
     row = start.start(config, overrides, tmp_path / "run", tmp_path / "cache")
     assert row["s to the first step"] > row["s of that step"] > 0
     # Supervised and RL updates are two programs of one name.
-    assert "1 play" in row["stages' programs"] and " step" in row["stages' programs"]
+    assert "1 round" in row["stages' programs"] and " update" in row["stages' programs"]
     assert row["small programs"] > 2 and row["of them loaded"] == row["of these loaded"] == 0
     with pytest.raises(ValueError, match="the run ended before a step"):
         start.start(config, ["--config.num_steps=0"], tmp_path / "none", tmp_path / "cache")

@@ -1,9 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The growing run in miniature, and the arithmetic of its benchmark."""
+"""The forecast of contexts that grow, and the arithmetic of the growing benchmark."""
 
 import dataclasses
-import itertools
 import json
 
 import pytest
@@ -14,62 +13,8 @@ from benchmarks.pages import replace_table, table
 from earl_jax.config.file import load_config_file, make_config
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.load import expected_load
-from earl_jax.selector.table import TRUSTED, ThroughputTable, train_key
-from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import Load, LoadHistory
 from earl_jax.telemetry.metrics import read_metrics
-
-TRAIN_MESHES = ("data=8", "data=1,fsdp=2,tensor=4")
-# A trail of two stones is learnt in a dozen steps; walked to its end it is 83 tokens.
-TINY = {
-    "num_steps": 11,
-    "env": {"name": "trail", "args": {"num_stones": 2, "num_steps": 12}},
-    "model": {
-        "num_layers": 1,
-        "width": 32,
-        "num_heads": 4,
-        "num_kv_heads": 4,
-        "head_size": 8,
-        "ffn_size": 64,
-        "windows": (32,),
-    },
-    "rollout": {
-        "num_slots": 16,
-        "episodes_per_step": 16,
-        "burst": 2,
-        "context_buckets": (24, 96),
-        "page_size": 96,
-        "patience_s": 10.0,
-    },
-    "selector": {
-        "table": "model",
-        "rollout_meshes": ("data=8",),
-        "train_meshes": TRAIN_MESHES,
-        # Rows of 96 tokens on data=8 need 0.9 MB a device, however they are trained on.
-        "budget_bytes_per_device": 800_000,
-    },
-    "algorithm_args": {"turn_discount": 1.0},
-    "train": {
-        "learning_rate": 4e-3,
-        "sft_steps": 9,
-        "sft_updates": 6,
-        "sft_learning_rate": 1e-2,
-        "logprob_chunk": 32,
-    },
-    "eval": {"every_steps": 11, "games": 2, "final_games": 2},
-    "log": {"trajectories_every_steps": 1},
-}
-
-
-def table_where_the_first_is_faster() -> ThroughputTable:
-    """Returns a table in which training on the first mesh is twice as fast in every way."""
-    table = ThroughputTable()
-    for mesh, speed in zip(TRAIN_MESHES, (2e5, 1e5), strict=True):
-        for tokens, number, remat in itertools.product((24, 96), (1, 2, 4, 8, 16), (False, True)):
-            key = train_key(MeshShape.parse(mesh), tokens, number, remat)
-            for _ in range(TRUSTED):
-                table = table.with_speed(key, speed)
-    return table
 
 
 def history(*longest: int) -> LoadHistory:

@@ -51,7 +51,7 @@ class RowCopies:
         self._num_shards = layout.num_row_shards
         rows = P(layout.row_axes)
 
-        def on_shard(experience: Experience, moves_K3: jax.Array) -> Experience:
+        def move_on_shard(experience: Experience, moves_K3: jax.Array) -> Experience:
             first = jax.lax.axis_index(layout.row_axes) * experience.tokens.shape[0]
             return _move_rows(experience, moves_K3, first, layout.row_axes)
 
@@ -70,7 +70,7 @@ class RowCopies:
             )
             return jax.jit(mapped, donate_argnums=0, out_shardings=out)
 
-        self._move_rows = over_rows(on_shard, row_shardings)
+        self._move_rows = over_rows(move_on_shard, row_shardings)
         self._write_ids = over_rows(write_on_shard, row_shardings.tokens)
         gathered = jax.shard_map(
             lambda experience, rows_N: _gather(experience, rows_N, layout.row_axes),
