@@ -250,6 +250,7 @@ class Training:
         """
         run, placement = self.run, self.placement
         if position is not None:
+            self._skipped_steps = position.skipped_steps
             self._keep_config()
             self._take_over()
             if self._is_due(position.step):
@@ -354,7 +355,7 @@ class Training:
 
     def _choices(self) -> dict[str, Any]:
         """Returns the choices in use, for a checkpoint."""
-        choices = choices_of(self.run, self.placement)
+        choices = choices_of(self.run, self.placement) | {"skipped_steps": self._skipped_steps}
         return choices if self._source_state is None else {**choices, "tasks": self._source_state}
 
     def _check_updates(self, record: StepRecord) -> None:

@@ -50,15 +50,17 @@ _ADAPTERS_KEYS = {"base_fingerprint"}
 class Position:
     """The state of a run after `step` RL steps: its weights, and its history of the load.
 
-    In the last `failed_steps` steps too many episodes failed (`EnvConfig`). The tasks of the
-    `open_groups` were begun and not trained on, in an asynchronous run. `averages` are the
-    algorithm's (`Algorithm.averages`).
+    In the last `failed_steps` steps too many episodes failed (`EnvConfig`), and the updates of the
+    last `skipped_steps` were all skipped (`TrainConfig`), where it was read from a checkpoint. The
+    tasks of the `open_groups` were begun and not trained on, in an asynchronous run. `averages` are
+    the algorithm's (`Algorithm.averages`).
     """
 
     step: int
     state: TrainState
     history: LoadHistory
     failed_steps: int = 0
+    skipped_steps: int = 0
     open_groups: tuple[int, ...] = ()
     averages: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
@@ -317,6 +319,7 @@ def _restore(
         state=state,
         history=history,
         failed_steps=int(saved.get("failed_steps", 0)),
+        skipped_steps=int(saved.get("skipped_steps", 0)),
         open_groups=tuple(saved.get("open_groups", ())),
         averages=saved.get("averages", {}),
     )

@@ -2,10 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run goes on with other settings where it may, and a new one begins with another's weights."""
 
+import ctypes
 import dataclasses
 import json
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import jax
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 
 from earl_jax.envs.environment import Start, StepResult
+from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.tokenizer import build_tokenizer, save_tokenizer
 from earl_jax.loop import EpisodesFailed
 from earl_jax.rollout.config import MAX_TURNS
@@ -444,3 +447,13 @@ def test_the_command_ends_with_status_1_and_the_reasons(tmp_path):
 def test_an_environment_that_fails_before_there_is_a_tokenizer_says_so(tmp_path):
     with pytest.raises(RunError, match="failed: OSError: the sandbox is down"):
         train(failing(TINY["model"], first=0, at_start=True), tmp_path / "run")
+
+
+def test_a_call_that_holds_the_interpreter_is_not_timed_out():
+    """As a loop in C does: the pool sees what it took when it has returned."""
+    pool, sleep = EnvironmentPool(1, timeout_s=0.1), ctypes.PyDLL(None).usleep
+    since_s = time.monotonic()
+    pool.run([lambda: sleep(800_000)])
+    assert time.monotonic() - since_s >= 0.8
+    assert pool.run([lambda: "next"]) == ["next"]
+    pool.close()

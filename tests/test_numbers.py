@@ -13,6 +13,7 @@ from earl_jax import training
 from earl_jax.config.file import make_config
 from earl_jax.envs.environment import StepResult, check_step
 from earl_jax.envs.trail import Trail
+from earl_jax.launch.start import exit_status
 from earl_jax.settings.errors import RunError
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
@@ -100,3 +101,27 @@ def test_a_run_whose_updates_are_not_finite_ends_with_its_batch(
         assert np.abs(batch["advantages"]).max() > 1e38
     assert {path.name for path in (workdir / "checkpoints").iterdir()} == {"1"}
     assert all(np.isfinite(leaf).all() for leaf in final_parameters(workdir, 1))
+
+
+@pytest.mark.slow
+def test_steps_without_an_update_are_counted_over_a_resume(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert not train(make_config(GIVEN, ["num_steps=1"]), tmp_path / "run").stopped
+    with pytest.raises(RunError, match="no update could be made in 2 steps in a row"):
+        train(make_config(GIVEN), tmp_path / "run")
+    lines = [line for line in read_metrics(tmp_path / "run/metrics.jsonl") if "eval" not in line]
+    assert [line["step"] for line in lines] == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_learning_rate_of_1e9_ends_with_status_1_and_saves_no_nan(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    env = {"name": "trail", "args": GIVEN["env"]["args"]}
+    config = make_config({**GIVEN, "env": env}, ["train.learning_rate=1e9"])
+    assert exit_status(lambda: train(config, tmp_path / "run") and None) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and "not finite" in line
+    steps = [int(path.name) for path in (tmp_path / "run/checkpoints").iterdir()]
+    assert steps and max(steps) < 9
+    for step in steps:
+        assert all(np.isfinite(leaf).all() for leaf in final_parameters(tmp_path / "run", step))

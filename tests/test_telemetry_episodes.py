@@ -1,6 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
 import dataclasses
+import io
 import json
 import math
 
@@ -12,6 +13,8 @@ from earl_jax.telemetry.episodes import (
     truncate_trajectories_after,
     write_trajectories,
 )
+from earl_jax.telemetry.progress import Progress
+from earl_jax.telemetry.recorder import Recorder
 from earl_jax.trajectory import Trajectory, Turn
 
 
@@ -149,6 +152,23 @@ def test_damage_is_an_error_with_its_line(tmp_path):
     path.write_bytes(path.read_bytes() + b'{"episode": 8')
     with pytest.raises(ValueError, match=r"step_000001\.jsonl, line 2"):
         read_trajectories(path)
+
+
+def test_a_damaged_file_is_set_aside_where_the_report_is_written(tmp_path):
+    folder = tmp_path / "trajectories"
+    paths = [write_trajectories(folder, step, [EPISODE]) for step in (1, 2)]
+    damaged = paths[1].read_bytes() + b'{"episode": 8\n'
+    paths[1].write_bytes(damaged)
+    (tmp_path / "metrics.jsonl").write_text("")
+    screen = io.StringIO()
+    with Progress(2, screen) as progress:
+        for _ in range(2):
+            Recorder(tmp_path, progress).write_report("a run", {}, ())
+    aside = tmp_path / "trajectories.damaged" / paths[1].name
+    assert aside.read_bytes() == damaged and list(folder.iterdir()) == [paths[0]]
+    assert screen.getvalue().count("line 2 is not an episode") == 1
+    assert str(aside) in screen.getvalue()
+    assert f"Episode {EPISODE.episode}" in (tmp_path / "report.html").read_text()
 
 
 def test_failures_are_counted_by_their_reason_and_numbers_make_none_of_their_own():

@@ -11,8 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from earl_jax.settings.errors import InputError
 from earl_jax.telemetry.episodes import (
     read_trajectories,
+    set_file_aside,
     truncate_trajectories_after,
     write_trajectory_lines,
 )
@@ -62,15 +64,24 @@ class Recorder:
         """Writes report.html anew from what is in the workdir."""
         if not self._writes:
             return
-        steps = sorted((self._workdir / "trajectories").glob("step_*.jsonl"))
         write_report(
             self._workdir / "report.html",
             title=title,
             config=config,
             metrics=read_metrics(self._workdir / "metrics.jsonl"),
-            episodes=read_trajectories(steps[-1])[:REPORT_EPISODES] if steps else [],
+            episodes=self._newest_episodes(),
             notes=notes,
         )
+
+    def _newest_episodes(self) -> list[dict[str, Any]]:
+        """Returns some episodes of the newest file that is whole; damaged ones are set aside."""
+        for path in sorted((self._workdir / "trajectories").glob("step_*.jsonl"), reverse=True):
+            try:
+                return read_trajectories(path)[:REPORT_EPISODES]
+            except InputError as damage:
+                aside = set_file_aside(path, self._workdir / "trajectories.damaged")
+                self.note(f"{damage}; the file is {aside} now")
+        return []
 
     def drop_after(self, step: int) -> None:
         """Sets metrics and episodes of later steps aside, which a resumed run takes again."""
