@@ -114,7 +114,8 @@ def _train_in(
     events: Sequence[dict[str, Any]],
 ) -> RunEnd:
     """Trains in a workdir that is this run's alone; `notes` are to be shown."""
-    checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
+    folder, keep = workdir / "checkpoints", config.checkpoint.keep
+    checkpoints = Checkpoints(folder, keep=keep, gather=cluster.gather)
     source = None if checkpoints.steps() else open_source(config.init_from)
     folder = source.workdir / "tokenizer" if source else tokenizer_folder(cluster, workdir)
     run = build_run(config, folder, stop)

@@ -34,8 +34,10 @@ from earl_jax.telemetry.load import LoadHistory
 from earl_jax.train.checkpoint import (
     Checkpoints,
     DamagedCheckpoint,
+    Gather,
     copy_to_save,
     from_checkpoint,
+    of_one,
     shapes_by_name,
 )
 from earl_jax.train.export import keep_exports
@@ -409,7 +411,7 @@ class Source:
         learner, where = run.learner, run.stages.saved_shardings
         has_adapters = run.config.train.lora.rank > 0
         shapes, shardings = learner.state_shapes().params, learner.state_shardings(mesh).params
-        with self._open() as checkpoints:
+        with self._open(run.cluster.gather) as checkpoints:
             saved = checkpoints.position(self.step)
             if where is None:
                 params = checkpoints.parameters(self.step, shapes, shardings)
@@ -431,8 +433,8 @@ class Source:
         return f"--init_from={self.workdir}@{self.step}"
 
     @contextlib.contextmanager
-    def _open(self) -> Iterator[Checkpoints]:
-        checkpoints = Checkpoints(self.workdir / "checkpoints", keep=None)
+    def _open(self, gather: Gather = of_one) -> Iterator[Checkpoints]:
+        checkpoints = Checkpoints(self.workdir / "checkpoints", keep=None, gather=gather)
         try:
             yield checkpoints
         except DamagedCheckpoint as damage:

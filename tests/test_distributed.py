@@ -33,7 +33,8 @@ from earl_jax.launch.distributed import (
 )
 from earl_jax.launch.ending import end_together
 from earl_jax.launch.layouts import axes_across_hosts
-from earl_jax.launch.start import INTERRUPTED, exit_status
+from earl_jax.launch.signals import INTERRUPTED
+from earl_jax.launch.start import exit_status
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.gather import total_stats
 from earl_jax.rollout.stats import RolloutStats

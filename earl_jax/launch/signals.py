@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
-from earl_jax.launch.start import INTERRUPTED
-
+# Exit status of a process that Ctrl-C ended at once: that of shells, 128 + SIGINT.
+INTERRUPTED = 130
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _END = b"\0"
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from earl_jax.launch.signals import INTERRUPTED
 from earl_jax.settings.errors import InputError, RunError, disk_in_words
 
 if TYPE_CHECKING:
@@ -18,8 +19,6 @@ THREADS_PER_CPU_DEVICE = 32
 # again later". Not 0, by which a scheduler takes the run for done; not 128 + n, which shells, Slurm
 # and Kubernetes give to a process that a signal killed, saved or not.
 STOPPED = 75
-# Exit status of a process that Ctrl-C ended at once: that of shells, 128 + SIGINT.
-INTERRUPTED = 130
 # The packages of which one must be installed for a platform.
 _PLUGINS = {"gpu": ("jax_cuda13_plugin", "jax_cuda12_plugin"), "tpu": ("libtpu",)}
 

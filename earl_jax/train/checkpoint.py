@@ -12,6 +12,7 @@ Both are computed again where a checkpoint is read, so that a damaged one is nev
 was saved: not with a single bit changed.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -38,6 +39,14 @@ from earl_jax.sharding.reshard import reshard
 from earl_jax.train.offload import load_moments
 from earl_jax.train.state import TrainState
 
+# Returns what each process gives: `Cluster.gather`.
+Gather = Callable[[Any, str], list[Any]]
+
+
+def of_one(item: Any, what: str) -> list[Any]:
+    """Returns what the only process gives."""
+    return [item]
+
 
 class DamagedCheckpoint(ValueError):
     """Raised for a checkpoint whose files are not those that were saved."""
@@ -49,8 +58,17 @@ class Checkpoints:
     As a context manager it finishes what is being written.
     """
 
-    def __init__(self, folder: Path, *, keep: int | None) -> None:
-        """Opens the folder; the newest `keep` checkpoints are kept, or with None all: to read."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int | None,
+        gather: Gather = of_one,
+    ) -> None:
+        """Opens the folder; the newest `keep` checkpoints are kept, or with None all: to read.
+
+        Of several processes all read alike; `gather` is their `Cluster.gather`.
+        """
         self._folder, self._reads_only = folder.absolute(), keep is None
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
@@ -58,6 +76,7 @@ class Checkpoints:
             enable_async_checkpointing=keep is not None,
         )
         self._manager = ocp.CheckpointManager(self._folder, options=options)
+        self._gather = gather
         self._is_closed = False
         # A full disk is one error of `look` and `wait`, and hundreds of lines in orbax's threads.
         for name in ("absl", "asyncio"):
@@ -100,9 +119,6 @@ class Checkpoints:
     def _values(self, step: int) -> dict[str, Any]:
         """Returns the JSON of a checkpoint. Raises as `position`."""
         values = self._read(step, position=ocp.args.JsonRestore())["position"]
-        digest = values.pop("digest", None) if isinstance(values, dict) else None
-        if digest is None or digest != _digest(values):
-            raise DamagedCheckpoint("its position is not what was saved")
         if values.get("fingerprint_version") != FINGERPRINT_VERSION:
             raise InputError(
                 f"the checkpoint of step {step} in {self._folder} is whole, but another version of "
@@ -156,15 +172,42 @@ class Checkpoints:
         return TrainState(**state)
 
     def _read(self, step: int, **items: Any) -> Any:
+        """Returns items of a checkpoint. Raises DamagedCheckpoint, in all processes or in none."""
+        read, damage = None, ""
         try:
-            return self._manager.restore(step, args=ocp.args.Composite(**items))
+            with self._reader() as reader:
+                read = reader.restore(step, args=ocp.args.Composite(**items))
+            if "position" in items and not _is_whole(read["position"]):
+                damage = "its position is not what was saved"
         except Exception as error:
             # Orbax and tensorstore raise errors of any kind for files that are cut short, gone, or
             # full of something else. The arrays were compared before: they are the state's.
             if isinstance(error, jax.errors.JaxRuntimeError) and is_out_of_memory(error):
                 raise
             words = (str(error).splitlines() or [""])[0][:200]
-            raise DamagedCheckpoint(f"{type(error).__name__}: {words}") from error
+            damage = f"{type(error).__name__}: {words}"
+        # The next thing they do may be a program on the devices of all.
+        if damages := list(filter(None, self._gather(damage, "a checkpoint that is read"))):
+            raise DamagedCheckpoint(damages[0])
+        return read
+
+    def _reader(self) -> contextlib.AbstractContextManager[ocp.CheckpointManager]:
+        """Returns what reads this process's part without waiting for the other processes.
+
+        Orbax makes them wait for each other behind a read, forever where that of one has failed.
+        """
+        if jax.process_count() == 1:
+            return contextlib.nullcontext(self._manager)
+        own = jax.process_index()
+        alone = ocp.options.MultiprocessingOptions(
+            primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"reader_{own}"
+        )
+        return ocp.CheckpointManager(
+            self._folder,
+            options=ocp.CheckpointManagerOptions(
+                create=False, enable_async_checkpointing=False, multiprocessing_options=alone
+            ),
+        )
 
     def discard(self, step: int) -> None:
         """Sets a damaged checkpoint aside, as damaged_STEP: its step can be saved again.
@@ -262,6 +305,12 @@ def _shapes_of(kept: dict[str, Any]) -> dict[str, list[Any]]:
     return {
         jax.tree_util.keystr(path): [str(leaf.dtype), list(leaf.shape)] for path, leaf in leaves
     }
+
+
+def _is_whole(values: Any) -> bool:
+    """Returns True if the digest of a checkpoint's JSON, which is taken out of it, is right."""
+    digest = values.pop("digest", None) if isinstance(values, dict) else None
+    return digest is not None and digest == _digest(values)
 
 
 def _digest(values: dict[str, Any]) -> str:
