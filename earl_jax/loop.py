@@ -139,15 +139,9 @@ def rl_step(
         player.plans_chosen()
         state = move_state(placement, state)
     if (update := done.update) is None:
-        controls = run.learner.controls(step, config.num_steps)
-        rng = np.random.default_rng([config.seed, step]) if config.train.mini_batches > 1 else None
-        update = StepUpdate(placement=placement, controls=controls, rng=rng, wait=player.wait)
-        outcomes, averages = done.played.outcomes, position.averages
-        with timer("dispatch"), only_on_devices(config.dispatch.forbid_host_bytes) as reads:
-            update.parts += send_parts(
-                placement, done.experience, outcomes, length, averages, rng=rng
-            )
-        done.dispatch_host_bytes, done.experience = reads.num_bytes, None
+        with timer("dispatch"):
+            update = send_batch(run, placement, position, done, length)
+        update.wait = player.wait
     train_plan, compiled_s = placement.train, compile_clock().own_seconds()
     with timer("train"):
         state, updates = update.finish(state)
@@ -289,6 +283,25 @@ def choose_and_play(
         except Stopped as stop:
             raise StepStopped(str(stop), dataclasses.replace(position, state=state)) from None
     return state, done
+
+
+def send_batch(
+    run: Run, placement: Placement, position: Position, done: PlayedStep, length: int
+) -> StepUpdate:
+    """Sends a step's rows to the trainer, whole or dealt out to mini-batches.
+
+    Returns the update that is to be made of them; `done` gives its rows up.
+    """
+    config, step, outcomes = run.config, position.step, done.played.outcomes
+    rng = np.random.default_rng([config.seed, step]) if config.train.mini_batches > 1 else None
+    controls = run.learner.controls(step, config.num_steps)
+    update = StepUpdate(placement=placement, controls=controls, rng=rng)
+    with only_on_devices(config.dispatch.forbid_host_bytes) as reads:
+        update.parts += send_parts(
+            placement, done.experience, outcomes, length, position.averages, rng=rng
+        )
+    done.dispatch_host_bytes, done.experience = reads.num_bytes, None
+    return update
 
 
 def gather_costs(

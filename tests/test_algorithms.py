@@ -494,7 +494,7 @@ def test_the_correction_that_the_config_names_is_the_update_s(correction):
     learner = Learner(
         MODEL,
         config,
-        ALGORITHMS["grpo"],
+        ALGORITHMS["reinforce"],
         vocab_size=VOCAB,
         temperature=1.0,
         importance_cap=2.0,
