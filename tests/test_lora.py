@@ -454,7 +454,7 @@ def test_the_fingerprint_is_of_the_bits_and_not_of_the_layout():
         int(fingerprint([values, values])),
     }
     assert len(marks) == 5
-    # By hand: the bits of 1.0 and 2.0 at the places 0 and 1, times 1 and 3.
+    # By hand: the bits of 1.0 and 2.0 at the positions 0 and 1, times 1 and 3.
     expected = (0x3F800000 + 3 * 0x40000000) % 2**32
     assert int(fingerprint(np.array([1.0, 2.0], np.float32))) == expected
 
