@@ -50,7 +50,7 @@ def test_dispatch_has_experience_and_weights_of_each_pair_of_meshes(rows_of):
     ways = {(row["what"], row["from"], row["to"]): row for row in rows}
     # Two rows on each device before and after.
     assert ways["experience", "data=8", "data=8"]["moved MiB"] == 0
-    # Four arrays of 16 rows of 16 places, of which one device of each pair has none.
+    # Four arrays of 16 rows of 16 tokens, of which one device of each pair has none.
     torn = ways["experience", "data=4,tensor=2", "data=8"]
     assert torn["moved MiB"] == 0
     # The weights are cut in eight: each of eight devices lacks seven parts of eight.

@@ -183,7 +183,7 @@ def test_session_grows_before_an_episode_outgrows_it(pool, games):
 
 @pytest.mark.slow
 def test_pages_are_made_where_they_are_needed(pool, games):
-    """Lanes of two slots begin with five pages: too few for two episodes of up to 30 tokens."""
+    """Shards of two slots begin with five pages: too few for two episodes of up to 30 tokens."""
     grow_pool = GrowPool()
     grown = collect(pool, tasks(40), pages=5, grow=grow_pool)
     assert grow_pool.wanted == []

@@ -43,7 +43,7 @@ from tests.support.slots import (
     params,
 )
 
-# A chunk is cut over four, a page of eight places too; prompts are several chunks and pages long.
+# A chunk is cut over four, a page of eight tokens too; prompts are several chunks and pages long.
 CHUNK = 4
 CONFIG = EngineConfig(
     model=MODEL,
@@ -95,7 +95,7 @@ def converse_on(shape: MeshShape):
 
 
 def test_a_page_is_cut_in_the_middle():
-    """By hand: of pages of 8 places the second of two devices has 4 to 7, and 12 to 15."""
+    """By hand: of pages of 8 tokens the second of two devices has 4 to 7, and 12 to 15."""
     assert PageShare(1, 2).positions(jnp.arange(2), 4).tolist() == [[4, 5, 6, 7], [12, 13, 14, 15]]
     tokens = share_tokens(PageShare(1, 2), 6)
     assert (tokens.first, tokens.length) == (3, 3)

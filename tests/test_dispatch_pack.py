@@ -80,11 +80,11 @@ def test_a_batch_is_the_rows_and_the_facts_and_no_byte_is_read(source, target, l
 @pytest.mark.parametrize(
     ("source", "target", "length", "moved"),
     [
-        # A row is 20 places of four fields of 4 bytes: 320 bytes.
+        # A row is 20 tokens of four fields of 4 bytes: 320 bytes.
         ("data=8", "data=8", 20, 0),
         # Devices 2i and 2i + 1 want the four rows of which each holds two: 8 x 2 rows.
         ("data=8", "data=4,tensor=2", 20, 16 * 320),
-        # Cut to 10 places before it moves: half of that. Padded to 40: twice.
+        # Cut to 10 tokens before it moves: half of that. Padded to 40: twice.
         ("data=8", "data=4,tensor=2", 10, 16 * 160),
         ("data=8", "data=4,tensor=2", 40, 16 * 640),
         # Everyone wants all 16 rows and holds 2.

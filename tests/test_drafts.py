@@ -33,7 +33,7 @@ def drafts(*rows: tuple[int, ...], ngram: int, draft: int) -> list[list[int]]:
         # One id is enough for an n-gram of 1, and 8 5 6 stood nowhere before.
         ((5, 6, 7, 8, 5, 6), 1, 1, [7]),
         ((5, 6, 7, 8, 5, 6), 3, 3, []),
-        # The latest of several places...
+        # The latest of several matches...
         ((1, 2, 1, 3, 1, 4, 1), 1, 2, [4, 1]),
         ((1, 2, 1, 3, 1, 4, 1), 1, 1, [4]),
         # ... that has enough behind it, here 1 3 at the second 1.

@@ -145,7 +145,7 @@ def test_parameters_are_cut_as_the_rules_say():
 def test_a_token_of_context_has_a_key_and_a_value_in_every_layer():
     assert cache_token_bytes(SIZES, WORK, D1) == 2 * 2 * 2 * 4 * 4
     assert cache_token_bytes(SIZES, WORK, D4T2) == 2 * 2 * 2 * 4 * 4 // 2
-    # Nine places are three pages of four.
+    # Nine tokens are three pages of four.
     assert row_bytes(SIZES, WORK, D1, 9) == 12 * 128
     # In int8 with a scale of 4 bytes for each head.
     eight = dataclasses.replace(WORK, kv_itemsize=1)

@@ -162,7 +162,7 @@ def test_prefill_behind_a_prefix_is_prefill_of_the_whole(engine, params):
 
 
 def test_a_long_prompt_is_read_in_pieces(engine, params, monkeypatch):
-    """Three of sixteen tokens, and nothing of the places behind."""
+    """Three of sixteen tokens, and nothing of the padding behind."""
     ids = prompt(22, 41)
     one = engine.prefill(params=params, padded_tokens=padded(ids), true_length=41, seed=1)
     monkeypatch.setattr(engine_module, "PROMPT_CHUNK", 16)
@@ -281,7 +281,7 @@ def test_tokens_beyond_the_context_are_not_valid(engine, params):
     for _ in range(CONTEXT_TOKENS - 64 + 4):
         state, result = engine.generate(params, state)
         valid.append(result.get_result_at_slot(0).valid.item())
-    # 64 places are left, and one more token is sampled from the full cache.
+    # 64 tokens are left, and one more token is sampled from the full cache.
     assert valid == [1] * 65 + [0] * 3
 
 

@@ -27,7 +27,7 @@ both_ways = pytest.mark.parametrize("whole_pages", [False, True])
 
 @both_ways
 def test_a_write_lands_where_it_should_and_nowhere_else(whole_pages):
-    # Pages of two places; row 0 has the pages 4 and 1, row 1 has 0 and 2, row 2 has 5 and 3.
+    # Pages of two tokens; row 0 has the pages 4 and 1, row 1 has 0 and 2, row 2 has 5 and 3.
     table = jnp.array([[4, 1], [0, 2], [5, 3]])
     before = jnp.zeros((6, 1, 2, 1)) - 1
     layer = LayerCache(key=before.swapaxes(2, 3), value=before)
@@ -85,7 +85,7 @@ def test_cache_bytes_are_the_bytes_of_an_empty_cache(dtype):
         compute_dtype=dtype,
     )
     cache = empty_cache(model, 3, 10, page_size=4)
-    # 2 layers x (key, value) x 3 rows x 3 pages x 4 places x 2 heads x 8 numbers.
+    # 2 layers x (key, value) x 3 rows x 3 pages x 4 tokens x 2 heads x 8 numbers.
     num_bytes = 2 * 2 * 3 * 3 * 4 * 2 * 8 * jnp.dtype(dtype).itemsize
     assert cache_bytes(model, 3, 10, 4) == num_bytes
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(cache.layers)) == num_bytes
@@ -162,7 +162,7 @@ def test_a_row_gets_the_same_bits_whoever_its_neighbours_are(filled):
 @pytest.mark.parametrize("tile", [Tile(4, 1), Tile(ROWS, 2)], ids=str)
 @pytest.mark.parametrize("window", [None, 3, 20])
 def test_a_query_gets_the_same_bits_wherever_its_chunk_begins(filled, window, tile):
-    """Five queries at once are those at the same places one by one, in chunks of as many places."""
+    """Five queries at once are the same as one by one, in chunks of as many tokens."""
     cache, _, _, cached = filled
     run = jax.jit(functools.partial(attend, tile=tile, window=window))
     query = jnp.asarray(np.random.default_rng(1).normal(size=(ROWS, 5, 2, 3, 8)), jnp.float32)

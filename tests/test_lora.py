@@ -457,7 +457,7 @@ def test_the_fingerprint_is_of_the_bits_and_not_of_the_layout():
         int(fingerprint([values, values])),
     }
     assert len(marks) == 5
-    # 1.0 and 2.0 at the places 0 and 1, with integers of Python.
+    # 1.0 and 2.0 at the positions 0 and 1, with integers of Python.
     expected = (mixed(0x3F800000 ^ mixed(0)) + mixed(0x40000000 ^ mixed(1))) % 2**32
     assert int(fingerprint(np.array([1.0, 2.0], np.float32))) == expected
 

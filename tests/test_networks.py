@@ -39,8 +39,8 @@ CONTROLS = np.array([1e-3, 0.0], np.float32)
 def make_batch() -> TrajectoryBatch:
     """On the host: a prompt of 3 tokens, then replies of 3 and answers of 2."""
     rng = np.random.default_rng(0)
-    shape, places = (ROWS, LENGTH), np.arange(LENGTH)
-    turn_ids = np.where((places >= 3) & ((places - 3) % 5 < 3), 1 + (places - 3) // 5, 0)
+    shape, positions = (ROWS, LENGTH), np.arange(LENGTH)
+    turn_ids = np.where((positions >= 3) & ((positions - 3) % 5 < 3), 1 + (positions - 3) // 5, 0)
     return TrajectoryBatch(
         tokens=rng.integers(0, VOCAB, shape).astype(np.int32),
         segment_ids=np.ones(shape, np.int32),
@@ -167,7 +167,7 @@ def test_a_critic_begins_with_the_models_weights_and_a_head_of_zeros(lora_rank):
         )
 
 
-def places(mesh: MeshShape) -> TrainState:
+def shardings_on(mesh: MeshShape) -> TrainState:
     return state_shardings(MODEL, TRAIN, VOCAB, make_layout(mesh), BOTH)
 
 
@@ -177,14 +177,14 @@ def test_both_networks_move_offload_and_checkpoint_with_the_rest(tmp_path):
     state = dataclasses.replace(
         state, optimizer=jax.tree.map(lambda x: x + x.size, state.optimizer)
     )
-    state = jax.device_put(state, places(CUBE))
+    state = jax.device_put(state, shardings_on(CUBE))
     assert state.critic["embed"].sharding.spec != ()
     expected = bits(state)
-    assert len(expected) == len(jax.tree.leaves(places(CUBE)))
-    there = reshard(state, places(F8))
+    assert len(expected) == len(jax.tree.leaves(shardings_on(CUBE)))
+    there = reshard(state, shardings_on(F8))
     assert bits(there) == expected
     for name in ("reference", "critic"):
-        assert getattr(there, name)["embed"].sharding == getattr(places(F8), name)["embed"]
+        assert getattr(there, name)["embed"].sharding == getattr(shardings_on(F8), name)["embed"]
 
     away = offload_moments(there)
     assert is_offloaded(away) and all(
@@ -203,11 +203,11 @@ def test_both_networks_move_offload_and_checkpoint_with_the_rest(tmp_path):
     checkpoints.save(1, there, {})
     checkpoints.wait()
     shapes = state_shapes(MODEL, TRAIN, VOCAB, BOTH)
-    back = checkpoints.state(1, shapes, places(CUBE))
+    back = checkpoints.state(1, shapes, shardings_on(CUBE))
     checkpoints.close()
     assert bits(back) == expected
     assert jax.tree.structure(back) == jax.tree.structure(state)
-    assert back.critic["embed"].sharding.is_equivalent_to(places(CUBE).critic["embed"], 2)
+    assert back.critic["embed"].sharding.is_equivalent_to(shardings_on(CUBE).critic["embed"], 2)
 
 
 # PPO's update.
@@ -219,8 +219,8 @@ LENGTHS = [16, 9, 13, 6, 16, 8, 5, 11]
 
 def rewarded_batch() -> TrajectoryBatch:
     """Returns rows of several lengths with a reward a turn; the first forks before its third."""
-    batch, places = make_batch(), np.arange(LENGTH)
-    inside = places < np.array(LENGTHS)[:, None]
+    batch, positions = make_batch(), np.arange(LENGTH)
+    inside = positions < np.array(LENGTHS)[:, None]
     segments = np.where(inside, 1, 0)
     segments[0, 11:] = 2
     turn_ids = np.where(inside, batch.turn_ids, 0)

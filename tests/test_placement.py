@@ -312,7 +312,7 @@ def test_session_keeps_its_pages_if_the_budget_holds_no_more(world, table):
     only = {"rollout_meshes_named": (str(D8),), "train_meshes_named": (str(D8),)}
     exact = too_large_for(table, world.problem)
     page, beside = world.problem.page_bytes(D8), world.problem.trainer_bytes(D8)
-    # Keys and values of one layer's two heads: 16 places of 8 fp32 numbers.
+    # Keys and values of one layer's two heads: 16 positions of 8 fp32 numbers.
     assert page == 2 * 2 * 16 * 8 * 4
     params = world.learner.init_state(D8).params
 

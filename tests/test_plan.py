@@ -67,7 +67,7 @@ def rollouts(schedule):
 def test_training_is_rated_by_the_rows_that_episodes_are_packed_in():
     problem = problem_on("h100:1x8")
     assert problem.packed_rows(1024, None) == 64
-    # 95 % of the places hold a token; there is a row for each episode at most, and one at least.
+    # 95 % of the positions hold a token; there is a row for each episode at most, and one at least.
     assert problem.packed_rows(1024, 8 * 973) == 9
     assert problem.packed_rows(1024, 8 * 972) == 8
     assert problem.packed_rows(1024, 64 * 1024) == 64 and problem.packed_rows(1024, 0) == 1

@@ -97,7 +97,7 @@ def test_a_prompt_is_read_once_by_several_rollouts_of_one_policy_version():
     assert first.stats.prefill_tokens - second.stats.prefill_tokens == taken
     assert second.trajectories == first.trajectories, "to the last bit of each log-prob"
 
-    # It is good for one rollout of the same weights, on a mesh and in a room that it fits.
+    # It is good for one rollout of the same weights, on a mesh and with max tokens that it fits.
     assert open_session(placement, position, 0).kept is None
     for spoil in (
         lambda: open_session(placement, position, 1),

@@ -163,7 +163,7 @@ def test_a_decode_step_by_hand():
     assert ours.memory_s == pytest.approx(
         (weights + 3 * cache + 12 * scores) / (0.8 * 3350e9), rel=1e-6
     )
-    # One block of 1,024 places: ten conditions read on the host, and seven kernels.
+    # One block of 1,024 positions: ten conditions read on the host, and seven kernels.
     assert ours.latency_s == pytest.approx(10 * 10e-6 + 7 * 5e-6)
 
 

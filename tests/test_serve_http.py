@@ -470,7 +470,7 @@ def forever(server, **options) -> socket.socket:
 
 
 def all_slots_answer(parrot, deadline_s: float = 60) -> None:
-    """As many requests as there are slots and waiting places, none of which is refused."""
+    """As many requests as there are slots and places in the queue, none of which is refused."""
     deadline = time.monotonic() + deadline_s
     while True:
         status, answer = send(parrot.http, COMPLETIONS, {"prompt": "<", "n": 4, "max_tokens": 50})

@@ -108,7 +108,7 @@ def forever(server: Server, count: int = 8000):
 
 
 def all_slots_answer(server: Server) -> None:
-    """As many requests as there are slots and waiting places, none of which is refused."""
+    """As many requests as there are slots and places in the queue, none of which is refused."""
     deadline = time.monotonic() + 60
     while True:
         calls = [server.stub.Decode(request("<", 50)) for _ in range(NUM_SLOTS + MAX_WAITING)]

@@ -82,7 +82,7 @@ def moved_bytes_by_hand(specs: Any, source: Layout, target: Layout, itemsize: in
 
 
 def check_publish(source: Layout, target: Layout, dtype, specs: Any) -> None:
-    """Values, types, places, bytes on the way, and that the trainer may go on."""
+    """Values, types, shardings, bytes on the way, and that the trainer may go on."""
     params = on(source, specs)
     shapes, shardings = engine_side(specs, target, dtype)
     with (

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""A paged cache as tests look at it, row by row; and slots with pages for all their places."""
+"""A paged cache as tests look at it, row by row; and slots with pages for their max tokens."""
 
 import dataclasses
 
