@@ -11,10 +11,13 @@ import pytest
 from earl_jax.engine.round_inputs import NO_ROW
 from earl_jax.engine.row_copies import RowCopies, RowMove
 from earl_jax.engine.rows import Rows, make_rows
+from earl_jax.envs.environment import Start, StepResult
+from earl_jax.rollout.episode import Task
 from earl_jax.rollout.row_pool import Finished, RowPool
 from earl_jax.rollout.scheduler import SlotScheduler
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.trajectory import Experience, Trajectory, Turn
+from tests.support.episodes import assert_same_episodes, collect
 
 ROWS = Rows(data_shards=2, own=3, spare=2)
 
@@ -110,6 +113,101 @@ def test_a_task_begins_before_those_that_come_so_many_later():
         for task in range(18)
         for later in range(task + ROWS.num_places, 18)
     )
+
+
+class Chapters:
+    """Takes one reply, and five in the last of twelve groups."""
+
+    def __init__(self, task):
+        self.left = 5 if task.group == 11 else 1
+
+    def start(self):
+        return Start(text=f"{self.left}.")
+
+    def step(self, reply: str):
+        self.left -= 1
+        if not self.left:
+            return StepResult(text="", reward=1.0, done=True, stop_reason="end")
+        return StepResult(text=".", reward=0.0, done=False)
+
+
+@pytest.mark.slow
+def test_the_order_changes_no_token_and_the_longest_do_not_begin_last(pool):
+    """Eight shards of six tasks and two slots; the last task of every second takes five turns."""
+    todo = [Task(episode=i, group=i % 12, args={"group": i % 12}) for i in range(48)]
+    services = []
+    fifo, longest = (
+        collect(pool, todo, Chapters, services=services, order=order)
+        for order in ("fifo", "longest")
+    )
+    assert_same_episodes(fifo.trajectories, longest.trajectories)
+    rounds = [service.stats.rounds for service in services]
+    assert rounds[1] < rounds[0], rounds
+
+
+ONE_SHARD = Rows(data_shards=1, own=6, spare=0)
+
+
+def longest(groups, rows=ONE_SHARD, num_slots=2) -> SlotScheduler:
+    """Group-mates are next to each other; the kind of a task is its group."""
+    made = SlotScheduler(rows, num_slots, "longest")
+    for task, group in enumerate(groups):
+        made.submit(task, group)
+    return made
+
+
+def test_one_of_each_group_begins_and_then_the_longest():
+    tasks = longest([0, 0, 1, 1, 2, 2])
+    assert tasks.assign([0, 1]) == {0: 0, 1: 2}
+    # Group 1 has come to 9 tokens and plays on; of group 2 nothing is known.
+    tasks.play({2: 9})
+    tasks.end(0, 5)
+    assert tasks.assign([0]) == {0: 4}
+    tasks.play({2: 12, 4: 3})
+    tasks.end(4, 3)
+    assert tasks.assign([0]) == {0: 3}, "12 tokens or more, against 5 and 3"
+    tasks.end(2, 20)
+    tasks.end(3, 2)
+    assert tasks.assign([0, 1]) == {0: 1, 1: 5}
+    assert tasks.num_waiting == 0
+
+
+def test_a_task_that_was_played_before_is_as_long_as_it_was_then():
+    tasks = longest([0, 1, 2, 3, 4, 5], num_slots=1)
+    for kind, task in enumerate(range(6, 9)):
+        tasks.submit(task, task, kind)
+    begun = []
+    lengths = {0: 5, 1: 40, 2: 10}
+    for _ in range(9):
+        (task,) = tasks.assign([0]).values()
+        begun.append(task)
+        tasks.end(task, lengths.get(task, 1))
+    # The first step is unknown; of the second the task that took 40 tokens goes first.
+    assert begun == [0, 1, 2, 3, 4, 5, 7, 8, 6]
+
+
+def test_no_task_of_a_later_step_overtakes_however_long_it_is():
+    """Six places: tasks 6 to 11 are of the next step, and known to be long."""
+    tasks = longest([0] * 6, num_slots=1)
+    for task in range(6, 12):
+        tasks.submit(task, 1)
+    tasks.play({})
+    begun = []
+    for _ in range(12):
+        (task,) = tasks.assign([0]).values()
+        begun.append(task)
+        tasks.end(task, 100 if task > 5 else 1)
+    assert begun == list(range(12))
+
+
+def test_an_aborted_task_says_nothing_and_a_slot_is_lent_to_the_longest():
+    """Two shards; the first has four tasks and the second none of its own."""
+    tasks = longest([0, 0, 1, 2], ROWS, num_slots=4)
+    tasks.remove(3)
+    assert tasks.assign([0, 1]) == {0: 0, 1: 2}
+    tasks.end(0)
+    tasks.submit(4, 2)
+    assert tasks.assign([2, 3]) == {2: 4, 3: 1}
 
 
 def test_a_removed_task_never_begins():

@@ -76,6 +76,7 @@ class Shape:
     size: int
     group_size: int
     parts: int
+    order: str
     slots: int
     devices: int
     # Of episode e the e-th, modulo their number.
@@ -149,6 +150,7 @@ class Driven:
             batches=shape.bound + 1,
             fate_of=lambda episode: shape.fates[episode % len(shape.fates)],
             version=version,
+            order=shape.order,
             look=self.look,
         )
 
@@ -204,6 +206,7 @@ def shapes(draw) -> Shape:
         size=size,
         group_size=draw(st.integers(1, 3)),
         parts=draw(st.sampled_from(parts)) if rule == "in_order" else 1,
+        order=draw(st.sampled_from(["fifo", "longest"])),
         slots=draw(st.integers(1, 4)) * devices,
         devices=devices,
         fates=draw(st.lists(fate, min_size=1, max_size=24)),
@@ -243,7 +246,8 @@ def test_every_task_is_trained_on_once_within_the_bound_through_failures_and_kil
 def driven(folder: Path, **changes) -> Driven:
     """A run of groups of one, of which the first of every four is long."""
     given = {
-        "rule": "in_order", "bound": 1, "size": 2, "group_size": 1, "parts": 1, "slots": 4,
+        "rule": "in_order", "bound": 1, "size": 2, "group_size": 1, "parts": 1, "order": "fifo",
+        "slots": 4,
         "devices": 1, "beside": [2], "kills": [], "checkpoint_every": 1,
         "fates": [Fate(rounds=n) for n in (30, 2, 2, 2)],
     }  # fmt: skip

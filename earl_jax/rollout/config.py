@@ -12,6 +12,7 @@ from earl_jax.engine.rows import make_rows
 from earl_jax.engine.sampling import LEAST_TEMPERATURE
 from earl_jax.envs.environment import LARGEST_REWARD
 from earl_jax.models.config import ModelConfig
+from earl_jax.rollout.scheduler import Order
 from earl_jax.settings.choices import check_choices
 from earl_jax.settings.errors import InputError
 
@@ -124,6 +125,11 @@ class RolloutConfig:
     decode than there are rows they take turns. It is one program: a token's log-prob does not
     depend on how many others decode, to the last bit. Another number of rows rounds otherwise.
 
+    **Order.** Where a step has more episodes than there are slots, `order` is that in which they
+    begin. "fifo": in the order of their tasks. "longest": of a step's, first one of each group,
+    then those whose group's episodes are the longest so far, or were when the same task was played
+    before; so that the longest do not begin last. No token depends on it.
+
     **KV cache.** `context_buckets` are the max tokens per episode that programs are compiled for;
     beyond the last they double. The cache comes in pages of `page_size` tokens, of which an episode
     has as many as it needs: large ones are read faster, small ones waste less. 0 takes 128 where
@@ -165,6 +171,7 @@ class RolloutConfig:
     stop_token_ids: tuple[int, ...] = ()
     unfinished_reward: float = -1.0
     patience_s: float = 0.1
+    order: Order = "fifo"
     context_buckets: tuple[int, ...] = (1024, 2048, 4096, 8192)
     page_size: int = 0
     preemption_host_gib: float = 4.0

@@ -6,31 +6,102 @@ Tasks are numbered as they are submitted. A task plays in its home data shard (e
 slot is free there. Where none is, it borrows a slot of any data shard that has one. So no slot is
 empty while a task waits. Waiting is bounded: a task begins before any that was submitted
 `Rows.num_places` tasks after it, or later.
+
+With the order "longest" the tasks that are expected to be the longest begin first (StreamRL,
+arXiv 2504.15930, orders by a trained ranker). What is expected costs nothing: the lengths of tasks
+of the same kind, which are those of a group, and those of the same task when it was played before.
 """
 
-from collections.abc import Collection, Sequence
+import collections
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
 
 from earl_jax.engine.rows import Rows
+
+Order = Literal["fifo", "longest"]
+# Lengths of a kind of task that are remembered.
+_REMEMBERED = 8
+
+
+class Lengths:
+    """The lengths of tasks by their kind: the last ones that ended, and those that play."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[int, int] = {}
+        self._playing: dict[int, dict[int, int]] = collections.defaultdict(dict)
+        self._ended: dict[int, collections.deque[int]] = {}
+
+    def add(self, task: int, kind: int) -> None:
+        """Adds a task of this kind, which waits."""
+        self._kinds[task] = kind
+
+    def play(self, lengths: Mapping[int, int]) -> None:
+        """Notes how long tasks are that play."""
+        for task, length in lengths.items():
+            self._playing[self._kinds[task]][task] = length
+
+    def end(self, task: int, length: int | None) -> None:
+        """Forgets a task; one that ended had this length. None: it was aborted."""
+        kind = self._kinds.pop(task)
+        playing = self._playing.get(kind, {})
+        playing.pop(task, None)
+        if not playing:
+            self._playing.pop(kind, None)
+        if length is not None:
+            self._ended.setdefault(kind, collections.deque(maxlen=_REMEMBERED)).append(length)
+
+    def expected(self, task: int) -> float | None:
+        """Returns the length that a waiting task is expected to have; None: nothing is known.
+
+        It is the mean of those of its kind that ended, or the length of one that plays if that is
+        more already.
+        """
+        kind = self._kinds[task]
+        ended, playing = self._ended.get(kind, ()), self._playing.get(kind, {})
+        if not ended and not playing:
+            return None
+        return max(statistics.fmean(ended) if ended else 0.0, *playing.values(), 0.0)
 
 
 class SlotScheduler:
     """Assigns free slots to waiting tasks: first to tasks at home there, then to others."""
 
-    def __init__(self, rows: Rows, num_slots: int) -> None:
+    def __init__(self, rows: Rows, num_slots: int, order: Order = "fifo") -> None:
         self._rows, self._slots_per_shard = rows, num_slots // rows.data_shards
+        self._lengths = Lengths() if order == "longest" else None
         # Dicts for sets that keep their order. Each data shard's tasks, with their groups.
         self._waiting: list[dict[int, int]] = [{} for _ in range(rows.data_shards)]
         self._of_group: dict[int, dict[int, None]] = {}
         # Groups of which some task has begun in the data shard: their prompt is read there.
         self._begun: list[dict[int, None]] = [{} for _ in range(rows.data_shards)]
 
-    def submit(self, task: int, group: int) -> None:
-        """Adds a task with the next number; tasks of a group have similar prompts."""
+    def submit(self, task: int, group: int, kind: int | None = None) -> None:
+        """Adds a task with the next number; tasks of a group have similar prompts.
+
+        Tasks of one `kind` are about equally long; None: those of the group are.
+        """
+        if self._lengths is not None:
+            self._lengths.add(task, group if kind is None else kind)
         self._waiting[self._rows.home(task)][task] = group
         self._of_group.setdefault(group, {})[task] = None
 
+    def play(self, lengths: Mapping[int, int]) -> None:
+        """Notes how many tokens the tasks have that play."""
+        if self._lengths is not None:
+            self._lengths.play(lengths)
+
+    def end(self, task: int, length: int | None = None) -> None:
+        """Notes that a task that played is over, with so many tokens; None: it was aborted."""
+        if self._lengths is not None:
+            self._lengths.end(task, length)
+
     def remove(self, task: int) -> None:
         """Removes a waiting task."""
+        self._leave(task)
+        self.end(task)
+
+    def _leave(self, task: int) -> None:
         group = self._waiting[self._rows.home(task)].pop(task)
         del self._of_group[group][task]
         if not self._of_group[group]:
@@ -46,20 +117,21 @@ class SlotScheduler:
     def assign(self, free: Sequence[int], crowded: Collection[int] = ()) -> dict[int, int]:
         """Returns the tasks that these free slots take now, by slot.
 
-        A data shard gives its slots to its own tasks in their order. The slots that are left are
-        lent to tasks of other data shards: first to those of groups that have begun in a data shard
-        with a free slot, which has read their prompt; then the last task of the longest queue,
-        whose group begins the latest, goes to the data shard with the most free slots. The
-        `crowded` slots, whose shards have episodes that wait for pages, are not lent. A task that
-        would overtake one submitted `Rows.num_places` before it, or earlier, lets that one go
-        first.
+        A data shard gives its slots to its own tasks in their order (`_first`). The slots that are
+        left are lent to tasks of other data shards. With "longest" the first of all goes to the
+        data shard with the most free slots. With "fifo" those of groups go first that have begun in
+        a data shard with a free slot, which has read their prompt; then the last task of the
+        longest queue, whose group begins the latest, goes to the data shard with the most free
+        slots. The `crowded` slots, whose shards have episodes that wait for pages, are not lent. A
+        task that would overtake one submitted `Rows.num_places` before it, or earlier, lets that
+        one go first.
         """
         taken: dict[int, int] = {}
         left: list[list[int]] = [[] for _ in self._waiting]
         for slot in free:
             shard = slot // self._slots_per_shard
             if self._waiting[shard]:
-                taken[slot] = self._take(shard, next(iter(self._waiting[shard])))
+                taken[slot] = self._take(shard, self._first(self._waiting[shard]))
             elif slot not in crowded:
                 left[shard].append(slot)
         while any(left) and any(self._waiting):
@@ -69,11 +141,31 @@ class SlotScheduler:
 
     def _next_borrower(self, left: Sequence[Sequence[int]]) -> tuple[int, int]:
         """Returns the data shard, of those with slots `left`, that lends one; and the task."""
+        if self._lengths is not None:
+            shard = max(range(len(left)), key=lambda shard: (len(left[shard]), -shard))
+            return shard, self._first([task for tasks in self._waiting for task in tasks])
         for shard, slots in enumerate(left):
             if slots and (task := self._known_task(shard)) is not None:
                 return shard, task
         shard = max(range(len(left)), key=lambda shard: (len(left[shard]), -shard))
         return shard, next(reversed(max(self._waiting, key=len)))
+
+    def _first(self, tasks: Collection[int]) -> int:
+        """Returns the task of these, in the order of their numbers, that begins first.
+
+        "longest": of the `Rows.num_places` oldest, which are a step's, first those of which nothing
+        is known, because only they tell how long others of their kind are; then the longest.
+        """
+        lengths = self._lengths
+        if lengths is None:
+            return next(iter(tasks))
+
+        def key(task: int) -> tuple[int, bool, float, int]:
+            expected = lengths.expected(task)
+            step = task // self._rows.num_places
+            return step, expected is not None, -(expected or 0.0), task
+
+        return min(tasks, key=key)
 
     def _known_task(self, shard: int) -> int | None:
         """Returns a waiting task of a group that has begun in the data shard; None: there is none.
@@ -90,5 +182,6 @@ class SlotScheduler:
         task = oldest if task >= oldest + self._rows.num_places else task
         group = self._waiting[self._rows.home(task)][task]
         self._begun[shard][group] = None
-        self.remove(task)
+        self._leave(task)
+        self.play({task: 0})
         return task

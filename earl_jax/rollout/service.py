@@ -106,7 +106,7 @@ class RolloutService:
         )
         total = session.engine.config.num_rows
         assert total == self.rows.total or self.rows.data_shards == 1, f"{total}, {self.rows}"
-        self._scheduler = SlotScheduler(self.rows, config.num_slots)
+        self._scheduler = SlotScheduler(self.rows, config.num_slots, config.order)
         rules = cache_rules or CacheRules()
         self._blocks = BlockManager(config, rules, session, self._slots, grow)
         self._row_pool = RowPool(self.rows, config.num_slots, self._blocks.lose_row)
@@ -143,8 +143,8 @@ class RolloutService:
     def submit(self, tasks: Sequence[Task]) -> list[int]:
         """Queues tasks. Returns their tickets, which number the tasks of this service.
 
-        They begin first in, first out in each data shard, and before any task with a ticket that is
-        greater by `rows.num_places` or more.
+        They begin in the order of config.rollout.order in each data shard, and before any task with
+        a ticket that is greater by `rows.num_places` or more.
 
         Raises:
             ValueError: a task with impossible settings.
@@ -155,7 +155,7 @@ class RolloutService:
         self._num_submitted += len(tasks)
         self._tasks.update(zip(tickets, tasks, strict=True))
         for ticket, task in zip(tickets, tasks, strict=True):
-            self._scheduler.submit(ticket, task.group)
+            self._scheduler.submit(ticket, task.group, hash(repr(task.args)))
         self._is_draining, self._shrink_at = False, self._config.num_slots // 4
         return tickets
 
@@ -215,6 +215,7 @@ class RolloutService:
             if ticket not in live:
                 self._scheduler.remove(ticket)
                 continue
+            self._scheduler.end(ticket)
             slot = live[ticket]
             self._left_rows.append(self._episode(slot).buffer_row)
             self._slots[slot] = None
@@ -279,6 +280,7 @@ class RolloutService:
         trajectory = episode.finish(stop_reason, detail)
         self._ended.append((slot, Finished(ticket=episode.ticket, trajectory=trajectory)))
         del self._tasks[episode.ticket]
+        self._scheduler.end(episode.ticket, episode.length)
         self._slots[slot] = None
         self._blocks.end(slot)
 
@@ -296,6 +298,7 @@ class RolloutService:
         free = [slot for slot, episode in enumerate(self._slots) if episode is None]
         opened = {}
         offered = self._row_pool.offer(free)
+        self._scheduler.play({e.ticket: e.length for e in self._slots if e is not None})
         for slot, ticket in self._scheduler.assign(offered, self._blocks.crowded).items():
             task, row = self._tasks[ticket], self._row_pool.take(slot, ticket)
             episode = self._slots[slot] = LiveEpisode(

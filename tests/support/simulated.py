@@ -72,13 +72,14 @@ class SimulatedService:
         batches: int,
         fate_of: Callable[[int], Fate],
         version: int,
+        order: str = "fifo",
         look: Callable[[], None] = lambda: None,
     ) -> None:
         self.version, self.fate_of, self._look = version, fate_of, look
         rows = make_rows(
             num_rows=num_rows, num_slots=num_slots, num_devices=num_devices, batches=batches
         )
-        self._scheduler = SlotScheduler(rows, num_slots)
+        self._scheduler = SlotScheduler(rows, num_slots, order)
         self._rows = RowPool(rows, num_slots, lambda row: None)
         self._slots: list[_Live | None] = [None] * num_slots
         self.tasks: list[Any] = []
@@ -111,6 +112,7 @@ class SimulatedService:
         self._look()
         self.num_steps += 1
         free = [slot for slot, episode in enumerate(self._slots) if episode is None]
+        self._scheduler.play({e.ticket: len(e.versions) for e in self._slots if e is not None})
         for slot, ticket in self._scheduler.assign(self._rows.offer(free)).items():
             task, row = self.tasks[ticket], self._rows.take(slot, ticket)
             fate = self.fate_of(task.episode)
@@ -128,6 +130,7 @@ class SimulatedService:
                 episode.versions.append(self.version)
             if episode.age == fate.rounds * (1 + fate.idle):
                 self._slots[slot] = None
+                self._scheduler.end(episode.ticket, len(episode.versions))
                 where = self._ended if fate.ends == "late" else ready
                 where.append(episode.finished())
         for finished in ready:
