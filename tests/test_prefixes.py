@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from earl_jax.engine import prefixes
 from earl_jax.engine.prefixes import PrefixIndex, Shared
 
 SYSTEM = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -212,6 +213,13 @@ events = st.one_of(
     st.tuples(st.sampled_from(["forget", "stop"]), st.integers(0, 3), st.just(0)),
     st.tuples(st.just("end"), st.just(0), st.just(0)),
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_pieces():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefixes, "_COMPARED", 3)
+        yield
 
 
 @settings(max_examples=200, deadline=None)

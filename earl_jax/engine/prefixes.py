@@ -26,6 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 _NOTHING = np.zeros(0, np.int32)
+# Tokens that are compared in one piece: prompts may be long and differ early.
+_COMPARED = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,14 +181,14 @@ class PrefixIndex:
         Now, and behind its whole prompt; that is 0 where the slot has read it.
         """
         theirs = self._prompts[slot]
-        length, same, step = min(len(theirs), len(ids) - 1), 0, self._least
-        # In growing steps: most prompts differ early.
+        length, same = min(len(theirs), len(ids) - 1), 0
         while same < length:
-            equal = theirs[same : min(same + step, length)] == ids[same : min(same + step, length)]
+            end = min(same + _COMPARED, length)
+            equal = theirs[same:end] == ids[same:end]
             if not equal.all():
                 same += int(equal.argmin())
                 break
-            same, step = same + len(equal), 2 * step
+            same = end
         now = self._worth(min(same, self._num_cached[slot]), len(ids))
         return now, self._worth(same, len(ids)) if self._num_cached[slot] < len(theirs) else 0
 
