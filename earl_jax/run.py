@@ -151,7 +151,9 @@ def build_run(
         cluster=cluster,
         renderer=renderer,
         history=config.chat.history,
-        pool=EnvironmentPool(config.env.num_workers, config.env.timeout_s),
+        pool=EnvironmentPool(
+            config.env.workers_for(config.rollout.num_slots), config.env.timeout_s
+        ),
         make=played.make,
         max_context=config.rollout.max_context(origin.max_context),
         batches=config.asynchrony.batches,
