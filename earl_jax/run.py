@@ -18,7 +18,12 @@ from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.registry import Played
 from earl_jax.launch.cluster import Cluster, find_cluster
 from earl_jax.launch.layouts import Layouts
-from earl_jax.models.attention.kernels import Choice, choose_kernel, pages_in_words
+from earl_jax.models.attention.kernels import (
+    Choice,
+    choose_kernel,
+    choose_pages_kernel,
+    pages_in_words,
+)
 from earl_jax.models.attention.rows import BLOCK_SIZE
 from earl_jax.placement.facts import facts_of, open_table
 from earl_jax.placement.problem import hardware_of_devices, make_problem
@@ -146,7 +151,9 @@ def build_run(
         cluster=cluster,
         renderer=renderer,
         history=config.chat.history,
-        pool=EnvironmentPool(config.env.num_workers, config.env.timeout_s),
+        pool=EnvironmentPool(
+            config.env.workers_for(config.rollout.num_slots), config.env.timeout_s
+        ),
         make=played.make,
         max_context=config.rollout.max_context(origin.max_context),
         batches=config.asynchrony.batches,
@@ -167,7 +174,7 @@ def build_run(
         actor=actor,
         tasks=tasks,
         attention=attention,
-        notes=(*origin.notes, *_attention_notes(config, stages, attention)),
+        notes=(*origin.notes, *_attention_notes(config, stages, origin, attention)),
     )
 
 
@@ -235,10 +242,13 @@ def _attention(config: Config, stages: Stages, origin: Origin) -> tuple[Choice, 
     return tuple(dict.fromkeys(choices))
 
 
-def _attention_notes(config: Config, stages: Stages, attention: tuple[Choice, ...]) -> list[str]:
+def _attention_notes(
+    config: Config, stages: Stages, origin: Origin, attention: tuple[Choice, ...]
+) -> list[str]:
     """Returns what a user should know of kernels and precision at the start of a run."""
-    platform = str(stages.layouts.rollout(stages.problem.rollout_meshes[0]).platform)
-    pages = pages_in_words(platform, config.rollout.tokens_a_page)
+    layout, rollout = stages.layouts.rollout(stages.problem.rollout_meshes[0]), config.rollout
+    choice = choose_pages_kernel(rollout.attention, layout, origin.model, rollout.tokens_a_page)
+    pages = pages_in_words(choice, str(layout.platform), rollout.tokens_a_page)
     notes = [
         *(f"attention in training: {choice}" for choice in attention),
         f"attention in the rollout: {pages}",

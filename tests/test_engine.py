@@ -17,6 +17,8 @@ from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import pages_for
 from earl_jax.engine.round_inputs import idle_inputs
 from earl_jax.engine.session import Policy, Session, relocate
+from earl_jax.models import decoder
+from earl_jax.models.attention.kernels import PagesChoice
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from tests.support.caches import rows_of, whole_pages_on
@@ -91,13 +93,15 @@ def test_with_a_tensor_axis_no_collective_crosses_a_data_shard(shape):
 
 
 @pytest.mark.slow
-def test_a_pass_of_short_chunks_has_the_collectives_of_a_pass():
+def test_a_pass_of_short_chunks_has_at_most_the_collectives_of_a_pass():
+    """XLA may share one with another pass."""
     shape = MeshShape(data=4, tensor=2)
     config = dataclasses.replace(CONFIG, rules=CONFIG.rules._replace(narrow_width=2))
     engine = Engine(config, make_layout(shape, jax.devices()[: shape.num_devices]))
     text = engine.lower_play(PLACES).compile().as_text()
     lines = [line.strip() for line in text.splitlines() if COLLECTIVE.search(line)]
-    assert len(lines) == 3 * (2 + 2 * MODEL.num_layers)
+    a_pass = 2 + 2 * MODEL.num_layers
+    assert 2 * a_pass < len(lines) <= 3 * a_pass
     shards = {tuple(range(first, first + shape.tensor)) for first in range(0, 8, shape.tensor)}
     assert all(replica_groups(line) == shards for line in lines)
 
@@ -257,3 +261,23 @@ def test_a_compute_type_of_bfloat16_keeps_weights_and_cache_in_it():
     types |= {leaf.dtype for leaf in jax.tree.leaves(shapes.cache.layers)}
     assert types == {jnp.dtype(jnp.bfloat16)}
     assert shapes.experience.logprobs.dtype == jnp.float32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [MeshShape(), MeshShape(data=4, tensor=2)], ids=str)
+def test_a_round_with_the_kernel_for_gpus_says_the_same(shape, monkeypatch):
+    """Interpreted, and on each device's own heads."""
+    used = []
+
+    def choose(setting, layout, model, page_size):
+        used.append(layout.shape)
+        return PagesChoice("triton", "of the test")
+
+    monkeypatch.setattr(decoder, "choose_pages_kernel", choose)
+    engine = Engine(CONFIG, make_layout(shape, jax.devices()[: shape.num_devices]))
+    play = functools.partial(engine.play, engine.load_params(params()))
+    state, heard = converse(play, engine.empty_state(PLACES), scripts(), num_slots=NUM_SLOTS)
+    assert set(used) == {shape}
+    assert_same(heard, converse_on(UNSHARDED)[1])
+    check_logprobs(heard)
+    check_rows(state.experience, heard, scripts())

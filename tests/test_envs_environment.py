@@ -16,7 +16,7 @@ from earl_jax.envs.environment import (
     check_step,
 )
 from earl_jax.envs.games import load_game, playable_games
-from earl_jax.envs.registry import EnvConfig, open_environment
+from earl_jax.envs.registry import MOST_WORKERS, EnvConfig, open_environment
 from earl_jax.envs.tasks import TasksConfig
 
 
@@ -63,7 +63,7 @@ def test_bad_arguments_are_refused_with_their_names(change, message):
     [
         ({"timeout_s": 0.0}, r"config\.env\.timeout_s is 0\.0"),
         ({"timeout_s": float("inf")}, r"config\.env\.timeout_s is inf"),
-        ({"num_workers": 0}, r"config\.env\.num_workers is 0"),
+        ({"num_workers": -1}, r"config\.env\.num_workers is -1"),
         ({"name": "trial"}, r"config\.env\.name is .trial.*did you mean .trail."),
         ({"args": {"game": "chess"}}, "config.env.args.game is not an argument of BoardGame"),
     ],
@@ -71,6 +71,12 @@ def test_bad_arguments_are_refused_with_their_names(change, message):
 def test_bad_configs_are_refused_with_the_field(change, message):
     with pytest.raises(ValueError, match=message):
         EnvConfig(**change).validate()
+
+
+def test_there_is_a_worker_for_each_slot_up_to_a_limit_unless_the_setting_says_so():
+    assert [EnvConfig().workers_for(slots) for slots in (1, 8, 512)] == [1, 8, MOST_WORKERS]
+    assert EnvConfig(num_workers=3).workers_for(512) == 3
+    assert EnvConfig(num_workers=100).workers_for(8) == 100
 
 
 def test_playable_games_load():

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from earl_jax.algorithms.algorithms import ALGORITHMS
-from earl_jax.models.attention.kernels import attend_rows, choose_kernel
+from earl_jax.models.attention.kernels import attend_rows, choose_kernel, choose_pages_kernel
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows
 from earl_jax.models.parameters import init_parameters, parameter_specs
@@ -199,6 +199,37 @@ def test_a_run_says_once_what_it_may_choose(on_tpus, given, kernels):
     notes = [note for note in world.notes if note.startswith("attention in the rollout: ")]
     words = "our attention over pages, because .*; on tpu devices .* pages of all rows"
     assert len(notes) == 1 and re.search(words, notes[0])
+
+
+def test_gpus_read_pages_with_our_kernel_where_it_runs_and_the_reason_is_given(monkeypatch):
+    monkeypatch.setattr(Layout, "platform", "gpu")
+    layout = make_layout(MeshShape(data=2, tensor=4))
+    choose = functools.partial(choose_pages_kernel, "auto", layout, TINY)
+    assert choose(16) == choose(128) == ("triton", "the devices are gpu devices")
+    assert choose_pages_kernel("blockwise", layout, TINY, 16).kernel == "blockwise"
+    odd = dataclasses.replace(TINY, head_size=80)
+    cut = make_layout(MeshShape(data=4, context=2))
+    for setting in ("auto", "triton"):
+        for place, model, page_size, words in (
+            (layout, TINY, 8, "at least 16, and config.rollout.page_size is 8"),
+            (layout, TINY, 48, "power of two .* config.rollout.page_size is 48"),
+            (layout, odd, 16, "config.model.head_size is 80"),
+            (cut, TINY, 16, "context=2 cuts them"),
+        ):
+            if setting == "auto":
+                choice = choose_pages_kernel(setting, place, model, page_size)
+                assert choice.kernel == "blockwise" and re.search(words, choice.reason)
+                continue
+            with pytest.raises(ValueError, match=f"rollout.attention is 'triton', but .*{words}"):
+                choose_pages_kernel(setting, place, model, page_size)
+
+
+def test_cpus_read_pages_with_the_reference():
+    layout = make_layout(MeshShape(data=8))
+    choice = choose_pages_kernel("auto", layout, TINY, 16)
+    assert choice == ("blockwise", "there is no other kernel for cpu devices")
+    with pytest.raises(ValueError, match="'triton', but .* these are cpu devices"):
+        choose_pages_kernel("triton", layout, TINY, 16)
 
 
 @need_compiler("h100:1x8")

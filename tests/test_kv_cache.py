@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from earl_jax.models.attention import paged_triton
 from earl_jax.models.attention.paged_attention import Tile, attend_pages, plan_reading
 from earl_jax.models.attention.rows import Positions, attention
 from earl_jax.models.config import ModelConfig
@@ -258,7 +259,73 @@ def test_attention_over_int8_pages_is_that_over_what_they_stand_for(filled, leng
     np.testing.assert_allclose(
         out, jax.jit(attend)(exact, query, cached, counts), atol=2e-6, rtol=0
     )
+    by_kernel = np.asarray(jax.jit(by_triton)(rounded, query, cached, counts))
+    np.testing.assert_allclose(by_kernel, out, atol=2e-6, rtol=0)
     # Half of a 127th of the largest of eight numbers each, averaged over keys: about 1 %.
     real = np.arange(length)[None, :] < counts[:, None]
     far = np.abs(out - np.asarray(jax.jit(attend)(cache, query, cached, counts)))[real]
     assert 1e-4 < far.mean() < 1e-2 and far.max() < 0.1
+
+
+def by_triton(cache, query, cached, counts, **settings):
+    return paged_triton.attend(
+        query, cache.layers[0], cache.table, cached, counts, scale=0.4, interpret=True, **settings
+    )
+
+
+# Pages of 8 tokens: all of a row's five in one program, or two and two and one.
+splits = pytest.mark.parametrize("tokens_a_split", [1024, 16])
+
+
+@splits
+@pytest.mark.parametrize("length", [1, 5])
+@pytest.mark.parametrize("settings", [{}, {"window": 3}, {"window": 12, "softcap": 2.0}], ids=str)
+def test_the_kernel_for_gpus_is_our_attention_over_pages(
+    filled, length, settings, tokens_a_split, monkeypatch
+):
+    monkeypatch.setattr(paged_triton, "TOKENS_A_SPLIT", tokens_a_split)
+    cache, _, _, cached = filled
+    rng = np.random.default_rng(1)
+    query = jnp.asarray(rng.normal(size=(ROWS, length, 2, 3, 8)), jnp.float32)
+    counts = np.minimum(rng.integers(0, length + 1, ROWS), MAX_TOKENS - cached).astype(np.int32)
+    assert (counts == 0).any() and (counts == length).any()
+    out = np.asarray(
+        jax.jit(functools.partial(by_triton, **settings))(cache, query, cached, counts)
+    )
+    expected = np.asarray(
+        jax.jit(functools.partial(attend, **settings))(cache, query, cached, counts)
+    )
+    real = np.arange(length)[None, :] < counts[:, None]
+    np.testing.assert_allclose(out[real], expected[real], atol=2e-6)
+    assert not out[counts == 0].any() and np.isfinite(out).all()
+
+
+def test_a_long_chunk_is_several_blocks_of_the_kernel_for_gpus(filled):
+    """Of 30 queries of three heads in two blocks of 64, the second begins within a query."""
+    cache, _, _, cached = filled
+    rng = np.random.default_rng(1)
+    query = jnp.asarray(rng.normal(size=(ROWS, 30, 2, 3, 8)), jnp.float32)
+    counts = np.minimum(30, MAX_TOKENS - cached).astype(np.int32)
+    real = np.arange(30)[None, :] < counts[:, None]
+    out, expected = (
+        np.asarray(jax.jit(functools.partial(run, window=20))(cache, query, cached, counts))
+        for run in (by_triton, attend)
+    )
+    np.testing.assert_allclose(out[real], expected[real], atol=2e-6)
+
+
+@splits
+def test_a_row_of_the_kernel_for_gpus_gets_the_same_bits_whoever_its_neighbours_are(
+    filled, tokens_a_split, monkeypatch
+):
+    monkeypatch.setattr(paged_triton, "TOKENS_A_SPLIT", tokens_a_split)
+    cache, _, _, cached = filled
+    query = jnp.asarray(np.random.default_rng(1).normal(size=(ROWS, 1, 2, 3, 8)), jnp.float32)
+    run = jax.jit(by_triton)
+    ones = np.ones(ROWS, np.int32)
+    whole = np.asarray(run(cache, query, cached, ones))
+    order = np.random.default_rng(2).permutation(ROWS)
+    shuffled = PagedCache(layers=cache.layers, table=cache.table[order])
+    np.testing.assert_array_equal(run(shuffled, query[order], cached[order], ones), whole[order])
+    some = np.array([1, 0, 1, 0, 0, 1, 1, 0, 1, 0, 0], np.int32)
+    np.testing.assert_array_equal(run(cache, query, cached, some)[some == 1], whole[some == 1])

@@ -3,7 +3,10 @@
 """Prefixes shared from other slots' caches, by hand. Chunks of 4, shards of 3 slots."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from earl_jax.engine import prefixes
 from earl_jax.engine.prefixes import PrefixIndex, Shared
 
 SYSTEM = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -161,3 +164,94 @@ def test_a_beginning_shorter_than_a_chunk_is_taken_over_where_a_narrow_pass_read
     index.begin(0, read, index.find(0, read))
     index.append(0, len(read))
     assert index.find(1, [*prompt, *[91] * (length - common)]).length == taken
+
+
+class Slow:
+    """The same by comparing a prompt with every slot's, token by token. Chunks of 4 or 2."""
+
+    def __init__(self):
+        self.slots, self.beginning = [([], []) for _ in range(4)], set()
+
+    def worth(self, theirs, prompt):
+        same = 0
+        while same < min(len(theirs), len(prompt) - 1) and theirs[same] == prompt[same]:
+            same += 1
+
+        def width(tokens):
+            return tokens // 4 * 4 + (0, 2, 2, 4)[tokens % 4]
+
+        spared = width(len(prompt)) - width(len(prompt) - same)
+        return same if same >= 3 and spared >= 2 else 0
+
+    def find(self, slot, prompt):
+        self.slots[slot] = (self.slots[slot][0], [])
+        have = [self.worth(cached, prompt) for cached, _ in self.slots]
+        ahead = [
+            self.worth(cached + coming, prompt) if coming else 0 for cached, coming in self.slots
+        ]
+        shard = [slot, *(other for other in (slot // 2 * 2, slot // 2 * 2 + 1) if other != slot)]
+        source = max(shard, key=lambda other: have[other])
+        if ahead[shard[1]] > have[source]:
+            return None
+        own = most = found = have[source]
+        if len(prompt) - 1 - own < 2:
+            return Shared(source=source, length=own)
+        for other in sorted({0, 1, 2, 3} - set(shard)):
+            most = max(most, have[other], ahead[other])
+            if other not in self.beginning and have[other] > found and have[other] - own >= 2:
+                source, found = other, have[other]
+        if most > found and most - own >= 2:
+            return None
+        return Shared(source=source, length=found)
+
+
+events = st.one_of(
+    st.tuples(
+        st.just("begin"), st.integers(0, 3), st.lists(st.integers(1, 2), min_size=1, max_size=14)
+    ),
+    st.tuples(st.just("append"), st.integers(0, 3), st.integers(0, 4)),
+    st.tuples(st.sampled_from(["forget", "stop"]), st.integers(0, 3), st.just(0)),
+    st.tuples(st.just("end"), st.just(0), st.just(0)),
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_pieces():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefixes, "_COMPARED", 3)
+        yield
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(events, max_size=25))
+def test_a_random_history_finds_what_comparing_with_every_slot_finds(history):
+    index = PrefixIndex(
+        num_slots=4,
+        num_shards=2,
+        widths=(2, 4),
+        page_size=3,
+        is_worth_sending=lambda tokens: tokens >= 2,
+    )
+    slow = Slow()
+    for kind, slot, given_value in history:
+        cached, coming = slow.slots[slot]
+        if kind == "begin":
+            found = index.find(slot, given_value)
+            assert found == slow.find(slot, given_value)
+            if found is not None:
+                index.begin(slot, given_value, found)
+                slow.slots[slot] = given_value[: found.length], given_value[found.length :]
+                slow.beginning.add(slot)
+        elif kind == "append":
+            index.append(slot, given_value)
+            slow.slots[slot] = cached + coming[:given_value], coming[given_value:]
+        elif kind == "forget":
+            index.forget(slot)
+            slow.slots[slot] = [], []
+        elif kind == "stop":
+            index.stop(slot)
+            slow.slots[slot] = cached, []
+        else:
+            index.end_inputs()
+            slow.beginning.clear()
+        assert [index.num_kept(slot) for slot in range(4)] == [len(c) for c, _ in slow.slots]

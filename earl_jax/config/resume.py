@@ -25,6 +25,7 @@ MAY_CHANGE: dict[str, str] = {
     "env.max_failed_steps": "From the next step on.",
     "asynchrony": "From the next step on; with another rule than in_order, tasks of later steps "
     "that were trained on are played again where `max_staleness` becomes 0.",
+    "rollout.attention": "From the next step on. Results differ by rounding.",
     "rollout.patience_s": "From the next step on.",
     "rollout.preemption_host_gib": "From the next step on.",
 }  # fmt: skip

@@ -65,7 +65,7 @@ class SlotRules(NamedTuple):
     more pass over the logits. With `choice_branches` a turn can be restricted to replies whose tree
     has at most so many branches, or to so many tokens. With `draft` above 0 each forward pass also
     scores up to so many drafted tokens: those that followed the slot's last `ngram` ids before
-    (`drafts.look_up`).
+    (`drafts.look_up`). `attention` over pages: see `kernels.choose_pages_kernel`.
     """
 
     burst: int
@@ -77,6 +77,7 @@ class SlotRules(NamedTuple):
     choice_branches: int = 0
     ngram: int = 3
     draft: int = 0
+    attention: Literal["auto", "blockwise", "triton"] = "auto"
 
     def append_widths(self, chunk_size: int, parts: int = 1) -> tuple[int, ...]:
         """Returns the widths of the forward passes that append chunks, in ascending order.

@@ -31,6 +31,7 @@ from earl_jax.engine.round_inputs import (
     unpack_outputs,
 )
 from earl_jax.engine.row_copies import RowCopies
+from earl_jax.models.attention.kernels import choose_pages_kernel
 from earl_jax.models.kv_cache import PagedCache, place_pages
 from earl_jax.models.parameters import Params, parameter_shardings
 from earl_jax.models.quantization import engine_shapes, engine_specs
@@ -54,9 +55,10 @@ class Engine:
 
         Raises:
             ValueError: the slots or rows do not divide over the layout's data axis, or a page over
-                its context axis.
+                its context axis; or the attention that was asked for does not run there.
         """
         _check_divides(config, layout)
+        choose_pages_kernel(config.rules.attention, layout, config.model, config.page_size)
         self.config, self.layout = config, layout
         # A row shard's part of the rows of a decode step.
         step_rows = -(-config.step_rows // layout.num_row_shards)

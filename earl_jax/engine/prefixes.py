@@ -21,11 +21,13 @@ tokens are not taken over: a decode step is another program than a chunk, which 
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 _NOTHING = np.zeros(0, np.int32)
+# Tokens that are compared in one piece: prompts may be long and differ early.
+_COMPARED = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,9 +61,11 @@ class PrefixIndex:
         self._slots_a_shard = num_slots // num_shards
         self._widths = widths
         self._least = min(widths[-1], max(page_size, widths[0]))
-        # As arrays: every prompt is compared with all of them.
-        self._cached = [_NOTHING] * num_slots
-        self._coming = [_NOTHING] * num_slots
+        # The first `num_cached` tokens of a slot's prompt are in its cache, the others will be.
+        self._prompts = [_NOTHING] * num_slots
+        self._num_cached = [0] * num_slots
+        # Slots by the first tokens of their prompts: only they can have enough in common.
+        self._by_start: dict[bytes, set[int]] = {}
         # Slots whose ids are in no row: they were read in a rollout before this one, or another
         # episode writes the row.
         self._unwritten: set[int] = set()
@@ -70,7 +74,7 @@ class PrefixIndex:
 
     def regroup(self, num_shards: int) -> None:
         """Changes the number of row shards; the caches stay the same."""
-        self._slots_a_shard = len(self._cached) // num_shards
+        self._slots_a_shard = len(self._prompts) // num_shards
 
     def find(self, slot: int, prompt: Sequence[int]) -> Shared | None:
         """Returns the tokens that this slot can take over for the prompt now; None: it should wait.
@@ -83,44 +87,62 @@ class PrefixIndex:
         first = slot - slot % self._slots_a_shard
         shard = range(first, first + self._slots_a_shard)
         # Its own cache before another's: that copies nothing.
-        sources = sorted(shard, key=lambda other: other != slot)
-        have = {other: self._common(self._cached[other], ids) for other in sources}
-        source = max(have, key=lambda other: have[other])
-        for other in shard:
-            if other != slot and self._common_ahead(other, ids) > have[source]:
+        alike = self._by_start.get(self._start(ids), ())
+        common = {
+            other: self._common(other, ids)
+            for other in sorted(alike, key=lambda other: (other != slot, other))
+        }
+        found = Shared(source=slot, length=0)
+        for other, (have, _) in common.items():
+            if other in shard and have > found.length:
+                found = Shared(source=other, length=have)
+        for other, (_, ahead) in common.items():
+            if other in shard and other != slot and ahead > found.length:
                 return None
-        return self._find_elsewhere(shard, ids, Shared(source=source, length=have[source]))
+        elsewhere = {other: both for other, both in common.items() if other not in shard}
+        return self._find_elsewhere(elsewhere, len(ids), found)
 
-    def _find_elsewhere(self, shard: range, ids: np.ndarray, found: Shared) -> Shared | None:
-        """Returns a better source in another shard, None to wait for one, or else `found`."""
-        own = ahead = found.length
-        if not self._is_worth_sending(len(ids) - 1 - own):
+    def _find_elsewhere(
+        self, common: Mapping[int, tuple[int, int]], length: int, found: Shared
+    ) -> Shared | None:
+        """Returns a better source in another shard, None to wait for one, or else `found`.
+
+        `common` is what slots of other shards have in common with a prompt of this length.
+        """
+        own = most = found.length
+        if not self._is_worth_sending(length - 1 - own):
             return found
-        for other, cached in enumerate(self._cached):
-            if other in shard:
+        for other, (have, ahead) in common.items():
+            most = max(most, have, ahead)
+            if other in self._beginning or have <= found.length:
                 continue
-            length = self._common(cached, ids)
-            ahead = max(ahead, length, self._common_ahead(other, ids))
-            if other in self._beginning or length <= found.length:
-                continue
-            if self._is_worth_sending(length - own):
-                found = Shared(source=other, length=length)
-        waits = ahead > found.length and self._is_worth_sending(ahead - own)
+            if self._is_worth_sending(have - own):
+                found = Shared(source=other, length=have)
+        waits = most > found.length and self._is_worth_sending(most - own)
         return None if waits else found
 
     def begin(self, slot: int, prompt: Sequence[int], shared: Shared) -> None:
         """Begins a slot with a prompt, of which it takes over a part; its ids are in its row."""
         self._unwritten.discard(slot)
         self._beginning.add(slot)
-        ids = np.asarray(prompt, np.int32)
-        self._cached[slot], self._coming[slot] = ids[: shared.length], ids[shared.length :]
+        self._put(slot, np.asarray(prompt, np.int32), shared.length)
+
+    def _put(self, slot: int, prompt: np.ndarray, num_cached: int) -> None:
+        """Notes the slot's prompt, in its cache or still to be read."""
+        before, after = self._start(self._prompts[slot]), self._start(prompt)
+        if before != after:
+            self._by_start.get(before, set()).discard(slot)
+            if not self._by_start.get(before):
+                self._by_start.pop(before, None)
+            self._by_start.setdefault(after, set()).add(slot)
+        self._prompts[slot], self._num_cached[slot] = prompt, num_cached
+
+    def _start(self, ids: np.ndarray) -> bytes:
+        return ids[: self._least].tobytes()
 
     def append(self, slot: int, number: int) -> None:
         """Notes so many more tokens in the slot's cache; those behind the prompt do not count."""
-        coming = self._coming[slot]
-        if number and len(coming):
-            self._cached[slot] = np.concatenate([self._cached[slot], coming[:number]])
-            self._coming[slot] = coming[number:]
+        self._num_cached[slot] = min(self._num_cached[slot] + number, len(self._prompts[slot]))
 
     def end_inputs(self) -> None:
         """Notes that the slots that began have the tokens that they took over."""
@@ -128,21 +150,22 @@ class PrefixIndex:
 
     def stop(self, slot: int) -> None:
         """Notes that the slot appends no more of its prompt."""
-        self._coming[slot] = _NOTHING
+        self._put(slot, self._prompts[slot][: self._num_cached[slot]], self._num_cached[slot])
 
     def num_kept(self, slot: int) -> int:
         """Returns how many tokens in the slot's cache others could take over."""
-        return len(self._cached[slot])
+        return self._num_cached[slot]
 
     def forget(self, slot: int) -> None:
         """Forgets the slot's cache."""
-        self._cached[slot] = self._coming[slot] = _NOTHING
+        self._put(slot, _NOTHING, 0)
         self._unwritten.discard(slot)
 
     def lose_rows(self) -> None:
         """Ends the rollout: the next one has rows of its own."""
-        self._coming = [_NOTHING] * len(self._coming)
-        self._unwritten = {slot for slot, cached in enumerate(self._cached) if len(cached)}
+        for slot in range(len(self._prompts)):
+            self.stop(slot)
+        self._unwritten = {slot for slot, number in enumerate(self._num_cached) if number}
 
     def lose_row(self, slot: int) -> None:
         """Notes that the ids in the slot's cache are in no row any more."""
@@ -152,20 +175,29 @@ class PrefixIndex:
         """Returns whether the ids in the slot's cache are in a row on the devices, too."""
         return slot not in self._unwritten
 
-    def _common_ahead(self, slot: int, ids: np.ndarray) -> int:
-        """Returns `_common` with the slot's cache behind its whole prompt; 0 where that is read."""
-        coming = self._coming[slot]
-        return self._common(np.concatenate([self._cached[slot], coming]), ids) if len(coming) else 0
+    def _common(self, slot: int, ids: np.ndarray) -> tuple[int, int]:
+        """Returns how many tokens of a prompt can be taken over from the slot's cache.
 
-    def _common(self, cached: np.ndarray, ids: np.ndarray) -> int:
-        """Returns how many tokens of a prompt can be taken over from a cache of these."""
-        length = min(len(cached), len(ids) - 1)
-        if length < self._least or cached[0] != ids[0]:
+        Now, and behind its whole prompt; that is 0 where the slot has read it.
+        """
+        theirs = self._prompts[slot]
+        length, same = min(len(theirs), len(ids) - 1), 0
+        while same < length:
+            end = min(same + _COMPARED, length)
+            equal = theirs[same:end] == ids[same:end]
+            if not equal.all():
+                same += int(equal.argmin())
+                break
+            same = end
+        now = self._worth(min(same, self._num_cached[slot]), len(ids))
+        return now, self._worth(same, len(ids)) if self._num_cached[slot] < len(theirs) else 0
+
+    def _worth(self, number: int, length: int) -> int:
+        """Returns `number` if so many tokens of a prompt of `length` are worth it, else 0."""
+        if number < self._least:
             return 0
-        same = cached[:length] == ids[:length]
-        number = length if same.all() else int(same.argmin())
-        spared = self._appended(len(ids)) - self._appended(len(ids) - number)
-        return number if number >= self._least and 2 * spared >= self._widths[-1] else 0
+        spared = self._appended(length) - self._appended(length - number)
+        return number if 2 * spared >= self._widths[-1] else 0
 
     def _appended(self, tokens: int) -> int:
         """Returns how many tokens wide the forward passes are that append so many."""

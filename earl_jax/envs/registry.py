@@ -27,6 +27,10 @@ ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
 }
 
 
+# Threads for calls of environments, unless the setting says more.
+MOST_WORKERS = 32
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EnvConfig:
     """The environment, and how environments are run.
@@ -34,17 +38,24 @@ class EnvConfig:
     `name` is one of ENVIRONMENTS or a class of the user's own as "module:Class"; `args` are
     keyword arguments of its constructor, beside those that its tasks give (`TasksConfig`).
     `timeout_s` bounds one call of an environment, `num_workers` is the number of threads that make
-    such calls. An episode fails if its environment raises, hangs or says what cannot be encoded;
-    nothing is learnt from it. The run ends, saved, behind `max_failed_steps` steps in a row in each
-    of which at least the share `max_failed_share` of the episodes failed.
+    such calls; 0 takes one for each slot (`config.rollout.num_slots`), at most 32. An
+    idle one costs nothing; with few, episodes wait for the slow tools of others, and with many,
+    calls that compute in Python slow each other down towards `timeout_s`. An episode fails if its
+    environment raises, hangs or says what cannot be encoded; nothing is learnt from it. The run
+    ends, saved, behind `max_failed_steps` steps in a row in each of which at least the share
+    `max_failed_share` of the episodes failed.
     """
 
     name: str = "tic_tac_toe"
     args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     timeout_s: float = 10.0
-    num_workers: int = 2
+    num_workers: int = 0
     max_failed_share: float = 1.0
     max_failed_steps: int = 1
+
+    def workers_for(self, num_slots: int) -> int:
+        """Returns the number of threads beside so many slots."""
+        return self.num_workers or min(num_slots, MOST_WORKERS)
 
     @property
     def title(self) -> str:
@@ -79,8 +90,11 @@ class EnvConfig:
             raise InputError(
                 f"config.env.timeout_s is {self.timeout_s}; it must be a positive number of seconds"
             )
-        if self.num_workers < 1:
-            raise InputError(f"config.env.num_workers is {self.num_workers}; it must be at least 1")
+        if self.num_workers < 0:
+            raise InputError(
+                f"config.env.num_workers is {self.num_workers}; it must be at least 0 (0: one for "
+                f"each slot, at most {MOST_WORKERS})"
+            )
         if not 0 < self.max_failed_share <= 1:
             raise InputError(
                 f"config.env.max_failed_share is {self.max_failed_share}; it must be above 0, and "

@@ -18,7 +18,12 @@ import jax.numpy as jnp
 from earl_jax.models.activations import ACTIVATIONS
 from earl_jax.models.attention.attention_shards import on_own_heads
 from earl_jax.models.attention.folding import fold
-from earl_jax.models.attention.kernels import Kernel, attend_rows, attention_over_pages
+from earl_jax.models.attention.kernels import (
+    Kernel,
+    attend_rows,
+    attention_over_pages,
+    choose_pages_kernel,
+)
 from earl_jax.models.attention.page_shares import TokenShare, own_share, share_tokens
 from earl_jax.models.attention.rows import Window, cap
 from earl_jax.models.config import ModelConfig
@@ -270,19 +275,21 @@ def forward_chunk(
     counts_B: jax.Array,
     *,
     layout: Layout | None = None,
+    attention: str = "auto",
 ) -> tuple[jax.Array, PagedCache]:
     """Appends `counts_B[b]` tokens to each row b (at most T), after `cached_B[b]` cached ones.
 
     Rows with a count of 0 are left as they are; what is returned for them means nothing. `params`
     are the engine's: a list of layers, in the compute type. `layout` is the engine's too, inside
     its `shard_map` over rows; None: weights are whole on one device. Where pages are cut over
-    `context`, the chunk is too, if its T divides (page_shares.py).
+    `context`, the chunk is too, if its T divides (page_shares.py). `attention` is
+    config.rollout.attention.
 
     Returns:
         logits_BV f32 after each row's last new token, and the cache with the new tokens in it.
     """
     x_BTD, tokens, cache = _chunk_states(
-        config, params, cache, tokens_BT, cached_B, counts_B, layout
+        config, params, cache, tokens_BT, cached_B, counts_B, layout, attention
     )
     x_BD = tokens.pick(x_BTD, jnp.maximum(counts_B - 1, 0))
     return _logits(config, params, x_BD), cache
@@ -297,6 +304,7 @@ def forward_drafts(
     counts_B: jax.Array,
     *,
     layout: Layout | None = None,
+    attention: str = "auto",
 ) -> tuple[jax.Array, PagedCache]:
     """Runs `forward_chunk` with logits of every token, and not only of the last of each row.
 
@@ -305,7 +313,7 @@ def forward_drafts(
         cache with the new tokens in it.
     """
     x_BTD, tokens, cache = _chunk_states(
-        config, params, cache, tokens_BT, cached_B, counts_B, layout
+        config, params, cache, tokens_BT, cached_B, counts_B, layout, attention
     )
     return _logits(config, params, tokens.gather(x_BTD)), cache
 
@@ -318,6 +326,7 @@ def _chunk_states(
     cached_B: jax.Array,
     counts_B: jax.Array,
     layout: Layout | None,
+    attention: str,
 ) -> tuple[jax.Array, TokenShare, PagedCache]:
     """Returns hidden states x_BTD of a chunk after the last layer, and the cache with its tokens.
 
@@ -331,7 +340,11 @@ def _chunk_states(
     windows = [window or None for window in config.layer_windows]
     platform = layout and layout.platform
     whole_pages = writes_whole_pages(platform)
-    readings, look = attention_over_pages(platform, config, cache, cached_B, counts_B, length)
+    kernel = choose_pages_kernel(attention, layout, config, cache.page_size).kernel
+    readings, look = attention_over_pages(
+        kernel, platform, config, cache, cached_B, counts_B, length
+    )
+    on_heads_of = functools.partial(on_own_heads, layout, by_hand=kernel != "blockwise")
     new_layers = []
     for index, (layer, pages) in enumerate(zip(params["layers"], cache.layers, strict=True)):
         kind = layer_kind(config, index)
@@ -355,7 +368,7 @@ def _chunk_states(
 
         def attend(*new, pages=pages, on_heads=on_heads, reading=readings[windows[index]]):
             numbers = cache.table, cached_B, counts_B, reading
-            mixed_BTKGH, pages = on_own_heads(layout, on_heads)(new, pages, numbers)
+            mixed_BTKGH, pages = on_heads_of(on_heads)(new, pages, numbers)
             new_layers.append(pages)
             return mixed_BTKGH
 

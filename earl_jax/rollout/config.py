@@ -136,7 +136,9 @@ class RolloutConfig:
     the last of `context_buckets` is LONG_CONTEXT or more, else 16. Where the budget holds no more
     pages, the shortest episodes are preempted: their pages are copied to host memory, of at most
     `preemption_host_gib` GiB, and back, or their tokens are read again, whichever costs less
-    (preemption.py). With 0 GiB all are read again.
+    (preemption.py). With 0 GiB all are read again. `attention` is the kernel that reads pages:
+    "auto" takes "triton", one kernel of ours for GPUs, where it runs, and "blockwise" elsewhere,
+    which copies a few pages at a time and runs everywhere (kernels.py). The log says which and why.
 
     **Sampling.** `temperature`, `top_k`, `top_p` and `min_p` (see `Sampling`) hold for episodes
     that bring none of their own, and so do `stop_strings` and `stop_token_ids` (see `Stops`). A
@@ -174,6 +176,7 @@ class RolloutConfig:
     order: Order = "fifo"
     context_buckets: tuple[int, ...] = (1024, 2048, 4096, 8192)
     page_size: int = 0
+    attention: Literal["auto", "blockwise", "triton"] = "auto"
     preemption_host_gib: float = 4.0
     compute_dtype: Literal["model", "float32", "bfloat16"] = "model"
     weight_dtype: Literal["compute", "int8"] = "compute"
@@ -352,6 +355,7 @@ def make_engine_config(
             end_of_turn_ids=(0,),
             model_logprobs=model_logprobs,
             draft=rollout.num_draft_tokens,
+            attention=rollout.attention,
         ),
         seed=seed,
         step_rows=rollout.step_rows,

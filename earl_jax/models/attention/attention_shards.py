@@ -27,20 +27,30 @@ def on_each_shard(layout: Layout, attend: Callable[..., jax.Array]) -> Callable[
     )
 
 
-def on_own_heads(layout: Layout | None, attend: Callable[..., Any]) -> Callable[..., Any]:
+def on_own_heads(
+    layout: Layout | None, attend: Callable[..., Any], *, by_hand: bool = False
+) -> Callable[..., Any]:
     """Runs `attend(new, pages, numbers)` on each device's heads, inside the engine's `shard_map`.
 
     `new` are BTK..., `pages` ZK..., `numbers` the same for all heads; it returns what is BTKGH and
     the pages. Between heads there is no collective; but where there are some over `context`, XLA
-    would gather all heads before each of them, unless `tensor` is written by hand as well.
+    would gather all heads before each of them, unless `tensor` is written by hand as well. A kernel
+    that XLA cannot split is run `by_hand` on whatever axes are left.
     """
-    if layout is None or layout.shape.context == 1 or layout.shape.tensor == 1:
+    if layout is None:
+        return attend
+    shape, axes = layout.shape, {"tensor"}
+    if by_hand:
+        axes |= {"expert"}
+    elif shape.context == 1 or shape.tensor == 1:
+        return attend
+    if shape.tensor == shape.expert == 1:
         return attend
     tokens, pages = P(None, None, "tensor"), P(None, "tensor")
     return jax.shard_map(
         attend,
         in_specs=(tokens, pages, P()),
         out_specs=(tokens, pages),
-        axis_names={"tensor"},
+        axis_names=axes,
         check_vma=False,
     )

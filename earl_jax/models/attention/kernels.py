@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of attention kernels: over whole rows, and over the pages of a KV cache.
 
-For rows of training the kernel is chosen by platform, model and length, and a setting overrides.
-For pages there is our own alone, since no other kernel reads pages laid out as the engine's; how
-much it reads at a time goes by the platform.
+Both are chosen by platform and model, rows also by length, and a setting overrides. For pages there
+are our own alone, since no other kernel reads pages laid out as the engine's.
 """
 
 import functools
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from earl_jax.models.attention.page_shares import PageShare
 from earl_jax.models.attention.paged_attention import (
     ON_CPU,
-    Reading,
     attend_pages,
     plan_reading,
     tile_for,
@@ -155,61 +154,120 @@ def _splash(*inputs: Any, **settings: Any) -> jax.Array:
     return splash_rows(*inputs, **settings)
 
 
+PagesKernel = Literal["blockwise", "triton"]
+
+_PAGES_NAMES: dict[PagesKernel, str] = {
+    "blockwise": "our attention over pages",
+    "triton": "our Pallas kernel over pages, through Triton",
+}
+
+
+class PagesChoice(NamedTuple):
+    """A kernel over pages, and the reason for it in words."""
+
+    kernel: PagesKernel
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{_PAGES_NAMES[self.kernel]}, because {self.reason}"
+
+
+def choose_pages_kernel(
+    setting: str, layout: Layout | None, model: ModelConfig, page_size: int
+) -> PagesChoice:
+    """Returns the kernel for this model's KV cache in pages of `page_size` tokens on this layout.
+
+    `setting` is config.rollout.attention. Without a layout there is one device, a CPU.
+
+    Raises:
+        ValueError: the kernel that was asked for does not run on the layout's devices.
+    """
+    if setting == "blockwise":
+        return PagesChoice("blockwise", "config.rollout.attention says so")
+    platform = layout and layout.platform
+    if setting == "auto" and platform != "gpu":
+        devices = f"{platform} devices" if platform else "devices that are not given"
+        return PagesChoice("blockwise", f"there is no other kernel for {devices}")
+    obstacle = _pages_obstacle(layout, model, page_size)
+    if obstacle and setting != "auto":
+        raise InputError(
+            f"config.rollout.attention is {setting!r}, but {obstacle}: choose 'auto' or 'blockwise'"
+        )
+    if obstacle:
+        return PagesChoice("blockwise", obstacle)
+    reason = (
+        "the devices are gpu devices" if setting == "auto" else "config.rollout.attention is it"
+    )
+    return PagesChoice("triton", reason)
+
+
+def _pages_obstacle(layout: Layout | None, model: ModelConfig, page_size: int) -> str | None:
+    # jax deprecates Pallas's way through Triton from 0.11 on.
+    if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
+        return f"jax {jax.__version__} has no Triton backend of Pallas"
+    # Importing Pallas takes half a second, which only those who use it should wait for.
+    from earl_jax.models.attention.paged_triton import triton_obstacle
+
+    return triton_obstacle(layout, model, page_size)
+
+
 # attend(query_BTKGH, layer, reading, window, share, scatter) -> out_BTKGH
-AttendCache = Callable[[jax.Array, LayerCache, Reading, int | None, PageShare, bool], jax.Array]
+AttendCache = Callable[[jax.Array, LayerCache, Any, int | None, PageShare, bool], jax.Array]
 
 
 def attention_over_pages(
+    kernel: PagesKernel,
     platform: str | None,
     model: ModelConfig,
     cache: PagedCache,
     cached_B: jax.Array,
     counts_B: jax.Array,
     length: int,
-) -> tuple[dict[int | None, Reading], AttendCache]:
+) -> tuple[dict[int | None, Any], AttendCache]:
     """Plans attention of `length` queries after the first `cached_B` tokens of each row.
 
     The first `counts_B` queries of a row count; rows with a count of 0 get zeros.
 
     Returns:
-        The pages to read, by window (None: all), planned once for all layers that have it; and
-        `attend` with the reading of a layer's window. The layer's pages hold the queries' own
+        The arrays that say what to read, by window (None: all), made once for all layers that have
+        it; and `attend` with those of a layer's window. The layer's pages hold the queries' own
         tokens already; of `share` and `scatter` see `attend_pages`.
     """
-    tile = tile_for(platform, len(cached_B), cache.page_size // cache.parts)
     windows = dict.fromkeys(window or None for window in model.layer_windows)
+    settings = {"scale": model.attention_scale, "softcap": model.attention_softcap}
+    if kernel == "triton":
+        from earl_jax.models.attention.paged_triton import attend as attend_by_triton
+
+        def attend_own_pages(query_BTKGH, layer, reading, window, share, scatter):
+            assert share.parts == 1 and not scatter
+            return attend_by_triton(
+                query_BTKGH,
+                layer,
+                *reading,
+                window=window,
+                interpret=platform in (None, "cpu"),
+                **settings,
+            )
+
+        return dict.fromkeys(windows, (cache.table, cached_B, counts_B)), attend_own_pages
+    tile = tile_for(platform, len(cached_B), cache.page_size // cache.parts)
     readings = {
         window: plan_reading(cache, cached_B, counts_B, length, window, tile) for window in windows
     }
 
-    def attend(
-        query_BTKGH: jax.Array,
-        layer: LayerCache,
-        reading: Reading,
-        window: int | None,
-        share: PageShare,
-        scatter: bool,
-    ) -> jax.Array:
+    def attend(query_BTKGH, layer, reading, window, share, scatter):
         return attend_pages(
-            query_BTKGH,
-            layer,
-            reading,
-            scale=model.attention_scale,
-            softcap=model.attention_softcap,
-            window=window,
-            share=share,
-            scatter=scatter,
+            query_BTKGH, layer, reading, window=window, share=share, scatter=scatter, **settings
         )
 
     return readings, attend
 
 
-def pages_in_words(platform: str, page_size: int) -> str:
+def pages_in_words(choice: PagesChoice, platform: str, page_size: int) -> str:
     """Returns which attention over pages runs on this platform and why, in words."""
+    if choice.kernel != "blockwise":
+        return str(choice)
     tile = tile_for(platform, ON_CPU.rows, page_size)
     pages = "a page" if tile.pages == 1 else f"{tile.pages} pages"
     rows = f"up to {tile.rows} rows" if platform == "cpu" else "all rows"
-    return (
-        "our attention over pages, because no other kernel reads pages laid out as the engine's; "
-        f"on {platform} devices {pages} of {rows} at a time"
-    )
+    return f"{choice}; on {platform} devices {pages} of {rows} at a time"

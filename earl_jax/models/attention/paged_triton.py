@@ -1,0 +1,219 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over the pages that rows have, as one Pallas kernel for GPUs (through Triton).
+
+One program of the grid computes a block of queries of a row and a key/value head: it reads that
+row's own pages one after the other from the pool, without a copy of them, with an online softmax in
+fp32. Where there are few queries a row's pages are split over programs, a fixed number of tokens
+each, whose sums are then added up (flash-decoding's split). A row without queries reads nothing.
+
+A row's numbers depend neither on its neighbours nor on the chunk that a query came in: pages and
+splits begin at fixed positions. Equal to `attend_pages` up to rounding, which reads more pages at a
+time.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from earl_jax.models.attention.paged_attention import FLOOR
+from earl_jax.models.attention.rows import cap
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.kv_cache import LayerCache
+from earl_jax.sharding.layout import Layout
+
+# Up to so many queries a row, programs split its pages: there are few programs else.
+SPLIT_QUERIES = 8
+TOKENS_A_SPLIT = 1024
+# The least side of a matrix product, and the most rows of one.
+LEAST, MOST = 16, 64
+# Threads of a program by 32, and pages that are fetched ahead. Not measured on a chip yet.
+WARPS, STAGES = 4, 2
+
+
+def triton_obstacle(layout: Layout | None, model: ModelConfig, page_size: int) -> str | None:
+    """Returns why it does not run on these devices, in words; None where it does."""
+    if layout is None or layout.platform not in ("gpu", None):
+        devices = "cpu" if layout is None else layout.platform
+        return f"its kernel is for GPUs and these are {devices} devices"
+    if layout.shape.context > 1:
+        return f"its kernel reads whole pages and context={layout.shape.context} cuts them"
+    for name, size in (
+        ("config.rollout.page_size", page_size),
+        ("config.model.head_size", model.head_size),
+    ):
+        if size < LEAST or size & (size - 1):
+            return f"its kernel needs a power of two of at least {LEAST}, and {name} is {size}"
+    return None
+
+
+def attend(
+    query_BTKGH: jax.Array,
+    layer: LayerCache,
+    table_BY: jax.Array,
+    cached_B: jax.Array,
+    counts_B: jax.Array,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: int | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Causal grouped-query attention of T queries a row over the row's pages, softmax in fp32.
+
+    Args:
+        query_BTKGH: queries, the first `counts_B` of each row behind its first `cached_B` tokens.
+        layer: the pages of this layer, with the keys and values of the queries' own tokens.
+        table_BY: the pages of each row.
+        cached_B: tokens in a row's cache before the queries' own.
+        counts_B: queries that count.
+        scale: scores are multiplied by it.
+        softcap: scores x become softcap * tanh(x / softcap); 0 leaves them.
+        window: a query at position i attends to positions > i - window only; None: to all before.
+        interpret: the kernel's steps run as ordinary operations, which is slow: for tests on CPUs.
+
+    Returns:
+        out_BTKGH in the type of the query; zeros for rows with a count of 0. Queries that do not
+        count get finite numbers.
+    """
+    rows, length, heads, group, size = query_BTKGH.shape
+    page_size = layer.value.shape[2]
+    # One axis for queries and the heads that share keys: the rows of a matrix product.
+    queries = length * group
+    block = min(MOST, max(LEAST, pl.next_power_of_2(queries)))
+    query_XMH = query_BTKGH.transpose(0, 2, 1, 3, 4).reshape(rows * heads, queries, size)
+    query_XMH = jnp.pad(query_XMH, ((0, 0), (0, -queries % block), (0, 0)))
+    padded = query_XMH.shape[1]
+    pages = table_BY.shape[1]
+    pages_a_split = max(1, TOKENS_A_SPLIT // page_size) if length <= SPLIT_QUERIES else pages
+    splits = pl.cdiv(pages, pages_a_split)
+
+    def sums(*last: int) -> tuple[Any, Any]:
+        shape = (splits, rows * heads, padded, *last)
+        spec = pl.BlockSpec(
+            (None, None, block, *last),
+            lambda row, part, split: (split, row, part, *[0] * len(last)),
+        )
+        return jax.ShapeDtypeStruct(shape, jnp.float32), spec
+
+    shapes, specs = zip(sums(size), sums(), sums(), strict=True)
+    whole = pl.BlockSpec()
+    scales = [layer.key_scale, layer.value_scale]
+    value_CXMH, top_CXM, weight_CXM = pl.pallas_call(
+        functools.partial(
+            _kernel,
+            heads=heads,
+            group=group,
+            pages_a_split=pages_a_split,
+            scale=scale,
+            softcap=softcap,
+            window=window,
+        ),
+        grid=(rows * heads, padded // block, splits),
+        in_specs=[
+            pl.BlockSpec((None, block, size), lambda row, part, split: (row, part, 0)),
+            whole,
+            whole,
+            *[None if scale is None else whole for scale in scales],
+            whole,
+            whole,
+            whole,
+        ],
+        out_specs=specs,
+        out_shape=shapes,
+        # These parameters also choose the backend: the default for GPUs is Mosaic.
+        compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
+        interpret=interpret,
+        name="paged_attention",
+    )(query_XMH, layer.key, layer.value, *scales, table_BY, cached_B, counts_B)
+    kept_CXM = jnp.exp(top_CXM - jnp.max(top_CXM, axis=0, keepdims=True))
+    weight_XM = jnp.sum(weight_CXM * kept_CXM, axis=0)
+    value_XMH = jnp.sum(value_CXMH * kept_CXM[..., None], axis=0)
+    out_XMH = value_XMH / jnp.maximum(weight_XM, 1e-30)[..., None]
+    out = out_XMH[:, :queries].astype(query_BTKGH.dtype)
+    return out.reshape(rows, heads, length, group, size).transpose(0, 2, 1, 3, 4)
+
+
+def _kernel(
+    query_ref: Any,
+    key_ref: Any,
+    value_ref: Any,
+    key_scale_ref: Any,
+    value_scale_ref: Any,
+    table_ref: Any,
+    cached_ref: Any,
+    counts_ref: Any,
+    sum_ref: Any,
+    top_ref: Any,
+    weight_ref: Any,
+    *,
+    heads: int,
+    group: int,
+    pages_a_split: int,
+    scale: float,
+    softcap: float,
+    window: int | None,
+) -> None:
+    """Computes one block of queries of one row and head over one split of the row's pages.
+
+    `query_ref` [M,H]; the pools, the table and the rows' lengths are whole. Results are the largest
+    score of each query, and relative to it the sum of weights and of weighted values.
+    """
+    row, head = pl.program_id(0) // heads, pl.program_id(0) % heads
+    block, size = query_ref.shape
+    page_size = value_ref.shape[2]
+    query_MH = query_ref[...]
+    cached, count = cached_ref[row], counts_ref[row]
+    first = pl.program_id(1) * block
+    position_M = cached + (first + jax.lax.broadcasted_iota(jnp.int32, (block,), 0)) // group
+    first_query, last_query = first // group, (first + block - 1) // group
+    # From the window of the first query of the block to the last one's own position.
+    begin = pl.program_id(2) * pages_a_split
+    if window is not None:
+        begin = jnp.maximum(begin, jnp.maximum(0, cached + first_query + 1 - window) // page_size)
+    end = pl.cdiv(cached + jnp.minimum(count, last_query + 1), page_size)
+    end = jnp.minimum(end, jnp.minimum((pl.program_id(2) + 1) * pages_a_split, table_ref.shape[1]))
+    end = jnp.where(first_query < count, end, begin)
+
+    def read(number: jax.Array, sums: Any) -> Any:
+        top_M, weight_M, value_MH = sums
+        page = table_ref[row, number]
+        scores_MS = _product(query_MH, key_ref[page, head].astype(query_MH.dtype))
+        # Of int8 pages the scales come after the product: they are the same for all of a head.
+        if key_scale_ref is not None:
+            scores_MS *= key_scale_ref[page, head][None, :]
+        scores_MS = cap(scores_MS * scale, softcap)
+        position_S = number * page_size + jax.lax.broadcasted_iota(jnp.int32, (page_size,), 0)
+        behind_MS = position_M[:, None] - position_S[None, :]
+        seen_MS = behind_MS >= 0
+        if window is not None:
+            seen_MS &= behind_MS < window
+        scores_MS = jnp.where(seen_MS, scores_MS, FLOOR)
+        higher_M = jnp.maximum(top_M, jnp.max(scores_MS, axis=1))
+        weights_MS = jnp.exp(scores_MS - higher_M[:, None])
+        kept_M = jnp.exp(top_M - higher_M)
+        weight_M = weight_M * kept_M + jnp.sum(weights_MS, axis=1)
+        if value_scale_ref is not None:
+            weights_MS *= value_scale_ref[page, head][None, :]
+        read_MH = _product(
+            weights_MS.astype(query_MH.dtype), value_ref[page, head].astype(query_MH.dtype)
+        )
+        return higher_M, weight_M, value_MH * kept_M[:, None] + read_MH
+
+    nothing = (
+        jnp.full((block,), FLOOR, jnp.float32),
+        jnp.zeros((block,), jnp.float32),
+        jnp.zeros((block, size), jnp.float32),
+    )
+    top_ref[...], weight_ref[...], sum_ref[...] = jax.lax.fori_loop(begin, end, read, nothing)
+
+
+def _product(left: jax.Array, right: jax.Array) -> jax.Array:
+    # Highest: fp32 would be rounded to tf32 else. Of bf16 it changes nothing.
+    return jax.lax.dot(
+        left, right, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
