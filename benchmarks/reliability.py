@@ -6,12 +6,16 @@
 
 Kills: SIGKILL is sent to a run at random moments of its life, starting included, and the same
 command is given again. In the end the run is compared with one that was left alone: every array of
-the last checkpoint bit for bit, metrics but for times, and recorded episodes. There is a run of a
-dense model, one of adapters, one of a mixture of experts, and one of two processes, of which one or
-both are killed.
+the last checkpoint bit for bit, metrics but for times, and recorded episodes. A run that is done
+before it was killed so often is compared too, and the other kills are those of a new one. There is
+a run of a dense model, one of adapters, one of a mixture of experts, and one of two processes, of
+which one or both are killed.
 
 Soak: many small steps with checkpoints, evaluations and reports between them. Memory, threads and
-open files of the process are read from /proc.
+open files of the process are read from /proc, and may grow little between the first quarter of the
+steps and their end.
+
+The status is 1 where a run came out different, or something grew.
 """
 
 import argparse
@@ -22,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +79,13 @@ SOAK: Mapping[str, Any] = {
     "log.trajectories_every_steps": 10,
     "log.report_every_steps": 50,
 }
+# The most that the end of the soak may have of what its first quarter had: a factor, and a number
+# more (threads that save a checkpoint come and go).
+GROWTH: Mapping[str, tuple[float, float]] = {
+    "resident, MiB": (1.1, 0),
+    "threads": (1.0, 8),
+    "open files": (1.0, 8),
+}
 # Of a line of metrics: what may differ between two runs of the same thing.
 TIMES = ("_s", "_per_s")
 
@@ -114,26 +125,31 @@ def finish(processes: list[subprocess.Popen[str]]) -> None:
 
 
 def kill_often(
-    workdir: Path, settings: Mapping[str, Any], num: int, kills: int, run_s: float, seed: int
-) -> list[float]:
-    """Kills a run so often at random moments, and lets it finish. Returns the moments."""
-    rng, moments = np.random.default_rng(seed), []
-    while len(moments) < kills:
-        processes = start(workdir, settings, num)
-        moment = float(rng.uniform(0.0, run_s))
-        time.sleep(moment)
-        if all(process.poll() == 0 for process in processes):
-            break
-        first = int(rng.integers(num))
-        processes[first].kill()
+    folder: Path, settings: Mapping[str, Any], num: int, kills: int, run_s: float, seed: int
+) -> list[Path]:
+    """Kills runs so often at random moments, and lets them finish. Returns their workdirs.
+
+    Raises RuntimeError where a run ends by itself with another status than 0.
+    """
+    rng, workdirs, killed = np.random.default_rng(seed), [folder / "killed_1"], 0
+    while killed < kills:
+        processes = start(workdirs[-1], settings, num)
+        time.sleep(float(rng.uniform(0.0, run_s)))
+        running = [process for process in processes if process.poll() is None]
+        if len(running) < num:
+            # It was done before its moment: the next kill is one of a new run.
+            finish(processes)
+            workdirs.append(folder / f"killed_{len(workdirs) + 1}")
+            continue
+        running[int(rng.integers(num))].kill()
         # The others of the run end by themselves, or are killed too.
         for process in processes:
             if rng.random() < 0.5:
                 process.kill()
             process.communicate()
-        moments.append(moment)
-    finish(start(workdir, settings, num))
-    return moments
+        killed += 1
+    finish(start(workdirs[-1], settings, num))
+    return workdirs
 
 
 def results(workdir: Path) -> dict[str, Any]:
@@ -165,25 +181,28 @@ def measure_kills(kind: str, kills: int, seed: int) -> dict[str, Any]:
     """Returns a row of the table."""
     changed, num = KINDS[kind]
     settings = {**SMALL, **changed}
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
-        whole, warm, killed = (Path(folder) / name for name in ("whole", "warm", "killed"))
-        finish(start(whole, settings, num))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+        finish(start(folder / "whole", settings, num))
         since_s = time.perf_counter()
-        finish(start(warm, settings, num))
+        finish(start(folder / "warm", settings, num))
         run_s = time.perf_counter() - since_s
-        moments = kill_often(killed, settings, num, kills, run_s, seed)
-        expected, found = results(whole), results(killed)
+        killed = kill_often(folder, settings, num, kills, run_s, seed)
+        expected, found = results(folder / "whole"), [results(workdir) for workdir in killed]
     return {
         "run": kind,
-        "SIGKILLs": len(moments),
+        "SIGKILLs": kills,
         "a run takes, s": f"{run_s:.0f}",
-        "arrays": len(expected["arrays"]),
-        **{name: "equal" if expected[name] == found[name] else "DIFFERENT" for name in RESULTS},
+        **{
+            part: "equal" if all(expected[part] == each[part] for each in found) else DIFFERENT
+            for part in RESULTS
+        },
     }
 
 
 RESULTS = ("arrays", "metrics", "episodes")
+DIFFERENT = "DIFFERENT"
 
 
 def read_process(pid: int) -> dict[str, float]:
@@ -198,23 +217,32 @@ def read_process(pid: int) -> dict[str, float]:
 
 
 def soak(steps: int) -> Iterator[dict[str, Any]]:
-    """Yields a row for each tenth of the steps."""
+    """Yields a row for each eighth of the steps."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
         workdir = Path(folder) / "run"
         (process,) = start(workdir, {**SMALL, **SOAK, "num_steps": steps})
         since_s, metrics = time.perf_counter(), workdir / "metrics.jsonl"
-        for tenth in range(1, 11):
-            wanted = f'{{"step": {min(steps * tenth // 10, steps - 1)}, "time_s"'
+        for eighth in range(1, 9):
+            step = min(steps * eighth // 8, steps - 1)
+            wanted = f'{{"step": {step}, "time_s"'
             while not (metrics.exists() and wanted in metrics.read_text()):
                 if process.poll() is not None:
                     raise RuntimeError(process.communicate()[1][-2000:])
                 time.sleep(0.2)
             facts = read_process(process.pid)
-            row = {"step": f"{steps * tenth // 10:,}", **facts}
-            row["resident, MiB"] = f"{facts['resident, MiB']:.0f}"
-            yield row | {"seconds": f"{time.perf_counter() - since_s:.0f}"}
+            yield {"step": step, **facts, "seconds": round(time.perf_counter() - since_s)}
         finish([process])
+
+
+def grown(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns what has more at the last of eight rows than GROWTH allows, in words."""
+    quarter, end = rows[1], rows[-1]
+    return [
+        f"{name} grew from {quarter[name]:.0f} at step {quarter['step']} to {end[name]:.0f}"
+        for name, (factor, more) in GROWTH.items()
+        if end[name] > quarter[name] * factor + more
+    ]
 
 
 def main() -> None:
@@ -235,10 +263,14 @@ def main() -> None:
     for row in soak(flags.steps) if flags.only in "soak" else ():
         soaked.append(row)
         print(json.dumps(row), flush=True)
-    text = "\n\n".join(table(rows) for rows in (killed, soaked) if rows)
+    wrong = [f"{row['run']}: a killed run differs" for row in killed if DIFFERENT in row.values()]
+    wrong += grown(soaked) if soaked else []
+    shown = [{**row, "resident, MiB": f"{row['resident, MiB']:.0f}"} for row in soaked]
+    text = "\n\n".join(table(rows) for rows in (killed, shown) if rows)
     print(text)
     if flags.write:
         replace_table(PAGE, text)
+    sys.exit("; ".join(wrong) or 0)
 
 
 if __name__ == "__main__":
