@@ -210,7 +210,7 @@ def test_smaller_micro_batches_are_used_where_no_mesh_is_left_until_the_run_stop
         update(placement, after, batch, CONTROLS, TOKENS)
     # 16 rows on 4 row shards: no smaller parts than 4 rows.
     with pytest.raises(BudgetTooSmall, match=r"ran out of memory with rows of 32 tokens"):
-        while placement.choose_training_again():
+        while placement.choose_training():
             placement.fail("train")
 
 

@@ -52,7 +52,7 @@ def _to_mesh(placement: Placement, state: TrainState) -> TrainState:
         if whole:
             return state
         placement.fail("train", in_move=True)
-        placement.choose_training_again()
+        placement.choose_training()
 
 
 def _to_mesh_together(placement: Placement, state: TrainState, shardings: Any) -> TrainState:

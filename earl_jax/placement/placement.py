@@ -265,21 +265,16 @@ class Placement:
         left = min(max_tokens, length) - load.context_tokens_max
         return max(1, min(horizon, math.ceil(left / load.growth_tokens)))
 
-    def choose_training(self, load: Load | None) -> Decision:
+    def choose_training(self, load: Load | None = None) -> Decision:
         """Chooses a plan for rows as long as the longest of recent steps, if one must be chosen.
 
         It must where the plan in use does not fit, or where rows were never so long and another
         plan is faster. By recent steps and not by the batch at hand: where the longest episode
-        comes and goes, the mesh must not.
+        comes and goes, the mesh must not. Without `load`, after a failure, rows are as before.
         """
-        longest = load.context_tokens_max if load else 1
-        return self._choose_training(self.stages.rollout.max_tokens_for(longest), load)
-
-    def choose_training_again(self) -> Decision:
-        """Chooses another plan for rows of the same length, after a failure."""
-        return self._choose_training(self.length, None)
-
-    def _choose_training(self, length: int, load: Load | None) -> Decision:
+        length = self.length
+        if load is not None:
+            length = self.stages.rollout.max_tokens_for(load.context_tokens_max)
         step = dataclasses.replace(
             self.step_of(self.max_tokens, load), length=length, is_new=length > self.most_length
         )

@@ -124,7 +124,7 @@ class StepUpdate:
                 return done
             state = placement.backup.restore(state)
             self.totals, self.num_added = None, 0
-            placement.choose_training_again()
+            placement.choose_training()
             state = move_state(placement, state)
 
     def _move_parts(self) -> None:

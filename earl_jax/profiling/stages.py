@@ -67,7 +67,7 @@ def train_rows(run: Run, repeats: int) -> Iterator[dict[str, Any]]:
         placement = placement_on(run, None, mesh)
         placement.choose_step(length, None)
         placement.length = length
-        plan = placement.choose_training_again().train.plan  # pyright: ignore
+        plan = placement.choose_training().train.plan  # pyright: ignore
         (seconds,) = median_seconds(update_of(run, plan, length), repeats=repeats)
         yield {
             "mesh": str(mesh),

@@ -32,8 +32,8 @@ class SelectorConfig:
     `offload` "on" lets the optimizer's moments be in host memory during rollouts that need their
     bytes; "auto" does so on devices with a memory of their own. Each host has those of its devices.
 
-    With `compile_ahead` "on" a thread compiles the programs of longer contexts while steps run;
-    "auto" does so where the devices are not CPUs.
+    With `compile_ahead` "on" a thread compiles the programs of longer contexts, and of meshes that
+    may be faster and never ran, while steps run; "auto" does so where the devices are not CPUs.
     """
 
     budget_bytes_per_device: int = 0

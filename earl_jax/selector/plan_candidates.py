@@ -243,20 +243,10 @@ class Candidates:
             return computed * usual if doubted else known, False
         if own:
             return computed * factors.by_bucket.get((plan.mesh, tokens), own), False
-        are_few = len(self._used[plan.stage, tokens]) <= TRIALS
-        if are_few and self.may_try is not None and self.may_try(plan, tokens):
-            return computed * factors.usual * MODEL_ERROR, True
+        if self.may_try is not None and self.may_try(plan, tokens):
+            if sum(bucket == tokens for _, bucket in factors.by_bucket) <= TRIALS:
+                return computed * factors.usual * MODEL_ERROR, True
         return computed * factors.usual / MODEL_ERROR, False
-
-    @functools.cached_property
-    def _used(self) -> defaultdict[tuple[str, int], set[MeshShape]]:
-        """The meshes that ran, by stage and context bucket."""
-        used = defaultdict[tuple[str, int], set[MeshShape]](set)
-        for text, entry in self.table.entries.items():
-            if entry.speeds:
-                plan, tokens = parse_key(text)
-                used[plan.stage, tokens].add(plan.mesh)
-        return used
 
     @functools.cached_property
     def _factors(self) -> "dict[str, _Factors]":
