@@ -51,13 +51,15 @@ class Lengths:
         if length is not None:
             self._ended.setdefault(kind, collections.deque(maxlen=_REMEMBERED)).append(length)
 
-    def expected(self, task: int) -> float | None:
-        """Returns the length that a waiting task is expected to have; None: nothing is known.
+    def kind(self, task: int) -> int:
+        """Returns the kind of a task that waits or plays."""
+        return self._kinds[task]
 
-        It is the mean of those of its kind that ended, or the length of one that plays if that is
-        more already.
+    def expected(self, kind: int) -> float | None:
+        """Returns the length that a task of this kind is expected to have; None: nothing is known.
+
+        It is the mean of those that ended, or the length of one that plays if that is more already.
         """
-        kind = self._kinds[task]
         ended, playing = self._ended.get(kind, ()), self._playing.get(kind, {})
         if not ended and not playing:
             return None
@@ -160,9 +162,14 @@ class SlotScheduler:
         if lengths is None:
             return next(iter(tasks))
 
+        # Many tasks are of few kinds.
+        known: dict[int, float | None] = {}
+
         def key(task: int) -> tuple[int, bool, float, int]:
-            expected = lengths.expected(task)
-            step = task // self._rows.num_places
+            kind = lengths.kind(task)
+            if kind not in known:
+                known[kind] = lengths.expected(kind)
+            step, expected = task // self._rows.num_places, known[kind]
             return step, expected is not None, -(expected or 0.0), task
 
         return min(tasks, key=key)

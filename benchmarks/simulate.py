@@ -1,0 +1,331 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Simulates synchronous, streaming and asynchronous training on any number of devices.
+
+    uv run python -m benchmarks.simulate [--train_share=1.0] [--write]
+
+Arithmetic only: an event heap over the slots, driven by the product's decisions. `SlotScheduler`
+says which task begins in which slot, `OpenGroups` which groups a step begins and takes. Half of the
+devices play and half train. Not validated against real runs yet: `python -m benchmarks.asynchrony`
+makes those that it is to be compared with, whose stage times are the inputs (`Setup`).
+"""
+
+import argparse
+import dataclasses
+import heapq
+import math
+import random
+import statistics
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pages import replace_table, table
+from earl_jax.engine.rows import Rows
+from earl_jax.rollout.open_groups import OpenGroups
+from earl_jax.rollout.row_pool import Finished
+from earl_jax.rollout.scheduler import Order, SlotScheduler
+from earl_jax.rollout.staleness import AsynchronyConfig
+from earl_jax.rollout.tasks import Tasks
+
+PAGE = Path(__file__).parent / "simulate.md"
+PAPER = {"synchronous": 1.0, "longest first": 1.08, "streaming": 1.23, "asynchronous": 1.48}
+# Steps at the start that are not counted.
+WARM_UP = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup:
+    """Work and hardware of a run; times are in decode steps of an empty instance.
+
+    An instance is the devices that hold the weights once, and decodes for `slots` episodes. A step
+    of decoding takes 1 + live / `saturation`. Episodes are log-normal with this median and sigma,
+    cut at `longest`, `groups` times `group_size` a step; the share `by_task` of the variance of
+    their logarithm is that of the task, which a group has in common. `seed` draws other lengths.
+    Weights are published in `publish`.
+    """
+
+    devices: int = 64
+    devices_per_instance: int = 8
+    slots: int = 32
+    groups: int = 64
+    group_size: int = 8
+    median: float = 2000.0
+    sigma: float = 1.0
+    longest: int = 20_000
+    by_task: float = 0.5
+    saturation: float = 32.0
+    burst: int = 32
+    publish: float = 200.0
+    num_steps: int = 6
+    seed: int = 0
+
+    @property
+    def instances(self) -> int:
+        """Instances that play: on half of the devices."""
+        return max(1, self.devices // 2 // self.devices_per_instance)
+
+    @property
+    def episodes_per_step(self) -> int:
+        """Episodes of a step."""
+        return self.groups * self.group_size
+
+    def length(self, episode: int) -> int:
+        """Returns the tokens of an episode, the same in every run."""
+        of_task = random.Random(f"task {self.seed} {episode // self.group_size}").gauss()
+        own = random.Random(f"episode {self.seed} {episode}").gauss()
+        noise = math.sqrt(self.by_task) * of_task + math.sqrt(1 - self.by_task) * own
+        tokens = self.median * math.exp(self.sigma * noise)
+        return max(16, min(self.longest, round(tokens)))
+
+
+class SimulatedService:
+    """Episodes of given lengths in slots; all play in rounds of `burst` tokens, as in the engine.
+
+    Rounds in which no episode ends are played at once, up to the time `until`.
+    """
+
+    def __init__(self, setup: Setup, order: Order, instances: int, slots: int) -> None:
+        self._setup, self._instances = setup, instances
+        rows = Rows(data_shards=1, own=setup.episodes_per_step, spare=0)
+        self._scheduler = SlotScheduler(rows, instances * slots, order)
+        self._free = list(range(instances * slots))
+        self._tasks: list[Any] = []
+        # Ends by round: (round, ticket, slot); rounds of tickets' beginnings; oldest versions.
+        self._ends: list[tuple[int, int, int]] = []
+        self._began: dict[int, int] = {}
+        self._oldest: dict[int, int] = {}
+        self._rounds = self.version = 0
+        self.now, self.until = 0.0, math.inf
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a task waits or plays."""
+        return bool(self._ends or self._scheduler.num_waiting)
+
+    def submit(self, tasks: Sequence[Any]) -> list[int]:
+        """Queues tasks. Returns their tickets."""
+        tickets = list(range(len(self._tasks), len(self._tasks) + len(tasks)))
+        self._tasks += tasks
+        for ticket, task in zip(tickets, tasks, strict=True):
+            self._scheduler.submit(ticket, task.group)
+        return tickets
+
+    def oldest_versions(self) -> dict[int, int]:
+        """Returns the oldest version in each episode that plays."""
+        return self._oldest
+
+    def release(self, row: int) -> None:
+        """Does nothing: there are as many rows as are wanted."""
+
+    def step(self) -> list[Finished]:
+        """Plays rounds until an episode ends, or until `until`."""
+        self._refill()
+        burst = self._setup.burst
+        live = math.ceil(len(self._ends) / self._instances)
+        seconds = burst * (1 + live / self._setup.saturation)
+        left = (self.until - self.now) / seconds
+        rounds = max(1, math.ceil(min(self._ends[0][0] - self._rounds, left)))
+        self._rounds, self.now = self._rounds + rounds, self.now + rounds * seconds
+        finished = []
+        while self._ends and self._ends[0][0] <= self._rounds:
+            _, ticket, slot = heapq.heappop(self._ends)
+            self._free.append(slot)
+            length = self._setup.length(self._tasks[ticket].episode)
+            self._scheduler.end(ticket, length)
+            del self._began[ticket]
+            trajectory: Any = types.SimpleNamespace(
+                group=self._tasks[ticket].group,
+                num_tokens=length,
+                oldest_version=self._oldest.pop(ticket),
+                row=0,
+            )
+            finished.append(Finished(ticket=ticket, trajectory=trajectory))
+        return finished
+
+    def _refill(self) -> None:
+        if not (self._free and self._scheduler.num_waiting):
+            return
+        burst = self._setup.burst
+        self._scheduler.play({t: (self._rounds - r) * burst for t, r in self._began.items()})
+        for slot, ticket in self._scheduler.assign(sorted(self._free)).items():
+            rounds = math.ceil(self._setup.length(self._tasks[ticket].episode) / burst)
+            heapq.heappush(self._ends, (self._rounds + rounds, ticket, slot))
+            self._began[ticket], self._oldest[ticket] = self._rounds, self.version
+            self._free.remove(slot)
+
+
+def tasks_of(setup: Setup) -> Tasks:
+    """Returns the tasks of a run, whose episodes are numbers only."""
+    size = setup.group_size
+    number = setup.episodes_per_step // size
+    batch: Callable[[int], list[dict[str, Any]]] = lambda step: [{}] * number  # noqa: E731
+    parts: Any = types.SimpleNamespace(
+        tasks=types.SimpleNamespace(batch=batch),
+        rollout=types.SimpleNamespace(episodes_per_step=setup.episodes_per_step, group_size=size),
+    )
+    return Tasks(
+        played=parts, rollout=parts.rollout, renderer=parts, seed=0, num_steps=setup.num_steps
+    )
+
+
+def run(setup: Setup, settings: AsynchronyConfig, order: Order, train_s: float) -> dict[str, Any]:
+    """Simulates a run whose updates take `train_s` for a token.
+
+    Returns:
+        Trained tokens per time, the time of a step, and the greatest age of a trained token.
+    """
+    service = SimulatedService(setup, order, setup.instances, setup.slots)
+    groups = OpenGroups(tasks_of(setup), settings)
+    begun_at, tokens, most = [], [], 0
+    for version in range(setup.num_steps):
+        begun_at.append(service.now)
+        service.now, service.version, service.until = service.now + setup.publish, version, math.inf
+        if version:
+            groups.publish(version)
+        else:
+            groups.open(service, version, ())
+        left, trained_at, num_tokens = groups.size, service.now, 0
+        while left:
+            episodes = [each.trajectory for each in groups.next_episodes(left)]
+            left -= len(episodes) // setup.group_size
+            part = sum(each.num_tokens for each in episodes)
+            trained_at, num_tokens = (
+                max(trained_at, service.now) + part * train_s,
+                num_tokens + part,
+            )
+            most = max(most, *(version - each.oldest_version for each in episodes))
+        if settings.max_staleness:
+            service.until = trained_at
+            groups.play_beside(lambda: service.now >= trained_at)  # noqa: B023
+        service.now = max(service.now, trained_at)
+        groups.end_step(version + 1)
+        tokens.append(num_tokens)
+    seconds = service.now - begun_at[WARM_UP]
+    counted = tokens[WARM_UP:]
+    return {"speed": sum(counted) / seconds, "step": seconds / len(counted), "most": most}
+
+
+LADDER: dict[str, tuple[AsynchronyConfig, Order]] = {
+    "synchronous": (AsynchronyConfig(), "fifo"),
+    "longest first": (AsynchronyConfig(), "longest"),
+    "streaming": (AsynchronyConfig(parts=8), "longest"),
+    "asynchronous": (AsynchronyConfig(max_staleness=1, parts=8), "longest"),
+    "staleness 4": (AsynchronyConfig(max_staleness=4, parts=8), "fifo"),
+}
+
+
+def ladder(devices: Sequence[int], train_share: float, **changes: Any) -> list[dict[str, Any]]:
+    """Returns the speeds of each line of LADDER relative to the first.
+
+    Updates take `train_share` of the time of a synchronous rollout.
+    """
+    rows: dict[str, dict[str, Any]] = {
+        name: {"": name, "StreamRL, measured": PAPER.get(name)} for name in LADDER
+    }
+    for number in devices:
+        setup = Setup(devices=number, **changes)
+        only_played = run(setup, *LADDER["synchronous"], train_s=0.0)
+        train_s = train_share / only_played["speed"]
+        speeds = {
+            name: run(setup, *line, train_s=train_s)["speed"] for name, line in LADDER.items()
+        }
+        for name, speed in speeds.items():
+            rows[name][f"{number} devices"] = round(speed / speeds["synchronous"], 3)
+    return list(rows.values())
+
+
+# Orders of one synchronous rollout.
+
+
+def makespan(setup: Setup, episodes: Sequence[int], order: Order, instances: int, slots: int):
+    """Returns the time in which these episodes are played, in this order where it is "fifo"."""
+    service = SimulatedService(setup, order, instances, slots)
+    size = setup.group_size
+    service.submit([types.SimpleNamespace(episode=e, group=e // size) for e in episodes])
+    while service.is_busy:
+        service.step()
+    return service.now
+
+
+def isolated(setup: Setup, ranked: Sequence[int]) -> float:
+    """Returns the time of the best split of StreamRL's kind: the longest on instances of their own.
+
+    The first of the `ranked` episodes go to some of the instances, with fewer slots each; both
+    parts begin with their longest.
+    """
+    best = math.inf
+    for share in (0.05, 0.1, 0.2):
+        cut = round(len(ranked) * share)
+        for number in range(1, setup.instances):
+            rest = makespan(setup, ranked[cut:], "fifo", setup.instances - number, setup.slots)
+            if rest >= best:
+                break
+            for slots in (4, 8, 16, setup.slots):
+                long = makespan(setup, ranked[:cut], "fifo", number, slots)
+                best = min(best, max(long, rest))
+    return best
+
+
+def orders(by_task: float, seeds: int = 3) -> dict[str, Any]:
+    """Returns the gain over first in, first out of longest first by what it costs to know."""
+    gains: dict[str, list[float]] = {}
+    for seed in range(seeds):
+        setup = Setup(by_task=by_task, seed=seed)
+        todo = list(range(setup.episodes_per_step))
+        ranked = sorted(todo, key=lambda episode: -setup.length(episode))
+        sizes = (setup.instances, setup.slots)
+        fifo = makespan(setup, todo, "fifo", *sizes)
+        times = {
+            "free signals": makespan(setup, todo, "longest", *sizes),
+            "lengths known": makespan(setup, ranked, "fifo", *sizes),
+            "known, long ones isolated": isolated(setup, ranked),
+        }
+        for name, each in times.items():
+            gains.setdefault(name, []).append(fifo / each)
+    means = {name: round(statistics.fmean(each), 3) for name, each in gains.items()}
+    return {"share of the task": by_task, **means, **recalls(by_task)}
+
+
+def recalls(by_task: float, mates: int = 1) -> dict[str, float]:
+    """Returns which share of the longest 20, 10 and 5 % is among as many expected to be longest.
+
+    Episodes are expected to be as long as `mates` of their group were, which are not counted.
+    """
+    setup = Setup(groups=1024, by_task=by_task)
+    found: list[tuple[float, int]] = []
+    for first in range(0, setup.episodes_per_step, setup.group_size):
+        lengths = [setup.length(first + i) for i in range(setup.group_size)]
+        found += [(statistics.fmean(lengths[:mates]), length) for length in lengths[mates:]]
+    result = {}
+    for percent in (20, 10, 5):
+        number = len(found) * percent // 100
+        expected = set(sorted(range(len(found)), key=lambda i: -found[i][0])[:number])
+        longest = sorted(range(len(found)), key=lambda i: -found[i][1])[:number]
+        result[f"recall {percent} %"] = sum(i in expected for i in longest) / number
+    return result
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--devices", type=int, nargs="*", default=[16, 64, 256, 1024])
+    parser.add_argument("--train_share", type=float, nargs="*", default=[0.5, 1.0])
+    parser.add_argument("--write", action="store_true")
+    flags = parser.parse_args()
+    parts = []
+    for share in flags.train_share:
+        parts += [f"Updates take {share:g} of the time of a synchronous rollout:"]
+        parts += [table(ladder(flags.devices, share))]
+    parts += ["One synchronous rollout on 64 devices, by how much of an episode's length its task"]
+    parts[-1] += " decides; time of first in, first out divided by that of:"
+    parts += [table([orders(by_task) for by_task in (0.3, 0.5, 0.7, 0.9)])]
+    text = "\n\n".join(parts)
+    print(text)
+    if flags.write:
+        replace_table(PAGE, text)
+
+
+if __name__ == "__main__":
+    main()
