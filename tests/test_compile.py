@@ -109,6 +109,15 @@ def test_with_a_tensor_axis_a_round_has_those_of_its_layers_and_its_logits(famil
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", BOTH[1:])
+def test_on_gpus_every_layer_of_a_round_reads_its_pages_with_our_kernel(name):
+    """In the pass of the chunk and in that of the loop over tokens, on each device's own heads."""
+    text = compiled_round("qwen3-8b", name, cut("qwen3-8b", data=2), 0).as_text()
+    calls = re.findall(r'custom_call_target="__gpu\$xla\.gpu\.triton"', text)
+    assert len(calls) == 2 * FAMILIES["qwen3-8b"].num_layers
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOTH)
 def test_a_round_that_guesses_tokens_has_the_same_collectives(name):
     counts = collectives("qwen3-8b", name, cut("qwen3-8b", data=2), draft=4)

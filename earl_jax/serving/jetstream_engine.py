@@ -70,7 +70,12 @@ class JetStreamEngine(_jetstream.Engine):
         prefix = self._prefix_specs
         self._prefill = jax.jit(
             engine.over_rows(
-                functools.partial(prompts.read, engine.config.model, engine.layout),
+                functools.partial(
+                    prompts.read,
+                    engine.config.model,
+                    engine.layout,
+                    attention=engine.config.rules.attention,
+                ),
                 (P(), prefix, P(), P(), P()),
                 prefix,
             )

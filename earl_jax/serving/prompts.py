@@ -66,12 +66,21 @@ def read(
     tokens_T: jax.Array,
     true_length: jax.Array,
     key_data: jax.Array,
+    *,
+    attention: str = "auto",
 ) -> Prefix:
     """Returns the prefix with the first `true_length` ids and the token sampled behind them."""
     count = jnp.asarray(true_length, jnp.int32)[None]
     cache = dataclasses.replace(prefix.cache, parts=layout.shape.context)
     logits_BV, cache = forward_chunk(
-        config, params, cache, tokens_T[None], prefix.cached, count, layout=layout
+        config,
+        params,
+        cache,
+        tokens_T[None],
+        prefix.cached,
+        count,
+        layout=layout,
+        attention=attention,
     )
     cached, tokens = prefix.cached + count, prefix.tokens
     if tokens is not None:
