@@ -98,7 +98,7 @@ def test_a_pass_of_short_chunks_has_at_most_the_collectives_of_a_pass():
     shape = MeshShape(data=4, tensor=2)
     config = dataclasses.replace(CONFIG, rules=CONFIG.rules._replace(narrow_width=2))
     engine = Engine(config, make_layout(shape, jax.devices()[: shape.num_devices]))
-    text = engine.lower_play(PLACES).compile().as_text()
+    text = engine.lower_play(MAX_TOKENS).compile().as_text()
     lines = [line.strip() for line in text.splitlines() if COLLECTIVE.search(line)]
     a_pass = 2 + 2 * MODEL.num_layers
     assert 2 * a_pass < len(lines) <= 3 * a_pass
@@ -276,8 +276,10 @@ def test_a_round_with_the_kernel_for_gpus_says_the_same(shape, monkeypatch):
     monkeypatch.setattr(decoder, "choose_pages_kernel", choose)
     engine = Engine(CONFIG, make_layout(shape, jax.devices()[: shape.num_devices]))
     play = functools.partial(engine.play, engine.load_params(params()))
-    state, heard = converse(play, engine.empty_state(PLACES), scripts(), num_slots=NUM_SLOTS)
+    state, transcripts = converse(
+        play, engine.empty_state(MAX_TOKENS), scripts(), num_slots=NUM_SLOTS
+    )
     assert set(used) == {shape}
-    assert_same(heard, converse_on(UNSHARDED)[1])
-    check_logprobs(heard)
-    check_rows(state.experience, heard, scripts())
+    assert_same(transcripts, converse_on(UNSHARDED)[1])
+    check_logprobs(transcripts)
+    check_rows(state.experience, transcripts, scripts())
