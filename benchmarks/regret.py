@@ -102,7 +102,7 @@ POINTS = (
 def measure(point: Point, rounds: int, steps: int, own_steps: int) -> dict[str, Any]:
     """Returns a point's row."""
     from earl_jax.profiling.stages import placement_on
-    from earl_jax.run import build_run
+    from earl_jax.run.build import build_run
 
     world = build_run(point.config())
     bucket = world.config.rollout.context_buckets[0]

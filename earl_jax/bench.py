@@ -11,7 +11,7 @@ from earl_jax.config.file import BENCH_CONFIG, load_config_file, make_config
 from earl_jax.config.flags import config_parser, parse_with_overrides
 from earl_jax.launch.start import exit_status, start_jax
 from earl_jax.profiling.stages import STAGES
-from earl_jax.run import build_run
+from earl_jax.run.build import build_run
 
 _HELP = """\
 Times a stage of a run on this machine and prints a Markdown table, or with --json an object a line.

@@ -50,7 +50,7 @@ def evaluate_command(arguments: Sequence[str]) -> None:
     import jax
 
     from earl_jax.loop import evaluate
-    from earl_jax.workdir import read_newest
+    from earl_jax.run.workdir import read_newest
 
     run, position, placement = read_newest(config, flags.workdir)
     step, evaluation = position.step, evaluate(run, placement, position, games=games)

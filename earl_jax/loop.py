@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The synchronous RL loop: choose, publish, play, dispatch, learn, record.
 
-Read `rl_step` first: it is one step, stage by stage. The parts that it uses are built in run.py;
+Read `rl_step` first: it is one step, stage by stage. The parts that it uses are built in run/;
 where they run is decided in placement/. The asynchronous loop (loop_async.py) differs in how a step
 comes to its episodes.
 """
@@ -23,10 +23,11 @@ from earl_jax.rollout.actor import Stopped, check_learnable
 from earl_jax.rollout.evaluation import summarize
 from earl_jax.rollout.gather import Played
 from earl_jax.rollout.load import expected_load, expected_tokens, measure_load
-from earl_jax.run import Run
+from earl_jax.run.build import Run
+from earl_jax.run.step_record import StepRecord, count_skipped
+from earl_jax.run.workdir import Position
 from earl_jax.selector.plans import RolloutPlan
 from earl_jax.settings.errors import RunError
-from earl_jax.step_record import StepRecord, count_skipped
 from earl_jax.telemetry.compile_clock import compile_clock
 from earl_jax.telemetry.episodes import Failures, failures_of
 from earl_jax.telemetry.host_bytes import only_on_devices
@@ -38,7 +39,6 @@ from earl_jax.trajectory import (
     Outcome,
     Trajectory,
 )
-from earl_jax.workdir import Position
 
 # Reasons of failed episodes that end a run.
 REASONS_SHOWN = 3

@@ -38,14 +38,14 @@ from earl_jax.rollout.open_groups import OpenGroups
 from earl_jax.rollout.row_pool import Finished
 from earl_jax.rollout.service import RolloutService
 from earl_jax.rollout.stats import RolloutStats
-from earl_jax.run import Run
+from earl_jax.run.build import Run
+from earl_jax.run.workdir import Position
 from earl_jax.settings.errors import RunError
 from earl_jax.telemetry.host_bytes import only_on_devices
 from earl_jax.telemetry.load import Load
 from earl_jax.telemetry.timing import StageTimer
 from earl_jax.train.state import TrainState
 from earl_jax.trajectory import Experience, Trajectory
-from earl_jax.workdir import Position
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -31,8 +31,8 @@ def train_command(arguments: Sequence[str]) -> int:
     from earl_jax.launch.ending import end_together
     from earl_jax.launch.signals import StopSignals
     from earl_jax.preflight.preflight import check
+    from earl_jax.run.workdir import saved_in_words
     from earl_jax.training import train
-    from earl_jax.workdir import saved_in_words
 
     if flags.check:
         with end_together():

@@ -26,20 +26,9 @@ from earl_jax.placement.placement import Placement
 from earl_jax.rollout.actor import Stopped
 from earl_jax.rollout.events import EVENTS, Events, drop_events, read_events
 from earl_jax.rollout.load import expected_tokens
-from earl_jax.run import Run, build_run
-from earl_jax.selector.choose import BudgetTooSmall
-from earl_jax.selector.smallest import smallest_hardware, smallest_words
-from earl_jax.settings.errors import RunError
-from earl_jax.step_record import StepRecord
-from earl_jax.telemetry.episodes import trajectory_lines
-from earl_jax.telemetry.load import LoadHistory
-from earl_jax.telemetry.progress import Progress
-from earl_jax.telemetry.recorder import Recorder
-from earl_jax.train.backup import StateLost
-from earl_jax.train.checkpoint import Checkpoints
-from earl_jax.train.export import Exporter, keep_exports
-from earl_jax.train.inspection import write_batch
-from earl_jax.workdir import (
+from earl_jax.run.build import Run, build_run
+from earl_jax.run.step_record import StepRecord
+from earl_jax.run.workdir import (
     Position,
     choices_of,
     keep_config,
@@ -51,6 +40,17 @@ from earl_jax.workdir import (
     save,
     tokenizer_folder,
 )
+from earl_jax.selector.choose import BudgetTooSmall
+from earl_jax.selector.smallest import smallest_hardware, smallest_words
+from earl_jax.settings.errors import RunError
+from earl_jax.telemetry.episodes import trajectory_lines
+from earl_jax.telemetry.load import LoadHistory
+from earl_jax.telemetry.progress import Progress
+from earl_jax.telemetry.recorder import Recorder
+from earl_jax.train.backup import StateLost
+from earl_jax.train.checkpoint import Checkpoints
+from earl_jax.train.export import Exporter, keep_exports
+from earl_jax.train.inspection import write_batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from earl_jax.algorithms.settings import GrpoSettings
 from earl_jax.loop import rl_step
 from earl_jax.models.config import LoraConfig, ModelConfig
 from earl_jax.placement.delivery import row_facts
-from earl_jax.run import build_run
+from earl_jax.run.build import build_run
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.train.config import TrainConfig

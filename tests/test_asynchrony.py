@@ -20,7 +20,7 @@ from earl_jax.config.train_flags import parse_flags, replayed_config
 from earl_jax.loop import rl_step
 from earl_jax.loop_async import AsyncPlayer, _since_version
 from earl_jax.rollout.events import EVENTS, read_events
-from earl_jax.run import build_run
+from earl_jax.run.build import build_run
 from earl_jax.settings.errors import InputError, RunError
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics

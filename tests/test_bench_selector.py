@@ -10,7 +10,7 @@ from benchmarks.regret import POINTS, Pair, Point, measure, summary
 from benchmarks.start import command, count_programs, has_stepped
 from earl_jax.placement.problem import find_model, make_problem
 from earl_jax.placement.stages import Stages
-from earl_jax.run import build_run
+from earl_jax.run.build import build_run
 from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.problem import Problem
 from earl_jax.sharding.layout import MeshShape

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from earl_jax.config.resume import MAY_CHANGE
+from earl_jax.run.workdir import open_workdir
 from earl_jax.settings.errors import InputError, disk_in_words
 from earl_jax.train.checkpoint import Checkpoints, DamagedCheckpoint
 from earl_jax.train.state import state_shapes, state_shardings
-from earl_jax.workdir import open_workdir
 from tests.support.saved_states import (
     CUBE,
     D8,

@@ -9,13 +9,13 @@ import jax
 import numpy as np
 import pytest
 
+from earl_jax.run.workdir import Position
+from earl_jax.run.workdir import save as save_position
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.train.checkpoint import Checkpoints, copy_to_save
 from earl_jax.train.offload import is_offloaded, offload_moments
 from earl_jax.train.state import state_shardings
-from earl_jax.workdir import Position
-from earl_jax.workdir import save as save_position
 from tests.support.allocator import live_bytes, memory_limit
 from tests.support.saved_states import (
     CUBE,

@@ -28,7 +28,7 @@ from earl_jax.engine.sampling import SamplingRows, sample, sampling_rows
 from earl_jax.envs.board_game import BoardGame
 from earl_jax.envs.environment import Start
 from earl_jax.models.decoder import forward_rows, head_weights
-from earl_jax.run import build_run
+from earl_jax.run.build import build_run
 from earl_jax.sharding.layout import MeshShape, make_layout
 from tests.support.choices import BRANCHES, HOT, Words, engine_for
 from tests.support.episodes import (

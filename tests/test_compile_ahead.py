@@ -22,7 +22,7 @@ from earl_jax.placement.compile_ahead import (
 )
 from earl_jax.placement.packing import plan_batch, shape_ahead
 from earl_jax.placement.programs import lower_round, lower_update, play_key, update_key
-from earl_jax.run import build_run
+from earl_jax.run.build import build_run
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.selector.table import TRUSTED, ThroughputTable
 from earl_jax.telemetry.load import LoadHistory

@@ -17,7 +17,7 @@ from earl_jax.engine.engine import Engine
 from earl_jax.engine.round_inputs import inputs_width
 from earl_jax.placement.problem import find_model, planned_problem
 from earl_jax.rollout.config import make_engine_config
-from earl_jax.run import build_run
+from earl_jax.run.build import build_run
 from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.schedule import make_schedule
 from earl_jax.selector.table import ThroughputTable

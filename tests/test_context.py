@@ -18,7 +18,7 @@ from earl_jax.models.attention.kernels import attend_rows, context_obstacle
 from earl_jax.models.config import LoraConfig, ModelConfig
 from earl_jax.models.parameters import is_spec, unstack_layers
 from earl_jax.models.quantization import engine_shapes, engine_specs
-from earl_jax.run import build_run
+from earl_jax.run.build import build_run
 from earl_jax.selector.candidates import train_candidates
 from earl_jax.selector.memory import resident_bytes
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout

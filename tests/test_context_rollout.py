@@ -20,7 +20,7 @@ from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_drafts
 from earl_jax.models.kv_cache import empty_cache, place_pages
 from earl_jax.models.parameters import init_parameters, parameter_specs, unstack_layers
-from earl_jax.run import build_run
+from earl_jax.run.build import build_run
 from earl_jax.selector.memory import resident_bytes
 from earl_jax.serving.config import ServingConfig
 from earl_jax.serving.jetstream_engine import JetStreamEngine

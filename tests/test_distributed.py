@@ -38,7 +38,7 @@ from earl_jax.launch.start import exit_status
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.gather import total_stats
 from earl_jax.rollout.stats import RolloutStats
-from earl_jax.run import build_run
+from earl_jax.run.build import build_run
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.timing import StageTimer

@@ -9,7 +9,7 @@ import pytest
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.engine import Engine
 from earl_jax.rollout.config import Stops
-from earl_jax.run import build_run
+from earl_jax.run.build import build_run
 from earl_jax.sharding.layout import MeshShape
 from tests.support.choices import BRANCHES, HOT, Words, engine_for
 from tests.support.environments import Talker

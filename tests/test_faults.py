@@ -17,9 +17,10 @@ import jax
 import numpy as np
 import pytest
 
-from earl_jax import loop, training, workdir
+from earl_jax import loop, training
 from earl_jax.launch.start import exit_status
 from earl_jax.main import train_command
+from earl_jax.run import workdir
 from earl_jax.telemetry.timing import StageTimer
 from tests.support.commands import ALL, Command, final_parameters, steps_of
 

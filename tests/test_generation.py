@@ -10,7 +10,7 @@ import pytest
 
 from earl_jax.envs.tokenizer import load_tokenizer
 from earl_jax.models.checkpoints.generation import read_generation_settings
-from earl_jax.run import build_run
+from earl_jax.run.build import build_run
 from tests.support.references import CHECKPOINT
 from tests.support.settings import make_config
 

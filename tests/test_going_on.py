@@ -19,13 +19,13 @@ from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.tokenizer import build_tokenizer, save_tokenizer
 from earl_jax.loop import EpisodesFailed
 from earl_jax.rollout.config import MAX_TURNS
-from earl_jax.run import build_run
+from earl_jax.run.build import build_run
+from earl_jax.run.workdir import open_source
 from earl_jax.settings.errors import InputError, RunError
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.train.checkpoint import Checkpoints
 from earl_jax.training import train
-from earl_jax.workdir import open_source
 from tests.support import ROOT
 from tests.support.placements import TINY as TINY_MODEL
 from tests.support.runs import command, final_parameters, final_state, run

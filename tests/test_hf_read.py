@@ -19,7 +19,7 @@ from earl_jax.models.checkpoints import hf_read
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.parameters import parameter_shardings, parameter_specs
 from earl_jax.placement.rollouts import play
-from earl_jax.run import build_run
+from earl_jax.run.build import build_run
 from earl_jax.sharding.layout import MeshShape, make_layout
 from tests.support.placements import seated
 from tests.support.references import (

@@ -18,7 +18,7 @@ from earl_jax.models.attention.kernels import attend_rows, choose_kernel, choose
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows
 from earl_jax.models.parameters import init_parameters, parameter_specs
-from earl_jax.run import build_run
+from earl_jax.run.build import build_run
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
 from earl_jax.sharding.topology import make_topology
 from earl_jax.train.config import TrainConfig

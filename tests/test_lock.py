@@ -14,8 +14,8 @@ import sys
 import pytest
 
 from earl_jax.launch.lock import locked, set_aside
+from earl_jax.run.workdir import named_where_removed
 from earl_jax.settings.errors import InputError, RunError
-from earl_jax.workdir import named_where_removed
 
 HOLD = """
 import sys

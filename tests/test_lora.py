@@ -37,7 +37,7 @@ from earl_jax.models.parameters import (
     parameter_specs,
     unstacked_specs,
 )
-from earl_jax.run import build_run
+from earl_jax.run.build import build_run
 from earl_jax.selector.candidates import train_candidates
 from earl_jax.selector.memory import resident_bytes
 from earl_jax.settings.errors import InputError

@@ -11,9 +11,9 @@ import pytest
 
 from earl_jax.loop import rl_step
 from earl_jax.placement.delivery import deal_groups
-from earl_jax.run import build_run
+from earl_jax.run.build import build_run
+from earl_jax.run.step_record import of_epoch
 from earl_jax.settings.errors import InputError
-from earl_jax.step_record import of_epoch
 from earl_jax.train.learner import Learner
 from earl_jax.train.step import read_metrics
 from earl_jax.training import train

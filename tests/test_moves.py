@@ -16,7 +16,7 @@ from earl_jax.loop import rl_step
 from earl_jax.placement.rollouts import play
 from earl_jax.rollout.config import Limits
 from earl_jax.rollout.tasks import Tasks
-from earl_jax.run import build_run
+from earl_jax.run.build import build_run
 from tests.support.episodes import assert_same_episodes
 from tests.support.placements import (
     D4T2,

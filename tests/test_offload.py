@@ -11,7 +11,7 @@ import pytest
 from earl_jax import loop
 from earl_jax.loop import rl_step
 from earl_jax.placement.moves import move_state
-from earl_jax.run import build_run
+from earl_jax.run.build import build_run
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.train.checkpoint import to_checkpoint
 from earl_jax.train.offload import is_offloaded

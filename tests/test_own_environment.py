@@ -18,7 +18,7 @@ from earl_jax.envs.environment import Message, Start, StepResult
 from earl_jax.envs.examples import example_ids, play_example
 from earl_jax.envs.tasks import Dataset, read_rows
 from earl_jax.rollout.evaluation import summarize
-from earl_jax.run import build_run
+from earl_jax.run.build import build_run
 from earl_jax.telemetry.episodes import failures_of, read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.trajectory import Trajectory

@@ -29,7 +29,7 @@ from earl_jax.loop import rl_step
 from earl_jax.models.attention.rows import BLOCK_SIZE
 from earl_jax.models.attention.segment_blocks import blocks_looked_at
 from earl_jax.models.config import ModelConfig
-from earl_jax.run import build_run
+from earl_jax.run.build import build_run
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.sharding.layout import TRAINING_ROWS, Layout, MeshShape, make_layout
 from earl_jax.train.config import TrainConfig

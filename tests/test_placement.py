@@ -20,7 +20,7 @@ from earl_jax.engine.sampling import sampling_rows
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.updates import sft
 from earl_jax.rollout.load import expected_load, expected_tokens
-from earl_jax.run import build_run
+from earl_jax.run.build import build_run
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.sharding.layout import MeshShape

@@ -12,7 +12,7 @@ from earl_jax.models.checkpoints.families import family_of
 from earl_jax.models.checkpoints.hf_settings import read_settings, write_settings
 from earl_jax.models.parameters import num_parameters, parameter_specs
 from earl_jax.models.presets import PRESETS, preset_vocab_size
-from earl_jax.run import build_run
+from earl_jax.run.build import build_run
 from tests.support.placements import one_step
 from tests.support.settings import make_config
 

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 import pytest
 
-from earl_jax import workdir
 from earl_jax.envs.tokenizer import load_tokenizer
-from earl_jax.run import build_run
+from earl_jax.run import workdir
+from earl_jax.run.build import build_run
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.progress import Progress

@@ -10,10 +10,10 @@ import pytest
 from earl_jax.loop import evaluate, rl_step
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import play
-from earl_jax.run import Run, build_run
+from earl_jax.run.build import Run, build_run
+from earl_jax.run.workdir import Position
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.telemetry.load import LoadHistory
-from earl_jax.workdir import Position
 from tests.support.placements import begin
 from tests.support.settings import make_config
 

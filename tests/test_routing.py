@@ -14,7 +14,7 @@ from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.models.decoder import forward_rows_routed
 from earl_jax.models.moe.routing import Routing, balance_loss, count_routing, load_of_experts
 from earl_jax.models.parameters import parameter_shardings, parameter_specs
-from earl_jax.run import build_run
+from earl_jax.run.build import build_run
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.state import state_of

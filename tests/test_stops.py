@@ -8,7 +8,7 @@ import pytest
 
 from earl_jax.envs.conversation import Conversation
 from earl_jax.rollout.config import Stops
-from earl_jax.run import build_run
+from earl_jax.run.build import build_run
 from tests.support.environments import Talker
 from tests.support.episodes import (
     MAX_TOKENS,

@@ -16,7 +16,7 @@ from earl_jax.placement.updates import StepUpdate
 from earl_jax.rollout.events import read_events
 from earl_jax.rollout.open_groups import OpenGroups
 from earl_jax.rollout.staleness import Group, choose_part
-from earl_jax.run import build_run
+from earl_jax.run.build import build_run
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape

@@ -17,7 +17,8 @@ from earl_jax.placement import moves, sessions
 from earl_jax.placement.delivery import Part
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.updates import StepUpdate
-from earl_jax.run import build_run
+from earl_jax.run.build import build_run
+from earl_jax.run.workdir import Position
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.memory import is_out_of_memory
 from earl_jax.selector.plans import TrainPlan
@@ -30,7 +31,6 @@ from earl_jax.train.backup import StateLost
 from earl_jax.train.learner import Learner
 from earl_jax.train.offload import is_offloaded, load_moments, offload_moments
 from earl_jax.train.step import batch_shapes
-from earl_jax.workdir import Position
 from tests.support.placements import (
     CUBE,
     D4T2,

@@ -15,7 +15,7 @@ from earl_jax.loop import rl_step
 from earl_jax.placement.programs import play_key
 from earl_jax.rollout.config import Limits
 from earl_jax.rollout.tasks import Tasks
-from earl_jax.run import build_run
+from earl_jax.run.build import build_run
 from earl_jax.telemetry.load import LoadHistory
 from tests.support.episodes import CONFIG, assert_same_episodes, check_rows, collect, engine, tasks
 from tests.support.placements import D4T2, D8, first_position, given, load_of, place, table_of

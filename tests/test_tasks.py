@@ -10,7 +10,7 @@ import pytest
 from earl_jax.engine.config import Sampling
 from earl_jax.rollout.actor import check_learnable
 from earl_jax.rollout.tasks import Tasks
-from earl_jax.run import build_run
+from earl_jax.run.build import build_run
 from earl_jax.telemetry.metrics import sampling_kl
 from tests.support.episodes import (
     RATIO_RUN,

@@ -11,7 +11,7 @@ import pytest
 
 from earl_jax.algorithms.advantages import counted
 from earl_jax.algorithms.algorithms import ALGORITHMS
-from earl_jax.step_record import lag_metrics
+from earl_jax.run.step_record import lag_metrics
 from earl_jax.telemetry.metrics import (
     MetricsLog,
     read_metrics,

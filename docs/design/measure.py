@@ -26,7 +26,7 @@ WORDS = (
 ).split()
 FOLDERS = (
     "algorithms config dispatch engine envs launch models placement preflight profiling rollout "
-    "selector serving settings sharding telemetry train"
+    "run selector serving settings sharding telemetry train"
 ).split()
 # The page that explains the words.
 PAGES = ("docs/design/measure.py", "docs/design/simplification.md")

@@ -432,7 +432,7 @@ def _idle_rollout(config: Config) -> Iterator[_Idle]:
 
 def _idle_training(config: Config) -> Iterator[_Idle]:
     train, model = config.train, config.model
-    # The model of a path is known later: run.py checks it.
+    # The model of a path is known later: run/ checks it.
     without_experts = model.num_experts == 0 and not model.path
     yield without_experts, "train.balance_coefficient", "config.model.num_experts is 0"
     chosen = f"config.train.optimizer is {train.optimizer!r}"

@@ -133,7 +133,7 @@ def start_processes(config: DistributedConfig) -> None:
     who, listen_at = f"{number} on {socket.gethostname()}", _bind_address(place)
     global _coordinator
     _coordinator = _host_and_port(place.coordinator) if place.coordinator else None
-    # The service would take SIGTERM, which run.py handles: it stops all processes at the same step.
+    # The service would take SIGTERM, which run/ handles: it stops all processes at the same step.
     jax.config.update("jax_enable_preemption_service", False)
     _end_at_abort(
         lambda: end_process(

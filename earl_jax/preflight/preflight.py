@@ -16,10 +16,10 @@ from earl_jax.placement.programs import compiled_bytes
 from earl_jax.preflight import hosts, links
 from earl_jax.preflight.storage import check_storage
 from earl_jax.rollout.load import expected_tokens
-from earl_jax.run import build_run
+from earl_jax.run.build import build_run
+from earl_jax.run.workdir import new_placement
 from earl_jax.selector.plans import RolloutPlan, TrainPlan
 from earl_jax.settings.errors import InputError
-from earl_jax.workdir import new_placement
 
 
 def check(config: Config, workdir: Path) -> None:

@@ -25,7 +25,7 @@ from earl_jax.engine.session import Policy, Session, empty_session, relocate
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import play_all
-from earl_jax.run import Run
+from earl_jax.run.build import Run
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.sharding.layout import MeshShape

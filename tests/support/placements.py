@@ -13,11 +13,11 @@ from earl_jax.engine.session import Session
 from earl_jax.loop import Position, rl_step
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
-from earl_jax.run import Run, build_run
+from earl_jax.run.build import Run, build_run
+from earl_jax.run.step_record import StepRecord
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.table import TRUSTED, ThroughputTable, rollout_key, train_key
 from earl_jax.sharding.layout import MeshShape
-from earl_jax.step_record import StepRecord
 from earl_jax.telemetry.load import Load, LoadHistory
 from tests.support.settings import make_config
 

@@ -32,11 +32,11 @@ from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.models.lora import fingerprint
 from earl_jax.models.parameters import is_spec, parameter_specs
-from earl_jax.run import build_run
+from earl_jax.run.build import build_run
+from earl_jax.run.workdir import keep_config
 from earl_jax.serving.scores import Scores
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.train.checkpoint import Checkpoints
-from earl_jax.workdir import keep_config
 from tests.support import ROOT
 from tests.support.references import REFERENCE
 from tests.support.settings import make_config

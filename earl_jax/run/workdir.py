@@ -22,7 +22,7 @@ from earl_jax.models.checkpoints.hub import find_folder
 from earl_jax.models.lora import fingerprint
 from earl_jax.placement.placement import Placement
 from earl_jax.rollout.load import expected_load, expected_tokens
-from earl_jax.run import Run, build_run
+from earl_jax.run.build import Run, build_run
 from earl_jax.selector.plans import Plans
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.settings.differences import differences
