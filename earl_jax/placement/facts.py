@@ -101,10 +101,10 @@ def _settings(config: Config) -> dict[str, dict[str, Any]]:
     """Returns the settings that change programs, by stage."""
     rollout, train = config.rollout, config.train
     sizes = ("num_slots", "episodes_per_step", "chunk_size", "burst", "step_rows", "tokens_a_page")
-    dtypes = ("num_draft_tokens", "compute_dtype", "weight_dtype", "kv_dtype")
+    programs = ("attention", "num_draft_tokens", "compute_dtype", "weight_dtype", "kv_dtype")
     updates = ("micro_batches", "remat", "logprob_chunk", "epochs", "mini_batches")
     return {
-        "rollout": {field: getattr(rollout, field) for field in (*sizes, *dtypes)}
+        "rollout": {field: getattr(rollout, field) for field in (*sizes, *programs)}
         | {"model_logprobs": train.ratio == "model"},
         "train": {field: getattr(train, field) for field in updates}
         | {"lora": dataclasses.asdict(train.lora), "importance_cap": config.importance_cap}
