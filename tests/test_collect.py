@@ -73,6 +73,30 @@ def test_rows_hold_the_turns_end_to_end_marked_by_author(games):
     check_rows(games, 40)
 
 
+def test_answers_may_be_read_in_the_narrow_pass_and_prompts_may_not(pool, monkeypatch):
+    """Nor what is read again. Else a token's bits would depend on what its neighbours have read."""
+    player, reading, narrow, wide = engine(), set(), 0, 0
+    play = player.play
+
+    def watching(params, state, inputs, **settings):
+        nonlocal narrow, wide
+        for slot in np.flatnonzero(inputs.count):
+            if inputs.restart[slot] or inputs.fork[slot] or inputs.rewind[slot]:
+                reading.add(slot)
+            assert inputs.narrow[slot] == (slot not in reading)
+            narrow, wide = narrow + inputs.narrow[slot], wide + (slot in reading)
+            if inputs.begin_turn[slot] or inputs.resume_turn[slot]:
+                reading.discard(slot)
+        return play(params, state, inputs, **settings)
+
+    monkeypatch.setattr(player, "play", watching)
+    grow = GrowPool(most_pages=5)
+    given = {"pages": 5, "grow": grow, "player": player, "preemption": "recompute"}
+    preempted = collect(pool, tasks(40), **given)
+    assert preempted.stats.recomputed_tokens > 0
+    assert narrow > 40 and wide > 40
+
+
 def test_every_token_is_prefilled_or_sampled_once(games):
     turns = [turn for t in games.trajectories for turn in t.turns]
     tokens = collections.Counter()

@@ -15,7 +15,7 @@ SYSTEM = [1, 2, 3, 4, 5, 6, 7, 8]
 @pytest.fixture
 def index():
     """Slot 0 has read the system message and five tokens more; slots 3 to 5 are another shard."""
-    index = PrefixIndex(num_slots=6, num_shards=2, widths=(4,), page_size=4)
+    index = PrefixIndex(num_slots=6, num_shards=2, chunk_size=4)
     prompt = [*SYSTEM, 20, 21, 22, 23, 24]
     assert index.find(0, prompt) == Shared(source=0, length=0)
     index.begin(0, prompt, Shared(source=0, length=0))
@@ -55,8 +55,7 @@ def sending():
     index = PrefixIndex(
         num_slots=6,
         num_shards=2,
-        widths=(4,),
-        page_size=4,
+        chunk_size=4,
         is_worth_sending=lambda tokens: tokens >= 4,
     )
     prompt = [*SYSTEM, 20, 21, 22, 23, 24]
@@ -143,31 +142,8 @@ def test_answers_behind_the_prompt_are_not_shared(index):
     assert index.find(1, [*SYSTEM, 20, 21, 22, 23, 24, 60, 61, 62, 63, 64]).length == 13
 
 
-@pytest.mark.parametrize(
-    ("common", "length", "taken"),
-    [
-        (7, 12, 0),  # Less than a page.
-        (8, 12, 0),  # Four are left, as wide a pass as twelve.
-        (8, 10, 8),  # Two are left: a pass of 2 instead of one of 16.
-        (9, 11, 9),
-        (15, 17, 15),  # 2 instead of 16 + 2.
-        (11, 17, 0),  # Passes of 16 + 2, and of 16 for the six that are left.
-        (16, 25, 16),
-    ],
-)
-def test_a_beginning_shorter_than_a_chunk_is_taken_over_where_a_narrow_pass_reads_the_rest(
-    common, length, taken
-):
-    index = PrefixIndex(num_slots=2, num_shards=1, widths=(2, 16), page_size=8)
-    prompt = list(range(1, common + 1))
-    read = [*prompt, *[90] * 8]
-    index.begin(0, read, index.find(0, read))
-    index.append(0, len(read))
-    assert index.find(1, [*prompt, *[91] * (length - common)]).length == taken
-
-
 class Slow:
-    """The same by comparing a prompt with every slot's, token by token. Chunks of 4 or 2."""
+    """The same by comparing a prompt with every slot's, token by token. Chunks of 4."""
 
     def __init__(self):
         self.slots, self.beginning = [([], []) for _ in range(4)], set()
@@ -176,12 +152,7 @@ class Slow:
         same = 0
         while same < min(len(theirs), len(prompt) - 1) and theirs[same] == prompt[same]:
             same += 1
-
-        def width(tokens):
-            return tokens // 4 * 4 + (0, 2, 2, 4)[tokens % 4]
-
-        spared = width(len(prompt)) - width(len(prompt) - same)
-        return same if same >= 3 and spared >= 2 else 0
+        return same if same >= 4 else 0
 
     def find(self, slot, prompt):
         self.slots[slot] = (self.slots[slot][0], [])
@@ -228,8 +199,7 @@ def test_a_random_history_finds_what_comparing_with_every_slot_finds(history):
     index = PrefixIndex(
         num_slots=4,
         num_shards=2,
-        widths=(2, 4),
-        page_size=3,
+        chunk_size=4,
         is_worth_sending=lambda tokens: tokens >= 2,
     )
     slow = Slow()

@@ -248,10 +248,12 @@ def test_chunks_are_appended_in_passes_of_their_width_and_others_cost_nothing():
     decoder = Watched(MODEL, rules, params(), jax.random.key(7))
     play = jax.jit(lambda state, inputs: slots.play(decoder, state, inputs, 0)[0])
     ones = np.ones(NUM_SLOTS, np.int32)
-    for counts, expected in (
-        ([1] * 8, [((7, 2), [1] * 7), ((7, 2), [0] * 6 + [1])]),
-        ([0, 0, 4, 0, 0, 0, 0, 0], [((3, 5), [0, 0, 4])]),
+    for narrow, counts, expected in (
+        (1, [1] * 8, [((7, 2), [1] * 7), ((7, 2), [0] * 6 + [1])]),
+        (0, [0, 1, 0, 1, 0, 0, 1, 1], [((3, 5), [1, 1, 1]), ((3, 5), [0, 0, 1])]),
+        (1, [0, 0, 4, 0, 0, 0, 0, 0], [((3, 5), [0, 0, 4])]),
         (
+            1,
             [1, 2, 5, 3, 0, 1, 5, 4],
             [((7, 2), [0] * 4 + [1, 1, 2]), ((3, 5), [3, 5, 5]), ((3, 5), [0, 0, 4])],
         ),
@@ -259,6 +261,7 @@ def test_chunks_are_appended_in_passes_of_their_width_and_others_cost_nothing():
         inputs = RoundInputs(
             chunk=np.full((NUM_SLOTS, CHUNK), 5, np.int32),
             count=np.array(counts, np.int32),
+            narrow=narrow * ones,
             restart=ones,
             begin_turn=0 * ones,
             seed=ones,

@@ -82,8 +82,10 @@ class SlotRules(NamedTuple):
     def append_widths(self, chunk_size: int, parts: int = 1) -> tuple[int, ...]:
         """Returns the widths of the forward passes that append chunks, in ascending order.
 
-        A chunk goes into the first that it fits in, whatever its neighbours' lengths are, so that
-        its numbers do not depend on them. Widths divide over `parts` devices, if a chunk does.
+        An answer's chunk goes into the first that it fits in, whatever its neighbours' lengths are,
+        so that its numbers do not depend on them. A prompt's goes into the last: passes of several
+        widths round differently, and how much of a prompt is left to read depends on what other
+        slots have read. Widths divide over `parts` devices, if a chunk does.
 
         Example: chunks of 128 tokens: (16, 128); of 512: (32, 512); of 16: (16,).
         """

@@ -286,11 +286,6 @@ class Engine:
         """Rows of a decode step on one row shard."""
         return min(self._rules.step_rows or self._slots_a_shard, self._slots_a_shard)
 
-    @property
-    def append_widths(self) -> tuple[int, ...]:
-        """Widths of the forward passes that append chunks (`SlotRules.append_widths`)."""
-        return self._rules.append_widths(self.config.chunk_size, self.layout.shape.context)
-
     def lower_repack(self, max_tokens: int, old: Pool, new_max_tokens: int, new: Pool) -> list[Any]:
         """Returns the programs of `repack` to `new_max_tokens` and `new`, lowered from shapes."""
         state, lowered = self._placed_shapes(max_tokens, old), []

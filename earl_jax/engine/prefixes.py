@@ -10,14 +10,13 @@ reading (shard_copies.py).
 
 Only tokens that were read as a prompt are taken over, and the last token is left to append, whose
 logits give the first sampled token: a group's prompt is read once, and each of its other episodes
-appends one token. A beginning is worth it if it is as long as a page (or a chunk, where that is
-shorter) and spares half a chunk at least of the forward passes' widths (`SlotRules.append_widths`):
-a pass costs the same however full it is.
+appends one token. A beginning shorter than a chunk is not worth it: a prompt's chunk costs the same
+however full it is.
 
-An episode's tokens do not depend on the episodes before it, up to rounding where a narrower pass
-reads what is left: a chunk's positions are rows of the same matrix products as the slots are, and
-attention adds up a row in the same blocks wherever a chunk begins (paged_attention.py). Sampled
-tokens are not taken over: a decode step is another program than a chunk, which may round otherwise.
+An episode's tokens do not depend on the episodes before it: a chunk's positions are rows of the
+same matrix products as the slots are (prompts are read in full passes only), and attention adds up
+a row in the same blocks wherever a chunk begins (paged_attention.py). Sampled tokens are not taken
+over: a decode step is another program than a chunk, which may round otherwise.
 """
 
 import dataclasses
@@ -49,18 +48,13 @@ class PrefixIndex:
         *,
         num_slots: int,
         num_shards: int,
-        widths: Sequence[int],
-        page_size: int,
+        chunk_size: int,
         is_worth_sending: Callable[[int], bool] = lambda tokens: False,
     ) -> None:
-        """Begins empty. Chunks are appended in forward passes of these `widths`, ascending.
-
-        `is_worth_sending` decides on copies of so many tokens between shards.
-        """
+        """Begins empty; `is_worth_sending` decides on copies of so many tokens between shards."""
         self._is_worth_sending = is_worth_sending
         self._slots_a_shard = num_slots // num_shards
-        self._widths = widths
-        self._least = min(widths[-1], max(page_size, widths[0]))
+        self._chunk_size = chunk_size
         # The first `num_cached` tokens of a slot's prompt are in its cache, the others will be.
         self._prompts = [_NOTHING] * num_slots
         self._num_cached = [0] * num_slots
@@ -138,7 +132,7 @@ class PrefixIndex:
         self._prompts[slot], self._num_cached[slot] = prompt, num_cached
 
     def _start(self, ids: np.ndarray) -> bytes:
-        return ids[: self._least].tobytes()
+        return ids[: self._chunk_size].tobytes()
 
     def append(self, slot: int, number: int) -> None:
         """Notes so many more tokens in the slot's cache; those behind the prompt do not count."""
@@ -189,18 +183,9 @@ class PrefixIndex:
                 same += int(equal.argmin())
                 break
             same = end
-        now = self._worth(min(same, self._num_cached[slot]), len(ids))
-        return now, self._worth(same, len(ids)) if self._num_cached[slot] < len(theirs) else 0
+        now = self._worth(min(same, self._num_cached[slot]))
+        return now, self._worth(same) if self._num_cached[slot] < len(theirs) else 0
 
-    def _worth(self, number: int, length: int) -> int:
-        """Returns `number` if so many tokens of a prompt of `length` are worth it, else 0."""
-        if number < self._least:
-            return 0
-        spared = self._appended(length) - self._appended(length - number)
-        return number if 2 * spared >= self._widths[-1] else 0
-
-    def _appended(self, tokens: int) -> int:
-        """Returns how many tokens wide the forward passes are that append so many."""
-        chunks, rest = divmod(tokens, self._widths[-1])
-        last = next(width for width in (0, *self._widths) if rest <= width)
-        return chunks * self._widths[-1] + last
+    def _worth(self, number: int) -> int:
+        """Returns `number` if so many tokens are worth it, else 0."""
+        return number if number >= self._chunk_size else 0

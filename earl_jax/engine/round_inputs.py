@@ -23,7 +23,8 @@ class RoundInputs(NamedTuple):
     On the host a field may be a number that holds for all slots. `pack_inputs` makes one array of
     the record, `unpack_inputs` the record again on the devices.
 
-    - `chunk` [B,C], `count` [B]: the first `count` tokens of the chunk are appended.
+    - `chunk` [B,C], `count` [B]: the first `count` tokens of the chunk are appended. With `narrow`
+      they may go through a narrower forward pass (`SlotRules.append_widths`).
     - `restart`: the slot is emptied first, and takes over `seed`, `row`, `sampling` and `stop_ids`.
     - `fork`: only the cache is emptied. The episode goes on in its row, behind the pending token,
       with a sample that begins with the chunk.
@@ -53,6 +54,7 @@ class RoundInputs(NamedTuple):
     row: Any
     sampling: SamplingRows
     version: Any
+    narrow: Any = 0
     fork: Any = 0
     rewind: Any = 0
     resume_turn: Any = 0
@@ -92,7 +94,7 @@ def idle_inputs(
 
 
 # The fields of one bit, packed into one column in this order.
-_FLAGS = ("restart", "begin_turn", "fork", "rewind", "resume_turn", "end_turn", "written")
+_FLAGS = ("restart", "begin_turn", "fork", "rewind", "resume_turn", "end_turn", "written", "narrow")
 
 
 def pack_inputs(inputs: RoundInputs) -> np.ndarray:

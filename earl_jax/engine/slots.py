@@ -267,7 +267,7 @@ def _take_over(state: DecodeState, inputs: RoundInputs, shard: jax.Array | int) 
 def _append(
     decoder: Decoder, state: DecodeState, inputs: RoundInputs
 ) -> tuple[jax.Array, PagedCache]:
-    """Appends the chunks to the cache: short ones first, then the others.
+    """Appends the chunks to the cache: those that may be `narrow` first, then the others.
 
     Returns:
         logits_BV behind each chunk, and the cache.
@@ -277,11 +277,11 @@ def _append(
         jnp.zeros((slots, head_weights(decoder.params).shape[1]), jnp.float32),
         state.cache.layers,
     )
-    shorter = 0
+    left = inputs.count > 0
     for width in decoder.rules.append_widths(chunk_size, state.cache.parts):
-        chosen = (inputs.count > shorter) & (inputs.count <= width)
-        done = _append_chosen(decoder, state, inputs, chosen, width, done)
-        shorter = width
+        fits = (inputs.narrow > 0) & (inputs.count <= width) if width < chunk_size else left
+        done = _append_chosen(decoder, state, inputs, left & fits, width, done)
+        left &= ~fits
     logits_BV, layers = done
     return logits_BV, dataclasses.replace(state.cache, layers=layers)
 

@@ -82,8 +82,7 @@ class BlockManager:
         return PrefixIndex(
             num_slots=len(self._slots),
             num_shards=self._pages.pool.shards,
-            widths=session.engine.append_widths,
-            page_size=self._page_size,
+            chunk_size=self._config.chunk_size,
             is_worth_sending=functools.partial(
                 is_worth_sending,
                 setting=self._rules.copy_prefixes,

@@ -81,6 +81,7 @@ class Rounds:
             blocks.hold(slot)
             return
         restart, fork, rewind = episode.fresh, episode.forks, episode.rewinds
+        narrow = not (episode.begins or episode.reads_anew)
         if episode.begins:
             begins = blocks.begin(slot)
             if begins is None:
@@ -96,6 +97,7 @@ class Rounds:
         if episode.task.sampling is not None:
             set_row(inputs.sampling, slot, episode.task.sampling)
         inputs.restart[slot], inputs.fork[slot], inputs.rewind[slot] = restart, fork, rewind
+        inputs.narrow[slot] = narrow
         part, new = episode.take(inputs.chunk.shape[1])
         inputs.chunk[slot, : len(part)], inputs.count[slot] = part, len(part)
         blocks.hold(slot)

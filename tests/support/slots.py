@@ -104,6 +104,7 @@ def converse(
             "count": np.zeros(num_slots, np.int32),
             "restart": np.zeros(num_slots, np.int32),
             "begin_turn": np.zeros(num_slots, np.int32),
+            "narrow": np.zeros(num_slots, np.int32),
             "seed": np.zeros(num_slots, np.int32),
             "row": np.full(num_slots, NO_ROW, np.int32),
             "sampling": sampling_rows(Sampling(), num_slots),
@@ -132,6 +133,7 @@ def give_chunk(columns: dict[str, np.ndarray], slot: int, t: Transcript, script:
     columns["count"][slot] = len(part)
     columns["seed"][slot], columns["row"][slot] = script.seed, script.row
     columns["restart"][slot], columns["begin_turn"][slot] = t.fresh, not t.queue
+    columns["narrow"][slot] = t.turn > 0
     t.turn += not t.queue
     t.fresh = False
 
