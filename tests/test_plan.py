@@ -80,7 +80,7 @@ def test_training_is_rated_by_the_rows_that_episodes_are_packed_in():
     assert rated[TrainPlan(D8, 8, False)] == rated[TrainPlan(D8, 1, False)]
     step = full_step(problem, 1024)
     every = Chooser(problem, EMPTY).step(step, Plans(), only="train").train
-    assert few.training(step, None).train.seconds < every.seconds
+    assert few.step(step, Plans(), only="train").train.seconds < every.seconds
 
 
 def test_bytes_rise_with_the_context_and_a_mesh_that_does_not_fit_is_left():

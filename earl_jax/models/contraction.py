@@ -6,8 +6,10 @@ An einsum over several axes, and its gradients, are products of matrices for whi
 an operand in another order of axes; a product of two matrices it takes as they lie.
 """
 
+import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,13 @@ def contract_flat(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     `x` has its inputs last, the weight first, in the same order: "BTKGH,KGHD->BTD". Axes are merged
     with the first as the slowest, so that one that is cut, first among inputs or outputs, remains
     cut; of the axes of tokens, none but the first may be.
+
+    The gradient keeps `x` as it is. Merged it would be kept once for each projection that reads it.
     """
+    return _contract(equation, x, weight)
+
+
+def _product(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     operands, result = equation.split("->")
     given, axes = operands.split(",")
     number = (len(given) + len(axes) - len(result)) // 2
@@ -30,6 +38,18 @@ def contract_flat(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     size = math.prod(weight.shape[:number])
     product = x.reshape(-1, size) @ weight.reshape(size, -1)
     return product.reshape(*x.shape[: len(tokens)], *weight.shape[number:])
+
+
+def _keep(equation: str, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
+    return _product(equation, x, weight), (x, weight)
+
+
+def _pull(equation: str, kept: Any, gradient: jax.Array) -> Any:
+    return jax.vjp(functools.partial(_product, equation), *kept)[1](gradient)
+
+
+_contract = jax.custom_vjp(_product, nondiff_argnums=(0,))
+_contract.defvjp(_keep, _pull)
 
 
 def contract_by_axes(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
