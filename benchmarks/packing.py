@@ -63,7 +63,7 @@ def fill_rows(steps: int, runs: int) -> Iterator[dict[str, Any]]:
                 seconds.append(time.perf_counter() - start_s)
                 shapes.add(shape)
                 fills.append(packing.fill)
-                padded.append(sum(lengths) / rule.largest.places)
+                padded.append(sum(lengths) / rule.largest.positions)
                 if step < 5:
                     rows = work_of_rows(packing)
                     work.append(rows.sum() / (np.square(lengths).sum() / 2))
@@ -85,7 +85,7 @@ def fill_rows(steps: int, runs: int) -> Iterator[dict[str, Any]]:
 
 def work_of_rows(packing: Packing) -> np.ndarray:
     """Returns the pairs of tokens in the blocks that attention computes, of each row."""
-    segments = np.zeros(packing.shape.places, np.int32)
+    segments = np.zeros(packing.shape.positions, np.int32)
     for number, (start, size) in enumerate(zip(packing.starts, packing.lengths, strict=True)):
         segments[start : start + size] = 1 + number
     rows = segments.reshape(packing.shape)

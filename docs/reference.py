@@ -104,7 +104,7 @@ METRICS: dict[str, dict[str, str]] = {
         "train_tokens": "Tokens of the episodes trained on, whoever wrote them, over all "
         "updates of the step.",
         "train_tokens_per_s": "`train_tokens` over the seconds of training; null for parts.",
-        "packing_fill": "Fraction of the places of the step's training rows that hold a token.",
+        "packing_fill": "Fraction of the positions of the step's training rows that hold a token.",
         "loss": "Loss of the step's last update.",
         "kl": "KL to the policy that sampled (k3 estimate), in the last update.",
         "entropy": "Mean entropy of the policy, in the first update.",

@@ -45,8 +45,8 @@ def make_batch(rows: int = ROWS) -> TrajectoryBatch:
     """On the host: a prompt of 3 tokens, then replies of 3 and answers of 2."""
     rng = np.random.default_rng(0)
     shape = (ROWS, LENGTH)
-    places = np.arange(LENGTH)
-    turn_ids = np.where((places >= 3) & ((places - 3) % 5 < 3), 1 + (places - 3) // 5, 0)
+    positions = np.arange(LENGTH)
+    turn_ids = np.where((positions >= 3) & ((positions - 3) % 5 < 3), 1 + (positions - 3) // 5, 0)
     batch = TrajectoryBatch(
         tokens=rng.integers(0, VOCAB, shape).astype(np.int32),
         segment_ids=np.ones(shape, np.int32),
@@ -254,11 +254,11 @@ def test_a_new_loss_is_minimised_and_its_metrics_are_means_and_maxima(mesh):
 def ragged_batch() -> TrajectoryBatch:
     """As `make_batch`, but rows end after 16, 9, 4 or 2 tokens, and the longest forks at 8."""
     ends = np.array([16, 9, 4, 2] * (ROWS // 4))[:, None]
-    places, batch = np.arange(LENGTH), make_batch()
-    segments = np.where(places < ends, 1 + ((places >= 8) & (ends == 16)), 0)
+    positions, batch = np.arange(LENGTH), make_batch()
+    segments = np.where(positions < ends, 1 + ((positions >= 8) & (ends == 16)), 0)
     return batch.replace(
         segment_ids=segments.astype(np.int32),
-        turn_ids=np.where(places < ends, batch.turn_ids, 0).astype(np.int32),
+        turn_ids=np.where(positions < ends, batch.turn_ids, 0).astype(np.int32),
     )
 
 

@@ -120,8 +120,8 @@ def test_every_shape_divides_over_micro_batches_and_shards():
                 parts = rule.parts(shape)
                 assert shape.length >= 40 and shape.rows % (parts * shards) == 0
                 # No micro-batch has more tokens than one with a row for each episode.
-                assert shape.places // parts <= rule.largest.places // micro_batches
-                assert parts == -(-shape.places * micro_batches // rule.largest.places)
+                assert shape.positions // parts <= rule.largest.positions // micro_batches
+                assert parts == -(-shape.positions * micro_batches // rule.largest.positions)
 
 
 def test_known_shapes_are_used_again():
@@ -196,7 +196,7 @@ def test_attention_computes_at_most_twice_the_pairs_of_tokens(number):
     rule = RowRule(number, 1, 8, 8192)
     lengths = np.minimum(log_normal(np.random.default_rng(0), number), 8192).tolist()
     packing = packing_of(lengths, rule)
-    segments = np.zeros(packing.shape.places, np.int32)
+    segments = np.zeros(packing.shape.positions, np.int32)
     for episode, (start, size) in enumerate(zip(packing.starts, packing.lengths, strict=True)):
         segments[start : start + size] = 1 + episode
     rows = segments.reshape(packing.shape)
@@ -312,15 +312,15 @@ def episodes() -> tuple[TrajectoryBatch, list[int], list[int]]:
     lengths = [24, 0, *rng.integers(4, 15, EPISODES - 2).tolist()]
     samples = [1 + (row % 3 == 0) for row in range(EPISODES)]
     batch = random_batch(lengths, LENGTH, samples=samples)
-    places = np.arange(LENGTH)
+    positions = np.arange(LENGTH)
     # A sample begins with a prompt.
     begins = np.diff(batch.segment_ids, axis=1, prepend=0) != 0
-    policy = (batch.segment_ids > 0) & ~begins & (places % 4 > 0)
+    policy = (batch.segment_ids > 0) & ~begins & (positions % 4 > 0)
     return (
         dataclasses.replace(
             batch,
             tokens=batch.tokens % VOCAB,
-            turn_ids=np.where(policy, 1 + places // 4, 0).astype(np.int32),
+            turn_ids=np.where(policy, 1 + positions // 4, 0).astype(np.int32),
             logprobs=(batch.logprobs - 3).astype(np.float32),
         ),
         lengths,

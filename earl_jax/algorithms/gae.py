@@ -115,5 +115,5 @@ def _next_steps(steps_BT: jax.Array, facts: RewardFacts) -> tuple[jax.Array, jax
     return next_BT, is_there_BT & (is_same_BT | is_later_BT)
 
 
-def _at(values_BT: jax.Array, places_BT: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(values_BT, places_BT, axis=1)
+def _at(values_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(values_BT, positions_BT, axis=1)

@@ -28,8 +28,8 @@ from earl_jax.trajectory import TrajectoryBatch
 # Shapes that packed batches of a run have for a context bucket and a plan: a program is compiled
 # for each.
 MOST_SHAPES = 6
-# A known shape is taken if it has at most the share SPARE more places than the tightest one. A new
-# shape has the share HEADROOM more than its batch needs, the last but one LAST_HEADROOM. Found over
+# A known shape is taken if it has at most the share SPARE more positions than the tightest one. A
+# new shape has the share HEADROOM more than its batch needs, the last but one LAST_HEADROOM. Found over
 # runs of 50 steps of 128 and 512 log-normal lengths (benchmarks/packing.md).
 SPARE, HEADROOM, LAST_HEADROOM = 0.05, 0.04, 0.06
 # Where updates are much shorter than a compilation, new shapes have more headroom: as much as costs
@@ -44,7 +44,7 @@ class Shape(NamedTuple):
     length: int
 
     @property
-    def places(self) -> int:
+    def positions(self) -> int:
         """The number of tokens that it holds."""
         return self.rows * self.length
 
@@ -53,9 +53,9 @@ class Shape(NamedTuple):
 class Packing:
     """A plan that places N episodes in rows of this shape; i32[N] each.
 
-    `order` has the episodes in the order of their places, `starts` their first place, counted
+    `order` has the episodes in the order of their positions, `starts` their first position, counted
     through all rows, and `lengths` their tokens; `offsets` are the samples before them in their
-    row. Episodes without tokens come last, behind the last place.
+    row. Episodes without tokens come last, behind the last position.
 
     Example: lengths 3, 0, 6, 2 in rows of 8 are rows (2, 3) and (0): order 2 3 0 1,
     starts 0 6 8 16, lengths 6 2 3 0.
@@ -69,8 +69,8 @@ class Packing:
 
     @property
     def fill(self) -> float:
-        """The fraction of places that hold a token."""
-        return float(self.lengths.sum() / self.shape.places)
+        """The fraction of positions that hold a token."""
+        return float(self.lengths.sum() / self.shape.positions)
 
 
 class RowRule(NamedTuple):
@@ -93,12 +93,12 @@ class RowRule(NamedTuple):
 
     def parts(self, shape: Shape) -> int:
         """Returns the number of micro-batches of an update of this shape."""
-        parts = -(-shape.places // (self.most // self.micro_batches * self.length))
+        parts = -(-shape.positions // (self.most // self.micro_batches * self.length))
         return max(1, min(parts, shape.rows // self.shards))
 
     @property
     def shapes(self) -> Sequence[Shape]:
-        """All shapes, by their places: as many rows as there can be, each little longer."""
+        """All shapes, by their positions: as many rows as there can be, each little longer."""
         return _shapes(self)
 
 
@@ -110,13 +110,13 @@ def _shapes(rule: RowRule) -> list[Shape]:
     step = -(-max(1, length // 64) // 8) * 8
     for parts in range(1, rule.micro_batches + 1):
         for rows in range(1, most + 1):
-            # Longer rows up to the places of a row more.
+            # Longer rows up to the positions of a row more.
             longest = min((rows + 1) * length - 1, most * length) // rows
             for each in range(length, longest + 1, step):
                 shape = Shape(parts * rows * rule.shards, each)
                 if rule.parts(shape) == parts:
-                    found.setdefault(shape.places, shape)
-    return [found[places] for places in sorted(found)]
+                    found.setdefault(shape.positions, shape)
+    return [found[positions] for positions in sorted(found)]
 
 
 def best_fit(lengths: Sequence[int], length: int) -> list[list[int]]:
@@ -152,7 +152,7 @@ def best_fit(lengths: Sequence[int], length: int) -> list[list[int]]:
 class ShapeHistory:
     """The shapes of a run's batches for a context bucket, in the order of their first use.
 
-    `wasted` are the places that batches had in excess of the tightest shape since the newest shape,
+    `wasted` are the positions that batches had beyond the tightest shape since the newest shape,
     as a number of whole updates.
     """
 
@@ -168,12 +168,12 @@ class ShapeHistory:
         """
         holds = _Holds(lengths)
         tightest = holds.first(rule.shapes, sum(lengths)) or rule.largest
-        known = sorted((s for s in self.shapes if s in rule.shapes), key=lambda s: s.places)
-        enough = holds.first(known, tightest.places)
+        known = sorted((s for s in self.shapes if s in rule.shapes), key=lambda s: s.positions)
+        enough = holds.first(known, tightest.positions)
         # The last but one is for batches that are larger than all before.
         is_late = len(known) >= MOST_SHAPES - 2
         if enough:
-            excess = enough.places / tightest.places - 1
+            excess = enough.positions / tightest.positions - 1
             if is_late or excess <= SPARE or self.wasted + excess <= program_updates:
                 self.wasted += excess
                 return enough
@@ -181,7 +181,7 @@ class ShapeHistory:
             return rule.largest
         least = (LAST_HEADROOM if is_late else HEADROOM) if known else 0.0
         headroom = max(least, min(MOST_HEADROOM, program_updates / HEADROOM_UPDATES))
-        new = holds.first(rule.shapes, (1 + headroom) * tightest.places) or rule.largest
+        new = holds.first(rule.shapes, (1 + headroom) * tightest.positions) or rule.largest
         self.add(new, rule)
         return new
 
@@ -198,9 +198,9 @@ class _Holds:
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths, self._rows = lengths, dict[int, int]()
 
-    def first(self, shapes: Iterable[Shape], places: float) -> Shape | None:
-        """Returns the first shape of so many places or more that holds them; None for none."""
-        return next((s for s in shapes if s.places >= places and self._holds(s)), None)
+    def first(self, shapes: Iterable[Shape], positions: float) -> Shape | None:
+        """Returns the first shape of so many positions or more that holds them; None for none."""
+        return next((s for s in shapes if s.positions >= positions and self._holds(s)), None)
 
     def _holds(self, shape: Shape) -> bool:
         if shape.length not in self._rows:
@@ -238,7 +238,7 @@ def plan_packing(
             offset += samples[episode]
     absent = [episode for episode, size in enumerate(lengths) if not size]
     order += absent
-    starts += [shape.places] * len(absent)
+    starts += [shape.positions] * len(absent)
     offsets += [0] * len(absent)
     sizes = [int(lengths[episode]) for episode in order]
     tables = [np.array(table, np.int32) for table in (order, starts, sizes, offsets)]
@@ -250,7 +250,7 @@ def plan_packing(
 def balance_rows(
     rows: Sequence[Sequence[int]], lengths: Sequence[int], shape: Shape, rule: RowRule
 ) -> dict[int, Sequence[int]]:
-    """Returns these rows by their places in the batch, so that all shards have as much to do.
+    """Returns these rows by their positions in the batch, so that all shards have as much to do.
 
     Rows have as many tokens each; attention's pairs of tokens, which are squares of lengths, are
     evened out over the row shards of each micro-batch: a row goes where fewest are (Graham 1969).
@@ -271,8 +271,8 @@ def balance_rows(
 def pack_rows(batch: TrajectoryBatch, packing: Packing, layout: Layout) -> TrajectoryBatch:
     """Returns the batch, an episode a row on `layout`, in the rows of `packing` on `layout`.
 
-    Places without a token hold zeros. Every process of the layout calls it with the same packing;
-    one without a part of the layout gets a batch of which it has no part.
+    Positions without a token hold zeros. Every process of the layout calls it with the same
+    packing; one without a part of the layout gets a batch of which it has no part.
     """
     tables = (packing.order, packing.starts, packing.lengths)
     zeros = np.zeros_like(packing.offsets)

@@ -32,7 +32,7 @@ class Part:
 
 
 def fill_of(parts: Sequence[Part]) -> float:
-    """Returns the fraction of the parts' places that hold a token."""
+    """Returns the fraction of the parts' positions that hold a token."""
     return sum(part.num_tokens for part in parts) / sum(part.batch.tokens.size for part in parts)
 
 

@@ -89,7 +89,7 @@ def shape_ahead(placement: Placement, plan: TrainPlan, length: int) -> Shape | N
     if not placement.trained_tokens:
         return None
     needed = math.ceil(GROWTH_AHEAD * placement.trained_tokens)
-    shape = next((shape for shape in rule.shapes if shape.places >= needed), rule.largest)
+    shape = next((shape for shape in rule.shapes if shape.positions >= needed), rule.largest)
     history.add(shape, rule)
     return shape
 

@@ -54,7 +54,7 @@ def play_all(
 
     Raises:
         Stopped: a process was stopped by a signal; all were when their own episodes had ended, or
-            with it where they heard it too. No round waits for another process.
+            with it where they noticed it too. No round waits for another process.
         RolloutShort: of several processes one had too little memory.
     """
     cluster = placement.stages.cluster

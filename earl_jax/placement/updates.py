@@ -110,7 +110,7 @@ class StepUpdate:
             self._move_parts()
             parts = self.parts if index is None else [self.parts[index]]
             shapes = [Shape(*part.batch.tokens.shape) for part in parts]
-            largest = max(range(len(shapes)), key=lambda i: shapes[i].places)
+            largest = max(range(len(shapes)), key=lambda i: shapes[i].positions)
             shape, length = shapes[largest], max(part.length for part in parts)
             plan = self._plan(parts[largest])
             if not self.sft:

@@ -19,7 +19,7 @@ Rules = Mapping[str, tuple[str, ...]]
 # Tokens, turns, log-probs and versions: an i32 or f32 for each token of a row.
 EXPERIENCE_BYTES = 16
 # Tokens of the cache that a chip reads at a time (models/attention/paged_attention.py).
-PLACES_AT_A_TIME = 1024
+TOKENS_AT_A_TIME = 1024
 # Logits of all slots during sampling: as computed, tempered, and their cumulative sums.
 LOGIT_COPIES = 3
 # Rows of so many tokens are attended to in one piece (models/attention/rows.py).
@@ -207,7 +207,7 @@ def rollout_footprint(
     rows = work.num_slots // mesh.data
     buffer_rows = work.num_rows * work.batches + work.spare_rows(mesh)
     buffers = buffer_rows // mesh.data * max_tokens * EXPERIENCE_BYTES
-    at_a_time = min(PLACES_AT_A_TIME, max_tokens // mesh.context)
+    at_a_time = min(TOKENS_AT_A_TIME, max_tokens // mesh.context)
     blocks = 4 * at_a_time * sizes.num_kv_heads // mesh.tensor * sizes.head_size
     logits = LOGIT_COPIES * rows * sizes.vocab_size * 4
     decoding = work.rows_a_step(mesh, rows) * blocks * sizes.engine_bytes + logits

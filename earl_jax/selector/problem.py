@@ -33,7 +33,7 @@ from earl_jax.selector.plans import Plan, RolloutPlan, TrainPlan
 from earl_jax.selector.roofline import round_s, train_parts, waves
 from earl_jax.sharding.layout import MeshShape
 
-# The fraction of places in packed rows that hold a token (benchmarks/packing.md).
+# The fraction of positions in packed rows that hold a token (benchmarks/packing.md).
 FILL = 0.95
 
 

@@ -23,7 +23,7 @@ from earl_jax.selector.collectives import (
     stride,
 )
 from earl_jax.selector.footprint import (
-    PLACES_AT_A_TIME,
+    TOKENS_AT_A_TIME,
     ModelSizes,
     Workload,
     cache_token_bytes,
@@ -108,7 +108,7 @@ def decode_s(
     read += weights_read(sizes, mesh, own)
     share = hardware.share(mesh.num_devices)
     peak, rate = hardware.flops_per_s * share, hardware.memory_bytes_per_s * share
-    blocks = math.ceil(context / (PLACES_AT_A_TIME * mesh.context))
+    blocks = math.ceil(context / (TOKENS_AT_A_TIME * mesh.context))
     return Seconds(
         compute_s=flops / (peak * MATMUL_REACHED) + attention / (peak * kernels.attention_forward),
         memory_s=read / (rate * MEMORY_REACHED),
