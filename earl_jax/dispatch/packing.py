@@ -29,8 +29,8 @@ from earl_jax.trajectory import TrajectoryBatch
 # for each.
 MOST_SHAPES = 6
 # A known shape is taken if it has at most the share SPARE more positions than the tightest one. A
-# new shape has the share HEADROOM more than its batch needs, the last but one LAST_HEADROOM. Found over
-# runs of 50 steps of 128 and 512 log-normal lengths (benchmarks/packing.md).
+# new shape has the share HEADROOM more than its batch needs, the last but one LAST_HEADROOM. Found
+# over runs of 50 steps of 128 and 512 log-normal lengths (benchmarks/packing.md).
 SPARE, HEADROOM, LAST_HEADROOM = 0.05, 0.04, 0.06
 # Where updates are much shorter than a compilation, new shapes have more headroom: as much as costs
 # a compilation in so many updates, at most MOST_HEADROOM.
