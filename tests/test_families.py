@@ -147,7 +147,7 @@ def test_logits_are_those_of_transformers_on_every_mesh(name, mesh):
     logits = np.asarray(make_logits(given.model, mesh)(params, rows))
     for other, allowed in (
         (reference(name)["logits"], 1e-4),
-        (np.asarray(make_logits(given.model)(loaded(name), tokens)), 2e-5),
+        (np.asarray(make_logits(given.model)(loaded(name), tokens)), 4e-5),
     ):
         assert np.max(np.abs(logits.reshape(4, *other.shape) - other)) <= allowed
 
