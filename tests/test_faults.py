@@ -26,7 +26,6 @@ from tests.support.commands import ALL, Command, final_parameters, steps_of
 # Every step is saved, and a process that is silent for 20 s is lost.
 SAVED = ALL | {"checkpoint.every_steps": 1, "distributed.heartbeat_s": 20}
 HOST = socket.gethostname()
-# Lines that XLA writes by itself where process 0 is lost, or one does not answer (howto/launch.md).
 
 
 class Fault:
