@@ -3,7 +3,7 @@
 """One episode's conversation, and the ids that each message adds to it."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from earl_jax.envs.chat import ChatRenderer, Opening, Rendered
@@ -140,3 +140,29 @@ class Conversation:
             kinds = Place.of(messages_of(content)).kinds
             self._turns += zip(kinds, rendered.shown, strict=True)
             self._sample += rendered.text
+
+
+class Completion:
+    """The one reply to a prompt that was given as ids, without a chat template."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], end_ids: Collection[int]) -> None:
+        """`decode` as of `TextCodec`; each of `end_ids` ends the reply."""
+        self._decode, self._end_ids = decode, frozenset(end_ids)
+
+    def reply(self, ids: Sequence[int], before_stop: str | None = None) -> tuple[str, bool]:
+        """Returns the text of the reply, and True if it has an end, see `Conversation.reply`."""
+        if before_stop is not None:
+            return before_stop, True
+        has_end = ids[-1] in self._end_ids
+        return self._decode(ids[:-1] if has_end else ids), has_end
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Returns the text of ids of the policy."""
+        return self._decode(ids)
+
+    def watch_for(self, strings: Sequence[str]) -> StopWatch:
+        """Returns a watch for these strings in the reply, its end left out."""
+        return StopWatch(
+            lambda ids: self._decode([token for token in ids if token not in self._end_ids]),
+            strings,
+        )

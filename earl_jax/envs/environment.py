@@ -17,6 +17,8 @@ TURN_TOO_LONG = "turn_too_long"
 EPISODE_TOO_LONG = "episode_too_long"
 TOO_MANY_TURNS = "too_many_turns"
 ABORTED = "aborted"
+# A task of a prompt alone is over with its turn.
+REPLIED = "replied"
 ENVIRONMENT_ERROR = "environment_error"
 ENVIRONMENT_TIMEOUT = "environment_timeout"
 UNENCODABLE = "unencodable"

@@ -15,7 +15,7 @@ from typing import Protocol
 from earl_jax.engine.choices import check_allowed, check_choices
 from earl_jax.engine.config import EngineConfig
 from earl_jax.envs.chat_template import Content
-from earl_jax.envs.conversation import Observation
+from earl_jax.envs.conversation import Conversation, Observation
 from earl_jax.envs.environment import (
     UNENCODABLE,
     Environment,
@@ -69,7 +69,7 @@ def begin(
     """Makes and starts the environment of an episode; `config` says what replies can be."""
     environment = make_environment(episode.task)
     start = check_start(environment.start())
-    render = functools.partial(episode.conversation.open, tools=start.tools)
+    render = functools.partial(_conversation(episode).open, tools=start.tools)
     return _rendered(Answer(environment=environment, result=start), render, episode, config)
 
 
@@ -80,7 +80,12 @@ def go_on(episode: LiveEpisode, reply: str, config: EngineConfig) -> Answer:
     answer = Answer(environment=episode.environment, result=result)
     if result.done:
         return answer
-    return _rendered(answer, episode.conversation.answer, episode, config)
+    return _rendered(answer, _conversation(episode).answer, episode, config)
+
+
+def _conversation(episode: LiveEpisode) -> Conversation:
+    assert isinstance(episode.conversation, Conversation), "an environment speaks in messages"
+    return episode.conversation
 
 
 def _rendered(
@@ -90,7 +95,7 @@ def _rendered(
     config: EngineConfig,
 ) -> Answer:
     """Returns the answer with its message as ids, unless it cannot be encoded, or never fits."""
-    conversation, result = episode.conversation, answer.result
+    conversation, result = _conversation(episode), answer.result
     try:
         if not conversation.may_fit(answer.content, episode.most_message_tokens):
             return answer

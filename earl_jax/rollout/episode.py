@@ -4,14 +4,15 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.round_inputs import NO_LIMIT, RoundOutputs
 from earl_jax.envs.chat_template import Content, messages_of
-from earl_jax.envs.conversation import Conversation, Observation
+from earl_jax.envs.conversation import Completion, Conversation, Observation
 from earl_jax.envs.environment import (
     EPISODE_TOO_LONG,
+    REPLIED,
     TOO_MANY_TURNS,
     TURN_TOO_LONG,
     Environment,
@@ -23,8 +24,23 @@ from earl_jax.trajectory import Trajectory, Turn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A prompt as ids, and the replies to which the turn behind it is restricted.
+
+    Either to `choices`, each with its end, or to the tokens `allowed`; both are () where the turn
+    may be anything.
+    """
+
+    token_ids: tuple[int, ...]
+    choices: tuple[tuple[int, ...], ...] = ()
+    allowed: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
     """One episode to play. Its environment is made with `args`, beside the config's.
+
+    A task with a `prompt` has no environment: it is one turn behind these ids.
 
     Its tokens are drawn with `seed`; without one that is the number of the episode, so that no two
     of a run draw alike. `limits`, `sampling` and `stops` are this episode's own; None: those of the
@@ -35,7 +51,8 @@ class Task:
 
     episode: int
     group: int
-    args: Mapping[str, Any]
+    args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    prompt: Prompt | None = None
     seed: int | None = None
     limits: Limits | None = None
     sampling: Sampling | None = None
@@ -49,6 +66,11 @@ class Task:
                 f"episode {self.episode}: Task.seed is {self.token_seed}; it must lie between 0 "
                 f"and {2**31 - 1}"
             )
+        if self.prompt is not None and not self.prompt.token_ids:
+            raise InputError(
+                f"episode {self.episode}: Task.prompt has no token_ids; the policy needs a prompt "
+                "to go on from"
+            )
         if self.limits is not None:
             self.limits.validate(f"episode {self.episode}: Task.limits.")
         if self.sampling is not None:
@@ -60,6 +82,18 @@ class Task:
     def token_seed(self) -> int:
         """The seed that its tokens are drawn with."""
         return self.episode if self.seed is None else self.seed
+
+
+class NewTokens(NamedTuple):
+    """Tokens that an episode sampled in a round, and their log-probs.
+
+    `logprobs` are under the distributions that they were drawn from, `model_logprobs` under the
+    model itself; the latter are () where the episode records none.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    model_logprobs: tuple[float, ...]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -87,7 +121,7 @@ class LiveEpisode:
     task: Task
     ticket: int
     buffer_row: int
-    conversation: Conversation
+    conversation: Conversation | Completion
     limits: Limits
     stops: Stops
     max_context: int = NO_LIMIT
@@ -213,6 +247,15 @@ class LiveEpisode:
         self.in_turn = bool(outputs.active[slot]) and not found
         return len(sampled) - count
 
+    def last_tokens(self, number: int) -> NewTokens:
+        """Returns the last `number` tokens of the turn that it is in, or that has just ended."""
+        first = len(self.reply) - number
+        return NewTokens(
+            tuple(self.reply[first:]),
+            tuple(self.logprobs[first:]),
+            tuple(self.model_logprobs[first:]),
+        )
+
     def _count_until_stop(self, sampled: list[int]) -> int:
         """Returns how many of these tokens come until a stop string is complete."""
         if not self.stops.strings:
@@ -289,6 +332,13 @@ class LiveEpisode:
         if answered and len(self.rewards) >= self.limits.max_turns:
             return TOO_MANY_TURNS, f"no end of the episode within {self.limits.max_turns} turns"
         return EPISODE_TOO_LONG, f"no end of the episode within {self.most_tokens} tokens"
+
+    def end_of_prompt(self, *, whole: bool) -> tuple[str, str]:
+        """Ends the turn behind a prompt. Returns the stop reason, and a sentence if it was cut."""
+        if whole:
+            self.rewards.append(0.0)
+            return REPLIED, ""
+        return self.cut(0.0)
 
     def finish(self, stop_reason: str, detail: str = "") -> Trajectory:
         """Returns the trajectory of the episode, which is over."""

@@ -4,7 +4,7 @@
 
 import dataclasses
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from earl_jax.engine.choices import set_turn
@@ -14,9 +14,12 @@ from earl_jax.engine.round_inputs import RoundInputs, RoundOutputs, idle_inputs
 from earl_jax.engine.sampling import set_row
 from earl_jax.engine.session import Session
 from earl_jax.rollout.block_manager import BlockManager
-from earl_jax.rollout.episode import LiveEpisode
+from earl_jax.rollout.episode import LiveEpisode, NewTokens
 from earl_jax.rollout.row_pool import RowPool
 from earl_jax.rollout.stats import RolloutStats
+
+# on_tokens(ticket, tokens): called with what an episode sampled in a round.
+OnTokens = Callable[[int, NewTokens], None]
 
 
 class Rounds:
@@ -29,10 +32,11 @@ class Rounds:
         rows: RowPool,
         sampling: Sampling,
         stats: RolloutStats,
+        on_tokens: OnTokens,
     ) -> None:
         """`slots` is the caller's list of the live episodes; `stats` are added to."""
         self._slots, self._blocks, self._rows = slots, blocks, rows
-        self._sampling, self._stats = sampling, stats
+        self._sampling, self._stats, self._on_tokens = sampling, stats, on_tokens
         # Slots whose turn a stop string ended, and how many tokens they sampled behind it.
         self._discards: dict[int, int] = {}
         # Programs that ran, and the engine that ran first.
@@ -139,7 +143,9 @@ class Rounds:
                 continue
             if outputs.count[slot]:
                 discarded = episode.append_sampled(outputs, slot, version)
-                stats.rollout_tokens += int(outputs.count[slot]) - discarded
+                number = int(outputs.count[slot]) - discarded
+                self._on_tokens(episode.ticket, episode.last_tokens(number))
+                stats.rollout_tokens += number
                 stats.discarded_tokens += discarded
                 if not episode.in_turn:
                     ended.append(slot)

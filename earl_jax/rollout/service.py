@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """RolloutService: plays tasks on an engine as they come, and hands episodes out as they end.
 
-Environments are on the host, everything else on the devices. The service goes round by round: it
+Environments are on the host, everything else on the devices. A task may be a prompt alone, without
+an environment, which is how policies are served. The service goes round by round: it
 refills free slots, takes the answers of environments, plays a round (rounds.py), and gives the
 turns that ended to their environments. An episode whose environment is still at work takes no part
 in a round; the others go on. An episode's ids are only ever appended to; nothing is prefilled
@@ -19,14 +20,15 @@ from earl_jax.engine.config import Sampling
 from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.engine.rows import make_rows
 from earl_jax.engine.session import Policy, Session
-from earl_jax.envs.conversation import Conversation
+from earl_jax.envs.chat_template import Content
+from earl_jax.envs.conversation import Completion, Conversation, Observation
 from earl_jax.envs.environment import Environment, Start
 from earl_jax.envs.pool import EnvironmentPool, Failure
 from earl_jax.rollout.answers import Answer, Answers, begin, go_on
 from earl_jax.rollout.block_manager import BlockManager, Grow
 from earl_jax.rollout.config import CacheRules, RolloutConfig
 from earl_jax.rollout.episode import LiveEpisode, Task
-from earl_jax.rollout.rounds import Rounds
+from earl_jax.rollout.rounds import OnTokens, Rounds
 from earl_jax.rollout.row_pool import Finished, RowPool
 from earl_jax.rollout.scheduler import SlotScheduler
 from earl_jax.rollout.stats import RolloutStats
@@ -49,7 +51,7 @@ class RolloutService:
         self,
         session: Session,
         config: RolloutConfig,
-        new_conversation: Callable[[], Conversation],
+        new_conversation: Callable[[], Conversation | Completion],
         pool: EnvironmentPool,
         make_environment: Callable[[Task], Environment],
         grow: Grow,
@@ -62,6 +64,7 @@ class RolloutService:
         cache_rules: CacheRules | None = None,
         look: Callable[[], None] = lambda: None,
         record_calls: Callable[[Answers], Answers] = lambda calls: calls,
+        on_tokens: OnTokens = lambda ticket, tokens: None,
     ) -> None:
         """Opens the service; `submit` gives it tasks, and `step` plays them.
 
@@ -83,6 +86,8 @@ class RolloutService:
             look: called before each round, and every second while environments are waited for; what
                 it raises ends the service.
             record_calls: wraps the calls of environments, whose answers come when they come.
+            on_tokens: called with the tokens that an episode sampled, ticket by ticket, behind each
+                round.
         """
         self.session, self._config = session, config
         self._new_conversation = new_conversation
@@ -110,7 +115,9 @@ class RolloutService:
         rules = cache_rules or CacheRules()
         self._blocks = BlockManager(config, rules, session, self._slots, grow)
         self._row_pool = RowPool(self.rows, config.num_slots, self._blocks.lose_row)
-        self._rounds = Rounds(self._slots, self._blocks, self._row_pool, sampling, self._stats)
+        self._rounds = Rounds(
+            self._slots, self._blocks, self._row_pool, sampling, self._stats, on_tokens
+        )
 
     # What a client does between two rounds.
 
@@ -311,6 +318,10 @@ class RolloutService:
                 max_context=self._max_context,
                 scored=self.session.engine.config.rules.model_logprobs or task.model_logprobs,
             )
+            if task.prompt is not None:
+                episode.choices, episode.allowed = task.prompt.choices, task.prompt.allowed
+                self._append(slot, episode, "", Observation(task.prompt.token_ids))
+                continue
             config = self.session.engine.config
             opened[ticket] = functools.partial(begin, self._make_environment, episode, config)
         self._calls.submit(opened)
@@ -322,6 +333,9 @@ class RolloutService:
         for slot in ended:
             episode = self._episode(slot)
             text, whole = episode.end_turn()
+            if episode.task.prompt is not None:
+                self._end(slot, *episode.end_of_prompt(whole=whole))
+                continue
             if whole:
                 config = self.session.engine.config
                 steps[episode.ticket] = functools.partial(go_on, episode, text, config)
@@ -365,7 +379,13 @@ class RolloutService:
                 return self._end(slot, result.stop_reason, result.detail)
         if answer.failure is not None:
             return self._end(slot, answer.failure.stop_reason, answer.failure.detail)
-        if answer.observation is None or not episode.fits(answer.observation):
-            return self._end(slot, *episode.cut(self._config.unfinished_reward))
         episode.choices, episode.allowed = answer.choices, answer.allowed
-        episode.append_message(answer.content, answer.observation)
+        self._append(slot, episode, answer.content, answer.observation)
+
+    def _append(
+        self, slot: int, episode: LiveEpisode, content: Content, message: Observation | None
+    ) -> None:
+        """Appends a message, or ends the episode where it leaves no tokens for an answer."""
+        if message is None or not episode.fits(message):
+            return self._end(slot, *episode.cut(self._config.unfinished_reward))
+        episode.append_message(content, message)

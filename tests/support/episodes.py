@@ -192,6 +192,8 @@ def open_service(
     max_context=NO_LIMIT,
     shrink=None,
     vacant=None,
+    new_conversation=lambda: Conversation(renderer()),
+    on_tokens=lambda ticket, tokens: None,
     **changes,
 ) -> RolloutService:
     """A service with these changes of CONFIG and CACHE_RULES."""
@@ -204,7 +206,7 @@ def open_service(
     return RolloutService(
         open_session(player, policy, max_tokens, Pool(shards, pages), vacant),
         dataclasses.replace(CONFIG, num_slots=num_slots, **changes),
-        lambda: Conversation(renderer()),
+        new_conversation,
         pool,
         make,
         grow or GrowPool(),
@@ -213,6 +215,7 @@ def open_service(
         max_context=max_context,
         shrink=shrink,
         cache_rules=dataclasses.replace(CACHE_RULES, **rules),
+        on_tokens=on_tokens,
     )
 
 
