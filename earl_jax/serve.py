@@ -53,20 +53,17 @@ def serve_command(arguments: Sequence[str]) -> None:
     import jax
 
     from earl_jax.dispatch.weights import publish
-    from earl_jax.serving.jetstream_engine import JetStreamEngine
     from earl_jax.serving.run_server import run_server
-    from earl_jax.serving.sizes import make_engine, serving_config
+    from earl_jax.serving.sizes import make_engine, served_engine
 
-    rounds = make_engine(flags, policy, mesh or MeshShape(data=len(jax.devices())))
-    weights = policy.load(rounds.layout)
-    params = publish(weights, rounds.parameter_shapes, rounds.parameter_shardings).params
+    engine, rollout = make_engine(flags, policy, mesh or MeshShape(data=len(jax.devices())))
+    weights = policy.load(engine.layout)
+    params = publish(weights, engine.parameter_shapes, engine.parameter_shardings).params
     # The fp32 weights are not needed any more.
     del weights
     policy = policy.without_weights()
     # Only now is it known how much memory the weights leave.
-    serving = serving_config(flags, policy, rounds, drawn)
-    engine = JetStreamEngine(rounds, serving, policy.tokenizer)
-    run_server(flags, policy, engine, params)
+    run_server(flags, policy, served_engine(flags, policy, engine, rollout, drawn), params)
 
 
 def main() -> None:

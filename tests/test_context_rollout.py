@@ -22,8 +22,6 @@ from earl_jax.models.kv_cache import empty_cache, place_pages
 from earl_jax.models.parameters import init_parameters, parameter_specs, unstack_layers
 from earl_jax.run.build import build_run
 from earl_jax.selector.memory import resident_bytes
-from earl_jax.serving.config import ServingConfig
-from earl_jax.serving.jetstream_engine import JetStreamEngine
 from earl_jax.sharding.layout import MeshShape, make_abstract_layout, make_layout
 from earl_jax.sharding.reshard import reshard
 from tests.support.engines import NUM_ROWS, NUM_SLOTS
@@ -243,25 +241,6 @@ def test_every_token_is_read_as_on_one_device():
         sampled.append(jnp.concatenate(found))
     assert np.ptp(sampled[1]) > 0.1
     np.testing.assert_allclose(*sampled, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_served_prompt_is_read_over_context():
-    """And put into a slot, from which the reply is drawn."""
-    replies = []
-    for shape in (WHOLE, MIXED):
-        serving = ServingConfig(max_prefill_length=32, context_tokens=MAX_TOKENS)
-        engine, weights = JetStreamEngine(engine_on(shape), serving), weights_on(shape)
-        prompt = np.random.default_rng(3).integers(1, VOCAB, 16).astype(np.int32)
-        prefix = engine.prefill(params=weights, padded_tokens=prompt, true_length=14, seed=5)
-        state = engine.insert(prefix, engine.init_decode_state(), 3)
-        reply = []
-        for _ in range(4):
-            state, result = engine.generate(weights, state)
-            reply.append(int(np.asarray(result.data)[3, 0]))
-        replies.append(reply)
-    assert replies[0] == replies[1]
-    assert len(set(replies[0])) > 1
 
 
 # The selector.

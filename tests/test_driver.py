@@ -1,69 +1,302 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The queue of prompts that JetStream's generate thread looks at before every step."""
+"""The thread that plays requests: whose turn it is, what they sample, its memory, its failures."""
 
-from types import SimpleNamespace
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import queue
+import re
+import threading
+import time
 
+import grpc
+import jax
 import numpy as np
+import pytest
 
-from earl_jax.serving.driver import PromptQueue, request_name
-from earl_jax.serving.jetstream_engine import PROMPT_CHUNK
+from earl_jax.engine.config import Sampling
+from earl_jax.rollout.config import Limits
+from earl_jax.rollout.episode import Prompt, Task
+from earl_jax.serving import _jetstream
+from earl_jax.serving.driver import Driver, FairQueue, Request
+from earl_jax.serving.requests import RequestError
+from earl_jax.serving.served_engine import ServedEngine
+from earl_jax.sharding.layout import MeshShape
+from tests.support.continuations import (
+    CONTEXT_TOKENS,
+    NUM_SLOTS,
+    PAGE_SIZE,
+    policy,
+    prompt,
+    scored_continuations,
+    served,
+)
+from tests.support.episodes import tokenizer
+
+# Cold, where a random model repeats itself, so that drafts are accepted now and then.
+COLD = Sampling(temperature=0.3, top_k=20)
 
 
-def ask(client: str, number: int = 0, length: int = 9) -> SimpleNamespace:
-    name = request_name(client, number)
-    return SimpleNamespace(prefill_content=np.zeros(length), history_path=name)
+# Whose turn it is.
 
 
-def test_replies_wait_for_a_short_prompt_and_not_for_a_long_one():
-    """Steps are made where the queue says that it is empty: at no moment of a long one not."""
-    short, long = ask("a"), ask("a", 1, PROMPT_CHUNK + 1)
-    prompts = PromptQueue()
-    assert prompts.empty()
-    prompts.put(short)
-    assert not prompts.empty()
-    prompts.put(long)
-    assert not prompts.empty()  # the short one is read first
-    assert prompts.get() is short and prompts.empty()  # the long one is next
-    prompts.put(short)
-    assert prompts.get() is long and prompts.empty()  # it is being read
-    assert prompts.get() is short and prompts.empty()
-    prompts.put(short)
-    assert not prompts.empty()
-    prompts.get()
-    prompts.put(None)  # as JetStream ends the thread that reads
-    assert not prompts.empty() and prompts.get() is None
+def ask(client: str, number: int = 0) -> Request:
+    task = Task(episode=number, group=number, prompt=Prompt(token_ids=(5,)))
+    return Request(client=client, task=task, put=lambda event: None, num_tokens=1)
 
 
 def test_clients_take_turns_whatever_the_number_of_their_requests():
-    prompts = PromptQueue()
+    waiting = FairQueue()
     asked = [ask("::1", i) for i in range(6)] + [ask("b", i) for i in range(2)] + [ask("c")]
     for each in asked:
-        prompts.put(each)
-    assert prompts.qsize() == 9
-    names = [prompts.get().history_path for _ in asked]
+        waiting.add(each)
+    assert len(waiting) == 9
+    taken = [waiting.take() for _ in asked]
+    names = [f"{request.client}/{request.task.episode}" for request in taken]
     assert names == ["::1/0", "b/0", "c/0", "::1/1", "b/1", "::1/2", "::1/3", "::1/4", "::1/5"]
-    assert prompts.qsize() == 0 and prompts.empty()
+    assert len(waiting) == 0
 
 
 def test_the_client_with_the_fewest_requests_in_slots_is_next():
-    prompts = PromptQueue()
+    waiting = FairQueue()
     held = [ask("a", i) for i in range(3)]
     for each in held:
-        prompts.put(each)
-        assert prompts.get() is each
-    prompts.put(ask("a", 3))
+        waiting.add(each)
+        assert waiting.take() is each
+    last = ask("a", 3)
+    waiting.add(last)
     later = [ask("b", i) for i in range(4)]
     for each in later:
-        prompts.put(each)
-    assert [prompts.get() for _ in range(3)] == later[:3]
-    assert prompts.get().history_path == "a/3"
+        waiting.add(each)
+    assert [waiting.take() for _ in range(3)] == later[:3]
+    assert waiting.take() is last
     # Those that are over count no more; one that waits is only taken from the queue.
     gone = ask("c")
-    prompts.put(gone)
-    prompts.remove(gone)
-    prompts.put(ask("a", 4))
+    waiting.add(gone)
+    waiting.remove(gone)
+    waiting.remove(gone)
+    last = ask("a", 4)
+    waiting.add(last)
     for each in held:
-        prompts.remove(each)
-    assert prompts.get().history_path == "a/4" and prompts.get() is later[3]
-    assert prompts.qsize() == 0
+        waiting.end(each)
+    assert waiting.take() is last and waiting.take() is later[3]
+    waiting.add(gone)
+    assert waiting.take_all() == [gone] and len(waiting) == 0
+
+
+# What requests sample.
+
+
+class Asked:
+    """A request of a client, and what came of it."""
+
+    def __init__(self, number: int, length: int, count: int) -> None:
+        self.ids, self.count = prompt(number, length), count
+        self.events: queue.Queue = queue.Queue()
+        task = Task(
+            episode=number,
+            group=number,
+            prompt=Prompt(token_ids=tuple(self.ids.tolist())),
+            seed=1000 + number,
+            limits=Limits(max_turn_tokens=count),
+            sampling=COLD,
+        )
+        self.request = Request(
+            client=f"client {number % 3}", task=task, put=self.events.put, num_tokens=length
+        )
+
+    def rounds(self) -> list:
+        """The tokens of each round, up to the end; raises what ended it otherwise."""
+        found = []
+        while (event := self.events.get(timeout=600)) is not None:
+            if isinstance(event, RequestError):
+                raise event
+            found.append(event)
+        return found
+
+    def tokens(self) -> list[int]:
+        return [token for each in self.rounds() for token in each.token_ids]
+
+
+@contextlib.contextmanager
+def driving(engine: ServedEngine, failures: list | None = None):
+    """A driver that plays requests, and ends."""
+    driver = Driver(engine, policy(engine))
+
+    def deliver(events):
+        for request, event in events:
+            request.put(event)
+
+    driver.start(deliver, lambda: failures.append(driver.failure) if failures is not None else None)
+    try:
+        yield driver
+    finally:
+        driver.stop()
+    assert (driver.failure is not None) == bool(failures)
+
+
+def until(holds, deadline_s: float = 300.0) -> bool:
+    end = time.monotonic() + deadline_s
+    while not holds():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@functools.cache
+def expected(asked: tuple[tuple[int, int, int], ...]):
+    """Token ids, log-probs and model log-probs of requests, up to the end of turn."""
+    prompts = [prompt(number, length) for number, length, _ in asked]
+    seeds = [1000 + number for number, _, _ in asked]
+    steps = max(count for _, _, count in asked)
+    columns = scored_continuations(prompts, seeds, steps, COLD)
+    found = []
+    for row, (_, _, count) in enumerate(asked):
+        ids = columns[0][row, :count].tolist()
+        end = tokenizer().eos_token_id
+        size = ids.index(end) + 1 if end in ids else count
+        found.append((ids[:size], *(column[row, :size] for column in columns[1:])))
+    return found
+
+
+@pytest.mark.slow_except("data=1-0")
+@pytest.mark.parametrize(
+    ("mesh", "draft"), [(MeshShape(), 0), (MeshShape(data=2, tensor=2), 3)], ids=str
+)
+def test_requests_have_the_tokens_of_the_policy_where_pages_are_short(mesh, draft):
+    """Twelve on eight slots, with pages for one context in each row shard: most wait."""
+    engine = served(mesh, draft=draft, cache_tokens=mesh.data * CONTEXT_TOKENS)
+    sizes = [(number, 5 + 4 * number, 40 - 2 * number) for number in range(12)]
+    asked = [Asked(*size) for size in sizes]
+    with driving(engine) as driver:
+        for each in asked:
+            driver.submit(each.request)
+        played = [each.rounds() for each in asked]
+        assert until(lambda: not driver._playing and driver.num_pages_in_use() == 0)
+        assert driver._service.stats.preempted_episodes > 0
+        assert driver._service.session.pool == engine.first_pool
+    for rounds, (ids, *scores) in zip(played, expected(tuple(sizes)), strict=True):
+        assert [token for each in rounds for token in each.token_ids] == ids
+        assert max(len(each.token_ids) for each in rounds) <= 4 * (1 + draft)
+        for name, wanted in zip(("logprobs", "model_logprobs"), scores, strict=True):
+            values = [value for each in rounds for value in getattr(each, name)]
+            np.testing.assert_allclose(values, wanted, atol=2e-4)
+
+
+def test_requests_that_are_withdrawn_leave_nothing_behind():
+    """In slots and while they wait; those that stay are as they were."""
+    engine = served(cache_tokens=CONTEXT_TOKENS)
+    sizes = [(number, 5 + 4 * number, 40 - 2 * number) for number in range(12)]
+    asked = [Asked(*size) for size in sizes]
+    with driving(engine) as driver:
+        for each in asked:
+            driver.submit(each.request)
+        asked[0].events.get(timeout=600)
+        for each in (*asked[1::2], *asked[1::2]):
+            driver.withdraw(each.request)
+        stay = [each.tokens() for each in asked[2::2]]
+        asked[0].rounds()
+        driver.withdraw(asked[0].request)
+        assert until(lambda: not driver._playing and driver.num_pages_in_use() == 0)
+        assert not driver._queue and not driver._queue._num_taken
+    assert stay == [ids for ids, *_ in expected(tuple(sizes))[2::2]]
+
+
+# Its memory.
+
+
+@pytest.mark.slow
+def test_the_cache_grows_for_a_long_request_and_is_small_again_behind_it():
+    """From 48 tokens to 96, and back for the next request; where there is no memory one fails."""
+    given = served(MeshShape(), first_context_tokens=48, cache_tokens=1)
+    scarce = [True]
+    repack = given.engine.repack
+
+    def short_of_memory(*args):
+        if scarce[0]:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nand more")
+        return repack(*args)
+
+    given.engine.repack = short_of_memory
+    sizes = ((1, 5, 12), (2, 45, 20), (3, 37, 6))
+    want = [ids for ids, *_ in expected(sizes)]
+    with driving(given) as driver:
+        assert (driver._service.session.max_tokens, driver._service.session.pool.pages) == (48, 6)
+        short, long, _ = (Asked(*size) for size in sizes)
+        driver.submit(short.request)
+        driver.submit(long.request)
+        with pytest.raises(RequestError) as failed:
+            long.rounds()
+        assert failed.value.code == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert re.search(
+            r"^the prompt and its reply have come to 4\d tokens, and .* holds 48 tokens, and did "
+            r"not grow \(RESOURCE_EXHAUSTED: out of memory\)$",
+            str(failed.value),
+        )
+        assert short.tokens() == want[0]
+        scarce[0] = False
+        long = Asked(*sizes[1])
+        driver.submit(long.request)
+        assert long.tokens() == want[1]
+        assert (driver._service.session.max_tokens, driver._service.session.pool.pages) == (96, 12)
+        last = Asked(*sizes[2])
+        driver.submit(last.request)
+        assert last.tokens() == want[2]
+        session = driver._service.session
+        assert (session.max_tokens, session.pool.pages) == (48, 6)
+        assert jax.tree.leaves(session.state.cache.layers)[0].shape[0] == 6
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pages"), [(0, 4 * 12), (1, 12), (2 * 12 * 8, 12), (2 * 20 * 8, 20), (10**9, 4 * 12)]
+)
+def test_pool_holds_a_context_per_data_shard_and_at_most_those_of_all_slots(tokens, pages):
+    engine = served(MeshShape(data=2))
+    assert (CONTEXT_TOKENS, PAGE_SIZE, NUM_SLOTS) == (96, 8, 8)
+    serving = dataclasses.replace(engine.serving, cache_tokens=tokens)
+    assert dataclasses.replace(engine, serving=serving).first_pool == (2, pages)
+
+
+# Its failures.
+
+
+def test_an_error_of_the_devices_ends_all_requests(capfd):
+    engine, failures = served(cache_tokens=CONTEXT_TOKENS), []
+    asked = [Asked(number, 9, 40) for number in range(NUM_SLOTS + 2)]
+    threads = threading.active_count()
+    with driving(engine, failures) as driver:
+
+        def lost(*given):
+            raise RuntimeError("the device is lost\nand more")
+
+        driver._service._rounds.play = lost
+        for each in asked[:-1]:
+            driver.submit(each.request)
+        for each in asked[:-1]:
+            with pytest.raises(RequestError, match=r"ends \(RuntimeError: the device is lost\)$"):
+                each.rounds()
+        assert until(lambda: failures) and not driver.live
+        with pytest.raises(RequestError, match="the server failed, and ends") as late:
+            driver.submit(asked[-1].request)
+        assert late.value.code == grpc.StatusCode.INTERNAL
+    assert threading.active_count() == threads
+    assert "the server cannot go on:" in capfd.readouterr().err
+
+
+# JetStream's messages.
+
+
+def test_another_version_of_jetstream_is_refused_and_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.3.0")
+    with pytest.raises(ImportError, match=r"google-jetstream 0\.3\.0 .* 0\.2\.2; run `uv sync`"):
+        _jetstream.import_messages()
+
+    def absent(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    with pytest.raises(ImportError, match=r"google-jetstream 0\.2\.2 is not installed"):
+        _jetstream.import_messages()

@@ -20,7 +20,6 @@ DATA_PATH = (
 )
 ALLOWED = {
     "engine/host_pages.py": "preemption to host memory; preempted_host_bytes counts it",
-    "serving/step_tokens.py": "a decode step's tokens are for the host",
     "launch/cluster.py": "plain data of the hosts comes back from all processes",
     "models/blocks.py": "exports write parameters to files",
     "train/checkpoint.py": "checkpoints are written from where the arrays are",

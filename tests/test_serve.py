@@ -21,8 +21,8 @@ from earl_jax.engine.sampling import sample, sampling_rows, token_uniforms
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.tokenizer import load_tokenizer
 from earl_jax.serve import serve_command
-from earl_jax.serving.jetstream_engine import MAX_SEED
 from earl_jax.serving.serve_flags import parse_flags
+from earl_jax.serving.served_engine import MAX_SEED
 from earl_jax.serving.sizes import context_tokens_of
 from tests.support import ROOT
 from tests.support.references import reference
@@ -163,8 +163,8 @@ def test_sampling_settings_of_a_request_hold_whatever_shares_the_batch(server):
 
 @jax.jit
 def draw(logits_V, seed, place, rows):
-    """As the server draws with --seed=0."""
-    uniform = token_uniforms(jax.random.key(0), jnp.array([MAX_SEED + 1 + seed]), place[None])
+    """As the server draws with --seed=0, and as a rollout does for a task of this seed."""
+    uniform = token_uniforms(jax.random.key(0), jnp.array([seed]), place[None])
     return sample(uniform, logits_V[None], rows)[0][0]
 
 
@@ -472,7 +472,7 @@ def test_bytes_that_are_no_grpc_and_silent_clients_disturb_no_other_client(serve
 
 @pytest.mark.slow
 def test_short_requests_one_after_the_other_are_all_answered(cache):
-    """On one slot, JetStream's own assertion fails now and then: see PolicyDriver."""
+    """On one slot, which is free again behind each."""
     flags = ("--num_slots=1", "--temperature=0", "--max_prompt_tokens=16", "--max_choice_tokens=0")
     with serving(cache, f"--model={MODEL}", *flags) as server:
         ids = prompt(7, 3)
@@ -496,7 +496,7 @@ def test_short_requests_one_after_the_other_are_all_answered(cache):
         (["--max_waiting=-1"], r"--max_waiting=-1; it must lie between 0"),
         (["--max_context=1"], r"--max_context=1; it must lie between 2"),
         (["--cache_tokens=0"], r"--cache_tokens=0; it must lie between 1"),
-        (["--max_prompt_tokens=100"], r"powers of two: choose one from 16 to 1073741824"),
+        (["--max_prompt_tokens=0"], r"--max_prompt_tokens=0; it must lie between 1 and 1073741824"),
         (["--num_draft_tokens=-1"], r"--num_draft_tokens=-1; it must lie between 0"),
         (["--max_context=192"], r"--max_context=192; that of .* is 128 tokens: lower it"),
         (["--max_prompt_tokens=128", "--max_context=64"], r"of 64 tokens; choose at most 64"),

@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 from earl_jax.engine.config import Sampling
 from earl_jax.envs.tokenizer import load_tokenizer, save_tokenizer
 from earl_jax.serve import serve_command
-from earl_jax.serving._jetstream import padded_length
 from earl_jax.serving.serve_flags import parse_flags, sampling
 from tests.support.http_client import ask
 from tests.support.references import REFERENCE, reference
@@ -118,10 +117,10 @@ def listen(call, sampled: list) -> None:
 
 
 @pytest.mark.slow
-def test_a_context_longer_than_jetstream_itself_pads_is_served(cache, tmp_path):
+def test_a_prompt_longer_than_the_first_cache_is_served(cache, tmp_path):
     """A prompt of 40,000 tokens: the slot and the cache begin with 32,768 tokens, and grow.
 
-    While one of 4,000 is compiled for and read, and another waits, a reply beside them goes on.
+    While two of 4,000 are read a reply beside them goes on.
     """
     save_parrot(tmp_path / "parrot", windows=(64,), max_positions=70_000)
     [x] = load_tokenizer(MODEL).encode("x")
@@ -166,7 +165,7 @@ def test_other_families_serve_the_tokens_of_transformers(name, mesh, cache, tmp_
     folder = shutil.copytree(REFERENCE / name, tmp_path / name)
     save_tokenizer(tokenizer, folder)
     flags = (f"--mesh={mesh}", "--num_slots=4", "--temperature=0", "--max_choice_tokens=0")
-    flags += (f"--max_prompt_tokens={padded_length(len(ids))}",)
+    flags += (f"--max_prompt_tokens={len(ids)}",)
     with serving(cache, f"--model={folder}", *flags) as server:
         asked = server.stub.Decode(request(ids, len(continuation)))
         beside = [server.stub.Decode(request(ids, count)) for count in range(1, 10)]

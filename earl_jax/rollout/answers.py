@@ -63,6 +63,20 @@ class Answers(Protocol):
         ...
 
 
+class NoCalls:
+    """The calls of a service whose tasks are prompts alone: there are none."""
+
+    def submit(self, calls: Mapping[int, Callable[[], Answer]]) -> None:
+        """Takes no calls."""
+        assert not calls, "a service without environments plays prompts alone"
+
+    def take(
+        self, wait_s: float = 0.0, *, at_least_one: bool = False
+    ) -> dict[int, Answer | Failure]:
+        """Returns no outcomes, at once."""
+        return {}
+
+
 def begin(
     make_environment: Callable[[Task], Environment], episode: LiveEpisode, config: EngineConfig
 ) -> Answer:

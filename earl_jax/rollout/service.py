@@ -24,7 +24,7 @@ from earl_jax.envs.chat_template import Content
 from earl_jax.envs.conversation import Completion, Conversation, Observation
 from earl_jax.envs.environment import Environment, Start
 from earl_jax.envs.pool import EnvironmentPool, Failure
-from earl_jax.rollout.answers import Answer, Answers, begin, go_on
+from earl_jax.rollout.answers import Answer, Answers, NoCalls, begin, go_on
 from earl_jax.rollout.block_manager import BlockManager, Grow
 from earl_jax.rollout.config import CacheRules, RolloutConfig
 from earl_jax.rollout.episode import LiveEpisode, Task
@@ -52,8 +52,8 @@ class RolloutService:
         session: Session,
         config: RolloutConfig,
         new_conversation: Callable[[], Conversation | Completion],
-        pool: EnvironmentPool,
-        make_environment: Callable[[Task], Environment],
+        pool: EnvironmentPool | None,
+        make_environment: Callable[[Task], Environment] | None,
         grow: Grow,
         *,
         num_devices: int,
@@ -72,8 +72,8 @@ class RolloutService:
             session: a fresh one, for so many slots as `config` says. It is void then.
             config: of the rollout.
             new_conversation: makes the conversation of an episode.
-            pool: runs the environments.
-            make_environment: makes the environment of a task.
+            pool: runs the environments; None: all tasks are prompts alone.
+            make_environment: makes the environment of a task; None beside no pool.
             grow: called where the session has too few tokens or pages for the next round.
             num_devices: for which rows of experience are cut, on all meshes alike (`make_rows`).
             sampling: of tasks without one of their own.
@@ -95,7 +95,7 @@ class RolloutService:
         self._shrink, self._shrink_at = shrink, config.num_slots // 4
         # By ticket, not by slot: slots are used again.
         self._look = look
-        self._calls: Answers = record_calls(pool.calls(look))
+        self._calls: Answers = record_calls(NoCalls() if pool is None else pool.calls(look))
         self._slots: list[LiveEpisode | None] = [None] * config.num_slots
         self._num_submitted, self._is_draining = 0, False
         self._tasks: dict[int, Task] = {}
@@ -323,6 +323,7 @@ class RolloutService:
                 self._append(slot, episode, "", Observation(task.prompt.token_ids))
                 continue
             config = self.session.engine.config
+            assert self._make_environment is not None, "a task without a prompt has an environment"
             opened[ticket] = functools.partial(begin, self._make_environment, episode, config)
         self._calls.submit(opened)
         return bool(opened)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the JetStream adapter."""
+"""Settings of serving."""
 
 import dataclasses
 
@@ -9,17 +9,17 @@ from earl_jax.engine.config import Sampling
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServingConfig:
-    """The settings that JetStream's calls are compiled for.
+    """The sizes of a server.
 
-    Prompts have up to `max_prefill_length` tokens (a power of two, from 16; JetStream's own Driver
-    takes none above 32,768), and `context_tokens` together with their reply. `sampling` applies to
-    requests that bring none. A slot's table of pages holds `first_context_tokens` tokens at first
-    (0: all), and doubles as requests grow. The KV cache begins with `cache_tokens` over all slots,
-    and at least one slot's first table a row shard; 0: `context_tokens` for every slot. Where the
-    cache is full requests wait for others; it grows where one request alone does not fit.
+    Prompts have up to `max_prompt_tokens` tokens, and `context_tokens` together with their reply.
+    `sampling` applies to requests that bring none. A slot's table of pages holds
+    `first_context_tokens` tokens at first (0: all), and doubles as requests grow. The KV cache
+    begins with `cache_tokens` over all slots, and at least one slot's first table a row shard; 0:
+    `context_tokens` for every slot. Where the cache is full requests wait for others; it grows
+    where one request alone does not fit.
     """
 
-    max_prefill_length: int = 64
+    max_prompt_tokens: int = 64
     context_tokens: int = 128
     first_context_tokens: int = 0
     cache_tokens: int = 0

@@ -1,320 +1,283 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""JetStream's Driver for one JetStreamEngine, which survives errors and lets requests go.
+"""The thread that plays requests: a client of the rollouts' scheduler.
 
-The Driver as it comes answers any exception in its threads with SIGKILL, decodes on for clients
-that are gone, and leaves callers waiting when it stops. Its threads and queues are used unchanged.
+Each request is a task of one turn behind the ids of its prompt (`rollout.episode.Prompt`). The
+thread gives a `RolloutService` as many as it has slots, plays rounds, and hands each request the
+tokens of each round. What waits for a slot waits here, so that clients take turns.
 """
 
 import collections
-import queue
+import dataclasses
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
-import numpy as np
 
-from earl_jax.serving._jetstream import orchestrator, padded_length
-from earl_jax.serving.jetstream_engine import PROMPT_CHUNK, JetStreamEngine
-from earl_jax.serving.requests import RequestError, RequestOptions
+from earl_jax.engine.session import Policy
+from earl_jax.rollout.config import Limits
+from earl_jax.rollout.episode import NewTokens, Prompt, Task
+from earl_jax.serving.requests import RequestError
+from earl_jax.serving.served_engine import NoMemory, ServedEngine
 
-
-class _PrefillEngine:
-    """The engine for JetStream's prefill thread: `prefill` uses the options of the request."""
-
-    def __init__(self, engine: JetStreamEngine) -> None:
-        self._engine = engine
-        self.options: RequestOptions | None = None
-        self.max_tokens = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def prefill(self, **prompt: Any) -> Any:
-        options = self.options
-        if options is None:
-            return self._engine.prefill(**prompt)
-        return self._engine.prefill(
-            **prompt,
-            sampling=options.sampling,
-            seed=options.seed,
-            choices=options.allowed,
-            logprobs=options.scored,
-            max_tokens=self.max_tokens,
-        )
+# Of a request: tokens of a round; the end of its reply; or an error, which ends it.
+Event = NewTokens | RequestError | None
 
 
-class _GenerateEngine:
-    """The engine for JetStream's other threads: `generate` hands on the ends of turns."""
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Request:
+    """A request of a client: its task, and what comes of it.
 
-    def __init__(self, engine: JetStreamEngine) -> None:
-        self._engine = engine
-        self._ends = frozenset(engine.build_tokenizer(engine.get_tokenizer()).stop_tokens)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def generate(self, params: Any, decode_state: Any) -> tuple[Any, Any]:
-        state, tokens = self._engine.generate(params, decode_state)
-        return state, tokens.with_ends(self._ends)
-
-
-def request_name(client: str, number: int) -> str:
-    """Returns the name of a client's request, which no other request has."""
-    return f"{client}/{number}"
-
-
-def _client_of(request: Any) -> str:
-    """Returns the client of a request; None is JetStream's end of queue."""
-    return "" if request is None else request.history_path.rpartition("/")[0]
-
-
-class PromptQueue(queue.Queue):
-    """JetStream's queue of prompts that wait to be read: those of each client in their order.
-
-    The next one is of the client with the fewest requests that were read and are not over; among
-    equals, of the one whose turn was longest ago.
-
-    Its generate thread makes no step while this is not `empty` and a slot is free: it waits for the
-    prompt that is being read, so that steps have full batches. A long prompt, of several pieces,
-    would hold them up: while it is the next to be read, or is read, replies go on.
+    `put` takes its events, in the thread that `Driver.start` names. `num_tokens` are those of the
+    prompt and of the reply so far. `ticket` is that of its task once this plays.
     """
 
-    is_reading_long = False
+    client: str
+    task: Task
+    put: Callable[[Event], Any]
+    num_tokens: int
+    ticket: int | None = None
 
-    def empty(self) -> bool:
-        """Returns whether replies go on: no prompt waits, or the next or present one is long."""
-        with self.mutex:
-            return (
-                self.is_reading_long
-                or not self._waiting
-                or _is_long(self._waiting[self._next_client()][0])
-            )
 
-    def remove(self, request: Any) -> None:
-        """Removes a request that is over: from the queue, or else from those that were read."""
-        client = _client_of(request)
-        with self.mutex:
-            waiting = self._waiting.get(client, ())
-            # By identity: requests hold arrays, which have no truth value when compared.
-            kept = collections.deque(other for other in waiting if other is not request)
-            if len(kept) == len(waiting):
-                self._num_read[client] -= 1
-                self._num_read += collections.Counter()  # drops clients without requests
-            elif kept:
-                self._waiting[client] = kept
-            else:
-                del self._waiting[client]
+Deliver = Callable[[Sequence[tuple[Request, Event]]], None]
 
-    # Called by `queue.Queue` with its lock held: a request is always either waiting or read.
 
-    def _init(self, maxsize: int) -> None:
+class FairQueue:
+    """Requests that wait for a slot: those of each client in their order.
+
+    The next one is of the client with the fewest requests that were taken and are not over; among
+    equals, of the one whose turn was longest ago.
+    """
+
+    def __init__(self) -> None:
         # By client, in the order of their turns.
-        self._waiting: dict[str, collections.deque[Any]] = {}
-        # The number of requests of each client that were read and are not over.
-        self._num_read: collections.Counter[str] = collections.Counter()
+        self._waiting: dict[str, collections.deque[Request]] = {}
+        # The number of requests of each client that were taken and are not over.
+        self._num_taken: collections.Counter[str] = collections.Counter()
 
-    def _qsize(self) -> int:
+    def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 
-    def _put(self, item: Any) -> None:
-        self._waiting.setdefault(_client_of(item), collections.deque()).append(item)
+    def add(self, request: Request) -> None:
+        """Lets a request wait."""
+        self._waiting.setdefault(request.client, collections.deque()).append(request)
 
-    def _get(self) -> Any:
-        client = self._next_client()
+    def take(self) -> Request:
+        """Returns the next request, which waits no longer."""
+        client = min(self._waiting, key=lambda client: self._num_taken[client])
         waiting = self._waiting.pop(client)
         request = waiting.popleft()
         if waiting:
             self._waiting[client] = waiting
-        if request is not None:
-            self._num_read[client] += 1
-        self.is_reading_long = _is_long(request)
+        self._num_taken[client] += 1
         return request
 
-    def _next_client(self) -> str:
-        return min(self._waiting, key=lambda client: self._num_read[client])
+    def remove(self, request: Request) -> None:
+        """Removes a request that waits, if it does."""
+        waiting = self._waiting.get(request.client, ())
+        kept = collections.deque(other for other in waiting if other is not request)
+        if kept:
+            self._waiting[request.client] = kept
+        else:
+            self._waiting.pop(request.client, None)
+
+    def end(self, request: Request) -> None:
+        """Notes that a request that was taken is over."""
+        self._num_taken[request.client] -= 1
+        self._num_taken += collections.Counter()  # drops clients without requests
+
+    def take_all(self) -> list[Request]:
+        """Returns all requests, none of which is played."""
+        waiting, self._waiting = self._waiting, {}
+        return [request for requests in waiting.values() for request in requests]
 
 
-class _FreeSlots(queue.Queue):
-    """JetStream's queue of free slots; the engine frees the pages of each."""
+class Driver:
+    """Plays the requests of one policy in a thread of its own, between `start` and `stop`.
 
-    def __init__(self, size: int, engine: JetStreamEngine) -> None:
-        super().__init__(size)
-        self._engine = engine
-
-    def put(self, item: int, block: bool = True, timeout: float | None = None) -> None:
-        self._engine.free_resource(item)
-        super().put(item, block, timeout)
-
-
-class PolicyDriver(orchestrator.Driver):
-    """A driver whose open requests have a name, given by the service as their `history_path`.
-
-    A prompt that cannot be read fails its own request with INTERNAL. A later error, with every
-    slot's state on the devices, fails all of them; then `failure` holds it, and `on_failure` is
-    called from the thread that failed.
+    An error of the devices ends all requests with INTERNAL: then `failure` holds it. A request for
+    whose context there is no memory ends with RESOURCE_EXHAUSTED, and the others go on.
     """
 
-    def __init__(
-        self, engine: JetStreamEngine, params: Any, on_failure: Callable[[], None] = lambda: None
-    ) -> None:
-        """Starts the threads. `params` are placed as `load_params` does."""
+    def __init__(self, served: ServedEngine, policy: Policy) -> None:
+        """Makes the slots and the KV cache on the devices."""
+        self.served, self._policy = served, policy
         self.failure: BaseException | None = None
-        self._on_failure = on_failure
-        self._open: dict[str, Any] = {}
-        self._options: dict[str, RequestOptions] = {}
-        self._engine = engine
-        self._prefill_engine = _PrefillEngine(engine)
-        self._opening = threading.Lock()
-        self._in_prefill = ""
-        super().__init__(
-            prefill_engines=[self._prefill_engine],
-            generate_engines=[_GenerateEngine(engine)],
-            prefill_params=[params],
-            generate_params=[params],
-            interleaved_mode=True,
-            jax_padding=False,
-        )
+        self._changed = threading.Condition()
+        self._queue = FairQueue()
+        # By ticket; and those of them that are to be given up.
+        self._playing: dict[int, Request] = {}
+        self._withdrawn: list[Request] = []
+        self._is_stopped = False
+        self._events: list[tuple[Request, Event]] = []
+        self._deliver: Deliver = lambda events: None
+        self._on_failure: Callable[[], None] = lambda: None
+        self._service = served.open(policy, self._on_tokens)
+        self._thread = threading.Thread(target=self._run, name="driver")
 
     @property
-    def _generate_slots(self) -> list[queue.Queue]:
-        """The queues of free slots, by JetStream's name."""
-        return self._free_slots
+    def live(self) -> bool:
+        """True while requests are played."""
+        return self.failure is None and not self._is_stopped
 
-    @_generate_slots.setter
-    def _generate_slots(self, queues: list[queue.Queue]) -> None:
-        self._free_slots: list[queue.Queue] = [_FreeSlots(q.maxsize, self._engine) for q in queues]
+    def warm_up(self) -> None:
+        """Compiles the programs of a round, and checks that they fit into memory."""
+        task = Task(episode=0, group=0, prompt=Prompt(token_ids=(0,)))
+        self._service.submit([dataclasses.replace(task, limits=Limits(max_turn_tokens=1))])
+        for finished in self._service.drain():
+            for each in finished:
+                self._service.release(each.row)
 
-    @property
-    def _prefill_backlog(self) -> queue.Queue:
-        """The queue of prompts, by JetStream's name."""
-        return self._prompts
+    def start(self, deliver: Deliver, on_failure: Callable[[], None]) -> None:
+        """Starts the thread.
 
-    @_prefill_backlog.setter
-    def _prefill_backlog(self, _: queue.Queue) -> None:
-        self._prompts = PromptQueue()
-
-    @property
-    def num_free_slots(self) -> int:
-        """The number of slots without a request."""
-        return self._generate_slots[0].qsize()
-
-    # Called by the service.
-
-    def expect(self, name: str, options: RequestOptions) -> None:
-        """Sets the options of the request of this name, which is about to be placed."""
-        with self._opening:
-            self._options[name] = options
-
-    def place_request_on_prefill_queue(self, request: Any) -> None:
-        """Takes a request that was checked."""
-        request.prefill_content = np.asarray(request.prefill_content, np.int32)
-        with self._opening:
-            self._open[request.history_path] = request
-        super().place_request_on_prefill_queue(request)
-
-    def withdraw(self, name: str) -> None:
-        """Withdraws a request; one that is complete is only forgotten.
-
-        A waiting prompt is not read. A slot is free after the step that it is in, and the 8 at most
-        that were decoded ahead of their reading.
+        `deliver` is called in it with the events of each round, and is to call `Request.put`;
+        `on_failure` when it ends for an error.
         """
-        with self._opening:
-            self._options.pop(name, None)
-            request = self._open.pop(name, None)
-        if request is None:
-            return
-        self._prompts.remove(request)
-        # The Driver takes a request for complete when it has more tokens than this.
-        request.max_tokens = 0
+        self._deliver, self._on_failure = deliver, on_failure
+        self._thread.start()
 
-    def fail(self, name: str, error: RequestError) -> None:
-        """Ends a request with this error, behind the tokens that it was sent."""
-        with self._opening:
-            request = self._open.get(name)
-        if request is not None:
-            request.return_channel.set_exception(error)
-            self.withdraw(name)
+    def stop(self) -> None:
+        """Ends the thread behind the round that it is in."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def num_pages_in_use(self) -> int:
+        """Returns the pages of requests that play, those that they share counted once.
+
+        Of the row shard that has the most of them.
+        """
+        pages = self._service.session.pages
+        return pages.least_pages(pages.pool.shards)
+
+    # Called by clients, from any thread.
+
+    def submit(self, request: Request) -> None:
+        """Takes a request that was checked. Raises RequestError where the thread has ended."""
+        with self._changed:
+            if self.failure is not None:
+                raise _failed(self.failure)
+            self._queue.add(request)
+            self._changed.notify()
+
+    def withdraw(self, request: Request) -> None:
+        """Withdraws a request that waits or plays. Its slot is free before the next round."""
+        with self._changed:
+            if request.ticket is None:
+                self._queue.remove(request)
+            elif request.ticket in self._playing:
+                self._withdrawn.append(request)
+                self._changed.notify()
 
     def fail_all(self, error: RequestError) -> None:
-        """Ends every open request with this error."""
-        with self._opening:
-            names = list(self._open)
-        for name in names:
-            self.fail(name, error)
+        """Ends every open request with this error, behind the tokens that it was sent."""
+        with self._changed:
+            playing = list(self._playing.values())
+            self._withdrawn += playing
+            failed = [*playing, *self._queue.take_all()]
+            self._changed.notify()
+        self._deliver([(request, error) for request in failed])
 
-    # The bodies of JetStream's threads.
+    # The thread.
 
-    def _process_prefill_content(
-        self, request: Any, tokenizer: Any, is_bos: bool, max_prefill_length: int
-    ) -> Any:
-        self._in_prefill = request.history_path
-        with self._opening:
-            self._prefill_engine.options = self._options.pop(self._in_prefill, None)
-            self._prefill_engine.max_tokens = request.max_tokens
-        # JetStream's own padding knows no length above 32,768.
-        ids = request.prefill_content
-        return np.pad(ids, (0, padded_length(len(ids)) - len(ids))), len(ids)
-
-    def _prefill_thread(self, idx: int) -> None:
-        while self.live:
-            try:
-                return super()._prefill_thread(idx)
-            except Exception as error:  # noqa: BLE001 - a device may raise anything
-                # Nothing but this prompt's own cache was written.
-                report("a prompt could not be read", error)
-                self.fail(
-                    self._in_prefill,
-                    _internal(f"the server could not read this prompt ({_words(error)})"),
-                )
-
-    def _transfer_thread(self, idx: int) -> None:
-        self._or_fail(super()._transfer_thread, idx)
-
-    def _generate_thread(self, idx: int) -> None:
-        free = self._generate_slots[idx]
-
-        def generate(idx: int) -> None:
-            while self.live:
-                try:
-                    return super(PolicyDriver, self)._generate_thread(idx)
-                except AssertionError:
-                    # It asserts that a slot is busy where the last may just have become free.
-                    # Then nothing is lost by starting with empty slots.
-                    if not free.full():
-                        raise
-
-        self._or_fail(generate, idx)
-
-    def _detokenize_thread(self, idx: int) -> None:
-        self._or_fail(super()._detokenize_thread, idx)
-
-    def _or_fail(self, body: Callable[[int], None], idx: int) -> None:
+    def _run(self) -> None:
         try:
-            body(idx)
+            while self._admit():
+                self._play_round()
         except Exception as error:  # noqa: BLE001 - a device may raise anything
-            if not self.live:
-                return  # `stop` takes the channels away from under the threads
-            self.failure, self.live = error, False
+            with self._changed:
+                self.failure = error
             report("the server cannot go on", error)
-            self.fail_all(_internal(f"the server failed, and ends ({_words(error)})"))
+            self.fail_all(_failed(error))
             self._on_failure()
 
+    def _admit(self) -> bool:
+        """Waits for work, and gives the service what has come. False at the end."""
+        with self._changed:
+            self._changed.wait_for(self._has_work)
+            if self._is_stopped:
+                return False
+            withdrawn, self._withdrawn = self._withdrawn, []
+            # One may be over by now, or be withdrawn twice.
+            self._abort([each for each in dict.fromkeys(withdrawn) if each.ticket in self._playing])
+            if not self._service.is_busy and self.served.has_grown(self._service.session):
+                self._open_anew()
+            while self._queue and len(self._playing) < self.served.rollout.num_slots:
+                request = self._queue.take()
+                [request.ticket] = self._service.submit([request.task])
+                self._playing[request.ticket] = request
+        return True
 
-def _is_long(request: Any) -> bool:
-    """Returns whether its prompt is read in several pieces; None is JetStream's end of queue."""
-    return request is not None and len(request.prefill_content) > PROMPT_CHUNK
+    def _has_work(self) -> bool:
+        more = self._queue or self._withdrawn
+        return bool(self._is_stopped or more or self._service.is_busy)
+
+    def _open_anew(self) -> None:
+        """Gives the memory back that a long request has made the KV cache grow to."""
+        self._service.close()
+        # The old state goes before the new one comes.
+        del self._service
+        self._service = self.served.open(self._policy, self._on_tokens)
+
+    def _abort(self, requests: Sequence[Request]) -> None:
+        self._service.abort({request.ticket for request in requests if request.ticket is not None})
+        for request in requests:
+            self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        assert request.ticket is not None
+        del self._playing[request.ticket]
+        self._queue.end(request)
+
+    def _play_round(self) -> None:
+        try:
+            finished = self._service.step()
+        except NoMemory as error:
+            self._end_longest(error)
+            finished = []
+        with self._changed:
+            for each in finished:
+                self._service.release(each.row)
+                request = self._playing.get(each.ticket)
+                # None: its client had all that it wanted, up to a stop string, and left.
+                if request is not None:
+                    self._events.append((request, None))
+                    self._forget(request)
+        events, self._events = self._events, []
+        if events:
+            self._deliver(events)
+
+    def _on_tokens(self, ticket: int, tokens: NewTokens) -> None:
+        request = self._playing.get(ticket)
+        # None: the prompt of `warm_up`.
+        if request is not None:
+            request.num_tokens += len(tokens.token_ids)
+            self._events.append((request, tokens))
+
+    def _end_longest(self, error: NoMemory) -> None:
+        """Ends the request for which the KV cache would have had to grow."""
+        session = self._service.session
+        held = session.pool.pages * self.served.engine.config.page_size
+        with self._changed:
+            request = max(self._playing.values(), key=lambda request: request.num_tokens)
+            self._abort([request])
+        words = (
+            f"the prompt and its reply have come to {request.num_tokens} tokens, and the devices "
+            f"have no memory for a longer context: the KV cache holds {held} tokens, and did not "
+            f"grow ({error!s:.200})"
+        )
+        self._events.append((request, RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, words)))
 
 
-def _internal(words: str) -> RequestError:
-    return RequestError(grpc.StatusCode.INTERNAL, words)
-
-
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+def _failed(error: BaseException) -> RequestError:
+    words = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    return RequestError(grpc.StatusCode.INTERNAL, f"the server failed, and ends ({words})")
 
 
 def report(what: str, error: BaseException) -> None:

@@ -98,7 +98,7 @@ def _client(peer: str) -> str:
 
 
 def _message(piece: Piece, options: RequestOptions) -> Any:
-    ids = () if piece.token is None else (int(piece.token),)
+    ids = () if piece.token is None else (piece.token.id,)
     sample = jetstream_pb2.DecodeResponse.StreamContent.Sample(text=piece.text, token_ids=ids)
     if ids and options.scored:
         fields = {LOGPROB: options.logprobs, MODEL_LOGPROB: options.model_logprobs}

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from earl_jax.serving.service import Piece
-from earl_jax.serving.step_tokens import ScoredToken
 from earl_jax.serving.tool_calls import ToolCallStream
 
 FINISH = {
@@ -154,10 +153,10 @@ def _finish(reason: str | None, stream: ToolCallStream) -> str | None:
 def generated(choice: Choice) -> dict[str, Any]:
     """Returns a reply of /inference/v1/generate: every sampled id, the end of turn included."""
     tokens = [piece.token for piece in choice.pieces if piece.token is not None]
-    scored = [token for token in tokens if isinstance(token, ScoredToken)]
+    scored = [token for token in tokens if token.logprob is not None]
     content = [
         {
-            "token": f"token_id:{int(token)}",
+            "token": f"token_id:{token.id}",
             "logprob": token.logprob,
             "model_logprob": token.model_logprob,
             "top_logprobs": [],
@@ -166,7 +165,7 @@ def generated(choice: Choice) -> dict[str, Any]:
     ]
     return {
         "index": choice.index,
-        "token_ids": [int(token) for token in tokens],
+        "token_ids": [token.id for token in tokens],
         "logprobs": {"content": content} if scored else None,
         "finish_reason": choice.finish_reason,
     }
@@ -188,8 +187,8 @@ def _scores(
     """Returns the log-probs of the tokens of a text; None where they are not wanted."""
     scores = []
     for token in (piece.token for piece in pieces if not piece.is_end):
-        if isinstance(token, ScoredToken):
-            text = decode([token])
+        if token is not None and token.logprob is not None:
+            text = decode([token.id])
             scores.append(
                 {
                     "token": text,

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of requests, before any of JetStream's threads sees them, and their options."""
+"""Checks of requests, before the driver sees them, and their options."""
 
 import dataclasses
 import difflib
@@ -12,9 +12,9 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from earl_jax.engine.choices import Choices, choice_tree, no_choices, set_turn
+from earl_jax.engine.choices import choice_tree
 from earl_jax.engine.config import Sampling
-from earl_jax.serving.jetstream_engine import MAX_SEED
+from earl_jax.serving.served_engine import MAX_SEED
 
 # The key of the metadata with a request's options, as JSON.
 SAMPLING_KEY = "sampling"
@@ -36,8 +36,8 @@ class RequestOptions:
 
     `seed` None: one that no other request has. The reply ends before the first of
     `stop_token_ids`, and its text before the first of `stop_strings`, besides the end of turn. It
-    is one of `choices`, or of `allowed_token_ids` alone, where there are any; `allowed` is the
-    engine's form of these. Its tokens come with their log-probs: with `logprobs` under the
+    is one of `choices`, whose ids are `choice_ids`, or of `allowed_token_ids` alone, where there
+    are any. Its tokens come with their log-probs: with `logprobs` under the
     distribution that each was drawn from (at temperature 0 that of the model), with
     `model_logprobs` under the model itself, untempered and with nothing cut off or forbidden.
     """
@@ -48,7 +48,7 @@ class RequestOptions:
     stop_token_ids: tuple[int, ...] = ()
     choices: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
-    allowed: Choices | None = None
+    choice_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: bool = False
     model_logprobs: bool = False
 
@@ -254,7 +254,7 @@ def allow(
     ids_of: Callable[[str], tuple[int, ...]],
     where: str = IN_METADATA,
 ) -> RequestOptions:
-    """Returns the options with `allowed`, for an engine of at most so many `branches`.
+    """Returns the options with `choice_ids`, for an engine of at most so many `branches`.
 
     `ids_of` returns the ids of a whole reply of a text, its end included. Raises RequestError.
     """
@@ -282,9 +282,7 @@ def allow(
             f"{where}{what} takes {needed} different continuations, token by token; this "
             f"server takes {branches} (--max_choice_tokens when it was started)"
         )
-    allowed = no_choices(1, branches)
-    set_turn(allowed, 0, replies, tokens)
-    return dataclasses.replace(options, allowed=allowed)
+    return dataclasses.replace(options, choice_ids=replies)
 
 
 def _field(name: str, value: Any, where: str) -> Any:

@@ -7,22 +7,24 @@ import asyncio
 import contextlib
 from typing import Any
 
-from earl_jax.serving.jetstream_engine import JetStreamEngine
+from earl_jax.engine.session import Policy
+from earl_jax.serving.driver import Driver
+from earl_jax.serving.served_engine import ServedEngine
 from earl_jax.serving.served_policy import ServedPolicy
 from earl_jax.serving.server import (
     Endpoints,
     most_request_bytes,
     serve,
     stop_at_signals,
-    warm_up,
 )
 from earl_jax.serving.texts import Texts
 
 
 def run_server(
-    flags: argparse.Namespace, policy: ServedPolicy, engine: JetStreamEngine, params: Any
+    flags: argparse.Namespace, policy: ServedPolicy, engine: ServedEngine, params: Any
 ) -> None:
     """Serves `params`, the weights of this policy, until a signal ends it."""
+    driver = Driver(engine, Policy(params=params, version=policy.version))
     texts = Texts(
         policy.tokenizer,
         policy.template_arguments,
@@ -35,8 +37,7 @@ def run_server(
 
     async def run() -> None:
         await serve(
-            engine,
-            params,
+            driver,
             name=policy.name,
             version=policy.version,
             texts=texts,
@@ -52,17 +53,17 @@ def run_server(
         )
 
     with contextlib.closing(texts):
-        warm_up(engine, params)
+        driver.warm_up()
         asyncio.run(run())
 
 
 def ready_line(
-    flags: argparse.Namespace, policy: ServedPolicy, engine: JetStreamEngine, http: str, grpc: str
+    flags: argparse.Namespace, policy: ServedPolicy, engine: ServedEngine, http: str, grpc: str
 ) -> str:
     """Returns the line for a server that is ready: its addresses, limits, mesh and KV cache."""
     serving, limit = engine.serving, policy.max_context
     step = f" after step {policy.version}" if flags.workdir else ""
-    prompt_tokens = min(serving.max_prefill_length, serving.context_tokens)
+    prompt_tokens = min(serving.max_prompt_tokens, serving.context_tokens)
     short = limit and not flags.max_context and serving.context_tokens < limit
     cut = f" (the model takes {limit}; memory holds no more)" if short else ""
     cache_tokens = engine.first_pool.total * engine.engine.config.page_size

@@ -44,9 +44,9 @@ after max_tokens. A request that cannot be served is answered with INVALID_ARGUM
 change, one too many with RESOURCE_EXHAUSTED.
 
 The KV cache grows with the replies, up to the model's context, from pages that all requests share.
-Where there are no more (--cache_tokens) the shortest requests wait, their pages in host memory, and
-go on where they were; where one alone needs more, the cache grows as far as memory goes. None is
-cut except one for which there is no memory; it ends with RESOURCE_EXHAUSTED.
+Where there are no more (--cache_tokens) the shortest requests wait, and go on where they were;
+where one alone needs more, the cache grows as far as memory goes. None is cut except one for which
+there is no memory; it ends with RESOURCE_EXHAUSTED. Tokens come in rounds of 8 steps at most.
 
 A gRPC request sets its own sampling with metadata: `sampling`, a JSON object with any of
 temperature, top_k, top_p, min_p, seed (the same reply each time, whatever else is served),
@@ -114,8 +114,7 @@ def _add_limits(group: Any) -> None:
     group.add_argument(
         "--max_prompt_tokens",
         type=int,
-        help="longest prompt, a power of two from 16 on (default: the smallest that holds the "
-        "longest context)",
+        help="most tokens of a prompt (default: those of the longest context)",
     )
     group.add_argument(
         "--max_context",
@@ -189,7 +188,6 @@ def _add_engine(group: Any) -> None:
 
 def check_flags(flags: argparse.Namespace) -> None:
     """Checks the flags as far as that needs no model. Raises ValueError."""
-    from earl_jax.serving._jetstream import LEAST_PREFILL, padded_length
     from earl_jax.serving.server import check_address
 
     for name, low, high in (
@@ -200,6 +198,7 @@ def check_flags(flags: argparse.Namespace) -> None:
         ("max_waiting_per_client", 0, 2**20),
         ("text_timeout_s", 0.01, 3600),
         ("max_choice_tokens", 0, 2**20),
+        ("max_prompt_tokens", 1, 2**30),
         ("max_context", 2, 2**30),
         ("cache_tokens", 1, 2**40),
         ("seed", 0, 2**31 - 1),
@@ -208,12 +207,6 @@ def check_flags(flags: argparse.Namespace) -> None:
         value = getattr(flags, name)
         if value is not None and not low <= value <= high:
             raise InputError(f"--{name}={value}; it must lie between {low} and {high}")
-    prompt = flags.max_prompt_tokens
-    if prompt is not None and not LEAST_PREFILL <= prompt == padded_length(prompt) <= 2**30:
-        raise InputError(
-            f"--max_prompt_tokens={prompt}; prompts are padded to powers of two: choose one from "
-            f"{LEAST_PREFILL} to {2**30}"
-        )
     if flags.workdir and flags.platform:
         raise InputError(
             "--platform has no effect beside --workdir: config.devices of the run says its "
@@ -271,13 +264,11 @@ def check_against_model(
 
 def check_prompt(flags: argparse.Namespace, context_tokens: int | None) -> None:
     """Raises ValueError for a longest prompt beyond `context_tokens`, None: without a limit."""
-    from earl_jax.serving._jetstream import padded_length
-
     prompt = flags.max_prompt_tokens
-    if context_tokens and prompt and prompt > padded_length(context_tokens):
+    if context_tokens and prompt and prompt > context_tokens:
         raise InputError(
             f"--max_prompt_tokens={prompt} is over a context of {context_tokens} tokens; "
-            f"choose at most {padded_length(context_tokens)}"
+            f"choose at most {context_tokens}"
         )
 
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The server of a policy: JetStream's gRPC and OpenAI's HTTP over one driver."""
+"""The server of a policy: JetStream's gRPC service and OpenAI's HTTP over one driver."""
 
 import asyncio
 import contextlib
@@ -9,19 +9,16 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
 
 import grpc
-import numpy as np
 
-from earl_jax.serving._jetstream import LEAST_PREFILL
-from earl_jax.serving.driver import PolicyDriver
+from earl_jax.serving.driver import Driver
 from earl_jax.serving.grpc_service import PolicyServicer
 from earl_jax.serving.http_api import HttpApi, ServedModel
 from earl_jax.serving.http_server import HttpLimits, HttpServer
-from earl_jax.serving.jetstream_engine import JetStreamEngine
 from earl_jax.serving.requests import RequestError
-from earl_jax.serving.service import Service
+from earl_jax.serving.served_engine import ServedEngine
+from earl_jax.serving.service import Service, deliver_in
 from earl_jax.serving.texts import Texts
 from earl_jax.settings.errors import InputError
 
@@ -33,8 +30,6 @@ MOST_HELD_BYTES, SPARE_CONNECTIONS = 2**27, 32
 # A client whose machine vanished is noticed after the sum of these.
 KEEPALIVE_S, KEEPALIVE_TIMEOUT_S = 30, 10
 LAST_CALL_S, GRACE_S = 0.2, 5.0
-# Prompts up to so many tokens find their programs compiled.
-WARM_UP_TOKENS = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,33 +49,15 @@ class Endpoints:
     write_s: float = 60.0
 
 
-def most_request_bytes(engine: JetStreamEngine) -> int:
+def most_request_bytes(engine: ServedEngine) -> int:
     """Returns the size limit of a request, in bytes: what the longest prompt can have."""
-    longest = engine.build_tokenizer(engine.get_tokenizer()).longest_token_bytes
-    tokens = min(engine.max_prefill_length, engine.serving.context_tokens)
+    longest = engine.tokenizer.longest_token_bytes
+    tokens = min(engine.serving.max_prompt_tokens, engine.serving.context_tokens)
     return LEAST_BYTES + tokens * max(LEAST_TOKEN_BYTES, longest)
 
 
-def warm_up(engine: JetStreamEngine, params: Any) -> None:
-    """Compiles the programs of serving, and checks that they fit into memory.
-
-    Prompts of more than WARM_UP_TOKENS are compiled for when the first comes.
-    """
-    state, length = engine.init_decode_state(), LEAST_PREFILL
-    while length <= min(engine.max_prefill_length, WARM_UP_TOKENS):
-        tokens = np.zeros(length, np.int32)
-        # Within half of the table, so that nothing grows yet.
-        count = max(1, min(length, engine.serving.first_slot_tokens // 2))
-        prefix = engine.prefill(params=params, padded_tokens=tokens, true_length=count)
-        state = engine.insert(prefix, state, 0)
-        state, result = engine.generate(params, state)
-        result.convert_to_numpy()
-        length *= 2
-
-
 async def serve(
-    engine: JetStreamEngine,
-    params: Any,
+    driver: Driver,
     *,
     name: str,
     version: int,
@@ -92,8 +69,7 @@ async def serve(
     """Serves until `stop`, then ends open requests with UNAVAILABLE, or 503.
 
     Args:
-        engine: the adapter, with the settings of serving.
-        params: as `load_params` places them.
+        driver: plays the requests; it is started here, and stopped.
         name: of the policy, for clients.
         version: of the policy.
         texts: makes the ids of prompts.
@@ -103,19 +79,18 @@ async def serve(
 
     Raises:
         ValueError: an address cannot be used.
-        RuntimeError: the devices or JetStream failed; open requests have ended with INTERNAL.
+        RuntimeError: the devices failed; open requests have ended with INTERNAL.
     """
     loop = asyncio.get_running_loop()
 
     def end() -> None:
         loop.call_soon_threadsafe(stop.set)
 
-    driver = PolicyDriver(engine, params, end)
+    driver.start(deliver_in(loop), end)
     try:
         await texts.ready()
         service = Service(
             driver,
-            engine,
             texts,
             max_waiting=endpoints.max_waiting,
             max_waiting_per_client=endpoints.max_waiting_per_client,
@@ -123,7 +98,7 @@ async def serve(
         model = ServedModel(name, version, int(time.time()))
         async with contextlib.AsyncExitStack() as servers:
             api = HttpApi(service, model)
-            limits = _http_limits(engine, endpoints, service.max_open)
+            limits = _http_limits(driver.served, endpoints, service.max_open)
             http = await _start_http(servers, endpoints, HttpServer(api.handle, limits))
             grpc_address = await _start_grpc(servers, endpoints, service, limits)
             on_ready(http, grpc_address)
@@ -151,7 +126,7 @@ def stop_at_signals() -> asyncio.Event:
     return stop
 
 
-def _http_limits(engine: JetStreamEngine, endpoints: Endpoints, max_open: int) -> HttpLimits:
+def _http_limits(engine: ServedEngine, endpoints: Endpoints, max_open: int) -> HttpLimits:
     most_bytes = most_request_bytes(engine)
     return HttpLimits(
         most_bytes=most_bytes,

@@ -2,21 +2,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests over one driver, whatever their protocol: admitted, encoded, decoded, ended.
 
-The driver works in token ids alone; text is made of ids and ids of text here, because JetStream
-decodes token by token, which breaks characters of several tokens.
+The driver works in token ids alone; text is made of ids and ids of text here.
 """
 
+import asyncio
 import collections
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import grpc
 
+from earl_jax.engine.config import MAX_STOP_IDS
 from earl_jax.envs.text_stream import StopStrings, TextStream
-from earl_jax.serving._jetstream import AsyncMultifuture, orchestrator
-from earl_jax.serving.driver import PolicyDriver, request_name
-from earl_jax.serving.jetstream_engine import JetStreamEngine
+from earl_jax.rollout.config import Limits, Stops
+from earl_jax.rollout.episode import Prompt, Task
+from earl_jax.serving.driver import Driver, Event, Request
 from earl_jax.serving.requests import (
     RequestError,
     RequestLimits,
@@ -24,8 +25,16 @@ from earl_jax.serving.requests import (
     allow,
     check_ids,
 )
-from earl_jax.serving.step_tokens import EndToken, Failure
+from earl_jax.serving.served_engine import MAX_SEED
 from earl_jax.serving.texts import Texts
+
+
+class Token(NamedTuple):
+    """A sampled token, and its log-probs as it was drawn and under the model, if wanted."""
+
+    id: int
+    logprob: float | None = None
+    model_logprob: float | None = None
 
 
 class Piece(NamedTuple):
@@ -35,7 +44,7 @@ class Piece(NamedTuple):
     """
 
     text: str
-    token: int | None = None
+    token: Token | None = None
     is_end: bool = False
 
 
@@ -47,15 +56,20 @@ class Reply:
 
     def __init__(
         self,
-        tokens: AsyncIterator[int],
+        tokens: AsyncIterator[Token],
         max_tokens: int,
         options: RequestOptions,
         decode: Callable[[Sequence[int]], str],
+        ends: Collection[int],
         *,
         is_text: bool,
     ) -> None:
-        """Begins a reply; if not `is_text` of ids alone, which text may only stop."""
+        """Begins a reply, which each of `ends` ends.
+
+        If not `is_text` it is of ids alone, which text may only stop.
+        """
         self.finish_reason, self.count = "", 0
+        self._ends = ends
         self._tokens, self._max_tokens, self._options = tokens, max_tokens, options
         self._is_text = is_text
         self._stops = StopStrings(options.stop_strings)
@@ -76,16 +90,14 @@ class Reply:
             "max_tokens" if self.count >= self._max_tokens else "end_of_turn"
         )
 
-    def _take(self, token: int) -> Piece:
-        if isinstance(token, Failure):
-            raise RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, token.words)
-        if isinstance(token, EndToken):
+    def _take(self, token: Token) -> Piece:
+        if token.id in self._ends:
             self.finish_reason = "end_of_turn"
-            return Piece("", token.token, is_end=True)
-        if token in self._options.stop_token_ids:
+            return Piece("", token, is_end=True)
+        if token.id in self._options.stop_token_ids:
             self.finish_reason = "stop_token_id"
             return Piece("", token, is_end=True)
-        text = "" if self._stream is None else self._until_stop(self._stream.push([token]))
+        text = "" if self._stream is None else self._until_stop(self._stream.push([token.id]))
         return Piece(text, token)
 
     def _flush(self) -> str:
@@ -111,24 +123,24 @@ class Service:
 
     def __init__(
         self,
-        driver: PolicyDriver,
-        engine: JetStreamEngine,
+        driver: Driver,
         texts: Texts,
         *,
         max_waiting: int,
         max_waiting_per_client: int,
     ) -> None:
         """Begins without requests. `texts` makes the ids of their prompts."""
-        config, serving = engine.engine.config, engine.serving
+        served, config = driver.served, driver.served.engine.config
+        serving = served.serving
         self.sampling = serving.sampling
         self.limits = RequestLimits(
             vocab_size=config.vocab_size,
-            max_prompt_tokens=serving.max_prefill_length,
+            max_prompt_tokens=serving.max_prompt_tokens,
             context_tokens=serving.context_tokens,
         )
         self.max_open = config.num_slots + max_waiting
         self.max_open_per_client = config.num_slots + min(max_waiting, max_waiting_per_client)
-        self._tokenizer = engine.build_tokenizer(engine.get_tokenizer())
+        self._tokenizer = served.tokenizer
         self.decode = self._tokenizer.decode
         self._choice_branches = config.rules.choice_branches
         self._driver = driver
@@ -136,6 +148,8 @@ class Service:
         # The client of each open request, and the number of requests of each client.
         self._open: dict[str, str] = {}
         self._counts: collections.Counter[str] = collections.Counter()
+        # Those that were given to the driver.
+        self._placed: dict[str, Request] = {}
         self._numbers = itertools.count(1)
         # What every request is answered with from now on.
         self.closed: RequestError | None = None
@@ -172,7 +186,7 @@ class Service:
                 "takes of one address (--num_slots and --max_waiting_per_client when it was "
                 "started); try again later",
             )
-        name = request_name(client, next(self._numbers))
+        name = f"{client}/{next(self._numbers)}"
         self._open[name] = client
         self._counts[client] += 1
         return name
@@ -183,10 +197,12 @@ class Service:
         if client is not None:
             self._counts[client] -= 1
             self._counts += collections.Counter()  # drops those without requests
-        self._driver.withdraw(name)
+        placed = self._placed.pop(name, None)
+        if placed is not None:
+            self._driver.withdraw(placed)
 
     def allow(self, options: RequestOptions, max_tokens: int, where: str) -> RequestOptions:
-        """Returns the options with the engine's form of their choices. Raises RequestError."""
+        """Returns the options with their choices as ids. Raises RequestError."""
         return allow(
             options, max_tokens, self._choice_branches, self._tokenizer.reply_ids, where=where
         )
@@ -209,23 +225,52 @@ class Service:
         if self.closed:
             raise self.closed
         tokens = self._tokens(name, ids, max_tokens, options)
-        return Reply(tokens, max_tokens, options, self.decode, is_text=is_text)
+        ends = self._tokenizer.ends
+        return Reply(tokens, max_tokens, options, self.decode, ends, is_text=is_text)
 
     async def _tokens(
         self, name: str, ids: Sequence[int], max_tokens: int, options: RequestOptions
-    ) -> AsyncIterator[int]:
-        channel: Any = AsyncMultifuture()
-        self._driver.expect(name, options)
-        self._driver.place_request_on_prefill_queue(
-            orchestrator.ActiveRequest(
-                max_tokens=max_tokens,
-                # The name by which the driver knows the request.
-                history_path=name,
-                prefill_content=ids,
-                is_client_side_tokenization=True,
-                return_channel=channel,
-            )
+    ) -> AsyncIterator[Token]:
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        request = self._placed[name] = Request(
+            client=self._open[name],
+            task=_task(next(self._numbers), ids, max_tokens, options),
+            put=events.put_nowait,
+            num_tokens=len(ids),
         )
-        async for [sample] in channel:
-            for token in sample.token_ids:
+        self._driver.submit(request)
+        while (event := await events.get()) is not None:
+            if isinstance(event, RequestError):
+                raise event
+            for token in map(Token, *event) if options.scored else map(Token, event.token_ids):
                 yield token
+
+
+def deliver_in(
+    loop: asyncio.AbstractEventLoop,
+) -> Callable[[Sequence[tuple[Request, Event]]], None]:
+    """Returns a function for other threads that gives requests their events in this loop."""
+
+    def put(events: Sequence[tuple[Request, Event]]) -> None:
+        for request, event in events:
+            request.put(event)
+
+    return lambda events: loop.call_soon_threadsafe(put, events) and None
+
+
+def _task(number: int, ids: Sequence[int], max_tokens: int, options: RequestOptions) -> Task:
+    """Returns the task of a request; `number` is that of no other."""
+    prompt = Prompt(
+        token_ids=tuple(ids), choices=options.choice_ids, allowed=options.allowed_token_ids
+    )
+    seed = MAX_SEED + 1 + number % (MAX_SEED + 1) if options.seed is None else options.seed
+    return Task(
+        episode=number,
+        group=number,
+        prompt=prompt,
+        seed=seed,
+        limits=Limits(max_turn_tokens=max_tokens),
+        sampling=options.sampling,
+        # Where there are more, `Reply` finds them a round later.
+        stops=Stops(strings=options.stop_strings, token_ids=options.stop_token_ids[:MAX_STOP_IDS]),
+    )

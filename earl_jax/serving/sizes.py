@@ -9,68 +9,80 @@ from typing import Any
 
 import jax
 
-from earl_jax.engine.config import EngineConfig, SlotRules
+from earl_jax.engine.config import EngineConfig
 from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import Pool
-from earl_jax.serving._jetstream import padded_length
+from earl_jax.rollout.config import RolloutConfig
 from earl_jax.serving.config import ServingConfig
 from earl_jax.serving.serve_flags import DEFAULT_SLOT_TOKENS, check_against_model, check_prompt
+from earl_jax.serving.served_engine import ServedEngine, build_engine, rollout_config
 from earl_jax.serving.served_policy import ServedPolicy
+from earl_jax.serving.tokenizer import ServedTokenizer
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape, make_layout
 
-# The share of a device's memory for weights and KV cache; the remainder is for prompts during
-# prefill and for the temporaries of programs.
+# The share of a device's memory for weights and KV cache; the remainder is for the temporaries of
+# programs.
 CACHE_SHARE = 0.8
 # Tokens of a slot's table at first. Beyond them programs are compiled anew as requests grow; below,
 # a longer table costs nothing. But drafts are looked up in all of it, at each step.
 FIRST_TOKENS, DRAFTING_FIRST_TOKENS = 2**15, 2**12
-# A cache that grows stands beside the one before it, and beside the prompt that it grows for.
+# A cache that grows, to twice as much, stands beside the one before it.
 WHILE_GROWING = 3
 # The longest context, where neither the model nor memory allows less.
 MOST_TOKENS = 2**30
 
 
-def make_engine(flags: argparse.Namespace, policy: ServedPolicy, mesh: MeshShape) -> Engine:
-    """Returns the engine on this mesh. Raises ValueError where the model does not fit the flags."""
+def make_engine(
+    flags: argparse.Namespace, policy: ServedPolicy, mesh: MeshShape
+) -> tuple[Engine, RolloutConfig]:
+    """Returns the engine on this mesh, and the settings under which requests are played.
+
+    Raises ValueError where the model does not fit the flags.
+    """
     check_against_model(
         flags, mesh, policy.name, policy.model, policy.vocab_size, policy.max_context
     )
-    drafts, layout = flags.num_draft_tokens, make_layout(mesh)
-    config = EngineConfig(
-        model=policy.model,
-        vocab_size=policy.vocab_size,
+    drafts = flags.num_draft_tokens
+    rollout = rollout_config(
+        flags.num_slots,
+        EngineConfig.page_size,
         weight_dtype=policy.weight_dtype,
         kv_dtype=policy.kv_dtype,
-        num_slots=flags.num_slots,
-        # Rows of experience, of which serving needs none.
-        num_rows=layout.num_row_shards,
-        chunk_size=1,
-        rules=SlotRules(
-            burst=1,
-            end_of_turn_ids=policy.end_ids,
-            choice_branches=flags.max_choice_tokens,
-            draft=policy.num_draft_tokens if drafts is None else drafts,
-        ),
+        num_draft_tokens=policy.num_draft_tokens if drafts is None else drafts,
+    )
+    engine = build_engine(
+        rollout,
+        policy.model,
+        policy.vocab_size,
+        make_layout(mesh),
+        ends=ServedTokenizer(policy.tokenizer, policy.end_ids).ends,
+        choice_branches=flags.max_choice_tokens,
         seed=flags.seed,
     )
-    return Engine(config, layout)
+    return engine, rollout
 
 
-def serving_config(
-    flags: argparse.Namespace, policy: ServedPolicy, engine: Engine, drawn: Any
-) -> ServingConfig:
-    """Returns the sizes of the server, once the weights are on the devices. Raises ValueError."""
+def served_engine(
+    flags: argparse.Namespace,
+    policy: ServedPolicy,
+    engine: Engine,
+    rollout: RolloutConfig,
+    drawn: Any,
+) -> ServedEngine:
+    """Returns the engine with its sizes, once the weights are on the devices. Raises ValueError."""
     cache_tokens, holds = _cache_tokens(flags, engine)
     context_tokens = context_tokens_of(flags, policy.max_context, holds)
     drafts = engine.config.rules.draft
-    return ServingConfig(
-        max_prefill_length=flags.max_prompt_tokens or padded_length(context_tokens),
+    serving = ServingConfig(
+        max_prompt_tokens=min(flags.max_prompt_tokens or context_tokens, context_tokens),
         context_tokens=context_tokens,
         first_context_tokens=DRAFTING_FIRST_TOKENS if drafts else FIRST_TOKENS,
         cache_tokens=cache_tokens,
         sampling=drawn,
     )
+    tokenizer = ServedTokenizer(policy.tokenizer, policy.end_ids)
+    return ServedEngine(engine=engine, rollout=rollout, serving=serving, tokenizer=tokenizer)
 
 
 def context_tokens_of(flags: argparse.Namespace, max_context: int | None, holds: int) -> int:

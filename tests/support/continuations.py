@@ -1,24 +1,26 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""A JetStream engine, and the tokens that it must sample, by full forward passes."""
+"""The engine of a server, and the tokens that it must sample, by full forward passes."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from earl_jax.engine.config import EngineConfig, Sampling, SlotRules
-from earl_jax.engine.engine import Engine
+from earl_jax.engine.config import Sampling
 from earl_jax.engine.sampling import model_logprobs, sample, sampling_rows, token_uniforms
+from earl_jax.engine.session import Policy
 from earl_jax.models.decoder import forward_rows
 from earl_jax.models.parameters import is_spec, parameter_specs, unstack_layers
 from earl_jax.serving.config import ServingConfig
-from earl_jax.serving.jetstream_engine import JetStreamEngine
+from earl_jax.serving.served_engine import ServedEngine, build_engine, rollout_config
+from earl_jax.serving.tokenizer import ServedTokenizer
 from earl_jax.sharding.layout import MeshShape, make_layout
 from tests.support.episodes import MODEL, tokenizer
 
-VOCAB, SEED, NUM_SLOTS, MAX_PREFILL, CONTEXT_TOKENS = 320, 11, 8, 64, 128
+VOCAB, SEED, NUM_SLOTS, CONTEXT_TOKENS, PAGE_SIZE = 320, 11, 8, 96, 8
 
 
 @functools.cache
@@ -37,34 +39,36 @@ def stacked_params():
     return {**values, "embed": embed, "head": head}
 
 
-def make_engine() -> JetStreamEngine:
-    rules = SlotRules(burst=4, end_of_turn_ids=(tokenizer().eos_token_id,))
-    config = EngineConfig(
-        model=MODEL,
-        vocab_size=VOCAB,
-        num_slots=NUM_SLOTS,
-        num_rows=NUM_SLOTS,
-        chunk_size=4,
-        rules=rules,
-        seed=SEED,
+@functools.cache
+def served(
+    mesh: MeshShape = MeshShape(),  # noqa: B008
+    *,
+    draft: int = 0,
+    num_slots: int = NUM_SLOTS,
+    **serving: int,
+) -> ServedEngine:
+    """The engine of a server on the first devices; rounds of at most four steps."""
+    layout = make_layout(mesh, jax.devices()[: mesh.num_devices])
+    rollout = rollout_config(num_slots, PAGE_SIZE, chunk_size=16, burst=4, num_draft_tokens=draft)
+    ends = frozenset({tokenizer().eos_token_id})
+    engine = build_engine(rollout, MODEL, VOCAB, layout, ends=ends, choice_branches=0, seed=SEED)
+    sizes = ServingConfig(max_prompt_tokens=CONTEXT_TOKENS, context_tokens=CONTEXT_TOKENS)
+    return ServedEngine(
+        engine=engine,
+        rollout=rollout,
+        serving=dataclasses.replace(sizes, **serving),
+        tokenizer=ServedTokenizer(tokenizer(), tuple(ends)),
     )
-    serving = ServingConfig(max_prefill_length=MAX_PREFILL, context_tokens=CONTEXT_TOKENS)
-    engine = Engine(config, make_layout(MeshShape(data=8)))
-    return JetStreamEngine(engine, serving, tokenizer())
 
 
-def load_params(engine: JetStreamEngine):
+def policy(engine: ServedEngine) -> Policy:
     values = unstack_layers(stacked_params(), MODEL.num_layers)
-    return engine.load_params(jax.tree.map(jnp.asarray, values))
+    params = engine.engine.load_params(jax.tree.map(jnp.asarray, values))
+    return Policy(params=params, version=0)
 
 
 def prompt(number: int, length: int) -> np.ndarray:
     return np.random.default_rng(number).integers(4, VOCAB, length).astype(np.int32)
-
-
-def padded(ids: np.ndarray) -> np.ndarray:
-    """As JetStream pads: to the next power of two, at least 16."""
-    return np.pad(ids, (0, max(16, 1 << (len(ids) - 1).bit_length()) - len(ids)))
 
 
 def continuations(

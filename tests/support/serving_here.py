@@ -17,36 +17,36 @@ import jax
 from jetstream.core.proto import jetstream_pb2_grpc
 
 from earl_jax.dispatch.weights import publish
-from earl_jax.engine.config import EngineConfig, Sampling, SlotRules
-from earl_jax.engine.engine import Engine
+from earl_jax.engine.config import EngineConfig, Sampling
+from earl_jax.engine.session import Policy
 from earl_jax.envs.tokenizer import load_tokenizer
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.serving.config import ServingConfig
-from earl_jax.serving.jetstream_engine import JetStreamEngine
-from earl_jax.serving.server import Endpoints, most_request_bytes, serve, warm_up
+from earl_jax.serving.driver import Driver
+from earl_jax.serving.served_engine import ServedEngine, build_engine, rollout_config
+from earl_jax.serving.server import Endpoints, most_request_bytes, serve
 from earl_jax.serving.texts import Texts
+from earl_jax.serving.tokenizer import ServedTokenizer
 from earl_jax.sharding.layout import MeshShape, make_layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Here:
-    """A server: its addresses, its engine, and a client of its gRPC."""
+    """A server: its addresses, its driver, and a client of its gRPC."""
 
     http: str
     address: str
-    engine: JetStreamEngine
+    driver: Driver
     texts: Texts
     stub: jetstream_pb2_grpc.OrchestratorStub
     channel: grpc.Channel
 
     def counts(self) -> dict[str, int]:
         """The threads of this process, its descriptors but those of idle workers, pages in use."""
-        manager = self.engine._manager
-        assert manager is not None
         return {
             "threads": threading.active_count(),
             "descriptors": len(os.listdir("/proc/self/fd")) - len(self.texts._idle),
-            "pages": manager.pages.pool.pages - manager.pages.num_free(0),
+            "pages": self.driver.num_pages_in_use(),
         }
 
     def rss_bytes(self) -> int:
@@ -64,29 +64,24 @@ def until(holds: Callable[[], bool], deadline_s: float = 30.0) -> bool:
     return True
 
 
-def build_engine(folder: Path, num_slots: int, context_tokens: int) -> tuple:
-    """A greedy engine for a checkpoint, on one device, and its parameters."""
-    checkpoint, tokenizer = open_checkpoint(folder), load_tokenizer(folder)
+def make_driver(folder: Path, num_slots: int, context_tokens: int) -> Driver:
+    """Greedy replies of a checkpoint, on one device."""
+    checkpoint, tokenizer = open_checkpoint(folder), ServedTokenizer(load_tokenizer(folder))
     layout = make_layout(MeshShape(), jax.devices()[:1])
-    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
-    config = EngineConfig(
-        model=checkpoint.model,
-        vocab_size=checkpoint.vocab_size,
-        num_slots=num_slots,
-        num_rows=1,
-        chunk_size=1,
-        rules=SlotRules(burst=1, end_of_turn_ids=tuple(sorted(ends)), choice_branches=0),
-        seed=0,
+    rollout = rollout_config(num_slots, EngineConfig.page_size)
+    model, vocab_size = checkpoint.model, checkpoint.vocab_size
+    engine = build_engine(
+        rollout, model, vocab_size, layout, ends=tokenizer.ends, choice_branches=0, seed=0
     )
-    rounds = Engine(config, layout)
     weights = load_parameters(checkpoint, layout)
-    params = publish(weights, rounds.parameter_shapes, rounds.parameter_shardings).params
+    params = publish(weights, engine.parameter_shapes, engine.parameter_shardings).params
     serving = ServingConfig(
-        max_prefill_length=min(128, context_tokens),
+        max_prompt_tokens=min(128, context_tokens),
         context_tokens=context_tokens,
         sampling=Sampling(temperature=0.0),
     )
-    return JetStreamEngine(rounds, serving, tokenizer), params
+    served = ServedEngine(engine=engine, rollout=rollout, serving=serving, tokenizer=tokenizer)
+    return Driver(served, Policy(params=params, version=0))
 
 
 @contextlib.contextmanager
@@ -99,14 +94,14 @@ def serving_here(
     **bounds: float,
 ) -> Iterator[Here]:
     """A server of a checkpoint, in a thread. Its failure is raised at the end."""
-    engine, params = build_engine(folder, num_slots, context_tokens)
+    driver = make_driver(folder, num_slots, context_tokens)
     texts = Texts(
         load_tokenizer(folder),
         {},
         timeout_s=text_timeout_s,
-        most_bytes=most_request_bytes(engine),
+        most_bytes=most_request_bytes(driver.served),
     )
-    warm_up(engine, params)
+    driver.warm_up()
     given = {"max_waiting": 64, "max_waiting_per_client": 32, **bounds}
     events: queue.Queue = queue.Queue()
 
@@ -114,8 +109,7 @@ def serving_here(
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         await serve(
-            engine,
-            params,
+            driver,
             name="here",
             version=0,
             texts=texts,
@@ -145,7 +139,7 @@ def serving_here(
             yield Here(
                 http=http,
                 address=address,
-                engine=engine,
+                driver=driver,
                 texts=texts,
                 stub=jetstream_pb2_grpc.OrchestratorStub(channel),
                 channel=channel,

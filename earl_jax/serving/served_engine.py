@@ -1,0 +1,135 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The engine of a server: the rollouts' own, with the sizes of serving, and services over it."""
+
+import dataclasses
+
+import jax
+
+from earl_jax.engine.config import SlotRules
+from earl_jax.engine.engine import Engine
+from earl_jax.engine.pages import Pool, dense_pool, pages_for
+from earl_jax.engine.session import Policy, Session, empty_session, relocate
+from earl_jax.envs.conversation import Completion
+from earl_jax.models.config import ModelConfig
+from earl_jax.rollout.config import RolloutConfig, make_engine_config
+from earl_jax.rollout.rounds import OnTokens
+from earl_jax.rollout.service import RolloutService
+from earl_jax.serving.config import ServingConfig
+from earl_jax.serving.tokenizer import ServedTokenizer
+from earl_jax.sharding.layout import Layout
+
+# Tokens of a prompt that a slot reads in a round, of one slot at a time: a short prompt costs a
+# forward pass of so many tokens. Replies of others go on in each round.
+CHUNK_TOKENS = 256
+# Decode steps of a round. A client has its tokens round by round, and a request that comes or goes
+# waits for one; 8 steps cost the host as much as one does.
+BURST = 8
+# The largest seed of a request; those of requests that name none are greater.
+MAX_SEED = 2**30 - 1
+
+
+class NoMemory(Exception):  # noqa: N818 - a fact about the devices
+    """The KV cache could not grow for a longer context; all episodes are as they were."""
+
+
+def rollout_config(num_slots: int, page_size: int, **changes: object) -> RolloutConfig:
+    """Returns the settings under which requests are played, with these changes."""
+    settings = RolloutConfig(
+        num_slots=num_slots,
+        episodes_per_step=num_slots,
+        group_size=1,
+        chunk_size=CHUNK_TOKENS,
+        burst=BURST,
+        patience_s=0.0,
+        page_size=page_size,
+    )
+    return dataclasses.replace(settings, **changes)  # pyright: ignore[reportArgumentType]
+
+
+def build_engine(
+    rollout: RolloutConfig,
+    model: ModelConfig,
+    vocab_size: int,
+    layout: Layout,
+    *,
+    ends: frozenset[int],
+    choice_branches: int,
+    seed: int,
+) -> Engine:
+    """Returns the engine; a reply ends with any of `ends`."""
+    config = make_engine_config(
+        rollout,
+        model,
+        vocab_size,
+        num_devices=layout.num_row_shards,
+        seed=seed,
+        model_logprobs=True,
+    )
+    rules: SlotRules = config.rules._replace(
+        end_of_turn_ids=tuple(sorted(ends)), choice_branches=choice_branches, append_rows=1
+    )
+    return Engine(dataclasses.replace(config, rules=rules), layout)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ServedEngine:
+    """An engine (`build_engine`), the settings that it was built by, and its tokenizer."""
+
+    engine: Engine
+    rollout: RolloutConfig
+    serving: ServingConfig
+    tokenizer: ServedTokenizer
+
+    @property
+    def first_pool(self) -> Pool:
+        """The pages that the KV cache begins with."""
+        serving, size = self.serving, self.engine.config.page_size
+        shards = self.engine.layout.num_row_shards
+        pool = dense_pool(shards, self.rollout.num_slots, serving.context_tokens, size)
+        if not serving.cache_tokens:
+            return pool
+        least = pages_for(serving.first_slot_tokens, size)
+        pages = max(least, serving.cache_tokens // (shards * size))
+        return pool._replace(pages=min(pool.pages, pages))
+
+    def open(self, policy: Policy, on_tokens: OnTokens) -> RolloutService:
+        """Returns a service with empty slots, and a KV cache of its first size."""
+        tokens, layout = self.serving.first_slot_tokens, self.engine.layout
+        return RolloutService(
+            empty_session(self.engine, policy, tokens, self.first_pool),
+            self.rollout,
+            lambda: Completion(self.tokenizer.decode, self.tokenizer.ends),
+            None,
+            None,
+            self.grow,
+            num_devices=layout.num_row_shards,
+            sampling=self.serving.sampling,
+            max_context=self.serving.context_tokens,
+            on_tokens=on_tokens,
+        )
+
+    def has_grown(self, session: Session) -> bool:
+        """Returns whether a session's KV cache or its slots have more than their first size."""
+        first = (self.serving.first_slot_tokens, self.first_pool)
+        return (session.max_tokens, session.pool) != first
+
+    def grow(self, session: Session, tokens: int, pages: int) -> Session:
+        """Returns a session for requests of so many tokens, of twice as many as before if it can.
+
+        Its pool holds one such request in each row shard. Where only more `pages` are wanted, for
+        several requests, it stays as it is: then some of them are preempted.
+
+        Raises NoMemory.
+        """
+        del pages
+        if tokens <= session.max_tokens:
+            return session
+        max_tokens = min(max(tokens, 2 * session.max_tokens), self.serving.context_tokens)
+        whole = pages_for(max_tokens, self.engine.config.page_size)
+        pool = session.pool._replace(pages=max(session.pool.pages, whole))
+        try:
+            # Waits: a lack of memory is raised here, and `session` is as it was.
+            return relocate(session, self.engine, max_tokens, pool)
+        except jax.errors.JaxRuntimeError as error:
+            raise NoMemory(str(error).splitlines()[0]) from error
