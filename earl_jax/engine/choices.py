@@ -122,14 +122,13 @@ def draw(
     logits_BV: jax.Array,
     choices: Choices | None,
     settings: SamplingRows,
-    wanted: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs `sampling.sample`; a slot that is at a node draws from its allowed tokens alone.
 
     The logits of these few are gathered: no mask is laid over the vocabulary, unrestricted slots
     keep every bit, and where all are unrestricted nothing is computed.
     """
-    anything = sample(uniform_B, logits_BV, settings, wanted)
+    anything = sample(uniform_B, logits_BV, settings)
     if choices is None:
         return anything
     held_B = choices.node != FREE
@@ -139,7 +138,7 @@ def draw(
         logits_BJ = jnp.take_along_axis(logits_BV, choices.tokens, axis=1)
         # Unrestricted slots are drawn here too, from arbitrary tokens, and the result is dropped.
         logits_BJ = jnp.where(next_BJ | ~held_B[:, None], logits_BJ, -jnp.inf)
-        position_B, logprobs_B = sample(uniform_B, logits_BJ, settings, wanted)
+        position_B, logprobs_B = sample(uniform_B, logits_BJ, settings)
         tokens_B = jnp.take_along_axis(choices.tokens, position_B[:, None], axis=1)[:, 0]
         return (
             jnp.where(held_B, tokens_B, anything[0]),
@@ -150,11 +149,7 @@ def draw(
 
 
 def walk(choices: Choices, tokens_B: jax.Array, moving_B: jax.Array) -> Choices:
-    """Moves the nodes of the `moving` slots along the tokens that they sampled.
-
-    Behind the end of a reply the slot is unrestricted: a server decodes on until it has seen the
-    end.
-    """
+    """Moves the nodes of the `moving` slots along the tokens that they sampled."""
     taken_BJ = (choices.parents == choices.node[:, None]) & (choices.tokens == tokens_B[:, None])
     node_B = jnp.argmax(taken_BJ, axis=1).astype(jnp.int32) + 1
     goes_on_B = jnp.any(choices.parents == node_B[:, None], axis=1)

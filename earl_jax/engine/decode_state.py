@@ -3,7 +3,6 @@
 """The state of an engine on the devices: slots, their pages, and the rows that they write."""
 
 import dataclasses
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,24 +17,6 @@ from earl_jax.models.kv_cache import LayerCache, PagedCache, empty_pages
 from earl_jax.trajectory import Experience
 
 
-class Scores(NamedTuple):
-    """Log-probs of B pending tokens, for the slots whose clients `wanted` [B] them.
-
-    `logprob` f32[B] under the distribution that the token was drawn from, `model_logprob` f32[B]
-    under the model itself.
-    """
-
-    wanted: Any
-    logprob: Any
-    model_logprob: Any
-
-
-def no_scores(slots: int) -> Scores:
-    """Returns the scores of slots whose clients want none."""
-    zeros = jnp.zeros((slots,), jnp.float32)
-    return Scores(wanted=jnp.zeros((slots,), bool), logprob=zeros, model_logprob=zeros)
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeState:
@@ -46,8 +27,7 @@ class DecodeState:
     count turns and the tokens of this turn, which is cut at `turn_limit` and ends behind each of
     `stop_ids` [B, MAX_STOP_IDS] too. `active` slots are in the middle of a turn. `row` is the
     episode's row in `experience`, NO_ROW where nothing is recorded. `choices` restrict the turn,
-    None where the engine was not built for them. `scores` are there where JetStream serves:
-    rollouts record log-probs in `experience`.
+    None where the engine was not built for them.
     """
 
     cache: PagedCache
@@ -65,7 +45,6 @@ class DecodeState:
     sampling: SamplingRows
     version: jax.Array
     choices: Choices | None
-    scores: Scores | None = None
 
 
 def empty_state(

@@ -134,9 +134,8 @@ def sample_next(
     """Samples and records a token of the `decoding` slots; ends turns whose last token it is."""
     rules, position = decoder.rules, state.origin + state.cached
     uniform = token_uniforms(decoder.key, state.seed, position)
-    wanted = None if state.scores is None else jnp.any(state.scores.wanted)
-    token, logprob = draw(uniform, logits_BV, state.choices, state.sampling, wanted)
-    model_logprob = model_logprobs(logits_BV, token, wanted) if rules.model_logprobs else None
+    token, logprob = draw(uniform, logits_BV, state.choices, state.sampling)
+    model_logprob = model_logprobs(logits_BV, token) if rules.model_logprobs else None
     rows = rows_or_drop(state, decoding)
     written = state.experience
     experience = Experience(
@@ -226,8 +225,7 @@ def _draft(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns drafts_BK, and how many count: no more than the turn can take beside its own token.
 
-    Drafts are looked up in the whole episode, samples before this one too. A server decodes on for
-    a while behind the end of a reply: nothing is drafted there.
+    Drafts are looked up in the whole episode, samples before this one too.
     """
     ids_BP = state.experience.tokens[jnp.maximum(state.row, 0)]
     length = state.origin + state.cached + 1

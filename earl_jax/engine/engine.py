@@ -3,8 +3,7 @@
 """An engine: the programs of one model on one rollout layout, over slots with a paged KV cache.
 
 A rollout plays rounds: one dispatch and one read a round for all slots (`Engine.play`), with
-answers appended to live slots, and log-probs and versions recorded beside the KV cache. The
-JetStream adapter (serving/jetstream_engine.py) puts steps of its own on the same state.
+answers appended to live slots, and log-probs and versions recorded beside the KV cache.
 """
 
 import dataclasses
@@ -168,13 +167,13 @@ class Engine:
         """Returns a DecodeState for `max_tokens` tokens an episode, as shapes for tracing."""
         return jax.eval_shape(lambda: self.new_state(max_tokens, pool))
 
-    def new_state(self, max_tokens: int, pool: Pool | None, rows: int | None = None) -> DecodeState:
-        """Returns an empty state with so many rows of experience (None: `num_rows`); traceable."""
+    def new_state(self, max_tokens: int, pool: Pool | None) -> DecodeState:
+        """Returns an empty state; traceable."""
         config = self.config
         return decode_state.empty_state(
             config.model,
             config.num_slots,
-            rows or config.num_rows,
+            config.num_rows,
             max_tokens,
             page_size=config.page_size,
             pool=pool,
@@ -230,10 +229,6 @@ class Engine:
         first = np.arange(parts)[:, None] * (old.total // parts)
         apart = source.reshape(parts, -1)
         return np.where(apart == NO_SOURCE, NO_SOURCE, apart - first).astype(np.int32).reshape(-1)
-
-    def place_rows(self, numbers: np.ndarray) -> jax.Array:
-        """Puts one number a slot on the slots' row shards."""
-        return jax.device_put(numbers, self.row_sharding)
 
     def give_pages(self, state: DecodeState, table: np.ndarray) -> DecodeState:
         """Returns the state in which slots have the pages of `table` i32[num_slots, Y]."""

@@ -96,9 +96,6 @@ class PageCopies:
         def put_block(layers: Any, block: LayerCache, pages: jax.Array, count: jax.Array) -> Any:
             return put_pages(layers, _unstack(block, len(layers)), pages, count[0])
 
-        def put_row(layers: Any, row: Any, pages: jax.Array, count: jax.Array) -> Any:
-            return put_pages(layers, row, pages[0], count[0])
-
         def send(
             layers: Any, sent: jax.Array, is_source: jax.Array, pages: jax.Array, count: jax.Array
         ) -> Any:
@@ -109,13 +106,10 @@ class PageCopies:
         self._take = jax.jit(
             over_rows(take_pages, (rows, rows), by_page), out_shardings=self.block_shardings
         )
-        self._put, self._put_row = (
-            jax.jit(
-                over_rows(function, (rows, copied, rows, rows), rows),
-                donate_argnums=0,
-                out_shardings=pool_shardings,
-            )
-            for function, copied in ((put_block, by_page), (put_row, P()))
+        self._put = jax.jit(
+            over_rows(put_block, (rows, by_page, rows, rows), rows),
+            donate_argnums=0,
+            out_shardings=pool_shardings,
         )
         self._send = jax.jit(
             over_rows(send, (rows, P(), rows, rows, rows), rows),
@@ -152,14 +146,6 @@ class PageCopies:
         """
         placed = self._placed(pages.reshape(-1)), self._placed(counts)
         layers = self._put(state.cache.layers, block, *placed)
-        return dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=layers))
-
-    def put_row(
-        self, state: DecodeState, row: list[LayerCache], pages: np.ndarray, counts: np.ndarray
-    ) -> DecodeState:
-        """Runs `put` for the pages of one row that every shard has: [P,K,...] a layer."""
-        placed = self._placed(pages), self._placed(counts)
-        layers = self._put_row(state.cache.layers, row, *placed)
         return dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=layers))
 
     def send(

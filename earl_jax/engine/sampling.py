@@ -51,7 +51,6 @@ def sample(
     uniform_B: jax.Array,
     logits_BV: jax.Array,
     settings: SamplingRows,
-    wanted: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Draws one token per row. Returns it with its log-prob.
 
@@ -61,12 +60,11 @@ def sample(
         uniform_B: f32 in [0, 1), one per row.
         logits_BV: f32.
         settings: per row.
-        wanted: whether log-probs are wanted; where not, they are 0 and cost nothing. None: yes.
 
     Returns:
         tokens_B i32, and logprobs_B f32: under the distribution that the token was drawn from, or,
         where the temperature is below LEAST_TEMPERATURE, under the untempered one. Log-probs are
-        NaN where logits are not finite, also where they are not wanted.
+        NaN where logits are not finite.
     """
     greedy_B = settings.temperature < LEAST_TEMPERATURE
     scaled_BV = logits_BV / jnp.where(greedy_B, 1.0, settings.temperature)[:, None]
@@ -76,36 +74,17 @@ def sample(
     drawn_B = _inverse_cdf(uniform_B, mass_BV)
     tokens_B = jnp.where(greedy_B, jnp.argmax(logits_BV, axis=-1), drawn_B).astype(jnp.int32)
 
-    def logprobs() -> jax.Array:
-        chosen_B = jnp.take_along_axis(scaled_BV, tokens_B[:, None], axis=-1)[:, 0]
-        return chosen_B - top_B - jnp.log(jnp.sum(mass_BV, axis=-1))
-
+    chosen_B = jnp.take_along_axis(scaled_BV, tokens_B[:, None], axis=-1)[:, 0]
+    logprobs_B = chosen_B - top_B - jnp.log(jnp.sum(mass_BV, axis=-1))
     # 0, or NaN where the largest logit is not a finite number.
     fault_B = top_B - top_B
-    return tokens_B, _if_wanted(wanted, logprobs, len(tokens_B)) + fault_B
+    return tokens_B, logprobs_B + fault_B
 
 
-def model_logprobs(
-    logits_BV: jax.Array, tokens_B: jax.Array, wanted: jax.Array | None = None
-) -> jax.Array:
-    """Returns log-probs of tokens under the model itself: untempered, nothing cut off. f32[B].
-
-    `wanted` as in `sample`.
-    """
-
-    def logprobs() -> jax.Array:
-        chosen_B = jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=-1)[:, 0]
-        return chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
-
-    return _if_wanted(wanted, logprobs, len(tokens_B))
-
-
-def _if_wanted(
-    wanted: jax.Array | None, compute: Callable[[], jax.Array], number: int
-) -> jax.Array:
-    if wanted is None:
-        return compute()
-    return jax.lax.cond(wanted, compute, lambda: jnp.zeros((number,), jnp.float32))
+def model_logprobs(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
+    """Returns log-probs of tokens under the model itself: untempered, nothing cut off. f32[B]."""
+    chosen_B = jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=-1)[:, 0]
+    return chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
 
 
 def _cut(mass_BV: jax.Array, settings: SamplingRows) -> jax.Array:
