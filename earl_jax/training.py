@@ -27,6 +27,7 @@ from earl_jax.rollout.actor import Stopped
 from earl_jax.rollout.events import EVENTS, Events, drop_events, read_events
 from earl_jax.rollout.load import expected_tokens
 from earl_jax.run.build import Run, build_run
+from earl_jax.run.source import open_source
 from earl_jax.run.step_record import StepRecord
 from earl_jax.run.workdir import (
     Position,
@@ -34,7 +35,6 @@ from earl_jax.run.workdir import (
     keep_config,
     named_where_removed,
     new_placement,
-    open_source,
     open_workdir,
     resume,
     save,
