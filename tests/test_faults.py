@@ -241,8 +241,9 @@ def test_a_workdir_that_is_removed_ends_the_run_with_one_message(cache, tmp_path
     ((status, _, errors),) = run.ends(100)
     assert status == 1 and errors.count("\n") == 1, errors
     assert errors.startswith(f"error: --workdir={tmp_path / 'w'} was removed, or moved")
-    # Orbax may have made the folder of a checkpoint again; the run made nothing.
-    assert not (tmp_path / "w/metrics.jsonl").exists() and not (tmp_path / "w/.saved").exists()
+    # Orbax may have made the folder of a checkpoint again, and finished it; the run made nothing.
+    assert not (tmp_path / "w/metrics.jsonl").exists()
+    assert (tmp_path / "w/.saved").exists() <= any((tmp_path / "w/checkpoints").glob("[0-9]"))
 
 
 @pytest.mark.slow
