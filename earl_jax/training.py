@@ -314,6 +314,7 @@ class Training:
         Raises EpisodesFailed, when what was before it is saved.
         """
         choices, player = self._choices(), self.player
+        self.placement.steps_left = self.run.config.num_steps - position.step
         try:
             position, record = rl_step(self.run, self.placement, position, player)
             if player is not None:
@@ -406,6 +407,8 @@ class Training:
         notes = [note for part, _ in parts for note in part["switch_notes"]]
         switched = [stage for part, _ in parts for stage in part["switched"]]
         compile_s = max(seconds for _, seconds in parts)
+        if not self.ahead.is_on:
+            self.placement.compile_s = max(self.placement.compile_s, compile_s)
         return {
             **record.metrics(),
             "train_mesh": str(self.placement.train.mesh),
