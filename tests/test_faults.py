@@ -301,14 +301,3 @@ def test_a_mistake_ends_all_with_status_2_and_one_message(cache, tmp_path, flags
     assert [status for status, _, _ in ends] == [2, 2], ends
     assert words in ends[0][2] and "Traceback" not in ends[0][2] + ends[1][2]
     assert ends[0][2].count("error: ") == 1 and "error: " not in ends[1][2]
-
-
-@pytest.mark.slow
-def test_two_processes_with_one_number(cache, tmp_path):
-    """The second cannot listen; the first gives up when nobody else has come."""
-    again = ["--config.distributed.process_id=0"]
-    run = Command(cache, tmp_path / "w", 2, [], again, **ALL | {"distributed.start_timeout_s": 20})
-    ends = sorted(run.ends(100))
-    assert [status for status, _, _ in ends] == [1, 2], ends
-    assert "did not find the others within 20 s" in ends[0][2]
-    assert "cannot listen on port" in ends[1][2]
