@@ -20,6 +20,7 @@ import pyspiel
 
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.games import load_game
+from earl_jax.envs.minimax import best_moves
 from earl_jax.settings.choices import check_choice
 from earl_jax.settings.errors import InputError
 
@@ -36,9 +37,10 @@ class BoardGame:
     """One episode of a game, in which the policy plays x where `index` is even, else o.
 
     `game` is any OpenSpiel name that `games.load_game` accepts, parameters allowed. `opponent` is
-    "random" (uniform over legal moves), "mcts" (`mcts_simulations` random rollouts a move) or
-    "self": the policy plays both sides. An opponent's moves depend on `seed` and the replies
-    alone. The reward is OpenSpiel's return at the end of the
+    "random" (uniform over legal moves), "mcts" (`mcts_simulations` random rollouts a move),
+    "minimax" (uniform over the moves that are best against exact play, tic_tac_toe only) or "self":
+    the policy plays both sides. An opponent's moves depend on `seed` and the replies alone. The
+    reward is OpenSpiel's return at the end of the
     game and 0 before, or `illegal_reward` for a reply that is not exactly the text of a legal move,
     which ends the episode. `show_board` adds OpenSpiel's drawing of the board to every message.
     With `mask_illegal` the policy can sample legal moves only.
@@ -65,7 +67,7 @@ class BoardGame:
         index: int = 0,
     ):
         self._game = load_game(game)
-        check_choice(opponent, ("random", "mcts", "self"), "opponent")
+        check_choice(opponent, ("random", "mcts", "minimax", "self"), "opponent")
         if mcts_simulations < 1:
             raise InputError(f"mcts_simulations is {mcts_simulations}; it must be at least 1")
         if opponent != "mcts" and mcts_simulations != _MCTS_SIMULATIONS:
@@ -84,6 +86,7 @@ class BoardGame:
         self._started = False
         self._done = False
         self._bot = self._mcts(mcts_simulations) if opponent == "mcts" else None
+        self._best_moves = best_moves(game) if opponent == "minimax" else None
         # Players that have had a message, and moves that the side not on the move is to be told.
         self._met: set[int] = set()
         self._untold: list[str] = []
@@ -189,10 +192,12 @@ class BoardGame:
         if self._player is None:
             return moves
         while not self._state.is_terminal() and self._state.current_player() != self._player:
-            if self._bot is None:
-                action = self._rng.choice(self._state.legal_actions())
-            else:
+            if self._bot is not None:
                 action = self._bot.step(self._state)
+            elif self._best_moves is not None:
+                action = self._rng.choice(self._best_moves[str(self._state)])
+            else:
+                action = self._rng.choice(self._state.legal_actions())
             self._state.apply_action(action)
             moves.append(str(action))
         return moves
