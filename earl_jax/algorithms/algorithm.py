@@ -147,12 +147,12 @@ class Algorithm:
     """An algorithm: functions of facts and of its `settings`, a frozen dataclass with defaults.
 
     `advantages(episodes, settings)` returns for each episode one advantage per rewarded turn; it is
-    given the episodes that count, of all processes. `loss(facts, settings)` returns TokenLosses.
-    With a `critic`, `advantages` returns rewards instead, and `critic.estimate` makes advantages
-    of them and of the values of a second network, which is trained beside the policy. With
-    `token_advantages`, `advantages` are made into those of the tokens on the devices:
-    `token_advantages(facts, settings)` is given the RewardFacts of a whole batch (of a mini-batch,
-    with config.train.mini_batches), without values.
+    given the episodes that count, of all processes; each side of self-play is one of its own.
+    `loss(facts, settings)` returns TokenLosses. With a `critic`, `advantages` returns rewards
+    instead, and `critic.estimate` makes advantages of them and of the values of a second network,
+    which is trained beside the policy. With `token_advantages`, `advantages` are made into those of
+    the tokens on the devices: `token_advantages(facts, settings)` is given the RewardFacts of a
+    whole batch (of a mini-batch, with config.train.mini_batches), without values.
     `needs` names the facts beyond those that every batch has; `settings` may have more in a
     property `needs` of their own, see `all_needs`. `is_by_group` says that a group's advantages
     depend on its own episodes alone; `settings` may have a property of this name instead.

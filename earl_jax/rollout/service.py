@@ -358,13 +358,15 @@ class RolloutService:
         episode.environment = answer.environment
         episode.metrics |= result.metrics
         if isinstance(result, Start):
-            episode.role = result.role
+            episode.role = episode.side = result.role
         else:
-            episode.rewards.append(float(result.reward))
+            episode.add_rewards(result.reward, result.side_rewards)
             if result.done:
                 return self._end(slot, result.stop_reason, result.detail)
         if answer.failure is not None:
             return self._end(slot, answer.failure.stop_reason, answer.failure.detail)
+        if answer.conversation is not None:
+            episode.change_sides(result.role, answer.conversation)
         if answer.observation is None or not episode.fits(answer.observation):
             return self._end(slot, *episode.cut(self._config.unfinished_reward))
         episode.choices, episode.allowed = answer.choices, answer.allowed
