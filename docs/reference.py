@@ -55,6 +55,8 @@ METRICS: dict[str, dict[str, str]] = {
         "overdue_tokens": "Tokens of trained episodes whose loss is left out: they are beyond the "
         "bound (config.asynchrony.rule 'mask').",
         "stale_episodes": "Episodes that were given up because they were too old, or none.",
+        "refilled_groups": "Groups that the algorithm does not keep, in whose place others were "
+        "played (config.asynchrony.refill), or none.",
         "stale_tokens": "Tokens of the policy in these.",
         "stale_tokens_mean": "Their mean; far from that of the trained ones, it is a bias.",
     },

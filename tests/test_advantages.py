@@ -18,6 +18,7 @@ from earl_jax.algorithms.advantages import (
     discounted_returns,
     group_relative,
     group_shares,
+    is_useless,
     leave_one_out,
     moving_means,
     next_averages,
@@ -508,6 +509,21 @@ def test_a_group_that_the_algorithm_does_not_keep_counts_nowhere():
     assert counts.tolist() == [True, False, True, False, False]
     # The baseline is that of the episodes that count: (1 + 0) / 2, and the deviation 1/2.
     np.testing.assert_array_equal(table[:, 0], [1, 0, -1, 0, 0])
+
+
+def test_a_group_is_useless_that_is_not_kept_unless_all_of_it_failed():
+    def group(*rewards, stop_reason="end"):
+        return [
+            make_trajectory(i, (reward,), stop_reason=stop_reason)
+            for i, reward in enumerate(rewards)
+        ]
+
+    failed = group(5.0, stop_reason="environment_error")
+    assert is_useless(ALGORITHMS["dapo"], group(1.0, 1.0))
+    assert is_useless(ALGORITHMS["dapo"], [*group(1.0, 1.0), *failed])
+    assert not is_useless(ALGORITHMS["dapo"], group(1.0, 0.0))
+    assert not is_useless(ALGORITHMS["dapo"], failed)
+    assert not is_useless(ALGORITHMS["grpo"], group(1.0, 1.0))
 
 
 def test_a_failure_before_the_first_turn_has_a_row_of_zeros():

@@ -111,6 +111,14 @@ def counted(algorithm: Algorithm, episodes: Sequence[E]) -> list[E]:
     return [episode for episode, counts_it in zip(episodes, counts, strict=True) if counts_it]
 
 
+def is_useless(algorithm: Algorithm, group: Sequence[Episode]) -> bool:
+    """Returns True for a group that the algorithm does not keep.
+
+    One whose episodes all failed is none: it is there to be seen among the failures.
+    """
+    return bool(_counted_groups(group)) and not _counts(algorithm, group).any()
+
+
 def discounted_returns(turn_rewards: Sequence[float], discount: float) -> np.ndarray:
     """Returns each turn's reward plus, discounted once per later turn, those that follow.
 

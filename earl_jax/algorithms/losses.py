@@ -97,8 +97,10 @@ def clipped_surrogate(
     ratio = likelihood_ratio(facts.logprobs, facts.old) if ratio is None else ratio
     gain = ratio * facts.advantages
     clipped = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high) * facts.advantages
-    lower = jnp.minimum(gain, clipped)
-    metrics = {"clip_fraction": (clipped < gain).astype(jnp.float32)}
+    is_clipped = clipped < gain
+    # At a bound both are equal, and the gradient of a minimum would be the mean of theirs.
+    lower = jnp.where(is_clipped, clipped, gain)
+    metrics = {"clip_fraction": is_clipped.astype(jnp.float32)}
     if dual_clip:
         least = dual_clip * facts.advantages
         is_cut = (facts.advantages < 0) & (lower < least)

@@ -10,7 +10,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from earl_jax.algorithms.algorithm import Algorithm
+from earl_jax.algorithms.algorithm import Algorithm, keep_every_group
 from earl_jax.algorithms.algorithms import ALGORITHMS, find_algorithm
 from earl_jax.algorithms.requirements import Networks, networks_of
 from earl_jax.engine.config import Sampling
@@ -423,9 +423,13 @@ def _idle_rollout(config: Config) -> Iterator[_Idle]:
     platform = config.devices.platform
     elsewhere = f"config.devices.platform is {platform!r}"
     yield platform in ("gpu", "tpu"), "devices.num_cpu_devices", elsewhere
-    for name in ("rule", "kv"):
-        in_turn = "config.asynchrony.max_staleness is 0"
-        yield config.asynchrony.max_staleness == 0, f"asynchrony.{name}", in_turn
+    in_turn, asynchrony = "config.asynchrony.max_staleness is 0", config.asynchrony
+    yield asynchrony.max_staleness == 0, "asynchrony.kv", in_turn
+    is_in_turn = asynchrony.max_staleness == asynchrony.refill == 0
+    yield is_in_turn, "asynchrony.rule", f"{in_turn} and config.asynchrony.refill too"
+    keeps_all = f"config.algorithm {config.algorithm!r} keeps every group"
+    is_kept = config.make_algorithm().keep_group is keep_every_group
+    yield is_kept, "asynchrony.refill", keeps_all
     no_events = "a synchronous run has no events"
     yield not config.asynchrony.is_on, "asynchrony.checksums", no_events
 

@@ -172,7 +172,7 @@ def make_problem(
     Raises ValueError for adapters that this model cannot have.
     """
     rollout, selector = config.rollout, config.selector
-    stays = config.asynchrony.max_staleness > 0 and not config.devices.num_rollout
+    stays = config.asynchrony.is_on and not config.devices.num_rollout
 
     def weights_obstacle(mesh: MeshShape) -> str | None:
         return check_tensor_axis(

@@ -116,12 +116,12 @@ def make_scorer(
             )
         batch = dataclasses.replace(batch, **found)
         is_estimated = "returns" in scored or "advantages" in scored
-        return _with_estimates(batch, algorithm) if is_estimated else batch
+        return with_estimates(batch, algorithm) if is_estimated else batch
 
     return jax.jit(score)
 
 
-def _with_estimates(batch: TrajectoryBatch, algorithm: Algorithm | None) -> TrajectoryBatch:
+def with_estimates(batch: TrajectoryBatch, algorithm: Algorithm | None) -> TrajectoryBatch:
     """Returns a batch of rewards with the tokens' advantages; with a critic, and with returns."""
     assert algorithm is not None
     mask = batch.turn_ids > 0

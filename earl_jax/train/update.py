@@ -168,15 +168,33 @@ class Update:
 
     @functools.cached_property
     def _value_gradients(self) -> Any:
-        sums = functools.partial(_value_sums, self.model, self.config, self.layout, self.algorithm)
+        def sums(params: Params, batch: TrajectoryBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
+            values = critic_values(self.model, self.config, self.layout, params, batch)
+            found = value_sums(self.algorithm, values, batch)
+            return found["value_loss"], found
+
         return jax.jit(jax.grad(sums, has_aux=True), inline=True)
 
     def _loss_sums(self, params: Params, base: Params, batch: TrajectoryBatch, bonus: jax.Array):
-        config, algorithm = self.config, self.algorithm
+        config = self.config
         params = policy_parameters(config, params, base)
         scores, routing = score_routed(
             self.model, config, self.layout, self.temperature, params, batch
         )
+        sums = self.loss_sums(scores, batch, bonus)
+        if routing is not None and config.balance_coefficient:
+            weight = config.balance_coefficient * sums[_DIVISOR]
+            sums["loss"] += weight * balance_loss(self.model, routing)
+        return sums["loss"], (sums, routing)
+
+    def loss_sums(
+        self, scores: TokenScores, batch: TrajectoryBatch, bonus: jax.Array
+    ) -> dict[str, jax.Array]:
+        """Returns sums over the policy's tokens: "loss", its "divisor", and metrics by name.
+
+        `bonus` times the entropy is subtracted from each token's loss.
+        """
+        config, algorithm = self.config, self.algorithm
         with_proximal = self.importance_cap > 0 or "proximal" in algorithm.all_needs
         facts = token_facts(scores, batch, with_proximal=with_proximal)
         losses, metrics, aggregation = algorithm.loss(facts, algorithm.settings)
@@ -198,11 +216,7 @@ class Update:
             _RATIO_SQUARED: ratio**2,
             _DIVISOR: jnp.ones_like(losses) if aggregation is None else aggregation.shares,
         }
-        sums = {name: _total(name, values, facts.mask) for name, values in metrics.items()}
-        if routing is not None and config.balance_coefficient:
-            weight = config.balance_coefficient * sums[_DIVISOR]
-            sums["loss"] += weight * balance_loss(self.model, routing)
-        return sums["loss"], (sums, routing)
+        return {name: _total(name, values, facts.mask) for name, values in metrics.items()}
 
 
 def add_totals(totals: Totals, more: Totals) -> Totals:
@@ -237,18 +251,12 @@ def _network_step(
     return _NetworkStep(params, moments, norms)
 
 
-def _value_sums(
-    model: ModelConfig,
-    config: TrainConfig,
-    layout: Layout,
-    algorithm: Algorithm,
-    params: Params,
-    batch: TrajectoryBatch,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns the sum of the critic's losses over the policy's tokens, and sums of its metrics."""
+def value_sums(
+    algorithm: Algorithm, values: jax.Array, batch: TrajectoryBatch
+) -> dict[str, jax.Array]:
+    """Returns sums over the policy's tokens: "value_loss" of the critic's values, and metrics."""
     assert algorithm.critic and batch.values is not None and batch.returns is not None
     mask = batch.turn_ids > 0
-    values = critic_values(model, config, layout, params, batch)
     fields = {"values": values, "old": batch.values, "returns": batch.returns}
     facts = ValueFacts(
         mask=mask, **{name: jnp.where(mask, field, 0.0) for name, field in fields.items()}
@@ -263,8 +271,7 @@ def _value_sums(
         _ERROR: error,
         _ERROR_SQUARED: error**2,
     }
-    sums = {name: _total(name, field, mask) for name, field in metrics.items()}
-    return sums["value_loss"], sums
+    return {name: _total(name, field, mask) for name, field in metrics.items()}
 
 
 def _explained_variance(means: dict[str, jax.Array]) -> jax.Array:
