@@ -75,7 +75,8 @@ def updated(learner: Learner, batch: TrajectoryBatch, mesh: MeshShape = ONE, par
     plan, layout = TrainPlan(mesh, parts, False), make_layout(mesh)
     state = init_state(MODEL, learner.config, VOCAB, layout, seed=0)
     batch = jax.device_put(batch, layout.activations("NS"))
-    state, metrics = learner.update(plan, state, learner.score(plan, state, batch), CONTROLS)
+    (batch,) = learner.score([plan], state, [batch])
+    state, metrics = learner.update(plan, state, batch, CONTROLS)
     grads = jax.tree.map(lambda m: np.asarray(m) / 0.1, state.optimizer[1].mu)
     return grads, read_metrics(metrics)
 
@@ -544,7 +545,7 @@ def test_the_reference_policy_is_the_base_of_the_adapters():
         moved = jax.tree.map(lambda leaf: leaf + 0.05, state.params)
         state = dataclasses.replace(state, params=moved)
         batch = jax.device_put(make_batch(), layout.activations("NS"))
-        scored = learner.score(plan, state, batch)
+        (scored,) = learner.score([plan], state, [batch])
         base = score_batch(MODEL, plain.config, layout, 1.0, state.base, batch).logprobs
         np.testing.assert_allclose(scored.reference[mask], base[mask], atol=1e-5)
         assert scored.proximal is None

@@ -122,8 +122,7 @@ class ValueFacts:
 class CriticMethods(NamedTuple):
     """The functions of an algorithm with a value network.
 
-    `estimate(facts, settings)` is given the RewardFacts of a whole batch (of a mini-batch, with
-    config.train.mini_batches), on the devices.
+    `estimate(facts, settings)` is given the RewardFacts of a step's whole batch, on the devices.
     `loss(facts, settings)` is given ValueFacts; the critic minimises the mean of its losses over
     the tokens of the mask, and its `aggregation` is None.
     """
@@ -151,8 +150,8 @@ class Algorithm:
     With a `critic`, `advantages` returns rewards instead, and `critic.estimate` makes advantages
     of them and of the values of a second network, which is trained beside the policy. With
     `token_advantages`, `advantages` are made into those of the tokens on the devices:
-    `token_advantages(facts, settings)` is given the RewardFacts of a whole batch (of a mini-batch,
-    with config.train.mini_batches), without values.
+    `token_advantages(facts, settings)` is given the RewardFacts of a step's whole batch, without
+    values; where `is_by_group`, of the groups that came together (config.asynchrony.parts).
     `needs` names the facts beyond those that every batch has; `settings` may have more in a
     property `needs` of their own, see `all_needs`. `is_by_group` says that a group's advantages
     depend on its own episodes alone; `settings` may have a property of this name instead.

@@ -26,7 +26,7 @@ from earl_jax.train.optimizer import (
     entropy_coefficient,
     learning_rate,
 )
-from earl_jax.train.scoring import make_scorer
+from earl_jax.train.scoring import make_estimator, make_scorer
 from earl_jax.train.state import (
     TrainState,
     init_state,
@@ -164,8 +164,12 @@ class Learner:
             self.layout(plan.mesh),
             temperature=self.temperature,
             scored=scored,
-            algorithm=self.algorithm,
         )
+
+    @functools.cache  # noqa: B019
+    def estimator(self, mesh: MeshShape) -> Any:
+        """Returns the jitted estimates of advantages of a step's parts on this mesh."""
+        return make_estimator(self.algorithm, self.layout(mesh))
 
     def lower(self, plan: TrainPlan, rows: int, length: int) -> Any:
         """Lowers the update of `rows` rows of `length` tokens, from shapes alone."""
@@ -195,9 +199,21 @@ class Learner:
         """Returns f32[2] for supervised updates."""
         return np.array([self.config.sft_learning_rate, 0.0], np.float32)
 
-    def score(self, plan: TrainPlan, state: TrainState, batch: TrajectoryBatch) -> TrajectoryBatch:
-        """Returns the batch with the fields that its updates need and only this state gives."""
-        return self.scorer(plan, self.scored)(state, batch) if self.scored else batch
+    def score(
+        self, plans: Sequence[TrainPlan], state: TrainState, parts: Sequence[TrajectoryBatch]
+    ) -> list[TrajectoryBatch]:
+        """Returns a step's parts with the fields that updates need and only this state gives.
+
+        `plans` are those of the parts, all on one mesh. Advantages that are made on the devices are
+        made of all parts together.
+        """
+        if not self.scored:
+            return list(parts)
+        each = zip(plans, parts, strict=True)
+        scored = tuple(self.scorer(plan, self.scored)(state, part) for plan, part in each)
+        if not {"advantages", "returns"} & set(self.scored):
+            return list(scored)
+        return list(self.estimator(plans[0].mesh)(scored))
 
     def update(
         self,
