@@ -526,6 +526,33 @@ def test_the_correction_that_the_config_names_is_the_update_s(correction):
     assert 0 < cut[mask].mean() < 1
 
 
+def test_an_update_interpolates_the_proximal_policy_by_the_versions_of_the_tokens():
+    """Loss and weights by hand, at step 3, of tokens that versions 0 to 3 sampled; in two parts."""
+    config = TrainConfig(max_grad_norm=1e9, correction="truncated", proximal="log_linear", epochs=2)
+    learner = Learner(
+        MODEL,
+        config,
+        ALGORITHMS["reinforce"],
+        vocab_size=VOCAB,
+        temperature=1.0,
+        importance_cap=2.0,
+        layout=make_layout,
+        has_versions=True,
+    )
+    assert learner.scored == ()
+    versions = np.random.default_rng(3).integers(0, 4, (ROWS, LENGTH)).astype(np.int32)
+    batch, controls = ragged_batch().replace(versions=versions), learner.controls(3, 9)
+    state = init_state(MODEL, config, VOCAB, make_layout(ONE), seed=0)
+    scores = score_batch(MODEL, config, make_layout(ONE), 1.0, state.params, batch)
+    mask, lag = batch.turn_ids > 0, 4 - versions
+    gaps = np.where(mask, np.asarray(scores.logprobs, np.float64) - batch.logprobs, 0)
+    weights, ratio = np.minimum(np.exp(gaps * (1 - 1 / lag)), 2), np.exp(gaps / lag)
+    gain = np.minimum(ratio * batch.advantages, np.clip(ratio, 0.8, 1.2) * batch.advantages)
+    metrics = read_metrics(learner.update(TrainPlan(ONE, 2, False), state, batch, controls)[1])
+    assert metrics["loss"] == pytest.approx(-np.mean((weights * gain)[mask]), rel=1e-4)
+    assert metrics["importance_mean"] == pytest.approx(weights[mask].mean(), rel=1e-4)
+
+
 @pytest.mark.slow
 def test_the_reference_policy_is_the_base_of_the_adapters():
     """Uses trained adapters, whose own log-probs differ; on one device and sharded."""

@@ -25,10 +25,10 @@ class TokenFacts:
     samples of a row, each of consecutive tokens; it is 0 in padding, and one number for a whole
     episode unless it forks. `logprobs` and `entropy` are of
     the policy that is updated, and the only fields with a gradient. `behaviour` are
-    log-probs of the policy that sampled; `proximal` of the policy that the step begins with, None
-    unless the algorithm needs them or the trainer corrects for who sampled
-    (config.train.correction); `reference` of the frozen reference policy, None unless the algorithm
-    needs them.
+    log-probs of the policy that sampled; `proximal` of the policy that the step begins with, or
+    interpolated (config.train.proximal), None unless the algorithm needs them or the trainer
+    corrects for who sampled (config.train.correction); `reference` of the frozen reference policy,
+    None unless the algorithm needs them.
 
     Example: prompt p0 p1, reply a0 a1, one place of padding: mask 0 0 1 1 0, sequences 1 1 1 1 0.
     """

@@ -93,10 +93,15 @@ class TrainConfig:
     each token is weighted by how much likelier that one finds it than the one that sampled, at most
     `importance_cap`. "truncated_sequence": the same with the product of these weights over the
     token's sequence. "masked": tokens whose weight is above `importance_cap` or below
-    1 / `importance_cap` have no loss (see `algorithms.losses.importance_weights`). With more
-    than one update a step that costs one more forward pass a step. "auto" is "truncated" where the
-    rollout has another precision than the trainer (config.rollout.weight_dtype, kv_dtype or
-    compute_dtype), or older weights (config.asynchrony.max_staleness), else "none".
+    1 / `importance_cap` have no loss (see `algorithms.losses.importance_weights`). "auto" is
+    "truncated" where the rollout has another precision than the trainer
+    (config.rollout.weight_dtype, kv_dtype or compute_dtype), or older weights
+    (config.asynchrony.max_staleness), else "none".
+
+    `proximal` is how a correction finds the log-probs of the policy that the step begins with, if a
+    step has more than one update. "recompute": with one more forward pass a step. "log_linear":
+    without one, interpolated between those of the policy that sampled and of the one that is
+    updated, by how many updates they are apart (`algorithms.losses.log_linear_proximal`).
 
     `sft_steps`: in the first so many RL steps, the batch is followed by
     `sft_updates` supervised updates on games of random legal moves (a trail's steps are
@@ -126,6 +131,7 @@ class TrainConfig:
     max_grad_norm: float = 1.0
     correction: Literal["auto", "none", "truncated", "truncated_sequence", "masked"] = "auto"
     importance_cap: float = 2.0
+    proximal: Literal["recompute", "log_linear"] = "recompute"
     entropy_coefficient: float = 0.0
     final_entropy_coefficient: float = 0.0
     ratio: Literal["behaviour", "model"] = "behaviour"

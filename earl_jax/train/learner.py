@@ -57,11 +57,13 @@ class Learner:
         seed: int = 0,
         checkpoint: Checkpoint | None = None,
         trains: bool = True,
+        has_versions: bool = False,
     ) -> None:
         """`layout` returns the trainer's layout of a mesh; see `make_train_step` for the others.
 
         Training begins with the weights of `checkpoint`, or without one with those of `seed`. A
-        process that never `trains` has no part of any state.
+        process that never `trains` has no part of any state. Updates that have versions
+        (`has_versions`) are given that of the weights that the step begins with.
 
         Raises:
             ValueError: adapters that this model cannot have.
@@ -73,8 +75,14 @@ class Learner:
         # Now, because it raises.
         trained_specs(model, config, vocab_size)
         self.networks = networks_of(algorithm, has_adapters=config.lora.rank > 0)
-        updates = config.epochs * config.mini_batches
-        self.scored = scored_passes(algorithm, updates=updates, corrects=importance_cap > 0)
+        self.has_versions = has_versions
+        assert has_versions or config.proximal == "recompute", "the config was not validated"
+        self.scored = scored_passes(
+            algorithm,
+            updates=config.epochs * config.mini_batches,
+            corrects=importance_cap > 0,
+            recomputes=config.proximal == "recompute",
+        )
 
     def state_shapes(self) -> TrainState:
         """Returns a TrainState as shapes."""
@@ -153,6 +161,7 @@ class Learner:
             algorithm=ALGORITHMS["sft"] if sft else self.algorithm,
             importance_cap=0.0 if sft else self.importance_cap,
             networks=self.networks,
+            has_versions=self.has_versions and not sft,
         )
 
     @functools.cache  # noqa: B019
@@ -179,13 +188,13 @@ class Learner:
             self.state_shardings(plan.mesh),
         )
         batch = batch_shapes(rows, length, self.layout(plan.mesh), scored=self.scored)
-        controls = jax.ShapeDtypeStruct((2 + self.networks.critic,), np.float32)
+        controls = jax.ShapeDtypeStruct(self.controls(0, 1).shape, np.float32)
         return self.program(plan).lower(state, batch, controls)
 
     def controls(self, step: int, num_steps: int) -> np.ndarray:
         """Returns f32[2] for RL step `step` of `num_steps`: learning rate, entropy coefficient.
 
-        With a critic f32[3], with its learning rate.
+        With a critic one more, its learning rate; with versions one more, which is the step's.
         """
         config = self.config
         values = [learning_rate(config, step, num_steps)]
@@ -193,6 +202,8 @@ class Learner:
         if self.networks.critic:
             values[0] *= step >= config.critic.pretrain_steps
             values.append(critic_learning_rate(config, step))
+        if self.has_versions:
+            values.append(step)
         return np.array(values, np.float32)
 
     def sft_controls(self) -> np.ndarray:

@@ -12,7 +12,12 @@ import jax.numpy as jnp
 import optax
 
 from earl_jax.algorithms.algorithm import Algorithm, TokenFacts, ValueFacts
-from earl_jax.algorithms.losses import importance_weights, kl_estimate, likelihood_ratio
+from earl_jax.algorithms.losses import (
+    importance_weights,
+    kl_estimate,
+    likelihood_ratio,
+    log_linear_proximal,
+)
 from earl_jax.algorithms.requirements import Networks
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.logprobs import TokenScores
@@ -68,7 +73,9 @@ class Update:
 
     `importance_cap` above 0 corrects for who sampled: the ratio is relative to the proximal policy,
     and the loss of each token is weighted with `importance_weights` of config.correction. With more
-    than one update a batch, give the batch what `make_scorer` computes.
+    than one update a batch, give the batch what `make_scorer` computes, unless config.proximal is
+    "log_linear", which needs versions. Where the update `has_versions`, the last of its controls is
+    the version of the weights that the step begins with.
     """
 
     model: ModelConfig
@@ -80,6 +87,7 @@ class Update:
     algorithm: Algorithm
     importance_cap: float = 0.0
     networks: Networks = Networks()
+    has_versions: bool = False
 
     @property
     def trains_critic(self) -> bool:
@@ -100,7 +108,7 @@ class Update:
     def totals(self, state: TrainState, batch: TrajectoryBatch, controls: jax.Array) -> Totals:
         """Returns the sums of a batch, whose gradients add up over its micro-batches."""
         grads, (sums, routing) = _accumulate(
-            lambda part: self._gradients(state, part, controls[1]),
+            lambda part: self._gradients(state, part, controls),
             batch,
             self.config.micro_batches,
             self.layout,
@@ -153,8 +161,9 @@ class Update:
         )
         return state, metrics | _routing_metrics(self.model, routing)
 
-    def _gradients(self, state: TrainState, batch: TrajectoryBatch, bonus: jax.Array) -> Any:
-        of_policy, (sums, routing) = self._policy_gradients(state.params, state.base, batch, bonus)
+    def _gradients(self, state: TrainState, batch: TrajectoryBatch, controls: jax.Array) -> Any:
+        given = state.params, state.base, batch, controls
+        of_policy, (sums, routing) = self._policy_gradients(*given)
         if not self.trains_critic:
             return (of_policy,), (sums, routing)
         of_critic, of_values = self._value_gradients(state.critic, batch)
@@ -171,14 +180,17 @@ class Update:
         sums = functools.partial(_value_sums, self.model, self.config, self.layout, self.algorithm)
         return jax.jit(jax.grad(sums, has_aux=True), inline=True)
 
-    def _loss_sums(self, params: Params, base: Params, batch: TrajectoryBatch, bonus: jax.Array):
+    def _loss_sums(self, params: Params, base: Params, batch: TrajectoryBatch, controls: jax.Array):
         config, algorithm = self.config, self.algorithm
         params = policy_parameters(config, params, base)
         scores, routing = score_routed(
             self.model, config, self.layout, self.temperature, params, batch
         )
         with_proximal = self.importance_cap > 0 or "proximal" in algorithm.all_needs
-        facts = token_facts(scores, batch, with_proximal=with_proximal)
+        lag = None
+        if config.proximal == "log_linear" and self.has_versions:
+            lag = controls[-1] + 1 - batch.versions
+        facts = token_facts(scores, batch, with_proximal=with_proximal, lag=lag)
         losses, metrics, aggregation = algorithm.loss(facts, algorithm.settings)
         if self.importance_cap:
             correction = "truncated" if config.correction == "auto" else config.correction
@@ -186,7 +198,7 @@ class Update:
             losses = losses * weight
             metrics = metrics | {"importance_mean": weight, "truncated_fraction": cut}
         mismatch = jnp.abs(facts.logprobs - facts.behaviour)
-        losses -= bonus * facts.entropy
+        losses -= controls[1] * facts.entropy
         ratio = likelihood_ratio(facts.logprobs, facts.behaviour)
         metrics = metrics | {
             "loss": losses if aggregation is None else losses * aggregation.weights,
@@ -283,10 +295,12 @@ def token_facts(
     batch: TrajectoryBatch,
     *,
     with_proximal: bool = False,
+    lag: jax.Array | None = None,
 ) -> TokenFacts:
     """Returns the facts of a batch, zeros wherever the policy did not sample a token that counts.
 
-    Without `batch.proximal` the update is the batch's first, and the proximal policy this one.
+    Without `batch.proximal` the update is the batch's first, and the proximal policy this one; or
+    it is interpolated with the `lag` of each token (`log_linear_proximal`).
     """
     mask = batch.turn_ids > 0
 
@@ -296,6 +310,8 @@ def token_facts(
     proximal = None
     if with_proximal:
         current = jax.lax.stop_gradient(scores.logprobs)
+        if lag is not None:
+            current = log_linear_proximal(current, batch.logprobs, lag)
         proximal = masked(current if batch.proximal is None else batch.proximal)
     return TokenFacts(
         mask=mask,
