@@ -31,6 +31,7 @@ from earl_jax.train.learner import Learner
 from earl_jax.train.scoring import score_batch
 from earl_jax.train.state import init_state
 from earl_jax.train.step import read_metrics
+from earl_jax.train.update import Totals, Update, add_totals
 from earl_jax.trajectory import Outcome, TrajectoryBatch
 from tests.support.placements import TINY, begin
 from tests.support.settings import make_config
@@ -329,6 +330,34 @@ def test_the_effective_sample_size_by_hand():
     expected = weights.sum() ** 2 / (weights**2).sum() / weights.size
     found = updated(learner, batch)[1]["effective_sample_size"]
     assert 0 < found < 1 and found == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_learning_rate_is_scaled_by_the_effective_sample_size():
+    """Of four tokens with ratios 1, 1 in one part and 1, 3 in another: 6^2 / 12 / 4 = 3/4.
+
+    The first step of Adam is one of the learning rate against the gradient's sign.
+    """
+    state = init_state(MODEL, TrainConfig(), VOCAB, make_layout(ONE), seed=0)
+    grads = (jax.tree.map(lambda leaf: jnp.full_like(leaf, -2.0), state.params),)
+
+    def totals(ratios: float, squares: float) -> Totals:
+        sums = {"loss": 1.0, "divisor": 2.0, "ratio": ratios, "ratio_squared": squares}
+        return Totals(grads, jax.tree.map(jnp.float32, sums), None, jnp.int32(2))
+
+    both = add_totals(totals(2, 2), totals(4, 10))
+    for scaling, expected in (("none", 1.0), ("linear", 0.75), ("sqrt", 0.75**0.5)):
+        update = Update(
+            MODEL,
+            TrainConfig(max_grad_norm=1e9, ess_scaling=scaling),
+            make_layout(ONE),
+            vocab_size=VOCAB,
+            temperature=1.0,
+            algorithm=ALGORITHMS["grpo"],
+        )
+        after, metrics = jax.jit(update.apply)(state, both, CONTROLS)
+        assert float(metrics["effective_sample_size"]) == pytest.approx(0.75)
+        for new, old in zip(*map(jax.tree.leaves, (after.params, state.params)), strict=True):
+            np.testing.assert_allclose(new - old, 1e-3 * expected, atol=1e-6)
 
 
 def test_maxima_of_micro_batches_are_those_of_the_batch_below_zero_too():

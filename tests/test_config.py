@@ -381,6 +381,7 @@ def test_a_broken_rule_is_an_error_that_names_the_field(override, words):
                 (["train.epochs=2", "rollout.weight_dtype=int8"], "max_staleness is 0"),
             )
         ),
+        (["train.ess_scaling=sqrt"], "train.ess_scaling", "config.train.epochs is 1"),
         (["tasks.reward=a:b"], "tasks.reward", "a dataset needs config.tasks.path"),
     ],
 )
@@ -403,6 +404,7 @@ def test_the_same_keys_are_fine_where_they_do_something():
         "env.args.opponent=mcts",
         "env.args.mcts_simulations=7",
         "train.proximal=log_linear",
+        "train.ess_scaling=sqrt",
         "train.epochs=2",
         "asynchrony.max_staleness=2",
     )

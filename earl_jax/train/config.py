@@ -63,10 +63,14 @@ class TrainConfig:
     `micro_batches` accumulate gradients within one update.
 
     The learning rate rises over `warmup_steps` RL steps; with a `schedule` other than "constant" it
-    then falls to `final_learning_rate` at the last step. An entropy bonus, added to the algorithm's
-    loss, goes linearly from `entropy_coefficient` to `final_entropy_coefficient`, which the last
-    step has. `logprob_chunk` tokens of every row are scored at a time. `remat`
-    recomputes activations in the backward pass.
+    then falls to `final_learning_rate` at the last step. `ess_scaling` multiplies the policy's rate
+    in each update by the effective sample size of its tokens, as a fraction of them (the metric
+    `effective_sample_size`), or by its root: "linear" or "sqrt" (VCPO, arXiv 2602.17616, which
+    takes the root for AdamW). So a batch that few large ratios dominate makes a small update.
+
+    An entropy bonus, added to the algorithm's loss, goes linearly from `entropy_coefficient` to
+    `final_entropy_coefficient`, which the last step has. `logprob_chunk` tokens of every row are
+    scored at a time. `remat` recomputes activations in the backward pass.
 
     `optimizer` is optax's "adamw", "lion", "adafactor" (second moments of matrices of at least 128
     by 128 factored, no momentum, updates of at most RMS 1, no scaling by the parameter) or "muon",
@@ -121,6 +125,7 @@ class TrainConfig:
     learning_rate: float = 1e-6
     final_learning_rate: float = 0.0
     warmup_steps: int = 10
+    ess_scaling: Literal["none", "linear", "sqrt"] = "none"
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     optimizer: Literal["adamw", "adafactor", "lion", "muon"] = "adamw"
     momentum_dtype: Literal["float32", "bfloat16"] = "float32"

@@ -152,9 +152,12 @@ class Learner:
         return make_part_steps(self._update(plan))
 
     def _update(self, plan: TrainPlan, *, sft: bool = False) -> Update:
+        config = self._config_of(plan)
+        # Nobody sampled the examples, so that there is no ratio.
+        config = dataclasses.replace(config, ess_scaling="none") if sft else config
         return Update(
             self.model,
-            self._config_of(plan),
+            config,
             self.layout(plan.mesh),
             vocab_size=self.vocab_size,
             temperature=self.temperature,

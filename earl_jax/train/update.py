@@ -119,10 +119,13 @@ class Update:
         self, state: TrainState, totals: Totals, controls: jax.Array
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Returns the state behind the update, and its metrics."""
-        rates = controls[0], *controls[2:]
         grads, sums, routing, count = totals
         sums = dict(sums)
         tokens = jnp.maximum(count, 1).astype(jnp.float32)
+        ratios, squares = sums.pop(_RATIO), sums.pop(_RATIO_SQUARED)
+        # Kish's (sum w)^2 / sum w^2, as a fraction of the tokens.
+        sample_size = ratios**2 / (tokens * jnp.maximum(squares, 1e-30))
+        rates = _scaled(controls[0], sample_size, self.config.ess_scaling), *controls[2:]
         divisor = jnp.where(count > 0, sums.pop(_DIVISOR), 1.0)
         optimizers = self.optimizers
         each_network = (optimizers, grads, state.moments, state.trained, rates, (divisor, tokens))
@@ -136,15 +139,13 @@ class Update:
             (tuple(each.params for each in steps), tuple(each.moments for each in steps)),
             (state.trained[: len(steps)], state.moments[: len(steps)]),
         )
-        ratios, squares = sums.pop(_RATIO), sums.pop(_RATIO_SQUARED)
         metrics = {
             name: jnp.where(count > 0, value, 0.0) if _is_maximum(name) else value / tokens
             for name, value in sums.items()
         }
         metrics |= {
             "loss": sums["loss"] / divisor,
-            # Kish's (sum w)^2 / sum w^2, as a fraction of the tokens.
-            "effective_sample_size": ratios**2 / (tokens * jnp.maximum(squares, 1e-30)),
+            "effective_sample_size": sample_size,
             "grad_norm": norms[1],
             "policy_tokens": tokens,
             "skipped_updates": 1.0 - is_finite,
@@ -223,6 +224,13 @@ def add_totals(totals: Totals, more: Totals) -> Totals:
     return jax.tree.map(jnp.add, totals._replace(sums={}), more._replace(sums={}))._replace(
         sums=sums
     )
+
+
+def _scaled(rate: jax.Array, sample_size: jax.Array, scaling: str) -> jax.Array:
+    """Returns a learning rate scaled by the effective sample size, a fraction of the tokens."""
+    if scaling == "none":
+        return rate
+    return rate * (jnp.sqrt(sample_size) if scaling == "sqrt" else sample_size)
 
 
 class _NetworkStep(NamedTuple):
