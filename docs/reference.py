@@ -110,7 +110,7 @@ METRICS: dict[str, dict[str, str]] = {
         "loss": "Loss of the step's last update.",
         "kl": "KL to the policy that sampled (k3 estimate), in the last update.",
         "entropy": "Mean entropy of the policy, in the first update.",
-        "learning_rate": "Learning rate of the step.",
+        "learning_rate": "Learning rate of the step, before `config.train.ess_scaling`.",
         "entropy_coefficient": "Coefficient of the entropy bonus.",
         "skipped_updates": "Updates that were skipped: loss, gradient or step was not finite.",
         "sft_loss": "Loss of the last supervised update, where there are some.",

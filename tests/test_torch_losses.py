@@ -172,8 +172,8 @@ def test_values_and_gradients_are_those_of_torch(case):
     scores = TokenScores(jnp.asarray(facts["logprobs"]), jnp.asarray(facts["entropy"]))
 
     def mean_loss(logprobs):
-        bonus = case.get("entropy_coefficient", 0.0)
-        sums = update.loss_sums(scores._replace(logprobs=logprobs), batch, bonus)
+        controls = jnp.asarray([0.0, case.get("entropy_coefficient", 0.0)])
+        sums = update.loss_sums(scores._replace(logprobs=logprobs), batch, controls)
         return sums["loss"] / jnp.maximum(sums["divisor"], 1.0)
 
     loss, gradient = jax.value_and_grad(mean_loss)(scores.logprobs)

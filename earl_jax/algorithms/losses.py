@@ -31,6 +31,17 @@ def kl_estimate(logprobs: jax.Array, other: jax.Array) -> jax.Array:
     return jnp.exp(gap) - 1.0 - gap
 
 
+def log_linear_proximal(logprobs: jax.Array, behaviour: jax.Array, lag: jax.Array) -> jax.Array:
+    """Returns log-probs of the proximal policy, interpolated: A-3PO (arXiv 2512.06547).
+
+    behaviour / lag + (1 - 1 / lag) * logprobs, without a gradient. `lag`, at least 1, is how many
+    updates the policy that is updated is ahead of the one that sampled, and the proximal policy is
+    one behind it: of a token that the proximal policy sampled, lag is 1 and the result `behaviour`.
+    """
+    gap = jax.lax.stop_gradient(logprobs) - behaviour
+    return behaviour + (1.0 - 1.0 / jnp.maximum(lag, 1.0)) * gap
+
+
 def truncated_importance(
     proximal: jax.Array, behaviour: jax.Array, cap: float
 ) -> tuple[jax.Array, jax.Array]:

@@ -458,6 +458,8 @@ def _idle_training(config: Config) -> Iterator[_Idle]:
     for name, reason in getattr(config.algorithm_args, "idle", tuple)():
         yield True, f"algorithm_args.{name}", reason
     yield config.importance_cap == 0, "train.importance_cap", "there is no correction here"
+    yield from _idle_proximal(config, is_one_update=is_one_update)
+    yield is_one_update and same_policy, "train.ess_scaling", one_update
     for name in ("alpha", "targets", "base_dtype"):
         yield train.lora.rank == 0, f"train.lora.{name}", "config.train.lora.rank is 0"
     value_clip = config.algorithm in ALGORITHMS and hasattr(config.algorithm_args, "value_clip")
@@ -468,6 +470,17 @@ def _idle_training(config: Config) -> Iterator[_Idle]:
     for name in ("sft_updates", "sft_learning_rate"):
         none = "config.train.sft_steps is 0"
         yield train.sft_steps == 0, f"train.{name}", none
+
+
+def _idle_proximal(config: Config, *, is_one_update: bool) -> Iterator[_Idle]:
+    no_correction = config.importance_cap == 0
+    no_correction = no_correction and "proximal" not in config.make_algorithm().all_needs
+    one_update = "the only update of a step has these log-probs without a pass: "
+    one_update += "config.train.epochs is 1 and config.train.mini_batches too"
+    newest = "the newest weights sampled every token: config.asynchrony.max_staleness is 0"
+    yield no_correction, "train.proximal", "there is no correction here"
+    yield is_one_update, "train.proximal", one_update
+    yield config.asynchrony.max_staleness == 0, "train.proximal", newest
 
 
 def _get(config: Any, path: str) -> Any:

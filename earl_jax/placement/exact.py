@@ -115,6 +115,7 @@ class _Compiler:
             vocab_size=self.vocab_size,
             temperature=config.train_temperature,
             importance_cap=config.importance_cap,
+            has_versions=config.asynchrony.max_staleness > 0,
             layout=lambda mesh: make_layout(mesh, self.trainers, row_axes=TRAINING_ROWS),
         )
         chip = learner.layout(plan.mesh).mesh.devices.flat[0]  # pyright: ignore

@@ -118,6 +118,7 @@ def build_run(
         vocab_size=origin.vocab_size,
         temperature=config.train_temperature,
         importance_cap=config.importance_cap,
+        has_versions=config.asynchrony.max_staleness > 0,
         layout=layouts.train,
         seed=config.seed,
         checkpoint=origin.checkpoint,
