@@ -249,7 +249,9 @@ def train_footprint(
     """
     weights, moments = trainer_bytes(sizes, mesh)
     numbers = device_bytes(sizes.trained + sizes.critic, mesh) // 4
-    of_base = device_bytes([p._replace(itemsize=1) for p in sizes.frozen], mesh)
+    # A base that is stored in the compute type is read as it is.
+    cast = [p._replace(itemsize=1) for p in sizes.frozen if p.itemsize != sizes.compute_bytes]
+    of_base = device_bytes(cast, mesh)
     copies = (numbers + of_base) * sizes.compute_bytes if sizes.compute_bytes < 4 else 0
     rows = work.num_rows // work.micro_batches // (mesh.data * mesh.fsdp * mesh.expert)
     tokens = rows * length // mesh.context
