@@ -35,8 +35,8 @@ from earl_jax.settings.differences import differences
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
 from earl_jax.sharding.reshard import reshard
-from earl_jax.train.offload import load_moments
 from earl_jax.train.disk_errors import say_disk_errors_once
+from earl_jax.train.offload import load_moments
 from earl_jax.train.state import TrainState
 
 # Returns what each process gives: `Cluster.gather`.
