@@ -75,8 +75,11 @@ def _lower_update(point: Point, layout: Any) -> tuple[Any, str]:
 
 
 def _lower_round(point: Point, layout: Any) -> tuple[Any, str]:
+    import jax
+
     from earl_jax.engine.config import EngineConfig, SlotRules
     from earl_jax.engine.engine import Engine
+    from earl_jax.models.attention.kernels import choose_pages_kernel
 
     slots = point.rows * layout.num_row_shards
     config = EngineConfig(
@@ -90,7 +93,11 @@ def _lower_round(point: Point, layout: Any) -> tuple[Any, str]:
         rules=SlotRules(burst=BURST, end_of_turn_ids=(0,)),
         seed=0,
     )
-    return Engine(config, layout).lower_play(point.length), "pages"
+    kernel = choose_pages_kernel("auto", layout, config.model, PAGE).kernel
+    engine = Engine(config, layout)
+    # Kernels ask JAX's default device which chip they are for.
+    with jax.default_device(layout.mesh.devices.flat[0]):
+        return engine.lower_play(point.length), f"pages, {kernel}"
 
 
 COLLECTIVE = re.compile(

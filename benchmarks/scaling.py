@@ -3,7 +3,7 @@
 """The planner's share of communication from 8 to 4,096 devices, and processes of this machine.
 
     uv run python -m benchmarks.scaling              # writes the table of scaling.md; seconds
-    uv run python -m benchmarks.scaling --processes=1,2 --workdir=DIR   # tokens/s, pinned to cores
+    uv run python -m benchmarks.scaling --processes=1,2,4 --workdir=DIR   # tokens/s, a core each
 
 A stage's share of communication is what its time loses to links: the time of the same plan less
 that with links that take no time, by the speed model of the selector. No device is needed.
@@ -113,20 +113,23 @@ def percent(part_s: float, whole_s: float) -> str:
 
 
 def tokens_per_s(num: int, workdir: Path, steps: int) -> dict[str, Any]:
-    """Runs the tiny config in `num` processes, each pinned to a core; returns its speeds."""
+    """Runs the tiny config on four devices of `num` processes, each pinned to a core.
+
+    Returns its speeds. Processes beyond the cores share them.
+    """
+    if num not in (1, 2, 4):
+        raise SystemExit(f"--processes={num}: the run has four devices, for 1, 2 or 4 processes")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     cores, folder = sorted(os.sched_getaffinity(0)), workdir / f"{num}_processes"
-    if num > len(cores):
-        raise SystemExit(f"--processes={num}: this machine has {len(cores)} cores")
     started = []
     for n in range(num):
-        line = ["taskset", "-c", str(cores[n]), sys.executable, "-m", "earl_jax.main"]
+        line = ["taskset", "-c", str(cores[n % len(cores)]), sys.executable, "-m", "earl_jax.main"]
         line += ["--config=configs/tictactoe_tiny_cpu.py", f"--workdir={folder}"]
         line += [f"--config.num_steps={WARM + steps}", "--config.eval.every_steps=100000"]
         # One mesh for both stages: the number of processes is all that differs.
-        line += [f"--config.devices.num_cpu_devices={2 // num}"]
-        line += [f"--config.selector.{stage}_meshes=('data=2',)" for stage in ("rollout", "train")]
+        line += [f"--config.devices.num_cpu_devices={4 // num}"]
+        line += [f"--config.selector.{stage}_meshes=('data=4',)" for stage in ("rollout", "train")]
         if num > 1:
             line += [f"--config.distributed.coordinator=127.0.0.1:{port}"]
             line += [f"--config.distributed.num_processes={num}"]
@@ -139,6 +142,7 @@ def tokens_per_s(num: int, workdir: Path, steps: int) -> dict[str, Any]:
     timed = [row for row in rows if row["step"] > WARM]
     return {
         "processes": num,
+        "cores": min(num, len(cores)),
         "rollout tokens/s": statistics.median(row["rollout_tokens_per_s"] for row in timed),
         "train tokens/s": statistics.median(row["train_tokens_per_s"] for row in timed),
         "steps": len(timed),
@@ -147,7 +151,9 @@ def tokens_per_s(num: int, workdir: Path, steps: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--processes", default="", help="numbers of processes to run, such as 1,2")
+    parser.add_argument(
+        "--processes", default="", help="numbers of processes to run, such as 1,2,4"
+    )
     parser.add_argument("--workdir", type=Path, help="a new folder for these runs")
     parser.add_argument("--steps", type=int, default=20, help="steps that are timed")
     flags = parser.parse_args()

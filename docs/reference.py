@@ -55,6 +55,8 @@ METRICS: dict[str, dict[str, str]] = {
         "overdue_tokens": "Tokens of trained episodes whose loss is left out: they are beyond the "
         "bound (config.asynchrony.rule 'mask').",
         "stale_episodes": "Episodes that were given up because they were too old, or none.",
+        "refilled_groups": "Groups that the algorithm does not keep, in whose place others were "
+        "played (config.asynchrony.refill), or none.",
         "stale_tokens": "Tokens of the policy in these.",
         "stale_tokens_mean": "Their mean; far from that of the trained ones, it is a bias.",
     },
@@ -108,7 +110,7 @@ METRICS: dict[str, dict[str, str]] = {
         "loss": "Loss of the step's last update.",
         "kl": "KL to the policy that sampled (k3 estimate), in the last update.",
         "entropy": "Mean entropy of the policy, in the first update.",
-        "learning_rate": "Learning rate of the step.",
+        "learning_rate": "Learning rate of the step, before `config.train.ess_scaling`.",
         "entropy_coefficient": "Coefficient of the entropy bonus.",
         "skipped_updates": "Updates that were skipped: loss, gradient or step was not finite.",
         "sft_loss": "Loss of the last supervised update, where there are some.",

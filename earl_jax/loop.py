@@ -77,7 +77,7 @@ class PlayedStep:
     They were played with `plan`, in rows of `max_tokens` tokens. Row i of `experience` is that of
     `trajectories[i]`. Where the episodes went to the trainer as they were finished, they are in the
     `update`, and there is no experience. `dropped` are episodes that were given up since the step
-    before, because they were too old.
+    before, because they were too old, and `refilled` those in whose place others were played.
     """
 
     plan: RolloutPlan
@@ -91,6 +91,7 @@ class PlayedStep:
     dispatch_host_bytes: int | None = 0
     update: StepUpdate | None = None
     dropped: list[Outcome] = dataclasses.field(default_factory=list)
+    refilled: list[Outcome] = dataclasses.field(default_factory=list)
 
 
 class Player(Protocol):
@@ -193,8 +194,9 @@ def rl_step(
         publish_bytes=done.publish_bytes,
         publish_host_bytes=host_bytes[1],
         stage_s=timer.seconds,
-        group_shares=group_shares(run.learner.algorithm, done.played.outcomes),
+        group_shares=group_shares(run.learner.algorithm, [*done.played.outcomes, *done.refilled]),
         dropped=done.dropped,
+        refilled=done.refilled,
     )
     after = Position(
         step=step + 1,

@@ -17,11 +17,13 @@ their gradients are computed while the others are played (StreamRL, arXiv 2504.1
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from earl_jax.algorithms.advantages import is_useless
 from earl_jax.engine.session import Session
 from earl_jax.loop import PlayedStep, StepStopped
 from earl_jax.models.lora import fingerprint
@@ -73,7 +75,12 @@ class AsyncPlayer:
         self._run, self._placement = run, placement
         self._events = events or Events()
         self._settings = run.config.asynchrony
-        self._groups = OpenGroups(run.tasks, self._settings, self._events)
+        self._groups = OpenGroups(
+            run.tasks,
+            self._settings,
+            self._events,
+            is_useless=functools.partial(is_useless, run.learner.algorithm),
+        )
         self._service: RolloutService | None = None
         # The service's counts when a step took its episodes.
         self._counted = RolloutStats()
@@ -178,6 +185,7 @@ class AsyncPlayer:
                 self._stream(taken.update, position, episodes, experience)
         self._taken = None
         dropped, groups.dropped = groups.dropped, []
+        refilled, groups.refilled = groups.refilled, []
         done = taken.in_order()
         rollout = Rollout(
             trajectories=done,
@@ -199,6 +207,7 @@ class AsyncPlayer:
             dispatch_host_bytes=taken.dispatch_host_bytes,
             update=taken.update,
             dropped=dropped,
+            refilled=refilled,
         )
 
     def _new_update(self, position: Position) -> StepUpdate | None:

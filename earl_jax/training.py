@@ -27,6 +27,7 @@ from earl_jax.rollout.actor import Stopped
 from earl_jax.rollout.events import EVENTS, Events, drop_events, read_events
 from earl_jax.rollout.load import expected_tokens
 from earl_jax.run.build import Run, build_run
+from earl_jax.run.source import open_source
 from earl_jax.run.step_record import StepRecord
 from earl_jax.run.workdir import (
     Position,
@@ -34,7 +35,6 @@ from earl_jax.run.workdir import (
     keep_config,
     named_where_removed,
     new_placement,
-    open_source,
     open_workdir,
     resume,
     save,
@@ -314,6 +314,7 @@ class Training:
         Raises EpisodesFailed, when what was before it is saved.
         """
         choices, player = self._choices(), self.player
+        self.placement.steps_left = self.run.config.num_steps - position.step
         try:
             position, record = rl_step(self.run, self.placement, position, player)
             if player is not None:
@@ -406,6 +407,8 @@ class Training:
         notes = [note for part, _ in parts for note in part["switch_notes"]]
         switched = [stage for part, _ in parts for stage in part["switched"]]
         compile_s = max(seconds for _, seconds in parts)
+        if not self.ahead.is_on:
+            self.placement.compile_s = max(self.placement.compile_s, compile_s)
         return {
             **record.metrics(),
             "train_mesh": str(self.placement.train.mesh),

@@ -52,10 +52,11 @@ class Trajectory:
     """One finished episode.
 
     `episode` numbers the episodes of a run and seeds the sampling. `group` names the episodes that
-    share one task. `role` is the side that the policy played ("x", "o"). `turn_rewards` holds one
-    reward per policy turn that was answered (a turn whose environment failed has none), `reward` is
-    their sum. `row` is the row of the device buffers that holds its tokens. `metrics` are what the
-    environment reported (`StepResult.metrics`).
+    share one task. `role` is the side that the policy played ("x", "o"), of several the first, and
+    `turn_roles` has the side of each policy turn where it played several, else nothing.
+    `turn_rewards` holds one reward per policy turn that was answered (a turn whose environment
+    failed has none), `reward` is their sum. `row` is the row of the device buffers that holds
+    its tokens. `metrics` are what the environment reported (`StepResult.metrics`).
 
     Example: prompt ids (9, 8), reply (4, 2), answer (9, 5, 8), reply (6, 2) is four turns of nine
     tokens; the policy wrote tokens 2, 3, 7 and 8.
@@ -70,6 +71,7 @@ class Trajectory:
     row: int
     detail: str = ""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    turn_roles: tuple[str, ...] = ()
 
     @property
     def reward(self) -> float:
@@ -123,6 +125,7 @@ class Trajectory:
             versions=tuple(sorted(versions.items())),
             detail=self.detail[:_DETAIL_SHOWN] if self.stop_reason in FAILURES else "",
             metrics=self.metrics,
+            turn_roles=self.turn_roles,
         )
 
 
@@ -146,6 +149,7 @@ class Outcome:
     versions: tuple[tuple[int, int], ...]
     detail: str = ""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    turn_roles: tuple[str, ...] = ()
 
     @property
     def reward(self) -> float:

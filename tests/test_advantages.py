@@ -18,6 +18,7 @@ from earl_jax.algorithms.advantages import (
     discounted_returns,
     group_relative,
     group_shares,
+    is_useless,
     leave_one_out,
     moving_means,
     next_averages,
@@ -25,7 +26,7 @@ from earl_jax.algorithms.advantages import (
     reinforce,
 )
 from earl_jax.algorithms.algorithm import RewardFacts
-from earl_jax.algorithms.algorithms import ALGORITHMS
+from earl_jax.algorithms.algorithms import ALGORITHMS, outcomes_differ
 from earl_jax.algorithms.sequences import normalized
 from earl_jax.algorithms.settings import (
     ClippedSettings,
@@ -33,6 +34,7 @@ from earl_jax.algorithms.settings import (
     GrpoSettings,
     ReinforceSettings,
 )
+from earl_jax.settings.errors import InputError
 from earl_jax.trajectory import FAILURES
 from tests.support.trajectories import make_trajectory
 
@@ -278,6 +280,47 @@ def test_advantages_are_relative_to_the_roles_average_before_the_batch():
     assert next_averages(GRPO, played, {"x": 1.0}) == {}
 
 
+# Self-play: an episode is each of its sides.
+
+
+def test_each_side_of_self_play_is_credited_with_its_own_rewards_and_average():
+    """Turns x, o, x of rewards 0, -1, 1: returns 1, 1 of x and -1 of o, minus 0.5 and -0.25."""
+    won = make_trajectory(0, (0.0, -1.0, 1.0), turn_roles=("x", "o", "x"))
+    lost = make_trajectory(1, (-1.0, 1.0), turn_roles=("x", "o"))
+    # x's third reply was not answered, and its first move of the last game was illegal.
+    cut = make_trajectory(2, (0.0, -2.0), turn_roles=("x", "o", "x"), stop_reason="turn_too_long")
+    alone = make_trajectory(3, (-2.0,), stop_reason="illegal")
+    played, before = [won, lost, cut, alone], {"x": 0.5, "o": -0.25}
+    spiral = ALGORITHMS["spiral"]
+    counts, table = assign_credit(spiral, played, before)
+    assert counts.all()
+    expected = [[0.5, -0.75, 0.5], [-1.5, 1.25, 0], [-0.5, -1.75, 0], [-2.5, 0, 0]]
+    np.testing.assert_array_equal(table[:, :3], expected)
+    # Of x: returns 1, -1, 0, -2; of o: -1, 1, -2.
+    assert next_averages(spiral, played, before) == {
+        "x": pytest.approx(0.95 * 0.5 + 0.05 * -0.5),
+        "o": pytest.approx(0.95 * -0.25 + 0.05 * -2 / 3),
+    }
+
+
+def test_groups_of_self_play_compare_a_side_with_the_same_side():
+    """x: 1 and -1 are kept; o's equal rewards are not, and get no advantage."""
+    played = [
+        make_trajectory(0, (1.0, 0.5), turn_roles=("x", "o")),
+        make_trajectory(1, (-1.0, 0.5), turn_roles=("x", "o")),
+    ]
+    for algorithm in (PLAIN_GRPO, dataclasses.replace(PLAIN_GRPO, keep_group=outcomes_differ)):
+        counts, table = assign_credit(algorithm, played)
+        assert counts.all()
+        np.testing.assert_array_equal(table[:, :2], [[1, 0], [-1, 0]])
+    assert group_shares(algorithm, played) == {"equal_groups": 0.5, "dropped_groups": 0.5}
+
+
+def test_a_critic_does_not_estimate_over_two_sides():
+    with pytest.raises(InputError, match="algorithm to one without a critic"):
+        assign_credit(ALGORITHMS["ppo"], [make_trajectory(0, (0, 1), turn_roles=("x", "o"))])
+
+
 # RLOO.
 
 
@@ -466,6 +509,21 @@ def test_a_group_that_the_algorithm_does_not_keep_counts_nowhere():
     assert counts.tolist() == [True, False, True, False, False]
     # The baseline is that of the episodes that count: (1 + 0) / 2, and the deviation 1/2.
     np.testing.assert_array_equal(table[:, 0], [1, 0, -1, 0, 0])
+
+
+def test_a_group_is_useless_that_is_not_kept_unless_all_of_it_failed():
+    def group(*rewards, stop_reason="end"):
+        return [
+            make_trajectory(i, (reward,), stop_reason=stop_reason)
+            for i, reward in enumerate(rewards)
+        ]
+
+    failed = group(5.0, stop_reason="environment_error")
+    assert is_useless(ALGORITHMS["dapo"], group(1.0, 1.0))
+    assert is_useless(ALGORITHMS["dapo"], [*group(1.0, 1.0), *failed])
+    assert not is_useless(ALGORITHMS["dapo"], group(1.0, 0.0))
+    assert not is_useless(ALGORITHMS["dapo"], failed)
+    assert not is_useless(ALGORITHMS["grpo"], group(1.0, 1.0))
 
 
 def test_a_failure_before_the_first_turn_has_a_row_of_zeros():

@@ -31,6 +31,7 @@ from earl_jax.train.learner import Learner
 from earl_jax.train.scoring import score_batch
 from earl_jax.train.state import init_state
 from earl_jax.train.step import read_metrics
+from earl_jax.train.update import Totals, Update, add_totals
 from earl_jax.trajectory import Outcome, TrajectoryBatch
 from tests.support.placements import TINY, begin
 from tests.support.settings import make_config
@@ -75,7 +76,8 @@ def updated(learner: Learner, batch: TrajectoryBatch, mesh: MeshShape = ONE, par
     plan, layout = TrainPlan(mesh, parts, False), make_layout(mesh)
     state = init_state(MODEL, learner.config, VOCAB, layout, seed=0)
     batch = jax.device_put(batch, layout.activations("NS"))
-    state, metrics = learner.update(plan, state, learner.score(plan, state, batch), CONTROLS)
+    (batch,) = learner.score([plan], state, [batch])
+    state, metrics = learner.update(plan, state, batch, CONTROLS)
     grads = jax.tree.map(lambda m: np.asarray(m) / 0.1, state.optimizer[1].mu)
     return grads, read_metrics(metrics)
 
@@ -330,6 +332,34 @@ def test_the_effective_sample_size_by_hand():
     assert 0 < found < 1 and found == pytest.approx(expected, rel=1e-4)
 
 
+def test_the_learning_rate_is_scaled_by_the_effective_sample_size():
+    """Of four tokens with ratios 1, 1 in one part and 1, 3 in another: 6^2 / 12 / 4 = 3/4.
+
+    The first step of Adam is one of the learning rate against the gradient's sign.
+    """
+    state = init_state(MODEL, TrainConfig(), VOCAB, make_layout(ONE), seed=0)
+    grads = (jax.tree.map(lambda leaf: jnp.full_like(leaf, -2.0), state.params),)
+
+    def totals(ratios: float, squares: float) -> Totals:
+        sums = {"loss": 1.0, "divisor": 2.0, "ratio": ratios, "ratio_squared": squares}
+        return Totals(grads, jax.tree.map(jnp.float32, sums), None, jnp.int32(2))
+
+    both = add_totals(totals(2, 2), totals(4, 10))
+    for scaling, expected in (("none", 1.0), ("linear", 0.75), ("sqrt", 0.75**0.5)):
+        update = Update(
+            MODEL,
+            TrainConfig(max_grad_norm=1e9, ess_scaling=scaling),
+            make_layout(ONE),
+            vocab_size=VOCAB,
+            temperature=1.0,
+            algorithm=ALGORITHMS["grpo"],
+        )
+        after, metrics = jax.jit(update.apply)(state, both, CONTROLS)
+        assert float(metrics["effective_sample_size"]) == pytest.approx(0.75)
+        for new, old in zip(*map(jax.tree.leaves, (after.params, state.params)), strict=True):
+            np.testing.assert_allclose(new - old, 1e-3 * expected, atol=1e-6)
+
+
 def test_maxima_of_micro_batches_are_those_of_the_batch_below_zero_too():
     """Every gap is negative: a maximum that began at 0 would be 0."""
     whole, parts = (
@@ -525,6 +555,33 @@ def test_the_correction_that_the_config_names_is_the_update_s(correction):
     assert 0 < cut[mask].mean() < 1
 
 
+def test_an_update_interpolates_the_proximal_policy_by_the_versions_of_the_tokens():
+    """Loss and weights by hand, at step 3, of tokens that versions 0 to 3 sampled; in two parts."""
+    config = TrainConfig(max_grad_norm=1e9, correction="truncated", proximal="log_linear", epochs=2)
+    learner = Learner(
+        MODEL,
+        config,
+        ALGORITHMS["reinforce"],
+        vocab_size=VOCAB,
+        temperature=1.0,
+        importance_cap=2.0,
+        layout=make_layout,
+        has_versions=True,
+    )
+    assert learner.scored == ()
+    versions = np.random.default_rng(3).integers(0, 4, (ROWS, LENGTH)).astype(np.int32)
+    batch, controls = ragged_batch().replace(versions=versions), learner.controls(3, 9)
+    state = init_state(MODEL, config, VOCAB, make_layout(ONE), seed=0)
+    scores = score_batch(MODEL, config, make_layout(ONE), 1.0, state.params, batch)
+    mask, lag = batch.turn_ids > 0, 4 - versions
+    gaps = np.where(mask, np.asarray(scores.logprobs, np.float64) - batch.logprobs, 0)
+    weights, ratio = np.minimum(np.exp(gaps * (1 - 1 / lag)), 2), np.exp(gaps / lag)
+    gain = np.minimum(ratio * batch.advantages, np.clip(ratio, 0.8, 1.2) * batch.advantages)
+    metrics = read_metrics(learner.update(TrainPlan(ONE, 2, False), state, batch, controls)[1])
+    assert metrics["loss"] == pytest.approx(-np.mean((weights * gain)[mask]), rel=1e-4)
+    assert metrics["importance_mean"] == pytest.approx(weights[mask].mean(), rel=1e-4)
+
+
 @pytest.mark.slow
 def test_the_reference_policy_is_the_base_of_the_adapters():
     """Uses trained adapters, whose own log-probs differ; on one device and sharded."""
@@ -544,7 +601,7 @@ def test_the_reference_policy_is_the_base_of_the_adapters():
         moved = jax.tree.map(lambda leaf: leaf + 0.05, state.params)
         state = dataclasses.replace(state, params=moved)
         batch = jax.device_put(make_batch(), layout.activations("NS"))
-        scored = learner.score(plan, state, batch)
+        (scored,) = learner.score([plan], state, [batch])
         base = score_batch(MODEL, plain.config, layout, 1.0, state.base, batch).logprobs
         np.testing.assert_allclose(scored.reference[mask], base[mask], atol=1e-5)
         assert scored.proximal is None

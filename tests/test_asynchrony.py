@@ -244,6 +244,38 @@ def test_rules_without_stale_tokens(tmp_path, monkeypatch, rule):
 
 
 @pytest.mark.slow
+def test_groups_of_equal_rewards_are_replaced_by_groups_of_later_tasks(tmp_path, monkeypatch):
+    """Half of them have equal rewards for sure; tokens are all of the step's own policy."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run, again = tmp_path / "run", tmp_path / "again"
+    given = given_of(
+        apart=False,
+        staleness=0,
+        rule="drop",
+        refill=4,
+        env="tests.support.environments:EvenIsSolved",
+    )
+    config = make_config({**given, "algorithm": "dapo"})
+    train(config, run)
+    lines, numbers = steps_of(run), []
+    for step, line in enumerate(lines, 1):
+        assert line["version_lag_max"] == 0 and line["episodes"] == EPISODES
+        played = read_trajectories(run / "trajectories" / f"step_{step:06d}.jsonl")
+        rewards = collections.defaultdict(set)
+        for each in played:
+            rewards[each["episode"] // 2].add(each["reward"])
+        assert len(rewards) == EPISODES // 2
+        groups = EPISODES // 2 + line["refilled_groups"]
+        assert line["refilled_groups"] < 4 * EPISODES // 2, "the bound is not reached"
+        assert all(len(values) == 2 for values in rewards.values())
+        assert line["dropped_groups"] == pytest.approx(line["refilled_groups"] / groups)
+        numbers += rewards
+    assert len(set(numbers)) == len(numbers) == STEPS * EPISODES // 2
+    train(config, again, replay=run)
+    assert_equal(final_parameters(run, STEPS), final_parameters(again, STEPS))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["admission", "mask"])
 def test_a_group_beyond_the_bound_is_trained_on_or_masked(tmp_path, monkeypatch, rule):
     """The first group plays through all three updates, and only the last step can take it."""
@@ -306,3 +338,7 @@ def test_a_replay_that_does_something_else_says_so(tmp_path, monkeypatch):
 def test_what_has_no_effect_is_refused():
     with pytest.raises(InputError, match="asynchrony.kv = 'keep' has no effect"):
         config_of(staleness=0, kv="keep")
+    with pytest.raises(InputError, match="refill = 1 has no effect.*'grpo' keeps every group"):
+        config_of(staleness=0, rule="drop", refill=1)
+    with pytest.raises(InputError, match="asynchrony.rule = 'drop' has no effect"):
+        config_of(staleness=0, rule="drop")

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: bit for bit, on any mesh, and the one before the newest when that is damaged."""
 
+import asyncio
 import concurrent.futures
 import copy
 import dataclasses
@@ -10,16 +11,20 @@ import json
 import multiprocessing
 import resource
 import shutil
+import sys
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+import tensorstore
 
 from earl_jax.config.resume import MAY_CHANGE
 from earl_jax.run.workdir import open_workdir
 from earl_jax.settings.errors import InputError, disk_in_words
 from earl_jax.train.checkpoint import Checkpoints, DamagedCheckpoint
+from earl_jax.train.disk_errors import _unraisable
 from earl_jax.train.state import state_shapes, state_shardings
 from tests.support.saved_states import (
     CUBE,
@@ -388,3 +393,23 @@ def test_a_folder_that_cannot_be_is_an_error(tmp_path):
     for workdir in (tmp_path / "file", tmp_path / "file" / "runs" / "one"):
         with pytest.raises(ValueError, match=f"--workdir={workdir} cannot be used: .*may write"):
             open_workdir(workdir, CONFIG)
+
+
+def test_writes_that_end_when_their_save_has_failed_say_nothing(monkeypatch):
+    """Tensorstore tells of them at a closed event loop; what others tell of is heard still."""
+    heard = []
+    monkeypatch.setattr(sys, "unraisablehook", functools.partial(_unraisable, heard.append))
+    promise, write = tensorstore.Promise.new()
+    loop = asyncio.new_event_loop()
+    waiting = loop.create_task(_result_of(write))
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    promise.set_result(None)
+    waiting._log_destroy_pending = False
+    assert write.result() is None and not waiting.done() and not heard
+    sys.unraisablehook(SimpleNamespace(exc_value=ValueError("another")))
+    assert [str(each.exc_value) for each in heard] == ["another"]
+
+
+async def _result_of(future):
+    return await future

@@ -452,6 +452,26 @@ def test_run_does_not_wait_for_the_program_of_a_mesh_that_never_ran_unless_it_mu
     assert meshes(chooser.step(STEP, current))[0] == D4T2
 
 
+def test_a_program_that_the_run_waits_for_pays_for_itself_in_the_steps_that_are_left():
+    """A step of 8 s; 800 tokens at 200 / 1.5 tokens/s are 6 s, and waiting adds its share."""
+    problem = hand_problem({F8: 1e9}, {D8: 100.0, D4T2: 200.0})
+    table = observed(ThroughputTable(), D8, 100, 100, 100)
+    current = Plans(rollout_on(D8), train_on(F8))
+
+    def mesh(table=table, current=current, **changes):
+        step = dataclasses.replace(STEP, **changes)
+        return meshes(Chooser(problem, table).step(step, current))[0]
+
+    # 7 s are shorter than 8 s by more than the hysteresis of 10 %, 7.5 s are not.
+    assert mesh(compile_s=20.0, lasts=20) == D4T2
+    assert mesh(compile_s=30.0, lasts=20) == D8
+    assert mesh(compile_s=20.0, lasts=10) == D8
+    # Longer contexts have other programs anyway, as a new run has, and what ran has its own.
+    assert mesh(compile_s=30.0, lasts=20, is_new=True) == D4T2
+    assert mesh(compile_s=30.0, lasts=20, current=Plans()) == D4T2
+    assert mesh(observed(table, D4T2, 134, 134, 134), compile_s=30.0, lasts=20) == D4T2
+
+
 @pytest.mark.parametrize("tries", [False, True])
 @pytest.mark.parametrize("noise", [0.0, 0.05, 0.2, 0.5])
 def test_noise_causes_no_storm_of_switches(noise, tries):

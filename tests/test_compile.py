@@ -14,12 +14,14 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.engine.config import EngineConfig, SlotRules
 from earl_jax.engine.engine import Engine
+from earl_jax.models.attention import paged_tpu
 from earl_jax.models.attention.kernels import choose_kernel
-from earl_jax.models.kv_cache import cache_bytes
+from earl_jax.models.kv_cache import LayerCache, cache_bytes
 from earl_jax.models.presets import PRESETS
 from earl_jax.sharding.layout import TRAINING_ROWS, Layout, MeshShape, make_layout
 from earl_jax.sharding.topology import make_topology
@@ -73,7 +75,10 @@ def compiled_round(family: str, name: str, shape: MeshShape, draft: int = 0):
         seed=0,
     )
     layout = make_layout(shape, make_topology(name).devices())
-    lowered = Engine(config, layout).lower_play(MAX_TOKENS)
+    engine = Engine(config, layout)
+    # Kernels ask it which chip they are for.
+    with jax.default_device(layout.mesh.devices.flat[0]):  # pyright: ignore
+        lowered = engine.lower_play(MAX_TOKENS)
     before = jax.config.jax_optimization_level
     if layout.platform == "tpu":
         # At full effort, minutes.
@@ -115,6 +120,63 @@ def test_on_gpus_every_layer_of_a_round_reads_its_pages_with_our_kernel(name):
     text = compiled_round("qwen3-8b", name, cut("qwen3-8b", data=2), 0).as_text()
     calls = re.findall(r'custom_call_target="__gpu\$xla\.gpu\.triton"', text)
     assert len(calls) == 2 * FAMILIES["qwen3-8b"].num_layers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BOTH[:1])
+def test_on_tpus_every_layer_of_a_round_reads_its_pages_with_our_kernel(name):
+    """In the pass of the chunk and in that of the loop over tokens; no pool is copied."""
+    text = compiled_round("qwen3-8b", name, MeshShape(data=8)).as_text()
+    calls = re.findall(r'custom_call_target="tpu_custom_call"', text)
+    assert len(calls) == 2 * FAMILIES["qwen3-8b"].num_layers
+    pool = rf"bf16\[{SLOTS * MAX_TOKENS // 128 // 8},4,128,128\]"
+    assert re.search(pool, text) and not re.search(pool + r"\S* (copy|transpose)\(", text)
+
+
+V5E_AND_V6E = [pytest.param(n, marks=need_compiler(n)) for n in ("v5e:2x2", "v6e:2x2")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+# A token, drafts, and a chunk; windows and caps; heads of 128 and 256.
+@pytest.mark.parametrize(
+    ("length", "heads", "group", "size", "window", "softcap"),
+    [(1, 4, 7, 128, None, 0.0), (5, 8, 2, 256, 1024, 50.0), (512, 4, 7, 128, None, 0.0)],
+)
+@pytest.mark.parametrize("name", V5E_AND_V6E)
+def test_the_kernel_over_pages_compiles_for_tpus(
+    name, length, heads, group, size, window, softcap, kv_dtype
+):
+    device = make_topology(name).devices()[0]
+    rows, pages = 8, 32
+
+    def shape(dtype, *sizes: int):
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=SingleDeviceSharding(device))
+
+    pool = (rows * pages, heads)
+    scale = shape(jnp.float32, *pool, 128) if kv_dtype == "int8" else None
+    layer = LayerCache(
+        key=shape(kv_dtype, *pool, size, 128),
+        value=shape(kv_dtype, *pool, 128, size),
+        key_scale=scale,
+        value_scale=scale,
+    )
+
+    def attend(query, layer, table, cached, counts):
+        sizes = paged_tpu.shape_of(length, group, 128)
+        works = paged_tpu.plan_works(sizes, table, cached, counts, 128, window)
+        return paged_tpu.attend(
+            query, layer, works, counts, scale=0.1, softcap=softcap, window=window
+        )
+
+    query = shape(jnp.bfloat16, rows, length, heads, group, size)
+    numbers = (shape(jnp.int32, rows, pages), shape(jnp.int32, rows), shape(jnp.int32, rows))
+    with jax.default_device(device):
+        compiled = jax.jit(attend).lower(query, layer, *numbers).compile()
+    assert "tpu_custom_call" in compiled.as_text()
+    # Queries and results in the kernel's order, and the list; no pages, and no scores.
+    queries = rows * max(16, length * group) * heads * size * 2
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * queries + 2**21
 
 
 @pytest.mark.slow

@@ -373,6 +373,15 @@ def test_a_broken_rule_is_an_error_that_names_the_field(override, words):
             "algorithm_args.clip_low",
             "config.train.epochs is 1",
         ),
+        *(
+            (["train.proximal=log_linear", *others], "train.proximal", reason)
+            for others, reason in (
+                (["train.correction=none", "train.epochs=2"], "there is no correction here"),
+                (["asynchrony.max_staleness=2"], "config.train.mini_batches too"),
+                (["train.epochs=2", "rollout.weight_dtype=int8"], "max_staleness is 0"),
+            )
+        ),
+        (["train.ess_scaling=sqrt"], "train.ess_scaling", "config.train.epochs is 1"),
         (["tasks.reward=a:b"], "tasks.reward", "a dataset needs config.tasks.path"),
     ],
 )
@@ -394,6 +403,10 @@ def test_the_same_keys_are_fine_where_they_do_something():
         "devices.num_cpu_devices=4",
         "env.args.opponent=mcts",
         "env.args.mcts_simulations=7",
+        "train.proximal=log_linear",
+        "train.ess_scaling=sqrt",
+        "train.epochs=2",
+        "asynchrony.max_staleness=2",
     )
     assert (config.train.sft_updates, config.devices.num_cpu_devices) == (3, 4)
 

@@ -22,13 +22,13 @@ from safetensors.numpy import load_file
 
 from benchmarks.dispatch.network import namespaces
 from earl_jax.config.file import load_config_file, make_config
+from earl_jax.launch import rendezvous
+from earl_jax.launch.addresses import addresses_here, listen
 from earl_jax.launch.cluster import Cluster, find_cluster, host_by_host
 from earl_jax.launch.distributed import (
     DistributedConfig,
     RestartNeeded,
-    _bind_address,
     _find_place,
-    _Place,
     start_processes,
 )
 from earl_jax.launch.ending import end_together
@@ -306,10 +306,13 @@ def test_process_that_does_not_find_the_others_says_so(process_id):
     words = errors.splitlines()[-1]
     assert words.startswith(f"error: process {process_id} on ")
     assert "did not find the others within 3 s" in words
+    assert ("process 1 did not come" in words) == (process_id == 0)
     assert "config.distributed.coordinator and num_processes alike" in words
 
 
-def test_an_address_that_is_none():
+def test_an_address_that_is_none(monkeypatch):
+    # What is no process 0 does not greet.
+    monkeypatch.setattr(rendezvous, "_GREETING_S", 0.2)
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         for address, words in (
@@ -388,12 +391,12 @@ def test_ctrl_c_that_no_run_handles_is_one_line(capsys):
 @pytest.mark.parametrize(
     ("host", "address", "expected"),
     [
-        ("localhost", "127.0.0.1", "localhost"),
-        ("node0", "own", "node0"),
+        ("localhost", "127.0.0.1", True),
+        ("node0", "own", True),
         # As /etc/hosts of Debian has the host's own name; another host's; and none.
-        ("node0", "127.0.1.1", None),
-        ("node0", "203.0.113.1", None),
-        ("node0", None, None),
+        ("node0", "127.0.1.1", False),
+        ("node0", "203.0.113.1", False),
+        ("node0", None, False),
     ],
 )
 def test_name_that_other_hosts_do_not_reach_is_listened_to_everywhere(
@@ -407,13 +410,12 @@ def test_name_that_other_hosts_do_not_reach_is_listened_to_everywhere(
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port))]
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    given = f"{host}:{port}"
-    for process_id in (0, 1):
-        place = _Place(coordinator=given, num_processes=2, process_id=process_id)
-        assert _bind_address(place) == (expected and given)
-        errors = capsys.readouterr().err
-        warned = process_id == 0 and expected is None
-        assert ("listens on all interfaces" in errors) == warned and errors.count("\n") == warned
+    here = addresses_here(host, port)
+    assert here == ([(socket.AF_INET, (address, port))] if expected else [])
+    (listener,) = listen(f"{host}:{port}", here, 1)
+    with listener:
+        assert listener.getsockname()[0] == (address if expected else "0.0.0.0")
+    assert ("listens on all interfaces" in capsys.readouterr().err) == (not expected)
 
 
 def lose_one(how: str, lost: int, timeout_s: float, heartbeat_s: float) -> None:

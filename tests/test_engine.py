@@ -264,14 +264,23 @@ def test_a_compute_type_of_bfloat16_keeps_weights_and_cache_in_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [MeshShape(), MeshShape(data=4, tensor=2)], ids=str)
-def test_a_round_with_the_kernel_for_gpus_says_the_same(shape, monkeypatch):
-    """Interpreted, and on each device's own heads."""
+@pytest.mark.parametrize(
+    ("kernel", "shape"),
+    [
+        ("triton", MeshShape()),
+        ("triton", MeshShape(data=4, tensor=2)),
+        ("pallas_tpu", MeshShape()),
+        ("pallas_tpu", MeshShape(data=2, tensor=2, context=2)),
+    ],
+    ids=str,
+)
+def test_a_round_with_a_kernel_for_chips_says_the_same(kernel, shape, monkeypatch):
+    """Interpreted, and on each device's own heads and part of each page."""
     used = []
 
     def choose(setting, layout, model, page_size):
         used.append(layout.shape)
-        return PagesChoice("triton", "of the test")
+        return PagesChoice(kernel, "of the test")
 
     monkeypatch.setattr(decoder, "choose_pages_kernel", choose)
     engine = Engine(CONFIG, make_layout(shape, jax.devices()[: shape.num_devices]))

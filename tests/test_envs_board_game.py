@@ -12,6 +12,7 @@ from earl_jax.envs.board_game import MOVE_AGAIN, BoardGame
 from earl_jax.envs.environment import check_start, check_step
 from earl_jax.envs.examples import Example, play_example
 from earl_jax.envs.games import load_game
+from earl_jax.envs.minimax import best_moves
 from tests.support.episodes import game_corpus
 
 LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]
@@ -175,6 +176,56 @@ def test_mcts_is_a_stronger_opponent_than_random():
         )
 
     assert wins("mcts") < 6 < 15 < wins("random")
+
+
+def test_best_moves_by_hand():
+    """The value is a draw: every opening holds it, and against a corner only the centre does."""
+    table = best_moves("tic_tac_toe")
+    # Of 5,478 states 958 are the end of a game.
+    assert len(table) == 5478 - 958
+    assert table["...\n...\n..."] == tuple(range(9))
+    assert table["x..\n...\n..."] == (4,)
+    # A corner holds it against the centre, an edge loses.
+    assert table["...\n.x.\n..."] == (0, 2, 6, 8)
+    # x wins at 2; else o would at 5. Where o is on the move instead, it wins at 5.
+    assert table["xx.\noo.\n..."] == (2,)
+    assert table["xx.\noo.\nx.."] == (5,)
+    # o has to stop x at 2.
+    assert table["xx.\n.o.\n..."] == (2,)
+
+
+@pytest.mark.parametrize("player", [0, 1])
+def test_minimax_never_loses(player):
+    """To any play: all replies of the policy to all best moves of the opponent are tried."""
+    table, outcomes, seen = best_moves("tic_tac_toe"), set(), set()
+    states = [load_game("tic_tac_toe").new_initial_state()]
+    while states:
+        state = states.pop()
+        if str(state) in seen:
+            continue
+        seen.add(str(state))
+        if state.is_terminal():
+            outcomes.add(state.returns()[player])
+        else:
+            own = state.current_player() == player
+            moves = state.legal_actions() if own else table[str(state)]
+            states += [state.child(move) for move in moves]
+    assert outcomes == {-1.0, 0.0}, "the policy loses or draws, and a draw is possible"
+
+
+def test_the_minimax_opponent_plays_its_table():
+    rng, reasons = random.Random(0), set()
+    for seed in range(60):
+        game = BoardGame(opponent="minimax", seed=seed, index=seed % 2)
+        episode = play_example(game, rng)
+        assert episode.stop_reason in referee(seed % 2, episode)
+        reasons.add(episode.stop_reason)
+    assert reasons == {"draw", "loss"}
+    corner = BoardGame(opponent="minimax", seed=1, index=0)
+    corner.start()
+    assert corner.step("0").text == "4"
+    with pytest.raises(ValueError, match="too many states to solve; solved are tic_tac_toe"):
+        BoardGame(game="connect_four", opponent="minimax")
 
 
 @pytest.mark.parametrize("player", [0, 1])

@@ -174,6 +174,23 @@ class Unprintable:
             r"StepResult.metrics\['a'\] must be a number; got nan",
         ),
         (StepResult(messages="hi", reward=0.0, done=False), TypeError, "messages must be a tuple"),
+        (StepResult(reward=0.0, done=False, role=1), TypeError, "role must be a str"),
+        (
+            StepResult(reward=0.0, done=True, stop_reason="win", role="o"),
+            ValueError,
+            "StepResult.role must be empty when done; got 'o'",
+        ),
+        (StepResult(reward=0.0, done=False, side_rewards=1), TypeError, "must be a mapping; got 1"),
+        (
+            StepResult(reward=0.0, done=False, side_rewards={1: 1.0}),
+            TypeError,
+            "a role in StepResult.side_rewards must be a str",
+        ),
+        (
+            StepResult(reward=0.0, done=False, side_rewards={"o": float("inf")}),
+            ValueError,
+            r"StepResult.side_rewards\['o'\] must be a number from .* got inf",
+        ),
         (StepResult(messages=("hi",), reward=0.0, done=False), TypeError, "must hold Message"),
     ],
 )

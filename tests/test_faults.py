@@ -241,8 +241,9 @@ def test_a_workdir_that_is_removed_ends_the_run_with_one_message(cache, tmp_path
     ((status, _, errors),) = run.ends(100)
     assert status == 1 and errors.count("\n") == 1, errors
     assert errors.startswith(f"error: --workdir={tmp_path / 'w'} was removed, or moved")
-    # Orbax may have made the folder of a checkpoint again; the run made nothing.
-    assert not (tmp_path / "w/metrics.jsonl").exists() and not (tmp_path / "w/.saved").exists()
+    # Orbax may have made the folder of a checkpoint again, and finished it; the run made nothing.
+    assert not (tmp_path / "w/metrics.jsonl").exists()
+    assert (tmp_path / "w/.saved").exists() <= any((tmp_path / "w/checkpoints").glob("[0-9]"))
 
 
 @pytest.mark.slow
@@ -300,14 +301,3 @@ def test_a_mistake_ends_all_with_status_2_and_one_message(cache, tmp_path, flags
     assert [status for status, _, _ in ends] == [2, 2], ends
     assert words in ends[0][2] and "Traceback" not in ends[0][2] + ends[1][2]
     assert ends[0][2].count("error: ") == 1 and "error: " not in ends[1][2]
-
-
-@pytest.mark.slow
-def test_two_processes_with_one_number(cache, tmp_path):
-    """The second cannot listen; the first gives up when nobody else has come."""
-    again = ["--config.distributed.process_id=0"]
-    run = Command(cache, tmp_path / "w", 2, [], again, **ALL | {"distributed.start_timeout_s": 20})
-    ends = sorted(run.ends(100))
-    assert [status for status, _, _ in ends] == [1, 2], ends
-    assert "did not find the others within 20 s" in ends[0][2]
-    assert "cannot listen on port" in ends[1][2]

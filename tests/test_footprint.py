@@ -22,6 +22,7 @@ from earl_jax.models.presets import PRESETS
 from earl_jax.placement.problem import model_sizes
 from earl_jax.selector.footprint import (
     BLOCK_TOKENS,
+    Parameter,
     Workload,
     cache_token_bytes,
     device_bytes,
@@ -150,6 +151,17 @@ def test_a_token_of_context_has_a_key_and_a_value_in_every_layer():
     # In int8 with a scale of 4 bytes for each head.
     eight = dataclasses.replace(WORK, kv_itemsize=1)
     assert cache_token_bytes(SIZES, eight, D1) == 2 * 2 * 2 * (4 + 4)
+
+
+def test_base_of_adapters_in_the_compute_type_is_not_copied():
+    """Of 128 numbers in fp32 there is a copy in bf16, and of those in bf16 none."""
+    base = Parameter("up", (2, 8, 8), "LDF", 4)
+    sizes = dataclasses.replace(SIZES, compute_bytes=2, frozen=(base,))
+    wide = train_footprint(sizes, WORK, D1, 12, "gpu")
+    sizes = dataclasses.replace(sizes, frozen=(base._replace(itemsize=2),))
+    narrow = train_footprint(sizes, WORK, D1, 12, "gpu")
+    assert wide.weights - narrow.weights == 128 * 2
+    assert wide.activations - narrow.activations == 128 * 2
 
 
 @pytest.mark.parametrize("family", ["dense", "mixture", "adapters", "int8", "networks"])

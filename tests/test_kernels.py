@@ -18,7 +18,9 @@ from earl_jax.models.attention.kernels import attend_rows, choose_kernel, choose
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows
 from earl_jax.models.parameters import init_parameters, parameter_specs
+from earl_jax.placement.problem import workload
 from earl_jax.run.build import build_run
+from earl_jax.selector.hardware import parse_topology
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
 from earl_jax.sharding.topology import make_topology
 from earl_jax.train.config import TrainConfig
@@ -222,6 +224,39 @@ def test_gpus_read_pages_with_our_kernel_where_it_runs_and_the_reason_is_given(m
                 continue
             with pytest.raises(ValueError, match=f"rollout.attention is 'triton', but .*{words}"):
                 choose_pages_kernel(setting, place, model, page_size)
+
+
+def test_tpus_read_pages_with_our_kernel_where_pages_and_heads_fill_tiles(on_tpus):
+    layout = make_layout(MeshShape(data=2, tensor=2, context=2))
+    model = dataclasses.replace(TINY, head_size=256)
+    assert choose_pages_kernel("auto", layout, model, 256) == (
+        "pallas_tpu",
+        "the devices are tpu devices",
+    )
+    assert choose_pages_kernel("pallas_tpu", layout, model, 256).kernel == "pallas_tpu"
+    for other, page_size, words in (
+        (model, 128, "multiple of 256 with context=2, and config.rollout.page_size is 128"),
+        (dataclasses.replace(TINY, head_size=64), 256, "128, and config.model.head_size is 64"),
+    ):
+        choice = choose_pages_kernel("auto", layout, other, page_size)
+        assert choice.kernel == "blockwise" and re.search(words, choice.reason)
+        with pytest.raises(ValueError, match=f"attention is 'pallas_tpu', but .*{words}"):
+            choose_pages_kernel("pallas_tpu", layout, other, page_size)
+    with pytest.raises(ValueError, match="is 'triton', but its kernel is for GPUs .* tpu devices"):
+        choose_pages_kernel("triton", layout, model, 256)
+
+
+def test_the_selector_knows_on_which_meshes_pages_are_read_in_place():
+    """A kernel for GPUs reads whole pages; that for TPUs parts of 128 tokens and more."""
+    model = dataclasses.replace(TINY, head_size=128)
+
+    def contexts(topology: str, **rollout) -> tuple[int, ...]:
+        config = make_config({"rollout": {"page_size": 512, **rollout}})
+        return workload(config, model, parse_topology(topology)).in_place_contexts
+
+    assert contexts("h100:1x8") == (1,) and contexts("v5e:2x4") == (1, 2, 4)
+    assert contexts("v5e:2x4", attention="blockwise") == contexts("cpu:8") == ()
+    assert contexts("v5e:2x4", page_size=64) == ()
 
 
 def test_cpus_read_pages_with_the_reference():

@@ -331,72 +331,9 @@ MANIFESTS = {
     "gpu": ["gpu_scripts/kubernetes.sh", *GPU_POD],
     "tpu": ["tpu_scripts/gke.sh", *TPU_POD, "--slices=2"],
 }
-# What these manifests use of the JobSet API, v1alpha2 (jobset.sigs.k8s.io, API reference).
-TEXT, COUNT = {"type": "string", "minLength": 1}, {"type": "integer", "minimum": 1}
-
-
-def record_of(required: dict, **optional: dict) -> dict:
-    return {
-        "type": "object",
-        "properties": required | optional,
-        "required": list(required),
-        "additionalProperties": False,
-    }
-
-
-JOBSET = record_of(
-    {
-        "apiVersion": {"const": "jobset.x-k8s.io/v1alpha2"},
-        "kind": {"const": "JobSet"},
-        "metadata": record_of({"name": TEXT}, annotations={"type": "object"}),
-        "spec": record_of(
-            {
-                "replicatedJobs": {
-                    "type": "array",
-                    "items": record_of(
-                        {"name": TEXT, "template": {"type": "object"}}, replicas=COUNT
-                    ),
-                }
-            },
-            network=record_of(
-                {},
-                enableDNSHostnames={"type": "boolean"},
-                publishNotReadyAddresses={"type": "boolean"},
-            ),
-            failurePolicy=record_of(
-                {},
-                maxRestarts={"type": "integer"},
-                rules={
-                    "type": "array",
-                    "items": record_of(
-                        {
-                            "name": TEXT,
-                            "action": {
-                                "enum": [
-                                    "FailJobSet",
-                                    "RestartJobSet",
-                                    "RestartJobSetAndIgnoreMaxRestarts",
-                                ]
-                            },
-                        },
-                        onJobFailureReasons={
-                            "type": "array",
-                            "items": {
-                                "enum": [
-                                    "BackoffLimitExceeded",
-                                    "DeadlineExceeded",
-                                    "FailedIndexes",
-                                    "MaxFailedIndexesExceeded",
-                                    "PodFailurePolicy",
-                                ]
-                            },
-                        },
-                    ),
-                },
-            ),
-        ),
-    }
-)
+# Of the JobSet API, v1alpha2 (jobset.sigs.k8s.io, API reference); its models take any text here.
+ACTIONS = ("FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts")
+REASONS = ("BackoffLimitExceeded", "DeadlineExceeded", "FailedIndexes", "PodFailurePolicy")
 
 
 def manifest_of(kind: str, machine: Machine, *more: str) -> dict:
@@ -408,14 +345,39 @@ def manifest_of(kind: str, machine: Machine, *more: str) -> dict:
 
 
 @pytest.mark.parametrize("kind", MANIFESTS)
-def test_manifest_keeps_its_schemas(kind, machine):
-    jsonschema = pytest.importorskip("jsonschema")
+def test_jobs_of_a_manifest_keep_the_schema_of_kubernetes(kind, machine):
     kubernetes = pytest.importorskip("kubernetes_validate")
-    jobset = manifest_of(kind, machine)
-    jsonschema.validate(jobset, JOBSET)
-    for job in jobset["spec"]["replicatedJobs"]:
+    for job in manifest_of(kind, machine)["spec"]["replicatedJobs"]:
         alone = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}}
         kubernetes.validate(alone | job["template"], "1.33", strict=True)
+
+
+def holds(given, read) -> bool:
+    """True if all that was given was read; defaults may have been added."""
+    if isinstance(given, dict):
+        return all(key in read and holds(value, read[key]) for key, value in given.items())
+    if isinstance(given, list):
+        return len(given) == len(read) and all(map(holds, given, read))
+    return given == read
+
+
+@pytest.mark.slow  # The models of all of Kubernetes' API are imported: 4 s of CPU.
+@pytest.mark.parametrize("kind", MANIFESTS)
+def test_manifest_keeps_the_schema_of_jobsets(kind, machine):
+    """The models are generated from the definitions of the JobSet API (kubeflow-trainer-api)."""
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    jobset = manifest_of(kind, machine)
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    read = models.JobsetV1alpha2JobSet.from_dict
+    # It raises for a value of another type, and leaves out what is no field.
+    assert holds(jobset, read(jobset).to_dict())
+    for rule in jobset["spec"]["failurePolicy"]["rules"]:
+        assert rule["action"] in ACTIONS and {*rule["onJobFailureReasons"]} <= {*REASONS}
+    jobset["spec"]["networks"] = jobset["spec"].pop("network")
+    assert not holds(jobset, read(jobset).to_dict())
+    jobset["spec"]["replicatedJobs"][0]["replicas"] = "two"
+    with pytest.raises(ValueError, match="replicas"):
+        read(jobset)
 
 
 @pytest.mark.parametrize("kind", MANIFESTS)

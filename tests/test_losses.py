@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses token by token, by hand and against finite differences."""
 
+import dataclasses
+import functools
 import math
 
 import jax
@@ -15,11 +17,13 @@ from earl_jax.algorithms.losses import (
     clipped_surrogate,
     clipped_weight,
     cross_entropy,
+    importance_weights,
     kl_estimate,
     likelihood_ratio,
     policy_kl,
     truncated_importance,
 )
+from earl_jax.algorithms.requirements import scored_passes
 from earl_jax.algorithms.sequences import aggregate, sequence_sums, sums_from
 from earl_jax.algorithms.settings import (
     CispoSettings,
@@ -460,6 +464,42 @@ def test_the_proximal_policy_of_a_first_update_is_the_policy_itself():
         return facts.proximal.sum()
 
     assert not jax.grad(total)(scores.logprobs).any()
+
+
+def test_the_proximal_policy_interpolated_by_hand():
+    """Of three tokens that the last, the second last and the fourth last update's policy sampled.
+
+    | lag | behaviour | policy | proximal | weight | ratio | advantage | loss |
+    |---|---|---|---|---|---|---|---|
+    | 1 | 1/4 | 0.275 | 1/4 | 1 | 1.1 | 2 | -1 * 2.2 |
+    | 2 | 0.04 | 0.16 | sqrt(0.04 * 0.16) = 0.08 | 2 | 2 | -1 | -2 * -2 |
+    | 4 | 1/16 | 1 | (1/16)^(1/4) = 1/2 | 8 | 2 | 1 | -8 * 1.2, clipped |
+    """
+    behaviour, policy = [[0.25, 1.0, 0.04, 1 / 16]], jnp.array([[0.275, 1.0, 0.16, 1.0]])
+    batch = make_batch([1, 0, 1, 2], np.log(behaviour[0]), [2.0, 9.0, -1.0, 1.0])
+    lag = 8 - jnp.array([[7, 8, 6, 4]])
+
+    def losses(logprobs):
+        scores = TokenScores(logprobs, jnp.zeros_like(logprobs))
+        facts = token_facts(scores, batch, with_proximal=True, lag=lag)
+        weights, _ = importance_weights(facts, "truncated", 10.0)
+        found = clipped_surrogate(facts, clip_low=0.2, clip_high=0.2).losses * weights
+        return jnp.sum(found), (found, facts.proximal)
+
+    slope, (found, proximal) = jax.grad(losses, has_aux=True)(jnp.log(policy))
+    np.testing.assert_allclose(jnp.exp(proximal[0]), [0.25, 1.0, 0.08, 0.5], rtol=1e-5)
+    np.testing.assert_allclose(found[0], [-2.2, 0, 4.0, -9.6], rtol=1e-5)
+    # Of the ratio alone: neither the weight nor the proximal policy has a gradient.
+    np.testing.assert_allclose(slope[0], [-2.2, 0, 4.0, 0], rtol=1e-5)
+
+
+def test_no_pass_is_made_for_an_interpolated_proximal_policy():
+    passes = functools.partial(scored_passes, ALGORITHMS["reinforce"], corrects=True)
+    assert passes(updates=2) == ("proximal",)
+    assert passes(updates=2, recomputes=False) == passes(updates=1) == ()
+    penalized = dataclasses.replace(ALGORITHMS["grpo"], settings=GrpoSettings(kl_coefficient=0.1))
+    passes = scored_passes(penalized, updates=2, corrects=True, recomputes=False)
+    assert passes == ("reference",)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

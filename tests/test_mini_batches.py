@@ -3,20 +3,27 @@
 """Mini-batches: a step's groups are dealt out to several updates."""
 
 import collections
+import dataclasses
 import shutil
 
 import jax
 import numpy as np
 import pytest
 
+from earl_jax.algorithms.algorithm import RewardFacts
+from earl_jax.algorithms.algorithms import ALGORITHMS
+from earl_jax.algorithms.gae import advantage_estimates
 from earl_jax.loop import rl_step
 from earl_jax.placement.delivery import deal_groups
 from earl_jax.run.build import build_run
 from earl_jax.run.step_record import of_epoch
 from earl_jax.settings.errors import InputError
+from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.train.learner import Learner
+from earl_jax.train.scoring import make_estimator
 from earl_jax.train.step import read_metrics
 from earl_jax.training import train
+from earl_jax.trajectory import TrajectoryBatch
 from tests.support.placements import TINY, begin
 from tests.support.runs import final_parameters
 from tests.support.settings import make_config
@@ -78,6 +85,73 @@ def test_metrics_of_an_epoch_are_those_of_its_tokens():
     assert of_epoch([one, other]) == {"loss": 3.0, "gap_max": 5.0, "policy_tokens": 30.0}
 
 
+def scored_rows(turn_ids, rewards, values=0.0) -> TrajectoryBatch:
+    """A part whose tokens have the rewards of their turns, as a critic scored it."""
+    turn_ids = np.array(turn_ids, np.int32)
+    fields = (np.broadcast_to(np.float32(each), turn_ids.shape) for each in (rewards, values))
+    rewards, values = fields
+    return TrajectoryBatch(
+        tokens=np.zeros_like(turn_ids),
+        segment_ids=np.ones_like(turn_ids),
+        turn_ids=turn_ids,
+        logprobs=np.zeros(turn_ids.shape, np.float32),
+        versions=np.zeros_like(turn_ids),
+        advantages=rewards,
+        values=values,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("ppo", {"gamma": 1.0, "gae_lambda": 1.0}), ("reinforce_plus_plus", {})],
+)
+@pytest.mark.parametrize("mesh", [MeshShape(), MeshShape(data=2, context=4)], ids=str)
+def test_advantages_are_normalised_over_all_parts_of_a_step(name, settings, mesh):
+    """Outcomes 3, 3 and -1, of replies of 2, 1 and 3 tokens; the mean over tokens is 1.
+
+    The deviation is 2, so that advantages are 1 and -1. Over each part by itself they would be 0.
+    As one part of the same rows they are the same.
+    """
+    algorithm, layout = ALGORITHMS[name], make_layout(mesh)
+    settings = dataclasses.replace(algorithm.settings, **settings)
+    algorithm = dataclasses.replace(algorithm, settings=settings)
+    short = scored_rows([[0, 1, 1, 0], [1, 0, 0, 0]], 3.0)
+    long = scored_rows([[0, 0, 1, 1, 1, 0, 0, 0], [0] * 8], -1.0)
+    estimate, place = make_estimator(algorithm, layout), layout.activations("NS")
+    found = estimate(jax.device_put((short, long), place))
+    for part, other, advantage in zip(found, (short, long), (1, -1), strict=True):
+        mask = other.turn_ids > 0
+        np.testing.assert_allclose(part.advantages, np.where(mask, advantage, 0), rtol=1e-6)
+        assert part.advantages.sharding == place
+        if name == "ppo":
+            np.testing.assert_allclose(part.returns, np.where(mask, other.advantages, 0))
+    pad = ((0, 0), (0, 4))
+    one = jax.tree.map(lambda a, b: np.concatenate([np.pad(a, pad), b]), short, long)
+    (whole,) = estimate((jax.device_put(one, place),))
+    np.testing.assert_allclose(whole.advantages[:2, :4], found[0].advantages, rtol=1e-6)
+    np.testing.assert_allclose(whole.advantages[2:], found[1].advantages, rtol=1e-6)
+
+
+def test_a_step_of_one_part_has_the_bits_of_its_algorithms_own_estimate():
+    rng, algorithm = np.random.default_rng(0), ALGORITHMS["ppo"]
+    rewards, values = rng.normal(size=(2, 4, 16)).astype(np.float32)
+    batch = scored_rows(rng.integers(0, 2, (4, 16)), rewards, values)
+    (found,) = make_estimator(algorithm, make_layout(MeshShape()))((batch,))
+    mask = batch.turn_ids > 0
+    facts = RewardFacts(
+        mask=mask,
+        sequences=batch.segment_ids,
+        turns=batch.turn_ids,
+        rewards=np.where(mask, rewards, 0),
+        values=np.where(mask, values, 0),
+        old=np.where(mask, batch.logprobs, 0),
+    )
+    settings = algorithm.settings
+    expected = jax.jit(lambda facts: advantage_estimates(facts, settings))(facts)
+    np.testing.assert_array_equal(found.advantages, expected.advantages)
+    np.testing.assert_array_equal(found.returns, expected.returns)
+
+
 def sampled(batch) -> collections.Counter:
     """The log-probs of the policy's tokens of a batch, which few tokens have in common."""
     mask = np.asarray(batch.turn_ids) > 0
@@ -119,7 +193,7 @@ def test_updates_of_mini_batches_are_those_made_by_hand(monkeypatch):
     state = jax.device_put(first, learner.state_shardings(placement.train.mesh))
     metrics = []
     for plan, batch in zip(plans, batches, strict=True):
-        own = learner.score(plan, first_state(learner, first, plan), batch)
+        (own,) = learner.score([plan], first_state(learner, first, plan), [batch])
         np.testing.assert_array_equal(own.proximal, batch.proximal)
         state, found = learner.update(plan, state, batch, controls)
         metrics.append(read_metrics(found))

@@ -92,7 +92,7 @@ def test_the_reference_in_the_compute_type_scores_as_the_fp32_weights_did():
     learner = learner_with("grpo", model, kl_coefficient=0.1)
     state, plan = learner.first_state(ONE), TrainPlan(ONE, 1, False)
     assert {leaf.dtype for leaf in jax.tree.leaves(state.reference)} == {jnp.dtype("bfloat16")}
-    scored = learner.score(plan, moved(state), jax.device_put(make_batch()))
+    (scored,) = learner.score([plan], moved(state), [jax.device_put(make_batch())])
 
     @jax.jit
     def score(params, batch):
@@ -128,7 +128,8 @@ def test_a_penalty_without_adapters_is_that_of_the_first_weights(mesh, kl_in):
     gain = np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.2) * advantages)
     losses = -gain + (0.5 * distance if kl_in == "loss" else 0)
     on_mesh = jax.device_put(batch, layout.activations("NS"))
-    after, metrics = learner.update(plan, state, learner.score(plan, state, on_mesh), CONTROLS)
+    (scored,) = learner.score([plan], state, [on_mesh])
+    after, metrics = learner.update(plan, state, scored, CONTROLS)
     found = read_metrics(metrics)
     assert found["loss"] == pytest.approx(losses[mask].mean(), rel=1e-4)
     assert found["reference_kl"] == pytest.approx(distance[mask].mean(), rel=1e-4)
@@ -243,7 +244,7 @@ def ppo_updates(mesh: MeshShape, batch: TrajectoryBatch, parts: int = 1, **setti
     learner, layout = learner_with("ppo", **settings), make_layout(mesh)
     plan = TrainPlan(mesh, parts, False)
     state = jax.device_put(trained_critic(learner.first_state(mesh)), learner.state_shardings(mesh))
-    scored = learner.score(plan, state, jax.device_put(batch, layout.activations("NS")))
+    (scored,) = learner.score([plan], state, [jax.device_put(batch, layout.activations("NS"))])
     metrics = []
     for _ in range(2):
         state, found = learner.update(plan, state, scored, RATES)
@@ -273,7 +274,7 @@ def test_the_critic_minimises_the_mean_squared_error_of_its_returns():
     """Loss, gradient and explained variance against JAX's of the formula, at the first update."""
     learner, plan, batch = learner_with("ppo"), TrainPlan(ONE, 2, False), rewarded_batch()
     state = trained_critic(learner.first_state(ONE))
-    scored = learner.score(plan, state, jax.device_put(batch))
+    (scored,) = learner.score([plan], state, [jax.device_put(batch)])
     mask, returns = batch.turn_ids > 0, np.asarray(scored.returns, np.float64)
 
     def loss(critic):
@@ -341,7 +342,7 @@ def test_packed_ppo_is_unpacked_ppo():
 def test_an_update_without_values_leaves_the_critic_alone():
     """A supervised one, and one of a batch without tokens: parameters and moments, bit for bit."""
     learner, plan, batch = learner_with("ppo"), TrainPlan(ONE, 1, False), rewarded_batch()
-    scored = learner.score(plan, learner.first_state(ONE), jax.device_put(batch))
+    (scored,) = learner.score([plan], learner.first_state(ONE), [jax.device_put(batch)])
     state, _ = learner.update(plan, learner.first_state(ONE), scored, RATES)
     of_critic = lambda state: bits((state.critic, state.optimizer[1]))  # noqa: E731
     kept, params = of_critic(state), bits(state.params)

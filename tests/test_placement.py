@@ -142,6 +142,14 @@ def test_contexts_count_as_they_are_if_their_expected_growth_fits_nowhere(world,
         placement.choose_step(20, load_of(18))
 
 
+def test_a_choice_lasts_no_longer_than_the_run(world, table):
+    placement, horizon = place(world, table), world.problem.horizon_steps
+    lasts = []
+    for placement.steps_left in (None, 1000, horizon - 1, 1):
+        lasts.append(placement.step_of(SHORT, None).lasts)
+    assert lasts == [horizon, horizon, horizon - 1, 1]
+
+
 def test_step_after_one_whose_episodes_all_failed_is_chosen(world, table):
     """A rollout without a token, and so a load of zeros."""
     placement = place(world, table)

@@ -179,6 +179,20 @@ def test_our_engine_moves_what_its_compiled_program_does():
     assert [loop_syncs(sizes, blocks) for blocks in (4, 32)] == [451, 2803]
 
 
+def test_a_kernel_that_reads_pages_in_place_reads_live_rows_once_and_waits_for_no_loop():
+    """Of eight slots with one live, weights and one row; without the axis that cuts pages only."""
+    work = dataclasses.replace(WORK, num_slots=8, in_place_contexts=(1,))
+    found = decode_s(H100, SIZES, work, D1, 8, 100, attended=1)
+    cache = 100 * 2 * 8 * 4 * 2
+    assert found.memory_s == pytest.approx((weights_read(SIZES, D1, 8) + cache) / (0.8 * 3350e9))
+    assert found.latency_s == pytest.approx(3 * 10e-6 + 7 * 5e-6)
+    append = decode_s(H100, SIZES, work, D1, 8, 16, 4, 1).total
+    step = decode_s(H100, SIZES, work, D1, 8, 16, attended=1).total
+    assert round_s(H100, SIZES, work, D1, 1, 16) == pytest.approx(append + 4 * step)
+    cut = MeshShape(context=2)
+    assert decode_s(H100, SIZES, work, cut, 8, 100) == decode_s(H100, SIZES, WORK, cut, 8, 100)
+
+
 def test_programs_have_rows_for_all_slots():
     """With one of eight live: all eight are computed and read on a chip, one is read on a CPU."""
     work = dataclasses.replace(WORK, num_slots=8)

@@ -21,6 +21,7 @@ from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import Pool
 from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.engine.session import Policy, empty_session
+from earl_jax.envs.board_game import BoardGame
 from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import Message, Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
@@ -76,6 +77,7 @@ def collect(
     max_context: int = NO_LIMIT,
     player: Engine | None = None,
     cache_rules: CacheRules | None = None,
+    make=lambda task: Quiz(task.episode),
     **changes,
 ) -> Rollout:
     player = player or engine()
@@ -86,7 +88,7 @@ def collect(
         dataclasses.replace(CONFIG, **changes),
         lambda: Conversation(forgetful_renderer(), history),
         pool,
-        lambda task: Quiz(task.episode),
+        make,
         grow_pool or GrowPool(),
         num_devices=NUM_DEVICES,
         sampling=Sampling(),
@@ -210,6 +212,37 @@ def test_fork_of_a_preempted_episode_drops_its_saved_pages(forked, preemption):
     for one, other in zip(forked.trajectories, preempted.trajectories, strict=True):
         assert [t.token_ids for t in one.turns] == [t.token_ids for t in other.turns]
         assert one.sample_starts == other.sample_starts
+
+
+@pytest.fixture(scope="module")
+def self_play() -> Rollout:
+    def make(task):
+        return BoardGame(opponent="self", illegal_reward=-2.0)
+
+    return collect("append", tasks(NUM_TASKS), make=make)
+
+
+def test_a_side_of_self_play_sees_its_own_messages_and_replies_id_for_id(self_play):
+    """And nothing else: of the other side it is told the moves."""
+    render, longest = forgetful_renderer(), 0
+    for trajectory in self_play.trajectories:
+        messages, replies = trajectory.turns[::2], trajectory.turns[1::2]
+        roles = ["xo"[turn % 2] for turn in range(len(messages))]
+        assert [*(trajectory.turn_roles or "x" * len(replies))] == roles
+        assert [turn.forks for turn in messages] == [turn > 0 for turn in range(len(messages))]
+        seen = {"x": render.first("tic_tac_toe. you play x. moves are 0 to 8.")}
+        for turn, (role, message) in enumerate(zip(roles, messages, strict=True)):
+            told = replies[turn - 1].text if turn else ""
+            if turn == 1:
+                opening = f"tic_tac_toe. you play o. moves are 0 to 8. x plays {told}."
+                seen[role] = render.first(opening)
+            elif turn:
+                seen[role] += render.answer(told)
+            assert message.token_ids == seen[role]
+            seen[role] += replies[turn].token_ids
+        longest = max(longest, len(roles))
+    assert longest >= 4, "both sides see replies of their own"
+    check_rows(self_play, NUM_TASKS)
 
 
 @pytest.fixture(scope="module")

@@ -85,6 +85,12 @@ class Shape:
     beside: list[int]
     kills: list[int]
     checkpoint_every: int
+    refill: int = 0
+    # Of group g whether nothing is learnt from it is the g-th, modulo their number.
+    useless: tuple[bool, ...] = (False,)
+
+    def is_useless(self, group: int) -> bool:
+        return self.useless[group % len(self.useless)]
 
     @property
     def is_bounded(self) -> bool:
@@ -122,10 +128,21 @@ class Driven:
     def go_on(self) -> None:
         """From the checkpoint on, in a new process."""
         shape, (step, resumed, state, _) = self.shape, self.checkpoint
-        settings = AsynchronyConfig(max_staleness=shape.bound, rule=shape.rule, parts=shape.parts)
+        settings = AsynchronyConfig(
+            max_staleness=shape.bound, rule=shape.rule, parts=shape.parts, refill=shape.refill
+        )
+        settings.validate()
         source = Source(shape.size, state)
         tasks = tasks_of(source, size=shape.size, group_size=shape.group_size, num_steps=NUM_STEPS)
-        groups, service = OpenGroups(tasks, settings, self.events), None
+        groups, service = (
+            OpenGroups(
+                tasks,
+                settings,
+                self.events,
+                is_useless=lambda group: shape.is_useless(group[0].group),
+            ),
+            None,
+        )
         for version in range(step, NUM_STEPS):
             if service is None or self.events.coming("open"):
                 self.events.note("open", version=version)
@@ -170,8 +187,14 @@ class Driven:
             )
             taken += numbers
             assert len(groups._groups) + len(taken) <= (shape.bound + 1) * shape.size
-        self.lost += [lost.group for lost in groups.dropped[:: shape.group_size]]
-        groups.dropped = []
+        refilled = [lost.group for lost in groups.refilled[:: shape.group_size]]
+        assert all(shape.is_useless(number) for number in refilled)
+        most = shape.refill * shape.size
+        assert len(refilled) <= most
+        if shape.refill and any(shape.is_useless(number) for number in taken):
+            assert len(refilled) == most
+        self.lost += [lost.group for lost in groups.dropped[:: shape.group_size]] + refilled
+        groups.dropped, groups.refilled = [], []
         self.taken.append(taken)
         # Each round plays on some episode, or ends or hands out one.
         begun = [service.tasks[ticket].episode for ticket in service.begun]
@@ -199,6 +222,7 @@ def shapes(draw) -> Shape:
     parts = [parts for parts in range(1, size + 1) if size % parts == 0]
     devices = draw(st.integers(1, 3))
     ends = st.sampled_from(["end", "end", "late", "failed", "hung"])
+    useless = st.lists(st.booleans(), min_size=1, max_size=5)
     fate = st.builds(Fate, rounds=st.integers(1, 24), idle=st.integers(0, 2), ends=ends)
     return Shape(
         rule=rule,
@@ -213,6 +237,8 @@ def shapes(draw) -> Shape:
         beside=draw(st.lists(st.integers(0, 12), min_size=1, max_size=4)),
         kills=draw(st.lists(st.integers(1, 120), max_size=2)),
         checkpoint_every=draw(st.integers(1, 3)),
+        refill=draw(st.integers(0, 2)) if rule == "drop" else 0,
+        useless=tuple(draw(useless)),
     )
 
 
@@ -267,6 +293,20 @@ def test_what_finishes_first_goes_beyond_the_bound_by_admission_and_is_dropped_b
         assert max(run.lags) == 1 and not run.lost
 
 
+def test_groups_that_nothing_is_learnt_from_are_replaced_up_to_the_bound(tmp_path):
+    """Steps of two groups that are over at once; of 0 to 2 and 7 nothing is learnt."""
+    useless = (True, True, True, False, False, False, False, True, False, False)
+    given = {"rule": "drop", "bound": 0, "fates": [Fate(rounds=2)], "useless": useless}
+    # 2 and 12 are taken where two groups were given up in their step already.
+    run = driven(tmp_path / "once", refill=1, **given)
+    assert run.taken == [[2, 3], [4, 5], [6, 8], [9, 12], [13, 14], [15, 16]]
+    assert run.lost == [0, 1, 7, 10, 11]
+    run = driven(tmp_path / "twice", refill=2, **given)
+    assert run.taken == [[3, 4], [5, 6], [8, 9], [13, 14], [15, 16], [18, 19]]
+    assert run.lost == [0, 1, 2, 7, 10, 11, 12, 17]
+    assert driven(tmp_path / "none", **given).taken == [[i, i + 1] for i in range(0, 12, 2)]
+
+
 def test_open_groups_of_a_greater_bound_wait_for_their_turn_within_the_new_one(tmp_path):
     """Resumed with max_staleness 0 where six groups of three steps are open."""
     shape = driven(tmp_path / "before", bound=2).shape
@@ -280,5 +320,9 @@ def test_open_groups_of_a_greater_bound_wait_for_their_turn_within_the_new_one(t
 def test_what_is_wrong_is_refused():
     with pytest.raises(InputError, match="max_staleness is -1; it must be at least 0"):
         AsynchronyConfig(max_staleness=-1).validate()
+    with pytest.raises(InputError, match="refill is -1; it must be at least 0"):
+        AsynchronyConfig(refill=-1, rule="drop").validate()
+    with pytest.raises(InputError, match="refill is 1 with config.asynchrony.rule 'in_order'"):
+        AsynchronyConfig(refill=1).validate()
     with pytest.raises(InputError, match="config.asynchrony.rule is 'first'"):
         AsynchronyConfig(rule="first").validate()  # pyright: ignore[reportArgumentType]

@@ -6,6 +6,7 @@ Every process has the small facts of all episodes and computes the same table fr
 of a turn look their advantage up on the devices, by `turn_ids`.
 """
 
+import dataclasses
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from earl_jax.algorithms.algorithm import Algorithm, Episode
+from earl_jax.settings.errors import InputError
 from earl_jax.trajectory import FAILURES
 
 # Values that differ by less than this part of the largest are equal: sums of rewards are rounded.
@@ -31,25 +33,62 @@ class Credit(NamedTuple):
     advantages: np.ndarray
 
 
+class Side(NamedTuple):
+    """A side of the `index`-th episode, as an episode of its own, and its turns there from 0."""
+
+    episode: Episode
+    index: int
+    turns: list[int]
+
+
+def sides_of(episodes: Sequence[Episode]) -> list[Side]:
+    """Returns the sides that the policy played, those of an episode of self-play one by one.
+
+    A side has its own role, turns and rewards; the number of tokens is that of the whole episode.
+    Turns x, o, x with rewards 0, -1, 1 are x with rewards 0, 1 and o with -1.
+    """
+    found = []
+    for index, episode in enumerate(episodes):
+        own: dict[str, list[int]] = {} if episode.turn_rewards else {episode.role: []}
+        for turn in range(len(episode.turn_rewards)):
+            role = episode.turn_roles[turn] if episode.turn_roles else episode.role
+            own.setdefault(role, []).append(turn)
+        for role, turns in own.items():
+            rewards = tuple(episode.turn_rewards[turn] for turn in turns)
+            view = dataclasses.replace(episode, role=role, turn_rewards=rewards, turn_roles=())
+            found.append(Side(view, index, turns))
+    return found
+
+
 def assign_credit(
     algorithm: Algorithm, episodes: Sequence[Episode], averages: Mapping[str, float] | None = None
 ) -> Credit:
     """Returns the credit of a batch; `averages` are those before it (`next_averages`).
 
     An episode that its environment failed is not the policy's doing: it counts nowhere. Nor does an
-    episode without a rewarded turn, or a group that the algorithm does not keep. M is a power of
-    two above the largest number of turns, so that few programs are compiled for it.
+    episode without a rewarded turn, or a group that the algorithm does not keep. Each side of
+    self-play is an episode of its own (`sides_of`), compared with those of its role; the episode
+    counts if one of them does. M is a power of two above the largest number of turns, so that few
+    programs are compiled for it.
+
+    Raises ValueError for self-play with a critic.
     """
+    if algorithm.critic is not None and any(episode.turn_roles for episode in episodes):
+        raise InputError(
+            "the environment lets the policy play several sides, and the algorithm's critic "
+            "estimates over all turns of an episode; set config.algorithm to one without a critic, "
+            'such as "spiral"'
+        )
     counts = _counts(algorithm, episodes)
-    own = [int(index) for index in np.flatnonzero(counts)]
+    own = [side for side in sides_of(episodes) if counts[side.index]]
     num_turns = max(8, 1 << max(episode.num_turns for episode in episodes).bit_length())
     table = np.zeros((len(episodes), num_turns), np.float32)
-    given: tuple[Any, ...] = ([episodes[i] for i in own], algorithm.settings)
+    given: tuple[Any, ...] = ([side.episode for side in own], algorithm.settings)
     if algorithm.averages is not None:
         given = (*given, averages or {})
     rows = algorithm.advantages(*given)
-    for index, row in zip(own, rows, strict=True):
-        table[index, : len(row)] = row
+    for side, row in zip(own, rows, strict=True):
+        table[side.index, side.turns] = row
     return Credit(counts=counts, advantages=table)
 
 
@@ -62,13 +101,22 @@ def next_averages(
     """
     if algorithm.averages is None:
         return {}
-    return algorithm.averages(averages, counted(algorithm, episodes), algorithm.settings)
+    own = [side.episode for side in sides_of(counted(algorithm, episodes))]
+    return algorithm.averages(averages, own, algorithm.settings)
 
 
 def counted(algorithm: Algorithm, episodes: Sequence[E]) -> list[E]:
     """Returns the episodes that are trained on."""
     counts = _counts(algorithm, episodes)
     return [episode for episode, counts_it in zip(episodes, counts, strict=True) if counts_it]
+
+
+def is_useless(algorithm: Algorithm, group: Sequence[Episode]) -> bool:
+    """Returns True for a group that the algorithm does not keep.
+
+    One whose episodes all failed is none: it is there to be seen among the failures.
+    """
+    return bool(_counted_groups(group)) and not _counts(algorithm, group).any()
 
 
 def discounted_returns(turn_rewards: Sequence[float], discount: float) -> np.ndarray:
@@ -232,10 +280,12 @@ def has_different_outcomes(turn_rewards: Sequence[Sequence[float]]) -> bool:
 def group_shares(algorithm: Algorithm, episodes: Sequence[Episode]) -> dict[str, float]:
     """Returns shares of the groups of several episodes, failed ones left out; {} without any.
 
+    Sides of self-play are groups of their own.
+
     `equal_groups`: all outcomes are equal. `dropped_groups`: the algorithm does not keep the group.
     """
-    members = [indices for indices in _counted_groups(episodes) if len(indices) > 1]
-    groups = [[episodes[i] for i in indices] for indices in members]
+    members = [sides for sides in _counted_groups(episodes) if len(sides) > 1]
+    groups = [[side.episode for side in sides] for sides in members]
     equal = [not has_different_outcomes([e.turn_rewards for e in group]) for group in groups]
     dropped = [not algorithm.keep_group(group, algorithm.settings) for group in groups]
     if not groups:
@@ -251,19 +301,20 @@ def outcomes_of(turn_rewards: Sequence[Sequence[float]]) -> list[float]:
 def _counts(algorithm: Algorithm, episodes: Sequence[Episode]) -> np.ndarray:
     """Returns True for each episode that is trained on, bool[N]."""
     counts = np.zeros(len(episodes), bool)
-    for members in _counted_groups(episodes):
-        counts[members] = algorithm.keep_group([episodes[i] for i in members], algorithm.settings)
+    for sides in _counted_groups(episodes):
+        if algorithm.keep_group([side.episode for side in sides], algorithm.settings):
+            counts[[side.index for side in sides]] = True
     return counts
 
 
-def _counted_groups(episodes: Sequence[Episode]) -> list[list[int]]:
-    """Returns the indices of each group's episodes, without failures and unrewarded ones."""
+def _counted_groups(episodes: Sequence[Episode]) -> list[list[Side]]:
+    """Returns each group's sides of one role, without failures and unrewarded ones."""
     counted = [
-        index
-        for index, episode in enumerate(episodes)
-        if episode.stop_reason not in FAILURES and episode.turn_rewards
+        side
+        for side in sides_of(episodes)
+        if side.episode.stop_reason not in FAILURES and side.turns
     ]
-    groups = _members([episodes[index].group for index in counted])
+    groups = _members([(side.episode.group, side.episode.role) for side in counted])
     return [[counted[i] for i in indices] for indices in groups]
 
 

@@ -25,10 +25,10 @@ class TokenFacts:
     samples of a row, each of consecutive tokens; it is 0 in padding, and one number for a whole
     episode unless it forks. `logprobs` and `entropy` are of
     the policy that is updated, and the only fields with a gradient. `behaviour` are
-    log-probs of the policy that sampled; `proximal` of the policy that the step begins with, None
-    unless the algorithm needs them or the trainer corrects for who sampled
-    (config.train.correction); `reference` of the frozen reference policy, None unless the algorithm
-    needs them.
+    log-probs of the policy that sampled; `proximal` of the policy that the step begins with, or
+    interpolated (config.train.proximal), None unless the algorithm needs them or the trainer
+    corrects for who sampled (config.train.correction); `reference` of the frozen reference policy,
+    None unless the algorithm needs them.
 
     Example: prompt p0 p1, reply a0 a1, one place of padding: mask 0 0 1 1 0, sequences 1 1 1 1 0.
     """
@@ -122,8 +122,7 @@ class ValueFacts:
 class CriticMethods(NamedTuple):
     """The functions of an algorithm with a value network.
 
-    `estimate(facts, settings)` is given the RewardFacts of a whole batch (of a mini-batch, with
-    config.train.mini_batches), on the devices.
+    `estimate(facts, settings)` is given the RewardFacts of a step's whole batch, on the devices.
     `loss(facts, settings)` is given ValueFacts; the critic minimises the mean of its losses over
     the tokens of the mask, and its `aggregation` is None.
     """
@@ -147,12 +146,13 @@ class Algorithm:
     """An algorithm: functions of facts and of its `settings`, a frozen dataclass with defaults.
 
     `advantages(episodes, settings)` returns for each episode one advantage per rewarded turn; it is
-    given the episodes that count, of all processes. `loss(facts, settings)` returns TokenLosses.
-    With a `critic`, `advantages` returns rewards instead, and `critic.estimate` makes advantages
-    of them and of the values of a second network, which is trained beside the policy. With
-    `token_advantages`, `advantages` are made into those of the tokens on the devices:
-    `token_advantages(facts, settings)` is given the RewardFacts of a whole batch (of a mini-batch,
-    with config.train.mini_batches), without values.
+    given the episodes that count, of all processes; each side of self-play is one of its own.
+    `loss(facts, settings)` returns TokenLosses. With a `critic`, `advantages` returns rewards
+    instead, and `critic.estimate` makes advantages of them and of the values of a second network,
+    which is trained beside the policy. With `token_advantages`, `advantages` are made into those of
+    the tokens on the devices: `token_advantages(facts, settings)` is given the RewardFacts of a
+    step's whole batch, without values; where `is_by_group`, of the groups that came together
+    (config.asynchrony.parts).
     `needs` names the facts beyond those that every batch has; `settings` may have more in a
     property `needs` of their own, see `all_needs`. `is_by_group` says that a group's advantages
     depend on its own episodes alone; `settings` may have a property of this name instead.

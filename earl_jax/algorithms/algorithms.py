@@ -59,8 +59,9 @@ def _rewards(episodes: Sequence[Episode]) -> list[Sequence[float]]:
     return [episode.turn_rewards for episode in episodes]
 
 
-def _groups(episodes: Sequence[Episode]) -> list[int]:
-    return [episode.group for episode in episodes]
+def _groups(episodes: Sequence[Episode]) -> list[tuple[int, str]]:
+    # A group's episodes have one role each, or in self-play several, which are not compared.
+    return [(episode.group, episode.role) for episode in episodes]
 
 
 def grpo_advantages(

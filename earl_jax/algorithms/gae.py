@@ -80,8 +80,9 @@ def value_loss(facts: ValueFacts, settings: PpoSettings) -> TokenLosses:
     if settings.value_clip:
         change = jnp.clip(facts.values - facts.old, -settings.value_clip, settings.value_clip)
         clipped = (facts.old + change - facts.returns) ** 2
-        metrics["value_clip_fraction"] = (clipped > losses).astype(jnp.float32)
-        losses = jnp.maximum(losses, clipped)
+        is_clipped = clipped > losses
+        metrics["value_clip_fraction"] = is_clipped.astype(jnp.float32)
+        losses = jnp.where(is_clipped, clipped, losses)
     return TokenLosses(losses=0.5 * losses, metrics=metrics)
 
 

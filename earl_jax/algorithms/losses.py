@@ -31,6 +31,17 @@ def kl_estimate(logprobs: jax.Array, other: jax.Array) -> jax.Array:
     return jnp.exp(gap) - 1.0 - gap
 
 
+def log_linear_proximal(logprobs: jax.Array, behaviour: jax.Array, lag: jax.Array) -> jax.Array:
+    """Returns log-probs of the proximal policy, interpolated: A-3PO (arXiv 2512.06547).
+
+    behaviour / lag + (1 - 1 / lag) * logprobs, without a gradient. `lag`, at least 1, is how many
+    updates the policy that is updated is ahead of the one that sampled, and the proximal policy is
+    one behind it: of a token that the proximal policy sampled, lag is 1 and the result `behaviour`.
+    """
+    gap = jax.lax.stop_gradient(logprobs) - behaviour
+    return behaviour + (1.0 - 1.0 / jnp.maximum(lag, 1.0)) * gap
+
+
 def truncated_importance(
     proximal: jax.Array, behaviour: jax.Array, cap: float
 ) -> tuple[jax.Array, jax.Array]:
@@ -97,8 +108,10 @@ def clipped_surrogate(
     ratio = likelihood_ratio(facts.logprobs, facts.old) if ratio is None else ratio
     gain = ratio * facts.advantages
     clipped = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high) * facts.advantages
-    lower = jnp.minimum(gain, clipped)
-    metrics = {"clip_fraction": (clipped < gain).astype(jnp.float32)}
+    is_clipped = clipped < gain
+    # At a bound both are equal, and the gradient of a minimum would be the mean of theirs.
+    lower = jnp.where(is_clipped, clipped, gain)
+    metrics = {"clip_fraction": is_clipped.astype(jnp.float32)}
     if dual_clip:
         least = dual_clip * facts.advantages
         is_cut = (facts.advantages < 0) & (lower < least)

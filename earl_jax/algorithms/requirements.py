@@ -25,22 +25,25 @@ def networks_of(algorithm: Algorithm, *, has_adapters: bool) -> Networks:
     )
 
 
-def scored_passes(algorithm: Algorithm, *, updates: int, corrects: bool) -> tuple[str, ...]:
+def scored_passes(
+    algorithm: Algorithm, *, updates: int, corrects: bool, recomputes: bool = True
+) -> tuple[str, ...]:
     """Returns the fields that a batch gets before its first update, each by a forward pass.
 
     `updates` are those of a step; `corrects` is True if the trainer corrects for who
-    sampled (config.train.correction).
+    sampled (config.train.correction), and `recomputes` if proximal log-probs are computed by
+    a pass. If not, each update interpolates them (config.train.proximal).
 
     | field | needed for | computed |
     |---|---|---|
-    | "proximal" | a need "proximal", a correction | with one update a step: by the update itself |
+    | "proximal" | a need "proximal", a correction | by the update, if it is the step's only one |
     | "reference" | a need "reference", a KL penalty | before the first update |
     | "values", "returns" | a critic | before the first update |
     | "advantages" | `Algorithm.token_advantages` | before the first update, without a network |
     """
     needs = algorithm.all_needs
     proximal = corrects or "proximal" in needs
-    scored = ("proximal",) if proximal and updates > 1 else ()
+    scored = ("proximal",) if proximal and updates > 1 and recomputes else ()
     scored += ("reference",) if "reference" in needs else ()
     scored += ("advantages",) if algorithm.token_advantages else ()
     return scored + (("values", "returns") if algorithm.critic else ())

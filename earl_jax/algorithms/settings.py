@@ -245,8 +245,8 @@ class PpoSettings(ClippedSettings):
 
     `value_clip` bounds the change of a value within a step's updates: the critic's loss is the
     larger of those of the value and of the value clipped to that distance from its first one; 0 is
-    no bound. `normalize_advantages` brings them to mean 0 and deviation 1 over the batch, or over
-    each mini-batch.
+    no bound. `normalize_advantages` brings them to mean 0 and deviation 1 over the step's batch,
+    before it is dealt out to mini-batches.
     """
 
     gamma: float = 1.0

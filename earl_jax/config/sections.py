@@ -10,7 +10,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from earl_jax.algorithms.algorithm import Algorithm
+from earl_jax.algorithms.algorithm import Algorithm, keep_every_group
 from earl_jax.algorithms.algorithms import ALGORITHMS, find_algorithm
 from earl_jax.algorithms.requirements import Networks, networks_of
 from earl_jax.engine.config import Sampling
@@ -423,9 +423,13 @@ def _idle_rollout(config: Config) -> Iterator[_Idle]:
     platform = config.devices.platform
     elsewhere = f"config.devices.platform is {platform!r}"
     yield platform in ("gpu", "tpu"), "devices.num_cpu_devices", elsewhere
-    for name in ("rule", "kv"):
-        in_turn = "config.asynchrony.max_staleness is 0"
-        yield config.asynchrony.max_staleness == 0, f"asynchrony.{name}", in_turn
+    in_turn, asynchrony = "config.asynchrony.max_staleness is 0", config.asynchrony
+    yield asynchrony.max_staleness == 0, "asynchrony.kv", in_turn
+    is_in_turn = asynchrony.max_staleness == asynchrony.refill == 0
+    yield is_in_turn, "asynchrony.rule", f"{in_turn} and config.asynchrony.refill too"
+    keeps_all = f"config.algorithm {config.algorithm!r} keeps every group"
+    is_kept = config.make_algorithm().keep_group is keep_every_group
+    yield is_kept, "asynchrony.refill", keeps_all
     no_events = "a synchronous run has no events"
     yield not config.asynchrony.is_on, "asynchrony.checksums", no_events
 
@@ -454,6 +458,8 @@ def _idle_training(config: Config) -> Iterator[_Idle]:
     for name, reason in getattr(config.algorithm_args, "idle", tuple)():
         yield True, f"algorithm_args.{name}", reason
     yield config.importance_cap == 0, "train.importance_cap", "there is no correction here"
+    yield from _idle_proximal(config, is_one_update=is_one_update)
+    yield is_one_update and same_policy, "train.ess_scaling", one_update
     for name in ("alpha", "targets", "base_dtype"):
         yield train.lora.rank == 0, f"train.lora.{name}", "config.train.lora.rank is 0"
     value_clip = config.algorithm in ALGORITHMS and hasattr(config.algorithm_args, "value_clip")
@@ -464,6 +470,17 @@ def _idle_training(config: Config) -> Iterator[_Idle]:
     for name in ("sft_updates", "sft_learning_rate"):
         none = "config.train.sft_steps is 0"
         yield train.sft_steps == 0, f"train.{name}", none
+
+
+def _idle_proximal(config: Config, *, is_one_update: bool) -> Iterator[_Idle]:
+    no_correction = config.importance_cap == 0
+    no_correction = no_correction and "proximal" not in config.make_algorithm().all_needs
+    one_update = "the only update of a step has these log-probs without a pass: "
+    one_update += "config.train.epochs is 1 and config.train.mini_batches too"
+    newest = "the newest weights sampled every token: config.asynchrony.max_staleness is 0"
+    yield no_correction, "train.proximal", "there is no correction here"
+    yield is_one_update, "train.proximal", one_update
+    yield config.asynchrony.max_staleness == 0, "train.proximal", newest
 
 
 def _get(config: Any, path: str) -> Any:

@@ -77,7 +77,7 @@ class SlotRules(NamedTuple):
     choice_branches: int = 0
     ngram: int = 3
     draft: int = 0
-    attention: Literal["auto", "blockwise", "triton"] = "auto"
+    attention: Literal["auto", "blockwise", "triton", "pallas_tpu"] = "auto"
 
     def append_widths(self, chunk_size: int, parts: int = 1) -> tuple[int, ...]:
         """Returns the widths of the forward passes that append chunks, in ascending order.

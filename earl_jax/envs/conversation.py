@@ -56,10 +56,17 @@ class Conversation:
         self._renderer = renderer
         self._forks = history == "fork"
         self._opening = Opening()
+        self._tools: Sequence[Mapping[str, Any]] = ()
         self._turns: list[tuple[Kind | None, str]] = []
         # True if the policy's last turn has no end of turn; the next answer then begins with one.
         self._is_open = False
         self._sample = ""
+
+    def of_another_side(self) -> "Conversation":
+        """Returns a conversation for another side of self-play, with the same tools."""
+        other = Conversation(self._renderer, "fork" if self._forks else "append")
+        other._tools = self._tools
+        return other
 
     def may_fit(self, content: Content, most_tokens: int) -> bool:
         """Returns False for messages that certainly are so many tokens or more.
@@ -71,7 +78,8 @@ class Conversation:
 
     def open(self, content: Content, tools: Sequence[Mapping[str, Any]] = ()) -> Observation:
         """Returns the ids of the environment's opening messages. Raises as `ChatRenderer.first`."""
-        self._opening = self._renderer.opening(content, tools)
+        self._tools = tools or self._tools
+        self._opening = self._renderer.opening(content, self._tools)
         rendered = self._renderer.render_opening(self._opening)
         self._note(content, rendered)
         return Observation(rendered.ids)

@@ -59,9 +59,10 @@ class Start:
     may give, () where it may say anything: then only the tokens that the tokenizer writes them
     with, and the end of turn behind, can be sampled (see `Chooses`). Or `allowed_token_ids`, of the
     policy's tokenizer, are the only tokens that its reply is made of, beside the end of turn.
-    `role` is the side that the policy plays, for people, where there are several. `metrics` are the
-    episode's until a step changes them (see `StepResult`). `tools` describes the functions that the
-    policy may call, each as JSON that the chat template shows:
+    `role` is the side that the policy plays, where there are several; in self-play, the side that
+    the message is for. `metrics` are the episode's until a step changes them (see `StepResult`).
+    `tools` describes the functions that the policy may call, each as JSON that the chat template
+    shows:
 
         {"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}
     """
@@ -84,6 +85,11 @@ class StepResult:
     their only tokens. `reward` is for this reply alone. `stop_reason` is a word such as "solved",
     given exactly if `done`; `detail` is for people.
 
+    In self-play the policy plays several sides in turns. `role` is the side that the next message
+    is for, "" for the one that replied. A side's context holds the messages for it and its own
+    replies, of the other sides nothing. `side_rewards` are rewards by role of sides that did not
+    reply now, each for the newest reply of its side; that of a side without a reply is no one's.
+
     `metrics` are numbers by name that are logged as means over episodes. Those of a step replace
     those of the same names before it, `Start.metrics` first; a mean is over the episodes that have
     the metric. So a game that reports `{"win": 0.0}` at its start and `{"win": 1.0}` where it is
@@ -99,6 +105,8 @@ class StepResult:
     choices: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    role: str = ""
+    side_rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 class Environment(Protocol):
@@ -172,13 +180,15 @@ def check_step(result: object) -> StepResult:
     _check_text("StepResult.detail", result.detail)
     if not isinstance(result.done, bool):
         raise TypeError(f"StepResult.done must be a bool; got {_brief(result.done)}")
-    if isinstance(result.reward, bool) or not isinstance(result.reward, numbers.Real):
-        raise TypeError(f"StepResult.reward must be a number; got {_brief(result.reward)}")
-    if not abs(result.reward) <= LARGEST_REWARD:
-        raise InputError(
-            f"StepResult.reward must be a number from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}; "
-            f"got {result.reward}"
+    _check_text("StepResult.role", result.role)
+    _check_reward("StepResult.reward", result.reward)
+    if not isinstance(result.side_rewards, Mapping):
+        raise TypeError(
+            f"StepResult.side_rewards must be a mapping; got {_brief(result.side_rewards)}"
         )
+    for role, reward in result.side_rewards.items():
+        _check_text("a role in StepResult.side_rewards", role)
+        _check_reward(f"StepResult.side_rewards[{role!r}]", reward)
     if result.done != bool(result.stop_reason):
         raise InputError(
             f"StepResult.stop_reason must be given exactly if done; got done={result.done}, "
@@ -187,6 +197,8 @@ def check_step(result: object) -> StepResult:
     _check_messages("StepResult", result)
     _check_allowed("StepResult", result)
     _check_metrics("StepResult", result)
+    if result.done and result.role:
+        raise InputError(f"StepResult.role must be empty when done; got {_brief(result.role)}")
     content = (result.text, result.messages, result.choices, result.allowed_token_ids)
     if result.done and any(content):
         raise InputError(
@@ -195,6 +207,15 @@ def check_step(result: object) -> StepResult:
             f"{len(result.choices)} choices and {len(result.allowed_token_ids)} tokens"
         )
     return result
+
+
+def _check_reward(name: str, reward: float) -> None:
+    if isinstance(reward, bool) or not isinstance(reward, numbers.Real):
+        raise TypeError(f"{name} must be a number; got {_brief(reward)}")
+    if not abs(reward) <= LARGEST_REWARD:
+        raise InputError(
+            f"{name} must be a number from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}; got {reward}"
+        )
 
 
 def _check_messages(name: str, result: Start | StepResult) -> None:

@@ -22,10 +22,14 @@ from earl_jax.envs.tasks import TaskArgs, TaskSource
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Example:
-    """A whole episode: the messages in order, those of `start` first, the policy's reply last."""
+    """A whole episode: the messages in order, those of `start` first, the policy's reply last.
+
+    `roles` has the side that each turn is of or for; `reward` is that of the last reply.
+    """
 
     start: Start
     turns: tuple[tuple[Author, Content], ...]
+    roles: tuple[str, ...]
     reward: float
     stop_reason: str
 
@@ -34,32 +38,49 @@ class Example:
         """Returns all texts in order."""
         return [message.text for _, content in self.turns for message in messages_of(content)]
 
+    @property
+    def conversations(self) -> tuple[tuple[tuple[Author, Content], ...], ...]:
+        """Returns the turns of each side, the one that begins first; of a single one, all turns."""
+        pairs = tuple(zip(self.roles, self.turns, strict=True))
+        sides = dict.fromkeys(self.roles)
+        return tuple(tuple(turn for role, turn in pairs if role == side) for side in sides)
+
 
 def play_example(environment: Environment, rng: random.Random) -> Example:
     """Plays a fresh environment to its end with its own example replies (`OffersExamples`)."""
     assert isinstance(environment, OffersExamples), "the config was not validated"
     start = check_start(environment.start())
     turns: list[tuple[Author, Content]] = [("environment", start.messages or start.text)]
+    roles = [start.role]
     while True:
         reply = environment.example_reply(rng)
         turns.append(("policy", reply))
+        roles.append(roles[-1])
         result = check_step(environment.step(reply))
         if result.done:
             return Example(
                 start=start,
                 turns=tuple(turns),
+                roles=tuple(roles),
                 reward=result.reward,
                 stop_reason=result.stop_reason,
             )
         turns.append(("environment", result.messages or result.text))
+        roles.append(result.role or roles[-1])
 
 
-def example_ids(example: Example, renderer: ChatRenderer) -> tuple[list[int], list[int]]:
-    """Returns the episode's token ids, and who wrote each: 0 or the number of the policy's turn.
+def example_ids(
+    example: Example, renderer: ChatRenderer, side: int = 0
+) -> tuple[list[int], list[int]]:
+    """Returns token ids, and who wrote each: 0 or the number of the policy's turn.
+
+    They are those of the episode, or of the conversation of one of its sides, counted on from the
+    first one after the last.
 
     Raises ValueError for messages that the chat template does not take.
     """
-    (_, first), *others = example.turns
+    conversations = example.conversations
+    (_, first), *others = conversations[side % len(conversations)]
     opening = renderer.opening(first, example.start.tools)
     ids = list(renderer.render_opening(opening).ids)
     turn_ids, turn = [0] * len(ids), 0

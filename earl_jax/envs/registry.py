@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from earl_jax.envs.board_game import BoardGame
 from earl_jax.envs.environment import Environment
+from earl_jax.envs.kuhn_poker import KuhnPoker
 from earl_jax.envs.single_turn import SingleTurn
 from earl_jax.envs.tasks import TaskArgs, TasksConfig, TaskSource, open_tasks
 from earl_jax.envs.trail import Trail
@@ -22,6 +23,7 @@ ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
     "tic_tac_toe": functools.partial(BoardGame, game="tic_tac_toe"),
     "connect_four": functools.partial(BoardGame, game="connect_four"),
     "board_game": BoardGame,
+    "kuhn_poker": KuhnPoker,
     "trail": Trail,
     "single_turn": SingleTurn,
 }

@@ -4,16 +4,16 @@
 
 The same command on every host is one run. The number of each process comes from the settings, from
 JAX's own environment variables, or from the launcher (Slurm, Open MPI, Kubernetes, a TPU pod),
-whose variables jax.distributed reads. Where a process cannot go on, all end with status 1; the
-launcher starts all of them again, and the run resumes from its newest checkpoint
-(gpu_scripts/slurm.sbatch, tpu_scripts/run.sh).
+whose variables jax.distributed reads. Those that were given all of it first meet at process 0,
+which ends all where their numbers are no run's (rendezvous.py). Where a process cannot go on, all
+end with status 1; the launcher starts all of them again, and the run resumes from its newest
+checkpoint (gpu_scripts/slurm.sbatch, tpu_scripts/run.sh).
 """
 
 import contextlib
 import ctypes
 import dataclasses
 import importlib.util
-import ipaddress
 import math
 import os
 import re
@@ -27,7 +27,15 @@ from typing import Any, Literal, NoReturn
 
 import jax
 
+from earl_jax.launch.addresses import (
+    Address,
+    address_towards,
+    addresses_here,
+    host_and_port,
+    listen,
+)
 from earl_jax.launch.presence import LINGER_S, lost_in_words
+from earl_jax.launch.rendezvous import Member, ask, join, wait_for_others
 from earl_jax.launch.signals import ends_at_ctrl_c
 from earl_jax.settings.choices import check_choices
 from earl_jax.settings.errors import InputError
@@ -47,12 +55,12 @@ _LAUNCHERS = (
 _SLICE_HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
 # The number of processes on this one's host: of Slurm for each node, as "1(x2)" or "8,4".
 _ON_A_HOST = ("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _START = (
     "Start the same command for every process, with config.distributed.coordinator and "
     "num_processes alike and a process_id of its own for each (from 0), or by a launcher such as "
     "gpu_scripts/launch.sh, Slurm, Open MPI or a JobSet"
 )
+_NAMED = 8
 _AGAIN = "Start all processes again: the run goes on from its newest checkpoint"
 # The host and port of the coordinator that was given to this process.
 _coordinator: tuple[str, int] | None = None
@@ -130,20 +138,22 @@ def start_processes(config: DistributedConfig) -> None:
     if place is None:
         return
     number = "a process" if place.process_id is None else f"process {place.process_id}"
-    who, listen_at = f"{number} on {socket.gethostname()}", _bind_address(place)
+    who = f"{number} on {socket.gethostname()}"
     global _coordinator
-    _coordinator = _host_and_port(place.coordinator) if place.coordinator else None
+    _coordinator = host_and_port(place.coordinator) if place.coordinator else None
+    here = addresses_here(*_coordinator) if _coordinator else []
     # The service would take SIGTERM, which run/ handles: it stops all processes at the same step.
     jax.config.update("jax_enable_preemption_service", False)
-    _end_at_abort(
-        lambda: end_process(
-            f"{who} did not find the others within {config.start_timeout_s:g} s "
-            f"(config.distributed.start_timeout_s). {_START}"
-        )
+    not_found = (
+        f"{who} did not find the others within {config.start_timeout_s:g} s "
+        "(config.distributed.start_timeout_s)"
     )
-    try:
-        # Which waits in C++, where Python's own handler would not be called.
-        with ends_at_ctrl_c("stopped by Ctrl-C before the processes of the run found each other"):
+    _end_at_abort(lambda: end_process(f"{not_found}. {_START}"))
+    # JAX waits in C++, where Python's own handler would not be called.
+    with ends_at_ctrl_c("stopped by Ctrl-C before the processes of the run found each other"):
+        if None not in dataclasses.astuple(place):
+            _meet_others(place, here, config.start_timeout_s, not_found)
+        try:
             jax.distributed.initialize(
                 place.coordinator,
                 place.num_processes,
@@ -153,14 +163,49 @@ def start_processes(config: DistributedConfig) -> None:
                 heartbeat_timeout_seconds=int(config.heartbeat_s),
                 # All processes end together; one that ends alone must not wait for the others.
                 shutdown_timeout_seconds=10,
-                coordinator_bind_address=listen_at,
+                coordinator_bind_address=place.coordinator if here else None,
             )
-    except (RuntimeError, ValueError) as error:
-        words = (str(error).splitlines() or [""])[0]
-        raise InputError(
-            f"the processes of this run did not find each other: {words}. {_START}"
-        ) from error
+        except (RuntimeError, ValueError) as error:
+            words = (str(error).splitlines() or [""])[0]
+            raise InputError(
+                f"the processes of this run did not find each other: {words}. {_START}"
+            ) from error
     _end_at_abort(lambda: end_as_lost(who))
+
+
+def _meet_others(place: _Place, here: list[Address], timeout_s: float, not_found: str) -> None:
+    """Returns when all processes have come to process 0, which says what is wrong for all.
+
+    The others end with its status, without a word.
+
+    Raises:
+        InputError: two processes have one number, they were given different counts of them, or the
+            coordinator's port is taken.
+    """
+    assert place.coordinator and place.num_processes and place.process_id is not None
+    own = Member(place.process_id, place.num_processes, socket.gethostname())
+    host, port = host_and_port(place.coordinator)
+    if own.process_id > 0:
+        if status := join(host, port, own, timeout_s):
+            sys.exit(status)
+        if status is None:
+            end_process(f"{not_found}. {_START}")
+        return
+    try:
+        listeners = listen(place.coordinator, here, own.num_processes)
+    except OSError as error:
+        # Where another process 0 of this run listens there, that one says so.
+        with contextlib.suppress(OSError):
+            if status := ask(host, port, own, timeout_s):
+                sys.exit(status)
+        raise InputError(
+            f"config.distributed.coordinator is {place.coordinator!r}, and process 0 cannot listen "
+            f"on port {port} ({os.strerror(error.errno or 0)}); take another"
+        ) from None
+    if absent := wait_for_others(listeners, own, timeout_s):
+        several = "es" if len(absent) > 1 else ""
+        shown = ", ".join(map(str, absent[:_NAMED])) + ", ..." * (len(absent) > _NAMED)
+        end_process(f"{not_found}: process{several} {shown} did not come. {_START}")
 
 
 def end_process(words: str, *, status: int = 1) -> NoReturn:
@@ -203,84 +248,12 @@ def _end_at_abort(end: Callable[[], NoReturn]) -> None:
     ctypes.CDLL(None).signal(signal.SIGABRT, _on_abort)
 
 
-def _bind_address(place: "_Place") -> str | None:
-    """Returns where process 0 listens: at the address that was given; None: on all interfaces.
-
-    On all of them where no other host would reach it there: the name is no address of this host
-    (behind a NAT, or a DNS that does not know it yet), or /etc/hosts makes it a loopback one.
-
-    Raises:
-        ValueError: the coordinator is no address, or its port is taken.
-    """
-    if place.coordinator is None:
-        return None
-    where = f"config.distributed.coordinator is {place.coordinator!r}"
-    host, port = _host_and_port(place.coordinator)
-    if not host or not 0 < port < 2**16:
-        raise InputError(f"{where}; write it as HOST:PORT, such as 'node0:8476'")
-    here = [
-        each
-        for each in _addresses(host, port)
-        if _refusal(each[0], (each[1][0], 0, *each[1][2:])) is None
-        and (host in _LOOPBACK or not ipaddress.ip_address(each[1][0]).is_loopback)
-    ]
-    if place.process_id == 0:
-        # JAX ends the process with a segmentation fault at a port that is taken (0.10.2).
-        for family, address in here or [(socket.AF_INET, ("", port))]:
-            if error := _refusal(family, address):
-                raise InputError(
-                    f"{where}, and process 0 cannot listen on port {port} ({error.strerror}); take "
-                    "another"
-                )
-        if not here:
-            print(
-                f"warning: {where}, which is no address of {socket.gethostname()} that other hosts "
-                "reach: process 0 listens on all interfaces. Give one, to listen there alone",
-                file=sys.stderr,
-            )
-    return place.coordinator if here else None
-
-
-def _host_and_port(coordinator: str) -> tuple[str, int]:
-    """Returns the parts of "HOST:PORT"; "" and 0 for what it is not."""
-    host, _, port = coordinator.rpartition(":")
-    return (host.strip("[]"), int(port)) if port.isdecimal() else ("", 0)
-
-
-def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
-    """Returns the addresses of a name as sockets take them; none if it is not known here."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    return [(family, address) for family, _, _, _, address in found]
-
-
-def _refusal(family: socket.AddressFamily, address: tuple[Any, ...]) -> OSError | None:
-    """Returns why this process cannot listen at an address; None if it can."""
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen()
-    except OSError as error:
-        return error
-    return None
-
-
 def address_here() -> str:
     """Returns the address of this host on the network of the coordinator that was given.
 
     "" where none was given (a launcher's variables name it), or the name is a loopback one here.
     """
-    for family, address in _addresses(*_coordinator) if _coordinator else []:
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            # Sends nothing: the kernel chooses the interface.
-            probe.connect(address)
-            own = probe.getsockname()[0]
-            if not ipaddress.ip_address(own).is_loopback:
-                return own
-    return ""
+    return address_towards(*_coordinator) if _coordinator else ""
 
 
 def _find_place(config: DistributedConfig, variables: Mapping[str, str]) -> _Place | None:

@@ -22,6 +22,7 @@ from earl_jax.placement.observations import with_failure, with_program_bytes
 from earl_jax.rollout.config import make_engine_config
 from earl_jax.selector.hardware import Hardware
 from earl_jax.selector.memory import program_bytes, unless_out_of_memory
+from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import Plan, RolloutPlan, TrainPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.schedule import Compile
@@ -86,11 +87,24 @@ class _Compiler:
             num_bytes = unless_out_of_memory(lambda: program_bytes(lowered.compile()))
         finally:
             jax.config.update("jax_optimization_level", "UNKNOWN")
-        words = f"compiled {'rollout' if is_rollout else 'train'} on {plan.mesh}, context {tokens}"
-        print(f"{words}, in {time.perf_counter() - start_s:.0f} s", file=sys.stderr)
+        words = "does not fit" if num_bytes is None else f"{num_bytes / 2**30:.2f} GiB"
+        print(
+            f"compiled {plan.stage} on {plan.mesh}, context {tokens}: {words} per device "
+            f"(computed: {self._computed_bytes(plan, tokens) / 2**30:.2f}), in "
+            f"{time.perf_counter() - start_s:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
         if num_bytes is None:
             return with_failure(self.problem, table, plan, tokens)
         return with_program_bytes(self.problem, table, plan, tokens, num_bytes)
+
+    def _computed_bytes(self, plan: Plan, tokens: int) -> int:
+        """Returns the bytes per device of quick mode."""
+        candidates = Candidates(self.problem, ThroughputTable())
+        if isinstance(plan, RolloutPlan):
+            return candidates.round_bytes(plan, tokens)[0]
+        return candidates.update_bytes(plan, tokens)[0]
 
     def _update(self, plan: TrainPlan, length: int) -> Any:
         config = self.config
@@ -101,6 +115,7 @@ class _Compiler:
             vocab_size=self.vocab_size,
             temperature=config.train_temperature,
             importance_cap=config.importance_cap,
+            has_versions=config.asynchrony.max_staleness > 0,
             layout=lambda mesh: make_layout(mesh, self.trainers, row_axes=TRAINING_ROWS),
         )
         chip = learner.layout(plan.mesh).mesh.devices.flat[0]  # pyright: ignore

@@ -102,7 +102,7 @@ def _settings(config: Config) -> dict[str, dict[str, Any]]:
     rollout, train = config.rollout, config.train
     sizes = ("num_slots", "episodes_per_step", "chunk_size", "burst", "step_rows", "tokens_a_page")
     programs = ("attention", "num_draft_tokens", "compute_dtype", "weight_dtype", "kv_dtype")
-    updates = ("micro_batches", "remat", "logprob_chunk", "epochs", "mini_batches")
+    updates = ("micro_batches", "remat", "logprob_chunk", "epochs", "mini_batches", "proximal")
     return {
         "rollout": {field: getattr(rollout, field) for field in (*sizes, *programs)}
         | {"model_logprobs": train.ratio == "model"},

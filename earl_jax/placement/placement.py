@@ -97,6 +97,10 @@ class Placement:
         # any case, all may be. None: nothing is tried, as of several processes.
         is_cpu = stages.problem.hardware.platform == "cpu" and stages.cluster.count == 1
         self.may_try: MayTry | None = (lambda plan, tokens: True) if is_cpu else None
+        # Steps that the run has left; and where nothing compiles ahead, the longest that a step
+        # waited for programs so far: nothing else is changed to than pays for that.
+        self.steps_left: int | None = None
+        self.compile_s = 0.0
         self.log = SwitchLog()
 
     def as_dict(self) -> dict[str, Any]:
@@ -237,6 +241,7 @@ class Placement:
             ),
             lasts=self._lasts(max_tokens, length, load),
             is_new=is_new,
+            compile_s=self.compile_s if self.observations.is_fed else 0.0,
         )
 
     def _wanted_tokens(self, load: Load | None) -> int:
@@ -258,8 +263,13 @@ class Placement:
         return max(0, num_pages * page_size - self.rollout.num_slots * page_size // 2)
 
     def _lasts(self, max_tokens: int, length: int, load: Load | None) -> int:
-        """Returns how many steps a choice will last: until contexts outgrow its buckets."""
+        """Returns how many steps a choice will last: until contexts outgrow its buckets.
+
+        At most those of the horizon, and those that are left.
+        """
         horizon = self.problem.horizon_steps
+        if self.steps_left is not None:
+            horizon = max(1, min(horizon, self.steps_left))
         if load is None or load.growth_tokens <= 0:
             return horizon
         left = min(max_tokens, length) - load.context_tokens_max

@@ -17,7 +17,7 @@ from earl_jax.algorithms.requirements import Networks
 from earl_jax.config import Config
 from earl_jax.engine.config import APPEND_ROWS
 from earl_jax.envs.tokenizer import build_tokenizer
-from earl_jax.models.attention.kernels import context_obstacle
+from earl_jax.models.attention.kernels import context_obstacle, reads_pages_in_place
 from earl_jax.models.checkpoints.hf_read import open_checkpoint
 from earl_jax.models.checkpoints.hub import find_folder
 from earl_jax.models.config import ModelConfig
@@ -125,8 +125,8 @@ def _parameters(shapes: Any, specs: Any) -> tuple[Parameter, ...]:
     return tuple(parameter._replace(count=count) for parameter, count in found.items())
 
 
-def workload(config: Config) -> Workload:
-    """Returns the work of a step of this config."""
+def workload(config: Config, model: ModelConfig, hardware: Hardware) -> Workload:
+    """Returns the work of a step of this config and model on such devices."""
     rollout, train = config.rollout, config.train
     dtype = rollout.computes_as(config.model.compute_dtype)
     return Workload(
@@ -143,6 +143,14 @@ def workload(config: Config) -> Workload:
         page_size=rollout.tokens_a_page,
         batches=config.asynchrony.batches,
         parts=config.asynchrony.parts,
+        in_place_contexts=tuple(
+            context
+            for context in range(1, hardware.num_devices + 1)
+            if hardware.num_devices % context == 0
+            and reads_pages_in_place(
+                rollout.attention, hardware.platform, context, model, rollout.tokens_a_page
+            )
+        ),
         kv_itemsize=1 if rollout.kv_dtype == "int8" else jnp.dtype(dtype).itemsize,
     )
 
@@ -164,7 +172,7 @@ def make_problem(
     Raises ValueError for adapters that this model cannot have.
     """
     rollout, selector = config.rollout, config.selector
-    stays = config.asynchrony.max_staleness > 0 and not config.devices.num_rollout
+    stays = config.asynchrony.is_on and not config.devices.num_rollout
 
     def weights_obstacle(mesh: MeshShape) -> str | None:
         return check_tensor_axis(
@@ -185,7 +193,7 @@ def make_problem(
             train=config.train,
             networks=config.networks,
         ),
-        work=workload(config),
+        work=workload(config, model, hardware),
         budget_bytes=budget_bytes,
         hysteresis=selector.hysteresis,
         horizon_steps=selector.horizon_steps,

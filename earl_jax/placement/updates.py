@@ -148,8 +148,7 @@ class StepUpdate:
         stages, controls = self.placement.stages, self.controls
         if index is not None or len(self.parts) == 1:
             # All before the first update, while the state is that of the step's beginning.
-            for each in range(len(self.parts)):
-                self._score(state, each)
+            self._score(state, range(len(self.parts)))
             batch = self.parts[index or 0].batch
             after, metrics = stages.learner.update(plan, state, batch, controls, sft=self.sft)
         else:
@@ -169,7 +168,7 @@ class StepUpdate:
         """Adds the gradients of the parts that are not in the totals yet."""
         learner = self.placement.stages.learner
         for index in range(self.num_added, len(self.parts)):
-            self._score(state, index)
+            self._score(state, [index])
             part = self.parts[index]
             self.totals = learner.add_part(
                 self._plan(part), state, part.batch, self.controls, self.totals
@@ -178,13 +177,16 @@ class StepUpdate:
         assert self.totals is not None, "there is a part"
         return self.totals
 
-    def _score(self, state: TrainState, index: int) -> None:
-        """Gives a part the fields that its updates need and only the first state gives."""
-        part, learner = self.parts[index], self.placement.stages.learner
-        if self.sft or part.is_scored:
+    def _score(self, state: TrainState, indices: Sequence[int]) -> None:
+        """Gives parts the fields that their updates need and only the first state gives."""
+        parts = [self.parts[index] for index in indices]
+        if self.sft or all(part.is_scored for part in parts):
             return
-        batch = learner.score(self._plan(part), state, part.batch)
-        self.parts[index] = dataclasses.replace(part, batch=batch, is_scored=True)
+        plans = [self._plan(part) for part in parts]
+        learner = self.placement.stages.learner
+        scored = learner.score(plans, state, [part.batch for part in parts])
+        for index, part, batch in zip(indices, parts, scored, strict=True):
+            self.parts[index] = dataclasses.replace(part, batch=batch, is_scored=True)
 
 
 def sft(

@@ -25,7 +25,7 @@ from earl_jax.envs.environment import (
     check_step,
 )
 from earl_jax.envs.pool import Failure
-from earl_jax.rollout.episode import LiveEpisode, Task
+from earl_jax.rollout.episode import LiveEpisode, Side, Task
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,8 @@ class Answer:
     """An environment's start or step, and its message as ids with what the reply may be.
 
     `observation` is None where the episode is done, where the message is longer than an episode
-    may be, and where it cannot be encoded, which `failure` says.
+    may be, and where it cannot be encoded, which `failure` says. `conversation` is that of the side
+    that is on the move now, where another one replied.
     """
 
     environment: Environment
@@ -42,6 +43,7 @@ class Answer:
     choices: tuple[tuple[int, ...], ...] = ()
     allowed: tuple[int, ...] = ()
     failure: Failure | None = None
+    conversation: Conversation | None = None
 
     @property
     def content(self) -> Content:
@@ -94,12 +96,24 @@ def go_on(episode: LiveEpisode, reply: str, config: EngineConfig) -> Answer:
     answer = Answer(environment=episode.environment, result=result)
     if result.done:
         return answer
-    return _rendered(answer, _conversation(episode).answer, episode, config)
+    if result.role in ("", episode.side):
+        return _rendered(answer, _conversation(episode).answer, episode, config)
+    side = episode.side_of(result.role)
+    answer = dataclasses.replace(answer, conversation=side.conversation)
+    return _rendered(answer, functools.partial(_prompt, side), episode, config)
 
 
 def _conversation(episode: LiveEpisode) -> Conversation:
     assert isinstance(episode.conversation, Conversation), "an environment speaks in messages"
     return episode.conversation
+
+
+def _prompt(side: Side, content: Content) -> Observation:
+    """Returns the prompt of a new sample: all that this side has seen, id for id, and a message."""
+    if not side.ids:
+        return dataclasses.replace(side.conversation.open(content), forks=True)
+    message = side.conversation.answer(content)
+    return Observation(message.ids if message.forks else side.ids + message.ids, forks=True)
 
 
 def _rendered(

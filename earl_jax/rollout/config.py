@@ -137,8 +137,9 @@ class RolloutConfig:
     pages, the shortest episodes are preempted: their pages are copied to host memory, of at most
     `preemption_host_gib` GiB, and back, or their tokens are read again, whichever costs less
     (preemption.py). With 0 GiB all are read again. `attention` is the kernel that reads pages:
-    "auto" takes "triton", one kernel of ours for GPUs, where it runs, and "blockwise" elsewhere,
-    which copies a few pages at a time and runs everywhere (kernels.py). The log says which and why.
+    "auto" takes one kernel of ours, "triton" on GPUs and "pallas_tpu" on TPUs, where it runs, and
+    "blockwise" elsewhere, which copies a few pages at a time and runs everywhere (kernels.py). The
+    log says which and why.
 
     **Sampling.** `temperature`, `top_k`, `top_p` and `min_p` (see `Sampling`) hold for episodes
     that bring none of their own, and so do `stop_strings` and `stop_token_ids` (see `Stops`). A
@@ -176,7 +177,7 @@ class RolloutConfig:
     order: Order = "fifo"
     context_buckets: tuple[int, ...] = (1024, 2048, 4096, 8192)
     page_size: int = 0
-    attention: Literal["auto", "blockwise", "triton"] = "auto"
+    attention: Literal["auto", "blockwise", "triton", "pallas_tpu"] = "auto"
     preemption_host_gib: float = 4.0
     compute_dtype: Literal["model", "float32", "bfloat16"] = "model"
     weight_dtype: Literal["compute", "int8"] = "compute"

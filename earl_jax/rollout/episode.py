@@ -96,6 +96,14 @@ class NewTokens(NamedTuple):
     model_logprobs: tuple[float, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """A side of self-play that is not on the move: its conversation, and all ids of its context."""
+
+    conversation: Conversation
+    ids: tuple[int, ...]
+
+
 @dataclasses.dataclass(kw_only=True)
 class LiveEpisode:
     """An episode in a slot.
@@ -116,6 +124,8 @@ class LiveEpisode:
     - `choices`: ids of the replies to which the next turn is restricted, or `allowed`: its possible
       ids; both are () where the turn may be anything.
     - `scored`: log-probs under the model itself are recorded.
+    - `side`: the role of the side on the move, `role` that of the first one. `sides` are the others
+      by role, and `turn_roles` has the side of each of the policy's turns.
     """
 
     task: Task
@@ -129,6 +139,9 @@ class LiveEpisode:
     environment: Environment | None = None
     waits: bool = True
     role: str = ""
+    side: str = ""
+    sides: dict[str, Side] = dataclasses.field(default_factory=dict)
+    turn_roles: list[str] = dataclasses.field(default_factory=list)
     turns: list[Turn] = dataclasses.field(default_factory=list)
     rewards: list[float] = dataclasses.field(default_factory=list)
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -208,6 +221,26 @@ class LiveEpisode:
         if message.forks:
             self.origin = self.length
         self.length += len(message.ids)
+
+    def side_of(self, role: str) -> Side:
+        """Returns a side that is not on the move; without ids, one that has seen nothing yet."""
+        return self.sides.get(role) or Side(self.conversation.of_another_side(), ())
+
+    def change_sides(self, role: str, conversation: Conversation) -> None:
+        """Gives the move to another side, whose next message begins a new sample."""
+        self.sides[self.side] = Side(self.conversation, self._ids_of_sample())
+        self.side, self.conversation = role, conversation
+
+    def add_rewards(self, reward: float, of_sides: Mapping[str, float]) -> None:
+        """Adds the reward of the newest turn, and those of the newest turns of other sides."""
+        self.rewards.append(float(reward))
+        for role, more in of_sides.items():
+            turns = [turn for turn, side in enumerate(self.turn_roles) if side == role]
+            if turns:
+                self.rewards[turns[-1]] += float(more)
+
+    def _ids_of_sample(self) -> tuple[int, ...]:
+        return tuple(token for turn in self.turns for token in turn.token_ids)[self.origin :]
 
     @property
     def has_work(self) -> bool:
@@ -294,8 +327,7 @@ class LiveEpisode:
             return 0
         # The end of the queue is new; the ids before it were read, or were to be read again.
         num_new = len(self.queue) - self.again
-        ids = [token for turn in self.turns for token in turn.token_ids][self.origin :]
-        ids += self.reply
+        ids = [*self._ids_of_sample(), *self.reply]
         # An answer brings the token before it along, when it comes.
         self.queue = ids[:-1] if self.waits else ids
         self.again = len(self.queue) - num_new
@@ -305,6 +337,7 @@ class LiveEpisode:
     def close_turn(self, text: str) -> None:
         """Adds the policy's turn to the turns."""
         self.in_turn, self.stop_watch = False, None
+        self.turn_roles.append(self.side)
         self.turns.append(
             Turn(
                 author="policy",
@@ -352,4 +385,5 @@ class LiveEpisode:
             row=self.buffer_row,
             detail=detail,
             metrics={name: float(value) for name, value in self.metrics.items()},
+            turn_roles=tuple(self.turn_roles) if {*self.turn_roles} - {self.role} else (),
         )

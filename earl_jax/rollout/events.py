@@ -152,7 +152,7 @@ def read_events(workdir: Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise InputError(
             f"{path} cannot be read ({error.strerror or error}); a run has events with "
-            "config.asynchrony.max_staleness of 1 or more"
+            "config.asynchrony.max_staleness, parts or refill"
         ) from error
     except ValueError as error:
         raise InputError(f"{path} is damaged: {error}") from error

@@ -108,7 +108,7 @@ def gather_outcomes(
 
 def _outcome(fields: dict[str, Any]) -> Outcome:
     """Returns an outcome from its fields as JSON, in which tuples are lists."""
-    tuples = {name: tuple(fields[name]) for name in ("turn_rewards", "sample_starts")}
+    tuples = {name: tuple(fields[name]) for name in ("turn_rewards", "turn_roles", "sample_starts")}
     versions = tuple((version, number) for version, number in fields["versions"])
     return Outcome(**{**fields, **tuples, "versions": versions})
 

@@ -23,7 +23,7 @@ from earl_jax.rollout.staleness import (
     overdue,
 )
 from earl_jax.rollout.tasks import Tasks
-from earl_jax.trajectory import Outcome
+from earl_jax.trajectory import Outcome, Trajectory
 
 
 class Service(Protocol):
@@ -65,18 +65,31 @@ class OpenGroups:
 
     `version` is that of the policy with which the service plays and which the next step trains; it
     changes in `open` and `publish` only. `num_rounds` are those of this service. `dropped` are the
-    episodes that were given up; who reads them empties the list.
+    episodes that were given up because they were too old, `refilled` those of groups in whose place
+    others were played; who reads them empties the lists.
     """
 
     def __init__(
-        self, tasks: Tasks, settings: AsynchronyConfig, events: Events | None = None
+        self,
+        tasks: Tasks,
+        settings: AsynchronyConfig,
+        events: Events | None = None,
+        *,
+        is_useless: Callable[[Sequence[Trajectory]], bool] = lambda group: False,
     ) -> None:
-        """Begins with none; they are numbered as those of `tasks`. `events` None: go nowhere."""
+        """Begins with none; they are numbered as those of `tasks`. `events` None: go nowhere.
+
+        `is_useless` says of a finished group that nothing is learnt from it (settings.refill).
+        """
         self._tasks, self._settings, self._events = tasks, settings, events or Events()
         self.group_size = tasks.rollout.group_size
         self.size = tasks.rollout.episodes_per_step // self.group_size
         self.version = self.num_rounds = 0
         self.dropped: list[Outcome] = []
+        self.refilled: list[Outcome] = []
+        self._is_useless = is_useless
+        # Groups that were given up for others since the last step took its own.
+        self._num_refilled = 0
         self._service: Service | None = None
         self._groups: dict[int, _Open] = {}
         # Open groups that the service does not have yet, in order.
@@ -122,10 +135,12 @@ class OpenGroups:
         """
         while True:
             self._drop()
+            self._refill()
             self._admit(self.size - left)
             chosen = self._choose(left)
             if chosen is not None:
                 numbers = [group.number for group in chosen]
+                self._num_refilled = 0
                 self._events.note("take", step=self.version, groups=numbers, round=self.num_rounds)
                 return self._remove(chosen)
             self.play_round()
@@ -204,11 +219,31 @@ class OpenGroups:
         stale = overdue(finished, self.version, self._settings.max_staleness)
         if not stale:
             return
-        numbers = [group.number for group in stale]
+        self.dropped += self._give_up(stale)
+
+    def _refill(self) -> None:
+        """Gives up finished groups that nothing is learnt from, first those that finished first."""
+        left = self._settings.refill * self.size - self._num_refilled
+        if left <= 0:
+            return
+        finished = [group for group in self._described() if group.finished is not None]
+        useless = [group for group in finished if self._is_useless(self._trajectories(group))]
+        useless = sorted(useless, key=lambda group: group.finished or 0)[:left]
+        if useless:
+            self._num_refilled += len(useless)
+            self.refilled += self._give_up(useless)
+
+    def _give_up(self, groups: Sequence[Group]) -> list[Outcome]:
+        """Removes finished groups, whose rows are free then. Returns their outcomes."""
+        numbers = [group.number for group in groups]
         self._events.note("drop", groups=numbers, round=self.num_rounds)
-        for each in self._remove(stale):
+        episodes = self._remove(groups)
+        for each in episodes:
             self._playing.release(each.row)
-            self.dropped.append(each.trajectory.outcome)
+        return [each.trajectory.outcome for each in episodes]
+
+    def _trajectories(self, group: Group) -> list[Trajectory]:
+        return [each.trajectory for each in self._groups[group.number].episodes.values()]
 
     def _choose(self, left: int) -> list[Group] | None:
         """Returns the groups that the step, which takes `left` more, takes now; None: none yet."""

@@ -373,13 +373,15 @@ class RolloutService:
         episode.environment = answer.environment
         episode.metrics |= result.metrics
         if isinstance(result, Start):
-            episode.role = result.role
+            episode.role = episode.side = result.role
         else:
-            episode.rewards.append(float(result.reward))
+            episode.add_rewards(result.reward, result.side_rewards)
             if result.done:
                 return self._end(slot, result.stop_reason, result.detail)
         if answer.failure is not None:
             return self._end(slot, answer.failure.stop_reason, answer.failure.detail)
+        if answer.conversation is not None:
+            episode.change_sides(result.role, answer.conversation)
         episode.choices, episode.allowed = answer.choices, answer.allowed
         self._append(slot, episode, answer.content, answer.observation)
 

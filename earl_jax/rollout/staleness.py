@@ -41,6 +41,11 @@ class AsynchronyConfig:
     soon as as many groups are finished as it has, while the others are played (streaming,
     arXiv 2504.15930). 1 waits for all. The update is that of the whole batch, but for rounding.
 
+    `refill` n plays further groups in place of those that the algorithm does not keep, such as
+    DAPO's of equal rewards (dynamic sampling, arXiv 2503.14476, eq. 11), until the step has all of
+    its groups or has given up n times as many; then it takes what is there. It goes with the rule
+    "drop", and with max_staleness 0 too. 0 leaves their place in the step empty.
+
     `checksums` is for debugging: the events have a checksum of each policy that was published, so
     that a replay compares the weights, and it is an error where a policy is overwritten while it is
     played. It waits for the weights in each step.
@@ -50,12 +55,13 @@ class AsynchronyConfig:
     rule: Rule = "in_order"
     kv: Literal["recompute", "keep"] = "recompute"
     parts: int = 1
+    refill: int = 0
     checksums: bool = False
 
     @property
     def is_on(self) -> bool:
-        """True if episodes are played while the trainer works."""
-        return self.max_staleness > 0 or self.parts > 1
+        """True if a step's episodes are not only those of its own tasks, played in turn."""
+        return self.max_staleness > 0 or self.parts > 1 or self.refill > 0
 
     @property
     def batches(self) -> int:
@@ -71,6 +77,14 @@ class AsynchronyConfig:
             )
         if self.parts < 1:
             raise InputError(f"config.asynchrony.parts is {self.parts}; it must be at least 1")
+        if self.refill < 0:
+            raise InputError(f"config.asynchrony.refill is {self.refill}; it must be at least 0")
+        if self.refill and self.rule != "drop":
+            raise InputError(
+                f"config.asynchrony.refill is {self.refill} with config.asynchrony.rule "
+                f"{self.rule!r}; groups are given up and others taken in their place only with the "
+                "rule 'drop': set it, or set refill to 0"
+            )
         if self.parts > 1 and self.rule != "in_order":
             raise InputError(
                 f"config.asynchrony.parts is {self.parts} with config.asynchrony.rule "

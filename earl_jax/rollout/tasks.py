@@ -67,4 +67,7 @@ class Tasks:
         rng = random.Random(f"examples {self.seed} {number}")
         rows = range(self.rollout.episodes_per_step)
         environments = (self.played.make(**tasks[row % len(tasks)]) for row in rows)
-        return [example_ids(play_example(each, rng), self.renderer) for each in environments]
+        return [
+            example_ids(play_example(each, rng), self.renderer, side=row)
+            for row, each in enumerate(environments)
+        ]

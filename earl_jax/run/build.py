@@ -106,9 +106,10 @@ def build_run(
     if config.asynchrony.is_on and cluster.count > 1:
         raise InputError(
             f"config.asynchrony.max_staleness is {config.asynchrony.max_staleness} and "
-            f"config.asynchrony.parts {config.asynchrony.parts}, and this run has {cluster.count} "
-            "processes; asynchronous and streaming training are for one process with all devices: "
-            "start one, or set them to 0 and 1"
+            f"config.asynchrony.parts {config.asynchrony.parts} and config.asynchrony.refill "
+            f"{config.asynchrony.refill}, and this run has {cluster.count} processes; asynchronous "
+            "and streaming training and further groups are for one process with all devices: start "
+            "one, or set them to 0, 1 and 0"
         )
     learner = Learner(
         origin.model,
@@ -117,6 +118,7 @@ def build_run(
         vocab_size=origin.vocab_size,
         temperature=config.train_temperature,
         importance_cap=config.importance_cap,
+        has_versions=config.asynchrony.max_staleness > 0,
         layout=layouts.train,
         seed=config.seed,
         checkpoint=origin.checkpoint,

@@ -53,6 +53,7 @@ class StepRecord:
     stage_s: dict[str, float]
     group_shares: dict[str, float]
     dropped: list[Outcome]
+    refilled: list[Outcome]
 
     @property
     def failures(self) -> Failures:
@@ -97,6 +98,7 @@ class StepRecord:
             "sampling_kl": self.sampling_kl,
             **lag_metrics(self.step - 1, self.trained, self.oldest_version),
             **dropped_metrics(self.dropped),
+            "refilled_groups": len({outcome.group for outcome in self.refilled}) or None,
             **last,
             **{name: first[name] for name in _OF_FIRST_EPOCH},
             "learning_rate": self.learning_rate,

@@ -20,7 +20,7 @@ from earl_jax.selector.plan_candidates import Candidate, Candidates, P
 from earl_jax.selector.plans import Plan, Plans, RolloutPlan, TrainPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.reasons import BudgetTooSmall, reason_of, step_too_small, too_small
-from earl_jax.selector.table import KEPT, TRUSTED, ThroughputTable
+from earl_jax.selector.table import KEPT, TRUSTED, ThroughputTable, key_of
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import WINDOW
 
@@ -44,6 +44,8 @@ class Step:
         rollout_tokens: tokens to be sampled.
         lasts: steps that a choice lasts, over which a switch is spread.
         is_new: contexts were never so long, so that other programs are needed anyway.
+        compile_s: seconds that the run waits for the program of a plan that never ran; they are
+            spread like a switch.
         keeps_slots: live episodes sit in the slots of the plan in use.
         live: so many episodes are left, in the tail of a rollout; None: all of them are ahead.
         move_s: returns the seconds of moving a rollout to another mesh; infinite where it stays
@@ -56,6 +58,7 @@ class Step:
     rollout_tokens: int
     lasts: int
     is_new: bool = False
+    compile_s: float = 0.0
     keeps_slots: bool = False
     live: int | None = None
     move_s: Callable[[MeshShape], float] = lambda mesh: math.inf
@@ -216,7 +219,7 @@ class Chooser:
         fitting = self.candidates.trains_that_fit(step.length, problem.budget, current.train)
         trains = _fastest_by_mesh(fitting, current.train)
         train_s = [
-            self._move_s(step, c, current.train) + train_tokens / c.tokens_per_s for c in trains
+            self._change_s(step, c, current.train) + train_tokens / c.tokens_per_s for c in trains
         ]
         fastest_s = self._fastest_rollout_s(step, trains)
         # The best rollout and that on the mesh in use, by the bytes that a trainer leaves there.
@@ -237,6 +240,7 @@ class Chooser:
                     rollout_s += problem.publish_s(rollout.plan.mesh)
                     rollout_s += problem.offload_s(mesh) if offload else 0.0
                     cost_s = train_s[index] + rollout_s
+                    cost_s += _compile_s(step, rollout, current.rollout)
                     step_s = train_tokens / train.tokens_per_s + rollout_s
                     least_s = min(least_s, cost_s)
                     found.append((index, _Pair(rollout, train, key[0], cost_s, step_s)))
@@ -245,11 +249,13 @@ class Chooser:
         # Of equally good pairs the first is taken: the one that is cut least.
         return [pair for _, pair in sorted(found, key=lambda each: each[0])]
 
-    def _move_s(self, step: Step, train: Candidate[TrainPlan], current: TrainPlan | None) -> float:
-        """Returns the seconds a step of moving the trainer's state to a plan, 0 where it stays."""
-        mesh = train.plan.mesh
+    def _change_s(
+        self, step: Step, train: Candidate[TrainPlan], current: TrainPlan | None
+    ) -> float:
+        """Returns the seconds a step of changing to a plan: the state's move, and its program."""
+        mesh, compile_s = train.plan.mesh, _compile_s(step, train, current)
         stays = current is None or mesh == current.mesh
-        return 0.0 if stays else self.problem.move_s(mesh) / step.lasts
+        return compile_s + (0.0 if stays else self.problem.move_s(mesh) / step.lasts)
 
     def _fastest_rollout_s(self, step: Step, trains: Sequence[Candidate[TrainPlan]]) -> float:
         """Returns the seconds of the fastest rollout beside the smallest of these trainers."""
@@ -298,7 +304,7 @@ class Chooser:
         tokens, pairs = self._train_tokens(step), []
         for candidate in _fastest_by_mesh(fitting, current.train):
             seconds = tokens / candidate.tokens_per_s
-            cost_s = seconds + self._move_s(step, candidate, current.train)
+            cost_s = seconds + self._change_s(step, candidate, current.train)
             pairs.append(_Pair(None, candidate, 0, cost_s, seconds))
         return pairs
 
@@ -363,6 +369,13 @@ class Chooser:
     def _train_tokens(self, step: Step) -> int:
         rows = self.problem.packed_rows(step.length, self.train_tokens)
         return rows * step.length * self.problem.work.epochs
+
+
+def _compile_s(step: Step, new: Candidate[P], current: P | None) -> float:
+    """Returns the seconds a step of waiting for a program, unless contexts are new anyway."""
+    if current is None or step.is_new or new.is_observed:
+        return 0.0
+    return step.compile_s / step.lasts if key_of(new.plan, 0) != key_of(current, 0) else 0.0
 
 
 def _fastest_by_mesh(

@@ -82,7 +82,8 @@ class Workload:
 
     `num_rows` are the episodes of a step, of which each of `num_players` processes plays a part;
     those of `batches` steps have rows at once. They come to the trainer in `parts`.
-    `kv_itemsize` 1 is a cache of int8, with a scale of 4 bytes for each token and head.
+    `kv_itemsize` 1 is a cache of int8, with a scale of 4 bytes for each token and head. On meshes
+    whose `context` axis is among `in_place_contexts` a kernel reads pages where they are.
     """
 
     num_slots: int
@@ -100,6 +101,7 @@ class Workload:
     num_players: int = 1
     batches: int = 1
     parts: int = 1
+    in_place_contexts: tuple[int, ...] = ()
 
     def spare_rows(self, mesh: MeshShape) -> int:
         """Returns the rows for episodes of other data shards: one a slot in processes of several.
@@ -247,7 +249,9 @@ def train_footprint(
     """
     weights, moments = trainer_bytes(sizes, mesh)
     numbers = device_bytes(sizes.trained + sizes.critic, mesh) // 4
-    of_base = device_bytes([p._replace(itemsize=1) for p in sizes.frozen], mesh)
+    # A base that is stored in the compute type is read as it is.
+    cast = [p._replace(itemsize=1) for p in sizes.frozen if p.itemsize != sizes.compute_bytes]
+    of_base = device_bytes(cast, mesh)
     copies = (numbers + of_base) * sizes.compute_bytes if sizes.compute_bytes < 4 else 0
     rows = work.num_rows // work.micro_batches // (mesh.data * mesh.fsdp * mesh.expert)
     tokens = rows * length // mesh.context

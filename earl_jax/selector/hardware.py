@@ -37,11 +37,12 @@ class Kernels:
       memory, twelve bytes each in a forward pass.
     - `folded_ring`: each shard of a ring has an early and a late part of a causal row. Without it
       the last shard has nearly twice the average work.
-    - `fused_pages`: decode and prefill read the cache in place. Without it pages are gathered,
-      which reads them, writes them, and reads them again, and scores go through memory.
+    - `fused_pages`: decode and prefill read the cache in place. Without it, but on the meshes of
+      `Workload.in_place_contexts`, pages are gathered, which reads them, writes them, and reads
+      them again, and scores go through memory.
     - `fixed_rows`: a decode step computes a row for each slot, and an append as many rows as it can
       take, however few are live.
-    - `full_tiles`: attention reads as many tokens for each row as for the longest.
+    - `full_tiles`: where pages are gathered, they are as many for each row as for the longest.
     - `loop_sync_s`: time in which the host reads the condition of a loop.
     - `op_s`: the least time of an operation on the device.
     - `host_step_s`: time on the host between two decode steps.
@@ -65,9 +66,10 @@ class Kernels:
 IDEAL = Kernels(attention_forward=0.54, attention_backward=0.47)
 
 # This project's programs on chips. Fused kernels of whole rows are taken to be as good as cuDNN's:
-# not measured. Attention over pages gathers a block of 1,024 tokens of all rows at a time: for
-# Qwen2.5 7B on an H100, 128 rows of 4K, the compiled program moves 3.25 bytes for each byte of the
-# cache, the model here 3.2. No program for TPUs was counted.
+# not measured. Where no kernel of ours reads pages in place, attention gathers a block of 1,024
+# tokens of all rows at a time: for Qwen2.5 7B on an H100, 128 rows of 4K, the compiled program
+# moves 3.25 bytes for each byte of the cache, the model here 3.2; on a v5e it moves 4 without the
+# scores (16 rows of 4K, jax 0.10.2), and a kernel 1.
 _ON_CHIPS = dataclasses.replace(
     IDEAL, fused_ring=False, fused_pages=False, fixed_rows=True, full_tiles=True
 )

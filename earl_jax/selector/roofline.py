@@ -89,12 +89,14 @@ def decode_s(
 ) -> Seconds:
     """Returns the seconds of an engine's forward pass over `tokens` tokens of each of `rows` rows.
 
-    `attended` of the rows (by default all) have `context` tokens behind them, which are all read;
+    `attended` of the rows (by default all) have `context` tokens behind them, which are all read,
+    once where a kernel reads pages in place, and without a loop that the host waits for;
     so are all weights, of a mixture's experts those that some token goes to. Two all-reduces a
     layer add up what heads and feed-forward networks are cut into. Over `context` the cache is cut,
     and the tokens of a chunk.
     """
     kernels, attended = hardware.kernels, rows if attended is None else attended
+    in_place = _reads_in_place(hardware, work, mesh)
     number = rows * tokens
     is_cut = tokens > 1 and tokens % mesh.context == 0
     own = number // mesh.context if is_cut else number
@@ -103,12 +105,12 @@ def decode_s(
     flops += rows * 2 * sizes.width * sizes.vocab_size / mesh.tensor
     attention = attended * tokens * _attention_flops(sizes, context) / (mesh.tensor * mesh.context)
     read = attended * cache_read(sizes, work, mesh, context)
-    if not kernels.fused_pages:
+    if not in_place:
         read = GATHER_PASSES * read + SCORE_BYTES * attention / (4 * sizes.head_size)
     read += weights_read(sizes, mesh, own)
     share = hardware.share(mesh.num_devices)
     peak, rate = hardware.flops_per_s * share, hardware.memory_bytes_per_s * share
-    blocks = math.ceil(context / (TOKENS_AT_A_TIME * mesh.context))
+    blocks = 0 if in_place else math.ceil(context / (TOKENS_AT_A_TIME * mesh.context))
     return Seconds(
         compute_s=flops / (peak * MATMUL_REACHED) + attention / (peak * kernels.attention_forward),
         memory_s=read / (rate * MEMORY_REACHED),
@@ -123,9 +125,14 @@ def decode_s(
 def loop_syncs(sizes: ModelSizes, blocks: int) -> int:
     """Counts the loop conditions that the host reads in a pass over so many blocks of pages.
 
-    Counted in the program for Qwen2.5 7B on an H100: 451 with 4 blocks, 2,803 with 32.
+    Counted in the program for Qwen2.5 7B on an H100: 451 with 4 blocks, 2,803 with 32. With 0, a
+    kernel that reads pages in place, no layer has a loop.
     """
-    return sizes.num_layers * (3 * blocks + 4) + 3
+    return (sizes.num_layers * (3 * blocks + 4) if blocks else 0) + 3
+
+
+def _reads_in_place(hardware: Hardware, work: Workload, mesh: MeshShape) -> bool:
+    return hardware.kernels.fused_pages or mesh.context in work.in_place_contexts
 
 
 def round_s(
@@ -134,13 +141,14 @@ def round_s(
     """Returns the seconds of a round with `rows` live slots a row shard: a chunk and a burst.
 
     More slots than rows of a decode step take turns. With `Kernels.fixed_rows` programs have rows
-    for all slots, with `full_tiles` they read for all of them.
+    for all slots, with `full_tiles` they read for all of them, unless in place.
     """
     kernels = hardware.kernels
+    full = kernels.full_tiles and not _reads_in_place(hardware, work, mesh)
     slots = max(rows, work.num_slots // mesh.data) if kernels.fixed_rows else rows
     together, computed = min(slots, work.append_rows), work.rows_a_step(mesh, slots)
-    appended = together if kernels.full_tiles else min(rows, together)
-    read = computed if kernels.full_tiles else min(rows, computed)
+    appended = together if full else min(rows, together)
+    read = computed if full else min(rows, computed)
     append = decode_s(hardware, sizes, work, mesh, together, context, work.chunk_size, appended)
     step = decode_s(hardware, sizes, work, mesh, computed, context, attended=read)
     turns = math.ceil(rows / work.rows_a_step(mesh, rows))

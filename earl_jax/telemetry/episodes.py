@@ -24,12 +24,13 @@ def write_trajectories(folder: Path, step: int, trajectories: Iterable[Trajector
     """Writes `folder`/step_NNNNNN.jsonl atomically and returns its path.
 
     Keys of a line: episode, group, role, reward, stop_reason, detail, num_turns, num_tokens,
-    turn_rewards, metrics (what the environment reported, if anything), messages (`{"role": "user",
-    "content": text}`; the policy is "assistant"), sample_starts (where several samples begin among
-    the tokens; not there for one), and four flat lists of one entry per token: token_ids, wrote
-    ("e" environment, "p" policy), logprobs and versions (null where the environment wrote); a
-    fifth, model_logprobs, where these were recorded (config.train.ratio "model"). A log-prob that
-    is not finite is the string "nan", "inf" or "-inf".
+    turn_rewards, turn_roles (the side of each policy turn, where the policy played several),
+    metrics (what the environment reported, if anything), messages (`{"role": "user", "content":
+    text}`; the policy is "assistant"), sample_starts (where several samples begin among the tokens;
+    not there for one), and four flat lists of one entry per token: token_ids, wrote ("e"
+    environment, "p" policy), logprobs and versions (null where the environment wrote); a fifth,
+    model_logprobs, where these were recorded (config.train.ratio "model"). A log-prob that is not
+    finite is the string "nan", "inf" or "-inf".
 
     Example: prompt ids (9, 8) and reply (4,) give token_ids [9, 8, 4], wrote ["e", "e", "p"],
     logprobs [null, null, -0.5], versions [null, null, 3].
@@ -160,6 +161,7 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
         "num_turns": trajectory.num_turns,
         "num_tokens": trajectory.num_tokens,
         "turn_rewards": [_number(x) for x in trajectory.turn_rewards],
+        **({"turn_roles": trajectory.turn_roles} if trajectory.turn_roles else {}),
         **({"metrics": dict(trajectory.metrics)} if trajectory.metrics else {}),
         "messages": [message for turn in turns for message in _messages(turn)],
         **({"sample_starts": trajectory.sample_starts} if trajectory.sample_starts != (0,) else {}),

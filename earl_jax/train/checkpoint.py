@@ -18,7 +18,6 @@ import functools
 import hashlib
 import itertools
 import json
-import logging
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,9 +32,10 @@ from earl_jax.models.lora import FINGERPRINT_VERSION, fingerprint
 from earl_jax.models.parameters import Params
 from earl_jax.selector.memory import is_out_of_memory, unless_out_of_memory
 from earl_jax.settings.differences import differences
-from earl_jax.settings.errors import InputError, disk_in_words
+from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
 from earl_jax.sharding.reshard import reshard
+from earl_jax.train.disk_errors import say_disk_errors_once
 from earl_jax.train.offload import load_moments
 from earl_jax.train.state import TrainState
 
@@ -78,9 +78,7 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(self._folder, options=options)
         self._gather = gather
         self._is_closed = False
-        # A full disk is one error of `look` and `wait`, and hundreds of lines in orbax's threads.
-        for name in ("absl", "asyncio"):
-            logging.getLogger(name).addFilter(_is_not_the_disk)
+        say_disk_errors_once()
 
     def steps(self) -> list[int]:
         """Returns the steps with a finished checkpoint, newest first."""
@@ -266,11 +264,6 @@ class Checkpoints:
             except (OSError, ValueError, RuntimeError) as second:
                 # What ends the run is the first one, which may be why the second came.
                 error.add_note(f"the checkpoint that was being written failed: {second}")
-
-
-def _is_not_the_disk(record: logging.LogRecord) -> bool:
-    error = record.exc_info[1] if record.exc_info else None
-    return error is None or not disk_in_words(error)
 
 
 def _describe(kept: dict[str, Any]) -> dict[str, list[Any]]:

@@ -63,10 +63,14 @@ class TrainConfig:
     `micro_batches` accumulate gradients within one update.
 
     The learning rate rises over `warmup_steps` RL steps; with a `schedule` other than "constant" it
-    then falls to `final_learning_rate` at the last step. An entropy bonus, added to the algorithm's
-    loss, goes linearly from `entropy_coefficient` to `final_entropy_coefficient`, which the last
-    step has. `logprob_chunk` tokens of every row are scored at a time. `remat`
-    recomputes activations in the backward pass.
+    then falls to `final_learning_rate` at the last step. `ess_scaling` multiplies the policy's rate
+    in each update by the effective sample size of its tokens, as a fraction of them (the metric
+    `effective_sample_size`), or by its root: "linear" or "sqrt" (VCPO, arXiv 2602.17616, which
+    takes the root for AdamW). So a batch that few large ratios dominate makes a small update.
+
+    An entropy bonus, added to the algorithm's loss, goes linearly from `entropy_coefficient` to
+    `final_entropy_coefficient`, which the last step has. `logprob_chunk` tokens of every row are
+    scored at a time. `remat` recomputes activations in the backward pass.
 
     `optimizer` is optax's "adamw", "lion", "adafactor" (second moments of matrices of at least 128
     by 128 factored, no momentum, updates of at most RMS 1, no scaling by the parameter) or "muon",
@@ -93,10 +97,15 @@ class TrainConfig:
     each token is weighted by how much likelier that one finds it than the one that sampled, at most
     `importance_cap`. "truncated_sequence": the same with the product of these weights over the
     token's sequence. "masked": tokens whose weight is above `importance_cap` or below
-    1 / `importance_cap` have no loss (see `algorithms.losses.importance_weights`). With more
-    than one update a step that costs one more forward pass a step. "auto" is "truncated" where the
-    rollout has another precision than the trainer (config.rollout.weight_dtype, kv_dtype or
-    compute_dtype), or older weights (config.asynchrony.max_staleness), else "none".
+    1 / `importance_cap` have no loss (see `algorithms.losses.importance_weights`). "auto" is
+    "truncated" where the rollout has another precision than the trainer
+    (config.rollout.weight_dtype, kv_dtype or compute_dtype), or older weights
+    (config.asynchrony.max_staleness), else "none".
+
+    `proximal` is how a correction finds the log-probs of the policy that the step begins with, if a
+    step has more than one update. "recompute": with one more forward pass a step. "log_linear":
+    without one, interpolated between those of the policy that sampled and of the one that is
+    updated, by how many updates they are apart (`algorithms.losses.log_linear_proximal`).
 
     `sft_steps`: in the first so many RL steps, the batch is followed by
     `sft_updates` supervised updates on games of random legal moves (a trail's steps are
@@ -116,6 +125,7 @@ class TrainConfig:
     learning_rate: float = 1e-6
     final_learning_rate: float = 0.0
     warmup_steps: int = 10
+    ess_scaling: Literal["none", "linear", "sqrt"] = "none"
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     optimizer: Literal["adamw", "adafactor", "lion", "muon"] = "adamw"
     momentum_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -126,6 +136,7 @@ class TrainConfig:
     max_grad_norm: float = 1.0
     correction: Literal["auto", "none", "truncated", "truncated_sequence", "masked"] = "auto"
     importance_cap: float = 2.0
+    proximal: Literal["recompute", "log_linear"] = "recompute"
     entropy_coefficient: float = 0.0
     final_entropy_coefficient: float = 0.0
     ratio: Literal["behaviour", "model"] = "behaviour"

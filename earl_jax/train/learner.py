@@ -26,7 +26,7 @@ from earl_jax.train.optimizer import (
     entropy_coefficient,
     learning_rate,
 )
-from earl_jax.train.scoring import make_scorer
+from earl_jax.train.scoring import make_estimator, make_scorer
 from earl_jax.train.state import (
     TrainState,
     init_state,
@@ -57,11 +57,13 @@ class Learner:
         seed: int = 0,
         checkpoint: Checkpoint | None = None,
         trains: bool = True,
+        has_versions: bool = False,
     ) -> None:
         """`layout` returns the trainer's layout of a mesh; see `make_train_step` for the others.
 
         Training begins with the weights of `checkpoint`, or without one with those of `seed`. A
-        process that never `trains` has no part of any state.
+        process that never `trains` has no part of any state. Updates that have versions
+        (`has_versions`) are given that of the weights that the step begins with.
 
         Raises:
             ValueError: adapters that this model cannot have.
@@ -73,8 +75,14 @@ class Learner:
         # Now, because it raises.
         trained_specs(model, config, vocab_size)
         self.networks = networks_of(algorithm, has_adapters=config.lora.rank > 0)
-        updates = config.epochs * config.mini_batches
-        self.scored = scored_passes(algorithm, updates=updates, corrects=importance_cap > 0)
+        self.has_versions = has_versions
+        assert has_versions or config.proximal == "recompute", "the config was not validated"
+        self.scored = scored_passes(
+            algorithm,
+            updates=config.epochs * config.mini_batches,
+            corrects=importance_cap > 0,
+            recomputes=config.proximal == "recompute",
+        )
 
     def state_shapes(self) -> TrainState:
         """Returns a TrainState as shapes."""
@@ -144,15 +152,19 @@ class Learner:
         return make_part_steps(self._update(plan))
 
     def _update(self, plan: TrainPlan, *, sft: bool = False) -> Update:
+        config = self._config_of(plan)
+        # Nobody sampled the examples, so that there is no ratio.
+        config = dataclasses.replace(config, ess_scaling="none") if sft else config
         return Update(
             self.model,
-            self._config_of(plan),
+            config,
             self.layout(plan.mesh),
             vocab_size=self.vocab_size,
             temperature=self.temperature,
             algorithm=ALGORITHMS["sft"] if sft else self.algorithm,
             importance_cap=0.0 if sft else self.importance_cap,
             networks=self.networks,
+            has_versions=self.has_versions and not sft,
         )
 
     @functools.cache  # noqa: B019
@@ -164,8 +176,12 @@ class Learner:
             self.layout(plan.mesh),
             temperature=self.temperature,
             scored=scored,
-            algorithm=self.algorithm,
         )
+
+    @functools.cache  # noqa: B019
+    def estimator(self, mesh: MeshShape) -> Any:
+        """Returns the jitted estimates of advantages of a step's parts on this mesh."""
+        return make_estimator(self.algorithm, self.layout(mesh))
 
     def lower(self, plan: TrainPlan, rows: int, length: int) -> Any:
         """Lowers the update of `rows` rows of `length` tokens, from shapes alone."""
@@ -175,13 +191,13 @@ class Learner:
             self.state_shardings(plan.mesh),
         )
         batch = batch_shapes(rows, length, self.layout(plan.mesh), scored=self.scored)
-        controls = jax.ShapeDtypeStruct((2 + self.networks.critic,), np.float32)
+        controls = jax.ShapeDtypeStruct(self.controls(0, 1).shape, np.float32)
         return self.program(plan).lower(state, batch, controls)
 
     def controls(self, step: int, num_steps: int) -> np.ndarray:
         """Returns f32[2] for RL step `step` of `num_steps`: learning rate, entropy coefficient.
 
-        With a critic f32[3], with its learning rate.
+        With a critic one more, its learning rate; with versions one more, which is the step's.
         """
         config = self.config
         values = [learning_rate(config, step, num_steps)]
@@ -189,15 +205,29 @@ class Learner:
         if self.networks.critic:
             values[0] *= step >= config.critic.pretrain_steps
             values.append(critic_learning_rate(config, step))
+        if self.has_versions:
+            values.append(step)
         return np.array(values, np.float32)
 
     def sft_controls(self) -> np.ndarray:
         """Returns f32[2] for supervised updates."""
         return np.array([self.config.sft_learning_rate, 0.0], np.float32)
 
-    def score(self, plan: TrainPlan, state: TrainState, batch: TrajectoryBatch) -> TrajectoryBatch:
-        """Returns the batch with the fields that its updates need and only this state gives."""
-        return self.scorer(plan, self.scored)(state, batch) if self.scored else batch
+    def score(
+        self, plans: Sequence[TrainPlan], state: TrainState, parts: Sequence[TrajectoryBatch]
+    ) -> list[TrajectoryBatch]:
+        """Returns a step's parts with the fields that updates need and only this state gives.
+
+        `plans` are those of the parts, all on one mesh. Advantages that are made on the devices are
+        made of all parts together.
+        """
+        if not self.scored:
+            return list(parts)
+        each = zip(plans, parts, strict=True)
+        scored = tuple(self.scorer(plan, self.scored)(state, part) for plan, part in each)
+        if not {"advantages", "returns"} & set(self.scored):
+            return list(scored)
+        return list(self.estimator(plans[0].mesh)(scored))
 
     def update(
         self,

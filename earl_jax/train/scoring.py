@@ -1,9 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The scoring of a batch: forward passes of the policy, the reference and the critic."""
+"""The scoring of a batch: forward passes of the policy, the reference and the critic.
+
+And the advantages of tokens that are made of them, on the devices.
+"""
 
 import dataclasses
-from collections.abc import Callable, Collection
+import itertools
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -82,15 +86,12 @@ def make_scorer(
     *,
     temperature: float,
     scored: Scored = ("proximal",),
-    algorithm: Algorithm | None = None,
 ) -> Any:
-    """Returns the jitted `score(state, batch) -> batch` with the fields that `scored` names.
+    """Returns the jitted `score(state, batch) -> batch` with the fields that passes give.
 
-    "proximal": log-probs under the state's policy; "reference": under the frozen reference, or the
-    base of its adapters; "values" and "returns": of the state's critic, by `algorithm`, which also
-    makes advantages of the batch's rewards; "advantages": by `Algorithm.token_advantages`. In as
-    many parts as an update has micro-batches.
-    Donates nothing.
+    Of the fields that `scored` names, "proximal" are log-probs under the state's policy,
+    "reference" those under the frozen reference, or the base of its adapters, and "values" those of
+    the state's critic. In as many parts as an update has micro-batches. Donates nothing.
     """
 
     def score(state: TrainState, batch: TrajectoryBatch) -> TrajectoryBatch:
@@ -114,16 +115,54 @@ def make_scorer(
             found["values"] = in_parts(
                 lambda part: critic_values(model, config, layout, state.critic, part)
             )
-        batch = dataclasses.replace(batch, **found)
-        is_estimated = "returns" in scored or "advantages" in scored
-        return _with_estimates(batch, algorithm) if is_estimated else batch
+        return dataclasses.replace(batch, **found)
 
     return jax.jit(score)
 
 
-def _with_estimates(batch: TrajectoryBatch, algorithm: Algorithm | None) -> TrajectoryBatch:
+def make_estimator(algorithm: Algorithm, layout: Layout) -> Any:
+    """Returns the jitted `estimate(parts) -> parts` of a tuple of scored batches of rewards.
+
+    The parts get the advantages of their tokens, by `algorithm`, and with a critic what its values
+    are to predict. The algorithm is given the rows of all parts together, so that what it takes
+    over a batch, such as a mean, is that of the whole step however it is cut. Donates nothing.
+    """
+
+    def estimate(parts: tuple[TrajectoryBatch, ...]) -> tuple[TrajectoryBatch, ...]:
+        whole = with_estimates(_joined(parts), algorithm)
+        sizes = [part.tokens.shape for part in parts]
+        starts = itertools.accumulate((rows for rows, _ in sizes), initial=0)
+
+        def own(field: jax.Array | None, start: int, rows: int, length: int) -> Any:
+            if field is None:
+                return None
+            return layout.constrain(field[start : start + rows, :length], "NS")
+
+        return tuple(
+            dataclasses.replace(
+                part,
+                advantages=own(whole.advantages, start, *size),
+                returns=own(whole.returns, start, *size),
+            )
+            for part, start, size in zip(parts, starts, sizes, strict=False)
+        )
+
+    return jax.jit(estimate)
+
+
+def _joined(parts: Sequence[TrajectoryBatch]) -> TrajectoryBatch:
+    """Returns the rows of all parts as one batch, padded to the longest."""
+    longest = max(part.tokens.shape[1] for part in parts)
+
+    def rows_of(*fields: jax.Array) -> jax.Array:
+        padded = [jnp.pad(each, ((0, 0), (0, longest - each.shape[1]))) for each in fields]
+        return jnp.concatenate(padded)
+
+    return jax.tree.map(rows_of, *parts)
+
+
+def with_estimates(batch: TrajectoryBatch, algorithm: Algorithm) -> TrajectoryBatch:
     """Returns a batch of rewards with the tokens' advantages; with a critic, and with returns."""
-    assert algorithm is not None
     mask = batch.turn_ids > 0
 
     def masked(field: jax.Array | None) -> Any:

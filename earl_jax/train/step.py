@@ -21,10 +21,11 @@ from earl_jax.trajectory import TrajectoryBatch
 def make_train_step(update: Update) -> Any:
     """Returns the jitted `step(state, batch, controls) -> (state, metrics)`.
 
-    `controls` is f32[2]: learning rate and entropy coefficient; with a critic f32[3], with its
-    learning rate. Donates `state`; a frozen base or reference goes through in the buffers that it
-    came in, and so does a critic that the algorithm does not train. `metrics` are f32 scalars by
-    name, of the policy's tokens; read them with `read_metrics`.
+    `controls` is f32[2]: learning rate and entropy coefficient; with a critic its learning rate,
+    and last, where the update has versions, that of the weights that the step begins with. Donates
+    `state`; a frozen base or reference goes through in the buffers that it came in, and so does a
+    critic that the algorithm does not train. `metrics` are f32 scalars by name, of the policy's
+    tokens; read them with `read_metrics`.
     """
 
     def step(state: TrainState, batch: TrajectoryBatch, controls: jax.Array):

@@ -12,7 +12,12 @@ import jax.numpy as jnp
 import optax
 
 from earl_jax.algorithms.algorithm import Algorithm, TokenFacts, ValueFacts
-from earl_jax.algorithms.losses import importance_weights, kl_estimate, likelihood_ratio
+from earl_jax.algorithms.losses import (
+    importance_weights,
+    kl_estimate,
+    likelihood_ratio,
+    log_linear_proximal,
+)
 from earl_jax.algorithms.requirements import Networks
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.logprobs import TokenScores
@@ -68,7 +73,9 @@ class Update:
 
     `importance_cap` above 0 corrects for who sampled: the ratio is relative to the proximal policy,
     and the loss of each token is weighted with `importance_weights` of config.correction. With more
-    than one update a batch, give the batch what `make_scorer` computes.
+    than one update a batch, give the batch what `make_scorer` computes, unless config.proximal is
+    "log_linear", which needs versions. Where the update `has_versions`, the last of its controls is
+    the version of the weights that the step begins with.
     """
 
     model: ModelConfig
@@ -80,6 +87,7 @@ class Update:
     algorithm: Algorithm
     importance_cap: float = 0.0
     networks: Networks = Networks()
+    has_versions: bool = False
 
     @property
     def trains_critic(self) -> bool:
@@ -100,7 +108,7 @@ class Update:
     def totals(self, state: TrainState, batch: TrajectoryBatch, controls: jax.Array) -> Totals:
         """Returns the sums of a batch, whose gradients add up over its micro-batches."""
         grads, (sums, routing) = _accumulate(
-            lambda part: self._gradients(state, part, controls[1]),
+            lambda part: self._gradients(state, part, controls),
             batch,
             self.config.micro_batches,
             self.layout,
@@ -111,10 +119,13 @@ class Update:
         self, state: TrainState, totals: Totals, controls: jax.Array
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Returns the state behind the update, and its metrics."""
-        rates = controls[0], *controls[2:]
         grads, sums, routing, count = totals
         sums = dict(sums)
         tokens = jnp.maximum(count, 1).astype(jnp.float32)
+        ratios, squares = sums.pop(_RATIO), sums.pop(_RATIO_SQUARED)
+        # Kish's (sum w)^2 / sum w^2, as a fraction of the tokens.
+        sample_size = ratios**2 / (tokens * jnp.maximum(squares, 1e-30))
+        rates = _scaled(controls[0], sample_size, self.config.ess_scaling), *controls[2:]
         divisor = jnp.where(count > 0, sums.pop(_DIVISOR), 1.0)
         optimizers = self.optimizers
         each_network = (optimizers, grads, state.moments, state.trained, rates, (divisor, tokens))
@@ -128,15 +139,13 @@ class Update:
             (tuple(each.params for each in steps), tuple(each.moments for each in steps)),
             (state.trained[: len(steps)], state.moments[: len(steps)]),
         )
-        ratios, squares = sums.pop(_RATIO), sums.pop(_RATIO_SQUARED)
         metrics = {
             name: jnp.where(count > 0, value, 0.0) if _is_maximum(name) else value / tokens
             for name, value in sums.items()
         }
         metrics |= {
             "loss": sums["loss"] / divisor,
-            # Kish's (sum w)^2 / sum w^2, as a fraction of the tokens.
-            "effective_sample_size": ratios**2 / (tokens * jnp.maximum(squares, 1e-30)),
+            "effective_sample_size": sample_size,
             "grad_norm": norms[1],
             "policy_tokens": tokens,
             "skipped_updates": 1.0 - is_finite,
@@ -153,8 +162,9 @@ class Update:
         )
         return state, metrics | _routing_metrics(self.model, routing)
 
-    def _gradients(self, state: TrainState, batch: TrajectoryBatch, bonus: jax.Array) -> Any:
-        of_policy, (sums, routing) = self._policy_gradients(state.params, state.base, batch, bonus)
+    def _gradients(self, state: TrainState, batch: TrajectoryBatch, controls: jax.Array) -> Any:
+        given = state.params, state.base, batch, controls
+        of_policy, (sums, routing) = self._policy_gradients(*given)
         if not self.trains_critic:
             return (of_policy,), (sums, routing)
         of_critic, of_values = self._value_gradients(state.critic, batch)
@@ -168,17 +178,38 @@ class Update:
 
     @functools.cached_property
     def _value_gradients(self) -> Any:
-        sums = functools.partial(_value_sums, self.model, self.config, self.layout, self.algorithm)
+        def sums(params: Params, batch: TrajectoryBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
+            values = critic_values(self.model, self.config, self.layout, params, batch)
+            found = value_sums(self.algorithm, values, batch)
+            return found["value_loss"], found
+
         return jax.jit(jax.grad(sums, has_aux=True), inline=True)
 
-    def _loss_sums(self, params: Params, base: Params, batch: TrajectoryBatch, bonus: jax.Array):
-        config, algorithm = self.config, self.algorithm
+    def _loss_sums(self, params: Params, base: Params, batch: TrajectoryBatch, controls: jax.Array):
+        config = self.config
         params = policy_parameters(config, params, base)
         scores, routing = score_routed(
             self.model, config, self.layout, self.temperature, params, batch
         )
+        sums = self.loss_sums(scores, batch, controls)
+        if routing is not None and config.balance_coefficient:
+            weight = config.balance_coefficient * sums[_DIVISOR]
+            sums["loss"] += weight * balance_loss(self.model, routing)
+        return sums["loss"], (sums, routing)
+
+    def loss_sums(
+        self, scores: TokenScores, batch: TrajectoryBatch, controls: jax.Array
+    ) -> dict[str, jax.Array]:
+        """Returns sums over the policy's tokens: "loss", its "divisor", and metrics by name.
+
+        The second of the `controls` times the entropy is subtracted from each token's loss.
+        """
+        config, algorithm = self.config, self.algorithm
         with_proximal = self.importance_cap > 0 or "proximal" in algorithm.all_needs
-        facts = token_facts(scores, batch, with_proximal=with_proximal)
+        lag = None
+        if config.proximal == "log_linear" and self.has_versions:
+            lag = controls[-1] + 1 - batch.versions
+        facts = token_facts(scores, batch, with_proximal=with_proximal, lag=lag)
         losses, metrics, aggregation = algorithm.loss(facts, algorithm.settings)
         if self.importance_cap:
             correction = "truncated" if config.correction == "auto" else config.correction
@@ -186,7 +217,7 @@ class Update:
             losses = losses * weight
             metrics = metrics | {"importance_mean": weight, "truncated_fraction": cut}
         mismatch = jnp.abs(facts.logprobs - facts.behaviour)
-        losses -= bonus * facts.entropy
+        losses -= controls[1] * facts.entropy
         ratio = likelihood_ratio(facts.logprobs, facts.behaviour)
         metrics = metrics | {
             "loss": losses if aggregation is None else losses * aggregation.weights,
@@ -198,11 +229,7 @@ class Update:
             _RATIO_SQUARED: ratio**2,
             _DIVISOR: jnp.ones_like(losses) if aggregation is None else aggregation.shares,
         }
-        sums = {name: _total(name, values, facts.mask) for name, values in metrics.items()}
-        if routing is not None and config.balance_coefficient:
-            weight = config.balance_coefficient * sums[_DIVISOR]
-            sums["loss"] += weight * balance_loss(self.model, routing)
-        return sums["loss"], (sums, routing)
+        return {name: _total(name, values, facts.mask) for name, values in metrics.items()}
 
 
 def add_totals(totals: Totals, more: Totals) -> Totals:
@@ -211,6 +238,13 @@ def add_totals(totals: Totals, more: Totals) -> Totals:
     return jax.tree.map(jnp.add, totals._replace(sums={}), more._replace(sums={}))._replace(
         sums=sums
     )
+
+
+def _scaled(rate: jax.Array, sample_size: jax.Array, scaling: str) -> jax.Array:
+    """Returns a learning rate scaled by the effective sample size, a fraction of the tokens."""
+    if scaling == "none":
+        return rate
+    return rate * (jnp.sqrt(sample_size) if scaling == "sqrt" else sample_size)
 
 
 class _NetworkStep(NamedTuple):
@@ -237,18 +271,12 @@ def _network_step(
     return _NetworkStep(params, moments, norms)
 
 
-def _value_sums(
-    model: ModelConfig,
-    config: TrainConfig,
-    layout: Layout,
-    algorithm: Algorithm,
-    params: Params,
-    batch: TrajectoryBatch,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns the sum of the critic's losses over the policy's tokens, and sums of its metrics."""
+def value_sums(
+    algorithm: Algorithm, values: jax.Array, batch: TrajectoryBatch
+) -> dict[str, jax.Array]:
+    """Returns sums over the policy's tokens: "value_loss" of the critic's values, and metrics."""
     assert algorithm.critic and batch.values is not None and batch.returns is not None
     mask = batch.turn_ids > 0
-    values = critic_values(model, config, layout, params, batch)
     fields = {"values": values, "old": batch.values, "returns": batch.returns}
     facts = ValueFacts(
         mask=mask, **{name: jnp.where(mask, field, 0.0) for name, field in fields.items()}
@@ -263,8 +291,7 @@ def _value_sums(
         _ERROR: error,
         _ERROR_SQUARED: error**2,
     }
-    sums = {name: _total(name, field, mask) for name, field in metrics.items()}
-    return sums["value_loss"], sums
+    return {name: _total(name, field, mask) for name, field in metrics.items()}
 
 
 def _explained_variance(means: dict[str, jax.Array]) -> jax.Array:
@@ -283,10 +310,12 @@ def token_facts(
     batch: TrajectoryBatch,
     *,
     with_proximal: bool = False,
+    lag: jax.Array | None = None,
 ) -> TokenFacts:
     """Returns the facts of a batch, zeros wherever the policy did not sample a token that counts.
 
-    Without `batch.proximal` the update is the batch's first, and the proximal policy this one.
+    Without `batch.proximal` the update is the batch's first, and the proximal policy this one; or
+    it is interpolated with the `lag` of each token (`log_linear_proximal`).
     """
     mask = batch.turn_ids > 0
 
@@ -296,6 +325,8 @@ def token_facts(
     proximal = None
     if with_proximal:
         current = jax.lax.stop_gradient(scores.logprobs)
+        if lag is not None:
+            current = log_linear_proximal(current, batch.logprobs, lag)
         proximal = masked(current if batch.proximal is None else batch.proximal)
     return TokenFacts(
         mask=mask,

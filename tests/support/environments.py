@@ -79,6 +79,20 @@ class Wanderer:
         return StepResult(text=f"{self.left}.", reward=reward, done=False)
 
 
+class EvenIsSolved:
+    """Takes one reply, which is worth 1 in every other task, whatever it is."""
+
+    def __init__(self, index: int):
+        self.is_solved = index % 2 == 0
+
+    def start(self) -> Start:
+        return Start(text="?")
+
+    def step(self, reply: str) -> StepResult:
+        reward = 1.0 if self.is_solved else len(reply) % 3 / 2
+        return StepResult(text="", reward=reward, done=True, stop_reason="end")
+
+
 class FirstIsLong:
     """Takes one reply, and twenty in the first task of a run."""
 

@@ -5,7 +5,9 @@
 from earl_jax.trajectory import Trajectory, Turn
 
 
-def make_trajectory(episode, turn_rewards, *, group=0, role="x", stop_reason="win") -> Trajectory:
+def make_trajectory(
+    episode, turn_rewards, *, group=0, role="x", stop_reason="win", turn_roles=()
+) -> Trajectory:
     """A prompt, then per reward one reply of two tokens and an answer of three."""
     turns = [Turn(author="environment", text="", token_ids=(9, 8))]
     for _ in turn_rewards:
@@ -19,4 +21,5 @@ def make_trajectory(episode, turn_rewards, *, group=0, role="x", stop_reason="wi
         turn_rewards=tuple(turn_rewards),
         stop_reason=stop_reason,
         row=0,
+        turn_roles=turn_roles,
     )

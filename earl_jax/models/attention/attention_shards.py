@@ -35,16 +35,16 @@ def on_own_heads(
     `new` are BTK..., `pages` ZK..., `numbers` the same for all heads; it returns what is BTKGH and
     the pages. Between heads there is no collective; but where there are some over `context`, XLA
     would gather all heads before each of them, unless `tensor` is written by hand as well. A kernel
-    that XLA cannot split is run `by_hand` on whatever axes are left.
+    that XLA cannot split is run `by_hand` on whatever axes are left, those of size 1 too, which
+    Mosaic asks for.
     """
     if layout is None:
         return attend
     shape, axes = layout.shape, {"tensor"}
     if by_hand:
-        axes |= {"expert"}
+        cut_pages = ("context",) if shape.context > 1 else ()
+        axes = set(layout.mesh.axis_names).difference(layout.row_axes, cut_pages)
     elif shape.context == 1 or shape.tensor == 1:
-        return attend
-    if shape.tensor == shape.expert == 1:
         return attend
     tokens, pages = P(None, None, "tensor"), P(None, "tensor")
     return jax.shard_map(

@@ -154,12 +154,20 @@ def _splash(*inputs: Any, **settings: Any) -> jax.Array:
     return splash_rows(*inputs, **settings)
 
 
-PagesKernel = Literal["blockwise", "triton"]
+PagesKernel = Literal["blockwise", "triton", "pallas_tpu"]
 
 _PAGES_NAMES: dict[PagesKernel, str] = {
     "blockwise": "our attention over pages",
     "triton": "our Pallas kernel over pages, through Triton",
+    "pallas_tpu": "our Pallas kernel over pages, for TPUs",
 }
+# By platform; where that does not run, blockwise.
+_BEST_OF_PAGES: dict[str | None, PagesKernel] = {"tpu": "pallas_tpu", "gpu": "triton"}
+
+
+# Sides of matrix products in Triton; and the width of a TPU's tiles, to which the pool would be
+# padded.
+LEAST_SIDE, LANES = 16, 128
 
 
 class PagesChoice(NamedTuple):
@@ -185,30 +193,63 @@ def choose_pages_kernel(
     if setting == "blockwise":
         return PagesChoice("blockwise", "config.rollout.attention says so")
     platform = layout and layout.platform
-    if setting == "auto" and platform != "gpu":
+    best = _BEST_OF_PAGES.get(platform) if setting == "auto" else cast(PagesKernel, setting)
+    if best is None:
         devices = f"{platform} devices" if platform else "devices that are not given"
         return PagesChoice("blockwise", f"there is no other kernel for {devices}")
-    obstacle = _pages_obstacle(layout, model, page_size)
-    if obstacle and setting != "auto":
+    where, context = ("cpu", 1) if layout is None else (platform, layout.shape.context)
+    obstacle = _pages_obstacle(best, where, context, model, page_size)
+    if setting == "auto":
+        reason = obstacle or f"the devices are {platform} devices"
+        return PagesChoice("blockwise" if obstacle else best, reason)
+    if obstacle:
         raise InputError(
             f"config.rollout.attention is {setting!r}, but {obstacle}: choose 'auto' or 'blockwise'"
         )
-    if obstacle:
-        return PagesChoice("blockwise", obstacle)
-    reason = (
-        "the devices are gpu devices" if setting == "auto" else "config.rollout.attention is it"
+    return PagesChoice(best, "config.rollout.attention is it")
+
+
+def reads_pages_in_place(
+    setting: str, platform: str, context: int, model: ModelConfig, page_size: int
+) -> bool:
+    """Returns True if a kernel reads pages where they are, on devices with this `context` axis."""
+    best = _BEST_OF_PAGES.get(platform)
+    return (
+        best is not None
+        and setting in ("auto", best)
+        and _pages_obstacle(best, platform, context, model, page_size) is None
     )
-    return PagesChoice("triton", reason)
 
 
-def _pages_obstacle(layout: Layout | None, model: ModelConfig, page_size: int) -> str | None:
+def _pages_obstacle(
+    kernel: PagesKernel, platform: str | None, context: int, model: ModelConfig, page_size: int
+) -> str | None:
+    """Returns why the kernel does not run there, in words; None where it does."""
+    is_triton = kernel == "triton"
+    if platform not in ("gpu" if is_triton else "tpu", None):
+        return (
+            f"its kernel is for {'GPUs' if is_triton else 'TPUs'} and these are {platform} devices"
+        )
     # jax deprecates Pallas's way through Triton from 0.11 on.
-    if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
+    if is_triton and importlib.util.find_spec("jax.experimental.pallas.triton") is None:
         return f"jax {jax.__version__} has no Triton backend of Pallas"
-    # Importing Pallas takes half a second, which only those who use it should wait for.
-    from earl_jax.models.attention.paged_triton import triton_obstacle
-
-    return triton_obstacle(layout, model, page_size)
+    if is_triton and context > 1:
+        return f"its kernel reads whole pages and context={context} cuts them"
+    cut = f" with context={context}" if context > 1 else ""
+    for name, size, least, words in (
+        (
+            "config.rollout.page_size",
+            page_size,
+            LANES * context,
+            f"multiple of {LANES * context}{cut}",
+        ),
+        ("config.model.head_size", model.head_size, LANES, f"multiple of {LANES}"),
+    ):
+        if is_triton and (size < LEAST_SIDE or size & (size - 1)):
+            return f"its kernel needs a power of two of at least {LEAST_SIDE}, and {name} is {size}"
+        if not is_triton and size % least:
+            return f"its kernel needs a {words}, and {name} is {size}"
+    return None
 
 
 # attend(query_BTKGH, layer, reading, window, share, scatter) -> out_BTKGH
@@ -235,6 +276,32 @@ def attention_over_pages(
     """
     windows = dict.fromkeys(window or None for window in model.layer_windows)
     settings = {"scale": model.attention_scale, "softcap": model.attention_softcap}
+    interpret = platform in (None, "cpu")
+    if kernel == "pallas_tpu":
+        from earl_jax.models.attention import paged_tpu
+
+        group = model.num_heads // model.num_kv_heads
+        shape = paged_tpu.shape_of(length, group, cache.page_size // cache.parts)
+        works = {
+            window: paged_tpu.plan_works(
+                shape, cache.table, cached_B, counts_B, cache.page_size, window
+            )
+            for window in windows
+        }
+
+        def attend_by_list(query_BTKGH, layer, reading, window, share, scatter):
+            return paged_tpu.attend(
+                query_BTKGH,
+                layer,
+                *reading,
+                window=window,
+                share=share,
+                scatter=scatter,
+                interpret=interpret,
+                **settings,
+            )
+
+        return {window: (work, counts_B) for window, work in works.items()}, attend_by_list
     if kernel == "triton":
         from earl_jax.models.attention.paged_triton import attend as attend_by_triton
 
@@ -245,7 +312,7 @@ def attention_over_pages(
                 layer,
                 *reading,
                 window=window,
-                interpret=platform in (None, "cpu"),
+                interpret=interpret,
                 **settings,
             )
 

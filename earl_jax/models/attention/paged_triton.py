@@ -22,9 +22,7 @@ from jax.experimental.pallas import triton
 
 from earl_jax.models.attention.paged_attention import FLOOR
 from earl_jax.models.attention.rows import cap
-from earl_jax.models.config import ModelConfig
 from earl_jax.models.kv_cache import LayerCache
-from earl_jax.sharding.layout import Layout
 
 # Up to so many queries a row, programs split its pages: there are few programs else.
 SPLIT_QUERIES = 8
@@ -33,22 +31,6 @@ TOKENS_A_SPLIT = 1024
 LEAST, MOST = 16, 64
 # Threads of a program by 32, and pages that are fetched ahead. Not measured on a chip yet.
 WARPS, STAGES = 4, 2
-
-
-def triton_obstacle(layout: Layout | None, model: ModelConfig, page_size: int) -> str | None:
-    """Returns why it does not run on these devices, in words; None where it does."""
-    if layout is None or layout.platform not in ("gpu", None):
-        devices = "cpu" if layout is None else layout.platform
-        return f"its kernel is for GPUs and these are {devices} devices"
-    if layout.shape.context > 1:
-        return f"its kernel reads whole pages and context={layout.shape.context} cuts them"
-    for name, size in (
-        ("config.rollout.page_size", page_size),
-        ("config.model.head_size", model.head_size),
-    ):
-        if size < LEAST or size & (size - 1):
-            return f"its kernel needs a power of two of at least {LEAST}, and {name} is {size}"
-    return None
 
 
 def attend(
