@@ -31,7 +31,7 @@ def reply_of(text: str) -> tuple[Reply, TextCodec]:
             yield token
 
     options = RequestOptions(sampling=Sampling())
-    return Reply(tokens(), 10_000, options, codec.decode, is_text=True), codec
+    return Reply(tokens(), 10_000, options, codec.decode, (), is_text=True), codec
 
 
 def whole(text: str) -> dict:
