@@ -13,7 +13,7 @@ from earl_jax.envs.tokenizer import load_tokenizer
 from earl_jax.serving.http_answers import ChatForm, Choice
 from earl_jax.serving.http_api import _collect, _stream
 from earl_jax.serving.requests import RequestOptions
-from earl_jax.serving.service import Reply
+from earl_jax.serving.service import Reply, Token
 from tests.support.served import MODEL
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
@@ -28,7 +28,7 @@ def reply_of(text: str) -> tuple[Reply, TextCodec]:
 
     async def tokens():
         for token in codec.encode(text):
-            yield token
+            yield Token(token)
 
     options = RequestOptions(sampling=Sampling())
     return Reply(tokens(), 10_000, options, codec.decode, (), is_text=True), codec
