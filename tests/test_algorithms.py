@@ -229,6 +229,7 @@ def squared_loss(facts: TokenFacts, settings: object) -> TokenLosses:
 SQUARED = Algorithm(advantages=no_advantages, loss=squared_loss)
 
 
+@pytest.mark.slow_except("data=2,fsdp=2,tensor=2")
 @pytest.mark.parametrize("mesh", [ONE, CUBE], ids=str)
 def test_a_new_loss_is_minimised_and_its_metrics_are_means_and_maxima(mesh):
     """Against JAX's gradient of the same mean over `score_batch`; sharded as unsharded."""
@@ -300,6 +301,7 @@ def test_means_over_sequences_are_those_of_the_whole_batch(aggregation, mesh):
         assert_same(grads, expected, rtol=2e-3, atol=1e-6)
 
 
+@pytest.mark.slow_except("data=2,context=4")
 @pytest.mark.parametrize("mesh", SEQUENCE_MESHES[1:], ids=str)
 def test_gspo_is_the_same_sharded(mesh):
     learner, batch = make_learner(ALGORITHMS["gspo"]), ragged_batch()
