@@ -266,7 +266,7 @@ def ragged_batch() -> TrajectoryBatch:
 SEQUENCE_MESHES = [ONE, CUBE, MeshShape(data=2, context=4)]
 
 
-@pytest.mark.slow_except("sequence-data=2,fsdp=2,tensor=2")
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", SEQUENCE_MESHES, ids=str)
 @pytest.mark.parametrize("aggregation", ["sequence", "constant"])
 def test_means_over_sequences_are_those_of_the_whole_batch(aggregation, mesh):
@@ -413,7 +413,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.slow_except("gspo")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_run_of_each_algorithm(name):
     """Two steps of games: the weights move, finitely, and the metrics of the setting are there."""

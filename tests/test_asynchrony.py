@@ -106,7 +106,7 @@ def check_bound(lines, bound: int) -> None:
         assert sum(line["staleness_tokens"]) > 0
 
 
-@pytest.mark.slow_except("False")
+@pytest.mark.slow
 @pytest.mark.parametrize("apart", [False, True])
 def test_with_no_staleness_it_is_the_synchronous_loop_bit_for_bit(apart):
     run = build_run(config_of(apart=apart, staleness=0))

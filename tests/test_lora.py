@@ -378,7 +378,7 @@ def test_the_engine_samples_from_what_the_trainer_scores(source, target):
     assert np.abs(found - base).max() > 1
 
 
-@pytest.mark.slow_except("data=1,fsdp=8-data=4,tensor=2-bfloat16")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(("source", "target"), PAIRS[1:4:2], ids=str)
 def test_fresh_adapters_publish_the_base_bit_for_bit(source, target, dtype):

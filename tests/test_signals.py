@@ -65,7 +65,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path, num):
     assert f"stopped at once by a second signal; {run.workdir} holds no checkpoint" in errors
 
 
-@pytest.mark.slow_except("SIGINT-1")
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "num"), [("SIGINT", 1), ("SIGTERM", 2)])
 def test_a_signal_before_the_first_step_ends_the_run_before_it(tmp_path, name, num):
     """While the first programs are compiled: the cache folder is empty."""
