@@ -231,6 +231,7 @@ def squared_loss(facts: TokenFacts, settings: object) -> TokenLosses:
 SQUARED = Algorithm(advantages=no_advantages, loss=squared_loss)
 
 
+@pytest.mark.slow_except("data=2,fsdp=2,tensor=2")
 @pytest.mark.parametrize("mesh", [ONE, CUBE], ids=str)
 def test_a_new_loss_is_minimised_and_its_metrics_are_means_and_maxima(mesh):
     """Against JAX's gradient of the same mean over `score_batch`; sharded as unsharded."""
@@ -267,7 +268,7 @@ def ragged_batch() -> TrajectoryBatch:
 SEQUENCE_MESHES = [ONE, CUBE, MeshShape(data=2, context=4)]
 
 
-@pytest.mark.slow_except("sequence-data=2,fsdp=2,tensor=2")
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", SEQUENCE_MESHES, ids=str)
 @pytest.mark.parametrize("aggregation", ["sequence", "constant"])
 def test_means_over_sequences_are_those_of_the_whole_batch(aggregation, mesh):
@@ -302,6 +303,7 @@ def test_means_over_sequences_are_those_of_the_whole_batch(aggregation, mesh):
         assert_same(grads, expected, rtol=2e-3, atol=1e-6)
 
 
+@pytest.mark.slow_except("data=2,context=4")
 @pytest.mark.parametrize("mesh", SEQUENCE_MESHES[1:], ids=str)
 def test_gspo_is_the_same_sharded(mesh):
     learner, batch = make_learner(ALGORITHMS["gspo"]), ragged_batch()
@@ -441,7 +443,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.slow_except("gspo")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_run_of_each_algorithm(name):
     """Two steps of games: the weights move, finitely, and the metrics of the setting are there."""

@@ -106,7 +106,7 @@ def check_bound(lines, bound: int) -> None:
         assert sum(line["staleness_tokens"]) > 0
 
 
-@pytest.mark.slow_except("False")
+@pytest.mark.slow
 @pytest.mark.parametrize("apart", [False, True])
 def test_with_no_staleness_it_is_the_synchronous_loop_bit_for_bit(apart):
     run = build_run(config_of(apart=apart, staleness=0))
@@ -122,8 +122,7 @@ def test_with_no_staleness_it_is_the_synchronous_loop_bit_for_bit(apart):
 
 
 @pytest.mark.slow_except("True-recompute")
-@pytest.mark.parametrize("kv", ["recompute", "keep"])
-@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize(("apart", "kv"), [(True, "recompute"), (True, "keep"), (False, "keep")])
 def test_a_run_keeps_the_bound_and_its_replay_is_the_same_bit_for_bit(
     tmp_path, monkeypatch, apart, kv
 ):
@@ -154,6 +153,7 @@ def test_a_run_keeps_the_bound_and_its_replay_is_the_same_bit_for_bit(
         assert any(line["stage_s"].get("overlap") for line in lines)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_within_the_bound_and_is_replayed_whole(
     tmp_path, monkeypatch
 ):

@@ -30,7 +30,7 @@ def rows_of(capsys, monkeypatch):
     return rows
 
 
-@pytest.mark.slow_except("train*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "meshes"),
     [("rollout", ["data=8", "data=4,tensor=2"]), ("train", ["data=8", "data=1,fsdp=8"])],

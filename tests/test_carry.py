@@ -53,6 +53,7 @@ MOVES = [
 ]
 
 
+@pytest.mark.slow_except("16384-*", "None-made-source1-*")
 @pytest.mark.parametrize("make, source, target", MOVES)
 @pytest.mark.parametrize("chunk_bytes", [None, 2**14])
 def test_all_arrays_arrive_and_the_sources_are_freed(make, source, target, chunk_bytes):

@@ -47,6 +47,7 @@ def checkpoints(tmp_path):
     opened.close()
 
 
+@pytest.mark.slow_except("data=2,fsdp=2,tensor=2")
 @pytest.mark.parametrize("layout", [D8, CUBE], ids=str)
 def test_a_state_comes_back_bit_for_bit_on_any_mesh(checkpoints, layout):
     checkpoints.save(3, made(3), POSITION)

@@ -595,6 +595,7 @@ def test_environment_at_work_delays_no_other_episode(pool, games):
     assert rollout.stats.prefill_tokens == games.stats.prefill_tokens
 
 
+@pytest.mark.slow_except("0.0")
 @pytest.mark.parametrize("patience_s", [0.0, 0.01])
 def test_the_order_of_answers_changes_no_episode(pool, games, patience_s):
     rng = random.Random(patience_s)

@@ -173,7 +173,7 @@ TARGETS = [(name, topology) for name, (_, *all_of) in CHIPS.items() for topology
 
 
 @pytest.mark.parametrize(("name", "topology"), TARGETS)
-@pytest.mark.slow_except("qwen25_7b-h100:1x8", "qwen25_7b_lora-*")
+@pytest.mark.slow_except("qwen25_7b-h100:1x8")
 def test_every_context_of_a_published_model_fits_its_hardware_and_traces(name, topology):
     config, problem, schedule = schedule_of(name, topology)
     assert all(stop.decision is not None for stop in schedule), [stop.why for stop in schedule]

@@ -205,7 +205,8 @@ def test_every_token_is_read_as_on_one_device():
         experts_per_token=2,
         expert_ffn_size=8,
     )
-    weights = init_parameters(parameter_specs(model, VOCAB), jax.random.key(0))
+    specs = parameter_specs(model, VOCAB)
+    weights = jax.jit(lambda key: init_parameters(specs, key))(jax.random.key(0))
     weights = unstack_layers(weights, model.num_layers)
     layout = make_layout(MeshShape(context=4))
     tokens = jnp.asarray(np.random.default_rng(1).integers(1, VOCAB, (2, 24)))

@@ -456,18 +456,22 @@ def lose_one(how: str, lost: int, timeout_s: float, heartbeat_s: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize(
-    ("how", "timeout_s", "words"),
+    ("how", "lost", "timeout_s", "words"),
     [
-        ("SIGKILL", 60.0, "process {lost} on {host} has ended"),
-        ("SIGSTOP", 60.0, "process {lost} on {host} does not answer"),
-        ("raises", 60.0, "{who}: in the stage rollout: there was too little memory"),
-        ("bug", 60.0, "{who}: in the stage rollout: OSError: the disk is full"),
-        ("mistake", 60.0, "{who}: config.seed is odd"),
-        ("hangs", 5.0, "process {lost} on {host} is still in the stage rollout (the end: nothing "),
+        ("SIGKILL", 0, 60.0, "process {lost} on {host} has ended"),
+        ("SIGKILL", 1, 60.0, "process {lost} on {host} has ended"),
+        ("SIGSTOP", 0, 60.0, "process {lost} on {host} does not answer"),
+        ("SIGSTOP", 1, 60.0, "process {lost} on {host} does not answer"),
+        ("raises", 0, 60.0, "{who}: in the stage rollout: there was too little memory"),
+        ("bug", 1, 60.0, "{who}: in the stage rollout: OSError: the disk is full"),
+        ("mistake", 0, 60.0, "{who}: config.seed is odd"),
+        (
+            *("hangs", 1, 5.0),
+            "process {lost} on {host} is still in the stage rollout (the end: nothing ",
+        ),
     ],
-    ids=["SIGKILL", "SIGSTOP", "raises", "bug", "mistake", "hangs"],
+    ids=lambda value: str(value).split()[0],
 )
 def test_a_lost_process_ends_the_other_with_a_message_that_names_it(how, lost, timeout_s, words):
     address, host = f"127.0.0.1:{free_port()}", socket.gethostname()
@@ -586,8 +590,13 @@ def assert_past_the_hosts(*workdirs: Path) -> None:
         assert (line["dispatch_host_bytes"], line["publish_host_bytes"]) == (0, 0)
 
 
-def test_two_processes_train_as_one_does(cache, tmp_path):
-    one = Command(cache, tmp_path / "one", 1, **ALL).done()
+@pytest.fixture(scope="module")
+def one(cache, tmp_path_factory) -> Path:
+    """A run of one process."""
+    return Command(cache, tmp_path_factory.mktemp("alone") / "one", 1, **ALL).done()
+
+
+def test_two_processes_train_as_one_does(one, cache, tmp_path):
     two = Command(cache, tmp_path / "two", 2, **ALL).done()
     assert_same_run(one, two)
     assert_past_the_hosts(one, two)
@@ -743,8 +752,7 @@ def train_round_the_hosts(workdir: str) -> bool:
 
 
 @pytest.mark.slow
-def test_processes_that_go_round_the_hosts_train_as_one_does(cache, tmp_path, monkeypatch):
-    one = Command(cache, tmp_path / "one", 1, **ALL).done()
+def test_processes_that_go_round_the_hosts_train_as_one_does(one, cache, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     around = RealProcesses(4, 2, "test_distributed:train_round_the_hosts", str(tmp_path / "around"))
     assert around.results(400) == [True] * 4
@@ -774,12 +782,9 @@ def steps_of_one(cache, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("num", [2, 4])
-def test_as_many_processes_as_you_like_change_meshes_at_the_same_step(
-    cache, tmp_path, steps_of_one, num
-):
-    """1 x 8, 2 x 4 and 4 x 2 devices: the same losses, the same meshes at every step."""
-    one, several = steps_of_one, steps_of(Command(cache, tmp_path, num, **CHANGES).done(280))
+def test_four_processes_change_meshes_at_the_same_step_as_one(cache, tmp_path, steps_of_one):
+    """1 x 8 and 4 x 2 devices: the same losses, the same meshes at every step."""
+    one, several = steps_of_one, steps_of(Command(cache, tmp_path, 4, **CHANGES).done(280))
     for left, right in zip(one, several, strict=True):
         for name in ("rollout_mesh", "train_mesh", "switched", "rollout_max_tokens"):
             assert left[name] == right[name], (left["step"], name)

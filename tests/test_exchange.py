@@ -190,7 +190,7 @@ def check_pairs(every: int) -> int:
     return len(pairs)
 
 
-@pytest.mark.slow_except("2-2")
+@pytest.mark.slow
 @pytest.mark.parametrize(("num", "every"), [(2, 2), (4, 3)])
 def test_pairs_of_layouts_over_real_processes(num, every):
     results = Processes(num, 8 // num, "test_exchange:check_pairs", every).results(250)

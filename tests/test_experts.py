@@ -66,12 +66,15 @@ def test_the_router_takes_the_likeliest_and_their_probabilities():
     assert float(weights[0, 0] - weights[0, 1]) == pytest.approx(np.tanh(2**-8), rel=1e-4)
 
 
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("count", [1, 2, 50, MAX_MASKED_ROWS // 3 + 1])
+@pytest.mark.parametrize(
+    ("count", "normalize"),
+    [(1, True), (2, False), (50, True), (MAX_MASKED_ROWS // 3 + 1, False)],
+)
 def test_the_mixture_is_its_formula(normalize, count):
     """With one or two tokens most experts get none; with fifty every expert has its own number."""
     model = dataclasses.replace(MODEL, normalize_expert_weights=normalize)
-    out = mix_experts(model, one_layer(), tokens_TD(count), EVERY_EXPERT)
+    mix = jax.jit(lambda layer, x_TD: mix_experts(model, layer, x_TD, EVERY_EXPERT))
+    out = mix(one_layer(), tokens_TD(count))
     np.testing.assert_allclose(out, by_hand(model, one_layer(), tokens_TD(count)), atol=2e-5)
 
 
@@ -131,10 +134,8 @@ def test_gradients_are_those_of_every_expert_on_every_token():
 
 
 MESHES = [
-    "data=8",
     "data=1,fsdp=8",
     "data=1,expert=8",
-    "data=4,tensor=2",
     "data=2,expert=4",
     "data=1,fsdp=2,expert=2,tensor=2",
     "data=2,expert=2,tensor=2",
@@ -219,7 +220,7 @@ def converse_on(mesh: str):
     )[1]
 
 
-@pytest.mark.slow_except("data=2,expert=2,tensor=2")
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ENGINE_MESHES)
 def test_every_mesh_samples_the_same_tokens(mesh):
     assert_same(converse_on(mesh), converse_on("data=1"))

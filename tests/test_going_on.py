@@ -92,9 +92,14 @@ def parameters(workdir, step):
     [(), ("train.optimizer=muon", "train.momentum_dtype=bfloat16")],
     ids=["default", "muon"],
 )
-def test_more_steps_are_those_of_a_run_that_had_them_from_the_start(tmp_path, capsys, overrides):
+def test_more_steps_are_those_of_a_run_that_had_them_from_the_start(
+    finished, tmp_path, capsys, overrides
+):
     part, whole = tmp_path / "part", tmp_path / "whole"
-    train(config_of(*overrides), part)
+    if overrides:
+        train(config_of(*overrides), part)
+    else:
+        shutil.copytree(finished, part)
     train(config_of("num_steps=3", *overrides), part)
     assert "changed: config.num_steps is 2 there, 3 here" in capsys.readouterr().out
     assert saved(part)["num_steps"] == 3
@@ -316,10 +321,10 @@ def failing(model, *overrides, **args):
 MODEL = {"path": str(ROOT / "tests/reference/qwen2_tied")}
 
 
-@pytest.mark.parametrize("at_start", [True, False])
-def test_a_first_step_whose_episodes_all_fail_ends_the_run(tmp_path, at_start):
+def test_a_first_step_whose_episodes_all_fail_ends_the_run(tmp_path):
+    """At their first reply; the command below is ended by failures at the start."""
     with pytest.raises(EpisodesFailed) as raised:
-        train(failing(MODEL, first=0, at_start=at_start), tmp_path / "run")
+        train(failing(MODEL, first=0, at_start=False), tmp_path / "run")
     words = str(raised.value)
     assert words.startswith("every episode of step 1 failed in its environment")
     assert words.count("\n  environment_error: OSError: the sandbox is down") == 1

@@ -39,6 +39,7 @@ def copied(tmp_path):
     return Path(shutil.copytree(REFERENCE / "qwen2_tied", tmp_path / "checkpoint"))
 
 
+@pytest.mark.slow_except("gemma3-*", "qwen3_moe-*expert*")
 @pytest.mark.parametrize(("name", "mesh"), PLACED, ids=str)
 def test_a_device_reads_its_slice_and_nothing_else(name, mesh, monkeypatch):
     given, expected = checkpoint(name), loaded(name)

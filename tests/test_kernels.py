@@ -71,10 +71,8 @@ def default_device_of(layout: Layout):
 CASES = [
     (40, None, 0.0),
     (200, 5, 1.5),
-    pytest.param(200, None, 0.0, marks=pytest.mark.slow),
-    pytest.param(200, 1, 0.0, marks=pytest.mark.slow),
-    pytest.param(256, 130, 1.5, marks=pytest.mark.slow),
-    pytest.param(600, 300, 0.0, marks=pytest.mark.slow),
+    (200, 1, 0.0),
+    (600, 300, 0.0),
 ]
 KERNELS = ["splash", pytest.param("tokamax", marks=need_tokamax)]
 
@@ -111,8 +109,7 @@ WINDOWED = ModelConfig(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("remat", [False, True])
-def test_a_model_whose_layers_differ_in_their_windows_is_the_same_by_every_kernel(kernel, remat):
+def test_a_model_whose_layers_differ_in_their_windows_is_the_same_by_every_kernel(kernel):
     layout = make_layout(SPLIT)
     specs = parameter_specs(WINDOWED, 64)
     params = init_parameters(specs, jax.random.key(0))
@@ -120,9 +117,7 @@ def test_a_model_whose_layers_differ_in_their_windows_is_the_same_by_every_kerne
     segments = jnp.asarray(np.repeat([[1, 2], [1, 0]], [25, 15], axis=1), jnp.int32)
 
     def loss(params, kernel):
-        hidden = forward_rows(
-            WINDOWED, layout, params, tokens, segments, remat=remat, kernel=kernel
-        )
+        hidden = forward_rows(WINDOWED, layout, params, tokens, segments, remat=True, kernel=kernel)
         return jnp.sum(jnp.where(segments[..., None] > 0, jnp.sin(hidden), 0.0))
 
     grad = jax.jit(jax.value_and_grad(loss), static_argnums=1)

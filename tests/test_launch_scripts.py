@@ -146,6 +146,7 @@ DRY = {
 }
 
 
+@pytest.mark.slow_except("slurm", "tpu")
 @pytest.mark.parametrize("line", DRY.values(), ids=DRY)
 def test_dry_run_prints_the_commands_and_the_config_and_runs_nothing(line, machine):
     done = machine.run(*line, CONFIG, "--workdir=/shared/w", CONTEXTS)
@@ -159,6 +160,7 @@ def test_dry_run_prints_the_commands_and_the_config_and_runs_nothing(line, machi
     assert machine.records() == []
 
 
+@pytest.mark.slow_except("slurm")
 @pytest.mark.parametrize("line", [DRY["slurm"], DRY["tpu"]], ids=["slurm", "tpu"])
 def test_dry_run_of_a_config_that_is_none_is_a_mistake(line, machine):
     done = machine.run(*line, CONFIG, "--workdir=/shared/w", "--config.rollout.num_slot=1")
@@ -174,6 +176,7 @@ LAUNCHERS = {
 }
 
 
+@pytest.mark.slow_except("lost twice-*", "*-ssh")
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize(
     ("statuses", "expected"),
@@ -309,6 +312,7 @@ def test_xpk_restarts_a_run_that_lost_a_process(machine):
     ]
 
 
+@pytest.mark.slow_except("hopper")
 @pytest.mark.parametrize("gpu", ["hopper", "blackwell"])
 def test_settings_of_xla_exist(gpu, machine):
     """XLA ends a process at a flag that it does not know, on any platform."""

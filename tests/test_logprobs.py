@@ -62,9 +62,10 @@ def test_a_certain_distribution_has_no_entropy_and_stays_finite():
     np.testing.assert_array_equal(scores.logprobs, [0, -1e4])
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
 # 23 tokens: one chunk, 2 and 4 that do not divide, 23, and a chunk larger than the row.
-@pytest.mark.parametrize("chunk_size", [23, 12, 7, 1, 512])
+@pytest.mark.parametrize(
+    ("chunk_size", "temperature"), [(23, 1.0), (12, 0.7), (7, 1.0), (1, 0.7), (512, 0.7)]
+)
 def test_scores_equal_numpy_for_every_chunk_and_temperature(chunk_size, temperature):
     inputs = make_inputs()
     scores = jitted(chunk_size, temperature)(*inputs)

@@ -30,7 +30,6 @@ from earl_jax.models.lora import (
     project,
 )
 from earl_jax.models.parameters import (
-    check_tensor_axis,
     num_parameters,
     parameter_shapes,
     parameter_shardings,
@@ -38,7 +37,6 @@ from earl_jax.models.parameters import (
     unstacked_specs,
 )
 from earl_jax.run.build import build_run
-from earl_jax.selector.candidates import train_candidates
 from earl_jax.selector.memory import resident_bytes
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape, make_layout
@@ -70,12 +68,6 @@ CONFIG = TrainConfig(lora=LORA, max_grad_norm=1e9)
 CONTROLS = np.array([1e-2, 0.05], np.float32)
 ONE_DEVICE = MeshShape()
 MIXED = MeshShape(data=2, fsdp=2, tensor=2)
-
-
-def every_layout() -> list[MeshShape]:
-    return train_candidates(
-        8, (), lambda shape: check_tensor_axis(MODEL, VOCAB, shape.tensor, shape.fsdp)
-    )
 
 
 @functools.cache
@@ -138,6 +130,11 @@ def compiled_step(shape: MeshShape, config: TrainConfig = CONFIG, algorithm="rei
 
 def logits_of(params: Any, shape: MeshShape = ONE_DEVICE) -> np.ndarray:
     """f32[ROWS, LENGTH, V], as the trainer computes them."""
+    return np.asarray(logits_program(shape)(params))
+
+
+@functools.cache
+def logits_program(shape: MeshShape):
     layout, batch = make_layout(shape), make_batch()
 
     @jax.jit
@@ -145,7 +142,7 @@ def logits_of(params: Any, shape: MeshShape = ONE_DEVICE) -> np.ndarray:
         hidden_BTD = forward_rows(MODEL, layout, params, batch.tokens, batch.segment_ids)
         return jnp.einsum("BTD,DV->BTV", hidden_BTD, head_weights(params))
 
-    return np.asarray(logits(params))
+    return logits
 
 
 def policy(state: TrainState, config: TrainConfig = CONFIG) -> Any:
@@ -256,9 +253,9 @@ def alone() -> tuple[Any, Any, Any]:
     return jax.tree.map(np.asarray, state.params), gradients(state), read_metrics(metrics)
 
 
-@pytest.mark.slow_except("data=2,fsdp=2,tensor=2*")
-@pytest.mark.parametrize("shape", every_layout(), ids=str)
-def test_sharded_equals_unsharded_on_every_layout(shape):
+@pytest.mark.slow_except("data=2,fsdp=2,tensor=2")
+@pytest.mark.parametrize("shape", [MIXED, MeshShape(fsdp=8), MeshShape(tensor=8)], ids=str)
+def test_sharded_equals_unsharded(shape):
     batch = jax.device_put(make_batch(), make_layout(shape).activations("NS"))
     state, metrics = compiled_step(shape)(placed(shape), batch, CONTROLS)
     _, expected, numbers = alone()
@@ -373,26 +370,25 @@ def test_the_engine_samples_from_what_the_trainer_scores(source, target):
     expected = logits_of(policy(placed(source)), source)[:, -1]
     base = logits_of(on_host().base)[:, -1]
     found, trained, base = (
-        np.asarray(jax.nn.log_softmax(part)) for part in (logits, expected, base)
+        np.asarray(jax.nn.log_softmax(np.asarray(part))) for part in (logits, expected, base)
     )
-    error = float(jnp.abs(found - trained).max())
+    error = float(np.abs(found - trained).max())
     print(f"{source} -> {target}: largest difference of a log-prob {error:.1e}")
     assert error <= 1e-4
-    assert (
-        np.abs(found - np.asarray(jax.nn.log_softmax(logits_of(on_host().base)[:, -1]))).max() > 1
-    )
+    assert np.abs(found - base).max() > 1
 
 
-@pytest.mark.slow_except("data=1,fsdp=8-data=4,tensor=2-bfloat16")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(("source", "target"), PAIRS[1:4:2], ids=str)
 def test_fresh_adapters_publish_the_base_bit_for_bit(source, target, dtype):
     state = init_state(MODEL, CONFIG, VOCAB, make_layout(source), 0)
     result = published(state, target, dtype)
+    base = jax.tree.map(np.asarray, state.base)
     for index, layer in enumerate(result.params["layers"]):
-        expected = jax.tree.map(lambda leaf, i=index: leaf[i].astype(dtype), state.base["layers"])
+        expected = jax.tree.map(lambda leaf, i=index: leaf[i].astype(dtype), base["layers"])
         assert bits(layer) == bits(expected)
-    assert bits(result.params["embed"]) == bits(state.base["embed"].astype(dtype))
+    assert bits(result.params["embed"]) == bits(base["embed"].astype(dtype))
     # As many bytes change device as for a model that is trained whole.
     full = TrainConfig()
     whole = init_state(MODEL, full, VOCAB, make_layout(source), 0)

@@ -351,6 +351,7 @@ def decode(model, params, tokens, lengths, counts_of, full, tolerance):
         for row in range(ROWS):
             chunk[row, : counts[row]] = tokens[row, cached[row] : cached[row] + counts[row]]
         logits, new = jitted_chunk(model)(params, cache, chunk, cached, counts)
+        logits = np.asarray(logits)
         idle = counts == 0
         num_idle += idle.sum()
         for old_layer, new_layer in zip(rows_of(cache), rows_of(new), strict=True):
@@ -377,7 +378,7 @@ class Counts:
 LENGTHS = np.array([LENGTH, 1, 13, 7, 20])
 
 
-@pytest.mark.parametrize(("width", "seed"), [(1, 0), (5, 1), (5, 2), (5, 3)])
+@pytest.mark.parametrize(("width", "seed"), [(1, 0), (5, 1)])
 def test_cached_decoding_equals_the_full_forward(full_logits, width, seed):
     tokens = make_tokens(seed)
     full = np.asarray(full_logits(make_params(), tokens, np.ones_like(tokens)))
@@ -429,6 +430,7 @@ def test_tied_embeddings_have_no_head_and_use_the_embedding():
 def test_initial_deviations_are_as_configured():
     model = dataclasses.replace(MODEL, width=64, ffn_size=96, init_scale=0.5)
     params = init_jitted(parameter_specs(model, 256), jax.random.key(3))
+    params = jax.tree.map(np.asarray, params)
     residual = 0.5 / math.sqrt(2 * 2)
     deviations = {name: np.std(leaf) for name, leaf in params["layers"].items()}
     for name, expected in {

@@ -3,6 +3,7 @@
 """The networks beside the policy: a frozen reference without adapters, and a critic."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -72,8 +73,15 @@ def bits(tree) -> list[bytes]:
 
 def moved(state: TrainState) -> TrainState:
     """The state after something was learnt."""
-    params = jax.tree.map(lambda leaf: leaf + 0.05 * jnp.sin(100 * leaf), state.params)
-    return dataclasses.replace(state, params=params)
+    learn = jax.jit(lambda params: jax.tree.map(lambda x: x + 0.05 * jnp.sin(100 * x), params))
+    return dataclasses.replace(state, params=learn(state.params))
+
+
+@functools.cache
+def scorer(model: ModelConfig, mesh: MeshShape):
+    """Returns the log-probs of a batch as a compiled function of (parameters, batch)."""
+    score = functools.partial(score_batch, model, TRAIN, make_layout(mesh), 1.0)
+    return jax.jit(lambda params, batch: score(params, batch).logprobs)
 
 
 # The reference.
@@ -93,13 +101,7 @@ def test_the_reference_in_the_compute_type_scores_as_the_fp32_weights_did():
     state, plan = learner.first_state(ONE), TrainPlan(ONE, 1, False)
     assert {leaf.dtype for leaf in jax.tree.leaves(state.reference)} == {jnp.dtype("bfloat16")}
     (scored,) = learner.score([plan], moved(state), [jax.device_put(make_batch())])
-
-    @jax.jit
-    def score(params, batch):
-        return score_batch(model, learner.config, make_layout(ONE), 1.0, params, batch).logprobs
-
-    expected = score(state.params, make_batch())
-    np.testing.assert_array_equal(scored.reference, expected)
+    np.testing.assert_array_equal(scored.reference, scorer(model, ONE)(state.params, make_batch()))
 
 
 @pytest.mark.slow_except("data=2,fsdp=2,tensor=2-loss")
@@ -113,7 +115,7 @@ def test_a_penalty_without_adapters_is_that_of_the_first_weights(mesh, kl_in):
     first = learner.first_state(mesh)
     kept, state = bits(first.reference), moved(first)
     policy, reference = (
-        np.asarray(score_batch(MODEL, TRAIN, layout, 1.0, params, batch).logprobs, np.float64)
+        np.asarray(scorer(MODEL, mesh)(params, batch), np.float64)
         for params in (state.params, first.params)
     )
     mask = batch.turn_ids > 0
@@ -151,6 +153,7 @@ def test_a_state_of_given_weights_begins_with_them_as_reference():
 # Both networks in the state.
 
 
+@pytest.mark.slow_except("2")
 @pytest.mark.parametrize("lora_rank", [0, 2])
 def test_a_critic_begins_with_the_models_weights_and_a_head_of_zeros(lora_rank):
     config = dataclasses.replace(TRAIN, lora=LoraConfig(rank=lora_rank))
@@ -174,11 +177,9 @@ def shardings_on(mesh: MeshShape) -> TrainState:
 
 def test_both_networks_move_offload_and_checkpoint_with_the_rest(tmp_path):
     """Bit for bit, parameters and moments, and where the specs of all networks say."""
-    state = init_state(MODEL, TRAIN, VOCAB, make_layout(CUBE), 3, BOTH)
-    state = dataclasses.replace(
-        state, optimizer=jax.tree.map(lambda x: x + x.size, state.optimizer)
-    )
-    state = jax.device_put(state, shardings_on(CUBE))
+    state = jax.tree.map(np.array, init_state(MODEL, TRAIN, VOCAB, make_layout(ONE), 3, BOTH))
+    moments = jax.tree.map(lambda x: x + np.asarray(x.size, x.dtype), state.optimizer)
+    state = jax.device_put(dataclasses.replace(state, optimizer=moments), shardings_on(CUBE))
     assert state.critic["embed"].sharding.spec != ()
     expected = bits(state)
     assert len(expected) == len(jax.tree.leaves(shardings_on(CUBE)))
@@ -253,6 +254,14 @@ def ppo_updates(mesh: MeshShape, batch: TrajectoryBatch, parts: int = 1, **setti
     return jax.tree.map(np.asarray, (scored, state)), metrics
 
 
+SETTINGS = {"gae_level": "turn", "kl_coefficient": 0.1}
+
+
+@functools.cache
+def on_one_device():
+    return ppo_updates(ONE, rewarded_batch(), **SETTINGS)
+
+
 def test_values_are_those_of_the_tokens_before():
     """No token's own id changes its value, but that of the next; the first of a segment has 0."""
     state = trained_critic(init_state(MODEL, TRAIN, VOCAB, make_layout(ONE), 3, BOTH))
@@ -281,7 +290,7 @@ def test_the_critic_minimises_the_mean_squared_error_of_its_returns():
         values = critic_values(MODEL, TRAIN, make_layout(ONE), critic, batch)
         return 0.5 * jnp.sum(jnp.where(mask, (values - scored.returns) ** 2, 0)) / mask.sum()
 
-    value, slope = jax.value_and_grad(loss)(state.critic)
+    value, slope = jax.jit(jax.value_and_grad(loss))(state.critic)
     first = jax.tree.map(np.asarray, state.critic)
     after, metrics = learner.update(plan, state, scored, RATES)
     moments = jax.tree.map(lambda m: np.asarray(m) / 0.1, after.optimizer[1][1].mu)
@@ -303,9 +312,8 @@ def test_the_critic_minimises_the_mean_squared_error_of_its_returns():
 @pytest.mark.slow_except("data=2,context=4")
 @pytest.mark.parametrize("mesh", MESHES[1:], ids=str)
 def test_ppo_is_the_same_on_every_mesh_and_in_parts(mesh):
-    settings = {"gae_level": "turn", "kl_coefficient": 0.1}
-    (scored, state), metrics = ppo_updates(ONE, rewarded_batch(), **settings)
-    (other, there), found = ppo_updates(mesh, rewarded_batch(), parts=2, **settings)
+    (scored, state), metrics = on_one_device()
+    (other, there), found = ppo_updates(mesh, rewarded_batch(), parts=2, **SETTINGS)
     mask = scored.turn_ids > 0
     for name in ("values", "advantages", "returns", "reference"):
         one, two = getattr(scored, name)[mask], getattr(other, name)[mask]
@@ -325,8 +333,8 @@ def test_packed_ppo_is_unpacked_ppo():
     packing = plan_packing(LENGTHS, rule, shape, [2] + [1] * (ROWS - 1))
     assert shape.rows < ROWS
     packed = pack_rows(jax.device_put(batch), packing, make_layout(ONE))
-    (scored, state), metrics = ppo_updates(ONE, batch, gae_level="token")
-    (other, there), found = ppo_updates(ONE, packed, gae_level="token")
+    (scored, state), metrics = on_one_device()
+    (other, there), found = ppo_updates(ONE, packed, **SETTINGS)
     for one, two in zip(metrics, found, strict=True):
         assert two == pytest.approx(one, rel=1e-3, abs=2e-5)
     jax.tree.map(
@@ -349,7 +357,7 @@ def test_an_update_without_values_leaves_the_critic_alone():
     state, _ = learner.update(plan, state, jax.device_put(batch), CONTROLS, sft=True)
     assert of_critic(state) == kept and bits(state.params) != params
     params = bits(state.params)
-    empty = jax.tree.map(jnp.zeros_like, scored)
+    empty = jax.device_put(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), scored))
     state, metrics = learner.update(plan, state, empty, RATES)
     assert of_critic(state) == kept and bits(state.params) == params
     assert read_metrics(metrics)["skipped_updates"] == 0

@@ -382,9 +382,10 @@ class LoggedBlocks(BlockManager):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("patience_s", [0.0, 60.0])
-@pytest.mark.parametrize("preemption", ["host", "recompute"])
-@pytest.mark.parametrize("pages", [7, 11])
+@pytest.mark.parametrize(
+    ("pages", "preemption", "patience_s"),
+    [(7, "host", 0.0), (7, "recompute", 60.0), (11, "host", 60.0), (11, "recompute", 0.0)],
+)
 def test_preemption_spares_the_longest_and_takes_none_twice_between_changes(
     pool, monkeypatch, preemption, pages, patience_s
 ):

@@ -95,6 +95,7 @@ def test_one_process_is_checked_and_leaves_nothing(cache, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_too_small_is_a_mistake(cache, tmp_path):
     budget = {"selector.budget_bytes_per_device": 100_000}
     status, _, errors = Command(cache, tmp_path / "w", 1, CHECK, **ALL, **budget).ends()[0]

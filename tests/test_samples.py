@@ -256,6 +256,7 @@ def trainer_params():
     }
 
 
+@pytest.mark.slow_except("data=2,fsdp=2,tensor=2")
 @pytest.mark.parametrize("mesh", ["data=8", "data=2,fsdp=2,tensor=2"])
 def test_the_trainer_scores_every_sample_as_it_was_sampled(forked, trainer_params, mesh):
     """Its log-probs of the policy's tokens are the engine's, fork or not, on other layouts too."""

@@ -85,7 +85,7 @@ def begin(
     """Makes and starts the environment of an episode; `config` says what replies can be."""
     environment = make_environment(episode.task)
     start = check_start(environment.start())
-    render = functools.partial(_conversation(episode).open, tools=start.tools)
+    render = functools.partial(episode.dialogue.open, tools=start.tools)
     return _rendered(Answer(environment=environment, result=start), render, episode, config)
 
 
@@ -97,15 +97,10 @@ def go_on(episode: LiveEpisode, reply: str, config: EngineConfig) -> Answer:
     if result.done:
         return answer
     if result.role in ("", episode.side):
-        return _rendered(answer, _conversation(episode).answer, episode, config)
+        return _rendered(answer, episode.dialogue.answer, episode, config)
     side = episode.side_of(result.role)
     answer = dataclasses.replace(answer, conversation=side.conversation)
     return _rendered(answer, functools.partial(_prompt, side), episode, config)
-
-
-def _conversation(episode: LiveEpisode) -> Conversation:
-    assert isinstance(episode.conversation, Conversation), "an environment speaks in messages"
-    return episode.conversation
 
 
 def _prompt(side: Side, content: Content) -> Observation:
@@ -123,7 +118,7 @@ def _rendered(
     config: EngineConfig,
 ) -> Answer:
     """Returns the answer with its message as ids, unless it cannot be encoded, or never fits."""
-    conversation, result = _conversation(episode), answer.result
+    conversation, result = episode.dialogue, answer.result
     try:
         if not conversation.may_fit(answer.content, episode.most_message_tokens):
             return answer

@@ -222,13 +222,19 @@ class LiveEpisode:
             self.origin = self.length
         self.length += len(message.ids)
 
+    @property
+    def dialogue(self) -> Conversation:
+        """The conversation, of an episode that has an environment."""
+        assert isinstance(self.conversation, Conversation), "an environment speaks in messages"
+        return self.conversation
+
     def side_of(self, role: str) -> Side:
         """Returns a side that is not on the move; without ids, one that has seen nothing yet."""
-        return self.sides.get(role) or Side(self.conversation.of_another_side(), ())
+        return self.sides.get(role) or Side(self.dialogue.of_another_side(), ())
 
     def change_sides(self, role: str, conversation: Conversation) -> None:
         """Gives the move to another side, whose next message begins a new sample."""
-        self.sides[self.side] = Side(self.conversation, self._ids_of_sample())
+        self.sides[self.side] = Side(self.dialogue, self._ids_of_sample())
         self.side, self.conversation = role, conversation
 
     def add_rewards(self, reward: float, of_sides: Mapping[str, float]) -> None:

@@ -33,8 +33,13 @@ SMALL = TINY | {
     "eval.final_games": 16,
     "log.report_every_steps": 1000,
 }
-ALL = {"selector.rollout_meshes": "('data=8',)", "selector.train_meshes": "('data=2,fsdp=4',)"}
+ALL = {
+    "model.num_layers": 1,
+    "selector.rollout_meshes": "('data=8',)",
+    "selector.train_meshes": "('data=2,fsdp=4',)",
+}
 APART = {
+    "model.num_layers": 1,
     "devices.num_rollout": 4,
     "selector.rollout_meshes": "('data=4',)",
     "selector.train_meshes": "('data=1,fsdp=4',)",

@@ -27,7 +27,8 @@ MODEL = ModelConfig(
 @functools.cache
 def params():
     """Norms away from one, a router that is sure of itself, and a head of about two bits."""
-    values = init_parameters(parameter_specs(MODEL, VOCAB), jax.random.key(3))
+    specs = parameter_specs(MODEL, VOCAB)
+    values = jax.jit(lambda key: init_parameters(specs, key))(jax.random.key(3))
     noise = jax.random.normal(jax.random.key(4), values["layers"]["ffn_norm"].shape)
     values["layers"]["ffn_norm"] = 1 + 0.3 * noise
     values["layers"]["router"] = 2 * values["layers"]["router"]
