@@ -12,22 +12,22 @@ roofline of data sheets:
 uv run python -m earl_jax.plan --config=configs/qwen25_72b.py \
   --topology=h100:16x8 --config.model.path= --config.model.preset=qwen2.5-72b
 
-  context  train                    micro-batches  rollout                       a step
-    2,048  data=1,fsdp=128                      1  data=16,tensor=8               173 s
-    4,096  data=1,fsdp=64,tensor=2              4  data=16,tensor=8               427 s
-    8,192  data=1,fsdp=64,tensor=2              8  data=16,context=2,tensor=4   1,086 s
-   16,384  data=1,fsdp=16,tensor=8             32  data=16,context=2,tensor=4   3,265 s
-   32,768  data=1,fsdp=16,tensor=8             64  data=16,tensor=8            13,373 s
+  context  train                    micro-batches  rollout            a step
+    2,048  data=1,fsdp=128                      1  data=16,tensor=8    123 s
+    4,096  data=1,fsdp=64,tensor=2              4  data=16,tensor=8    260 s
+    8,192  data=1,fsdp=64,tensor=2              8  data=16,tensor=8    566 s
+   16,384  data=1,fsdp=64,tensor=2             16  data=16,tensor=8  1,317 s
+   32,768  data=1,fsdp=16,tensor=8             64  data=16,tensor=8  3,474 s
 
 uv run python -m earl_jax.plan --config=configs/qwen25_72b.py \
   --topology=v5p:4x4x8 --config.model.path= --config.model.preset=qwen2.5-72b
 
-  context  train                              micro-batches  rollout             a step
-    2,048  data=1,fsdp=128                                1  data=32,tensor=4     212 s
-    4,096  data=1,fsdp=128                                1  data=32,tensor=4     457 s
-    8,192  data=1,fsdp=64,tensor=2                        8  data=32,tensor=4   1,072 s
-   16,384  data=1,fsdp=32,tensor=4                       32  data=32,tensor=4   2,794 s
-   32,768  data=1,fsdp=16,context=2,tensor=4             64  data=32,tensor=4   8,883 s
+  context  train                              micro-batches  rollout            a step
+    2,048  data=1,fsdp=128                                1  data=32,tensor=4    201 s
+    4,096  data=1,fsdp=128                                1  data=32,tensor=4    413 s
+    8,192  data=1,fsdp=64,tensor=2                        8  data=32,tensor=4    898 s
+   16,384  data=1,fsdp=64,tensor=2                       16  data=32,tensor=4  2,067 s
+   32,768  data=1,fsdp=16,context=2,tensor=4             64  data=32,tensor=4  5,616 s
 """
 
 from ml_collections import ConfigDict

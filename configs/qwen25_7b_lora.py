@@ -10,11 +10,11 @@ roofline of data sheets:
 uv run python -m earl_jax.plan --config=configs/qwen25_7b_lora.py \
   --topology=h100:1x1 --config.model.path= --config.model.preset=qwen2.5-7b
 
-  context  train   micro-batches  rollout    a step
-    1,024  data=1              4  data=1       64 s
-    2,048  data=1              4  data=1      153 s
-    4,096  data=1              8  data=1      408 s
-    8,192  data=1             16  data=1    1,305 s
+  context  train   micro-batches  rollout  a step
+    1,024  data=1              4  data=1     52 s
+    2,048  data=1              4  data=1    111 s
+    4,096  data=1              8  data=1    253 s
+    8,192  data=1             16  data=1    632 s
 """
 
 from ml_collections import ConfigDict
