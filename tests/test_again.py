@@ -134,6 +134,7 @@ def get_config():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_processes_of_which_one_is_short_are_started_again_and_go_on_with_less(cache, tmp_path):
     """Two processes, each with a launcher as on a host of its own; both end well."""
     (tmp_path / "config.py").write_text(CONFIG)
@@ -167,7 +168,7 @@ def test_processes_of_which_one_is_short_are_started_again_and_go_on_with_less(c
                 start_new_session=True,
             )
         )
-    deadline_s, ends = time.monotonic() + 280, []
+    deadline_s, ends = time.monotonic() + 560, []
     try:
         for process in all_of_them:
             output, errors = process.communicate(timeout=max(1, deadline_s - time.monotonic()))

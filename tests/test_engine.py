@@ -270,12 +270,12 @@ def test_a_compute_type_of_bfloat16_keeps_weights_and_cache_in_it():
         ("triton", MeshShape()),
         ("triton", MeshShape(data=4, tensor=2)),
         ("pallas_tpu", MeshShape()),
-        ("pallas_tpu", MeshShape(data=2, tensor=2, context=2)),
+        ("pallas_tpu", MeshShape(data=4, tensor=2)),
     ],
     ids=str,
 )
 def test_a_round_with_a_kernel_for_chips_says_the_same(kernel, shape, monkeypatch):
-    """Interpreted, and on each device's own heads and part of each page."""
+    """Interpreted, and on each device's own heads."""
     used = []
 
     def choose(setting, layout, model, page_size):
