@@ -270,7 +270,6 @@ def test_a_compute_type_of_bfloat16_keeps_weights_and_cache_in_it():
         ("triton", MeshShape()),
         ("triton", MeshShape(data=4, tensor=2)),
         ("pallas_tpu", MeshShape()),
-        ("pallas_tpu", MeshShape(data=4, tensor=2)),
     ],
     ids=str,
 )
