@@ -519,11 +519,9 @@ def test_a_setting_that_a_run_cannot_use_is_an_error(overrides, words):
         make_config(given, overrides)
 
 
-@pytest.mark.parametrize("correction", ["truncated", "truncated_sequence", "masked"])
-def test_the_correction_that_the_config_names_is_the_update_s(correction):
-    """With one update the ratio is 1: the loss is minus the mean of weight times advantage."""
-    config = TrainConfig(max_grad_norm=1e9, correction=correction)
-    learner = Learner(
+def corrected_learner(config, **changes):
+    """A learner of REINFORCE whose importance weights are cut at 2."""
+    return Learner(
         MODEL,
         config,
         ALGORITHMS["reinforce"],
@@ -531,7 +529,15 @@ def test_the_correction_that_the_config_names_is_the_update_s(correction):
         temperature=1.0,
         importance_cap=2.0,
         layout=make_layout,
+        **changes,
     )
+
+
+@pytest.mark.parametrize("correction", ["truncated", "truncated_sequence", "masked"])
+def test_the_correction_that_the_config_names_is_the_update_s(correction):
+    """With one update the ratio is 1: the loss is minus the mean of weight times advantage."""
+    config = TrainConfig(max_grad_norm=1e9, correction=correction)
+    learner = corrected_learner(config)
     # The policy's log-probs are about -3.4, those of who sampled -5.4 to -1.4.
     batch, layout = ragged_batch(), make_layout(ONE)
     batch = batch.replace(logprobs=batch.logprobs - 1.4)
@@ -560,16 +566,7 @@ def test_the_correction_that_the_config_names_is_the_update_s(correction):
 def test_an_update_interpolates_the_proximal_policy_by_the_versions_of_the_tokens():
     """Loss and weights by hand, at step 3, of tokens that versions 0 to 3 sampled; in two parts."""
     config = TrainConfig(max_grad_norm=1e9, correction="truncated", proximal="log_linear", epochs=2)
-    learner = Learner(
-        MODEL,
-        config,
-        ALGORITHMS["reinforce"],
-        vocab_size=VOCAB,
-        temperature=1.0,
-        importance_cap=2.0,
-        layout=make_layout,
-        has_versions=True,
-    )
+    learner = corrected_learner(config, has_versions=True)
     assert learner.scored == ()
     versions = np.random.default_rng(3).integers(0, 4, (ROWS, LENGTH)).astype(np.int32)
     batch, controls = ragged_batch().replace(versions=versions), learner.controls(3, 9)

@@ -18,7 +18,7 @@ import random
 
 import pyspiel
 
-from earl_jax.envs.environment import Start, StepResult
+from earl_jax.envs.environment import Start, StepResult, illegal_reply
 from earl_jax.envs.games import load_game
 from earl_jax.envs.minimax import best_moves
 from earl_jax.settings.choices import check_choice
@@ -118,13 +118,7 @@ class BoardGame:
         moves = {str(action): action for action in self._state.legal_actions()}
         if reply not in moves:
             self._done = True
-            return StepResult(
-                reward=self._illegal_reward,
-                done=True,
-                stop_reason="illegal",
-                detail=f"{reply!r:.80} is not a legal move",
-                metrics={"illegal": 1.0},
-            )
+            return illegal_reply(reply, self._illegal_reward, "a legal move")
         player = self._state.current_player()
         self._state.apply_action(moves[reply])
         self._untold += [reply] if self._player is None else self._play_opponent()

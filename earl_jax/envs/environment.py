@@ -109,6 +109,17 @@ class StepResult:
     side_rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
+def illegal_reply(reply: str, reward: float, wanted: str) -> StepResult:
+    """Returns the end of a game by a reply that is not `wanted`, such as "a legal move"."""
+    return StepResult(
+        reward=reward,
+        done=True,
+        stop_reason="illegal",
+        detail=f"{reply!r:.80} is not {wanted}",
+        metrics={"illegal": 1.0},
+    )
+
+
 class Environment(Protocol):
     """One episode. Call `start` once, then `step` until `done`; then throw the object away.
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 import pyspiel
 
 from earl_jax.envs.board_game import check_illegal_reward
-from earl_jax.envs.environment import Author, Start, StepResult
+from earl_jax.envs.environment import Author, Start, StepResult, illegal_reply
 from earl_jax.settings.choices import check_choice
 
 ROLES = ("first", "second")
@@ -85,13 +85,7 @@ class KuhnPoker:
             raise RuntimeError("step() was called before start(), or after the end")
         if reply not in self.legal_replies():
             self._done = True
-            return StepResult(
-                reward=self._illegal_reward,
-                done=True,
-                stop_reason="illegal",
-                detail=f"{reply!r:.80} is not a legal move",
-                metrics={"illegal": 1.0},
-            )
+            return illegal_reply(reply, self._illegal_reward, "a legal move")
         player = self._state.current_player()
         self._state.apply_action(int(reply))
         self._play_others()

@@ -17,7 +17,7 @@ and one that has learnt the way walks them all. A trail of 3 steps:
 import random
 
 from earl_jax.envs.board_game import check_illegal_reward
-from earl_jax.envs.environment import Start, StepResult
+from earl_jax.envs.environment import Start, StepResult, illegal_reply
 from earl_jax.settings.errors import InputError
 
 
@@ -98,13 +98,7 @@ class Trail:
             raise RuntimeError("step() was called after the end; an environment plays one episode")
         if reply not in self.all_replies():
             self._done = True
-            return StepResult(
-                reward=self._illegal_reward,
-                done=True,
-                stop_reason="illegal",
-                detail=f"{reply!r:.80} is no stone",
-                metrics={"illegal": 1.0},
-            )
+            return illegal_reply(reply, self._illegal_reward, "a stone")
         num_steps, is_right = self.num_steps, reply == self._next
         self._walked += is_right
         if is_right and self._walked < num_steps:
