@@ -103,6 +103,7 @@ RUN_OF_TWO = given(ROLLOUT, (FOUR,), (FOUR, CUT)) | {
     "devices": {"platform": "cpu", "num_cpu_devices": 2},
     "train": {"sft_steps": 0},
     "checkpoint": {"every_steps": 1},
+    "distributed": {"heartbeat_s": 20},
     "eval": {"every_steps": 100, "games": 8, "final_games": 8},
 }
 
@@ -134,7 +135,7 @@ def get_config():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(400)
 def test_processes_of_which_one_is_short_are_started_again_and_go_on_with_less(cache, tmp_path):
     """Two processes, each with a launcher as on a host of its own; both end well."""
     (tmp_path / "config.py").write_text(CONFIG)
@@ -168,7 +169,7 @@ def test_processes_of_which_one_is_short_are_started_again_and_go_on_with_less(c
                 start_new_session=True,
             )
         )
-    deadline_s, ends = time.monotonic() + 560, []
+    deadline_s, ends = time.monotonic() + 360, []
     try:
         for process in all_of_them:
             output, errors = process.communicate(timeout=max(1, deadline_s - time.monotonic()))

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that were started by hand, with numbers, counts or a port that make no run."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -40,12 +41,17 @@ def test_what_is_wrong_with_the_members(members, words):
     assert mistake.startswith(words) and bool(mistake) == bool(words)
 
 
+def comes(port: int, own: Member, timeout_s: float = 20.0, others_end_s: float = 10.0):
+    """What a process other than 0 is told."""
+    return join("127.0.0.1", port, own, timeout_s=timeout_s, others_end_s=others_end_s)
+
+
 def meet(*others: tuple[int, int], num: int, timeout_s: float = 20.0, noise: bytes = b""):
     """What process 0 returns or raises, and what the others of (process_id, num_processes) do."""
     port = free_port()
     with ThreadPoolExecutor(len(others) + 1) as pool:
         ends = [
-            pool.submit(join, "127.0.0.1", port, Member(number, count, f"h{number}"), timeout_s)
+            pool.submit(comes, port, Member(number, count, f"h{number}"), timeout_s)
             for number, count in others
         ]
         time.sleep(0.1)  # The others come first, and find nobody.
@@ -100,14 +106,14 @@ def test_process_that_starts_again_is_not_there_twice():
             assert killed.recv(100) == b"earl_jax rendezvous\n"
             killed.sendall(b'[1, 3, "h1"]\n')
             time.sleep(0.2)
-        ends = [pool.submit(join, "127.0.0.1", port, Member(1, 3, "h1"), 20.0)]
-        assert join("127.0.0.1", port, Member(2, 3, "h2"), 20.0) == 0
+        ends = [pool.submit(comes, port, Member(1, 3, "h1"))]
+        assert comes(port, Member(2, 3, "h2")) == 0
         assert (own.result(), ends[0].result()) == ([], 0)
 
 
-@pytest.mark.parametrize("first", [b"\0\0\x12\4\0", b""], ids=["speaks", "closes"])
-def test_another_program_at_the_address_is_a_mistake(first):
-    """Such as the gRPC server of a run that has begun."""
+@contextlib.contextmanager
+def another_program(first: bytes):
+    """The port of a program that says this to all who connect."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
 
         def answer() -> None:
@@ -120,10 +126,27 @@ def test_another_program_at_the_address_is_a_mistake(first):
                     connection.sendall(first)
 
         threading.Thread(target=answer, daemon=True).start()
-        port = taken.getsockname()[1]
-        with pytest.raises(InputError, match=f"'127.0.0.1:{port}', and another program listens"):
-            join("127.0.0.1", port, Member(1, 2, "h1"), 1.0)
+        yield taken.getsockname()[1]
         taken.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("first", [b"\0\0\x12\4\0", b""], ids=["speaks", "closes"])
+def test_another_program_at_the_address_is_a_mistake(first):
+    """Such as the gRPC server of a run that has begun."""
+    with another_program(first) as port:
+        with pytest.raises(InputError, match=f"'127.0.0.1:{port}', and another program listens"):
+            comes(port, Member(1, 2, "h1"), others_end_s=0.5)
+
+
+def test_run_that_has_yet_to_end_is_waited_for():
+    """A process that is started again comes before the others of its old run have ended."""
+    with ThreadPoolExecutor(1) as pool:
+        with another_program(b"\0\0\x12\4\0") as port:
+            other = pool.submit(comes, port, Member(1, 2, "h1"))
+            time.sleep(1.0)
+        listeners = listen(f"127.0.0.1:{port}", addresses_here("127.0.0.1", port), 2)
+        assert wait_for_others(listeners, Member(0, 2, "h0"), 20.0) == []
+        assert other.result() == 0
 
 
 @pytest.mark.slow

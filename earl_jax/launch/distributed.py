@@ -61,6 +61,7 @@ _START = (
     "gpu_scripts/launch.sh, Slurm, Open MPI or a JobSet"
 )
 _NAMED = 8
+_ENDS_S = 60.0
 _AGAIN = "Start all processes again: the run goes on from its newest checkpoint"
 # The host and port of the coordinator that was given to this process.
 _coordinator: tuple[str, int] | None = None
@@ -152,7 +153,7 @@ def start_processes(config: DistributedConfig) -> None:
     # JAX waits in C++, where Python's own handler would not be called.
     with ends_at_ctrl_c("stopped by Ctrl-C before the processes of the run found each other"):
         if None not in dataclasses.astuple(place):
-            _meet_others(place, here, config.start_timeout_s, not_found)
+            _meet_others(place, here, config, not_found)
         try:
             jax.distributed.initialize(
                 place.coordinator,
@@ -173,7 +174,9 @@ def start_processes(config: DistributedConfig) -> None:
     _end_at_abort(lambda: end_as_lost(who))
 
 
-def _meet_others(place: _Place, here: list[Address], timeout_s: float, not_found: str) -> None:
+def _meet_others(
+    place: _Place, here: list[Address], config: DistributedConfig, not_found: str
+) -> None:
     """Returns when all processes have come to process 0, which says what is wrong for all.
 
     The others end with its status, without a word.
@@ -184,9 +187,13 @@ def _meet_others(place: _Place, here: list[Address], timeout_s: float, not_found
     """
     assert place.coordinator and place.num_processes and place.process_id is not None
     own = Member(place.process_id, place.num_processes, socket.gethostname())
+    timeout_s = config.start_timeout_s
+    # A run that lost this process notices within a heartbeat, and then ends.
+    others_end_s = config.heartbeat_s + _ENDS_S
     host, port = host_and_port(place.coordinator)
     if own.process_id > 0:
-        if status := join(host, port, own, timeout_s):
+        status = join(host, port, own, timeout_s=timeout_s, others_end_s=others_end_s)
+        if status:
             sys.exit(status)
         if status is None:
             end_process(f"{not_found}. {_START}")

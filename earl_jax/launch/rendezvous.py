@@ -21,8 +21,6 @@ from earl_jax.settings.errors import InputError
 # The first line that a process reads from process 0.
 _GREETING = b"earl_jax rendezvous\n"
 _GREETING_S = 3.0
-# How long what listens at the address may be something else, such as the run before this one.
-_OTHER_S = 30.0
 # How long process 0 waits for further processes behind a mistake, to tell them too.
 _LATE_S = 5.0
 _AGAIN_S = 0.2
@@ -97,11 +95,14 @@ def wait_for_others(listeners: Sequence[socket.socket], own: Member, timeout_s: 
     return sorted(absent)
 
 
-def join(host: str, port: int, own: Member, timeout_s: float) -> int | None:
+def join(host: str, port: int, own: Member, *, timeout_s: float, others_end_s: float) -> int | None:
     """Returns the status that process 0 says, as `wait_for_others`; None: it did not come in time.
 
+    `others_end_s` is how long what listens there may be something else, such as the run before this
+    one, whose process 0 has yet to notice that it lost this process.
+
     Raises:
-        InputError: something else listens at its address.
+        InputError: something else listens at its address for longer.
     """
     deadline_s, other_s = time.monotonic() + timeout_s, None
     while (now_s := time.monotonic()) < deadline_s:
@@ -113,7 +114,7 @@ def join(host: str, port: int, own: Member, timeout_s: float) -> int | None:
             if status is not None:
                 return status
             other_s = other_s or now_s
-            if now_s - other_s >= min(_OTHER_S, timeout_s / 2):
+            if now_s - other_s >= min(others_end_s, timeout_s / 2):
                 raise InputError(
                     f"config.distributed.coordinator is '{host}:{port}', and another program "
                     "listens there, or a run that has begun; take another port, or end it"
