@@ -408,7 +408,7 @@ class Training:
         switched = [stage for part, _ in parts for stage in part["switched"]]
         compile_s = max(seconds for _, seconds in parts)
         if not self.ahead.is_on:
-            self.placement.compile_s = max(self.placement.compile_s, compile_s)
+            self.placement.observations.add_wait(compile_s)
         return {
             **record.metrics(),
             "train_mesh": str(self.placement.train.mesh),

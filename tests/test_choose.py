@@ -466,9 +466,12 @@ def test_a_program_that_the_run_waits_for_pays_for_itself_in_the_steps_that_are_
     assert mesh(compile_s=20.0, lasts=20) == D4T2
     assert mesh(compile_s=30.0, lasts=20) == D8
     assert mesh(compile_s=20.0, lasts=10) == D8
-    # Longer contexts have other programs anyway, as a new run has, and what ran has its own.
-    assert mesh(compile_s=30.0, lasts=20, is_new=True) == D4T2
-    assert mesh(compile_s=30.0, lasts=20, current=Plans()) == D4T2
+    # At longer contexts, and in a new run, the programs of runs before are there; or all are new.
+    assert mesh(compile_s=100.0, lasts=20, is_new=True) == D8
+    assert mesh(compile_s=100.0, lasts=20, current=Plans()) == D8
+    unknown = ThroughputTable()
+    assert mesh(unknown, compile_s=100.0, lasts=20, is_new=True) == D4T2
+    assert mesh(unknown, compile_s=100.0, lasts=20, current=Plans()) == D4T2
     assert mesh(observed(table, D4T2, 134, 134, 134), compile_s=30.0, lasts=20) == D4T2
 
 

@@ -76,6 +76,13 @@ def test_prior_counts_as_one_speed_so_that_own_steps_outweigh_it():
     assert prior.entries[TRAIN].tokens_per_s == 20.0
 
 
+def test_longest_wait_for_programs_stays_but_for_a_tenth_a_step():
+    table = ThroughputTable().with_wait(20.0).with_wait(3.0)
+    assert table.compile_s == 18.0 and table.as_prior().compile_s == 18.0
+    assert table.with_wait(30.0).over(table).compile_s == 30.0
+    assert ThroughputTable().over(table).compile_s == 18.0
+
+
 def test_own_entries_come_before_kept_ones_and_failures_are_of_both():
     other = Failure(stage="train", mesh="data=8", size=(48, 8, 1))
     own = ThroughputTable(entries={TRAIN: Entry((1.0,))}, failures=(FAILED,))
@@ -163,6 +170,7 @@ def test_table_comes_back_from_json_bit_for_bit():
     table = ThroughputTable(
         entries={TRAIN: Entry((0.1, 1 / 3), 10**12), ROLLOUT: Entry((), 7)},
         failures=(FAILED,),
+        compile_s=1 / 3,
         facts=FACTS,
     )
     assert ThroughputTable.from_dict(json.loads(json.dumps(table.as_dict()))) == table
@@ -196,6 +204,7 @@ GOOD = {"speeds": [1.0], "program_bytes": 1}
         {"entries": {}, "failures": [{"stage": "rollout", "mesh": "data=8", "size": [1]}]},
         {"entries": {}, "failures": [{"stage": "x", "mesh": "data=8", "size": [1, 2, 3]}]},
         {"entries": {}, "failures": [], "facts": [1]},
+        {"entries": {}, "failures": [], "compile_s": -1.0},
     ],
 )
 def test_nonsense_is_refused(nonsense):

@@ -46,6 +46,11 @@ class Observations:
         """Adds XLA's bytes of a plan's program."""
         self._keep(with_program_bytes(self._problem, self.table, plan, tokens, program_bytes))
 
+    def add_wait(self, compile_s: float) -> None:
+        """Adds the seconds that a step waited for new programs."""
+        if self.is_fed and compile_s:
+            self._keep(self.table.with_wait(compile_s))
+
     @property
     def known(self) -> ThroughputTable:
         """The table to choose by: it also leaves out the plans that no move of this run reached."""

@@ -97,10 +97,7 @@ class Placement:
         # any case, all may be. None: nothing is tried, as of several processes.
         is_cpu = stages.problem.hardware.platform == "cpu" and stages.cluster.count == 1
         self.may_try: MayTry | None = (lambda plan, tokens: True) if is_cpu else None
-        # Steps that the run has left; and where nothing compiles ahead, the longest that a step
-        # waited for programs so far: nothing else is changed to than pays for that.
         self.steps_left: int | None = None
-        self.compile_s = 0.0
         self.log = SwitchLog()
 
     def as_dict(self) -> dict[str, Any]:
@@ -241,7 +238,7 @@ class Placement:
             ),
             lasts=self._lasts(max_tokens, length, load),
             is_new=is_new,
-            compile_s=self.compile_s if self.observations.is_fed else 0.0,
+            compile_s=self.observations.table.compile_s if self.observations.is_fed else 0.0,
         )
 
     def _wanted_tokens(self, load: Load | None) -> int:

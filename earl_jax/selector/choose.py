@@ -44,8 +44,8 @@ class Step:
         rollout_tokens: tokens to be sampled.
         lasts: steps that a choice lasts, over which a switch is spread.
         is_new: contexts were never so long, so that other programs are needed anyway.
-        compile_s: seconds that the run waits for the program of a plan that never ran; they are
-            spread like a switch.
+        compile_s: seconds that the run waits for the program of a plan that never ran, in this run
+            or before; they are spread like a switch.
         keeps_slots: live episodes sit in the slots of the plan in use.
         live: so many episodes are left, in the tail of a rollout; None: all of them are ahead.
         move_s: returns the seconds of moving a rollout to another mesh; infinite where it stays
@@ -279,7 +279,7 @@ class Chooser:
     def _beside(
         self, step: Step, resident: int, offload: bool, current: RolloutPlan | None
     ) -> list[Candidate[RolloutPlan]]:
-        """Returns the best rollout beside `resident` bytes, and that on the mesh in use."""
+        """Returns the best rollout beside `resident` bytes, that in use, and the best that ran."""
         free = self.problem.budget - resident
         found = self.candidates.rollouts(step.max_tokens, step.cache_tokens, free, offload=offload)
         fitting = [c for c in found if not c.failed and c.num_bytes <= free]
@@ -288,8 +288,9 @@ class Chooser:
         top = max(candidate.tokens_per_s for candidate in fitting)
         ties = [c for c in fitting if (1.0 + TIE) * c.tokens_per_s >= top]
         best = min(ties, key=lambda candidate: max(candidate.num_bytes, AMPLE * free))
-        here = [c for c in fitting if current and c.plan.mesh == current.mesh and c is not best]
-        return [best, *here]
+        here = [c for c in fitting if current and c.plan.mesh == current.mesh]
+        ran = sorted((c for c in fitting if c.is_observed), key=lambda c: c.tokens_per_s)
+        return list(dict.fromkeys([best, *here, *ran[-1:]]))
 
     def _trainings(self, step: Step, current: Plans) -> list[_Pair]:
         """Returns each training mesh that fits by itself, or beside the rollout if that stays."""
@@ -372,10 +373,14 @@ class Chooser:
 
 
 def _compile_s(step: Step, new: Candidate[P], current: P | None) -> float:
-    """Returns the seconds a step of waiting for a program, unless contexts are new anyway."""
-    if current is None or step.is_new or new.is_observed:
+    """Returns the seconds a step of waiting for a program, which a plan that ran has already.
+
+    For contexts that are new to a run only programs of runs before are there.
+    """
+    stays = current is not None and key_of(new.plan, 0) == key_of(current, 0)
+    if new.is_observed or (stays and not step.is_new):
         return 0.0
-    return step.compile_s / step.lasts if key_of(new.plan, 0) != key_of(current, 0) else 0.0
+    return step.compile_s / step.lasts
 
 
 def _fastest_by_mesh(

@@ -56,7 +56,7 @@ class Entry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ThroughputTable:
-    """Entries by key (`key_of`), and failures.
+    """Entries by key (`key_of`), failures, and the seconds that a step waits for new programs.
 
     `path` is its file, None for a table that is not kept. `facts` say which model, devices and
     versions were observed, as plain JSON values.
@@ -65,6 +65,7 @@ class ThroughputTable:
     path: Path | None = None
     entries: Mapping[str, Entry] = dataclasses.field(default_factory=dict)
     failures: tuple[Failure, ...] = ()
+    compile_s: float = 0.0
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def with_speed(self, key: str, tokens_per_s: float) -> "ThroughputTable":
@@ -83,6 +84,13 @@ class ThroughputTable:
         """Returns the table with one more failure."""
         return dataclasses.replace(self, failures=(*self.failures, failure))
 
+    def with_wait(self, compile_s: float) -> "ThroughputTable":
+        """Returns the table after a step that waited for programs: the longest wait so far.
+
+        A shorter one takes a tenth off, so that one that was too long does not stay.
+        """
+        return dataclasses.replace(self, compile_s=max(compile_s, 0.9 * self.compile_s))
+
     def failure_of(self, plan: Plan, size: Sequence[int]) -> str:
         """Returns how a plan of this size fails, by what failed before; "" where it may run."""
         return next((str(f) for f in self.failures if f.covers(plan, size)), "")
@@ -100,6 +108,7 @@ class ThroughputTable:
         return dataclasses.replace(
             kept,
             entries={**kept.entries, **self.entries},
+            compile_s=self.compile_s or kept.compile_s,
             failures=tuple(dict.fromkeys((*kept.failures, *self.failures))),
         )
 
@@ -116,6 +125,7 @@ class ThroughputTable:
             "facts": dict(self.facts),
             "entries": {key: entry._asdict() for key, entry in self.entries.items()},
             "failures": [dataclasses.asdict(failure) for failure in self.failures],
+            "compile_s": self.compile_s,
         }
 
     @staticmethod
@@ -131,9 +141,14 @@ class ThroughputTable:
                 entries[key] = Entry(speeds, num_bytes)
             failures = tuple(Failure.from_dict(failure) for failure in values["failures"])
             facts = dict(values.get("facts", {}).items())
+            # Older files do not say it.
+            if not 0 <= (compile_s := float(values.get("compile_s", 0.0))) < math.inf:
+                raise TypeError(f"compile_s: {compile_s}")
         except (TypeError, AttributeError, KeyError, ValueError) as error:
             raise InputError(f"not a throughput table: {error}") from None
-        return ThroughputTable(path=path, entries=entries, failures=failures, facts=facts)
+        return ThroughputTable(
+            path=path, entries=entries, failures=failures, compile_s=compile_s, facts=facts
+        )
 
 
 @functools.cache
