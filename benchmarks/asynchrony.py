@@ -2,14 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streaming and asynchronous training beside the synchronous loop, on long-tailed episodes.
 
-    uv run python -m benchmarks.asynchrony [--steps=24] [--write]
+    uv run python -m benchmarks.asynchrony [--steps=40] [--write]
 
 Two CPU devices of a core each: one plays and one trains, or both do both in turn. Episodes have 1
 to 24 turns of a log-normal number (median 3, sigma 1.0), so that the longest of a batch is many
 times the mean; the policy is not trained to end its turns, a stop string does. Each run is a
-process of its own, with the same tasks; steps in which a program was compiled do not count. A
-line's tokens/s are those trained on in the steps that count, by the seconds from the first to the
-last of them.
+process of its own, with the same tasks. The first steps do not count, which compile or load
+programs; shapes that come up later are compiled in the steps that count, so give the command twice,
+and the second time they come from the cache. A line's tokens/s are those trained on in the steps
+that count, by the seconds from the first to the last of them.
 """
 
 import argparse
@@ -131,7 +132,7 @@ def measure(name: str, steps: int, folder: Path) -> dict[str, Any]:
 def main() -> None:
     """Runs all lines and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--write", action="store_true")
     flags = parser.parse_args()
     rows = []

@@ -117,6 +117,8 @@ def measure(point: Point, rounds: int, steps: int, own_steps: int) -> dict[str, 
                 for pair, step_s in taken:
                     seconds.setdefault(pair, []).append(step_s)
     own = run_steps(world, placement_on(world, None, None), own_steps)
+    for number, (pair, step_s) in enumerate(own, 1):
+        print(f"step {number}: {pair}, {step_s:.3f} s", file=sys.stderr, flush=True)
     # Ways of a mesh that no pair ran with are timed by our own steps.
     for pair in {pair for pair, _ in own} - seconds.keys():
         seconds[pair] = [step_s for other, step_s in own if other == pair]

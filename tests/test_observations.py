@@ -57,7 +57,7 @@ def test_real_steps_feed_the_table_and_the_next_run_begins_with_their_medians(ca
     position = first_position(run, placement)
     seen = []
     for _ in range(4):
-        position, _ = rl_step(run, placement, position)
+        position, record = rl_step(run, placement, position)
         entries = placement.observations.table.entries
         seen.append([len(entries.get(key, Entry()).speeds) for key in (TRAIN_KEY, ROLLOUT_KEY)])
     assert [train for train, _ in seen] == [0, 1, 2, 3]
@@ -66,6 +66,11 @@ def test_real_steps_feed_the_table_and_the_next_run_begins_with_their_medians(ca
     assert path.is_relative_to(cache / "earl_jax" / "throughput")
     assert ThroughputTable.from_dict(json.loads(text)).entries == entries
     assert entries[TRAIN_KEY].is_trusted
+    # Padding rows are no work: eight devices need eight rows, and the episodes fill fewer.
+    rows = run.problem.packed_rows(TOKENS, sum(outcome.num_tokens for outcome in record.outcomes))
+    assert rows < 8
+    tokens = run.config.train.epochs * rows * TOKENS
+    assert entries[TRAIN_KEY].speeds[-1] == pytest.approx(tokens / record.stage_s["train"])
     again, note = opened(run)
     assert note is None
     for key in (TRAIN_KEY, ROLLOUT_KEY):
