@@ -173,7 +173,7 @@ def command(arguments: Sequence[str]) -> None:
     parser.add_argument("--only", default="", help="points that begin with these words, by commas")
     parser.add_argument("--rounds", type=int, default=2, help="of all pairs (2)")
     parser.add_argument("--steps", type=int, default=4, help="of a pair in a round (4)")
-    parser.add_argument("--own_steps", type=int, default=30, help="of the selector (30)")
+    parser.add_argument("--own_steps", type=int, default=50, help="of the selector (50)")
     parser.add_argument("--write", action="store_true", help="the table into regret.md")
     flags = parser.parse_args(arguments)
     start_jax("cpu", 8)

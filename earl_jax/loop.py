@@ -158,10 +158,8 @@ def rl_step(
             updates += more
     with timer("select"):
         state = move_state(placement, state, to_play=True)
-    # Of as many rows as the selector counts, for every plan alike: a mesh that needs more of them,
-    # to divide by its shards, is no faster for it.
-    rows = sum(run.problem.packed_rows(length, part.num_tokens) for part in update.parts)
-    train_tokens = config.train.epochs * rows * length
+    # Of the rows as they are computed, padding rows included, as the selector counts them.
+    train_tokens = config.train.epochs * sum(part.batch.tokens.size for part in update.parts)
     updates, speeds, *host_bytes = gather_costs(
         run,
         updates,

@@ -66,11 +66,17 @@ def rollouts(schedule):
 
 def test_training_is_rated_by_the_rows_that_episodes_are_packed_in():
     problem = problem_on("h100:1x8")
-    assert problem.packed_rows(1024, None) == 64
+    one, eight = MeshShape(tensor=8), MeshShape(data=2, fsdp=4)
+    assert problem.packed_rows(1024, None, one) == 64
     # 95 % of the positions hold a token; there is a row for each episode at most, and one at least.
-    assert problem.packed_rows(1024, 8 * 973) == 9
-    assert problem.packed_rows(1024, 8 * 972) == 8
-    assert problem.packed_rows(1024, 64 * 1024) == 64 and problem.packed_rows(1024, 0) == 1
+    assert problem.packed_rows(1024, 8 * 973, one) == 9
+    assert problem.packed_rows(1024, 8 * 972, one) == 8
+    assert (
+        problem.packed_rows(1024, 64 * 1024, one) == 64 and problem.packed_rows(1024, 0, one) == 1
+    )
+    # Eight row shards need as many rows each: a mesh that pads is not faster for its padding.
+    assert problem.packed_rows(1024, 8 * 973, eight) == 16
+    assert problem.packed_rows(1024, 0, eight) == 8
     whole, parts = TrainPlan(D8, 1, True), TrainPlan(D8, 8, True)
     # Eight packed rows are one micro-batch by either plan; 64 are eight by the second.
     assert problem.update_speed(parts, 1024, 8) == problem.update_speed(whole, 1024, 8)

@@ -68,7 +68,7 @@ def plan_batch(
     """
     plan, problem = placement.train, placement.problem
     rule = row_rule(placement.stages, plan, length)
-    rows = problem.packed_rows(length, sum(lengths))
+    rows = problem.packed_rows(length, sum(lengths), plan.mesh)
     update_s = rows * length / problem.update_speed(plan, length, rows)
     program_updates = PROGRAM_S / (update_s * problem.work.epochs)
     history = placement.row_shapes.setdefault(str(length), ShapeHistory())

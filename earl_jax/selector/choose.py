@@ -178,7 +178,7 @@ class Chooser:
             work = (tokens, step.rollout_tokens, pair.resident)
             rollout = self._choice("rollout", found, current.rollout, work, gain)
         if pair.train is not None:
-            work = (step.length, self._train_tokens(step), 0)
+            work = (step.length, self._train_tokens(step, pair.train), 0)
             train = self._choice("train", pair.train, current.train, work, gain)
         return Decision(rollout=rollout, train=train, seconds=pair.step_s)
 
@@ -215,11 +215,13 @@ class Chooser:
 
         Those that cannot be the fastest beside any rollout are left out, but for the one in use.
         """
-        problem, train_tokens, least_s = self.problem, self._train_tokens(step), math.inf
+        problem, least_s = self.problem, math.inf
         fitting = self.candidates.trains_that_fit(step.length, problem.budget, current.train)
         trains = _fastest_by_mesh(fitting, current.train)
+        update_s = [self._train_tokens(step, c) / c.tokens_per_s for c in trains]
         train_s = [
-            self._change_s(step, c, current.train) + train_tokens / c.tokens_per_s for c in trains
+            self._change_s(step, c, current.train) + seconds
+            for c, seconds in zip(trains, update_s, strict=True)
         ]
         fastest_s = self._fastest_rollout_s(step, trains)
         # The best rollout and that on the mesh in use, by the bytes that a trainer leaves there.
@@ -241,7 +243,7 @@ class Chooser:
                     rollout_s += problem.offload_s(mesh) if offload else 0.0
                     cost_s = train_s[index] + rollout_s
                     cost_s += _compile_s(step, rollout, current.rollout)
-                    step_s = train_tokens / train.tokens_per_s + rollout_s
+                    step_s = update_s[index] + rollout_s
                     least_s = min(least_s, cost_s)
                     found.append((index, _Pair(rollout, train, key[0], cost_s, step_s)))
         if not found:
@@ -302,9 +304,9 @@ class Chooser:
         if not fitting:
             every = self.candidates.train(step.length)
             raise too_small(self.candidates, "training", every, step.length, beside)
-        tokens, pairs = self._train_tokens(step), []
+        pairs = []
         for candidate in _fastest_by_mesh(fitting, current.train):
-            seconds = tokens / candidate.tokens_per_s
+            seconds = self._train_tokens(step, candidate) / candidate.tokens_per_s
             cost_s = seconds + self._change_s(step, candidate, current.train)
             pairs.append(_Pair(None, candidate, 0, cost_s, seconds))
         return pairs
@@ -367,8 +369,9 @@ class Chooser:
             for old, new in zip(stays.candidates, pair.candidates, strict=True)
         )
 
-    def _train_tokens(self, step: Step) -> int:
-        rows = self.problem.packed_rows(step.length, self.train_tokens)
+    def _train_tokens(self, step: Step, train: Candidate[TrainPlan]) -> int:
+        """Returns the tokens of a step's updates by a plan, those of padding rows included."""
+        rows = self.problem.packed_rows(step.length, self.train_tokens, train.plan.mesh)
         return rows * step.length * self.problem.work.epochs
 
 

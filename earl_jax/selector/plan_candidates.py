@@ -295,7 +295,7 @@ class Candidates:
 
     def _update_speed(self, plan: TrainPlan, length: int) -> float:
         """Returns the computed tokens/s of updates on packed rows."""
-        rows = self.problem.packed_rows(length, self.train_tokens)
+        rows = self.problem.packed_rows(length, self.train_tokens, plan.mesh)
         return self.problem.update_speed(plan, length, rows)
 
 

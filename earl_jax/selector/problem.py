@@ -231,13 +231,17 @@ class Problem:
 
     # Seconds, by the speed model.
 
-    def packed_rows(self, length: int, tokens: int | None) -> int:
+    def packed_rows(self, length: int, tokens: int | None, mesh: MeshShape) -> int:
         """Returns the rows of `length` tokens that episodes of so many in all are packed in.
 
-        `tokens` None: all episodes are as long as a row.
+        Rows are padded to a multiple of the mesh's row shards. `tokens` None: all episodes are as
+        long as a row.
         """
-        most = self.work.num_rows
-        return most if tokens is None else max(1, min(most, math.ceil(tokens / (FILL * length))))
+        most, shards = self.work.num_rows, mesh.data * mesh.fsdp * mesh.expert
+        if tokens is None:
+            return most
+        rows = max(1, math.ceil(tokens / (FILL * length)))
+        return min(most, shards * math.ceil(rows / shards))
 
     @functools.cache  # noqa: B019
     def update_speed(self, plan: TrainPlan, length: int, rows: int | None = None) -> float:
