@@ -190,6 +190,10 @@ def measure_kills(kind: str, kills: int, seed: int) -> dict[str, Any]:
         run_s = time.perf_counter() - since_s
         killed = kill_often(folder, settings, num, kills, run_s, seed)
         expected, found = results(folder / "whole"), [results(workdir) for workdir in killed]
+    for each in found:
+        for line, other in zip(expected["metrics"], each["metrics"], strict=False):
+            if keys := [key for key in line | other if line.get(key) != other.get(key)]:
+                print(f"step {line['step']}: {keys} differ", file=sys.stderr, flush=True)
     return {
         "run": kind,
         "SIGKILLs": kills,
