@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from earl_jax.engine import prefixes
 from earl_jax.engine.prefixes import PrefixIndex, Shared
+from earl_jax.engine.prompt_tree import PromptTree
 
 SYSTEM = [1, 2, 3, 4, 5, 6, 7, 8]
 
@@ -180,17 +180,11 @@ events = st.one_of(
     st.tuples(
         st.just("begin"), st.integers(0, 3), st.lists(st.integers(1, 2), min_size=1, max_size=14)
     ),
+    st.tuples(st.just("again"), st.integers(0, 3), st.just(0)),
     st.tuples(st.just("append"), st.integers(0, 3), st.integers(0, 4)),
     st.tuples(st.sampled_from(["forget", "stop"]), st.integers(0, 3), st.just(0)),
     st.tuples(st.just("end"), st.just(0), st.just(0)),
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def short_pieces():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefixes, "_COMPARED", 3)
-        yield
 
 
 @settings(max_examples=200, deadline=None)
@@ -202,13 +196,19 @@ def test_a_random_history_finds_what_comparing_with_every_slot_finds(history):
         chunk_size=4,
         is_worth_sending=lambda tokens: tokens >= 2,
     )
-    slow = Slow()
+    slow, waiting = Slow(), {}
     for kind, slot, given_value in history:
         cached, coming = slow.slots[slot]
-        if kind == "begin":
+        if kind in ("begin", "again"):
+            given_value = given_value or waiting.pop(slot, None)
+            if given_value is None:
+                continue
             found = index.find(slot, given_value)
             assert found == slow.find(slot, given_value)
-            if found is not None:
+            if found is None:
+                waiting[slot] = given_value
+            else:
+                waiting.pop(slot, None)
                 index.begin(slot, given_value, found)
                 slow.slots[slot] = given_value[: found.length], given_value[found.length :]
                 slow.beginning.add(slot)
@@ -225,3 +225,23 @@ def test_a_random_history_finds_what_comparing_with_every_slot_finds(history):
             index.end_inputs()
             slow.beginning.clear()
         assert [index.num_kept(slot) for slot in range(4)] == [len(c) for c, _ in slow.slots]
+
+
+def test_a_slot_that_waits_compares_its_prompt_once(index, monkeypatch):
+    prompt, added, add = [*SYSTEM, *range(30, 38)], [], PromptTree.add
+    monkeypatch.setattr(PromptTree, "add", lambda tree, ids: added.append(ids) or add(tree, ids))
+    index.begin(1, prompt, index.find(1, prompt))
+    waiting = list(prompt)
+    assert [index.find(2, waiting) for _ in range(3)] == [None] * 3
+    index.append(1, 8)
+    found = index.find(2, waiting)
+    assert found == Shared(source=1, length=15)
+    index.begin(2, waiting, found)
+    assert [ids.tolist() for ids in added] == [prompt, prompt], "slot 1's, and slot 2's"
+
+
+def test_an_equal_prompt_that_was_made_anew_is_found_as_well(index):
+    waiting = [*SYSTEM, 30]
+    assert index.find(1, waiting) == Shared(source=0, length=8)
+    assert index.find(1, [9, 9, 9, 9, 9]) == Shared(source=1, length=0)
+    assert index.find(1, list(waiting)) == Shared(source=0, length=8)

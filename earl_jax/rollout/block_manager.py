@@ -66,6 +66,8 @@ class BlockManager:
         self._spare: list[int] = []
         # Slots that give up their pages, which the next round has to rewind.
         self.stopped: set[int] = set()
+        # Free slots, the one in front whose episode ended first.
+        self._ended: dict[int, None] = {}
         self._host = HostPages(int(config.preemption_host_gib * 2**30))
         # Pages of preempted slots that are copied to the host before the next round.
         self._leaving: dict[int, list[int]] = {}
@@ -209,13 +211,26 @@ class BlockManager:
                 for slot, episode in playing
                 if episode.again or slot in self._host
             )
-        for slot in slots:
+        if wanted > self._pages.num_free(shard):
+            self._free_kept(shard, wanted)
+        return wanted - self._pages.num_free(shard)
+
+    def _free_kept(self, shard: int, wanted: int) -> None:
+        """Gives up what slots without an episode keep until so many pages are free, if it can."""
+        for slot in self.by_age(self._pages.slots_of(shard)):
             if wanted <= self._pages.num_free(shard):
-                break
+                return
             episode = self._slots[slot]
             if self._pages.num_held(slot) and (episode is None or episode.begins):
                 self._give_up(slot)
-        return wanted - self._pages.num_free(shard)
+
+    def by_age(self, slots: Sequence[int]) -> list[int]:
+        """Returns these slots in the order in which what they keep is given up.
+
+        Those that keep nothing come first, then the one whose episode ended the longest ago.
+        """
+        ages = {slot: age for age, slot in enumerate(self._ended)}
+        return sorted(slots, key=lambda slot: (self._pages.num_held(slot) > 0, ages.get(slot, -1)))
 
     def _needs_pages(self, slot: int) -> bool:
         """Returns whether the slot's episode plays the next round, or comes back from the host.
@@ -288,10 +303,21 @@ class BlockManager:
 
     def begin(self, slot: int) -> Beginning | None:
         """Begins the slot anew with its episode's queue. None: it waits for a slot's prompt."""
+        self._ended.pop(slot, None)
         if self._rules.share_prefixes:
-            return self._prompts.begin(slot, self._pages, self._episode(slot).queue, self._fits)
+            queue = self._episode(slot).queue
+            begins = self._prompts.begin(slot, self._pages, queue, self._fits)
+            if begins is not None:
+                self._supersede(begins.source, begins.shared)
+            return begins
         self._pages.begin(slot, slot, 0)
         return Beginning(slot, 0, NO_PAGE, written=False)
+
+    def _supersede(self, source: int, shared: int) -> None:
+        """Lets a free slot be used next if another slot has taken over all that it keeps."""
+        # One token of a prompt is always left to append.
+        if source in self._ended and self._prompts.num_kept(source) <= shared + 1:
+            self._ended = {source: None, **self._ended}
 
     def _fits(self, slot: int, shared: Shared) -> bool:
         """Returns whether there are pages to share: copying one may need more than reading anew."""
@@ -363,10 +389,16 @@ class BlockManager:
         self.stopped.add(slot)
         self.end(slot)
 
-    def end(self, slot: int) -> None:
-        """Ends the slot's episode: its prompt is kept for others, its other pages are free."""
+    def end(self, slot: int, episode: LiveEpisode | None = None) -> None:
+        """Ends the slot's episode: its prompt is kept for others, its other pages are free.
+
+        With the rule `keep_replies` all that is in its cache is kept; None: the prompt alone.
+        """
         self._host.drop(slot)
-        self._pages.end(slot, self._prompts.end(slot))
+        replies = episode.cached_ids if episode is not None and self._rules.keep_replies else ()
+        self._pages.end(slot, self._prompts.end(slot, replies))
+        self._ended.pop(slot, None)
+        self._ended[slot] = None
 
     def keep(self, version: int) -> Kept:
         """Ends the rollout. Returns its prompts for the next one under the same weights."""

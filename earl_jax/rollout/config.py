@@ -92,9 +92,15 @@ class CacheRules:
     "auto" takes what costs less by the chip's data sheet (rollout/preemption.py). `preemption`
     decides on the pages of preempted episodes: "recompute" reads their tokens again, "host" copies
     the pages to host memory and back, "auto" takes what costs less.
+
+    With `keep_replies` an idle slot keeps all of its last episode for later prompts that go on with
+    it, and not its prompt alone. Decode steps have computed it, which may round otherwise than the
+    chunks that a prompt is read in: log-probs behind it are then those of one long episode, and
+    depend, by rounding, on what was kept.
     """
 
     share_prefixes: bool = True
+    keep_replies: bool = False
     copy_prefixes: Literal["auto", "off", "on"] = "auto"
     preemption: Literal["auto", "recompute", "host"] = "auto"
 

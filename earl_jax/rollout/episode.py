@@ -269,6 +269,11 @@ class LiveEpisode:
         pending = self.waits or not self.queue
         return 0 if self.begins else self.num_cached - pending
 
+    @property
+    def cached_ids(self) -> tuple[int, ...]:
+        """The ids of this sample that are in its slot's cache."""
+        return (*self._ids_of_sample(), *self.reply)[: self.num_written]
+
     def append_sampled(self, outputs: RoundOutputs, slot: int, version: int) -> int:
         """Appends the tokens that its slot sampled in a round.
 

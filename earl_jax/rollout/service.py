@@ -289,7 +289,7 @@ class RolloutService:
         del self._tasks[episode.ticket]
         self._scheduler.end(episode.ticket, episode.length)
         self._slots[slot] = None
-        self._blocks.end(slot)
+        self._blocks.end(slot, episode)
 
     def _hand_out(self) -> list[Finished]:
         """Returns the episodes that are over whose rows the next round leaves as they are."""
@@ -302,7 +302,7 @@ class RolloutService:
 
     def _refill(self) -> bool:
         """Gives free slots waiting tasks, whose environments begin. False if none came."""
-        free = [slot for slot, episode in enumerate(self._slots) if episode is None]
+        free = self._blocks.by_age([slot for slot, e in enumerate(self._slots) if e is None])
         opened = {}
         offered = self._row_pool.offer(free)
         self._scheduler.play({e.ticket: e.length for e in self._slots if e is not None})

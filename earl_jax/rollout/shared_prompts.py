@@ -123,9 +123,17 @@ class SharedPrompts:
         state = session.engine.row_copies.write_ids(session.state, writes)
         return dataclasses.replace(session, state=state)
 
-    def end(self, slot: int) -> int:
-        """Ends the slot's episode. Returns how many tokens of its prompt are kept for others."""
+    def end(self, slot: int, cached: Sequence[int] = ()) -> int:
+        """Ends the slot's episode. Returns how many of its first tokens are kept for others.
+
+        Those are its prompt, or if that is in its cache all of the `cached` ids behind it, too.
+        """
         self._prefixes.stop(slot)
+        self._prefixes.extend(slot, cached)
+        return self._prefixes.num_kept(slot)
+
+    def num_kept(self, slot: int) -> int:
+        """Returns how many of the first tokens in the slot's cache others could take over."""
         return self._prefixes.num_kept(slot)
 
     def forget(self, slot: int) -> None:

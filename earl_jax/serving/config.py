@@ -17,6 +17,9 @@ class ServingConfig:
     begins with `cache_tokens` over all slots, and at least one slot's first table a row shard; 0:
     `context_tokens` for every slot. Where the cache is full requests wait for others; it grows
     where one request alone does not fit.
+
+    `keep_replies` is that of `CacheRules`: the next request of a conversation reads only what is
+    new. Without it a reply depends on its prompt, its seed and the weights alone, to the last bit.
     """
 
     max_prompt_tokens: int = 64
@@ -24,6 +27,7 @@ class ServingConfig:
     first_context_tokens: int = 0
     cache_tokens: int = 0
     sampling: Sampling = Sampling()
+    keep_replies: bool = False
 
     @property
     def first_slot_tokens(self) -> int:

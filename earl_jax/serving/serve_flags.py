@@ -129,6 +129,13 @@ def _add_limits(group: Any) -> None:
         f"devices' memory holds beside the weights; on CPUs {DEFAULT_SLOT_TOKENS} a slot)",
     )
     group.add_argument(
+        "--keep_replies",
+        action="store_true",
+        help="keep the KV cache of replies as well as of prompts while there is memory for it, so "
+        "that the next request of a conversation reads only what is new; a reply may then differ "
+        "by rounding with what was kept",
+    )
+    group.add_argument(
         "--max_choice_tokens",
         type=int,
         default=256,

@@ -12,7 +12,7 @@ from earl_jax.engine.pages import Pool, dense_pool, pages_for
 from earl_jax.engine.session import Policy, Session, empty_session, relocate
 from earl_jax.envs.conversation import Completion
 from earl_jax.models.config import ModelConfig
-from earl_jax.rollout.config import RolloutConfig, make_engine_config
+from earl_jax.rollout.config import CacheRules, RolloutConfig, make_engine_config
 from earl_jax.rollout.rounds import OnTokens
 from earl_jax.rollout.service import RolloutService
 from earl_jax.serving.config import ServingConfig
@@ -106,6 +106,7 @@ class ServedEngine:
             num_devices=layout.num_row_shards,
             sampling=self.serving.sampling,
             max_context=self.serving.context_tokens,
+            cache_rules=CacheRules(keep_replies=self.serving.keep_replies),
             on_tokens=on_tokens,
         )
 

@@ -80,6 +80,7 @@ def served_engine(
         first_context_tokens=DRAFTING_FIRST_TOKENS if drafts else FIRST_TOKENS,
         cache_tokens=cache_tokens,
         sampling=drawn,
+        keep_replies=flags.keep_replies,
     )
     tokenizer = ServedTokenizer(policy.tokenizer, policy.end_ids)
     return ServedEngine(engine=engine, rollout=rollout, serving=serving, tokenizer=tokenizer)

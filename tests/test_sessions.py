@@ -1,0 +1,139 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations: what the next request finds in the KV cache of those before it."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+
+from earl_jax.engine.session import Policy
+from earl_jax.rollout.config import Limits
+from earl_jax.rollout.episode import Prompt, Task
+from tests.support.continuations import CONTEXT_TOKENS, continuations, policy, prompt, served
+
+# Pages have 8 tokens and chunks 16: less than a chunk is not taken over.
+REPLY, SLOTS = 12, 4
+
+
+@functools.cache
+def player():
+    return served(num_slots=SLOTS)
+
+
+def open_served(**serving):
+    engine = player()
+    sizes = dataclasses.replace(engine.serving, **serving)
+    engine = dataclasses.replace(engine, serving=sizes)
+    return engine.open(policy(engine), lambda ticket, tokens: None)
+
+
+class Chat:
+    """A conversation: each request has all ids so far, and five more."""
+
+    def __init__(self, number: int, length: int = 20) -> None:
+        self.number, self.ids = number, prompt(number, length).tolist()
+
+    def task(self, reply: int = REPLY) -> Task:
+        limits = Limits(max_turn_tokens=reply, max_episode_tokens=CONTEXT_TOKENS)
+        return Task(
+            episode=self.number, group=self.number, seed=self.number,
+            prompt=Prompt(token_ids=tuple(self.ids)), limits=limits,
+        )  # fmt: skip
+
+    def take(self, turn) -> None:
+        self.ids += [*turn.token_ids, *prompt(100 + len(self.ids), 5).tolist()]
+
+
+def say(service, chat, reply: int = REPLY):
+    """Plays a request alone. Returns its reply, and the tokens that were read and taken over."""
+    before = service.stats.prefill_tokens, service.stats.shared_tokens
+    service.submit([chat.task(reply)])
+    [finished] = [each for some in service.drain() for each in some]
+    service.release(finished.row)
+    turn = finished.trajectory.turns[-1]
+    chat.take(turn)
+    stats = service.stats
+    return turn, stats.prefill_tokens - before[0], stats.shared_tokens - before[1]
+
+
+def test_prompts_are_found_again_whatever_order_conversations_go_on_in():
+    """Fewer than slots: each begins in the slot whose cache is the least likely to be of use."""
+    service = open_served()
+    chats = [Chat(number) for number in range(SLOTS - 1)]
+    for chat in chats:
+        assert say(service, chat)[1:] == (20, 0)
+    known = dict.fromkeys(chats, 20)
+    for chat in (chats[2], chats[2], chats[0], chats[1], chats[0], chats[2]):
+        number = len(chat.ids)
+        assert say(service, chat)[1:] == (number - known[chat], known[chat])
+        known[chat] = number
+
+
+def test_a_fifth_conversation_takes_the_slot_of_the_one_that_ended_first():
+    service = open_served()
+    chats = [Chat(number) for number in range(SLOTS + 1)]
+    for chat in chats:
+        say(service, chat)
+    assert say(service, chats[0])[2] == 0
+    assert [say(service, chat)[2] for chat in chats[2:]] == [20, 20, 20]
+
+
+def test_with_replies_kept_a_request_reads_only_what_is_new():
+    """And samples what full forward passes over all of its ids give."""
+    service = open_served(keep_replies=True)
+    chats = [Chat(number) for number in range(SLOTS - 1)]
+    for chat in chats:
+        say(service, chat)
+    for _ in range(2):
+        for chat in reversed(chats):
+            ids = list(chat.ids)
+            turn, read, taken = say(service, chat)
+            # Five new ones, and the token that was sampled last and never appended.
+            assert (read, taken) == (6, len(ids) - 6)
+            length = len(turn.token_ids)
+            [expected] = continuations([np.array(ids)], [chat.number], length)
+            assert list(turn.token_ids) == expected.tolist()
+
+
+def test_without_it_a_reply_is_the_same_to_the_last_bit_whatever_is_in_the_caches():
+    used, chat = open_served(), Chat(1)
+    say(used, chat)
+    again = Chat(1)
+    again.ids = list(chat.ids)
+    turn, _, taken = say(used, chat)
+    fresh, _, nothing = say(open_served(), again)
+    assert (taken, nothing) == (20, 0)
+    assert turn.token_ids == fresh.token_ids and turn.logprobs == fresh.logprobs
+
+
+def test_what_weights_before_have_read_is_not_kept():
+    """The prompt was read before the update, and half of the reply sampled behind it."""
+    service, chat = open_served(keep_replies=True), Chat(1)
+    service.submit([chat.task()])
+    service.step()
+    service.step()
+    params = service.session.policy.params
+    service.update_weights(Policy(params=params, version=1), "keep")
+    [finished] = [each for some in service.drain() for each in some]
+    service.release(finished.row)
+    turn = finished.trajectory.turns[-1]
+    assert set(turn.versions) == {0, 1}, "or the test shows nothing"
+    chat.take(turn)
+    assert say(service, chat)[2] == 0
+    assert say(service, chat)[2] > 0
+
+
+@pytest.mark.parametrize("keep_replies", [False, True])
+def test_the_oldest_conversation_gives_up_its_pages_first(keep_replies):
+    """The pool has 12 pages, two short ones keep 3 or 4 each, and a long one needs 8."""
+    service = open_served(keep_replies=keep_replies, cache_tokens=CONTEXT_TOKENS)
+    assert service.session.pool.total == 12
+    first, second = Chat(0), Chat(1)
+    say(service, first)
+    say(service, second)
+    say(service, Chat(2, 56), reply=4)
+    pages = service._blocks._pages
+    kept = 4 if keep_replies else 3
+    assert [pages.num_held(slot) for slot in (0, 1)] == [0, kept]
