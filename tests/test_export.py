@@ -28,7 +28,7 @@ from earl_jax.run.build import Run, build_run
 from earl_jax.run.workdir import Position
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.load import LoadHistory
-from earl_jax.train.export import keep_exports
+from earl_jax.train.export import keep_exports, set_exports_aside
 from earl_jax.train.state import TrainState
 from earl_jax.training import Training, exporter_of
 from tests.support.placements import place
@@ -266,13 +266,23 @@ def test_the_newest_exports_are_kept_and_what_is_not_one_is_let_be(tmp_path):
     def left():
         return {path.name for path in folder.iterdir()} - always
 
-    keep_exports(tmp_path, until=12)
-    twelves, twos = {"step_000012.tmp", "step_000012"}, {"step_000002", "step_000002_adapter"}
-    assert left() == tens | twelves | twos
-    keep_exports(tmp_path, newest=2)
-    assert left() == tens | twelves
-    keep_exports(tmp_path, until=11)
-    assert left() == tens
-    keep_exports(tmp_path, until=-1)
-    assert left() == set() and always <= {path.name for path in folder.iterdir()}
+    keep_exports(tmp_path, newest=3)
+    assert left() == tens | {"step_000012.tmp", "step_000012", "step_1000000"}
+    assert always <= {path.name for path in folder.iterdir()}
     keep_exports(tmp_path / "no", newest=2)
+
+
+def test_exports_of_later_steps_are_set_aside_whole_and_none_is_overwritten(tmp_path):
+    """A run that goes on from step 4 takes step 6 again; half an export is of no use."""
+    folder, aside = tmp_path / "export", tmp_path / "export.dropped"
+    for text in ("first", "second"):
+        for name in ("base", "step_000004", "step_000006", "step_000006_adapter"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            (folder / name / "config.json").write_text(text)
+        (folder / "step_000008.tmp").mkdir()
+        assert set_exports_aside(tmp_path, 4) == aside
+        assert {path.name for path in folder.iterdir()} == {"base", "step_000004"}
+    names = {"step_000006": "first", "step_000006.1": "second"}
+    names |= {"step_000006_adapter": "first", "step_000006_adapter.1": "second"}
+    assert {path.name: (path / "config.json").read_text() for path in aside.iterdir()} == names
+    assert set_exports_aside(tmp_path, 4) is None and set_exports_aside(tmp_path / "no", 0) is None

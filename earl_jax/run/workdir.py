@@ -33,7 +33,7 @@ from earl_jax.train.checkpoint import (
     copy_to_save,
     from_checkpoint,
 )
-from earl_jax.train.export import keep_exports
+from earl_jax.train.export import set_exports_aside
 from earl_jax.train.state import TrainState
 
 # A checkpoint's JSON beside the TrainState; of adapters also the base's fingerprint.
@@ -226,7 +226,7 @@ def resume(
 ) -> tuple[Position, Placement] | None:
     """Returns where the newest checkpoint that can be read stands; None if none was ever finished.
 
-    Exports of later steps are dropped: the run takes these steps again.
+    Exports of later steps are set aside: the run takes these steps again.
 
     Raises:
         InputError: there were checkpoints, and all are damaged or gone.
@@ -251,8 +251,8 @@ def resume(
         tasks = run.tasks.played.tasks
         if isinstance(tasks, KeepsState):
             tasks.restore(checkpoints.position(step).get("tasks", {}))
-        if run.cluster.is_first:
-            keep_exports(workdir, until=step)
+        if run.cluster.is_first and (aside := set_exports_aside(workdir, step)):
+            say(f"exports of steps after {step} are in {aside} now")
         say(f"resuming {workdir} after step {step} of {run.config.num_steps}")
         return restored
     is_damaged = any(workdir.glob("damaged_*"))
@@ -267,6 +267,8 @@ def resume(
             f"begin from step 0 (what is there is kept beside it), or name another --workdir than "
             f"--workdir={workdir}"
         )
+    if run.cluster.is_first and (aside := set_exports_aside(workdir, 0)):
+        say(f"exports of a run without a checkpoint are in {aside} now")
     return None
 
 

@@ -7,6 +7,7 @@ the base. A base that was drawn from the seed exists nowhere else: it is written
 """
 
 import dataclasses
+import itertools
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -101,15 +102,38 @@ class Exporter:
         return folder
 
 
-def keep_exports(workdir: Path, *, newest: int | None = None, until: int | None = None) -> None:
-    """Deletes the exports behind step `until`, and all but the newest so many steps'."""
-    exports = [
+def keep_exports(workdir: Path, *, newest: int) -> None:
+    """Deletes all exports but those of the newest so many steps."""
+    exports = _exports(workdir)
+    kept = sorted({step for step, _ in exports})[-newest:]
+    for step, path in exports:
+        if step not in kept:
+            shutil.rmtree(path)
+
+
+def set_exports_aside(workdir: Path, step: int) -> Path | None:
+    """Moves the exports of steps greater than `step` away; deletes those that are not whole.
+
+    Returns the folder that they are in, WORKDIR/export.dropped; None where there are none.
+    """
+    folder = None
+    for number, path in _exports(workdir):
+        if number <= step:
+            continue
+        if path.suffix == ".tmp":
+            shutil.rmtree(path)
+            continue
+        folder = workdir / "export.dropped"
+        folder.mkdir(exist_ok=True)
+        names = (path.name + (f".{n}" if n else "") for n in itertools.count())
+        path.rename(next(folder / name for name in names if not (folder / name).exists()))
+    return folder
+
+
+def _exports(workdir: Path) -> list[tuple[int, Path]]:
+    """Returns the exports, and partial ones, each with its step."""
+    return [
         (int(match[1]), path)
         for path in (workdir / "export").glob("step_*")
         if (match := _FOLDER.fullmatch(path.name))
     ]
-    steps = sorted({step for step, _ in exports if until is None or step <= until})
-    kept = steps if newest is None else steps[-newest:]
-    for step, path in exports:
-        if step not in kept:
-            shutil.rmtree(path)
