@@ -128,6 +128,10 @@ METRICS: dict[str, dict[str, str]] = {
         "grad_norm": "Norm of the gradient before clipping, in the last update.",
         "logprob_mismatch_max": "Largest difference of a log-prob of the trainer and the engine.",
         "logprob_mismatch_mean": "Mean of these differences.",
+        "kept_kv_gap_max": "Largest of these differences over tokens that the newest weights "
+        "sampled: rounding, and KV that older weights wrote. In the first update of a step of "
+        "asynchronous runs.",
+        "kept_kv_gap_mean": "Mean of these differences over the same tokens; 0 without any.",
         "sampling_kl": "KL of the sampling distribution to the model (top-k, temperature, ...).",
         "importance_mean": "Mean importance weight of the correction, truncated at its cap.",
         "truncated_fraction": "Fraction of tokens whose importance weight was truncated.",

@@ -581,6 +581,37 @@ def test_an_update_interpolates_the_proximal_policy_by_the_versions_of_the_token
     assert metrics["importance_mean"] == pytest.approx(weights[mask].mean(), rel=1e-4)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_kept_kv_gap_is_that_of_tokens_of_the_newest_version(micro_batches):
+    """Three tokens are of version 3, with gaps 0.25, 0.5 and 0; all older ones have a gap of 2."""
+    config = TrainConfig(correction="truncated", proximal="log_linear", epochs=2)
+    learner = corrected_learner(config, has_versions=True)
+    batch, state = ragged_batch(), init_state(MODEL, config, VOCAB, make_layout(ONE), seed=0)
+    own = np.asarray(
+        score_batch(MODEL, config, make_layout(ONE), 1.0, state.params, batch).logprobs
+    )
+    places = np.argwhere(batch.turn_ids > 0)
+    newest = tuple(places[[0, len(places) // 2, -1]].T)
+    gaps, versions = np.full(own.shape, 2.0, np.float32), np.full(own.shape, 2, np.int32)
+    gaps[newest], versions[newest] = [0.25, -0.5, 0.0], 3
+    # The environment's tokens do not count, whatever version they bear.
+    versions[batch.turn_ids <= 0] = 3
+    batch = batch.replace(logprobs=own + gaps, versions=versions)
+
+    def metrics_at(step: int):
+        plan = TrainPlan(ONE, micro_batches, False)
+        state = init_state(MODEL, config, VOCAB, make_layout(ONE), seed=0)
+        return read_metrics(learner.update(plan, state, batch, learner.controls(step, 9))[1])
+
+    metrics = metrics_at(3)
+    assert metrics["kept_kv_gap_mean"] == pytest.approx(0.25, abs=2e-6)
+    assert metrics["kept_kv_gap_max"] == pytest.approx(0.5, abs=2e-6)
+    assert metrics["logprob_mismatch_max"] == pytest.approx(2, abs=2e-6)
+    assert "newest" not in metrics
+    none = metrics_at(4)
+    assert none["kept_kv_gap_mean"] == none["kept_kv_gap_max"] == 0
+
+
 @pytest.mark.slow
 def test_the_reference_policy_is_the_base_of_the_adapters():
     """Uses trained adapters, whose own log-probs differ; on one device and sharded."""

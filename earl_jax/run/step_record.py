@@ -17,6 +17,8 @@ from earl_jax.trajectory import Outcome, Trajectory, TrajectoryBatch, mean_metri
 
 # Metrics of a step's first epoch: with one update, measured before it has changed the policy.
 _OF_FIRST_EPOCH = ("entropy", "logprob_mismatch_mean", "logprob_mismatch_max")
+# Those of its first update, of asynchronous runs: any later one has changed the policy.
+_OF_FIRST_UPDATE = ("kept_kv_gap_mean", "kept_kv_gap_max")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,6 +103,7 @@ class StepRecord:
             "refilled_groups": len({outcome.group for outcome in self.refilled}) or None,
             **last,
             **{name: first[name] for name in _OF_FIRST_EPOCH},
+            **{n: self.updates[0][n] for n in _OF_FIRST_UPDATE if n in self.updates[0]},
             "learning_rate": self.learning_rate,
             "entropy_coefficient": self.entropy_coefficient,
             "skipped_updates": self.skipped_updates,

@@ -41,6 +41,7 @@ from earl_jax.trajectory import TrajectoryBatch
 
 # Sums over tokens that are no metrics by themselves.
 _DIVISOR, _RATIO, _RATIO_SQUARED = "divisor", "ratio", "ratio_squared"
+_NEWEST = "newest"
 _RETURN, _RETURN_SQUARED, _ERROR, _ERROR_SQUARED = "return", "return_squared", "error", "error_sq"
 
 
@@ -143,6 +144,9 @@ class Update:
             name: jnp.where(count > 0, value, 0.0) if _is_maximum(name) else value / tokens
             for name, value in sums.items()
         }
+        if self.has_versions:
+            newest = metrics.pop(_NEWEST)
+            metrics["kept_kv_gap_mean"] /= jnp.where(newest > 0, newest, 1.0)
         metrics |= {
             "loss": sums["loss"] / divisor,
             "effective_sample_size": sample_size,
@@ -229,6 +233,11 @@ class Update:
             _RATIO_SQUARED: ratio**2,
             _DIVISOR: jnp.ones_like(losses) if aggregation is None else aggregation.shares,
         }
+        if self.has_versions:
+            # Its weights are the trainer's: what differs is due to KV that older weights wrote.
+            is_newest = batch.versions == controls[-1]
+            gap = jnp.where(is_newest, mismatch, 0.0)
+            metrics |= {"kept_kv_gap_mean": gap, "kept_kv_gap_max": gap, _NEWEST: is_newest}
         return {name: _total(name, values, facts.mask) for name, values in metrics.items()}
 
 
