@@ -85,6 +85,8 @@ def test_jetstreams_own_server_answers_with_the_tokens_of_the_policy(engine, mon
             assert until(lambda: driver._generate_slots[0].qsize() >= NUM_SLOTS - 1)
         finally:
             server.stop()
+            # JetStream leaves it open.
+            server._loop.close()
     replies = [[token for each in found for token in each.token_ids] for found in samples]
     *want, of_text = expected([*prompts, text_ids], [*counts, 6])
     assert replies == [*want, [], of_text]
