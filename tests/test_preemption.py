@@ -376,9 +376,9 @@ class LoggedBlocks(BlockManager):
         self.log[self._pages.shard(slot)].append("change")
         return super().begin(slot)
 
-    def end(self, slot):
+    def end(self, slot, episode=None):
         self.log[self._pages.shard(slot)].append("change")
-        super().end(slot)
+        super().end(slot, episode)
 
 
 @pytest.mark.slow
