@@ -68,9 +68,7 @@ def test_real_steps_feed_the_table_and_the_next_run_begins_with_their_medians(ca
     assert entries[TRAIN_KEY].is_trusted
     # Rows that are padding are computed too: the selector counts as many.
     tokens = sum(outcome.num_tokens for outcome in record.outcomes)
-    rows = run.problem.packed_rows(TOKENS, tokens, D8)
-    assert rows % 8 == 0
-    positions = run.config.train.epochs * rows * TOKENS
+    positions = run.config.train.epochs * tokens / record.packing_fill
     assert entries[TRAIN_KEY].speeds[-1] == pytest.approx(positions / record.stage_s["train"])
     again, note = opened(run)
     assert note is None
