@@ -88,6 +88,16 @@ def test_the_newest_is_used(resume, run):
     assert len(resume.notes) == 1 and "after step 2" in resume.notes[0]
 
 
+def test_exports_of_steps_that_come_again_are_set_aside(resume):
+    for step in (2, 3):
+        (resume.workdir / f"export/step_00000{step}").mkdir(parents=True)
+    resume.call()
+    assert [path.name for path in (resume.workdir / "export").iterdir()] == ["step_000002"]
+    dropped = resume.workdir / "export.dropped"
+    assert [path.name for path in dropped.iterdir()] == ["step_000003"]
+    assert f"exports of steps after 2 are in {dropped} now" in resume.notes
+
+
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
@@ -131,11 +141,13 @@ def test_a_run_that_was_killed_in_its_first_save_begins_again(resume):
     folder = resume.workdir / "new"
     (folder / "checkpoints/2.orbax-checkpoint-tmp").mkdir(parents=True)
     (folder / "trajectories").mkdir()
+    (folder / "export/step_000001").mkdir(parents=True)
     lines = b'{"step": 1}\n{"step": 2}\n'
     (folder / "metrics.jsonl").write_bytes(lines)
     (folder / "trajectories/step_000001.jsonl").write_bytes(b"episodes")
     checkpoints = Checkpoints(folder / "checkpoints", keep=2)
     assert workdir.resume(resume.run, checkpoints, folder, resume.notes.append) is None
+    assert (folder / "export.dropped/step_000001").is_dir()
     with Progress(2, io.StringIO()) as progress:
         Recorder(folder, progress).drop_after(-1)
     assert (folder / "metrics.jsonl").read_bytes() == b""

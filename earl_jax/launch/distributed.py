@@ -61,6 +61,7 @@ _START = (
     "gpu_scripts/launch.sh, Slurm, Open MPI or a JobSet"
 )
 _NAMED = 8
+# How long a run may take to end once it has noticed that it lost a process.
 _ENDS_S = 60.0
 _AGAIN = "Start all processes again: the run goes on from its newest checkpoint"
 # The host and port of the coordinator that was given to this process.
@@ -188,7 +189,6 @@ def _meet_others(
     assert place.coordinator and place.num_processes and place.process_id is not None
     own = Member(place.process_id, place.num_processes, socket.gethostname())
     timeout_s = config.start_timeout_s
-    # A run that lost this process notices within a heartbeat, and then ends.
     others_end_s = config.heartbeat_s + _ENDS_S
     host, port = host_and_port(place.coordinator)
     if own.process_id > 0:

@@ -97,6 +97,7 @@ class Placement:
         # any case, all may be. None: nothing is tried, as of several processes.
         is_cpu = stages.problem.hardware.platform == "cpu" and stages.cluster.count == 1
         self.may_try: MayTry | None = (lambda plan, tokens: True) if is_cpu else None
+        # Steps that the run has left; None: not known.
         self.steps_left: int | None = None
         self.log = SwitchLog()
 
