@@ -57,6 +57,7 @@ SMALL: Mapping[str, Any] = {
 BASE = {"model.path": "tests/reference/qwen2_tied", "train.lora.rank": 4}
 BASE |= {f"model.{name}": None for name in ("width", "ffn_size")}
 EXPERTS = {"model.num_experts": 4, "model.experts_per_token": 2, "model.expert_ffn_size": 32}
+EXPERTS |= {"model.ffn_size": None}
 # What differs from SMALL, and the number of processes.
 KINDS: Mapping[str, tuple[Mapping[str, Any], int]] = {
     "dense": ({}, 1),
