@@ -5,6 +5,7 @@
 import functools
 import logging
 import sys
+import warnings
 from typing import Any
 
 from earl_jax.settings.errors import disk_in_words
@@ -21,6 +22,8 @@ def say_disk_errors_once() -> None:
     """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_is_not_the_disk)
+    # Writes of a save that orbax gave up before it began them.
+    warnings.filterwarnings("ignore", "coroutine 'async_serialize", RuntimeWarning)
     sys.unraisablehook = functools.partial(_unraisable, sys.unraisablehook)
 
 
