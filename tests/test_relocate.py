@@ -228,7 +228,6 @@ def large_engine(mesh: MeshShape, num_slots: int = 8) -> Engine:
         num_slots=num_slots,
         num_rows=rows.total,
         page_size=64,
-        step_rows=0,
     )
     return Engine(config, make_layout(mesh))
 
