@@ -232,15 +232,15 @@ def test_a_compute_type_of_bfloat16_keeps_weights_and_cache_in_it():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kernel", "shape"),
+    ("kernel", "shape", "num_slots"),
     [
-        ("triton", MeshShape()),
-        ("triton", MeshShape(data=4, tensor=2)),
-        ("pallas_tpu", MeshShape()),
+        ("triton", MeshShape(), 4),
+        ("triton", MeshShape(data=4, tensor=2), NUM_SLOTS),
+        ("pallas_tpu", MeshShape(), 4),
     ],
     ids=str,
 )
-def test_a_round_with_a_kernel_for_chips_says_the_same(kernel, shape, monkeypatch):
+def test_a_round_with_a_kernel_for_chips_says_the_same(kernel, shape, num_slots, monkeypatch):
     """Interpreted, and on each device's own heads."""
     used = []
 
@@ -249,12 +249,12 @@ def test_a_round_with_a_kernel_for_chips_says_the_same(kernel, shape, monkeypatc
         return PagesChoice(kernel, "of the test")
 
     monkeypatch.setattr(decoder, "choose_pages_kernel", choose)
-    engine = Engine(CONFIG, make_layout(shape, jax.devices()[: shape.num_devices]))
+    config = dataclasses.replace(CONFIG, num_slots=num_slots)
+    engine = Engine(config, make_layout(shape, jax.devices()[: shape.num_devices]))
     play = functools.partial(engine.play, engine.load_params(params()))
-    state, transcripts = converse(
-        play, engine.empty_state(MAX_TOKENS), scripts(), num_slots=NUM_SLOTS
-    )
+    played = {slot: scripts()[slot] for slot in range(num_slots)}
+    state, transcripts = converse(play, engine.empty_state(MAX_TOKENS), played, num_slots=num_slots)
     assert set(used) == {shape}
-    assert_same(transcripts, converse_on(UNSHARDED)[1])
+    assert_same(transcripts, {slot: converse_on(UNSHARDED)[1][slot] for slot in transcripts})
     check_logprobs(transcripts)
     check_rows(state.experience, transcripts, scripts())

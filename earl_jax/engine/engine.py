@@ -161,7 +161,7 @@ class Engine:
             mesh=self.layout.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
-            axis_names=self._manual,
+            axis_names=self.layout.by_hand(self._manual),
             check_vma=False,
         )
 

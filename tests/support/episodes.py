@@ -30,7 +30,7 @@ from earl_jax.rollout.service import RolloutService
 from earl_jax.sharding.layout import MeshShape, make_layout
 
 NUM_DEVICES = 8
-MODEL = ModelConfig(num_layers=2, width=32, num_heads=4, num_kv_heads=2, head_size=8, ffn_size=64)
+MODEL = ModelConfig(num_layers=1, width=32, num_heads=4, num_kv_heads=2, head_size=8, ffn_size=64)
 CONFIG = RolloutConfig(
     num_slots=16,
     episodes_per_step=48,
