@@ -13,11 +13,10 @@ import pytest
 
 from benchmarks.choose import problem_on
 from earl_jax.placement.observations import Observations
-from earl_jax.selector.choose import BudgetTooSmall, Chooser, Step
+from earl_jax.selector.choose import BudgetTooSmall, Chooser, Step, full_step
 from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import Failure, Plans
 from earl_jax.selector.roofline import MODEL_ERROR
-from earl_jax.selector.schedule import full_step, plans_of
 from earl_jax.selector.table import KEPT, TRUSTED, ThroughputTable, rollout_key, train_key
 from earl_jax.telemetry.load import WINDOW
 from tests.support.problems import (
@@ -572,7 +571,7 @@ def test_choice_for_four_thousand_devices_takes_less_than_a_tenth_of_a_second(mo
         # The first one computes every footprint.
         rated.clear()
         start_s = time.process_time()
-        plans = plans_of(Chooser(problem, table).step(step, plans))
+        plans = Chooser(problem, table).step(step, plans).plans
         seconds.append(time.process_time() - start_s)
         speed = problem.update_speed(plans.train, 131_072)
         mesh, *way = plans.train

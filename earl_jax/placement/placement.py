@@ -20,9 +20,9 @@ from earl_jax.placement.programs import compiled_bytes
 from earl_jax.placement.sessions import Sessions
 from earl_jax.placement.stages import Stages
 from earl_jax.rollout.gather import RolloutShort, Shortage
-from earl_jax.selector.choose import BudgetTooSmall, Choice, Chooser, Decision, Stage, Step
+from earl_jax.selector.choose import BudgetTooSmall, Choice, Chooser, Decision, Step
 from earl_jax.selector.memory import OutOfMemoryInMove, is_out_of_memory
-from earl_jax.selector.plans import Plan, Plans, RolloutPlan, TrainPlan
+from earl_jax.selector.plans import Plan, Plans, RolloutPlan, Stage, TrainPlan
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape

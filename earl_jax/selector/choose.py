@@ -14,10 +14,10 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, Literal, NamedTuple
+from typing import Generic, NamedTuple
 
 from earl_jax.selector.plan_candidates import Candidate, Candidates, P
-from earl_jax.selector.plans import Plan, Plans, RolloutPlan, TrainPlan
+from earl_jax.selector.plans import Plan, Plans, RolloutPlan, Stage, TrainPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.reasons import BudgetTooSmall, reason_of, step_too_small, too_small
 from earl_jax.selector.table import KEPT, TRUSTED, ThroughputTable, key_of
@@ -27,9 +27,6 @@ from earl_jax.telemetry.load import WINDOW
 # Steps within the fraction TIE are equally fast. The pair that leaves most memory wins then; all
 # that leave the share AMPLE of the budget are equal in this, and the least cut wins.
 TIE, AMPLE = 0.02, 0.5
-
-
-Stage = Literal["rollout", "train"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +61,14 @@ class Step:
     move_s: Callable[[MeshShape], float] = lambda mesh: math.inf
 
 
+def full_step(problem: Problem, context: int) -> Step:
+    """Returns a step whose episodes all fill `context` with sampled tokens."""
+    tokens, lasts = problem.work.num_rows * context, problem.horizon_steps
+    return Step(
+        max_tokens=context, length=context, cache_tokens=None, rollout_tokens=tokens, lasts=lasts
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice(Generic[P]):
     """One stage's part of a decision; `tokens` is its context bucket.
@@ -92,6 +97,12 @@ class Decision:
     rollout: Choice[RolloutPlan] | None
     train: Choice[TrainPlan] | None
     seconds: float
+
+    @property
+    def plans(self) -> Plans:
+        """The plans, None for a stage that was not asked for."""
+        rollout, train = self.rollout, self.train
+        return Plans(rollout and rollout.plan, train and train.plan)
 
     @property
     def choices(self) -> list[Choice]:

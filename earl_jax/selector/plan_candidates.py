@@ -118,7 +118,7 @@ class Candidates:
         fewest of both where nothing does. With `num_slots` it has as many slots as given.
         """
         found = []
-        for mesh in self.problem.rollout_meshes_for(max_tokens):
+        for mesh in self.problem.meshes("rollout", max_tokens):
             if num_slots is not None and num_slots % mesh.data:
                 continue
             numbers = self.problem.slot_numbers(mesh) if num_slots is None else [num_slots]
@@ -284,9 +284,9 @@ class Candidates:
         """Returns the computed speed of a plan; None for one that this problem cannot have."""
         problem = self.problem
         if isinstance(plan, RolloutPlan):
-            meshes, whole = problem.rollout_meshes_for(tokens), plan.num_slots % plan.mesh.data
+            meshes, whole = problem.meshes("rollout", tokens), plan.num_slots % plan.mesh.data
             return None if plan.mesh not in meshes or whole else self._full_speed(plan, tokens)
-        if plan.mesh not in problem.train_meshes_for(tokens):
+        if plan.mesh not in problem.meshes("train", tokens):
             return None
         if problem.work.num_rows % plan.micro_batches:
             return None

@@ -10,7 +10,15 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from earl_jax.selector.choose import BudgetTooSmall, Candidate, Choice, Chooser, Decision, P, Step
+from earl_jax.selector.choose import (
+    BudgetTooSmall,
+    Candidate,
+    Choice,
+    Chooser,
+    Decision,
+    P,
+    full_step,
+)
 from earl_jax.selector.footprint import device_bytes
 from earl_jax.selector.plans import Plan, Plans, RolloutPlan, TrainPlan
 from earl_jax.selector.problem import Problem
@@ -78,23 +86,8 @@ def make_schedule(
             table = compiled(table, computed[0], context)
             stop = _stop(Chooser(problem, table), context, plans)
         stops.append(stop)
-        plans = plans_of(stop.decision) if stop.decision else plans
+        plans = stop.decision.plans if stop.decision else plans
     return stops
-
-
-def full_step(problem: Problem, context: int) -> Step:
-    """Returns a step whose episodes all fill `context` with sampled tokens."""
-    tokens, lasts = problem.work.num_rows * context, problem.horizon_steps
-    return Step(
-        max_tokens=context, length=context, cache_tokens=None, rollout_tokens=tokens, lasts=lasts
-    )
-
-
-def plans_of(decision: Decision | None) -> Plans:
-    """Returns the plans of a decision for both stages; None for none."""
-    if decision is None or decision.rollout is None or decision.train is None:
-        return Plans()
-    return Plans(decision.rollout.plan, decision.train.plan)
 
 
 def _stop(chooser: Chooser, context: int, plans: Plans) -> Stop:
@@ -108,7 +101,7 @@ def _stop(chooser: Chooser, context: int, plans: Plans) -> Stop:
             for choice in decision.choices:
                 if choice.switched or choice.stage not in reasons:
                     reasons[choice.stage] = str(choice)
-            plans = plans_of(decision)
+            plans = decision.plans
     except BudgetTooSmall as error:
         decision, why, plans = None, str(error), Plans()
     offload = plans.rollout.offload if plans.rollout else problem.can_offload
