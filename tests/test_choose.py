@@ -105,6 +105,18 @@ def test_a_rollout_that_stays_must_fit_beside_an_update():
         beside(rollout_on(D8, pages=5))
 
 
+def test_a_rollout_that_stays_may_need_an_update_in_more_micro_batches():
+    problem = hand_problem(
+        {D8: 2.0}, {D8: 1.0}, budget_bytes=2000, train_bytes={D8: 1600}, rollout_stays=True
+    )
+    work = dataclasses.replace(problem.work, num_rows=16, num_slots=16)
+    step = dataclasses.replace(STEP, max_tokens=10)
+    # 1600 bytes and 1000 are too many; half of the rows take 800.
+    decision = choose(dataclasses.replace(problem, work=work), step)
+    assert decision.train.plan == train_on(D8, 2)
+    assert decision.rollout.num_bytes <= 2000
+
+
 def test_moments_are_offloaded_where_a_rollout_does_not_fit_beside_them():
     problem = hand_problem(
         {D8: 200.0}, {D8: 100.0}, state_bytes={D8: 900}, budget_bytes=1900, can_offload=True

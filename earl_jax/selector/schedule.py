@@ -207,7 +207,7 @@ def _candidate(problem: Problem, stop: Stop, candidate: Candidate) -> Values:
         "fits": not candidate.failed and kinds.total <= problem.budget,
         "safe": is_safe(kinds.total, problem.budget, is_exact=candidate.is_exact),
         "exact": candidate.is_exact,
-        "observed": candidate.is_observed,
+        "observed": candidate.num_speeds > 0,
         "failed": candidate.failed,
         "bytes_per_device": kinds.total,
         "bytes": kinds.as_dict(),
