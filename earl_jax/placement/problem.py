@@ -252,7 +252,7 @@ def planned_problem(
         can_offload=can_offload and not apart,
     )
     try:
-        assert problem.rollout_meshes and problem.train_meshes
+        assert problem.meshes("rollout") and problem.meshes("train")
     except ValueError as error:
         number, fields = hardware.num_devices, ("num_slots", "episodes_per_step")
         given = {field: getattr(config.rollout, field) for field in fields}
