@@ -19,8 +19,7 @@ from typing import Any
 from benchmarks.pages import replace_table, table
 from earl_jax.config.file import make_config
 from earl_jax.launch.start import start_jax
-from earl_jax.placement.programs import compiled_bytes
-from earl_jax.placement.stages import Stages
+from earl_jax.placement.stages import Stages, compiled_bytes
 from earl_jax.run.build import build_run
 from earl_jax.selector.plans import RolloutPlan
 from earl_jax.selector.problem import Problem

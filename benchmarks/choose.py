@@ -18,11 +18,10 @@ from typing import Any
 from benchmarks.pages import table
 from earl_jax.config.file import make_config
 from earl_jax.placement.problem import find_model, planned_problem
-from earl_jax.selector.choose import Chooser
+from earl_jax.selector.choose import Chooser, full_step
 from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.plans import Plans
 from earl_jax.selector.problem import Problem
-from earl_jax.selector.schedule import full_step, plans_of
 from earl_jax.selector.table import ThroughputTable, train_key
 
 TOPOLOGIES = ("v5e:4x4", "h100:1x8", "h100:64x8", "v5e:64x64", "h100:512x8")
@@ -59,7 +58,7 @@ def measure(repeats: int) -> Iterator[dict[str, Any]]:
         try:
             for _ in range(1 + repeats):
                 start_s = time.process_time()
-                plans = plans_of(Chooser(problem, table).step(step, plans))
+                plans = Chooser(problem, table).step(step, plans).plans
                 seconds.append(time.process_time() - start_s)
                 assert plans.train is not None
                 # As after a step of a run: the next question is by a table with its speed.
@@ -73,7 +72,7 @@ def measure(repeats: int) -> Iterator[dict[str, Any]]:
             "topology": topology,
             "model": model,
             "context": context,
-            "rollout meshes": len(problem.rollout_meshes_for(context)),
+            "rollout meshes": len(problem.meshes("rollout", context)),
             "training plans": len(problem.train_plans(context)),
             "cold ms": 1e3 * seconds[0],
             "warm ms": 1e3 * min(seconds[1:]),

@@ -106,7 +106,7 @@ def chooser_for(setup: Setup) -> Chooser:
 def candidates(chooser: Chooser, cell: Cell) -> dict[str, Candidate[RolloutPlan]]:
     """Returns both meshes with a cell's responses in each row shard, by mesh."""
     problem, found = chooser.problem, {}
-    for mesh in problem.rollout_meshes:
+    for mesh in problem.meshes("rollout"):
         slots = cell.responses * mesh.data
         each = chooser.candidates.rollouts(cell.context, None, problem.budget, num_slots=slots)
         found |= {str(mesh): candidate for candidate in each if candidate.plan.mesh == mesh}

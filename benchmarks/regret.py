@@ -106,8 +106,8 @@ def measure(point: Point, rounds: int, steps: int, own_steps: int) -> dict[str, 
 
     world = build_run(point.config())
     bucket = world.config.rollout.context_buckets[0]
-    rollouts = world.problem.rollout_meshes_for(bucket)
-    trains = world.problem.train_meshes_for(bucket)
+    rollouts = world.problem.meshes("rollout", bucket)
+    trains = world.problem.meshes("train", bucket)
     seconds: dict[Pair, list[float]] = {}
     # The first round compiles and is not counted.
     for number in range(1 + rounds):

@@ -39,8 +39,8 @@ def test_regret_of_the_first_and_of_the_last_choice_by_hand():
 def test_points_leave_more_than_one_pair_to_choose_from(point):
     world = build_run(point.config())
     bucket = world.config.rollout.context_buckets[0]
-    rollouts = world.problem.rollout_meshes_for(bucket)
-    trains = world.problem.train_meshes_for(bucket)
+    rollouts = world.problem.meshes("rollout", bucket)
+    trains = world.problem.meshes("train", bucket)
     assert len(rollouts) * len(trains) > 2
     # On most points the usual pair is not even possible.
     usual = MeshShape(data=8)

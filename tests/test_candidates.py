@@ -9,14 +9,9 @@ import pytest
 
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import check_tensor_axis
-from earl_jax.selector.candidates import (
-    context_candidates,
-    divisors,
-    for_rows,
-    rollout_candidates,
-    train_candidates,
-)
+from earl_jax.selector.candidates import divisors
 from earl_jax.sharding.layout import MeshShape
+from tests.support.meshes import rollout_candidates, train_candidates
 
 D8 = MeshShape(data=8)
 D4T2 = MeshShape(data=4, tensor=2)
@@ -64,16 +59,17 @@ def test_experts_are_cut_where_their_number_divides():
 
 def test_long_rows_may_be_cut_over_context_too():
     """8 = context x data x fsdp x tensor: the other 4, 2 or 1 devices in 6, 3 and 1 ways."""
-    shapes = context_candidates("train", 8, possible)
-    assert [s.context for s in shapes] == 6 * [2] + 3 * [4] + [8]
+    whole = train_candidates(8, (), possible)
+    assert train_candidates(8, (), possible, tokens=8191) == whole
+    shapes = train_candidates(8, (), possible, tokens=131072)
+    assert shapes[:10] == whole
+    assert [s.context for s in shapes[10:]] == 6 * [2] + 3 * [4] + [8]
     assert {s.num_devices for s in shapes} == {8}
-    assert not set(shapes) & set(train_candidates(8, (), possible))
-    assert for_rows(shapes, 8191) == []
-    assert {s.context for s in for_rows(shapes, 16384)} == {2, 4}
-    assert for_rows(shapes, 131072) == shapes
-    assert context_candidates("train", 8, lambda shape: "never") == []
+    assert train_candidates(8, (), possible, tokens=16384) == shapes[:19]
+    uncut = train_candidates(8, (), lambda s: "never" if s.context > 1 else None, tokens=131072)
+    assert uncut == whole
     # A rollout cuts no layers: data x tensor of the other devices.
-    rollouts = context_candidates("rollout", 8, possible)
+    rollouts = rollout_candidates(8, (), possible, tokens=131072)[4:]
     assert [s.context for s in rollouts] == 3 * [2] + 2 * [4] + [8]
     assert {s.fsdp for s in rollouts} == {1}
     # One that is named is taken for rows of any length.

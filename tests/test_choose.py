@@ -13,11 +13,10 @@ import pytest
 
 from benchmarks.choose import problem_on
 from earl_jax.placement.observations import Observations
-from earl_jax.selector.choose import BudgetTooSmall, Chooser, Step
+from earl_jax.selector.choose import BudgetTooSmall, Chooser, Step, full_step
 from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import Failure, Plans
 from earl_jax.selector.roofline import MODEL_ERROR
-from earl_jax.selector.schedule import full_step, plans_of
 from earl_jax.selector.table import KEPT, TRUSTED, ThroughputTable, rollout_key, train_key
 from earl_jax.telemetry.load import WINDOW
 from tests.support.problems import (
@@ -104,6 +103,18 @@ def test_a_rollout_that_stays_must_fit_beside_an_update():
     assert beside(rollout_on(D8, pages=1)) == F8
     with pytest.raises(BudgetTooSmall):
         beside(rollout_on(D8, pages=5))
+
+
+def test_a_rollout_that_stays_may_need_an_update_in_more_micro_batches():
+    problem = hand_problem(
+        {D8: 2.0}, {D8: 1.0}, budget_bytes=2000, train_bytes={D8: 1600}, rollout_stays=True
+    )
+    work = dataclasses.replace(problem.work, num_rows=16, num_slots=16)
+    step = dataclasses.replace(STEP, max_tokens=10)
+    # 1600 bytes and 1000 are too many; half of the rows take 800.
+    decision = choose(dataclasses.replace(problem, work=work), step)
+    assert decision.train.plan == train_on(D8, 2)
+    assert decision.rollout.num_bytes <= 2000
 
 
 def test_moments_are_offloaded_where_a_rollout_does_not_fit_beside_them():
@@ -572,7 +583,7 @@ def test_choice_for_four_thousand_devices_takes_less_than_a_tenth_of_a_second(mo
         # The first one computes every footprint.
         rated.clear()
         start_s = time.process_time()
-        plans = plans_of(Chooser(problem, table).step(step, plans))
+        plans = Chooser(problem, table).step(step, plans).plans
         seconds.append(time.process_time() - start_s)
         speed = problem.update_speed(plans.train, 131_072)
         mesh, *way = plans.train

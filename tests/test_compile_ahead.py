@@ -17,11 +17,12 @@ from earl_jax.placement.compile_ahead import (
     CompileAhead,
     Wanted,
     compiles_ahead,
+    foresee,
     promising_plans,
     wanted_programs,
 )
 from earl_jax.placement.packing import plan_batch, shape_ahead
-from earl_jax.placement.programs import lower_round, lower_update, play_key, update_key
+from earl_jax.placement.stages import lower_round, lower_update, play_key, update_key
 from earl_jax.run.build import build_run
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.selector.table import TRUSTED, ThroughputTable
@@ -185,7 +186,7 @@ def test_run_finds_what_was_compiled_ahead(run, programs):
     assert len(compiled) == 2
     # What the run calls itself: the same programs, traced again.
     jax.clear_caches()
-    plans = placement.foresee(LONG, None)
+    plans = foresee(placement, LONG, None)
     lower_round(run.stages, plans.rollout, LONG).compile()
     lower_update(run.stages, plans.train, LONG, Shape(8, LONG)).compile()
     assert programs() == compiled

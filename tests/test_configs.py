@@ -100,7 +100,7 @@ def test_the_docstring_has_the_command_that_runs_it(path):
 @pytest.mark.slow_except("tictactoe_tiny_cpu")
 def test_the_training_step_lowers_on_every_mesh_it_may_choose(world):
     config, rows = world.config, world.config.rollout.episodes_per_step
-    for shape in world.problem.train_meshes:
+    for shape in world.problem.meshes("train"):
         layout = make_abstract_layout(shape)
         state = placed(
             world.learner.state_shapes(),
@@ -130,7 +130,7 @@ def test_the_training_step_lowers_on_every_mesh_it_may_choose(world):
 @pytest.mark.slow_except("tictactoe_tiny_cpu")
 def test_engine_round_lowers_on_every_mesh_and_context_bucket(world):
     rollout = world.config.rollout
-    for shape in world.problem.rollout_meshes:
+    for shape in world.problem.meshes("rollout"):
         engine = Engine(world.stages.engines.engine(shape).config, make_abstract_layout(shape))
         rows = engine.layout.activations("B")
         width = inputs_width(rollout.chunk_size)

@@ -19,7 +19,6 @@ from earl_jax.models.config import LoraConfig, ModelConfig
 from earl_jax.models.parameters import is_spec, unstack_layers
 from earl_jax.models.quantization import engine_shapes, engine_specs
 from earl_jax.run.build import build_run
-from earl_jax.selector.candidates import train_candidates
 from earl_jax.selector.memory import resident_bytes
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.sharding.reshard import reshard
@@ -29,6 +28,7 @@ from earl_jax.train.state import TrainState, init_state, state_shapes, state_sha
 from earl_jax.train.step import make_train_step, read_metrics
 from earl_jax.train.update import Update
 from earl_jax.trajectory import TrajectoryBatch
+from tests.support.meshes import train_candidates
 from tests.support.rows import make_rows
 from tests.support.settings import make_config
 
@@ -309,8 +309,8 @@ def test_a_run_considers_to_cut_long_rows(tmp_path):
     overrides = ["selector.train_meshes=()", "selector.rollout_meshes=()"]
     overrides += ["model.num_kv_heads=2", "rollout.episodes_per_step=16", "rollout.num_slots=16"]
     world = build_run(make_config({}, overrides), tmp_path / "tokenizer")
-    assert {shape.context for shape in world.problem.train_meshes_for(64)} == {1}
-    long = world.problem.train_meshes_for(131_072)
+    assert {shape.context for shape in world.problem.meshes("train", 64)} == {1}
+    long = world.problem.meshes("train", 131_072)
     assert {shape.context for shape in long} == {1, 2, 4, 8}
     most = [
         max(plan.micro_batches for plan in world.problem.train_plans(tokens))

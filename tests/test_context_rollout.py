@@ -269,9 +269,9 @@ def test_a_rollout_considers_to_cut_long_contexts(tmp_path):
     overrides = ["selector.rollout_meshes=()", "model.num_kv_heads=2", "rollout.chunk_size=4"]
     overrides += ["rollout.episodes_per_step=16", "rollout.num_slots=16"]
     world = build_run(make_config({}, overrides), tmp_path / "tokenizer")
-    assert {shape.context for shape in world.problem.rollout_meshes_for(8191)} == {1}
-    assert {shape.context for shape in world.problem.rollout_meshes_for(8192)} == {1, 2}
-    long = world.problem.rollout_meshes_for(131_072)
+    assert {shape.context for shape in world.problem.meshes("rollout", 8191)} == {1}
+    assert {shape.context for shape in world.problem.meshes("rollout", 8192)} == {1, 2}
+    long = world.problem.meshes("rollout", 131_072)
     assert {str(shape) for shape in long if shape.context > 1} == {
         "data=4,context=2",
         "data=2,context=2,tensor=2",

@@ -147,9 +147,9 @@ def test_settings_that_cannot_be_are_refused(override, message):
 
 def test_the_settings_reach_the_engine():
     world = build_run(make_config({}, ["rollout.num_draft_tokens=2"]))
-    rules = world.stages.engines.engine(world.problem.rollout_meshes[0]).config.rules
+    rules = world.stages.engines.engine(world.problem.meshes("rollout")[0]).config.rules
     assert (rules.ngram, rules.draft) == (3, 2)
     assert rules.round_tokens == world.config.rollout.round_tokens == 3 * rules.burst
     plain = build_run(make_config({}))
-    rules = plain.stages.engines.engine(plain.problem.rollout_meshes[0]).config.rules
+    rules = plain.stages.engines.engine(plain.problem.meshes("rollout")[0]).config.rules
     assert (rules.draft, rules.round_tokens) == (0, rules.burst)

@@ -183,7 +183,7 @@ def test_peft_computes_the_same_from_what_is_written(name, tmp_path):
 
 
 def a_state(run: Run) -> TrainState:
-    state = run.learner.first_state(run.problem.train_meshes[0])
+    state = run.learner.first_state(run.problem.meshes("train")[0])
     return dataclasses.replace(state, params=jax.tree.map(lambda leaf: leaf + 0.01, state.params))
 
 
@@ -235,7 +235,7 @@ def test_a_run_exports_at_its_end_or_with_every_checkpoint(given, path, steps, t
     sections = {"num_steps": 5, "checkpoint": {"every_steps": 2, **given}}
     model = {"path": str(REFERENCE / path)} if path else {"num_layers": 1}
     run = build_run(make_config({**sections, "model": model}))
-    state = run.learner.first_state(run.problem.train_meshes[0])
+    state = run.learner.first_state(run.problem.meshes("train")[0])
     notes = []
     with CompileAhead(notes.append, is_on=False) as ahead:
         training = Training(

@@ -103,7 +103,7 @@ def test_a_run_takes_the_ends_of_its_checkpoint(tmp_path):
         make_config({"model": {"path": str(folder)}}, ["chat.history=fork"]), tmp_path / "none"
     )
     assert run.actor.renderer.end_of_turn_ids == (3, 0) and len(run.notes) == 3
-    engine = run.stages.engines.engine(run.problem.rollout_meshes[0])
+    engine = run.stages.engines.engine(run.problem.meshes("rollout")[0])
     assert engine.config.rules.end_of_turn_ids == (3, 0)
     conversation = run.actor.new_conversation()
     conversation.open("go")

@@ -85,11 +85,11 @@ def test_a_run_is_the_model_of_the_path():
     assert world.origin.model.path == "" and world.origin.vocab_size == 320
     assert world.actor.renderer.end_of_turn_id == 3
     first, measured = (
-        make(world.problem.train_meshes[-1])
+        make(world.problem.meshes("train")[-1])
         for make in (world.learner.first_state, world.learner.init_state)
     )
     assert_equal_trees(first.params, loaded("qwen2_tied"))
-    shardings = world.learner.state_shardings(world.problem.train_meshes[-1])
+    shardings = world.learner.state_shardings(world.problem.meshes("train")[-1])
     for state in (first, measured):
         assert jax.tree.map(lambda leaf: leaf.sharding, state) == shardings
         assert int(state.updates) == 0

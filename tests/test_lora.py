@@ -547,7 +547,7 @@ def test_a_world_keeps_the_base_of_the_path_frozen():
         "train": {"lora": {"rank": 2, "base_dtype": "bfloat16"}},
     }
     world = build_run(make_config(given))
-    mesh = world.problem.train_meshes[-1]
+    mesh = world.problem.meshes("train")[-1]
     state = world.learner.first_state(mesh)
     assert bits(state.base) == bits(world.learner.frozen_base(mesh))
     assert {leaf.dtype for leaf in jax.tree.leaves(state.base)} == {jnp.dtype(jnp.bfloat16)}

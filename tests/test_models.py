@@ -30,9 +30,9 @@ from earl_jax.models.parameters import (
     unstack_layers,
 )
 from earl_jax.models.rotary import rope_frequencies, rotate
-from earl_jax.selector.candidates import train_candidates
 from earl_jax.sharding.layout import MeshShape, make_layout
 from tests.support.caches import rows_of
+from tests.support.meshes import train_candidates
 
 VOCAB = 64
 ROWS, LENGTH = 5, 24

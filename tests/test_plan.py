@@ -23,11 +23,11 @@ from earl_jax.placement.problem import (
     planned_problem,
 )
 from earl_jax.plan import plan_command
-from earl_jax.selector.choose import TIE, Chooser
+from earl_jax.selector.choose import TIE, Chooser, full_step
 from earl_jax.selector.footprint import trainer_bytes
 from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.plans import Failure, Plans, RolloutPlan, TrainPlan
-from earl_jax.selector.schedule import full_step, make_schedule, plans_of
+from earl_jax.selector.schedule import make_schedule
 from earl_jax.selector.smallest import smallest_hardware
 from earl_jax.selector.table import ThroughputTable, rollout_key, train_key
 from earl_jax.sharding.layout import MeshShape
@@ -120,7 +120,7 @@ def test_plans_carry_over_as_in_a_run_that_has_settled():
     carried = make_schedule(problem, EMPTY, [64, 1024])[1].decision
     assert carried.seconds <= (1 + problem.hysteresis) * alone.seconds
     assert not any(choice.switched for choice in carried.choices)
-    again = Chooser(problem, EMPTY).step(full_step(problem, 1024), plans_of(carried))
+    again = Chooser(problem, EMPTY).step(full_step(problem, 1024), carried.plans)
     assert again == carried
 
 
@@ -237,15 +237,15 @@ def test_exact_mode_compiles_until_the_bytes_of_both_stages_are_exact():
 
 
 def test_rollout_meshes_do_not_span_hosts():
-    assert {m.tensor for m in problem_on("cpu:2x1").rollout_meshes} == {1}
-    assert {m.tensor for m in problem_on("cpu:2").rollout_meshes} == {1, 2}
+    assert {m.tensor for m in problem_on("cpu:2x1").meshes("rollout")} == {1}
+    assert {m.tensor for m in problem_on("cpu:2").meshes("rollout")} == {1, 2}
     two = problem_on("cpu:2x4", "model.num_kv_heads=4")
-    assert {mesh.tensor for mesh in two.rollout_meshes} == {1, 2, 4}
+    assert {mesh.tensor for mesh in two.meshes("rollout")} == {1, 2, 4}
     overrides = ("model.preset=llama3.1-8b", BF16)
     v5e = problem_on("v5e:4x4", *overrides, vocab_size=128_256)
-    assert (v5e.num_processes, max(m.tensor for m in v5e.rollout_meshes)) == (4, 4)
+    assert (v5e.num_processes, max(m.tensor for m in v5e.meshes("rollout"))) == (4, 4)
     one = problem_on("v5e:4x4", *overrides, "distributed.num_processes=1", vocab_size=128_256)
-    assert (one.num_processes, max(m.tensor for m in one.rollout_meshes)) == (1, 8)
+    assert (one.num_processes, max(m.tensor for m in one.meshes("rollout"))) == (1, 8)
     with pytest.raises(ValueError, match="num_processes is 3, which does not divide the 8 dev"):
         problem_on("cpu:8", "distributed.num_processes=3")
 
@@ -266,7 +266,7 @@ def test_a_plan_and_a_run_make_the_same_decisions(topology, processes, seed):
         key = train_key(way.mesh, 128, way.micro_batches, way.remat)
         table = table.with_speed(key, draw.uniform(1e3, 1e5)).with_bytes(key, draw.randint(1, 9**7))
         sizes.append(run.update_footprint(way, 128).total)
-    mesh = draw.choice(run.train_meshes)
+    mesh = draw.choice(run.meshes("train"))
     table = table.with_failure(Failure(stage="train", mesh=str(mesh), size=(64, 16, 1)))
     found = set()
     for budget in (max(sizes), min(sizes), min(sizes) // 2, 10):
@@ -276,7 +276,7 @@ def test_a_plan_and_a_run_make_the_same_decisions(topology, processes, seed):
         ]
         decisions = [[(stop.decision, stop.why) for stop in each] for each in both]
         assert decisions[0] == decisions[1]
-        found |= {stop.decision and plans_of(stop.decision) for stop in both[0]}
+        found |= {stop.decision and stop.decision.plans for stop in both[0]}
     assert None in found and len(found) > 2
 
 

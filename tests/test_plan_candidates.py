@@ -84,15 +84,15 @@ def test_without_observations_speeds_are_the_models():
     found = candidates()
     assert on(found, D4T2).tokens_per_s == 80.0
     assert update(found, train_on(F8)).tokens_per_s == 50.0
-    assert not on(found, D8).is_observed
+    assert on(found, D8).num_speeds == 0
 
 
 def test_trusted_speed_counts_and_the_factor_of_its_mesh_carries_over_buckets():
     found = candidates(*play(D8, 30.0))
-    assert (on(found, D8).tokens_per_s, on(found, D8).is_observed) == (30.0, True)
+    assert (on(found, D8).tokens_per_s, on(found, D8).num_speeds) == (30.0, 3)
     # 30 of 100: so it is for longer contexts, where the mesh never ran.
     longer = on(found, D8, tokens=40)
-    assert longer.tokens_per_s == pytest.approx(30.0) and not longer.is_observed
+    assert longer.tokens_per_s == pytest.approx(30.0) and longer.num_speeds == 0
     # The other stage is not corrected.
     assert update(found, train_on(D8)).tokens_per_s == 100.0
 

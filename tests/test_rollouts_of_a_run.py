@@ -127,11 +127,11 @@ FEW = {
 
 
 def test_meshes_whose_data_axis_does_not_divide_slots_and_episodes_are_not_used():
-    assert [str(mesh) for mesh in build_run(make_config(FEW)).problem.rollout_meshes] == [
+    assert [str(mesh) for mesh in build_run(make_config(FEW)).problem.meshes("rollout")] == [
         "data=1,tensor=8"
     ]
     twelve = FEW["rollout"] | {"num_slots": 12, "episodes_per_step": 4}
-    some = build_run(make_config(FEW | {"rollout": twelve})).problem.rollout_meshes
+    some = build_run(make_config(FEW | {"rollout": twelve})).problem.meshes("rollout")
     assert [mesh.data for mesh in some] == [4, 2, 1]
     named = FEW["selector"] | {"rollout_meshes": ("data=8",)}
     with pytest.raises(

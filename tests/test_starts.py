@@ -11,7 +11,7 @@ import gc
 import pytest
 
 from earl_jax.placement import placement
-from earl_jax.placement.programs import compiled_bytes
+from earl_jax.placement.stages import compiled_bytes
 from earl_jax.run.build import build_run
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.telemetry.metrics import read_metrics

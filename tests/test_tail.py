@@ -12,7 +12,7 @@ from earl_jax.engine.pages import Pool
 from earl_jax.engine.session import relocate
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.loop import rl_step
-from earl_jax.placement.programs import play_key
+from earl_jax.placement.stages import play_key
 from earl_jax.rollout.config import Limits
 from earl_jax.rollout.tasks import Tasks
 from earl_jax.run.build import build_run

@@ -17,7 +17,6 @@ from earl_jax.algorithms.settings import ReinforceSettings
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.models.parameters import check_tensor_axis, init_parameters, parameter_specs
-from earl_jax.selector.candidates import train_candidates
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.optimizer import entropy_coefficient, learning_rate, make_optimizer
@@ -30,6 +29,7 @@ from earl_jax.train.step import (
 )
 from earl_jax.train.update import Update
 from earl_jax.trajectory import TrajectoryBatch
+from tests.support.meshes import train_candidates
 from tests.support.optimizers import specs_of
 
 VOCAB, ROWS, LENGTH, TEMPERATURE = 64, 16, 24, 0.8

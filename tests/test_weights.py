@@ -19,9 +19,9 @@ from earl_jax.models.parameters import (
     parameter_specs,
     unstacked_specs,
 )
-from earl_jax.selector.candidates import rollout_candidates, train_candidates
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
 from earl_jax.telemetry.host_bytes import HostByteCounter
+from tests.support.meshes import rollout_candidates, train_candidates
 
 # The count below every door of Python, of the test that any array gets anywhere.
 from tests.support.shardings import count_host_bytes

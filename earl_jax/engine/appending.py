@@ -16,7 +16,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from earl_jax.engine.config import APPEND_TOKENS
 from earl_jax.engine.decoding import Decoder
 from earl_jax.models.kv_cache import LayerCache, PagedCache
 
@@ -71,9 +70,9 @@ def append_chunks(
     Without tokens nothing is computed.
     """
     slots, chunk_size = chunk_BC.shape
-    width = decoder.rules.tile_width
+    width, most = decoder.rules.tile_width, decoder.rules.append_tokens
     # Chunks that fill their tiles take one pass, others at most one more.
-    some = max(1, min(APPEND_TOKENS // width, -(-slots * chunk_size // width)))
+    some = max(1, min(most // width, -(-slots * chunk_size // width)))
     passes = (jnp.sum(num_tiles(cached_B, count_B, width)) + some - 1) // some
 
     def append_some(number: jax.Array, layers: list[LayerCache]) -> list[LayerCache]:

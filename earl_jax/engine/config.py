@@ -11,10 +11,11 @@ from earl_jax.settings.errors import InputError
 
 # Stop ids that a slot holds on the devices.
 MAX_STOP_IDS = 8
-# Tokens of a forward pass that appends chunks, of one data shard. About as many as a chip computes
-# in the time in which it reads the weights (H100: 295 in bf16, v5e: 240, v6e: 560): fewer would
-# cost as much, and more would make a short answer dear.
-APPEND_TOKENS = 256
+# Tokens of a forward pass that appends chunks, of one data shard. On a chip about as many as it
+# computes in the time in which it reads the weights (H100: 295 in bf16, v5e: 240, v6e: 560): fewer
+# would cost as much, and more would make a short answer dear. On a CPU of two cores a pass of 64
+# reads long prompts as fast as one of 256 (benchmarks/appending.md).
+APPEND_TOKENS, APPEND_TOKENS_ON_CPU = 256, 64
 # Tokens of a tile (appending.py). Half of a tile is empty on the average at the end of a chunk.
 TILE_WIDTH = 16
 
@@ -59,17 +60,18 @@ class SlotRules(NamedTuple):
     """Rules of a round that are fixed when its program is compiled.
 
     A slot has at most `burst` forward passes a round. Each of `end_of_turn_ids` ends a turn. Chunks
-    are appended in tiles of `tile_width` tokens (appending.py). With `model_logprobs` each token's
-    log-prob under the model itself is recorded too, which takes one more pass over the logits. With
-    `choice_branches` a turn can be restricted to replies whose tree has at most so
-    many branches, or to so many tokens. With `draft` above 0 each forward pass also scores up to so
-    many drafted tokens: those that followed the slot's last `ngram` ids before (`drafts.look_up`).
-    `attention` over pages: see `kernels.choose_pages_kernel`.
+    are appended in tiles of `tile_width` tokens, `append_tokens` a pass (appending.py). With
+    `model_logprobs` each token's log-prob under the model itself is recorded too, which takes one
+    more pass over the logits. With `choice_branches` a turn can be restricted to replies whose tree
+    has at most so many branches, or to so many tokens. With `draft` above 0 each forward pass also
+    scores up to so many drafted tokens: those that followed the slot's last `ngram` ids before
+    (`drafts.look_up`). `attention` over pages: see `kernels.choose_pages_kernel`.
     """
 
     burst: int
     end_of_turn_ids: tuple[int, ...]
     tile_width: int = TILE_WIDTH
+    append_tokens: int = APPEND_TOKENS_ON_CPU
     model_logprobs: bool = False
     choice_branches: int = 0
     ngram: int = 3
@@ -80,6 +82,11 @@ class SlotRules(NamedTuple):
     def round_tokens(self) -> int:
         """The most tokens that a slot generates in a round."""
         return self.burst * (1 + self.draft)
+
+
+def append_tokens_for(platform: str | None) -> int:
+    """Returns the tokens of a pass that appends chunks; `platform` None is the CPU."""
+    return APPEND_TOKENS_ON_CPU if platform in (None, "cpu") else APPEND_TOKENS
 
 
 def tile_width_for(width: int, page_size: int, parts: int, *, whole_pages: bool) -> int:

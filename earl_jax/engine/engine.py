@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from earl_jax.engine import decode_state, slots
-from earl_jax.engine.config import EngineConfig, SlotRules, tile_width_for
+from earl_jax.engine.config import EngineConfig, SlotRules, append_tokens_for, tile_width_for
 from earl_jax.engine.decode_state import DecodeState
 from earl_jax.engine.decoding import Decoder
 from earl_jax.engine.page_copies import PageCopies
@@ -65,7 +65,9 @@ class Engine:
             layout.shape.context,
             whole_pages=writes_whole_pages(layout.platform),
         )
-        self._rules = config.rules._replace(tile_width=tile_width)
+        self._rules = config.rules._replace(
+            tile_width=tile_width, append_tokens=append_tokens_for(layout.platform)
+        )
         # The manual axes: one of size 1 would leave collectives of nothing.
         cut_pages = layout.shape.context > 1
         self._manual = {*layout.row_axes, *(("context",) if cut_pages else ())}
@@ -274,6 +276,11 @@ class Engine:
             model_logprobs=scored,
             drafts=self._rules.draft > 0,
         )
+
+    @property
+    def tile_width(self) -> int:
+        """Tokens of a tile in which chunks are appended."""
+        return self._rules.tile_width
 
     def lower_repack(self, max_tokens: int, old: Pool, new_max_tokens: int, new: Pool) -> list[Any]:
         """Returns the programs of `repack` to `new_max_tokens` and `new`, lowered from shapes."""

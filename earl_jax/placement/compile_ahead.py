@@ -2,11 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles programs that a run will need soon, in the background while steps run.
 
-Longer contexts and other meshes need other programs, and XLA takes seconds (CPU) to minutes (TPU)
-for one. A thread
-compiles them from shapes alone and leaves them in JAX's persistent compilation cache
-(`launch.start.start_jax`), where the run's own call finds them. Nothing is decided here and no
-array is touched.
+A thread compiles them from shapes alone and leaves them in JAX's persistent compilation cache
+(`launch.start.start_jax`), where the run's own call finds them. No array is touched.
 """
 
 import dataclasses
@@ -22,10 +19,9 @@ from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.launch.cluster import Cluster
 from earl_jax.placement.packing import plan_of_shape, shape_ahead
 from earl_jax.placement.placement import Placement
-from earl_jax.placement.programs import lower_round, lower_update, play_key, update_key
-from earl_jax.placement.stages import Stages
+from earl_jax.placement.stages import lower_round, lower_update, play_key, update_key
 from earl_jax.selector.choose import BudgetTooSmall
-from earl_jax.selector.plans import Plan, RolloutPlan, TrainPlan
+from earl_jax.selector.plans import Plan, Plans, RolloutPlan
 from earl_jax.selector.table import Entry, key_of
 from earl_jax.telemetry.compile_clock import compile_clock
 from earl_jax.telemetry.load import WINDOW, Load, LoadHistory
@@ -47,19 +43,14 @@ def wanted_programs(
 ) -> Iterator[Wanted]:
     """Yields the program for the last episodes of a rollout, if they would move to another mesh.
 
-    Then those of the config's next context bucket, whose plans are chosen as of now; and those of
-    plans for the present one that never ran, and would be chosen if nobody waited for them.
+    Then those of the config's next context bucket, and those of `promising_plans`.
     """
-    stages, load = placement.stages, history.recent()
+    load = history.recent()
     if (tail := placement.sessions.tail_plan(load)) is not None:
-        yield _round(stages, tail, placement.max_tokens)
+        yield from filter(None, [_wanted(placement, tail, placement.max_tokens)])
     yield from _next_bucket(placement, load, max_context)
     for plan, tokens in promising_plans(placement, load):
-        if isinstance(plan, RolloutPlan):
-            wanted = _round(stages, plan, tokens)
-        else:
-            wanted = _update(placement, plan, tokens)
-        if wanted is not None:
+        if wanted := _wanted(placement, plan, tokens):
             yield wanted._replace(waiting=key_of(plan, tokens))
 
 
@@ -71,8 +62,7 @@ def promising_plans(placement: Placement, load: Load | None) -> list[tuple[Plan,
     step, observations = placement.step_of(placement.max_tokens, load), placement.observations
     if placement.may_try is None or not observations.is_fed or step.lasts < WINDOW:
         return []
-    chooser = placement.chooser(load)
-    chooser = dataclasses.replace(chooser, may_try=lambda plan, tokens: True)
+    chooser = dataclasses.replace(placement.chooser(load), may_try=lambda plan, tokens: True)
     try:
         choices = chooser.step(step, placement.plans).choices
     except BudgetTooSmall:
@@ -83,33 +73,43 @@ def promising_plans(placement: Placement, load: Load | None) -> list[tuple[Plan,
 
 
 def _next_bucket(placement: Placement, load: Load | None, max_context: int) -> Iterator[Wanted]:
-    stages, rollout = placement.stages, placement.stages.rollout
+    rollout = placement.stages.rollout
     bucket = rollout.max_tokens_for(placement.max_tokens + 1)
-    if bucket > min(max_context, rollout.context_buckets[-1]):
-        return
-    plans = placement.foresee(bucket, load)
-    if plans.train is not None and (update := _update(placement, plans.train, bucket)):
-        yield update
-    if plans.rollout is not None:
-        yield _round(stages, plans.rollout, bucket)
+    if bucket <= min(max_context, rollout.context_buckets[-1]):
+        for plan in reversed(foresee(placement, bucket, load)):
+            if plan is not None and (wanted := _wanted(placement, plan, bucket)):
+                yield wanted
 
 
-def _update(placement: Placement, plan: TrainPlan, length: int) -> Wanted | None:
-    """Returns the program of an update; None where the shape of its batch is not known yet."""
+def foresee(placement: Placement, max_tokens: int, load: Load | None) -> Plans:
+    """Returns the plans that longer contexts would have; those in use where nothing fits.
+
+    Training batches have the tokens of `load` still.
+    """
+    step = dataclasses.replace(
+        placement.step_of(max_tokens, None), max_tokens=max_tokens, length=max_tokens, is_new=True
+    )
+    try:
+        return placement.chooser(load).step(step, placement.plans).plans
+    except BudgetTooSmall:
+        return placement.plans
+
+
+def _wanted(placement: Placement, plan: Plan, tokens: int) -> Wanted | None:
+    """Returns a plan's program; None for an update whose batch has no known shape yet.
+
+    Engines and jitted functions are made here: two threads would make two of each.
+    """
     stages = placement.stages
-    if (shape := shape_ahead(placement, plan, length)) is None:
+    if isinstance(plan, RolloutPlan):
+        stages.engines.engine(plan.mesh, plan.num_slots)
+        key = play_key(plan.mesh, plan.num_slots, tokens)
+        return Wanted(key, lambda: lower_round(stages, plan, tokens))
+    if (shape := shape_ahead(placement, plan, tokens)) is None:
         return None
-    train = plan_of_shape(stages, plan, shape, length)
-    # Jitted here: two threads would make two of it.
+    train = plan_of_shape(stages, plan, shape, tokens)
     stages.learner.program(train)
-    return Wanted(update_key(train, shape), lambda: lower_update(stages, train, length, shape))
-
-
-def _round(stages: Stages, plan: RolloutPlan, max_tokens: int) -> Wanted:
-    # Built here: two threads would make two of it.
-    stages.engines.engine(plan.mesh, plan.num_slots)
-    key = play_key(plan.mesh, plan.num_slots, max_tokens)
-    return Wanted(key, lambda: lower_round(stages, plan, max_tokens))
+    return Wanted(update_key(train, shape), lambda: lower_update(stages, train, tokens, shape))
 
 
 def compiles_ahead(setting: str, cluster: Cluster) -> bool:
@@ -169,10 +169,7 @@ class CompileAhead:
         return self.is_compiled(self._waiting.get(key_of(plan, tokens)))
 
     def hand_over(self, key: Hashable) -> None:
-        """Gives a program to the run, which waits if it is being compiled.
-
-        The run compiles a program itself that was not begun.
-        """
+        """Gives a program to the run: it waits if that is being compiled, or compiles it itself."""
         future, self._futures[key] = self._futures.get(key), None
         if future is None or future.cancel():
             return
@@ -181,10 +178,7 @@ class CompileAhead:
         self._waited_s += time.perf_counter() - start_s
 
     def take_waited_s(self) -> float:
-        """Returns the seconds that the run has waited for programs since the last call.
-
-        Also for those that it compiled itself or loaded from the cache folder.
-        """
+        """Returns the seconds of waiting for programs since the last call, compiled here or not."""
         waited, self._waited_s = self._waited_s, 0.0
         return waited + self._clock.take(but=self._thread)
 

@@ -33,6 +33,12 @@ def move_state(placement: Placement, state: TrainState, *, to_play: bool = False
 
 def _to_mesh(placement: Placement, state: TrainState) -> TrainState:
     stages = placement.stages
+
+    def together(shardings: Any) -> TrainState:
+        moved = reshard(state, shardings, chunk_bytes=stages.chunk_bytes, donate=True)
+        stages.cluster.wait(moved, "the switch of the trainer")
+        return moved
+
     while True:
         shardings = stages.learner.state_shardings(placement.train.mesh)
         if not stages.cluster.trains:
@@ -41,10 +47,9 @@ def _to_mesh(placement: Placement, state: TrainState) -> TrainState:
             return state
         start = time.perf_counter()
         if stages.cluster.count > 1:
-            again = functools.partial(_to_mesh_together, placement, state, shardings)
-            moved, whole = placement.attempt("train", again), True
+            moved = placement.attempt("train", functools.partial(together, shardings))
             assert moved is not None, "of several processes one that is short ends"
-            state = moved
+            state, whole = moved, True
         else:
             attempt = functools.partial(placement.attempt, None)
             state, whole = carry(state, shardings, stages.chunk_bytes, attempt)
@@ -53,10 +58,3 @@ def _to_mesh(placement: Placement, state: TrainState) -> TrainState:
             return state
         placement.fail("train", in_move=True)
         placement.choose_training()
-
-
-def _to_mesh_together(placement: Placement, state: TrainState, shardings: Any) -> TrainState:
-    stages = placement.stages
-    state = reshard(state, shardings, chunk_bytes=stages.chunk_bytes, donate=True)
-    stages.cluster.wait(state, "the switch of the trainer")
-    return state

@@ -19,8 +19,7 @@ class Observations:
         """Begins with a table; the run's speeds are added to it if `is_fed`.
 
         Speeds of before are one of each plan then, so that an entry is trusted only when this run
-        has observed it. `say` reports plans that ran out of memory, and a table that cannot be
-        kept.
+        has observed it. `say` reports failures and a table that cannot be kept.
         """
         self._problem, self._say, self.is_fed = problem, say, is_fed
         self.table = table.as_prior() if is_fed else table
@@ -36,10 +35,9 @@ class Observations:
         """
         if self.is_fed and tokens_per_s:
             key, table = key_of(plan, tokens), self.table
-            if key not in self._observed and key in table.entries:
-                bare = table.entries[key]._replace(speeds=())
-                table = dataclasses.replace(table, entries={**table.entries, key: bare})
-            self._observed.add(key)
+            if key not in self._observed:
+                self._observed.add(key)
+                table = table.with_entry(key, speeds=())
             self._keep(table.with_speed(key, tokens_per_s))
 
     def add_bytes(self, plan: Plan, tokens: int, program_bytes: int) -> None:

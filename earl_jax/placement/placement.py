@@ -5,6 +5,7 @@
 The selector decides (selector/choose.py). Sessions of a rollout are in sessions.py.
 """
 
+import contextlib
 import dataclasses
 import gc
 import math
@@ -16,13 +17,12 @@ import jax
 from earl_jax.dispatch.packing import Shape, ShapeHistory
 from earl_jax.launch.distributed import RestartNeeded
 from earl_jax.placement.observations import Observations
-from earl_jax.placement.programs import compiled_bytes
 from earl_jax.placement.sessions import Sessions
-from earl_jax.placement.stages import Stages
+from earl_jax.placement.stages import Stages, compiled_bytes
 from earl_jax.rollout.gather import RolloutShort, Shortage
-from earl_jax.selector.choose import BudgetTooSmall, Choice, Chooser, Decision, Stage, Step
+from earl_jax.selector.choose import BudgetTooSmall, Choice, Chooser, Decision, Step
 from earl_jax.selector.memory import OutOfMemoryInMove, is_out_of_memory
-from earl_jax.selector.plans import Plan, Plans, RolloutPlan, TrainPlan
+from earl_jax.selector.plans import Plan, Plans, RolloutPlan, Stage, TrainPlan
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
@@ -31,8 +31,8 @@ from earl_jax.train.backup import StateBackup
 
 Result = TypeVar("Result")
 MayTry = Callable[[Plan, int], bool]
-# A plan whose computed bytes are nearer to the budget is compiled before it is used: they have been
-# up to a twelfth below XLA's (benchmarks/plan.md); on CPUs, whose programs are small, a half.
+# A plan whose computed bytes are nearer to the budget is compiled before it is used. They have been
+# a twelfth below XLA's (benchmarks/plan.md); on CPUs, whose programs are small, a half.
 SURE, SURE_ON_CPU = 1.2, 1.5
 # Programs of a stage that are compiled for their bytes, where another plan surely fits.
 COMPILED_AT_MOST = 2
@@ -72,7 +72,7 @@ class Placement:
     def __init__(
         self, stages: Stages, table: ThroughputTable, say: Callable[[str], None] = lambda text: None
     ) -> None:
-        """Begins without plans; `say` reports plans that ran out of memory or were not kept."""
+        """Begins without plans; `say` reports what ran out of memory or could not be kept."""
         self.stages, self.problem = stages, stages.problem
         self.observations = Observations(stages.problem, table, say, is_fed=stages.feeds_table)
         self.plans = Plans()
@@ -92,9 +92,9 @@ class Placement:
         # CompileAhead.hand_over and .is_compiled, where a thread compiles ahead.
         self.about_to_use: Callable[[Hashable], None] = lambda key: None
         self.is_compiled: Callable[[Hashable], bool] = lambda key: False
-        # Returns True for a plan that never ran, if it may be tried because nobody waits for its
-        # program (CompileAhead.may_try). On CPUs, whose compiler takes its time from the steps in
-        # any case, all may be. None: nothing is tried, as of several processes.
+        # CompileAhead.may_try: a plan that never ran may be tried, as nobody waits for its program.
+        # On CPUs, whose compiler takes its time from the steps in any case, all may be. None:
+        # nothing is tried, as of several processes.
         is_cpu = stages.problem.hardware.platform == "cpu" and stages.cluster.count == 1
         self.may_try: MayTry | None = (lambda plan, tokens: True) if is_cpu else None
         # Steps that the run has left; None: not known.
@@ -150,15 +150,12 @@ class Placement:
     @property
     def words(self) -> str:
         """The differences from the config for lack of memory, in words; "" for none."""
-        work, parts = self.problem.work, []
-        if self.rollout.offload:
-            parts.append("the optimizer's moments wait in host memory during rollouts")
-        if self.rollout.num_slots != work.num_slots:
-            parts.append(f"rollout with {self.rollout.num_slots} of {work.num_slots} slots")
-        first = TrainPlan(self.train.mesh, work.micro_batches, work.remat)
-        if self.train != first:
-            parts.append(f"training on {self.train.words(first)}")
-        return "; ".join(parts)
+        (rollout, train), work = (self.rollout, self.train), self.problem.work
+        first = TrainPlan(train.mesh, work.micro_batches, work.remat)
+        moments = "the optimizer's moments wait in host memory during rollouts"
+        slots = f"rollout with {rollout.num_slots} of {work.num_slots} slots"
+        parts = [moments] * rollout.offload + [slots] * (rollout.num_slots != work.num_slots)
+        return "; ".join(parts + [f"training on {train.words(first)}"] * (train != first))
 
     @property
     def needed_tokens(self) -> int:
@@ -176,10 +173,8 @@ class Placement:
     def choose_step(self, tokens: int, load: Load | None) -> Decision:
         """Chooses the plans of the next step, whose episodes may have `tokens` tokens.
 
-        Where nothing fits the growth that is expected, contexts count as they are.
-
-        Raises:
-            BudgetTooSmall: no plans are left.
+        Where nothing fits the growth that is expected, contexts count as they are. Raises
+        BudgetTooSmall where no plans are left, as all that choose.
         """
         try:
             return self.choose(self.step_of(tokens, load), load)
@@ -196,16 +191,11 @@ class Placement:
         """Chooses the plans of both stages, or of `only` one, and takes them into use.
 
         A rollout that keeps its slots is within itself: one process may choose by itself.
-
-        Raises:
-            BudgetTooSmall: no plans are left.
         """
         before, decision = self.plans, self._settled(step, load, only)
-        rollout, train = decision.rollout, decision.train
+        rollout, train = decision.plans
         switched = any(choice.switched for choice in decision.choices)
-        self.plans = Plans(
-            rollout.plan if rollout else before.rollout, train.plan if train else before.train
-        )
+        self.plans = Plans(rollout or before.rollout, train or before.train)
         if only is None:
             stays = not switched and self.plans.train == before.train
             self.calm_steps = self.calm_steps + 1 if stays else 0
@@ -229,28 +219,20 @@ class Placement:
         rollout = self.stages.rollout
         max_tokens = max(rollout.max_tokens_for(tokens), self.outgrown)
         length = rollout.max_tokens_for(load.context_tokens_max if load else 1)
-        is_new = max_tokens > self.most_tokens or length > self.most_length
+        # The cache is to hold what it held, and what is expected in flight; at first as much as all
+        # slots have in the first context bucket.
+        first = rollout.num_slots * rollout.context_buckets[0]
+        in_flight = math.ceil(1.1 * load.tokens_in_flight_max) if load else 0
+        turns = rollout.episodes_per_step * rollout.max_turn_tokens
         return Step(
             max_tokens=max_tokens,
             length=length,
-            cache_tokens=self._wanted_tokens(load),
-            rollout_tokens=(
-                load.rollout_tokens if load else rollout.episodes_per_step * rollout.max_turn_tokens
-            ),
+            cache_tokens=max(first, self.cache_tokens, in_flight),
+            rollout_tokens=load.rollout_tokens if load else turns,
             lasts=self._lasts(max_tokens, length, load),
-            is_new=is_new,
+            is_new=max_tokens > self.most_tokens or length > self.most_length,
             compile_s=self.observations.table.compile_s if self.observations.is_fed else 0.0,
         )
-
-    def _wanted_tokens(self, load: Load | None) -> int:
-        """Returns the tokens that the KV cache should hold: as before, and as expected in flight.
-
-        At first as many as all slots have in the first context bucket.
-        """
-        rollout = self.stages.rollout
-        first = rollout.num_slots * rollout.context_buckets[0]
-        in_flight = math.ceil(1.1 * load.tokens_in_flight_max) if load else 0
-        return max(first, self.cache_tokens, in_flight)
 
     def tokens_of(self, num_pages: int) -> int:
         """Returns the tokens that so many pages hold; half of each slot's last page is empty.
@@ -261,10 +243,7 @@ class Placement:
         return max(0, num_pages * page_size - self.rollout.num_slots * page_size // 2)
 
     def _lasts(self, max_tokens: int, length: int, load: Load | None) -> int:
-        """Returns how many steps a choice will last: until contexts outgrow its buckets.
-
-        At most those of the horizon, and those that are left.
-        """
+        """Returns the steps until contexts outgrow these buckets, within horizon and run."""
         horizon = self.problem.horizon_steps
         if self.steps_left is not None:
             horizon = max(1, min(horizon, self.steps_left))
@@ -274,11 +253,10 @@ class Placement:
         return max(1, min(horizon, math.ceil(left / load.growth_tokens)))
 
     def choose_training(self, load: Load | None = None) -> Decision:
-        """Chooses a plan for rows as long as the longest of recent steps, if one must be chosen.
+        """Chooses a plan for rows as long as the longest of recent steps.
 
-        It must where the plan in use does not fit, or where rows were never so long and another
-        plan is faster. By recent steps and not by the batch at hand: where the longest episode
-        comes and goes, the mesh must not. Without `load`, after a failure, rows are as before.
+        Not of the batch at hand: where the longest episode comes and goes, the mesh must not.
+        Without `load`, after a failure, rows are as before.
         """
         length = self.length
         if load is not None:
@@ -297,26 +275,20 @@ class Placement:
 
         A stage needs one compilation, or two where the first turns out too large. Then plans are
         chosen that surely fit, and others are compiled only where none does.
-
-        Raises BudgetTooSmall where nothing fits.
         """
-        # Trying a mesh takes a few steps and a compilation.
-        tries = only is None and step.lasts >= WINDOW
-        together = not step.keeps_slots
 
         def chosen(caution: float = 1.0, tries: bool = False) -> Decision:
             chooser = self.chooser(load, caution, tries=tries)
             return chooser.step(step, self.plans, self.calm_steps, only)
 
         for _ in range(COMPILED_AT_MOST):
-            decision = chosen(tries=tries)
-            if not self._compiled(decision, together):
+            # Trying a mesh takes a few steps and a compilation.
+            decision = chosen(tries=only is None and step.lasts >= WINDOW)
+            if not self._compiled(decision, together=not step.keeps_slots):
                 return decision
-        try:
+        with contextlib.suppress(BudgetTooSmall):
             return chosen(self._sure)
-        except BudgetTooSmall:
-            pass
-        while self._compiled(decision := chosen(), together):
+        while self._compiled(decision := chosen(), together=not step.keeps_slots):
             pass
         return decision
 
@@ -334,20 +306,21 @@ class Placement:
     def _sure(self) -> float:
         return SURE_ON_CPU if self.problem.hardware.platform == "cpu" else SURE
 
-    def _compiled(self, decision: Decision, together: bool) -> bool:
+    def _compiled(self, decision: Decision, *, together: bool) -> bool:
         """Compiles the programs in doubt for their bytes; returns True if there were any."""
-        found = False
-        for choice in decision.choices:
-            if choice.is_exact or self._sure * choice.num_bytes <= self.problem.budget:
-                continue
-            found = True
-            plan, tokens = choice.plan, choice.tokens
+        budget = self.problem.budget
+        doubted = [
+            (choice.plan, choice.tokens)
+            for choice in decision.choices
+            if not choice.is_exact and self._sure * choice.num_bytes > budget
+        ]
+        for plan, tokens in doubted:
             num_bytes = compiled_bytes(self.stages, plan, tokens, together=together)
             if num_bytes is None:
                 self._remember(plan, tokens)
             else:
                 self.observations.add_bytes(plan, tokens, num_bytes)
-        return found
+        return bool(doubted)
 
     # Recovery from a lack of memory.
 
@@ -362,14 +335,13 @@ class Placement:
     ) -> Result | None:
         """Returns the result of `work`; None where the devices had too little memory for it.
 
-        No other place catches a lack of memory while plans are in use. The size of the stage's plan
-        is remembered (`stage` None: nothing is), for later runs too if its own program failed.
-        Choose again, and repeat the work from its inputs, which it must not have given up. A
-        rollout that outgrew its plan, where none is left for its live episodes, is repeated too:
-        from the start there may be one, with fewer slots.
+        The size of the stage's plan is remembered then (`fail`). Choose again, and repeat the work
+        from its inputs, which it must not have given up. A rollout that outgrew its plan, where
+        none is left for its live episodes, is repeated too: from the start there may be one, with
+        fewer slots.
 
         Args:
-            stage: the stage whose plan is in use.
+            stage: the stage whose plan is in use; None: nothing is remembered.
             work: a function that waits for its arrays.
             length: the context bucket that is trained on, if not the chosen one.
             plan: the plan of an update with no larger micro-batches than the one in use.
@@ -416,7 +388,7 @@ class Placement:
     ) -> None:
         """Remembers that a stage's plan ran out of memory; `length` and `plan` as in `attempt`.
 
-        In this run only if it did `in_move`: in a move to the plan.
+        For later runs too, unless it did so `in_move`: in a move to the plan.
         """
         if stage == "rollout":
             self.outgrown = self.max_tokens
@@ -449,20 +421,3 @@ class Placement:
         self.outgrown = shortage.outgrown
         if shortage.failed:
             self.fail("rollout")
-
-    # Moving.
-
-    def foresee(self, max_tokens: int, load: Load | None) -> Plans:
-        """Returns the plans that longer contexts would have; those in use where nothing fits.
-
-        Training batches have the tokens of `load` still.
-        """
-        step = dataclasses.replace(
-            self.step_of(max_tokens, None), max_tokens=max_tokens, length=max_tokens, is_new=True
-        )
-        try:
-            decision = self.chooser(load).step(step, self.plans)
-        except BudgetTooSmall:
-            return self.plans
-        assert decision.rollout is not None and decision.train is not None
-        return Plans(decision.rollout.plan, decision.train.plan)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from earl_jax.algorithms.requirements import Networks
 from earl_jax.config import Config
-from earl_jax.engine.config import APPEND_TOKENS
+from earl_jax.engine.config import append_tokens_for
 from earl_jax.envs.tokenizer import build_tokenizer
 from earl_jax.models.attention.kernels import context_obstacle, reads_pages_in_place
 from earl_jax.models.checkpoints.hf_read import open_checkpoint
@@ -137,7 +137,7 @@ def workload(config: Config, model: ModelConfig, hardware: Hardware) -> Workload
         logprob_chunk=train.logprob_chunk,
         epochs=train.epochs,
         chunk_size=rollout.chunk_size,
-        append_tokens=APPEND_TOKENS,
+        append_tokens=append_tokens_for(hardware.platform),
         burst=rollout.burst,
         page_size=rollout.tokens_a_page,
         batches=config.asynchrony.batches,
@@ -252,7 +252,7 @@ def planned_problem(
         can_offload=can_offload and not apart,
     )
     try:
-        assert problem.rollout_meshes and problem.train_meshes
+        assert problem.meshes("rollout") and problem.meshes("train")
     except ValueError as error:
         number, fields = hardware.num_devices, ("num_slots", "episodes_per_step")
         given = {field: getattr(config.rollout, field) for field in fields}

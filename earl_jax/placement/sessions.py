@@ -15,7 +15,7 @@ from earl_jax.dispatch.weights import publish_to_engines
 from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import roomier_pages
 from earl_jax.engine.session import Policy, Session, open_session, relocate, vacate
-from earl_jax.placement.programs import play_key
+from earl_jax.placement.stages import play_key
 from earl_jax.selector.choose import BudgetTooSmall, Decision
 from earl_jax.selector.memory import moving, resident_bytes
 from earl_jax.selector.plans import Plans, RolloutPlan

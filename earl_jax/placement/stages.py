@@ -1,17 +1,23 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Stages: the parts of a run that a placement acts on."""
+"""Stages: the parts of a run that a placement acts on, and the programs of plans.
+
+Programs are lowered from shapes alone: for their bytes, and to compile them ahead.
+"""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
+from earl_jax.dispatch.packing import Shape
 from earl_jax.launch.cluster import Cluster
 from earl_jax.launch.layouts import Layouts
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.engines import Engines
-from earl_jax.selector.plans import RolloutPlan
+from earl_jax.selector.memory import program_bytes, unless_out_of_memory
+from earl_jax.selector.plans import Plan, RolloutPlan, TrainPlan
 from earl_jax.selector.problem import Problem
+from earl_jax.sharding.layout import MeshShape
 from earl_jax.train.learner import Learner
 from earl_jax.train.state import TrainState
 
@@ -47,3 +53,44 @@ class Stages:
     def saved_shardings(self) -> TrainState | None:
         """The shardings of a saved TrainState; None if it is saved as it is placed."""
         return None if self.cluster.all_train else self.spread_shardings(self.cluster.devices)
+
+
+def lower_round(stages: Stages, plan: RolloutPlan, max_tokens: int) -> Any:
+    """Lowers a round of the rollout with rows of `max_tokens` tokens."""
+    engine = stages.engines.engine(plan.mesh, plan.num_slots)
+    return engine.lower_play(max_tokens, stages.pool(plan))
+
+
+def lower_update(stages: Stages, plan: TrainPlan, length: int, shape: Shape | None = None) -> Any:
+    """Lowers an update of episodes of up to `length` tokens; `shape` None: a row for each."""
+    rows, length = shape or Shape(stages.rollout.episodes_per_step, length)
+    return stages.learner.lower(plan, rows, length)
+
+
+def compiled_bytes(stages: Stages, plan: Plan, tokens: int, *, together: bool = True) -> int | None:
+    """Compiles a plan's program; returns its bytes per device, None where memory was short for it.
+
+    Of several processes those compile that run it; with `together` all get the largest number.
+    """
+    processes, own = stages.cluster, 0
+
+    def compiled() -> int:
+        lower = lower_round if plan.stage == "rollout" else lower_update
+        return program_bytes(lower(stages, plan, tokens).compile())  # pyright: ignore
+
+    if processes.plays if plan.stage == "rollout" else processes.trains:
+        own = unless_out_of_memory(compiled)
+    if not together:
+        return own
+    each = processes.gather(own, f"the bytes of {plan.words()}")
+    return None if None in each else max(each)
+
+
+def play_key(mesh: MeshShape, num_slots: int, max_tokens: int) -> Hashable:
+    """Returns the name of a round's program, for the run and the thread that compiles ahead."""
+    return "play", mesh, num_slots, max_tokens
+
+
+def update_key(plan: TrainPlan, shape: Shape) -> Hashable:
+    """Returns the name of an update's program."""
+    return "train", plan, shape

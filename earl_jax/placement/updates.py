@@ -18,7 +18,7 @@ from earl_jax.placement.delivery import Part
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.packing import move_batch, plan_batch, plan_of_shape, tightest_plan
 from earl_jax.placement.placement import Placement
-from earl_jax.placement.programs import update_key
+from earl_jax.placement.stages import update_key
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.train.sft import sft_batch

@@ -12,7 +12,7 @@ from earl_jax.launch.agreement import check_same
 from earl_jax.launch.cluster import Cluster, find_cluster, processes_only
 from earl_jax.launch.layouts import across_in_words
 from earl_jax.models.checkpoints.hf_read import check_weights
-from earl_jax.placement.programs import compiled_bytes
+from earl_jax.placement.stages import compiled_bytes
 from earl_jax.preflight import hosts, links
 from earl_jax.preflight.storage import check_storage
 from earl_jax.rollout.load import expected_tokens

@@ -37,7 +37,7 @@ from earl_jax.trajectory import Experience
 def rollout_rows(run: Run, repeats: int) -> Iterator[dict[str, Any]]:
     """Yields the time of a rollout on each mesh."""
     tokens, tasks = run.config.rollout.context_buckets[-1], run.tasks.training(0)
-    for mesh in run.problem.rollout_meshes_for(tokens):
+    for mesh in run.problem.meshes("rollout", tokens):
         placement = placement_on(run, mesh, None)
         placement.choose_step(tokens, None)
         state = move_state(placement, run.learner.init_state(placement.train.mesh), to_play=True)
@@ -63,7 +63,7 @@ def train_rows(run: Run, repeats: int) -> Iterator[dict[str, Any]]:
     """Yields the time of an update on each mesh."""
     rollout = run.config.rollout
     length, num_rows = rollout.context_buckets[-1], rollout.episodes_per_step
-    for mesh in run.problem.train_meshes_for(length):
+    for mesh in run.problem.meshes("train", length):
         placement = placement_on(run, None, mesh)
         placement.choose_step(length, None)
         placement.length = length
@@ -84,9 +84,9 @@ def dispatch_rows(run: Run, repeats: int) -> Iterator[dict[str, Any]]:
     length, num = run.config.rollout.context_buckets[-1], run.config.rollout.episodes_per_step
     numbers, logprobs = np.zeros((num, length), np.int32), np.zeros((num, length), np.float32)
     fields = Experience(tokens=numbers, turn_ids=numbers, logprobs=logprobs, versions=numbers)  # pyright: ignore
-    for train_mesh in run.problem.train_meshes_for(length):
+    for train_mesh in run.problem.meshes("train", length):
         params = run.learner.policy(run.learner.init_state(train_mesh))
-        for rollout_mesh in run.problem.rollout_meshes_for(length):
+        for rollout_mesh in run.problem.meshes("rollout", length):
             engine = run.stages.engines.engine(rollout_mesh)
             rows = run.stages.layouts.engine(rollout_mesh).activations("NS")
             send = partial(
@@ -109,7 +109,7 @@ def dispatch_rows(run: Run, repeats: int) -> Iterator[dict[str, Any]]:
 
 def switch_rows(run: Run, repeats: int) -> Iterator[dict[str, Any]]:
     """Yields the time of each change of mesh, away from the first one of its stage."""
-    rollout, train = run.problem.rollout_meshes, run.problem.train_meshes
+    rollout, train = run.problem.meshes("rollout"), run.problem.meshes("train")
     state = run.learner.init_state(train[0])
     for mesh in train[1:]:
         goal = run.learner.state_shardings(mesh)

@@ -216,7 +216,7 @@ def _problem(config: Config, origin: Origin, cluster: Cluster) -> Problem:
         num_processes=cluster.count,
         can_offload=_can_offload(config, cluster),
     )
-    assert problem.rollout_meshes and problem.train_meshes
+    assert problem.meshes("rollout") and problem.meshes("train")
     return problem
 
 
@@ -232,7 +232,7 @@ def _can_offload(config: Config, cluster: Cluster) -> bool:
 def _attention(config: Config, stages: Stages, origin: Origin) -> tuple[Choice, ...]:
     """Returns the kernels that attention in training may have, for short and long rows."""
     # One mesh with a context axis and one without: all meshes have the same devices.
-    meshes = {shape.context > 1: shape for shape in reversed(stages.problem.train_meshes)}
+    meshes = {shape.context > 1: shape for shape in reversed(stages.problem.meshes("train"))}
     rollout, setting = config.rollout, config.train.attention
     most = rollout.max_episode_tokens or BLOCK_SIZE + 1
     lengths = [rollout.max_tokens_for(min(tokens, most)) for tokens in (1, BLOCK_SIZE + 1)]
@@ -248,7 +248,7 @@ def _attention_notes(
     config: Config, stages: Stages, origin: Origin, attention: tuple[Choice, ...]
 ) -> list[str]:
     """Returns what a user should know of kernels and precision at the start of a run."""
-    layout, rollout = stages.layouts.rollout(stages.problem.rollout_meshes[0]), config.rollout
+    layout, rollout = stages.layouts.rollout(stages.problem.meshes("rollout")[0]), config.rollout
     choice = choose_pages_kernel(rollout.attention, layout, origin.model, rollout.tokens_a_page)
     pages = pages_in_words(choice, str(layout.platform), rollout.tokens_a_page)
     notes = [

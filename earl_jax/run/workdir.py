@@ -327,9 +327,9 @@ def _is_possible(run: Run, placement: Placement) -> bool:
     """Returns True if the plans in use are of the devices and meshes of this run."""
     problem, (rollout, train) = run.problem, placement.plans
     assert rollout is not None and train is not None
-    return rollout.mesh in problem.rollout_meshes_for(
-        placement.max_tokens
-    ) and train.mesh in problem.train_meshes_for(placement.most_length)
+    return rollout.mesh in problem.meshes(
+        "rollout", placement.max_tokens
+    ) and train.mesh in problem.meshes("train", placement.most_length)
 
 
 def _table_of(

@@ -2,16 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mesh shapes that a stage can use: arithmetic over divisors."""
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
 
+from earl_jax.selector.plans import Stage
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 
 # Returns why a shape cannot be used, in words; None where it can.
 Check = Callable[[MeshShape], str | None]
-Stage = Literal["rollout", "train"]
 # Rows are not cut over `context` into fewer tokens a shard, unless the user names such a mesh.
 LEAST_SHARD_TOKENS = 4096
 
@@ -31,15 +29,10 @@ def mesh_shapes(
     """
     number = num_devices // context
     shapes = [
-        MeshShape(
-            data=rows // fsdp // expert,
-            fsdp=fsdp,
-            context=context,
-            expert=expert,
-            tensor=number // rows,
-        )
+        MeshShape(rows // fsdp // expert, fsdp, context, expert, number // rows)
         for rows in reversed(divisors(number))
-        for expert in _expert_sizes(rows, num_experts)
+        for expert in divisors(rows)
+        if max(num_experts, 1) % expert == 0
         for fsdp in (divisors(rows // expert) if stage == "train" else (1,))
     ]
     if stage == "train":
@@ -47,37 +40,18 @@ def mesh_shapes(
     return sorted(shapes, key=lambda shape: (-shape.data, shape.expert))
 
 
-def context_candidates(
-    stage: Stage, num_devices: int, check: Check, num_experts: int = 0
-) -> list[MeshShape]:
-    """Returns the shapes that cut rows over `context` too and can be used, least cut first.
-
-    They are for long rows (`for_rows`); there may be none.
-    """
-    return [
-        shape
-        for context in divisors(num_devices)[1:]
-        for shape in mesh_shapes(stage, num_devices, num_experts, context)
-        if check(shape) is None
-    ]
-
-
-def for_rows(shapes: Iterable[MeshShape], length: int) -> list[MeshShape]:
-    """Returns the shapes that leave each shard LEAST_SHARD_TOKENS of a row of so many tokens."""
-    return [shape for shape in shapes if shape.context * LEAST_SHARD_TOKENS <= length]
-
-
-def _expert_sizes(num_devices: int, num_experts: int) -> list[int]:
-    """Returns the numbers of parts into which experts may be cut; [1] for a model without."""
-    return [size for size in divisors(num_devices) if max(num_experts, 1) % size == 0]
-
-
 def candidates(
-    stage: Stage, num_devices: int, named: Sequence[str], check: Check, num_experts: int = 0
+    stage: Stage,
+    num_devices: int,
+    named: Sequence[str],
+    check: Check,
+    num_experts: int = 0,
+    tokens: int = 0,
 ) -> list[MeshShape]:
     """Returns the shapes of a stage that can be used, or those of them that the user named.
 
-    Only a shape that is named cuts rows over `context`.
+    Rows of `tokens` tokens are cut over `context` too, where each shard has LEAST_SHARD_TOKENS.
+    Those shapes are last, least cut first. One that is named may cut rows of any length.
 
     Raises:
         ValueError: a shape that the user named cannot be used, or none can.
@@ -90,23 +64,20 @@ def candidates(
         if not usable:
             why = "; ".join(f"{shape}: {reason}" for shape, reason in reasons.items())
             raise InputError(f"no mesh of {num_devices} devices fits this model: {why}")
+        for context in divisors(num_devices)[1:]:
+            if context * LEAST_SHARD_TOKENS <= tokens:
+                long = mesh_shapes(stage, num_devices, num_experts, context)
+                usable += [shape for shape in long if check(shape) is None]
         return usable
-    chosen = []
-    for text in named:
-        shape = MeshShape.parse(text)
+    for shape in map(MeshShape.parse, named):
         if shape.num_devices != num_devices:
             raise InputError(
-                f"config.selector.{field} has '{text}', a mesh of {shape.num_devices} devices; "
+                f"config.selector.{field} has '{shape}', a mesh of {shape.num_devices} devices; "
                 f"this run has {num_devices}. Possible here: {allowed}"
             )
         if (reason := check(shape)) is not None:
             raise InputError(
-                f"config.selector.{field} has '{text}', which is impossible: {reason}. "
+                f"config.selector.{field} has '{shape}', which is impossible: {reason}. "
                 f"Possible here: {allowed}"
             )
-        chosen.append(shape)
-    return chosen
-
-
-rollout_candidates = functools.partial(candidates, "rollout")
-train_candidates = functools.partial(candidates, "train")
+    return list(map(MeshShape.parse, named))

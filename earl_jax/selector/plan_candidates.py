@@ -10,10 +10,11 @@ model's by more than the model's error counts only where this run has observed i
 
 import dataclasses
 import functools
+import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from earl_jax.selector.plans import Plan, RolloutPlan, TrainPlan
@@ -23,6 +24,8 @@ from earl_jax.selector.table import Entry, ThroughputTable, key_of, parse_key
 from earl_jax.sharding.layout import MeshShape
 
 P = TypeVar("P", RolloutPlan, TrainPlan)
+# Speeds within this fraction are equal.
+TIE = 0.02
 # Without a known budget a pool has so many times the pages that are wanted.
 MOST_SPARE = 4
 # Share of the remaining memory that goes to pages.
@@ -35,9 +38,9 @@ TRIALS = 2
 class Candidate(Generic[P]):
     """A plan with the bytes per device of its own program and its speed.
 
-    `is_exact` bytes are XLA's. The speed was observed `num_speeds` times, or is computed; with
-    `is_trial` it is the most that the model's error allows. `failed` is how it ran out of memory
-    before, "" where it did not.
+    `is_exact` bytes are XLA's. The speed was observed `num_speeds` times at this context bucket, or
+    is computed; with `is_trial` it is the most that the model's error allows. `failed` is how the
+    plan ran out of memory before, "" where it did not.
     """
 
     plan: P
@@ -48,10 +51,9 @@ class Candidate(Generic[P]):
     is_trial: bool = False
     failed: str = ""
 
-    @property
-    def is_observed(self) -> bool:
-        """True if the plan ran at this context bucket."""
-        return self.num_speeds > 0
+    def fits(self, free: float) -> bool:
+        """Returns True if it fits into `free` bytes of a device and has not failed."""
+        return not self.failed and self.num_bytes <= free
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,28 +81,26 @@ class Candidates:
     ) -> list[Candidate[TrainPlan]]:
         """Returns the plans for rows of so many tokens that fit into `free` bytes of a device.
 
-        On a mesh that is the one with the fewest micro-batches that fit, with and without remat.
-        More are slower, and are there only where they ran or are in use, or where a rollout must
-        fit beside an update. A plan that ran out of memory does not fit.
+        Of a mesh's plans with the fewest micro-batches that fit, with and without remat, that is
+        the faster one; more are slower. The plan in use is there too, and where a rollout must fit
+        beside an update all that fit.
         """
-        ran = {current.mesh} if current else set()
-        for text, entry in self.table.entries.items():
-            plan, tokens = parse_key(text)
-            if entry.speeds and tokens == length and plan.stage == "train":
-                ran.add(plan.mesh)
-        found = []
+        found, stays = [], self.problem.rollout_stays
         for mesh, ways in _train_ways(self.problem, length).items():
-            every = self.problem.rollout_stays or mesh in ran
+            every = stays or current is not None and mesh == current.mesh
             fitting = []
-            for plans in ways:
-                for plan in plans:
-                    if self.update_bytes(plan, length)[0] <= free:
-                        candidate = self._train(plan, length)
-                        if not candidate.failed:
-                            fitting.append(candidate)
-                            if not every:
-                                break
-            found += sorted(fitting, key=lambda candidate: candidate.plan.micro_batches)
+            for plan in itertools.chain.from_iterable(ways):
+                is_first = every or all(c.plan.remat != plan.remat for c in fitting)
+                if is_first and self.update_bytes(plan, length)[0] <= free:
+                    candidate = self._train(plan, length)
+                    fitting += [] if candidate.failed else [candidate]
+            fitting.sort(key=lambda candidate: candidate.plan.micro_batches)
+            best = fitting[:1]
+            for candidate in fitting:
+                if candidate.tokens_per_s > (1.0 + TIE) * best[0].tokens_per_s:
+                    best = [candidate]
+            here = [c for c in fitting if stays or c.plan == current]
+            found += dict.fromkeys([*best, *here])
         return found
 
     def rollouts(
@@ -118,14 +118,14 @@ class Candidates:
         fewest of both where nothing does. With `num_slots` it has as many slots as given.
         """
         found = []
-        for mesh in self.problem.rollout_meshes_for(max_tokens):
+        for mesh in self.problem.meshes("rollout", max_tokens):
             if num_slots is not None and num_slots % mesh.data:
                 continue
             numbers = self.problem.slot_numbers(mesh) if num_slots is None else [num_slots]
             for slots in numbers:
                 plan = RolloutPlan(mesh, slots, 0, offload)
                 candidate = self._rollout(plan, max_tokens, cache_tokens, free)
-                if not candidate.failed and candidate.num_bytes <= free:
+                if candidate.fits(free):
                     break
             found.append(candidate)
         return found
@@ -174,16 +174,22 @@ class Candidates:
         return int(self.caution * bare) + pages, False
 
     def _train(self, plan: TrainPlan, length: int) -> Candidate[TrainPlan]:
-        num_bytes, is_exact = self.update_bytes(plan, length)
-        speed, is_trial = self._speed(plan, length, self._update_speed(plan, length))
+        known, computed = self.update_bytes(plan, length), self._update_speed(plan, length)
+        return self._candidate(plan, length, known, computed)
+
+    def _candidate(
+        self, plan: P, tokens: int, known: tuple[int, bool], computed: float, share: float = 1.0
+    ) -> Candidate[P]:
+        """Returns a plan with its bytes, and the `share` of its speed."""
+        speed, is_trial = self._speed(plan, tokens, computed)
         return Candidate(
             plan=plan,
-            num_bytes=num_bytes,
-            is_exact=is_exact,
-            tokens_per_s=speed,
-            num_speeds=len(self._entry(plan, length).speeds),
+            num_bytes=known[0],
+            is_exact=known[1],
+            tokens_per_s=share * speed,
+            num_speeds=len(self._entry(plan, tokens).speeds),
             is_trial=is_trial,
-            failed=self.table.failure_of(plan, self.problem.size_of(plan, length)),
+            failed=self.table.failure_of(plan, self.problem.size_of(plan, tokens)),
         )
 
     def _rollout(
@@ -202,22 +208,12 @@ class Candidates:
         empty, _ = self.round_bytes(bare, max_tokens)
         most = wanted if math.isinf(free) else int((free - empty) // problem.page_bytes(mesh))
         plan = bare._replace(pages=max(least, min(wanted, most)))
-        num_bytes, is_exact = self.round_bytes(plan, max_tokens)
-        full = self._full_speed(plan, max_tokens)
-        speed, is_trial = self._speed(plan, max_tokens, full)
-        rows = plan.num_slots // mesh.data
-        at_once = max(1, min(rows, rows * plan.pages // max(1, wanted)))
+        full, rows = self._full_speed(plan, max_tokens), plan.num_slots // mesh.data
+        at_once, share = max(1, min(rows, rows * plan.pages // max(1, wanted))), 1.0
         if at_once < rows:
-            speed *= problem.round_speed(mesh, plan.num_slots, max_tokens, at_once) / full
-        return Candidate(
-            plan=plan,
-            num_bytes=num_bytes,
-            is_exact=is_exact,
-            tokens_per_s=speed,
-            num_speeds=len(self._entry(plan, max_tokens).speeds),
-            is_trial=is_trial,
-            failed=self.table.failure_of(plan, problem.size_of(plan, max_tokens)),
-        )
+            share = problem.round_speed(mesh, plan.num_slots, max_tokens, at_once) / full
+        known = self.round_bytes(plan, max_tokens)
+        return self._candidate(plan, max_tokens, known, full, share)
 
     def _full_speed(self, plan: RolloutPlan, max_tokens: int) -> float:
         """Returns the computed tokens/s with all slots at work."""
@@ -250,44 +246,22 @@ class Candidates:
 
     @functools.cached_property
     def _factors(self) -> "dict[str, _Factors]":
-        """Medians of observed by computed speeds, by stage; trusted ones count before others."""
-        found: list[tuple[Plan, int, float, bool]] = []
+        """Observed by computed speeds, by stage."""
+        found: dict[str, list[tuple[MeshShape, int, float, bool]]] = {"rollout": [], "train": []}
         for text, entry in self.table.entries.items():
             (plan, tokens), observed = parse_key(text), entry.tokens_per_s
             if observed and (computed := self._computed(plan, tokens)):
-                found.append((plan, tokens, observed / computed, entry.is_trusted))
-
-        def medians(stage: str, of: Callable[[Plan, int], Hashable], trusted: bool) -> Any:
-            groups = defaultdict[Hashable, list[float]](list)
-            for plan, tokens, factor, is_trusted in found:
-                if plan.stage == stage and is_trusted == trusted:
-                    groups[of(plan, tokens)].append(factor)
-            return {group: statistics.median_high(factors) for group, factors in groups.items()}
-
-        def factors(stage: str) -> _Factors:
-            mesh_of, bucket_of = lambda plan, _: plan.mesh, lambda plan, tokens: (plan.mesh, tokens)
-            unsure, sure = (medians(stage, mesh_of, trusted) for trusted in (False, True))
-            if not unsure | sure:
-                return _Factors({}, {}, None)
-            usual = statistics.median_high((unsure | sure).values())
-            by_mesh = {m: usual if _is_doubted(f, usual) else f for m, f in unsure.items()} | sure
-            by_bucket = {
-                (mesh, tokens): factor
-                for (mesh, tokens), factor in medians(stage, bucket_of, False).items()
-                if not _is_doubted(factor, by_mesh[mesh])
-            }
-            return _Factors(by_bucket | medians(stage, bucket_of, True), by_mesh, usual)
-
-        return {stage: factors(stage) for stage in ("rollout", "train")}
+                factor = (plan.mesh, tokens, observed / computed, entry.is_trusted)
+                found[plan.stage].append(factor)
+        return {stage: _factors_of(each) for stage, each in found.items()}
 
     def _computed(self, plan: Plan, tokens: int) -> float | None:
         """Returns the computed speed of a plan; None for one that this problem cannot have."""
         problem = self.problem
-        if isinstance(plan, RolloutPlan):
-            meshes, whole = problem.rollout_meshes_for(tokens), plan.num_slots % plan.mesh.data
-            return None if plan.mesh not in meshes or whole else self._full_speed(plan, tokens)
-        if plan.mesh not in problem.train_meshes_for(tokens):
+        if plan.mesh not in problem.meshes(plan.stage, tokens):
             return None
+        if isinstance(plan, RolloutPlan):
+            return None if plan.num_slots % plan.mesh.data else self._full_speed(plan, tokens)
         if problem.work.num_rows % plan.micro_batches:
             return None
         obstacle = problem.train_obstacle(plan.mesh, plan.micro_batches)
@@ -327,3 +301,23 @@ class _Factors(NamedTuple):
     by_bucket: Mapping[tuple[MeshShape, int], float]
     by_mesh: Mapping[MeshShape, float]
     usual: float | None
+
+
+def _factors_of(found: Sequence[tuple[MeshShape, int, float, bool]]) -> _Factors:
+    """Returns medians of (mesh, context bucket, factor, True if trusted): trusted ones go first."""
+
+    def medians(number: int, trusted: bool) -> dict[Any, float]:
+        groups = defaultdict[Any, list[float]](list)
+        for *where, factor, is_trusted in found:
+            if is_trusted == trusted:
+                groups[tuple(where[:number])].append(factor)
+        return {group: statistics.median_high(factors) for group, factors in groups.items()}
+
+    unsure, sure = medians(1, False), medians(1, True)
+    if not unsure | sure:
+        return _Factors({}, {}, None)
+    usual = statistics.median_high((unsure | sure).values())
+    meshes = {key: usual if _is_doubted(f, usual) else f for key, f in unsure.items()} | sure
+    buckets = {k: f for k, f in medians(2, False).items() if not _is_doubted(f, meshes[k[:1]])}
+    by_mesh = {mesh: factor for (mesh,), factor in meshes.items()}
+    return _Factors(buckets | medians(2, True), by_mesh, usual)

@@ -4,9 +4,11 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from earl_jax.sharding.layout import MeshShape
+
+Stage = Literal["rollout", "train"]
 
 
 class RolloutPlan(NamedTuple):

@@ -11,13 +11,7 @@ import dataclasses
 import functools
 import math
 
-from earl_jax.selector.candidates import (
-    Check,
-    Stage,
-    candidates,
-    context_candidates,
-    for_rows,
-)
+from earl_jax.selector.candidates import Check, candidates
 from earl_jax.selector.footprint import (
     Footprint,
     ModelSizes,
@@ -29,7 +23,7 @@ from earl_jax.selector.footprint import (
     trainer_bytes,
 )
 from earl_jax.selector.hardware import Hardware
-from earl_jax.selector.plans import Plan, RolloutPlan, TrainPlan
+from earl_jax.selector.plans import Plan, RolloutPlan, Stage, TrainPlan
 from earl_jax.selector.roofline import round_s, train_parts, waves
 from earl_jax.sharding.layout import MeshShape
 
@@ -88,39 +82,17 @@ class Problem:
         number = self.hardware.num_devices
         return number - self.num_rollout if stage == "train" else self.num_rollout or number
 
-    @functools.cached_property
-    def rollout_meshes(self) -> list[MeshShape]:
-        """The rollout's meshes for contexts of any length.
+    @functools.cache  # noqa: B019 - a problem lives as long as its run or plan
+    def meshes(self, stage: Stage, tokens: int = 0) -> list[MeshShape]:
+        """Returns a stage's meshes for contexts of so many tokens (`candidates`).
 
         Raises ValueError if none is possible, or one that the config names is not.
         """
-        number, named = self.num_devices("rollout"), self.rollout_meshes_named
-        return candidates("rollout", number, named, self.rollout_obstacle, self.sizes.num_experts)
-
-    @functools.cached_property
-    def train_meshes(self) -> list[MeshShape]:
-        """The trainer's meshes for rows of any length; raises as `rollout_meshes`."""
-
-        def obstacle(mesh: MeshShape) -> str | None:
-            return self.train_obstacle(mesh, self.work.micro_batches)
-
-        number, named = self.num_devices("train"), self.train_meshes_named
-        return candidates("train", number, named, obstacle, self.sizes.num_experts)
-
-    @functools.cache  # noqa: B019 - a problem lives as long as its run or plan
-    def _long_meshes(self, stage: Stage) -> list[MeshShape]:
-        check = self.rollout_obstacle if stage == "rollout" else self.weights_obstacle
-        return context_candidates(stage, self.num_devices(stage), check, self.sizes.num_experts)
-
-    def rollout_meshes_for(self, max_tokens: int) -> list[MeshShape]:
-        """Returns the meshes for episodes of so many tokens; long ones may be cut over context."""
-        long = [] if self.rollout_meshes_named else self._long_meshes("rollout")
-        return [*self.rollout_meshes, *for_rows(long, max_tokens)]
-
-    def train_meshes_for(self, length: int) -> list[MeshShape]:
-        """Returns the meshes for rows of so many tokens; long ones may be cut over context."""
-        long = [] if self.train_meshes_named else self._long_meshes("train")
-        return [*self.train_meshes, *for_rows(long, length)]
+        named, check = self.rollout_meshes_named, self.rollout_obstacle
+        if stage == "train":
+            named, check = self.train_meshes_named, self.train_obstacle
+        number = self.num_devices(stage)
+        return candidates(stage, number, named, check, self.sizes.num_experts, tokens)
 
     def rollout_obstacle(self, mesh: MeshShape) -> str | None:
         """Returns why a rollout cannot use this mesh, in words; None where it can."""
@@ -138,9 +110,13 @@ class Problem:
         # An engine's weights are not cut over `context`.
         return self.weights_obstacle(dataclasses.replace(mesh, context=1))
 
-    def train_obstacle(self, mesh: MeshShape, micro_batches: int) -> str | None:
-        """Returns why the trainer cannot use this mesh so, in words; None where it can."""
-        rows, parts = self.work.num_rows // micro_batches, mesh.data * mesh.fsdp * mesh.expert
+    def train_obstacle(self, mesh: MeshShape, micro_batches: int = 0) -> str | None:
+        """Returns why the trainer cannot use this mesh so, in words; None where it can.
+
+        `micro_batches` 0 is the config's number.
+        """
+        rows = self.work.num_rows // (micro_batches or self.work.micro_batches)
+        parts = mesh.data * mesh.fsdp * mesh.expert
         if rows % parts:
             return f"{rows} rows per micro-batch do not divide by {parts}"
         if (rows := self.work.num_rows // self.work.parts) % parts:
@@ -153,7 +129,7 @@ class Problem:
         The others have more micro-batches, twice as many each time, and remat.
         """
         work, plans = self.work, []
-        for mesh in self.train_meshes_for(length):
+        for mesh in self.meshes("train", length):
             number = work.micro_batches
             while work.num_rows % number == 0 and self.train_obstacle(mesh, number) is None:
                 remats = dict.fromkeys((work.remat, True))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from earl_jax.selector.plan_candidates import Candidate, Candidates
-from earl_jax.selector.plans import Plan, RolloutPlan, TrainPlan
+from earl_jax.selector.plans import Plan, TrainPlan
 from earl_jax.settings.errors import InputError
 
 
@@ -18,7 +18,6 @@ def reason_of(
     candidates: Candidates,
     chosen: Candidate,
     current: Plan | None,
-    *,
     tokens: int,
     num_bytes: int,
     gain: float | None,
@@ -29,13 +28,12 @@ def reason_of(
     plan in use; None where that one cannot stay.
     """
     plan, budget = chosen.plan, candidates.problem.budget_bytes
-    about = "" if chosen.is_exact else "about "
-    size = f"{about}{size_words(num_bytes)}/device"
+    size = f"{'' if chosen.is_exact else 'about '}{size_words(num_bytes)}/device"
     size += "" if budget is None else f", budget {size_words(budget)}"
     if current is None or plan.mesh == current.mesh:
         verb = "starts" if current is None else "stays"
         speed = f"{chosen.tokens_per_s:,.0f} tokens/s"
-        speed += " observed" if chosen.is_observed else " computed"
+        speed += " observed" if chosen.num_speeds else " computed"
         return f"{verb} on {plan.words(current)} (context {tokens}, {size}; {speed})"
     why, before = f"context {tokens}, {size}", _in_use(candidates, current, tokens, math.inf)
     if gain is None:
@@ -84,22 +82,14 @@ def step_too_small(
     """
     if not residents:
         return too_small(candidates, "training", candidates.train(length), length)
-    found: list[tuple[int, Candidate[RolloutPlan]]] = [
-        (resident, candidate)
-        for resident, offload in residents
-        for candidate in candidates.rollouts(max_tokens, 0, 0.0, offload=offload)
-    ]
-    least, _ = min(found, key=lambda pair: pair[0] + pair[1].num_bytes)
-    beside = [candidate for resident, candidate in found if resident == least]
-    return too_small(candidates, "a rollout beside the trainer", beside, max_tokens, least)
+    found = {each: candidates.rollouts(max_tokens, 0, 0.0, offload=each[1]) for each in residents}
+    least = min(found, key=lambda each: each[0] + min(c.num_bytes for c in found[each]))
+    what = "a rollout beside the trainer"
+    return too_small(candidates, what, found[least], max_tokens, least[0])
 
 
 def too_small(
-    candidates: Candidates,
-    what: str,
-    found: Sequence[Candidate],
-    tokens: int,
-    resident: int = 0,
+    candidates: Candidates, what: str, found: Sequence[Candidate], tokens: int, resident: int = 0
 ) -> BudgetTooSmall:
     """Returns the error where none of these fits beside `resident` bytes."""
     advice = "more devices, or lower config.rollout.num_slots or the model's size"
@@ -111,13 +101,12 @@ def too_small(
             f"memory, {advice}"
         )
     least = min(possible, key=lambda candidate: candidate.num_bytes)
-    budget = candidates.problem.budget_bytes or 0
-    need, mesh = least.num_bytes + resident, least.plan.mesh
+    budget, need = candidates.problem.budget_bytes or 0, least.num_bytes + resident
     return BudgetTooSmall(
         f"config.selector.budget_bytes_per_device is {budget}, and no mesh for {what} fits it at a "
         f"context of {tokens} tokens; the smallest budget that would do is "
-        f"{'' if least.is_exact else 'about '}{need} (mesh {mesh}), {size_words(need - budget)} "
-        f"more. Raise the budget, use {advice}"
+        f"{'' if least.is_exact else 'about '}{need} (mesh {least.plan.mesh}), "
+        f"{size_words(need - budget)} more. Raise the budget, use {advice}"
     )
 
 

@@ -10,7 +10,14 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from earl_jax.selector.choose import BudgetTooSmall, Candidate, Choice, Chooser, Decision, P, Step
+from earl_jax.selector.choose import (
+    BudgetTooSmall,
+    Candidate,
+    Chooser,
+    Decision,
+    P,
+    full_step,
+)
 from earl_jax.selector.footprint import device_bytes
 from earl_jax.selector.plans import Plan, Plans, RolloutPlan, TrainPlan
 from earl_jax.selector.problem import Problem
@@ -54,11 +61,6 @@ class Stop:
     rollouts: tuple[Candidate[RolloutPlan], ...]
     resident: int
 
-    @property
-    def choices(self) -> list[Choice]:
-        """The choices for both stages; [] where nothing fits."""
-        return self.decision.choices if self.decision else []
-
 
 def make_schedule(
     problem: Problem,
@@ -73,28 +75,16 @@ def make_schedule(
     """
     plans, stops = Plans(), []
     for context in contexts:
-        stop = _stop(Chooser(problem, table), context, plans)
-        while compiled and (computed := [c.plan for c in stop.choices if not c.is_exact]):
-            table = compiled(table, computed[0], context)
+        while True:
             stop = _stop(Chooser(problem, table), context, plans)
+            choices = stop.decision.choices if compiled and stop.decision else []
+            if compiled is None or all(choice.is_exact for choice in choices):
+                break
+            plan = next(choice.plan for choice in choices if not choice.is_exact)
+            table = compiled(table, plan, context)
         stops.append(stop)
-        plans = plans_of(stop.decision) if stop.decision else plans
+        plans = stop.decision.plans if stop.decision else plans
     return stops
-
-
-def full_step(problem: Problem, context: int) -> Step:
-    """Returns a step whose episodes all fill `context` with sampled tokens."""
-    tokens, lasts = problem.work.num_rows * context, problem.horizon_steps
-    return Step(
-        max_tokens=context, length=context, cache_tokens=None, rollout_tokens=tokens, lasts=lasts
-    )
-
-
-def plans_of(decision: Decision | None) -> Plans:
-    """Returns the plans of a decision for both stages; None for none."""
-    if decision is None or decision.rollout is None or decision.train is None:
-        return Plans()
-    return Plans(decision.rollout.plan, decision.train.plan)
 
 
 def _stop(chooser: Chooser, context: int, plans: Plans) -> Stop:
@@ -108,12 +98,12 @@ def _stop(chooser: Chooser, context: int, plans: Plans) -> Stop:
             for choice in decision.choices:
                 if choice.switched or choice.stage not in reasons:
                     reasons[choice.stage] = str(choice)
-            plans = plans_of(decision)
+            plans = decision.plans
     except BudgetTooSmall as error:
         decision, why, plans = None, str(error), Plans()
     offload = plans.rollout.offload if plans.rollout else problem.can_offload
     trains = chooser.candidates.train(context)
-    meshes = [c.plan.mesh for c in trains if not c.failed and c.num_bytes <= problem.budget]
+    meshes = [c.plan.mesh for c in trains if c.fits(problem.budget)]
     meshes = [plans.train.mesh] if plans.train else meshes
     resident = min((problem.trainer_bytes(mesh, offload) for mesh in meshes), default=0)
     free = problem.budget - resident
@@ -135,7 +125,7 @@ def _by_mesh(
     """Returns the best candidate of each mesh: the chosen one, then the fastest, the smallest."""
 
     def rank(candidate: Candidate[P]) -> tuple[bool, bool, float]:
-        can = not candidate.failed and candidate.num_bytes <= free
+        can = candidate.fits(free)
         size = candidate.tokens_per_s if can else -candidate.num_bytes
         return candidate.plan == chosen, can, size
 
@@ -169,17 +159,18 @@ def schedule_values(problem: Problem, schedule: Sequence[Stop], *, exact: bool) 
             | ({"rollout": _stage(problem, stop, stop.rollouts)} if stop.rollouts else {})
             for stop in schedule
         ],
-        "schedule": [
-            {"context": stop.context, "fits": stop.decision is not None}
-            | {f"{choice.stage}_mesh": str(choice.plan.mesh) for choice in stop.choices}
-            | (
-                {"step_s": stop.decision.seconds, "decision": "; ".join(stop.reasons)}
-                if stop.decision
-                else {"why": stop.why}
-            )
-            for stop in schedule
-        ],
+        "schedule": [_stop_values(stop) for stop in schedule],
     }
+
+
+def _stop_values(stop: Stop) -> Values:
+    """Returns the chosen meshes, seconds and reasons; or why nothing fits."""
+    values: Values = {"context": stop.context, "fits": stop.decision is not None}
+    if stop.decision is None:
+        return values | {"why": stop.why}
+    meshes = {f"{choice.stage}_mesh": str(choice.plan.mesh) for choice in stop.decision.choices}
+    words = "; ".join(stop.reasons)
+    return values | meshes | {"step_s": stop.decision.seconds, "decision": words}
 
 
 def _stage(problem: Problem, stop: Stop, candidates: Sequence[Candidate]) -> Values:
@@ -193,28 +184,27 @@ def _stage(problem: Problem, stop: Stop, candidates: Sequence[Candidate]) -> Val
 
 def _candidate(problem: Problem, stop: Stop, candidate: Candidate) -> Values:
     """Returns a candidate as values; `plan` is its use of the mesh in words."""
-    plan, beside = candidate.plan, 0
+    plan, beside, work = candidate.plan, 0, problem.work
     values: Values = {**plan._asdict(), "mesh": str(plan.mesh)}
     if isinstance(plan, RolloutPlan):
-        kinds = problem.round_footprint(plan, stop.context)
+        kinds, beside = problem.round_footprint(plan, stop.context), stop.resident
         data, fit = plan.mesh.data, plan.pages // problem.least_pages(stop.context)
         at_once = values["episodes_at_once"] = data * min(plan.num_slots // data, fit)
         words = f"{plan.num_slots} slots" + f", {at_once} at once" * (at_once < plan.num_slots)
         words += ", moments in host memory" * plan.offload
         values["token_s"] = plan.num_slots / candidate.tokens_per_s
-        beside = stop.resident
     else:
         kinds = problem.update_footprint(plan, stop.context)
         words = f"{plan.micro_batches} micro-batch{'es' * (plan.micro_batches > 1)}"
         words += ", remat" * plan.remat
-        values["update_s"] = problem.work.num_rows * stop.context / candidate.tokens_per_s
+        values["update_s"] = work.num_rows * stop.context / candidate.tokens_per_s
     kinds = dataclasses.replace(kinds.with_total(candidate.num_bytes), trainer=beside)
     return values | {
         "plan": words,
-        "fits": not candidate.failed and kinds.total <= problem.budget,
+        "fits": candidate.fits(problem.budget - beside),
         "safe": is_safe(kinds.total, problem.budget, is_exact=candidate.is_exact),
         "exact": candidate.is_exact,
-        "observed": candidate.is_observed,
+        "observed": candidate.num_speeds > 0,
         "failed": candidate.failed,
         "bytes_per_device": kinds.total,
         "bytes": kinds.as_dict(),
@@ -253,11 +243,10 @@ def schedule_lines(values: Values) -> Iterator[str]:
             yield f"  {context['context']:,}: {_others_words(budget, context[stage]['meshes'])}"
     yield "\nschedule:"
     for stop in values["schedule"]:
-        words = f"  {stop['context']:,} tokens"
-        if stop["fits"]:
-            yield f"{words}: a step takes {stop['step_s']:,.2f} s; {stop['decision']}"
-        else:
-            yield f"{words} do not fit: {stop['why']}"
+        form = (
+            ": a step takes {step_s:,.2f} s; {decision}" if stop["fits"] else " do not fit: {why}"
+        )
+        yield f"  {stop['context']:,} tokens{form.format_map(stop)}"
 
 
 def _row(budget: int, context: Values, stage: str) -> list[str]:

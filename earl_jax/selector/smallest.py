@@ -7,6 +7,7 @@ import dataclasses
 from earl_jax.selector.hardware import hardware_of
 from earl_jax.selector.plans import RolloutPlan, TrainPlan
 from earl_jax.selector.problem import Problem
+from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.topology import CHIPS, make_topology
 
 # The largest number of chips that is tried.
@@ -52,26 +53,22 @@ def smallest_words(found: list[tuple[str, int]], max_tokens: int) -> str:
 def fits(problem: Problem, max_tokens: int) -> bool:
     """Returns True if some mesh holds each stage with the least that it can do with.
 
-    As `Chooser.step` without speeds, whose computation for thousands of devices would take seconds.
+    As `Chooser.step` without speeds, whose computation for thousands of devices takes seconds.
     """
-    try:
-        trainers = problem.train_meshes_for(max_tokens)
-        players = problem.rollout_meshes_for(max_tokens)
-    except ValueError:
-        # So many devices cut the model, or the rows, unevenly in every way.
-        return False
-    budget, residents = problem.budget, []
-    for mesh in trainers:
-        rows = problem.work.num_rows // (mesh.data * mesh.fsdp * mesh.expert)
+
+    def holds(mesh: MeshShape) -> bool:
         # A row at a time takes least, but for the sum of gradients that one micro-batch has not.
+        rows = problem.work.num_rows // (mesh.data * mesh.fsdp * mesh.expert)
         plans = [TrainPlan(mesh, n, True) for n in {rows, problem.work.micro_batches} if n]
-        if min(problem.update_footprint(plan, max_tokens).total for plan in plans) <= budget:
-            residents.append(problem.trainer_bytes(mesh, problem.can_offload))
-    pages = problem.least_pages(max_tokens)
-    return any(
-        problem.round_footprint(
-            RolloutPlan(mesh, problem.slot_numbers(mesh)[-1], pages), max_tokens
-        ).total
-        <= budget - min(residents)
-        for mesh in (players if residents else ())
-    )
+        return any(problem.update_footprint(p, max_tokens).total <= problem.budget for p in plans)
+
+    try:
+        trainers = filter(holds, problem.meshes("train", max_tokens))
+        residents = [problem.trainer_bytes(mesh, problem.can_offload) for mesh in trainers]
+        free, pages = problem.budget - min(residents), problem.least_pages(max_tokens)
+        fewest = [(m, problem.slot_numbers(m)[-1]) for m in problem.meshes("rollout", max_tokens)]
+    except ValueError:
+        # No trainer fits; or so many devices cut the model, or the rows, unevenly in every way.
+        return False
+    plans = [RolloutPlan(mesh, slots, pages) for mesh, slots in fewest]
+    return any(problem.round_footprint(plan, max_tokens).total <= free for plan in plans)

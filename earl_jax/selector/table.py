@@ -1,13 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The throughput table: speeds and bytes of plans that ran, by plan and context bucket.
+"""The throughput table: speeds and bytes of plans that ran, and plans that ran out of memory.
 
-Every real step adds a speed. A plan's speed is the median of its last speeds, so that one noisy
-step decides nothing. Plans that ran out of memory are in the table too.
-
-The table is kept in the user's cache folder, one JSON file for each set of facts (model, settings,
-devices, versions). The next run begins with each entry's median as one speed, which its own steps
-soon outweigh.
+A plan's speed at a context bucket is the median of its last ones: one noisy step decides nothing.
+It is kept in the user's cache folder, a JSON file for each set of facts (placement/facts.py).
 """
 
 import dataclasses
@@ -54,7 +50,7 @@ class Entry(NamedTuple):
         return len(self.speeds) >= TRUSTED
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class ThroughputTable:
     """Entries by key (`key_of`), failures, and the seconds that a step waits for new programs.
 
@@ -68,17 +64,19 @@ class ThroughputTable:
     compile_s: float = 0.0
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
+    def with_entry(self, key: str, **changes: Any) -> "ThroughputTable":
+        """Returns the table with these fields of an entry changed."""
+        entry = self.entries.get(key, Entry())._replace(**changes)
+        return dataclasses.replace(self, entries={**self.entries, key: entry})
+
     def with_speed(self, key: str, tokens_per_s: float) -> "ThroughputTable":
         """Returns the table with one more speed of an entry."""
-        entry = self.entries.get(key, Entry())
-        return self._with(key, entry._replace(speeds=(*entry.speeds, tokens_per_s)[-KEPT:]))
+        speeds = self.entries.get(key, Entry()).speeds
+        return self.with_entry(key, speeds=(*speeds, tokens_per_s)[-KEPT:])
 
     def with_bytes(self, key: str, program_bytes: int) -> "ThroughputTable":
         """Returns the table with the bytes of an entry's program."""
-        return self._with(key, self.entries.get(key, Entry())._replace(program_bytes=program_bytes))
-
-    def _with(self, key: str, entry: Entry) -> "ThroughputTable":
-        return dataclasses.replace(self, entries={**self.entries, key: entry})
+        return self.with_entry(key, program_bytes=program_bytes)
 
     def with_failure(self, failure: Failure) -> "ThroughputTable":
         """Returns the table with one more failure."""
@@ -132,23 +130,21 @@ class ThroughputTable:
     def from_dict(values: Mapping[str, Any], path: Path | None = None) -> "ThroughputTable":
         """Returns the inverse of `as_dict`. Raises ValueError for anything else."""
         try:
-            entries = {}
+            entries: dict[str, Entry] = {}
             for key, entry in values["entries"].items():
                 parse_key(key)
                 speeds, num_bytes = tuple(map(float, entry["speeds"])), int(entry["program_bytes"])
                 if not all(0 < speed < math.inf for speed in speeds) or num_bytes < 0:
                     raise TypeError(f"{key}: {entry}")
                 entries[key] = Entry(speeds, num_bytes)
-            failures = tuple(Failure.from_dict(failure) for failure in values["failures"])
-            facts = dict(values.get("facts", {}).items())
             # Older files do not say it.
             if not 0 <= (compile_s := float(values.get("compile_s", 0.0))) < math.inf:
                 raise TypeError(f"compile_s: {compile_s}")
+            failures = tuple(Failure.from_dict(failure) for failure in values["failures"])
+            facts = dict(values.get("facts", {}).items())
         except (TypeError, AttributeError, KeyError, ValueError) as error:
             raise InputError(f"not a throughput table: {error}") from None
-        return ThroughputTable(
-            path=path, entries=entries, failures=failures, compile_s=compile_s, facts=facts
-        )
+        return ThroughputTable(path, entries, failures, compile_s, facts)
 
 
 @functools.cache

@@ -10,8 +10,8 @@ import jax
 from earl_jax.engine.config import EngineConfig
 from earl_jax.engine.engine import Engine
 from earl_jax.models.parameters import check_tensor_axis
-from earl_jax.selector.candidates import rollout_candidates
 from earl_jax.sharding.layout import MeshShape, make_layout
+from tests.support.meshes import rollout_candidates
 from tests.support.slots import CHUNK, MODEL, PAGE_SIZE, RULES, VOCAB, make_scripts, params
 
 NUM_SLOTS, NUM_ROWS = 16, 32

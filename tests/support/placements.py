@@ -100,7 +100,7 @@ def too_large_for(
             large = where in train or where in in_one_part and plan.micro_batches == 1
             key = train_key(plan.mesh, tokens, plan.micro_batches, plan.remat)
             table = table.with_bytes(key, TOO_LARGE if large else 1)
-        for mesh in problem.rollout_meshes_for(tokens):
+        for mesh in problem.meshes("rollout", tokens):
             for slots in problem.slot_numbers(mesh):
                 large = (mesh, tokens) in rollout
                 key = rollout_key(mesh, tokens, slots)

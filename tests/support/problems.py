@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from earl_jax.selector.footprint import Footprint, ModelSizes, Workload
 from earl_jax.selector.hardware import parse_topology
-from earl_jax.selector.plans import RolloutPlan, TrainPlan
+from earl_jax.selector.plans import RolloutPlan, Stage, TrainPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.sharding.layout import MeshShape
 
@@ -64,19 +64,8 @@ class HandProblem(Problem):
     rollout_bytes: Mapping[MeshShape, int] = dataclasses.field(default_factory=dict)
     trainer_move_s: float = 0.0
 
-    @property
-    def rollout_meshes(self) -> list[MeshShape]:
-        return list(self.rollout_speeds)
-
-    @property
-    def train_meshes(self) -> list[MeshShape]:
-        return list(self.train_speeds)
-
-    def rollout_meshes_for(self, max_tokens: int) -> list[MeshShape]:
-        return self.rollout_meshes
-
-    def train_meshes_for(self, length: int) -> list[MeshShape]:
-        return self.train_meshes
+    def meshes(self, stage: Stage, tokens: int = 0) -> list[MeshShape]:
+        return list(self.rollout_speeds if stage == "rollout" else self.train_speeds)
 
     def update_footprint(self, plan: TrainPlan, length: int) -> Footprint:
         return Footprint(weights=self.train_bytes.get(plan.mesh, 1000) // plan.micro_batches)
