@@ -255,10 +255,10 @@ def test_axes_of_size_1_are_manual_where_no_other_axis_is_left():
     assert make_abstract_layout(pages_cut).by_hand(pages) == set(MESH_AXES)
     assert make_abstract_layout(pages_cut).by_hand(rows) == set(rows)
     assert make_abstract_layout(heads_cut).by_hand(rows) == set(rows)
-    # Then JAX constrains no result of an operation.
+    # Then JAX constrains no result of an operation: only the engine does, its logits.
     text = Engine(CONFIG, make_layout(WHOLE)).lower_play(MAX_TOKENS).as_text()
     assert "manual_computation" in text
-    assert "sharding_constraint" not in text
+    assert text.count("sdy.sharding_constraint") <= 2
 
 
 # The selector.
