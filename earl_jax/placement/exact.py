@@ -18,7 +18,7 @@ from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import Pool
 from earl_jax.launch.start import start_jax
 from earl_jax.models.config import ModelConfig
-from earl_jax.placement.observations import with_failure, with_program_bytes
+from earl_jax.placement.facts import with_failure, with_program_bytes
 from earl_jax.rollout.config import make_engine_config
 from earl_jax.selector.hardware import Hardware
 from earl_jax.selector.memory import program_bytes, unless_out_of_memory
@@ -42,9 +42,68 @@ def compiler_for(
         ValueError: the topology's compiler is not installed (says which extra is missing), or does
             not know the topology.
     """
-    devices = _devices(problem.hardware, topology)
-    players = devices[: (problem.num_rollout or len(devices)) // problem.num_players]
-    return _Compiler(problem, config, model, vocab_size, players, devices[problem.num_rollout :])
+    devices, number = _devices(problem.hardware, topology), problem.num_players
+    # Those of one process that plays, and all that train.
+    players = devices[: (problem.num_rollout or len(devices)) // number]
+    trainers = devices[problem.num_rollout :]
+
+    def lowered_update(plan: TrainPlan, length: int) -> Any:
+        learner = Learner(
+            model,
+            config.train,
+            config.make_algorithm(),
+            vocab_size=vocab_size,
+            temperature=config.train_temperature,
+            importance_cap=config.importance_cap,
+            has_versions=config.asynchrony.max_staleness > 0,
+            layout=lambda mesh: make_layout(mesh, trainers, row_axes=TRAINING_ROWS),
+        )
+        # Kernels ask JAX's default device which chip they are for.
+        with jax.default_device(trainers[0]):
+            return learner.lower(plan, config.rollout.episodes_per_step, length)
+
+    def lowered_round(plan: RolloutPlan, max_tokens: int) -> Any:
+        """Lowers a round of one process, which plays its part of the episodes on its devices."""
+        mesh = dataclasses.replace(plan.mesh, data=plan.mesh.data // number)
+        slots = plan.num_slots // number
+        # End-of-turn ids and allowed replies take next to no memory.
+        engine_config = make_engine_config(
+            dataclasses.replace(config.rollout.part(number), num_slots=slots),
+            model,
+            vocab_size,
+            num_devices=len(players),
+            seed=config.seed,
+            model_logprobs=config.train.ratio == "model",
+        )
+        engine = Engine(engine_config, make_layout(mesh, players))
+        return engine.lower_play(max_tokens, Pool(mesh.data, plan.pages))
+
+    def compile_plan(table: ThroughputTable, plan: Plan, tokens: int) -> ThroughputTable:
+        """Returns the table with the bytes of a plan's program, or with its failure."""
+        start_s, quick = time.perf_counter(), Candidates(problem, ThroughputTable())
+        if isinstance(plan, RolloutPlan):
+            lowered, (computed, _) = lowered_round(plan, tokens), quick.round_bytes(plan, tokens)
+            if problem.hardware.platform == "tpu":
+                # At full effort minutes more for the same bytes: see benchmarks/compile.py.
+                jax.config.update("jax_optimization_level", "O1")
+        else:
+            lowered, (computed, _) = lowered_update(plan, tokens), quick.update_bytes(plan, tokens)
+        try:
+            num_bytes = unless_out_of_memory(lambda: program_bytes(lowered.compile()))
+        finally:
+            jax.config.update("jax_optimization_level", "UNKNOWN")
+        words = "does not fit" if num_bytes is None else f"{num_bytes / 2**30:.2f} GiB"
+        print(
+            f"compiled {plan.stage} on {plan.mesh}, context {tokens}: {words} per device (computed:"
+            f" {computed / 2**30:.2f}), in {time.perf_counter() - start_s:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+        if num_bytes is None:
+            return with_failure(problem, table, plan, tokens)
+        return with_program_bytes(problem, table, plan, tokens, num_bytes)
+
+    return compile_plan
 
 
 def _devices(hardware: Hardware, topology: str) -> list[Any]:
@@ -60,83 +119,3 @@ def _devices(hardware: Hardware, topology: str) -> list[Any]:
         raise InputError(f"--exact: {missing}")
     start_jax("cpu", 1)
     return chips.devices()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Compiler:
-    """Compiles plans; `players` are the devices of one process that plays."""
-
-    problem: Problem
-    config: Config
-    model: ModelConfig
-    vocab_size: int
-    players: list[Any]
-    trainers: list[Any]
-
-    def __call__(self, table: ThroughputTable, plan: Plan, tokens: int) -> ThroughputTable:
-        """Returns the table with the bytes of a plan's program, or with its failure."""
-        start_s, is_rollout = time.perf_counter(), isinstance(plan, RolloutPlan)
-        if isinstance(plan, RolloutPlan):
-            lowered = self._round(plan, tokens)
-        else:
-            lowered = self._update(plan, tokens)
-        if self.problem.hardware.platform == "tpu" and is_rollout:
-            # At full effort minutes more for the same bytes: see benchmarks/compile.py.
-            jax.config.update("jax_optimization_level", "O1")
-        try:
-            num_bytes = unless_out_of_memory(lambda: program_bytes(lowered.compile()))
-        finally:
-            jax.config.update("jax_optimization_level", "UNKNOWN")
-        words = "does not fit" if num_bytes is None else f"{num_bytes / 2**30:.2f} GiB"
-        print(
-            f"compiled {plan.stage} on {plan.mesh}, context {tokens}: {words} per device "
-            f"(computed: {self._computed_bytes(plan, tokens) / 2**30:.2f}), in "
-            f"{time.perf_counter() - start_s:.0f} s",
-            file=sys.stderr,
-            flush=True,
-        )
-        if num_bytes is None:
-            return with_failure(self.problem, table, plan, tokens)
-        return with_program_bytes(self.problem, table, plan, tokens, num_bytes)
-
-    def _computed_bytes(self, plan: Plan, tokens: int) -> int:
-        """Returns the bytes per device of quick mode."""
-        candidates = Candidates(self.problem, ThroughputTable())
-        if isinstance(plan, RolloutPlan):
-            return candidates.round_bytes(plan, tokens)[0]
-        return candidates.update_bytes(plan, tokens)[0]
-
-    def _update(self, plan: TrainPlan, length: int) -> Any:
-        config = self.config
-        learner = Learner(
-            self.model,
-            config.train,
-            config.make_algorithm(),
-            vocab_size=self.vocab_size,
-            temperature=config.train_temperature,
-            importance_cap=config.importance_cap,
-            has_versions=config.asynchrony.max_staleness > 0,
-            layout=lambda mesh: make_layout(mesh, self.trainers, row_axes=TRAINING_ROWS),
-        )
-        chip = learner.layout(plan.mesh).mesh.devices.flat[0]  # pyright: ignore
-        # Kernels ask JAX's default device which chip they are for.
-        with jax.default_device(chip):
-            return learner.lower(plan, config.rollout.episodes_per_step, length)
-
-    def _round(self, plan: RolloutPlan, max_tokens: int) -> Any:
-        """Returns a round of one process, which plays its part of the episodes on its devices."""
-        number = self.problem.num_players
-        mesh = dataclasses.replace(plan.mesh, data=plan.mesh.data // number)
-        rollout = self.config.rollout.part(number)
-        rollout = dataclasses.replace(rollout, num_slots=plan.num_slots // number)
-        # End-of-turn ids and allowed replies take next to no memory.
-        config = make_engine_config(
-            rollout,
-            self.model,
-            self.vocab_size,
-            num_devices=len(self.players),
-            seed=self.config.seed,
-            model_logprobs=self.config.train.ratio == "model",
-        )
-        engine = Engine(config, make_layout(mesh, self.players))
-        return engine.lower_play(max_tokens, Pool(mesh.data, plan.pages))

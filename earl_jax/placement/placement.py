@@ -16,7 +16,7 @@ import jax
 
 from earl_jax.dispatch.packing import Shape, ShapeHistory
 from earl_jax.launch.distributed import RestartNeeded
-from earl_jax.placement.observations import Observations
+from earl_jax.placement.facts import Observations
 from earl_jax.placement.sessions import Sessions
 from earl_jax.placement.stages import Stages, compiled_bytes
 from earl_jax.rollout.gather import RolloutShort, Shortage

@@ -254,18 +254,14 @@ class Problem:
         return round_s(hardware, self.sizes, self.work, mesh, rows, max_tokens)
 
     @functools.cache  # noqa: B019
-    def publish_s(self, mesh: MeshShape) -> float:
-        """Returns the seconds of publishing new weights to a rollout on this mesh."""
-        return self._arrival_s(engine_bytes(self.sizes.engine, mesh))
+    def publish_s(self, mesh: MeshShape, cache_bytes: int = 0) -> float:
+        """Returns the seconds of moving weights, and KV cache, to a rollout on this mesh."""
+        return self._arrival_s(engine_bytes(self.sizes.engine, mesh) + cache_bytes)
 
     @functools.cache  # noqa: B019
     def move_s(self, mesh: MeshShape) -> float:
         """Returns the seconds of moving the trainer's state to this mesh."""
         return self._arrival_s(sum(trainer_bytes(self.sizes, mesh)))
-
-    def relocate_s(self, mesh: MeshShape, cache_bytes: int) -> float:
-        """Returns the seconds of moving weights and a KV cache of so many bytes to a mesh."""
-        return self._arrival_s(engine_bytes(self.sizes.engine, mesh) + cache_bytes)
 
     def offload_s(self, mesh: MeshShape) -> float:
         """Returns the seconds a step of moving the moments to host memory and back."""
@@ -273,6 +269,5 @@ class Problem:
 
     def _arrival_s(self, num_bytes: int) -> float:
         hardware = self.hardware
-        several = hardware.num_hosts > 1
-        rate = hardware.network_bytes_per_s if several else hardware.link_bytes_per_s
-        return num_bytes / rate
+        rates = hardware.link_bytes_per_s, hardware.network_bytes_per_s
+        return num_bytes / rates[hardware.num_hosts > 1]
