@@ -183,16 +183,9 @@ class TrainParts:
     @property
     def total(self) -> float:
         """The seconds of all parts; reads of weights run beside products and attention."""
-        beside_s = max(self.products_s + self.attention_s, self.weights_s)
-        return beside_s + sum(
-            (
-                self.elementwise_s,
-                self.optimizer_s,
-                self.beside_s,
-                self.crossing_s,
-                self.latency_s,
-            )
-        )
+        layers_s = max(self.products_s + self.attention_s, self.weights_s)
+        others_s = self.beside_s + self.crossing_s + self.latency_s
+        return layers_s + self.elementwise_s + self.optimizer_s + others_s
 
 
 def train_parts(
@@ -237,7 +230,7 @@ def train_parts(
     gathered = parts * _gathers_s(hardware, sizes, work, mesh)
     ring = parts * ring_s(hardware, sizes, work, mesh, each)
     crossing = (1 + BACKWARD_PASSES / 2 + work.remat) * parts
-    crossing *= layers_collectives_s(hardware, sizes, mesh, each)
+    crossing *= layers_collectives_s(hardware, sizes, mesh, each, sizes.compute_bytes)
     beside = max(0.0, gathered - products_s - attention_s) + max(0.0, ring - attention_s)
     if hardware.shared_cores:
         # Nothing runs beside them: the same cores move the bytes.
@@ -256,12 +249,7 @@ def train_parts(
 
 
 def _train_attention_s(
-    hardware: Hardware,
-    sizes: ModelSizes,
-    work: Workload,
-    mesh: MeshShape,
-    tokens: int,
-    length: int,
+    hardware: Hardware, sizes: ModelSizes, work: Workload, mesh: MeshShape, tokens: int, length: int
 ) -> float:
     """Returns the seconds of attention of an update over `tokens` tokens of a device."""
     kernels, share = hardware.kernels, hardware.share(mesh.num_devices)
