@@ -119,7 +119,7 @@ def predicted_gib(point: Point) -> float:
         remat=point.remat,
         logprob_chunk=512,
         chunk_size=point.chunk,
-        append_rows=8,
+        append_tokens=256,
         burst=BURST,
         page_size=PAGE,
         kv_itemsize=2,

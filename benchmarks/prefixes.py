@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.pages import machine, table
+from earl_jax.engine.config import TILE_WIDTH
 from earl_jax.engine.prefixes import PrefixIndex
 
 CHUNK = 128
@@ -95,7 +96,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--system", type=int, default=1024)
     flags = parser.parse_args()
-    index = PrefixIndex(num_slots=flags.slots, num_shards=1, chunk_size=CHUNK)
+    index = PrefixIndex(num_slots=flags.slots, num_shards=1, least_tokens=TILE_WIDTH)
     print(table(list(measure(index, flags.slots, flags.group, flags.tokens, flags.system))))
     print(f"\n{machine()}")
 

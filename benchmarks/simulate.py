@@ -6,8 +6,8 @@
 
 Arithmetic only: an event heap over the slots, driven by the product's decisions. `SlotScheduler`
 says which task begins in which slot, `OpenGroups` which groups a step begins and takes. Half of the
-devices play and half train. Not validated against real runs yet: `python -m benchmarks.asynchrony`
-makes those that it is to be compared with, whose stage times are the inputs (`Setup`).
+devices play and half train. `python -m benchmarks.asynchrony` runs the product and this simulation
+of it side by side, with the lengths and the measured stage times of the run (`Setup`).
 """
 
 import argparse
@@ -43,7 +43,9 @@ class Setup:
     of decoding takes 1 + live / `saturation`. Episodes are log-normal with this median and sigma,
     cut at `longest`, `groups` times `group_size` a step; the share `by_task` of the variance of
     their logarithm is that of the task, which a group has in common. `seed` draws other lengths.
-    Weights are published in `publish`.
+    Weights are published in `publish`. Live episodes then read their tokens again, `read` of them a
+    round; 0: their KV is kept. `lengths` are those of the first episodes, where they are known.
+    Rounds beside an update take `beside` times as long as others.
     """
 
     devices: int = 64
@@ -58,6 +60,9 @@ class Setup:
     saturation: float = 32.0
     burst: int = 32
     publish: float = 200.0
+    read: int = 0
+    beside: float = 1.0
+    lengths: tuple[int, ...] = ()
     num_steps: int = 6
     seed: int = 0
 
@@ -73,6 +78,8 @@ class Setup:
 
     def length(self, episode: int) -> int:
         """Returns the tokens of an episode, the same in every run."""
+        if episode < len(self.lengths):
+            return self.lengths[episode]
         of_task = random.Random(f"task {self.seed} {episode // self.group_size}").gauss()
         own = random.Random(f"episode {self.seed} {episode}").gauss()
         noise = math.sqrt(self.by_task) * of_task + math.sqrt(1 - self.by_task) * own
@@ -92,11 +99,13 @@ class SimulatedService:
         self._scheduler = SlotScheduler(rows, instances * slots, order)
         self._free = list(range(instances * slots))
         self._tasks: list[Any] = []
-        # Ends by round: (round, ticket, slot); rounds of tickets' beginnings; oldest versions.
+        # Ends by round: (round, ticket, slot); rounds of tickets' beginnings, later by those in
+        # which their tokens are read again; the last of these; oldest versions.
         self._ends: list[tuple[int, int, int]] = []
         self._began: dict[int, int] = {}
+        self._reads_until: dict[int, int] = {}
         self._oldest: dict[int, int] = {}
-        self._rounds = self.version = 0
+        self.num_rounds = self._version = 0
         self.now, self.until = 0.0, math.inf
 
     @property
@@ -119,22 +128,41 @@ class SimulatedService:
     def release(self, row: int) -> None:
         """Does nothing: there are as many rows as are wanted."""
 
+    def publish(self, version: int) -> None:
+        """Lets episodes go on with other weights, under which they read their tokens again."""
+        self._version, setup, now = version, self._setup, self.num_rounds
+        if not setup.read:
+            return
+        ends = []
+        for end, ticket, slot in self._ends:
+            # What is still to be read under the weights before is not read any more.
+            unread = max(0, self._reads_until.get(ticket, 0) - now)
+            played = now - self._began[ticket] + unread
+            reads = math.ceil(played * setup.burst / setup.read)
+            self._began[ticket] += reads - unread
+            self._reads_until[ticket] = now + reads
+            ends.append((end + reads - unread, ticket, slot))
+        self._ends = ends
+        heapq.heapify(ends)
+
     def step(self) -> list[Finished]:
         """Plays rounds until an episode ends, or until `until`."""
         self._refill()
         burst = self._setup.burst
         live = math.ceil(len(self._ends) / self._instances)
         seconds = burst * (1 + live / self._setup.saturation)
+        seconds *= 1.0 if math.isinf(self.until) else self._setup.beside
         left = (self.until - self.now) / seconds
-        rounds = max(1, math.ceil(min(self._ends[0][0] - self._rounds, left)))
-        self._rounds, self.now = self._rounds + rounds, self.now + rounds * seconds
+        rounds = max(1, math.ceil(min(self._ends[0][0] - self.num_rounds, left)))
+        self.num_rounds, self.now = self.num_rounds + rounds, self.now + rounds * seconds
         finished = []
-        while self._ends and self._ends[0][0] <= self._rounds:
+        while self._ends and self._ends[0][0] <= self.num_rounds:
             _, ticket, slot = heapq.heappop(self._ends)
             self._free.append(slot)
             length = self._setup.length(self._tasks[ticket].episode)
             self._scheduler.end(ticket, length)
             del self._began[ticket]
+            self._reads_until.pop(ticket, None)
             trajectory: Any = types.SimpleNamespace(
                 group=self._tasks[ticket].group,
                 num_tokens=length,
@@ -148,11 +176,12 @@ class SimulatedService:
         if not (self._free and self._scheduler.num_waiting):
             return
         burst = self._setup.burst
-        self._scheduler.play({t: (self._rounds - r) * burst for t, r in self._began.items()})
+        now = self.num_rounds
+        self._scheduler.play({t: max(0, now - r) * burst for t, r in self._began.items()})
         for slot, ticket in self._scheduler.assign(sorted(self._free)).items():
             rounds = math.ceil(self._setup.length(self._tasks[ticket].episode) / burst)
-            heapq.heappush(self._ends, (self._rounds + rounds, ticket, slot))
-            self._began[ticket], self._oldest[ticket] = self._rounds, self.version
+            heapq.heappush(self._ends, (now + rounds, ticket, slot))
+            self._began[ticket], self._oldest[ticket] = now, self._version
             self._free.remove(slot)
 
 
@@ -170,18 +199,27 @@ def tasks_of(setup: Setup) -> Tasks:
     )
 
 
-def run(setup: Setup, settings: AsynchronyConfig, order: Order, train_s: float) -> dict[str, Any]:
+def run(
+    setup: Setup,
+    settings: AsynchronyConfig,
+    order: Order,
+    train_s: float,
+    warm_up: int = WARM_UP,
+) -> dict[str, Any]:
     """Simulates a run whose updates take `train_s` for a token.
 
     Returns:
-        Trained tokens per time, the time of a step, and the greatest age of a trained token.
+        Trained tokens per time, the time and the rounds of a step, and the greatest age of a
+        trained token, without the first `warm_up` steps.
     """
     service = SimulatedService(setup, order, setup.instances, setup.slots)
     groups = OpenGroups(tasks_of(setup), settings)
-    begun_at, tokens, most = [], [], 0
+    begun_at, rounds, tokens, most = [], [], [], 0
     for version in range(setup.num_steps):
         begun_at.append(service.now)
-        service.now, service.version, service.until = service.now + setup.publish, version, math.inf
+        rounds.append(service.num_rounds)
+        service.now, service.until = service.now + setup.publish, math.inf
+        service.publish(version)
         if version:
             groups.publish(version)
         else:
@@ -202,9 +240,13 @@ def run(setup: Setup, settings: AsynchronyConfig, order: Order, train_s: float) 
         service.now = max(service.now, trained_at)
         groups.end_step(version + 1)
         tokens.append(num_tokens)
-    seconds = service.now - begun_at[WARM_UP]
-    counted = tokens[WARM_UP:]
-    return {"speed": sum(counted) / seconds, "step": seconds / len(counted), "most": most}
+    seconds, counted = service.now - begun_at[warm_up], tokens[warm_up:]
+    return {
+        "speed": sum(counted) / seconds,
+        "step": seconds / len(counted),
+        "rounds": (service.num_rounds - rounds[warm_up]) / len(counted),
+        "most": most,
+    }
 
 
 LADDER: dict[str, tuple[AsynchronyConfig, Order]] = {

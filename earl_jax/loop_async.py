@@ -254,6 +254,8 @@ class AsyncPlayer:
             self._service = self._open(session, position)
             return self._service, num_bytes
         engine = self._service.session.engine
+        # Where this fails for lack of memory, the service is given up and opened anew.
+        self._service.release_weights()
         policy, num_bytes = placement.sessions.publish(engine, engine.layout.shape, params, version)
         self._groups.publish(version)
         self._service.update_weights(policy, self._settings.kv)

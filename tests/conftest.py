@@ -6,6 +6,7 @@ Programs are compiled quickly instead of well: a training step in 0.7 s, not 5 s
 tests start do the same, but for two whole runs of configs.
 """
 
+import contextlib
 import fnmatch
 import gc
 import importlib.metadata
@@ -39,6 +40,7 @@ os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_QUICK)).s
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from jax._src.lru_cache import LRUCache  # noqa: E402
 
 pytest.register_assert_rewrite("tests.support")
 
@@ -86,13 +88,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else 99)
 
 
+def share_programs(own: Path, shared: Path) -> None:
+    """Links each program that is compiled into `shared`, and those of other workers into `own`.
+
+    Not one folder for all: JAX writes an entry in place, and another worker could read the half.
+    """
+    get, put = LRUCache.get, LRUCache.put
+
+    def link(cache: LRUCache, key: str, source: Path, target: Path) -> None:
+        if Path(str(cache.path)) == own:
+            with contextlib.suppress(FileExistsError, FileNotFoundError):
+                os.link(source / f"{key}-cache", target / f"{key}-cache")
+
+    def shared_get(cache: LRUCache, key: str) -> bytes | None:
+        link(cache, key, shared, own)
+        return get(cache, key)
+
+    def shared_put(cache: LRUCache, key: str, value: bytes) -> None:
+        put(cache, key, value)
+        link(cache, key, own, shared)
+
+    LRUCache.get, LRUCache.put = shared_get, shared_put
+
+
 @pytest.fixture(autouse=True, scope="session")
 def compiled_programs(tmp_path_factory) -> Path:
-    """Returns the folder of programs that this worker and its processes have compiled, each once.
-
-    Workers do not share it: JAX writes an entry in place, and another could read the half of it.
-    """
+    """Returns the folder of this worker's programs, which its processes use and add to."""
     folder = tmp_path_factory.mktemp("programs")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = tmp_path_factory.getbasetemp().parent / "programs"
+        shared.mkdir(exist_ok=True)
+        share_programs(folder, shared)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     return folder

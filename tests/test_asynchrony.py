@@ -4,6 +4,7 @@
 
 import collections
 import dataclasses
+import gc
 import itertools
 import json
 import random
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 
 import jax
 import numpy as np
@@ -19,6 +21,7 @@ import pytest
 from earl_jax.config.train_flags import parse_flags, replayed_config
 from earl_jax.loop import rl_step
 from earl_jax.loop_async import AsyncPlayer, _since_version
+from earl_jax.placement.sessions import Sessions
 from earl_jax.rollout.events import EVENTS, read_events
 from earl_jax.run.build import build_run
 from earl_jax.settings.errors import InputError, RunError
@@ -119,6 +122,25 @@ def test_with_no_staleness_it_is_the_synchronous_loop_bit_for_bit(apart):
         assert record.metrics()["version_lag_max"] == 0
         results.append(jax.tree.leaves(jax.device_get(position.state)))
     assert_equal(*results)
+
+
+def test_devices_never_hold_two_policies_of_the_rollout(monkeypatch):
+    """The weights before are gone when the next ones arrive."""
+    run = build_run(config_of(staleness=1))
+    placement, position = begin(run)
+    player, before, publish = AsyncPlayer(run, placement), [], Sessions.publish
+
+    def watched(*given):
+        gc.collect()
+        assert [held for held in before if held() is not None] == []
+        policy, num_bytes = publish(*given)
+        before[:] = map(weakref.ref, jax.tree.leaves(policy.params))
+        return policy, num_bytes
+
+    monkeypatch.setattr(Sessions, "publish", watched)
+    for _ in range(3):
+        position, _ = rl_step(run, placement, position, player)
+    assert len(before) > 10
 
 
 @pytest.mark.slow_except("True-recompute")

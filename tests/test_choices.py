@@ -285,12 +285,10 @@ def test_a_reply_is_made_of_the_allowed_tokens_with_log_probs_among_these(pool):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("burst", "mesh", "step_rows"),
-    [(1, MeshShape(data=8), 0), (8, MeshShape(data=4, tensor=2), 0), (3, MeshShape(data=8), 8)],
+    ("burst", "mesh"), [(1, MeshShape(data=8)), (8, MeshShape(data=4, tensor=2))]
 )
-def test_bursts_meshes_and_rows_change_nothing(pool, burst, mesh, step_rows):
-    """Also where slots take turns in a step: each then brings what it may say along."""
-    players = engine_for(BRANCHES), engine_for(BRANCHES, burst, mesh, step_rows)
+def test_bursts_and_meshes_change_nothing(pool, burst, mesh):
+    players = engine_for(BRANCHES), engine_for(BRANCHES, burst, mesh)
     first, other = (
         collect(
             pool,

@@ -23,7 +23,14 @@ from tests.support.settings import make_config as make_small_config
 SECTIONS = [f.name for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.default)]
 
 
-REMOVED = ("append_rows", "copy_prefixes", "model_logprobs", "preemption", "share_prefixes")
+REMOVED = (
+    "append_rows",
+    "step_rows",
+    "copy_prefixes",
+    "model_logprobs",
+    "preemption",
+    "share_prefixes",
+)
 
 
 def with_overrides(*overrides, given=()):
@@ -290,7 +297,6 @@ RULES = [
     ("model.num_heads=3", "config.model.num_heads is 3.*config.model.num_kv_heads (2)"),
     ("model.head_size=15", "config.model.head_size is 15"),
     ("rollout.num_slots=0", "config.rollout.num_slots is 0"),
-    ("rollout.step_rows=64", "step_rows is 64; .*below config.rollout.num_slots (64)"),
     ("rollout.max_episode_tokens=4", "config.rollout.max_episode_tokens is 4.*max_turn_tokens 4"),
     ("rollout.top_p=0", "config.rollout.top_p is 0.0; it must lie in (0, 1]"),
     ("rollout.top_k=5", "config.rollout.top_k is 5 with config.train.ratio 'behaviour'"),

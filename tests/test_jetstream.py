@@ -147,7 +147,7 @@ class Hand:
 
 def test_slots_have_a_token_a_step_and_wait_while_their_prompt_is_read(engine):
     """A prompt of 41 tokens is read in three rounds of 16; the other slot goes on meanwhile."""
-    prompts = [prompt(19, 41), prompt(3, 17)]
+    prompts = [prompt(22, 41), prompt(12, 17)]
     hand = Hand(engine)
     hand.insert(prompts[1], 1)
     hand.insert(prompts[0], 0)
@@ -166,17 +166,17 @@ def test_slots_have_a_token_a_step_and_wait_while_their_prompt_is_read(engine):
 def test_a_slot_that_is_not_read_is_freed(engine):
     """As JetStream leaves replies at their limit, of which it does not tell the engine."""
     hand = Hand(engine)
-    hand.insert(prompt(3, 17), 0)
-    hand.insert(prompt(4, 21), 1)
+    hand.insert(prompt(12, 17), 0)
+    hand.insert(prompt(20, 21), 1)
     for _ in range(6):
         hand.step(0, 1)
     assert engine._service.num_live == 2
     for _ in range(3):
         hand.step(1)
     assert engine._service.num_live == 1 and engine._slots[0].ticket is None
-    hand.insert(prompt(3, 17), 0)
+    hand.insert(prompt(12, 17), 0)
     found = [hand.step(0, 1)[0].tokens[0].tolist() for _ in range(20)]
-    [want] = expected([prompt(3, 17)], [20])
+    [want] = expected([prompt(12, 17)], [20])
     tokens = [token for each in found for token in each]
     assert len(tokens) > 4 and tokens == want[: len(tokens)]
 
@@ -206,7 +206,7 @@ def test_the_longest_reply_ends_where_the_devices_lack_memory(capfd):
 
     given.engine.repack = short_of_memory
     engine = JetStreamEngine(given, policy(given), tokenizer())
-    prompts = [prompt(8, 37), prompt(3, 17)]
+    prompts = [prompt(19, 37), prompt(20, 17)]
     hand, found = Hand(engine), ([], [])
     for slot, ids in enumerate(prompts):
         hand.insert(ids, slot)

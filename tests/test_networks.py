@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The networks beside the policy: a frozen reference without adapters, and a critic."""
 
+import copy
 import dataclasses
 import functools
 
@@ -52,7 +53,9 @@ def make_batch() -> TrajectoryBatch:
     )
 
 
+@functools.cache
 def learner_with(name: str, model: ModelConfig = MODEL, lora_rank: int = 0, **settings) -> Learner:
+    """A learner of which tests share the programs; none changes it."""
     algorithm = ALGORITHMS[name]
     return Learner(
         model,
@@ -370,7 +373,7 @@ def test_the_critic_has_a_learning_rate_of_its_own_and_may_begin_alone():
         schedule="linear",
         critic=CriticConfig(learning_rate=0.5, pretrain_steps=2),
     )
-    learner = learner_with("ppo")
+    learner = copy.copy(learner_with("ppo"))
     learner.config = config
     found = np.array([learner.controls(step, 8) for step in range(8)])
     np.testing.assert_allclose(found[:, 2], [0.125, 0.25, 0.375, 0.5, 0.5, 0.5, 0.5, 0.5])

@@ -95,12 +95,12 @@ def test_prefix_of_another_data_shard_is_copied_where_that_costs_less_than_prefi
 
 
 def test_what_an_engine_has_to_do_is_its_devices_share():
-    """MODEL of test_collect: by hand from its sizes, 2 layers."""
+    """MODEL of test_collect: by hand from its sizes, one layer."""
     one, two = (work_of(player(mesh), 1000, 32) for mesh in MESHES[:2])
     matrices = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64
-    assert one.weights == 2 * (matrices + 2 * 32)
+    assert one.weights == matrices + 2 * 32
     assert one.weight_bytes == 4 * one.weights and one.chunk_tokens == CONFIG.chunk_size
-    assert one.pair_flops == 2 * 4 * 4 * 8
+    assert one.pair_flops == 4 * 4 * 8
     assert two.weights == one.weights / 2 and two.pair_flops == one.pair_flops / 2
     assert (one.block_bytes, two.block_bytes) == (1000, 500)
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Prefixes shared from other slots' caches, by hand. Chunks of 4, shards of 3 slots."""
+"""Prefixes shared from other slots' caches, by hand. At least 4 tokens, shards of 3 slots."""
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +15,7 @@ SYSTEM = [1, 2, 3, 4, 5, 6, 7, 8]
 @pytest.fixture
 def index():
     """Slot 0 has read the system message and five tokens more; slots 3 to 5 are another shard."""
-    index = PrefixIndex(num_slots=6, num_shards=2, chunk_size=4)
+    index = PrefixIndex(num_slots=6, num_shards=2, least_tokens=4)
     prompt = [*SYSTEM, 20, 21, 22, 23, 24]
     assert index.find(0, prompt) == Shared(source=0, length=0)
     index.begin(0, prompt, Shared(source=0, length=0))
@@ -55,7 +55,7 @@ def sending():
     index = PrefixIndex(
         num_slots=6,
         num_shards=2,
-        chunk_size=4,
+        least_tokens=4,
         is_worth_sending=lambda tokens: tokens >= 4,
     )
     prompt = [*SYSTEM, 20, 21, 22, 23, 24]
@@ -139,11 +139,12 @@ def test_what_is_taken_over_is_there_for_the_next(index):
 def test_answers_behind_the_prompt_are_not_shared(index):
     """Some of them were sampled, by another program than that which reads prompts."""
     index.append(0, 5)
-    assert index.find(1, [*SYSTEM, 20, 21, 22, 23, 24, 60, 61, 62, 63, 64]).length == 13
+    # Nor is the last token of the prompt, which went in with the first decode step.
+    assert index.find(1, [*SYSTEM, 20, 21, 22, 23, 24, 60, 61, 62, 63, 64]).length == 12
 
 
 class Slow:
-    """The same by comparing a prompt with every slot's, token by token. Chunks of 4."""
+    """The same by comparing a prompt with every slot's, token by token. At least 4."""
 
     def __init__(self):
         self.slots, self.beginning = [([], []) for _ in range(4)], set()
@@ -193,7 +194,7 @@ def test_a_random_history_finds_what_comparing_with_every_slot_finds(history):
     index = PrefixIndex(
         num_slots=4,
         num_shards=2,
-        chunk_size=4,
+        least_tokens=4,
         is_worth_sending=lambda tokens: tokens >= 2,
     )
     slow, waiting = Slow(), {}
@@ -210,7 +211,7 @@ def test_a_random_history_finds_what_comparing_with_every_slot_finds(history):
             else:
                 waiting.pop(slot, None)
                 index.begin(slot, given_value, found)
-                slow.slots[slot] = given_value[: found.length], given_value[found.length :]
+                slow.slots[slot] = given_value[: found.length], given_value[found.length : -1]
                 slow.beginning.add(slot)
         elif kind == "append":
             index.append(slot, given_value)

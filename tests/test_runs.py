@@ -14,9 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from earl_jax.config.file import load_config_file, make_config
 from earl_jax.launch.start import STOPPED
+from earl_jax.settings.errors import InputError
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
+from earl_jax.training import train
 from tests.support import ROOT
 from tests.support.runs import (
     TICTACTOE,
@@ -285,10 +288,13 @@ def test_a_run_that_nothing_fits_ends_with_the_budget_and_the_hardware_that_woul
     )
 
 
-def test_a_workdir_of_another_config_is_refused(uninterrupted, cache):
-    done = run(cache, *tiny(uninterrupted, **GROWING, **{"train.learning_rate": 0.5}))
-    assert done.returncode == 2
-    assert "config.train.learning_rate is 0.002 there, 0.5 here" in done.stderr
+def test_a_workdir_of_another_config_is_refused(uninterrupted):
+    settings = TINY | GROWING | {"train.learning_rate": 0.5}
+    overrides = [f"{name}={value}" for name, value in settings.items()]
+    config = make_config(load_config_file(ROOT / "configs/tictactoe_tiny_cpu.py"), overrides)
+    words = "config.train.learning_rate is 0.002 there, 0.5 here"
+    with pytest.raises(InputError, match=words):
+        train(config, uninterrupted)
 
 
 @pytest.mark.slow

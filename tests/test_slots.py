@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from earl_jax.engine import decode_state, slots
-from earl_jax.engine.config import Sampling
+from earl_jax.engine.appending import num_tiles, tiles_at
+from earl_jax.engine.config import Sampling, tile_width_for
 from earl_jax.engine.decoding import Decoder
 from earl_jax.engine.round_inputs import NO_PAGE, NO_ROW, RoundInputs, pack_inputs, unpack_outputs
 from earl_jax.engine.sampling import sample, sampling_rows, token_uniforms
@@ -181,88 +182,39 @@ def test_burst_length_changes_nothing(played, burst):
     check_rows(state.experience, other, scripts)
 
 
-@pytest.mark.slow_except("3-2")
-@pytest.mark.parametrize(("append_rows", "narrow_width"), [(1, 16), (3, 16), (1, 1), (3, 2)])
-def test_how_many_slots_append_at_a_time_changes_nothing(played, append_rows, narrow_width):
+@pytest.mark.slow_except("3")
+@pytest.mark.parametrize("tile_width", [1, 3, 64])
+def test_the_width_of_tiles_changes_nothing(played, tile_width):
     scripts, _, transcripts = played
-    rules = RULES._replace(append_rows=append_rows, narrow_width=narrow_width)
-    play = play_on_one_device(rules)
+    play = play_on_one_device(RULES._replace(tile_width=tile_width))
     state, other = converse(play, empty(), scripts)
     assert_same(transcripts, other)
     check_rows(state.experience, other, scripts)
 
 
-@pytest.mark.slow
-def test_slots_that_take_turns_in_decode_steps_sample_the_same_tokens(played):
-    """Every row of a step speaks while as many slots as there are rows have more to say."""
-    scripts, _, transcripts = played
-    step_rows = 3
-    play, idle, most = play_on_one_device(RULES._replace(step_rows=step_rows)), [], []
-
-    def watched(state, inputs):
-        state, report = play(state, inputs)
-        passes = report.count - inputs.begin_turn
-        idle.append(int(report.steps[0] * step_rows - passes.sum()))
-        most.append(int(passes.max()) * NUM_SLOTS - int(passes.sum()))
-        assert (report.steps == report.steps[0]).all()
-        return state, report
-
-    state, other = converse(watched, empty(), scripts)
-    assert_same(transcripts, other)
-    check_rows(state.experience, other, scripts)
-    # What a round leaves over are the last few steps of who has most to say.
-    assert max(idle) <= (step_rows - 1) * RULES.burst
-    assert sum(idle) < sum(most)
-
-
-@pytest.mark.parametrize(
-    ("chunk_size", "parts", "widths"),
-    [
-        (128, 1, (16, 128)),
-        (512, 1, (32, 512)),
-        (16, 1, (16,)),
-        (8, 1, (8,)),
-        (96, 3, (18, 96)),
-        (128, 8, (16, 128)),
-    ],
-)
-def test_a_short_chunk_has_a_narrow_pass_that_divides_over_context(chunk_size, parts, widths):
-    assert RULES.append_widths(chunk_size, parts) == widths
-    # Eight full chunks at a time, and as many short ones as make 256 tokens.
-    rows = [RULES.rows_appended(width, chunk_size) for width in widths]
-    assert rows[-1] == max(8, min(256, 8 * chunk_size) // chunk_size) == 8
-    assert rows[0] == (max(8, 256 // widths[0]) if len(widths) > 1 else 8)
-
-
-def test_chunks_are_appended_in_passes_of_their_width_and_others_cost_nothing():
-    """Passes of 7 slots x 2 tokens for short chunks, and of 3 x 5."""
+def test_a_chunk_is_appended_in_tiles_of_the_tokens_that_it_has():
+    """Tiles of 2 tokens, of whichever slots have any, and one pass of all eight slots' tiles."""
     passes = []
 
     class Watched(Decoder):
-        def append(self, cache, tokens_BT, cached, count):
-            shape = tokens_BT.shape
-            jax.debug.callback(lambda count: passes.append((shape, sorted(count.tolist()))), count)
-            return super().append(cache, tokens_BT, cached, count)
+        def fill(self, cache, tokens_BT, cached, count):
+            def note(tokens, cached, count):
+                tiles = zip(tokens, cached, count, strict=True)
+                passes.append([(ids[:n].tolist(), int(start)) for ids, start, n in tiles])
 
-    rules = RULES._replace(narrow_width=2, append_rows=3)
-    decoder = Watched(MODEL, rules, params(), jax.random.key(7))
+            jax.debug.callback(note, tokens_BT, cached, count)
+            return super().fill(cache, tokens_BT, cached, count)
+
+    decoder = Watched(MODEL, RULES._replace(tile_width=2), params(), jax.random.key(7))
     play = jax.jit(lambda state, inputs: slots.play(decoder, state, inputs, 0)[0])
     ones = np.ones(NUM_SLOTS, np.int32)
-    for narrow, counts, expected in (
-        (1, [1] * 8, [((7, 2), [1] * 7), ((7, 2), [0] * 6 + [1])]),
-        (0, [0, 1, 0, 1, 0, 0, 1, 1], [((3, 5), [1, 1, 1]), ((3, 5), [0, 0, 1])]),
-        (1, [0, 0, 4, 0, 0, 0, 0, 0], [((3, 5), [0, 0, 4])]),
-        (
-            1,
-            [1, 2, 5, 3, 0, 1, 5, 4],
-            [((7, 2), [0] * 4 + [1, 1, 2]), ((3, 5), [3, 5, 5]), ((3, 5), [0, 0, 4])],
-        ),
-    ):
+    chunk = np.arange(NUM_SLOTS)[:, None] * 10 + np.arange(CHUNK)[None, :]
+
+    def appended(state, counts, restart):
         inputs = RoundInputs(
-            chunk=np.full((NUM_SLOTS, CHUNK), 5, np.int32),
+            chunk=chunk.astype(np.int32),
             count=np.array(counts, np.int32),
-            narrow=narrow * ones,
-            restart=ones,
+            restart=restart * ones,
             begin_turn=0 * ones,
             seed=ones,
             row=np.arange(NUM_SLOTS, dtype=np.int32),
@@ -270,10 +222,44 @@ def test_chunks_are_appended_in_passes_of_their_width_and_others_cost_nothing():
             version=0,
         )
         passes.clear()
-        state = play(empty(), pack_inputs(inputs))
+        state = play(state, pack_inputs(inputs))
         jax.effects_barrier()
-        assert passes == expected
-        assert state.cached.tolist() == counts
+        return state, [[tile for tile in tiles if tile[0]] for tiles in passes]
+
+    # From position 0 on: 0 to 1, 2 to 3 and 4.
+    state, found = appended(empty(), [0, 5, 0, 1, 0, 0, 0, 0], 1)
+    assert found == [[([10, 11], 0), ([12, 13], 2), ([14], 4), ([30], 0)]]
+    assert state.cached.tolist() == [0, 5, 0, 1, 0, 0, 0, 0]
+    # Slot 1 fills up position 5, slot 3 position 1.
+    state, found = appended(state, [0, 3, 0, 2, 0, 0, 0, 2], 0)
+    assert found == [[([10], 5), ([11, 12], 6), ([30], 1), ([31], 2), ([70, 71], 0)]]
+    assert state.cached.tolist() == [0, 8, 0, 3, 0, 0, 0, 2]
+    _, found = appended(state, [0] * 8, 0)
+    assert found == []
+
+
+def test_tiles_by_hand():
+    """Width 4: 3 tokens behind 3 are positions 3 | 4 5; 4 behind 8 one tile; none; 1 behind 7."""
+    cached, count = jnp.array([3, 8, 5, 7]), jnp.array([3, 4, 0, 1])
+    assert num_tiles(cached, count, 4).tolist() == [2, 1, 0, 1]
+    tiles = tiles_at(jnp.arange(6), cached, count, 4)
+    assert tiles.slot.tolist()[:4] == [0, 0, 1, 3]
+    assert tiles.start.tolist()[:4] == [3, 4, 8, 7]
+    assert tiles.offset.tolist()[:4] == [0, 1, 0, 0]
+    assert tiles.count.tolist() == [1, 2, 4, 1, 0, 0]
+    # A later pass goes on with the third tile.
+    later = tiles_at(2 + jnp.arange(2), cached, count, 4)
+    assert (later.slot.tolist(), later.start.tolist()) == ([1, 3], [8, 7])
+
+
+@pytest.mark.parametrize(
+    ("page_size", "parts", "whole_pages", "width"),
+    [(64, 1, False, 16), (64, 3, False, 18), (8, 8, False, 16), (128, 1, True, 128)],
+)
+def test_tiles_divide_over_context_and_are_pages_where_pages_are_written_whole(
+    page_size, parts, whole_pages, width
+):
+    assert tile_width_for(16, page_size, parts, whole_pages=whole_pages) == width
 
 
 def test_turns_end_at_the_end_token_or_at_the_limit(played):
@@ -326,7 +312,7 @@ def in_dtype(dtype: str, **changes: int):
     ("dtype", "changes"),
     [
         ("float32", {}),
-        ("float32", {"step_rows": 3, "narrow_width": 2, "append_rows": 3}),
+        ("float32", {"tile_width": 2}),
         ("bfloat16", {}),
     ],
 )
@@ -432,7 +418,7 @@ def test_what_is_taken_over_from_another_slot_is_as_if_it_had_been_read():
         chunk = np.tile(part, (NUM_SLOTS, 1))
         return play(state, RoundInputs(**{**columns, "chunk": chunk, "count": count, **changes}))
 
-    play = play_on_one_device(RULES._replace(append_rows=3))
+    play = play_on_one_device(RULES._replace(tile_width=3))
     state, _ = say(empty(), prompt[:CHUNK], ones * CHUNK, begin_turn=zeros)
     read, expected = say(state, prompt[CHUNK:], ones * CHUNK, restart=zeros)
 

@@ -132,13 +132,10 @@ def sampled_tokens(words: int, *, first: bool) -> int:
 
 @functools.cache
 def player():
-    """It guesses tokens: the policy that never ends a turn says some digits again.
-
-    Decode steps have a row for every other slot.
-    """
+    """It guesses tokens: the policy that never ends a turn says some digits again."""
     return engine(
-        NUM_SLOTS, MeshShape(data=2), append_rows=1, ngram=1, draft=2, model=MODEL,
-        episodes=EPISODES, step_rows=NUM_SLOTS // 2,
+        NUM_SLOTS, MeshShape(data=2), ngram=1, draft=2, model=MODEL,
+        episodes=EPISODES,
     )  # fmt: skip
 
 

@@ -98,9 +98,7 @@ def test_the_conversation_is_worth_comparing(plain):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes", [{"burst": 1}, {"burst": 9}, {"append_rows": 3}, {"step_rows": 3}]
-)
+@pytest.mark.parametrize("changes", [{"burst": 1}, {"burst": 9}, {"tile_width": 3}])
 def test_bursts_change_nothing(plain, changes):
     _, transcripts = talk(play_on_one_device(GUESSING._replace(**changes)), empty())
     assert_same(plain, transcripts)
@@ -149,8 +147,8 @@ def test_a_text_that_repeats_itself_costs_fewer_passes_than_tokens():
 
 
 def test_nothing_is_guessed_beyond_the_limit_of_a_turn():
-    """With a limit of two, the pass behind the first token may say one, and guess none."""
-    for limit, drafted in ((1, False), (2, False), (3, True)):
+    """With a limit of one, a pass samples its own token and guesses none."""
+    for limit, drafted in ((1, False), (2, True)):
         play = Counter(play_on_one_device(GUESSING))
         talk(play, empty(), turn_limits=dict.fromkeys(range(8), limit))
         assert (play.drafted > 0) == drafted
@@ -278,7 +276,8 @@ def test_a_pass_that_guesses_has_the_collectives_of_one_that_does_not(shape):
     reduces = [line for line in lines if " all-reduce" in line]
     gathers = [line for line in lines if " all-gather" in line]
     passes = 2 if shape.tensor > 1 else 0
-    assert (len(reduces), len(gathers)) == (passes * (1 + 2 * MODEL.num_layers), passes)
+    # The pass that appends computes nothing behind the last layer's keys.
+    assert (len(reduces), len(gathers)) == (passes * 2 * MODEL.num_layers, passes // 2)
     assert len(lines) == len(reduces) + len(gathers)
     shards = {tuple(range(first, first + shape.tensor)) for first in range(0, 8, shape.tensor)}
     for line in lines:

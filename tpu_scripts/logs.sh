@@ -6,6 +6,7 @@
 # Shows the last lines of every worker's log, and follows that of worker 0. See flags.sh.
 set -euo pipefail
 source "$(dirname "$0")/flags.sh"
+source "$(dirname "$0")/workers.sh"
 read_flags "name zone" "$@"
 on_all ssh "{}" --command="hostname; tail -n 5 $dir/run.log"
 follow=(--command="tail -n 50 -f $dir/run.log")

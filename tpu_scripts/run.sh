@@ -9,6 +9,7 @@
 # checkpoint. The workdir is on storage that outlives the TPUs (--prepare mounts it). See flags.sh.
 set -euo pipefail
 source "$(dirname "$0")/flags.sh"
+source "$(dirname "$0")/workers.sh"
 read_flags "name zone type" "$@"
 [[ " ${arguments[*]-} " == *" --config="* && " ${arguments[*]} " == *" --workdir="* ]] || usage
 here=$(dirname "$0")

@@ -6,6 +6,7 @@
 # Copies this project's commit to every worker, and installs it there. See flags.sh.
 set -euo pipefail
 source "$(dirname "$0")/flags.sh"
+source "$(dirname "$0")/workers.sh"
 read_flags "name zone" "$@"
 
 folder=$(mktemp -d)

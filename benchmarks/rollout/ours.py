@@ -67,14 +67,12 @@ class Script:
     """A rollout.
 
     Episode i reads `messages[i]` one by one, `env_ms` after it has sampled `turn_tokens[i]` tokens
-    as the answer to the one before. A decode step has `step_rows` rows, 0: one for each of
-    `num_slots`.
+    as the answer to the one before.
     """
 
     messages: Sequence[Sequence[Message]]
     turn_tokens: Sequence[int]
     num_slots: int
-    step_rows: int = 0
     temperature: float = 1.0
     env_ms: float = 0.0
     patience_ms: float = 100.0
@@ -143,7 +141,7 @@ class Player:
         self._master = load_parameters(self.checkpoint, self.layout)
 
     @functools.cache  # noqa: B019 - lives as long as the process
-    def engine(self, num_slots: int, step_rows: int, num_rows: int) -> TimedEngine:
+    def engine(self, num_slots: int, num_rows: int) -> TimedEngine:
         """With no token that ends a turn."""
         config = EngineConfig(
             model=self.checkpoint.model,
@@ -153,7 +151,6 @@ class Player:
             chunk_size=CHUNK_SIZE,
             rules=SlotRules(burst=BURST, end_of_turn_ids=()),
             seed=0,
-            step_rows=step_rows,
             page_size=PAGE_SIZE,
         )
         return TimedEngine(config, self.layout)
@@ -170,7 +167,6 @@ class Player:
         number = len(texts)
         config = RolloutConfig(
             num_slots=script.num_slots,
-            step_rows=script.step_rows,
             episodes_per_step=number,
             chunk_size=CHUNK_SIZE,
             burst=BURST,
@@ -178,7 +174,7 @@ class Player:
             context_buckets=CONTEXT_BUCKETS,
             page_size=PAGE_SIZE,
         )
-        engine = self.engine(script.num_slots, script.step_rows, number)
+        engine = self.engine(script.num_slots, number)
         engine.rounds.clear()
         max_tokens = CONTEXT_BUCKETS[0]
         every = dense_pool(1, script.num_slots, max_tokens, PAGE_SIZE)

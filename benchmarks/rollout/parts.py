@@ -27,7 +27,6 @@ class Sizes:
     turn_tokens: int = 64
     env_ms: tuple[int, ...] = (0, 10, 100)
     waiting_slots: tuple[int, ...] = (64, 256)
-    waiting_rows: tuple[int, ...] = (0, 16, 64)
     waiting_episodes: int = 512
     waiting_turns: int = 4
     waiting_tokens: int = 32
@@ -47,7 +46,6 @@ TINY = Sizes(
     turn_tokens=8,
     env_ms=(0, 1),
     waiting_slots=(2, 4),
-    waiting_rows=(0, 2),
     waiting_episodes=4,
     waiting_turns=2,
     waiting_tokens=4,
@@ -230,14 +228,13 @@ def waiting(bench: Bench) -> None:
     sizes = bench.sizes
     messages = _conversations(sizes.waiting_episodes, sizes.waiting_turns, sizes.prompt)
     lengths = [sizes.waiting_tokens] * len(messages)
-    columns = ("slots", "rows a step", "environment's ms a step", "tokens/s", "rows computed")
-    columns += ("of them idle", "device idle", "no slot had work")
+    columns = ("slots", "environment's ms a step", "tokens/s", "rows computed", "of them idle")
+    columns += ("device idle", "no slot had work")
     print(header(*columns))
-    shapes = [(slots, rows) for slots in sizes.waiting_slots for rows in sizes.waiting_rows]
-    for slots, rows in shapes:
-        for env_ms in sizes.env_ms if rows < slots else ():
+    for slots in sizes.waiting_slots:
+        for env_ms in sizes.env_ms:
             # A round that waits for the slowest would have nobody go on meanwhile.
-            options = {"step_rows": rows, "env_ms": env_ms, "patience_ms": 1.0}
+            options = {"env_ms": env_ms, "patience_ms": 1.0}
             found = take_turns(
                 [_play(bench, _script(messages, lengths, slots, **options))], bench.repeats
             )
@@ -249,7 +246,7 @@ def waiting(bench: Bench) -> None:
                 _idle(found),
                 f"{found['env_wait_s'] / found['seconds']:.1%}",
             )
-            print(row(slots, rows or slots, env_ms, *cells), flush=True)
+            print(row(slots, env_ms, *cells), flush=True)
 
 
 def _idle(found: Mapping[str, float]) -> str:

@@ -38,13 +38,14 @@ BENCH_CONFIG = _CONFIGS / "tictactoe_tiny_cpu.py"
 
 # Keys of earlier versions: the key that took their place, or a sentence.
 RENAMED_KEYS = {
-    "config.rollout.append_rows": "it is fixed (APPEND_ROWS in engine/config.py)",
+    "config.rollout.append_rows": "it is fixed (APPEND_TOKENS in engine/config.py)",
     "config.rollout.copy_prefixes": "prompts are copied from shard to shard where that is faster",
     "config.rollout.model_logprobs": "they are recorded where config.train.ratio is 'model'",
     "config.rollout.preemption": (
         "the cheaper way is taken; to read all again, set config.rollout.preemption_host_gib to 0"
     ),
     "config.rollout.share_prefixes": "what prompts have in common is always computed once",
+    "config.rollout.step_rows": "a decode step has a row for each slot",
     "config.rollout.speculation": (
         "set config.rollout.num_draft_tokens, such as 4 (0: no speculation)"
     ),

@@ -11,11 +11,13 @@ from earl_jax.settings.errors import InputError
 
 # Stop ids that a slot holds on the devices.
 MAX_STOP_IDS = 8
-# Slots of a data shard whose full chunks are appended in one forward pass.
-APPEND_ROWS = 8
-# Short chunks are appended in a narrower forward pass: of so many tokens a slot, or a 16th of a
-# chunk where that is more; and of more slots at once, so that it has about NARROW_TOKENS tokens.
-NARROW_WIDTH, NARROW_TOKENS = 16, 256
+# Tokens of a forward pass that appends chunks, of one data shard. On a chip about as many as it
+# computes in the time in which it reads the weights (H100: 295 in bf16, v5e: 240, v6e: 560): fewer
+# would cost as much, and more would make a short answer dear. On a CPU of two cores a pass of 64
+# reads long prompts as fast as one of 256 (benchmarks/appending.md).
+APPEND_TOKENS, APPEND_TOKENS_ON_CPU = 256, 64
+# Tokens of a tile (appending.py). Half of a tile is empty on the average at the end of a chunk.
+TILE_WIDTH = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,9 +60,7 @@ class SlotRules(NamedTuple):
     """Rules of a round that are fixed when its program is compiled.
 
     A slot has at most `burst` forward passes a round. Each of `end_of_turn_ids` ends a turn. Chunks
-    are appended for `append_rows` slots of a data shard at a time, short ones apart
-    (`append_widths`). A decode step computes
-    `step_rows` rows of a data shard (`decode_some`); 0: one for each of its slots. With
+    are appended in tiles of `tile_width` tokens, `append_tokens` a pass (appending.py). With
     `model_logprobs` each token's log-prob under the model itself is recorded too, which takes one
     more pass over the logits. With `choice_branches` a turn can be restricted to replies whose tree
     has at most so many branches, or to so many tokens. With `draft` above 0 each forward pass also
@@ -70,36 +70,13 @@ class SlotRules(NamedTuple):
 
     burst: int
     end_of_turn_ids: tuple[int, ...]
-    append_rows: int = APPEND_ROWS
-    narrow_width: int = NARROW_WIDTH
-    step_rows: int = 0
+    tile_width: int = TILE_WIDTH
+    append_tokens: int = APPEND_TOKENS_ON_CPU
     model_logprobs: bool = False
     choice_branches: int = 0
     ngram: int = 3
     draft: int = 0
     attention: Literal["auto", "blockwise", "triton", "pallas_tpu"] = "auto"
-
-    def append_widths(self, chunk_size: int, parts: int = 1) -> tuple[int, ...]:
-        """Returns the widths of the forward passes that append chunks, in ascending order.
-
-        An answer's chunk goes into the first that it fits in, whatever its neighbours' lengths are,
-        so that its numbers do not depend on them. A prompt's goes into the last: passes of several
-        widths round differently, and how much of a prompt is left to read depends on what other
-        slots have read. Widths divide over `parts` devices, if a chunk does.
-
-        Example: chunks of 128 tokens: (16, 128); of 512: (32, 512); of 16: (16,).
-        """
-        narrow = max(self.narrow_width, chunk_size // 16)
-        narrow += -narrow % parts
-        return (narrow, chunk_size) if narrow < chunk_size else (chunk_size,)
-
-    def rows_appended(self, width: int, chunk_size: int) -> int:
-        """Returns the slots of a forward pass of this width: at least `append_rows`.
-
-        It has no more tokens than that of full chunks, or NARROW_TOKENS.
-        """
-        tokens = min(NARROW_TOKENS, self.append_rows * chunk_size)
-        return max(self.append_rows, tokens // width)
 
     @property
     def round_tokens(self) -> int:
@@ -107,13 +84,25 @@ class SlotRules(NamedTuple):
         return self.burst * (1 + self.draft)
 
 
+def append_tokens_for(platform: str | None) -> int:
+    """Returns the tokens of a pass that appends chunks; `platform` None is the CPU."""
+    return APPEND_TOKENS_ON_CPU if platform in (None, "cpu") else APPEND_TOKENS
+
+
+def tile_width_for(width: int, page_size: int, parts: int, *, whole_pages: bool) -> int:
+    """Returns the tokens of a tile: `width`, so that they divide over `parts` devices; or a page.
+
+    Where `whole_pages` are written, two tiles of one pass must not write to one page.
+    """
+    return page_size if whole_pages else width + -width % parts
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """The settings that one engine's programs are compiled for.
 
     `num_slots` episodes live at once over all devices, and write `num_rows` rows of experience,
-    spare ones included (`rows.Rows`). A decode step of a rollout has `step_rows` rows over all
-    devices, 0: one for each slot; `rules.step_rows` is derived from it. `chunk_size` tokens of a
+    spare ones included (`rows.Rows`). `chunk_size` tokens of a
     prompt or an answer are appended per slot and round. The KV cache comes in pages of `page_size`
     tokens. `weight_dtype` is "compute", the model's compute type, or "int8"
     (models/quantization.py).
@@ -126,7 +115,6 @@ class EngineConfig:
     chunk_size: int
     rules: SlotRules
     seed: int
-    step_rows: int = 0
     page_size: int = 64
     weight_dtype: Literal["compute", "int8"] = "compute"
     kv_dtype: Literal["compute", "int8"] = "compute"

@@ -28,10 +28,9 @@ from earl_jax.engine.choices import draw, walk
 from earl_jax.engine.config import SlotRules
 from earl_jax.engine.decode_state import DecodeState
 from earl_jax.engine.drafts import look_up
-from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.engine.sampling import model_logprobs, token_uniforms
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.decoder import forward_chunk, forward_drafts
+from earl_jax.models.decoder import fill_cache, forward_chunk, forward_drafts
 from earl_jax.models.kv_cache import PagedCache
 from earl_jax.models.parameters import Params
 from earl_jax.sharding.layout import Layout
@@ -70,6 +69,21 @@ class Decoder(NamedTuple):
         )
         return self.replicate(logits_BV), cache
 
+    def fill(
+        self, cache: PagedCache, tokens_BT: jax.Array, cached: jax.Array, count: jax.Array
+    ) -> PagedCache:
+        """Runs `fill_cache` with this model. Returns the cache."""
+        return fill_cache(
+            self.model,
+            self.params,
+            cache,
+            tokens_BT,
+            cached,
+            count,
+            layout=self.layout,
+            attention=self.rules.attention,
+        )
+
     def append_all(
         self, cache: PagedCache, tokens_BT: jax.Array, cached: jax.Array, count: jax.Array
     ) -> tuple[jax.Array, PagedCache]:
@@ -100,9 +114,6 @@ class Sampled(NamedTuple):
     count: jax.Array
     passes: jax.Array
     drafted: jax.Array
-
-
-Step = Callable[[DecodeState, Sampled, jax.Array], tuple[DecodeState, Sampled]]
 
 
 def nothing_sampled(slots: int, tokens: int, *, model_logprobs: bool) -> Sampled:
@@ -232,35 +243,3 @@ def _draft(
     drafts_BK, found = look_up(ids_BP, length, ngram=rules.ngram, draft=rules.draft)
     found = jnp.clip(found, 0, jnp.maximum(0, state.turn_limit - state.turn_tokens - 1))
     return drafts_BK, jnp.where(decoding & (state.row >= 0), found, 0)
-
-
-def decode_some(
-    step: Step, rows: int, state: DecodeState, sampled: Sampled, decoding: jax.Array
-) -> tuple[DecodeState, Sampled]:
-    """Runs `step` for `rows` of the `decoding` slots: those with the fewest passes in this round.
-
-    So a slot whose episode waits takes no row, unless fewer decode than there are rows; and where
-    more decode they take turns. Pages and rows of experience stay where they are: a row reaches
-    them by its table, and its number.
-    """
-    # Slots that do not decode come last.
-    chosen = jnp.argsort(jnp.where(decoding, sampled.passes, NO_LIMIT), stable=True)[:rows]
-    small, pools = dataclasses.replace(state, cache=None, experience=None), state.cache
-    some, some_sampled = jax.tree.map(lambda field: field[chosen], (small, sampled))
-    table = pools.table[chosen]
-    new, new_sampled = step(
-        dataclasses.replace(
-            some, cache=dataclasses.replace(pools, table=table), experience=state.experience
-        ),
-        some_sampled,
-        decoding[chosen],
-    )
-
-    def put(old: jax.Array, taken: jax.Array, changed: jax.Array) -> jax.Array:
-        # Most fields are what they were, and nothing is written.
-        return old if changed is taken else old.at[chosen].set(changed, unique_indices=True)
-
-    after = dataclasses.replace(new, cache=None, experience=None)
-    small, sampled = jax.tree.map(put, (small, sampled), (some, some_sampled), (after, new_sampled))
-    cache = dataclasses.replace(new.cache, table=pools.table)
-    return dataclasses.replace(small, cache=cache, experience=new.experience), sampled

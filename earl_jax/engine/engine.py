@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from earl_jax.engine import decode_state, slots
-from earl_jax.engine.config import EngineConfig, SlotRules
+from earl_jax.engine.config import EngineConfig, SlotRules, append_tokens_for, tile_width_for
 from earl_jax.engine.decode_state import DecodeState
 from earl_jax.engine.decoding import Decoder
 from earl_jax.engine.page_copies import PageCopies
@@ -31,7 +31,7 @@ from earl_jax.engine.round_inputs import (
 )
 from earl_jax.engine.row_copies import RowCopies
 from earl_jax.models.attention.kernels import choose_pages_kernel
-from earl_jax.models.kv_cache import PagedCache, place_pages
+from earl_jax.models.kv_cache import PagedCache, place_pages, writes_whole_pages
 from earl_jax.models.parameters import Params, parameter_shardings
 from earl_jax.models.quantization import engine_shapes, engine_specs
 from earl_jax.settings.errors import InputError
@@ -59,9 +59,15 @@ class Engine:
         _check_divides(config, layout)
         choose_pages_kernel(config.rules.attention, layout, config.model, config.page_size)
         self.config, self.layout = config, layout
-        # A row shard's part of the rows of a decode step.
-        step_rows = -(-config.step_rows // layout.num_row_shards)
-        self._rules = config.rules._replace(step_rows=step_rows)
+        tile_width = tile_width_for(
+            config.rules.tile_width,
+            config.page_size,
+            layout.shape.context,
+            whole_pages=writes_whole_pages(layout.platform),
+        )
+        self._rules = config.rules._replace(
+            tile_width=tile_width, append_tokens=append_tokens_for(layout.platform)
+        )
         # The manual axes: one of size 1 would leave collectives of nothing.
         cut_pages = layout.shape.context > 1
         self._manual = {*layout.row_axes, *(("context",) if cut_pages else ())}
@@ -155,7 +161,7 @@ class Engine:
             mesh=self.layout.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
-            axis_names=self._manual,
+            axis_names=self.layout.by_hand(self._manual),
             check_vma=False,
         )
 
@@ -269,17 +275,12 @@ class Engine:
             np.asarray(packed),
             model_logprobs=scored,
             drafts=self._rules.draft > 0,
-            steps=self.step_rows < self._slots_a_shard,
         )
 
     @property
-    def _slots_a_shard(self) -> int:
-        return self.config.num_slots // self.layout.num_row_shards
-
-    @property
-    def step_rows(self) -> int:
-        """Rows of a decode step on one row shard."""
-        return min(self._rules.step_rows or self._slots_a_shard, self._slots_a_shard)
+    def tile_width(self) -> int:
+        """Tokens of a tile in which chunks are appended."""
+        return self._rules.tile_width
 
     def lower_repack(self, max_tokens: int, old: Pool, new_max_tokens: int, new: Pool) -> list[Any]:
         """Returns the programs of `repack` to `new_max_tokens` and `new`, lowered from shapes."""

@@ -89,7 +89,7 @@ class PageCopies:
                 mesh=layout.mesh,
                 in_specs=in_specs,
                 out_specs=out_specs,
-                axis_names=set(layout.row_axes),
+                axis_names=layout.by_hand(layout.row_axes),
                 check_vma=False,
             )
 

@@ -8,18 +8,18 @@ episode's too, because a cache stays as it is until its slot is used again. Page
 slots of the same row shard only; from those of another they are copied, where that costs less than
 reading (shard_copies.py).
 
-Only tokens that were read as a prompt are taken over, and the last token is left to append, whose
-logits give the first sampled token: a group's prompt is read once, and each of its other episodes
-appends one token. A beginning shorter than a chunk is not worth it: a prompt's chunk costs the same
-however full it is.
+Only tokens that were appended are taken over. The last token of a prompt is not: it goes in with
+the decode step that samples the first token. So a group's prompt is read once, and its other
+episodes append nothing. A beginning shorter than a tile is not worth it (appending.py): it costs
+the same however full it is.
 
 Prompts are kept in a radix tree (prompt_tree.py). A prompt is compared with it once, when it is
 first looked for; a slot that waits asks again each round for a few operations on arrays of slots.
 
-An episode's tokens do not depend on the episodes before it: a chunk's positions are rows of the
-same matrix products as the slots are (prompts are read in full passes only), and attention adds up
-a row in the same blocks wherever a chunk begins (paged_attention.py). Sampled tokens are not taken
-over: a decode step is another program than a chunk, which may round otherwise.
+An episode's tokens do not depend on the episodes before it: the tokens of all tiles are rows of the
+same matrix products, and attention adds up a row in the same blocks wherever a tile begins
+(paged_attention.py). Sampled tokens are not taken over: a decode step is another program, which may
+round otherwise.
 """
 
 import dataclasses
@@ -82,13 +82,16 @@ class PrefixIndex:
         *,
         num_slots: int,
         num_shards: int,
-        chunk_size: int,
+        least_tokens: int,
         is_worth_sending: Callable[[int], bool] = lambda tokens: False,
     ) -> None:
-        """Begins empty; `is_worth_sending` decides on copies of so many tokens between shards."""
+        """Begins empty. Beginnings of fewer than `least_tokens` are not shared.
+
+        `is_worth_sending` decides on copies of so many tokens between shards.
+        """
         self._is_worth_sending = is_worth_sending
         self._num_slots, self._slots_a_shard = num_slots, num_slots // num_shards
-        self._chunk_size = chunk_size
+        self._least_tokens = least_tokens
         self._tree = PromptTree(num_slots)
         # By slot: the prompt in its cache, and the one that it was last looked for.
         self._nodes: list[Node | None] = [None] * num_slots
@@ -192,7 +195,8 @@ class PrefixIndex:
         # The tree counts it as the slot's prompt from now on.
         self._sought[slot], self._nodes[slot] = None, node
         self._tree.put(slot, node, present=True)
-        self._lengths[slot], self._num_cached[slot] = len(prompt), shared.length
+        self._lengths[slot] = max(len(prompt) - 1, shared.length)
+        self._num_cached[slot] = shared.length
         self._beginning.add(slot)
 
     def append(self, slot: int, number: int) -> None:
@@ -253,4 +257,4 @@ class PrefixIndex:
 
     def _worth(self, tokens: np.ndarray) -> np.ndarray:
         """Returns the numbers of tokens that are worth it, and 0 for others."""
-        return tokens * (tokens >= self._chunk_size)
+        return tokens * (tokens >= self._least_tokens)

@@ -23,8 +23,7 @@ class RoundInputs(NamedTuple):
     On the host a field may be a number that holds for all slots. `pack_inputs` makes one array of
     the record, `unpack_inputs` the record again on the devices.
 
-    - `chunk` [B,C], `count` [B]: the first `count` tokens of the chunk are appended. With `narrow`
-      they may go through a narrower forward pass (`SlotRules.append_widths`).
+    - `chunk` [B,C], `count` [B]: the first `count` tokens of the chunk are appended.
     - `restart`: the slot is emptied first, and takes over `seed`, `row`, `sampling` and `stop_ids`.
     - `fork`: only the cache is emptied. The episode goes on in its row, behind the pending token,
       with a sample that begins with the chunk.
@@ -54,7 +53,6 @@ class RoundInputs(NamedTuple):
     row: Any
     sampling: SamplingRows
     version: Any
-    narrow: Any = 0
     fork: Any = 0
     rewind: Any = 0
     resume_turn: Any = 0
@@ -94,7 +92,7 @@ def idle_inputs(
 
 
 # The fields of one bit, packed into one column in this order.
-_FLAGS = ("restart", "begin_turn", "fork", "rewind", "resume_turn", "end_turn", "written", "narrow")
+_FLAGS = ("restart", "begin_turn", "fork", "rewind", "resume_turn", "end_turn", "written")
 
 
 def pack_inputs(inputs: RoundInputs) -> np.ndarray:
@@ -158,7 +156,6 @@ class RoundOutputs(NamedTuple):
     `active` [B]: the turn goes on. `model_logprobs` f32[B,K] as in `Experience`, where the engine
     records them. Where it drafts tokens: the `passes` [B] of the model that a slot took, each of
     which samples one token of its own, and the `drafted` [B] tokens that they scored beside it.
-    Where slots take turns in decode steps: the `steps` [B] of the slot's data shard.
     """
 
     tokens: np.ndarray
@@ -168,7 +165,6 @@ class RoundOutputs(NamedTuple):
     model_logprobs: np.ndarray | None = None
     passes: np.ndarray | None = None
     drafted: np.ndarray | None = None
-    steps: np.ndarray | None = None
 
 
 def pack_outputs(
@@ -178,17 +174,15 @@ def pack_outputs(
     active: jax.Array,
     model_logprobs: jax.Array | None = None,
     drafts: tuple[jax.Array, jax.Array] | None = None,
-    steps: jax.Array | None = None,
 ) -> jax.Array:
     """Returns one i32 array for the host: [B, 2K + 2], or [B, 3K + 2] with `model_logprobs`.
 
-    With `steps` there is one column more, with `drafts`, which are the `passes` and the `drafted`
-    of RoundOutputs, two.
+    With `drafts`, which are the `passes` and the `drafted` of RoundOutputs, there are two columns
+    more.
     """
     floats = [logprobs] if model_logprobs is None else [logprobs, model_logprobs]
     bits = [jax.lax.bitcast_convert_type(values, jnp.int32) for values in floats]
     columns = [*(drafts or ()), count, active.astype(jnp.int32)]
-    columns = columns if steps is None else [steps, *columns]
     return jnp.concatenate([tokens, *bits, jnp.stack(columns, axis=1)], 1)
 
 
@@ -197,14 +191,13 @@ def unpack_outputs(
     *,
     model_logprobs: bool = False,
     drafts: bool = False,
-    steps: bool = False,
 ) -> RoundOutputs:
     """Returns the inverse of `pack_outputs`, on the host.
 
     Raises:
         RunError: a token was sampled from logits that are not finite.
     """
-    columns = 2 + 2 * drafts + steps
+    columns = 2 + 2 * drafts
     width = (packed.shape[1] - columns) // (3 if model_logprobs else 2)
 
     def floats(first: int) -> np.ndarray:
@@ -226,5 +219,4 @@ def unpack_outputs(
         model_logprobs=floats(2 * width) if model_logprobs else None,
         passes=packed[:, -4] if drafts else None,
         drafted=packed[:, -3] if drafts else None,
-        steps=packed[:, -columns] if steps else None,
     )

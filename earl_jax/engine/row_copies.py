@@ -65,7 +65,7 @@ class RowCopies:
                 mesh=layout.mesh,
                 in_specs=(rows, P()),
                 out_specs=rows,
-                axis_names=set(layout.row_axes),
+                axis_names=layout.by_hand(layout.row_axes),
                 check_vma=False,
             )
             return jax.jit(mapped, donate_argnums=0, out_shardings=out)
@@ -77,7 +77,7 @@ class RowCopies:
             mesh=layout.mesh,
             in_specs=(rows, P()),
             out_specs=rows,
-            axis_names=set(layout.row_axes),
+            axis_names=layout.by_hand(layout.row_axes),
             check_vma=False,
         )
         self._gather = jax.jit(gathered, out_shardings=row_shardings)

@@ -3,15 +3,15 @@
 """The rounds of an engine on the devices: pure functions over a DecodeState.
 
 A slot holds one live episode: its KV cache, and the row of the experience buffers that it writes.
-The token sampled last is *pending*: recorded, but not yet in the cache. It goes in at the head of
-whatever comes next (the next decode step, or the environment's answer), so a turn's last token
-costs no forward pass of its own.
+The last token of a slot in a turn is *pending*: recorded, but not yet in the cache. It goes in at
+the head of whatever comes next (the next decode step, or the environment's answer), so a turn's
+last token costs no forward pass of its own, and a prompt of which all other tokens are shared costs
+one row of a decode step.
 
-`play` is one round: it appends the chunk that the host gives to each slot, then decodes until every
-slot has ended its turn or had `burst` forward passes (decoding.py), each of which samples a token,
-or with drafts some. Where slots take turns in decode steps, a round ends behind `burst` steps as
-soon as fewer slots decode than a step has rows. The inputs of a round travel as one array, and so
-do its outputs (round_inputs.py).
+`play` is one round: it appends the chunk that the host gives to each slot (appending.py), then
+decodes until every slot has ended its turn or had `burst` forward passes (decoding.py), each of
+which samples a token, or with drafts some. The inputs of a round travel as one array, and so do its
+outputs (round_inputs.py).
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from earl_jax.engine.appending import append_chunks
 from earl_jax.engine.config import SlotRules
 from earl_jax.engine.decode_state import DecodeState
 from earl_jax.engine.decoding import (
@@ -28,10 +29,8 @@ from earl_jax.engine.decoding import (
     Sampled,
     decode_drafted,
     decode_plain,
-    decode_some,
     nothing_sampled,
     rows_or_drop,
-    sample_next,
 )
 from earl_jax.engine.round_inputs import (
     NO_PAGE,
@@ -40,8 +39,6 @@ from earl_jax.engine.round_inputs import (
     pack_outputs,
     unpack_inputs,
 )
-from earl_jax.models.decoder import head_weights
-from earl_jax.models.kv_cache import LayerCache, PagedCache
 from earl_jax.trajectory import Experience
 
 
@@ -60,17 +57,9 @@ def play(
     state = _discard(rules, state, inputs)
     state = _restart(_take_over(state, inputs, shard), inputs, first_row)
     slots = state.cached.shape[0]
+    state = _append(decoder, state, inputs)
     sampled = nothing_sampled(slots, rules.round_tokens, model_logprobs=rules.model_logprobs)
-    # A loop of at most one pass and not a `cond`, whose branches cannot share the caller's buffers:
-    # XLA for GPUs then holds the whole KV cache twice, and copies it twice a round (9.7 GiB of
-    # temporaries against 2.7, Qwen2.5-7B with 32 slots of 8192 tokens, 2 of 8 H100s a shard).
-    waiting = jnp.any(inputs.count > 0)
-    _, (state, sampled) = jax.lax.while_loop(
-        lambda loop: loop[0],
-        lambda loop: (jnp.zeros_like(waiting), _append_chunks(decoder, inputs, *loop[1])),
-        (waiting, (state, sampled)),
-    )
-    steps, state, sampled = _decode(decoder, state, sampled)
+    state, sampled = _decode(decoder, state, sampled)
     outputs = pack_outputs(
         sampled.tokens,
         sampled.logprobs,
@@ -78,60 +67,44 @@ def play(
         state.active,
         sampled.model_logprobs,
         (sampled.passes, sampled.drafted) if rules.draft else None,
-        jnp.broadcast_to(steps, slots) if takes_turns(rules, slots) else None,
     )
     return shift_rows_and_pages(state, first_row, shard * state.cache.num_pages), outputs
 
 
-def takes_turns(rules: SlotRules, slots: int) -> bool:
-    """Returns whether a decode step of a data shard has fewer rows than the shard has slots."""
-    return 0 < rules.step_rows < slots
-
-
-def _decode(
-    decoder: Decoder, state: DecodeState, sampled: Sampled
-) -> tuple[jax.Array, DecodeState, Sampled]:
-    """Runs the decode steps of a round. Returns their number, the state and the sampled tokens."""
+def _decode(decoder: Decoder, state: DecodeState, sampled: Sampled) -> tuple[DecodeState, Sampled]:
+    """Runs the decode steps of a round. Returns the state and the sampled tokens."""
     rules = decoder.rules
     step = functools.partial(decode_drafted if rules.draft else decode_plain, decoder)
-    turns = takes_turns(rules, state.cached.shape[0])
-    if turns:
-        step = functools.partial(decode_some, step, rules.step_rows)
 
     def decoding(state: DecodeState, sampled: Sampled) -> jax.Array:
-        # A slot that begins its turn with its chunk has had one pass of its burst already.
         return state.active & (sampled.passes < rules.burst)
 
-    def goes_on(loop: Any) -> jax.Array:
-        steps, state, sampled = loop
-        slots_B = decoding(state, sampled)
-        if not turns:
-            return jnp.any(slots_B)
-        # Rows that cannot be filled any more are filled in the next round, beside others.
-        full = jnp.sum(slots_B) >= rules.step_rows
-        return jnp.any(slots_B) & (full | (steps < rules.burst))
-
-    def take_step(loop: Any) -> Any:
-        steps, state, sampled = loop
-        return steps + 1, *step(state, sampled, decoding(state, sampled))
-
-    return jax.lax.while_loop(goes_on, take_step, (jnp.int32(0), state, sampled))
+    return jax.lax.while_loop(
+        lambda loop: jnp.any(decoding(*loop)),
+        lambda loop: step(*loop, decoding(*loop)),
+        (state, sampled),
+    )
 
 
-def _append_chunks(
-    decoder: Decoder, inputs: RoundInputs, state: DecodeState, sampled: Sampled
-) -> tuple[DecodeState, Sampled]:
-    """Appends the chunks, and samples the first token of the turns that begin behind them."""
-    logits_BV, cache = _append(decoder, state, inputs)
-    experience = _record_chunk(state, inputs)
-    begins = inputs.begin_turn & (inputs.count > 0)
-    decoding = begins | inputs.resume_turn & (inputs.count > 0)
-    state = dataclasses.replace(
+def _append(decoder: Decoder, state: DecodeState, inputs: RoundInputs) -> DecodeState:
+    """Appends the chunks, and begins the turns behind them.
+
+    The last token of a chunk behind which a turn begins or goes on is left pending.
+    """
+    has_chunk = inputs.count > 0
+    begins = inputs.begin_turn & has_chunk
+    speaks = begins | inputs.resume_turn & has_chunk
+    appended = inputs.count - speaks
+    last_B1 = jnp.maximum(inputs.count - 1, 0)[:, None]
+    return dataclasses.replace(
         state,
-        cache=cache,
-        experience=experience,
-        cached=state.cached + inputs.count,
-        active=state.active | decoding,
+        cache=append_chunks(decoder, state.cache, inputs.chunk, state.cached, appended),
+        experience=_record_chunk(state, inputs),
+        cached=state.cached + appended,
+        pending=jnp.where(
+            speaks, jnp.take_along_axis(inputs.chunk, last_B1, axis=1)[:, 0], state.pending
+        ),
+        active=state.active | speaks,
         turn=state.turn + begins,
         turn_tokens=jnp.where(begins, 0, state.turn_tokens),
         turn_limit=jnp.where(begins, inputs.turn_limit, state.turn_limit),
@@ -141,8 +114,6 @@ def _append_chunks(
             state.choices,
         ),
     )
-    sampled = sampled._replace(passes=sampled.passes + decoding)
-    return sample_next(decoder, state, logits_BV, decoding, sampled)
 
 
 def shift_rows_and_pages(
@@ -262,64 +233,6 @@ def _take_over(state: DecodeState, inputs: RoundInputs, shard: jax.Array | int) 
         cache=dataclasses.replace(state.cache, layers=layers),
         experience=dataclasses.replace(state.experience, tokens=tokens),
     )
-
-
-def _append(
-    decoder: Decoder, state: DecodeState, inputs: RoundInputs
-) -> tuple[jax.Array, PagedCache]:
-    """Appends the chunks to the cache: those that may be `narrow` first, then the others.
-
-    Returns:
-        logits_BV behind each chunk, and the cache.
-    """
-    slots, chunk_size = inputs.chunk.shape
-    done = (
-        jnp.zeros((slots, head_weights(decoder.params).shape[1]), jnp.float32),
-        state.cache.layers,
-    )
-    left = inputs.count > 0
-    for width in decoder.rules.append_widths(chunk_size, state.cache.parts):
-        fits = (inputs.narrow > 0) & (inputs.count <= width) if width < chunk_size else left
-        done = _append_chosen(decoder, state, inputs, left & fits, width, done)
-        left &= ~fits
-    logits_BV, layers = done
-    return logits_BV, dataclasses.replace(state.cache, layers=layers)
-
-
-def _append_chosen(
-    decoder: Decoder,
-    state: DecodeState,
-    inputs: RoundInputs,
-    chosen_B: jax.Array,
-    width: int,
-    done: tuple[jax.Array, list[LayerCache]],
-) -> tuple[jax.Array, list[LayerCache]]:
-    """Appends the chunks of chosen slots, of at most `width` tokens, some slots at a time.
-
-    Without chosen slots it costs nothing. `done` are logits_BV and the pages, and so is the result.
-    """
-    slots, chunk_size = inputs.chunk.shape
-    some = min(slots, decoder.rules.rows_appended(width, chunk_size))
-    # Filled up with slots that do not exist: what is written there is dropped.
-    steps = (jnp.sum(chosen_B) + some - 1) // some
-    position_B = jnp.arange(slots + -slots % some)
-    order_B = jnp.pad(jnp.argsort(~chosen_B, stable=True), (0, -slots % some))
-    order_B = jnp.where(position_B < jnp.sum(chosen_B), order_B, slots + position_B)
-
-    def append_some(index: jax.Array, carry: Any) -> Any:
-        logits_BV, layers = carry
-        chosen = jax.lax.dynamic_slice_in_dim(order_B, index * some, some)
-        exists = chosen < slots
-        row = jnp.minimum(chosen, slots - 1)
-        logits, cache = decoder.append(
-            dataclasses.replace(state.cache, layers=layers, table=state.cache.table[row]),
-            inputs.chunk[row, :width],
-            state.cached[row],
-            jnp.where(exists, inputs.count[row], 0),
-        )
-        return logits_BV.at[chosen].set(logits, mode="drop"), cache.layers
-
-    return jax.lax.fori_loop(0, steps, append_some, done)
 
 
 def _record_chunk(state: DecodeState, inputs: RoundInputs) -> Experience:

@@ -318,6 +318,25 @@ def forward_drafts(
     return _logits(config, params, tokens.gather(x_BTD)), cache
 
 
+def fill_cache(
+    config: ModelConfig,
+    params: Params,
+    cache: PagedCache,
+    tokens_BT: jax.Array,
+    cached_B: jax.Array,
+    counts_B: jax.Array,
+    *,
+    layout: Layout | None = None,
+    attention: str = "auto",
+) -> PagedCache:
+    """Runs `forward_chunk` without logits. Returns the cache with the new tokens in it.
+
+    Several rows may have one table, where the positions of one row follow those of another: each
+    attends to what the others write in this pass.
+    """
+    return _chunk_states(config, params, cache, tokens_BT, cached_B, counts_B, layout, attention)[2]
+
+
 def _chunk_states(
     config: ModelConfig,
     params: Params,

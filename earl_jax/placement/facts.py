@@ -69,7 +69,7 @@ def model_facts(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
 def _settings(config: Config) -> dict[str, dict[str, Any]]:
     """Returns the settings that change programs, by stage."""
     rollout, train = config.rollout, config.train
-    sizes = ("num_slots", "episodes_per_step", "chunk_size", "burst", "step_rows", "tokens_a_page")
+    sizes = ("num_slots", "episodes_per_step", "chunk_size", "burst", "tokens_a_page")
     programs = ("attention", "num_draft_tokens", "compute_dtype", "weight_dtype", "kv_dtype")
     updates = ("micro_batches", "remat", "logprob_chunk", "epochs", "mini_batches", "proximal")
     return {

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from earl_jax.algorithms.requirements import Networks
 from earl_jax.config import Config
-from earl_jax.engine.config import APPEND_ROWS
+from earl_jax.engine.config import append_tokens_for
 from earl_jax.envs.tokenizer import build_tokenizer
 from earl_jax.models.attention.kernels import context_obstacle, reads_pages_in_place
 from earl_jax.models.checkpoints.hf_read import open_checkpoint
@@ -137,8 +137,7 @@ def workload(config: Config, model: ModelConfig, hardware: Hardware) -> Workload
         logprob_chunk=train.logprob_chunk,
         epochs=train.epochs,
         chunk_size=rollout.chunk_size,
-        append_rows=APPEND_ROWS,
-        step_rows=rollout.step_rows,
+        append_tokens=append_tokens_for(hardware.platform),
         burst=rollout.burst,
         page_size=rollout.tokens_a_page,
         batches=config.asynchrony.batches,

@@ -84,7 +84,7 @@ class BlockManager:
         return PrefixIndex(
             num_slots=len(self._slots),
             num_shards=self._pages.pool.shards,
-            chunk_size=self._config.chunk_size,
+            least_tokens=min(self._config.chunk_size, session.engine.tile_width),
             is_worth_sending=functools.partial(
                 is_worth_sending,
                 setting=self._rules.copy_prefixes,

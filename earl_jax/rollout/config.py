@@ -125,11 +125,7 @@ class RolloutConfig:
     differ in rounding, because a pass over more tokens adds up in another order. The effect is
     logged as `draft_acceptance` and `tokens_per_pass`. A round goes without the episodes whose
     environments take longer than `patience_s` seconds: their speed decides who takes part in which
-    round, never an episode's tokens. A decode step computes `step_rows` rows over all devices (0:
-    one for each slot). Where environments are slow, set more slots than rows, such as `num_slots`
-    256 and `step_rows` 64: an episode that waits then holds pages but no row; if more episodes
-    decode than there are rows they take turns. It is one program: a token's log-prob does not
-    depend on how many others decode, to the last bit. Another number of rows rounds otherwise.
+    round, never an episode's tokens.
 
     **Order.** Where a step has more episodes than there are slots, `order` is that in which they
     begin. "fifo": in the order of their tasks. "longest": of a step's, first one of each group,
@@ -166,7 +162,6 @@ class RolloutConfig:
     episodes_per_step: int = 128
     group_size: int = 8
     chunk_size: int = 128
-    step_rows: int = 0
     burst: int = 16
     num_draft_tokens: int = 0
     max_turn_tokens: int = 1024
@@ -194,7 +189,6 @@ class RolloutConfig:
         return dataclasses.replace(
             self,
             num_slots=self.num_slots // num_players,
-            step_rows=-(-self.step_rows // num_players),
             episodes_per_step=self.episodes_per_step // num_players,
         )
 
@@ -259,11 +253,6 @@ class RolloutConfig:
                 raise InputError(
                     f"config.rollout.{field} is {getattr(self, field)}; it must be at least 1"
                 )
-        if not 0 <= self.step_rows < self.num_slots:
-            raise InputError(
-                f"config.rollout.step_rows is {self.step_rows}; it must be at least 0, which is a "
-                f"row for each slot, and below config.rollout.num_slots ({self.num_slots})"
-            )
         if self.page_size < 0:
             raise InputError(
                 f"config.rollout.page_size is {self.page_size}; it must be at least 0 (0: by the "
@@ -365,6 +354,5 @@ def make_engine_config(
             attention=rollout.attention,
         ),
         seed=seed,
-        step_rows=rollout.step_rows,
         page_size=rollout.tokens_a_page,
     )

@@ -114,8 +114,7 @@ class LiveEpisode:
     - `queue`: ids that are still to be appended. The first `again` of them are not new: the token
       sampled last, which goes into the cache now, or ids that are read again.
     - `fresh`: nothing was appended yet. `forks`: the queue is the prompt of a new sample.
-      `rewinds`: the queue begins with all of this sample again. `reads_anew`: the queue is the
-      rest of such a queue.
+      `rewinds`: the queue begins with all of this sample again.
     - `preempted`: it takes no part, because there are too few pages; the cache may be in host
       memory.
     - `in_turn`: the policy is in the middle of a turn; `reply` and its log-probs are of this turn.
@@ -150,7 +149,6 @@ class LiveEpisode:
     fresh: bool = True
     forks: bool = False
     rewinds: bool = False
-    reads_anew: bool = False
     preempted: bool = False
     in_turn: bool = False
     origin: int = 0
@@ -325,7 +323,6 @@ class LiveEpisode:
         again = min(self.again, len(part))
         self.again -= again
         if part:
-            self.reads_anew = (self.begins or self.reads_anew) and bool(self.queue)
             self.fresh = self.forks = self.rewinds = False
         return part, len(part) - again
 

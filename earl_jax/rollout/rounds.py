@@ -85,7 +85,6 @@ class Rounds:
             blocks.hold(slot)
             return
         restart, fork, rewind = episode.fresh, episode.forks, episode.rewinds
-        narrow = not (episode.begins or episode.reads_anew)
         if episode.begins:
             begins = blocks.begin(slot)
             if begins is None:
@@ -101,7 +100,6 @@ class Rounds:
         if episode.task.sampling is not None:
             set_row(inputs.sampling, slot, episode.task.sampling)
         inputs.restart[slot], inputs.fork[slot], inputs.rewind[slot] = restart, fork, rewind
-        inputs.narrow[slot] = narrow
         part, new = episode.take(inputs.chunk.shape[1])
         inputs.chunk[slot, : len(part)], inputs.count[slot] = part, len(part)
         blocks.hold(slot)
@@ -127,9 +125,7 @@ class Rounds:
         if program in self._seen and engine is self._first_engine:
             stats.count_round(outputs, seconds)
         self._seen.add(program)
-        # Slots whose first token of the round comes from their chunk.
-        begun_B = (inputs.count > 0) & (inputs.begin_turn + inputs.resume_turn > 0)
-        stats.count_steps(outputs, begun_B, engine.layout.num_row_shards, engine.step_rows)
+        stats.count_steps(outputs, engine.layout.num_row_shards)
         stats.count_drafts(outputs)
         return dataclasses.replace(session, state=state), outputs
 

@@ -229,6 +229,14 @@ class RolloutService:
             self._blocks.abort(slot)
         return [self._tasks.pop(ticket) for ticket in chosen]
 
+    def release_weights(self) -> None:
+        """Lets the weights go, between two rounds: `update_weights` must come before the next.
+
+        So devices need not hold two policies while the next one arrives.
+        """
+        policy = dataclasses.replace(self.session.policy, params=None)
+        self.session = dataclasses.replace(self.session, policy=policy)
+
     def update_weights(self, policy: Policy, kv: Literal["keep", "recompute"]) -> None:
         """Lets live and later episodes go on with these weights, on any layout.
 

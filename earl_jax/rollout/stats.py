@@ -26,8 +26,8 @@ class RolloutStats:
     that played in a slot of another data shard. `discarded_tokens` were sampled in the same round
     behind a stop string, and are no part of `rollout_tokens`. With speculation, slots took
     `drafting_passes` forward passes, in which `drafted_tokens` were scored beside the token of the
-    pass, and `accepted_tokens` of them accepted. Decode steps computed `decode_rows` rows (see
-    `RolloutConfig.step_rows`), `idle_rows` of them for slots that generated nothing: free ones, and
+    pass, and `accepted_tokens` of them accepted. Decode steps computed `decode_rows` rows,
+    `idle_rows` of them for slots that generated nothing: free ones, and
     episodes that wait for their environment or had ended their turn. `env_wait_s`: seconds in which
     no round ran because environments were waited for. `hung_calls` of environments were given up,
     in this rollout or before, and had not returned in the end. In rounds in which at least FULL of
@@ -118,20 +118,16 @@ class RolloutStats:
             self.drafted_tokens += int(outputs.drafted.sum())
             self.accepted_tokens += int((outputs.count - outputs.passes).sum())
 
-    def count_steps(
-        self, outputs: RoundOutputs, begun_B: np.ndarray, num_shards: int, step_rows: int
-    ) -> None:
-        """Adds the rows of a round's decode steps, of `step_rows` each.
+    def count_steps(self, outputs: RoundOutputs, num_shards: int) -> None:
+        """Adds the rows of a round's decode steps, of a row for each slot of a shard.
 
-        A shard, which has its equal part of the slots, decodes until all of these have ended. Slots
-        that have `begun` sampled their first token behind a chunk, which is no decode step.
+        A shard, which has its equal part of the slots, decodes until all of these have ended.
 
-        Example: two shards of two slots, and two rows; outputs of 3 0 and 1 1 passes, of which the
-        last two slots have begun: 3 steps of two rows, 3 of them idle, and none.
+        Example: two shards of two slots; outputs of 3 0 and 1 1 passes: 3 steps of two rows, 3 of
+        them idle, and one of two.
         """
         passes_B = outputs.count if outputs.passes is None else outputs.passes
-        sampled_SB = (passes_B - begun_B.astype(np.int32)).reshape(num_shards, -1)
-        steps_SB = sampled_SB if outputs.steps is None else outputs.steps.reshape(num_shards, -1)
-        rows = int(steps_SB.max(axis=1).sum()) * step_rows
+        sampled_SB = passes_B.reshape(num_shards, -1)
+        rows = int(sampled_SB.max(axis=1).sum()) * sampled_SB.shape[1]
         self.decode_rows += rows
         self.idle_rows += rows - int(sampled_SB.sum())

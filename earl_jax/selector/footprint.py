@@ -80,6 +80,7 @@ class ModelSizes:
 class Workload:
     """The work of a step; fields are those of the same names in the config.
 
+    Chunks are appended in passes of up to `append_tokens` tokens.
     `num_rows` are the episodes of a step, of which each of `num_players` processes plays a part;
     those of `batches` steps have rows at once. They come to the trainer in `parts`.
     `kv_itemsize` 1 is a cache of int8, with a scale of 4 bytes for each token and head. On meshes
@@ -92,16 +93,23 @@ class Workload:
     remat: bool
     logprob_chunk: int
     chunk_size: int
-    append_rows: int
+    append_tokens: int
     burst: int
     page_size: int
     kv_itemsize: int
-    step_rows: int = 0
     epochs: int = 1
     num_players: int = 1
     batches: int = 1
     parts: int = 1
     in_place_contexts: tuple[int, ...] = ()
+
+    def rows_appended(self, rows: int) -> tuple[int, int]:
+        """Returns how many of a row shard's slots a pass appends to, and how many tokens to each.
+
+        Example: 256 tokens are chunks of 128 of two slots, or half a chunk of 512.
+        """
+        tokens = min(self.chunk_size, self.append_tokens)
+        return min(rows, self.append_tokens // tokens), tokens
 
     def spare_rows(self, mesh: MeshShape) -> int:
         """Returns the rows for episodes of other data shards: one a slot in processes of several.
@@ -110,10 +118,6 @@ class Workload:
         """
         data_shards = math.gcd(self.num_rows, self.num_slots, mesh.num_devices)
         return self.num_slots if data_shards > self.num_players else 0
-
-    def rows_a_step(self, mesh: MeshShape, rows: int) -> int:
-        """Returns the rows of a decode step with so many live rows of a row shard."""
-        return min(rows, -(-self.step_rows // mesh.data) or rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,9 +209,8 @@ def rollout_footprint(
     at_a_time = min(TOKENS_AT_A_TIME, max_tokens // mesh.context)
     blocks = 4 * at_a_time * sizes.num_kv_heads // mesh.tensor * sizes.head_size
     logits = LOGIT_COPIES * rows * sizes.vocab_size * 4
-    decoding = work.rows_a_step(mesh, rows) * blocks * sizes.engine_bytes + logits
-    together = min(rows, work.append_rows)
-    tokens = together * work.chunk_size
+    decoding = rows * blocks * sizes.engine_bytes + logits
+    tokens = math.prod(work.rows_appended(rows))
     # Scores in fp32 and in the engine's type; they are freed before the layer's second half.
     scores = tokens * sizes.num_heads // mesh.tensor * at_a_time * (4 + sizes.engine_bytes)
     own = tokens // mesh.context * sizes.engine_bytes

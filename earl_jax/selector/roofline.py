@@ -101,8 +101,8 @@ def decode_s(
     is_cut = tokens > 1 and tokens % mesh.context == 0
     own = number // mesh.context if is_cut else number
     flops = own * sum(_layer_flops(sizes, mesh, experts_cut=mesh.expert))
-    # Sampled from behind the last token only.
-    flops += rows * 2 * sizes.width * sizes.vocab_size / mesh.tensor
+    # A pass of several tokens a row only appends them.
+    flops += (tokens == 1) * rows * 2 * sizes.width * sizes.vocab_size / mesh.tensor
     attention = attended * tokens * _attention_flops(sizes, context) / (mesh.tensor * mesh.context)
     read = attended * cache_read(sizes, work, mesh, context)
     if not in_place:
@@ -140,19 +140,18 @@ def round_s(
 ) -> float:
     """Returns the seconds of a round with `rows` live slots a row shard: a chunk and a burst.
 
-    More slots than rows of a decode step take turns. With `Kernels.fixed_rows` programs have rows
+    With `Kernels.fixed_rows` programs have rows
     for all slots, with `full_tiles` they read for all of them, unless in place.
     """
     kernels = hardware.kernels
     full = kernels.full_tiles and not _reads_in_place(hardware, work, mesh)
     slots = max(rows, work.num_slots // mesh.data) if kernels.fixed_rows else rows
-    together, computed = min(slots, work.append_rows), work.rows_a_step(mesh, slots)
-    appended = together if full else min(rows, together)
-    read = computed if full else min(rows, computed)
-    append = decode_s(hardware, sizes, work, mesh, together, context, work.chunk_size, appended)
-    step = decode_s(hardware, sizes, work, mesh, computed, context, attended=read)
-    turns = math.ceil(rows / work.rows_a_step(mesh, rows))
-    return math.ceil(rows / together) * append.total + work.burst * turns * step.total
+    together, tokens = work.rows_appended(slots)
+    used = together if full else min(rows, together)
+    append = decode_s(hardware, sizes, work, mesh, together, context, tokens, used)
+    passes = math.ceil(rows * work.chunk_size / (together * tokens))
+    step = decode_s(hardware, sizes, work, mesh, slots, context, attended=slots if full else rows)
+    return passes * append.total + work.burst * step.total
 
 
 def waves(rows: int, rows_that_fit: int) -> list[int]:

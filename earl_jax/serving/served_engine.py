@@ -67,7 +67,7 @@ def build_engine(
         model_logprobs=True,
     )
     rules: SlotRules = config.rules._replace(
-        end_of_turn_ids=tuple(sorted(ends)), choice_branches=choice_branches, append_rows=1
+        end_of_turn_ids=tuple(sorted(ends)), choice_branches=choice_branches
     )
     return Engine(dataclasses.replace(config, rules=rules), layout)
 

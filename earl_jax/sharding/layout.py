@@ -4,7 +4,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -108,6 +108,16 @@ class Layout:
     def num_row_shards(self) -> int:
         """The number of pieces that rows are split into."""
         return math.prod(self.mesh.shape[axis] for axis in self.row_axes)
+
+    def by_hand(self, axes: Iterable[str]) -> set[str]:
+        """Returns the manual axes of a program over `axes`: all, where the others have size 1.
+
+        Of a program that is manual over some axes JAX constrains the result of every operation, and
+        XLA takes a quarter longer to compile it (jax 0.10.2).
+        """
+        rest = set(self.mesh.axis_names).difference(axes)
+        is_whole = all(self.mesh.shape[axis] == 1 for axis in rest)
+        return set(self.mesh.axis_names) if is_whole else set(axes)
 
     @property
     def platform(self) -> str | None:

@@ -15,9 +15,7 @@ BRANCHES = 18
 
 
 @functools.cache
-def engine_for(
-    branches: int, burst: int = CONFIG.burst, mesh: MeshShape | None = None, step_rows: int = 0
-):
+def engine_for(branches: int, burst: int = CONFIG.burst, mesh: MeshShape | None = None):
     rules = SlotRules(
         burst=burst,
         end_of_turn_ids=renderer().end_of_turn_ids,
@@ -32,7 +30,6 @@ def engine_for(
         chunk_size=CONFIG.chunk_size,
         rules=rules,
         seed=3,
-        step_rows=step_rows,
     )
     return Engine(config, make_layout(mesh or MeshShape(data=8)))
 

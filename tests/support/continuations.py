@@ -35,7 +35,7 @@ def stacked_params():
     values = jax.tree.map(draw, parameter_specs(MODEL, VOCAB), is_leaf=is_spec)
     embed, head = values["embed"].copy(), values["head"].copy()
     embed[:, 0], head[0] = 2, 0
-    head[0, tokenizer().eos_token_id] = 1.6
+    head[0, tokenizer().eos_token_id] = 0.6
     return {**values, "embed": embed, "head": head}
 
 

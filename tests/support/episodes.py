@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from earl_jax.engine.config import APPEND_ROWS, EngineConfig, Sampling, SlotRules
+from earl_jax.engine.config import EngineConfig, Sampling, SlotRules
 from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import Pool, pages_for
 from earl_jax.engine.round_inputs import NO_LIMIT
@@ -30,7 +30,7 @@ from earl_jax.rollout.service import RolloutService
 from earl_jax.sharding.layout import MeshShape, make_layout
 
 NUM_DEVICES = 8
-MODEL = ModelConfig(num_layers=2, width=32, num_heads=4, num_kv_heads=2, head_size=8, ffn_size=64)
+MODEL = ModelConfig(num_layers=1, width=32, num_heads=4, num_kv_heads=2, head_size=8, ffn_size=64)
 CONFIG = RolloutConfig(
     num_slots=16,
     episodes_per_step=48,
@@ -77,19 +77,16 @@ def num_rows(num_slots: int, episodes: int) -> int:
 def engine(
     num_slots: int = CONFIG.num_slots,
     mesh: MeshShape = MeshShape(data=8),  # noqa: B008
-    append_rows: int = APPEND_ROWS,
     burst: int = CONFIG.burst,
     model_logprobs: bool = False,
     ngram: int = 1,
     draft: int = 0,
     model: ModelConfig = MODEL,
     episodes: int = CONFIG.episodes_per_step,
-    step_rows: int = 0,
 ) -> Engine:
     rules = SlotRules(
         burst=burst,
         end_of_turn_ids=renderer().end_of_turn_ids,
-        append_rows=append_rows,
         model_logprobs=model_logprobs,
         ngram=ngram,
         draft=draft,
@@ -103,7 +100,6 @@ def engine(
             chunk_size=CONFIG.chunk_size,
             rules=rules,
             seed=3,
-            step_rows=step_rows,
             page_size=CONFIG.page_size,
         ),
         make_layout(mesh),

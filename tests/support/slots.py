@@ -104,7 +104,6 @@ def converse(
             "count": np.zeros(num_slots, np.int32),
             "restart": np.zeros(num_slots, np.int32),
             "begin_turn": np.zeros(num_slots, np.int32),
-            "narrow": np.zeros(num_slots, np.int32),
             "seed": np.zeros(num_slots, np.int32),
             "row": np.full(num_slots, NO_ROW, np.int32),
             "sampling": sampling_rows(Sampling(), num_slots),
@@ -133,7 +132,6 @@ def give_chunk(columns: dict[str, np.ndarray], slot: int, t: Transcript, script:
     columns["count"][slot] = len(part)
     columns["seed"][slot], columns["row"][slot] = script.seed, script.row
     columns["restart"][slot], columns["begin_turn"][slot] = t.fresh, not t.queue
-    columns["narrow"][slot] = t.turn > 0
     t.turn += not t.queue
     t.fresh = False
 
@@ -203,7 +201,6 @@ def play_on_one_device(rules: SlotRules = RULES, weights: Any = None):
             np.asarray(packed),
             model_logprobs=rules.model_logprobs,
             drafts=rules.draft > 0,
-            steps=slots.takes_turns(rules, NUM_SLOTS),
         )
         return state, report
 

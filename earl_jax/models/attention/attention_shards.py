@@ -43,7 +43,11 @@ def on_own_heads(
     shape, axes = layout.shape, {"tensor"}
     if by_hand:
         cut_pages = ("context",) if shape.context > 1 else ()
-        axes = set(layout.mesh.axis_names).difference(layout.row_axes, cut_pages)
+        axes = set(layout.mesh.axis_names).difference(
+            layout.by_hand((*layout.row_axes, *cut_pages))
+        )
+        if not axes:
+            return attend
     elif shape.context == 1 or shape.tensor == 1:
         return attend
     tokens, pages = P(None, None, "tensor"), P(None, "tensor")
