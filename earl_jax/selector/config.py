@@ -17,10 +17,11 @@ class SelectorConfig:
     `budget_bytes_per_device` is what a stage may take of each device; 0 takes the device's own
     limit where it reports one, and no limit where it does not (CPU). `rollout_meshes` and
     `train_meshes` name the candidates, as "data=4,tensor=2"; empty means every shape that the
-    devices and the model allow. Plans that fit are left only for a pair whose step is shorter by
-    more than the fraction `hysteresis`, with the switch spread over the steps that it will last (at
-    most `horizon_steps`), and only when they have been in use for 8 steps. By the same fraction the
-    last episodes of a rollout move to another mesh.
+    devices and the model allow, and for long rows and contexts those too that cut them over
+    `context`. Plans that fit are left only for a pair whose step is shorter by more than the
+    fraction `hysteresis`, with the switch spread over the steps that it will last (at most
+    `horizon_steps`), and only when they have been in use for 8 steps. By the same fraction the last
+    episodes of a rollout move to another mesh.
 
     `table` selects the speeds by which plans are chosen. "auto": observed in the steps of this run
     and of earlier ones, kept in the user's cache folder; for a plan that never ran, by the speed
@@ -29,9 +30,10 @@ class SelectorConfig:
     which is not changed.
 
     `offload` "on" lets the optimizer's moments be in host memory during rollouts that need their
-    bytes; "auto" does so on devices with a memory of their own. With `compile_ahead` "on" a thread
-    compiles the programs of longer contexts, and of meshes that may be faster and never ran, while
-    steps run; "auto" does so where the devices are not CPUs.
+    bytes; "auto" does so on devices with a memory of their own. Each host has those of its devices.
+
+    With `compile_ahead` "on" a thread compiles the programs of longer contexts, and of meshes that
+    may be faster and never ran, while steps run; "auto" does so where the devices are not CPUs.
     """
 
     budget_bytes_per_device: int = 0

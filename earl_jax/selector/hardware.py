@@ -34,8 +34,6 @@ class Kernels:
 
     - `fused_ring`: attention over `context` is a fused kernel too. Without it scores go through
       memory, twelve bytes each in a forward pass.
-    - `folded_ring`: each shard of a ring has an early and a late part of a causal row. Without it
-      the last shard has nearly twice the average work.
     - `fused_pages`: decode and prefill read the cache in place. Without it, but on the meshes of
       `Workload.in_place_contexts`, pages are gathered, which reads them, writes them, and reads
       them again, and scores go through memory.
@@ -44,19 +42,16 @@ class Kernels:
     - `full_tiles`: where pages are gathered, they are as many for each row as for the longest.
     - `loop_sync_s`: time in which the host reads the condition of a loop.
     - `op_s`: the least time of an operation on the device.
-    - `host_step_s`: time on the host between two decode steps.
     """
 
     attention_forward: float
     attention_backward: float
     fused_ring: bool = True
-    folded_ring: bool = True
     fused_pages: bool = True
     fixed_rows: bool = False
     full_tiles: bool = False
     loop_sync_s: float = 0.0
     op_s: float = 0.0
-    host_step_s: float = 0.0
 
 
 # Any fused kernel of a published engine: cuDNN's by the FlashAttention-3 paper (arXiv 2407.08608,

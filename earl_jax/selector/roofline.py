@@ -117,8 +117,7 @@ def decode_s(
         collectives_s=forward_collectives_s(hardware, sizes, mesh, own, rows)
         + keys_s(hardware, sizes, mesh, number, is_cut),
         latency_s=sizes.num_layers * OPS_A_LAYER * kernels.op_s / share
-        + loop_syncs(sizes, blocks) * kernels.loop_sync_s
-        + kernels.host_step_s,
+        + loop_syncs(sizes, blocks) * kernels.loop_sync_s,
     )
 
 
@@ -263,8 +262,7 @@ def _train_attention_s(
         rate = hardware.memory_bytes_per_s * share * MEMORY_REACHED
         scores_s = SCORE_BYTES * flops / (4 * sizes.head_size) / rate
         seconds = (forward + ATTENTION_BACKWARD) * max(scores_s, flops / (peak * MATMUL_REACHED))
-    # The last of n shards sees n - 1/2 parts of keys, where they see n / 2 on average.
-    return seconds * (1.0 if kernels.folded_ring else 2 - 1 / mesh.context)
+    return seconds
 
 
 def _elementwise_bytes(sizes: ModelSizes, mesh: MeshShape) -> float:
