@@ -388,6 +388,20 @@ def test_each_step_takes_a_group_of_the_one_before_where_the_player_is_slow(tmp_
     assert run.taken == [[i, i + 1] for i in range(0, 12, 2)] and set(run.lags) <= {0, 1}
 
 
+def test_a_group_is_not_taken_again_beyond_the_bound(tmp_path):
+    """Three slots. Group 2 begins at version 0 beside 0 and 1, and ends behind 3, at version 1.
+
+    Step 1 takes both. By step 2 one new group is finished, 5; of those that it could take again 2
+    finished last, but it has tokens of version 0, and the bound is 1.
+    """
+    fates = [Fate(rounds=n) for n in (2, 2, 4, 2, 9, 2, 9, *[2] * 9)]
+    run = driven(tmp_path / "run", rule="drop", bound=1, reuse=2, slots=3, fates=fates, beside=[0])
+    assert run.taken[:3] == [[0, 1], [2, 3], [3, 5]]
+    # With a greater bound it is.
+    run = driven(tmp_path / "more", rule="drop", bound=2, reuse=2, slots=3, fates=fates, beside=[0])
+    assert run.taken[:3] == [[0, 1], [2, 3], [2, 5]]
+
+
 def test_a_run_that_goes_on_trains_on_groups_again_that_it_plays_itself(tmp_path):
     """Killed in step 2, which was to take group 2 again: its rows are gone."""
     given = {"rule": "drop", "slots": 1, "fates": [Fate(rounds=3)], "beside": [0]}
