@@ -140,7 +140,7 @@ def workload(config: Config, model: ModelConfig, hardware: Hardware) -> Workload
         append_tokens=append_tokens_for(hardware.platform),
         burst=rollout.burst,
         page_size=rollout.tokens_a_page,
-        batches=config.asynchrony.batches,
+        batches=config.asynchrony.row_batches,
         parts=config.asynchrony.parts,
         in_place_contexts=tuple(
             context
