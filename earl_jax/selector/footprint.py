@@ -222,8 +222,8 @@ def rollout_footprint(
         appending += tokens * width * (sizes.engine_bytes + 2 * 4)
     beside = 0
     if platform == "tpu":
-        # Attention's matrices once more, in the decode loop's order of axes.
-        names = ("query", "key", "value", "out")
+        # The query matrices once more, in the order of axes of the decode loop.
+        names = ("query",)
         beside = engine_bytes([p for p in sizes.engine if p.name in names], mesh)
     return Footprint(
         weights=engine_bytes(sizes.engine, mesh),
