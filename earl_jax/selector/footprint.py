@@ -148,10 +148,6 @@ class Footprint:
         resident = self.weights + self.optimizer + self.cache
         return dataclasses.replace(self, gradients=0, activations=max(0, num_bytes - resident))
 
-    def as_dict(self) -> dict[str, int]:
-        """Returns the bytes by kind, without zeros."""
-        return {kind: size for kind, size in dataclasses.asdict(self).items() if size}
-
 
 def parts_of(axes: str, mesh: MeshShape, rules: Rules = PARAMETER_RULES) -> int:
     """Returns the number of parts of a parameter with these axes."""
