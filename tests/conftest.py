@@ -6,11 +6,11 @@ Programs are compiled quickly instead of well: a training step in 0.7 s, not 5 s
 tests start do the same, but for two whole runs of configs.
 """
 
-import contextlib
 import fnmatch
 import gc
 import importlib.metadata
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -55,6 +55,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Linux lets a process have 65,530 mappings. Each compiled program takes some, and XLA ends the
 # process with a segmentation fault when there are no more.
 MOST_MAPPINGS = 25_000
+# Programs that tests have compiled, for all workers and for later runs.
+KEPT = Path(__file__).parents[1] / ".pytest_cache" / "programs"
+MOST_KEPT_BYTES = 2**30
 LONGEST = (
     "test_runs.py",
     "test_collect.py",
@@ -88,37 +91,52 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else 99)
 
 
-def share_programs(own: Path, shared: Path) -> None:
-    """Links each program that is compiled into `shared`, and those of other workers into `own`.
+def copy_program(key: str, source: Path, target: Path) -> None:
+    """Copies a compiled program, if it is only in `source`; nobody sees the half of it."""
+    source, target = (folder / f"{key}-cache" for folder in (source, target))
+    if source.exists() and not target.exists():
+        part = target.with_suffix(f".{os.getpid()}")
+        shutil.copyfile(source, part)
+        part.replace(target)
+
+
+def share_programs(own: Path) -> None:
+    """Has a worker take from KEPT, and add to it, what it looks for and compiles in `own`.
 
     Not one folder for all: JAX writes an entry in place, and another worker could read the half.
     """
     get, put = LRUCache.get, LRUCache.put
 
-    def link(cache: LRUCache, key: str, source: Path, target: Path) -> None:
-        if Path(str(cache.path)) == own:
-            with contextlib.suppress(FileExistsError, FileNotFoundError):
-                os.link(source / f"{key}-cache", target / f"{key}-cache")
-
     def shared_get(cache: LRUCache, key: str) -> bytes | None:
-        link(cache, key, shared, own)
+        if Path(str(cache.path)) == own:
+            copy_program(key, KEPT, own)
         return get(cache, key)
 
     def shared_put(cache: LRUCache, key: str, value: bytes) -> None:
         put(cache, key, value)
-        link(cache, key, own, shared)
+        if Path(str(cache.path)) == own:
+            copy_program(key, own, KEPT)
 
     LRUCache.get, LRUCache.put = shared_get, shared_put
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps the newest programs of earlier runs, before there are workers."""
+    KEPT.mkdir(parents=True, exist_ok=True)
+    if hasattr(config, "workerinput"):
+        return
+    left = MOST_KEPT_BYTES
+    for path in sorted(KEPT.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True):
+        left -= path.stat().st_size
+        if left < 0:
+            path.unlink(missing_ok=True)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def compiled_programs(tmp_path_factory) -> Path:
     """Returns the folder of this worker's programs, which its processes use and add to."""
     folder = tmp_path_factory.mktemp("programs")
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = tmp_path_factory.getbasetemp().parent / "programs"
-        shared.mkdir(exist_ok=True)
-        share_programs(folder, shared)
+    share_programs(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     return folder

@@ -22,6 +22,7 @@ from earl_jax.models.kv_cache import empty_cache, place_pages
 from earl_jax.models.parameters import init_parameters, parameter_specs, unstack_layers
 from earl_jax.run.build import build_run
 from earl_jax.selector.memory import resident_bytes
+from earl_jax.sharding.axes import MESH_AXES
 from earl_jax.sharding.layout import MeshShape, make_abstract_layout, make_layout
 from earl_jax.sharding.reshard import reshard
 from tests.support.engines import NUM_ROWS, NUM_SLOTS
@@ -243,6 +244,21 @@ def test_every_token_is_read_as_on_one_device():
         sampled.append(jnp.concatenate(found))
     assert np.ptp(sampled[1]) > 0.1
     np.testing.assert_allclose(*sampled, atol=1e-5)
+
+
+# Which axes are manual.
+
+
+def test_axes_of_size_1_are_manual_where_no_other_axis_is_left():
+    rows, pages = ("data", "fsdp"), ("data", "fsdp", "context")
+    pages_cut, heads_cut = MeshShape(data=2, context=4), MeshShape(data=4, tensor=2)
+    assert make_abstract_layout(pages_cut).by_hand(pages) == set(MESH_AXES)
+    assert make_abstract_layout(pages_cut).by_hand(rows) == set(rows)
+    assert make_abstract_layout(heads_cut).by_hand(rows) == set(rows)
+    # Then JAX constrains no result of an operation.
+    text = Engine(CONFIG, make_layout(WHOLE)).lower_play(MAX_TOKENS).as_text()
+    assert "manual_computation" in text
+    assert "sharding_constraint" not in text
 
 
 # The selector.

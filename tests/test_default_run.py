@@ -21,7 +21,7 @@ MOVES = {
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_both_meshes_change_as_the_policy_learns(tmp_path, monkeypatch, capsys):
-    """With the programs of nobody's earlier run, as a new user's."""
+    """With nobody's earlier measurements, as a new user's."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = make_config(load_config_file(CONFIG), [])
     train(config, tmp_path / "run")

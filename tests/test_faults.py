@@ -24,7 +24,11 @@ from earl_jax.telemetry.timing import StageTimer
 from tests.support.commands import ALL, Command, final_parameters, steps_of
 
 # Every step is saved, and a process that is silent for 20 s is lost.
-SAVED = ALL | {"checkpoint.every_steps": 1, "distributed.heartbeat_s": 20}
+SAVED = ALL | {
+    "checkpoint.every_steps": 1,
+    "distributed.heartbeat_s": 20,
+    "train.sft_steps": 0,
+}
 HOST = socket.gethostname()
 
 
@@ -101,9 +105,10 @@ def fill_the_disk() -> None:
     sys.exit(exit_status(lambda: train_command(sys.argv[1:])))
 
 
-def faulty(cache, workdir, stage: str, lost: int, number: int, **flags) -> Command:
+def faulty(cache, workdir, stage: str, lost: int, number: int) -> Command:
     program = f"import test_faults; test_faults.fail_in({stage!r}, {lost}, {int(number)})"
-    return Command(cache, workdir, 2, program=program, **SAVED, **flags)
+    settings = SAVED | {"train.sft_steps": int(stage == "sft")}
+    return Command(cache, workdir, 2, program=program, **settings)
 
 
 # Lines that libraries write before the message where a process is lost: XLA its log and a stack

@@ -352,7 +352,7 @@ def test_packed_ppo_is_unpacked_ppo():
 
 def test_an_update_without_values_leaves_the_critic_alone():
     """A supervised one, and one of a batch without tokens: parameters and moments, bit for bit."""
-    learner, plan, batch = learner_with("ppo"), TrainPlan(ONE, 1, False), rewarded_batch()
+    learner, plan, batch = learner_with("ppo"), TrainPlan(ONE, 2, False), rewarded_batch()
     (scored,) = learner.score([plan], learner.first_state(ONE), [jax.device_put(batch)])
     state, _ = learner.update(plan, learner.first_state(ONE), scored, RATES)
     of_critic = lambda state: bits((state.critic, state.optimizer[1]))  # noqa: E731

@@ -22,7 +22,11 @@ from tests.support.runs import final_parameters
 from tests.support.settings import make_config
 
 # So many steps that a signal ends the run, and one line of metrics behind each.
-LONG = ALL | {"num_steps": 1000, "log.trajectories_every_steps": 1000}
+LONG = ALL | {
+    "num_steps": 1000,
+    "log.trajectories_every_steps": 1000,
+    "train.sft_steps": 0,
+}
 
 
 def last_line(output: str) -> str:

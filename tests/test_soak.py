@@ -31,7 +31,7 @@ from tests.support.episodes import (
     weights,
 )
 
-NUM_ROLLOUTS, EPISODES = 8, 320
+NUM_ROLLOUTS, EPISODES = 6, 320
 NUM_SLOTS = 32
 MAX_TOKENS = 128
 LONGEST = 120
@@ -214,7 +214,7 @@ def test_every_episode_ends_once_and_nothing_leaks():
         live.append(len(jax.live_arrays()))
     assert all(counts.values()), counts
     assert live[-1] == live[NUM_ROLLOUTS // 2], "arrays are left on the devices"
-    assert sum(reasons.values()) > 2000
+    assert sum(reasons.values()) > 1600
     assert set(reasons) == {
         "win", "unencodable", "environment_error", "environment_timeout",
         "turn_too_long", "episode_too_long",

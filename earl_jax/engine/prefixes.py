@@ -212,8 +212,11 @@ class PrefixIndex:
 
         A slot whose prompt was forgotten stays as it is: weights before may have read it.
         """
-        if self._nodes[slot] is None or len(ids) <= self._num_cached[slot]:
-            return
+        if self._nodes[slot] is not None and len(ids) > self._num_cached[slot]:
+            self.restore(slot, ids)
+
+    def restore(self, slot: int, ids: Sequence[int] | np.ndarray) -> None:
+        """Notes that the slot's cache holds these ids, whatever it held before."""
         self.begin(slot, ids, Shared(source=slot, length=len(ids)))
         self._beginning.discard(slot)
         # In the row they are marked as sampled: who takes them over writes them anew.
@@ -226,6 +229,22 @@ class PrefixIndex:
             self._lengths[slot] = self._num_cached[slot]
             # A change: no other waits for it any more.
             self._tree.put(slot, node, present=True)
+
+    def common(self, slot: int, prompt: Sequence[int]) -> tuple[int, int]:
+        """Returns the tokens that a slot's next prompt has in common with its own cache now.
+
+        And the most that it has in common with the cache of any slot of its row shard.
+        """
+        node = self._seek(slot, prompt).node
+        common = np.minimum(self._tree.common(node), len(prompt) - 1)
+        have = np.minimum(common, self._num_cached)
+        first = slot - slot % self._slots_a_shard
+        return int(have[slot]), int(have[first : first + self._slots_a_shard].max())
+
+    def ids(self, slot: int) -> np.ndarray:
+        """Returns the ids in the slot's cache that others could take over."""
+        node = self._nodes[slot]
+        return np.zeros(0, np.int32) if node is None else node.ids[: self._num_cached[slot]]
 
     def num_kept(self, slot: int) -> int:
         """Returns how many tokens in the slot's cache others could take over."""

@@ -1,0 +1,171 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+r"""The bytes of a decode step by the accounting of the chip's own compiler, without the chip.
+
+    uv run --extra=tpu-topology --extra=gpu-topology python -m benchmarks.decode_bytes [--only=TEXT]
+
+Compiles one decode step of the engine, in which every slot reads a full context, and prints the
+"bytes accessed" of XLA's cost analysis of the compiled program beside those of weights and live KV.
+For GPUs the analysis counts a write of a few tokens into a pool as if all of the pool were read and
+written, which is done in place, and a kernel as nothing: the former are taken away, and the pages
+that the kernel reads are added. For TPUs it is what their compiler says. It also counts loops, and
+copies and transpositions as large as a layer's keys or a matrix of width x width.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import re
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+from benchmarks.plan import VOCAB_SIZES
+from earl_jax.models.presets import PRESETS
+from earl_jax.sharding.layout import MeshShape
+
+PAGE, BURST = 128, 16
+GB = 1e9
+
+
+class Point(NamedTuple):
+    """A decode step of `slots` full contexts on each row shard."""
+
+    topology: str
+    mesh: MeshShape
+    slots: int
+    context: int
+    model: str = "qwen2.5-7b"
+
+    def __str__(self) -> str:
+        cells = (self.model, self.topology, str(self.mesh), f"{self.slots} x {self.context:,}")
+        return " | ".join(cells)
+
+
+POINTS = (
+    Point("h100:1x1", MeshShape(), 128, 4096),
+    Point("h200:1x1", MeshShape(), 256, 4096),
+    Point("h200:1x1", MeshShape(), 64, 32768),
+    Point("v5e:2x2", MeshShape(tensor=4), 32, 4096),
+    Point("v6e:2x2", MeshShape(data=2, tensor=2), 32, 4096),
+)
+
+
+def measure(point: Point) -> dict[str, Any]:
+    """Compiles the point's step and round in this process. Returns bytes and counts."""
+    import jax
+    import jax.numpy as jnp
+    from jax._src.lib import xla_client
+
+    jax.config.update("jax_platforms", "cpu")
+    from earl_jax.engine.config import EngineConfig, SlotRules
+    from earl_jax.engine.decoding import decode_plain, nothing_sampled
+    from earl_jax.engine.engine import Engine
+    from earl_jax.sharding.layout import ROLLOUT_ROWS, make_layout
+    from earl_jax.sharding.placing import placed_shapes
+    from earl_jax.sharding.topology import make_topology
+
+    topology = make_topology(point.topology)
+    model = dataclasses.replace(PRESETS[point.model], compute_dtype="bfloat16")
+    layout = make_layout(point.mesh, topology.devices(), row_axes=ROLLOUT_ROWS)
+    slots = point.slots * layout.num_row_shards
+    config = EngineConfig(
+        model=model,
+        vocab_size=VOCAB_SIZES[point.model.split("-")[0]],
+        num_slots=slots,
+        num_rows=slots,
+        chunk_size=128,
+        page_size=PAGE,
+        rules=SlotRules(burst=BURST, end_of_turn_ids=(0,)),
+        seed=0,
+    )
+    engine = Engine(config, layout)
+
+    def step(decoder: Any, state: Any, inputs: Any, shard: Any) -> Any:
+        sampled = nothing_sampled(len(state.cached), 1, model_logprobs=False)
+        state, sampled = decode_plain(decoder, state, sampled, inputs[:, 0] > 0)
+        return state, sampled.tokens
+
+    if topology.chip.platform == "tpu":
+        jax.config.update("jax_optimization_level", "O1")
+    with jax.default_device(layout.mesh.devices.flat[0]):
+        program = jax.jit(engine.decoding_program(step, config.rules), donate_argnums=1)
+        lowered = program.lower(
+            placed_shapes(engine.parameter_shapes, engine.parameter_shardings),
+            placed_shapes(engine.state_shapes(point.context), engine.state_shardings),
+            jax.ShapeDtypeStruct((slots, 1), jnp.int32, sharding=engine.row_sharding),
+            jax.ShapeDtypeStruct(engine.key_data.shape, engine.key_data.dtype),
+        )
+        compiled = lowered.compile()
+    text = compiled.as_text()
+    # A row shard's devices have all weights between them.
+    devices = point.mesh.tensor * point.mesh.context * point.mesh.expert
+    pages = point.slots * point.context * 2 * model.num_layers * model.num_kv_heads
+    kv = pages * model.head_size * 2 // point.mesh.tensor // point.mesh.context
+    leaves = jax.tree.leaves(engine.parameter_shapes)
+    numbers = [math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves]
+    # Of the embedding a step reads a row a slot.
+    embedding = math.prod(engine.parameter_shapes["embed"].shape) * 2
+    keys = kv // model.num_layers // 2
+    if topology.chip.platform == "tpu":
+        accessed = compiled.cost_analysis()["bytes accessed"]
+    else:
+        in_place = [size for size in _results("scatter", text) if size >= keys]
+        analyse = xla_client._xla.hlo_module_cost_analysis
+        [module] = compiled.runtime_executable().hlo_modules()
+        cost = analyse(jax.devices("cpu")[0].client, module)
+        accessed = cost["bytes accessed"] - 2 * sum(in_place) + kv * (" custom-call(" in text)
+    least = min(keys, model.width * model.width * 2 // devices)
+    return {
+        "accessed": accessed,
+        "weights": (sum(numbers) - embedding) // devices,
+        "kv": kv,
+        "loops": len(re.findall(r" while\(", text)),
+        "copies": len([size for size in _results("copy|transpose", text) if size >= least]),
+    }
+
+
+_SIZES = {"bf16": 2, "f32": 4, "s32": 4, "u32": 4, "s8": 1, "pred": 1}
+
+
+def _results(operations: str, text: str) -> list[int]:
+    """Returns the bytes of the result of each of these operations in a program's text."""
+    found = re.findall(rf"= (\w+)\[([\d,]+)\]\S* (?:{operations})\(", text)
+    return [math.prod(map(int, shape.split(","))) * _SIZES.get(kind, 4) for kind, shape in found]
+
+
+def main() -> None:
+    """Compiles the points one after the other and prints the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="points whose row contains this")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    flags = parser.parse_args()
+    if flags.measure:
+        point = next(point for point in POINTS if str(point) == flags.measure)
+        print(json.dumps(measure(point)))
+        return
+    print("| model | topology | mesh | slots | weights, GB | live KV, GB | accessed, GB |", end="")
+    print(" accessed / both | loops | large copies |")
+    print("|---" * 10 + "|")
+    for point in POINTS:
+        if flags.only in str(point):
+            print(f"| {point} | {_cells(point)} |", flush=True)
+
+
+def _cells(point: Point) -> str:
+    command = [sys.executable, "-m", "benchmarks.decode_bytes", f"--measure={point}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        return f"{(done.stderr.splitlines() or ['failed'])[-1][:200]}" + " |" * 5
+    found = json.loads(done.stdout.splitlines()[-1])
+    both = found["weights"] + found["kv"]
+    sizes = [found["weights"], found["kv"], found["accessed"]]
+    cells = [f"{number / GB:.2f}" for number in sizes] + [f"{found['accessed'] / both:.2f}"]
+    return " | ".join([*cells, str(found["loops"]), str(found["copies"])])
+
+
+if __name__ == "__main__":
+    main()
