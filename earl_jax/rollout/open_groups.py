@@ -129,11 +129,10 @@ class OpenGroups:
         self._waiting, self._groups, self._kept = self.numbers, {}, {}
         if self._next is None:
             self._waiting = sorted(resumed)
-            # All groups before it are open, or were trained on or dropped.
-            begun, submitted = version * self.size + len(resumed), self._events.num_submitted()
-            # Steps that took groups again have begun fewer.
-            is_less = self._settings.reuse > 1 and submitted > 0
-            self._next = submitted if is_less else max(begun, submitted)
+            # All groups before it are open, or were trained on or dropped. Events that reach up to
+            # here say how many; without them no step took groups again or dropped any.
+            begun = version * self.size + len(resumed)
+            self._next = self._events.num_submitted() or begun
 
     def publish(self, version: int) -> None:
         """Notes that from now on the service plays with weights of `version`."""
