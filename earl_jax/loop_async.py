@@ -286,7 +286,7 @@ class AsyncPlayer:
         if self._settings.rule == "mask":
             oldest = self._groups.version - self._settings.max_staleness
             experience = _since_version(experience, oldest)
-        self._groups.release(episodes)
+        self._groups.copied(episodes)
         return experience
 
     # While an update is under way.

@@ -210,7 +210,7 @@ class Driven:
             for each in episodes:
                 check_episode(each.trajectory, service.tasks[each.ticket], groups.version, shape)
                 self.lags += [groups.version - v for v in versions_of(each.trajectory)]
-            groups.release(episodes)
+            groups.copied(episodes)
             numbers = [each.trajectory.group for each in episodes[:: shape.group_size]]
             assert (
                 len(episodes)
@@ -400,6 +400,32 @@ def test_a_group_is_not_taken_again_beyond_the_bound(tmp_path):
     # With a greater bound it is.
     run = driven(tmp_path / "more", rule="drop", bound=2, reuse=2, slots=3, fates=fates, beside=[0])
     assert run.taken[:3] == [[0, 1], [2, 3], [2, 5]]
+
+
+@pytest.mark.parametrize(("rule", "reuse"), [("in_order", 1), ("drop", 2)])
+def test_groups_whose_rows_could_not_be_copied_are_played_again(tmp_path, rule, reuse):
+    """Memory is too short for the copies: a new service plays what the step took, and the rest."""
+    given = {"rule": rule, "bound": 1, "reuse": reuse, "fates": [Fate(rounds=1)]}
+    run = driven(tmp_path / "run", **given)
+    events = Events(tmp_path / EVENTS)
+    settings = AsynchronyConfig(max_staleness=1, rule=rule, reuse=reuse)
+    source = Source(2, {"next": 0})
+    groups = OpenGroups(
+        tasks_of(source, size=2, group_size=1, num_steps=NUM_STEPS), settings, events
+    )
+    groups.open(run.new_service(0), 0, ())
+    assert [each.trajectory.group for each in groups.next_episodes(2)] == [0, 1]
+    groups.open(service := run.new_service(0), 0, ())
+    first = groups.next_episodes(2)
+    assert [each.trajectory.group for each in first] == [0, 1]
+    groups.copied(first)
+    assert groups.numbers == [2, 3]
+    groups.publish(1)
+    service.version = 1
+    assert [each.trajectory.group for each in groups.next_episodes(2)] == [2, 3]
+    # Those that were trained on have no rows in another service.
+    groups.open(run.new_service(1), 1, ())
+    assert groups.numbers == [2, 3, 4, 5]
 
 
 def test_a_run_that_goes_on_trains_on_groups_again_that_it_plays_itself(tmp_path):

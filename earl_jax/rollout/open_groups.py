@@ -104,6 +104,8 @@ class OpenGroups:
         self._groups: dict[int, _Open] = {}
         # Groups that were trained on and may be again, in the order of their last use.
         self._kept: dict[int, _Open] = {}
+        # New groups of which a step has taken the episodes, and not copied their rows yet.
+        self._in_hand: list[int] = []
         # Open groups that the service does not have yet, in order.
         self._waiting: list[int] = []
         # The number of the next group; None before the first service.
@@ -126,14 +128,14 @@ class OpenGroups:
         `resumed` are those of the run's position, which count for the first service.
         """
         self._service, self.version, self.num_rounds = service, version, 0
-        self._waiting, self._groups, self._kept = self.numbers, {}, {}
+        self._waiting = sorted([*self.numbers, *self._in_hand])
+        self._groups, self._kept, self._in_hand = {}, {}, []
         if self._next is None:
             self._waiting = sorted(resumed)
-            # All groups before it are open, or were trained on or dropped.
-            begun, submitted = version * self.size + len(resumed), self._events.num_submitted()
-            # Steps that took groups again have begun fewer.
-            is_less = self._settings.reuse > 1 and submitted > 0
-            self._next = submitted if is_less else max(begun, submitted)
+            # All groups before it are open, or were trained on or dropped. Events that reach up to
+            # here say how many; without them no step took groups again or dropped any.
+            begun = version * self.size + len(resumed)
+            self._next = self._events.num_submitted() or begun
 
     def publish(self, version: int) -> None:
         """Notes that from now on the service plays with weights of `version`."""
@@ -147,7 +149,8 @@ class OpenGroups:
 
         Returns:
             Their episodes, in the order of their tasks; the groups are open no longer. Their rows
-            are held until `release`.
+            are held until they are `copied`; where another service is opened before that, the step
+            takes groups again.
         """
         self._expire()
         while True:
@@ -162,8 +165,12 @@ class OpenGroups:
                 return self._take(numbers)
             self.play_round()
 
-    def release(self, episodes: Sequence[Finished]) -> None:
+    def copied(self, episodes: Sequence[Finished]) -> None:
         """Gives back the rows of episodes that a step took, but for groups that are kept."""
+        self._in_hand = []
+        self._release(episodes)
+
+    def _release(self, episodes: Sequence[Finished]) -> None:
         kept = {id(each) for group in self._kept.values() for each in group.episodes.values()}
         for each in episodes:
             if id(each) not in kept:
@@ -262,7 +269,7 @@ class OpenGroups:
         numbers = [group.number for group in groups]
         self._events.note("drop", groups=numbers, round=self.num_rounds)
         episodes = self._remove(groups)
-        self.release(episodes)
+        self._release(episodes)
         return [each.trajectory.outcome for each in episodes]
 
     def _trajectories(self, group: Group) -> list[Trajectory]:
@@ -299,6 +306,7 @@ class OpenGroups:
     def _take(self, numbers: Sequence[int]) -> list[Finished]:
         """Returns the episodes of these groups. They are open no longer, and kept if of use."""
         settings, taken = self._settings, []
+        self._in_hand = [number for number in numbers if number in self._groups]
         for number in numbers:
             group = self._kept.pop(number, None) or self._groups.pop(number)
             group.uses += 1
@@ -319,7 +327,7 @@ class OpenGroups:
                 self._forget(number)
 
     def _forget(self, number: int) -> None:
-        self.release(list(self._kept.pop(number).episodes.values()))
+        self._release(list(self._kept.pop(number).episodes.values()))
 
     def _remove(self, chosen: Sequence[Group]) -> list[Finished]:
         """Returns the episodes of these groups, which are over and open no longer."""
