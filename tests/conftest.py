@@ -37,6 +37,8 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
     # Newer versions do not know it, and end the process at a flag that they do not know.
     _QUICK.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["PJRT_NPROC"] = "256"  # see launch.start.start_jax
+# Else the folder of compiled programs would be a part of the keys by which they are found.
+os.environ["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] = "none"
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_QUICK)).strip()
 
 import jax  # noqa: E402
