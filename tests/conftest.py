@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 # The tests start some hundred processes, each of which would compile 1,800 modules of Python (3 to
 # 6 s) where the user keeps Python from leaving bytecode beside them.
@@ -36,11 +37,13 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
     # Newer versions do not know it, and end the process at a flag that they do not know.
     _QUICK.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["PJRT_NPROC"] = "256"  # see launch.start.start_jax
+# Else the folder of compiled programs would be a part of the keys by which they are found.
+os.environ["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] = "none"
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_QUICK)).strip()
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
-from jax._src.lru_cache import LRUCache  # noqa: E402
+from jax._src import compilation_cache  # noqa: E402
 
 pytest.register_assert_rewrite("tests.support")
 
@@ -104,20 +107,28 @@ def share_programs(own: Path) -> None:
     """Has a worker take from KEPT, and add to it, what it looks for and compiles in `own`.
 
     Not one folder for all: JAX writes an entry in place, and another worker could read the half.
+    What is compiled for chips that are not here is not kept: it cannot be loaded again.
     """
-    get, put = LRUCache.get, LRUCache.put
+    get, put = compilation_cache.get_executable_and_time, compilation_cache.put_executable_and_time
 
-    def shared_get(cache: LRUCache, key: str) -> bytes | None:
-        if Path(str(cache.path)) == own:
+    def is_shared() -> bool:
+        return jax.config.jax_compilation_cache_dir == str(own)
+
+    def shared_get(key: str, options: Any, backend: Any, *others: Any) -> Any:
+        if backend.platform != "cpu":
+            return None, None
+        if is_shared():
             copy_program(key, KEPT, own)
-        return get(cache, key)
+        return get(key, options, backend, *others)
 
-    def shared_put(cache: LRUCache, key: str, value: bytes) -> None:
-        put(cache, key, value)
-        if Path(str(cache.path)) == own:
-            copy_program(key, own, KEPT)
+    def shared_put(key: str, name: str, program: Any, backend: Any, *others: Any) -> None:
+        if backend.platform == "cpu":
+            put(key, name, program, backend, *others)
+            if is_shared():
+                copy_program(key, own, KEPT)
 
-    LRUCache.get, LRUCache.put = shared_get, shared_put
+    compilation_cache.get_executable_and_time = shared_get
+    compilation_cache.put_executable_and_time = shared_put
 
 
 def pytest_configure(config: pytest.Config) -> None:

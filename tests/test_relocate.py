@@ -215,7 +215,7 @@ def contents(session: Session) -> list[list[float]]:
 
 # Keys and values of a token are 48 KiB, cut over up to eight heads; in the rows of experience, of
 # which data=1 has all sixteen, it is 256 bytes.
-LARGE = ModelConfig(num_layers=3, width=16, num_heads=8, num_kv_heads=8, head_size=256, ffn_size=32)
+LARGE = ModelConfig(num_layers=1, width=16, num_heads=8, num_kv_heads=8, head_size=768, ffn_size=32)
 FIRST = 1024
 CUTS = [
     MeshShape(data=8),

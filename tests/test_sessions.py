@@ -4,6 +4,7 @@
 
 import dataclasses
 import functools
+import random
 
 import numpy as np
 import pytest
@@ -156,7 +157,7 @@ def test_more_conversations_than_slots_are_found_again_in_host_memory():
             assert list(turn.token_ids) == expected.tolist()
     blocks = service._blocks
     # Four are in slots.
-    assert len(blocks._sessions) == len(chats) - SLOTS and blocks._host.moved_bytes > 0
+    assert len(blocks._idle.store) == len(chats) - SLOTS and blocks._host.moved_bytes > 0
 
 
 def test_two_conversations_that_go_on_at_once_both_come_back():
@@ -178,11 +179,11 @@ def test_without_room_in_host_memory_the_conversation_of_the_longest_ago_is_drop
     chats = [Chat(number) for number in range(SLOTS + 3)]
     for chat in chats[: SLOTS + 1]:
         say(service, chat)
-    assert len(blocks._sessions) == 1
+    assert len(blocks._idle.store) == 1
     blocks._host._limit_bytes = 2 * blocks._host.held_bytes
     for chat in chats[SLOTS + 1 :]:
         say(service, chat)
-    assert len(blocks._sessions) == 2 and blocks._host.held_bytes <= blocks._host._limit_bytes
+    assert len(blocks._idle.store) == 2 and blocks._host.held_bytes <= blocks._host._limit_bytes
     # The first conversation is gone; it takes the slot of the fourth, for which the second goes.
     assert say(service, chats[0])[2] == 0
     assert say(service, chats[2])[2] == 31
@@ -193,10 +194,10 @@ def test_new_weights_have_read_nothing_that_is_in_host_memory():
     chats = [Chat(number) for number in range(SLOTS + 2)]
     for chat in chats:
         say(service, chat)
-    assert len(service._blocks._sessions) == 2
+    assert len(service._blocks._idle.store) == 2
     params = service.session.policy.params
     service.update_weights(Policy(params=params, version=1), "keep")
-    assert len(service._blocks._sessions) == 0 and service._blocks._host.held_bytes == 0
+    assert len(service._blocks._idle.store) == 0 and service._blocks._host.held_bytes == 0
     assert say(service, chats[0])[2] == 0
 
 
@@ -213,3 +214,38 @@ def test_a_conversation_that_gave_up_its_pages_comes_back_from_host_memory():
         assert read == 6
         [expected] = continuations([np.array(ids)], [chat.number], len(turn.token_ids))
         assert list(turn.token_ids) == expected.tolist()
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_random_conversations_go_on_as_without_a_cache(seed):
+    """Ten, some at once, one of them aborted at times, with few pages and little host memory."""
+    rng = random.Random(seed)
+    service = open_served(keep_replies=True, cache_tokens=2 * CONTEXT_TOKENS)
+    blocks, chats = service._blocks, {number: Chat(number) for number in range(10)}
+    longest = CONTEXT_TOKENS - REPLY - 6
+    for turn in range(25):
+        if turn == 5:
+            # Room for about three of them from now on.
+            blocks._host._limit_bytes = 3 * blocks._host.held_bytes // len(blocks._idle.store)
+        some = rng.sample(sorted(chats), rng.randint(1, SLOTS))
+        tickets = service.submit([chats[number].task() for number in some])
+        found = []
+        if rng.random() < 0.3:
+            found += service.step()
+            service.abort([tickets[0]])
+        for finished in found + [each for some in service.drain() for each in some]:
+            service.release(finished.row)
+            if finished.trajectory.stop_reason == "aborted":
+                continue
+            chat = chats[finished.trajectory.episode]
+            reply = finished.trajectory.turns[-1]
+            [expected] = continuations([np.array(chat.ids)], [chat.number], len(reply.token_ids))
+            assert list(reply.token_ids) == expected.tolist()
+            chat.take(reply)
+            if len(chat.ids) > longest:
+                chats[chat.number] = Chat(chat.number)
+    assert blocks._host.moved_bytes > 0 and len(blocks._idle.store) > 0
+    assert blocks._host.held_bytes <= blocks._host._limit_bytes
+    for slot in range(SLOTS):
+        blocks._pages.keep(slot, 0)
+    assert not np.array(blocks._pages.holders()).any()

@@ -67,6 +67,10 @@ class HostPages:
         page_bytes = sum(pool.size // pool.shape[0] * pool.dtype.itemsize for pool in pools)
         return session.engine.page_copies.pages_a_call * page_bytes
 
+    def block(self, session: Session) -> tuple[int, int]:
+        """Returns the bytes of a block, and how many pages of a row shard it has."""
+        return self.block_bytes(session), session.engine.page_copies.pages_a_call
+
     def has_room(self, block_bytes: int, pages_a_block: int, num_pages: Sequence[int]) -> bool:
         """Returns whether slots with so many pages each fit too, in blocks of so many pages."""
         blocks = sum(-(-number // pages_a_block) for number in num_pages)

@@ -66,7 +66,7 @@ class _Wait:
 class _Sought:
     """A prompt that a slot is to read, as it was given, and its end in the tree."""
 
-    prompt: Sequence[int]
+    prompt: Sequence[int] | np.ndarray
     node: Node
     wait: _Wait | None = None
 
@@ -172,7 +172,7 @@ class PrefixIndex:
         waits = most > found.length and self._is_worth_sending(most - own)
         return None if waits else found
 
-    def _seek(self, slot: int, prompt: Sequence[int]) -> _Sought:
+    def _seek(self, slot: int, prompt: Sequence[int] | np.ndarray) -> _Sought:
         """Returns the prompt with its end in the tree, to which it is added once."""
         sought = self._sought[slot]
         if sought is not None and sought.prompt is prompt:
@@ -188,7 +188,7 @@ class PrefixIndex:
         if sought is not None:
             self._tree.remove(sought.node)
 
-    def begin(self, slot: int, prompt: Sequence[int], shared: Shared) -> None:
+    def begin(self, slot: int, prompt: Sequence[int] | np.ndarray, shared: Shared) -> None:
         """Begins a slot with a prompt, of which it takes over a part; its ids are in its row."""
         node = self._seek(slot, prompt).node
         self.forget(slot)

@@ -30,7 +30,7 @@ from earl_jax.engine.round_inputs import NO_PAGE
 from earl_jax.engine.session import Kept, Session
 from earl_jax.rollout.config import CacheRules, RolloutConfig
 from earl_jax.rollout.episode import LiveEpisode
-from earl_jax.rollout.host_sessions import HostSessions, IdleSession
+from earl_jax.rollout.host_sessions import IdleSessions
 from earl_jax.rollout.preemption import (
     Work,
     choose_preemption,
@@ -70,18 +70,10 @@ class BlockManager:
         # Free slots, the one in front whose episode ended first.
         self._ended: dict[int, None] = {}
         self._host = HostPages(int(config.preemption_host_gib * 2**30))
-        # Pages of slots that are copied to the host before the next round: of preempted ones, and
-        # of those whose ids these are, which are used for something else.
+        # Pages of slots that are copied to the host before the next round.
         self._leaving: dict[int, list[int]] = {}
-        self._set_aside: dict[int, np.ndarray] = {}
         self._least_tokens = min(config.chunk_size, session.engine.tile_width)
-        self._sessions = HostSessions(self._host, self._least_tokens)
-        # Slots to which a session comes back before the next round; and by slot how many tokens of
-        # the prompt that is to begin there are in its own cache.
-        self._coming: dict[int, IdleSession] = {}
-        self._own: dict[int, int] = {}
-        # A block of pages on their way to the host: its bytes, and its number of pages.
-        self._block = 0, 1
+        self._idle = IdleSessions(self._host, self._leaving, self._least_tokens)
         self._num_preempted, self._recomputed_tokens, self._preemption = 0, 0, ""
         self._prompts = SharedPrompts(self._open_prefixes(session), slots)
 
@@ -145,9 +137,13 @@ class BlockManager:
         self._host.settle()
         self._adopt(session)
         if self._rules.keep_replies:
-            copies = session.engine.page_copies
-            self._block = self._host.block_bytes(session), copies.pages_a_call
-            self._recall()
+            new = {
+                slot: episode.queue
+                for slot, episode in enumerate(self._slots)
+                if episode is not None and episode.fresh and episode.has_work
+            }
+            block = self._host.block(session)
+            self._idle.plan(new, block, self._pages, self._prompts, self._give_up, self._free_kept)
         live = [episode for episode in self._slots if episode is not None]
         tokens = max((self._tokens_after_round(episode) for episode in live), default=0)
         short = max(self._short(shard) for shard in range(session.pool.shards))
@@ -172,15 +168,10 @@ class BlockManager:
     def _copy(self, session: Session) -> Session:
         """Copies pages to the host and back, as was decided."""
         session = self._host.copy_out(session, self._leaving)
-        for slot, ids in self._set_aside.items():
-            self._sessions.add(IdleSession(ids=ids, parts=self._host.give(slot)))
-        self._leaving, self._set_aside = {}, {}
-        coming, awake = {}, {}
-        for slot, idle in self._coming.items():
-            self._host.take_back(slot, idle.parts)
-            self._prompts.restore(slot, idle.ids)
-            coming[slot], awake[slot] = self._pages.pages_of(slot, len(idle.ids)), False
-        for slot in [slot for slot in self._host.slots if slot not in self._coming]:
+        self._leaving.clear()
+        coming = self._idle.carry_out(self._pages, self._prompts)
+        awake = dict.fromkeys(coming, False)
+        for slot in [slot for slot in self._host.slots if slot not in coming]:
             episode = self._episode(slot)
             if episode.begins:
                 # A new sample needs nothing of the old cache.
@@ -189,50 +180,7 @@ class BlockManager:
                 self._pages.hold(slot, episode.num_written)
                 coming[slot] = self._pages.pages_of(slot, episode.num_written)
                 awake[slot] = episode.in_turn and not episode.queue
-        self._coming = {}
         return self._host.copy_back(session, coming, awake)
-
-    def _recall(self) -> None:
-        """Brings sessions back from the host for prompts that go on with them.
-
-        What a slot keeps that its next prompt has no use for goes to the host.
-        """
-        self._own = {}
-        for slot, episode in enumerate(self._slots):
-            if episode is None or not (episode.fresh and episode.has_work):
-                continue
-            own, most = self._prompts.common(slot, episode.queue)
-            if own == most and own and self._pages.has_alone(slot, own):
-                self._own[slot] = own
-            number, common = self._sessions.find(episode.queue)
-            if common < most + self._least_tokens:
-                self._move_aside(slot, own)
-                continue
-            # Removed first, so that it makes no room for what it comes in place of.
-            idle, shard = self._sessions.remove(number), self._pages.shard(slot)
-            self._move_aside(slot, 0)
-            self._give_up(slot)
-            pages = pages_for(len(idle.ids), self._page_size)
-            if pages > self._pages.num_free(shard):
-                self._free_kept(shard, pages)
-            if pages > self._pages.num_free(shard):
-                self._sessions.add(idle)
-                continue
-            self._pages.hold(slot, len(idle.ids))
-            self._coming[slot], self._own[slot] = idle, common
-
-    def _move_aside(self, slot: int, own: int) -> None:
-        """Plans that what the slot's cache has behind its first `own` tokens goes to the host."""
-        ids = self._prompts.ids(slot)
-        if (
-            len(ids) - own < self._least_tokens
-            or slot in self._leaving
-            or self._sessions.holds(ids)
-        ):
-            return
-        pages = self._pages.pages_of(slot, len(ids))
-        if self._sessions.make_room(*self._block, [*map(len, self._leaving.values()), len(pages)]):
-            self._leaving[slot], self._set_aside[slot] = pages, ids
 
     def _tokens_after_round(self, episode: LiveEpisode) -> int:
         return min(episode.length + self._most_sampled(episode), episode.most_tokens)
@@ -243,7 +191,7 @@ class BlockManager:
 
     def _wanted(self, slot: int, episode: LiveEpisode) -> int:
         """Returns how many pages the episode may need for a round beyond those that it has."""
-        own = self._own.get(slot, 0)
+        own = self._idle.own(slot)
         there = own or episode.num_cached
         tokens = there + min(len(episode.queue) - own, self._config.chunk_size)
         tokens = min(tokens + self._most_sampled(episode), episode.most_tokens)
@@ -287,10 +235,10 @@ class BlockManager:
             if wanted <= self._pages.num_free(shard):
                 return
             episode = self._slots[slot]
-            idle = episode is None or episode.begins and not self._own.get(slot)
+            idle = episode is None or episode.begins and not self._idle.own(slot)
             if self._pages.num_held(slot) and idle:
                 if self._rules.keep_replies:
-                    self._move_aside(slot, 0)
+                    self._idle.move_aside(slot, 0, self._pages, self._prompts)
                 self._give_up(slot)
 
     def by_age(self, slots: Sequence[int]) -> list[int]:
@@ -310,9 +258,7 @@ class BlockManager:
         return episode.has_work or slot in self._host and not (episode.preempted or episode.begins)
 
     def _give_up(self, slot: int) -> None:
-        if (idle := self._coming.pop(slot, None)) is not None:
-            self._sessions.add(idle)
-        self._own.pop(slot, None)
+        self._idle.cancel(slot)
         self._pages.keep(slot, 0)
         self._prompts.forget(slot)
 
@@ -354,9 +300,7 @@ class BlockManager:
         if self._rules.preemption == "recompute" or not tokens:
             return False
         pages = [*map(len, self._leaving.values()), pages_for(tokens, self._page_size)]
-        copies = session.engine.page_copies
-        block = self._host.block_bytes(session), copies.pages_a_call
-        if not self._sessions.make_room(*block, pages):
+        if not self._idle.store.make_room(*self._host.block(session), pages):
             return False
         if self._rules.preemption == "host":
             return True
@@ -443,7 +387,7 @@ class BlockManager:
 
         With `recompute` live episodes read all of their samples again.
         """
-        self._sessions.clear()
+        self._idle.store.clear()
         for slot, episode in enumerate(self._slots):
             if recompute and episode is not None:
                 self._host.drop(slot)

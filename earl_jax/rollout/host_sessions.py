@@ -9,11 +9,13 @@ slot had kept them. The sessions that were used the longest ago are dropped firs
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from earl_jax.engine.host_pages import HostPages, Part
+from earl_jax.engine.pages import PageTable
+from earl_jax.rollout.shared_prompts import SharedPrompts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,3 +95,87 @@ class HostSessions:
 
     def _key(self, ids: np.ndarray) -> bytes:
         return ids[: self._least].tobytes()
+
+
+class IdleSessions:
+    """Moves of idle sessions from slots to host memory and back, planned before each round."""
+
+    def __init__(self, host: HostPages, leaving: dict[int, list[int]], least_tokens: int) -> None:
+        """`leaving` is the caller's: the pages of slots that are copied to the host next."""
+        self._host, self._leaving, self._least = host, leaving, least_tokens
+        self.store = HostSessions(host, least_tokens)
+        # By slot: the ids of what leaves; the session that comes; and how many tokens of the prompt
+        # that is to begin are in the slot's own cache, or will be.
+        self._aside: dict[int, np.ndarray] = {}
+        self._coming: dict[int, IdleSession] = {}
+        self._own: dict[int, int] = {}
+        self._block = 0, 1
+
+    def own(self, slot: int) -> int:
+        """Returns how many tokens of its next prompt the slot goes on from in its own pages."""
+        return self._own.get(slot, 0)
+
+    def plan(
+        self,
+        prompts: Mapping[int, list[int]],
+        block: tuple[int, int],
+        pages: PageTable,
+        shared: SharedPrompts,
+        give_up: Callable[[int], None],
+        free: Callable[[int, int], None],
+    ) -> None:
+        """Plans which sessions come back for the prompts that are to begin, by slot.
+
+        What a slot keeps that its prompt has no use for goes to the host. `block` is that of
+        `HostPages`. `give_up` frees a slot's pages, `free` makes so many pages of a row shard free,
+        if it can.
+        """
+        self._own, self._block = {}, block
+        for slot, prompt in prompts.items():
+            own, most = shared.common(slot, prompt)
+            if own == most and own and pages.has_alone(slot, own):
+                self._own[slot] = own
+            number, common = self.store.find(prompt)
+            if common < most + self._least:
+                self.move_aside(slot, own, pages, shared)
+                continue
+            # Removed first, so that it makes no room for what it comes in place of.
+            idle = self.store.remove(number)
+            self.move_aside(slot, 0, pages, shared)
+            give_up(slot)
+            shard, missing = pages.shard(slot), pages.missing(slot, len(idle.ids))
+            if missing > pages.num_free(shard):
+                free(shard, missing)
+            if missing > pages.num_free(shard):
+                self.store.add(idle)
+                continue
+            pages.hold(slot, len(idle.ids))
+            self._coming[slot], self._own[slot] = idle, common
+
+    def move_aside(self, slot: int, own: int, pages: PageTable, shared: SharedPrompts) -> None:
+        """Plans that the slot's cache goes to the host, if more than `own` tokens of it count."""
+        ids = shared.ids(slot)
+        if len(ids) - own < self._least or slot in self._leaving or self.store.holds(ids):
+            return
+        leaving = pages.pages_of(slot, len(ids))
+        if self.store.make_room(*self._block, [*map(len, self._leaving.values()), len(leaving)]):
+            self._leaving[slot], self._aside[slot] = leaving, ids
+
+    def cancel(self, slot: int) -> None:
+        """Notes that the slot gives up its pages: no session comes back to it."""
+        self._own.pop(slot, None)
+        if (idle := self._coming.pop(slot, None)) is not None:
+            self.store.add(idle)
+
+    def carry_out(self, pages: PageTable, shared: SharedPrompts) -> dict[int, list[int]]:
+        """Keeps what has left, and returns the pages to write back, by slot.
+
+        The host has the pages of these slots then, and the prefix index their ids.
+        """
+        for slot, ids in self._aside.items():
+            self.store.add(IdleSession(ids=ids, parts=self._host.give(slot)))
+        coming, self._aside, self._coming = self._coming, {}, {}
+        for slot, idle in coming.items():
+            self._host.take_back(slot, idle.parts)
+            shared.restore(slot, idle.ids)
+        return {slot: pages.pages_of(slot, len(idle.ids)) for slot, idle in coming.items()}

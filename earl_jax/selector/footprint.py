@@ -148,10 +148,6 @@ class Footprint:
         resident = self.weights + self.optimizer + self.cache
         return dataclasses.replace(self, gradients=0, activations=max(0, num_bytes - resident))
 
-    def as_dict(self) -> dict[str, int]:
-        """Returns the bytes by kind, without zeros."""
-        return {kind: size for kind, size in dataclasses.asdict(self).items() if size}
-
 
 def parts_of(axes: str, mesh: MeshShape, rules: Rules = PARAMETER_RULES) -> int:
     """Returns the number of parts of a parameter with these axes."""
@@ -222,8 +218,8 @@ def rollout_footprint(
         appending += tokens * width * (sizes.engine_bytes + 2 * 4)
     beside = 0
     if platform == "tpu":
-        # Attention's matrices once more, in the decode loop's order of axes.
-        names = ("query", "key", "value", "out")
+        # The query matrices once more, in the order of axes of the decode loop.
+        names = ("query",)
         beside = engine_bytes([p for p in sizes.engine if p.name in names], mesh)
     return Footprint(
         weights=engine_bytes(sizes.engine, mesh),

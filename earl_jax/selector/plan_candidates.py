@@ -148,6 +148,18 @@ class Candidates:
         num_bytes = rollout.num_bytes + (plan.pages - rollout.plan.pages) * page_bytes
         return dataclasses.replace(rollout, plan=plan, num_bytes=num_bytes)
 
+    def in_use(self, plan: Plan, tokens: int, free: float) -> Candidate | None:
+        """Returns the candidate of a plan in use; None where its mesh is no candidate.
+
+        A rollout has the pages that fit into `free` bytes, or where nothing does the fewest slots.
+        """
+        if plan.mesh not in self.problem.meshes(plan.stage, tokens):
+            return None
+        if isinstance(plan, TrainPlan):
+            return self._train(plan, tokens)
+        slots = plan.num_slots if free else self.problem.slot_numbers(plan.mesh)[-1]
+        return self._rollout(plan._replace(num_slots=slots, pages=0), tokens, None, free)
+
     def live_round_s(self, plan: RolloutPlan, live: int, max_tokens: int) -> float:
         """Returns the seconds of a round with `live` episodes left."""
         full = self._full_speed(plan, max_tokens)

@@ -211,7 +211,7 @@ def _candidate(problem: Problem, stop: Stop, candidate: Candidate) -> Values:
         "observed": candidate.num_speeds > 0,
         "failed": candidate.failed,
         "bytes_per_device": kinds.total,
-        "bytes": kinds.as_dict(),
+        "bytes": {kind: size for kind, size in dataclasses.asdict(kinds).items() if size},
         "tokens_per_s": candidate.tokens_per_s,
     }
 

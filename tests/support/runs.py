@@ -2,14 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of `python -m earl_jax.main` in processes of their own, and their results."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 
-from tests.support import ROOT
+from tests.support import ROOT, environment_without
 
 # Small enough for a second a step, with two meshes per stage and a budget that contexts outgrow.
 # By this table training on data=8 is fastest as long as it fits in one micro-batch without remat.
@@ -55,7 +54,7 @@ def command(module: str, *arguments: str, **overrides) -> list[str]:
 def environment(cache: Path, *, as_a_user: bool = False) -> dict[str, str]:
     """Returns variables of a process that compiles quickly, like tests, or well, like a user's."""
     removed = ("JAX_", "XLA_", "PJRT_") if as_a_user else ("JAX_",)
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(removed)}
+    kept = environment_without(*removed)
     return kept | {"XDG_CACHE_HOME": str(cache), "PYTHONUNBUFFERED": "1"}
 
 

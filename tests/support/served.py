@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import os
 import re
 import signal
 import subprocess
@@ -37,7 +36,7 @@ from earl_jax.run.workdir import keep_config
 from earl_jax.serving.scores import Scores
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.train.checkpoint import Checkpoints
-from tests.support import ROOT
+from tests.support import ROOT, environment_without
 from tests.support.references import REFERENCE
 from tests.support.settings import make_config
 
@@ -59,7 +58,7 @@ class Server:
     """A running server process: its address once it is ready, and its end."""
 
     def __init__(self, line: list[str], cache: Path):
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+        kept = environment_without("JAX_")
         self.process = subprocess.Popen(
             line,
             cwd=ROOT,
