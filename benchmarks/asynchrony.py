@@ -54,7 +54,7 @@ SETTINGS: dict[str, Any] = {
         "num_slots": 16,
         "episodes_per_step": 16,
         "group_size": 2,
-        "chunk_size": 8,
+        "chunk_size": 64,
         "burst": 4,
         "max_turn_tokens": 24,
         "context_buckets": (512,),

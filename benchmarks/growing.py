@@ -41,7 +41,7 @@ from benchmarks.pages import replace_table, table
 from earl_jax.config.file import load_config_file, make_config
 from earl_jax.placement.problem import find_model, make_problem
 from earl_jax.selector.hardware import parse_topology
-from earl_jax.selector.smallest import fits
+from earl_jax.selector.schedule import fits
 from earl_jax.telemetry.metrics import read_metrics
 
 HERE = Path(__file__).parent

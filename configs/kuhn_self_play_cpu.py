@@ -40,12 +40,12 @@ def get_config() -> ConfigDict:
             "algorithm": "spiral",
             "train": {
                 "schedule": "linear",
-                "learning_rate": 2e-3,
+                "learning_rate": 1e-3,
                 "final_learning_rate": 1e-4,
                 "adam_b2": 0.99,
                 # An equilibrium is mixed: a bluff that pays now does not pay for long.
-                "entropy_coefficient": 0.1,
-                "final_entropy_coefficient": 0.02,
+                "entropy_coefficient": 0.3,
+                "final_entropy_coefficient": 0.05,
                 "sft_steps": 40,
                 "sft_learning_rate": 4e-3,
             },

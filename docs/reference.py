@@ -57,6 +57,8 @@ METRICS: dict[str, dict[str, str]] = {
         "stale_episodes": "Episodes that were given up because they were too old, or none.",
         "refilled_groups": "Groups that the algorithm does not keep, in whose place others were "
         "played (config.asynchrony.refill), or none.",
+        "reused_groups": "Groups that earlier steps had trained on too (config.asynchrony.reuse), "
+        "or none.",
         "stale_tokens": "Tokens of the policy in these.",
         "stale_tokens_mean": "Their mean; far from that of the trained ones, it is a bias.",
     },

@@ -78,6 +78,7 @@ class PlayedStep:
     `trajectories[i]`. Where the episodes went to the trainer as they were finished, they are in the
     `update`, and there is no experience. `dropped` are episodes that were given up since the step
     before, because they were too old, and `refilled` those in whose place others were played.
+    `num_reused` groups were trained on before.
     """
 
     plan: RolloutPlan
@@ -92,6 +93,7 @@ class PlayedStep:
     update: StepUpdate | None = None
     dropped: list[Outcome] = dataclasses.field(default_factory=list)
     refilled: list[Outcome] = dataclasses.field(default_factory=list)
+    num_reused: int = 0
 
 
 class Player(Protocol):
@@ -197,6 +199,7 @@ def rl_step(
         group_shares=group_shares(run.learner.algorithm, [*done.played.outcomes, *done.refilled]),
         dropped=done.dropped,
         refilled=done.refilled,
+        num_reused=done.num_reused,
     )
     after = Position(
         step=step + 1,

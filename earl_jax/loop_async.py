@@ -208,6 +208,7 @@ class AsyncPlayer:
             update=taken.update,
             dropped=dropped,
             refilled=refilled,
+            num_reused=groups.num_reused,
         )
 
     def _new_update(self, position: Position) -> StepUpdate | None:
@@ -279,14 +280,13 @@ class AsyncPlayer:
         return grown
 
     def _rows_of(self, service: RolloutService, episodes: list[Finished]) -> Experience:
-        """Returns copies of the rows of these episodes, which are free then."""
+        """Returns copies of the rows of these episodes, which are free then or kept for reuse."""
         session, rows = service.session, [each.row for each in episodes]
         experience = session.engine.row_copies.gather(session.state.experience, rows)
         if self._settings.rule == "mask":
             oldest = self._groups.version - self._settings.max_staleness
             experience = _since_version(experience, oldest)
-        for row in rows:
-            service.release(row)
+        self._groups.copied(episodes)
         return experience
 
     # While an update is under way.

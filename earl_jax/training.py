@@ -41,7 +41,7 @@ from earl_jax.run.workdir import (
     tokenizer_folder,
 )
 from earl_jax.selector.choose import BudgetTooSmall
-from earl_jax.selector.smallest import smallest_hardware, smallest_words
+from earl_jax.selector.schedule import smallest_hardware, smallest_words
 from earl_jax.settings.errors import RunError
 from earl_jax.telemetry.episodes import trajectory_lines
 from earl_jax.telemetry.load import LoadHistory

@@ -189,6 +189,8 @@ class TrajectoryBatch:
     the frozen reference policy; None where the loss needs none (`train.scoring.make_scorer`). With
     a critic, `advantages` are the rewards of the tokens' turns until the batch is scored, `values`
     f32[N,T] the critic's of the state before each token, and `returns` what they are to predict.
+    `groups` i32[N,T] numbers the groups that share a task from 1, through all rows, until the batch
+    is scored; None unless the algorithm needs it.
     All but `tokens` and `segment_ids` mean something only where `turn_ids` > 0. An episode that
     does not count (its environment failed, or the algorithm does not keep its group) is no row, or
     one of padding.
@@ -207,6 +209,7 @@ class TrajectoryBatch:
     reference: jax.Array | None = None
     values: jax.Array | None = None
     returns: jax.Array | None = None
+    groups: jax.Array | None = None
 
     def validate(self) -> None:
         """Raises ValueError unless every field has the shape of `tokens`."""

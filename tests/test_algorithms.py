@@ -440,6 +440,7 @@ VARIANTS = {
     "reinforce_plus_plus": {"kl_coefficient": 0.1},
     "reinforce_plus_plus_baseline": {"kl_coefficient": 0.1},
     "ppo": {"gae_level": "turn", "value_clip": 0.5},
+    "tba": {"beta": 0.5},
 }
 
 
@@ -449,7 +450,8 @@ def test_a_run_of_each_algorithm(name):
     """Two steps of games: the weights move, finitely, and the metrics of the setting are there."""
     settings = VARIANTS[name]
     train = {**SMALL_RUN["train"]}
-    if "kl_coefficient" in settings:
+    has_reference = "kl_coefficient" in settings or name == "tba"
+    if has_reference:
         # The reference is the adapters' base, or a frozen copy.
         train["lora"] = {"rank": 2 if name == "grpo" else 0}
     else:
@@ -471,9 +473,10 @@ def test_a_run_of_each_algorithm(name):
             assert loss == pytest.approx(-np.average(gains, weights=tokens), rel=1e-3, abs=1e-4)
         assert line["skipped_updates"] == 0 and np.isfinite(line["loss"])
         assert 0 < line["effective_sample_size"] <= 1 + 1e-6
-        assert 0 <= line["clip_fraction"] <= 1
-        assert ("reference_kl" in line) == ("kl_coefficient" in settings)
-        assert ("importance_mean" in line) == ("kl_coefficient" not in settings)
+        assert ("clip_fraction" in line) == (name != "tba") == ("balance_error" not in line)
+        assert 0 <= line.get("clip_fraction", 0) <= 1
+        assert ("reference_kl" in line) == has_reference
+        assert ("importance_mean" in line) == (not has_reference)
         assert ("dual_clip_fraction" in line) == ("dual_clip" in settings)
         rewards = {}
         for outcome in record.outcomes:

@@ -269,6 +269,38 @@ def test_rules_without_stale_tokens(tmp_path, monkeypatch, rule):
 
 
 @pytest.mark.slow
+def test_groups_are_trained_on_again_within_the_bound_and_the_run_can_be_replayed(
+    tmp_path, monkeypatch
+):
+    """Devices are shared, so that no group of a later step is finished when its step begins."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run, again = tmp_path / "run", tmp_path / "again"
+    config = config_of(apart=False, rule="drop", staleness=2, reuse=2)
+    train(config, run)
+    lines, counts = steps_of(run), episodes_of(run)
+    check_bound(lines, 2)
+    size, seen = EPISODES // 2, set()
+    for step, line in enumerate(lines, 1):
+        played = read_trajectories(run / "trajectories" / f"step_{step:06d}.jsonl")
+        groups = {each["episode"] // 2 for each in played}
+        assert len(played) == EPISODES and len(groups) == size
+        assert line.get("reused_groups", 0) == len(groups & seen) <= size // 2
+        assert line["dispatch_host_bytes"] == 0
+        seen |= groups
+    assert any(line.get("reused_groups") for line in lines)
+    assert set(counts.values()) <= {1, 2}
+    # An episode that is trained on again has the tokens, versions and log-probs of the first time.
+    episodes = collections.defaultdict(list)
+    for step in range(1, STEPS + 1):
+        for each in read_trajectories(run / "trajectories" / f"step_{step:06d}.jsonl"):
+            episodes[each["episode"]].append((each["token_ids"], each["versions"]))
+    assert all(len(set(map(str, each))) == 1 for each in episodes.values())
+    train(config, again, replay=run)
+    assert (again / EVENTS).read_text() == (run / EVENTS).read_text()
+    assert_equal(final_parameters(run, STEPS), final_parameters(again, STEPS))
+
+
+@pytest.mark.slow
 def test_groups_of_equal_rewards_are_replaced_by_groups_of_later_tasks(tmp_path, monkeypatch):
     """Half of them have equal rewards for sure; tokens are all of the step's own policy."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 
 from benchmarks.choose import problem_on
-from earl_jax.placement.observations import Observations
+from earl_jax.placement.facts import Observations
 from earl_jax.selector.choose import BudgetTooSmall, Chooser, Step, full_step
 from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import Failure, Plans

@@ -114,6 +114,19 @@ def test_the_plan_says_how_many_bytes_change_device(source, target, length, move
     assert names == [name for name in fields if getattr(experience, name) is not None]
 
 
+@pytest.mark.parametrize(("source", "target", "length"), PAIRS[:2])
+def test_tokens_have_the_number_of_their_episodes_group(source, target, length):
+    experience, lengths, advantages = make_experience()
+    groups = 1 + np.arange(len(lengths)) // 4
+    facts = {"lengths": lengths, "advantages": advantages, "groups": groups}
+    rows, target = place(experience, layout_of(source)), layout_of(target)
+    batch = dispatch(rows, target, length=length, **facts).batch
+    batch.validate()
+    inside = np.arange(length) < lengths[:, None]
+    np.testing.assert_array_equal(batch.groups, np.where(inside, groups[:, None], 0))
+    assert batch.groups.sharding.is_equivalent_to(target.activations("NS"), 2)
+
+
 def test_rows_that_do_not_fit_are_refused():
     experience, lengths, advantages = make_experience()
     rows = place(experience, layout_of("data=8"))

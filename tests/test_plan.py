@@ -27,8 +27,7 @@ from earl_jax.selector.choose import TIE, Chooser, full_step
 from earl_jax.selector.footprint import trainer_bytes
 from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.plans import Failure, Plans, RolloutPlan, TrainPlan
-from earl_jax.selector.schedule import make_schedule
-from earl_jax.selector.smallest import smallest_hardware
+from earl_jax.selector.schedule import make_schedule, smallest_hardware
 from earl_jax.selector.table import ThroughputTable, rollout_key, train_key
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.plan_text import bytes_text

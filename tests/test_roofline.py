@@ -131,15 +131,6 @@ def test_a_frozen_model_has_no_gradients_of_its_weights():
     assert found.optimizer_s == 0.0
 
 
-def test_a_ring_that_is_not_folded_waits_for_its_last_shard():
-    """The last of four shards sees 3.5 parts of the keys, where they see two on average."""
-    mesh = MeshShape(context=4)
-    fused = with_kernels(PUBLISHED, fused_ring=True)
-    unfolded = with_kernels(PUBLISHED, folded_ring=False)
-    one, other = (train_parts(each, SIZES, WORK, mesh, 64) for each in (fused, unfolded))
-    assert other.attention_s == pytest.approx(1.75 * one.attention_s)
-
-
 def test_a_ring_without_a_fused_kernel_moves_its_scores():
     mesh = MeshShape(context=4)
     found = train_parts(H100, SIZES, WORK, mesh, 64)

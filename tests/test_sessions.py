@@ -4,6 +4,7 @@
 
 import dataclasses
 import functools
+import random
 
 import numpy as np
 import pytest
@@ -138,3 +139,113 @@ def test_the_oldest_conversation_gives_up_its_pages_first(keep_replies):
     pages = service._blocks._pages
     kept = 4 if keep_replies else 3
     assert [pages.num_held(slot) for slot in (0, 1)] == [0, kept]
+
+
+def test_more_conversations_than_slots_are_found_again_in_host_memory():
+    """Each reads what is new, and goes on as full forward passes over all of its ids do."""
+    service = open_served(keep_replies=True)
+    chats = [Chat(number) for number in range(2 * SLOTS + 1)]
+    for chat in chats:
+        assert say(service, chat)[1:] == (20, 0)
+    for _ in range(2):
+        for chat in chats:
+            ids = list(chat.ids)
+            turn, read, taken = say(service, chat)
+            # Five new ones, and the token that was sampled last and never appended.
+            assert (read, taken) == (6, len(ids) - 6)
+            [expected] = continuations([np.array(ids)], [chat.number], len(turn.token_ids))
+            assert list(turn.token_ids) == expected.tolist()
+    blocks = service._blocks
+    # Four are in slots.
+    assert len(blocks._idle.store) == len(chats) - SLOTS and blocks._host.moved_bytes > 0
+
+
+def test_two_conversations_that_go_on_at_once_both_come_back():
+    service = open_served(keep_replies=True)
+    chats = [Chat(number) for number in range(2 * SLOTS)]
+    for chat in chats:
+        say(service, chat)
+    read = service.stats.prefill_tokens
+    service.submit([chat.task() for chat in chats[:SLOTS]])
+    found = [each for some in service.drain() for each in some]
+    assert len(found) == SLOTS
+    assert service.stats.prefill_tokens - read == 6 * SLOTS
+
+
+def test_without_room_in_host_memory_the_conversation_of_the_longest_ago_is_dropped():
+    """There is room for the blocks of two conversations."""
+    service = open_served(keep_replies=True)
+    blocks = service._blocks
+    chats = [Chat(number) for number in range(SLOTS + 3)]
+    for chat in chats[: SLOTS + 1]:
+        say(service, chat)
+    assert len(blocks._idle.store) == 1
+    blocks._host._limit_bytes = 2 * blocks._host.held_bytes
+    for chat in chats[SLOTS + 1 :]:
+        say(service, chat)
+    assert len(blocks._idle.store) == 2 and blocks._host.held_bytes <= blocks._host._limit_bytes
+    # The first conversation is gone; it takes the slot of the fourth, for which the second goes.
+    assert say(service, chats[0])[2] == 0
+    assert say(service, chats[2])[2] == 31
+
+
+def test_new_weights_have_read_nothing_that_is_in_host_memory():
+    service = open_served(keep_replies=True)
+    chats = [Chat(number) for number in range(SLOTS + 2)]
+    for chat in chats:
+        say(service, chat)
+    assert len(service._blocks._idle.store) == 2
+    params = service.session.policy.params
+    service.update_weights(Policy(params=params, version=1), "keep")
+    assert len(service._blocks._idle.store) == 0 and service._blocks._host.held_bytes == 0
+    assert say(service, chats[0])[2] == 0
+
+
+def test_a_conversation_that_gave_up_its_pages_comes_back_from_host_memory():
+    """The pool has 12 pages: a long conversation takes those of two short ones."""
+    service = open_served(keep_replies=True, cache_tokens=CONTEXT_TOKENS)
+    first, second, long = Chat(0), Chat(1), Chat(2, 56)
+    for chat in (first, second):
+        say(service, chat)
+    say(service, long, reply=4)
+    for chat in (first, second):
+        ids = list(chat.ids)
+        turn, read, _ = say(service, chat)
+        assert read == 6
+        [expected] = continuations([np.array(ids)], [chat.number], len(turn.token_ids))
+        assert list(turn.token_ids) == expected.tolist()
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_random_conversations_go_on_as_without_a_cache(seed):
+    """Ten, some at once, one of them aborted at times, with few pages and little host memory."""
+    rng = random.Random(seed)
+    service = open_served(keep_replies=True, cache_tokens=2 * CONTEXT_TOKENS)
+    blocks, chats = service._blocks, {number: Chat(number) for number in range(10)}
+    longest = CONTEXT_TOKENS - REPLY - 6
+    for turn in range(25):
+        if turn == 5:
+            # Room for about three of them from now on.
+            blocks._host._limit_bytes = 3 * blocks._host.held_bytes // len(blocks._idle.store)
+        some = rng.sample(sorted(chats), rng.randint(1, SLOTS))
+        tickets = service.submit([chats[number].task() for number in some])
+        found = []
+        if rng.random() < 0.3:
+            found += service.step()
+            service.abort([tickets[0]])
+        for finished in found + [each for some in service.drain() for each in some]:
+            service.release(finished.row)
+            if finished.trajectory.stop_reason == "aborted":
+                continue
+            chat = chats[finished.trajectory.episode]
+            reply = finished.trajectory.turns[-1]
+            [expected] = continuations([np.array(chat.ids)], [chat.number], len(reply.token_ids))
+            assert list(reply.token_ids) == expected.tolist()
+            chat.take(reply)
+            if len(chat.ids) > longest:
+                chats[chat.number] = Chat(chat.number)
+    assert blocks._host.moved_bytes > 0 and len(blocks._idle.store) > 0
+    assert blocks._host.held_bytes <= blocks._host._limit_bytes
+    for slot in range(SLOTS):
+        blocks._pages.keep(slot, 0)
+    assert not np.array(blocks._pages.holders()).any()

@@ -3,10 +3,12 @@
 """The simulator of asynchronous runs: times by hand, and the bound of the decisions it drives."""
 
 import dataclasses
+import math
+import types
 
 import pytest
 
-from benchmarks.simulate import Setup, isolated, makespan, run
+from benchmarks.simulate import Setup, SimulatedService, isolated, makespan, run
 from earl_jax.rollout.staleness import AsynchronyConfig
 
 # One instance of two slots, a token a round, of which each takes one unit.
@@ -38,6 +40,36 @@ def test_a_synchronous_step_is_its_publish_rollout_and_update():
         tokens += played
     result = run(SMALL, AsynchronyConfig(), "fifo", train_s=0.5)
     assert result["speed"] == pytest.approx(tokens / expected) and result["most"] == 0
+
+
+def test_new_weights_have_live_episodes_read_their_tokens_again():
+    """Ten tokens in ten rounds; two are read again a round. The second time cuts the first off.
+
+    Behind round 6 there are 6 tokens: 3 rounds to read them, so that it would end with round 13.
+    Behind round 8 one of the three rounds is left, and 3 begin anew: it ends with round 15.
+    """
+    setup = dataclasses.replace(SMALL, lengths=(10,), read=2)
+    for published, ends in (((), 10), ((6,), 13), ((6, 8), 15), ((6, 9), 16), ((0,), 10)):
+        service = SimulatedService(setup, "fifo", 1, 1)
+        service.submit([types.SimpleNamespace(episode=0, group=0)])
+        for version, at in enumerate(published, 1):
+            service.until = at
+            while service.now < at:
+                assert service.step() == []
+            service.publish(version)
+        service.until = math.inf
+        (finished,) = service.step()
+        assert (finished.ticket, service.num_rounds) == (0, ends)
+        assert not service.is_busy
+    # Beside an update a round takes longer.
+    service = SimulatedService(dataclasses.replace(setup, beside=3.0), "fifo", 1, 1)
+    service.submit([types.SimpleNamespace(episode=0, group=0)])
+    service.until = 12.0
+    assert service.step() == []
+    assert service.num_rounds == 4 and service.now == pytest.approx(12.0)
+    service.until = math.inf
+    assert len(service.step()) == 1
+    assert service.num_rounds == 10 and service.now == pytest.approx(18.0)
 
 
 @pytest.mark.parametrize("order", ["fifo", "longest"])

@@ -10,7 +10,7 @@ import pytest
 from earl_jax.placement.problem import make_problem
 from earl_jax.selector.hardware import hardware_of, parse_topology
 from earl_jax.selector.problem import Problem
-from earl_jax.selector.smallest import MOST_DEVICES, fits, smallest_hardware, smallest_words
+from earl_jax.selector.schedule import MOST_DEVICES, fits, smallest_hardware, smallest_words
 from earl_jax.sharding.topology import CHIPS, Topology
 from tests.support.settings import make_config
 

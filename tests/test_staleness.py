@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which groups a step takes: by hand, and the real decisions driven over a simulated service."""
 
+import collections
 import dataclasses
 import tempfile
 from pathlib import Path
@@ -12,7 +13,13 @@ from hypothesis import strategies as st
 
 from earl_jax.rollout.events import EVENTS, Events, drop_events, read_events
 from earl_jax.rollout.open_groups import OpenGroups
-from earl_jax.rollout.staleness import AsynchronyConfig, Group, choose_groups, overdue
+from earl_jax.rollout.staleness import (
+    AsynchronyConfig,
+    Group,
+    choose_groups,
+    choose_with_reuse,
+    overdue,
+)
 from earl_jax.settings.errors import InputError
 from tests.support.simulated import Fate, SimulatedService, Source, check_events, tasks_of
 
@@ -59,6 +66,26 @@ def test_groups_beyond_the_bound():
     assert overdue(groups, 4, 2) == []
 
 
+def test_groups_are_taken_again_where_too_few_are_finished():
+    """Of the open ones 6 finished before 4; 1 to 3 were used once, once and twice."""
+    groups = [Group(4, 0, 3), Group(5, 1, None), Group(6, 1, 1)]
+    kept, uses = [Group(1, 0, 0), Group(2, 0, 2), Group(3, 0, 4)], {1: 1, 2: 1, 3: 2}
+    choose = choose_with_reuse
+    assert numbers(choose(groups, kept, uses, 1, 3)) == [6]
+    assert numbers(choose(groups, kept, uses, 2, 3)) == [4, 6]
+    # The least used first, and of these the one that finished last.
+    assert numbers(choose(groups, kept, uses, 3, 3)) == [2, 4, 6]
+    assert numbers(choose(groups, kept, uses, 4, 3)) == [1, 2, 4, 6]
+    assert numbers(choose(groups, kept, uses, 5, 3)) == [1, 2, 3, 4, 6]
+    # Two of six are a third; of seven they are less, and six is all there is.
+    assert choose(groups, [*kept, Group(0, 0, 5)], {**uses, 0: 1}, 6, 3) is not None
+    assert choose(groups, kept, uses, 6, 3) is None
+    assert choose(groups, [*kept, Group(0, 0, 5), Group(7, 0, 6)], {**uses, 0: 1, 7: 1}, 7, 3) is (
+        None
+    )
+    assert choose(groups[:2], kept, uses, 3, 2) is None
+
+
 class Killed(Exception):
     """The process ended."""
 
@@ -86,6 +113,7 @@ class Shape:
     kills: list[int]
     checkpoint_every: int
     refill: int = 0
+    reuse: int = 1
     # Of group g whether nothing is learnt from it is the g-th, modulo their number.
     useless: tuple[bool, ...] = (False,)
 
@@ -129,7 +157,11 @@ class Driven:
         """From the checkpoint on, in a new process."""
         shape, (step, resumed, state, _) = self.shape, self.checkpoint
         settings = AsynchronyConfig(
-            max_staleness=shape.bound, rule=shape.rule, parts=shape.parts, refill=shape.refill
+            max_staleness=shape.bound,
+            rule=shape.rule,
+            parts=shape.parts,
+            refill=shape.refill,
+            reuse=shape.reuse,
         )
         settings.validate()
         source = Source(shape.size, state)
@@ -164,7 +196,7 @@ class Driven:
             num_slots=shape.slots,
             num_devices=shape.devices,
             num_rows=shape.size * shape.group_size,
-            batches=shape.bound + 1,
+            batches=shape.bound + 1 + (shape.reuse > 1),
             fate_of=lambda episode: shape.fates[episode % len(shape.fates)],
             version=version,
             order=shape.order,
@@ -177,8 +209,8 @@ class Driven:
             episodes = groups.next_episodes(left)
             for each in episodes:
                 check_episode(each.trajectory, service.tasks[each.ticket], groups.version, shape)
-                service.release(each.row)
                 self.lags += [groups.version - v for v in versions_of(each.trajectory)]
+            groups.copied(episodes)
             numbers = [each.trajectory.group for each in episodes[:: shape.group_size]]
             assert (
                 len(episodes)
@@ -186,7 +218,10 @@ class Driven:
                 == len(set(numbers)) * (shape.group_size)
             )
             taken += numbers
-            assert len(groups._groups) + len(taken) <= (shape.bound + 1) * shape.size
+            new = len(taken) - groups.num_reused
+            assert len(groups._groups) + new <= (shape.bound + 1) * shape.size
+            assert new * shape.reuse >= len(taken)
+            self.check_rows(groups, service)
         refilled = [lost.group for lost in groups.refilled[:: shape.group_size]]
         assert all(shape.is_useless(number) for number in refilled)
         most = shape.refill * shape.size
@@ -200,6 +235,18 @@ class Driven:
         begun = [service.tasks[ticket].episode for ticket in service.begun]
         most = sum(service.fate_of(episode).most_rounds for episode in begun)
         assert service.num_steps <= most
+
+    def check_rows(self, groups: OpenGroups, service: SimulatedService) -> None:
+        """Rows are held for finished episodes of open groups and of kept ones, and no others."""
+        kept = groups._kept.values()
+        assert len(kept) <= self.shape.size * (self.shape.reuse > 1)
+        assert all(0 < group.uses < self.shape.reuse for group in kept)
+        held = {row for rows in service._rows._held for row in rows}
+        assert held == {
+            each.row
+            for group in [*groups._groups.values(), *kept]
+            for each in group.episodes.values()
+        }
 
 
 def versions_of(trajectory) -> list[int]:
@@ -219,6 +266,7 @@ def check_episode(trajectory, task, version: int, shape: Shape) -> None:
 @st.composite
 def shapes(draw) -> Shape:
     rule, size = draw(st.sampled_from(RULES)), draw(st.integers(1, 4))
+    reuse = draw(st.integers(1, 3)) if rule == "drop" else 1
     parts = [parts for parts in range(1, size + 1) if size % parts == 0]
     devices = draw(st.integers(1, 3))
     ends = st.sampled_from(["end", "end", "late", "failed", "hung"])
@@ -226,7 +274,7 @@ def shapes(draw) -> Shape:
     fate = st.builds(Fate, rounds=st.integers(1, 24), idle=st.integers(0, 2), ends=ends)
     return Shape(
         rule=rule,
-        bound=draw(st.integers(0, 4)),
+        bound=draw(st.integers(int(reuse > 1), 4)),
         size=size,
         group_size=draw(st.integers(1, 3)),
         parts=draw(st.sampled_from(parts)) if rule == "in_order" else 1,
@@ -237,7 +285,8 @@ def shapes(draw) -> Shape:
         beside=draw(st.lists(st.integers(0, 12), min_size=1, max_size=4)),
         kills=draw(st.lists(st.integers(1, 120), max_size=2)),
         checkpoint_every=draw(st.integers(1, 3)),
-        refill=draw(st.integers(0, 2)) if rule == "drop" else 0,
+        refill=draw(st.integers(0, 2)) if rule == "drop" and reuse == 1 else 0,
+        reuse=reuse,
         useless=tuple(draw(useless)),
     )
 
@@ -252,7 +301,9 @@ def test_every_task_is_trained_on_once_within_the_bound_through_failures_and_kil
         taken = [number for step in run.taken for number in step]
         everything = list(range(NUM_STEPS * shape.size))
         assert [len(step) for step in run.taken] == [shape.size] * NUM_STEPS
-        assert len({*taken, *run.lost}) == len(taken) + len(run.lost)
+        assert len(set(run.lost)) == len(run.lost) and not {*taken} & {*run.lost}
+        assert all(len(set(step)) == shape.size for step in run.taken)
+        assert max(collections.Counter(taken).values()) <= shape.reuse
         if shape.rule == "in_order":
             assert [sorted(step) for step in run.taken] == [
                 everything[i : i + shape.size] for i in range(0, len(everything), shape.size)
@@ -261,12 +312,25 @@ def test_every_task_is_trained_on_once_within_the_bound_through_failures_and_kil
             assert sorted(taken) == everything and not run.lost
         events = read_events(Path(first))
         check_events(events)
+        check_submitted(events)
         # A replay does the same, whatever the updates take.
         other = dataclasses.replace(shape, beside=[7], kills=[], checkpoint_every=1)
         again = Driven(other, Path(second), events)
         again.run()
         assert again.events.is_over
         assert (again.taken, again.lost) == (run.taken, run.lost)
+
+
+def check_submitted(events: list[dict]) -> None:
+    """Tasks begin in order and none is left out; none begins again that was trained on."""
+    taken, submitted = set(), set()
+    for event in events:
+        if event["event"] == "submit":
+            assert not taken & {*event["groups"]}
+            submitted |= {*event["groups"]}
+            assert submitted == {*range(len(submitted))}
+        elif event["event"] == "take":
+            taken |= {*event["groups"]}
 
 
 def driven(folder: Path, **changes) -> Driven:
@@ -307,6 +371,70 @@ def test_groups_that_nothing_is_learnt_from_are_replaced_up_to_the_bound(tmp_pat
     assert driven(tmp_path / "none", **given).taken == [[i, i + 1] for i in range(0, 12, 2)]
 
 
+def test_each_step_takes_a_group_of_the_one_before_where_the_player_is_slow(tmp_path):
+    """One slot, steps of two groups, three rounds each: the trainer waits for one new group a step.
+
+    Of 0 and 1, which step 0 took, 1 finished last, so that step 1 takes it again.
+    """
+    given = {"rule": "drop", "slots": 1, "fates": [Fate(rounds=3)], "beside": [0]}
+    run = driven(tmp_path / "twice", bound=1, reuse=2, **given)
+    assert run.taken == [[0, 1], [1, 2], [2, 3], [3, 4], [4, 5], [5, 6]]
+    assert collections.Counter(run.lags) == {0: 7 * 3, 1: 5 * 3} and not run.lost
+    # Steps of four: a third of them, rounded up, is two. The least used ones are taken again.
+    run = driven(tmp_path / "thrice", bound=4, reuse=3, **{**given, "size": 4})
+    assert run.taken[:3] == [[0, 1, 2, 3], [2, 3, 4, 5], [4, 5, 6, 7]]
+    # Where the player is fast enough, none is.
+    run = driven(tmp_path / "fast", bound=1, reuse=2, **{**given, "beside": [6]})
+    assert run.taken == [[i, i + 1] for i in range(0, 12, 2)] and set(run.lags) <= {0, 1}
+
+
+def test_a_group_is_not_taken_again_beyond_the_bound(tmp_path):
+    """Three slots. Group 2 begins at version 0 beside 0 and 1, and ends behind 3, at version 1.
+
+    Step 1 takes both. By step 2 one new group is finished, 5; of those that it could take again 2
+    finished last, but it has tokens of version 0, and the bound is 1.
+    """
+    fates = [Fate(rounds=n) for n in (2, 2, 4, 2, 9, 2, 9, *[2] * 9)]
+    run = driven(tmp_path / "run", rule="drop", bound=1, reuse=2, slots=3, fates=fates, beside=[0])
+    assert run.taken[:3] == [[0, 1], [2, 3], [3, 5]]
+    # With a greater bound it is.
+    run = driven(tmp_path / "more", rule="drop", bound=2, reuse=2, slots=3, fates=fates, beside=[0])
+    assert run.taken[:3] == [[0, 1], [2, 3], [2, 5]]
+
+
+@pytest.mark.parametrize(("rule", "reuse"), [("in_order", 1), ("drop", 2)])
+def test_groups_whose_rows_could_not_be_copied_are_played_again(tmp_path, rule, reuse):
+    """Memory is too short for the copies: a new service plays what the step took, and the rest."""
+    given = {"rule": rule, "bound": 1, "reuse": reuse, "fates": [Fate(rounds=1)]}
+    run = driven(tmp_path / "run", **given)
+    events = Events(tmp_path / EVENTS)
+    settings = AsynchronyConfig(max_staleness=1, rule=rule, reuse=reuse)
+    source = Source(2, {"next": 0})
+    groups = OpenGroups(
+        tasks_of(source, size=2, group_size=1, num_steps=NUM_STEPS), settings, events
+    )
+    groups.open(run.new_service(0), 0, ())
+    assert [each.trajectory.group for each in groups.next_episodes(2)] == [0, 1]
+    groups.open(service := run.new_service(0), 0, ())
+    first = groups.next_episodes(2)
+    assert [each.trajectory.group for each in first] == [0, 1]
+    groups.copied(first)
+    assert groups.numbers == [2, 3]
+    groups.publish(1)
+    service.version = 1
+    assert [each.trajectory.group for each in groups.next_episodes(2)] == [2, 3]
+    # Those that were trained on have no rows in another service.
+    groups.open(run.new_service(1), 1, ())
+    assert groups.numbers == [2, 3, 4, 5]
+
+
+def test_a_run_that_goes_on_trains_on_groups_again_that_it_plays_itself(tmp_path):
+    """Killed in step 2, which was to take group 2 again: its rows are gone."""
+    given = {"rule": "drop", "slots": 1, "fates": [Fate(rounds=3)], "beside": [0]}
+    run = driven(tmp_path / "killed", bound=1, reuse=2, kills=[11], **given)
+    assert run.taken == [[0, 1], [1, 2], [3, 4], [4, 5], [5, 6], [6, 7]]
+
+
 def test_open_groups_of_a_greater_bound_wait_for_their_turn_within_the_new_one(tmp_path):
     """Resumed with max_staleness 0 where six groups of three steps are open."""
     shape = driven(tmp_path / "before", bound=2).shape
@@ -324,5 +452,16 @@ def test_what_is_wrong_is_refused():
         AsynchronyConfig(refill=-1, rule="drop").validate()
     with pytest.raises(InputError, match="refill is 1 with config.asynchrony.rule 'in_order'"):
         AsynchronyConfig(refill=1).validate()
+    with pytest.raises(InputError, match="reuse is 0; it must be at least 1"):
+        AsynchronyConfig(reuse=0).validate()
+    for rule in ("in_order", "wait", "mask", "admission"):
+        with pytest.raises(InputError, match=f"reuse is 2 with config.asynchrony.rule '{rule}'"):
+            AsynchronyConfig(max_staleness=1, reuse=2, rule=rule).validate()
+    with pytest.raises(InputError, match="reuse is 2 and config.asynchrony.max_staleness 0"):
+        AsynchronyConfig(reuse=2, rule="drop").validate()
+    with pytest.raises(InputError, match="reuse is 2 and config.asynchrony.refill 1"):
+        AsynchronyConfig(max_staleness=1, reuse=2, refill=1, rule="drop").validate()
+    with pytest.raises(InputError, match="parts is 2 with config.asynchrony.rule 'drop'"):
+        AsynchronyConfig(max_staleness=1, reuse=2, parts=2, rule="drop").validate()
     with pytest.raises(InputError, match="config.asynchrony.rule is 'first'"):
         AsynchronyConfig(rule="first").validate()  # pyright: ignore[reportArgumentType]

@@ -115,7 +115,7 @@ def test_step_whose_tail_moves_is_the_step_that_stays():
             "live_round_s",
             lambda mesh, live, tokens: 1e-3 if mesh == D4T2 and live < SLOTS else 1.0,
         )
-        object.__setattr__(placement.problem, "relocate_s", lambda mesh, num_bytes: 1e-3)
+        object.__setattr__(placement.problem, "publish_s", lambda mesh, num_bytes=0: 1e-3)
 
         def compiled(key):
             asked.append(key)

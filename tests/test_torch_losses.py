@@ -75,7 +75,8 @@ def pack(episodes: list[dict], counts: np.ndarray, advantages: np.ndarray):
     facts that would be seen in any sum.
     """
     facts = {name: np.full((ROWS, LENGTH), 7.5, np.float32) for name in (*UNITS, "advantages")}
-    facts |= {name: np.zeros((ROWS, LENGTH), np.int32) for name in ("turns", "segments")}
+    names = ("turns", "segments", "groups")
+    facts |= {name: np.zeros((ROWS, LENGTH), np.int32) for name in names}
     row, at, places = 0, 0, []
     for index in np.flatnonzero(counts):
         episode, length = episodes[index], len(episodes[index]["turns"])
@@ -84,6 +85,7 @@ def pack(episodes: list[dict], counts: np.ndarray, advantages: np.ndarray):
         inside = slice(at, at + length)
         facts["segments"][row, inside] = facts["segments"][row].max() + np.array(episode["samples"])
         facts["turns"][row, inside] = episode["turns"]
+        facts["groups"][row, inside] = 1 + episode["group"]
         own = at + np.flatnonzero(episode["turns"])
         for name in UNITS:
             facts[name][row, own] = np.multiply(episode[name], REFERENCE["unit"])
@@ -103,6 +105,7 @@ def make_batch(facts: dict[str, np.ndarray], scored: tuple[str, ...]) -> Traject
         logprobs=facts["behaviour"],
         versions=facts["turns"],
         advantages=facts["advantages"],
+        groups=facts["groups"],
         **{field: facts[name] for field, name in names.items() if field in scored},
     )
 

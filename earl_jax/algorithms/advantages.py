@@ -71,14 +71,11 @@ def assign_credit(
     counts if one of them does. M is a power of two above the largest number of turns, so that few
     programs are compiled for it.
 
-    Raises ValueError for self-play with a critic.
+    Raises ValueError for self-play with a critic, or with an algorithm that needs groups on the
+    devices.
     """
-    if algorithm.critic is not None and any(episode.turn_roles for episode in episodes):
-        raise InputError(
-            "the environment lets the policy play several sides, and the algorithm's critic "
-            "estimates over all turns of an episode; set config.algorithm to one without a critic, "
-            'such as "spiral"'
-        )
+    if any(episode.turn_roles for episode in episodes):
+        _check_self_play(algorithm)
     counts = _counts(algorithm, episodes)
     own = [side for side in sides_of(episodes) if counts[side.index]]
     num_turns = max(8, 1 << max(episode.num_turns for episode in episodes).bit_length())
@@ -90,6 +87,21 @@ def assign_credit(
     for side, row in zip(own, rows, strict=True):
         table[side.index, side.turns] = row
     return Credit(counts=counts, advantages=table)
+
+
+def _check_self_play(algorithm: Algorithm) -> None:
+    """Raises ValueError for an algorithm that takes an episode for one side's."""
+    sides, instead = "the environment lets the policy play several sides", 'such as "spiral"'
+    if algorithm.critic is not None:
+        raise InputError(
+            f"{sides}, and the algorithm's critic estimates over all turns of an episode; set "
+            f"config.algorithm to one without a critic, {instead}"
+        )
+    if "groups" in algorithm.all_needs:
+        raise InputError(
+            f"{sides}, and the algorithm has one reward for all tokens of an episode; set "
+            f"config.algorithm to one with a reward for each side, {instead}"
+        )
 
 
 def next_averages(

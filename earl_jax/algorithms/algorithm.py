@@ -13,7 +13,7 @@ import numpy as np
 from earl_jax.trajectory import Outcome, Trajectory
 
 Episode = Outcome | Trajectory
-Need = Literal["proximal", "reference"]
+Need = Literal["proximal", "reference", "groups"]
 
 
 @flax.struct.dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,8 @@ class RewardFacts:
     t-th turn of an episode, 0 elsewhere. `rewards` f32 has at each token of a turn what
     `Algorithm.advantages` returned for the turn. `values` f32 are the critic's, of the state before
     each token (None without a critic), and `old` the log-probs of the policy that the update's
-    ratio is relative to; all before the first update.
+    ratio is relative to; all before the first update. `groups` i32 numbers the groups that share a
+    task from 1 across all rows, 0 in padding; None unless the algorithm needs it.
     """
 
     mask: jax.Array
@@ -96,6 +97,7 @@ class RewardFacts:
     old: jax.Array
     values: jax.Array | None = None
     reference: jax.Array | None = None
+    groups: jax.Array | None = None
 
 
 class Estimates(NamedTuple):
@@ -152,7 +154,10 @@ class Algorithm:
     which is trained beside the policy. With `token_advantages`, `advantages` are made into those of
     the tokens on the devices: `token_advantages(facts, settings)` is given the RewardFacts of a
     step's whole batch, without values; where `is_by_group`, of the groups that came together
-    (config.asynchrony.parts).
+    (config.asynchrony.parts). If it `needs` "proximal" too, `facts.old` are log-probs of the policy
+    that the step begins with, also where the step has one update.
+    `is_off_policy` says that the loss is right whoever sampled, so that the trainer's correction
+    (config.train.correction) has no part in it.
     `needs` names the facts beyond those that every batch has; `settings` may have more in a
     property `needs` of their own, see `all_needs`. `is_by_group` says that a group's advantages
     depend on its own episodes alone; `settings` may have a property of this name instead.
@@ -176,6 +181,7 @@ class Algorithm:
     keep_group: Callable[[Sequence[Episode], Any], bool] = keep_every_group
     min_group_size: int = 1
     is_by_group: bool = False
+    is_off_policy: bool = False
     critic: CriticMethods | None = None
     token_advantages: Callable[[RewardFacts, Any], jax.Array] | None = None
     averages: Callable[[Mapping[str, float], Sequence[Episode], Any], dict[str, float]] | None = (
@@ -186,6 +192,11 @@ class Algorithm:
     def all_needs(self) -> frozenset[Need]:
         """The needs of the algorithm with its settings."""
         return self.needs | getattr(self.settings, "needs", frozenset())
+
+    @property
+    def scores_first_policy(self) -> bool:
+        """True if advantages are made of log-probs of the policy that a step begins with."""
+        return self.token_advantages is not None and "proximal" in self.all_needs
 
     @property
     def streams(self) -> bool:

@@ -32,12 +32,14 @@ from earl_jax.algorithms.algorithm import (
 )
 from earl_jax.algorithms.gae import advantage_estimates, value_loss
 from earl_jax.algorithms.losses import (
+    balanced_log_ratios,
     clipped_surrogate,
     clipped_weight,
     cross_entropy,
     policy_kl,
     reward_penalties,
     sequence_ratio,
+    trajectory_balance,
 )
 from earl_jax.algorithms.sequences import aggregate, normalized, sums_from
 from earl_jax.algorithms.settings import (
@@ -49,6 +51,7 @@ from earl_jax.algorithms.settings import (
     PpoSettings,
     ReinforceSettings,
     RlooSettings,
+    TbaSettings,
 )
 from earl_jax.settings.named import find_named
 
@@ -167,6 +170,20 @@ def plus_plus_token_advantages(facts: RewardFacts, settings: ClippedSettings) ->
     return normalized(advantages, facts.mask)
 
 
+def tba_advantages(episodes: Sequence[Episode], settings: TbaSettings) -> list[np.ndarray]:
+    """Returns `centred_outcomes` of the groups that share a task, divided by beta.
+
+    `tba_token_advantages` makes advantages of them. They do not depend on the mean that is
+    subtracted here, but in fp64: what is left is small enough for fp32.
+    """
+    return [row / settings.beta for row in plus_plus_baseline_advantages(episodes, settings)]
+
+
+def tba_token_advantages(facts: RewardFacts, settings: TbaSettings) -> jax.Array:
+    """Returns `balanced_log_ratios`, the log-ratio to the reference that balances a sequence."""
+    return balanced_log_ratios(facts)
+
+
 def no_advantages(episodes: Sequence[Episode], settings: object) -> list[np.ndarray]:
     """Returns zeros: the loss reads no advantages."""
     return [np.zeros(len(episode.turn_rewards)) for episode in episodes]
@@ -262,6 +279,11 @@ def cispo_loss(facts: TokenFacts, settings: CispoSettings) -> TokenLosses:
     return policy_loss(_cispo_surrogate, facts, settings)
 
 
+def tba_loss(facts: TokenFacts, settings: TbaSettings) -> TokenLosses:
+    """Returns `trajectory_balance` losses."""
+    return trajectory_balance(facts)
+
+
 def supervised_loss(facts: TokenFacts, settings: object) -> TokenLosses:
     """Returns `cross_entropy` losses."""
     return cross_entropy(facts)
@@ -333,6 +355,16 @@ ALGORITHMS: dict[str, Algorithm] = {
         advantages=turn_rewards,
         loss=ppo_loss,
         critic=CriticMethods(estimate=advantage_estimates, loss=value_loss),
+    ),
+    "tba": Algorithm(
+        settings=TbaSettings(),
+        advantages=tba_advantages,
+        token_advantages=tba_token_advantages,
+        loss=tba_loss,
+        needs=frozenset({"proximal", "reference", "groups"}),
+        min_group_size=2,
+        is_by_group=True,
+        is_off_policy=True,
     ),
     "sft": Algorithm(advantages=no_advantages, loss=supervised_loss),
 }

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from earl_jax.algorithms.algorithm import RewardFacts, TokenFacts, TokenLosses
-from earl_jax.algorithms.sequences import sequence_sums
+from earl_jax.algorithms.sequences import aggregate, group_sums, sequence_sums
 
 KlEstimator = Literal["k1", "k2", "k3"]
 
@@ -157,6 +157,42 @@ def reward_penalties(
     assert facts.reference is not None, "settings.needs names the reference"
     distance = policy_kl(facts.old, facts.reference, estimator)
     return coefficient * jnp.where(facts.mask, jax.lax.stop_gradient(distance), 0.0)
+
+
+def balanced_log_ratios(facts: RewardFacts) -> jax.Array:
+    """Returns r / beta - log Z of each token's sequence, where `rewards` are r / beta; f32[B,T].
+
+    log Z is the mean over the sequences of a group of log reference(y) + r / beta - log policy(y),
+    under the policy that the step begins with (`old`): VarGrad's estimate (arXiv 2503.18929). It
+    does not depend on what is added to all rewards of a group. A sequence without a token of the
+    mask counts nowhere.
+    """
+    assert facts.reference is not None and facts.groups is not None, "the algorithm needs them"
+    mask = facts.mask.astype(jnp.float32)
+    shares = mask / jnp.maximum(sequence_sums(mask, facts.sequences), 1.0)
+    gaps = jnp.where(facts.mask, facts.old - facts.reference, 0.0)
+    found = shares * (facts.rewards - sequence_sums(gaps, facts.sequences))
+    count = jnp.maximum(group_sums(shares, facts.groups), 1.0)
+    return jnp.where(facts.mask, facts.rewards - group_sums(found, facts.groups) / count, 0.0)
+
+
+def trajectory_balance(facts: TokenFacts) -> TokenLosses:
+    """Computes the mean over sequences of (log policy(y) - log reference(y) - advantage)^2.
+
+    With advantages of `balanced_log_ratios` that is the trajectory-balance loss in its VarGrad form
+    (arXiv 2503.18929), (log Z + log policy(y) - log reference(y) - r / beta)^2, log Z without a
+    gradient. Log-probs are the updated policy's in every update, but log Z stays the step's
+    first. Logs `balance_error`, the absolute value of what is squared, and `reference_kl` (k3).
+    """
+    assert facts.reference is not None, "the algorithm needs it"
+    log_ratios = sequence_sums(facts.logprobs - facts.reference, facts.sequences)
+    errors = jnp.where(facts.mask, log_ratios - facts.advantages, 0.0)
+    aggregation = aggregate(facts, "sequence", 1)
+    metrics = {
+        "balance_error": jnp.abs(errors),
+        "reference_kl": policy_kl(facts.logprobs, facts.reference, "k3"),
+    }
+    return TokenLosses(losses=errors**2, metrics=metrics, aggregation=aggregation)
 
 
 def cross_entropy(facts: TokenFacts) -> TokenLosses:

@@ -37,13 +37,15 @@ def scored_passes(
     | field | needed for | computed |
     |---|---|---|
     | "proximal" | a need "proximal", a correction | by the update, if it is the step's only one |
+    | "proximal" | `Algorithm.scores_first_policy` | before the first update |
     | "reference" | a need "reference", a KL penalty | before the first update |
     | "values", "returns" | a critic | before the first update |
     | "advantages" | `Algorithm.token_advantages` | before the first update, without a network |
     """
     needs = algorithm.all_needs
     proximal = corrects or "proximal" in needs
-    scored = ("proximal",) if proximal and updates > 1 and recomputes else ()
+    first = algorithm.scores_first_policy
+    scored = ("proximal",) if first or (proximal and updates > 1 and recomputes) else ()
     scored += ("reference",) if "reference" in needs else ()
     scored += ("advantages",) if algorithm.token_advantages else ()
     return scored + (("values", "returns") if algorithm.critic else ())

@@ -233,6 +233,21 @@ class ReinforceSettings(ClippedSettings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TbaSettings:
+    """Settings of trajectory balance (TBA, arXiv 2503.18929).
+
+    `beta` is the weight of the KL divergence to the reference against the reward: the policy that
+    minimises the loss is the reference times exp(reward / beta), normalised.
+    """
+
+    beta: float = 0.05
+
+    def validate(self, path: str) -> None:
+        """Raises ValueError naming the field that breaks a rule."""
+        check_bounds(self, path, {"beta": (1e-6, None)})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PpoSettings(ClippedSettings):
     """Settings of PPO with a critic (arXiv 1707.06347).
 

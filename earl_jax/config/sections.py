@@ -255,6 +255,12 @@ class Config:
                 f"{self.rollout.group_size}; it compares the episodes of a group: set "
                 f"config.rollout.group_size to {algorithm.min_group_size} or more"
             )
+        if algorithm.is_off_policy and self.train.correction not in ("auto", "none"):
+            raise InputError(
+                f"config.train.correction is {self.train.correction!r} with config.algorithm "
+                f"{self.algorithm!r}, whose loss is right whoever sampled, and would be weighted "
+                "wrongly: set config.train.correction to 'none' or 'auto'"
+            )
 
     def open_environment(self) -> Played:
         """Returns the environment of this run, and its tasks."""
@@ -360,6 +366,7 @@ class Config:
         same = self.rollout.is_precise_as(self.model.compute_dtype)
         same = same and not self.asynchrony.max_staleness
         off = self.train.correction == "none" or (self.train.correction == "auto" and same)
+        off = off or self.make_algorithm().is_off_policy
         return 0.0 if off else self.train.importance_cap
 
     @property
@@ -474,7 +481,9 @@ def _idle_training(config: Config) -> Iterator[_Idle]:
 
 def _idle_proximal(config: Config, *, is_one_update: bool) -> Iterator[_Idle]:
     no_correction = config.importance_cap == 0
-    no_correction = no_correction and "proximal" not in config.make_algorithm().all_needs
+    algorithm = config.make_algorithm()
+    is_interpolated = "proximal" in algorithm.all_needs and not algorithm.scores_first_policy
+    no_correction = no_correction and not is_interpolated
     one_update = "the only update of a step has these log-probs without a pass: "
     one_update += "config.train.epochs is 1 and config.train.mini_batches too"
     newest = "the newest weights sampled every token: config.asynchrony.max_staleness is 0"

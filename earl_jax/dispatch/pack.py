@@ -39,6 +39,7 @@ def dispatch(
     lengths: np.ndarray,
     advantages: np.ndarray,
     sample_starts: np.ndarray | None = None,
+    groups: np.ndarray | None = None,
 ) -> Delivery:
     """Moves N rows to `layout` and makes a TrajectoryBatch of them.
 
@@ -55,6 +56,7 @@ def dispatch(
         advantages: f32[N,M], one per episode and turn.
         sample_starts: i32[N,M], ascending positions of the first token of each sample in a row,
             past the row's end where there are fewer; None where every row is one sample.
+        groups: i32[N], a number for each group of episodes; None for a batch without them.
 
     Raises:
         ValueError: the rows do not divide over the layout, or are longer than `length`.
@@ -66,15 +68,18 @@ def dispatch(
     rows = fit(experience, length)
     shardings = jax.tree.map(lambda _: layout.activations("NS"), rows)
     plan = _plan(rows, shardings)
-    facts = (lengths.astype(np.int32), advantages.astype(np.float32), starts.astype(np.int32))
-    goals = (layout.activations("N"), layout.activations("N."), layout.activations("N."))
+    facts = [lengths.astype(np.int32), advantages.astype(np.float32), starts.astype(np.int32)]
+    goals = [layout.activations(axes) for axes in ("N", "N.", "N.")]
+    if groups is not None:
+        facts.append(groups.astype(np.int32))
+        goals.append(layout.activations("N"))
     if layout.activations("N").is_fully_addressable and rows.tokens.is_fully_addressable:
         rows, facts = reshard(rows, shardings), jax.device_put(facts, goals)
     else:
-        beside = tuple(_beside(fact, rows.tokens) for fact in facts)
+        beside = [_beside(fact, rows.tokens) for fact in facts]
         rows, facts = reshard((rows, beside), (shardings, goals))
     if not layout.activations("N").addressable_devices:
-        return Delivery(batch=_absent_batch(rows, layout), plan=plan)
+        return Delivery(batch=_absent_batch(rows, layout, groups is not None), plan=plan)
     return Delivery(batch=_pack(layout)(rows, *facts), plan=plan)
 
 
@@ -90,7 +95,7 @@ def _beside(fact: np.ndarray, tokens: jax.Array) -> jax.Array:
     return jax.make_array_from_process_local_data(sharding, np.asarray(fact), shape)
 
 
-def _absent_batch(rows: Experience, layout: Layout) -> TrajectoryBatch:
+def _absent_batch(rows: Experience, layout: Layout, has_groups: bool) -> TrajectoryBatch:
     sharding, shape = layout.activations("NS"), rows.tokens.shape
     number, real = (absent_array(shape, dtype, sharding) for dtype in (np.int32, np.float32))
     return TrajectoryBatch(
@@ -100,6 +105,7 @@ def _absent_batch(rows: Experience, layout: Layout) -> TrajectoryBatch:
         logprobs=real,
         versions=number,
         advantages=real,
+        groups=number if has_groups else None,
     )
 
 
@@ -173,7 +179,11 @@ def _pack(layout: Layout):
     """Returns the jitted join of rows and small facts on the training layout."""
 
     def pack(
-        rows: Experience, lengths_N: jax.Array, advantages_NM: jax.Array, starts_NM: jax.Array
+        rows: Experience,
+        lengths_N: jax.Array,
+        advantages_NM: jax.Array,
+        starts_NM: jax.Array,
+        groups_N: jax.Array | None = None,
     ) -> TrajectoryBatch:
         order_T = jnp.arange(rows.tokens.shape[1])
         inside_NT = order_T[None, :] < lengths_N[:, None]
@@ -190,6 +200,7 @@ def _pack(layout: Layout):
             logprobs=rows.logprobs,
             versions=rows.versions,
             advantages=jnp.where(turn_ids_NT > 0, advantages_NT, 0.0),
+            groups=None if groups_N is None else jnp.where(inside_NT, groups_N[:, None], 0),
         )
 
     return jax.jit(pack, out_shardings=layout.activations("NS"))

@@ -28,7 +28,7 @@ _Corner = tuple[int, ...]
 
 
 @dataclasses.dataclass(kw_only=True)
-class _Part:
+class Part:
     """A slot's share of a block: `count` pages, and per array its pieces by corner."""
 
     count: int
@@ -48,9 +48,9 @@ class HostPages:
         detour; None: where the devices are no CPUs, and have such memory.
         """
         self._limit_bytes, self._pinned = limit_bytes, pinned
-        self._slots: dict[int, list[_Part]] = {}
+        self._slots: dict[int, list[Part]] = {}
         # Parts whose pieces are still arrays on the devices.
-        self._leaving: list[_Part] = []
+        self._leaving: list[Part] = []
         self.held_bytes = self.most_bytes = self.moved_bytes = 0
 
     def __contains__(self, slot: int) -> bool:
@@ -67,15 +67,31 @@ class HostPages:
         page_bytes = sum(pool.size // pool.shape[0] * pool.dtype.itemsize for pool in pools)
         return session.engine.page_copies.pages_a_call * page_bytes
 
-    def has_room(self, session: Session, num_pages: Sequence[int]) -> bool:
-        """Returns whether slots with so many pages each fit too."""
-        size = session.engine.page_copies.pages_a_call
-        blocks = sum(-(-number // size) for number in num_pages)
-        return self.held_bytes + blocks * self.block_bytes(session) <= self._limit_bytes
+    def block(self, session: Session) -> tuple[int, int]:
+        """Returns the bytes of a block, and how many pages of a row shard it has."""
+        return self.block_bytes(session), session.engine.page_copies.pages_a_call
+
+    def has_room(self, block_bytes: int, pages_a_block: int, num_pages: Sequence[int]) -> bool:
+        """Returns whether slots with so many pages each fit too, in blocks of so many pages."""
+        blocks = sum(-(-number // pages_a_block) for number in num_pages)
+        return self.held_bytes + blocks * block_bytes <= self._limit_bytes
 
     def drop(self, slot: int) -> None:
         """Drops the slot's pages, if there are any."""
-        for part in self._slots.pop(slot, ()):
+        self.release(self._slots.pop(slot, []))
+
+    def give(self, slot: int) -> list[Part]:
+        """Returns the slot's pages, which are the caller's from now on, until `release`."""
+        return self._slots.pop(slot)
+
+    def take_back(self, slot: int, parts: list[Part]) -> None:
+        """Makes pages that were given away those of a slot, which has none."""
+        assert slot not in self._slots
+        self._slots[slot] = parts
+
+    def release(self, parts: Sequence[Part]) -> None:
+        """Drops pages."""
+        for part in parts:
             self.held_bytes -= _bytes_of(part)
             self._leaving = [other for other in self._leaving if other is not part]
 
@@ -107,7 +123,7 @@ class HostPages:
                 numbers[shard, : len(some)] = some
             block = copies.take(session.state, numbers)
             for shard, (slot, some) in calls.items():
-                part = _Part(count=len(some), pieces=_pieces(block, shard, size, pinned))
+                part = Part(count=len(some), pieces=_pieces(block, shard, size, pinned))
                 self._slots.setdefault(slot, []).append(part)
                 if not pinned:
                     self._leaving.append(part)
@@ -151,14 +167,14 @@ class HostPages:
         kinds = {memory.kind for memory in device.addressable_memories()}
         return device.platform != "cpu" and _HOST_MEMORY in kinds
 
-    def _count(self, part: _Part, *, holds: bool) -> None:
+    def _count(self, part: Part, *, holds: bool) -> None:
         number = _bytes_of(part)
         self.moved_bytes += number
         self.held_bytes += number if holds else -number
         self.most_bytes = max(self.most_bytes, self.held_bytes)
 
 
-def _bytes_of(part: _Part) -> int:
+def _bytes_of(part: Part) -> int:
     return sum(piece.nbytes for pieces in part.pieces for piece in pieces.values())
 
 
@@ -210,7 +226,7 @@ def _to_numpy(piece: Any) -> np.ndarray:
     return np.array(piece)
 
 
-def _fill(blank: LayerCache, shardings: LayerCache, parts: Mapping[int, _Part]) -> LayerCache:
+def _fill(blank: LayerCache, shardings: LayerCache, parts: Mapping[int, Part]) -> LayerCache:
     """Returns a block with the parts of these row shards, blank for the others."""
     leaves, structure = jax.tree.flatten(blank)
     filled = []

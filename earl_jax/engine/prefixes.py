@@ -66,7 +66,7 @@ class _Wait:
 class _Sought:
     """A prompt that a slot is to read, as it was given, and its end in the tree."""
 
-    prompt: Sequence[int]
+    prompt: Sequence[int] | np.ndarray
     node: Node
     wait: _Wait | None = None
 
@@ -172,7 +172,7 @@ class PrefixIndex:
         waits = most > found.length and self._is_worth_sending(most - own)
         return None if waits else found
 
-    def _seek(self, slot: int, prompt: Sequence[int]) -> _Sought:
+    def _seek(self, slot: int, prompt: Sequence[int] | np.ndarray) -> _Sought:
         """Returns the prompt with its end in the tree, to which it is added once."""
         sought = self._sought[slot]
         if sought is not None and sought.prompt is prompt:
@@ -188,7 +188,7 @@ class PrefixIndex:
         if sought is not None:
             self._tree.remove(sought.node)
 
-    def begin(self, slot: int, prompt: Sequence[int], shared: Shared) -> None:
+    def begin(self, slot: int, prompt: Sequence[int] | np.ndarray, shared: Shared) -> None:
         """Begins a slot with a prompt, of which it takes over a part; its ids are in its row."""
         node = self._seek(slot, prompt).node
         self.forget(slot)
@@ -212,8 +212,11 @@ class PrefixIndex:
 
         A slot whose prompt was forgotten stays as it is: weights before may have read it.
         """
-        if self._nodes[slot] is None or len(ids) <= self._num_cached[slot]:
-            return
+        if self._nodes[slot] is not None and len(ids) > self._num_cached[slot]:
+            self.restore(slot, ids)
+
+    def restore(self, slot: int, ids: Sequence[int] | np.ndarray) -> None:
+        """Notes that the slot's cache holds these ids, whatever it held before."""
         self.begin(slot, ids, Shared(source=slot, length=len(ids)))
         self._beginning.discard(slot)
         # In the row they are marked as sampled: who takes them over writes them anew.
@@ -226,6 +229,22 @@ class PrefixIndex:
             self._lengths[slot] = self._num_cached[slot]
             # A change: no other waits for it any more.
             self._tree.put(slot, node, present=True)
+
+    def common(self, slot: int, prompt: Sequence[int]) -> tuple[int, int]:
+        """Returns the tokens that a slot's next prompt has in common with its own cache now.
+
+        And the most that it has in common with the cache of any slot of its row shard.
+        """
+        node = self._seek(slot, prompt).node
+        common = np.minimum(self._tree.common(node), len(prompt) - 1)
+        have = np.minimum(common, self._num_cached)
+        first = slot - slot % self._slots_a_shard
+        return int(have[slot]), int(have[first : first + self._slots_a_shard].max())
+
+    def ids(self, slot: int) -> np.ndarray:
+        """Returns the ids in the slot's cache that others could take over."""
+        node = self._nodes[slot]
+        return np.zeros(0, np.int32) if node is None else node.ids[: self._num_cached[slot]]
 
     def num_kept(self, slot: int) -> int:
         """Returns how many tokens in the slot's cache others could take over."""

@@ -118,7 +118,7 @@ def compiles_ahead(setting: str, cluster: Cluster) -> bool:
     On CPUs the compiler would take its cores from the steps.
     """
     apart = cluster.devices[0].platform != "cpu"
-    return (setting == "on" or setting == "auto" and apart) and cluster.count == 1
+    return cluster.count == 1 and (setting == "on" or setting == "auto" and apart)
 
 
 class CompileAhead:
@@ -159,10 +159,8 @@ class CompileAhead:
 
     def is_compiled(self, key: Hashable) -> bool:
         """Returns True if a program was compiled here, or the run has taken it over."""
-        if key not in self._futures:
-            return False
-        future = self._futures[key]
-        return future is None or (future.done() and future.result())
+        future = self._futures.get(key)
+        return key in self._futures if future is None else future.done() and future.result()
 
     def may_try(self, plan: Plan, tokens: int) -> bool:
         """Returns True for a plan that waited for its program, if that is there."""

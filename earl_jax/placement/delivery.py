@@ -139,8 +139,16 @@ def row_facts(
     A row whose episode does not count has no tokens for the trainer.
     """
     credit = assign_credit(algorithm, outcomes, averages)
-    return {
+    facts = {"groups": _group_numbers(outcomes)} if "groups" in algorithm.all_needs else {}
+    return facts | {
         "lengths": np.where(credit.counts, [outcome.num_tokens for outcome in outcomes], 0),
         "advantages": credit.advantages,
         "sample_starts": sample_starts([o.sample_starts for o in outcomes], length),
     }
+
+
+def _group_numbers(outcomes: Sequence[Outcome]) -> np.ndarray:
+    """Returns a number from 1 for each group of a task and a role, i32[N]."""
+    numbers: dict[tuple[int, str], int] = {}
+    each = [numbers.setdefault((o.group, o.role), len(numbers) + 1) for o in outcomes]
+    return np.array(each, np.int32)

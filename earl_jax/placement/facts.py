@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Opens throughput tables: a run's own, and one that is given to a run or a plan.
+"""Throughput tables of runs and plans: the facts that they hold for, opened, and fed.
 
 The facts of a table are all that may change a speed. A run reads its own table only where all of
 them are equal; a plan, whose chips need not be here, takes one of the same chip and model.
@@ -11,49 +11,21 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from earl_jax.config import Config
 from earl_jax.launch.cluster import Cluster
 from earl_jax.models.config import ModelConfig
+from earl_jax.selector.plans import Failure, Plan, RolloutPlan
 from earl_jax.selector.problem import Problem
-from earl_jax.selector.table import METHOD, ThroughputTable, load_table
+from earl_jax.selector.table import METHOD, ThroughputTable, key_of, load_table
 from earl_jax.settings.differences import differences
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.topology import chip_of
 
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-
-
-def open_table(
-    setting: str, facts: Mapping[str, Any], cluster: Cluster
-) -> tuple[ThroughputTable, str | None]:
-    """Returns the table of config.selector.table (`setting`), and a sentence for the user if any.
-
-    It is the first process's, in every process, with what ran out of memory in any of them.
-
-    Raises ValueError where config.selector.table is a path of something else.
-    """
-    facts, note = dict(facts), None
-    if setting == "auto":
-        table, note = load_table(facts)
-    elif setting == "model":
-        # Failures are remembered here too; nothing else decides.
-        table, note = load_table(facts | {"table": "model"})
-        table = dataclasses.replace(table, entries={})
-    else:
-        # What runs out of memory is remembered elsewhere: the named table is not changed.
-        kept, _ = load_table(facts | {"table": setting})
-        table = read_table(Path(setting), "config.selector.table")
-        table = table.over(dataclasses.replace(kept, entries={}))
-    each = [
-        ThroughputTable.from_dict(values, table.path)
-        for values in cluster.gather(table.as_dict(), "the tables of measurements")
-    ]
-    failures = dict.fromkeys(failure for table in each for failure in table.failures)
-    return dataclasses.replace(each[0], failures=tuple(failures)), note
 
 
 def facts_of(
@@ -66,19 +38,16 @@ def facts_of(
     attention: Sequence[str],
 ) -> dict[str, Any]:
     """Returns all that may change a speed of this run; `attention` names the trainer's kernels."""
-    device = cluster.devices[0]
-    stages = (("rollout", cluster.rollout_devices), ("train", cluster.train_devices))
+
+    def devices(group: Sequence[Any]) -> dict[str, Any]:
+        # A stage has devices of one kind.
+        kind = {"platform": group[0].platform, "kind": group[0].device_kind}
+        return kind | {"number": len(group)}
+
+    stages = {"rollout": cluster.rollout_devices, "train": cluster.train_devices}
     return {
         **model_facts(model, vocab_size),
-        # A stage has devices of one kind.
-        "devices": {
-            stage: {
-                "platform": devices[0].platform,
-                "kind": devices[0].device_kind,
-                "number": len(devices),
-            }
-            for stage, devices in stages
-        },
+        "devices": {stage: devices(group) for stage, group in stages.items()},
         **_settings(config),
         "choice_branches": choice_branches,
         "attention": list(attention),
@@ -86,7 +55,7 @@ def facts_of(
         "processes": cluster.count,
         "host": {"machine": platform.machine(), "cores": os.cpu_count()},
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
-        "backend": " ".join(device.client.platform_version.split()),
+        "backend": " ".join(cluster.devices[0].client.platform_version.split()),
         "flags": {name: _flags(os.environ.get(name, "")) for name in _FLAGS},
     }
 
@@ -117,6 +86,30 @@ def _flags(text: str) -> list[str]:
     return sorted(flag for flag in text.split() if not flag.startswith("--xla_dump"))
 
 
+def open_table(
+    setting: str, facts: Mapping[str, Any], cluster: Cluster
+) -> tuple[ThroughputTable, str | None]:
+    """Returns the table of config.selector.table (`setting`), and a sentence for the user if any.
+
+    It is the first process's, in every process, with what ran out of memory in any of them. By the
+    speed model, or by a given table, only failures are kept, elsewhere.
+
+    Raises ValueError where config.selector.table is a path of something else.
+    """
+    own = {} if setting == "auto" else {"table": setting}
+    table, note = load_table({**facts, **own})
+    if own:
+        table = dataclasses.replace(table, entries={})
+    if setting not in ("auto", "model"):
+        table, note = read_table(Path(setting), "config.selector.table").over(table), None
+    each = [
+        ThroughputTable.from_dict(values, table.path)
+        for values in cluster.gather(table.as_dict(), "the tables of measurements")
+    ]
+    failures = dict.fromkeys(failure for table in each for failure in table.failures)
+    return dataclasses.replace(each[0], failures=tuple(failures)), note
+
+
 def table_for_plan(
     path: Path, problem: Problem, model: ModelConfig, vocab_size: int, config: Config
 ) -> tuple[ThroughputTable, list[str]]:
@@ -125,8 +118,7 @@ def table_for_plan(
     Raises:
         ValueError: it cannot be read, or is not of this chip and this model.
     """
-    table = read_table(path, "--table")
-    wanted = problem.hardware.chip
+    table, wanted = read_table(path, "--table"), problem.hardware.chip
     try:
         stages = table.facts["devices"].values()
         kinds = {(each["platform"], each["kind"]) for each in stages}
@@ -163,3 +155,87 @@ def _differences(table: ThroughputTable, facts: dict[str, Any]) -> str:
     here = json.loads(json.dumps(facts, default=str))
     found = differences({name: table.facts.get(name) for name in here}, here, "config")
     return "; ".join(line.removeprefix("config.") for line in found[:4])
+
+
+class Observations:
+    """The throughput table of a run, and what its plans do. Every process has the same."""
+
+    def __init__(
+        self, problem: Problem, table: ThroughputTable, say: Callable[[str], None], *, is_fed: bool
+    ) -> None:
+        """Begins with a table; the run's speeds are added to it if `is_fed`.
+
+        Speeds of before are one of each plan then, so that an entry is trusted only when this run
+        has observed it. `say` reports failures, and a table that cannot be kept.
+        """
+        self._problem, self._say, self.is_fed = problem, say, is_fed
+        self.table = table.as_prior() if is_fed else table
+        # Plans left out in this run only: a move to them ran out of memory.
+        self._avoided: tuple[Failure, ...] = ()
+        # Keys of plans whose speed this run has observed.
+        self._observed: set[str] = set()
+
+    @property
+    def known(self) -> ThroughputTable:
+        """The table to choose by: it also leaves out the plans that no move of this run reached."""
+        return dataclasses.replace(self.table, failures=(*self.table.failures, *self._avoided))
+
+    def add_speed(self, plan: Plan, tokens: int, tokens_per_s: float | None) -> None:
+        """Adds the speed of a step with a plan, unless None, to a table that is fed.
+
+        The first one of this run takes the place of what was observed before.
+        """
+        if self.is_fed and tokens_per_s:
+            key, table = key_of(plan, tokens), self.table
+            if key not in self._observed:
+                self._observed.add(key)
+                table = table.with_entry(key, speeds=())
+            self._keep(table.with_speed(key, tokens_per_s))
+
+    def add_bytes(self, plan: Plan, tokens: int, program_bytes: int) -> None:
+        """Adds XLA's bytes of a plan's program."""
+        self._keep(with_program_bytes(self._problem, self.table, plan, tokens, program_bytes))
+
+    def add_wait(self, compile_s: float) -> None:
+        """Adds the seconds that a step waited for new programs."""
+        if self.is_fed and compile_s:
+            self._keep(self.table.with_wait(compile_s))
+
+    def add_failure(self, plan: Plan, tokens: int, *, in_move: bool = False) -> str:
+        """Remembers that a plan ran out of memory; returns it in words.
+
+        Later runs know it too, unless memory was short `in_move`, beside what was there before.
+        """
+        table = with_failure(self._problem, self.table, plan, tokens)
+        words = f"{plan.stage} on {plan.mesh} {table.failures[-1]}{', in the move there' * in_move}"
+        if in_move:
+            self._avoided += table.failures[-1:]
+        else:
+            self._keep(table)
+        self._say(f"{words}; it is not tried again{' in this run' * in_move}")
+        return words
+
+    def _keep(self, table: ThroughputTable) -> None:
+        self.table = table
+        try:
+            table.write()
+        except OSError as error:
+            self._say(f"the throughput table cannot be kept for later runs: {error}")
+            self.table = dataclasses.replace(table, path=None)
+
+
+def with_program_bytes(
+    problem: Problem, table: ThroughputTable, plan: Plan, tokens: int, program_bytes: int
+) -> ThroughputTable:
+    """Returns the table with XLA's bytes of a plan's program; those of pages are counted apart."""
+    if isinstance(plan, RolloutPlan):
+        program_bytes -= plan.pages * problem.page_bytes(plan.mesh)
+    return table.with_bytes(key_of(plan, tokens), max(1, program_bytes))
+
+
+def with_failure(
+    problem: Problem, table: ThroughputTable, plan: Plan, tokens: int
+) -> ThroughputTable:
+    """Returns the table with a plan that ran out of memory."""
+    size = problem.size_of(plan, tokens)
+    return table.with_failure(Failure(stage=plan.stage, mesh=str(plan.mesh), size=size))

@@ -16,7 +16,7 @@ import jax
 
 from earl_jax.dispatch.packing import Shape, ShapeHistory
 from earl_jax.launch.distributed import RestartNeeded
-from earl_jax.placement.observations import Observations
+from earl_jax.placement.facts import Observations
 from earl_jax.placement.sessions import Sessions
 from earl_jax.placement.stages import Stages, compiled_bytes
 from earl_jax.rollout.gather import RolloutShort, Shortage
@@ -197,7 +197,7 @@ class Placement:
         switched = any(choice.switched for choice in decision.choices)
         self.plans = Plans(rollout or before.rollout, train or before.train)
         if only is None:
-            stays = not switched and self.plans.train == before.train
+            stays = not switched and train == before.train
             self.calm_steps = self.calm_steps + 1 if stays else 0
             self.most_tokens = max(self.most_tokens, step.max_tokens)
             self.most_length = max(self.most_length, step.length)
@@ -208,10 +208,8 @@ class Placement:
             self.log.choices += decision.choices
             sizes = [choice.num_bytes for choice in decision.choices]
             self.log.bytes_per_device = max(self.log.bytes_per_device, *sizes)
-        if rollout is not None:
-            self.max_tokens = step.max_tokens
-        if train is not None:
-            self.length = step.length
+        self.max_tokens = step.max_tokens if rollout else self.max_tokens
+        self.length = step.length if train else self.length
         return decision
 
     def step_of(self, tokens: int, load: Load | None) -> Step:

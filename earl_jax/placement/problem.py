@@ -140,7 +140,7 @@ def workload(config: Config, model: ModelConfig, hardware: Hardware) -> Workload
         append_tokens=append_tokens_for(hardware.platform),
         burst=rollout.burst,
         page_size=rollout.tokens_a_page,
-        batches=config.asynchrony.batches,
+        batches=config.asynchrony.row_batches,
         parts=config.asynchrony.parts,
         in_place_contexts=tuple(
             context
@@ -174,9 +174,8 @@ def make_problem(
     stays = config.asynchrony.is_on and not config.devices.num_rollout
 
     def weights_obstacle(mesh: MeshShape) -> str | None:
-        return check_tensor_axis(
-            model, vocab_size, mesh.tensor, mesh.fsdp, mesh.expert, mesh.context
-        )
+        axes = (mesh.tensor, mesh.fsdp, mesh.expert, mesh.context)
+        return check_tensor_axis(model, vocab_size, *axes)
 
     def attention_obstacle(mesh: MeshShape) -> str | None:
         reason = context_obstacle(config.train.attention, mesh)
@@ -254,14 +253,12 @@ def planned_problem(
     try:
         assert problem.meshes("rollout") and problem.meshes("train")
     except ValueError as error:
-        number, fields = hardware.num_devices, ("num_slots", "episodes_per_step")
-        given = {field: getattr(config.rollout, field) for field in fields}
-        if all(size % number == 0 for size in given.values()):
+        number, rollout = hardware.num_devices, config.rollout
+        sizes = {"num_slots": rollout.num_slots, "episodes_per_step": rollout.episodes_per_step}
+        if all(size % number == 0 for size in sizes.values()):
             raise
-        even = " ".join(
-            f"--config.rollout.{f}={-(-n // number) * number}" for f, n in given.items()
-        )
-        raise InputError(f"{error}. These divide evenly: {even}") from error
+        even = (f"--config.rollout.{f}={-(-n // number) * number}" for f, n in sizes.items())
+        raise InputError(f"{error}. These divide evenly: {' '.join(even)}") from error
     return problem
 
 

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sessions of a rollout: opened by the plan in use, and moved with their live episodes."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -16,7 +17,7 @@ from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import roomier_pages
 from earl_jax.engine.session import Policy, Session, open_session, relocate, vacate
 from earl_jax.placement.stages import play_key
-from earl_jax.selector.choose import BudgetTooSmall, Decision
+from earl_jax.selector.choose import BudgetTooSmall, Choice
 from earl_jax.selector.memory import moving, resident_bytes
 from earl_jax.selector.plans import Plans, RolloutPlan
 from earl_jax.sharding.layout import MeshShape
@@ -103,8 +104,7 @@ class Sessions:
         """Returns a session whose rows hold `tokens` tokens; the live episodes move along.
 
         It has `pages` pages a row shard, and some more so that it does not grow often, if the
-        budget allows; else as many as before. If the budget does not hold the longer rows on this
-        mesh, weights and live KV caches go to another one and the episodes continue there.
+        budget allows; else as many as before, or the episodes continue on another mesh.
         """
         pool = session.pool
         wanted = pool.pages if pages <= pool.pages else max(pages, roomier_pages(pages))
@@ -130,33 +130,28 @@ class Sessions:
         faster there that the move is earned back until the longest is as long as episodes are
         expected to become. The next rollout begins where this one began.
         """
-        stages, plan = self._stages, self._placement.rollout
-        left = load.context_tokens_max - longest if load else 0
-        if load is None or left <= 0 or stages.cluster.count > 1:
-            return session
+        placement, plan, played = self._placement, self._placement.rollout, self._played
         here = plan._replace(mesh=session.engine.layout.shape, pages=session.pool.pages)
 
         def move_s(mesh: MeshShape) -> float:
             # Nobody waits for a compiler in the middle of a rollout.
             key = play_key(mesh, plan.num_slots, session.max_tokens)
-            if key not in self._played and not self._placement.is_compiled(key):
+            if key not in played and not placement.is_compiled(key):
                 return math.inf
-            moved_bytes = here.pages * self._placement.problem.page_bytes(here.mesh)
-            loading_s = 0.0 if key in self._played else LOADING_S
-            return loading_s + self._placement.problem.relocate_s(mesh, moved_bytes)
+            moved_bytes = here.pages * placement.problem.page_bytes(here.mesh)
+            arrival_s = placement.problem.publish_s(mesh, moved_bytes)
+            return arrival_s + (0.0 if key in played else LOADING_S)
 
-        decision = self._tail(here, session.max_tokens, live, left, load, move_s)
-        choice = decision.rollout
-        if choice is None or not choice.switched:
+        choice = self._tail(here, session.max_tokens, live, longest, load, move_s)
+        if choice is None:
             return session
-        self._placement.log.choices.append(dataclasses.replace(choice, stage="tail"))
+        placement.log.choices.append(dataclasses.replace(choice, stage="tail"))
         move = functools.partial(self._relocate, session, choice.plan)
-        try:
-            moved = self._placement.attempt(None, move, live=True)
-        except BudgetTooSmall:
-            moved = None
+        moved = None
+        with contextlib.suppress(BudgetTooSmall):
+            moved = placement.attempt(None, move, live=True)
         if moved is None:
-            self._placement.log.failures.append(f"{choice.reason}: there was too little memory")
+            placement.log.failures.append(f"{choice.reason}: there was too little memory")
         return moved or session
 
     def _tail(
@@ -164,11 +159,14 @@ class Sessions:
         here: RolloutPlan,
         max_tokens: int,
         live: int,
-        left: int,
-        load: Load,
+        longest: int,
+        load: Load | None,
         move_s: Callable[[MeshShape], float],
-    ) -> Decision:
-        """Chooses for the last `live` episodes, which may have `left` more tokens each."""
+    ) -> Choice[RolloutPlan] | None:
+        """Chooses for the last `live` episodes, of up to `longest` tokens; None: they stay."""
+        left = load.context_tokens_max - longest if load else 0
+        if left <= 0 or self._stages.cluster.count > 1:
+            return None
         step = dataclasses.replace(
             self._placement.step_of(max_tokens, load),
             max_tokens=max_tokens,
@@ -179,19 +177,15 @@ class Sessions:
             move_s=move_s,
         )
         plans = Plans(here, self._placement.train)
-        return self._placement.chooser(None).step(step, plans, only="rollout")
+        choice = self._placement.chooser(None).step(step, plans, only="rollout").rollout
+        return choice if choice and choice.switched else None
 
     def tail_plan(self, load: Load | None) -> RolloutPlan | None:
         """Returns the plan for the last episodes of a rollout, if it is another than for all."""
-        live = max(1, self._placement.rollout.num_slots // 8)
-        left = load.context_tokens_max - int(load.context_tokens_mean) if load else 0
-        if load is None or left <= 0 or self._stages.cluster.count > 1:
-            return None
-        decision = self._tail(
-            self._placement.rollout, self._placement.max_tokens, live, left, load, lambda mesh: 0.0
-        )
-        choice = decision.rollout
-        return choice.plan if choice and choice.switched else None
+        here, max_tokens = self._placement.rollout, self._placement.max_tokens
+        live, longest = max(1, here.num_slots // 8), int(load.context_tokens_mean) if load else 0
+        choice = self._tail(here, max_tokens, live, longest, load, lambda mesh: 0.0)
+        return choice and choice.plan
 
     def _relocate(self, session: Session, plan: RolloutPlan) -> Session:
         """Moves live episodes to the mesh and pages of a plan; `session` stays as it is.

@@ -30,6 +30,7 @@ from earl_jax.engine.round_inputs import NO_PAGE
 from earl_jax.engine.session import Kept, Session
 from earl_jax.rollout.config import CacheRules, RolloutConfig
 from earl_jax.rollout.episode import LiveEpisode
+from earl_jax.rollout.host_sessions import IdleSessions
 from earl_jax.rollout.preemption import (
     Work,
     choose_preemption,
@@ -69,8 +70,10 @@ class BlockManager:
         # Free slots, the one in front whose episode ended first.
         self._ended: dict[int, None] = {}
         self._host = HostPages(int(config.preemption_host_gib * 2**30))
-        # Pages of preempted slots that are copied to the host before the next round.
+        # Pages of slots that are copied to the host before the next round.
         self._leaving: dict[int, list[int]] = {}
+        self._least_tokens = min(config.chunk_size, session.engine.tile_width)
+        self._idle = IdleSessions(self._host, self._leaving, self._least_tokens)
         self._num_preempted, self._recomputed_tokens, self._preemption = 0, 0, ""
         self._prompts = SharedPrompts(self._open_prefixes(session), slots)
 
@@ -133,6 +136,14 @@ class BlockManager:
         """Returns a session with pages for the next round of episodes that are not preempted."""
         self._host.settle()
         self._adopt(session)
+        if self._rules.keep_replies:
+            new = {
+                slot: episode.queue
+                for slot, episode in enumerate(self._slots)
+                if episode is not None and episode.fresh and episode.has_work
+            }
+            block = self._host.block(session)
+            self._idle.plan(new, block, self._pages, self._prompts, self._give_up, self._free_kept)
         live = [episode for episode in self._slots if episode is not None]
         tokens = max((self._tokens_after_round(episode) for episode in live), default=0)
         short = max(self._short(shard) for shard in range(session.pool.shards))
@@ -157,9 +168,10 @@ class BlockManager:
     def _copy(self, session: Session) -> Session:
         """Copies pages to the host and back, as was decided."""
         session = self._host.copy_out(session, self._leaving)
-        self._leaving = {}
-        coming, awake = {}, {}
-        for slot in self._host.slots:
+        self._leaving.clear()
+        coming = self._idle.carry_out(self._pages, self._prompts)
+        awake = dict.fromkeys(coming, False)
+        for slot in [slot for slot in self._host.slots if slot not in coming]:
             episode = self._episode(slot)
             if episode.begins:
                 # A new sample needs nothing of the old cache.
@@ -179,9 +191,11 @@ class BlockManager:
 
     def _wanted(self, slot: int, episode: LiveEpisode) -> int:
         """Returns how many pages the episode may need for a round beyond those that it has."""
-        tokens = episode.num_cached + min(len(episode.queue), self._config.chunk_size)
+        own = self._idle.own(slot)
+        there = own or episode.num_cached
+        tokens = there + min(len(episode.queue) - own, self._config.chunk_size)
         tokens = min(tokens + self._most_sampled(episode), episode.most_tokens)
-        if episode.begins:
+        if episode.begins and not own:
             return pages_for(tokens, self._page_size)
         return self._pages.missing(slot, tokens)
 
@@ -221,7 +235,10 @@ class BlockManager:
             if wanted <= self._pages.num_free(shard):
                 return
             episode = self._slots[slot]
-            if self._pages.num_held(slot) and (episode is None or episode.begins):
+            idle = episode is None or episode.begins and not self._idle.own(slot)
+            if self._pages.num_held(slot) and idle:
+                if self._rules.keep_replies:
+                    self._idle.move_aside(slot, 0, self._pages, self._prompts)
                 self._give_up(slot)
 
     def by_age(self, slots: Sequence[int]) -> list[int]:
@@ -241,6 +258,7 @@ class BlockManager:
         return episode.has_work or slot in self._host and not (episode.preempted or episode.begins)
 
     def _give_up(self, slot: int) -> None:
+        self._idle.cancel(slot)
         self._pages.keep(slot, 0)
         self._prompts.forget(slot)
 
@@ -282,7 +300,7 @@ class BlockManager:
         if self._rules.preemption == "recompute" or not tokens:
             return False
         pages = [*map(len, self._leaving.values()), pages_for(tokens, self._page_size)]
-        if not self._host.has_room(session, pages):
+        if not self._idle.store.make_room(*self._host.block(session), pages):
             return False
         if self._rules.preemption == "host":
             return True
@@ -369,6 +387,7 @@ class BlockManager:
 
         With `recompute` live episodes read all of their samples again.
         """
+        self._idle.store.clear()
         for slot, episode in enumerate(self._slots):
             if recompute and episode is not None:
                 self._host.drop(slot)

@@ -94,9 +94,10 @@ class CacheRules:
     the pages to host memory and back, "auto" takes what costs less.
 
     With `keep_replies` an idle slot keeps all of its last episode for later prompts that go on with
-    it, and not its prompt alone. Decode steps have computed it, which may round otherwise than the
-    chunks that a prompt is read in: log-probs behind it are then those of one long episode, and
-    depend, by rounding, on what was kept.
+    it, and not its prompt alone; what it gives up goes to host memory (host_sessions.py). Decode
+    steps have computed it, which may round otherwise than the tiles that a prompt is read in:
+    log-probs behind it are then those of one long episode, and depend, by rounding, on what was
+    kept.
     """
 
     share_prefixes: bool = True

@@ -20,6 +20,7 @@ from earl_jax.rollout.staleness import (
     Group,
     choose_groups,
     choose_part,
+    choose_with_reuse,
     overdue,
 )
 from earl_jax.rollout.tasks import Tasks
@@ -53,11 +54,15 @@ class Service(Protocol):
 
 @dataclasses.dataclass(kw_only=True)
 class _Open:
-    """A group's tickets, its finished episodes by ticket, and when the last of them ended."""
+    """A group's tickets, its finished episodes by ticket, and when the last of them ended.
+
+    `uses` is the number of steps that took it.
+    """
 
     tickets: list[int]
     episodes: dict[int, Finished] = dataclasses.field(default_factory=dict)
     rank: int | None = None
+    uses: int = 0
 
 
 class OpenGroups:
@@ -66,7 +71,12 @@ class OpenGroups:
     `version` is that of the policy with which the service plays and which the next step trains; it
     changes in `open` and `publish` only. `num_rounds` are those of this service. `dropped` are the
     episodes that were given up because they were too old, `refilled` those of groups in whose place
-    others were played; who reads them empties the lists.
+    others were played; who reads them empties the lists. `num_reused` is the number of groups of
+    the last step that earlier ones had trained on.
+
+    With settings.reuse groups that a step took are kept, which are open no longer: their rows stay
+    held until they are of no use. A new service knows nothing of them, so that a run that goes on
+    from a checkpoint, or plays on with another plan, trains on them no more.
     """
 
     def __init__(
@@ -84,7 +94,7 @@ class OpenGroups:
         self._tasks, self._settings, self._events = tasks, settings, events or Events()
         self.group_size = tasks.rollout.group_size
         self.size = tasks.rollout.episodes_per_step // self.group_size
-        self.version = self.num_rounds = 0
+        self.version = self.num_rounds = self.num_reused = 0
         self.dropped: list[Outcome] = []
         self.refilled: list[Outcome] = []
         self._is_useless = is_useless
@@ -92,6 +102,10 @@ class OpenGroups:
         self._num_refilled = 0
         self._service: Service | None = None
         self._groups: dict[int, _Open] = {}
+        # Groups that were trained on and may be again, in the order of their last use.
+        self._kept: dict[int, _Open] = {}
+        # New groups of which a step has taken the episodes, and not copied their rows yet.
+        self._in_hand: list[int] = []
         # Open groups that the service does not have yet, in order.
         self._waiting: list[int] = []
         # The number of the next group; None before the first service.
@@ -114,11 +128,14 @@ class OpenGroups:
         `resumed` are those of the run's position, which count for the first service.
         """
         self._service, self.version, self.num_rounds = service, version, 0
-        self._waiting, self._groups = self.numbers, {}
+        self._waiting = sorted([*self.numbers, *self._in_hand])
+        self._groups, self._kept, self._in_hand = {}, {}, []
         if self._next is None:
             self._waiting = sorted(resumed)
-            # All groups before it are open, or were trained on or dropped.
-            self._next = max(version * self.size + len(resumed), self._events.num_submitted())
+            # All groups before it are open, or were trained on or dropped. Events that reach up to
+            # here say how many; without them no step took groups again or dropped any.
+            begun = version * self.size + len(resumed)
+            self._next = self._events.num_submitted() or begun
 
     def publish(self, version: int) -> None:
         """Notes that from now on the service plays with weights of `version`."""
@@ -131,8 +148,11 @@ class OpenGroups:
         """Plays until the step, which takes `left` more groups, can take some.
 
         Returns:
-            Their episodes, in the order of their tasks; the groups are open no longer.
+            Their episodes, in the order of their tasks; the groups are open no longer. Their rows
+            are held until they are `copied`; where another service is opened before that, the step
+            takes groups again.
         """
+        self._expire()
         while True:
             self._drop()
             self._refill()
@@ -142,8 +162,19 @@ class OpenGroups:
                 numbers = [group.number for group in chosen]
                 self._num_refilled = 0
                 self._events.note("take", step=self.version, groups=numbers, round=self.num_rounds)
-                return self._remove(chosen)
+                return self._take(numbers)
             self.play_round()
+
+    def copied(self, episodes: Sequence[Finished]) -> None:
+        """Gives back the rows of episodes that a step took, but for groups that are kept."""
+        self._in_hand = []
+        self._release(episodes)
+
+    def _release(self, episodes: Sequence[Finished]) -> None:
+        kept = {id(each) for group in self._kept.values() for each in group.episodes.values()}
+        for each in episodes:
+            if id(each) not in kept:
+                self._playing.release(each.row)
 
     def play_round(self) -> None:
         """Plays one round, and adds the finished episodes to their groups."""
@@ -238,8 +269,7 @@ class OpenGroups:
         numbers = [group.number for group in groups]
         self._events.note("drop", groups=numbers, round=self.num_rounds)
         episodes = self._remove(groups)
-        for each in episodes:
-            self._playing.release(each.row)
+        self._release(episodes)
         return [each.trajectory.outcome for each in episodes]
 
     def _trajectories(self, group: Group) -> list[Trajectory]:
@@ -248,6 +278,10 @@ class OpenGroups:
     def _choose(self, left: int) -> list[Group] | None:
         """Returns the groups that the step, which takes `left` more, takes now; None: none yet."""
         settings, groups = self._settings, self._described()
+        if settings.reuse > 1:
+            kept, uses = self._kept, {number: group.uses for number, group in self._kept.items()}
+            again = [Group(number, None, group.rank) for number, group in kept.items()]
+            return choose_with_reuse(groups, again, uses, self.size, settings.reuse)
         if settings.parts > 1:
             return choose_part(groups, left, self.size // settings.parts)
         return choose_groups(settings.rule, groups, self.version, settings.max_staleness, self.size)
@@ -268,6 +302,32 @@ class OpenGroups:
             Group(number, min(_versions(group, live), default=None), group.rank)
             for number, group in self._groups.items()
         ]
+
+    def _take(self, numbers: Sequence[int]) -> list[Finished]:
+        """Returns the episodes of these groups. They are open no longer, and kept if of use."""
+        settings, taken = self._settings, []
+        self._in_hand = [number for number in numbers if number in self._groups]
+        for number in numbers:
+            group = self._kept.pop(number, None) or self._groups.pop(number)
+            group.uses += 1
+            taken.append(group)
+            if group.uses < settings.reuse:
+                self._kept[number] = group
+        self.num_reused = sum(group.uses > 1 for group in taken)
+        while len(self._kept) > self.size:
+            # It is none of those that were taken now, which are `size`.
+            self._forget(next(iter(self._kept)))
+        return [group.episodes[ticket] for group in taken for ticket in group.tickets]
+
+    def _expire(self) -> None:
+        """Gives back the rows of kept groups that are beyond the bound now."""
+        oldest = self.version - self._settings.max_staleness
+        for number, group in list(self._kept.items()):
+            if min(_versions(group, {}), default=oldest) < oldest:
+                self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        self._release(list(self._kept.pop(number).episodes.values()))
 
     def _remove(self, chosen: Sequence[Group]) -> list[Finished]:
         """Returns the episodes of these groups, which are over and open no longer."""

@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from earl_jax.engine.pages import PageTable
 from earl_jax.engine.prefixes import PrefixIndex, Shared
 from earl_jax.engine.round_inputs import NO_PAGE
@@ -131,6 +133,18 @@ class SharedPrompts:
         self._prefixes.stop(slot)
         self._prefixes.extend(slot, cached)
         return self._prefixes.num_kept(slot)
+
+    def common(self, slot: int, prompt: list[int]) -> tuple[int, int]:
+        """Returns `PrefixIndex.common`."""
+        return self._prefixes.common(slot, prompt)
+
+    def ids(self, slot: int) -> np.ndarray:
+        """Returns `PrefixIndex.ids`."""
+        return self._prefixes.ids(slot)
+
+    def restore(self, slot: int, ids: np.ndarray) -> None:
+        """Notes that the slot's cache holds these ids, whatever it held before."""
+        self._prefixes.restore(slot, ids)
 
     def num_kept(self, slot: int) -> int:
         """Returns how many of the first tokens in the slot's cache others could take over."""

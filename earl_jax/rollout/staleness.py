@@ -4,13 +4,14 @@
 
 The policy of version v has had v steps. A step that begins with version v is to train on no token
 that a policy before v - `max_staleness` sampled. Groups are whole, so that their episodes can be
-compared. A group is open from when its tasks are submitted until it is trained on or dropped. At
+compared. A group is open from when its tasks are submitted until it is trained on or dropped;
+with `reuse` it is kept then, until it was trained on so often or would be beyond the bound. At
 most `max_staleness` + 1 steps' groups are open, which is what AReaL admits (arXiv 2505.24298,
 eq. 3): N groups by version v, with floor((N - 1) / groups a step) <= v + max_staleness.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from earl_jax.settings.choices import check_choices
@@ -46,6 +47,11 @@ class AsynchronyConfig:
     its groups or has given up n times as many; then it takes what is there. It goes with the rule
     "drop", and with max_staleness 0 too. 0 leaves their place in the step empty.
 
+    `reuse` n trains on a group up to n times, with the rule "drop" (experience replay): where too
+    few groups are finished, a step takes some again that earlier steps trained on, instead of
+    waiting for the others. At least an n-th of its groups are new, and none is beyond the bound. Up
+    to a step's groups are kept for it, on the devices: those that were trained on last.
+
     `checksums` is for debugging: the events have a checksum of each policy that was published, so
     that a replay compares the weights, and it is an error where a policy is overwritten while it is
     played. It waits for the weights in each step.
@@ -56,6 +62,7 @@ class AsynchronyConfig:
     kv: Literal["recompute", "keep"] = "recompute"
     parts: int = 1
     refill: int = 0
+    reuse: int = 1
     checksums: bool = False
 
     @property
@@ -67,6 +74,11 @@ class AsynchronyConfig:
     def batches(self) -> int:
         """The most steps' episodes that are open at once."""
         return self.max_staleness + 1
+
+    @property
+    def row_batches(self) -> int:
+        """The most steps' episodes that have rows at once: open ones, and those to be reused."""
+        return self.batches + (self.reuse > 1)
 
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
@@ -84,6 +96,26 @@ class AsynchronyConfig:
                 f"config.asynchrony.refill is {self.refill} with config.asynchrony.rule "
                 f"{self.rule!r}; groups are given up and others taken in their place only with the "
                 "rule 'drop': set it, or set refill to 0"
+            )
+        if self.reuse < 1:
+            raise InputError(f"config.asynchrony.reuse is {self.reuse}; it must be at least 1")
+        if self.reuse > 1 and self.rule != "drop":
+            raise InputError(
+                f"config.asynchrony.reuse is {self.reuse} with config.asynchrony.rule "
+                f"{self.rule!r}; a step takes groups again in place of others only with the rule "
+                "'drop': set it, or set reuse to 1"
+            )
+        if self.reuse > 1 and self.max_staleness == 0:
+            raise InputError(
+                f"config.asynchrony.reuse is {self.reuse} and config.asynchrony.max_staleness 0; "
+                "a group that was trained on is beyond this bound in the next step: set "
+                "max_staleness to at least 1, or use config.train.epochs"
+            )
+        if self.reuse > 1 and self.refill:
+            raise InputError(
+                f"config.asynchrony.reuse is {self.reuse} and config.asynchrony.refill "
+                f"{self.refill}; one takes old groups in place of missing ones, the other plays "
+                "new ones: set reuse to 1 or refill to 0"
             )
         if self.parts > 1 and self.rule != "in_order":
             raise InputError(
@@ -143,6 +175,26 @@ def choose_groups(
     if len(chosen) < size or any(group.finished is None for group in chosen):
         return None
     return sorted(chosen)
+
+
+def choose_with_reuse(
+    groups: Sequence[Group], kept: Sequence[Group], uses: Mapping[int, int], size: int, reuse: int
+) -> list[Group] | None:
+    """Returns the `size` groups that a step trains on with the rule "drop" and reuse, by number.
+
+    The open ones that finished first, and as far as too few are finished, `kept` ones: those that
+    were used the least, of these the ones that finished last. None where the finished ones are
+    less than a `reuse`-th of the step, or all together are too few.
+
+    Example: size 3, reuse 2: it takes two new ones and one again, but not one and two.
+    """
+    finished = [group for group in groups if group.finished is not None]
+    chosen = sorted(finished, key=_finish)[:size]
+    if len(chosen) * reuse < size:
+        return None
+    again = sorted(kept, key=lambda group: (uses[group.number], -(group.finished or 0)))
+    chosen += again[: size - len(chosen)]
+    return sorted(chosen) if len(chosen) == size else None
 
 
 def overdue(groups: Sequence[Group], version: int, max_staleness: int) -> list[Group]:

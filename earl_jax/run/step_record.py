@@ -56,6 +56,7 @@ class StepRecord:
     group_shares: dict[str, float]
     dropped: list[Outcome]
     refilled: list[Outcome]
+    num_reused: int
 
     @property
     def failures(self) -> Failures:
@@ -101,6 +102,7 @@ class StepRecord:
             **lag_metrics(self.step - 1, self.trained, self.oldest_version),
             **dropped_metrics(self.dropped),
             "refilled_groups": len({outcome.group for outcome in self.refilled}) or None,
+            "reused_groups": self.num_reused or None,
             **last,
             **{name: first[name] for name in _OF_FIRST_EPOCH},
             **{n: self.updates[0][n] for n in _OF_FIRST_UPDATE if n in self.updates[0]},

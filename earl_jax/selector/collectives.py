@@ -51,18 +51,12 @@ def forward_collectives_s(
 
 
 def layers_collectives_s(
-    hardware: Hardware,
-    sizes: ModelSizes,
-    mesh: MeshShape,
-    tokens: int,
-    itemsize: int | None = None,
+    hardware: Hardware, sizes: ModelSizes, mesh: MeshShape, tokens: int, itemsize: int
 ) -> float:
     """Returns the seconds of a forward pass: all-reduces behind attention and each network."""
-    num_bytes = tokens * sizes.width * (itemsize or sizes.compute_bytes)
-    network = mesh.tensor * mesh.expert
-    return sizes.num_layers * (
-        all_reduce_s(hardware, num_bytes, mesh.tensor) + all_reduce_s(hardware, num_bytes, network)
-    )
+    groups = mesh.tensor, mesh.tensor * mesh.expert
+    num_bytes = tokens * sizes.width * itemsize
+    return sizes.num_layers * sum(all_reduce_s(hardware, num_bytes, size) for size in groups)
 
 
 def keys_s(
@@ -95,13 +89,12 @@ def ring_s(
     They go round the `context` axis in a forward pass, and again backward with gradients in fp32.
     """
     numbers = 2 * tokens * mesh.context * sizes.num_kv_heads // mesh.tensor * sizes.head_size
-    rounds = ((2 + work.remat), sizes.compute_bytes), (1, 4)
-    return sizes.num_layers * sum(
-        times
-        * 0.5
-        * all_reduce_s(hardware, numbers * itemsize, mesh.context, stride(mesh, "context"))
-        for times, itemsize in rounds
+    apart = stride(mesh, "context")
+    keys_s, sums_s = (
+        0.5 * all_reduce_s(hardware, numbers * itemsize, mesh.context, apart)
+        for itemsize in (sizes.compute_bytes, 4)
     )
+    return sizes.num_layers * ((2 + work.remat) * keys_s + sums_s)
 
 
 def stride(mesh: MeshShape, axis: str) -> int:

@@ -64,16 +64,10 @@ class SelectorConfig:
                         "layers on a device or cuts them over expert or tensor: use data, context "
                         "and those"
                     )
-        for field, least in (
-            ("budget_bytes_per_device", 0),
-            ("hysteresis", 0),
-            ("horizon_steps", 1),
-        ):
-            if getattr(self, field) < least:
-                raise InputError(
-                    f"config.selector.{field} is {getattr(self, field)}; it must be at "
-                    f"least {least}"
-                )
+        for field in ("budget_bytes_per_device", "hysteresis", "horizon_steps"):
+            value, least = getattr(self, field), int(field == "horizon_steps")
+            if value < least:
+                raise InputError(f"config.selector.{field} is {value}; it must be at least {least}")
         if not self.table:
             raise InputError(
                 "config.selector.table is empty; give 'auto', 'model', or the path of a table"

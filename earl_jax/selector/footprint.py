@@ -148,18 +148,10 @@ class Footprint:
         resident = self.weights + self.optimizer + self.cache
         return dataclasses.replace(self, gradients=0, activations=max(0, num_bytes - resident))
 
-    def as_dict(self) -> dict[str, int]:
-        """Returns the bytes by kind, without zeros."""
-        return {kind: size for kind, size in dataclasses.asdict(self).items() if size}
-
 
 def parts_of(axes: str, mesh: MeshShape, rules: Rules = PARAMETER_RULES) -> int:
     """Returns the number of parts of a parameter with these axes."""
-    parts = 1
-    for letter in axes:
-        for axis in rules.get(letter, ()):
-            parts *= getattr(mesh, axis)
-    return parts
+    return math.prod(getattr(mesh, axis) for letter in axes for axis in rules.get(letter, ()))
 
 
 def device_bytes(
@@ -167,11 +159,8 @@ def device_bytes(
 ) -> int:
     """Returns the bytes per device of parameters on this mesh."""
     return sum(
-        parameter.count
-        * parameter.itemsize
-        * math.prod(parameter.shape)
-        // parts_of(parameter.axes, mesh, rules)
-        for parameter in parameters
+        p.count * p.itemsize * math.prod(p.shape) // parts_of(p.axes, mesh, rules)
+        for p in parameters
     )
 
 
@@ -229,8 +218,8 @@ def rollout_footprint(
         appending += tokens * width * (sizes.engine_bytes + 2 * 4)
     beside = 0
     if platform == "tpu":
-        # Attention's matrices once more, in the decode loop's order of axes.
-        names = ("query", "key", "value", "out")
+        # The query matrices once more, in the order of axes of the decode loop.
+        names = ("query",)
         beside = engine_bytes([p for p in sizes.engine if p.name in names], mesh)
     return Footprint(
         weights=engine_bytes(sizes.engine, mesh),
@@ -258,7 +247,9 @@ def train_footprint(
     copies = (numbers + of_base) * sizes.compute_bytes if sizes.compute_bytes < 4 else 0
     rows = work.num_rows // work.micro_batches // (mesh.data * mesh.fsdp * mesh.expert)
     tokens = rows * length // mesh.context
-    block = tokens * _block_width(sizes, mesh, 1) * sizes.compute_bytes
+    block = (
+        tokens * (_stream_width(sizes, mesh) + _inside_width(sizes, mesh, 1)) * sizes.compute_bytes
+    )
     kept = tokens * sizes.num_layers * sizes.compute_bytes
     kept *= sizes.width if work.remat else kept_width(sizes, mesh, length)
     kept *= 2 if sizes.critic else 1
@@ -280,20 +271,8 @@ def train_footprint(
         phases = [(summed + apart, together), (numbers * 4, 0)]
     gradients, working = max(phases, key=sum)
     return Footprint(
-        weights=weights,
-        optimizer=moments,
-        gradients=gradients,
-        activations=copies + working,
+        weights=weights, optimizer=moments, gradients=gradients, activations=copies + working
     )
-
-
-def _block_width(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> int:
-    """Returns the numbers that a layer has of a token at once: its stream and its networks'.
-
-    A mixture has a token once for each of its experts, in training on each device of the `expert`
-    axis; `experts_cut` is that axis where it has not.
-    """
-    return _stream_width(sizes, mesh) + _inside_width(sizes, mesh, experts_cut)
 
 
 def _stream_width(sizes: ModelSizes, mesh: MeshShape) -> int:
@@ -302,7 +281,11 @@ def _stream_width(sizes: ModelSizes, mesh: MeshShape) -> int:
 
 
 def _inside_width(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> int:
-    """Returns the numbers of a token inside the gated network, or a mixture's experts."""
+    """Returns the numbers of a token inside the gated network, or a mixture's experts.
+
+    A mixture has a token once for each of its experts, in training on each device of the `expert`
+    axis; `experts_cut` is that axis where it has not.
+    """
     inside = 4 * sizes.ffn_size // mesh.tensor
     if not sizes.num_experts:
         return inside

@@ -13,8 +13,7 @@ Data sheets are those of `sharding.topology.CHIPS`. Sources of the other numbers
 - A collective of TPUs over one mesh axis goes along one axis of the torus, with that axis's share
   of the links; NVSwitch gives a GPU all of its links for any of them.
 - `host_memory_bytes`: 2 TB for the eight GPUs of NVIDIA's DGX H100, H200 and B200; TPU virtual
-  machines by cloud.google.com/tpu/docs/{v5e,v5p,v6e}, for the four chips that one of a larger slice
-  has. Hosts with fewer devices have as much less.
+  machines by cloud.google.com/tpu/docs/{v5e,v5p,v6e}, for the four chips of one in a larger slice.
 """
 
 import dataclasses
@@ -35,8 +34,6 @@ class Kernels:
 
     - `fused_ring`: attention over `context` is a fused kernel too. Without it scores go through
       memory, twelve bytes each in a forward pass.
-    - `folded_ring`: each shard of a ring has an early and a late part of a causal row. Without it
-      the last shard has nearly twice the average work.
     - `fused_pages`: decode and prefill read the cache in place. Without it, but on the meshes of
       `Workload.in_place_contexts`, pages are gathered, which reads them, writes them, and reads
       them again, and scores go through memory.
@@ -45,19 +42,16 @@ class Kernels:
     - `full_tiles`: where pages are gathered, they are as many for each row as for the longest.
     - `loop_sync_s`: time in which the host reads the condition of a loop.
     - `op_s`: the least time of an operation on the device.
-    - `host_step_s`: time on the host between two decode steps.
     """
 
     attention_forward: float
     attention_backward: float
     fused_ring: bool = True
-    folded_ring: bool = True
     fused_pages: bool = True
     fixed_rows: bool = False
     full_tiles: bool = False
     loop_sync_s: float = 0.0
     op_s: float = 0.0
-    host_step_s: float = 0.0
 
 
 # Any fused kernel of a published engine: cuDNN's by the FlashAttention-3 paper (arXiv 2407.08608,
@@ -162,15 +156,9 @@ _CPU = Hardware(
     shared_cores=2,
 )
 
-# For each device that it has.
-_HOST_MEMORY_BYTES = {
-    "v5e": 192 * _GB // 4,
-    "v5p": 448 * _GB // 4,
-    "v6e": 720 * _GB // 4,
-    "h100": 2000 * _GB // 8,
-    "h200": 2000 * _GB // 8,
-    "b200": 2000 * _GB // 8,
-}
+# Of a host, for each device that it has: TPUs by name, all GPUs alike.
+_HOST_MEMORY_BYTES = {"v5e": 192 * _GB // 4, "v5p": 448 * _GB // 4, "v6e": 720 * _GB // 4}
+_GPU_HOST_MEMORY_BYTES = 2000 * _GB // 8
 _TPU_CHIPS_A_HOST = 4
 
 
@@ -222,6 +210,7 @@ def hardware_of(topology: Topology) -> Hardware:
         hop_s=0.6e-6 if gpu else 1e-6,
         network_hop_s=2.7e-6 if gpu else 1e-6,
         host_bytes_per_s=chip.host_bytes_per_s,
-        host_memory_bytes=devices_a_host * _HOST_MEMORY_BYTES[chip.name],
+        host_memory_bytes=devices_a_host
+        * _HOST_MEMORY_BYTES.get(chip.name, _GPU_HOST_MEMORY_BYTES),
         kernels=_ON_GPUS if gpu else _ON_CHIPS,
     )

@@ -51,9 +51,9 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 class OutOfMemoryInMove(jax.errors.JaxRuntimeError):
-    """Raised where a device had too little memory for a move of arrays to a plan's layout.
+    """Raised where a device had too little memory for source and target of a move at once.
 
-    It has source and target at once. The plan's own program may fit all the same.
+    The plan's own program may fit all the same.
     """
 
 

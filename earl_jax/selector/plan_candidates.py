@@ -2,10 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Candidates: every plan of a stage with its bytes and its speed. Pure.
 
-Bytes are XLA's where a plan's program was compiled, else computed. Speeds are observed where the
-plan ran; else those of the speed model, corrected by the factor by which the same mesh, or else the
-median mesh of the stage, was observed to differ from it. An observed speed that is below the
-model's by more than the model's error counts only where this run has observed it TRUSTED times.
+Where bytes and speeds come from, and which observed speeds are doubted, is in
+docs/design/selector.md.
 """
 
 import dataclasses
@@ -86,15 +84,15 @@ class Candidates:
         beside an update all that fit.
         """
         found, stays = [], self.problem.rollout_stays
-        for mesh, ways in _train_ways(self.problem, length).items():
-            every = stays or current is not None and mesh == current.mesh
-            fitting = []
-            for plan in itertools.chain.from_iterable(ways):
-                is_first = every or all(c.plan.remat != plan.remat for c in fitting)
+        every = self.problem.train_plans(length)
+        for mesh, plans in itertools.groupby(every, lambda plan: plan.mesh):
+            rates_all = stays or current is not None and mesh == current.mesh
+            fitting = list[Candidate[TrainPlan]]()
+            for plan in plans:
+                is_first = rates_all or all(c.plan.remat != plan.remat for c in fitting)
                 if is_first and self.update_bytes(plan, length)[0] <= free:
                     candidate = self._train(plan, length)
                     fitting += [] if candidate.failed else [candidate]
-            fitting.sort(key=lambda candidate: candidate.plan.micro_batches)
             best = fitting[:1]
             for candidate in fitting:
                 if candidate.tokens_per_s > (1.0 + TIE) * best[0].tokens_per_s:
@@ -135,8 +133,8 @@ class Candidates:
     ) -> Candidate[RolloutPlan]:
         """Returns a chosen rollout with as many pages as could be of use, if they fit.
 
-        They take memory that nothing else needs during the rollout, so that the pool need not grow,
-        for which programs would be compiled. Without a budget there are MOST_SPARE times as many.
+        So the pool need not grow, for which programs would be compiled. Without a budget there are
+        MOST_SPARE times as many.
         """
         problem, plan = self.problem, rollout.plan
         dense = problem.dense_pages(plan.mesh, plan.num_slots, max_tokens)
@@ -149,6 +147,18 @@ class Candidates:
             return rollout
         num_bytes = rollout.num_bytes + (plan.pages - rollout.plan.pages) * page_bytes
         return dataclasses.replace(rollout, plan=plan, num_bytes=num_bytes)
+
+    def in_use(self, plan: Plan, tokens: int, free: float) -> Candidate | None:
+        """Returns the candidate of a plan in use; None where its mesh is no candidate.
+
+        A rollout has the pages that fit into `free` bytes, or where nothing does the fewest slots.
+        """
+        if plan.mesh not in self.problem.meshes(plan.stage, tokens):
+            return None
+        if isinstance(plan, TrainPlan):
+            return self._train(plan, tokens)
+        slots = plan.num_slots if free else self.problem.slot_numbers(plan.mesh)[-1]
+        return self._rollout(plan._replace(num_slots=slots, pages=0), tokens, None, free)
 
     def live_round_s(self, plan: RolloutPlan, live: int, max_tokens: int) -> float:
         """Returns the seconds of a round with `live` episodes left."""
@@ -239,9 +249,9 @@ class Candidates:
             return computed * usual if doubted else known, False
         if own:
             return computed * factors.by_bucket.get((plan.mesh, tokens), own), False
-        if self.may_try is not None and self.may_try(plan, tokens):
-            if sum(bucket == tokens for _, bucket in factors.by_bucket) <= TRIALS:
-                return computed * factors.usual * MODEL_ERROR, True
+        ran = sum(bucket == tokens for _, bucket in factors.by_bucket)
+        if self.may_try is not None and ran <= TRIALS and self.may_try(plan, tokens):
+            return computed * factors.usual * MODEL_ERROR, True
         return computed * factors.usual / MODEL_ERROR, False
 
     @functools.cached_property
@@ -271,15 +281,6 @@ class Candidates:
         """Returns the computed tokens/s of updates on packed rows."""
         rows = self.problem.packed_rows(length, self.train_tokens, plan.mesh)
         return self.problem.update_speed(plan, length, rows)
-
-
-@functools.cache
-def _train_ways(problem: Problem, length: int) -> dict[MeshShape, list[list[TrainPlan]]]:
-    """Returns a problem's training plans by mesh and remat, those with few micro-batches first."""
-    ways = defaultdict[MeshShape, dict[bool, list[TrainPlan]]](dict)
-    for plan in problem.train_plans(length):
-        ways[plan.mesh].setdefault(plan.remat, []).append(plan)
-    return {mesh: list(by_remat.values()) for mesh, by_remat in ways.items()}
 
 
 def _is_doubted(factor: float, usual: float) -> bool:

@@ -79,16 +79,15 @@ class Failure:
 
     def __str__(self) -> str:
         """Returns the end of a sentence."""
+        tokens, number, *_, plain = self.size
         if self.stage == "rollout":
-            tokens, cached, slots, whole = self.size
             return (
-                f"ran out of memory with {slots} slots, a KV cache of {cached} tokens per row "
-                f"shard and episodes of {tokens} tokens"
-                f"{'' if whole else ', the moments in host memory'}"
+                f"ran out of memory with {self.size[2]} slots, a KV cache of {number} tokens per "
+                f"row shard and episodes of {tokens} tokens"
+                f"{'' if plain else ', the moments in host memory'}"
             )
-        tokens, rows, plain = self.size
         return (
-            f"ran out of memory with rows of {tokens} tokens, {rows} at a time"
+            f"ran out of memory with rows of {tokens} tokens, {number} at a time"
             f"{'' if plain else ', with remat'}"
         )
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from earl_jax.selector.plan_candidates import Candidate, Candidates
-from earl_jax.selector.plans import Plan, TrainPlan
+from earl_jax.selector.plans import Plan
 from earl_jax.settings.errors import InputError
 
 
@@ -35,7 +35,7 @@ def reason_of(
         speed = f"{chosen.tokens_per_s:,.0f} tokens/s"
         speed += " observed" if chosen.num_speeds else " computed"
         return f"{verb} on {plan.words(current)} (context {tokens}, {size}; {speed})"
-    why, before = f"context {tokens}, {size}", _in_use(candidates, current, tokens, math.inf)
+    why, before = f"context {tokens}, {size}", candidates.in_use(current, tokens, math.inf)
     if gain is None:
         why = _why_left(candidates, current, tokens)
     faster = "" if before is None else percent(chosen.tokens_per_s / before.tokens_per_s - 1)
@@ -44,24 +44,9 @@ def reason_of(
     return f"{current.mesh} -> {plan.words()} ({why}{faster and f'; {faster} tokens/s'})"
 
 
-def _in_use(candidates: Candidates, plan: Plan, tokens: int, free: float) -> Candidate | None:
-    """Returns the candidate of a plan in use, or the smallest on its mesh; None for no candidate.
-
-    A rollout's has the slots and pages that fit into `free` bytes, or the fewest.
-    """
-    found: Sequence[Candidate]
-    if isinstance(plan, TrainPlan):
-        found = candidates.train(tokens)
-    else:
-        found = candidates.rollouts(tokens, None, free, offload=plan.offload)
-    there = [candidate for candidate in found if candidate.plan.mesh == plan.mesh]
-    same = [candidate for candidate in there if candidate.plan == plan]
-    return min(same or there, key=lambda candidate: candidate.num_bytes, default=None)
-
-
 def _why_left(candidates: Candidates, plan: Plan, tokens: int) -> str:
     """Returns why a plan in use cannot stay."""
-    problem, least = candidates.problem, _in_use(candidates, plan, tokens, 0.0)
+    problem, least = candidates.problem, candidates.in_use(plan, tokens, 0.0)
     if failed := candidates.table.failure_of(plan, problem.size_of(plan, tokens)):
         return f"{plan.mesh} {failed}"
     if least is None:

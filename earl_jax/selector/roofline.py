@@ -117,8 +117,7 @@ def decode_s(
         collectives_s=forward_collectives_s(hardware, sizes, mesh, own, rows)
         + keys_s(hardware, sizes, mesh, number, is_cut),
         latency_s=sizes.num_layers * OPS_A_LAYER * kernels.op_s / share
-        + loop_syncs(sizes, blocks) * kernels.loop_sync_s
-        + kernels.host_step_s,
+        + loop_syncs(sizes, blocks) * kernels.loop_sync_s,
     )
 
 
@@ -182,16 +181,9 @@ class TrainParts:
     @property
     def total(self) -> float:
         """The seconds of all parts; reads of weights run beside products and attention."""
-        beside_s = max(self.products_s + self.attention_s, self.weights_s)
-        return beside_s + sum(
-            (
-                self.elementwise_s,
-                self.optimizer_s,
-                self.beside_s,
-                self.crossing_s,
-                self.latency_s,
-            )
-        )
+        layers_s = max(self.products_s + self.attention_s, self.weights_s)
+        others_s = self.beside_s + self.crossing_s + self.latency_s
+        return layers_s + self.elementwise_s + self.optimizer_s + others_s
 
 
 def train_parts(
@@ -236,7 +228,7 @@ def train_parts(
     gathered = parts * _gathers_s(hardware, sizes, work, mesh)
     ring = parts * ring_s(hardware, sizes, work, mesh, each)
     crossing = (1 + BACKWARD_PASSES / 2 + work.remat) * parts
-    crossing *= layers_collectives_s(hardware, sizes, mesh, each)
+    crossing *= layers_collectives_s(hardware, sizes, mesh, each, sizes.compute_bytes)
     beside = max(0.0, gathered - products_s - attention_s) + max(0.0, ring - attention_s)
     if hardware.shared_cores:
         # Nothing runs beside them: the same cores move the bytes.
@@ -255,12 +247,7 @@ def train_parts(
 
 
 def _train_attention_s(
-    hardware: Hardware,
-    sizes: ModelSizes,
-    work: Workload,
-    mesh: MeshShape,
-    tokens: int,
-    length: int,
+    hardware: Hardware, sizes: ModelSizes, work: Workload, mesh: MeshShape, tokens: int, length: int
 ) -> float:
     """Returns the seconds of attention of an update over `tokens` tokens of a device."""
     kernels, share = hardware.kernels, hardware.share(mesh.num_devices)
@@ -275,8 +262,7 @@ def _train_attention_s(
         rate = hardware.memory_bytes_per_s * share * MEMORY_REACHED
         scores_s = SCORE_BYTES * flops / (4 * sizes.head_size) / rate
         seconds = (forward + ATTENTION_BACKWARD) * max(scores_s, flops / (peak * MATMUL_REACHED))
-    # The last of n shards sees n - 1/2 parts of keys, where they see n / 2 on average.
-    return seconds * (1.0 if kernels.folded_ring else 2 - 1 / mesh.context)
+    return seconds
 
 
 def _elementwise_bytes(sizes: ModelSizes, mesh: MeshShape) -> float:

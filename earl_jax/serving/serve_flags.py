@@ -131,9 +131,9 @@ def _add_limits(group: Any) -> None:
     group.add_argument(
         "--keep_replies",
         action="store_true",
-        help="keep the KV cache of replies as well as of prompts while there is memory for it, so "
-        "that the next request of a conversation reads only what is new; a reply may then differ "
-        "by rounding with what was kept",
+        help="keep the KV cache of replies as well as of prompts, on the devices and then in up to "
+        "4 GiB of host memory, so that the next request of a conversation reads only what is new; "
+        "a reply may then differ by rounding with what was kept",
     )
     group.add_argument(
         "--max_choice_tokens",

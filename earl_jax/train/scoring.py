@@ -143,6 +143,7 @@ def make_estimator(algorithm: Algorithm, layout: Layout) -> Any:
                 part,
                 advantages=own(whole.advantages, start, *size),
                 returns=own(whole.returns, start, *size),
+                groups=None,
             )
             for part, start, size in zip(parts, starts, sizes, strict=False)
         )
@@ -176,10 +177,11 @@ def with_estimates(batch: TrajectoryBatch, algorithm: Algorithm) -> TrajectoryBa
         values=masked(batch.values),
         old=masked(batch.logprobs if batch.proximal is None else batch.proximal),
         reference=masked(batch.reference),
+        groups=batch.groups,
     )
     if algorithm.token_advantages is not None:
         advantages = algorithm.token_advantages(facts, algorithm.settings)
-        return dataclasses.replace(batch, advantages=advantages)
+        return dataclasses.replace(batch, advantages=advantages, groups=None)
     assert algorithm.critic is not None
     found = algorithm.critic.estimate(facts, algorithm.settings)
     return dataclasses.replace(batch, advantages=found.advantages, returns=found.returns)

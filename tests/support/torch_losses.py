@@ -133,6 +133,10 @@ def own_outcomes(episodes: list[dict], args: dict) -> list[list[float]]:
     return [[outcome(episode, args)] * len(episode["rewards"]) for episode in episodes]
 
 
+def scaled_outcomes(episodes: list[dict], args: dict) -> list[list[float]]:
+    return [[value / args["beta"] for value in row] for row in own_outcomes(episodes, args)]
+
+
 def rewards(episodes: list[dict], args: dict) -> list[list[float]]:
     return [episode["rewards"] for episode in episodes]
 
@@ -151,6 +155,7 @@ ADVANTAGES = {
         episodes, args | {"normalize_advantages": False}
     ),
     "ppo": rewards,
+    "tba": scaled_outcomes,
     "sft": lambda episodes, args: [[0.0] * len(episode["rewards"]) for episode in episodes],
 }
 
@@ -169,6 +174,7 @@ def make_tokens(episodes: list[dict], rows: list[list[float]]) -> list[dict]:
             turn = episode["turns"][place]
             token = {name: torch.tensor(episode[name][at] * UNIT).double() for name in PER_TOKEN}
             token |= {"episode": number, "turn": turn, "advantage": row[turn - 1]}
+            token["group"] = episode["group"]
             token["sequence"] = number, episode["samples"][place]
             tokens.append(token)
     return tokens
@@ -200,12 +206,31 @@ def finish_advantages(algorithm: str, tokens: list[dict], args: dict) -> None:
     """Makes what depends on tokens: of a critic, of penalties, and of all tokens of the batch."""
     if algorithm == "ppo":
         estimate(tokens, args)
+    elif algorithm == "tba":
+        balance(tokens)
     else:
         subtract_following_penalties(tokens, args)
     if algorithm in OVER_TOKENS and args.get("normalize_advantages", True):
         normalize(tokens)
     for token in tokens:
         token["advantage"] = torch.as_tensor(token["advantage"], dtype=torch.float64)
+
+
+def log_ratio(token: dict, tokens: list[dict], name: str) -> torch.Tensor:
+    """log pi(y) - log pi_ref(y) of a token's sequence, with the log-probs of this name."""
+    own = [t for t in tokens if t["sequence"] == token["sequence"]]
+    return sum(t[name] - t["reference"] for t in own)
+
+
+def balance(tokens: list[dict]) -> None:
+    """2503.18929, VarGrad: r / beta - log Z, the mean of log pi_ref + r / beta - log pi."""
+    found = {}
+    for token in tokens:
+        amount = token["advantage"] - log_ratio(token, tokens, "proximal").detach()
+        found.setdefault(token["group"], {})[token["sequence"]] = amount
+    log_z = {group: mean(list(each.values())) for group, each in found.items()}
+    for token in tokens:
+        token["advantage"] = token["advantage"] - log_z[token["group"]]
 
 
 def normalize(tokens: list[dict]) -> None:
@@ -264,6 +289,9 @@ def surrogates(algorithm: str, tokens: list[dict], args: dict) -> list[torch.Ten
         ratio = torch.exp(gap(logprob, token["old"]))
         if algorithm == "sft":
             losses.append(-logprob)
+        elif algorithm == "tba":
+            # 2503.18929: (log Z + log pi(y) - log pi_ref(y) - r / beta)^2 at each of its tokens.
+            losses.append((log_ratio(token, tokens, "logprobs") - advantage) ** 2)
         elif algorithm == "cispo":
             # 2506.13585, eq. 4 and 5.
             low, high = args.get("clip_low", 1.0), args.get("clip_high", 4.0)

@@ -1,0 +1,181 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions in host memory: caches of conversations that are idle, found again by their ids.
+
+When a slot whose last episode is over is used for something else, its pages come here. Where a
+prompt goes on with what is kept here, the pages go back into its slot before it begins, as if the
+slot had kept them. The sessions that were used the longest ago are dropped first.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from earl_jax.engine.host_pages import HostPages, Part
+from earl_jax.engine.pages import PageTable
+from earl_jax.rollout.shared_prompts import SharedPrompts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IdleSession:
+    """The ids in a session's cache, and its pages."""
+
+    ids: np.ndarray
+    parts: list[Part]
+
+
+class HostSessions:
+    """Idle sessions of one policy version. Host-side state only."""
+
+    def __init__(self, host: HostPages, least_tokens: int) -> None:
+        """Pages are in `host`; sessions that have fewer tokens in common do not count."""
+        self._host, self._least = host, least_tokens
+        # By number, the one that came first in front; and the numbers by their first tokens.
+        self._sessions: dict[int, IdleSession] = {}
+        self._begin: dict[bytes, dict[int, None]] = collections.defaultdict(dict)
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def find(self, prompt: Sequence[int]) -> tuple[int, int]:
+        """Returns the session with the most tokens in common with a prompt, and their number.
+
+        The last token of a prompt does not count. Without such a session: (-1, 0).
+        """
+        best, most = -1, 0
+        if not self._sessions or len(prompt) <= self._least:
+            return best, most
+        ids = np.fromiter(prompt, np.int32, len(prompt))[:-1]
+        for number in self._begin.get(self._key(ids), ()):
+            theirs = self._sessions[number].ids
+            length = min(len(ids), len(theirs))
+            equal = ids[:length] == theirs[:length]
+            common = length if equal.all() else int(equal.argmin())
+            if common > most:
+                best, most = number, common
+        return best, most
+
+    def holds(self, ids: np.ndarray) -> bool:
+        """Returns whether a session's cache begins with these ids."""
+        return any(
+            np.array_equal(self._sessions[number].ids[: len(ids)], ids)
+            for number in self._begin.get(self._key(ids), ())
+        )
+
+    def add(self, session: IdleSession) -> None:
+        """Adds a session, as the one that is dropped last."""
+        self._sessions[self._next] = session
+        self._begin[self._key(session.ids)][self._next] = None
+        self._next += 1
+
+    def remove(self, number: int) -> IdleSession:
+        """Removes a session, whose pages stay in the host's memory."""
+        session = self._sessions.pop(number)
+        key = self._key(session.ids)
+        del self._begin[key][number]
+        if not self._begin[key]:
+            del self._begin[key]
+        return session
+
+    def make_room(self, block_bytes: int, pages_a_block: int, num_pages: Sequence[int]) -> bool:
+        """Drops sessions until slots with so many pages each fit too. Returns whether they do."""
+        while not self._host.has_room(block_bytes, pages_a_block, num_pages):
+            if not self._sessions:
+                return False
+            self._host.release(self.remove(next(iter(self._sessions))).parts)
+        return True
+
+    def clear(self) -> None:
+        """Drops all sessions: the weights have changed."""
+        for number in list(self._sessions):
+            self._host.release(self.remove(number).parts)
+
+    def _key(self, ids: np.ndarray) -> bytes:
+        return ids[: self._least].tobytes()
+
+
+class IdleSessions:
+    """Moves of idle sessions from slots to host memory and back, planned before each round."""
+
+    def __init__(self, host: HostPages, leaving: dict[int, list[int]], least_tokens: int) -> None:
+        """`leaving` is the caller's: the pages of slots that are copied to the host next."""
+        self._host, self._leaving, self._least = host, leaving, least_tokens
+        self.store = HostSessions(host, least_tokens)
+        # By slot: the ids of what leaves; the session that comes; and how many tokens of the prompt
+        # that is to begin are in the slot's own cache, or will be.
+        self._aside: dict[int, np.ndarray] = {}
+        self._coming: dict[int, IdleSession] = {}
+        self._own: dict[int, int] = {}
+        self._block = 0, 1
+
+    def own(self, slot: int) -> int:
+        """Returns how many tokens of its next prompt the slot goes on from in its own pages."""
+        return self._own.get(slot, 0)
+
+    def plan(
+        self,
+        prompts: Mapping[int, list[int]],
+        block: tuple[int, int],
+        pages: PageTable,
+        shared: SharedPrompts,
+        give_up: Callable[[int], None],
+        free: Callable[[int, int], None],
+    ) -> None:
+        """Plans which sessions come back for the prompts that are to begin, by slot.
+
+        What a slot keeps that its prompt has no use for goes to the host. `block` is that of
+        `HostPages`. `give_up` frees a slot's pages, `free` makes so many pages of a row shard free,
+        if it can.
+        """
+        self._own, self._block = {}, block
+        for slot, prompt in prompts.items():
+            own, most = shared.common(slot, prompt)
+            if own == most and own and pages.has_alone(slot, own):
+                self._own[slot] = own
+            number, common = self.store.find(prompt)
+            if common < most + self._least:
+                self.move_aside(slot, own, pages, shared)
+                continue
+            # Removed first, so that it makes no room for what it comes in place of.
+            idle = self.store.remove(number)
+            self.move_aside(slot, 0, pages, shared)
+            give_up(slot)
+            shard, missing = pages.shard(slot), pages.missing(slot, len(idle.ids))
+            if missing > pages.num_free(shard):
+                free(shard, missing)
+            if missing > pages.num_free(shard):
+                self.store.add(idle)
+                continue
+            pages.hold(slot, len(idle.ids))
+            self._coming[slot], self._own[slot] = idle, common
+
+    def move_aside(self, slot: int, own: int, pages: PageTable, shared: SharedPrompts) -> None:
+        """Plans that the slot's cache goes to the host, if more than `own` tokens of it count."""
+        ids = shared.ids(slot)
+        if len(ids) - own < self._least or slot in self._leaving or self.store.holds(ids):
+            return
+        leaving = pages.pages_of(slot, len(ids))
+        if self.store.make_room(*self._block, [*map(len, self._leaving.values()), len(leaving)]):
+            self._leaving[slot], self._aside[slot] = leaving, ids
+
+    def cancel(self, slot: int) -> None:
+        """Notes that the slot gives up its pages: no session comes back to it."""
+        self._own.pop(slot, None)
+        if (idle := self._coming.pop(slot, None)) is not None:
+            self.store.add(idle)
+
+    def carry_out(self, pages: PageTable, shared: SharedPrompts) -> dict[int, list[int]]:
+        """Keeps what has left, and returns the pages to write back, by slot.
+
+        The host has the pages of these slots then, and the prefix index their ids.
+        """
+        for slot, ids in self._aside.items():
+            self.store.add(IdleSession(ids=ids, parts=self._host.give(slot)))
+        coming, self._aside, self._coming = self._coming, {}, {}
+        for slot, idle in coming.items():
+            self._host.take_back(slot, idle.parts)
+            shared.restore(slot, idle.ids)
+        return {slot: pages.pages_of(slot, len(idle.ids)) for slot, idle in coming.items()}

@@ -1,0 +1,286 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Trajectory balance (TBA): by hand, over rows and micro-batches, and what it is refused with."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from earl_jax.algorithms.advantages import assign_credit
+from earl_jax.algorithms.algorithms import ALGORITHMS
+from earl_jax.algorithms.requirements import Networks, networks_of, scored_passes
+from earl_jax.algorithms.sequences import group_sums
+from earl_jax.algorithms.settings import TbaSettings
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.logprobs import TokenScores
+from earl_jax.placement.delivery import row_facts
+from earl_jax.selector.plans import TrainPlan
+from earl_jax.settings.errors import InputError
+from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.train.config import TrainConfig
+from earl_jax.train.learner import Learner
+from earl_jax.train.scoring import score_batch, with_estimates
+from earl_jax.train.state import init_state
+from earl_jax.train.step import read_metrics
+from earl_jax.train.update import token_facts
+from earl_jax.trajectory import Outcome, TrajectoryBatch
+from tests.support.placements import TINY
+from tests.support.settings import make_config
+
+TBA = ALGORITHMS["tba"]
+VOCAB, ROWS, LENGTH = 32, 8, 16
+MODEL = ModelConfig(**TINY)
+ONE, CUBE, CONTEXT = (
+    MeshShape(),
+    MeshShape(data=2, fsdp=2, tensor=2),
+    MeshShape(data=2, context=4),
+)
+
+
+def test_sums_over_groups_by_hand():
+    """Groups lie in several rows, and anywhere in them."""
+    values = jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    groups = jnp.array([[7, 2, 2], [0, 7, 2]])
+    assert group_sums(values, groups).tolist() == [[6, 11, 11], [4, 6, 11]]
+
+
+def two_rows(**changes) -> TrajectoryBatch:
+    """Sequences A (two tokens) and B in the first row, C and D in the second, one of padding.
+
+    | sequence | group | r / beta | log policy | log reference | log-ratio |
+    |---|---|---|---|---|---|
+    | A | 1 | 2 | -1 -2 | -1.5 -0.5 | -1 |
+    | C | 1 | 0 | -1 | -2 | 1 |
+    | B | 2 | 2 | -1 | -1 | 0 |
+    | D | 2 | 2 | -3 | -1 | -2 |
+
+    log Z is mean(2 + 1, 0 - 1) = 1 of group 1 and mean(2 - 0, 2 + 2) = 3 of group 2.
+    """
+    turn_ids = jnp.array([[0, 1, 1, 0, 1], [0, 1, 0, 1, 0]])
+    real = {
+        "advantages": [[9.0, 2, 2, 9, 2], [9, 0, 9, 2, 9]],
+        "proximal": [[9.0, -1, -2, 9, -1], [9, -1, 9, -3, 9]],
+        "reference": [[9.0, -1.5, -0.5, 9, -1], [9, -2, 9, -1, 9]],
+        "logprobs": [[9.0, -5, -5, 9, -5], [9, -5, 9, -5, 9]],
+    } | changes
+    return TrajectoryBatch(
+        tokens=turn_ids,
+        segment_ids=jnp.array([[1, 1, 1, 2, 2], [1, 1, 2, 2, 0]]),
+        turn_ids=turn_ids,
+        versions=turn_ids,
+        groups=jnp.array([[1, 1, 1, 2, 2], [1, 1, 2, 2, 0]]),
+        **{name: jnp.array(values) for name, values in real.items()},
+    )
+
+
+def mean_loss(batch: TrajectoryBatch, logprobs: jax.Array) -> jax.Array:
+    facts = token_facts(TokenScores(logprobs, jnp.zeros_like(logprobs)), batch)
+    losses, _, aggregation = TBA.loss(facts, TBA.settings)
+    assert aggregation is not None
+    return jnp.sum(losses * aggregation.weights) / jnp.sum(aggregation.shares)
+
+
+def test_the_loss_and_its_gradient_by_hand():
+    """Errors log Z + log-ratio - r / beta are A 1 - 1 - 2 = -2, C 2, B 3 + 0 - 2 = 1, D -1.
+
+    The loss is (4 + 4 + 1 + 1) / 4 and its gradient, at each token of a sequence, half its error.
+    """
+    batch = with_estimates(two_rows(), TBA)
+    assert batch.groups is None, "the update has no use for them"
+    expected = [[0, 1, 1, 0, -1], [0, -1, 0, -1, 0]]
+    np.testing.assert_allclose(batch.advantages, expected, atol=1e-6)
+    policy = two_rows().proximal
+    loss, slope = jax.value_and_grad(lambda logprobs: mean_loss(batch, logprobs))(policy)
+    assert float(loss) == pytest.approx(2.5)
+    np.testing.assert_allclose(slope, [[0, -1, -1, 0, 0.5], [0, 1, 0, -0.5, 0]], atol=1e-6)
+
+
+def test_in_a_later_update_the_log_ratios_are_new_and_log_z_is_not():
+    """A's log-ratio has become -1 + 2 = 1, which is balanced: (0 + 4 + 1 + 1) / 4."""
+    batch = with_estimates(two_rows(), TBA)
+    policy = two_rows().proximal.at[0, 2].set(0.0)
+    loss, slope = jax.value_and_grad(lambda logprobs: mean_loss(batch, logprobs))(policy)
+    assert float(loss) == pytest.approx(1.5)
+    np.testing.assert_allclose(slope, [[0, 0, 0, 0, 0.5], [0, 1, 0, -0.5, 0]], atol=1e-6)
+
+
+def test_what_is_added_to_the_rewards_of_a_group_changes_nothing():
+    found, other = (
+        with_estimates(two_rows(advantages=rewards), TBA).advantages
+        for rewards in ([[0.0, 2, 2, 0, 2], [0, 0, 0, 2, 0]], [[0.0, 5, 5, 0, 0], [0, 3, 0, 0, 0]])
+    )
+    np.testing.assert_allclose(found, other, atol=1e-6)
+
+
+def test_the_loss_is_0_at_the_reference_times_exp_of_the_reward():
+    """Log policy - log reference is r / beta - 3 in group 1, r / beta - 2.5 in group 2."""
+    policy = [[9.0, -1.5, -1.5, 9, -1.5], [9, -5.0, 9, -1.5, 9]]
+    batch = with_estimates(two_rows(proximal=policy), TBA)
+    loss, slope = jax.value_and_grad(lambda logprobs: mean_loss(batch, logprobs))(jnp.array(policy))
+    assert float(loss) == pytest.approx(0, abs=1e-10)
+    np.testing.assert_allclose(slope, 0, atol=1e-5)
+
+
+def make_outcome(episode: int, group: int, reward: float, **fields) -> Outcome:
+    given = {"role": "x", "turn_rewards": (reward,), "stop_reason": "win", "num_turns": 1}
+    return Outcome(
+        episode=episode,
+        group=group,
+        num_tokens=9,
+        num_policy_tokens=4,
+        sample_starts=(0,),
+        versions=((0, 1),),
+        **(given | fields),
+    )
+
+
+def test_the_host_gives_centred_rewards_over_beta_and_numbers_of_groups():
+    """Rewards 1 and 0 with beta 0.25: 4 and 0, less their mean. A failure has no tokens."""
+    algorithm = dataclasses.replace(TBA, settings=TbaSettings(beta=0.25))
+    outcomes = [
+        make_outcome(0, 40, 1.0),
+        make_outcome(1, 40, 0.0),
+        make_outcome(2, 7, 0.5),
+        make_outcome(3, 7, 0.5, stop_reason="environment_error"),
+    ]
+    facts = row_facts(algorithm, outcomes, 16, {})
+    assert facts["advantages"][:, 0].tolist() == [2, -2, 0, 0]
+    assert facts["groups"].tolist() == [1, 1, 2, 2]
+    assert facts["lengths"].tolist() == [9, 9, 9, 0]
+    assert "groups" not in row_facts(ALGORITHMS["grpo"], outcomes, 16, {})
+
+
+# On the devices.
+
+
+def ragged_batch() -> TrajectoryBatch:
+    """Rows of one, two or three sequences of unequal lengths, of three groups across the rows."""
+    rng = np.random.default_rng(0)
+    shape, positions = (ROWS, LENGTH), np.arange(LENGTH)
+    segments = np.zeros(shape, np.int32)
+    for row, ends in enumerate([(16,), (9, 15), (4, 7, 16), (5,)] * (ROWS // 4)):
+        for number, end in enumerate(ends, 1):
+            begin = (0, *ends)[number - 1]
+            segments[row, begin:end] = number
+    groups = np.where(segments > 0, 1 + (np.arange(ROWS)[:, None] + segments) % 3, 0)
+    spoken = (segments > 0) & (positions % 3 > 0)
+    return TrajectoryBatch(
+        tokens=rng.integers(0, VOCAB, shape).astype(np.int32),
+        segment_ids=segments,
+        turn_ids=spoken.astype(np.int32),
+        logprobs=-rng.random(shape, np.float32) * 4,
+        versions=np.zeros(shape, np.int32),
+        advantages=(rng.integers(-3, 4, (ROWS, 4))[np.arange(ROWS)[:, None], segments]).astype(
+            np.float32
+        ),
+        groups=groups.astype(np.int32),
+    )
+
+
+def vargrad(logprobs, reference, batch: TrajectoryBatch) -> jax.Array:
+    """The loss as the paper has it, sequence by sequence."""
+    found, groups = [], []
+    for row, number in np.argwhere(
+        [[(s == n).any() for n in (1, 2, 3)] for s in batch.segment_ids]
+    ):
+        inside = (batch.segment_ids[row] == number + 1) & (batch.turn_ids[row] > 0)
+        log_ratio = jnp.sum(jnp.where(inside, logprobs[row] - reference[row], 0))
+        found.append(log_ratio - batch.advantages[row, inside][0])
+        groups.append(batch.groups[row, inside][0])
+    errors = jnp.stack(found)
+    log_z = {n: -jax.lax.stop_gradient(errors[np.equal(groups, n)].mean()) for n in set(groups)}
+    return jnp.mean((errors + jnp.stack([log_z[n] for n in groups])) ** 2)
+
+
+@pytest.mark.slow_except("2-data=2,context=4")
+@pytest.mark.parametrize("mesh", [ONE, CUBE, CONTEXT], ids=str)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_an_update_is_that_of_the_whole_batch(mesh, micro_batches):
+    """Sequences of a group are in several rows, micro-batches and shards, and cut over devices."""
+    config = TrainConfig(max_grad_norm=1e9, micro_batches=micro_batches)
+    learner = Learner(
+        MODEL,
+        config,
+        TBA,
+        vocab_size=VOCAB,
+        temperature=1.0,
+        importance_cap=0.0,
+        layout=make_layout,
+    )
+    assert learner.networks == Networks(reference=True)
+    batch, layout = ragged_batch(), make_layout(mesh)
+    other = init_state(MODEL, config, VOCAB, make_layout(ONE), seed=1).params
+    state = init_state(MODEL, config, VOCAB, layout, seed=0, networks=learner.networks)
+    params = jax.device_get(state.params)
+    dtypes = jax.tree.map(lambda leaf: leaf.dtype, state.reference)
+    reference = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), other, dtypes)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state.reference)
+    state = dataclasses.replace(state, reference=jax.device_put(reference, shardings))
+
+    def loss_of(params):
+        one = make_layout(ONE)
+        scores = [score_batch(MODEL, config, one, 1.0, each, batch) for each in (params, other)]
+        return vargrad(scores[0].logprobs, scores[1].logprobs, batch)
+
+    loss, expected = jax.value_and_grad(loss_of)(params)
+    plan = TrainPlan(mesh, micro_batches, False)
+    (scored,) = learner.score([plan], state, [jax.device_put(batch, layout.activations("NS"))])
+    after, metrics = learner.update(plan, state, scored, np.array([1e-3, 0], np.float32))
+    assert read_metrics(metrics)["loss"] == pytest.approx(float(loss), rel=1e-4)
+    grads = jax.tree.map(lambda moment: np.asarray(moment) / 0.1, after.optimizer[1].mu)
+    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-5 * largest),
+        grads,
+        expected,
+    )
+
+
+# What it needs, and what it is refused with.
+
+
+def test_both_policies_are_scored_before_the_only_update_too():
+    passes = ("proximal", "reference", "advantages")
+    assert scored_passes(TBA, updates=1, corrects=False) == passes
+    assert scored_passes(TBA, updates=2, corrects=False, recomputes=False) == passes
+    # With adapters the reference is their base.
+    assert networks_of(TBA, has_adapters=True) == Networks()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["train.correction=truncated"], "whose loss is right whoever sampled"),
+        (["rollout.group_size=1"], "set config.rollout.group_size to 2 or more"),
+        (["algorithm_args.beta=0"], "config.algorithm_args.beta is 0"),
+        (["algorithm_args.clip_high=0.3"], "clip_high is not a field of TbaSettings"),
+        (
+            ["train.proximal=log_linear", "train.epochs=2", "asynchrony.max_staleness=1"],
+            "config.train.proximal = 'log_linear' has no effect",
+        ),
+        (["train.importance_cap=5", "rollout.weight_dtype=int8"], "there is no correction here"),
+    ],
+)
+def test_a_setting_that_a_run_cannot_use_is_an_error(overrides, words):
+    given = {"algorithm": "tba", "rollout": {"group_size": 4}}
+    with pytest.raises(InputError, match=words):
+        make_config(given, overrides)
+
+
+def test_older_weights_and_another_precision_need_no_correction():
+    for overrides in (["asynchrony.max_staleness=2"], ["rollout.weight_dtype=int8"]):
+        given = {"rollout": {"group_size": 4}}
+        assert make_config(given | {"algorithm": "tba"}, overrides).importance_cap == 0
+        assert make_config(given | {"algorithm": "grpo"}, overrides).importance_cap == 2
+
+
+def test_self_play_is_refused_with_the_reason():
+    played = [
+        make_outcome(n, 0, 0.0, turn_rewards=(0.0, 1.0), turn_roles=("x", "o"), num_turns=2)
+        for n in range(2)
+    ]
+    with pytest.raises(InputError, match="one reward for all tokens of an episode"):
+        assign_credit(TBA, played)
