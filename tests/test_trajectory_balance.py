@@ -139,7 +139,7 @@ def make_outcome(episode: int, group: int, reward: float, **fields) -> Outcome:
 
 def test_the_host_gives_centred_rewards_over_beta_and_numbers_of_groups():
     """Rewards 1 and 0 with beta 0.25: 4 and 0, less their mean. A failure has no tokens."""
-    algorithm = dataclasses.replace(TBA, settings=TbaSettings(beta=0.25))
+    algorithm = dataclasses.replace(TBA, settings=TbaSettings(kl_coefficient=0.25))
     outcomes = [
         make_outcome(0, 40, 1.0),
         make_outcome(1, 40, 0.0),
@@ -255,7 +255,7 @@ def test_both_policies_are_scored_before_the_only_update_too():
     [
         (["train.correction=truncated"], "whose loss is right whoever sampled"),
         (["rollout.group_size=1"], "set config.rollout.group_size to 2 or more"),
-        (["algorithm_args.beta=0"], "config.algorithm_args.beta is 0"),
+        (["algorithm_args.kl_coefficient=0"], "config.algorithm_args.kl_coefficient is 0"),
         (["algorithm_args.clip_high=0.3"], "clip_high is not a field of TbaSettings"),
         (
             ["train.proximal=log_linear", "train.epochs=2", "asynchrony.max_staleness=1"],

@@ -171,12 +171,14 @@ def plus_plus_token_advantages(facts: RewardFacts, settings: ClippedSettings) ->
 
 
 def tba_advantages(episodes: Sequence[Episode], settings: TbaSettings) -> list[np.ndarray]:
-    """Returns `centred_outcomes` of the groups that share a task, divided by beta.
+    """Returns `centred_outcomes` of the groups that share a task, divided by `kl_coefficient`.
 
     `tba_token_advantages` makes advantages of them. They do not depend on the mean that is
     subtracted here, but in fp64: what is left is small enough for fp32.
     """
-    return [row / settings.beta for row in plus_plus_baseline_advantages(episodes, settings)]
+    return [
+        row / settings.kl_coefficient for row in plus_plus_baseline_advantages(episodes, settings)
+    ]
 
 
 def tba_token_advantages(facts: RewardFacts, settings: TbaSettings) -> jax.Array:

@@ -236,15 +236,16 @@ class ReinforceSettings(ClippedSettings):
 class TbaSettings:
     """Settings of trajectory balance (TBA, arXiv 2503.18929).
 
-    `beta` is the weight of the KL divergence to the reference against the reward: the policy that
-    minimises the loss is the reference times exp(reward / beta), normalised.
+    `kl_coefficient` is the weight of the KL divergence to the reference against the reward, the
+    paper's beta: the policy that minimises the loss is the reference times exp(reward / beta),
+    normalised.
     """
 
-    beta: float = 0.05
+    kl_coefficient: float = 0.05
 
     def validate(self, path: str) -> None:
         """Raises ValueError naming the field that breaks a rule."""
-        check_bounds(self, path, {"beta": (1e-6, None)})
+        check_bounds(self, path, {"kl_coefficient": (1e-6, None)})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

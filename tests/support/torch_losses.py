@@ -134,7 +134,9 @@ def own_outcomes(episodes: list[dict], args: dict) -> list[list[float]]:
 
 
 def scaled_outcomes(episodes: list[dict], args: dict) -> list[list[float]]:
-    return [[value / args["beta"] for value in row] for row in own_outcomes(episodes, args)]
+    return [
+        [value / args["kl_coefficient"] for value in row] for row in own_outcomes(episodes, args)
+    ]
 
 
 def rewards(episodes: list[dict], args: dict) -> list[list[float]]:
@@ -328,7 +330,7 @@ def policy_loss(case: dict, tokens: list[dict], args: dict) -> torch.Tensor:
     """The mean of the losses, weighted for who sampled, each less its bonus of entropy."""
     losses = surrogates(case["algorithm"], tokens, args)
     for index, token in enumerate(tokens):
-        if args.get("kl_coefficient") and not is_in_reward(args):
+        if case["algorithm"] != "tba" and args.get("kl_coefficient") and not is_in_reward(args):
             distance = kl(token["logprobs"], token["reference"], args["kl_estimator"])
             losses[index] = losses[index] + args["kl_coefficient"] * distance
         if case["cap"]:

@@ -109,7 +109,7 @@ DEFAULTS = {
     "reinforce_plus_plus": {"kl_estimator": "k1", "kl_in": "reward"},
     "reinforce_plus_plus_baseline": {"kl_estimator": "k2", "kl_in": "loss"},
     "ppo": {"kl_estimator": "k1", "kl_in": "reward"},
-    "tba": {"beta": 0.05, "aggregation": "sequence"},
+    "tba": {"kl_coefficient": 0.05, "aggregation": "sequence"},
 }
 AVERAGES = {"x": 0.5, "o": -0.25}
 KL = {"kl_coefficient": 0.1}
@@ -133,7 +133,7 @@ def make_cases() -> list[dict]:
         names = ("reinforce", "grpo", "gspo", "rloo", "reinforce_plus_plus", "ppo")
         cases += [case(name, batch) for name in names]
     cases += [case("tba", each) for each in ("equal", "alone", "failed", "huge")]
-    cases.append(case("tba", beta=2.0, entropy_coefficient=0.01))
+    cases.append(case("tba", kl_coefficient=2.0, entropy_coefficient=0.01))
     cases += [case("dapo", "equal"), case("grpo", "equal", deviation="sample")]
     for name in ("grpo", "cispo", "gspo"):
         cases.append(case(name, "huge"))
