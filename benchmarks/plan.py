@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from benchmarks import earl_cells
+from earl_jax.engine.config import append_tokens_for
 from earl_jax.models.presets import PRESETS
 from earl_jax.placement.problem import model_sizes
 from earl_jax.selector.footprint import (
@@ -119,7 +120,7 @@ def predicted_gib(point: Point) -> float:
         remat=point.remat,
         logprob_chunk=512,
         chunk_size=point.chunk,
-        append_tokens=256,
+        append_tokens=append_tokens_for(platform, PRESETS[point.model]),
         burst=BURST,
         page_size=PAGE,
         kv_itemsize=2,

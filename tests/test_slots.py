@@ -15,12 +15,13 @@ import pytest
 
 from earl_jax.engine import decode_state, slots
 from earl_jax.engine.appending import num_tiles, tiles_at
-from earl_jax.engine.config import Sampling, tile_width_for
+from earl_jax.engine.config import Sampling, append_tokens_for, tile_width_for
 from earl_jax.engine.decoding import Decoder
 from earl_jax.engine.round_inputs import NO_PAGE, NO_ROW, RoundInputs, pack_inputs, unpack_outputs
 from earl_jax.engine.sampling import sample, sampling_rows, token_uniforms
 from earl_jax.models.decoder import forward_chunk
 from earl_jax.models.kv_cache import empty_cache
+from earl_jax.models.presets import PRESETS
 from tests.support.caches import grow, rows_of
 from tests.support.slots import (
     CHUNK,
@@ -562,3 +563,12 @@ def test_a_sample_begun_anew_stands_behind_the_pending_token_and_sees_nothing_be
     # Draws depend on the place in the row: the same prompt again is another draw.
     state, again = say(state, anew, fork=ones)
     assert (again.tokens != went_on.tokens).any(axis=1).sum() > NUM_SLOTS // 2
+
+
+def test_a_pass_of_a_mixture_of_experts_has_as_many_tokens_as_keep_its_experts_busy():
+    """Of 128 experts a token goes to 8: 16 times 256 tokens. On CPUs 64."""
+    mixture = PRESETS["qwen3-30b-a3b"]
+    assert (mixture.num_experts, mixture.experts_per_token) == (128, 8)
+    assert append_tokens_for("gpu", mixture) == 16 * 256
+    assert append_tokens_for("tpu", PRESETS["qwen3-8b"]) == 256
+    assert append_tokens_for("cpu", mixture) == append_tokens_for(None, mixture) == 64

@@ -84,9 +84,15 @@ class SlotRules(NamedTuple):
         return self.burst * (1 + self.draft)
 
 
-def append_tokens_for(platform: str | None) -> int:
-    """Returns the tokens of a pass that appends chunks; `platform` None is the CPU."""
-    return APPEND_TOKENS_ON_CPU if platform in (None, "cpu") else APPEND_TOKENS
+def append_tokens_for(platform: str | None, model: ModelConfig) -> int:
+    """Returns the tokens of a pass that appends chunks; `platform` None is the CPU.
+
+    On a chip so many times more of a mixture of experts as it has experts for each that a token
+    goes to: a pass reads all of them, and computes with few.
+    """
+    if platform in (None, "cpu"):
+        return APPEND_TOKENS_ON_CPU
+    return APPEND_TOKENS * max(1, model.num_experts // max(1, model.experts_per_token))
 
 
 def tile_width_for(width: int, page_size: int, parts: int, *, whole_pages: bool) -> int:

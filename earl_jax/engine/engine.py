@@ -66,7 +66,7 @@ class Engine:
             whole_pages=writes_whole_pages(layout.platform),
         )
         self._rules = config.rules._replace(
-            tile_width=tile_width, append_tokens=append_tokens_for(layout.platform)
+            tile_width=tile_width, append_tokens=append_tokens_for(layout.platform, config.model)
         )
         # The manual axes: one of size 1 would leave collectives of nothing.
         cut_pages = layout.shape.context > 1

@@ -137,7 +137,7 @@ def workload(config: Config, model: ModelConfig, hardware: Hardware) -> Workload
         logprob_chunk=train.logprob_chunk,
         epochs=train.epochs,
         chunk_size=rollout.chunk_size,
-        append_tokens=append_tokens_for(hardware.platform),
+        append_tokens=append_tokens_for(hardware.platform, model),
         burst=rollout.burst,
         page_size=rollout.tokens_a_page,
         batches=config.asynchrony.row_batches,
