@@ -382,3 +382,4 @@ def test_the_critic_has_a_learning_rate_of_its_own_and_may_begin_alone():
     # Adapters beside a whole critic.
     assert learner_with("ppo", lora_rank=2).networks == Networks(critic=True)
     assert learner_with("grpo").controls(0, 8).shape == (2,)
+    assert (learner.num_controls, learner_with("grpo").num_controls) == (found.shape[1], 2)

@@ -191,8 +191,14 @@ class Learner:
             self.state_shardings(plan.mesh),
         )
         batch = batch_shapes(rows, length, self.layout(plan.mesh), scored=self.scored)
-        controls = jax.ShapeDtypeStruct(self.controls(0, 1).shape, np.float32)
+        # Nothing is computed here: the default device may be of a chip that is only compiled for.
+        controls = jax.ShapeDtypeStruct((self.num_controls,), np.float32)
         return self.program(plan).lower(state, batch, controls)
+
+    @property
+    def num_controls(self) -> int:
+        """The length of `controls`."""
+        return 2 + bool(self.networks.critic) + self.has_versions
 
     def controls(self, step: int, num_steps: int) -> np.ndarray:
         """Returns f32[2] for RL step `step` of `num_steps`: learning rate, entropy coefficient.
