@@ -23,21 +23,18 @@ from earl_jax.models.kv_cache import LayerCache, PagedCache
 
 @jax.tree_util.register_static
 class Tile(NamedTuple):
-    """The amount read at a time: a block of `pages` pages for each of `rows` rows.
-
-    If only `few` rows are left, or fewer, they are read one by one.
-    """
+    """The amount read at a time: a block of `pages` pages for each of `rows` rows."""
 
     rows: int
     pages: int
-    few: int = 0
 
 
-# Few rows waste little where lengths differ, and their copies stay in a core's own cache. One page,
-# because several would have to be copied once more to lie side by side. On a CPU with 64 rows of
-# 576 tokens, 15.4 ms with 8 rows and 14.5 with 16; of long-tailed lengths, 12.1 and 17.7; with two
-# pages of 64 instead of one, 29.9 and 15.9 (fp32, 4 layers, 2026-11).
-ON_CPU = Tile(rows=8, pages=1, few=2)
+# Two rows waste little where lengths differ. If how many are read at a time depended on how many
+# are left, a row's last bits would change with its neighbours. One page, because several would
+# have to be copied once more to lie side by side. A decode step on a CPU (benchmarks.appending), ms
+# with 8, 4, 2 and 1 rows: 32 contexts of 512, 12.8, 13.4, 14.5 and 18.5; one of 8,192 among them,
+# 35.7, 27.4, 22.6 and 33.4 (2026-11).
+ON_CPU = Tile(rows=2, pages=1)
 # Each step is some kernels to start, so steps are few and large. Not measured on a chip yet.
 TOKENS_AT_A_TIME = 1024
 # The score of what a query may not look at. Finite, because -inf everywhere in a block would make
@@ -52,7 +49,7 @@ def tile_for(platform: str | None, rows: int, own_size: int) -> Tile:
     `platform` None is the CPU.
     """
     if platform in (None, "cpu"):
-        return ON_CPU._replace(rows=min(rows, ON_CPU.rows), few=ON_CPU.few * (rows > ON_CPU.few))
+        return ON_CPU._replace(rows=min(rows, ON_CPU.rows))
     return Tile(rows=rows, pages=max(1, TOKENS_AT_A_TIME // own_size))
 
 
@@ -142,18 +139,17 @@ def attend_pages(
         out_BTKGH in the type of the query; zeros for rows that read nothing.
     """
     rows, length, heads, group, size = query_BTKGH.shape
+    some = reading.tile.rows
     # One axis for queries and the heads that share keys: the rows of one matrix product.
     query_BKMH = query_BTKGH[reading.order].transpose(0, 2, 1, 3, 4)
     query_BKMH = query_BKMH.reshape(rows, heads, length * group, size)
     padded = reading.blocks.shape[0]
     query_BKMH = jnp.pad(query_BKMH, ((0, padded - rows), (0, 0), (0, 0), (0, 0)))
 
-    def read(index: jax.Array, start: jax.Array, some: int, sums: _Sums) -> _Sums:
+    def read(index: jax.Array, start: jax.Array, sums: _Sums) -> _Sums:
         these = _Sums(*[_rows_from(start, some, field) for field in sums])
         query = _rows_from(start, some, query_BKMH)
-        scores, value = _look_at(
-            query, layer, reading, share, index, start, some, scale, softcap, window
-        )
+        scores, value = _look_at(query, layer, reading, share, index, start, scale, softcap, window)
         return _Sums(
             *[
                 jax.lax.dynamic_update_slice_in_dim(field, new, start, 0)
@@ -162,20 +158,8 @@ def attend_pages(
         )
 
     def read_all(index: jax.Array, sums: _Sums) -> _Sums:
-        number = jnp.sum(reading.blocks > index)
-        some, few = reading.tile.rows, reading.tile.few
-        # Too few rows for a tile are read one by one.
-        tiles = number // some + (number % some > few)
-
-        def read_tile(tile: jax.Array, sums: _Sums) -> _Sums:
-            return read(index, tile * some, some, sums)
-
-        sums = jax.lax.fori_loop(0, tiles, read_tile, sums)
-        if not few:
-            return sums
-        return jax.lax.fori_loop(
-            tiles * some, number, lambda row, sums: read(index, row, 1, sums), sums
-        )
+        tiles = (jnp.sum(reading.blocks > index) + some - 1) // some
+        return jax.lax.fori_loop(0, tiles, lambda tile, sums: read(index, tile * some, sums), sums)
 
     shape = query_BKMH.shape[:-1]
     sums = _Sums(
@@ -203,18 +187,17 @@ def _look_at(
     share: PageShare,
     index: jax.Array,
     start: jax.Array,
-    some: int,
     scale: float,
     softcap: float,
     window: int | None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
-    """Reads block `index` for `some` rows from `start` on.
+    """Reads block `index` for the tile of rows from `start` on.
 
     Returns:
         scores_BKMS, FLOOR where a query may not look; value_BKSH in the type of the query, and
         their scales, f32[B,K,S], of int8 pages.
     """
-    together = reading.tile.pages
+    some, together = reading.tile
     of_these = functools.partial(_rows_from, start, some)
     own_size = layer.value.shape[2]
     number_BY = (of_these(reading.first) + index * together)[:, None]
