@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.plan import BURST, GIB, PAGE, VOCAB_SIZES, Point, compiled_points
@@ -135,35 +136,57 @@ def measure(point: Point) -> dict[str, Any]:
 
 def main() -> None:
     """Compiles the programs one after the other and prints the table."""
+    header = "| model | topology | program | mesh | rows | XLA, GiB | of HBM | attention |"
+    header += " collectives | compiled in |"
+    print_each("benchmarks.compile", __doc__ or "", header, [*compiled_points()], measure, _cells)
+
+
+def print_each(
+    module: str,
+    doc: str,
+    header: str,
+    points: Sequence[Any],
+    measure: Callable[[Any], dict[str, Any]],
+    cells: Callable[[dict[str, Any]], Sequence[str]],
+) -> None:
+    """Prints a table with a row for each point, measured in a process of `module` of its own.
+
+    This is the whole command of that module: `--only` takes the points whose row contains a text.
+    """
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="programs whose row contains this")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.measure:
-        point = next(point for point in compiled_points() if str(point) == flags.measure)
+        point = next(point for point in points if str(point) == flags.measure)
         print(json.dumps(measure(point)))
         return
-    print("| model | topology | program | mesh | rows | XLA, GiB | of HBM | attention |", end="")
-    print(" collectives | compiled in |")
-    print("|---" * 10 + "|")
-    for point in compiled_points():
-        if flags.only in str(point):
-            print(f"| {point} | {_cells(point)} |", flush=True)
-
-
-def _cells(point: Point) -> str:
-    command = [sys.executable, "-m", "benchmarks.compile", f"--measure={point}"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
+    print(header)
+    print("|---" * (header.count("|") - 1) + "|")
+    for point in points:
+        if flags.only not in str(point):
+            continue
+        command = [sys.executable, "-m", module, f"--measure={point}"]
+        done = subprocess.run(command, capture_output=True, text=True)
         lines = [line for line in done.stderr.splitlines() if "Error" in line or "Ran out" in line]
-        return f"{(lines or ['failed'])[-1][:200]}" + " |" * 4
-    found = json.loads(done.stdout.splitlines()[-1])
+        row = [(lines or ["failed"])[-1][:200]]
+        if not done.returncode:
+            row = list(cells(json.loads(done.stdout.splitlines()[-1])))
+        print(f"| {point} | {' | '.join(row)} |", flush=True)
+
+
+def _cells(found: dict[str, Any]) -> list[str]:
     kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(found["collectives"].items()))
     bytes_gib, share = found["program"] / GIB, found["program"] / found["hbm"]
-    cells = (f"{bytes_gib:.2f}", f"{share:.0%}", found["kernel"], kinds)
-    return " | ".join((*cells, f"{found['compile_s']:.0f} s"))
+    return [
+        f"{bytes_gib:.2f}",
+        f"{share:.0%}",
+        found["kernel"],
+        kinds,
+        f"{found['compile_s']:.0f} s",
+    ]
 
 
 if __name__ == "__main__":

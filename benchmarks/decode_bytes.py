@@ -12,15 +12,12 @@ that the kernel reads are added. For TPUs it is what their compiler says. It als
 copies and transpositions as large as a layer's keys or a matrix of width x width.
 """
 
-import argparse
 import dataclasses
-import json
 import math
 import re
-import subprocess
-import sys
 from typing import Any, NamedTuple
 
+from benchmarks.compile import print_each
 from benchmarks.plan import VOCAB_SIZES
 from earl_jax.models.presets import PRESETS
 from earl_jax.sharding.layout import MeshShape
@@ -115,7 +112,7 @@ def measure(point: Point) -> dict[str, Any]:
         analyse = xla_client._xla.hlo_module_cost_analysis
         [module] = compiled.runtime_executable().hlo_modules()
         cost = analyse(jax.devices("cpu")[0].client, module)
-        accessed = cost["bytes accessed"] - 2 * sum(in_place) + kv * (" custom-call(" in text)
+        accessed = cost["bytes accessed"] - 2 * sum(in_place) + kv * ("paged_attention" in text)
     least = min(keys, model.width * model.width * 2 // devices)
     return {
         "accessed": accessed,
@@ -137,34 +134,16 @@ def _results(operations: str, text: str) -> list[int]:
 
 def main() -> None:
     """Compiles the points one after the other and prints the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", default="", help="points whose row contains this")
-    parser.add_argument("--measure", help=argparse.SUPPRESS)
-    flags = parser.parse_args()
-    if flags.measure:
-        point = next(point for point in POINTS if str(point) == flags.measure)
-        print(json.dumps(measure(point)))
-        return
-    print("| model | topology | mesh | slots | weights, GB | live KV, GB | accessed, GB |", end="")
-    print(" accessed / both | loops | large copies |")
-    print("|---" * 10 + "|")
-    for point in POINTS:
-        if flags.only in str(point):
-            print(f"| {point} | {_cells(point)} |", flush=True)
+    header = "| model | topology | mesh | slots | weights, GB | live KV, GB | accessed, GB |"
+    header += " accessed / both | loops | large copies |"
+    print_each("benchmarks.decode_bytes", __doc__ or "", header, POINTS, measure, _cells)
 
 
-def _cells(point: Point) -> str:
-    command = [sys.executable, "-m", "benchmarks.decode_bytes", f"--measure={point}"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        return f"{(done.stderr.splitlines() or ['failed'])[-1][:200]}" + " |" * 5
-    found = json.loads(done.stdout.splitlines()[-1])
+def _cells(found: dict[str, Any]) -> list[str]:
     both = found["weights"] + found["kv"]
     sizes = [found["weights"], found["kv"], found["accessed"]]
     cells = [f"{number / GB:.2f}" for number in sizes] + [f"{found['accessed'] / both:.2f}"]
-    return " | ".join([*cells, str(found["loops"]), str(found["copies"])])
+    return [*cells, str(found["loops"]), str(found["copies"])]
 
 
 if __name__ == "__main__":

@@ -57,48 +57,25 @@ class Decoder(NamedTuple):
         self, cache: PagedCache, tokens_BT: jax.Array, cached: jax.Array, count: jax.Array
     ) -> tuple[jax.Array, PagedCache]:
         """Runs `forward_chunk` with this model. Returns logits_BV, and the cache."""
-        logits_BV, cache = forward_chunk(
-            self.model,
-            self.params,
-            cache,
-            tokens_BT,
-            cached,
-            count,
-            layout=self.layout,
-            attention=self.rules.attention,
-        )
+        logits_BV, cache = self._run(forward_chunk, cache, tokens_BT, cached, count)
         return self.replicate(logits_BV), cache
 
     def fill(
         self, cache: PagedCache, tokens_BT: jax.Array, cached: jax.Array, count: jax.Array
     ) -> PagedCache:
         """Runs `fill_cache` with this model. Returns the cache."""
-        return fill_cache(
-            self.model,
-            self.params,
-            cache,
-            tokens_BT,
-            cached,
-            count,
-            layout=self.layout,
-            attention=self.rules.attention,
-        )
+        return self._run(fill_cache, cache, tokens_BT, cached, count)
 
     def append_all(
         self, cache: PagedCache, tokens_BT: jax.Array, cached: jax.Array, count: jax.Array
     ) -> tuple[jax.Array, PagedCache]:
         """Runs `forward_drafts` with this model. Returns logits_BTV, and the cache."""
-        logits_BTV, cache = forward_drafts(
-            self.model,
-            self.params,
-            cache,
-            tokens_BT,
-            cached,
-            count,
-            layout=self.layout,
-            attention=self.rules.attention,
-        )
+        logits_BTV, cache = self._run(forward_drafts, cache, tokens_BT, cached, count)
         return self.replicate(logits_BTV), cache
+
+    def _run(self, forward: Callable[..., Any], *inputs: Any) -> Any:
+        layout, attention = self.layout, self.rules.attention
+        return forward(self.model, self.params, *inputs, layout=layout, attention=attention)
 
 
 class Sampled(NamedTuple):

@@ -87,7 +87,7 @@ class BlockManager:
         return PrefixIndex(
             num_slots=len(self._slots),
             num_shards=self._pages.pool.shards,
-            least_tokens=min(self._config.chunk_size, session.engine.tile_width),
+            least_tokens=self._least_tokens,
             is_worth_sending=functools.partial(
                 is_worth_sending,
                 setting=self._rules.copy_prefixes,
