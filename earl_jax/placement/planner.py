@@ -117,6 +117,8 @@ def compiler_for(
     # Those of one process that plays, and all that train.
     players = devices[: (problem.num_rollout or len(devices)) // number]
     trainers = devices[problem.num_rollout :]
+    if problem.hardware.platform == "tpu":
+        players, trainers = _own_slice(players, topology), _own_slice(trainers, topology)
 
     def lowered_update(plan: TrainPlan, length: int) -> Any:
         learner = Learner(
@@ -175,6 +177,12 @@ def compiler_for(
         return with_program_bytes(problem, table, plan, tokens, num_bytes)
 
     return compile_plan
+
+
+def _own_slice(chips: list[Any], topology: str) -> list[Any]:
+    """Returns the chips, or as many that are a slice of their own where these are part of one."""
+    whole = make_topology(topology)
+    return chips if len(chips) == whole.num_devices else whole.part(len(chips)).devices()
 
 
 def _devices(hardware: Hardware, topology: str) -> list[Any]:
