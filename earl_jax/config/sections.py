@@ -146,7 +146,12 @@ class EvalConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """Settings of the log: intervals in steps. `tensorboard` needs the extra of that name."""
+    """Settings of the log: intervals in steps.
+
+    Episodes are written of the first step, of the last and of every `trajectories_every_steps`-th;
+    report.html is made anew at every `report_every_steps`-th and at the end. `tensorboard` writes
+    the metrics for TensorBoard too; it needs the extra of that name.
+    """
 
     trajectories_every_steps: int = 10
     report_every_steps: int = 25

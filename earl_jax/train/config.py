@@ -79,7 +79,8 @@ class TrainConfig:
     AdamW's (RMS 0.2), so learning rates are alike; Lion's rates are 3 to 10 times smaller.
     `adam_b1` and `adam_b2` are Lion's too; `adam_eps` is added to the root of the second moment.
     `momentum_dtype` "bfloat16" halves the bytes of the first moment. `weight_decay`, times the
-    learning rate, shrinks matrices; it leaves norms, biases and the embedding alone.
+    learning rate, shrinks matrices; it leaves norms, biases and the embedding alone. Gradients
+    whose norm, over all parameters, is above `max_grad_norm` are scaled down to it.
 
     `attention` is the kernel: "blockwise" runs anywhere, "splash" on TPUs, "tokamax" on Hopper
     and Blackwell GPUs; "auto" takes the fastest for the devices and the rows' length.
