@@ -73,9 +73,9 @@ class ModelConfig:
 
     `num_layers` layers write into a residual stream of `width` numbers a token. Attention has
     `num_heads` heads of queries and `num_kv_heads` of keys and values, of `head_size` each. Pair i
-    of a head's numbers turns by `rope_theta` ** (-2 i / `head_size`) a position. Norms divide by
-    the root of the mean square plus `norm_eps`. `tie_embeddings` scores the next token with the
-    embedding matrix instead of a head of its own.
+    of a head's n numbers turns by `rope_theta` ** (-2 i / n) a position. Norms divide by the root
+    of the mean square plus `norm_eps`. `tie_embeddings` scores the next token with the embedding
+    matrix instead of a head of its own.
 
     What a layer has:
 
