@@ -318,7 +318,7 @@ def _is_launched(variables: Mapping[str, str]) -> bool:
             raise InputError(
                 "Open MPI does not say, from version 5 on, on which host process 0 is; give "
                 "config.distributed.coordinator=HOST:PORT, the first host of mpirun and a free "
-                "port of it"
+                "port of it, or set JAX_COORDINATOR_ADDRESS"
             )
         return True
     hosts = next((variables[name] for name in _SLICE_HOSTS if name in variables), None)
