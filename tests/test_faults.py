@@ -179,7 +179,7 @@ def whole(alone):
         ("save", 1),
     ],
 )
-def test_a_run_that_lost_a_process_is_resumed_exactly(cache, tmp_path, whole, stage, lost):
+def test_a_run_that_lost_a_process_is_resumed(cache, tmp_path, whole, stage, lost):
     run = faulty(cache, tmp_path / "w", stage, lost, signal.SIGKILL)
     run.all[lost].wait(250)
     lost_s = time.monotonic()
@@ -187,10 +187,12 @@ def test_a_run_that_lost_a_process_is_resumed_exactly(cache, tmp_path, whole, st
     assert time.monotonic() - lost_s < 60
     assert ends[lost][0] == -signal.SIGKILL
     assert_names(ends, lost)
-    if stage in ("rollout", "save"):
-        again = Command(cache, tmp_path / "w", 2, **SAVED).done()
+    # By as many processes it goes on exactly, by another number within rounding.
+    if num := {"rollout": 2, "save": 2, "publish": 1, "train": 4}.get(stage):
+        tolerance = {} if num == 2 else {"rtol": 1e-4, "atol": 1e-6}
+        again = Command(cache, tmp_path / "w", num, **SAVED).done()
         for left, right in zip(whole, final_parameters(again), strict=True):
-            np.testing.assert_array_equal(left, right)
+            np.testing.assert_allclose(left, right, **({"rtol": 0} | tolerance))
 
 
 def assert_names(ends: list[tuple[int, str, str]], lost: int) -> None:
