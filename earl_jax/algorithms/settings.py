@@ -233,6 +233,35 @@ class ReinforceSettings(ClippedSettings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DistillationSettings(ClippedSettings):
+    """Settings of on-policy distillation (arXiv 2306.13649).
+
+    The reference is the teacher (config.reference_from); `kl_coefficient` times the divergence is
+    all that is minimised. With `kl_in` "reward" a token's advantage is minus its own penalty, and
+    minus those that follow in its sequence, each `kl_discount` times less per token: 0 is for its
+    own alone. "k1" is then the reverse KL. With `kl_in` "loss" the gradient of "k2" is that of the
+    reverse KL, KL(policy, teacher), of each token given those before, and the gradient of "k3" that
+    of the forward KL, KL(teacher, policy).
+    """
+
+    kl_coefficient: float = 1.0
+    kl_estimator: KlEstimator = "k1"
+    kl_in: Literal["loss", "reward"] = "reward"
+    kl_discount: float = 0.0
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Yields `(field, reason)` of each field without effect beside the others' values."""
+        yield from super().idle()
+        if self.kl_in == "loss":
+            yield "kl_discount", "config.algorithm_args.kl_in is 'loss'"
+
+    def validate(self, path: str) -> None:
+        """Raises ValueError naming the field that breaks a rule."""
+        super().validate(path)
+        check_bounds(self, path, {"kl_coefficient": (1e-6, None), "kl_discount": (0.0, 1.0)})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TbaSettings:
     """Settings of trajectory balance (TBA, arXiv 2503.18929).
 

@@ -113,6 +113,8 @@ class EvalConfig:
     """Evaluation episodes: `games` every `every_steps` steps, `final_games` at the end.
 
     `temperature`, `top_k`, `top_p` and `min_p` are settings of the sampling (see `Sampling`).
+    `averaged`: the weights that are evaluated, exported and served, and that another run's
+    --init_from begins with, are the moving average (config.train.ema_decay), not the trained ones.
     """
 
     every_steps: int = 50
@@ -122,6 +124,7 @@ class EvalConfig:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    averaged: bool = False
 
     @property
     def sampling(self) -> Sampling:
@@ -169,12 +172,16 @@ class Config:
     docs/concepts/algorithms.md), or `module:name` of an `Algorithm` of one's own.
     `algorithm_args` are its settings, a record of the type of `Algorithm.settings`. `init_from`
     (--init_from) is "WORKDIR" or "WORKDIR@STEP": a new run begins with the weights of that run's
-    checkpoint, the newest unless a step is given, and with nothing else of it.
+    checkpoint, the newest unless a step is given, and with nothing else of it. `reference_from`
+    makes a teacher the reference policy of the algorithm: another run, as in `init_from`, or a
+    checkpoint of `transformers`, as in config.model.path, of a model of the same sizes and with the
+    same tokenizer. "": the reference is the policy that the run began with.
     """
 
     num_steps: int = 100
     seed: int = 0
     init_from: str = ""
+    reference_from: str = ""
     algorithm: str = "grpo"
     algorithm_args: Any = ALGORITHMS["grpo"].settings
     devices: DevicesConfig = DevicesConfig()
@@ -229,7 +236,8 @@ class Config:
     @property
     def networks(self) -> Networks:
         """The networks that the trainer holds beside the policy."""
-        return networks_of(self.make_algorithm(), has_adapters=self.train.lora.rank > 0)
+        has_base = self.train.lora.rank > 0 and not self.reference_from
+        return networks_of(self.make_algorithm(), has_base=has_base)
 
     def _check_algorithm(self) -> None:
         """Raises ValueError unless there is such an algorithm, with such settings."""
@@ -239,6 +247,11 @@ class Config:
                 "would learn to repeat them whatever their reward: set config.train.sft_steps, for "
                 "supervised updates on the environment's examples, and take an algorithm of "
                 "rewards, such as 'grpo'"
+            )
+        if self.algorithm == "distillation" and not self.reference_from:
+            raise InputError(
+                "config.algorithm is 'distillation' with no config.reference_from; the teacher "
+                "would be the policy that the run begins with: name a run or a checkpoint there"
             )
         algorithm = find_algorithm(self.algorithm)
         kind = type(algorithm.settings)
@@ -291,12 +304,13 @@ class Config:
         """Raises ValueError unless the environment can be made and has the methods needed."""
         played = self.open_environment()
         environment = played.make(**played.first_args)
-        if self.train.sft_steps and not isinstance(environment, OffersExamples):
-            raise InputError(
-                f"config.train.sft_steps is {self.train.sft_steps}, and config.env.name "
-                f"{self.env.name!r} offers no examples to learn from (a method example_reply); set "
-                "it to 0"
-            )
+        for name in ("sft_steps", "sft_weight"):
+            value = getattr(self.train, name)
+            if value and not isinstance(environment, OffersExamples):
+                raise InputError(
+                    f"config.train.{name} is {value}, and config.env.name {self.env.name!r} offers "
+                    "no examples to learn from (a method example_reply); set it to 0"
+                )
         chooses = isinstance(environment, Chooses) and len(environment.all_choices()) > 0
         if chooses and self.train.ratio == "behaviour":
             raise InputError(
@@ -474,6 +488,10 @@ def _idle_training(config: Config) -> Iterator[_Idle]:
     for name in ("learning_rate", "pretrain_steps"):
         none = f"config.algorithm {config.algorithm!r} has no critic"
         yield not config.networks.critic, f"train.critic.{name}", none
+    no_average = "config.train.ema_decay is 0"
+    yield train.ema_decay == 0, "eval.averaged", no_average
+    no_reference = f"config.algorithm {config.algorithm!r} needs no reference with its settings"
+    yield "reference" not in config.make_algorithm().all_needs, "reference_from", no_reference
     for name in ("sft_updates", "sft_learning_rate"):
         none = "config.train.sft_steps is 0"
         yield train.sft_steps == 0, f"train.{name}", none

@@ -77,7 +77,8 @@ def _settings(config: Config) -> dict[str, dict[str, Any]]:
         | {"model_logprobs": train.ratio == "model"},
         "train": {field: getattr(train, field) for field in updates}
         | {"lora": dataclasses.asdict(train.lora), "importance_cap": config.importance_cap}
-        | {"networks": config.networks._asdict()},
+        | {"networks": config.networks._asdict(), "ema": train.ema_decay > 0}
+        | {"stream": train.sft_weight > 0},
     }
 
 

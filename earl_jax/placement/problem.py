@@ -104,6 +104,7 @@ def model_sizes(
         critic=_parameters(
             state.critic, critic_specs(model, vocab_size) if networks.critic else None
         ),
+        average=_parameters(state.ema, trained if train.ema_decay else None),
         activation=model.activation,
     )
 
@@ -142,6 +143,7 @@ def workload(config: Config, model: ModelConfig, hardware: Hardware) -> Workload
         page_size=rollout.tokens_a_page,
         batches=config.asynchrony.row_batches,
         parts=config.asynchrony.parts,
+        has_stream=train.sft_weight > 0,
         in_place_contexts=tuple(
             context
             for context in range(1, hardware.num_devices + 1)

@@ -110,7 +110,8 @@ def make_scorer(
         if "proximal" in scored:
             found["proximal"] = logprobs(policy_parameters(config, state.params, state.base))
         if "reference" in scored:
-            found["reference"] = logprobs(state.base if config.lora.rank else state.reference)
+            reference = state.base if state.reference is None else state.reference
+            found["reference"] = logprobs(reference)
         if "values" in scored:
             found["values"] = in_parts(
                 lambda part: critic_values(model, config, layout, state.critic, part)

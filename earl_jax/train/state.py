@@ -39,7 +39,8 @@ class TrainState:
     `reference` is a frozen copy of the first policy, in the compute type: the forward pass rounds
     every weight to that type first, so that its log-probs are those of the fp32 weights. `critic`
     are the parameters of the value network; `optimizer` is `(of params, of critic)` then. Both are
-    None unless the algorithm needs them (`Networks`).
+    None unless the algorithm needs them (`Networks`). `ema` is the moving average of `params`, None
+    without `config.ema_decay`.
 
     Some functions return the same record of shapes or of shardings.
     """
@@ -50,6 +51,7 @@ class TrainState:
     base: Params = None
     reference: Params = None
     critic: Params = None
+    ema: Params = None
 
     @property
     def trained(self) -> tuple[Params, ...]:
@@ -99,6 +101,7 @@ def state_shapes(
         base=parameter_shapes(frozen, jnp.dtype(config.lora.base_dtype)),
         reference=parameter_shapes(specs, dtype) if networks.reference else None,
         critic=parameter_shapes(critic_specs(model, vocab_size)) if networks.critic else None,
+        ema=parameter_shapes(trained) if config.ema_decay else None,
     )
     moments = jax.eval_shape(
         lambda trees: _first_moments(model, config, vocab_size, networks, trees), state.trained
@@ -124,6 +127,7 @@ def state_shardings(
         base=parameter_shardings(frozen, layout),
         reference=parameter_shardings(specs, layout) if networks.reference else None,
         critic=parameter_shardings(critic, layout) if networks.critic else None,
+        ema=parameter_shardings(trained, layout) if config.ema_decay else None,
     )
     specs = optimized_specs(model, config, vocab_size, networks)
     shapes = state_shapes(model, config, vocab_size, networks).moments
@@ -165,6 +169,7 @@ def state_of(
             lambda: init_parameters(trained, jax.random.key(seed)), out_shardings=shardings.params
         )
         state = dataclasses.replace(state, params=draw(), base=params)
+    state = with_first_average(config, state)
     beside = jax.jit(
         lambda policy: _beside(policy, model, networks),
         out_shardings=(shardings.reference, shardings.critic),
@@ -176,6 +181,13 @@ def state_of(
         out_shardings=shardings.optimizer,
     )
     return dataclasses.replace(state, optimizer=init(state.trained))
+
+
+def with_first_average(config: TrainConfig, state: TrainState) -> TrainState:
+    """Returns the state with its parameters as their average, as before the first update."""
+    if not config.ema_decay:
+        return state
+    return dataclasses.replace(state, ema=jax.tree.map(jnp.copy, state.params))
 
 
 def _beside(policy: Params, model: ModelConfig, networks: Networks) -> tuple[Params, Params]:
@@ -221,6 +233,7 @@ def _init_program(
             reference=reference,
             critic=critic,
         )
+        state = with_first_average(config, state)
         moments = _first_moments(model, config, vocab_size, networks, state.trained)
         return dataclasses.replace(state, optimizer=moments)
 
