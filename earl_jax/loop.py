@@ -341,16 +341,18 @@ def evaluate(run: Run, placement: Placement, position: Position, *, games: int) 
     Returns:
         The summary of their outcomes, for metrics.jsonl (`summarize`).
     """
-    outcomes = play_batches(
-        run.actor,
-        placement,
-        run.learner.policy(run.judged_state(position.state)),
-        run.tasks.evaluation(games),
-        version=position.step,
-        load=position.history.recent(),
-        sampling=run.config.eval.sampling,
-    )
-    if run.config.eval.averaged:
-        # Its caches are of the average, and the next step's episodes are played without it.
-        placement.sessions.forget()
+    try:
+        outcomes = play_batches(
+            run.actor,
+            placement,
+            run.learner.policy(run.judged_state(position.state)),
+            run.tasks.evaluation(games),
+            version=position.step,
+            load=position.history.recent(),
+            sampling=run.config.eval.sampling,
+        )
+    finally:
+        if run.config.eval.averaged:
+            # Caches of the average, and the next step's episodes are played with other weights.
+            placement.sessions.forget()
     return summarize(outcomes, run.config.env.title, run.config.env.plural)

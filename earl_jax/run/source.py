@@ -25,6 +25,7 @@ from earl_jax.models.checkpoints.hf_read import (
 from earl_jax.models.checkpoints.hub import find_folder
 from earl_jax.models.lora import fingerprint
 from earl_jax.models.parameters import Params
+from earl_jax.placement.facts import model_facts
 from earl_jax.run.build import Run
 from earl_jax.settings.differences import differences
 from earl_jax.settings.errors import InputError
@@ -121,7 +122,8 @@ class Source:
                 f"{self._flag} has adapters of another base than config.model.path "
                 f"({run.config.model.path!r}), or config.train.lora.base_dtype, gives this run"
             )
-        return with_first_average(run.config.train, dataclasses.replace(state, params=params))
+        state = dataclasses.replace(state, params=params)
+        return with_first_average(run.config.train, state) if run.cluster.trains else state
 
     def reference(self, run: Run, mesh: MeshShape) -> Params:
         """Returns the weights as the run's reference policy, in its type.
@@ -139,7 +141,10 @@ class Source:
         if not run.cluster.trains:
             return absent_tree(shapes, shardings)
         dtype = jnp.dtype(learner.model.compute_dtype)
-        cast = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree))
+        cast = jax.jit(
+            lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree),
+            out_shardings=shardings,
+        )
         return cast(read)
 
     def _read(self, checkpoints: Checkpoints, shapes: Any, shardings: Any, where: Any) -> Params:
@@ -201,12 +206,13 @@ class Teacher:
 
     def check_reference(self, run: Run) -> None:
         """Raises ValueError unless it is of the run's model and tokenizer, and can be read."""
-        ours = run.learner.model, run.learner.vocab_size
-        model = dataclasses.replace(self.checkpoint.model, compute_dtype=ours[0].compute_dtype)
+        learner, theirs = run.learner, self.checkpoint
+        model = dataclasses.replace(theirs.model, compute_dtype=learner.model.compute_dtype)
         different = differences(
-            *(dataclasses.asdict(each) for each in (model, ours[0])), "config.model"
+            model_facts(model, theirs.vocab_size),
+            model_facts(learner.model, learner.vocab_size),
+            "config",
         )
-        different += differences(self.checkpoint.vocab_size, ours[1], "the vocabulary")
         if different:
             raise InputError(
                 f"{_REFERENCE}={self} is another model: {'; '.join(different[:8])}. A teacher has "

@@ -180,8 +180,8 @@ class Learner:
     @functools.cache  # noqa: B019
     def stream_step(self, plan: TrainPlan) -> Any:
         """Returns the jitted function that adds a supervised batch to the totals of an update."""
-        updates = (self._update(plan, sft=sft) for sft in (False, True))
-        return make_stream_step(*updates, self.config.sft_weight)
+        supervised = self._update(plan, sft=True)
+        return make_stream_step(self._update(plan), supervised, self.config.sft_weight)
 
     @functools.cache  # noqa: B019
     def scorer(self, plan: TrainPlan, scored: tuple[str, ...]) -> Any:

@@ -187,7 +187,10 @@ def with_first_average(config: TrainConfig, state: TrainState) -> TrainState:
     """Returns the state with its parameters as their average, as before the first update."""
     if not config.ema_decay:
         return state
-    return dataclasses.replace(state, ema=jax.tree.map(jnp.copy, state.params))
+    where = jax.tree.map(lambda leaf: leaf.sharding, state.params)
+    # A copy: both are donated to each update.
+    copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=where)
+    return dataclasses.replace(state, ema=copy(state.params))
 
 
 def _beside(policy: Params, model: ModelConfig, networks: Networks) -> tuple[Params, Params]:
@@ -232,8 +235,8 @@ def _init_program(
             base=jax.tree.map(lambda leaf: leaf.astype(config.lora.base_dtype), base),
             reference=reference,
             critic=critic,
+            ema=jax.tree.map(jnp.copy, params) if config.ema_decay else None,
         )
-        state = with_first_average(config, state)
         moments = _first_moments(model, config, vocab_size, networks, state.trained)
         return dataclasses.replace(state, optimizer=moments)
 
