@@ -5,17 +5,20 @@
 from typing import NamedTuple
 
 from earl_jax.algorithms.algorithm import Algorithm
+from earl_jax.models.config import ModelConfig
 
 
 class Networks(NamedTuple):
     """The networks that a trainer holds beside the policy, each of the size of the model.
 
-    `reference`: a frozen copy of the policy that the run began with, or a teacher. `critic`: a
-    value network.
+    `reference`: a frozen copy of the policy that the run began with, or a teacher, of which
+    `teacher` are the model and the entries of its vocabulary, where they may be others than the
+    policy's. `critic`: a value network.
     """
 
     reference: bool = False
     critic: bool = False
+    teacher: tuple[ModelConfig, int] | None = None
 
 
 def networks_of(algorithm: Algorithm, *, has_base: bool) -> Networks:

@@ -8,6 +8,7 @@ Each setting keeps its section's rules, agrees with the others, and has an effec
 import dataclasses
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 from earl_jax.algorithms.algorithm import Algorithm, keep_every_group
@@ -21,6 +22,8 @@ from earl_jax.envs.registry import EnvConfig, Played, open_environment
 from earl_jax.envs.tasks import TasksConfig
 from earl_jax.launch.distributed import DistributedConfig
 from earl_jax.models.checkpoints.families import family_of
+from earl_jax.models.checkpoints.hf_read import Checkpoint, open_checkpoint
+from earl_jax.models.checkpoints.hub import find_folder
 from earl_jax.models.config import MODEL_SETTINGS, ModelConfig
 from earl_jax.models.presets import preset_named
 from earl_jax.rollout.config import RolloutConfig
@@ -173,8 +176,8 @@ class Config:
     `algorithm_args` are its settings, a record of the type of `Algorithm.settings`. `init_from`
     (--init_from) is "WORKDIR" or "WORKDIR@STEP": a new run begins with the weights of that run's
     checkpoint, the newest unless a step is given, and with nothing else of it. `reference_from`
-    makes a teacher the reference policy of the algorithm: another run, as in `init_from`, or a
-    checkpoint of `transformers`, as in config.model.path, of a model of the same sizes and with the
+    makes a teacher the reference policy of the algorithm: another run, as in `init_from`, of the
+    same model, or a checkpoint of `transformers`, as in config.model.path, of any size and with the
     same tokenizer. "": the reference is the policy that the run began with.
     """
 
@@ -235,9 +238,17 @@ class Config:
 
     @property
     def networks(self) -> Networks:
-        """The networks that the trainer holds beside the policy."""
+        """The networks that the trainer holds beside the policy.
+
+        Raises ValueError for a teacher whose config.json cannot be read.
+        """
         has_base = self.train.lora.rank > 0 and not self.reference_from
-        return networks_of(self.make_algorithm(), has_base=has_base)
+        networks = networks_of(self.make_algorithm(), has_base=has_base)
+        teacher = find_teacher(self.reference_from) if networks.reference else None
+        if teacher is None:
+            return networks
+        model = dataclasses.replace(teacher.model, compute_dtype=self.model.compute_dtype)
+        return networks._replace(teacher=(model, teacher.vocab_size))
 
     def _check_algorithm(self) -> None:
         """Raises ValueError unless there is such an algorithm, with such settings."""
@@ -397,6 +408,23 @@ class Config:
         return settings
 
 
+def find_teacher(text: str) -> Checkpoint | None:
+    """Returns the checkpoint of `transformers` that config.reference_from names; None for a run.
+
+    Raises ValueError for one that cannot be read.
+    """
+    if not text or (split_source(text)[0] / "checkpoints").is_dir():
+        return None
+    return open_checkpoint(find_folder(text, "config.reference_from"))
+
+
+def split_source(text: str) -> tuple[Path, int | None]:
+    """Returns the workdir and the step of "WORKDIR@STEP"; None of "WORKDIR"."""
+    name, at, number = text.rpartition("@")
+    has_step = bool(at) and number.isdigit() and not Path(text).is_dir()
+    return Path(name if has_step else text), int(number) if has_step else None
+
+
 # A setting that may do nothing in a run: whether it does nothing, its path, and why.
 _Idle = tuple[bool, str, str]
 
@@ -487,7 +515,7 @@ def _idle_training(config: Config) -> Iterator[_Idle]:
     yield value_clip and is_one_update, "algorithm_args.value_clip", one_update
     for name in ("learning_rate", "pretrain_steps"):
         none = f"config.algorithm {config.algorithm!r} has no critic"
-        yield not config.networks.critic, f"train.critic.{name}", none
+        yield config.make_algorithm().critic is None, f"train.critic.{name}", none
     no_average = "config.train.ema_decay is 0"
     yield train.ema_decay == 0, "eval.averaged", no_average
     no_reference = f"config.algorithm {config.algorithm!r} needs no reference with its settings"

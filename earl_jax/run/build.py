@@ -127,7 +127,7 @@ def build_run(
         temperature=config.train_temperature,
         importance_cap=config.importance_cap,
         has_versions=config.asynchrony.max_staleness > 0,
-        has_teacher=config.reference_from != "",
+        networks=config.networks,
         layout=layouts.train,
         seed=config.seed,
         checkpoint=origin.checkpoint,

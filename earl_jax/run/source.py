@@ -15,17 +15,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from earl_jax.config.sections import find_teacher, split_source
 from earl_jax.envs.tokenizer import load_tokenizer
 from earl_jax.models.checkpoints.hf_read import (
     Checkpoint,
     check_weights,
     load_parameters,
-    open_checkpoint,
 )
 from earl_jax.models.checkpoints.hub import find_folder
 from earl_jax.models.lora import fingerprint
 from earl_jax.models.parameters import Params
-from earl_jax.placement.facts import model_facts
 from earl_jax.run.build import Run
 from earl_jax.settings.differences import differences
 from earl_jax.settings.errors import InputError
@@ -205,20 +204,14 @@ class Teacher:
         return str(self.checkpoint.folder)
 
     def check_reference(self, run: Run) -> None:
-        """Raises ValueError unless it is of the run's model and tokenizer, and can be read."""
-        learner, theirs = run.learner, self.checkpoint
-        model = dataclasses.replace(theirs.model, compute_dtype=learner.model.compute_dtype)
-        different = differences(
-            model_facts(model, theirs.vocab_size),
-            model_facts(learner.model, learner.vocab_size),
-            "config",
-        )
-        if different:
-            raise InputError(
-                f"{_REFERENCE}={self} is another model: {'; '.join(different[:8])}. A teacher has "
-                "the sizes of the policy"
-            )
+        """Raises ValueError unless it has the run's tokenizer, and can be read."""
         check_weights(self.checkpoint)
+        theirs, ours = self.checkpoint.vocab_size, run.learner.vocab_size
+        if theirs < ours:
+            raise InputError(
+                f"{_REFERENCE}={self} has {theirs} entries in its vocabulary, and the policy {ours}; "
+                "a teacher must know every token that the policy can write"
+            )
         tokenizer = load_tokenizer(self.checkpoint.folder)
         if tokenizer.get_vocab() != run.origin.tokenizer.get_vocab():
             raise InputError(
@@ -243,18 +236,8 @@ def open_reference(text: str) -> Source | Teacher | None:
     """
     if not text:
         return None
-    if (_split(text)[0] / "checkpoints").is_dir():
-        source = open_source(text, _REFERENCE)
-        assert source is not None, "it is named"
-        return source
-    return Teacher(checkpoint=open_checkpoint(find_folder(text, _REFERENCE)))
-
-
-def _split(text: str) -> tuple[Path, int | None]:
-    """Returns the workdir and the step of "WORKDIR@STEP"; None of "WORKDIR"."""
-    name, at, number = text.rpartition("@")
-    has_step = bool(at) and number.isdigit() and not Path(text).is_dir()
-    return Path(name if has_step else text), int(number) if has_step else None
+    checkpoint = find_teacher(text)
+    return Teacher(checkpoint=checkpoint) if checkpoint else open_source(text, _REFERENCE)
 
 
 def open_source(text: str, setting: str = "--init_from") -> Source | None:
@@ -264,7 +247,7 @@ def open_source(text: str, setting: str = "--init_from") -> Source | None:
     """
     if not text:
         return None
-    workdir, step = _split(text)
+    workdir, step = split_source(text)
     path = workdir / "config.json"
     if not path.is_file() or not (workdir / "checkpoints").is_dir():
         raise InputError(

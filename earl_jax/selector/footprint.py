@@ -44,7 +44,7 @@ class ModelSizes:
 
     `engine` are the rollout's parameters, `trained` those of the policy that are updated (fp32),
     `moments` the arrays of all optimizers, `frozen` the base of adapters, `reference` a frozen copy
-    of the policy, `critic` a value network that is updated too, `average` the moving average of
+    of the policy or a teacher, `critic` a value network that is updated too, `average` the moving average of
     `trained` (both fp32). `ffn_size` is that of one
     expert where `num_experts` is not 0. `windows` has a number for each layer, 0 for full
     attention. `compute_bytes` are those of a number in the trainer's products, `engine_bytes` in
@@ -273,6 +273,8 @@ def train_footprint(
         # Found by comparison with compiled programs: benchmarks/plan.md.
         together = kept * (2 if work.remat and summed else 1) + head + block
         phases = [(summed + apart, together), (numbers * 4, 0)]
+    if sizes.reference:
+        phases.append((0, _scoring_bytes(sizes, work, mesh, rows, length // mesh.context, block)))
     gradients, working = max(phases, key=sum)
     return Footprint(
         weights=weights, optimizer=moments, gradients=gradients, activations=copies + working
@@ -343,6 +345,23 @@ def _head_bytes(
     head = numbers * sizes.compute_bytes
     logits = rows * min(work.logprob_chunk, length) * sizes.vocab_size // mesh.tensor * 4
     return max(3 * logits + 2 * head, logits + matrices + embeddings * head)
+
+
+def _scoring_bytes(
+    sizes: ModelSizes, work: Workload, mesh: MeshShape, rows: int, length: int, block: int
+) -> int:
+    """Returns the bytes of a pass of the reference, which may be a larger teacher.
+
+    A layer's matrices and the head, gathered, the logits of a chunk, and the policy's `block` of
+    activations as much larger as the reference is wider.
+    """
+    layers = (p for p in sizes.reference if p.axes[0] == "L")
+    layer = sum(device_bytes([p], mesh) // p.shape[0] for p in layers)
+    vocab_size, width = next(p.shape for p in sizes.reference if p.name == "embed")
+    head = vocab_size * width // mesh.tensor * sizes.compute_bytes
+    logits = rows * min(work.logprob_chunk, length) * vocab_size // mesh.tensor * 4
+    gathered = 2 * layer * parts_of("D", mesh) + head
+    return gathered + 3 * logits + block * width // sizes.width
 
 
 def _layer_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 
 from earl_jax.algorithms.algorithm import Algorithm
 from earl_jax.algorithms.algorithms import ALGORITHMS
-from earl_jax.algorithms.requirements import networks_of, scored_passes
+from earl_jax.algorithms.requirements import Networks, networks_of, scored_passes
 from earl_jax.models.checkpoints.hf_read import Checkpoint, load_parameters
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import Params
@@ -65,14 +65,14 @@ class Learner:
         checkpoint: Checkpoint | None = None,
         trains: bool = True,
         has_versions: bool = False,
-        has_teacher: bool = False,
+        networks: Networks | None = None,
     ) -> None:
         """`layout` returns the trainer's layout of a mesh; see `make_train_step` for the others.
 
         Training begins with the weights of `checkpoint`, or without one with those of `seed`. A
         process that never `trains` has no part of any state. Updates that have versions
-        (`has_versions`) are given that of the weights that the step begins with. The reference is
-        one of its own, beside adapters too, where the run `has_teacher` (config.reference_from).
+        (`has_versions`) are given that of the weights that the step begins with. `networks` None
+        are those that the algorithm needs; a teacher among them begins with zeros.
 
         Raises:
             ValueError: adapters that this model cannot have.
@@ -83,8 +83,8 @@ class Learner:
         self.seed, self.checkpoint, self.trains = seed, checkpoint, trains
         # Now, because it raises.
         trained_specs(model, config, vocab_size)
-        has_base = config.lora.rank > 0 and not has_teacher
-        self.networks = networks_of(algorithm, has_base=has_base)
+        needed = networks_of(algorithm, has_base=config.lora.rank > 0)
+        self.networks = needed if networks is None else networks
         self.has_versions = has_versions
         assert has_versions or config.proximal == "recompute", "the config was not validated"
         self.scored = scored_passes(
@@ -192,6 +192,7 @@ class Learner:
             self.layout(plan.mesh),
             temperature=self.temperature,
             scored=scored,
+            teacher=self.networks.teacher and self.networks.teacher[0],
         )
 
     @functools.cache  # noqa: B019
