@@ -121,7 +121,8 @@ METRICS: dict[str, dict[str, str]] = {
         "policy_tokens": "Tokens that the policy sampled in episodes that count.",
         "clip_fraction": "Fraction of tokens that the clip cut off, in the last update.",
         "dual_clip_fraction": "Fraction of tokens that the dual clip cut off.",
-        "reference_kl": "Estimate of the KL to the reference policy or teacher, where there is one.",
+        "reference_kl": "Estimate of the KL to the reference policy, where there is a penalty, "
+        "or to a teacher.",
         "value_loss": "Loss of the critic, in the last update.",
         "value_clip_fraction": "Fraction of values whose clip was the larger error.",
         "explained_variance": "1 - Var[return - value] / Var[return] of the critic's values before "

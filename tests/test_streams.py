@@ -15,8 +15,8 @@ import pytest
 from earl_jax.algorithms.algorithm import RewardFacts, TokenFacts
 from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.dispatch.packing import RowRule, ShapeHistory, pack_rows, plan_packing
-from earl_jax.loop import evaluate, rl_step
 from earl_jax.envs.tokenizer import load_tokenizer
+from earl_jax.loop import evaluate, rl_step
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.checkpoints.hf_write import save_checkpoint
 from earl_jax.models.config import LoraConfig, ModelConfig
@@ -686,4 +686,6 @@ def test_the_teacher_of_adapters_is_no_run_with_adapters(whole, tmp_path):
     path.write_text(path.read_text().replace('"rank": 0', '"rank": 2'))
     teacher = open_reference(str(tmp_path / "adapted"))
     with pytest.raises(InputError, match="a run with adapters, which are no whole policy"):
-        teacher.check_reference(build_run(make_config({**GIVEN, **DISTILL}, [f"reference_from={whole}"])))
+        teacher.check_reference(
+            build_run(make_config({**GIVEN, **DISTILL}, [f"reference_from={whole}"]))
+        )

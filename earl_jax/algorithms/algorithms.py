@@ -198,9 +198,7 @@ def distillation_token_advantages(facts: RewardFacts, settings: DistillationSett
     if not settings.penalizes_rewards:
         return jnp.zeros_like(facts.rewards)
     penalties = reward_penalties(facts, settings.kl_coefficient, settings.kl_estimator)
-    return jnp.where(
-        facts.mask, -sums_from(penalties, facts.sequences, settings.kl_discount), 0.0
-    )
+    return jnp.where(facts.mask, -sums_from(penalties, facts.sequences, settings.kl_discount), 0.0)
 
 
 def no_advantages(episodes: Sequence[Episode], settings: object) -> list[np.ndarray]:

@@ -209,7 +209,7 @@ class Teacher:
         theirs, ours = self.checkpoint.vocab_size, run.learner.vocab_size
         if theirs < ours:
             raise InputError(
-                f"{_REFERENCE}={self} has {theirs} entries in its vocabulary, and the policy {ours}; "
+                f"{_REFERENCE}={self} has {theirs} entries in its vocabulary, the policy {ours}; "
                 "a teacher must know every token that the policy can write"
             )
         tokenizer = load_tokenizer(self.checkpoint.folder)

@@ -44,11 +44,10 @@ class ModelSizes:
 
     `engine` are the rollout's parameters, `trained` those of the policy that are updated (fp32),
     `moments` the arrays of all optimizers, `frozen` the base of adapters, `reference` a frozen copy
-    of the policy or a teacher, `critic` a value network that is updated too, `average` the moving average of
-    `trained` (both fp32). `ffn_size` is that of one
-    expert where `num_experts` is not 0. `windows` has a number for each layer, 0 for full
-    attention. `compute_bytes` are those of a number in the trainer's products, `engine_bytes` in
-    the engine's and its cache.
+    of the policy or a teacher, `critic` a value network that is updated too, `average` the moving
+    average of `trained` (both fp32). `ffn_size` is that of one expert where `num_experts` is not 0.
+    `windows` has a number for each layer, 0 for full attention. `compute_bytes` are those of a
+    number in the trainer's products, `engine_bytes` in the engine's and its cache.
     """
 
     num_layers: int

@@ -175,7 +175,7 @@ class Update:
         """Returns the moving average behind an update; None where there is none."""
         if ema is None:
             return None
-        # Equal to the parameters it stays so to the bit, which decay * a + (1 - decay) * a does not.
+        # In this form an average that equals the parameters stays so to the bit.
         step = jnp.where(is_taken, 1.0 - self.config.ema_decay, 0.0)
         return jax.tree.map(lambda mean, new: mean + step * (new - mean), ema, params)
 
