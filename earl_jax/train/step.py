@@ -85,9 +85,7 @@ def make_stream_step(update: Update, supervised: Update, weight: float) -> Any:
         return add_stream(totals, supervised.totals(state, batch, controls), weight)
 
     # Its bytes are counted with all of the state, which stays beside it: moments too.
-    return jax.jit(
-        add, donate_argnums=3, out_shardings=totals_shardings(update), keep_unused=True
-    )
+    return jax.jit(add, donate_argnums=3, out_shardings=totals_shardings(update), keep_unused=True)
 
 
 def read_metrics(metrics: dict[str, jax.Array]) -> dict[str, float]:
