@@ -679,7 +679,11 @@ def test_teachers_that_cannot_be_used_are_errors(whole, tmp_path):
     other = ROOT / "tests/reference/qwen2_tied"
     refuse("has another tokenizer|entries in its vocabulary", f"reference_from={other}")
     refuse("config.model.width is 16 there, 32 here", f"reference_from={whole}", "model.width=32")
-    refuse("no effect in this run, because config.train.ema_decay is 0", "eval.averaged=True", algorithm="grpo")
+    refuse(
+        "no effect in this run, because config.train.ema_decay is 0",
+        "eval.averaged=True",
+        algorithm="grpo",
+    )
 
 
 def test_the_teacher_of_adapters_is_no_run_with_adapters(whole, tmp_path):
