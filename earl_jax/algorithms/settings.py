@@ -236,12 +236,12 @@ class ReinforceSettings(ClippedSettings):
 class DistillationSettings(ClippedSettings):
     """Settings of on-policy distillation (arXiv 2306.13649).
 
-    The reference is the teacher (config.reference_from); `kl_coefficient` times the divergence is
-    all that is minimised. With `kl_in` "reward" a token's advantage is minus its own penalty, and
-    minus those that follow in its sequence, each `kl_discount` times less per token: 0 is for its
-    own alone. "k1" is then the reverse KL. With `kl_in` "loss" the gradient of "k2" is that of the
-    reverse KL, KL(policy, teacher), of each token given those before, and the gradient of "k3" that
-    of the forward KL, KL(teacher, policy).
+    The reference is the teacher (config.reference_from), and the divergence from it all that is
+    minimised. With `kl_in` "reward" a token's advantage is minus its own penalty: that of "k1"
+    gives the reverse KL, KL(policy, teacher), of each token given those before. With "loss" the
+    gradient of "k2" is that of the reverse KL, and the gradient of "k3" that of the forward KL,
+    KL(teacher, policy). `kl_discount` above 0 adds the penalties that follow in the sequence to a
+    token's own, each so many times less for every token between.
     """
 
     kl_coefficient: float = 1.0

@@ -175,10 +175,11 @@ class Config:
     docs/concepts/algorithms.md), or `module:name` of an `Algorithm` of one's own.
     `algorithm_args` are its settings, a record of the type of `Algorithm.settings`. `init_from`
     (--init_from) is "WORKDIR" or "WORKDIR@STEP": a new run begins with the weights of that run's
-    checkpoint, the newest unless a step is given, and with nothing else of it. `reference_from`
-    makes a teacher the reference policy of the algorithm: another run, as in `init_from`, of the
-    same model, or a checkpoint of `transformers`, as in config.model.path, of any size and with the
-    same tokenizer. "": the reference is the policy that the run began with.
+    checkpoint, the newest unless a step is given, and with nothing else of it.
+
+    `reference_from` makes a teacher the reference policy of the algorithm: a run of the same model,
+    "WORKDIR" or "WORKDIR@STEP", or a checkpoint of `transformers`, as config.model.path, of any
+    size and with the same tokenizer. "": the reference is the policy that the run began with.
     """
 
     num_steps: int = 100
