@@ -4,6 +4,7 @@
 
 import dataclasses
 import functools
+import itertools
 import shutil
 from pathlib import Path
 
@@ -550,6 +551,29 @@ def test_a_stream_that_runs_out_of_memory_is_added_again_on_another_mesh(monkeyp
     expected, found = learner.apply(plan, state, totals, CONTROLS)
     assert metrics["supervised_loss"] == pytest.approx(float(found["supervised_loss"]), rel=1e-5)
     assert_close(after.params, jax.device_get(expected.params), atol=5e-5)
+
+
+def test_a_stream_is_added_once_to_a_batch_that_comes_in_parts():
+    """As to the same rows in one part; of groups that came while others were played."""
+    run = build_run(make_config(GIVEN))
+    placement, position = begin(run)
+    examples, start = run.tasks.examples(0, 1)[0], jax.device_get(position.state)
+    whole, learner = examples_batch(run, placement, examples), run.learner
+    layout = learner.layout(placement.train.mesh).activations("NS")
+    results = []
+    for cuts in ((0, 32), (0, 8, 32)):
+        state = jax.device_put(start, learner.state_shardings(placement.train.mesh))
+        update = StepUpdate(placement=placement, controls=CONTROLS)
+        for first, last in itertools.pairwise(cuts):
+            rows = [np.asarray(field)[first:last] for field in jax.tree.leaves(whole.batch)]
+            batch = jax.tree.unflatten(jax.tree.structure(whole.batch), rows)
+            update.add(state, dataclasses.replace(whole, batch=jax.device_put(batch, layout)))
+        update.mix_in(examples, 48)
+        after, (metrics,) = update.finish(state)
+        results.append((jax.device_get(after.params), metrics))
+    (params, metrics), (others, found) = results
+    assert found == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+    assert_close(others, params, atol=5e-5)
 
 
 def examples_batch(run, placement, examples) -> Part:
