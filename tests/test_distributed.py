@@ -640,6 +640,27 @@ def test_disjoint_groups_train_alike_in_one_process_and_in_two(apart, cache, tmp
     assert all(line["publish_bytes"] > 0 and line["dispatch_bytes"] > 0 for line in lines)
 
 
+@pytest.mark.slow
+def test_streams_an_average_and_a_teacher_are_those_of_one_process(one, cache, tmp_path):
+    """Also where one process plays and evaluates the average, which the other has."""
+    settings = APART | {
+        "reference_from": str(one),
+        "algorithm_args.kl_coefficient": 0.1,
+        "train.sft_weight": 0.5,
+        "train.ema_decay": 0.5,
+        "eval.averaged": True,
+        "checkpoint.export": True,
+    }
+    alone = Command(cache, tmp_path / "alone", 1, **settings).done()
+    two = Command(cache, tmp_path / "two", 2, **settings).done()
+    assert_same_run(alone, two)
+    files = [each / "export" / "step_000002" / "model.safetensors" for each in (alone, two)]
+    left, right = map(load_file, files)
+    assert left.keys() == right.keys()
+    for name, weight in left.items():
+        np.testing.assert_allclose(weight, right[name], rtol=1e-4, atol=1e-6)
+
+
 def train_small(workdir: str) -> bool:
     """As `Command` with ALL, but on the devices that are here, with a checkpoint of every step."""
     settings = SMALL | ALL | {"checkpoint.every_steps": 1}
