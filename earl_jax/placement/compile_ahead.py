@@ -174,15 +174,12 @@ class CompileAhead:
         """Waits until all requested programs are compiled."""
         wait([future for future in self._futures.values() if future is not None])
 
-    def close(self) -> None:
-        """Waits for the program that is being compiled; the others are not begun."""
-        self._pool.shutdown(cancel_futures=True)
-
     def __enter__(self) -> "CompileAhead":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        """Waits for the program that is being compiled; the others are not begun."""
+        self._pool.shutdown(cancel_futures=True)
 
     def _compile(self, key: str, lower: Lower) -> bool:
         self._thread = threading.current_thread()
