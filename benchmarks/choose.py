@@ -22,7 +22,7 @@ from earl_jax.selector.choose import Chooser, full_step
 from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.plans import Plans
 from earl_jax.selector.problem import Problem
-from earl_jax.selector.table import ThroughputTable, train_key
+from earl_jax.selector.table import ThroughputTable, key_of
 
 TOPOLOGIES = ("v5e:4x4", "h100:1x8", "h100:64x8", "v5e:64x64", "h100:512x8")
 # A dense model, and a mixture: an expert axis gives many more meshes.
@@ -62,8 +62,7 @@ def measure(repeats: int) -> Iterator[dict[str, Any]]:
                 seconds.append(time.process_time() - start_s)
                 assert plans.train is not None
                 # As after a step of a run: the next question is by a table with its speed.
-                mesh, micro_batches, remat = plans.train
-                key = train_key(mesh, context, micro_batches, remat)
+                key = key_of(plans.train, context)
                 table = table.with_speed(key, problem.update_speed(plans.train, context))
         except ValueError:
             # Nothing fits.

@@ -23,6 +23,7 @@ from earl_jax.placement.problem import model_sizes
 from earl_jax.selector.footprint import (
     ModelSizes,
     Workload,
+    page_bytes,
     rollout_footprint,
     train_footprint,
 )
@@ -127,10 +128,10 @@ def predicted_gib(point: Point) -> float:
     )
     sizes, mesh = sizes_of(point.model, point.weight_dtype), point.mesh
     if point.is_update:
-        found = train_footprint(sizes, work, mesh, point.length, platform)
-    else:
-        found = rollout_footprint(sizes, work, mesh, point.length, point.rows, 0, platform)
-    return found.total / GIB
+        return train_footprint(sizes, work, mesh, point.length, platform).total / GIB
+    pages = point.rows * -(-point.length // PAGE)
+    bare = rollout_footprint(sizes, work, mesh, point.length, platform).total
+    return (bare + pages * page_bytes(sizes, work, mesh)) / GIB
 
 
 def main() -> None:

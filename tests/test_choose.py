@@ -17,7 +17,7 @@ from earl_jax.selector.choose import BudgetTooSmall, Chooser, Step, full_step
 from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import Failure, Plans
 from earl_jax.selector.roofline import MODEL_ERROR
-from earl_jax.selector.table import KEPT, TRUSTED, ThroughputTable, rollout_key, train_key
+from earl_jax.selector.table import KEPT, TRUSTED, ThroughputTable
 from earl_jax.telemetry.load import WINDOW
 from tests.support.problems import (
     D2T4,
@@ -28,7 +28,9 @@ from tests.support.problems import (
     T8,
     HandProblem,
     hand_problem,
+    rollout_key,
     rollout_on,
+    train_key,
     train_on,
 )
 
@@ -198,7 +200,7 @@ def test_plans_that_do_not_fit_any_more_are_left_at_once_with_the_reason():
     assert decision.train.plan == train_on(F8) and decision.train.switched
     assert decision.train.reason == (
         "data=8 -> data=1,fsdp=8 "
-        "(context 20 needs 15.6 KiB/device, budget 1.86 KiB; -50 % tokens/s)"
+        "(context 20 needs 15.62 KiB/device, budget 1.86 KiB; -50 % tokens/s)"
     )
 
 

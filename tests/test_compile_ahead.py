@@ -15,14 +15,12 @@ from earl_jax.engine.pages import roomier_pages
 from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.placement.compile_ahead import (
     CompileAhead,
-    Wanted,
     compiles_ahead,
-    foresee,
     promising_plans,
     wanted_programs,
 )
 from earl_jax.placement.packing import plan_batch, shape_ahead
-from earl_jax.placement.stages import lower_round, lower_update, play_key, update_key
+from earl_jax.placement.stages import lower_round, lower_update
 from earl_jax.run.build import build_run
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.selector.table import TRUSTED, ThroughputTable
@@ -38,6 +36,7 @@ from tests.support.placements import (
     table_of,
     too_large_for,
 )
+from tests.support.problems import rollout_key, train_key
 from tests.support.settings import make_config
 
 SHORT, LONG = 16, 32
@@ -69,7 +68,7 @@ def placed(run, max_tokens, table=None, **changes):
 
 def keys(run, max_tokens, history, **changes):
     placement = placed(run, max_tokens, **changes)
-    return [wanted.key for wanted in wanted_programs(placement, history, NO_LIMIT)]
+    return list(wanted_programs(placement, history, NO_LIMIT))
 
 
 def test_more_pages_come_in_steps():
@@ -78,16 +77,15 @@ def test_more_pages_come_in_steps():
 
 
 def test_programs_of_the_next_configured_context_are_always_wanted(run):
-    plan = TrainPlan(D8, 1, False)
-    update = update_key(plan, Shape(8, LONG))
-    assert keys(run, SHORT, LoadHistory()) == [update, play_key(D8, 8, LONG)]
+    update, play = train_key(D8, LONG, 1, False), rollout_key(D8, LONG, 8)
+    assert keys(run, SHORT, LoadHistory()) == [update, play]
 
 
 def test_rows_of_a_packed_batch_are_known_after_the_first_step_and_stay(run):
     placement, plan = placed(run, SHORT), TrainPlan(D8, 1, False)
     placement.trained_tokens = 0
     (play,) = wanted_programs(placement, LoadHistory(), NO_LIMIT)
-    assert play.key == play_key(D8, 8, LONG)
+    assert play == rollout_key(D8, LONG, 8)
     placement.trained_tokens = 160
     assert shape_ahead(placement, plan, LONG) == (8, LONG)
     placement.trained_tokens = 500
@@ -113,9 +111,10 @@ def test_programs_of_the_plans_that_longer_contexts_will_have_are_wanted(run):
     table = table_of(run.problem, *speeds, (SHORT, LONG))
     table = too_large_for(table, run.problem, train=((D8, LONG),), rollout=((D8, LONG),))
     train, play = keys(run, SHORT, LoadHistory(), table=table, budget_bytes=10**9)
+    assert (train, play) == (train_key(CUBE, LONG, 1, False), rollout_key(D4T2, LONG, 8))
     # A row for each of the mesh's four shards.
-    assert train == update_key(TrainPlan(CUBE, 1, False), Shape(4, 48))
-    assert play == play_key(D4T2, 8, LONG)
+    placement = placed(run, SHORT, table, budget_bytes=10**9)
+    assert shape_ahead(placement, TrainPlan(CUBE, 1, False), LONG) == (4, 48)
 
 
 def test_nothing_is_compiled_ahead_on_the_processor_that_computes_unless_told(run):
@@ -130,7 +129,7 @@ def test_mesh_that_never_ran_is_tried_when_its_programs_are_compiled():
     settings = given(ROLLOUT, (D8, D4T2), (D8,), compile_ahead="on", table="auto")
     placement = placed(build_run(make_config(settings)), SHORT, ThroughputTable())
     object.__setattr__(placement.problem, "round_speed", lambda *_: 1000.0)
-    history, key, go = history_of(12, 12, 12), play_key(D4T2, 8, SHORT), threading.Event()
+    history, key, go = history_of(12, 12, 12), rollout_key(D4T2, SHORT, 8), threading.Event()
 
     def wanted():
         return list(wanted_programs(placement, history, SHORT))
@@ -147,10 +146,9 @@ def test_mesh_that_never_ran_is_tried_when_its_programs_are_compiled():
     with CompileAhead(print) as ahead:
         placement.may_try = ahead.may_try
         assert chosen() == D8
-        (program,) = wanted()
-        assert program.key == key
+        assert wanted() == [key]
         # Another one in its place, which is quick to compile.
-        ahead.request([program._replace(lower=small("round", 2.25, go).lower)])
+        ahead.request({key: small(2.25, go)})
         assert chosen() == D8, "it is being compiled"
         go.set()
         ahead.settle()
@@ -181,14 +179,14 @@ def test_run_finds_what_was_compiled_ahead(run, programs):
     with CompileAhead(print) as ahead:
         ahead.look(placement, LoadHistory())
         ahead.settle()
-        assert ahead.is_compiled(play_key(D8, 8, LONG))
+        assert ahead.is_compiled(rollout_key(D8, LONG, 8))
     compiled = programs()
     assert len(compiled) == 2
     # What the run calls itself: the same programs, traced again.
     jax.clear_caches()
-    plans = foresee(placement, LONG, None)
-    lower_round(run.stages, plans.rollout, LONG).compile()
-    lower_update(run.stages, plans.train, LONG, Shape(8, LONG)).compile()
+    placement.choose_step(LONG, None)
+    lower_round(run.stages, placement.rollout, LONG).compile()
+    lower_update(run.stages, placement.train, LONG, Shape(8, LONG)).compile()
     assert programs() == compiled
 
 
@@ -198,18 +196,18 @@ def test_failed_compilation_is_reported_and_the_run_goes_on():
 
     notes = []
     with CompileAhead(notes.append) as ahead:
-        ahead.request([Wanted("large", fail)])
+        ahead.request({"large": fail})
         ahead.settle()
         assert not ahead.is_compiled("large")
-        ahead.request([])
+        ahead.request({})
     assert notes == ["could not compile ahead for large: RESOURCE_EXHAUSTED: too large"]
 
 
 # How long the run waits.
 
 
-def small(name, scale, wait=None, begun=None):
-    """A program that no other test has; it is lowered when `wait` is set."""
+def small(scale, wait=None, begun=None):
+    """Lowers a program that no other test has, when `wait` is set."""
 
     def lower():
         if begun is not None:
@@ -218,12 +216,12 @@ def small(name, scale, wait=None, begun=None):
             assert wait.wait(60)
         return jax.jit(lambda x: jnp.sin(x * scale).sum()).lower(jnp.ones(7))
 
-    return Wanted(name, lower)
+    return lower
 
 
 def test_run_waits_for_what_is_not_compiled_before_its_use():
     with CompileAhead(print) as ahead:
-        ahead.request([small("a", 1.25), small("b", 1.375)])
+        ahead.request({"a": small(1.25), "b": small(1.375)})
         ahead.settle()
         jnp.ones(7).block_until_ready()
         ahead.take_waited_s()
@@ -234,14 +232,14 @@ def test_run_waits_for_what_is_not_compiled_before_its_use():
         ahead.hand_over("a")
         assert ahead.take_waited_s() == 0.0
         # What nobody compiled ahead the run waits for.
-        small("c", 1.5).lower().compile()
+        small(1.5)().compile()
         assert ahead.take_waited_s() > 0
 
 
 def test_run_waits_for_a_program_under_way_and_makes_what_was_not_begun():
     go, begun = threading.Event(), threading.Event()
     with CompileAhead(print) as ahead:
-        ahead.request([small("first", 1.625, go, begun), small("second", 1.75, go)])
+        ahead.request({"first": small(1.625, go, begun), "second": small(1.75, go)})
         assert begun.wait(60)
         ahead.hand_over("second")
         ahead.take_waited_s()
@@ -249,6 +247,6 @@ def test_run_waits_for_a_program_under_way_and_makes_what_was_not_begun():
         ahead.hand_over("first")
         assert ahead.take_waited_s() >= 0.15
         # It was given to the run, which makes it itself.
-        ahead.request([small("second", 1.75, threading.Event())])
+        ahead.request({"second": small(1.75, threading.Event())})
         ahead.settle()
         assert ahead.is_compiled("second")

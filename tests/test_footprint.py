@@ -27,9 +27,9 @@ from earl_jax.selector.footprint import (
     cache_token_bytes,
     device_bytes,
     kept_width,
+    page_bytes,
     parts_of,
     rollout_footprint,
-    row_bytes,
     train_footprint,
     trainer_bytes,
 )
@@ -146,8 +146,8 @@ def test_parameters_are_cut_as_the_rules_say():
 def test_a_token_of_context_has_a_key_and_a_value_in_every_layer():
     assert cache_token_bytes(SIZES, WORK, D1) == 2 * 2 * 2 * 4 * 4
     assert cache_token_bytes(SIZES, WORK, D4T2) == 2 * 2 * 2 * 4 * 4 // 2
-    # Nine tokens are three pages of four.
-    assert row_bytes(SIZES, WORK, D1, 9) == 12 * 128
+    # A page has four of them.
+    assert page_bytes(SIZES, WORK, D1) == 4 * 128
     # In int8 with a scale of 4 bytes for each head.
     eight = dataclasses.replace(WORK, kv_itemsize=1)
     assert cache_token_bytes(SIZES, eight, D1) == 2 * 2 * 2 * (4 + 4)
@@ -200,9 +200,11 @@ def test_resident_bytes_are_those_of_placed_shapes(family):
         parameters = resident_bytes(engine.parameter_shapes, engine.parameter_shardings)
         cache = engine.state_shapes(12).cache.layers
         pages = resident_bytes(cache, engine.state_shardings.cache.layers)
-        rows = 16 // mesh.data
-        planned = rollout_footprint(sizes, WORK, mesh, 12, rows, 77, "cpu")
-        assert (planned.weights, planned.cache, planned.trainer) == (parameters, pages, 77)
+        # Three pages of each row hold 12 tokens.
+        number = 16 // mesh.data * 3
+        planned = rollout_footprint(sizes, WORK, mesh, 12, "cpu")
+        assert (planned.weights, planned.cache) == (parameters, 0)
+        assert number * page_bytes(sizes, WORK, mesh) == pages
 
 
 def _engine_config(model, weight_dtype):

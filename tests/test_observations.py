@@ -9,8 +9,9 @@ import pytest
 from earl_jax.loop import rl_step
 from earl_jax.placement.placement import Placement
 from earl_jax.run.build import build_run
-from earl_jax.selector.table import Entry, ThroughputTable, rollout_key, train_key
+from earl_jax.selector.table import Entry, ThroughputTable
 from tests.support.placements import D8, first_position, given
+from tests.support.problems import rollout_key, train_key
 from tests.support.settings import make_config
 
 TOKENS = 32

@@ -28,10 +28,11 @@ from earl_jax.selector.footprint import trainer_bytes
 from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.plans import Failure, Plans, RolloutPlan, TrainPlan
 from earl_jax.selector.schedule import make_schedule, smallest_hardware
-from earl_jax.selector.table import ThroughputTable, rollout_key, train_key
+from earl_jax.selector.table import ThroughputTable
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.plan_text import bytes_text
 from tests.support import ROOT
+from tests.support.problems import rollout_key, train_key
 from tests.support.settings import make_config
 
 EMPTY = ThroughputTable()

@@ -10,7 +10,7 @@ import pytest
 from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.selector.roofline import MODEL_ERROR
-from earl_jax.selector.table import ThroughputTable, rollout_key, train_key
+from earl_jax.selector.table import ThroughputTable
 from tests.support.problems import (
     D2T4,
     D4T2,
@@ -19,7 +19,9 @@ from tests.support.problems import (
     T8,
     HandProblem,
     hand_problem,
+    rollout_key,
     rollout_on,
+    train_key,
     train_on,
 )
 

@@ -79,6 +79,20 @@ def test_a_plan_whose_exact_bytes_break_the_budget_is_left(tmp_path):
     )
 
 
+@pytest.mark.slow
+def test_rows_of_the_episodes_in_flight_are_in_the_compiled_round(tmp_path):
+    """An asynchronous run has rows for the episodes of several steps at once."""
+    flags = ["--config=configs/tictactoe_tiny_cpu.py", "--topology=cpu:8", "--contexts=40"]
+    flags += ["--exact", "--config.selector.budget_bytes_per_device=1000000000"]
+    flags += [f"--config.selector.{stage}_meshes=('data=8',)" for stage in ("rollout", "train")]
+    found = []
+    for staleness in (0, 2):
+        values = command(tmp_path, *flags, f"--config.asynchrony.max_staleness={staleness}")
+        found.append(mesh_of(values, "rollout", "data=8")["bytes"]["activations"])
+    # Of each step 16 rows a device, of 40 tokens with four numbers of four bytes.
+    assert found[1] - found[0] >= 16 * 40 * 16
+
+
 @pytest.mark.parametrize(
     ("topology", "extra"), [("v5e:2x4", "tpu-topology"), ("h100:1x8", "gpu-topology")]
 )

@@ -12,8 +12,9 @@ from benchmarks import plan as benchmark
 from earl_jax.config.file import BENCH_CONFIG, load_config_file, make_config
 from earl_jax.placement.problem import find_model, planned_problem
 from earl_jax.selector import schedule
-from earl_jax.selector.footprint import rollout_footprint, train_footprint, trainer_bytes
+from earl_jax.selector.footprint import train_footprint, trainer_bytes
 from earl_jax.selector.hardware import parse_topology
+from earl_jax.selector.plans import RolloutPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.schedule import is_safe
 from earl_jax.sharding.layout import MeshShape
@@ -66,14 +67,15 @@ def exact_programs() -> Iterator[tuple[Program, str]]:
         if len(cells) != 8 or cells[1] not in ("update", "round beside the trainer"):
             continue
         problem = problem_on(cells[0], *EXACT, vocab_size=152_064)
-        sizes, work, platform = problem.sizes, problem.work, problem.hardware.platform
+        sizes, work = problem.sizes, problem.work
         mesh, max_tokens = MeshShape.parse(cells[2]), int(cells[3].replace(",", ""))
         if cells[1] == "update":
             trainer, computed = mesh, update_bytes(problem, mesh, max_tokens)
         else:
-            rows, beside = work.num_slots // mesh.data, sum(trainer_bytes(sizes, trainer))
-            found = rollout_footprint(sizes, work, mesh, max_tokens, rows, beside, platform)
-            computed = found.total
+            dense = problem.dense_pages(mesh, work.num_slots, max_tokens)
+            plan = RolloutPlan(mesh, work.num_slots, dense)
+            computed = problem.round_footprint(plan, max_tokens).total
+            computed += sum(trainer_bytes(sizes, trainer))
         name = " ".join(cells[:4])
         yield Program(name, computed, float(cells[4]) * GIB, 0.005 * GIB), cells[5]
 

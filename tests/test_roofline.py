@@ -72,10 +72,6 @@ WORK = Workload(
 MATRICES = 4 * 32 * 32 + 3 * 32 * 64
 
 
-def with_kernels(hardware, **fields):
-    return dataclasses.replace(hardware, kernels=dataclasses.replace(hardware.kernels, **fields))
-
-
 def test_an_all_reduce_by_hand():
     """A gigabyte over eight: rings over NVLink, over a torus axis both ways, through one memory."""
     gigabyte = 10**9

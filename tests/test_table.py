@@ -16,10 +16,9 @@ from earl_jax.selector.table import (
     key_of,
     load_table,
     parse_key,
-    rollout_key,
-    train_key,
 )
 from earl_jax.sharding.layout import MeshShape
+from tests.support.problems import rollout_key, train_key
 
 D8, D4T2 = MeshShape(data=8), MeshShape(data=4, tensor=2)
 ROLLOUT, TRAIN = rollout_key(D4T2, 48, 32), train_key(D8, 48, 2, True)

@@ -16,8 +16,9 @@ from earl_jax.run.build import Run, build_run
 from earl_jax.run.workdir import _table_of
 from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.plans import Failure
-from earl_jax.selector.table import ThroughputTable, train_key
+from earl_jax.selector.table import ThroughputTable
 from earl_jax.sharding.layout import MeshShape
+from tests.support.problems import train_key
 from tests.support.settings import make_config
 
 KEY = train_key(MeshShape(data=8), 16, 1, False)

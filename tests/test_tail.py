@@ -12,13 +12,13 @@ from earl_jax.engine.pages import Pool
 from earl_jax.engine.session import relocate
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.loop import rl_step
-from earl_jax.placement.stages import play_key
 from earl_jax.rollout.config import Limits
 from earl_jax.rollout.tasks import Tasks
 from earl_jax.run.build import build_run
 from earl_jax.telemetry.load import LoadHistory
 from tests.support.episodes import CONFIG, assert_same_episodes, check_rows, collect, engine, tasks
 from tests.support.placements import D4T2, D8, first_position, given, load_of, place, table_of
+from tests.support.problems import rollout_key
 from tests.support.settings import make_config
 
 TOKENS, SLOTS = 32, 16
@@ -105,7 +105,7 @@ def test_step_whose_tail_moves_is_the_step_that_stays():
             ]
 
     run = dataclasses.replace(run, tasks=BriefTasks(**vars(run.tasks)))
-    key, asked = play_key(D4T2, SLOTS, TOKENS), []
+    key, asked = rollout_key(D4T2, TOKENS, SLOTS), []
 
     def step(is_compiled):
         placement = place(run, table)

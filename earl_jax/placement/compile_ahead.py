@@ -9,9 +9,9 @@ A thread compiles them from shapes alone and leaves them in JAX's persistent com
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -19,39 +19,33 @@ from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.launch.cluster import Cluster
 from earl_jax.placement.packing import plan_of_shape, shape_ahead
 from earl_jax.placement.placement import Placement
-from earl_jax.placement.stages import lower_round, lower_update, play_key, update_key
-from earl_jax.selector.choose import BudgetTooSmall
-from earl_jax.selector.plans import Plan, Plans, RolloutPlan
+from earl_jax.placement.stages import lower_round, lower_update
+from earl_jax.selector.choose import BudgetTooSmall, Choice, Step
+from earl_jax.selector.plans import Plan, RolloutPlan
 from earl_jax.selector.table import Entry, key_of
 from earl_jax.telemetry.compile_clock import compile_clock
 from earl_jax.telemetry.load import WINDOW, Load, LoadHistory
 
-
-class Wanted(NamedTuple):
-    """A program: `key` identifies it, `lower` makes it from shapes alone.
-
-    `waiting` is the key in the throughput table of a plan that is tried when the program is there.
-    """
-
-    key: Hashable
-    lower: Callable[[], Any]
-    waiting: str = ""
+# Makes a program from shapes alone.
+Lower = Callable[[], Any]
 
 
 def wanted_programs(
     placement: Placement, history: LoadHistory, max_context: int
-) -> Iterator[Wanted]:
-    """Yields the program for the last episodes of a rollout, if they would move to another mesh.
+) -> dict[str, Lower]:
+    """Returns programs that may be needed soon, most urgent first, by `key_of` their plans.
 
-    Then those of the config's next context bucket, and those of `promising_plans`.
+    That for the last episodes of a rollout, if they would move to another mesh, those of the
+    config's next context bucket, and those of `promising_plans`.
     """
-    load = history.recent()
+    load, plans, programs = history.recent(), list[tuple[Plan, int]](), dict[str, Lower]()
     if (tail := placement.sessions.tail_plan(load)) is not None:
-        yield from filter(None, [_wanted(placement, tail, placement.max_tokens)])
-    yield from _next_bucket(placement, load, max_context)
-    for plan, tokens in promising_plans(placement, load):
-        if wanted := _wanted(placement, plan, tokens):
-            yield wanted._replace(waiting=key_of(plan, tokens))
+        plans.append((tail, placement.max_tokens))
+    plans += _next_bucket(placement, load, max_context)
+    for plan, tokens in plans + promising_plans(placement, load):
+        if (lower := _lowering(placement, plan, tokens)) is not None:
+            programs[key_of(plan, tokens)] = lower
+    return programs
 
 
 def promising_plans(placement: Placement, load: Load | None) -> list[tuple[Plan, int]]:
@@ -62,54 +56,54 @@ def promising_plans(placement: Placement, load: Load | None) -> list[tuple[Plan,
     step, observations = placement.step_of(placement.max_tokens, load), placement.observations
     if placement.may_try is None or not observations.is_fed or step.lasts < WINDOW:
         return []
-    chooser = dataclasses.replace(placement.chooser(load), may_try=lambda plan, tokens: True)
-    try:
-        choices = chooser.step(step, placement.plans).choices
-    except BudgetTooSmall:
-        return []
-    entries = observations.table.entries
-    found = [(choice.plan, choice.tokens) for choice in choices if choice.switched]
-    return [each for each in found if not entries.get(key_of(*each), Entry()).speeds]
+    entries, found = observations.table.entries, _chosen(placement, step, load, tries=True)
+    plans = [(choice.plan, choice.tokens) for choice in found if choice.switched]
+    return [each for each in plans if not entries.get(key_of(*each), Entry()).speeds]
 
 
-def _next_bucket(placement: Placement, load: Load | None, max_context: int) -> Iterator[Wanted]:
-    rollout = placement.stages.rollout
-    bucket = rollout.max_tokens_for(placement.max_tokens + 1)
-    if bucket <= min(max_context, rollout.context_buckets[-1]):
-        for plan in reversed(foresee(placement, bucket, load)):
-            if plan is not None and (wanted := _wanted(placement, plan, bucket)):
-                yield wanted
-
-
-def foresee(placement: Placement, max_tokens: int, load: Load | None) -> Plans:
-    """Returns the plans that longer contexts would have; those in use where nothing fits.
+def _next_bucket(
+    placement: Placement, load: Load | None, max_context: int
+) -> list[tuple[Plan, int]]:
+    """Returns the plans that longer contexts would have, the trainer's first.
 
     Training batches have the tokens of `load` still.
     """
+    rollout = placement.stages.rollout
+    bucket = rollout.max_tokens_for(placement.max_tokens + 1)
+    if bucket > min(max_context, rollout.context_buckets[-1]):
+        return []
     step = dataclasses.replace(
-        placement.step_of(max_tokens, None), max_tokens=max_tokens, length=max_tokens, is_new=True
+        placement.step_of(bucket, None), max_tokens=bucket, length=bucket, is_new=True
     )
+    return [(choice.plan, bucket) for choice in reversed(_chosen(placement, step, load))]
+
+
+def _chosen(
+    placement: Placement, step: Step, load: Load | None, *, tries: bool = False
+) -> list[Choice]:
+    chooser = placement.chooser(load)
+    if tries:
+        chooser = dataclasses.replace(chooser, may_try=lambda plan, tokens: True)
     try:
-        return placement.chooser(load).step(step, placement.plans).plans
+        return chooser.step(step, placement.plans).choices
     except BudgetTooSmall:
-        return placement.plans
+        return []
 
 
-def _wanted(placement: Placement, plan: Plan, tokens: int) -> Wanted | None:
-    """Returns a plan's program; None for an update whose batch has no known shape yet.
+def _lowering(placement: Placement, plan: Plan, tokens: int) -> Lower | None:
+    """Returns what lowers a plan's program; None for an update whose shape is not known yet.
 
     Engines and jitted functions are made here: two threads would make two of each.
     """
     stages = placement.stages
     if isinstance(plan, RolloutPlan):
         stages.engines.engine(plan.mesh, plan.num_slots)
-        key = play_key(plan.mesh, plan.num_slots, tokens)
-        return Wanted(key, lambda: lower_round(stages, plan, tokens))
+        return lambda: lower_round(stages, plan, tokens)
     if (shape := shape_ahead(placement, plan, tokens)) is None:
         return None
     train = plan_of_shape(stages, plan, shape, tokens)
     stages.learner.program(train)
-    return Wanted(update_key(train, shape), lambda: lower_update(stages, train, tokens, shape))
+    return lambda: lower_update(stages, train, tokens, shape)
 
 
 def compiles_ahead(setting: str, cluster: Cluster) -> bool:
@@ -135,9 +129,7 @@ class CompileAhead:
         self._pool = ThreadPoolExecutor(1, "compile-ahead")
         self._thread: threading.Thread | None = None
         # Each requested program, False where it failed; no future once the run uses it.
-        self._futures: dict[Hashable, Future[bool] | None] = {}
-        # Keys of programs, by those of plans that wait for them.
-        self._waiting: dict[str, Hashable] = {}
+        self._futures: dict[str, Future[bool] | None] = {}
         self._failures: list[str] = []
         self._waited_s = 0.0
         self._clock = compile_clock()
@@ -147,26 +139,24 @@ class CompileAhead:
         if self.is_on:
             self.request(wanted_programs(placement, history, self._max_context))
 
-    def request(self, programs: Iterable[Wanted]) -> None:
+    def request(self, programs: Mapping[str, Lower]) -> None:
         """Compiles these programs, each once; reports earlier ones that failed."""
-        for wanted in programs:
-            if wanted.waiting:
-                self._waiting[wanted.waiting] = wanted.key
-            if wanted.key not in self._futures:
-                self._futures[wanted.key] = self._pool.submit(self._compile, wanted)
+        for key, lower in programs.items():
+            if key not in self._futures:
+                self._futures[key] = self._pool.submit(self._compile, key, lower)
         while self._failures:
             self._say(self._failures.pop(0))
 
-    def is_compiled(self, key: Hashable) -> bool:
+    def is_compiled(self, key: str) -> bool:
         """Returns True if a program was compiled here, or the run has taken it over."""
         future = self._futures.get(key)
         return key in self._futures if future is None else future.done() and future.result()
 
     def may_try(self, plan: Plan, tokens: int) -> bool:
-        """Returns True for a plan that waited for its program, if that is there."""
-        return self.is_compiled(self._waiting.get(key_of(plan, tokens)))
+        """Returns True for a plan whose program is there."""
+        return self.is_compiled(key_of(plan, tokens))
 
-    def hand_over(self, key: Hashable) -> None:
+    def hand_over(self, key: str) -> None:
         """Gives a program to the run: it waits if that is being compiled, or compiles it itself."""
         future, self._futures[key] = self._futures.get(key), None
         if future is None or future.cancel():
@@ -184,22 +174,19 @@ class CompileAhead:
         """Waits until all requested programs are compiled."""
         wait([future for future in self._futures.values() if future is not None])
 
-    def close(self) -> None:
-        """Waits for the program that is being compiled; the others are not begun."""
-        self._pool.shutdown(cancel_futures=True)
-
     def __enter__(self) -> "CompileAhead":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        """Waits for the program that is being compiled; the others are not begun."""
+        self._pool.shutdown(cancel_futures=True)
 
-    def _compile(self, wanted: Wanted) -> bool:
+    def _compile(self, key: str, lower: Lower) -> bool:
         self._thread = threading.current_thread()
         try:
-            wanted.lower().compile()
+            lower().compile()
         except jax.errors.JaxRuntimeError as error:
             # The run compiles it again if it needs it, and chooses less if it must.
-            self._failures.append(f"could not compile ahead for {wanted.key}: {error}")
+            self._failures.append(f"could not compile ahead for {key}: {error}")
             return False
         return True

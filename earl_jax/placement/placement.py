@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import gc
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -90,8 +90,8 @@ class Placement:
         self.backup = StateBackup(stages.cluster.count == 1)
         self.sessions = Sessions(stages, self)
         # CompileAhead.hand_over and .is_compiled, where a thread compiles ahead.
-        self.about_to_use: Callable[[Hashable], None] = lambda key: None
-        self.is_compiled: Callable[[Hashable], bool] = lambda key: False
+        self.about_to_use: Callable[[str], None] = lambda key: None
+        self.is_compiled: Callable[[str], bool] = lambda key: False
         # CompileAhead.may_try: a plan that never ran may be tried, as nobody waits for its program.
         # On CPUs, whose compiler takes its time from the steps in any case, all may be. None:
         # nothing is tried, as of several processes.

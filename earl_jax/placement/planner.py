@@ -27,7 +27,6 @@ from earl_jax.placement.problem import find_model, overrides_for_chips, planned_
 from earl_jax.rollout.config import make_engine_config
 from earl_jax.selector.hardware import Hardware, parse_topology
 from earl_jax.selector.memory import program_bytes, unless_out_of_memory
-from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import Plan, RolloutPlan, TrainPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.schedule import (
@@ -147,20 +146,21 @@ def compiler_for(
             num_devices=len(players),
             seed=config.seed,
             model_logprobs=config.train.ratio == "model",
+            batches=config.asynchrony.row_batches,
         )
         engine = Engine(engine_config, make_layout(mesh, players))
         return engine.lower_play(max_tokens, Pool(mesh.data, plan.pages))
 
     def compile_plan(table: ThroughputTable, plan: Plan, tokens: int) -> ThroughputTable:
         """Returns the table with the bytes of a plan's program, or with its failure."""
-        start_s, quick = time.perf_counter(), Candidates(problem, ThroughputTable())
+        start_s = time.perf_counter()
         if isinstance(plan, RolloutPlan):
-            lowered, (computed, _) = lowered_round(plan, tokens), quick.round_bytes(plan, tokens)
+            lowered, computed = lowered_round(plan, tokens), problem.round_footprint(plan, tokens)
             if problem.hardware.platform == "tpu":
                 # At full effort minutes more for the same bytes: see benchmarks/compile.py.
                 jax.config.update("jax_optimization_level", "O1")
         else:
-            lowered, (computed, _) = lowered_update(plan, tokens), quick.update_bytes(plan, tokens)
+            lowered, computed = lowered_update(plan, tokens), problem.update_footprint(plan, tokens)
         try:
             num_bytes = unless_out_of_memory(lambda: program_bytes(lowered.compile()))
         finally:
@@ -168,7 +168,7 @@ def compiler_for(
         words = "does not fit" if num_bytes is None else f"{num_bytes / 2**30:.2f} GiB"
         print(
             f"compiled {plan.stage} on {plan.mesh}, context {tokens}: {words} per device (computed:"
-            f" {computed / 2**30:.2f}), in {time.perf_counter() - start_s:.0f} s",
+            f" {computed.total / 2**30:.2f}), in {time.perf_counter() - start_s:.0f} s",
             file=sys.stderr,
             flush=True,
         )

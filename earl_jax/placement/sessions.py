@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,10 +16,10 @@ from earl_jax.dispatch.weights import publish_to_engines
 from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import roomier_pages
 from earl_jax.engine.session import Policy, Session, open_session, relocate, vacate
-from earl_jax.placement.stages import play_key
 from earl_jax.selector.choose import BudgetTooSmall, Choice
 from earl_jax.selector.memory import moving, resident_bytes
 from earl_jax.selector.plans import Plans, RolloutPlan
+from earl_jax.selector.table import key_of
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import Load
 
@@ -39,7 +39,7 @@ class Sessions:
         # Caches of the rollout before, for another under the same weights.
         self._kept: Session | None = None
         # Rounds that this process has played: elsewhere programs are compiled or loaded first.
-        self._played: set[Hashable] = set()
+        self._played: set[str] = set()
 
     def open(self, params: Any, version: int) -> tuple[Session | None, int]:
         """Opens an empty session on the rollout's mesh, with this policy published to it.
@@ -80,7 +80,7 @@ class Sessions:
         return Policy(params=published.params, version=version), published.moved_bytes
 
     def _play_on(self, plan: RolloutPlan) -> None:
-        key = play_key(plan.mesh, plan.num_slots, self._placement.max_tokens)
+        key = key_of(plan, self._placement.max_tokens)
         self._played.add(key)
         self._placement.about_to_use(key)
 
@@ -135,7 +135,7 @@ class Sessions:
 
         def move_s(mesh: MeshShape) -> float:
             # Nobody waits for a compiler in the middle of a rollout.
-            key = play_key(mesh, plan.num_slots, session.max_tokens)
+            key = key_of(plan._replace(mesh=mesh), session.max_tokens)
             if key not in played and not placement.is_compiled(key):
                 return math.inf
             moved_bytes = here.pages * placement.problem.page_bytes(here.mesh)

@@ -6,7 +6,7 @@ Programs are lowered from shapes alone: for their bytes, and to compile them ahe
 """
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from earl_jax.dispatch.packing import Shape
@@ -17,7 +17,6 @@ from earl_jax.rollout.engines import Engines
 from earl_jax.selector.memory import program_bytes, unless_out_of_memory
 from earl_jax.selector.plans import Plan, RolloutPlan, TrainPlan
 from earl_jax.selector.problem import Problem
-from earl_jax.sharding.layout import MeshShape
 from earl_jax.train.learner import Learner
 from earl_jax.train.state import TrainState
 
@@ -84,13 +83,3 @@ def compiled_bytes(stages: Stages, plan: Plan, tokens: int, *, together: bool = 
         return own
     each = processes.gather(own, f"the bytes of {plan.words()}")
     return None if None in each else max(each)
-
-
-def play_key(mesh: MeshShape, num_slots: int, max_tokens: int) -> Hashable:
-    """Returns the name of a round's program, for the run and the thread that compiles ahead."""
-    return "play", mesh, num_slots, max_tokens
-
-
-def update_key(plan: TrainPlan, shape: Shape) -> Hashable:
-    """Returns the name of an update's program."""
-    return "train", plan, shape

@@ -18,8 +18,8 @@ from earl_jax.placement.delivery import Part
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.packing import move_batch, plan_batch, plan_of_shape, tightest_plan
 from earl_jax.placement.placement import Placement
-from earl_jax.placement.stages import update_key
 from earl_jax.selector.plans import TrainPlan
+from earl_jax.selector.table import key_of
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.train.sft import sft_batch
 from earl_jax.train.state import TrainState
@@ -122,7 +122,7 @@ class StepUpdate:
             shape, length = shapes[largest], max(part.length for part in parts)
             plan = self._plan(parts[largest])
             if not self.sft:
-                placement.about_to_use(update_key(plan, shape))
+                placement.about_to_use(key_of(placement.train, length))
             placement.backup.save((plan, self.sft, shape, len(shapes) > 1), state)
             tightest = tightest_plan(placement.stages, placement.train, shape, length)
             again = functools.partial(self._run, plan, state, index)

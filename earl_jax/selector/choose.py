@@ -227,9 +227,12 @@ class Chooser:
         """
         least_s, found = math.inf, list[tuple[int, _Pair]]()
         trains = self._trains(step, current.train, self.problem.budget)
-        fastest_s = self._fastest_rollout_s(step, trains)
-        # The best rollouts by the bytes that a trainer leaves on the device.
-        beside: dict[tuple[int, bool], list[_Pair]] = {}
+        plans = [pair.train.plan for pair in trains if pair.train]
+        residents = sorted({key for p in plans for key in self._residents(p, step.length)})
+        # The best rollouts by the bytes that a trainer leaves on the device; first the fastest.
+        beside = {key: self._beside(step, *key, current.rollout) for key in residents[:1]}
+        each_s = (pair.cost_s for pairs in beside.values() for pair in pairs)
+        fastest_s = min(each_s, default=math.inf) / (1.0 + TIE)
         for index, alone in sorted(enumerate(trains), key=lambda each: each[1].cost_s):
             train = alone.train
             assert train is not None
@@ -246,9 +249,7 @@ class Chooser:
                     least_s = min(least_s, cost_s)
                     found.append((index, pair._replace(train=train, cost_s=cost_s, step_s=step_s)))
         if not found:
-            plans = [pair.train.plan for pair in trains if pair.train]
-            each = {key for plan in plans for key in self._residents(plan, step.length)}
-            raise step_too_small(self.candidates, step.max_tokens, step.length, sorted(each))
+            raise step_too_small(self.candidates, step.max_tokens, step.length, residents)
         # Of equally good pairs the first is taken: the one that is cut least.
         return [pair for _, pair in sorted(found, key=lambda each: each[0])]
 
@@ -324,18 +325,6 @@ class Chooser:
             cost_s = seconds + _compile_s(step, rollout, current)
             pairs.append(_Pair(rollout, None, resident, cost_s, seconds))
         return pairs
-
-    def _fastest_rollout_s(self, step: Step, trains: Sequence[_Pair]) -> float:
-        """Returns the seconds of the fastest rollout beside the smallest of these trainers."""
-        offload, plans = (
-            self.problem.can_offload,
-            [pair.train.plan for pair in trains if pair.train],
-        )
-        resident = min((self._resident(p, offload, step.length) for p in plans), default=0)
-        free = self.problem.budget - resident
-        found = self.candidates.rollouts(step.max_tokens, step.cache_tokens, free, offload=True)
-        top = max((candidate.tokens_per_s for candidate in found), default=math.inf)
-        return step.rollout_tokens / top
 
     # Bytes beside a rollout, and what keeps the plans in use.
 

@@ -145,9 +145,6 @@ class Footprint:
 
         Resident bytes stay; the others are activations, with gradients: temporaries of the program.
         """
-        own = self.total - self.trainer
-        if num_bytes == own:
-            return self
         resident = self.weights + self.optimizer + self.cache
         return dataclasses.replace(self, gradients=0, activations=max(0, num_bytes - resident))
 
@@ -186,22 +183,15 @@ def trainer_bytes(sizes: ModelSizes, mesh: MeshShape) -> tuple[int, int]:
     return trained + frozen, device_bytes(sizes.moments, mesh)
 
 
-def row_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape, max_tokens: int) -> int:
-    """Returns the bytes per device of the pages of a full row."""
-    pages = -(-max_tokens // work.page_size)
-    return pages * work.page_size // mesh.context * cache_token_bytes(sizes, work, mesh)
+def page_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape) -> int:
+    """Returns the bytes of a device's part of a page, which is cut over tensor and context."""
+    return work.page_size // mesh.context * cache_token_bytes(sizes, work, mesh)
 
 
 def rollout_footprint(
-    sizes: ModelSizes,
-    work: Workload,
-    mesh: MeshShape,
-    max_tokens: int,
-    rows_at_once: int,
-    trainer: int,
-    platform: str,
+    sizes: ModelSizes, work: Workload, mesh: MeshShape, max_tokens: int, platform: str
 ) -> Footprint:
-    """Returns the bytes of a rollout with pages for `rows_at_once` full rows of a row shard."""
+    """Returns the bytes of a rollout without its KV cache, beside no trainer."""
     rows = work.num_slots // mesh.data
     buffer_rows = work.num_rows * work.batches + work.spare_rows(mesh)
     buffers = buffer_rows // mesh.data * max_tokens * EXPERIENCE_BYTES
@@ -226,9 +216,7 @@ def rollout_footprint(
         beside = engine_bytes([p for p in sizes.engine if p.name in names], mesh)
     return Footprint(
         weights=engine_bytes(sizes.engine, mesh),
-        cache=rows_at_once * row_bytes(sizes, work, mesh, max_tokens),
         activations=buffers + beside + max(decoding, appending),
-        trainer=trainer,
     )
 
 

@@ -219,9 +219,8 @@ class Candidates:
         most = wanted if math.isinf(free) else int((free - empty) // problem.page_bytes(mesh))
         plan = bare._replace(pages=max(least, min(wanted, most)))
         full, rows = self._full_speed(plan, max_tokens), plan.num_slots // mesh.data
-        at_once, share = max(1, min(rows, rows * plan.pages // max(1, wanted))), 1.0
-        if at_once < rows:
-            share = problem.round_speed(mesh, plan.num_slots, max_tokens, at_once) / full
+        at_once = max(1, min(rows, rows * plan.pages // max(1, wanted)))
+        share = problem.round_speed(mesh, plan.num_slots, max_tokens, at_once) / full
         known = self.round_bytes(plan, max_tokens)
         return self._candidate(plan, max_tokens, known, full, share)
 

@@ -15,15 +15,15 @@ from earl_jax.selector.footprint import (
     Footprint,
     ModelSizes,
     Workload,
-    cache_token_bytes,
     engine_bytes,
+    page_bytes,
     rollout_footprint,
     train_footprint,
     trainer_bytes,
 )
 from earl_jax.selector.hardware import Hardware
 from earl_jax.selector.plans import Plan, RolloutPlan, Stage, TrainPlan
-from earl_jax.selector.roofline import round_s, train_parts, waves
+from earl_jax.selector.roofline import round_s, train_parts
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 
@@ -173,14 +173,12 @@ class Problem:
     def bare_footprint(self, mesh: MeshShape, num_slots: int, max_tokens: int) -> Footprint:
         """Returns the bytes of a rollout without its KV cache, beside no trainer."""
         work = dataclasses.replace(self.work, num_slots=num_slots, num_players=self.num_players)
-        platform = self.hardware.platform
-        return rollout_footprint(self.sizes, work, mesh, max_tokens, 0, 0, platform)
+        return rollout_footprint(self.sizes, work, mesh, max_tokens, self.hardware.platform)
 
     @functools.cache  # noqa: B019
     def page_bytes(self, mesh: MeshShape) -> int:
         """Returns the bytes of a device's part of a page, which is cut over tensor and context."""
-        tokens = self.work.page_size // mesh.context
-        return tokens * cache_token_bytes(self.sizes, self.work, mesh)
+        return page_bytes(self.sizes, self.work, mesh)
 
     def round_footprint(self, plan: RolloutPlan, max_tokens: int) -> Footprint:
         """Returns the bytes of a rollout of episodes of up to `max_tokens` tokens, by itself."""
@@ -241,14 +239,15 @@ class Problem:
     def round_speed(self, mesh: MeshShape, num_slots: int, max_tokens: int, rows: int) -> float:
         """Returns the tokens/s of all slots, at the end of their context bucket.
 
-        A row shard's KV cache has pages for `rows` of its slots at once.
+        A row shard's KV cache has pages for `rows` of its slots at once: 16 slots with pages for 7
+        run as 7, 7 and 2.
         """
         work = dataclasses.replace(self.work, num_slots=num_slots)
         hardware = self.hardware.with_devices(mesh.num_devices)
-        seconds = sum(
-            round_s(hardware, self.sizes, work, mesh, wave, max_tokens)
-            for wave in waves(num_slots // mesh.data, max(1, rows))
-        )
+        times, left = divmod(num_slots // mesh.data, rows)
+        seconds = times * round_s(hardware, self.sizes, work, mesh, rows, max_tokens)
+        if left:
+            seconds += round_s(hardware, self.sizes, work, mesh, left, max_tokens)
         return num_slots * work.burst / seconds
 
     @functools.cache  # noqa: B019

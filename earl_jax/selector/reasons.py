@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from earl_jax.selector.plan_candidates import Candidate, Candidates
 from earl_jax.selector.plans import Plan
 from earl_jax.settings.errors import InputError
+from earl_jax.sharding.plan_text import bytes_text
 
 
 class BudgetTooSmall(InputError):
@@ -28,8 +29,8 @@ def reason_of(
     plan in use; None where that one cannot stay.
     """
     plan, budget = chosen.plan, candidates.problem.budget_bytes
-    size = f"{'' if chosen.is_exact else 'about '}{size_words(num_bytes)}/device"
-    size += "" if budget is None else f", budget {size_words(budget)}"
+    size = f"{'' if chosen.is_exact else 'about '}{bytes_text(num_bytes)}/device"
+    size += "" if budget is None else f", budget {bytes_text(budget)}"
     if current is None or plan.mesh == current.mesh:
         verb = "starts" if current is None else "stays"
         speed = f"{chosen.tokens_per_s:,.0f} tokens/s"
@@ -52,7 +53,7 @@ def _why_left(candidates: Candidates, plan: Plan, tokens: int) -> str:
     if least is None:
         return f"{plan.mesh} is no candidate for context {tokens}"
     if least.num_bytes > problem.budget:
-        need, budget = size_words(least.num_bytes), size_words(problem.budget)
+        need, budget = bytes_text(least.num_bytes), bytes_text(int(problem.budget))
         return f"context {tokens} needs {need}/device, budget {budget}"
     return f"{plan.mesh} leaves the other stage too little memory"
 
@@ -67,10 +68,9 @@ def step_too_small(
     """
     if not residents:
         return too_small(candidates, "training", candidates.train(length), length)
-    found = {each: candidates.rollouts(max_tokens, 0, 0.0, offload=each[1]) for each in residents}
-    least = min(found, key=lambda each: each[0] + min(c.num_bytes for c in found[each]))
-    what = "a rollout beside the trainer"
-    return too_small(candidates, what, found[least], max_tokens, least[0])
+    resident, offload = min(residents)
+    found = candidates.rollouts(max_tokens, 0, 0.0, offload=offload)
+    return too_small(candidates, "a rollout beside the trainer", found, max_tokens, resident)
 
 
 def too_small(
@@ -91,19 +91,10 @@ def too_small(
         f"config.selector.budget_bytes_per_device is {budget}, and no mesh for {what} fits it at a "
         f"context of {tokens} tokens; the smallest budget that would do is "
         f"{'' if least.is_exact else 'about '}{need} (mesh {least.plan.mesh}), "
-        f"{size_words(need - budget)} more. Raise the budget, use {advice}"
+        f"{bytes_text(need - budget)} more. Raise the budget, use {advice}"
     )
 
 
 def percent(fraction: float) -> str:
     """Returns a change for people, "+12 %"."""
     return f"{100 * fraction:+.0f} %"
-
-
-def size_words(num_bytes: float) -> str:
-    """Returns bytes for people, "1.5 GiB" or "20.1 MiB"."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(num_bytes) >= size:
-            number = num_bytes / size
-            return f"{number:,.0f} {unit}" if number >= 1000 else f"{number:.3g} {unit}"
-    return f"{num_bytes:.0f} bytes"

@@ -100,7 +100,7 @@ def decode_s(
     number = rows * tokens
     is_cut = tokens > 1 and tokens % mesh.context == 0
     own = number // mesh.context if is_cut else number
-    flops = own * sum(_layer_flops(sizes, mesh, experts_cut=mesh.expert))
+    flops = own * _layer_flops(sizes, mesh, experts_cut=mesh.expert)
     # A pass of several tokens a row only appends them.
     flops += (tokens == 1) * rows * 2 * sizes.width * sizes.vocab_size / mesh.tensor
     attention = attended * tokens * _attention_flops(sizes, context) / (mesh.tensor * mesh.context)
@@ -131,7 +131,7 @@ def loop_syncs(sizes: ModelSizes, blocks: int) -> int:
 
 
 def _reads_in_place(hardware: Hardware, work: Workload, mesh: MeshShape) -> bool:
-    return hardware.kernels.fused_pages or mesh.context in work.in_place_contexts
+    return hardware.kernels.is_fused or mesh.context in work.in_place_contexts
 
 
 def round_s(
@@ -139,24 +139,18 @@ def round_s(
 ) -> float:
     """Returns the seconds of a round with `rows` live slots a row shard: a chunk and a burst.
 
-    With `Kernels.fixed_rows` programs have rows
-    for all slots, with `full_tiles` they read for all of them, unless in place.
+    With `Kernels.fixed_rows` programs have rows for all slots. They read for all of them, unless in
+    place.
     """
-    kernels = hardware.kernels
-    full = kernels.full_tiles and not _reads_in_place(hardware, work, mesh)
-    slots = max(rows, work.num_slots // mesh.data) if kernels.fixed_rows else rows
+    in_place, slots = _reads_in_place(hardware, work, mesh), rows
+    if hardware.kernels.fixed_rows:
+        slots = max(rows, work.num_slots // mesh.data)
     together, tokens = work.rows_appended(slots)
-    used = together if full else min(rows, together)
+    used, live = (min(rows, together), rows) if in_place else (together, slots)
     append = decode_s(hardware, sizes, work, mesh, together, context, tokens, used)
     passes = math.ceil(rows * work.chunk_size / (together * tokens))
-    step = decode_s(hardware, sizes, work, mesh, slots, context, attended=slots if full else rows)
+    step = decode_s(hardware, sizes, work, mesh, slots, context, attended=live)
     return passes * append.total + work.burst * step.total
-
-
-def waves(rows: int, rows_that_fit: int) -> list[int]:
-    """Returns how many rows run at a time: 16 rows of which 7 fit run as 7, 7 and 2."""
-    full, last = divmod(rows, rows_that_fit)
-    return [rows_that_fit] * full + [last] * (last > 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -210,7 +204,7 @@ def train_parts(
     passes = 1 + backward + recomputed
     # A critic's layers are those of a second policy.
     networks = 2 if sizes.critic else 1
-    flops = networks * tokens * passes * sum(_layer_flops(sizes, mesh, experts_cut=1))
+    flops = networks * tokens * passes * _layer_flops(sizes, mesh, experts_cut=1)
     # The logits of a chunk are recomputed in the backward pass, with remat or without.
     flops += tokens * (2 + backward) * 2 * sizes.width * sizes.vocab_size / mesh.tensor
     share = hardware.share(mesh.num_devices)
@@ -258,7 +252,7 @@ def _train_attention_s(
     seconds += ATTENTION_BACKWARD * flops / (peak * kernels.attention_backward)
     if mesh.context == 1:
         return seconds
-    if not kernels.fused_ring:
+    if not kernels.is_fused:
         rate = hardware.memory_bytes_per_s * share * MEMORY_REACHED
         scores_s = SCORE_BYTES * flops / (4 * sizes.head_size) / rate
         seconds = (forward + ATTENTION_BACKWARD) * max(scores_s, flops / (peak * MATMUL_REACHED))
@@ -313,12 +307,12 @@ def cache_read(sizes: ModelSizes, work: Workload, mesh: MeshShape, context: int)
     return cache_token_bytes(sizes, work, mesh) * seen / mesh.context
 
 
-def _layer_flops(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> tuple[float, float]:
+def _layer_flops(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> float:
     """Returns the operations of a token in all layers' projections and networks, on a device."""
     heads = (2 * sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_size
     networks = 3 * sizes.width * sizes.ffn_size * (sizes.experts_per_token or 1)
     per_layer = 2.0 * sizes.num_layers / mesh.tensor
-    return per_layer * sizes.width * heads, per_layer * networks / experts_cut
+    return per_layer * (sizes.width * heads + networks / experts_cut)
 
 
 def _attention_flops(sizes: ModelSizes, context: float) -> float:

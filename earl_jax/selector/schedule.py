@@ -24,6 +24,7 @@ from earl_jax.selector.plans import Plan, Plans, RolloutPlan, TrainPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.reasons import percent
 from earl_jax.selector.table import ThroughputTable
+from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.plan_text import bytes_text, table_lines
 from earl_jax.sharding.topology import CHIPS, make_topology
@@ -202,7 +203,9 @@ def _candidate(problem: Problem, stop: Stop, candidate: Candidate) -> Values:
         words = f"{plan.micro_batches} micro-batch{'es' * (plan.micro_batches > 1)}"
         words += ", remat" * plan.remat
         values["update_s"] = work.num_rows * stop.context / candidate.tokens_per_s
-    kinds = dataclasses.replace(kinds.with_total(candidate.num_bytes), trainer=beside)
+    if candidate.is_exact:
+        kinds = kinds.with_total(candidate.num_bytes)
+    kinds = dataclasses.replace(kinds, trainer=beside)
     return values | {
         "plan": words,
         "fits": candidate.fits(problem.budget - beside),
@@ -319,24 +322,10 @@ def smallest_words(found: list[tuple[str, int]], max_tokens: int) -> str:
 
 
 def fits(problem: Problem, max_tokens: int) -> bool:
-    """Returns True if some mesh holds each stage with the least that it can do with.
-
-    As `Chooser.step` without speeds, whose computation for thousands of devices takes seconds.
-    """
-
-    def holds(mesh: MeshShape) -> bool:
-        # A row at a time takes least, but for the sum of gradients that one micro-batch has not.
-        rows = problem.work.num_rows // (mesh.data * mesh.fsdp * mesh.expert)
-        plans = [TrainPlan(mesh, n, True) for n in {rows, problem.work.micro_batches} if n]
-        return any(problem.update_footprint(p, max_tokens).total <= problem.budget for p in plans)
-
+    """Returns True if plans of both stages fit at this context, by computed bytes."""
     try:
-        trainers = filter(holds, problem.meshes("train", max_tokens))
-        residents = [problem.trainer_bytes(mesh, problem.can_offload) for mesh in trainers]
-        free, pages = problem.budget - min(residents), problem.least_pages(max_tokens)
-        fewest = [(m, problem.slot_numbers(m)[-1]) for m in problem.meshes("rollout", max_tokens)]
-    except ValueError:
-        # No trainer fits; or so many devices cut the model, or the rows, unevenly in every way.
+        Chooser(problem, ThroughputTable()).step(full_step(problem, max_tokens), Plans())
+    except InputError:
+        # Nothing fits; or so many devices cut the model, or the rows, unevenly in every way.
         return False
-    plans = [RolloutPlan(mesh, slots, pages) for mesh, slots in fewest]
-    return any(problem.round_footprint(plan, max_tokens).total <= free for plan in plans)
+    return True

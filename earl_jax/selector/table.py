@@ -148,41 +148,30 @@ class ThroughputTable:
 
 
 @functools.cache
-def rollout_key(mesh: MeshShape, max_tokens: int, num_slots: int) -> str:
-    """Returns the key of a rollout, "rollout data=4,tensor=2 48 slots=32"."""
-    return f"rollout {mesh} {max_tokens} slots={num_slots}"
-
-
-@functools.cache
-def train_key(mesh: MeshShape, length: int, micro_batches: int, remat: bool) -> str:
-    """Returns the key of an update, "train data=8 48 micro_batches=2,remat=True"."""
-    return f"train {mesh} {length} micro_batches={micro_batches},remat={remat}"
-
-
 def key_of(plan: Plan, tokens: int) -> str:
-    """Returns the key of a plan at a context bucket; pages and offload are no part of it."""
+    """Returns the key of a plan at a context bucket; pages and offload are no part of it.
+
+    As "rollout data=4,tensor=2 48 slots=32" or "train data=8 48 micro_batches=2,remat=True".
+    """
     if isinstance(plan, RolloutPlan):
-        return rollout_key(plan.mesh, tokens, plan.num_slots)
-    return train_key(plan.mesh, tokens, plan.micro_batches, plan.remat)
+        return f"rollout {plan.mesh} {tokens} slots={plan.num_slots}"
+    return f"train {plan.mesh} {tokens} micro_batches={plan.micro_batches},remat={plan.remat}"
 
 
-_KEY = re.compile(
-    r"(?:rollout (?P<played>\S+) (?P<most>[0-9]+) slots=(?P<slots>[1-9][0-9]*)"
-    r"|train (?P<trained>\S+) (?P<length>[0-9]+) "
-    r"micro_batches=(?P<number>[1-9][0-9]*),remat=(?P<remat>True|False))"
-)
+_ROLLOUT = re.compile(r"rollout (\S+) ([0-9]+) slots=([1-9][0-9]*)")
+_TRAIN = re.compile(r"train (\S+) ([0-9]+) micro_batches=([1-9][0-9]*),remat=(True|False)")
 
 
 @functools.cache
 def parse_key(text: str) -> tuple[Plan, int]:
     """Returns the plan, without pages, and the context bucket. Raises ValueError for no key."""
-    if (found := _KEY.fullmatch(text)) is None:
-        raise InputError(f"{text!r} is no key; one is like 'rollout data=4,tensor=2 48 slots=32'")
-    if found["played"]:
-        plan = RolloutPlan(MeshShape.parse(found["played"]), int(found["slots"]), 0)
-        return plan, int(found["most"])
-    mesh, remat = MeshShape.parse(found["trained"]), found["remat"] == "True"
-    return TrainPlan(mesh, int(found["number"]), remat), int(found["length"])
+    if found := _ROLLOUT.fullmatch(text):
+        mesh, tokens, slots = found.groups()
+        return RolloutPlan(MeshShape.parse(mesh), int(slots), 0), int(tokens)
+    if found := _TRAIN.fullmatch(text):
+        mesh, tokens, number, remat = found.groups()
+        return TrainPlan(MeshShape.parse(mesh), int(number), remat == "True"), int(tokens)
+    raise InputError(f"{text!r} is no key; one is like 'rollout data=4,tensor=2 48 slots=32'")
 
 
 def load_table(facts: Mapping[str, Any]) -> tuple[ThroughputTable, str | None]:

@@ -16,9 +16,10 @@ from earl_jax.placement.placement import Placement
 from earl_jax.run.build import Run, build_run
 from earl_jax.run.step_record import StepRecord
 from earl_jax.selector.problem import Problem
-from earl_jax.selector.table import TRUSTED, ThroughputTable, rollout_key, train_key
+from earl_jax.selector.table import TRUSTED, ThroughputTable
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import Load, LoadHistory
+from tests.support.problems import rollout_key, train_key
 from tests.support.settings import make_config
 
 D8, D4T2 = MeshShape(data=8), MeshShape(data=4, tensor=2)

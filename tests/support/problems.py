@@ -9,6 +9,7 @@ from earl_jax.selector.footprint import Footprint, ModelSizes, Workload
 from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.plans import RolloutPlan, Stage, TrainPlan
 from earl_jax.selector.problem import Problem
+from earl_jax.selector.table import key_of
 from earl_jax.sharding.layout import MeshShape
 
 D8, D4T2, D2T4, T8 = (MeshShape(data=8 // n, tensor=n) for n in (1, 2, 4, 8))
@@ -128,3 +129,13 @@ def rollout_on(mesh: MeshShape, num_slots: int = 8, pages: int = 1) -> RolloutPl
 def train_on(mesh: MeshShape, micro_batches: int = 1) -> TrainPlan:
     """Returns a trainer's plan in use."""
     return TrainPlan(mesh, micro_batches, True)
+
+
+def rollout_key(mesh: MeshShape, max_tokens: int, num_slots: int) -> str:
+    """Returns the key of a rollout in a throughput table."""
+    return key_of(RolloutPlan(mesh, num_slots, 0), max_tokens)
+
+
+def train_key(mesh: MeshShape, length: int, micro_batches: int, remat: bool) -> str:
+    """Returns the key of an update in a throughput table."""
+    return key_of(TrainPlan(mesh, micro_batches, remat), length)
