@@ -16,6 +16,7 @@ import json
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -253,6 +254,16 @@ def _typed(kind: Any, value: Any, path: str) -> Any:
         check_choice(value, arguments, path)
         # The choice itself: 1 is as good as True, and is written down as True.
         return arguments[arguments.index(value)]
+    if origin in (typing.Union, UnionType):
+        # A type or a word, such as int | Literal["auto"].
+        plain, word = arguments
+        words = typing.get_args(word)
+        if not isinstance(value, str):
+            return _typed(plain, value, path)
+        if value not in words:
+            each = " or ".join(map(repr, words))
+            raise InputError(f"{path} is {value!r}; give {each}, or a value of {plain.__name__}")
+        return value
     if origin is Mapping:
         if not isinstance(value, Mapping):
             raise InputError(f"{path} is {value!r}; name its entries: {path}.NAME=VALUE")
