@@ -112,13 +112,20 @@ def two_rounds(monkeypatch):
 
     def play_beside(self, is_over):
         for _ in range(2):
-            self.play_round()
+            if self._playing.is_busy:
+                self.play_round()
 
     monkeypatch.setattr(OpenGroups, "play_beside", play_beside)
 
 
-def test_live_episodes_go_on_with_the_same_tokens_on_other_devices(world, two_rounds, monkeypatch):
-    """The split moves up, down and back: tokens, versions and weights are those without a move."""
+@pytest.mark.slow_except("keep")
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_live_episodes_go_on_with_the_same_tokens_on_other_devices(two_rounds, monkeypatch, kv):
+    """The split moves up, down and back: tokens, versions and weights are those without a move.
+
+    With kv "keep" they go on from the pages that moved.
+    """
+    world = build_run(make_config({**SETTINGS, "asynchrony": {"max_staleness": 2, "kv": kv}}))
     live, move = [], Sessions.move
 
     def watched(self, session):

@@ -84,7 +84,8 @@ class Workload:
     `num_rows` are the episodes of a step, of which each of `num_players` processes plays a part;
     those of `batches` steps have rows at once. They come to the trainer in `parts`.
     `kv_itemsize` 1 is a cache of int8, with a scale of 4 bytes for each token and head. On meshes
-    whose `context` axis is among `in_place_contexts` a kernel reads pages where they are.
+    whose `context` axis is among `in_place_contexts` a kernel reads pages where they are. Rows are
+    cut for `row_devices` (`Cluster.num_row_devices`), 0: those of the mesh.
     """
 
     num_slots: int
@@ -102,6 +103,7 @@ class Workload:
     batches: int = 1
     parts: int = 1
     in_place_contexts: tuple[int, ...] = ()
+    row_devices: int = 0
 
     def rows_appended(self, rows: int) -> tuple[int, int]:
         """Returns how many of a row shard's slots a pass appends to, and how many tokens to each.
@@ -116,7 +118,8 @@ class Workload:
 
         There are as many data shards as divide devices, slots and episodes.
         """
-        data_shards = math.gcd(self.num_rows, self.num_slots, mesh.num_devices)
+        devices = self.row_devices or mesh.num_devices
+        data_shards = math.gcd(self.num_rows, self.num_slots, devices)
         return self.num_slots if data_shards > self.num_players else 0
 
 

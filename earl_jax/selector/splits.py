@@ -8,6 +8,7 @@ taken whose slower stage is the fastest (split_times.py).
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -60,7 +61,8 @@ def with_splits(problem: Problem) -> Problem:
                     " a mesh of the other stage for the devices that are left"
                 )
     middle = min(found, key=lambda split: abs(2 * split - number))
-    return dataclasses.replace(problem, num_rollout=middle, splits=tuple(found))
+    work = dataclasses.replace(problem.work, row_devices=math.lcm(*found))
+    return dataclasses.replace(problem, num_rollout=middle, splits=tuple(found), work=work)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +92,8 @@ class SplitChooser:
             return self.at(here).step(step, current, calm_steps, only)
         found, error = dict[int, Decision](), None
         for split in self.problem.splits:
-            chooser = self._compared(split, split == here)
             try:
-                found[split] = chooser.step(step, current, calm_steps)
+                found[split] = self.at(split, tries=split == here).step(step, current, calm_steps)
             except BudgetTooSmall as small:
                 error = error or small
         if error is not None and not found:
@@ -110,9 +111,10 @@ class SplitChooser:
             decision = _with_reasons(decision, current, chosen, before)
         return dataclasses.replace(decision, seconds=chosen.step_s, splits=(chosen, *others))
 
-    def at(self, split: int) -> Chooser:
-        """Returns the chooser with so many devices for rollouts."""
-        return self._choosers[split]
+    def at(self, split: int, *, tries: bool = True) -> Chooser:
+        """Returns the chooser with so many devices for rollouts; nothing new if not `tries`."""
+        chooser = self._choosers[split]
+        return chooser if tries else dataclasses.replace(chooser, may_try=None)
 
     @functools.cached_property
     def _choosers(self) -> dict[int, Chooser]:
@@ -122,13 +124,6 @@ class SplitChooser:
             split: Chooser(each, self.table, self.caution, self.may_try, self.train_tokens)
             for split, each in (problems or {problem.num_rollout: problem}).items()
         }
-
-    def _compared(self, split: int, is_here: bool) -> Chooser:
-        """Returns the chooser of a split, in which nothing is tried unless it is in use."""
-        chooser = self.at(split)
-        if not all(map(chooser.candidates.seen, ("rollout", "train"))):
-            return dataclasses.replace(chooser, table=self.table.without_speeds())
-        return chooser if is_here else dataclasses.replace(chooser, may_try=None)
 
     def _time(self, split: int, decision: Decision, step: Step, here: int | None) -> SplitTime:
         """Returns the seconds of both stages with a split, and those of the move there."""
@@ -145,16 +140,23 @@ class SplitChooser:
         return SplitTime(split, rollout_s, train_s, move_s)
 
     def _seconds(self, split: int, choice: Choice, here: int | None) -> float:
-        """Returns a stage's seconds. The model's error does not count against another split.
+        """Returns a stage's seconds with a split, to be compared with those of others.
 
-        The error is mostly the same with more or fewer devices.
+        The model's error does not count against a mesh that never ran: it is mostly the same with
+        more or fewer devices.
         """
-        seen = self.at(split).candidates.seen
-        is_known = choice.plan.mesh in seen(choice.plan.stage)
-        corrects = all(map(seen, ("rollout", "train")))
-        if split == here or is_known or not corrects:
-            return choice.seconds
-        return choice.seconds / MODEL_ERROR
+        chooser = self.at(split)
+        seen = {stage: chooser.candidates.seen(stage) for stage in ("rollout", "train")}
+        if not all(seen.values()):
+            computed = dataclasses.replace(chooser, table=self.table.without_speeds())
+            speeds = [
+                each.candidates.in_use(choice.plan, choice.tokens, math.inf)
+                for each in (chooser, computed)
+            ]
+            known_s, computed_s = (1.0 / each.tokens_per_s for each in filter(None, speeds))
+            return choice.seconds * computed_s / known_s
+        is_known = split == here or choice.plan.mesh in seen[choice.plan.stage]
+        return choice.seconds / (1.0 if is_known else MODEL_ERROR)
 
     def _must_wait(self, decision: Decision, chosen: SplitTime, here: int | None) -> bool:
         """Returns True if the run would wait for a program of another split, as for a trial."""
