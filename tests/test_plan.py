@@ -339,16 +339,16 @@ def test_the_split_is_the_one_of_all_fixed_ones_whose_slower_stage_is_fastest():
     problem = problem_on("h100:1x8", *SPLIT, *TWELVES)
     assert problem.splits == (2, 4, 6)
     (stop,) = make_schedule(problem, EMPTY, [1024])
-    found = {time.num_rollout: time for time in stop.decision.splits}
+    found = {each.num_rollout: each for each in stop.decision.splits}
     assert sorted(found) == [2, 4, 6]
-    for split, time in found.items():
+    for split, seconds in found.items():
         fixed = problem_on("h100:1x8", f"devices.num_rollout={split}", SPLIT[1], *TWELVES)
         (alone,) = make_schedule(fixed, EMPTY, [1024])
         rollout, train = alone.decision.rollout, alone.decision.train
         publish_s = fixed.publish_s(rollout.plan.mesh)
-        assert time.rollout_s == pytest.approx(rollout.seconds + publish_s)
-        assert time.train_s == pytest.approx(train.seconds)
-    best = min(found.values(), key=lambda time: max(time.rollout_s, time.train_s))
+        assert seconds.rollout_s == pytest.approx(rollout.seconds + publish_s)
+        assert seconds.train_s == pytest.approx(train.seconds)
+    best = min(found.values(), key=lambda each: max(each.rollout_s, each.train_s))
     assert stop.decision.splits[0] == best
     assert stop.decision.seconds == max(best.rollout_s, best.train_s)
     plans = stop.decision.plans

@@ -89,7 +89,9 @@ def test_the_split_moves_both_ways_and_says_why():
         "rollout: data=4 -> data=1,tensor=6 (6 play (rollout 0.667 s, training 0.8 s); before: "
         "4 play (rollout 1 s, training 0.4 s))"
     )
-    assert str(more.train) == "train: fsdp=4 -> fsdp=2 (with the split of the devices)"
+    assert (
+        str(more.train) == "train: data=1,fsdp=4 -> data=1,fsdp=2 (with the split of the devices)"
+    )
 
 
 def test_it_stays_for_less_than_the_hysteresis_and_within_a_window():

@@ -255,15 +255,7 @@ def _typed(kind: Any, value: Any, path: str) -> Any:
         # The choice itself: 1 is as good as True, and is written down as True.
         return arguments[arguments.index(value)]
     if origin in (typing.Union, UnionType):
-        # A type or a word, such as int | Literal["auto"].
-        plain, word = arguments
-        words = typing.get_args(word)
-        if not isinstance(value, str):
-            return _typed(plain, value, path)
-        if value not in words:
-            each = " or ".join(map(repr, words))
-            raise InputError(f"{path} is {value!r}; give {each}, or a value of {plain.__name__}")
-        return value
+        return _typed_or_word(*arguments, value, path)
     if origin is Mapping:
         if not isinstance(value, Mapping):
             raise InputError(f"{path} is {value!r}; name its entries: {path}.NAME=VALUE")
@@ -278,4 +270,14 @@ def _typed(kind: Any, value: Any, path: str) -> Any:
         raise InputError(
             f"{path} is {value!r}, a {type(value).__name__}; it must be of type {kind.__name__}"
         )
+    return value
+
+
+def _typed_or_word(kind: Any, words: Any, value: Any, path: str) -> Any:
+    """Returns the value of a field such as `int | Literal["auto"]`."""
+    if not isinstance(value, str):
+        return _typed(kind, value, path)
+    if value not in typing.get_args(words):
+        each = " or ".join(map(repr, typing.get_args(words)))
+        raise InputError(f"{path} is {value!r}; give {each}, or a value of {kind.__name__}")
     return value
