@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs whose split of the devices between rollout and training moves with their live episodes."""
 
+import itertools
 import json
 import signal
 import subprocess
@@ -67,7 +68,7 @@ def table_for(run, split: int):
     """Returns speeds by which this split is ten times as fast as the others."""
     rollout = {mesh: 1e4 if mesh.num_devices == split else 1e3 for mesh in (R2, R4, R6)}
     training = {mesh: 1e4 if mesh.num_devices == 8 - split else 1e3 for mesh in (T6, T4, T2)}
-    return table_of(run.problem.at(split), training, rollout, (BUCKET,))
+    return table_of(run.problem, training, rollout, (BUCKET,))
 
 
 class Steps:
@@ -188,8 +189,9 @@ def test_both_stages_stay_where_memory_is_too_short_for_the_move(world, two_roun
 
 def shifting(steps: int, table: str):
     """Settings of a run whose tasks sample much, then little after long prompts, and so on."""
-    # Replies of 16 tokens.
-    rollout = {**SETTINGS["rollout"], "stop_strings": (), "patience_s": 0.001}
+    # Replies of about five tokens.
+    more = {"stop_strings": tuple("abcdef"), "max_turn_tokens": 64, "patience_s": 0.001}
+    rollout = {**SETTINGS["rollout"], **more}
     return {
         **SETTINGS,
         "num_steps": steps,
@@ -203,10 +205,8 @@ def shifting(steps: int, table: str):
 def table_path(world, tmp_path):
     """A table of speeds that are in proportion to devices, as a file."""
     rollout = {R2: 100.0, R4: 200.0, R6: 300.0}
-    training = {T6: 900.0, T4: 600.0, T2: 300.0}
-    path, table = tmp_path / "table.json", None
-    for split in (2, 4, 6):
-        table = table_of(world.problem.at(split), training, rollout, (BUCKET,))
+    training = {T6: 2700.0, T4: 1800.0, T2: 900.0}
+    path, table = tmp_path / "table.json", table_of(world.problem, training, rollout, (BUCKET,))
     path.write_text(json.dumps(table.as_dict()))
     return str(path)
 
@@ -214,7 +214,7 @@ def table_path(world, tmp_path):
 def splits_of(lines):
     """The devices that play, step by step, where they change."""
     each = [MeshShape.parse(line["rollout_mesh"]).num_devices for line in lines]
-    return [each[0]] + [b for a, b in zip(each, each[1:], strict=False) if a != b]
+    return each[:1] + [b for a, b in itertools.pairwise(each) if a != b]
 
 
 @pytest.mark.slow
@@ -222,15 +222,19 @@ def test_the_split_follows_a_load_that_shifts_both_ways_without_a_storm(
     tmp_path, monkeypatch, table_path
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    steps = 36
+    steps = 32
     train(make_config(shifting(steps, table_path)), tmp_path / "run")
     lines = steps_of(tmp_path / "run")
     splits = splits_of(lines)
-    assert 6 in splits and 2 in splits[splits.index(6) :], splits
-    assert 6 in splits[splits.index(6) + splits[splits.index(6) :].index(2) :], splits
-    moves = [event for event in read_events(tmp_path / "run") if event["event"] == "split"]
-    # The load shifts three times, and a window's mean passes what lies between.
-    assert len(moves) == len(splits) - 1 <= 6
+    # Fewer play where texts are long and replies few, from about step 11 to 22, than before, and
+    # more again behind that. In a window of steps there is one move at most.
+    fewest = splits.index(min(splits))
+    assert max(splits[:fewest]) > splits[fewest] < max(splits[fewest:]), splits
+    moves = [
+        event["version"] for event in read_events(tmp_path / "run") if event["event"] == "split"
+    ]
+    assert len(moves) == len(splits) - 1 <= steps // WINDOW
+    assert all(later - earlier > WINDOW for earlier, later in itertools.pairwise(moves))
     check_bound(lines, 2)
     assert episodes_of(tmp_path / "run") == dict.fromkeys(range(steps * 24), 1)
     assert {line["dispatch_host_bytes"] for line in lines} == {0}
@@ -238,13 +242,16 @@ def test_the_split_follows_a_load_that_shifts_both_ways_without_a_storm(
 
 
 @pytest.mark.slow
-def test_killed_behind_a_move_it_goes_on_there_and_is_replayed_bit_for_bit(
-    tmp_path, monkeypatch, table_path
+@pytest.mark.parametrize("is_saved", [True, False], ids=["saved", "not saved"])
+def test_killed_behind_a_move_it_goes_on_and_is_replayed_bit_for_bit(
+    tmp_path, monkeypatch, table_path, is_saved
 ):
+    """SIGKILL when the move, of step 9, is in a checkpoint, and when it is in none."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    first, again, steps = tmp_path / "run", tmp_path / "again", 16
+    first, again, steps = tmp_path / "run", tmp_path / "again", 12
     file = tmp_path / "config.py"
     given = small(shifting(steps, table_path))
+    given["checkpoint"] = {"every_steps": 2 if is_saved else steps}
     file.write_text(
         "from ml_collections import ConfigDict\n"
         f"def get_config():\n    return ConfigDict({given!r})\n"
@@ -252,22 +259,29 @@ def test_killed_behind_a_move_it_goes_on_there_and_is_replayed_bit_for_bit(
     line = [sys.executable, "-m", "earl_jax.main", f"--config={file}", f"--workdir={first}"]
     surroundings = environment(tmp_path / "cache") | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(line, cwd=ROOT, env=surroundings, stdout=subprocess.DEVNULL)
-    metrics, deadline = first / "metrics.jsonl", time.monotonic() + 300
+    metrics, deadline = first / "metrics.jsonl", time.monotonic() + 400
 
     def has_moved() -> bool:
-        return metrics.exists() and len(splits_of(steps_of(first) or [{}])) > 1
+        lines = steps_of(first) if metrics.exists() else []
+        is_there = not is_saved or (first / "checkpoints" / "10").exists()
+        return is_there and len(splits_of(lines)) > 1
 
-    while not (metrics.exists() and steps_of(first) and has_moved()):
+    while not has_moved():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     process.kill()
     assert process.wait() == -signal.SIGKILL, "it was done before"
     done = subprocess.run(line, cwd=ROOT, env=surroundings, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "resuming" in done.stdout
+    assert ("resuming" in done.stdout) == is_saved
     assert episodes_of(first) == dict.fromkeys(range(steps * 24), 1)
     check_bound(steps_of(first), 2)
-    assert any(event["event"] == "split" for event in read_events(first))
+    events = read_events(first)
+    moves = [event["version"] for event in events if event["event"] == "split"]
+    assert moves == [8], "one move, that of before the kill or its repetition"
+    assert len(splits_of(steps_of(first))) == 2
+    opened = [event["version"] for event in events if event["event"] == "open"]
+    assert opened == ([0, 10] if is_saved else [0])
     config, _ = replayed_config(first, *parse_flags([f"--replay={first}", f"--workdir={again}"]))
     train(config, again, replay=first)
     assert (again / EVENTS).read_text() == (first / EVENTS).read_text()
