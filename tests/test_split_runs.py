@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 from earl_jax.config.train_flags import parse_flags, replayed_config
+from earl_jax.engine.pages import Pool
 from earl_jax.loop import rl_step
 from earl_jax.loop_async import AsyncPlayer
 from earl_jax.placement.placement import Placement
@@ -96,6 +98,27 @@ class Steps:
 
     def parameters(self):
         return jax.tree.leaves(jax.device_get(self.position.state.params))
+
+
+@pytest.mark.parametrize("split", [2, 4, 6])
+def test_a_run_begins_with_the_split_that_its_table_has_as_the_fastest(world, split):
+    placement = Placement(world.stages, table_for(world, split))
+    placement.choose_step(BUCKET, None)
+    meshes = {2: (R2, T6), 4: (R4, T4), 6: (R6, T2)}
+    assert (placement.rollout.mesh, placement.train.mesh) == meshes[split]
+    # The first devices play, and the last ones train.
+    layouts = world.stages.layouts
+    players = layouts.engine(placement.rollout.mesh).mesh.devices.ravel()
+    trainers = layouts.train(placement.train.mesh).mesh.devices.ravel()
+    assert [*players, *trainers] == jax.devices()
+    placement.steps_left = WINDOW - 1
+    placement.observations.table = table_for(world, {2: 6, 4: 2, 6: 4}[split])
+    placement.calm_steps = WINDOW
+    # A move would be of use for too few steps.
+    session = SimpleNamespace(max_tokens=BUCKET, pool=Pool(split, 1))
+    assert not placement.choose_split(BUCKET, None, session)
+    placement.steps_left = WINDOW
+    assert placement.choose_split(BUCKET, None, session)
 
 
 def tokens_of(record):
@@ -222,7 +245,7 @@ def test_the_split_follows_a_load_that_shifts_both_ways_without_a_storm(
     tmp_path, monkeypatch, table_path
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    steps = 32
+    steps = 36
     train(make_config(shifting(steps, table_path)), tmp_path / "run")
     lines = steps_of(tmp_path / "run")
     splits = splits_of(lines)
@@ -248,7 +271,7 @@ def test_killed_behind_a_move_it_goes_on_and_is_replayed_bit_for_bit(
 ):
     """SIGKILL when the move, of step 9, is in a checkpoint, and when it is in none."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    first, again, steps = tmp_path / "run", tmp_path / "again", 12
+    first, again, steps = tmp_path / "run", tmp_path / "again", 16
     file = tmp_path / "config.py"
     given = small(shifting(steps, table_path))
     given["checkpoint"] = {"every_steps": 2 if is_saved else steps}

@@ -219,9 +219,12 @@ class Placement:
 
         Between two steps: live episodes keep their slots, and have as many pages at least as far as
         the budget allows. Returns True where a stage is to move; its plans are in use then. Else
-        nothing changes, as where nothing else fits.
+        nothing changes: as where nothing else fits, or plans would be left again within a window
+        of steps for longer contexts or the run's end.
         """
         step = self.step_of(max(tokens, session.max_tokens), load)
+        if step.lasts < WINDOW and not step.is_new:
+            return False
         held = self.tokens_of(session.pool.total)
         cache_tokens = max(step.cache_tokens or 0, held)
         step = dataclasses.replace(step, cache_tokens=cache_tokens, keeps_slots=True)
