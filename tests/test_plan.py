@@ -363,8 +363,8 @@ def test_whole_hosts_play_where_the_split_is_chosen():
 
 def test_the_plan_prints_the_split(capsys):
     flags = [f"--config.{setting}" for setting in (*SPLIT, *TWELVES)]
-    plan_command([*flags, "--topology=h100:1x8", "--config.model.preset=qwen2.5-7b"])
-    words = r"split: (\d) play: rollout [\d.,]+ s, training [\d.,]+ s \(others: \d play, "
+    plan_command([*flags, "--topology=h100:4x8", "--config.model.preset=qwen2.5-7b"])
+    words = r"split: \d+ play: rollout [\d.,]+ s, training [\d.,]+ s \(others: \d+ play, "
     assert len(re.findall(words, capsys.readouterr().out)) > 1
 
 

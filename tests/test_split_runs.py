@@ -29,9 +29,15 @@ from earl_jax.telemetry.load import WINDOW
 from earl_jax.training import train
 from tests.support import ROOT
 from tests.support.placements import TINY, first_position, table_of
-from tests.support.runs import environment, final_parameters
+from tests.support.runs import (
+    assert_equal,
+    check_bound,
+    environment,
+    episodes_of,
+    final_parameters,
+    steps_of,
+)
 from tests.support.settings import make_config, small
-from tests.test_asynchrony import assert_equal, check_bound, episodes_of, steps_of
 
 BUCKET = 256
 R2, R4, R6 = (MeshShape(data=number) for number in (2, 4, 6))

@@ -258,7 +258,7 @@ def _split_words(splits: Sequence[Values]) -> str:
     form = "{num_rollout} play: rollout {rollout_s:,.2f} s, training {train_s:,.2f} s"
     words = f"split: {form.format_map(splits[0])}"
     others = [f"{each['num_rollout']} play, {each['step_s']:,.2f} s a step" for each in splits[1:]]
-    return words + (f" (others: {'; '.join(others[:4])})" if others else "; no other is possible")
+    return words + (f" (others: {'; '.join(others[:4])})" if others else "; no other fits")
 
 
 def _row(budget: int, context: Values, stage: str) -> list[str]:
