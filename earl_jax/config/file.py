@@ -255,7 +255,8 @@ def _typed(kind: Any, value: Any, path: str) -> Any:
         # The choice itself: 1 is as good as True, and is written down as True.
         return arguments[arguments.index(value)]
     if origin in (typing.Union, UnionType):
-        return _typed_or_word(*arguments, value, path)
+        kind, words = arguments
+        return _typed_or_word(kind, words, value, path)
     if origin is Mapping:
         if not isinstance(value, Mapping):
             raise InputError(f"{path} is {value!r}; name its entries: {path}.NAME=VALUE")
