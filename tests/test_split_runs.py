@@ -149,13 +149,19 @@ def two_rounds(monkeypatch):
 
 
 @pytest.mark.slow_except("keep")
-@pytest.mark.parametrize("kv", ["keep", "recompute"])
-def test_live_episodes_go_on_with_the_same_tokens_on_other_devices(two_rounds, monkeypatch, kv):
+@pytest.mark.parametrize(
+    "asynchrony",
+    [{"kv": "keep"}, {"kv": "recompute"}, {"parts": 2}],
+    ids=["keep", "recompute", "parts"],
+)
+def test_live_episodes_go_on_with_the_same_tokens_on_other_devices(
+    two_rounds, monkeypatch, asynchrony
+):
     """The split moves up, down and back: tokens, versions and weights are those without a move.
 
     With kv "keep" they go on from the pages that moved.
     """
-    world = build_run(make_config({**SETTINGS, "asynchrony": {"max_staleness": 2, "kv": kv}}))
+    world = build_run(make_config({**SETTINGS, "asynchrony": {"max_staleness": 2, **asynchrony}}))
     live, move = [], Sessions.move
 
     def watched(self, session):
