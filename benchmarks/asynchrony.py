@@ -67,6 +67,9 @@ SETTINGS: dict[str, Any] = {
     "log": {"trajectories_every_steps": 10_000, "report_every_steps": 10_000},
 }
 SHARED = {"rollout_meshes": ("data=2",), "train_meshes": ("data=2",)}
+# Threads of XLA's CPU client where devices are apart. The package has more, for collectives, which
+# these lines have none of; with so many the threads of an update crowd out those of a round.
+THREADS = 4
 APART = {"rollout_meshes": ("data=1",), "train_meshes": ("data=1",)}
 # Names of the lines, and what they change.
 LINES: dict[str, dict[str, Any]] = {
@@ -77,7 +80,8 @@ LINES: dict[str, dict[str, Any]] = {
     "asynchronous, apart, staleness 1": {"apart": True, "staleness": 1},
     "asynchronous, apart, staleness 4": {"apart": True, "staleness": 4},
     "the same, kv kept": {"apart": True, "staleness": 4, "kv": "keep"},
-    "the same, streaming in 4 parts": {"apart": True, "staleness": 4, "parts": 4},
+    "asynchronous, apart, staleness 12": {"apart": True, "staleness": 12},
+    "staleness 4, streaming in 4 parts": {"apart": True, "staleness": 4, "parts": 4},
     "asynchronous, apart, staleness 4, wait": {"apart": True, "staleness": 4, "rule": "wait"},
 }
 
@@ -122,6 +126,8 @@ def measure(name: str, steps: int, folder: Path) -> dict[str, Any]:
     )
     line = [sys.executable, "-m", "earl_jax.main", f"--config={file}", f"--workdir={workdir}"]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    if "apart" in LINES[name]:
+        environment["PJRT_NPROC"] = str(THREADS)
     subprocess.run(line, check=True, env=environment, stdout=subprocess.DEVNULL)
     metrics = [row for row in read_metrics(workdir / "metrics.jsonl") if "reward_mean" in row]
     counted = metrics[WARM_UP:]

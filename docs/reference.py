@@ -116,10 +116,13 @@ METRICS: dict[str, dict[str, str]] = {
         "entropy_coefficient": "Coefficient of the entropy bonus.",
         "skipped_updates": "Updates that were skipped: loss, gradient or step was not finite.",
         "sft_loss": "Loss of the last supervised update, where there are some.",
+        "supervised_loss": "Mean cross-entropy of the supervised stream (config.train.sft_weight), "
+        "in the last update.",
         "policy_tokens": "Tokens that the policy sampled in episodes that count.",
         "clip_fraction": "Fraction of tokens that the clip cut off, in the last update.",
         "dual_clip_fraction": "Fraction of tokens that the dual clip cut off.",
-        "reference_kl": "Estimate of the KL to the reference policy, where there is a penalty.",
+        "reference_kl": "Estimate of the KL to the reference policy, where there is a penalty, "
+        "or to a teacher.",
         "value_loss": "Loss of the critic, in the last update.",
         "value_clip_fraction": "Fraction of values whose clip was the larger error.",
         "explained_variance": "1 - Var[return - value] / Var[return] of the critic's values before "

@@ -145,6 +145,10 @@ def rl_step(
         with timer("dispatch"):
             update = send_batch(run, placement, position, done, length)
         update.wait = player.wait
+    if config.train.sft_weight:
+        with timer("sft"):
+            (examples,) = run.tasks.examples(step, 1)
+            update.mix_in(examples, length)
     train_plan, compiled_s = placement.train, compile_clock().own_seconds()
     with timer("train"):
         state, updates = update.finish(state)
@@ -161,7 +165,8 @@ def rl_step(
     with timer("select"):
         state = move_state(placement, state, to_play=True)
     # Of the rows as they are computed, padding rows included, as the selector counts them.
-    train_tokens = config.train.epochs * sum(part.batch.tokens.size for part in update.parts)
+    computed = sum(part.batch.tokens.size for part in (*update.parts, *update.streams))
+    train_tokens = config.train.epochs * computed
     updates, speeds, *host_bytes = gather_costs(
         run,
         updates,
@@ -331,16 +336,23 @@ def gather_costs(
 def evaluate(run: Run, placement: Placement, position: Position, *, games: int) -> dict[str, Any]:
     """Plays the first `games` evaluation tasks with the newest weights; nothing is learnt.
 
+    Or with their moving average (config.eval.averaged).
+
     Returns:
         The summary of their outcomes, for metrics.jsonl (`summarize`).
     """
-    outcomes = play_batches(
-        run.actor,
-        placement,
-        run.learner.policy(position.state),
-        run.tasks.evaluation(games),
-        version=position.step,
-        load=position.history.recent(),
-        sampling=run.config.eval.sampling,
-    )
+    try:
+        outcomes = play_batches(
+            run.actor,
+            placement,
+            run.learner.policy(run.judged_state(position.state)),
+            run.tasks.evaluation(games),
+            version=position.step,
+            load=position.history.recent(),
+            sampling=run.config.eval.sampling,
+        )
+    finally:
+        if run.config.eval.averaged:
+            # Caches of the average, and the next step's episodes are played with other weights.
+            placement.sessions.forget()
     return summarize(outcomes, run.config.env.title, run.config.env.plural)

@@ -22,7 +22,7 @@ def run_policy(flags: argparse.Namespace) -> ServedPolicy:
     from earl_jax.run.workdir import read_newest
 
     run, position, _ = read_newest(config, flags.workdir)
-    params = run.learner.policy(position.state)
+    params = run.learner.policy(run.judged_state(position.state))
     dtype = flags.compute_dtype or config.rollout.computes_as(config.model.compute_dtype)
     return ServedPolicy(
         name=str(flags.workdir),

@@ -27,7 +27,7 @@ from earl_jax.rollout.actor import Stopped
 from earl_jax.rollout.events import EVENTS, Events, drop_events, read_events
 from earl_jax.rollout.load import expected_tokens
 from earl_jax.run.build import Run, build_run
-from earl_jax.run.source import open_source
+from earl_jax.run.source import Source, open_reference, open_source
 from earl_jax.run.step_record import StepRecord
 from earl_jax.run.workdir import (
     Position,
@@ -116,11 +116,17 @@ def _train_in(
     """Trains in a workdir that is this run's alone; `notes` are to be shown."""
     folder, keep = workdir / "checkpoints", config.checkpoint.keep
     checkpoints = Checkpoints(folder, keep=keep, gather=cluster.gather)
-    source = None if checkpoints.steps() else open_source(config.init_from)
-    folder = source.workdir / "tokenizer" if source else tokenizer_folder(cluster, workdir)
+    is_new = not checkpoints.steps()
+    source = open_source(config.init_from) if is_new else None
+    teacher = open_reference(config.reference_from) if is_new else None
+    # A run of its own model has the tokenizer of the run that it takes weights from.
+    given = source or (teacher if isinstance(teacher, Source) else None)
+    folder = given.workdir / "tokenizer" if given else tokenizer_folder(cluster, workdir)
     run = build_run(config, folder, stop)
     if source:
         source.check(run)
+    if teacher:
+        teacher.check_reference(run)
     # Only the first process writes to the screen.
     stream = None if cluster.is_first else io.StringIO()
     with Progress(config.num_steps, stream) as progress:
@@ -270,6 +276,11 @@ class Training:
         if source:
             self.recorder.note(f"begins with the weights of {source}")
         state = source.first_state(run, mesh) if source else run.learner.first_state(mesh)
+        if teacher := open_reference(run.config.reference_from):
+            self.recorder.note(f"the reference policy is that of {teacher}")
+            # The copy of the first policy leaves its memory to the teacher.
+            state = dataclasses.replace(state, reference=None)
+            state = dataclasses.replace(state, reference=teacher.reference(run, mesh))
         state = move_state(placement, state, to_play=True)
         position = Position(step=0, state=state, history=LoadHistory())
         self.ahead.look(placement, position.history)
@@ -465,9 +476,8 @@ class Training:
             wanted = at_end and config.model.path != ""
         if not wanted:
             return
-        for folder in exporter_of(run).export(
-            position.state, self.workdir / "export", position.step
-        ):
+        state = run.judged_state(position.state)
+        for folder in exporter_of(run).export(state, self.workdir / "export", position.step):
             self.recorder.note(f"exported {folder}")
         if run.cluster.is_first:
             keep_exports(self.workdir, newest=config.checkpoint.keep)
@@ -486,10 +496,17 @@ def exporter_of(run: Run) -> Exporter:
 
 
 def _report_notes(config: Config) -> list[str]:
-    train = config.train
-    if not train.sft_steps:
-        return []
-    return [
-        f"In its first {train.sft_steps} steps the policy was also trained on "
-        f"example episodes of {config.env.title} ({train.sft_updates} supervised updates a step)."
-    ]
+    train, notes = config.train, []
+    if train.sft_steps:
+        notes.append(
+            f"In its first {train.sft_steps} steps the policy was also trained on example episodes "
+            f"of {config.env.title} ({train.sft_updates} supervised updates a step)."
+        )
+    if train.sft_weight:
+        notes.append(
+            f"In each update {train.sft_weight:g} times the cross-entropy of example episodes of "
+            f"{config.env.title} was added to the loss."
+        )
+    if config.eval.averaged:
+        notes.append("Evaluations and exports are of the moving average of the weights.")
+    return notes

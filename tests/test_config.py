@@ -254,7 +254,7 @@ def test_a_key_of_an_earlier_version_is_an_error_that_names_the_new_one(given, m
         ("selector.rollout_meshes=(8,)", "config.selector.rollout_meshes is 8"),
         ("algorithm=3", "config.algorithm is 3, a int; it must be of type str"),
         ("algorithm=grop", "config.algorithm is 'grop'; did you mean 'grpo'?"),
-        ("algorithm=x", "baseline, ppo, tba, sft, or give your own as 'module:name'"),
+        ("algorithm=x", "baseline, ppo, tba, distillation, sft, or give your own as 'module:name'"),
         ("algorithm=no_module:x", "config.algorithm is 'no_module:x', which cannot be imported"),
         ("algorithm=math:pi", "config.algorithm is 'math:pi', which is of type float"),
         ("algorithm_args=3", "config.algorithm_args is 3; it is a section"),

@@ -60,6 +60,8 @@ from tests.support.processes import free_port
 # Who is who.
 
 PLACE = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
+SLURM_STEP = {"SLURM_STEP_NODELIST": "n[0-2]", "SLURM_NTASKS": "3", "SLURM_PROCID": "2"}
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
 
 
@@ -84,7 +86,13 @@ POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
         # A job of several tasks, of whose steps this is none; and a step of one task.
         ({}, {"SLURM_NTASKS": "2"}, None),
         ({}, {"SLURM_STEP_NODELIST": "n0", "SLURM_NTASKS": "1"}, None),
-        ({}, {"OMPI_COMM_WORLD_SIZE": "2"}, (None, None, None)),
+        ({}, MPI | {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:1"}, (None, None, None)),
+        # Of Open MPI 5, which does not say where process 0 is; also in a step of Slurm's.
+        ({"coordinator": "a:1"}, MPI, ("a:1", 2, 1)),
+        ({"coordinator": "a:1"}, MPI | SLURM_STEP, ("a:1", 2, 1)),
+        ({"coordinator": "a:1", "process_id": 0}, MPI, ("a:1", 2, 0)),
+        ({"coordinator": "a:1"}, SLURM_STEP, ("a:1", 3, 2)),
+        ({}, {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, None),
         ({}, {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"}, (None, None, None)),
         ({}, {"TPU_PROCESS_ADDRESSES": "a:1,b:1"}, (None, None, None)),
         ({}, {"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_NUM_SLICES": "2"}, (None, None, None)),
@@ -110,6 +118,7 @@ def test_process_index_and_coordinator_are_found(settings, variables, expected):
         ({"coordinator": "a:1", "num_processes": 2}, {}, "JAX_PROCESS_ID in the environment"),
         ({"coordinator": "a:1", "num_processes": 2, "process_id": 2}, {}, "numbered from 0 to 1"),
         ({}, {"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES is 'two'"),
+        ({}, MPI, "Open MPI does not say.*give config.distributed.coordinator=HOST:PORT"),
         ({}, {"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_NUM_SLICES": "two"}, "SLICES is 'two'"),
     ],
 )
@@ -147,6 +156,12 @@ SLURM = {
     "SLURM_NTASKS": "2",
     "SLURM_PROCID": "{n}",
 }
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "{n}",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "{n}",
+}
 # JAX takes this machine for a TPU VM, and asks no metadata server how many slices there are.
 TPU = {
     "JAX_FORCE_TPU_INIT": "1",
@@ -168,6 +183,9 @@ TPU = {
             | {"JAX_LOCAL_DEVICE_IDS": "2,3"},
             "2,3",
         ),
+        # Open MPI 4, and 5, which needs the coordinator's address.
+        (OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "4096.0;tcp://127.0.0.1:34911"}, "{n}"),
+        (OPEN_MPI | {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:{port}"}, "{n}"),
         # One TPU slice of two hosts, and two of one each, as GKE names them.
         (TPU | {"TPU_WORKER_HOSTNAMES": "localhost,localhost", "TPU_WORKER_ID": "{n}"}, "all"),
         (
@@ -182,16 +200,17 @@ TPU = {
             "all",
         ),
     ],
-    ids=["slurm-a-node", "slurm-a-gpu", "slurm-some-gpus", "slice", "slices"],
+    ids=["slurm-a-node", "slurm-a-gpu", "slurm-some-gpus", "mpi", "mpi5", "slice", "slices"],
 )
 @pytest.mark.slow_except("slurm-a-node", "slices")
 def test_processes_of_a_launcher_find_each_other(variables, gpus):
-    common = {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_PORT": str(free_port())}
+    port = str(free_port())
+    common = {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_PORT": port}
     both = [
         subprocess.Popen(
             [sys.executable, "-c", JOINED],
             cwd=ROOT,
-            env=os.environ | common | {k: v.format(n=n) for k, v in variables.items()},
+            env=os.environ | common | {k: v.format(n=n, port=port) for k, v in variables.items()},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -608,9 +627,13 @@ def one(cache, tmp_path_factory) -> Path:
 
 
 def test_two_processes_train_as_one_does(one, cache, tmp_path):
-    two = Command(cache, tmp_path / "two", 2, **ALL).done()
-    assert_same_run(one, two)
-    assert_past_the_hosts(one, two)
+    run = Command(cache, tmp_path / "two", 2, **ALL)
+    ends = run.ends()
+    assert [status for status, _, _ in ends] == [0, 0], ends
+    order = f"in this order: {socket.gethostname()} (8 devices of processes 0, 1)"
+    assert [order in output for _, output, _ in ends] == [True, False]
+    assert_same_run(one, run.workdir)
+    assert_past_the_hosts(one, run.workdir)
 
 
 @pytest.fixture(scope="module")
@@ -626,6 +649,27 @@ def test_disjoint_groups_train_alike_in_one_process_and_in_two(apart, cache, tmp
     assert_past_the_hosts(one, apart)
     lines = steps_of(apart)
     assert all(line["publish_bytes"] > 0 and line["dispatch_bytes"] > 0 for line in lines)
+
+
+@pytest.mark.slow
+def test_streams_an_average_and_a_teacher_are_those_of_one_process(one, cache, tmp_path):
+    """Also where one process plays and evaluates the average, which the other has."""
+    settings = APART | {
+        "reference_from": str(one),
+        "algorithm_args.kl_coefficient": 0.1,
+        "train.sft_weight": 0.5,
+        "train.ema_decay": 0.5,
+        "eval.averaged": True,
+        "checkpoint.export": True,
+    }
+    alone = Command(cache, tmp_path / "alone", 1, **settings).done()
+    two = Command(cache, tmp_path / "two", 2, **settings).done()
+    assert_same_run(alone, two)
+    files = [each / "export" / "step_000002" / "model.safetensors" for each in (alone, two)]
+    left, right = map(load_file, files)
+    assert left.keys() == right.keys()
+    for name, weight in left.items():
+        np.testing.assert_allclose(weight, right[name], rtol=1e-4, atol=1e-6)
 
 
 def train_small(workdir: str) -> bool:
@@ -793,9 +837,10 @@ def steps_of_one(cache, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_four_processes_change_meshes_at_the_same_step_as_one(cache, tmp_path, steps_of_one):
-    """1 x 8 and 4 x 2 devices: the same losses, the same meshes at every step."""
-    one, several = steps_of_one, steps_of(Command(cache, tmp_path, 4, **CHANGES).done(280))
+@pytest.mark.parametrize("num", [2, 4])
+def test_processes_change_meshes_at_the_same_step_as_one(cache, tmp_path, steps_of_one, num):
+    """1 x 8, 2 x 4 and 4 x 2 devices: the same losses, the same meshes at every step."""
+    one, several = steps_of_one, steps_of(Command(cache, tmp_path, num, **CHANGES).done(280))
     for left, right in zip(one, several, strict=True):
         for name in ("rollout_mesh", "train_mesh", "switched", "rollout_max_tokens"):
             assert left[name] == right[name], (left["step"], name)

@@ -16,6 +16,19 @@ from earl_jax.launch.start import exit_status
 from earl_jax.settings.errors import InputError
 from tests.support import ROOT
 
+# A machine with a plugin for GPUs, and without one.
+ABSENT = """
+import importlib.util, sys
+import jax
+from earl_jax.launch.start import exit_status, start_jax
+
+def absent():
+    raise RuntimeError("Unable to initialize backend 'cuda':\\n  no GPU is visible")
+
+jax.devices, importlib.util.find_spec = absent, lambda name: True
+sys.exit(exit_status(lambda: start_jax("gpu", 1)))
+"""
+
 
 def ends_with(error: Exception):
     def command() -> None:
@@ -72,6 +85,14 @@ def test_only_a_folder_that_may_not_be_written_is_the_mistake_of_a_workdir(tmp_p
     with pytest.raises(ValueError, match="a bug") as raised:
         opened(ValueError("a bug"))
     assert not isinstance(raised.value, InputError)
+
+
+@pytest.mark.slow
+def test_devices_that_an_installed_plugin_does_not_find_end_with_status_2():
+    done = subprocess.run([sys.executable, "-c", ABSENT], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    words = "JAX cannot start it here: Unable to initialize backend 'cuda': no GPU is visible"
+    assert done.stderr == f"error: config.devices.platform is 'gpu', but {words}\n"
 
 
 @pytest.mark.slow_except("gpu*")

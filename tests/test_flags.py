@@ -12,7 +12,7 @@ import earl_jax
 from earl_jax import bench, main, plan
 from earl_jax.config import Config
 from earl_jax.config.file import given_config, make_config
-from earl_jax.config.keys import all_keys
+from earl_jax.config.keys import algorithm_sections, all_keys, sections_of
 from earl_jax.launch import console
 from earl_jax.settings.errors import InputError
 from earl_jax.train.config import TrainConfig
@@ -31,6 +31,12 @@ def test_help_lists_every_setting(parse, capsys):
     assert f"\n  num_steps = {Config.num_steps}  (int)\n" in text
     assert f"\n  train.max_grad_norm = {TrainConfig.max_grad_norm}  (float)\n" in text
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_every_setting_has_a_meaning():
+    """The docstring of its record says it; --help and docs/reference/config.md repeat it."""
+    sections = [*sections_of(Config, "config"), *(section for _, section in algorithm_sections())]
+    assert [key.path for section in sections for key in section.keys if not key.meaning] == []
 
 
 @pytest.mark.parametrize(

@@ -251,19 +251,38 @@ def test_remat_and_micro_batches_save_activations():
     assert activations(remat=False) > activations() > activations(micro_batches=4)
 
 
+def test_a_stream_takes_the_sum_of_gradients_and_a_teacher_its_own_pass():
+    work = dataclasses.replace(WORK, micro_batches=1, num_rows=4)
+    alone, streamed = (
+        train_footprint(SIZES, dataclasses.replace(work, has_stream=each), D1, 8, "gpu")
+        for each in (False, True)
+    )
+    assert streamed.gradients - alone.gradients == 4 * NUMBERS
+    # A thousand times as wide: its layers and its head are more than all of an update.
+    teacher = dataclasses.replace(TINY, width=8000)
+    networks = Networks(reference=True, teacher=(teacher, 32))
+    sizes = model_sizes(TINY, 32, engine_dtype="float32", networks=networks)
+    found = train_footprint(sizes, work, F4T2, 8, "gpu")
+    matrices = 8000 * (2 * 16 + 2 * 8 + 3 * 16) // 2
+    assert found.weights > device_bytes(sizes.reference, F4T2) > 2 * 4 * matrices // 4
+    assert found.activations > 4 * (2 * matrices + 8000 * 32 // 2)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("ema_decay", [0.0, 0.9])
 @pytest.mark.parametrize("networks", [Networks(), Networks(reference=True), Networks(critic=True)])
-def test_an_update_takes_what_xla_says(networks):
+def test_an_update_takes_what_xla_says(networks, ema_decay):
     """Without remat, within the planner's error for fp32; a critic keeps activations too."""
     model = dataclasses.replace(TINY, num_layers=4, width=256, num_heads=4, head_size=64)
     model = dataclasses.replace(model, ffn_size=768, windows=(0,))
     rows, length, vocab_size = 4, 512, 2048
     layout = make_layout(D1, row_axes=TRAINING_ROWS)
     name = "ppo" if networks.critic else "grpo"
+    config = TrainConfig(ema_decay=ema_decay)
     step = make_train_step(
         Update(
             model,
-            TrainConfig(),
+            config,
             layout,
             vocab_size=vocab_size,
             temperature=1.0,
@@ -273,14 +292,14 @@ def test_an_update_takes_what_xla_says(networks):
     )
     state = jax.tree.map(
         lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
-        state_shapes(model, TrainConfig(), vocab_size, networks),
-        state_shardings(model, TrainConfig(), vocab_size, layout, networks),
+        state_shapes(model, config, vocab_size, networks),
+        state_shardings(model, config, vocab_size, layout, networks),
     )
     scored = ("values", "returns") if networks.critic else ()
     batch = batch_shapes(rows, length, layout, scored=scored)
     controls = jax.ShapeDtypeStruct((2 + networks.critic,), jnp.float32)
     found = program_bytes(step.lower(state, batch, controls).compile())
-    sizes = model_sizes(model, vocab_size, engine_dtype="float32", networks=networks)
+    sizes = model_sizes(model, vocab_size, engine_dtype="float32", train=config, networks=networks)
     work = dataclasses.replace(WORK, num_rows=rows, micro_batches=1, remat=False, logprob_chunk=512)
     planned = train_footprint(sizes, work, D1, length, "cpu")
     assert planned.total == pytest.approx(found, rel=0.15)

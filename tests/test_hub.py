@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints by name: a folder first, then a hub; without a network a clear end, at once."""
 
+import errno
 import hashlib
 import json
 import os
@@ -11,8 +12,10 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
+from earl_jax.launch.start import exit_status
 from earl_jax.models.checkpoints.hub import find_folder
 from tests.support import ROOT
 from tests.support.references import REFERENCE
@@ -83,6 +86,16 @@ def test_a_local_folder_comes_first(tmp_path, monkeypatch):
 def test_what_is_no_name_is_a_missing_folder(path):
     with pytest.raises(ValueError, match="there is no such folder; give the folder"):
         find_folder(path)
+
+
+def test_a_disk_that_is_too_small_for_the_model_is_no_mistake_in_its_name(monkeypatch, capsys):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device", "/hub/model.safetensors")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
+    assert exit_status(lambda: find_folder("org/no-such-folder") and 0) == 1
+    words = "error: /hub/model.safetensors cannot be written: No space left on device. Make room"
+    assert capsys.readouterr().err.startswith(words)
 
 
 @pytest.mark.slow

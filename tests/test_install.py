@@ -75,6 +75,9 @@ def test_one_line_of_pip_gives_a_program_that_trains(venv, earl_jax_of, tmp_path
     assert earl_jax_of("--version") == f"earl-jax {earl_jax.__version__}\n"
     site = next((venv / "lib").glob("python*")) / "site-packages"
     assert (site / "earl_jax" / "py.typed").is_file()
+    (about,) = site.glob("earl_jax-*.dist-info/METADATA")
+    extras = {f"Provides-Extra: {name}" for name in ("cuda12", "cuda13", "tpu", "k8s")}
+    assert extras <= {*about.read_text().splitlines()}
     assert (site / "jetstream").is_dir() and not (site / "tensorflow").exists()
     workdir = tmp_path / "run"
     assert "done in " in earl_jax_of("train", "--config.num_steps=2", f"--workdir={workdir}")

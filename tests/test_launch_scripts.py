@@ -2,11 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scripts of gpu_scripts/ and tpu_scripts/, with stand-ins of what they call on PATH."""
 
+import dataclasses
 import json
 import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +17,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from earl_jax.launch.distributed import DistributedConfig
+from earl_jax.launch.distributed import _find_place as find_place
 from earl_jax.telemetry.metrics import read_metrics
 from tests.support import ROOT
 from tests.support.processes import free_port
@@ -23,12 +27,24 @@ from tests.support.runs import TINY
 SCRIPTS = sorted(
     [*ROOT.glob("gpu_scripts/*.s*"), *ROOT.glob("tpu_scripts/*.sh")], key=lambda path: str(path)
 )
-STAND_INS = ("srun", "sbatch", "scontrol", "ssh", "gcloud", "kubectl", "xpk", "uv", "pip")
+STAND_INS = (
+    "srun",
+    "sbatch",
+    "scancel",
+    "scontrol",
+    "ssh",
+    "gcloud",
+    "kubectl",
+    "xpk",
+    "uv",
+    "pip",
+)
 CONFIG = "--config=configs/tictactoe_tiny_cpu.py"
 CONTEXTS = "--config.rollout.context_buckets=(48,)"
 SBATCH = ["sbatch", "--nodes=2", "--gpus-per-node=8", "gpu_scripts/slurm.sbatch"]
-TPU = ["--name=earl", "--zone=us-east5-b", "--type=v6e-16"]
-MIG = ["--name=earl", "--zone=us-east5-b", "--type=tpu7x-standard-4t", "--topology=2x2x2", "--mig"]
+WHERE = ["--name=earl", "--zone=us-east5-b"]
+TPU = [*WHERE, "--type=v6e-16"]
+MIG = [*WHERE, "--type=tpu7x-standard-4t", "--topology=2x2x2", "--mig"]
 MIG += ["--version=family", "--image_project=images"]
 POD = ["--name=earl", "--image=registry/earl:1", "--claim=shared"]
 GPU_POD = [*POD, "--nodes=2"]
@@ -207,17 +223,30 @@ def test_preempted_tpus_are_requested_and_set_up_again(machine):
 
 
 def test_slurm_job_whose_time_is_over_saves_and_goes_back_to_the_queue(machine):
-    waits = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(75)); time.sleep(60)"
+    waits = (
+        "import signal, sys, time; stop = lambda *_: (print('saved'), sys.exit(75)); "
+        "signal.signal(15, stop); print('plays'); time.sleep(60)"
+    )
     python = machine.program("waits", f'-c "{waits}"')
     job = machine.start(*SBATCH, CONFIG, "--workdir=/w", PYTHON=str(python))
-    while not any("pids" in each for each in machine.records()):
-        assert job.poll() is None, job.communicate()
-        time.sleep(0.05)
-    time.sleep(1.0)
+    assert job.stdout.read(len("plays") * 2 + 2).split() in (["plays"] * 2, ["playsplays"])
     os.kill(job.pid, signal.SIGUSR1)
-    _, errors = job.communicate(timeout=60)
+    output, errors = job.communicate(timeout=60)
     assert job.returncode == 0, errors
+    assert output.count("saved") == 2, "srun would have killed them at a SIGTERM of its own"
     assert machine.calls("scontrol") == [["requeue", "7"]]
+    assert len(machine.calls("srun")) == 1
+
+
+def test_mistake_that_each_task_of_slurm_finds_by_itself_ends_the_job(machine):
+    """The slower task has time to say so too: killed by srun, its status would be 137."""
+    code = (
+        "import os, sys, time; time.sleep(int(os.environ['SLURM_PROCID'])); "
+        "print('error: x', file=sys.stderr); sys.exit(2)"
+    )
+    python = machine.program("mistaken", f"-c {shlex.quote(code)}")
+    done = machine.run(*SBATCH, CONFIG, "--workdir=/w", PYTHON=str(python))
+    assert done.returncode == 2 and done.stderr.count("error: x") == 2
     assert len(machine.calls("srun")) == 1
 
 
@@ -290,6 +319,56 @@ def test_launch_sh_tells_each_process_who_it_is(flags, coordinator, gpus, machin
     hosts = {call[2] for call in machine.calls("ssh")}
     named = next((flag for flag in flags if flag.startswith("--hosts=")), "")
     assert hosts == set(named.removeprefix("--hosts=").split(",")) - {""}
+
+
+def test_logs_are_the_last_lines_of_all_workers_and_those_of_worker_0_as_they_come(machine):
+    logs = [machine.home / f"worker{n}" / "earl_jax/run.log" for n in range(2)]
+    for n, log in enumerate(logs):
+        log.parent.mkdir(parents=True)
+        log.write_text(f"worker {n}\n")
+    job = machine.start("tpu_scripts/logs.sh", *WHERE)
+    try:
+        lines = [job.stdout.readline() for _ in range(5)]
+        assert {"worker 0\n", "worker 1\n"} <= {*lines[:4]} and lines[4] == "worker 0\n"
+        with logs[0].open("a") as file:
+            file.write("more\n")
+        assert job.stdout.readline() == "more\n"
+    finally:
+        os.killpg(job.pid, signal.SIGTERM)
+        job.communicate()
+
+
+def test_tpus_are_deleted_by_their_name(machine):
+    assert machine.run("tpu_scripts/delete.sh", *WHERE, "--project=p").returncode == 0
+    where = ["--zone=us-east5-b", "--project=p"]
+    assert machine.calls("gcloud") == [
+        ["compute", "tpus", "queued-resources", "delete", "earl", *where, "--force", "--quiet"]
+    ]
+
+
+def test_instance_group_that_lost_instances_is_deleted_and_created_as_a_whole(machine):
+    """What the stand-in lists says of none that it is RUNNING."""
+    done = machine.run("tpu_scripts/create.sh", *MIG, "--spot")
+    assert done.returncode == 0, done.stderr
+    calls = machine.calls("gcloud")
+    verbs = [[word for word in call if not word.startswith("-")] for call in calls]
+    group = ["compute", "instance-groups", "managed"]
+    policy = ["compute", "resource-policies"]
+    template = ["compute", "instance-templates"]
+    assert verbs == [
+        [*group, "describe", "earl"],
+        [*group, "list-instances", "earl"],
+        [*group, "delete", "earl"],
+        [*template, "delete", "earl"],
+        [*policy, "delete", "earl"],
+        [*policy, "create", "workload-policy", "earl"],
+        [*template, "create", "earl"],
+        [*group, "create", "earl"],
+        [*group, "wait-until", "earl"],
+    ]
+    assert "--accelerator-topology=2x2x2" in calls[5] and "--region=us-east5" in calls[5]
+    assert {"--machine-type=tpu7x-standard-4t", "--provisioning-model=SPOT"} <= {*calls[6]}
+    assert {"--size=2", "--template=earl", "--workload-policy=earl"} <= {*calls[7]}
 
 
 def test_instance_group_starts_every_instance(machine):
@@ -408,6 +487,20 @@ def test_manifest_has_what_was_given(kind, machine):
     )
 
 
+def test_pods_of_a_manifest_know_who_they_are(machine):
+    jobset = manifest_of("gpu", machine)
+    (job,) = jobset["spec"]["replicatedJobs"]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    variables = {each["name"]: each for each in container["env"]}
+    index = variables["JAX_PROCESS_ID"].pop("valueFrom")["fieldRef"]["fieldPath"]
+    assert index == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    seen = {name: each.get("value", "1") for name, each in variables.items()}
+    place = find_place(DistributedConfig(), seen | {"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+    # The name of pod 0 of the set's only job, which has a headless service of the set's name.
+    assert jobset["metadata"]["name"] == "earl" and job["name"] == "run"
+    assert dataclasses.astuple(place) == ("earl-run-0-0.earl:8476", 2, 1)
+
+
 def test_missing_value_of_a_manifest_is_a_mistake(machine):
     done = machine.run("gpu_scripts/kubernetes.sh", *POD, CONFIG, "--workdir=/shared/w")
     assert done.returncode == 2 and "--nodes is missing" in done.stderr
@@ -493,4 +586,5 @@ def test_run_resumes_after_a_process_is_killed(lost, machine):
     assert job.returncode == 0, errors[-4000:]
     assert "starting the run again (1 of 10)" in errors
     assert steps_of(workdir) == [1, 2, 3, 4, 5, 6]
+    assert f"process {lost} on {socket.gethostname()} has ended" in errors
     assert len(machine.calls("srun")) == 2 and "resum" in output

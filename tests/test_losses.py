@@ -197,6 +197,8 @@ def test_gradients_are_finite_differences_of_the_loss(name, with_proximal):
 
     expected = (loss(logprobs + 1e-6) - loss(logprobs - 1e-6)) / 2e-6
     fields = {"proximal": proximal} if with_proximal else {}
+    # A divergence from the teacher is in the advantages, and this a metric.
+    fields |= {"reference": behaviour} if name == "distillation" else {}
     facts = make_facts(logprobs, behaviour, advantages, **fields)
     found = slope_of(lambda facts: algorithm.loss(facts, algorithm.settings), facts)
     np.testing.assert_allclose(found[smooth], expected[smooth], rtol=1e-4, atol=1e-5)

@@ -30,6 +30,14 @@ def test_a_name_gives_chip_and_grid(name, chip, grid, num_devices):
 
 
 @pytest.mark.parametrize(
+    ("name", "number", "part"),
+    [("v5e:8x8", 4, "v5e:2x2"), ("v5e:8x8", 8, "v5e:2x4"), ("v5p:4x4x8", 4, "v5p:2x2x1")],
+)
+def test_the_chips_of_a_host_are_a_slice_of_their_own(name, number, part):
+    assert str(make_topology(name).part(number)) == part
+
+
+@pytest.mark.parametrize(
     ("name", "words"),
     [
         ("v9:4x4", "'v9:4x4' is not known; those known are like 'v5e:4x4', 'v5p:4x4x8'"),

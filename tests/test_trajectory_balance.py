@@ -247,7 +247,7 @@ def test_both_policies_are_scored_before_the_only_update_too():
     assert scored_passes(TBA, updates=1, corrects=False) == passes
     assert scored_passes(TBA, updates=2, corrects=False, recomputes=False) == passes
     # With adapters the reference is their base.
-    assert networks_of(TBA, has_adapters=True) == Networks()
+    assert networks_of(TBA, has_base=True) == Networks()
 
 
 @pytest.mark.parametrize(

@@ -14,5 +14,6 @@ trap 'rm -rf "$folder"' EXIT
 run git -C "$(dirname "$0")/.." archive --format=tar.gz --output="$folder/earl_jax.tar.gz" HEAD
 on_all scp "$folder/earl_jax.tar.gz" "{}:earl_jax.tar.gz"
 command="${prepare:+$prepare && }mkdir -p $dir && tar xzf earl_jax.tar.gz -C $dir && cd $dir"
-command+=" && pip install -q --user uv && PATH=~/.local/bin:\$PATH uv sync --locked --no-dev --extra tpu"
+# Ubuntu 24.04 lets pip install nothing for a user without that variable; older pips do not read it.
+command+=" && PIP_BREAK_SYSTEM_PACKAGES=1 pip install -q --user uv && PATH=~/.local/bin:\$PATH uv sync --locked --no-dev --extra tpu"
 on_all ssh "{}" --command="$command"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from earl_jax.algorithms.advantages import (
@@ -46,6 +47,7 @@ from earl_jax.algorithms.settings import (
     CispoSettings,
     ClippedSettings,
     DapoSettings,
+    DistillationSettings,
     GrpoSettings,
     PolicySettings,
     PpoSettings,
@@ -184,6 +186,19 @@ def tba_advantages(episodes: Sequence[Episode], settings: TbaSettings) -> list[n
 def tba_token_advantages(facts: RewardFacts, settings: TbaSettings) -> jax.Array:
     """Returns `balanced_log_ratios`, the log-ratio to the reference that balances a sequence."""
     return balanced_log_ratios(facts)
+
+
+def distillation_token_advantages(facts: RewardFacts, settings: DistillationSettings) -> jax.Array:
+    """Returns minus the penalty of each token, and of those that follow, discounted.
+
+    With "k1" and no discount they are log teacher - log policy of the token that was sampled, whose
+    mean is minus the reverse KL there: on-policy distillation (arXiv 2306.13649, section 3) as a
+    policy gradient. 0 where the penalty is in the loss.
+    """
+    if not settings.penalizes_rewards:
+        return jnp.zeros_like(facts.rewards)
+    penalties = reward_penalties(facts, settings.kl_coefficient, settings.kl_estimator)
+    return jnp.where(facts.mask, -sums_from(penalties, facts.sequences, settings.kl_discount), 0.0)
 
 
 def no_advantages(episodes: Sequence[Episode], settings: object) -> list[np.ndarray]:
@@ -367,6 +382,13 @@ ALGORITHMS: dict[str, Algorithm] = {
         min_group_size=2,
         is_by_group=True,
         is_off_policy=True,
+    ),
+    "distillation": Algorithm(
+        settings=DistillationSettings(),
+        advantages=no_advantages,
+        token_advantages=distillation_token_advantages,
+        loss=ppo_loss,
+        is_by_group=True,
     ),
     "sft": Algorithm(advantages=no_advantages, loss=supervised_loss),
 }

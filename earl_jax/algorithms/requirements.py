@@ -5,22 +5,26 @@
 from typing import NamedTuple
 
 from earl_jax.algorithms.algorithm import Algorithm
+from earl_jax.models.config import ModelConfig
 
 
 class Networks(NamedTuple):
     """The networks that a trainer holds beside the policy, each of the size of the model.
 
-    `reference`: a frozen copy of the policy that the run began with. `critic`: a value network.
+    `reference`: a frozen copy of the policy that the run began with, or a teacher, of which
+    `teacher` are the model and the entries of its vocabulary, where they may be others than the
+    policy's. `critic`: a value network.
     """
 
     reference: bool = False
     critic: bool = False
+    teacher: tuple[ModelConfig, int] | None = None
 
 
-def networks_of(algorithm: Algorithm, *, has_adapters: bool) -> Networks:
-    """Returns the networks that the algorithm needs; adapters have their base as reference."""
+def networks_of(algorithm: Algorithm, *, has_base: bool) -> Networks:
+    """Returns the networks that the algorithm needs; a base of adapters is a reference already."""
     return Networks(
-        reference="reference" in algorithm.all_needs and not has_adapters,
+        reference="reference" in algorithm.all_needs and not has_base,
         critic=algorithm.critic is not None,
     )
 

@@ -233,6 +233,35 @@ class ReinforceSettings(ClippedSettings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DistillationSettings(ClippedSettings):
+    """Settings of on-policy distillation (arXiv 2306.13649).
+
+    The reference is the teacher (config.reference_from), and the divergence from it all that is
+    minimised. With `kl_in` "reward" a token's advantage is minus its own penalty: that of "k1"
+    gives the reverse KL, KL(policy, teacher), of each token given those before. With "loss" the
+    gradient of "k2" is that of the reverse KL, and the gradient of "k3" that of the forward KL,
+    KL(teacher, policy). `kl_discount` above 0 adds the penalties that follow in the sequence to a
+    token's own, each so many times less for every token between.
+    """
+
+    kl_coefficient: float = 1.0
+    kl_estimator: KlEstimator = "k1"
+    kl_in: Literal["loss", "reward"] = "reward"
+    kl_discount: float = 0.0
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Yields `(field, reason)` of each field without effect beside the others' values."""
+        yield from super().idle()
+        if self.kl_in == "loss":
+            yield "kl_discount", "config.algorithm_args.kl_in is 'loss'"
+
+    def validate(self, path: str) -> None:
+        """Raises ValueError naming the field that breaks a rule."""
+        super().validate(path)
+        check_bounds(self, path, {"kl_coefficient": (1e-6, None), "kl_discount": (0.0, 1.0)})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TbaSettings:
     """Settings of trajectory balance (TBA, arXiv 2503.18929).
 

@@ -67,7 +67,7 @@ def sections_of(cls: type, path: str) -> Iterator[Section]:
                 type=_type_name(kind),
                 choices=typing.get_args(kind) if is_literal else (),
                 default=_default(field),
-                meaning=" ".join(dict.fromkeys(words)) or _name_in_words(field.name),
+                meaning=" ".join(dict.fromkeys(words)),
             )
         )
     yield Section(path=path, about=about, keys=tuple(keys))
@@ -160,10 +160,6 @@ def _add(by_field: dict[str, list[str]], about: list[str], names: set[str], text
         by_field.setdefault(name, []).append(text)
     if not names:
         about.append(text)
-
-
-def _name_in_words(name: str) -> str:
-    return name.replace("_", " ").capitalize() + "."
 
 
 def _type_name(kind: Any) -> str:

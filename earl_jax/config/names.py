@@ -83,6 +83,11 @@ NAMES_ELSEWHERE = {
         ("critic_warmup", "freezing_actor_steps"), "config.train.critic.pretrain_steps"
     ),
     **dict.fromkeys(
+        ("teacher", "teacher_model", "teacher_path", "ref_model", "reference_model"),
+        "config.reference_from",
+    ),
+    **dict.fromkeys(("ema", "use_ema", "ema_rate"), "config.train.ema_decay"),
+    **dict.fromkeys(
         ("kl_coef", "kl_loss_coef", "init_kl_coef", "kl_penalty_coef", "beta"),
         "config.algorithm_args.kl_coefficient",
     ),

@@ -14,7 +14,7 @@ MAY_CHANGE: dict[str, str] = {
     "fall over the new number from the next step on, and the tasks of supervised examples.",
     "log": "From the next step on.",
     "checkpoint": "From the next checkpoint on.",
-    "eval": "From the next evaluation on.",
+    "eval": "From the next evaluation, and with `averaged` from the next export, on.",
     "devices": "The checkpoint is read by any number of devices; results then differ by rounding.",
     "dispatch": "From the next step on.",
     "selector": "Budgets and candidates of meshes. Results differ by rounding where another mesh "

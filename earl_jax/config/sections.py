@@ -8,6 +8,7 @@ Each setting keeps its section's rules, agrees with the others, and has an effec
 import dataclasses
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 from earl_jax.algorithms.algorithm import Algorithm, keep_every_group
@@ -21,6 +22,8 @@ from earl_jax.envs.registry import EnvConfig, Played, open_environment
 from earl_jax.envs.tasks import TasksConfig
 from earl_jax.launch.distributed import DistributedConfig
 from earl_jax.models.checkpoints.families import family_of
+from earl_jax.models.checkpoints.hf_read import Checkpoint, open_checkpoint
+from earl_jax.models.checkpoints.hub import find_folder
 from earl_jax.models.config import MODEL_SETTINGS, ModelConfig
 from earl_jax.models.presets import preset_named
 from earl_jax.rollout.config import RolloutConfig
@@ -121,6 +124,8 @@ class EvalConfig:
     """Evaluation episodes: `games` every `every_steps` steps, `final_games` at the end.
 
     `temperature`, `top_k`, `top_p` and `min_p` are settings of the sampling (see `Sampling`).
+    `averaged`: the weights that are evaluated, exported and served, and that another run's
+    --init_from begins with, are the moving average (config.train.ema_decay), not the trained ones.
     """
 
     every_steps: int = 50
@@ -130,6 +135,7 @@ class EvalConfig:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    averaged: bool = False
 
     @property
     def sampling(self) -> Sampling:
@@ -154,7 +160,12 @@ class EvalConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """Settings of the log: intervals in steps. `tensorboard` needs the extra of that name."""
+    """Settings of the log: intervals in steps.
+
+    Episodes are written of the first step, of the last and of every `trajectories_every_steps`-th;
+    report.html is made anew at every `report_every_steps`-th and at the end. `tensorboard` writes
+    the metrics for TensorBoard too; it needs the extra of that name.
+    """
 
     trajectories_every_steps: int = 10
     report_every_steps: int = 25
@@ -178,11 +189,16 @@ class Config:
     `algorithm_args` are its settings, a record of the type of `Algorithm.settings`. `init_from`
     (--init_from) is "WORKDIR" or "WORKDIR@STEP": a new run begins with the weights of that run's
     checkpoint, the newest unless a step is given, and with nothing else of it.
+
+    `reference_from` makes a teacher the reference policy of the algorithm: a run of the same model,
+    "WORKDIR" or "WORKDIR@STEP", or a checkpoint of `transformers`, as config.model.path, of any
+    size and with the same tokenizer. "": the reference is the policy that the run began with.
     """
 
     num_steps: int = 100
     seed: int = 0
     init_from: str = ""
+    reference_from: str = ""
     algorithm: str = "grpo"
     algorithm_args: Any = ALGORITHMS["grpo"].settings
     devices: DevicesConfig = DevicesConfig()
@@ -237,8 +253,17 @@ class Config:
 
     @property
     def networks(self) -> Networks:
-        """The networks that the trainer holds beside the policy."""
-        return networks_of(self.make_algorithm(), has_adapters=self.train.lora.rank > 0)
+        """The networks that the trainer holds beside the policy.
+
+        Raises ValueError for a teacher whose config.json cannot be read.
+        """
+        has_base = self.train.lora.rank > 0 and not self.reference_from
+        networks = networks_of(self.make_algorithm(), has_base=has_base)
+        teacher = find_teacher(self.reference_from) if networks.reference else None
+        if teacher is None:
+            return networks
+        model = dataclasses.replace(teacher.model, compute_dtype=self.model.compute_dtype)
+        return networks._replace(teacher=(model, teacher.vocab_size))
 
     def _check_algorithm(self) -> None:
         """Raises ValueError unless there is such an algorithm, with such settings."""
@@ -248,6 +273,11 @@ class Config:
                 "would learn to repeat them whatever their reward: set config.train.sft_steps, for "
                 "supervised updates on the environment's examples, and take an algorithm of "
                 "rewards, such as 'grpo'"
+            )
+        if self.algorithm == "distillation" and not self.reference_from:
+            raise InputError(
+                "config.algorithm is 'distillation' with no config.reference_from; the teacher "
+                "would be the policy that the run begins with: name a run or a checkpoint there"
             )
         algorithm = find_algorithm(self.algorithm)
         kind = type(algorithm.settings)
@@ -300,12 +330,13 @@ class Config:
         """Raises ValueError unless the environment can be made and has the methods needed."""
         played = self.open_environment()
         environment = played.make(**played.first_args)
-        if self.train.sft_steps and not isinstance(environment, OffersExamples):
-            raise InputError(
-                f"config.train.sft_steps is {self.train.sft_steps}, and config.env.name "
-                f"{self.env.name!r} offers no examples to learn from (a method example_reply); set "
-                "it to 0"
-            )
+        for name in ("sft_steps", "sft_weight"):
+            value = getattr(self.train, name)
+            if value and not isinstance(environment, OffersExamples):
+                raise InputError(
+                    f"config.train.{name} is {value}, and config.env.name {self.env.name!r} offers "
+                    "no examples to learn from (a method example_reply); set it to 0"
+                )
         chooses = isinstance(environment, Chooses) and len(environment.all_choices()) > 0
         if chooses and self.train.ratio == "behaviour":
             raise InputError(
@@ -401,6 +432,23 @@ class Config:
         return settings
 
 
+def find_teacher(text: str) -> Checkpoint | None:
+    """Returns the checkpoint of `transformers` that config.reference_from names; None for a run.
+
+    Raises ValueError for one that cannot be read.
+    """
+    if not text or (split_source(text)[0] / "checkpoints").is_dir():
+        return None
+    return open_checkpoint(find_folder(text, "config.reference_from"))
+
+
+def split_source(text: str) -> tuple[Path, int | None]:
+    """Returns the workdir and the step of "WORKDIR@STEP"; None of "WORKDIR"."""
+    name, at, number = text.rpartition("@")
+    has_step = bool(at) and number.isdigit() and not Path(text).is_dir()
+    return Path(name if has_step else text), int(number) if has_step else None
+
+
 # A setting that may do nothing in a run: whether it does nothing, its path, and why.
 _Idle = tuple[bool, str, str]
 
@@ -491,7 +539,11 @@ def _idle_training(config: Config) -> Iterator[_Idle]:
     yield value_clip and is_one_update, "algorithm_args.value_clip", one_update
     for name in ("learning_rate", "pretrain_steps"):
         none = f"config.algorithm {config.algorithm!r} has no critic"
-        yield not config.networks.critic, f"train.critic.{name}", none
+        yield config.make_algorithm().critic is None, f"train.critic.{name}", none
+    no_average = "config.train.ema_decay is 0"
+    yield train.ema_decay == 0, "eval.averaged", no_average
+    no_reference = f"config.algorithm {config.algorithm!r} needs no reference with its settings"
+    yield "reference" not in config.make_algorithm().all_needs, "reference_from", no_reference
     for name in ("sft_updates", "sft_learning_rate"):
         none = "config.train.sft_steps is 0"
         yield train.sft_steps == 0, f"train.{name}", none

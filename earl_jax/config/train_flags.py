@@ -36,8 +36,8 @@ With --check it looks at every host before hours are spent: the same command on 
 Over several hosts it is the same command on each:
   python -m earl_jax.main --config.distributed.coordinator=HOST0:8476 \\
       --config.distributed.num_processes=2 --config.distributed.process_id=0   (1 on the other)
-Under Slurm, Open MPI or with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID set,
-without these. All hosts must see the workdir.
+Under Slurm, Open MPI 4 or with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID set,
+without these; under Open MPI 5 with the coordinator alone. All hosts must see the workdir.
 """
 
 

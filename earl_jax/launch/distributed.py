@@ -46,15 +46,18 @@ _VARIABLES = {
     "num_processes": "JAX_NUM_PROCESSES",
     "process_id": "JAX_PROCESS_ID",
 }
-# Each launcher's variable that is set in every process, and the one with their number.
+# Each launcher's variables: one set in every process, their count, and the number of this one. Open
+# MPI comes first: under Slurm it starts its processes in a step of one task a node.
 _LAUNCHERS = (
-    ("SLURM_STEP_NODELIST", "SLURM_NTASKS"),
-    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID"),
 )
+# Where Open MPI before version 5 says the address of its first host, which JAX reads.
+_OPEN_MPI_HOST = "OMPI_MCA_orte_hnp_uri"
 # The variables that name the hosts of this process's TPU slice, set by GKE.
 _SLICE_HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
 # The number of processes on this one's host: of Slurm for each node, as "1(x2)" or "8,4".
-_ON_A_HOST = ("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+_ON_A_HOST = ("OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE")
 _START = (
     "Start the same command for every process, with config.distributed.coordinator and "
     "num_processes alike and a process_id of its own for each (from 0), or by a launcher such as "
@@ -270,6 +273,11 @@ def _find_place(config: DistributedConfig, variables: Mapping[str, str]) -> _Pla
     coordinator = config.coordinator or variables.get(_VARIABLES["coordinator"], "")
     number = config.num_processes or _number(variables, "num_processes", 0)
     index = config.process_id if config.process_id >= 0 else _number(variables, "process_id", -1)
+    if coordinator:
+        # Of Open MPI 5 JAX knows no variable (0.10.2 and 0.12), and this one's number is there.
+        count, own = _of_launcher(variables)
+        if count > 1:
+            number, index = number or count, own if index < 0 else index
     given = {"coordinator": coordinator, "num_processes": number, "process_id": index}
     absent = {"coordinator": "", "num_processes": 0, "process_id": -1}
     missing = [name for name, value in given.items() if value == absent[name]]
@@ -302,11 +310,17 @@ def _is_launched(variables: Mapping[str, str]) -> bool:
     """Returns whether a launcher that jax.distributed detects has started several processes.
 
     Raises:
-        ValueError: the process is one of a Kubernetes Job, and JAX cannot ask how many there are.
+        ValueError: the process is one of a Kubernetes Job, and JAX cannot ask how many there are;
+            or one of Open MPI, and JAX cannot know where process 0 is.
     """
-    for mark, count in _LAUNCHERS:
-        if mark in variables and _as_int(variables.get(count, "1"), count) > 1:
-            return True
+    if _of_launcher(variables)[0] > 1:
+        if "OMPI_COMM_WORLD_SIZE" in variables and _OPEN_MPI_HOST not in variables:
+            raise InputError(
+                "Open MPI does not say, from version 5 on, on which host process 0 is; give "
+                "config.distributed.coordinator=HOST:PORT, the first host of mpirun and a free "
+                "port of it, or set JAX_COORDINATOR_ADDRESS"
+            )
+        return True
     hosts = next((variables[name] for name in _SLICE_HOSTS if name in variables), None)
     if hosts is not None:
         slices = _as_int(variables.get("MEGASCALE_NUM_SLICES") or "1", "MEGASCALE_NUM_SLICES")
@@ -324,15 +338,31 @@ def _is_launched(variables: Mapping[str, str]) -> bool:
     return True
 
 
+def _of_launcher(variables: Mapping[str, str]) -> tuple[int, int]:
+    """Returns how many processes Slurm or Open MPI has started, and the number of this one.
+
+    (0, -1) where neither has.
+    """
+    for mark, count, index in _LAUNCHERS:
+        if mark in variables:
+            own = _as_int(variables.get(index, "0"), index)
+            return _as_int(variables.get(count, "1"), count), own
+    return 0, -1
+
+
 def _local_devices(variables: Mapping[str, str]) -> list[int] | None:
     """Returns [], which is all devices, for the only process of a host; None: JAX decides.
 
-    JAX gives a process of Slurm or Open MPI one GPU, also where it is alone on its host.
+    JAX gives a process of Slurm or Open MPI one GPU, also where it is alone on its host; one of
+    Open MPI 5, which it does not know, would take all beside others.
     """
     if "JAX_LOCAL_DEVICE_IDS" in variables:
         return None
     counts = next((variables[name] for name in _ON_A_HOST if name in variables), "")
-    return [] if set(re.sub(r"\(x\d+\)", "", counts).split(",")) == {"1"} else None
+    if set(re.sub(r"\(x\d+\)", "", counts).split(",")) == {"1"}:
+        return []
+    own = "OMPI_COMM_WORLD_LOCAL_RANK"
+    return [_as_int(variables[own], own)] if own in variables else None
 
 
 def _number(variables: Mapping[str, str], field: str, absent: int) -> int:

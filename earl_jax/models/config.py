@@ -17,7 +17,7 @@ LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
 class RopeScaling:
     """A stretching of rotary embeddings, for contexts beyond those of pre-training.
 
-    "linear": all waves turn `factor` times slower. "llama3": those longer than
+    `kind` "linear": all waves turn `factor` times slower. "llama3": those longer than
     `original_max_position / low_freq_factor` tokens do, those shorter than
     `original_max_position / high_freq_factor` turn as before, and between the two the frequencies
     are interpolated. `factor` 1 stretches nothing.
@@ -70,6 +70,12 @@ MODEL_SETTINGS = (
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder-only transformer: RMSNorm, rotary embeddings, grouped-query attention, gated FFN.
+
+    `num_layers` layers write into a residual stream of `width` numbers a token. Attention has
+    `num_heads` heads of queries and `num_kv_heads` of keys and values, of `head_size` each. Pair i
+    of a head's n numbers turns by `rope_theta` ** (-2 i / n) a position. Norms divide by the root
+    of the mean square plus `norm_eps`. `tie_embeddings` scores the next token with the embedding
+    matrix instead of a head of its own.
 
     What a layer has:
 

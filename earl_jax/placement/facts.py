@@ -71,13 +71,15 @@ def _settings(config: Config) -> dict[str, dict[str, Any]]:
     rollout, train = config.rollout, config.train
     sizes = ("num_slots", "episodes_per_step", "chunk_size", "burst", "tokens_a_page")
     programs = ("attention", "num_draft_tokens", "compute_dtype", "weight_dtype", "kv_dtype")
+    networks = config.networks
+    held = networks._asdict() | {"teacher": networks.teacher and model_facts(*networks.teacher)}
     updates = ("micro_batches", "remat", "logprob_chunk", "epochs", "mini_batches", "proximal")
     return {
         "rollout": {field: getattr(rollout, field) for field in (*sizes, *programs)}
         | {"model_logprobs": train.ratio == "model"},
         "train": {field: getattr(train, field) for field in updates}
         | {"lora": dataclasses.asdict(train.lora), "importance_cap": config.importance_cap}
-        | {"networks": config.networks._asdict()},
+        | {"networks": held, "ema": train.ema_decay > 0, "stream": train.sft_weight > 0},
     }
 
 

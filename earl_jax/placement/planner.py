@@ -115,8 +115,11 @@ def compiler_for(
     """
     devices = _devices(problem.hardware, topology)
 
+    def part(chips: list[Any]) -> list[Any]:
+        return _own_slice(chips, topology) if problem.hardware.platform == "tpu" else chips
+
     def lowered_update(plan: TrainPlan, length: int) -> Any:
-        trainers = devices[-plan.mesh.num_devices :]
+        trainers = part(devices[-plan.mesh.num_devices :])
         learner = Learner(
             model,
             config.train,
@@ -135,7 +138,7 @@ def compiler_for(
         """Lowers a round of one process, which plays its part of the episodes on its devices."""
         number = problem.of(plan).num_players
         mesh = dataclasses.replace(plan.mesh, data=plan.mesh.data // number)
-        players = devices[: mesh.num_devices]
+        players = part(devices[: mesh.num_devices])
         slots = plan.num_slots // number
         # End-of-turn ids and allowed replies take next to no memory.
         engine_config = make_engine_config(
@@ -175,6 +178,12 @@ def compiler_for(
         return with_program_bytes(problem, table, plan, tokens, num_bytes)
 
     return compile_plan
+
+
+def _own_slice(chips: list[Any], topology: str) -> list[Any]:
+    """Returns the chips, or as many that are a slice of their own where these are part of one."""
+    whole = make_topology(topology)
+    return chips if len(chips) == whole.num_devices else whole.part(len(chips)).devices()
 
 
 def _devices(hardware: Hardware, topology: str) -> list[Any]:

@@ -21,7 +21,7 @@ from earl_jax.models.attention.kernels import context_obstacle, reads_pages_in_p
 from earl_jax.models.checkpoints.hf_read import open_checkpoint
 from earl_jax.models.checkpoints.hub import find_folder
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.parameters import check_tensor_axis, is_spec, parameter_specs
+from earl_jax.models.parameters import check_tensor_axis, is_spec
 from earl_jax.models.presets import preset_vocab_size
 from earl_jax.models.quantization import engine_shapes, engine_specs
 from earl_jax.rollout.origin import MAX_VOCAB_SIZE, VOCAB_MULTIPLE
@@ -35,7 +35,7 @@ from earl_jax.sharding.topology import CHIPS, Topology, chip_of
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.critic import critic_specs
 from earl_jax.train.optimizer import moment_axes
-from earl_jax.train.state import optimized_specs, state_shapes, trained_specs
+from earl_jax.train.state import optimized_specs, reference_specs, state_shapes, trained_specs
 
 
 def find_model(config: Config, vocab_size: int | None) -> tuple[ModelConfig, int]:
@@ -99,12 +99,11 @@ def model_sizes(
         trained=_parameters(state.params, trained),
         moments=_parameters(state.moments, moments),
         frozen=_parameters(state.base, frozen),
-        reference=_parameters(
-            state.reference, parameter_specs(model, vocab_size) if networks.reference else None
-        ),
+        reference=_parameters(state.reference, reference_specs(model, vocab_size, networks)),
         critic=_parameters(
             state.critic, critic_specs(model, vocab_size) if networks.critic else None
         ),
+        average=_parameters(state.ema, trained if train.ema_decay else None),
         activation=model.activation,
     )
 
@@ -143,6 +142,7 @@ def workload(config: Config, model: ModelConfig, hardware: Hardware) -> Workload
         page_size=rollout.tokens_a_page,
         batches=config.asynchrony.row_batches,
         parts=config.asynchrony.parts,
+        has_stream=train.sft_weight > 0,
         in_place_contexts=tuple(
             context
             for context in range(1, hardware.num_devices + 1)
@@ -174,10 +174,18 @@ def make_problem(
     """
     rollout, selector, given = config.rollout, config.selector, config.devices.num_rollout
     stays = config.asynchrony.is_on and not config.devices.are_apart
+    networks = config.networks
 
     def weights_obstacle(mesh: MeshShape) -> str | None:
         axes = (mesh.tensor, mesh.fsdp, mesh.expert, mesh.context)
-        return check_tensor_axis(model, vocab_size, *axes)
+        if reason := check_tensor_axis(model, vocab_size, *axes):
+            return reason
+        if networks.teacher is None:
+            return None
+        # A dense teacher is whole on each device of the axis of experts.
+        expert = mesh.expert if networks.teacher[0].num_experts else 1
+        reason = check_tensor_axis(*networks.teacher, mesh.tensor, mesh.fsdp, expert, mesh.context)
+        return reason and f"config.reference_from: {reason}"
 
     def attention_obstacle(mesh: MeshShape) -> str | None:
         reason = context_obstacle(config.train.attention, mesh)
@@ -191,7 +199,7 @@ def make_problem(
             engine_dtype=rollout.computes_as(model.compute_dtype),
             weight_dtype=rollout.weight_dtype,
             train=config.train,
-            networks=config.networks,
+            networks=networks,
         ),
         work=workload(config, model, hardware),
         budget_bytes=budget_bytes,

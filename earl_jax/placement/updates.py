@@ -40,7 +40,8 @@ class StepUpdate:
     `controls` are those of `make_train_step`. With an `rng` each part is a mini-batch: an update of
     its own, in an order that is drawn anew for every epoch. `wait` is called while an update is
     under way; None: nothing else is done. `totals` are those of the first update, of the first
-    `num_added` parts on the mesh `mesh`.
+    `num_added` parts on the mesh `mesh`. `streams` are supervised batches beside the parts, one for
+    each update of an epoch (config.train.sft_weight).
 
     Where memory is too short, an update is made again on another mesh, with more remat, or in
     smaller parts. A program that fails has its donated arguments with it: until it has run once
@@ -53,6 +54,7 @@ class StepUpdate:
     rng: np.random.Generator | None = None
     wait: Wait | None = None
     parts: list[Part] = dataclasses.field(default_factory=list)
+    streams: list[Part] = dataclasses.field(default_factory=list)
     totals: Totals | None = None
     num_added: int = 0
     mesh: MeshShape | None = None
@@ -71,6 +73,11 @@ class StepUpdate:
         plan, length = self._plan(part), part.length
         if placement.attempt("train", lambda: self._add_up(state), length, plan=plan) is None:
             self.totals, self.num_added = None, 0
+
+    def mix_in(self, examples: Sequence[Example], length: int) -> None:
+        """Adds a stream of supervised episodes, which are dealt out to the updates of an epoch."""
+        number = 1 if self.rng is None else len(self.parts)
+        self.streams = supervised_parts(self.placement, examples, length, number)
 
     def finish(self, state: TrainState) -> tuple[TrainState, list[Metrics]]:
         """Makes the updates of the step, `num_updates` in all; gives `state` up.
@@ -109,6 +116,7 @@ class StepUpdate:
         while True:
             self._move_parts()
             parts = self.parts if index is None else [self.parts[index]]
+            parts = parts + self.streams[index or 0 : (index or 0) + 1]
             shapes = [Shape(*part.batch.tokens.shape) for part in parts]
             largest = max(range(len(shapes)), key=lambda i: shapes[i].positions)
             shape, length = shapes[largest], max(part.length for part in parts)
@@ -128,13 +136,14 @@ class StepUpdate:
             state = move_state(placement, state)
 
     def _move_parts(self) -> None:
-        """Moves the parts to the mesh in use, where totals are computed anew."""
+        """Moves all parts to the mesh in use, where totals are computed anew."""
         placement = self.placement
         if self.mesh not in (None, placement.train.mesh):
             self.totals, self.num_added = None, 0
-            for index, part in enumerate(self.parts):
-                batch = move_batch(placement, part.batch, part.length)
-                self.parts[index] = dataclasses.replace(part, batch=batch)
+            for parts in (self.parts, self.streams):
+                for index, part in enumerate(parts):
+                    batch = move_batch(placement, part.batch, part.length)
+                    parts[index] = dataclasses.replace(part, batch=batch)
         self.mesh = placement.train.mesh
 
     def _plan(self, part: Part) -> TrainPlan:
@@ -149,10 +158,14 @@ class StepUpdate:
         if index is not None or len(self.parts) == 1:
             # All before the first update, while the state is that of the step's beginning.
             self._score(state, range(len(self.parts)))
+        if not self.streams and (index is not None or len(self.parts) == 1):
             batch = self.parts[index or 0].batch
             after, metrics = stages.learner.update(plan, state, batch, controls, sft=self.sft)
         else:
-            totals = self._add_up(state)
+            totals = self._add_up(state) if index is None else self._add(state, index, None)
+            if self.streams:
+                stream = self.streams[index or 0]
+                totals = stages.learner.add_stream(self._plan(stream), state, stream.batch, totals)
             if self.wait is not None:
                 self.wait(totals)
             # A failure of theirs must not take the state with it.
@@ -166,16 +179,17 @@ class StepUpdate:
 
     def _add_up(self, state: TrainState) -> Totals:
         """Adds the gradients of the parts that are not in the totals yet."""
-        learner = self.placement.stages.learner
         for index in range(self.num_added, len(self.parts)):
             self._score(state, [index])
-            part = self.parts[index]
-            self.totals = learner.add_part(
-                self._plan(part), state, part.batch, self.controls, self.totals
-            )
+            self.totals = self._add(state, index, self.totals)
             self.num_added += 1
         assert self.totals is not None, "there is a part"
         return self.totals
+
+    def _add(self, state: TrainState, index: int, totals: Totals | None) -> Totals:
+        """Returns the totals with those of a part; gives `totals` up."""
+        learner, part = self.placement.stages.learner, self.parts[index]
+        return learner.add_part(self._plan(part), state, part.batch, self.controls, totals)
 
     def _score(self, state: TrainState, indices: Sequence[int]) -> None:
         """Gives parts the fields that their updates need and only the first state gives."""
@@ -200,15 +214,30 @@ def sft(
     stages, updates = placement.stages, []
     controls = stages.learner.sft_controls()
     for examples in batches:
-        lengths = [min(len(ids), length) for ids, _ in examples]
-        # In every process: all know the same shapes.
-        packing = plan_batch(placement, lengths, length)
-        if not stages.cluster.trains:
-            continue
-        layout = stages.layouts.train(placement.train.mesh)
-        batch = pack_rows(sft_batch(examples, layout, length), packing, layout)
-        part = Part(batch=batch, length=length, num_tokens=sum(lengths))
-        update = StepUpdate(placement=placement, controls=controls, sft=True, parts=[part])
+        parts = supervised_parts(placement, examples, length, 1)
+        update = StepUpdate(placement=placement, controls=controls, sft=True, parts=parts)
         state, metrics = update.finish(state)
         updates += metrics
     return state, updates
+
+
+def supervised_parts(
+    placement: Placement, examples: Sequence[Example], length: int, number: int
+) -> list[Part]:
+    """Returns the examples, cut to `length` tokens, dealt out to `number` parts in turn.
+
+    There are none in a process that does not train.
+    """
+    stages = placement.stages
+    layout = stages.layouts.train(placement.train.mesh)
+    lengths = [min(len(ids), length) for ids, _ in examples]
+    batch = sft_batch(examples, layout, length) if stages.cluster.trains else None
+    parts = []
+    for index in range(number):
+        own = [tokens * (row % number == index) for row, tokens in enumerate(lengths)]
+        # In every process: all know the same shapes.
+        packing = plan_batch(placement, own, length)
+        if batch is not None:
+            packed = pack_rows(batch, packing, layout)
+            parts.append(Part(batch=packed, length=length, num_tokens=sum(own)))
+    return parts

@@ -38,6 +38,7 @@ from earl_jax.selector.table import ThroughputTable
 from earl_jax.settings.errors import InputError
 from earl_jax.train.learner import Learner
 from earl_jax.train.offload import has_host_memory
+from earl_jax.train.state import TrainState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,6 +65,13 @@ class Run:
     def learner(self) -> Learner:
         """The trainer's programs."""
         return self.stages.learner
+
+    def judged_state(self, state: TrainState) -> TrainState:
+        """Returns a state of which the policy is to be evaluated, exported or served.
+
+        It has the moving average as its parameters, if config.eval.averaged.
+        """
+        return dataclasses.replace(state, params=state.ema) if self.config.eval.averaged else state
 
     @property
     def problem(self) -> Problem:
@@ -122,6 +130,7 @@ def build_run(
         temperature=config.train_temperature,
         importance_cap=config.importance_cap,
         has_versions=config.asynchrony.max_staleness > 0,
+        networks=config.networks,
         layout=layouts.train,
         seed=config.seed,
         checkpoint=origin.checkpoint,

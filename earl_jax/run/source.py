@@ -1,6 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Another run whose weights a new run begins with (config.init_from)."""
+"""Weights from elsewhere: those that a run begins with (config.init_from), and of a teacher.
+
+A teacher is the reference policy of a run (config.reference_from): another run, or a checkpoint.
+"""
 
 import contextlib
 import dataclasses
@@ -9,25 +12,43 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from earl_jax.config.sections import find_teacher, split_source
 from earl_jax.envs.tokenizer import load_tokenizer
+from earl_jax.models.checkpoints.hf_read import (
+    Checkpoint,
+    check_weights,
+    load_parameters,
+)
 from earl_jax.models.checkpoints.hub import find_folder
 from earl_jax.models.lora import fingerprint
+from earl_jax.models.parameters import Params
 from earl_jax.run.build import Run
 from earl_jax.settings.differences import differences
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
+from earl_jax.sharding.placing import absent_tree
 from earl_jax.sharding.reshard import reshard
 from earl_jax.train.checkpoint import Checkpoints, DamagedCheckpoint, Gather, of_one, shapes_by_name
-from earl_jax.train.state import TrainState
+from earl_jax.train.state import TrainState, with_first_average
+
+_REFERENCE = "config.reference_from"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-    """The run whose weights after `step` a new run begins with; `config` is its config.json."""
+    """The run whose weights after `step` a new run takes; `config` is its config.json.
+
+    They are the run's moving average, if that is what it evaluates (config.eval.averaged).
+    `setting` is what names them.
+    """
 
     workdir: Path
     step: int
     config: dict[str, Any]
+    setting: str = "--init_from"
 
     def __str__(self) -> str:
         """Returns the source in words."""
@@ -40,19 +61,46 @@ class Source:
         if theirs["train"]["lora"]["rank"] or ours["train"]["lora"]["rank"]:
             lora = theirs["train"]["lora"], ours["train"]["lora"]
             different = differences(*lora, "config.train.lora")
-        if not theirs["model"]["path"] or not ours["model"]["path"]:
-            models = [
-                {name: value for name, value in each["model"].items() if name != "compute_dtype"}
-                for each in (theirs, ours)
-            ]
-            different += differences(models[0], models[1], "config.model")
+        self._check_same(different + self._other_model(ours))
+        self._check_shapes(shapes_by_name(run.learner.state_shapes().params))
+        self._check_tokenizer(run.origin.tokenizer)
+
+    def check_reference(self, run: Run) -> None:
+        """Raises ValueError unless the run has the source's model and tokenizer, without adapters.
+
+        The run may have adapters.
+        """
+        if self.config["train"]["lora"]["rank"]:
+            raise InputError(
+                f"{self._flag} is a run with adapters, which are no whole policy; name a folder of "
+                "its export there"
+            )
+        self._check_same(self._other_model(json.loads(json.dumps(run.config.as_dict()))))
+        self._check_shapes(shapes_by_name(run.learner.state_shapes().reference))
+        self._check_tokenizer(run.origin.tokenizer)
+
+    def _other_model(self, ours: dict[str, Any]) -> list[str]:
+        """Returns how the model of the settings differs, in words."""
+        theirs = self.config
+        if theirs["model"]["path"] and ours["model"]["path"]:
+            return []
+        models = [
+            {name: value for name, value in each["model"].items() if name != "compute_dtype"}
+            for each in (theirs, ours)
+        ]
+        return differences(models[0], models[1], "config.model")
+
+    def _check_same(self, different: list[str]) -> None:
         if different:
             raise InputError(
                 f"{self._flag} is a run of other parameters: {'; '.join(different[:8])}. Give the "
                 "new run these settings"
             )
-        self._check_shapes(shapes_by_name(run.learner.state_shapes().params))
-        self._check_tokenizer(run.origin.tokenizer)
+
+    @property
+    def _field(self) -> str:
+        """The field of its checkpoints that has the weights."""
+        return "ema" if self.config["eval"].get("averaged") else "params"
 
     def first_state(self, run: Run, mesh: MeshShape) -> TrainState:
         """Returns the state that the run begins with: of these weights, before the first update.
@@ -64,11 +112,7 @@ class Source:
         shapes, shardings = learner.state_shapes().params, learner.state_shardings(mesh).params
         with self._open(run.cluster.gather) as checkpoints:
             saved = checkpoints.position(self.step)
-            if where is None:
-                params = checkpoints.parameters(self.step, shapes, shardings)
-            else:
-                read = checkpoints.parameters(self.step, shapes, where.params)
-                params = reshard(read, shardings)
+            params = self._read(checkpoints, shapes, shardings, where and where.params)
         if not has_adapters:
             return learner.state_of(params, mesh)
         state = learner.first_state(mesh)
@@ -77,11 +121,43 @@ class Source:
                 f"{self._flag} has adapters of another base than config.model.path "
                 f"({run.config.model.path!r}), or config.train.lora.base_dtype, gives this run"
             )
-        return dataclasses.replace(state, params=params)
+        state = dataclasses.replace(state, params=params)
+        return with_first_average(run.config.train, state) if run.cluster.trains else state
+
+    def reference(self, run: Run, mesh: MeshShape) -> Params:
+        """Returns the weights as the run's reference policy, in its type.
+
+        Raises ValueError for damaged files.
+        """
+        learner, where = run.learner, run.stages.saved_shardings
+        shapes, shardings = (
+            each.reference for each in (learner.state_shapes(), learner.state_shardings(mesh))
+        )
+        # Read as they were saved: a fingerprint is of fp32.
+        saved = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), shapes)
+        with self._open(run.cluster.gather) as checkpoints:
+            read = self._read(checkpoints, saved, shardings, where and where.reference)
+        if not run.cluster.trains:
+            return absent_tree(shapes, shardings)
+        dtype = jnp.dtype(learner.model.compute_dtype)
+        cast = jax.jit(
+            lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree),
+            out_shardings=shardings,
+        )
+        return cast(read)
+
+    def _read(self, checkpoints: Checkpoints, shapes: Any, shardings: Any, where: Any) -> Params:
+        """Reads the weights to these shardings, by way of `where` unless it is None."""
+        if where is None:
+            return checkpoints.parameters(self.step, shapes, shardings, self._field)
+        return reshard(
+            checkpoints.parameters(self.step, shapes, where, self._field),
+            shardings,
+        )
 
     @property
     def _flag(self) -> str:
-        return f"--init_from={self.workdir}@{self.step}"
+        return f"{self.setting}={self.workdir}@{self.step}"
 
     @contextlib.contextmanager
     def _open(self, gather: Gather = of_one) -> Iterator[Checkpoints]:
@@ -117,32 +193,82 @@ class Source:
             )
 
 
-def open_source(text: str) -> Source | None:
-    """Returns the source that config.init_from names, "WORKDIR" or "WORKDIR@STEP"; None for "".
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Teacher:
+    """A checkpoint of `transformers` whose weights are a run's reference policy."""
+
+    checkpoint: Checkpoint
+
+    def __str__(self) -> str:
+        """Returns the teacher in words."""
+        return str(self.checkpoint.folder)
+
+    def check_reference(self, run: Run) -> None:
+        """Raises ValueError unless it has the run's tokenizer, and can be read."""
+        check_weights(self.checkpoint)
+        theirs, ours = self.checkpoint.vocab_size, run.learner.vocab_size
+        if theirs < ours:
+            raise InputError(
+                f"{_REFERENCE}={self} has {theirs} entries in its vocabulary, the policy {ours}; "
+                "a teacher must know every token that the policy can write"
+            )
+        tokenizer = load_tokenizer(self.checkpoint.folder)
+        if tokenizer.get_vocab() != run.origin.tokenizer.get_vocab():
+            raise InputError(
+                f"{_REFERENCE}={self} has another tokenizer ({len(tokenizer)} entries, here "
+                f"{len(run.origin.tokenizer)}); its weights know other token ids"
+            )
+
+    def reference(self, run: Run, mesh: MeshShape) -> Params:
+        """Returns the weights as the run's reference policy, in its type."""
+        learner = run.learner
+        if not learner.trains:
+            shapes, shardings = learner.state_shapes(), learner.state_shardings(mesh)
+            return absent_tree(shapes.reference, shardings.reference)
+        dtype = learner.model.compute_dtype
+        return load_parameters(self.checkpoint, learner.layout(mesh), dtype)
+
+
+def open_reference(text: str) -> Source | Teacher | None:
+    """Returns the teacher that config.reference_from names, or None for "".
 
     Raises ValueError where there is no such run or checkpoint.
     """
     if not text:
         return None
-    name, at, number = text.rpartition("@")
-    has_step = bool(at) and number.isdigit() and not Path(text).is_dir()
-    workdir = Path(name if has_step else text)
+    checkpoint = find_teacher(text)
+    return Teacher(checkpoint=checkpoint) if checkpoint else open_source(text, _REFERENCE)
+
+
+def open_source(text: str, setting: str = "--init_from") -> Source | None:
+    """Returns the source that `setting` names, "WORKDIR" or "WORKDIR@STEP"; None for "".
+
+    Raises ValueError where there is no such run or checkpoint.
+    """
+    if not text:
+        return None
+    workdir, step = split_source(text)
     path = workdir / "config.json"
     if not path.is_file() or not (workdir / "checkpoints").is_dir():
         raise InputError(
-            f"--init_from={text}: {workdir} holds no checkpoint of a run; name the workdir of a "
+            f"{setting}={text}: {workdir} holds no checkpoint of a run; name the workdir of a "
             "run, or give config.model.path a checkpoint of transformers"
         )
     checkpoints = Checkpoints(workdir / "checkpoints", keep=None)
     steps = checkpoints.steps()
     checkpoints.close()
-    if not steps or (has_step and int(number) not in steps):
+    if not steps or (step is not None and step not in steps):
         found = ", ".join(map(str, reversed(steps))) or "none"
         raise InputError(
-            f"--init_from={text}: there is no such checkpoint; the steps of {workdir} are {found}"
+            f"{setting}={text}: there is no such checkpoint; the steps of {workdir} are {found}"
         )
     try:
         config = json.loads(path.read_text())
     except ValueError as error:
-        raise InputError(f"--init_from={text}: {path} cannot be read: {error}") from error
-    return Source(workdir=workdir, step=int(number) if has_step else steps[0], config=config)
+        raise InputError(f"{setting}={text}: {path} cannot be read: {error}") from error
+    return Source(
+        workdir=workdir,
+        step=steps[0] if step is None else step,
+        config=config,
+        setting=setting,
+    )

@@ -44,10 +44,10 @@ class ModelSizes:
 
     `engine` are the rollout's parameters, `trained` those of the policy that are updated (fp32),
     `moments` the arrays of all optimizers, `frozen` the base of adapters, `reference` a frozen copy
-    of the policy, `critic` a value network that is updated too (fp32). `ffn_size` is that of one
-    expert where `num_experts` is not 0. `windows` has a number for each layer, 0 for full
-    attention. `compute_bytes` are those of a number in the trainer's products, `engine_bytes` in
-    the engine's and its cache.
+    of the policy or a teacher, `critic` a value network that is updated too, `average` the moving
+    average of `trained` (both fp32). `ffn_size` is that of one expert where `num_experts` is not 0.
+    `windows` has a number for each layer, 0 for full attention. `compute_bytes` are those of a
+    number in the trainer's products, `engine_bytes` in the engine's and its cache.
     """
 
     num_layers: int
@@ -68,6 +68,7 @@ class ModelSizes:
     frozen: tuple[Parameter, ...] = ()
     reference: tuple[Parameter, ...] = ()
     critic: tuple[Parameter, ...] = ()
+    average: tuple[Parameter, ...] = ()
     activation: str = "silu"
 
     @property
@@ -82,7 +83,8 @@ class Workload:
 
     Chunks are appended in passes of up to `append_tokens` tokens.
     `num_rows` are the episodes of a step, of which each of `num_players` processes plays a part;
-    those of `batches` steps have rows at once. They come to the trainer in `parts`.
+    those of `batches` steps have rows at once. They come to the trainer in `parts`, and a
+    supervised batch with them if there `has_stream`.
     `kv_itemsize` 1 is a cache of int8, with a scale of 4 bytes for each token and head. On meshes
     whose `context` axis is among `in_place_contexts` a kernel reads pages where they are. Rows are
     cut for `row_devices` (`Cluster.num_row_devices`), 0: those of the mesh.
@@ -102,6 +104,7 @@ class Workload:
     num_players: int = 1
     batches: int = 1
     parts: int = 1
+    has_stream: bool = False
     in_place_contexts: tuple[int, ...] = ()
     row_devices: int = 0
 
@@ -180,8 +183,8 @@ def cache_token_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape) -> int
 
 
 def trainer_bytes(sizes: ModelSizes, mesh: MeshShape) -> tuple[int, int]:
-    """Returns the bytes per device of a trainer's parameters, frozen ones too, and of moments."""
-    trained = device_bytes(sizes.trained + sizes.critic, mesh)
+    """Returns the bytes per device of a trainer's parameters, of all kinds, and of moments."""
+    trained = device_bytes(sizes.trained + sizes.critic + sizes.average, mesh)
     frozen = device_bytes(sizes.frozen + sizes.reference, mesh)
     return trained + frozen, device_bytes(sizes.moments, mesh)
 
@@ -256,7 +259,7 @@ def train_footprint(
     kept = tokens * sizes.num_layers * sizes.compute_bytes
     kept *= sizes.width if work.remat else kept_width(sizes, mesh, length)
     kept *= 2 if sizes.critic else 1
-    summed = numbers * 4 if max(work.micro_batches, work.parts) > 1 else 0
+    summed = numbers * 4 if max(work.micro_batches, work.parts + work.has_stream) > 1 else 0
     apart = numbers * sizes.compute_bytes
     # TPUs gather the embedding, for a loop over micro-batches also in the other order of axes.
     embeddings = (2 if summed else 1) if platform == "tpu" else 0
@@ -272,6 +275,8 @@ def train_footprint(
         # Found by comparison with compiled programs: benchmarks/plan.md.
         together = kept * (2 if work.remat and summed else 1) + head + block
         phases = [(summed + apart, together), (numbers * 4, 0)]
+    if sizes.reference:
+        phases.append((0, _scoring_bytes(sizes, work, mesh, rows, length // mesh.context, block)))
     gradients, working = max(phases, key=sum)
     return Footprint(
         weights=weights, optimizer=moments, gradients=gradients, activations=copies + working
@@ -342,6 +347,23 @@ def _head_bytes(
     head = numbers * sizes.compute_bytes
     logits = rows * min(work.logprob_chunk, length) * sizes.vocab_size // mesh.tensor * 4
     return max(3 * logits + 2 * head, logits + matrices + embeddings * head)
+
+
+def _scoring_bytes(
+    sizes: ModelSizes, work: Workload, mesh: MeshShape, rows: int, length: int, block: int
+) -> int:
+    """Returns the bytes of a pass of the reference, which may be a larger teacher.
+
+    A layer's matrices and the head, gathered, the logits of a chunk, and the policy's `block` of
+    activations as much larger as the reference is wider.
+    """
+    layers = (p for p in sizes.reference if p.axes[0] == "L")
+    layer = sum(device_bytes([p], mesh) // p.shape[0] for p in layers)
+    vocab_size, width = next(p.shape for p in sizes.reference if p.name == "embed")
+    head = vocab_size * width // mesh.tensor * sizes.compute_bytes
+    logits = rows * min(work.logprob_chunk, length) * vocab_size // mesh.tensor * 4
+    gathered = 2 * layer * parts_of("D", mesh) + head
+    return gathered + 3 * logits + block * width // sizes.width
 
 
 def _layer_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:

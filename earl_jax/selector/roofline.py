@@ -221,7 +221,7 @@ def train_parts(
     loops = networks * tokens * (1 + BACKWARD_PASSES + recomputed) * _elementwise_bytes(sizes, mesh)
     loops += tokens * LOGIT_PASSES * 4 * sizes.vocab_size / mesh.tensor
     # A pass reads the layers, gathered, in the compute type; the optimiser reads gradients,
-    # parameters and moments, and writes the last two.
+    # parameters and moments, and writes the last two; an average is read and written.
     copies = _gathered_bytes(sizes, mesh)
     parts, state = networks * work.micro_batches, device_bytes(sizes.trained + sizes.critic, mesh)
     weights = parts * passes * copies
@@ -238,7 +238,7 @@ def train_parts(
         products_s=products_s,
         attention_s=attention_s,
         elementwise_s=loops / rate,
-        optimizer_s=(3 * state + 2 * device_bytes(sizes.moments, mesh)) / rate,
+        optimizer_s=(3 * state + 2 * device_bytes(sizes.moments + sizes.average, mesh)) / rate,
         weights_s=weights / rate,
         beside_s=beside,
         crossing_s=crossing,

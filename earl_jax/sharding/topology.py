@@ -165,6 +165,18 @@ class Topology:
         """The number of chips."""
         return math.prod(self.grid)
 
+    def part(self, number: int) -> "Topology":
+        """Returns a host's `number` chips as a slice of their own.
+
+        The compiler for TPUs takes no program of a part of a slice.
+
+        Example: 4 of a v5e:8x8 are a v5e:2x2, 4 of a v5p:4x4x8 a v5p:2x2x1.
+        """
+        square = math.isqrt(number)
+        width = next(width for width in range(square, 0, -1) if not number % width)
+        grid = (width, number // width, 1)[: len(self.grid)]
+        return dataclasses.replace(self, grid=grid)
+
     def devices(self) -> list[Any]:
         """Returns the devices, host by host, for `make_layout`; for compilation only, not arrays.
 

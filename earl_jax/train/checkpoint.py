@@ -125,21 +125,25 @@ class Checkpoints:
             )
         return values
 
-    def parameters(self, step: int, shapes: Params, shardings: Params) -> Params:
-        """Returns the parameters alone at this step; each device reads its part.
+    def parameters(
+        self, step: int, shapes: Params, shardings: Params, field: str = "params"
+    ) -> Params:
+        """Returns the parameters alone at this step, or their average; each device reads its part.
+
+        `field` is "params", or "ema" of a run that has one.
 
         Raises:
             DamagedCheckpoint: they cannot be what was saved.
         """
-        placed = {"params": _placed(shapes, shardings)}
+        placed = {field: _placed(shapes, shardings)}
         part = ocp.args.PyTreeRestore(
             placed,
             restore_args=ocp.checkpoint_utils.construct_restore_args(placed),
             partial_restore=True,
         )
-        read = {"params": self._read(step, state=part)["state"]["params"]}
+        read = {field: self._read(step, state=part)["state"][field]}
         _check(self._values(step)["arrays"], read)
-        return read["params"]
+        return read[field]
 
     def shapes(self, step: int) -> dict[str, tuple[int, ...]]:
         """Returns the shape of each parameter at this step, by its name. Raises as `position`."""

@@ -15,9 +15,11 @@ _BOUNDS: dict[str, tuple[float, float | None]] = {
     "logprob_chunk": (1, None),
     "warmup_steps": (0, None),
     "max_skipped_steps": (1, None),
+    "ema_decay": (0.0, 0.9999999),
     "sft_steps": (0, None),
     "sft_updates": (1, None),
     "sft_learning_rate": (0.0, None),
+    "sft_weight": (0.0, None),
     "learning_rate": (0.0, None),
     "final_learning_rate": (0.0, None),
     "weight_decay": (0.0, None),
@@ -79,7 +81,8 @@ class TrainConfig:
     AdamW's (RMS 0.2), so learning rates are alike; Lion's rates are 3 to 10 times smaller.
     `adam_b1` and `adam_b2` are Lion's too; `adam_eps` is added to the root of the second moment.
     `momentum_dtype` "bfloat16" halves the bytes of the first moment. `weight_decay`, times the
-    learning rate, shrinks matrices; it leaves norms, biases and the embedding alone.
+    learning rate, shrinks matrices; it leaves norms, biases and the embedding alone. Gradients
+    whose norm, over all parameters, is above `max_grad_norm` are scaled down to it.
 
     `attention` is the kernel: "blockwise" runs anywhere, "splash" on TPUs, "tokamax" on Hopper
     and Blackwell GPUs; "auto" takes the fastest for the devices and the rows' length.
@@ -111,6 +114,14 @@ class TrainConfig:
     `sft_updates` supervised updates on games of random legal moves (a trail's steps are
     right half the time), at `sft_learning_rate`. 0 turns them off.
 
+    `sft_weight` above 0 adds so many times the mean cross-entropy of example episodes to the loss
+    of every update, in the same gradient: as many as the step's episodes, fresh in each step, and
+    dealt out to mini-batches.
+
+    `ema_decay` above 0 keeps an exponential moving average of the trained weights, in fp32: after
+    each update it is `ema_decay` of itself and the rest of the new weights. config.eval.averaged
+    says where it is used.
+
     An update whose loss, gradient or step is not finite is skipped: parameters and moments stay as
     they are. After `max_skipped_steps` RL steps in a row without an update the run ends.
 
@@ -134,6 +145,7 @@ class TrainConfig:
     adam_eps: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
+    ema_decay: float = 0.0
     correction: Literal["auto", "none", "truncated", "truncated_sequence", "masked"] = "auto"
     importance_cap: float = 2.0
     proximal: Literal["recompute", "log_linear"] = "recompute"
@@ -151,6 +163,7 @@ class TrainConfig:
     sft_steps: int = 0
     sft_updates: int = 1
     sft_learning_rate: float = 1e-5
+    sft_weight: float = 0.0
     lora: LoraConfig = LoraConfig()
     critic: CriticConfig = CriticConfig()
 

@@ -12,13 +12,13 @@ import numpy as np
 
 from earl_jax.algorithms.algorithm import Algorithm
 from earl_jax.algorithms.algorithms import ALGORITHMS
-from earl_jax.algorithms.requirements import networks_of, scored_passes
+from earl_jax.algorithms.requirements import Networks, networks_of, scored_passes
 from earl_jax.models.checkpoints.hf_read import Checkpoint, load_parameters
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import Params
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.sharding.layout import Layout, MeshShape
-from earl_jax.sharding.placing import absent_tree
+from earl_jax.sharding.placing import absent_tree, placed_shapes
 from earl_jax.train.checkpoint import spread_over
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.optimizer import (
@@ -36,7 +36,14 @@ from earl_jax.train.state import (
     state_shardings,
     trained_specs,
 )
-from earl_jax.train.step import PartSteps, batch_shapes, make_part_steps, make_train_step
+from earl_jax.train.step import (
+    PartSteps,
+    batch_shapes,
+    make_part_steps,
+    make_stream_step,
+    make_train_step,
+    totals_shardings,
+)
 from earl_jax.train.update import Totals, Update
 from earl_jax.trajectory import TrajectoryBatch
 
@@ -58,12 +65,14 @@ class Learner:
         checkpoint: Checkpoint | None = None,
         trains: bool = True,
         has_versions: bool = False,
+        networks: Networks | None = None,
     ) -> None:
         """`layout` returns the trainer's layout of a mesh; see `make_train_step` for the others.
 
         Training begins with the weights of `checkpoint`, or without one with those of `seed`. A
         process that never `trains` has no part of any state. Updates that have versions
-        (`has_versions`) are given that of the weights that the step begins with.
+        (`has_versions`) are given that of the weights that the step begins with. `networks` None
+        are those that the algorithm needs; a teacher among them begins with zeros.
 
         Raises:
             ValueError: adapters that this model cannot have.
@@ -74,7 +83,8 @@ class Learner:
         self.seed, self.checkpoint, self.trains = seed, checkpoint, trains
         # Now, because it raises.
         trained_specs(model, config, vocab_size)
-        self.networks = networks_of(algorithm, has_adapters=config.lora.rank > 0)
+        needed = networks_of(algorithm, has_base=config.lora.rank > 0)
+        self.networks = needed if networks is None else networks
         self.has_versions = has_versions
         assert has_versions or config.proximal == "recompute", "the config was not validated"
         self.scored = scored_passes(
@@ -168,6 +178,12 @@ class Learner:
         )
 
     @functools.cache  # noqa: B019
+    def stream_step(self, plan: TrainPlan) -> Any:
+        """Returns the jitted function that adds a supervised batch to the totals of an update."""
+        supervised = self._update(plan, sft=True)
+        return make_stream_step(self._update(plan), supervised, self.config.sft_weight)
+
+    @functools.cache  # noqa: B019
     def scorer(self, plan: TrainPlan, scored: tuple[str, ...]) -> Any:
         """Returns the jitted scoring of a batch for the fields that `scored` names."""
         return make_scorer(
@@ -176,6 +192,7 @@ class Learner:
             self.layout(plan.mesh),
             temperature=self.temperature,
             scored=scored,
+            teacher=self.networks.teacher and self.networks.teacher[0],
         )
 
     @functools.cache  # noqa: B019
@@ -184,7 +201,11 @@ class Learner:
         return make_estimator(self.algorithm, self.layout(mesh))
 
     def lower(self, plan: TrainPlan, rows: int, length: int) -> Any:
-        """Lowers the update of `rows` rows of `length` tokens, from shapes alone."""
+        """Lowers the update of `rows` rows of `length` tokens, from shapes alone.
+
+        With a supervised stream that is the fullest of the update's programs: the one that adds the
+        stream to the totals.
+        """
         state = jax.tree.map(
             lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
             self.state_shapes(),
@@ -193,6 +214,16 @@ class Learner:
         batch = batch_shapes(rows, length, self.layout(plan.mesh), scored=self.scored)
         # Nothing is computed here: the default device may be of a chip that is only compiled for.
         controls = jax.ShapeDtypeStruct((self.num_controls,), np.float32)
+        if self.config.sft_weight:
+            totals = jax.eval_shape(self.part_steps(plan).accumulate, state, batch, controls, None)
+            totals = jax.tree.map(
+                lambda where, part: placed_shapes(part, jax.tree.map(lambda _: where, part)),
+                totals_shardings(self._update(plan)),
+                totals,
+            )
+            batch = batch_shapes(rows, length, self.layout(plan.mesh))
+            controls = jax.ShapeDtypeStruct((2,), np.float32)
+            return self.stream_step(plan).lower(state, batch, controls, totals)
         return self.program(plan).lower(state, batch, controls)
 
     @property
@@ -257,6 +288,15 @@ class Learner:
     ) -> Totals:
         """Returns the totals with those of a further part of a batch; gives `totals` up."""
         return self.part_steps(plan).accumulate(state, part, controls, totals)
+
+    def add_stream(
+        self, plan: TrainPlan, state: TrainState, batch: TrajectoryBatch, totals: Totals
+    ) -> Totals:
+        """Returns the totals with config.train.sft_weight times the loss of a supervised batch.
+
+        Gives `totals` up, which are those of all parts.
+        """
+        return self.stream_step(plan)(state, batch, self.sft_controls(), totals)
 
     def apply(
         self, plan: TrainPlan, state: TrainState, totals: Totals, controls: np.ndarray

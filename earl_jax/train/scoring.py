@@ -86,12 +86,14 @@ def make_scorer(
     *,
     temperature: float,
     scored: Scored = ("proximal",),
+    teacher: ModelConfig | None = None,
 ) -> Any:
     """Returns the jitted `score(state, batch) -> batch` with the fields that passes give.
 
     Of the fields that `scored` names, "proximal" are log-probs under the state's policy,
     "reference" those under the frozen reference, or the base of its adapters, and "values" those of
-    the state's critic. In as many parts as an update has micro-batches. Donates nothing.
+    the state's critic. In as many parts as an update has micro-batches. Donates nothing. The
+    reference is a `teacher` of this model, if it is not None.
     """
 
     def score(state: TrainState, batch: TrajectoryBatch) -> TrajectoryBatch:
@@ -101,7 +103,7 @@ def make_scorer(
             found = jax.lax.map(one, parts)
             return layout.constrain(found.swapaxes(0, 1).reshape(batch.tokens.shape), "NS")
 
-        def logprobs(params: Params) -> jax.Array:
+        def logprobs(params: Params, model: ModelConfig = model) -> jax.Array:
             return in_parts(
                 lambda part: score_batch(model, config, layout, temperature, params, part).logprobs
             )
@@ -110,7 +112,8 @@ def make_scorer(
         if "proximal" in scored:
             found["proximal"] = logprobs(policy_parameters(config, state.params, state.base))
         if "reference" in scored:
-            found["reference"] = logprobs(state.base if config.lora.rank else state.reference)
+            reference = state.base if state.reference is None else state.reference
+            found["reference"] = logprobs(reference, teacher or model)
         if "values" in scored:
             found["values"] = in_parts(
                 lambda part: critic_values(model, config, layout, state.critic, part)

@@ -36,10 +36,11 @@ class TrainState:
     With `config.lora.rank`, `params` are the adapters alone, and `base` is the frozen model that
     they adapt, on the same mesh. Without adapters `base` is None.
 
-    `reference` is a frozen copy of the first policy, in the compute type: the forward pass rounds
-    every weight to that type first, so that its log-probs are those of the fp32 weights. `critic`
-    are the parameters of the value network; `optimizer` is `(of params, of critic)` then. Both are
-    None unless the algorithm needs them (`Networks`).
+    `reference` is a frozen copy of the first policy, or a teacher, in the compute type: the forward
+    pass rounds every weight to that type first, so that its log-probs are those of the fp32
+    weights. `critic` are the parameters of the value network; `optimizer` is
+    `(of params, of critic)` then. Both are None unless the algorithm needs them (`Networks`). `ema`
+    is the moving average of `params`, None without `config.ema_decay`.
 
     Some functions return the same record of shapes or of shardings.
     """
@@ -50,6 +51,7 @@ class TrainState:
     base: Params = None
     reference: Params = None
     critic: Params = None
+    ema: Params = None
 
     @property
     def trained(self) -> tuple[Params, ...]:
@@ -81,6 +83,13 @@ def optimized_specs(
     return (trained, critic_specs(model, vocab_size)) if networks.critic else (trained,)
 
 
+def reference_specs(model: ModelConfig, vocab_size: int, networks: Networks) -> Any:
+    """Returns the specs of the reference, which may be a teacher of other sizes; None for none."""
+    if not networks.reference:
+        return None
+    return parameter_specs(*(networks.teacher or (model, vocab_size)))
+
+
 def policy_parameters(config: TrainConfig, params: Params, base: Params) -> Params:
     """Returns the decoder's parameters: the trained ones, or the base with its adapters."""
     return params if base is None else adapt(base, params, config.lora)
@@ -91,14 +100,15 @@ def state_shapes(
 ) -> TrainState:
     """Returns a TrainState as shapes, for tracing and restoring."""
     trained, frozen = trained_specs(model, config, vocab_size)
-    specs, dtype = parameter_specs(model, vocab_size), jnp.dtype(model.compute_dtype)
+    dtype = jnp.dtype(model.compute_dtype)
     state = TrainState(
         updates=jax.ShapeDtypeStruct((), jnp.int32),
         params=parameter_shapes(trained),
         optimizer=None,
         base=parameter_shapes(frozen, jnp.dtype(config.lora.base_dtype)),
-        reference=parameter_shapes(specs, dtype) if networks.reference else None,
+        reference=parameter_shapes(reference_specs(model, vocab_size, networks), dtype),
         critic=parameter_shapes(critic_specs(model, vocab_size)) if networks.critic else None,
+        ema=parameter_shapes(trained) if config.ema_decay else None,
     )
     moments = jax.eval_shape(
         lambda trees: _first_moments(model, config, vocab_size, networks, trees), state.trained
@@ -115,15 +125,16 @@ def state_shardings(
 ) -> TrainState:
     """Returns the shardings of a TrainState: moments by their axes, counters replicated."""
     trained, frozen = trained_specs(model, config, vocab_size)
-    specs, everywhere = parameter_specs(model, vocab_size), layout.parameters("")
+    everywhere = layout.parameters("")
     critic = critic_specs(model, vocab_size) if networks.critic else None
     state = TrainState(
         updates=everywhere,
         params=parameter_shardings(trained, layout),
         optimizer=None,
         base=parameter_shardings(frozen, layout),
-        reference=parameter_shardings(specs, layout) if networks.reference else None,
+        reference=parameter_shardings(reference_specs(model, vocab_size, networks), layout),
         critic=parameter_shardings(critic, layout) if networks.critic else None,
+        ema=parameter_shardings(trained, layout) if config.ema_decay else None,
     )
     specs = optimized_specs(model, config, vocab_size, networks)
     shapes = state_shapes(model, config, vocab_size, networks).moments
@@ -165,8 +176,9 @@ def state_of(
             lambda: init_parameters(trained, jax.random.key(seed)), out_shardings=shardings.params
         )
         state = dataclasses.replace(state, params=draw(), base=params)
+    state = with_first_average(config, state)
     beside = jax.jit(
-        lambda policy: _beside(policy, model, networks),
+        lambda policy: _beside(policy, model, vocab_size, networks),
         out_shardings=(shardings.reference, shardings.critic),
     )
     reference, critic = beside(params)
@@ -178,12 +190,31 @@ def state_of(
     return dataclasses.replace(state, optimizer=init(state.trained))
 
 
-def _beside(policy: Params, model: ModelConfig, networks: Networks) -> tuple[Params, Params]:
-    """Returns the reference and the critic of a run that begins with this policy."""
-    dtype = jnp.dtype(model.compute_dtype)
+def with_first_average(config: TrainConfig, state: TrainState) -> TrainState:
+    """Returns the state with its parameters as their average, as before the first update."""
+    if not config.ema_decay:
+        return state
+    where = jax.tree.map(lambda leaf: leaf.sharding, state.params)
+    # A copy: both are donated to each update.
+    copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=where)
+    return dataclasses.replace(state, ema=copy(state.params))
+
+
+def _beside(
+    policy: Params, model: ModelConfig, vocab_size: int, networks: Networks
+) -> tuple[Params, Params]:
+    """Returns the reference and the critic of a run that begins with this policy.
+
+    A teacher of sizes of its own has zeros until it is read.
+    """
+    dtype, critic = jnp.dtype(model.compute_dtype), None
+    if networks.critic:
+        critic = first_critic(policy)
+    if networks.teacher is not None:
+        shapes = parameter_shapes(reference_specs(model, vocab_size, networks), dtype)
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), critic
     # Copies: the parameters are donated to each update.
     reference = jax.tree.map(lambda leaf: jnp.copy(leaf.astype(dtype)), policy)
-    critic = first_critic(policy) if networks.critic else None
     return reference if networks.reference else None, critic
 
 
@@ -212,7 +243,8 @@ def _init_program(
     def init() -> TrainState:
         trained, frozen = trained_specs(model, config, vocab_size)
         params, base = (init_parameters(specs, jax.random.key(seed)) for specs in (trained, frozen))
-        reference, critic = _beside(params if base is None else base, model, networks)
+        policy = params if base is None else base
+        reference, critic = _beside(policy, model, vocab_size, networks)
         state = TrainState(
             updates=jnp.zeros((), jnp.int32),
             params=params,
@@ -220,6 +252,7 @@ def _init_program(
             base=jax.tree.map(lambda leaf: leaf.astype(config.lora.base_dtype), base),
             reference=reference,
             critic=critic,
+            ema=jax.tree.map(jnp.copy, params) if config.ema_decay else None,
         )
         moments = _first_moments(model, config, vocab_size, networks, state.trained)
         return dataclasses.replace(state, optimizer=moments)

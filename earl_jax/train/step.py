@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from earl_jax.sharding.layout import Layout
 from earl_jax.train.state import TrainState
-from earl_jax.train.update import Totals, Update, add_totals
+from earl_jax.train.update import Totals, Update, add_stream, add_totals
 from earl_jax.trajectory import TrajectoryBatch
 
 
@@ -49,8 +49,7 @@ class PartSteps(NamedTuple):
 
 def make_part_steps(update: Update) -> PartSteps:
     """Returns the functions of an update in parts."""
-    shardings, everywhere = update.shardings, update.layout.parameters("")
-    grads = (shardings.params, shardings.critic)[: 1 + update.trains_critic]
+    everywhere = update.layout.parameters("")
 
     def accumulate(
         state: TrainState, part: TrajectoryBatch, controls: jax.Array, totals: Totals | None
@@ -58,15 +57,35 @@ def make_part_steps(update: Update) -> PartSteps:
         more = update.totals(state, part, controls)
         return more if totals is None else add_totals(totals, more)
 
-    everything: Any = everywhere
+    outputs = (update.shardings, everywhere)
     return PartSteps(
-        jax.jit(
-            accumulate,
-            donate_argnums=3,
-            out_shardings=Totals(grads, everything, everything, everything),
-        ),
-        jax.jit(update.apply, donate_argnums=0, out_shardings=(shardings, everywhere)),
+        jax.jit(accumulate, donate_argnums=3, out_shardings=totals_shardings(update)),
+        jax.jit(update.apply, donate_argnums=0, out_shardings=outputs),
     )
+
+
+def totals_shardings(update: Update) -> Totals:
+    """Returns the shardings of an update's totals, one for each of their fields but gradients."""
+    shardings, everywhere = update.shardings, update.layout.parameters("")
+    grads = (shardings.params, shardings.critic)[: 1 + update.trains_critic]
+    everything: Any = everywhere
+    return Totals(grads, everything, everything, everything)
+
+
+def make_stream_step(update: Update, supervised: Update, weight: float) -> Any:
+    """Returns the jitted `add(state, batch, controls, totals)` of a supervised stream.
+
+    It returns the totals of `update` with `weight` times the mean loss by `supervised` of a batch,
+    and donates them. `controls` are those of `supervised`.
+    """
+
+    def add(
+        state: TrainState, batch: TrajectoryBatch, controls: jax.Array, totals: Totals
+    ) -> Totals:
+        return add_stream(totals, supervised.totals(state, batch, controls), weight)
+
+    # Its bytes are counted with all of the state, which stays beside it: moments too.
+    return jax.jit(add, donate_argnums=3, out_shardings=totals_shardings(update), keep_unused=True)
 
 
 def read_metrics(metrics: dict[str, jax.Array]) -> dict[str, float]:

@@ -42,6 +42,8 @@ from earl_jax.trajectory import TrajectoryBatch
 # Sums over tokens that are no metrics by themselves.
 _DIVISOR, _RATIO, _RATIO_SQUARED = "divisor", "ratio", "ratio_squared"
 _NEWEST = "newest"
+# Of a supervised stream: its mean loss, which is a metric, and the number of its tokens.
+_SUPERVISED, _SUPERVISED_TOKENS = "supervised_loss", "supervised_tokens"
 _RETURN, _RETURN_SQUARED, _ERROR, _ERROR_SQUARED = "return", "return_squared", "error", "error_sq"
 
 
@@ -121,20 +123,22 @@ class Update:
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Returns the state behind the update, and its metrics."""
         grads, sums, routing, count = totals
-        sums = dict(sums)
+        divisor, sums = _divisor(totals), dict(sums)
+        del sums[_DIVISOR]
+        streams = {_SUPERVISED: sums.pop(_SUPERVISED)} if _SUPERVISED in sums else {}
+        num_learnt = count + sums.pop(_SUPERVISED_TOKENS, 0)
         tokens = jnp.maximum(count, 1).astype(jnp.float32)
         ratios, squares = sums.pop(_RATIO), sums.pop(_RATIO_SQUARED)
         # Kish's (sum w)^2 / sum w^2, as a fraction of the tokens.
         sample_size = ratios**2 / (tokens * jnp.maximum(squares, 1e-30))
         rates = _scaled(controls[0], sample_size, self.config.ess_scaling), *controls[2:]
-        divisor = jnp.where(count > 0, sums.pop(_DIVISOR), 1.0)
         optimizers = self.optimizers
         each_network = (optimizers, grads, state.moments, state.trained, rates, (divisor, tokens))
         steps = [_network_step(*each) for each in zip(*each_network, strict=False)]
-        norms = [sums["loss"], *(norm for each in steps for norm in each.norms)]
+        norms = [sums["loss"], *streams.values(), *(norm for each in steps for norm in each.norms)]
         is_finite = jnp.isfinite(jnp.stack(norms)).all()
         # Without a token the moments alone would move the parameters.
-        is_taken = is_finite & (count > 0)
+        is_taken = is_finite & (num_learnt > 0)
         trained, moments = jax.tree.map(
             lambda after, before: jnp.where(is_taken, after, before),
             (tuple(each.params for each in steps), tuple(each.moments for each in steps)),
@@ -150,12 +154,12 @@ class Update:
         metrics |= {
             "loss": sums["loss"] / divisor,
             "effective_sample_size": sample_size,
-            "grad_norm": norms[1],
+            "grad_norm": steps[0].norms[0],
             "policy_tokens": tokens,
             "skipped_updates": 1.0 - is_finite,
         }
         if self.trains_critic:
-            metrics["critic_grad_norm"] = norms[3]
+            metrics["critic_grad_norm"] = steps[1].norms[0]
             metrics["explained_variance"] = _explained_variance(metrics)
         state = dataclasses.replace(
             state,
@@ -163,8 +167,17 @@ class Update:
             params=trained[0],
             critic=trained[1] if self.trains_critic else state.critic,
             optimizer=optimizer_of(moments + state.moments[len(steps) :]),
+            ema=self._average(state.ema, trained[0], is_taken),
         )
-        return state, metrics | _routing_metrics(self.model, routing)
+        return state, metrics | streams | _routing_metrics(self.model, routing)
+
+    def _average(self, ema: Params, params: Params, is_taken: jax.Array) -> Params:
+        """Returns the moving average behind an update; None where there is none."""
+        if ema is None:
+            return None
+        # In this form an average that equals the parameters stays so to the bit.
+        step = jnp.where(is_taken, 1.0 - self.config.ema_decay, 0.0)
+        return jax.tree.map(lambda mean, new: mean + step * (new - mean), ema, params)
 
     def _gradients(self, state: TrainState, batch: TrajectoryBatch, controls: jax.Array) -> Any:
         given = state.params, state.base, batch, controls
@@ -247,6 +260,25 @@ def add_totals(totals: Totals, more: Totals) -> Totals:
     return jax.tree.map(jnp.add, totals._replace(sums={}), more._replace(sums={}))._replace(
         sums=sums
     )
+
+
+def add_stream(totals: Totals, more: Totals, weight: float) -> Totals:
+    """Returns `totals` with `weight` times the mean loss of the supervised tokens of `more`.
+
+    Its gradient becomes one of `totals`: divided by their divisor it is that of the mean. The sums
+    of metrics stay those of `totals`, with the mean loss of the stream beside them.
+    """
+    own = jnp.maximum(more.count, 1).astype(jnp.float32)
+    scale = weight * _divisor(totals) / own
+    policy, *others = totals.grads
+    policy = jax.tree.map(lambda grad, part: grad + scale * part, policy, more.grads[0])
+    stream = {_SUPERVISED: more.sums["loss"] / own, _SUPERVISED_TOKENS: more.count}
+    return totals._replace(grads=(policy, *others), sums=totals.sums | stream)
+
+
+def _divisor(totals: Totals) -> jax.Array:
+    """Returns what sums of the policy's losses and gradients are divided by: 1 without a token."""
+    return jnp.where(totals.count > 0, totals.sums[_DIVISOR], 1.0)
 
 
 def _scaled(rate: jax.Array, sample_size: jax.Array, scaling: str) -> jax.Array:

@@ -8,6 +8,7 @@ With $STATUSES ("1,0") the starts end with these instead, one after the other.
 """
 
 import json
+import math
 import os
 import shlex
 import shutil
@@ -36,26 +37,37 @@ def scripted() -> int | None:
     return int(statuses[number])
 
 
-def start_all(lines: list[list[str]], variables: list[dict[str, str]], kill: bool) -> int:
-    """Starts processes and returns their largest status; `kill`: the others when one fails."""
+def start_all(lines: list[list[str]], variables: list[dict[str, str]], wait_s: float) -> int:
+    """Starts processes, kills those left `wait_s` behind the first's end; the largest status."""
     all_of_them = [
         subprocess.Popen(line, env=os.environ | own, start_new_session=True)
         for line, own in zip(lines, variables, strict=True)
     ]
     record(pids=[process.pid for process in all_of_them])
-    signal.signal(signal.SIGTERM, lambda *_: [process.terminate() for process in all_of_them])
+
+    def kill(*_) -> None:
+        for process in all_of_them:
+            process.kill()
+
+    # As srun does ("forcing job termination").
+    signal.signal(signal.SIGTERM, kill)
+    first_s = math.inf
     while any(process.poll() is None for process in all_of_them):
         time.sleep(0.05)
-        if kill and any(process.returncode for process in all_of_them):
-            for process in all_of_them:
-                process.kill()
-    return max(abs(process.returncode) for process in all_of_them)
+        if any(process.poll() is not None for process in all_of_them):
+            first_s = min(first_s, time.monotonic())
+        if time.monotonic() > first_s + wait_s:
+            kill()
+    # A signal N is 128 + N.
+    statuses = [process.returncode for process in all_of_them]
+    return max(status if status >= 0 else 128 - status for status in statuses)
 
 
 def srun(arguments: list[str]) -> int:
     if (status := scripted()) is not None:
         return status
-    command = arguments[next(n for n, a in enumerate(arguments) if not a.startswith("--")) :]
+    at = next(n for n, a in enumerate(arguments) if not a.startswith("--"))
+    flags, command = dict(a.split("=", 1) for a in arguments[:at]), arguments[at:]
     variables = [
         {
             "SLURM_STEP_NODELIST": "127.0.0.1",
@@ -66,7 +78,18 @@ def srun(arguments: list[str]) -> int:
         }
         for n in range(WORKERS)
     ]
-    return start_all([command] * WORKERS, variables, kill="--kill-on-bad-exit=1" in arguments)
+    at_once = flags.get("--kill-on-bad-exit") == "1"
+    wait_s = 0.0 if at_once else float(flags.get("--wait", "inf"))
+    return start_all([command] * WORKERS, variables, wait_s)
+
+
+def scancel(arguments: list[str]) -> int:
+    """Signals the tasks of the last step."""
+    (name,) = (a.removeprefix("--signal=") for a in arguments if a.startswith("--signal="))
+    lines = map(json.loads, Path(os.environ["RECORD"]).read_text().splitlines())
+    for pid in [line["pids"] for line in lines if "pids" in line][-1]:
+        os.kill(pid, signal.Signals[f"SIG{name}"])
+    return 0
 
 
 def sbatch(arguments: list[str]) -> int:
@@ -115,10 +138,12 @@ def gcloud(arguments: list[str]) -> int:
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{os.environ['JAX_COORDINATOR_PORT']}",
         "JAX_NUM_PROCESSES": str(WORKERS),
     }
+    if flags.get("worker", "all") != "all":
+        homes = [homes[int(flags["worker"])]]
     return start_all(
-        [["bash", "-c", f"cd && {flags['command']}"]] * WORKERS,
+        [["bash", "-c", f"cd && {flags['command']}"]] * len(homes),
         [metadata | {"HOME": str(h), "JAX_PROCESS_ID": str(n)} for n, h in enumerate(homes)],
-        kill=False,
+        math.inf,
     )
 
 
@@ -135,7 +160,8 @@ def main() -> int:
     name, *arguments = sys.argv[1:]
     given = sys.stdin.read() if name == "kubectl" else ""
     record(name=name, arguments=arguments, input=given)
-    acts = {"srun": srun, "sbatch": sbatch, "ssh": ssh, "gcloud": gcloud, "uv": uv}
+    acts = {"srun": srun, "sbatch": sbatch, "scancel": scancel}
+    acts |= {"ssh": ssh, "gcloud": gcloud, "uv": uv}
     return acts[name](arguments) if name in acts else 0
 
 

@@ -158,6 +158,7 @@ ADVANTAGES = {
     ),
     "ppo": rewards,
     "tba": scaled_outcomes,
+    "distillation": lambda episodes, args: [[0.0] * len(e["rewards"]) for e in episodes],
     "sft": lambda episodes, args: [[0.0] * len(episode["rewards"]) for episode in episodes],
 }
 
@@ -176,7 +177,7 @@ def make_tokens(episodes: list[dict], rows: list[list[float]]) -> list[dict]:
             turn = episode["turns"][place]
             token = {name: torch.tensor(episode[name][at] * UNIT).double() for name in PER_TOKEN}
             token |= {"episode": number, "turn": turn, "advantage": row[turn - 1]}
-            token["group"] = episode["group"]
+            token |= {"group": episode["group"], "place": place}
             token["sequence"] = number, episode["samples"][place]
             tokens.append(token)
     return tokens
@@ -244,11 +245,16 @@ def normalize(tokens: list[dict]) -> None:
 
 
 def subtract_following_penalties(tokens: list[dict], args: dict) -> None:
-    """2501.03262, eq. 8 (A = r - beta * the sum of KL(i) from t to T); beside GRPO the same."""
+    """2501.03262, eq. 8 (A = r - beta * the sum of KL(i) from t to T); beside GRPO the same.
+
+    In distillation (2306.13649) each counts `kl_discount` times less for each place behind t.
+    """
+    discount = args.get("kl_discount", 1.0)
     for index, token in enumerate(tokens):
         for later in tokens[index:]:
             if later["sequence"] == token["sequence"]:
-                token["advantage"] = token["advantage"] - penalty(later, args)
+                amount = discount ** (later["place"] - token["place"]) * penalty(later, args)
+                token["advantage"] = token["advantage"] - amount
 
 
 def estimate(tokens: list[dict], args: dict) -> None:

@@ -110,6 +110,12 @@ DEFAULTS = {
     "reinforce_plus_plus_baseline": {"kl_estimator": "k2", "kl_in": "loss"},
     "ppo": {"kl_estimator": "k1", "kl_in": "reward"},
     "tba": {"kl_coefficient": 0.05, "aggregation": "sequence"},
+    "distillation": {
+        "kl_coefficient": 1.0,
+        "kl_estimator": "k1",
+        "kl_in": "reward",
+        "kl_discount": 0.0,
+    },
 }
 AVERAGES = {"x": 0.5, "o": -0.25}
 KL = {"kl_coefficient": 0.1}
@@ -177,6 +183,11 @@ def make_cases() -> list[dict]:
         case("reinforce_plus_plus", correction="truncated", **KL),
         case("ppo", correction="masked", kl_estimator="k1", **KL),
         case("dr_grpo", correction="truncated", kl_estimator="k3", kl_in="loss", **KL),
+        # A teacher.
+        case("distillation", "huge"),
+        case("distillation", kl_discount=0.5, correction="truncated", aggregation="sequence"),
+        case("distillation", kl_discount=1.0, kl_coefficient=0.3, entropy_coefficient=0.01),
+        *(case("distillation", kl_in="loss", kl_estimator=each) for each in ("k2", "k3")),
     ]
     return cases
 
@@ -210,7 +221,7 @@ def solve(case: dict, episodes: list[dict], nudge: float = 0.0) -> dict:
     finish_advantages(algorithm, tokens, args)
     loss = policy_loss(case, tokens, args)
     loss.backward()
-    if algorithm in OVER_TOKENS or not is_in_reward(args):
+    if algorithm in (*OVER_TOKENS, "distillation") or not is_in_reward(args):
         # A penalty beside other advantages is part of the loss.
         expected["advantages"] = [float(token["advantage"]) for token in tokens]
     expected |= {

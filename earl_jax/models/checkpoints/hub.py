@@ -5,7 +5,7 @@
 import re
 from pathlib import Path
 
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.errors import InputError, disk_in_words
 
 # What is read of a checkpoint. Some repositories hold the weights again in other formats.
 FILES = ("*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors")
@@ -22,6 +22,7 @@ def find_folder(path: str, setting: str = "config.model.path") -> Path:
 
     Raises:
         ValueError: there is no such folder, and no hub that gives one of this name.
+        OSError: the disk of the hub's cache is full.
     """
     folder = Path(path)
     if folder.exists():
@@ -38,6 +39,8 @@ def find_folder(path: str, setting: str = "config.model.path") -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=list(FILES)))
     except (HfHubHTTPError, OSError, ValueError) as error:
+        if disk_in_words(error):
+            raise
         reason = str(error).strip().splitlines()[0]
         raise InputError(
             f"{setting} is {path!r}; there is no such folder, and no hub gives a model of "
