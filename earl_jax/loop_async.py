@@ -9,8 +9,9 @@ the newest weights, between two rounds, and takes the groups that the rule choos
 
 Where rollouts have devices of their own (config.devices.num_rollout), rounds are played while an
 update is under way: both are only dispatched, so one thread is enough, and the events of a run have
-one order, in which they can be replayed (rollout/events.py). Where they share devices, the stages
-take turns, and live episodes wait for the update.
+one order, in which they can be replayed (rollout/events.py). With "auto" the selector says how many
+they are, and between two steps both stages move where the balance has shifted. Where they share
+devices, the stages take turns, and live episodes wait for the update.
 
 With config.asynchrony.parts a step's groups go to the trainer's devices as they are finished, and
 their gradients are computed while the others are played (StreamRL, arXiv 2504.15930).
@@ -104,6 +105,8 @@ class AsyncPlayer:
         while done is None:
             if self._service is None or self._events.coming("open"):
                 position = self._choose(position)
+            elif self._run.problem.splits:
+                position = self._split(self._service, position)
             try:
                 done = self._placement.attempt("rollout", lambda: self._play(position))  # noqa: B023
             except Stopped as stop:
@@ -153,12 +156,52 @@ class AsyncPlayer:
         """Chooses plans for a service that is opened anew. Returns the position, moved to them."""
         placement, rollout = self._placement, self._run.config.rollout
         self._service = None
-        load = expected_load(rollout, position.history)
+        load = self._expected_load(position)
         with self._timer("select"):
             placement.choose_step(expected_tokens(rollout, load), load)
             # A prompt that is kept here would not be in a run that goes on from its checkpoint.
             placement.sessions.forget()
             state = move_state(placement, position.state, to_play=True)
+        return dataclasses.replace(position, state=state)
+
+    def _expected_load(self, position: Position) -> Load | None:
+        """Returns the load to choose plans by; the split of the devices by the mean of steps."""
+        load = expected_load(self._run.config.rollout, position.history)
+        if load is None or not self._run.problem.splits:
+            return load
+        return position.history.averaged(load)
+
+    def _split(self, service: RolloutService, position: Position) -> Position:
+        """Moves both stages where another split of the devices is so much faster.
+
+        Live episodes move along. Returns the position, whose state has moved. In a replay they move
+        where they did then. Where memory is too short for the move, both stages stay.
+        """
+        placement, events, state = self._placement, self._events, position.state
+        before, event = placement.as_dict(), events.coming("split")
+        with self._timer("select"), only_on_devices(self._run.config.dispatch.forbid_host_bytes):
+            if event is not None:
+                placement.restore(event["placement"])
+            else:
+                load = self._expected_load(position)
+                tokens = expected_tokens(self._run.config.rollout, load)
+                if events.is_replay or not placement.choose_split(tokens, load, service.session):
+                    return position
+            # New ones arrive behind the move.
+            service.release_weights()
+            here = service.session.engine.layout.shape
+            if placement.rollout.mesh.num_devices > here.num_devices:
+                # The trainer leaves the devices first that the episodes move to.
+                state = move_state(placement, state, to_play=True)
+            session = placement.sessions.move(service.session)
+            if session is None:
+                placement.restore(before | {"calm_steps": 0})
+            else:
+                service.move(session)
+            state = move_state(placement, state, to_play=True)
+        if session is not None:
+            facts = {"version": position.step, "round": self._groups.num_rounds}
+            events.note("split", **facts, placement=placement.as_dict())
         return dataclasses.replace(position, state=state)
 
     def _play(self, position: Position) -> PlayedStep:

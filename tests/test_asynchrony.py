@@ -26,12 +26,18 @@ from earl_jax.rollout.events import EVENTS, read_events
 from earl_jax.run.build import build_run
 from earl_jax.settings.errors import InputError, RunError
 from earl_jax.telemetry.episodes import read_trajectories
-from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
 from earl_jax.trajectory import Experience
 from tests.support import ROOT
 from tests.support.placements import TINY, begin
-from tests.support.runs import environment, final_parameters
+from tests.support.runs import (
+    assert_equal,
+    check_bound,
+    environment,
+    episodes_of,
+    final_parameters,
+    steps_of,
+)
 from tests.support.settings import make_config, small
 from tests.support.simulated import check_events
 
@@ -79,34 +85,12 @@ def config_of(**changes):
     return make_config(given_of(**changes))
 
 
-def assert_equal(ones, others):
-    for one, other in zip(ones, others, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-def steps_of(workdir):
-    return [line for line in read_metrics(workdir / "metrics.jsonl") if "reward_mean" in line]
-
-
-def episodes_of(workdir) -> collections.Counter:
-    """How often each episode was trained on, by the lines of its trajectory."""
-    files = sorted((workdir / "trajectories").glob("*"))
-    return collections.Counter(t["episode"] for file in files for t in read_trajectories(file))
-
-
 def lags_of(workdir, step: int) -> collections.Counter:
     """The number of sampled tokens that a step took, by the updates since."""
     found = collections.Counter()
     for trajectory in read_trajectories(workdir / "trajectories" / f"step_{step:06d}.jsonl"):
         found.update(step - 1 - v for v in trajectory["versions"] if v is not None)
     return found
-
-
-def check_bound(lines, bound: int) -> None:
-    for line in lines:
-        assert line["version_lag_max"] <= bound
-        assert len(line["staleness_tokens"]) == line["version_lag_max"] + 1
-        assert sum(line["staleness_tokens"]) > 0
 
 
 @pytest.mark.slow

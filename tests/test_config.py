@@ -336,6 +336,20 @@ def test_a_broken_rule_is_an_error_that_names_the_field(override, words):
 # Keys without effect.
 
 
+def test_the_number_of_devices_that_play_may_be_the_selectors():
+    config = with_overrides("devices.num_rollout=auto", "asynchrony.max_staleness=2")
+    assert config.devices.num_rollout == "auto" and config.devices.are_apart
+    assert not make_config({}).devices.are_apart
+    for wrong, words in (
+        (["devices.num_rollout=auto"], "is 'auto' in a synchronous run"),
+        (["devices.num_rollout=most"], "is 'most'; give 'auto', or a value of int"),
+        (["devices.num_rollout=1.5"], "must be of type int"),
+        (["devices.num_rollout=-1"], "must be at least 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            with_overrides(*wrong)
+
+
 @pytest.mark.parametrize(
     "idle, path, reason",
     [

@@ -258,6 +258,17 @@ def test_episodes_are_cut_over_the_processes_that_play():
     assert (share.num_slots, share.episodes_per_step) == (4, 8)
 
 
+def test_devices_that_are_split_by_the_selector_are_the_first_and_the_last():
+    cluster = dataclasses.replace(cluster_of(0), count=1).split_by((2, 4))
+    assert [device.id for device in cluster.rollout_devices] == [0, 1, 2, 3]
+    assert [device.id for device in cluster.train_devices] == [2, 3, 4, 5]
+    assert cluster.devices == cluster_of(0).devices and cluster.disjoint
+    assert str(cluster).endswith("6 devices: 2 or 4 play, as is fastest, the others train")
+    # Rows are cut so that every mesh of 2 or of 4 devices can hold them.
+    assert cluster.num_row_devices == 4
+    assert cluster_of(0, num_rollout=2).num_row_devices == 2
+
+
 def test_a_stage_has_devices_of_one_kind():
     fast, slow = (
         tuple(types.SimpleNamespace(process_index=0, device_kind=kind) for _ in range(2))

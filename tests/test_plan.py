@@ -331,6 +331,44 @@ def run(capsys, *arguments):
     return capsys.readouterr().out
 
 
+SPLIT = ("devices.num_rollout=auto", "asynchrony.max_staleness=2")
+TWELVES = ("rollout.num_slots=96", "rollout.episodes_per_step=96")
+
+
+def test_the_split_is_the_one_of_all_fixed_ones_whose_slower_stage_is_fastest():
+    """With each split the plans and seconds are those of a run that has it fixed."""
+    problem = problem_on("h100:1x8", *SPLIT, *TWELVES)
+    assert problem.splits == (2, 4, 6)
+    (stop,) = make_schedule(problem, EMPTY, [1024])
+    found = {each.num_rollout: each for each in stop.decision.splits}
+    assert sorted(found) == [2, 4, 6]
+    for split, seconds in found.items():
+        fixed = problem_on("h100:1x8", f"devices.num_rollout={split}", SPLIT[1], *TWELVES)
+        (alone,) = make_schedule(fixed, EMPTY, [1024])
+        rollout, train = alone.decision.rollout, alone.decision.train
+        publish_s = fixed.publish_s(rollout.plan.mesh)
+        assert seconds.rollout_s == pytest.approx(rollout.seconds + publish_s)
+        assert seconds.train_s == pytest.approx(train.seconds)
+    best = min(found.values(), key=lambda each: max(each.rollout_s, each.train_s))
+    assert stop.decision.splits[0] == best
+    assert stop.decision.seconds == max(best.rollout_s, best.train_s)
+    plans = stop.decision.plans
+    assert plans.rollout.mesh.num_devices == 8 - plans.train.mesh.num_devices == best.num_rollout
+
+
+def test_whole_hosts_play_where_the_split_is_chosen():
+    problem = problem_on("h100:4x8", *SPLIT, *TWELVES)
+    assert problem.splits == (8, 16, 24)
+    assert [problem.at(split).num_players for split in problem.splits] == [1, 2, 3]
+
+
+def test_the_plan_prints_the_split(capsys):
+    flags = [f"--config.{setting}" for setting in (*SPLIT, *TWELVES)]
+    plan_command([*flags, "--topology=h100:4x8", "--config.model.preset=qwen2.5-7b"])
+    words = r"split: \d+ play: rollout [\d.,]+ s, training [\d.,]+ s \(others: \d+ play, "
+    assert len(re.findall(words, capsys.readouterr().out)) > 1
+
+
 def test_a_config_is_planned_for_this_machine(capsys):
     out = run(capsys, "--topology=cpu:8")
     assert "cpu:8: 8 devices, 1 process; budget 16.21 MiB" in out

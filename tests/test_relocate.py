@@ -16,7 +16,13 @@ from earl_jax.engine.config import Sampling
 from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import PageTable, Pool, pages_for
 from earl_jax.engine.rows import make_rows
-from earl_jax.engine.session import Policy, Session, lower_relocation, relocate
+from earl_jax.engine.session import (
+    Policy,
+    Session,
+    lower_relocation,
+    reachable_pool,
+    relocate,
+)
 from earl_jax.envs.environment import Start
 from earl_jax.models.config import ModelConfig
 from earl_jax.rollout.service import RolloutService
@@ -173,14 +179,24 @@ def test_six_devices_in_two_row_shards_and_in_three():
         Engine(config, make_layout(shape, jax.devices()[:6]))
         for shape in (MeshShape(data=2, tensor=3), MeshShape(data=3, tensor=2))
     )
-    for here, there in ((ours, theirs), (theirs, ours)):
+    for (here, there), odd in itertools.product(((ours, theirs), (theirs, ours)), (False, True)):
         shards = here.layout.num_row_shards
-        session = numbered_session(here, Pool(shards, 12 // shards))
+        # Of pools of 14 and 21 pages neither can be cut as the other.
+        session = numbered_session(here, Pool(shards, 7 if odd else 12 // shards))
         for slot in range(6):
             session.pages.hold(slot, 9 if slot % 3 else 5)
         shards = there.layout.num_row_shards
-        moved = relocate(session, there, 32, Pool(shards, 18 // shards))
+        pool = reachable_pool(session.pool, Pool(shards, 7 if odd else 18 // shards))
+        assert pool.pages == (6 if odd else 18 // shards)
+        moved = relocate(session, there, 32, pool)
         assert contents(moved) == contents(session)
+
+
+def test_a_pool_loses_few_pages_so_that_one_layout_can_cut_both():
+    # 18 pages in 4 parts and 20 in 6 cannot be cut; 12 can. 12 in 4 parts can, and 30 in 2.
+    assert reachable_pool(Pool(6, 3), Pool(4, 5)) == Pool(4, 3)
+    assert reachable_pool(Pool(6, 2), Pool(4, 5)) == Pool(4, 5)
+    assert reachable_pool(Pool(2, 3), Pool(6, 5)) == Pool(6, 5)
 
 
 def numbered_session(engine: Engine, pool: Pool) -> Session:

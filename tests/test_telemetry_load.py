@@ -37,6 +37,11 @@ def test_recent_is_the_newest_step_with_the_longest_and_fullest_of_the_window():
     assert history(load(30, 20.0, 500, 100)).recent() == load(30, 20.0, 500, 100)
 
 
+def test_averages_are_those_of_the_window():
+    seen = history(load(30, 20.0, 500, 100), load(42, 25.0, 400, 110), load(28, 18.0, 450, 93))
+    assert seen.averaged(load(50, 1.0, 600, 1)) == load(50, 21.0, 600, 101)
+
+
 def test_a_step_is_forgotten_after_the_window():
     peak = load(100, in_flight=900)
     short = [load(10, in_flight=90)] * (WINDOW - 1)

@@ -16,6 +16,7 @@ import json
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -253,6 +254,9 @@ def _typed(kind: Any, value: Any, path: str) -> Any:
         check_choice(value, arguments, path)
         # The choice itself: 1 is as good as True, and is written down as True.
         return arguments[arguments.index(value)]
+    if origin in (typing.Union, UnionType):
+        kind, words = arguments
+        return _typed_or_word(kind, words, value, path)
     if origin is Mapping:
         if not isinstance(value, Mapping):
             raise InputError(f"{path} is {value!r}; name its entries: {path}.NAME=VALUE")
@@ -267,4 +271,14 @@ def _typed(kind: Any, value: Any, path: str) -> Any:
         raise InputError(
             f"{path} is {value!r}, a {type(value).__name__}; it must be of type {kind.__name__}"
         )
+    return value
+
+
+def _typed_or_word(kind: Any, words: Any, value: Any, path: str) -> Any:
+    """Returns the value of a field such as `int | Literal["auto"]`."""
+    if not isinstance(value, str):
+        return _typed(kind, value, path)
+    if value not in typing.get_args(words):
+        each = " or ".join(map(repr, typing.get_args(words)))
+        raise InputError(f"{path} is {value!r}; give {each}, or a value of {kind.__name__}")
     return value

@@ -12,6 +12,7 @@ import re
 import textwrap
 import typing
 from collections.abc import Iterator
+from types import UnionType
 from typing import Any
 
 from earl_jax.algorithms.algorithms import ALGORITHMS
@@ -167,6 +168,9 @@ def _type_name(kind: Any) -> str:
         return "choice"
     if origin is tuple:
         return f"list of {arguments[0].__name__}"
+    if origin in (typing.Union, UnionType):
+        plain, word = arguments
+        return f"{plain.__name__} or {' or '.join(typing.get_args(word))}"
     if origin is not None:
         return "dict"
     return getattr(kind, "__name__", "any").replace("Any", "any")

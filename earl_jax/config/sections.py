@@ -43,11 +43,14 @@ class DevicesConfig:
     `platform` "auto" takes JAX's choice; on CPUs there are `num_cpu_devices` virtual devices. The
     first `num_rollout` devices of all processes play episodes and the others train; with 0 all
     devices do both in turn. Every process that plays must have the same number of such devices.
+    With "auto", in asynchronous runs, the selector chooses the number so that the slower of the two
+    stages is as fast as possible, and moves both stages while the run goes on where another number
+    is faster by more than `selector.hysteresis` with the move paid for.
     """
 
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
     num_cpu_devices: int = 8
-    num_rollout: int = 0
+    num_rollout: int | Literal["auto"] = 0
 
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
@@ -56,11 +59,16 @@ class DevicesConfig:
             raise InputError(
                 f"config.devices.num_cpu_devices is {self.num_cpu_devices}; it must be at least 1"
             )
-        if self.num_rollout < 0:
+        if self.num_rollout != "auto" and self.num_rollout < 0:
             raise InputError(
                 f"config.devices.num_rollout is {self.num_rollout}; it must be at least 0 (0: all "
-                "devices play and train)"
+                "devices play and train), or 'auto'"
             )
+
+    @property
+    def are_apart(self) -> bool:
+        """True if no device both plays and trains."""
+        return self.num_rollout != 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -226,6 +234,7 @@ class Config:
             )
         self._check_algorithm()
         self._check_mini_batches()
+        self._check_split()
         self._check_parts()
         self._check_environment()
         self._check_ratio()
@@ -367,6 +376,15 @@ class Config:
                 "are dealt out when all episodes are finished: set one of them to 1"
             )
 
+    def _check_split(self) -> None:
+        """Raises ValueError where the selector is to split devices whose stages take turns."""
+        if self.devices.num_rollout == "auto" and not self.asynchrony.is_on:
+            raise InputError(
+                "config.devices.num_rollout is 'auto' in a synchronous run, whose stages take "
+                "turns, so that all devices had better do both: set it to 0, or set "
+                "config.asynchrony.max_staleness or parts"
+            )
+
     def _check_parts(self) -> None:
         """Raises ValueError where a step's groups cannot go to the trainer one after the other."""
         parts, rollout = self.asynchrony.parts, self.rollout
@@ -379,7 +397,7 @@ class Config:
                 f"{given}, which does not divide the {num_groups} groups of a step "
                 "(config.rollout.episodes_per_step / group_size)"
             )
-        if not self.devices.num_rollout:
+        if not self.devices.are_apart:
             raise InputError(
                 f"{given}, and rollouts and training share their devices; set "
                 "config.devices.num_rollout, so that the trainer can work while episodes are played"
@@ -472,7 +490,7 @@ def _idle_model(config: Config) -> Iterator[_Idle]:
 
 def _idle_rollout(config: Config) -> Iterator[_Idle]:
     apart = "config.devices.num_rollout gives the trainer devices of its own"
-    yield config.devices.num_rollout > 0, "selector.offload", apart
+    yield config.devices.are_apart, "selector.offload", apart
     ours = "without config.model.path the chat template is ours, which only appends"
     yield config.model.path == "", "chat.history", ours
     platform = config.devices.platform

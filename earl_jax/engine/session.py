@@ -3,6 +3,7 @@
 """A session: an engine with weights and the state of its slots, and its move to other meshes."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -123,7 +124,8 @@ def relocate(
     Nothing comes to the host. `session` stays as it is, so that its episodes survive a lack of
     memory; arrays that both have are shared. Devices hold the old pool, the new one, and where
     both the mesh and the pool change one more beside them. Pages are gathered on the layout that
-    has fewer row shards, where none leaves its own if one number divides the other.
+    has fewer row shards, where none leaves its own if one number divides the other; else on one
+    that can cut both pools (`reachable_pool`).
 
     Args:
         session: the session to move, between two rounds.
@@ -150,11 +152,12 @@ def relocate(
         return on.give_pages(state, pages.as_array(pages_for(max_tokens, engine.config.page_size)))
 
     def move(tree: Any, shardings: Any) -> Any:
-        same = engine is session.engine
+        # Weights may have been let go, for others that arrive behind the move.
+        same = engine is session.engine or tree is None
         return tree if same else reshard(tree, shardings, chunk_bytes=chunk_bytes)
 
     params = move(session.policy.params, engine.parameter_shardings)
-    if pool.shards < session.pool.shards:
+    if _gathers_there(session.pool, pool):
         state = repack(engine, move(session.state, engine.state_shardings))
     else:
         state = move(repack(session.engine, session.state), engine.state_shardings)
@@ -165,6 +168,25 @@ def relocate(
     )
 
 
+def reachable_pool(old: Pool, new: Pool) -> Pool:
+    """Returns `new`, with a few pages less where neither layout could cut both pools.
+
+    Example: 3 pages in each of 6 row shards, and 5 in each of 4: 4 do not divide 18, nor 6 20. With
+    3 pages in each of 4 the 12 pages can be cut in 6, and so be gathered before they move.
+    """
+    if old.total % new.shards == 0 or new.total % old.shards == 0:
+        return new
+    unit = old.shards // math.gcd(old.shards, new.shards)
+    return new._replace(pages=new.pages // unit * unit)
+
+
+def _gathers_there(old: Pool, new: Pool) -> bool:
+    """Returns True if pages are gathered behind the move, on the layout of the pool `new`."""
+    here, there = new.total % old.shards == 0, old.total % new.shards == 0
+    assert here or there, f"{old} and {new} are on no layout together (reachable_pool)"
+    return there and (new.shards < old.shards or not here)
+
+
 def lower_relocation(
     here: Engine, there: Engine, max_tokens: int, old: Pool, new_max_tokens: int, new: Pool
 ) -> list[Any]:
@@ -173,7 +195,7 @@ def lower_relocation(
     The move is from `max_tokens` and `old` to `new_max_tokens` and `new`, without chunks. There may
     be no programs.
     """
-    late = new.shards < old.shards
+    late = _gathers_there(old, new)
     lowered = (there if late else here).lower_repack(max_tokens, old, new_max_tokens, new)
     if here is there:
         return lowered

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import socket
 import threading
 from collections import Counter
@@ -59,7 +60,10 @@ class Cluster:
     """This process, number `index` of `count`, and the groups of devices.
 
     `rollout_devices` and `train_devices` are those of all processes, host by host; the two groups
-    are equal or disjoint. Every process that plays has the same number of rollout devices. `hosts`
+    are equal or disjoint. But where the selector chooses among `splits`, numbers of devices that
+    play, they are those that may play and those that may train: a rollout's mesh is over the first
+    of these, a trainer's over the last, and both together over all devices once. Every process that
+    plays has the same number of rollout devices. `hosts`
     are the names of the processes' hosts, process by process. A process that waits
     for the others for `timeout_s` seconds ends with status 1.
 
@@ -73,11 +77,24 @@ class Cluster:
     train_devices: tuple[Any, ...]
     timeout_s: float
     hosts: tuple[str, ...] = ()
+    splits: tuple[int, ...] = ()
+
+    def split_by(self, splits: tuple[int, ...]) -> "Cluster":
+        """Returns the cluster of which one of so many devices play, and the others train."""
+        devices = self.devices
+        return dataclasses.replace(
+            self,
+            rollout_devices=devices[: max(splits)],
+            train_devices=devices[min(splits) :],
+            splits=splits,
+        )
 
     def __str__(self) -> str:
         """Returns the cluster in words, for the start of a run."""
         playing, training = len(self.rollout_devices), len(self.train_devices)
         groups = f"{playing} play, {training} train" if self.disjoint else "all play and train"
+        if self.splits:
+            groups = f"{' or '.join(map(str, self.splits))} play, as is fastest, the others train"
         return f"{self.count} processes with {len(self.devices)} devices: {groups}"
 
     @functools.cached_property
@@ -130,7 +147,7 @@ class Cluster:
 
     @property
     def disjoint(self) -> bool:
-        """True if no device both plays and trains."""
+        """True if no device both plays and trains at a time."""
         return self.rollout_devices != self.train_devices
 
     def check_kinds(self) -> None:
@@ -162,6 +179,14 @@ class Cluster:
         """
         player = self.index if self.plays else self.players[0]
         return tuple(d for d in self.rollout_devices if d.process_index == player)
+
+    @property
+    def num_row_devices(self) -> int:
+        """The number of devices for which experience rows are cut: those that play, in any split.
+
+        Example: with 2, 4 or 6 devices that play 12, which each of these divides.
+        """
+        return math.lcm(*self.splits) if self.splits else len(self.own_devices)
 
     def own_mesh(self, shape: MeshShape) -> MeshShape:
         """Returns one process's part of a rollout's mesh, which is cut over its data axis."""

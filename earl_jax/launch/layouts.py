@@ -31,8 +31,10 @@ class Layouts:
 
     @functools.cache  # noqa: B019
     def train(self, shape: MeshShape) -> Layout:
-        """Returns the trainer's layout over all devices that train."""
-        return make_layout(shape, self._cluster.train_devices, row_axes=TRAINING_ROWS)
+        """Returns the trainer's layout over all devices that train: the last, in any split."""
+        cluster, devices = self._cluster, self._cluster.train_devices
+        devices = devices[-shape.num_devices :] if cluster.splits else devices
+        return make_layout(shape, devices, row_axes=TRAINING_ROWS)
 
 
 def axes_across_hosts(grid: Any, hosts: Sequence[str]) -> tuple[list[str], list[str]]:

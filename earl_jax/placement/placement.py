@@ -15,14 +15,16 @@ from typing import Any, Literal, TypeVar
 import jax
 
 from earl_jax.dispatch.packing import Shape, ShapeHistory
+from earl_jax.engine.session import Session
 from earl_jax.launch.distributed import RestartNeeded
 from earl_jax.placement.facts import Observations
 from earl_jax.placement.sessions import Sessions
 from earl_jax.placement.stages import Stages, compiled_bytes
 from earl_jax.rollout.gather import RolloutShort, Shortage
-from earl_jax.selector.choose import BudgetTooSmall, Choice, Chooser, Decision, Step
+from earl_jax.selector.choose import BudgetTooSmall, Choice, Decision, Step
 from earl_jax.selector.memory import OutOfMemoryInMove, is_out_of_memory
 from earl_jax.selector.plans import Plan, Plans, RolloutPlan, Stage, TrainPlan
+from earl_jax.selector.splits import SplitChooser
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
@@ -212,6 +214,28 @@ class Placement:
         self.length = step.length if train else self.length
         return decision
 
+    def choose_split(self, tokens: int, load: Load | None, session: Session) -> bool:
+        """Chooses plans of both stages, with the split of the devices, for a session's episodes.
+
+        Between two steps: live episodes keep their slots, and have as many pages at least as far as
+        the budget allows. Returns True where a stage is to move; its plans are in use then. Else
+        nothing changes: as where nothing else fits, or plans would be left again within a window
+        of steps for longer contexts or the run's end.
+        """
+        step = self.step_of(max(tokens, session.max_tokens), load)
+        if step.lasts < WINDOW and not step.is_new:
+            return False
+        held = self.tokens_of(session.pool.total)
+        cache_tokens = max(step.cache_tokens or 0, held)
+        step = dataclasses.replace(step, cache_tokens=cache_tokens, keeps_slots=True)
+        before = self.as_dict()
+        with contextlib.suppress(BudgetTooSmall):
+            if any(choice.switched for choice in self.choose(step, load).choices):
+                return True
+        kept = ("calm_steps", "most_tokens", "most_length")
+        self.restore(before | {name: getattr(self, name) for name in kept})
+        return False
+
     def step_of(self, tokens: int, load: Load | None) -> Step:
         """Returns the work of a step whose episodes may have so many tokens."""
         rollout = self.stages.rollout
@@ -290,7 +314,9 @@ class Placement:
             pass
         return decision
 
-    def chooser(self, load: Load | None, caution: float = 1.0, *, tries: bool = False) -> Chooser:
+    def chooser(
+        self, load: Load | None, caution: float = 1.0, *, tries: bool = False
+    ) -> SplitChooser:
         """Returns the selector on what is known now; computed bytes count `caution` times.
 
         A training batch is expected to have the tokens of `load`.
@@ -298,7 +324,7 @@ class Placement:
         may_try = self.may_try if tries and self.observations.is_fed else None
         episodes = self.stages.rollout.episodes_per_step
         tokens = math.ceil(episodes * load.context_tokens_mean) if load else None
-        return Chooser(self.problem, self.observations.known, caution, may_try, tokens)
+        return SplitChooser(self.problem, self.observations.known, caution, may_try, tokens)
 
     @property
     def _sure(self) -> float:

@@ -112,14 +112,13 @@ def compiler_for(
         ValueError: the topology's compiler is not installed (says which extra is missing), or does
             not know the topology.
     """
-    devices, number = _devices(problem.hardware, topology), problem.num_players
-    # Those of one process that plays, and all that train.
-    players = devices[: (problem.num_rollout or len(devices)) // number]
-    trainers = devices[problem.num_rollout :]
-    if problem.hardware.platform == "tpu":
-        players, trainers = _own_slice(players, topology), _own_slice(trainers, topology)
+    devices = _devices(problem.hardware, topology)
+
+    def part(chips: list[Any]) -> list[Any]:
+        return _own_slice(chips, topology) if problem.hardware.platform == "tpu" else chips
 
     def lowered_update(plan: TrainPlan, length: int) -> Any:
+        trainers = part(devices[-plan.mesh.num_devices :])
         learner = Learner(
             model,
             config.train,
@@ -136,7 +135,9 @@ def compiler_for(
 
     def lowered_round(plan: RolloutPlan, max_tokens: int) -> Any:
         """Lowers a round of one process, which plays its part of the episodes on its devices."""
+        number = problem.of(plan).num_players
         mesh = dataclasses.replace(plan.mesh, data=plan.mesh.data // number)
+        players = part(devices[: mesh.num_devices])
         slots = plan.num_slots // number
         # End-of-turn ids and allowed replies take next to no memory.
         engine_config = make_engine_config(

@@ -28,6 +28,7 @@ from earl_jax.rollout.origin import MAX_VOCAB_SIZE, VOCAB_MULTIPLE
 from earl_jax.selector.footprint import ModelSizes, Parameter, Workload
 from earl_jax.selector.hardware import Hardware, hardware_of, parse_topology
 from earl_jax.selector.problem import Problem
+from earl_jax.selector.splits import with_splits
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.topology import CHIPS, Topology, chip_of
@@ -168,10 +169,11 @@ def make_problem(
 
     A run passes its own devices and processes, the planner those planned for.
 
-    Raises ValueError for adapters that this model cannot have.
+    Raises ValueError for adapters that this model cannot have, and where the split of the devices
+    is to be chosen and there is none.
     """
-    rollout, selector = config.rollout, config.selector
-    stays = config.asynchrony.is_on and not config.devices.num_rollout
+    rollout, selector, given = config.rollout, config.selector, config.devices.num_rollout
+    stays = config.asynchrony.is_on and not config.devices.are_apart
     networks = config.networks
 
     def weights_obstacle(mesh: MeshShape) -> str | None:
@@ -189,7 +191,7 @@ def make_problem(
         reason = context_obstacle(config.train.attention, mesh)
         return reason and f"config.train.attention is {config.train.attention!r}, and {reason}"
 
-    return Problem(
+    problem = Problem(
         hardware=hardware,
         sizes=model_sizes(
             model,
@@ -207,12 +209,13 @@ def make_problem(
         attention_obstacle=attention_obstacle,
         rollout_meshes_named=selector.rollout_meshes,
         train_meshes_named=selector.train_meshes,
-        num_rollout=config.devices.num_rollout,
+        num_rollout=0 if given == "auto" else given,
         num_processes=num_processes,
         can_offload=can_offload and not stays,
         rollout_stays=stays,
         preempted_bytes=int(rollout.preemption_host_gib * 2**30),
     )
+    return with_splits(problem) if given == "auto" else problem
 
 
 def overrides_for_chips(given: Sequence[str], contexts: str) -> list[str]:
@@ -247,7 +250,7 @@ def planned_problem(
             f"config.distributed.num_processes is {num_processes}, which does not divide the "
             f"{hardware.num_devices} devices of {hardware.name}"
         )
-    offload, apart = config.selector.offload, config.devices.num_rollout > 0
+    offload, apart = config.selector.offload, config.devices.are_apart
     can_offload = offload == "on" or (offload == "auto" and hardware.platform != "cpu")
     problem = make_problem(
         config,

@@ -15,7 +15,14 @@ import jax
 from earl_jax.dispatch.weights import publish_to_engines
 from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import roomier_pages
-from earl_jax.engine.session import Policy, Session, open_session, relocate, vacate
+from earl_jax.engine.session import (
+    Policy,
+    Session,
+    open_session,
+    reachable_pool,
+    relocate,
+    vacate,
+)
 from earl_jax.selector.choose import BudgetTooSmall, Choice
 from earl_jax.selector.memory import moving, resident_bytes
 from earl_jax.selector.plans import Plans, RolloutPlan
@@ -123,6 +130,16 @@ class Sessions:
             grown = self._placement.attempt("rollout", move, live=True)
         return grown
 
+    def move(self, session: Session) -> Session | None:
+        """Moves a session's live episodes to the plan in use; None where memory is too short."""
+        placement, plan, moved = self._placement, self._placement.rollout, None
+        move = functools.partial(self._relocate, session, plan)
+        with contextlib.suppress(BudgetTooSmall):
+            moved = placement.attempt(None, move, live=True)
+        if moved is None:
+            placement.log.failures.append(f"the move to {plan.mesh}: there was too little memory")
+        return moved
+
     def shrink(self, session: Session, live: int, longest: int, load: Load | None) -> Session:
         """Returns a session for the last `live` episodes of a rollout.
 
@@ -192,7 +209,7 @@ class Sessions:
 
         Raises BudgetTooSmall where the plan has too few pages for them.
         """
-        stages, pool = self._stages, self._stages.pool(plan)
+        stages, pool = self._stages, reachable_pool(session.pool, self._stages.pool(plan))
         need = session.pages.least_pages(pool.shards)
         if need > pool.pages:
             raise BudgetTooSmall(

@@ -74,7 +74,7 @@ class Actor:
             self.pool,
             self.make_environment,
             grow,
-            num_devices=len(self.cluster.own_devices),
+            num_devices=self.cluster.num_row_devices,
             sampling=sampling or self.rollout.sampling,
             max_context=self.max_context,
             shrink=shrink,

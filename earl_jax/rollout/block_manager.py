@@ -135,7 +135,7 @@ class BlockManager:
     def fit(self, session: Session) -> Session:
         """Returns a session with pages for the next round of episodes that are not preempted."""
         self._host.settle()
-        self._adopt(session)
+        self.adopt(session)
         if self._rules.keep_replies:
             new = {
                 slot: episode.queue
@@ -150,7 +150,7 @@ class BlockManager:
         if tokens > session.max_tokens or short > 0:
             pages = session.pool.pages + max(0, short)
             session = self._grow(session, max(tokens, session.max_tokens), pages)
-            self._adopt(session)
+            self.adopt(session)
         self._spare = []
         for shard in range(session.pool.shards):
             while (short := self._short(shard)) > 0:
@@ -158,7 +158,7 @@ class BlockManager:
             self._spare.append(-short)
         return self._copy(session)
 
-    def _adopt(self, session: Session) -> None:
+    def adopt(self, session: Session) -> None:
         """Goes on with the pages of a session that the live episodes have moved to."""
         if session.pages is self._pages:
             return

@@ -46,7 +46,7 @@ class Engines:
             dataclasses.replace(own, num_slots=num_slots),
             self.model,
             self.vocab_size,
-            num_devices=len(self.cluster.own_devices),
+            num_devices=self.cluster.num_row_devices,
             seed=self.seed,
             model_logprobs=self.model_logprobs,
             batches=self.batches,

@@ -8,6 +8,8 @@ own, with its `event`:
 - "open": a rollout service was opened, with weights of `version`; rounds and calls are counted from
   here.
 - "plans": plans were chosen (`Placement.as_dict`).
+- "split": behind round `round` both stages moved, before version `version` was published, to plans
+  of a `placement` whose split of the devices is another one.
 - "grow": a session moved to a roomier `plan` behind round `round`.
 - "submit": the tasks of the groups `groups` were submitted behind round `round`.
 - "answers": in the `call`-th look for answers those of the tickets `tickets` were there; `failed`

@@ -43,6 +43,10 @@ class Rounds:
         self._seen: set[Any] = set()
         self._first_engine: Engine | None = None
 
+    def change_engine(self) -> None:
+        """Notes that episodes go on with another plan, whose speed is counted from here on."""
+        self._first_engine = None
+
     @property
     def discards(self) -> Collection[int]:
         """Slots of which the next round discards tokens, of episodes that may be over."""

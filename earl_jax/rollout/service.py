@@ -229,6 +229,15 @@ class RolloutService:
             self._blocks.abort(slot)
         return [self._tasks.pop(ticket) for ticket in chosen]
 
+    def move(self, session: Session) -> None:
+        """Lets live and later episodes go on in a session that they have moved to (`relocate`).
+
+        Between two rounds.
+        """
+        self.session = session
+        self._blocks.adopt(session)
+        self._rounds.change_engine()
+
     def release_weights(self) -> None:
         """Lets the weights go, between two rounds: `update_weights` must come before the next.
 

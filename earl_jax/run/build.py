@@ -106,9 +106,9 @@ def build_run(
         ValueError: a setting that is impossible for these devices or this environment, or a
             checkpoint that cannot be read.
     """
-    cluster = find_cluster(config.devices.num_rollout, config.distributed.timeout_s)
+    given = config.devices.num_rollout
+    cluster = find_cluster(0 if given == "auto" else given, config.distributed.timeout_s)
     cluster.check_kinds()
-    layouts, played = Layouts(cluster), config.open_environment()
     origin = open_origin(config.model, tokenizer_folder, cluster, config.corpus)
     _check_origin(config, origin)
     if config.asynchrony.is_on and cluster.count > 1:
@@ -119,6 +119,9 @@ def build_run(
             "and streaming training and further groups are for one process with all devices: start "
             "one, or set them to 0, 1 and 0"
         )
+    problem = _problem(config, origin, cluster)
+    cluster = cluster.split_by(problem.splits) if problem.splits else cluster
+    layouts, played = Layouts(cluster), config.open_environment()
     learner = Learner(
         origin.model,
         config.train,
@@ -146,7 +149,6 @@ def build_run(
         choice_branches=_choice_branches(config, played, renderer),
         batches=config.asynchrony.row_batches,
     )
-    problem = _problem(config, origin, cluster)
     stages = Stages(
         problem=problem,
         cluster=cluster,
@@ -232,7 +234,7 @@ def _problem(config: Config, origin: Origin, cluster: Cluster) -> Problem:
 def _can_offload(config: Config, cluster: Cluster) -> bool:
     """Returns True if the optimizer's moments may be in host memory during a rollout."""
     setting = config.selector.offload
-    if setting == "off" or cluster.disjoint:
+    if setting == "off" or config.devices.are_apart:
         return False
     device = next(d for d in cluster.train_devices if d.process_index == cluster.index)
     return has_host_memory(device) and (setting == "on" or device.platform != "cpu")

@@ -325,8 +325,9 @@ def _restore(
 
 def _is_possible(run: Run, placement: Placement) -> bool:
     """Returns True if the plans in use are of the devices and meshes of this run."""
-    problem, (rollout, train) = run.problem, placement.plans
+    rollout, train = placement.plans
     assert rollout is not None and train is not None
+    problem = run.problem.of(rollout)
     return rollout.mesh in problem.meshes(
         "rollout", placement.max_tokens
     ) and train.mesh in problem.meshes("train", placement.most_length)

@@ -19,6 +19,7 @@ from earl_jax.selector.plans import Plan, Plans, RolloutPlan, Stage, TrainPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.reasons import BudgetTooSmall as BudgetTooSmall
 from earl_jax.selector.reasons import reason_of, step_too_small, too_small
+from earl_jax.selector.split_times import SplitTime
 from earl_jax.selector.table import KEPT, TRUSTED, ThroughputTable, key_of
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import WINDOW
@@ -90,11 +91,18 @@ class Choice(Generic[P]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The plans chosen for a step; None for a stage that was not asked for."""
+    """The plans chosen for a step; None for a stage that was not asked for.
+
+    A step takes `seconds`; `switch_s` more count for the switch, spread over the steps that the
+    choice lasts. Where the split of the devices was chosen (splits.py), `splits` are the times of
+    all, the chosen one first.
+    """
 
     rollout: Choice[RolloutPlan] | None
     train: Choice[TrainPlan] | None
     seconds: float
+    switch_s: float = 0.0
+    splits: tuple[SplitTime, ...] = ()
 
     @property
     def plans(self) -> Plans:
@@ -187,6 +195,7 @@ class Chooser:
             rollout=rollout and self._choice(rollout, current.rollout, work, gain),
             train=train and self._choice(train, current.train, update, gain),
             seconds=pair.step_s,
+            switch_s=pair.cost_s - pair.step_s,
         )
 
     def _choice(
@@ -309,7 +318,10 @@ class Chooser:
     ) -> list[_Pair]:
         """Returns the best rollout beside `resident` bytes, that in use, and the best that ran."""
         problem, free = self.problem, self.problem.budget - resident
-        found = self.candidates.rollouts(step.max_tokens, step.cache_tokens, free, offload=offload)
+        slots = current.num_slots if current is not None and step.keeps_slots else None
+        found = self.candidates.rollouts(
+            step.max_tokens, step.cache_tokens, free, offload=offload, num_slots=slots
+        )
         fitting = [c for c in found if c.fits(free)]
         if not fitting:
             return []

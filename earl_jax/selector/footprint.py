@@ -86,7 +86,8 @@ class Workload:
     those of `batches` steps have rows at once. They come to the trainer in `parts`, and a
     supervised batch with them if there `has_stream`.
     `kv_itemsize` 1 is a cache of int8, with a scale of 4 bytes for each token and head. On meshes
-    whose `context` axis is among `in_place_contexts` a kernel reads pages where they are.
+    whose `context` axis is among `in_place_contexts` a kernel reads pages where they are. Rows are
+    cut for `row_devices` (`Cluster.num_row_devices`), 0: those of the mesh.
     """
 
     num_slots: int
@@ -105,6 +106,7 @@ class Workload:
     parts: int = 1
     has_stream: bool = False
     in_place_contexts: tuple[int, ...] = ()
+    row_devices: int = 0
 
     def rows_appended(self, rows: int) -> tuple[int, int]:
         """Returns how many of a row shard's slots a pass appends to, and how many tokens to each.
@@ -119,7 +121,8 @@ class Workload:
 
         There are as many data shards as divide devices, slots and episodes.
         """
-        data_shards = math.gcd(self.num_rows, self.num_slots, mesh.num_devices)
+        devices = self.row_devices or mesh.num_devices
+        data_shards = math.gcd(self.num_rows, self.num_slots, devices)
         return self.num_slots if data_shards > self.num_players else 0
 
 

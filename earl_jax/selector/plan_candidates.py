@@ -12,10 +12,10 @@ import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from earl_jax.selector.plans import Plan, RolloutPlan, TrainPlan
+from earl_jax.selector.plans import Plan, RolloutPlan, Stage, TrainPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.roofline import MODEL_ERROR
 from earl_jax.selector.table import Entry, ThroughputTable, key_of, parse_key
@@ -166,6 +166,10 @@ class Candidates:
         speed, _ = self._speed(plan, max_tokens, full)
         return self.problem.live_round_s(plan.mesh, live, max_tokens) * full / speed
 
+    def seen(self, stage: Stage) -> Collection[MeshShape]:
+        """Returns the meshes of a stage that ran."""
+        return self._factors[stage].by_mesh.keys()
+
     def update_bytes(self, plan: TrainPlan, length: int) -> tuple[int, bool]:
         """Returns bytes per device of an update, and True if they are XLA's."""
         if known := self._entry(plan, length).program_bytes:
@@ -265,8 +269,11 @@ class Candidates:
         return {stage: _factors_of(each) for stage, each in found.items()}
 
     def _computed(self, plan: Plan, tokens: int) -> float | None:
-        """Returns the computed speed of a plan; None for one that this problem cannot have."""
-        problem = self.problem
+        """Returns the computed speed of a plan; None for one that this problem cannot have.
+
+        It may be one with another split of the devices, where that is chosen.
+        """
+        problem = self.problem.of(plan)
         if plan.mesh not in problem.meshes(plan.stage, tokens):
             return None
         if isinstance(plan, RolloutPlan):

@@ -51,10 +51,13 @@ class Problem:
         rollout_meshes_named: the candidates that the config names, "data=4,tensor=2"; () for all.
         train_meshes_named: likewise.
         num_rollout: devices for rollouts only, the others are for training only; 0: all do both.
+        splits: the numbers of devices for rollouts that may be chosen, `num_rollout` one of them;
+            () where it is fixed.
         num_processes: rollout meshes do not span processes, each of which plays its part.
         can_offload: the optimizer's moments may be in host memory during a rollout.
         preempted_bytes: host memory that preempted episodes may take beside the moments.
         rollout_stays: a rollout stays on the devices during an update, because it goes on then.
+        every: of a problem with one of several splits, that with all of them.
     """
 
     hardware: Hardware
@@ -68,10 +71,26 @@ class Problem:
     rollout_meshes_named: tuple[str, ...] = ()
     train_meshes_named: tuple[str, ...] = ()
     num_rollout: int = 0
+    splits: tuple[int, ...] = ()
     num_processes: int = 1
     can_offload: bool = False
     preempted_bytes: int = 0
     rollout_stays: bool = False
+    every: "Problem | None" = None
+
+    # Splits.
+
+    @functools.cache  # noqa: B019 - a problem lives as long as its run or plan
+    def at(self, num_rollout: int) -> "Problem":
+        """Returns the problem in which so many devices are for rollouts, and that is fixed."""
+        return dataclasses.replace(self, num_rollout=num_rollout, splits=(), every=self)
+
+    def of(self, plan: Plan) -> "Problem":
+        """Returns the problem with the split of which a plan's mesh is; this one if none is."""
+        every = self.every or self
+        number = plan.mesh.num_devices
+        split = number if plan.stage == "rollout" else self.hardware.num_devices - number
+        return every.at(split) if split in every.splits else self
 
     # Meshes.
 
@@ -96,6 +115,11 @@ class Problem:
         if stage == "train":
             named, check = self.train_meshes_named, self.train_obstacle
         number = self.num_devices(stage)
+        if named and (self.splits or self.every is not None):
+            named = [text for text in named if MeshShape.parse(text).num_devices == number]
+            if not named:
+                field = f"config.selector.{stage}_meshes"
+                raise InputError(f"{field} names no mesh of {number} devices")
         return candidates(stage, number, named, check, self.sizes.num_experts, tokens)
 
     def rollout_obstacle(self, mesh: MeshShape) -> str | None:

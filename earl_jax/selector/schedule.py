@@ -10,19 +10,13 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from earl_jax.selector.choose import (
-    BudgetTooSmall,
-    Candidate,
-    Chooser,
-    Decision,
-    P,
-    full_step,
-)
+from earl_jax.selector.choose import BudgetTooSmall, Candidate, Decision, P, full_step
 from earl_jax.selector.footprint import device_bytes
 from earl_jax.selector.hardware import hardware_of
 from earl_jax.selector.plans import Plan, Plans, RolloutPlan, TrainPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.reasons import percent
+from earl_jax.selector.splits import SplitChooser
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
@@ -81,7 +75,7 @@ def make_schedule(
     plans, stops = Plans(), []
     for context in contexts:
         while True:
-            stop = _stop(Chooser(problem, table), context, plans)
+            stop = _stop(SplitChooser(problem, table), context, plans)
             choices = stop.decision.choices if compiled and stop.decision else []
             if compiled is None or all(choice.is_exact for choice in choices):
                 break
@@ -92,7 +86,7 @@ def make_schedule(
     return stops
 
 
-def _stop(chooser: Chooser, context: int, plans: Plans) -> Stop:
+def _stop(chooser: SplitChooser, context: int, plans: Plans) -> Stop:
     problem, decision, why, reasons, seen = chooser.problem, None, "", dict[str, str](), set()
     try:
         # Until a run would stay there: one switch may change what others cost.
@@ -107,12 +101,14 @@ def _stop(chooser: Chooser, context: int, plans: Plans) -> Stop:
     except BudgetTooSmall as error:
         decision, why, plans = None, str(error), Plans()
     offload = plans.rollout.offload if plans.rollout else problem.can_offload
-    trains = chooser.candidates.train(context)
+    split = decision.splits[0].num_rollout if decision and decision.splits else problem.num_rollout
+    candidates = chooser.at(split).candidates
+    trains = candidates.train(context)
     meshes = [c.plan.mesh for c in trains if c.fits(problem.budget)]
     meshes = [plans.train.mesh] if plans.train else meshes
     resident = min((problem.trainer_bytes(mesh, offload) for mesh in meshes), default=0)
     free = problem.budget - resident
-    rollouts = chooser.candidates.rollouts(context, None, free, offload=offload) if meshes else []
+    rollouts = candidates.rollouts(context, None, free, offload=offload) if meshes else []
     return Stop(
         context=context,
         decision=decision,
@@ -175,7 +171,9 @@ def _stop_values(stop: Stop) -> Values:
         return values | {"why": stop.why}
     meshes = {f"{choice.stage}_mesh": str(choice.plan.mesh) for choice in stop.decision.choices}
     words = "; ".join(stop.reasons)
-    return values | meshes | {"step_s": stop.decision.seconds, "decision": words}
+    values |= {"step_s": stop.decision.seconds, "decision": words}
+    splits = [time._asdict() | {"step_s": time.step_s} for time in stop.decision.splits]
+    return values | meshes | ({"splits": splits} if splits else {})
 
 
 def _stage(problem: Problem, stop: Stop, candidates: Sequence[Candidate]) -> Values:
@@ -254,6 +252,16 @@ def schedule_lines(values: Values) -> Iterator[str]:
             ": a step takes {step_s:,.2f} s; {decision}" if stop["fits"] else " do not fit: {why}"
         )
         yield f"  {stop['context']:,} tokens{form.format_map(stop)}"
+        if "splits" in stop:
+            yield f"    {_split_words(stop['splits'])}"
+
+
+def _split_words(splits: Sequence[Values]) -> str:
+    """Returns the split of the devices that is chosen, and the others by their steps."""
+    form = "{num_rollout} play: rollout {rollout_s:,.2f} s, training {train_s:,.2f} s"
+    words = f"split: {form.format_map(splits[0])}"
+    others = [f"{each['num_rollout']} play, {each['step_s']:,.2f} s a step" for each in splits[1:]]
+    return words + (f" (others: {'; '.join(others[:4])})" if others else "; no other fits")
 
 
 def _row(budget: int, context: Values, stage: str) -> list[str]:
@@ -304,6 +312,7 @@ def smallest_hardware(problem: Problem, max_tokens: int) -> list[tuple[str, int]
                 rollout_meshes_named=(),
                 train_meshes_named=(),
                 num_rollout=0,
+                splits=(),
                 num_processes=1 if kind.platform == "cpu" else hardware.num_hosts,
             )
             if fits(other, max_tokens):
@@ -324,7 +333,7 @@ def smallest_words(found: list[tuple[str, int]], max_tokens: int) -> str:
 def fits(problem: Problem, max_tokens: int) -> bool:
     """Returns True if plans of both stages fit at this context, by computed bytes."""
     try:
-        Chooser(problem, ThroughputTable()).step(full_step(problem, max_tokens), Plans())
+        SplitChooser(problem, ThroughputTable()).step(full_step(problem, max_tokens), Plans())
     except InputError:
         # Nothing fits; or so many devices cut the model, or the rows, unevenly in every way.
         return False

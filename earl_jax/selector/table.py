@@ -101,6 +101,11 @@ class ThroughputTable:
         }
         return dataclasses.replace(self, entries=entries)
 
+    def without_speeds(self) -> "ThroughputTable":
+        """Returns the table without speeds: bytes and failures."""
+        entries = {key: entry._replace(speeds=()) for key, entry in self.entries.items()}
+        return dataclasses.replace(self, entries=entries)
+
     def over(self, kept: "ThroughputTable") -> "ThroughputTable":
         """Returns these entries before those of `kept`, and the failures of both."""
         return dataclasses.replace(

@@ -60,6 +60,18 @@ class LoadHistory:
             tokens_in_flight_max=max(load.tokens_in_flight_max for load in self.steps),
         )
 
+    def averaged(self, load: Load) -> Load:
+        """Returns a load with the means of the steps' tokens, of episodes and of rollouts.
+
+        What an asynchronous step samples also depends on how long the update before it took.
+        """
+        steps = self.steps
+        return dataclasses.replace(
+            load,
+            context_tokens_mean=statistics.fmean(step.context_tokens_mean for step in steps),
+            rollout_tokens=round(statistics.fmean(step.rollout_tokens for step in steps)),
+        )
+
     def forecast(self) -> Load | None:
         """Returns the load to expect next: that of recent steps, plus one step of growth.
 

@@ -108,3 +108,25 @@ class FirstIsLong:
         if not self.left:
             return StepResult(text="", reward=reward, done=True, stop_reason="end")
         return StepResult(text=".", reward=reward, done=False)
+
+
+class Shifting:
+    """Takes eight replies, or one to a long text, by turns of so many tasks."""
+
+    PHASE = 132
+
+    def __init__(self, index: int):
+        self.is_long = index // self.PHASE % 2 == 0
+        self.left, self.letters = 8 if self.is_long else 1, random.Random(index)
+
+    def start(self) -> Start:
+        if self.is_long:
+            return Start(text=f"{self.left}.")
+        return Start(text="".join(self.letters.choices("abcdefghijklmnopqrstuvwxyz", k=120)))
+
+    def step(self, reply: str) -> StepResult:
+        self.left -= 1
+        reward = len(reply) % 3 / 2
+        if not self.left:
+            return StepResult(text="", reward=reward, done=True, stop_reason="end")
+        return StepResult(text=f"{self.left}.", reward=reward, done=False)

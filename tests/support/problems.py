@@ -10,6 +10,7 @@ from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.plans import RolloutPlan, Stage, TrainPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.table import key_of
+from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 
 D8, D4T2, D2T4, T8 = (MeshShape(data=8 // n, tensor=n) for n in (1, 2, 4, 8))
@@ -55,7 +56,7 @@ class HandProblem(Problem):
     `train_speeds` and `rollout_speeds` are tokens/s by mesh; `train_bytes` of an update by mesh
     (halved with each doubling of the micro-batches), `state_bytes` what the trainer leaves during a
     rollout, `rollout_bytes` those of a rollout without its pages, 1000 where none are given. Moving
-    the trainer takes `trainer_move_s`.
+    the trainer takes `trainer_move_s`, and moving a byte of KV cache `cache_byte_s`.
     """
 
     train_speeds: Mapping[MeshShape, float]
@@ -64,9 +65,14 @@ class HandProblem(Problem):
     state_bytes: Mapping[MeshShape, int] = dataclasses.field(default_factory=dict)
     rollout_bytes: Mapping[MeshShape, int] = dataclasses.field(default_factory=dict)
     trainer_move_s: float = 0.0
+    cache_byte_s: float = 0.0
 
     def meshes(self, stage: Stage, tokens: int = 0) -> list[MeshShape]:
-        return list(self.rollout_speeds if stage == "rollout" else self.train_speeds)
+        speeds = self.rollout_speeds if stage == "rollout" else self.train_speeds
+        found = [mesh for mesh in speeds if mesh.num_devices == self.num_devices(stage)]
+        if not found:
+            raise InputError(f"no mesh of {self.num_devices(stage)} devices")
+        return found
 
     def update_footprint(self, plan: TrainPlan, length: int) -> Footprint:
         return Footprint(weights=self.train_bytes.get(plan.mesh, 1000) // plan.micro_batches)
@@ -95,8 +101,8 @@ class HandProblem(Problem):
         rows = -(-live // mesh.data)
         return rows * mesh.data / self.rollout_speeds[mesh]
 
-    def publish_s(self, mesh: MeshShape) -> float:
-        return 0.0
+    def publish_s(self, mesh: MeshShape, cache_bytes: int = 0) -> float:
+        return cache_bytes * self.cache_byte_s
 
     def move_s(self, mesh: MeshShape) -> float:
         return self.trainer_move_s

@@ -2,12 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of `python -m earl_jax.main` in processes of their own, and their results."""
 
+import collections
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 
+from earl_jax.telemetry.episodes import read_trajectories
+from earl_jax.telemetry.metrics import read_metrics
 from tests.support import ROOT, environment_without
 
 # Small enough for a second a step, with two meshes per stage and a budget that contexts outgrow.
@@ -92,3 +95,25 @@ def final_parameters(workdir: Path, step: int) -> list[np.ndarray]:
     import jax
 
     return [np.asarray(leaf) for leaf in jax.tree.leaves(final_state(workdir, step))]
+
+
+def assert_equal(ones, others):
+    for one, other in zip(ones, others, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def steps_of(workdir):
+    return [line for line in read_metrics(workdir / "metrics.jsonl") if "reward_mean" in line]
+
+
+def episodes_of(workdir) -> collections.Counter:
+    """How often each episode was trained on, by the lines of its trajectory."""
+    files = sorted((workdir / "trajectories").glob("*"))
+    return collections.Counter(t["episode"] for file in files for t in read_trajectories(file))
+
+
+def check_bound(lines, bound: int) -> None:
+    for line in lines:
+        assert line["version_lag_max"] <= bound
+        assert len(line["staleness_tokens"]) == line["version_lag_max"] + 1
+        assert sum(line["staleness_tokens"]) > 0

@@ -1,0 +1,323 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs whose split of the devices between rollout and training moves with their live episodes."""
+
+import itertools
+import json
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from earl_jax.config.train_flags import parse_flags, replayed_config
+from earl_jax.engine.pages import Pool
+from earl_jax.loop import rl_step
+from earl_jax.loop_async import AsyncPlayer
+from earl_jax.placement.placement import Placement
+from earl_jax.placement.sessions import Sessions
+from earl_jax.rollout.events import EVENTS, Events, read_events
+from earl_jax.rollout.open_groups import OpenGroups
+from earl_jax.run.build import build_run
+from earl_jax.selector.choose import BudgetTooSmall
+from earl_jax.sharding.layout import MeshShape
+from earl_jax.telemetry.load import WINDOW
+from earl_jax.training import train
+from tests.support import ROOT
+from tests.support.placements import TINY, first_position, table_of
+from tests.support.runs import (
+    assert_equal,
+    check_bound,
+    environment,
+    episodes_of,
+    final_parameters,
+    steps_of,
+)
+from tests.support.settings import make_config, small
+
+BUCKET = 256
+R2, R4, R6 = (MeshShape(data=number) for number in (2, 4, 6))
+T6, T4, T2 = MeshShape(data=6), MeshShape(fsdp=4), MeshShape(fsdp=2)
+SETTINGS = {
+    "num_steps": 5,
+    "model": TINY,
+    "env": {"name": "tests.support.environments:Wanderer"},
+    "algorithm": "grpo",
+    "algorithm_args": {},
+    "rollout": {
+        "num_slots": 12,
+        "episodes_per_step": 24,
+        "group_size": 2,
+        "context_buckets": (BUCKET,),
+        "max_turn_tokens": 16,
+        # A policy without training writes one of them in most replies.
+        "stop_strings": tuple("abcdefghijklmnopqrstuvwxyz0123456789"),
+        # All answers are there when a round begins.
+        "patience_s": 60.0,
+    },
+    "asynchrony": {"max_staleness": 2},
+    "devices": {"platform": "cpu", "num_cpu_devices": 8, "num_rollout": "auto"},
+    "selector": {
+        "rollout_meshes": tuple(map(str, (R2, R4, R6))),
+        "train_meshes": tuple(map(str, (T6, T4, T2))),
+        "table": "model",
+    },
+    "eval": {"every_steps": 100, "games": 8, "final_games": 8},
+    "checkpoint": {"every_steps": 2},
+    "log": {"trajectories_every_steps": 1},
+}
+
+
+def table_for(run, split: int):
+    """Returns speeds by which this split is ten times as fast as the others."""
+    rollout = {mesh: 1e4 if mesh.num_devices == split else 1e3 for mesh in (R2, R4, R6)}
+    training = {mesh: 1e4 if mesh.num_devices == 8 - split else 1e3 for mesh in (T6, T4, T2)}
+    return table_of(run.problem, training, rollout, (BUCKET,))
+
+
+class Steps:
+    """Steps of a run without a workdir; a table says which split is the fastest in each."""
+
+    def __init__(self, run, split: int = 4, events: Events | None = None):
+        self.run, self.placement = run, Placement(run.stages, table_for(run, split))
+        self.placement.choose_step(BUCKET, None)
+        self.position = first_position(run, self.placement)
+        self.player = AsyncPlayer(run, self.placement, events)
+        self.records = []
+
+    def take(self, split: int):
+        self.placement.observations.table = table_for(self.run, split)
+        # As after a window of steps.
+        self.placement.calm_steps = WINDOW
+        self.position, record = rl_step(self.run, self.placement, self.position, self.player)
+        self.player.step_ended(self.position.step)
+        self.records.append(record)
+        return record
+
+    @property
+    def meshes(self):
+        return self.placement.rollout.mesh, self.placement.train.mesh
+
+    def parameters(self):
+        return jax.tree.leaves(jax.device_get(self.position.state.params))
+
+
+@pytest.mark.parametrize("split", [2, 4, 6])
+def test_a_run_begins_with_the_split_that_its_table_has_as_the_fastest(world, split):
+    placement = Placement(world.stages, table_for(world, split))
+    placement.choose_step(BUCKET, None)
+    meshes = {2: (R2, T6), 4: (R4, T4), 6: (R6, T2)}
+    assert (placement.rollout.mesh, placement.train.mesh) == meshes[split]
+    # The first devices play, and the last ones train.
+    layouts = world.stages.layouts
+    players = layouts.engine(placement.rollout.mesh).mesh.devices.ravel()
+    trainers = layouts.train(placement.train.mesh).mesh.devices.ravel()
+    assert [*players, *trainers] == jax.devices()
+    placement.steps_left = WINDOW - 1
+    placement.observations.table = table_for(world, {2: 6, 4: 2, 6: 4}[split])
+    placement.calm_steps = WINDOW
+    # A move would be of use for too few steps.
+    session = SimpleNamespace(max_tokens=BUCKET, pool=Pool(split, 1))
+    assert not placement.choose_split(BUCKET, None, session)
+    placement.steps_left = WINDOW
+    assert placement.choose_split(BUCKET, None, session)
+
+
+def tokens_of(record):
+    return [[(turn.token_ids, turn.versions) for turn in t.turns] for t in record.trajectories]
+
+
+@pytest.fixture(scope="module")
+def world():
+    return build_run(make_config(SETTINGS))
+
+
+@pytest.fixture
+def two_rounds(monkeypatch):
+    """Has two rounds be played beside each update, so that runs play alike."""
+
+    def play_beside(self, is_over):
+        for _ in range(2):
+            if self._playing.is_busy:
+                self.play_round()
+
+    monkeypatch.setattr(OpenGroups, "play_beside", play_beside)
+
+
+@pytest.mark.slow_except("keep")
+@pytest.mark.parametrize(
+    "asynchrony",
+    [{"kv": "keep"}, {"kv": "recompute"}, {"parts": 2}],
+    ids=["keep", "recompute", "parts"],
+)
+def test_live_episodes_go_on_with_the_same_tokens_on_other_devices(
+    two_rounds, monkeypatch, asynchrony
+):
+    """The split moves up, down and back: tokens, versions and weights are those without a move.
+
+    With kv "keep" they go on from the pages that moved.
+    """
+    world = build_run(make_config({**SETTINGS, "asynchrony": {"max_staleness": 2, **asynchrony}}))
+    live, move = [], Sessions.move
+
+    def watched(self, session):
+        live.append(sum(map(session.pages.num_held, range(12))))
+        return move(self, session)
+
+    monkeypatch.setattr(Sessions, "move", watched)
+    stays, moves = Steps(world), Steps(world)
+    for split, rollout, training in ((4, R4, T4), (6, R6, T2), (2, R2, T6), (4, R4, T4)):
+        there, here = stays.take(4), moves.take(split)
+        assert stays.meshes == (R4, T4) and moves.meshes == (rollout, training)
+        assert tokens_of(here) == tokens_of(there)
+        line = here.metrics()
+        assert line["dispatch_host_bytes"] == line["publish_host_bytes"] == 0
+        assert line["version_lag_max"] <= 2
+        for one, other in zip(moves.parameters(), stays.parameters(), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
+    # Some lagged, and pages of live episodes moved each time.
+    assert any(record.metrics()["version_lag_max"] > 0 for record in moves.records)
+    assert len(live) == 3 and min(live) > 0
+    assert moves.placement.rollout.mesh.num_devices + moves.placement.train.mesh.num_devices == 8
+
+
+def test_a_replay_moves_where_the_run_did_and_ends_with_the_same_bits(world, tmp_path):
+    """By a table after which it would stay, with as many rounds beside updates as then."""
+    run, again = tmp_path / "run", tmp_path / "again"
+    run.mkdir(), again.mkdir()
+    first = Steps(world, events=Events(run / EVENTS))
+    for split in (4, 6, 6, 2):
+        first.take(split)
+    events = read_events(run)
+    moved = [event for event in events if event["event"] == "split"]
+    assert [event["version"] for event in moved] == [1, 3]
+    assert [event["placement"]["rollout"][0] for event in moved] == [str(R6), str(R2)]
+    second = Steps(world, events=Events(again / EVENTS, events))
+    for _ in range(4):
+        second.take(4)
+    assert second.meshes == first.meshes == (R2, T6)
+    assert (again / EVENTS).read_text() == (run / EVENTS).read_text()
+    assert_equal(first.parameters(), second.parameters())
+
+
+def test_both_stages_stay_where_memory_is_too_short_for_the_move(world, two_rounds, monkeypatch):
+    stays, tries = Steps(world), Steps(world)
+
+    def short(*_):
+        raise BudgetTooSmall("live episodes need more pages")
+
+    for split in (4, 6):
+        stays.take(4)
+        with monkeypatch.context() as patch:
+            patch.setattr(Sessions, "_relocate", short)
+            tries.take(split)
+    assert tries.meshes == (R4, T4)
+    assert any("too little memory" in each for each in tries.placement.log.failures)
+    # It is not tried again at once.
+    assert tries.placement.calm_steps < WINDOW
+    assert_equal(tries.parameters(), stays.parameters())
+
+
+def shifting(steps: int, table: str):
+    """Settings of a run whose tasks sample much, then little after long prompts, and so on."""
+    # Replies of about five tokens.
+    more = {"stop_strings": tuple("abcdef"), "max_turn_tokens": 64, "patience_s": 0.001}
+    rollout = {**SETTINGS["rollout"], **more}
+    return {
+        **SETTINGS,
+        "num_steps": steps,
+        "env": {"name": "tests.support.environments:Shifting"},
+        "rollout": rollout,
+        "selector": {**SETTINGS["selector"], "table": table},
+    }
+
+
+@pytest.fixture
+def table_path(world, tmp_path):
+    """A table of speeds that are in proportion to devices, as a file."""
+    rollout = {R2: 100.0, R4: 200.0, R6: 300.0}
+    training = {T6: 2700.0, T4: 1800.0, T2: 900.0}
+    path, table = tmp_path / "table.json", table_of(world.problem, training, rollout, (BUCKET,))
+    path.write_text(json.dumps(table.as_dict()))
+    return str(path)
+
+
+def splits_of(lines):
+    """The devices that play, step by step, where they change."""
+    each = [MeshShape.parse(line["rollout_mesh"]).num_devices for line in lines]
+    return each[:1] + [b for a, b in itertools.pairwise(each) if a != b]
+
+
+@pytest.mark.slow
+def test_the_split_follows_a_load_that_shifts_both_ways_without_a_storm(
+    tmp_path, monkeypatch, table_path
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    steps = 36
+    train(make_config(shifting(steps, table_path)), tmp_path / "run")
+    lines = steps_of(tmp_path / "run")
+    splits = splits_of(lines)
+    # Fewer play where texts are long and replies few, from about step 11 to 22, than before, and
+    # more again behind that. In a window of steps there is one move at most.
+    fewest = splits.index(min(splits))
+    assert max(splits[:fewest]) > splits[fewest] < max(splits[fewest:]), splits
+    moves = [
+        event["version"] for event in read_events(tmp_path / "run") if event["event"] == "split"
+    ]
+    assert len(moves) == len(splits) - 1 <= steps // WINDOW
+    assert all(later - earlier > WINDOW for earlier, later in itertools.pairwise(moves))
+    check_bound(lines, 2)
+    assert episodes_of(tmp_path / "run") == dict.fromkeys(range(steps * 24), 1)
+    assert {line["dispatch_host_bytes"] for line in lines} == {0}
+    assert {line["publish_host_bytes"] for line in lines} == {0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_saved", [True, False], ids=["saved", "not saved"])
+def test_killed_behind_a_move_it_goes_on_and_is_replayed_bit_for_bit(
+    tmp_path, monkeypatch, table_path, is_saved
+):
+    """SIGKILL when the move, of step 9, is in a checkpoint, and when it is in none."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    first, again, steps = tmp_path / "run", tmp_path / "again", 16
+    file = tmp_path / "config.py"
+    given = small(shifting(steps, table_path))
+    given["checkpoint"] = {"every_steps": 2 if is_saved else steps}
+    file.write_text(
+        "from ml_collections import ConfigDict\n"
+        f"def get_config():\n    return ConfigDict({given!r})\n"
+    )
+    line = [sys.executable, "-m", "earl_jax.main", f"--config={file}", f"--workdir={first}"]
+    surroundings = environment(tmp_path / "cache") | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(line, cwd=ROOT, env=surroundings, stdout=subprocess.DEVNULL)
+    metrics, deadline = first / "metrics.jsonl", time.monotonic() + 400
+
+    def has_moved() -> bool:
+        lines = steps_of(first) if metrics.exists() else []
+        is_there = not is_saved or (first / "checkpoints" / "10").exists()
+        return is_there and len(splits_of(lines)) > 1
+
+    while not has_moved():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL, "it was done before"
+    done = subprocess.run(line, cwd=ROOT, env=surroundings, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert ("resuming" in done.stdout) == is_saved
+    assert episodes_of(first) == dict.fromkeys(range(steps * 24), 1)
+    check_bound(steps_of(first), 2)
+    events = read_events(first)
+    moves = [event["version"] for event in events if event["event"] == "split"]
+    assert moves == [8], "one move, that of before the kill or its repetition"
+    assert len(splits_of(steps_of(first))) == 2
+    opened = [event["version"] for event in events if event["event"] == "open"]
+    assert opened == ([0, 10] if is_saved else [0])
+    config, _ = replayed_config(first, *parse_flags([f"--replay={first}", f"--workdir={again}"]))
+    train(config, again, replay=first)
+    assert (again / EVENTS).read_text() == (first / EVENTS).read_text()
+    assert_equal(final_parameters(first, steps), final_parameters(again, steps))
