@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from earl_jax.launch.distributed import address_here, end_as_lost, end_process
-from earl_jax.launch.presence import Place, be_present, waits
+from earl_jax.launch.presence import Place, be_present, presence, waits
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 
@@ -64,7 +64,7 @@ class Cluster:
     for the others for `timeout_s` seconds ends with status 1.
 
     Example: two processes of four devices with `num_rollout` 4: the first plays and the second
-    trains. With `num_rollout` 0 both play half of the episodes, and train together.
+    trains. With `num_rollout` 0 both play, and train together.
     """
 
     index: int
@@ -169,10 +169,12 @@ class Cluster:
 
     def own(self, items: Any) -> Any:
         """Returns this process's part, maybe none, of a sequence that has an item per episode."""
-        if not self.plays:
-            return items[:0]
-        part, num = self.players.index(self.index), len(self.players)
-        return items[len(items) * part // num : len(items) * (part + 1) // num]
+        return self.parts(items)[self.players.index(self.index)] if self.plays else items[:0]
+
+    def parts(self, items: Any) -> list[Any]:
+        """Returns each player's part of a sequence that has an item per episode, or per group."""
+        num, total = len(self.players), len(items)
+        return [items[total * n // num : total * (n + 1) // num] for n in range(num)]
 
     def of_players(self, each: Sequence[Item]) -> list[Item]:
         """Returns the players' items of one for each process, in the order of the episodes."""
@@ -224,6 +226,21 @@ class Cluster:
     def barrier(self, what: str) -> None:
         """Returns when every process has called it."""
         self.gather(None, what)
+
+    def new_counter(self) -> int:
+        """Returns the number of a new counter of all processes, which every process calls."""
+        return presence().new_counter()
+
+    def count(self, counter: int, number: int, what: str) -> int:
+        """Adds `number` to the newest counter. Returns the value before, to no two calls the same.
+
+        It asks process 0, and waits for nobody else. `what` is as for `gather`.
+        """
+        with self._limited(what):
+            try:
+                return presence().count(counter, number)
+            except OSError as error:
+                end_as_lost(self.who, f"{what}: process 0 does not answer ({error})")
 
     def wait(self, tree: Any, what: str) -> None:
         """Returns when this process's part of the arrays is there."""

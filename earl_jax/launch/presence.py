@@ -1,9 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which process of a run is lost, and in which stage the others are.
+"""Which process of a run is lost, in which stage the others are, and counters that all share.
 
 JAX tells a process that another one is lost, and not which. So each process answers, in a thread
-and on a port of its own, with its stage; one that loses another asks all of them.
+and on a port of its own, with its stage; one that loses another asks all of them. Process 0 also
+counts there for all: two processes that take from a counter get different numbers.
 """
 
 import json
@@ -11,11 +12,14 @@ import socket
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from earl_jax.telemetry.timing import stage_now
 
 _ANSWER_S = 2.0
+# How long a connection may take to say what it asks. Others wait meanwhile.
+_REQUEST_S = 1.0
+_LONGEST = 2**10
 # A process that ends because another one is lost answers for so long: it is not the lost one.
 LINGER_S = 3.0
 _NAMED = 8
@@ -39,6 +43,11 @@ class Presence:
         self._ends = False
         self._failed = ""
         self._others: tuple[Place, ...] = ()
+        # In every process: the number of counters so far. In process 0: the newest one and its
+        # value, which processes take from in turns.
+        self._num_counters = 0
+        self._counter, self._count = 0, 0
+        self._counts = threading.Lock()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=128)
         self.address, self.port = address, int(self._listener.getsockname()[1])
@@ -51,6 +60,36 @@ class Presence:
     def waits(self, what: str) -> None:
         """Notes what this process waits for others with; "" for nothing."""
         self._waits_for = what
+
+    def new_counter(self) -> int:
+        """Returns the number of a new counter, at 0; every process calls it when all left the last.
+
+        Processes that make as many counters mean the same one by a number.
+        """
+        self._num_counters += 1
+        return self._num_counters
+
+    def count(self, counter: int, number: int) -> int:
+        """Adds `number` to the newest counter, at process 0. Returns the value before.
+
+        Raises OSError where process 0 has ended.
+        """
+        first = next((place for place in self._others if place.index == 0), None)
+        if first is None:
+            return self._count_here(counter, number)
+        with socket.create_connection(first[2:]) as connection:
+            connection.sendall(json.dumps([counter, number]).encode() + b"\n")
+            if not (answer := connection.makefile().readline()):
+                raise ConnectionResetError("process 0 ended")
+        return int(answer)
+
+    def _count_here(self, counter: int, number: int) -> int:
+        with self._counts:
+            if counter > self._counter:
+                self._counter, self._count = counter, 0
+            assert counter == self._counter, f"counter {counter} behind {self._counter}"
+            before, self._count = self._count, self._count + number
+            return before
 
     def lost(self, why: str) -> str:
         """Returns which processes are gone, or are not where this one waits, in words; "" for none.
@@ -78,6 +117,7 @@ class Presence:
         try:
             with socket.create_connection(other[2:], _ANSWER_S) as connection:
                 connection.settimeout(_ANSWER_S)
+                connection.sendall(b"[]\n")
                 answer = json.loads(connection.makefile().readline() or "{}")
         except ConnectionError:
             return f"{name} has ended"
@@ -94,17 +134,22 @@ class Presence:
     def _answer(self) -> None:
         while True:
             connection, _ = self._listener.accept()
-            answer = {
-                "stage": stage_now(),
-                "waits": self._ends or bool(self._waits_for),
-                "failed": self._failed,
-            }
             try:
                 with connection:
+                    connection.settimeout(_REQUEST_S)
+                    request = json.loads(connection.makefile().readline(_LONGEST))
+                    answer = self._count_here(*request) if request else self._here()
                     connection.sendall(json.dumps(answer).encode() + b"\n")
-            except OSError:
-                # The other process ended in between.
+            except (OSError, ValueError, TypeError, AssertionError):
+                # The other process ended in between, or is something else.
                 continue
+
+    def _here(self) -> dict[str, Any]:
+        return {
+            "stage": stage_now(),
+            "waits": self._ends or bool(self._waits_for),
+            "failed": self._failed,
+        }
 
 
 _presence: Presence | None = None
@@ -122,6 +167,12 @@ def waits(what: str) -> None:
     """Notes what this process waits for others with; "" for nothing."""
     if _presence is not None:
         _presence.waits(what)
+
+
+def presence() -> Presence:
+    """Returns the presence of this process, which is one of several."""
+    assert _presence is not None, "the processes have met"
+    return _presence
 
 
 def lost_in_words(why: str) -> tuple[str, str]:

@@ -139,7 +139,6 @@ def workload(config: Config, model: ModelConfig, hardware: Hardware) -> Workload
         append_tokens=append_tokens_for(hardware.platform, model),
         burst=rollout.burst,
         page_size=rollout.tokens_a_page,
-        batches=config.asynchrony.row_batches,
         parts=config.asynchrony.parts,
         has_stream=train.sft_weight > 0,
         in_place_contexts=tuple(
@@ -189,7 +188,7 @@ def make_problem(
         reason = context_obstacle(config.train.attention, mesh)
         return reason and f"config.train.attention is {config.train.attention!r}, and {reason}"
 
-    return Problem(
+    problem = Problem(
         hardware=hardware,
         sizes=model_sizes(
             model,
@@ -213,6 +212,8 @@ def make_problem(
         rollout_stays=stays,
         preempted_bytes=int(rollout.preemption_host_gib * 2**30),
     )
+    batches = config.row_batches(problem.num_players)
+    return dataclasses.replace(problem, work=dataclasses.replace(problem.work, batches=batches))
 
 
 def overrides_for_chips(given: Sequence[str], contexts: str) -> list[str]:
