@@ -32,7 +32,7 @@ class Rollout:
         return self.padded_experience(len(self.rows))
 
     def padded_experience(self, num_rows: int) -> Experience:
-        """Returns a copy of the device rows, in the order of the tasks, and rows of zeros behind."""
+        """Returns a copy of the device rows, in the order of the tasks, with zeros behind them."""
         rows = [*self.rows, *[NO_ROW] * (num_rows - len(self.rows))]
         return self.session.engine.row_copies.gather(self.session.state.experience, rows)
 

@@ -51,8 +51,8 @@ def row_order(numbers: Sequence[Sequence[int]]) -> RowOrder:
 class Played:
     """A rollout of all processes; the same in each of them.
 
-    `outcomes` are in the order of the tasks, which is that of the rows on the devices where there is
-    no `order`; `stats` are those of all. `placement` is where the rollout ended
+    `outcomes` are in the order of the tasks, which is that of the rows on the devices, unless there
+    is an `order` of these. `stats` are those of all. `placement` is where the rollout ended
     (`Placement.as_dict`), in the process that needed the longest rows. `sampling_kl` is that of
     metrics.jsonl.
     """

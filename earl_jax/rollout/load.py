@@ -31,7 +31,7 @@ def measure_load(played: Played, num_slots: int) -> Load:
 
 
 def tokens_in_flight(lengths: Iterable[int], num_slots: int) -> int:
-    """Returns the most tokens at once of episodes that grow alike, and begin in free slots in order.
+    """Returns the most tokens at once of episodes that grow alike, and begin as slots are free.
 
     Example: lengths 2 4 3 in two slots: the first ends at 2, when the third begins; at 4 the second
     ends with 4 tokens, beside 2 of the third: 6.
