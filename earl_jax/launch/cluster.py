@@ -228,11 +228,11 @@ class Cluster:
         self.gather(None, what)
 
     def new_counter(self) -> int:
-        """Returns the number of a new counter of all processes, which every process calls."""
+        """Returns the number of a new counter, at 0. Every process calls it, in the same order."""
         return presence().new_counter()
 
     def count(self, counter: int, number: int, what: str) -> int:
-        """Adds `number` to the newest counter. Returns the value before, to no two calls the same.
+        """Adds `number` to the newest counter. Returns the value before, another to each call.
 
         It asks process 0, and waits for nobody else. `what` is as for `gather`.
         """
