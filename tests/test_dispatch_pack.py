@@ -192,7 +192,9 @@ def test_a_second_delivery_compiles_nothing():
 ORDER = (4, 0, 1, 7, 3, 8, 15, 2, 9, 14, 10, 12)
 
 
-@pytest.mark.parametrize("where", ["data=4 on 0 1 2 3", "data=2,tensor=4", "data=2,fsdp=2,tensor=2"])
+@pytest.mark.parametrize(
+    "where", ["data=4 on 0 1 2 3", "data=2,tensor=4", "data=2,fsdp=2,tensor=2"]
+)
 def test_rows_are_ordered_bit_for_bit_and_no_byte_is_read(where):
     experience, _, _ = make_experience()
     # Bits that a sum of floats would change.

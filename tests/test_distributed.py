@@ -672,7 +672,7 @@ BY_WHO_PLAYS = {
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_no_bit_depends_on_which_process_plays_what(cache, tmp_path):
-    """Sixteen of 32 episodes are in a queue, of which the process that does not sleep takes most."""
+    """Sixteen of 32 episodes are in a queue; the process that does not sleep takes most."""
     workdirs, played = [], []
     for slow in range(2):
         notes = tmp_path / f"played_{slow}"

@@ -33,7 +33,7 @@ class Here(Cluster):
     def new_counter(self) -> int:
         return self.number
 
-    def count(self, counter: int, number: int, what: str) -> int:
+    def add_to(self, counter: int, number: int, what: str) -> int:
         return self.counters.count(counter, number)
 
 
@@ -115,7 +115,7 @@ def test_every_task_is_played_once_whoever_is_slow(seed):
     players, size = rng.choice((2, 3, 4, 7)), rng.choice((1, 2, 5))
     num_slots = rng.randint(1, 9)
     part = size * rng.randint(1, 12)
-    # Rows for the episodes of a step; a batch of an evaluation may have fewer, in groups of any size.
+    # Rows for a step; a batch of an evaluation may have fewer, in groups of any size.
     groups = [rng.randint(1, size) for _ in range(rng.randint(1, players * part // size))]
     todo = tasks(*groups)
     every = processes(players, others=1, number=seed + 1)

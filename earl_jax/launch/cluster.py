@@ -231,7 +231,7 @@ class Cluster:
         """Returns the number of a new counter, at 0. Every process calls it, in the same order."""
         return presence().new_counter()
 
-    def count(self, counter: int, number: int, what: str) -> int:
+    def add_to(self, counter: int, number: int, what: str) -> int:
         """Adds `number` to the newest counter. Returns the value before, another to each call.
 
         It asks process 0, and waits for nobody else. `what` is as for `gather`.

@@ -6,7 +6,7 @@ Where there are more episodes than slots, a fixed part would leave a process wit
 another one has long episodes in its slots and more to begin. So each process begins with the first
 groups of its part, as many as its slots need. The groups behind them, of all parts, are one queue
 in the order of the tasks, from which a process takes the next ones, whole, when slots are free
-(self-scheduling: Kruskal and Weiss 1985). The queue is a counter (`Cluster.count`).
+(self-scheduling: Kruskal and Weiss 1985). The queue is a counter (`Cluster.add_to`).
 
 Which process plays what depends on time. No token does: it is drawn by the seed of its episode. And
 rows come to the trainer in the order of the tasks (dispatch/pack.py).
@@ -61,7 +61,7 @@ class Share:
 
     def _count(self, number: int) -> int:
         assert self._cluster is not None, "a queue belongs to several processes"
-        return self._cluster.count(self._counter, number, "the next episodes of a rollout")
+        return self._cluster.add_to(self._counter, number, "the next episodes of a rollout")
 
 
 def share_of(tasks: Sequence[Task], cluster: Cluster, num_slots: int, num_rows: int) -> Share:
