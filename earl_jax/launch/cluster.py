@@ -227,6 +227,11 @@ class Cluster:
         """Returns when every process has called it."""
         self.gather(None, what)
 
+    @property
+    def has_counters(self) -> bool:
+        """True if all processes reach process 0 at its own port (launch/presence.py)."""
+        return self.count > 1 and presence().has_counters
+
     def new_counter(self) -> int:
         """Returns the number of a new counter, at 0. Every process calls it, in the same order."""
         return presence().new_counter()
@@ -336,13 +341,15 @@ def _hosts(timeout_s: float) -> tuple[str, ...]:
     processes = processes_only(timeout_s)
     hosts = tuple(processes.gather(socket.gethostname(), "the names of the hosts"))
     if processes.count > 1:
-        presence = be_present("127.0.0.1" if len(set(hosts)) == 1 else address_here())
-        each = processes.gather([presence.address, presence.port], "where the processes answer")
+        here = be_present("127.0.0.1" if len(set(hosts)) == 1 else address_here())
+        each = processes.gather([here.address, here.port], "where the processes answer")
         places = [
             Place(n, host, address or host, port)
             for n, (host, (address, port)) in enumerate(zip(hosts, each, strict=True))
         ]
-        presence.meet([place for place in places if place.index != processes.index])
+        here.meet([place for place in places if place.index != processes.index])
+        each = processes.gather(here.reaches_first(), "who reaches process 0")
+        here.has_counters = all(each)
     return hosts
 
 

@@ -19,6 +19,8 @@ from earl_jax.telemetry.timing import stage_now
 _ANSWER_S = 2.0
 # How long a connection may take to say what it asks. Others wait meanwhile.
 _REQUEST_S = 1.0
+# How long process 0 may take to answer a process that looks whether it can be reached.
+_REACHED_S = 10.0
 _LONGEST = 2**10
 # A process that ends because another one is lost answers for so long: it is not the lost one.
 LINGER_S = 3.0
@@ -48,6 +50,8 @@ class Presence:
         self._num_counters = 0
         self._counter, self._count = 0, 0
         self._counts = threading.Lock()
+        # True if all processes can count, which no process knows by itself.
+        self.has_counters = False
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=128)
         self.address, self.port = address, int(self._listener.getsockname()[1])
@@ -74,14 +78,21 @@ class Presence:
 
         Raises OSError where process 0 has ended.
         """
-        first = next((place for place in self._others if place.index == 0), None)
-        if first is None:
+        if (first := self._first) is None:
             return self._count_here(counter, number)
-        with socket.create_connection(first[2:]) as connection:
-            connection.sendall(json.dumps([counter, number]).encode() + b"\n")
-            if not (answer := connection.makefile().readline()):
-                raise ConnectionResetError("process 0 ended")
-        return int(answer)
+        return _answer_of(first, [counter, number], None)
+
+    def reaches_first(self) -> bool:
+        """Returns whether process 0 answers this one. Other hosts may not reach its port."""
+        try:
+            return self._first is None or bool(_answer_of(self._first, [], _REACHED_S))
+        except (OSError, ValueError):
+            return False
+
+    @property
+    def _first(self) -> Place | None:
+        """Process 0; None: this is it."""
+        return next((place for place in self._others if place.index == 0), None)
 
     def _count_here(self, counter: int, number: int) -> int:
         with self._counts:
@@ -115,18 +126,13 @@ class Presence:
         """Returns why another process may be the lost one; "" where it waits as this one does."""
         name = f"process {other.index} on {other.host}"
         try:
-            with socket.create_connection(other[2:], _ANSWER_S) as connection:
-                connection.settimeout(_ANSWER_S)
-                connection.sendall(b"[]\n")
-                answer = json.loads(connection.makefile().readline() or "{}")
+            answer = _answer_of(other, [], _ANSWER_S)
         except ConnectionError:
             return f"{name} has ended"
         except TimeoutError:
             return f"{name} does not answer (stopped, or its host or network hangs)"
         except (OSError, ValueError) as error:
             return f"{name} cannot be reached ({error})"
-        if not answer:
-            return f"{name} has ended"
         if answer["failed"]:
             return f"{name} failed: {answer['failed']}"
         return "" if answer["waits"] else f"{name} is still in the stage {answer['stage']}"
@@ -150,6 +156,15 @@ class Presence:
             "waits": self._ends or bool(self._waits_for),
             "failed": self._failed,
         }
+
+
+def _answer_of(place: Place, request: list[int], timeout_s: float | None) -> Any:
+    """Returns what a process answers: to [] where it is, to a counter and a number the count."""
+    with socket.create_connection(place[2:], timeout_s) as connection:
+        connection.sendall(json.dumps(request).encode() + b"\n")
+        if not (line := connection.makefile().readline()):
+            raise ConnectionResetError("it ended")
+    return json.loads(line)
 
 
 _presence: Presence | None = None

@@ -84,7 +84,7 @@ def _share(placement: Placement, tasks: Sequence[Task]) -> Share:
     """Returns this process's share of a rollout on the plan in use."""
     cluster, rollout = placement.stages.cluster, placement.stages.rollout
     number = len(cluster.players)
-    if not rollout.has_queue(number):
+    if not (rollout.has_queue(number) and cluster.has_counters):
         return Share(cluster.own(range(len(tasks))))
     num_rows = 2 * rollout.part(number).episodes_per_step
     return share_of(tasks, cluster, placement.rollout.num_slots // number, num_rows)
