@@ -5,8 +5,8 @@
     uv run python -m benchmarks.shares [--steps=20] [--write]
 
 Each process has a CPU device and is pinned to a core of its own. A step has 64 episodes of 1 to 24
-turns (`benchmarks.asynchrony.LongTailed`) in 16 slots. All lines play the same tokens. A rollout
-takes as long as its slower process; its rounds do not depend on what else the machine does.
+turns (`benchmarks.asynchrony.LongTailed`), in groups of two, in 8 slots. All lines play the same
+tokens. A rollout takes as long as the process that ends last; the other one waits.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ import jax
 
 from benchmarks.asynchrony import SETTINGS
 from benchmarks.pages import replace_table, table
-from earl_jax import loop
 from earl_jax.main import main as run_main
+from earl_jax.rollout.actor import Actor
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.telemetry.metrics import read_metrics
 
@@ -33,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = Path(__file__).with_suffix(".md")
 NUM = 2
 # Steps at the start whose programs are compiled, or loaded.
-WARM_UP = 4
+WARM_UP = 3
 # Names of the lines, and what they change.
 LINES: dict[str, dict[str, Any]] = {
     "fixed parts": {"is_fixed": True},
@@ -42,26 +43,36 @@ LINES: dict[str, dict[str, Any]] = {
 }
 
 
-def play(rounds: str, is_fixed: bool) -> None:
-    """Runs the command, and notes the rounds of each of its rollouts in a file of this process."""
+def play(notes: str, is_fixed: bool) -> None:
+    """Runs the command; notes the seconds of its rollouts, and their episodes, process by process.
+
+    Rollouts of steps have more episodes than there are slots, and those of evaluations have not.
+    """
     if is_fixed:
         RolloutConfig.has_queue = lambda self, num_players: False
-    play_all = loop.play_all
+    actor_play = Actor.play
 
-    def noted(*given: Any) -> Any:
-        own, played = play_all(*given)
-        with Path(f"{rounds}.{jax.process_index()}").open("a") as file:
-            file.write(f"{own.stats.rounds if own else 0}\n")
-        return own, played
+    def timed(self: Actor, session: Any, tasks: Any, share: Any, **others: Any) -> Any:
+        start_s = time.perf_counter()
+        rollout = actor_play(self, session, tasks, share, **others)
+        if len(tasks) > self.rollout.num_slots:
+            with Path(f"{notes}.{jax.process_index()}").open("a") as file:
+                seconds = time.perf_counter() - start_s
+                file.write(json.dumps([seconds, len(share.numbers)]) + "\n")
+        return rollout
 
-    loop.play_all = noted
+    Actor.play = timed
     run_main()
 
 
 def measure(name: str, steps: int, folder: Path) -> dict[str, Any]:
     """Runs a line. Returns its row."""
     line, workdir = LINES[name], folder / name.replace(" ", "_")
-    rollout = SETTINGS["rollout"] | {"episodes_per_step": 64, "order": line.get("order", "fifo")}
+    rollout = SETTINGS["rollout"] | {
+        "num_slots": 8,
+        "episodes_per_step": 64,
+        "order": line.get("order", "fifo"),
+    }
     meshes = {"rollout_meshes": ("data=2",), "train_meshes": ("data=2",)}
     settings = SETTINGS | {
         "num_steps": WARM_UP + steps,
@@ -69,13 +80,13 @@ def measure(name: str, steps: int, folder: Path) -> dict[str, Any]:
         "selector": {"table": "model", **meshes},
         "devices": {"platform": "cpu", "num_cpu_devices": 1},
     }
-    file, rounds = folder / "config.py", folder / f"rounds_{workdir.name}"
+    file, notes = folder / "config.py", folder / f"notes_{workdir.name}"
     file.write_text(
         "from ml_collections import ConfigDict\n"
         f"def get_config():\n    return ConfigDict({settings!r})\n"
     )
-    given = json.dumps(str(rounds)), bool(line.get("is_fixed"))
-    program = f"from benchmarks import shares; shares.play({given[0]}, {given[1]})"
+    given = f"{str(notes)!r}, {line.get('is_fixed', False)}"
+    program = f"from benchmarks import shares; shares.play({given})"
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     cores, started = sorted(os.sched_getaffinity(0)), []
@@ -90,20 +101,24 @@ def measure(name: str, steps: int, folder: Path) -> dict[str, Any]:
     if any(statuses):
         raise SystemExit(f"the run with {name} ended with {statuses}")
     each = [
-        [int(text) for text in Path(f"{rounds}.{number}").read_text().split()]
+        [json.loads(text) for text in Path(f"{notes}.{number}").read_text().splitlines()]
         for number in range(NUM)
     ]
-    slower = [max(pair) for pair in zip(*each, strict=True)][WARM_UP:]
-    both = [sum(pair) / NUM for pair in zip(*each, strict=True)][WARM_UP:]
+    steps_of_both = list(zip(*each, strict=True))[WARM_UP:]
+    last_s = [max(seconds for seconds, _ in step) for step in steps_of_both]
+    both_s = [statistics.mean(seconds for seconds, _ in step) for step in steps_of_both]
     rows = [row for row in read_metrics(workdir / "metrics.jsonl") if "reward_mean" in row]
     timed = rows[WARM_UP:]
+    tokens, seconds = sum(row["rollout_tokens"] for row in timed), sum(last_s)
     return {
         "": name,
-        "rounds of the slower": statistics.mean(slower),
-        "of both, mean": statistics.mean(both),
-        "rollout s, median": statistics.median(row["stage_s"]["rollout"] for row in timed),
-        "dispatch s, median": statistics.median(row["stage_s"]["dispatch"] for row in timed),
-        "tokens a step": statistics.mean(row["rollout_tokens"] for row in timed),
+        "s, the last": seconds / len(timed),
+        "s, both": sum(both_s) / len(timed),
+        "waiting": f"{100 * (1 - sum(both_s) / seconds):.0f} %",
+        "tokens/s": tokens / seconds,
+        "tokens a step": tokens / len(timed),
+        "most episodes": max(number for step in steps_of_both for _, number in step),
+        "dispatch s": statistics.median(row["stage_s"]["dispatch"] for row in timed),
     }
 
 
