@@ -14,7 +14,7 @@ import numpy as np
 
 from earl_jax.algorithms.advantages import counted, group_shares, next_averages
 from earl_jax.envs.registry import EnvConfig
-from earl_jax.placement.delivery import fill_of, send_parts
+from earl_jax.placement.delivery import fill_of, rows_of, send_parts
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import play_all, play_batches
@@ -75,10 +75,10 @@ class PlayedStep:
     """A step's episodes: this process's (None where it plays nothing), and those of all.
 
     They were played with `plan`, in rows of `max_tokens` tokens. Row i of `experience` is that of
-    `trajectories[i]`. Where the episodes went to the trainer as they were finished, they are in the
-    `update`, and there is no experience. `dropped` are episodes that were given up since the step
-    before, because they were too old, and `refilled` those in whose place others were played.
-    `num_reused` groups were trained on before.
+    `trajectories[i]`; rows of zeros may follow (`RowOrder`). Where the episodes went to the trainer
+    as they were finished, they are in the `update`, and there is no experience. `dropped` are
+    episodes that were given up since the step before, because they were too old, and `refilled`
+    those in whose place others were played. `num_reused` groups were trained on before.
     """
 
     plan: RolloutPlan
@@ -276,9 +276,9 @@ def choose_and_play(
             plan=plan,
             max_tokens=max_tokens,
             trajectories=own.trajectories if own else [],
-            experience=own.experience if own else None,
+            experience=own and rows_of(own, played),
             played=played,
-            load=measure_load(played),
+            load=measure_load(played, plan.num_slots),
             publish_bytes=num_bytes,
             publish_host_bytes=reads.num_bytes,
         )
@@ -308,7 +308,13 @@ def send_batch(
     update = StepUpdate(placement=placement, controls=controls, rng=rng)
     with only_on_devices(config.dispatch.forbid_host_bytes) as reads:
         update.parts += send_parts(
-            placement, done.experience, outcomes, length, position.averages, rng=rng
+            placement,
+            done.experience,
+            outcomes,
+            length,
+            position.averages,
+            rng=rng,
+            order=done.played.order,
         )
     done.dispatch_host_bytes, done.experience = reads.num_bytes, None
     return update

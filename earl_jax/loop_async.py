@@ -244,7 +244,7 @@ class AsyncPlayer:
             trajectories=done,
             experience=taken.experience,
             played=played,
-            load=measure_load(played),
+            load=measure_load(played, self._placement.rollout.num_slots),
             publish_bytes=num_bytes,
             publish_host_bytes=reads.num_bytes,
             dispatch_host_bytes=taken.dispatch_host_bytes,

@@ -4,8 +4,9 @@
 
 import contextlib
 import dataclasses
+import heapq
 import io
-import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,11 @@ def _train_in(
             progress.note(str(run.cluster))
         if cluster.count > 1:
             progress.note(run.cluster.order_in_words())
+            if not cluster.has_counters:
+                progress.note(
+                    "each process plays a fixed part of the episodes, because not all reach "
+                    "process 0 at its own port (docs/howto/hardware.md)"
+                )
         for note in (*notes, *run.notes):
             progress.note(note)
         recorder = Recorder(
@@ -353,10 +359,12 @@ class Training:
             self.ahead.look(self.placement, position.history)
         if step == 1 or last or step % config.log.trajectories_every_steps == 0:
             # Gathering all tokens is expensive: only at the steps that are written down.
-            own = trajectory_lines(record.trajectories)
-            cluster = self.run.cluster
-            each = cluster.of_players(cluster.gather(own, "the episodes to write down"))
-            self.recorder.write_episodes(step, itertools.chain.from_iterable(each))
+            numbers = [each.episode for each in record.trajectories]
+            own = list(zip(numbers, trajectory_lines(record.trajectories), strict=True))
+            each = self.run.cluster.gather(own, "the episodes to write down")
+            # Those of a process stay in its order.
+            merged = heapq.merge(*each, key=operator.itemgetter(0))
+            self.recorder.write_episodes(step, (line for _, line in merged))
         self._evaluate_if_due(position)
         self.look_for_a_signal()
         if self.stopped or self._is_due(step):

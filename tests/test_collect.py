@@ -17,7 +17,7 @@ from earl_jax.engine.engine import Engine
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.rollout.config import Limits
-from earl_jax.rollout.episode import Task
+from earl_jax.rollout.episode import Prompt, Task
 from earl_jax.sharding.layout import MeshShape
 from tests.support.environments import Talker, Watched
 from tests.support.episodes import (
@@ -25,6 +25,7 @@ from tests.support.episodes import (
     NUM_DEVICES,
     GrowPool,
     assert_same_episodes,
+    check_nothing_is_held,
     check_rows,
     check_turns,
     collect,
@@ -131,6 +132,48 @@ def test_no_slot_is_free_while_an_episode_waits(pool, games, monkeypatch):
             heapq.heappush(free_at, heapq.heappop(free_at) + rounds)
         ends.append(max(free_at))
     assert rollout.stats.rounds < max(ends)
+
+
+def test_tasks_that_come_from_elsewhere_begin_when_slots_are_free(pool, games, monkeypatch):
+    """Sixteen tasks are given, and 24 are taken as slots need them: no slot is ever free for one.
+
+    They come to the end of `todo` in groups of three, so that some wait for slots meanwhile.
+    """
+    todo, left, services, seen = tasks(16), tasks(40)[16:], [], []
+    player = engine()
+    play = player.play
+
+    def more(num_free):
+        assert 0 < num_free <= 16
+        taken, left[:] = left[: 3 * -(-num_free // 3)], left[3 * -(-num_free // 3) :]
+        return taken
+
+    def counting(*given, **settings):
+        (service,) = services
+        seen.append((service.num_live, service._scheduler.num_waiting, len(left)))
+        return play(*given, **settings)
+
+    monkeypatch.setattr(player, "play", counting)
+    rollout = collect(pool, todo, player=player, services=services, more=more)
+    check_rows(rollout, 40)
+    assert_same_episodes(games.trajectories, rollout.trajectories)
+    assert all(live == 16 or not waiting + behind for live, waiting, behind in seen)
+    assert all(waiting < 3 for _, waiting, _ in seen), "none is taken long before its slot is free"
+    assert {waiting for _, waiting, _ in seen} >= {0, 1}
+    check_nothing_is_held(services[0])
+
+
+def test_tasks_come_from_elsewhere_also_when_all_slots_are_free_at_once(pool):
+    """A prompt of a turn of one token, one after the other: each ends behind its only round."""
+    limits = Limits(max_turn_tokens=1)
+    prompts = [
+        Task(episode=number, group=number, prompt=Prompt(token_ids=(5, 6, 7)), limits=limits)
+        for number in range(4)
+    ]
+    left = prompts[1:]
+    rollout = collect(pool, prompts[:1], more=lambda num_free: [left.pop(0)] if left else [])
+    assert [trajectory.episode for trajectory in rollout.trajectories] == [0, 1, 2, 3]
+    assert all(trajectory.num_policy_tokens == 1 for trajectory in rollout.trajectories)
 
 
 @pytest.mark.slow

@@ -9,9 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from earl_jax.dispatch.pack import dispatch
+from earl_jax.dispatch.pack import dispatch, order_bytes, order_rows
 from earl_jax.trajectory import Experience
 from tests.support.batches import (
+    LENGTH,
     batch_by_hand,
     both_counters,
     layout_of,
@@ -185,7 +186,70 @@ def test_a_second_delivery_compiles_nothing():
     assert (np.asarray(deliveries[0].batch.tokens) != deliveries[1].batch.tokens).any()
 
 
+# Rows whose order is another than that of the episodes.
+
+# Of sixteen rows those of twelve episodes; half of them stay on their device of four.
+ORDER = (4, 0, 1, 7, 3, 8, 15, 2, 9, 14, 10, 12)
+
+
+@pytest.mark.parametrize(
+    "where", ["data=4 on 0 1 2 3", "data=2,tensor=4", "data=2,fsdp=2,tensor=2"]
+)
+def test_rows_are_ordered_bit_for_bit_and_no_byte_is_read(where):
+    experience, _, _ = make_experience()
+    # Bits that a sum of floats would change.
+    experience.logprobs[0, :3] = (-0.0, np.nan, np.inf)
+    layout = layout_of(where)
+    rows = place(experience, layout)
+    with both_counters() as (counter, reads):
+        ordered = jax.block_until_ready(order_rows(rows, ORDER, layout))
+    assert (counter.num_bytes, reads) == (0, [])
+    for name in ("tokens", "turn_ids", "logprobs", "versions"):
+        field = getattr(ordered, name)
+        assert field.sharding.is_equivalent_to(layout.activations("NS"), 2)
+        expected = getattr(experience, name)[list(ORDER)]
+        np.testing.assert_array_equal(np.asarray(field).view(np.int32), expected.view(np.int32))
+
+
+def test_bytes_of_rows_that_are_ordered_are_those_that_change_device():
+    experience, _, _ = make_experience()
+    # Four rows of each device become three: of 4 0 1 | 7 3 8 | 15 2 9 | 14 10 12 stay 0 1, 7, 9, 14
+    # and 12; the others are six rows of four fields.
+    layout = layout_of("data=4 on 0 1 2 3")
+    assert order_bytes(place(experience, layout), ORDER, layout) == 6 * LENGTH * 16
+    # Of the halves 0 to 7 and 8 to 15 the first half has 8 and the second 2; each on four devices.
+    layout = layout_of("data=2,tensor=4")
+    assert order_bytes(place(experience, layout), ORDER, layout) == 2 * LENGTH * 16 * 4
+
+
 # Over processes. Each of them runs this.
+
+
+def order_over_processes(where: str) -> list[int]:
+    """The first token of each row that this process has, of rows ordered over all processes."""
+    experience, _, _ = make_experience()
+    layout = layout_of(where)
+    rows = own_rows(experience, layout)
+    with both_counters() as (counter, reads):
+        ordered = jax.block_until_ready(order_rows(rows, ORDER, layout))
+    assert (counter.num_bytes, reads, ordered.tokens.shape) == (0, [], (len(ORDER), LENGTH))
+    for field, expected in zip(jax.tree.leaves(ordered), jax.tree.leaves(experience), strict=True):
+        for shard in field.addressable_shards:
+            np.testing.assert_array_equal(shard.data, expected[list(ORDER)][shard.index])
+    return [shard.index[0].start or 0 for shard in ordered.tokens.addressable_shards]
+
+
+@pytest.mark.parametrize(
+    ("where", "starts"),
+    [
+        ("data=4,tensor=2", [[0, 0, 3, 3], [6, 6, 9, 9]]),
+        ("data=4 on 0 1 2 3", [[0, 3, 6, 9], []]),
+    ],
+)
+@pytest.mark.slow_except("data=4,tensor=2-starts0")
+def test_rows_are_ordered_over_processes(where, starts):
+    results = Processes(2, 4, "test_dispatch_pack:order_over_processes", where).results()
+    assert results == starts
 
 
 def deliver_over_processes(source: str, target: str, length: int) -> list[str]:

@@ -5,6 +5,7 @@
 import contextlib
 import dataclasses
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -35,8 +36,10 @@ from earl_jax.launch.ending import end_together
 from earl_jax.launch.layouts import axes_across_hosts
 from earl_jax.launch.signals import INTERRUPTED
 from earl_jax.launch.start import exit_status
+from earl_jax.placement import rollouts
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.gather import total_stats
+from earl_jax.rollout.service import RolloutService
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.run.build import build_run
 from earl_jax.settings.errors import InputError
@@ -56,6 +59,7 @@ from tests.support.commands import (
 )
 from tests.support.processes import Processes as RealProcesses
 from tests.support.processes import free_port
+from tests.support.runs import TIMES
 
 # Who is who.
 
@@ -249,6 +253,7 @@ def test_episodes_are_cut_over_the_processes_that_play():
         range(8, 12),
     ]
     assert [len(cluster.own(range(16))) for cluster in each] == [5, 5, 6]
+    assert each[1].parts("abcdef") == ["ab", "cd", "ef"]
     apart = [cluster_of(index, num_rollout=4) for index in range(3)]
     assert [cluster.own(range(12)) for cluster in apart] == [range(6), range(6, 12), range(0)]
     assert [(p.plays, p.trains) for p in apart] == [(True, False), (True, False), (False, True)]
@@ -634,6 +639,70 @@ def test_two_processes_train_as_one_does(one, cache, tmp_path):
     assert [order in output for _, output, _ in ends] == [True, False]
     assert_same_run(one, run.workdir)
     assert_past_the_hosts(one, run.workdir)
+
+
+def play_unequally(slow: int, notes: str) -> None:
+    """Runs the command, whose process `slow` sleeps before each round of a rollout.
+
+    Each process notes how many episodes it played in each rollout.
+    """
+    from earl_jax.main import main
+
+    step, make_share, shares = RolloutService.step, rollouts.share_of, []
+
+    def sleepy(self):
+        if jax.process_index() == slow:
+            time.sleep(0.1)
+        return step(self)
+
+    def noted(*given):
+        shares.append(make_share(*given))
+        return shares[-1]
+
+    RolloutService.step, rollouts.share_of = sleepy, noted
+    try:
+        main()
+    finally:
+        played = [len(share.numbers) for share in shares]
+        Path(f"{notes}.{jax.process_index()}").write_text(json.dumps(played))
+
+
+# What the engines did, and which rows changed device.
+BY_WHO_PLAYS = {
+    "prefill_tokens",
+    "shared_tokens",
+    "copied_tokens",
+    "borrowed_slots",
+    "decode_rows",
+    "idle_rows",
+    "tokens_in_flight_max",
+    "dispatch_bytes",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_no_bit_depends_on_which_process_plays_what(cache, tmp_path):
+    """Sixteen of 32 episodes are in a queue; the process that does not sleep takes most."""
+    workdirs, played = [], []
+    for slow in range(2):
+        notes = tmp_path / f"played_{slow}"
+        program = f"import test_distributed as t; t.play_unequally({slow}, {str(notes)!r})"
+        given = ALL | {"rollout.order": "queue"}
+        run = Command(cache, tmp_path / f"slow_{slow}", 2, program=program, **given)
+        workdirs.append(run.done())
+        played.append([json.loads(Path(f"{notes}.{n}").read_text()) for n in range(2)])
+    for slow, each in enumerate(played):
+        # Two steps; evaluations of sixteen games have a slot for each.
+        steps = [pair for pair in zip(*each, strict=True) if sum(pair) == 32]
+        assert len(steps) == 2 and all(pair[slow] < 14 for pair in steps), played
+    for left, right in zip(*map(final_parameters, workdirs), strict=True):
+        np.testing.assert_array_equal(left, right)
+    for step in (1, 2):
+        assert episodes_of(workdirs[0], step) == episodes_of(workdirs[1], step)
+    for left, right in zip(*map(steps_of, workdirs), strict=True):
+        differ = {name for name in left.keys() | right if left.get(name) != right.get(name)}
+        assert differ <= TIMES | BY_WHO_PLAYS
 
 
 @pytest.fixture(scope="module")

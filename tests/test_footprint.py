@@ -221,18 +221,23 @@ def _engine_config(model, weight_dtype):
     )
 
 
+@pytest.mark.parametrize("batches", [1, 2])
 @pytest.mark.parametrize(
     ("num_slots", "num_rows", "num_players"),
     [(16, 16, 1), (16, 16, 8), (16, 16, 2), (9, 16, 1), (6, 12, 1), (16, 15, 1)],
 )
-def test_spare_rows_are_planned_as_the_engine_allocates_them(num_slots, num_rows, num_players):
+def test_spare_rows_are_planned_as_the_engine_allocates_them(
+    num_slots, num_rows, num_players, batches
+):
     """As the engine's rows, on eight devices with slots that may divide by none of them."""
     work = dataclasses.replace(
         WORK, num_slots=num_slots, num_rows=num_rows, num_players=num_players
     )
     parts = {"num_rows": num_rows, "num_slots": num_slots, "num_devices": 8}
-    rows = make_rows(**{name: number // num_players for name, number in parts.items()})
-    assert work.spare_rows(MeshShape(tensor=8)) == num_players * rows.total - num_rows
+    each = {name: number // num_players for name, number in parts.items()}
+    rows = make_rows(**each, batches=batches)
+    planned = num_rows * batches + work.spare_rows(MeshShape(tensor=8))
+    assert planned == num_players * rows.total
 
 
 def test_kinds_add_up_and_gradients_are_as_large_as_parameters():

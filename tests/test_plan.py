@@ -280,6 +280,16 @@ def test_a_plan_and_a_run_make_the_same_decisions(topology, processes, seed):
     assert None in found and len(found) > 2
 
 
+def test_processes_that_share_a_queue_have_rows_for_twice_their_parts():
+    overrides = ("rollout.num_slots=16", "rollout.episodes_per_step=64", "rollout.order=queue")
+    one, two = (problem_on(topology, *overrides) for topology in ("cpu:8", "cpu:2x4"))
+    assert (one.work.batches, two.work.batches) == (1, 2)
+    # 64 rows more of 128 tokens of 16 bytes, over eight devices.
+    totals = [each.bare_footprint(MeshShape(data=8), 16, 128).total for each in (one, two)]
+    assert totals[1] - totals[0] == 64 // 8 * 128 * 16
+    assert problem_on("cpu:2x4", *overrides, "rollout.order=fifo").work.batches == 1
+
+
 def test_presets_have_their_own_vocabulary_without_a_tokenizer(monkeypatch):
     monkeypatch.setattr(problem_module, "build_tokenizer", None)
     for name in PRESETS:

@@ -1,8 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Finding the lost process: the answers of others, and the meaning of silence."""
+"""Finding the lost process: the answers of others, and the meaning of silence. Counters of all."""
 
 import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
 
 from earl_jax.launch.presence import Place, Presence
 from earl_jax.telemetry.timing import StageTimer
@@ -42,3 +45,60 @@ def test_a_process_that_ends_is_blamed_only_if_it_failed_itself():
     assert failed.lost("the chip is lost") == ""
     asking.meet([Place(1, "a", HERE, survivor.port), Place(2, "b", HERE, failed.port)])
     assert asking.lost("no answer") == "process 2 on b failed: the chip is lost"
+
+
+# Counters.
+
+
+def presences(number: int) -> list[Presence]:
+    """Those of all processes, which know each other."""
+    every = [Presence(HERE) for _ in range(number)]
+    places = [Place(index, "host", HERE, one.port) for index, one in enumerate(every)]
+    for index, one in enumerate(every):
+        one.meet(places[:index] + places[index + 1 :])
+    return every
+
+
+def test_processes_that_count_at_once_get_different_numbers():
+    every = presences(3)
+    for counter in (1, 2):
+        assert {one.new_counter() for one in every} == {counter}
+
+        def take(one: Presence, counter: int = counter) -> list[int]:
+            return [one.count(counter, 2) for _ in range(50)]
+
+        with ThreadPoolExecutor(len(every)) as threads:
+            taken = list(threads.map(take, every))
+        assert sorted(sum(taken, [])) == list(range(0, 300, 2))
+        assert all(numbers == sorted(numbers) for numbers in taken)
+
+
+def test_what_is_no_request_ends_no_counter():
+    first, other = presences(2)
+    for words in (b"", b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"7\n", b"\xff\n"):
+        with socket.create_connection((HERE, first.port)) as stranger:
+            stranger.sendall(words)
+            stranger.shutdown(socket.SHUT_WR)
+            assert stranger.makefile("rb").read() == b""
+    assert (other.count(1, 5), other.count(1, 1), first.count(1, 1)) == (0, 5, 6)
+    with socket.create_connection((HERE, first.port)):
+        # It says nothing; the next one waits a second for it.
+        assert other.count(1, 1) == 7
+
+
+def test_process_0_that_has_ended_counts_no_more():
+    assert [one.reaches_first() for one in presences(2)] == [True, True]
+    other = Presence(HERE)
+    other.meet([Place(0, "host", "no-such-host.invalid", 1)])
+    assert not other.reaches_first()
+    other.meet([Place(0, "host", HERE, free_port())])
+    assert not other.reaches_first()
+    with pytest.raises(OSError):
+        other.count(1, 1)
+    with socket.create_server((HERE, 0)) as ending:
+        other.meet([Place(0, "host", HERE, ending.getsockname()[1])])
+        with ThreadPoolExecutor(1) as threads:
+            counting = threads.submit(other.count, 1, 1)
+            ending.accept()[0].close()
+            with pytest.raises(OSError):
+                counting.result(10)

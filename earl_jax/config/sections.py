@@ -306,6 +306,10 @@ class Config:
         num_tasks = self.rollout.episodes_per_step // self.rollout.group_size
         return open_environment(self.env, self.tasks, seed=self.seed, num_tasks=num_tasks)
 
+    def row_batches(self, num_players: int) -> int:
+        """Returns the most steps' episodes that have rows at once where so many processes play."""
+        return self.asynchrony.row_batches + self.rollout.has_queue(num_players)
+
     def corpus(self) -> list[str]:
         """Returns the text that the tokenizer of a run without a checkpoint is trained on.
 

@@ -20,6 +20,7 @@ from earl_jax.dispatch.plan import DispatchPlan, plan_dispatch
 from earl_jax.sharding.layout import Layout
 from earl_jax.sharding.placing import absent_tree, same_shards
 from earl_jax.sharding.reshard import absent_array, reshard
+from earl_jax.sharding.row_gather import gather_rows
 from earl_jax.trajectory import Experience, TrajectoryBatch
 
 
@@ -157,6 +158,49 @@ def join_rows(
         return absent_tree(shapes, shardings)
     rows = reshard(fit(rows, length), jax.tree.map(lambda _: own.activations("NS"), shapes))
     return same_shards(rows, shardings, shapes)
+
+
+def order_rows(rows: Experience, order: Sequence[int], layout: Layout) -> Experience:
+    """Returns the rows of these numbers in this order, cut over the same row shards.
+
+    They move between processes where need be; each device holds a field of all N rows meanwhile, 4
+    bytes a token, one field after the other. Every process that has a part of `layout` calls it
+    alike; another one gets rows of which it has no part. Donates nothing.
+
+    Args:
+        rows: on `layout`, as `join_rows` returns them.
+        order: numbers of N rows, which divide over the row shards.
+        layout: the rollout's, over the devices of all processes.
+    """
+    sharding = layout.activations("NS")
+    if not sharding.addressable_devices:
+        return jax.tree.map(
+            lambda field: absent_array((len(order), field.shape[1]), field.dtype, sharding), rows
+        )
+    return _orderer(layout)(rows, np.asarray(order, np.int32))
+
+
+def order_bytes(rows: Experience, order: Sequence[int], layout: Layout) -> int:
+    """Returns the bytes of rows that `order_rows` moves to other devices."""
+    shards = layout.num_row_shards
+    before = np.asarray(order) // (rows.tokens.shape[0] // shards)
+    after = np.arange(len(order)) // (len(order) // shards)
+    a_row = sum(field.shape[1] * field.dtype.itemsize for field in jax.tree.leaves(rows))
+    return int(np.count_nonzero(before != after)) * a_row * (layout.shape.num_devices // shards)
+
+
+@functools.lru_cache(maxsize=64)
+def _orderer(layout: Layout) -> Any:
+    rows = PartitionSpec(layout.row_axes)
+    ordered = jax.shard_map(
+        lambda experience, order_N: gather_rows(experience, order_N, layout.row_axes),
+        mesh=layout.mesh,
+        in_specs=(rows, PartitionSpec()),
+        out_specs=rows,
+        axis_names=layout.by_hand(layout.row_axes),
+        check_vma=False,
+    )
+    return jax.jit(ordered, out_shardings=layout.activations("NS"))
 
 
 def _plan(rows: Experience, shardings: Experience) -> DispatchPlan:

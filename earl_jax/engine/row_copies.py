@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from earl_jax.engine.decode_state import DecodeState
 from earl_jax.engine.round_inputs import NO_ID, NO_ROW
 from earl_jax.sharding.layout import Layout
+from earl_jax.sharding.row_gather import as_bits, gather_rows, local_rows
 from earl_jax.trajectory import Experience
 
 
@@ -73,7 +74,7 @@ class RowCopies:
         self._move_rows = over_rows(move_on_shard, row_shardings)
         self._write_ids = over_rows(write_on_shard, row_shardings.tokens)
         gathered = jax.shard_map(
-            lambda experience, rows_N: _gather(experience, rows_N, layout.row_axes),
+            lambda experience, rows_N: gather_rows(experience, rows_N, layout.row_axes),
             mesh=layout.mesh,
             in_specs=(rows, P()),
             out_specs=rows,
@@ -118,14 +119,14 @@ def _move_rows(
     """Runs `RowCopies.move_rows` for the shard whose rows begin at `first_row`."""
     num_rows, max_tokens = experience.tokens.shape
     sources_K, targets_K, counts_K = moves_K3.T
-    sources_K = _local(sources_K, first_row, num_rows)
-    targets_K = _local(targets_K, first_row, num_rows)
+    sources_K = local_rows(sources_K, first_row, num_rows)
+    targets_K = local_rows(targets_K, first_row, num_rows)
     counts_KP = jnp.arange(max_tokens)[None, :] < counts_K[:, None]
     fields, structure = jax.tree.flatten(experience)
     # As bits, so that all fields are one array, and a sum with zeros changes none.
     read_FKP = jnp.stack(
         [
-            jnp.where(counts_KP, _bits(field).at[sources_K].get(mode="fill", fill_value=0), 0)
+            jnp.where(counts_KP, as_bits(field).at[sources_K].get(mode="fill", fill_value=0), 0)
             for field in fields
         ]
     )
@@ -140,29 +141,6 @@ def _move_rows(
 
 def _write_ids(tokens: jax.Array, packed: jax.Array, first_row: jax.Array) -> jax.Array:
     """Runs `RowCopies.write_ids` for the shard whose rows begin at `first_row`."""
-    rows_K, ids_KP = _local(packed[:, 0], first_row, tokens.shape[0]), packed[:, 1:]
+    rows_K, ids_KP = local_rows(packed[:, 0], first_row, tokens.shape[0]), packed[:, 1:]
     before_KP = tokens.at[rows_K].get(mode="clip")
     return tokens.at[rows_K].set(jnp.where(ids_KP == NO_ID, before_KP, ids_KP), mode="drop")
-
-
-def _local(rows_K: jax.Array, first_row: jax.Array, num_rows: int) -> jax.Array:
-    """Returns row numbers within this shard; one past its end for rows of other shards."""
-    here_K = (rows_K >= first_row) & (rows_K < first_row + num_rows)
-    return jnp.where(here_K, rows_K - first_row, num_rows)
-
-
-def _bits(field: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(field, jnp.int32)
-
-
-def _gather(experience: Experience, rows_N: jax.Array, row_axes: tuple[str, ...]) -> Experience:
-    """Runs `RowCopies.gather` on a shard: each adds up its part of what all have read."""
-    num_rows = experience.tokens.shape[0]
-    local_N = _local(rows_N, jax.lax.axis_index(row_axes) * num_rows, num_rows)
-
-    def one(field: jax.Array) -> jax.Array:
-        read_NP = _bits(field).at[local_N].get(mode="fill", fill_value=0)
-        mine = jax.lax.psum_scatter(read_NP, row_axes, scatter_dimension=0, tiled=True)
-        return jax.lax.bitcast_convert_type(mine, field.dtype)
-
-    return jax.tree.map(one, experience)

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from earl_jax.launch.distributed import address_here, end_as_lost, end_process
-from earl_jax.launch.presence import Place, be_present, waits
+from earl_jax.launch.presence import Place, be_present, presence, waits
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 
@@ -68,7 +68,7 @@ class Cluster:
     for the others for `timeout_s` seconds ends with status 1.
 
     Example: two processes of four devices with `num_rollout` 4: the first plays and the second
-    trains. With `num_rollout` 0 both play half of the episodes, and train together.
+    trains. With `num_rollout` 0 both play, and train together.
     """
 
     index: int
@@ -194,10 +194,12 @@ class Cluster:
 
     def own(self, items: Any) -> Any:
         """Returns this process's part, maybe none, of a sequence that has an item per episode."""
-        if not self.plays:
-            return items[:0]
-        part, num = self.players.index(self.index), len(self.players)
-        return items[len(items) * part // num : len(items) * (part + 1) // num]
+        return self.parts(items)[self.players.index(self.index)] if self.plays else items[:0]
+
+    def parts(self, items: Any) -> list[Any]:
+        """Returns each player's part of a sequence that has an item per episode, or per group."""
+        num, total = len(self.players), len(items)
+        return [items[total * n // num : total * (n + 1) // num] for n in range(num)]
 
     def of_players(self, each: Sequence[Item]) -> list[Item]:
         """Returns the players' items of one for each process, in the order of the episodes."""
@@ -249,6 +251,26 @@ class Cluster:
     def barrier(self, what: str) -> None:
         """Returns when every process has called it."""
         self.gather(None, what)
+
+    @property
+    def has_counters(self) -> bool:
+        """True if all processes reach process 0 at its own port (launch/presence.py)."""
+        return self.count > 1 and presence().has_counters
+
+    def new_counter(self) -> int:
+        """Returns the number of a new counter, at 0. Every process calls it, in the same order."""
+        return presence().new_counter()
+
+    def add_to(self, counter: int, number: int, what: str) -> int:
+        """Adds `number` to the newest counter. Returns the value before, another to each call.
+
+        It asks process 0, and waits for nobody else. `what` is as for `gather`.
+        """
+        with self._limited(what):
+            try:
+                return presence().count(counter, number)
+            except OSError as error:
+                end_as_lost(self.who, f"{what}: process 0 does not answer ({error})")
 
     def wait(self, tree: Any, what: str) -> None:
         """Returns when this process's part of the arrays is there."""
@@ -344,13 +366,15 @@ def _hosts(timeout_s: float) -> tuple[str, ...]:
     processes = processes_only(timeout_s)
     hosts = tuple(processes.gather(socket.gethostname(), "the names of the hosts"))
     if processes.count > 1:
-        presence = be_present("127.0.0.1" if len(set(hosts)) == 1 else address_here())
-        each = processes.gather([presence.address, presence.port], "where the processes answer")
+        here = be_present("127.0.0.1" if len(set(hosts)) == 1 else address_here())
+        each = processes.gather([here.address, here.port], "where the processes answer")
         places = [
             Place(n, host, address or host, port)
             for n, (host, (address, port)) in enumerate(zip(hosts, each, strict=True))
         ]
-        presence.meet([place for place in places if place.index != processes.index])
+        here.meet([place for place in places if place.index != processes.index])
+        each = processes.gather(here.reaches_first(), "who reaches process 0")
+        here.has_counters = all(each)
     return hosts
 
 

@@ -1,9 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which process of a run is lost, and in which stage the others are.
+"""Which process of a run is lost, in which stage the others are, and counters that all share.
 
 JAX tells a process that another one is lost, and not which. So each process answers, in a thread
-and on a port of its own, with its stage; one that loses another asks all of them.
+and on a port of its own, with its stage; one that loses another asks all of them. Process 0 also
+counts there for all: two processes that take from a counter get different numbers.
 """
 
 import json
@@ -11,11 +12,16 @@ import socket
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from earl_jax.telemetry.timing import stage_now
 
 _ANSWER_S = 2.0
+# How long a connection may take to say what it asks. Others wait meanwhile.
+_REQUEST_S = 1.0
+# How long process 0 may take to answer a process that looks whether it can be reached.
+_REACHED_S = 10.0
+_LONGEST = 2**10
 # A process that ends because another one is lost answers for so long: it is not the lost one.
 LINGER_S = 3.0
 _NAMED = 8
@@ -39,6 +45,13 @@ class Presence:
         self._ends = False
         self._failed = ""
         self._others: tuple[Place, ...] = ()
+        # In every process: the number of counters so far. In process 0: the newest one and its
+        # value, which processes take from in turns.
+        self._num_counters = 0
+        self._counter, self._count = 0, 0
+        self._counts = threading.Lock()
+        # True if all processes can count, which no process knows by itself.
+        self.has_counters = False
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=128)
         self.address, self.port = address, int(self._listener.getsockname()[1])
@@ -51,6 +64,43 @@ class Presence:
     def waits(self, what: str) -> None:
         """Notes what this process waits for others with; "" for nothing."""
         self._waits_for = what
+
+    def new_counter(self) -> int:
+        """Returns the number of a new counter, at 0; every process calls it when all left the last.
+
+        Processes that make as many counters mean the same one by a number.
+        """
+        self._num_counters += 1
+        return self._num_counters
+
+    def count(self, counter: int, number: int) -> int:
+        """Adds `number` to the newest counter, at process 0. Returns the value before.
+
+        Raises OSError where process 0 has ended.
+        """
+        if (first := self._first) is None:
+            return self._count_here(counter, number)
+        return _answer_of(first, [counter, number], None)
+
+    def reaches_first(self) -> bool:
+        """Returns whether process 0 answers this one. Other hosts may not reach its port."""
+        try:
+            return self._first is None or bool(_answer_of(self._first, [], _REACHED_S))
+        except (OSError, ValueError):
+            return False
+
+    @property
+    def _first(self) -> Place | None:
+        """Process 0; None: this is it."""
+        return next((place for place in self._others if place.index == 0), None)
+
+    def _count_here(self, counter: int, number: int) -> int:
+        with self._counts:
+            if counter > self._counter:
+                self._counter, self._count = counter, 0
+            assert counter == self._counter, f"counter {counter} behind {self._counter}"
+            before, self._count = self._count, self._count + number
+            return before
 
     def lost(self, why: str) -> str:
         """Returns which processes are gone, or are not where this one waits, in words; "" for none.
@@ -76,17 +126,13 @@ class Presence:
         """Returns why another process may be the lost one; "" where it waits as this one does."""
         name = f"process {other.index} on {other.host}"
         try:
-            with socket.create_connection(other[2:], _ANSWER_S) as connection:
-                connection.settimeout(_ANSWER_S)
-                answer = json.loads(connection.makefile().readline() or "{}")
+            answer = _answer_of(other, [], _ANSWER_S)
         except ConnectionError:
             return f"{name} has ended"
         except TimeoutError:
             return f"{name} does not answer (stopped, or its host or network hangs)"
         except (OSError, ValueError) as error:
             return f"{name} cannot be reached ({error})"
-        if not answer:
-            return f"{name} has ended"
         if answer["failed"]:
             return f"{name} failed: {answer['failed']}"
         return "" if answer["waits"] else f"{name} is still in the stage {answer['stage']}"
@@ -94,17 +140,31 @@ class Presence:
     def _answer(self) -> None:
         while True:
             connection, _ = self._listener.accept()
-            answer = {
-                "stage": stage_now(),
-                "waits": self._ends or bool(self._waits_for),
-                "failed": self._failed,
-            }
             try:
                 with connection:
+                    connection.settimeout(_REQUEST_S)
+                    request = json.loads(connection.makefile().readline(_LONGEST))
+                    answer = self._count_here(*request) if request else self._here()
                     connection.sendall(json.dumps(answer).encode() + b"\n")
-            except OSError:
-                # The other process ended in between.
+            except (OSError, ValueError, TypeError, AssertionError):
+                # The other process ended in between, or is something else.
                 continue
+
+    def _here(self) -> dict[str, Any]:
+        return {
+            "stage": stage_now(),
+            "waits": self._ends or bool(self._waits_for),
+            "failed": self._failed,
+        }
+
+
+def _answer_of(place: Place, request: list[int], timeout_s: float | None) -> Any:
+    """Returns what a process answers: to [] where it is, to a counter and a number the count."""
+    with socket.create_connection(place[2:], timeout_s) as connection:
+        connection.sendall(json.dumps(request).encode() + b"\n")
+        if not (line := connection.makefile().readline()):
+            raise ConnectionResetError("it ended")
+    return json.loads(line)
 
 
 _presence: Presence | None = None
@@ -122,6 +182,12 @@ def waits(what: str) -> None:
     """Notes what this process waits for others with; "" for nothing."""
     if _presence is not None:
         _presence.waits(what)
+
+
+def presence() -> Presence:
+    """Returns the presence of this process, which is one of several."""
+    assert _presence is not None, "the processes have met"
+    return _presence
 
 
 def lost_in_words(why: str) -> tuple[str, str]:

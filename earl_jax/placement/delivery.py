@@ -9,10 +9,12 @@ import numpy as np
 
 from earl_jax.algorithms.advantages import assign_credit
 from earl_jax.algorithms.algorithm import Algorithm
-from earl_jax.dispatch.pack import dispatch, join_rows, sample_starts
+from earl_jax.dispatch.pack import dispatch, join_rows, order_bytes, order_rows, sample_starts
 from earl_jax.dispatch.packing import pack_rows
 from earl_jax.placement.packing import plan_batch
 from earl_jax.placement.placement import Placement
+from earl_jax.rollout.collect import Rollout
+from earl_jax.rollout.gather import Played, RowOrder
 from earl_jax.trajectory import Experience, Outcome, TrajectoryBatch
 
 
@@ -34,6 +36,12 @@ class Part:
 def fill_of(parts: Sequence[Part]) -> float:
     """Returns the fraction of the parts' positions that hold a token."""
     return sum(part.num_tokens for part in parts) / sum(part.batch.tokens.size for part in parts)
+
+
+def rows_of(rollout: Rollout, played: Played) -> Experience:
+    """Returns a copy of this process's rows, as many as of each process, for `send_parts`."""
+    order = played.order
+    return rollout.padded_experience(order.of_each) if order else rollout.experience
 
 
 def send_rows(
@@ -59,6 +67,7 @@ def send_parts(
     *,
     wait: bool = True,
     rng: np.random.Generator | None = None,
+    order: RowOrder | None = None,
 ) -> list[Part]:
     """Sends the rows of all processes to the training layout, with their advantages.
 
@@ -70,17 +79,18 @@ def send_parts(
         averages: the algorithm's before this step (`Algorithm.averages`).
         wait: return when the rows have arrived; if not, when they are on their way.
         rng: deals the groups out to config.train.mini_batches parts; None: there is one.
+        order: where the rows of the outcomes are; None: processes have them in this order.
     """
     stages, mesh = placement.stages, placement.rollout.mesh
     layouts, learner = stages.layouts, stages.learner
     own = rows_to_learn_from(experience, learner.config.ratio) if experience else None
-    rows = join_rows(
-        own,
-        layouts.engine(mesh),
-        layouts.rollout(mesh),
-        len(outcomes),
-        length,
-    )
+    source = layouts.rollout(mesh)
+    num_rows = order.of_each * len(stages.cluster.players) if order else len(outcomes)
+    rows, ordered_bytes = join_rows(own, layouts.engine(mesh), source, num_rows, length), 0
+    if order is not None:
+        # The batch, and so every bit that is learnt from it, is that of processes with fixed parts.
+        ordered_bytes = order_bytes(rows, order.rows, source)
+        rows = order_rows(rows, order.rows, source)
     layout = layouts.train(placement.train.mesh)
     facts = row_facts(learner.algorithm, outcomes, length, averages)
     own_facts = {name: stages.cluster.own(fact) for name, fact in facts.items()}
@@ -96,7 +106,7 @@ def send_parts(
     for each in dealt:
         packing = plan_batch(placement, each.tolist(), length, num_samples)
         batch = pack_rows(delivery.batch, packing, layout)
-        moved_bytes = 0 if parts else delivery.plan.moved_bytes
+        moved_bytes = 0 if parts else delivery.plan.moved_bytes + ordered_bytes
         parts.append(
             Part(batch=batch, length=length, num_tokens=int(each.sum()), moved_bytes=moved_bytes)
         )

@@ -147,7 +147,7 @@ def compiler_for(
             num_devices=len(players),
             seed=config.seed,
             model_logprobs=config.train.ratio == "model",
-            batches=config.asynchrony.row_batches,
+            batches=problem.work.batches,
         )
         engine = Engine(engine_config, make_layout(mesh, players))
         return engine.lower_play(max_tokens, Pool(mesh.data, plan.pages))

@@ -140,7 +140,6 @@ def workload(config: Config, model: ModelConfig, hardware: Hardware) -> Workload
         append_tokens=append_tokens_for(hardware.platform, model),
         burst=rollout.burst,
         page_size=rollout.tokens_a_page,
-        batches=config.asynchrony.row_batches,
         parts=config.asynchrony.parts,
         has_stream=train.sft_weight > 0,
         in_place_contexts=tuple(
@@ -215,6 +214,8 @@ def make_problem(
         rollout_stays=stays,
         preempted_bytes=int(rollout.preemption_host_gib * 2**30),
     )
+    batches = config.row_batches(problem.num_players)
+    problem = dataclasses.replace(problem, work=dataclasses.replace(problem.work, batches=batches))
     return with_splits(problem) if given == "auto" else problem
 
 

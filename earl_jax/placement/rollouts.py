@@ -15,6 +15,7 @@ from earl_jax.rollout.collect import Rollout
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.gather import Played, gather_outcomes
 from earl_jax.rollout.load import expected_tokens
+from earl_jax.rollout.share import Share, share_of
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.telemetry.load import Load
 from earl_jax.trajectory import Outcome
@@ -25,14 +26,16 @@ def play(
     placement: Placement,
     session: Session,
     tasks: Sequence[Task],
+    share: Share,
     load: Load | None,
     sampling: Sampling | None = None,
 ) -> Rollout:
-    """Plays the tasks from this session, which moves to other plans meanwhile where need be."""
+    """Plays a share of the tasks from this session, which moves to other plans where need be."""
     sessions = placement.sessions
     return actor.play(
         session,
         tasks,
+        share,
         sampling=sampling,
         grow=lambda session, tokens, pages: sessions.grow(session, tokens, pages, load),
         shrink=lambda session, live, longest: sessions.shrink(session, live, longest, load),
@@ -47,7 +50,7 @@ def play_all(
     load: Load | None,
     sampling: Sampling | None = None,
 ) -> tuple[Rollout | None, Played]:
-    """Plays this process's part of the tasks; the placement is then the same in all processes.
+    """Plays this process's share of the tasks; the placement is then the same in all processes.
 
     Returns:
         This process's rollout, None where it has no session, and what became of all tasks.
@@ -57,20 +60,34 @@ def play_all(
             with it where they noticed it too. No round waits for another process.
         RolloutShort: of several processes one had too little memory.
     """
-    cluster = placement.stages.cluster
-    own, rollout, shortage, stopped = cluster.own(tasks), None, None, ""
+    cluster, share = placement.stages.cluster, _share(placement, tasks)
+    rollout, shortage, stopped = None, None, ""
     try:
-        rollout = play(actor, placement, session, own, load, sampling) if session else None
+        rollout = play(actor, placement, session, tasks, share, load, sampling) if session else None
     except Stopped as stop:
         stopped = str(stop)
     except (jax.errors.JaxRuntimeError, BudgetTooSmall) as error:
         shortage = placement.shortage(error)
         if shortage is None:
             raise
-    played = gather_outcomes(cluster, rollout, placement.as_dict(), shortage, stopped)
+    finally:
+        if session and rollout is None:
+            share.close()
+    numbers = None if share.is_fixed else sorted(share.numbers)
+    played = gather_outcomes(cluster, rollout, placement.as_dict(), shortage, stopped, numbers)
     if played.placement != placement.as_dict():
         placement.restore(played.placement)
     return rollout, played
+
+
+def _share(placement: Placement, tasks: Sequence[Task]) -> Share:
+    """Returns this process's share of a rollout on the plan in use."""
+    cluster, rollout = placement.stages.cluster, placement.stages.rollout
+    number = len(cluster.players)
+    if not (rollout.has_queue(number) and cluster.has_counters):
+        return Share(cluster.own(range(len(tasks))))
+    num_rows = 2 * rollout.part(number).episodes_per_step
+    return share_of(tasks, cluster, placement.rollout.num_slots // number, num_rows)
 
 
 def play_batches(

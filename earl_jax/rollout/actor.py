@@ -18,6 +18,7 @@ from earl_jax.rollout.collect import Rollout, collect
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.service import RolloutService, Shrink
+from earl_jax.rollout.share import Share
 from earl_jax.settings.errors import InputError
 
 
@@ -64,6 +65,7 @@ class Actor:
         grow: Grow,
         shrink: Shrink | None = None,
         record_calls: Callable[[Answers], Answers] = lambda calls: calls,
+        more: Callable[[int], Sequence[Task]] = lambda num_free: (),
     ) -> RolloutService:
         """Returns a service that plays tasks from this session, which may move meanwhile."""
         own = self.rollout.part(len(self.cluster.players))
@@ -81,25 +83,31 @@ class Actor:
             look=self._look_for_a_signal,
             batches=self.batches,
             record_calls=record_calls,
+            more=more,
         )
 
     def play(
         self,
         session: Session,
         tasks: Sequence[Task],
+        share: Share,
         *,
         sampling: Sampling | None = None,
         grow: Grow,
         shrink: Shrink,
     ) -> Rollout:
-        """Plays the tasks from this session to their end; see `open`.
+        """Plays this process's share of the tasks from this session to its end; see `open`.
 
         Raises Stopped before the next round when there is a signal to stop.
         """
-        service = self.open(session, sampling=sampling, grow=grow, shrink=shrink)
-        rollout = collect(service, tasks)
+
+        def more(num_free: int) -> list[Task]:
+            return [tasks[number] for number in share.take(num_free)]
+
+        service = self.open(session, sampling=sampling, grow=grow, shrink=shrink, more=more)
+        rollout = collect(service, [tasks[number] for number in share.numbers])
         rollout.stats.hung_calls = self.pool.num_hung
-        return rollout
+        return rollout.sorted_by(share.numbers)
 
     def _look_for_a_signal(self) -> None:
         if signal_name := self.stop():

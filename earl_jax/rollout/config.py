@@ -131,7 +131,9 @@ class RolloutConfig:
     **Order.** Where a step has more episodes than there are slots, `order` is that in which they
     begin. "fifo": in the order of their tasks. "longest": of a step's, first one of each group,
     then those whose group's episodes are the longest so far, or were when the same task was played
-    before; so that the longest do not begin last. No token depends on it.
+    before; so that the longest do not begin last. No token depends on it. Of several processes each
+    plays a fixed part of the episodes, but with "queue": the order of "fifo", where those that have
+    free slots take the groups that none has begun (share.py).
 
     **KV cache.** `context_buckets` are the max tokens per episode that programs are compiled for;
     beyond the last they double. The cache comes in pages of `page_size` tokens, of which an episode
@@ -191,6 +193,16 @@ class RolloutConfig:
             self,
             num_slots=self.num_slots // num_players,
             episodes_per_step=self.episodes_per_step // num_players,
+        )
+
+    def has_queue(self, num_players: int) -> bool:
+        """Returns whether so many processes take a step's episodes off one queue (share.py).
+
+        Each then has rows for twice its part of them.
+        """
+        waits, fits = self.num_slots < self.episodes_per_step, self.group_size * num_players
+        return (
+            num_players > 1 and waits and fits <= self.episodes_per_step and self.order == "queue"
         )
 
     def computes_as(self, model_dtype: str) -> str:

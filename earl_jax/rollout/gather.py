@@ -2,36 +2,66 @@
 # SPDX-License-Identifier: Apache-2.0
 """Outcomes of a rollout that several processes play, gathered so that all know the same facts.
 
-Each process plays its part of the episodes on an engine of its own, and schedules by itself.
+Each process plays its share of the episodes on an engine of its own, and schedules by itself.
 """
 
 import dataclasses
+import itertools
+import operator
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from earl_jax.launch.cluster import Cluster
 from earl_jax.rollout.actor import Stopped
 from earl_jax.rollout.collect import Rollout
 from earl_jax.rollout.stats import RolloutStats
-from earl_jax.telemetry.metrics import sampling_kl
+from earl_jax.telemetry.metrics import mean_gap, sampling_gap
 from earl_jax.trajectory import Outcome
+
+
+class RowOrder(NamedTuple):
+    """Where the rows are of episodes that processes took off a queue, each in its own order.
+
+    Task i is row `rows[i]` of those of all processes that play, which have `of_each`. These are a
+    multiple of the tasks of a part, so that few programs are compiled for them.
+
+    Example: of tasks 0 to 3 the first process played 0, 2 and 3, and the second 1: it has row 0 of
+    four, and so `rows` are 0 4 1 2.
+    """
+
+    of_each: int
+    rows: tuple[int, ...]
+
+
+def row_order(numbers: Sequence[Sequence[int]]) -> RowOrder:
+    """Returns the order of rows where each process played the tasks of these numbers."""
+    total = sum(map(len, numbers))
+    part = max(1, -(-total // len(numbers)))
+    of_each = -(-max(map(len, numbers)) // part) * part
+    rows = {
+        number: player * of_each + row
+        for player, own in enumerate(numbers)
+        for row, number in enumerate(own)
+    }
+    assert sorted(rows) == list(range(total)), f"{total} tasks, of which some were played twice"
+    return RowOrder(of_each, tuple(rows[number] for number in range(total)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Played:
     """A rollout of all processes; the same in each of them.
 
-    `outcomes` are in the order of the tasks, which is that of the rows on the devices; `stats` are
-    those of all. `placement` is where the rollout ended (`Placement.as_dict`), in the process that
-    needed the longest rows. `sampling_kl` is that of metrics.jsonl.
+    `outcomes` are in the order of the tasks, which is that of the rows on the devices, unless there
+    is an `order` of these. `stats` are those of all. `placement` is where the rollout ended
+    (`Placement.as_dict`), in the process that needed the longest rows. `sampling_kl` is that of
+    metrics.jsonl.
     """
 
     outcomes: list[Outcome]
     stats: RolloutStats
     placement: dict[str, Any]
     sampling_kl: float | None
+    order: RowOrder | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,11 +92,13 @@ def gather_outcomes(
     placement: dict[str, Any],
     shortage: Shortage | None = None,
     stopped: str = "",
+    numbers: Sequence[int] | None = None,
 ) -> Played:
     """Returns the outcomes of all processes; every process calls it when its rollout has ended.
 
     `rollout` is None in a process that plays nothing, had a `shortage`, or was `stopped` by a
-    signal of this name.
+    signal of this name. `numbers` are those of its tasks, ascending; None: processes have fixed
+    parts of them.
 
     Raises:
         Stopped: some process was stopped.
@@ -83,8 +115,8 @@ def gather_outcomes(
             "outcomes": [dataclasses.asdict(trajectory.outcome) for trajectory in trajectories],
             "stats": dataclasses.asdict(rollout.stats),
             "placement": placement,
-            "sampling_kl": sampling_kl(trajectories),
-            "tokens": sum(trajectory.num_policy_tokens for trajectory in trajectories),
+            "gaps": [sampling_gap(trajectory) for trajectory in trajectories],
+            "numbers": numbers,
         }
     parts = cluster.of_players(cluster.gather(own, "the end of a rollout"))
     for part in parts:
@@ -93,16 +125,22 @@ def gather_outcomes(
     for part in parts:
         if "shortage" in part:
             raise RolloutShort(Shortage(**part["shortage"]))
-    gaps = [part["sampling_kl"] for part in parts if part["sampling_kl"] is not None]
-    weights = [part["tokens"] for part in parts if part["sampling_kl"] is not None]
+    outcomes = [_outcome(fields) for part in parts for fields in part["outcomes"]]
+    order = None
+    if numbers is not None:
+        order = row_order([part["numbers"] for part in parts])
+        played = itertools.chain.from_iterable(part["numbers"] for part in parts)
+        numbered = sorted(zip(played, outcomes, strict=True), key=operator.itemgetter(0))
+        outcomes = [outcome for _, outcome in numbered]
     return Played(
-        outcomes=[_outcome(fields) for part in parts for fields in part["outcomes"]],
+        outcomes=outcomes,
         stats=total_stats([RolloutStats(**part["stats"]) for part in parts]),
         placement=max(
             (part["placement"] for part in parts),
             key=lambda where: (where["max_tokens"], where["cache_tokens"]),
         ),
-        sampling_kl=float(np.average(gaps, weights=weights)) if gaps else None,
+        sampling_kl=mean_gap(gap for part in parts for gap in part["gaps"]),
+        order=order,
     )
 
 

@@ -3,6 +3,8 @@
 """Load of rollouts: measured from outcomes, and expected of the next one."""
 
 import dataclasses
+import heapq
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -11,15 +13,45 @@ from earl_jax.rollout.gather import Played
 from earl_jax.telemetry.load import Load, LoadHistory
 
 
-def measure_load(played: Played) -> Load:
-    """Returns the load of a rollout, for the selector."""
+def measure_load(played: Played, num_slots: int) -> Load:
+    """Returns the load of a rollout in so many slots, for the selector.
+
+    Of episodes that processes took off a queue it is the same whichever process played what.
+    """
     contexts = [outcome.num_tokens for outcome in played.outcomes]
+    in_flight = played.stats.tokens_in_flight_max
+    if played.order is not None:
+        in_flight = tokens_in_flight(contexts, num_slots)
     return Load(
         context_tokens_max=max(contexts),
         context_tokens_mean=float(np.mean(contexts)),
-        tokens_in_flight_max=played.stats.tokens_in_flight_max,
+        tokens_in_flight_max=in_flight,
         rollout_tokens=played.stats.rollout_tokens,
     )
+
+
+def tokens_in_flight(lengths: Iterable[int], num_slots: int) -> int:
+    """Returns the most tokens at once of episodes that grow alike, and begin as slots are free.
+
+    Example: lengths 2 4 3 in two slots: the first ends at 2, when the third begins; at 4 the second
+    ends with 4 tokens, beside 2 of the third: 6.
+    """
+    # (end, begin) of those that play, the first to end first; all grow by a token a unit of time.
+    playing: list[tuple[int, int]] = []
+    most = 0
+
+    def end_first() -> int:
+        nonlocal most
+        now, begin = heapq.heappop(playing)
+        most = max(most, now - begin + sum(now - other for _, other in playing))
+        return now
+
+    for length in lengths:
+        begin = end_first() if len(playing) == num_slots else 0
+        heapq.heappush(playing, (begin + length, begin))
+    while playing:
+        end_first()
+    return most
 
 
 def expected_load(rollout: RolloutConfig, history: LoadHistory) -> Load | None:

@@ -19,7 +19,7 @@ from typing import Literal
 
 from earl_jax.engine.rows import Rows
 
-Order = Literal["fifo", "longest"]
+Order = Literal["fifo", "longest", "queue"]
 # Lengths of a kind of task that are remembered.
 _REMEMBERED = 8
 

@@ -65,6 +65,7 @@ class RolloutService:
         look: Callable[[], None] = lambda: None,
         record_calls: Callable[[Answers], Answers] = lambda calls: calls,
         on_tokens: OnTokens = lambda ticket, tokens: None,
+        more: Callable[[int], Sequence[Task]] = lambda num_free: (),
     ) -> None:
         """Opens the service; `submit` gives it tasks, and `step` plays them.
 
@@ -88,13 +89,15 @@ class RolloutService:
             record_calls: wraps the calls of environments, whose answers come when they come.
             on_tokens: called with the tokens that an episode sampled, ticket by ticket, behind each
                 round.
+            more: called with the number of slots that are free while no task waits for them;
+                returns further tasks, () for none now.
         """
         self.session, self._config = session, config
         self._new_conversation = new_conversation
         self._make_environment, self._max_context = make_environment, max_context
         self._shrink, self._shrink_at = shrink, config.num_slots // 4
         # By ticket, not by slot: slots are used again.
-        self._look = look
+        self._look, self._more = look, more
         self._calls: Answers = record_calls(NoCalls() if pool is None else pool.calls(look))
         self._slots: list[LiveEpisode | None] = [None] * config.num_slots
         self._num_submitted, self._is_draining = 0, False
@@ -193,9 +196,9 @@ class RolloutService:
         return self._hand_out()
 
     def drain(self) -> Iterator[list[Finished]]:
-        """Plays all tasks to their end. Yields, round by round, the finished episodes."""
-        self._is_draining = True
-        while self.is_busy:
+        """Plays all tasks to their end, and `more` of them. Yields the finished ones of a round."""
+        while self.is_busy or self._submit_more():
+            self._is_draining = True
             yield self.step()
 
     def release(self, row: int) -> None:
@@ -317,8 +320,15 @@ class RolloutService:
             self._row_pool.hold(finished)
         return ready
 
+    def _submit_more(self) -> bool:
+        """Submits tasks that come from elsewhere where slots are free. False if none came."""
+        num_free = len(self._slots) - self.num_live - self._scheduler.num_waiting
+        tasks = self._more(num_free) if num_free > 0 else ()
+        return bool(tasks) and bool(self.submit(tasks))
+
     def _refill(self) -> bool:
         """Gives free slots waiting tasks, whose environments begin. False if none came."""
+        self._submit_more()
         free = self._blocks.by_age([slot for slot, e in enumerate(self._slots) if e is None])
         opened = {}
         offered = self._row_pool.offer(free)

@@ -147,7 +147,7 @@ def build_run(
         model_logprobs=config.train.ratio == "model",
         end_of_turn_ids=renderer.end_of_turn_ids,
         choice_branches=_choice_branches(config, played, renderer),
-        batches=config.asynchrony.row_batches,
+        batches=config.row_batches(len(cluster.players)),
     )
     stages = Stages(
         problem=problem,
@@ -169,7 +169,7 @@ def build_run(
         ),
         make=played.make,
         max_context=config.rollout.max_context(origin.max_context),
-        batches=config.asynchrony.row_batches,
+        batches=config.row_batches(len(cluster.players)),
         stop=stop,
     )
     tasks = Tasks(

@@ -11,7 +11,7 @@ left out.
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,14 +124,25 @@ def sampling_kl(trajectories: Sequence[Trajectory]) -> float | None:
     How far temperature, cuts and allowed replies lead away from the policy that is trained. None
     where log-probs under the model were not written down.
     """
+    return mean_gap(map(sampling_gap, trajectories))
+
+
+def sampling_gap(trajectory: Trajectory) -> tuple[float, int]:
+    """Returns the sum of an episode's tokens in `sampling_kl`, and their number."""
     gaps = [
         behaviour - model
-        for trajectory in trajectories
         for turn in trajectory.turns
         if turn.model_logprobs
         for behaviour, model in zip(turn.logprobs, turn.model_logprobs, strict=True)
     ]
-    return float(np.mean(gaps)) if gaps else None
+    return math.fsum(gaps), len(gaps)
+
+
+def mean_gap(gaps: Iterable[tuple[float, int]]) -> float | None:
+    """Returns `sampling_kl` from the sums and numbers of episodes; their order changes no bit."""
+    each = list(gaps)
+    number = sum(number for _, number in each)
+    return math.fsum(total for total, _ in each) / number if number else None
 
 
 def to_plain(value: Any, key: str = "metrics") -> Any:

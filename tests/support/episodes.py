@@ -190,6 +190,7 @@ def open_service(
     vacant=None,
     new_conversation=lambda: Conversation(renderer()),
     on_tokens=lambda ticket, tokens: None,
+    more=lambda num_free: (),
     **changes,
 ) -> RolloutService:
     """A service with these changes of CONFIG and CACHE_RULES."""
@@ -212,6 +213,7 @@ def open_service(
         shrink=shrink,
         cache_rules=dataclasses.replace(CACHE_RULES, **rules),
         on_tokens=on_tokens,
+        more=more,
     )
 
 
