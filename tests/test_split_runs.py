@@ -316,7 +316,8 @@ def test_killed_behind_a_move_it_goes_on_and_is_replayed_bit_for_bit(
     assert moves == [8], "one move, that of before the kill or its repetition"
     assert len(splits_of(steps_of(first))) == 2
     opened = [event["version"] for event in events if event["event"] == "open"]
-    assert opened == ([0, 10] if is_saved else [0])
+    # A step or two may have gone on before the kill.
+    assert opened in ([[0, 10], [0, 12], [0, 14]] if is_saved else [[0]])
     config, _ = replayed_config(first, *parse_flags([f"--replay={first}", f"--workdir={again}"]))
     train(config, again, replay=first)
     assert (again / EVENTS).read_text() == (first / EVENTS).read_text()
