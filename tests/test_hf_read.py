@@ -19,6 +19,7 @@ from earl_jax.models.checkpoints import hf_read
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.parameters import parameter_shardings, parameter_specs
 from earl_jax.placement.rollouts import play
+from earl_jax.rollout.share import Share
 from earl_jax.run.build import build_run
 from earl_jax.sharding.layout import MeshShape, make_layout
 from tests.support.placements import seated
@@ -328,7 +329,9 @@ def test_a_game_that_outgrows_the_checkpoint_ends_there(tmp_path):
         "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "table": "model"},
     }
     run, session, placement = seated(given)
-    trajectories = play(run.actor, placement, session, run.tasks.training(0), None).trajectories
+    tasks = run.tasks.training(0)
+    share = Share(range(len(tasks)))
+    trajectories = play(run.actor, placement, session, tasks, share, None).trajectories
     assert max(t.num_tokens for t in trajectories) <= 64
     ended = {t.stop_reason: t for t in trajectories}
     assert {"win", "episode_too_long"} <= set(ended)

@@ -15,6 +15,7 @@ from earl_jax.engine.config import Sampling
 from earl_jax.loop import rl_step
 from earl_jax.placement.rollouts import play
 from earl_jax.rollout.config import Limits
+from earl_jax.rollout.share import Share
 from earl_jax.rollout.tasks import Tasks
 from earl_jax.run.build import build_run
 from tests.support.episodes import assert_same_episodes
@@ -178,7 +179,9 @@ def test_rollout_that_outgrows_the_budget_goes_on_elsewhere_with_the_same_episod
         placement.sessions.grow = noting
         session, _ = placement.sessions.open(params, version=0)
         tasks, sampling = world.tasks.training(0), Sampling(temperature=temperature)
-        return play(world.actor, placement, session, tasks, None, sampling), placement, moves
+        share = Share(range(len(tasks)))
+        played = play(world.actor, placement, session, tasks, share, None, sampling)
+        return played, placement, moves
 
     stayed, _, moves = rollout(table(world))
     assert {(was, is_) for was, is_, _ in moves} == {(D8, D8)}

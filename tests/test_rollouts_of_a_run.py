@@ -10,6 +10,7 @@ import pytest
 from earl_jax.loop import evaluate, rl_step
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import play
+from earl_jax.rollout.share import Share
 from earl_jax.run.build import Run, build_run
 from earl_jax.run.workdir import Position
 from earl_jax.selector.table import ThroughputTable
@@ -84,7 +85,7 @@ def test_a_prompt_is_read_once_by_several_rollouts_of_one_policy_version():
     tasks = world().tasks.evaluation(16)[::2]
 
     def played(session):
-        return play(world().actor, placement, session, tasks, None)
+        return play(world().actor, placement, session, tasks, Share(range(len(tasks))), None)
 
     first = played(open_session(placement, position, 0))
     (prompt,) = {trajectory.turns[0].token_ids for trajectory in first.trajectories}
