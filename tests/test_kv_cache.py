@@ -127,7 +127,7 @@ def attend(cache, query, cached, counts, *, tile=Tile(4, 1), **settings):  # noq
     [
         ({}, Tile(4, 1), 1),
         ({}, Tile(ROWS, 2), 5),
-        ({}, Tile(3, 1, few=2), 5),
+        ({}, Tile(3, 1), 5),
         ({"window": 3}, Tile(ROWS, 2), 1),
         ({"window": 3}, Tile(3, 9), 5),
         ({"window": 12, "softcap": 2.0}, Tile(3, 9), 1),
@@ -160,7 +160,7 @@ def test_attention_over_pages_is_attention_over_dense_keys(filled, length, setti
 def test_a_row_gets_the_same_bits_whoever_its_neighbours_are(filled):
     cache, _, _, cached = filled
     query = jnp.asarray(np.random.default_rng(1).normal(size=(ROWS, 1, 2, 3, 8)), jnp.float32)
-    run = jax.jit(functools.partial(attend, tile=Tile(4, 1, few=2)))
+    run = jax.jit(functools.partial(attend, tile=Tile(4, 1)))
     ones = np.ones(ROWS, np.int32)
     whole = np.asarray(run(cache, query, cached, ones))
     order = np.random.default_rng(2).permutation(ROWS)
@@ -170,7 +170,7 @@ def test_a_row_gets_the_same_bits_whoever_its_neighbours_are(filled):
     np.testing.assert_array_equal(run(cache, query, cached, some)[some == 1], whole[some == 1])
 
 
-@pytest.mark.parametrize("tile", [Tile(4, 1), Tile(4, 1, few=2), Tile(ROWS, 2)], ids=str)
+@pytest.mark.parametrize("tile", [Tile(4, 1), Tile(2, 1), Tile(ROWS, 2)], ids=str)
 @pytest.mark.parametrize("window", [None, 3, 20])
 def test_a_query_gets_the_same_bits_wherever_its_chunk_begins(filled, window, tile):
     """Five queries at once are the same as one by one, in chunks of as many tokens."""
