@@ -13,23 +13,20 @@ import argparse
 import dataclasses
 import math
 import os
-import socket
 import statistics
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks.choose import problem_on
 from benchmarks.pages import replace_table, table
+from benchmarks.pinned import run_pinned
 from earl_jax.selector.plans import RolloutPlan, TrainPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.schedule import make_schedule
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.telemetry.metrics import read_metrics
 
-ROOT = Path(__file__).parents[1]
 PAGE = Path(__file__).with_suffix(".md")
 # By the number of devices; v5p is a torus of three axes.
 TOPOLOGIES = {
@@ -119,30 +116,18 @@ def tokens_per_s(num: int, workdir: Path, steps: int) -> dict[str, Any]:
     """
     if num not in (1, 2, 4):
         raise SystemExit(f"--processes={num}: the run has four devices, for 1, 2 or 4 processes")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    cores, folder = sorted(os.sched_getaffinity(0)), workdir / f"{num}_processes"
-    started = []
-    for n in range(num):
-        line = ["taskset", "-c", str(cores[n % len(cores)]), sys.executable, "-m", "earl_jax.main"]
-        line += ["--config=configs/tictactoe_tiny_cpu.py", f"--workdir={folder}"]
-        line += [f"--config.num_steps={WARM + steps}", "--config.eval.every_steps=100000"]
-        # One mesh for both stages: the number of processes is all that differs.
-        line += [f"--config.devices.num_cpu_devices={4 // num}"]
-        line += [f"--config.selector.{stage}_meshes=('data=4',)" for stage in ("rollout", "train")]
-        if num > 1:
-            line += [f"--config.distributed.coordinator=127.0.0.1:{port}"]
-            line += [f"--config.distributed.num_processes={num}"]
-            line += [f"--config.distributed.process_id={n}"]
-        started.append(subprocess.Popen(line, cwd=ROOT, stdout=subprocess.DEVNULL))
-    statuses = [process.wait() for process in started]
-    if any(statuses):
-        raise SystemExit(f"the run of {num} processes ended with {statuses}")
+    cores, folder = len(os.sched_getaffinity(0)), workdir / f"{num}_processes"
+    flags = ["--config=configs/tictactoe_tiny_cpu.py", f"--workdir={folder}"]
+    flags += [f"--config.num_steps={WARM + steps}", "--config.eval.every_steps=100000"]
+    # One mesh for both stages: the number of processes is all that differs.
+    flags += [f"--config.devices.num_cpu_devices={4 // num}"]
+    flags += [f"--config.selector.{stage}_meshes=('data=4',)" for stage in ("rollout", "train")]
+    run_pinned(["-m", "earl_jax.main"], flags, num)
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if "eval" not in row]
     timed = [row for row in rows if row["step"] > WARM]
     return {
         "processes": num,
-        "cores": min(num, len(cores)),
+        "cores": min(num, cores),
         "rollout tokens/s": statistics.median(row["rollout_tokens_per_s"] for row in timed),
         "train tokens/s": statistics.median(row["train_tokens_per_s"] for row in timed),
         "steps": len(timed),

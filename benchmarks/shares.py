@@ -11,11 +11,7 @@ tokens. A rollout takes as long as the process that ends last; the other one wai
 
 import argparse
 import json
-import os
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -25,11 +21,11 @@ import jax
 
 from benchmarks.asynchrony import SETTINGS
 from benchmarks.pages import replace_table, table
+from benchmarks.pinned import run_pinned
 from earl_jax.main import main as run_main
 from earl_jax.rollout.actor import Actor
 from earl_jax.telemetry.metrics import read_metrics
 
-ROOT = Path(__file__).parents[1]
 PAGE = Path(__file__).with_suffix(".md")
 NUM = 2
 # Steps at the start whose programs are compiled, or loaded.
@@ -83,19 +79,7 @@ def measure(name: str, steps: int, folder: Path) -> dict[str, Any]:
         f"def get_config():\n    return ConfigDict({settings!r})\n"
     )
     program = f"from benchmarks import shares; shares.play({str(notes)!r})"
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    cores, started = sorted(os.sched_getaffinity(0)), []
-    for number in range(NUM):
-        command = ["taskset", "-c", str(cores[number % len(cores)]), sys.executable, "-c", program]
-        command += [f"--config={file}", f"--workdir={workdir}"]
-        command += [f"--config.distributed.coordinator=127.0.0.1:{port}"]
-        command += [f"--config.distributed.num_processes={NUM}"]
-        command += [f"--config.distributed.process_id={number}"]
-        started.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL))
-    statuses = [process.wait() for process in started]
-    if any(statuses):
-        raise SystemExit(f"the run with {name} ended with {statuses}")
+    run_pinned(["-c", program], [f"--config={file}", f"--workdir={workdir}"], NUM)
     each = [
         [json.loads(text) for text in Path(f"{notes}.{number}").read_text().splitlines()]
         for number in range(NUM)

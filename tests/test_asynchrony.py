@@ -8,9 +8,6 @@ import gc
 import itertools
 import json
 import random
-import signal
-import subprocess
-import sys
 import time
 import weakref
 
@@ -28,14 +25,13 @@ from earl_jax.settings.errors import InputError, RunError
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.training import train
 from earl_jax.trajectory import Experience
-from tests.support import ROOT
 from tests.support.placements import TINY, begin
 from tests.support.runs import (
     assert_equal,
     check_bound,
-    environment,
     episodes_of,
     final_parameters,
+    kill,
     steps_of,
 )
 from tests.support.settings import make_config, small
@@ -203,26 +199,17 @@ def test_killed_at_any_moment_it_uses_each_task_as_often_and_can_be_replayed(tmp
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     first, again, steps = tmp_path / "run", tmp_path / "again", 7
     given = small({**given_of(), "num_steps": steps})
-    file = tmp_path / "config.py"
-    file.write_text(
-        "from ml_collections import ConfigDict\n"
-        f"def get_config():\n    return ConfigDict({given!r})\n"
-    )
-    line = [sys.executable, "-m", "earl_jax.main", f"--config={file}", f"--workdir={first}"]
-    surroundings = environment(tmp_path / "cache") | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(line, cwd=ROOT, env=surroundings, stdout=subprocess.DEVNULL)
-    metrics, deadline = first / "metrics.jsonl", time.monotonic() + 240
-    saved = first / "checkpoints" / "2"
-    while not (saved.exists() and '{"step": 3, "time_s"' in metrics.read_text()):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.005)
-    time.sleep(random.uniform(0.0, 0.2))
-    process.kill()
-    assert process.wait() == -signal.SIGKILL, "it was done before"
+    saved, metrics = first / "checkpoints" / "2", first / "metrics.jsonl"
+
+    def is_behind_its_third_step() -> bool:
+        if not (saved.exists() and '{"step": 3, "time_s"' in metrics.read_text()):
+            return False
+        time.sleep(random.uniform(0.0, 0.2))
+        return True
+
+    go_on = kill(tmp_path, first, given, is_behind_its_third_step)
     before = read_events(first) if (first / EVENTS).read_text().endswith("\n") else None
-    done = subprocess.run(line, cwd=ROOT, env=surroundings, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "resuming" in done.stdout
+    assert "resuming" in go_on()
     # Each task in the step in which a run left alone trains on it, and within the bound.
     assert episodes_by_step(first) == {
         f"step_{step + 1:06d}.jsonl": list(range(step * EPISODES, (step + 1) * EPISODES))

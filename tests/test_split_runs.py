@@ -4,10 +4,6 @@
 
 import itertools
 import json
-import signal
-import subprocess
-import sys
-import time
 from types import SimpleNamespace
 
 import jax
@@ -27,14 +23,13 @@ from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import WINDOW
 from earl_jax.training import train
-from tests.support import ROOT
 from tests.support.placements import TINY, first_position, table_of
 from tests.support.runs import (
     assert_equal,
     check_bound,
-    environment,
     episodes_of,
     final_parameters,
+    kill,
     steps_of,
 )
 from tests.support.settings import make_config, small
@@ -284,31 +279,17 @@ def test_killed_behind_a_move_it_goes_on_and_is_replayed_bit_for_bit(
     """SIGKILL when the move, of step 9 or a little later, is in a checkpoint, or in none."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     first, again, steps = tmp_path / "run", tmp_path / "again", 20
-    file = tmp_path / "config.py"
     given = small(shifting(steps, table_path))
     given["checkpoint"] = {"every_steps": 2 if is_saved else steps}
-    file.write_text(
-        "from ml_collections import ConfigDict\n"
-        f"def get_config():\n    return ConfigDict({given!r})\n"
-    )
-    line = [sys.executable, "-m", "earl_jax.main", f"--config={file}", f"--workdir={first}"]
-    surroundings = environment(tmp_path / "cache") | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(line, cwd=ROOT, env=surroundings, stdout=subprocess.DEVNULL)
-    metrics, deadline = first / "metrics.jsonl", time.monotonic() + 400
+    metrics = first / "metrics.jsonl"
 
     def has_moved() -> bool:
         lines = steps_of(first) if metrics.exists() else []
         is_there = not is_saved or (first / "checkpoints" / "14").exists()
         return is_there and len(splits_of(lines)) > 1
 
-    while not has_moved():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL, "it was done before"
-    done = subprocess.run(line, cwd=ROOT, env=surroundings, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert ("resuming" in done.stdout) == is_saved
+    go_on = kill(tmp_path, first, given, has_moved)
+    assert ("resuming" in go_on()) == is_saved
     assert episodes_of(first) == dict.fromkeys(range(steps * 24), 1)
     check_bound(steps_of(first), 2)
     events = read_events(first)

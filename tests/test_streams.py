@@ -42,6 +42,7 @@ from earl_jax.train.step import read_metrics
 from earl_jax.training import train
 from earl_jax.trajectory import TrajectoryBatch
 from tests.support import ROOT
+from tests.support.batches import make_turns
 from tests.support.placements import TINY, begin, hungry
 from tests.support.runs import final_parameters, final_state, timeless
 from tests.support.settings import make_config
@@ -53,21 +54,7 @@ TRAIN = TrainConfig(max_grad_norm=1e9)
 ONE, CUBE, F8 = MeshShape(), MeshShape(data=2, fsdp=2, tensor=2), MeshShape(fsdp=8)
 CONTROLS = np.array([1e-3, 0.01], np.float32)
 WEIGHT = 0.75
-
-
-def make_batch(seed: int = 0) -> TrajectoryBatch:
-    """On the host: a prompt of 3 tokens, then replies of 3 and answers of 2."""
-    rng = np.random.default_rng(seed)
-    shape, positions = (ROWS, LENGTH), np.arange(LENGTH)
-    turn_ids = np.where((positions >= 3) & ((positions - 3) % 5 < 3), 1 + (positions - 3) // 5, 0)
-    return TrajectoryBatch(
-        tokens=rng.integers(0, VOCAB, shape).astype(np.int32),
-        segment_ids=np.ones(shape, np.int32),
-        turn_ids=np.broadcast_to(turn_ids, shape).astype(np.int32),
-        logprobs=-rng.random(shape, np.float32) * 4,
-        versions=np.zeros(shape, np.int32),
-        advantages=rng.normal(size=shape).astype(np.float32),
-    )
+make_batch = functools.partial(make_turns, VOCAB, ROWS, LENGTH)
 
 
 @functools.cache

@@ -63,9 +63,9 @@ class Cluster:
     are equal or disjoint. But where the selector chooses among `splits`, numbers of devices that
     play, they are those that may play and those that may train: a rollout's mesh is over the first
     of these, a trainer's over the last, and both together over all devices once. Every process that
-    plays has the same number of rollout devices. `hosts`
-    are the names of the processes' hosts, process by process. A process that waits
-    for the others for `timeout_s` seconds ends with status 1.
+    plays has the same number of rollout devices. `hosts` are the names of the processes' hosts,
+    process by process. A process that waits for the others for `timeout_s` seconds ends with
+    status 1.
 
     Example: two processes of four devices with `num_rollout` 4: the first plays and the second
     trains. With `num_rollout` 0 both play, and train together.

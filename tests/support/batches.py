@@ -118,3 +118,18 @@ def matching_fields(batch: TrajectoryBatch, expected: dict[str, np.ndarray]) -> 
             np.testing.assert_array_equal(got, wanted, err_msg=name)
             seen.append(name)
     return sorted(set(seen))
+
+
+def make_turns(vocab: int, rows: int, length: int, seed: int = 0) -> TrajectoryBatch:
+    """On the host: a prompt of 3 tokens, then replies of 3 and answers of 2."""
+    rng = np.random.default_rng(seed)
+    shape, positions = (rows, length), np.arange(length)
+    turn_ids = np.where((positions >= 3) & ((positions - 3) % 5 < 3), 1 + (positions - 3) // 5, 0)
+    return TrajectoryBatch(
+        tokens=rng.integers(0, vocab, shape).astype(np.int32),
+        segment_ids=np.ones(shape, np.int32),
+        turn_ids=np.broadcast_to(turn_ids, shape).astype(np.int32),
+        logprobs=-rng.random(shape, np.float32) * 4,
+        versions=np.zeros(shape, np.int32),
+        advantages=rng.normal(size=shape).astype(np.float32),
+    )

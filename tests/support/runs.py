@@ -3,8 +3,11 @@
 """Runs of `python -m earl_jax.main` in processes of their own, and their results."""
 
 import collections
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -117,3 +120,34 @@ def check_bound(lines, bound: int) -> None:
         assert line["version_lag_max"] <= bound
         assert len(line["staleness_tokens"]) == line["version_lag_max"] + 1
         assert sum(line["staleness_tokens"]) > 0
+
+
+def kill(
+    folder: Path, workdir: Path, given: dict, is_time: Callable[[], bool]
+) -> Callable[[], str]:
+    """Kills a run of these settings with SIGKILL when it is time.
+
+    `given` are settings as in a file of --config; `folder` is for that file and the caches. Returns
+    a function that goes on with the run to its end and returns what it printed.
+    """
+    file = folder / "config.py"
+    file.write_text(
+        "from ml_collections import ConfigDict\n"
+        f"def get_config():\n    return ConfigDict({given!r})\n"
+    )
+    line = [sys.executable, "-m", "earl_jax.main", f"--config={file}", f"--workdir={workdir}"]
+    variables = environment(folder / "cache") | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(line, cwd=ROOT, env=variables, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 400
+    while not is_time():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL, "it was done before"
+
+    def go_on() -> str:
+        done = subprocess.run(line, cwd=ROOT, env=variables, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return go_on
