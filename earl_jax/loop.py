@@ -176,35 +176,15 @@ def rl_step(
     )
     placement.observations.add_speed(done.plan, done.max_tokens, speeds[0])
     placement.observations.add_speed(train_plan, length, speeds[1])
-    is_masked = config.asynchrony.rule == "mask"
-    record = StepRecord(
-        step=step + 1,
-        trajectories=done.trajectories,
-        outcomes=done.played.outcomes,
-        trained=counted(run.learner.algorithm, done.played.outcomes),
-        oldest_version=step - config.asynchrony.max_staleness if is_masked else 0,
-        sampling_kl=done.played.sampling_kl,
-        stats=done.played.stats,
-        load=done.load,
-        rollout_mesh=rollout_mesh,
-        rollout_max_tokens=max_tokens,
-        learning_rate=float(update.controls[0]),
-        entropy_coefficient=float(update.controls[1]),
-        updates=updates[: update.num_updates],
-        num_epochs=config.train.epochs,
-        sft_updates=updates[update.num_updates :],
-        batches=[part.batch for part in update.parts] if count_skipped(updates) else [],
-        packing_fill=fill_of(update.parts),
-        is_streamed=is_streamed,
-        dispatch_bytes=sum(part.moved_bytes for part in update.parts),
-        dispatch_host_bytes=host_bytes[0],
-        publish_bytes=done.publish_bytes,
-        publish_host_bytes=host_bytes[1],
+    record = record_of(
+        run,
+        step,
+        done,
+        update,
+        updates,
+        ended_on=(rollout_mesh, max_tokens),
+        host_bytes=(host_bytes[0], host_bytes[1]),
         stage_s=timer.seconds,
-        group_shares=group_shares(run.learner.algorithm, [*done.played.outcomes, *done.refilled]),
-        dropped=done.dropped,
-        refilled=done.refilled,
-        num_reused=done.num_reused,
     )
     after = Position(
         step=step + 1,
@@ -215,6 +195,55 @@ def rl_step(
         averages=next_averages(run.learner.algorithm, done.played.outcomes, position.averages),
     )
     return after, record
+
+
+def record_of(
+    run: Run,
+    step: int,
+    done: PlayedStep,
+    update: StepUpdate,
+    updates: list[Metrics],
+    *,
+    ended_on: tuple[str, int],
+    host_bytes: tuple[int | None, int | None],
+    stage_s: dict[str, float],
+) -> StepRecord:
+    """Returns the record of the step behind `step` others.
+
+    Of the metrics `updates` the first are those of `update`. The rollout ended on the mesh and in
+    the context bucket of `ended_on`. `host_bytes` are those of dispatch and of publishing.
+    """
+    config, algorithm, outcomes = run.config, run.learner.algorithm, done.played.outcomes
+    is_masked = config.asynchrony.rule == "mask"
+    return StepRecord(
+        step=step + 1,
+        trajectories=done.trajectories,
+        outcomes=outcomes,
+        trained=counted(algorithm, outcomes),
+        oldest_version=step - config.asynchrony.max_staleness if is_masked else 0,
+        sampling_kl=done.played.sampling_kl,
+        stats=done.played.stats,
+        load=done.load,
+        rollout_mesh=ended_on[0],
+        rollout_max_tokens=ended_on[1],
+        learning_rate=float(update.controls[0]),
+        entropy_coefficient=float(update.controls[1]),
+        updates=updates[: update.num_updates],
+        num_epochs=config.train.epochs,
+        sft_updates=updates[update.num_updates :],
+        batches=[part.batch for part in update.parts] if count_skipped(updates) else [],
+        packing_fill=fill_of(update.parts),
+        is_streamed=done.update is not None,
+        dispatch_bytes=sum(part.moved_bytes for part in update.parts),
+        dispatch_host_bytes=host_bytes[0],
+        publish_bytes=done.publish_bytes,
+        publish_host_bytes=host_bytes[1],
+        stage_s=stage_s,
+        group_shares=group_shares(algorithm, [*outcomes, *done.refilled]),
+        dropped=done.dropped,
+        refilled=done.refilled,
+        num_reused=done.num_reused,
+    )
 
 
 def count_failed_steps(env: EnvConfig, failures: Failures, before: Position) -> int:

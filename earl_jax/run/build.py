@@ -13,7 +13,7 @@ from earl_jax.config import Config
 from earl_jax.engine.choices import choice_tree
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.conversation import Conversation
-from earl_jax.envs.environment import Chooses
+from earl_jax.envs.environment import Chooses, Environment
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.registry import Played
 from earl_jax.launch.cluster import Cluster, find_cluster
@@ -27,7 +27,7 @@ from earl_jax.models.attention.kernels import (
 from earl_jax.models.attention.rows import BLOCK_SIZE
 from earl_jax.placement.facts import facts_of, open_table
 from earl_jax.placement.problem import hardware_of_devices, make_problem
-from earl_jax.placement.stages import Stages
+from earl_jax.placement.stages import Stages, make_learner
 from earl_jax.rollout.actor import Actor
 from earl_jax.rollout.engines import Engines
 from earl_jax.rollout.origin import Origin, open_origin
@@ -122,20 +122,6 @@ def build_run(
     problem = _problem(config, origin, cluster)
     cluster = cluster.split_by(problem.splits) if problem.splits else cluster
     layouts, played = Layouts(cluster), config.open_environment()
-    learner = Learner(
-        origin.model,
-        config.train,
-        config.make_algorithm(),
-        vocab_size=origin.vocab_size,
-        temperature=config.train_temperature,
-        importance_cap=config.importance_cap,
-        has_versions=config.asynchrony.max_staleness > 0,
-        networks=config.networks,
-        layout=layouts.train,
-        seed=config.seed,
-        checkpoint=origin.checkpoint,
-        trains=cluster.trains,
-    )
     renderer = ChatRenderer(origin.tokenizer, origin.end_ids, config.chat.template_arguments)
     engines = Engines(
         rollout=config.rollout,
@@ -154,23 +140,17 @@ def build_run(
         cluster=cluster,
         layouts=layouts,
         engines=engines,
-        learner=learner,
+        learner=make_learner(
+            config,
+            origin.model,
+            origin.vocab_size,
+            layouts.train,
+            origin.checkpoint,
+            trains=cluster.trains,
+        ),
         rollout=config.rollout,
         feeds_table=config.selector.table == "auto",
         chunk_bytes=config.dispatch.chunk_bytes or None,
-    )
-    actor = Actor(
-        rollout=config.rollout,
-        cluster=cluster,
-        renderer=renderer,
-        history=config.chat.history,
-        pool=EnvironmentPool(
-            config.env.workers_for(config.rollout.num_slots), config.env.timeout_s
-        ),
-        make=played.make,
-        max_context=config.rollout.max_context(origin.max_context),
-        batches=config.row_batches(len(cluster.players)),
-        stop=stop,
     )
     tasks = Tasks(
         played=played,
@@ -184,10 +164,34 @@ def build_run(
         config=config,
         origin=origin,
         stages=stages,
-        actor=actor,
+        actor=_actor(config, origin, cluster, renderer, played.make, stop),
         tasks=tasks,
         attention=attention,
         notes=(*origin.notes, *_attention_notes(config, stages, origin, attention)),
+    )
+
+
+def _actor(
+    config: Config,
+    origin: Origin,
+    cluster: Cluster,
+    renderer: ChatRenderer,
+    make: Callable[..., Environment],
+    stop: Callable[[], str],
+) -> Actor:
+    """Returns what plays this process's episodes, in environments that `make` returns."""
+    return Actor(
+        rollout=config.rollout,
+        cluster=cluster,
+        renderer=renderer,
+        history=config.chat.history,
+        pool=EnvironmentPool(
+            config.env.workers_for(config.rollout.num_slots), config.env.timeout_s
+        ),
+        make=make,
+        max_context=config.rollout.max_context(origin.max_context),
+        batches=config.row_batches(len(cluster.players)),
+        stop=stop,
     )
 
 
