@@ -22,6 +22,7 @@ from earl_jax.placement.placement import Placement
 from earl_jax.placement.stages import lower_round, lower_update
 from earl_jax.selector.choose import BudgetTooSmall, Choice, Step
 from earl_jax.selector.plans import Plan, RolloutPlan
+from earl_jax.selector.splits import SplitChooser
 from earl_jax.selector.table import Entry, key_of
 from earl_jax.telemetry.compile_clock import compile_clock
 from earl_jax.telemetry.load import WINDOW, Load, LoadHistory
@@ -81,11 +82,11 @@ def _next_bucket(
 def _chosen(
     placement: Placement, step: Step, load: Load | None, *, tries: bool = False
 ) -> list[Choice]:
-    chooser = placement.chooser(load)
+    candidates = placement.chooser(load).candidates
     if tries:
-        chooser = dataclasses.replace(chooser, may_try=lambda plan, tokens: True)
+        candidates = dataclasses.replace(candidates, may_try=lambda plan, tokens: True)
     try:
-        return chooser.step(step, placement.plans).choices
+        return SplitChooser(candidates).step(step, placement.plans).choices
     except BudgetTooSmall:
         return []
 

@@ -23,6 +23,7 @@ from earl_jax.placement.stages import Stages, compiled_bytes
 from earl_jax.rollout.gather import RolloutShort, Shortage
 from earl_jax.selector.choose import BudgetTooSmall, Choice, Decision, Step
 from earl_jax.selector.memory import OutOfMemoryInMove, is_out_of_memory
+from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import Plan, Plans, RolloutPlan, Stage, TrainPlan
 from earl_jax.selector.splits import SplitChooser
 from earl_jax.selector.table import ThroughputTable
@@ -324,7 +325,8 @@ class Placement:
         may_try = self.may_try if tries and self.observations.is_fed else None
         episodes = self.stages.rollout.episodes_per_step
         tokens = math.ceil(episodes * load.context_tokens_mean) if load else None
-        return SplitChooser(self.problem, self.observations.known, caution, may_try, tokens)
+        known = self.observations.known
+        return SplitChooser(Candidates(self.problem, known, caution, may_try, tokens))
 
     @property
     def _sure(self) -> float:

@@ -222,6 +222,7 @@ def _problem(config: Config, origin: Origin, cluster: Cluster) -> Problem:
     """Returns the selector's problem. Raises ValueError where no mesh, or a named one, can be."""
     budget = device_budget(config.selector.budget_bytes_per_device)
     budgets = cluster.gather(budget, "the devices' limits")
+    own = [d for d in cluster.train_devices if d.process_index == cluster.index]
     problem = make_problem(
         config,
         origin.model,
@@ -229,19 +230,10 @@ def _problem(config: Config, origin: Origin, cluster: Cluster) -> Problem:
         hardware_of_devices(cluster.devices, cluster.num_hosts),
         budget_bytes=min((each for each in budgets if each is not None), default=None),
         num_processes=cluster.count,
-        can_offload=_can_offload(config, cluster),
+        has_host_memory=all(map(has_host_memory, own)),
     )
     assert problem.meshes("rollout") and problem.meshes("train")
     return problem
-
-
-def _can_offload(config: Config, cluster: Cluster) -> bool:
-    """Returns True if the optimizer's moments may be in host memory during a rollout."""
-    setting = config.selector.offload
-    if setting == "off" or config.devices.are_apart:
-        return False
-    device = next(d for d in cluster.train_devices if d.process_index == cluster.index)
-    return has_host_memory(device) and (setting == "on" or device.platform != "cpu")
 
 
 def _attention(config: Config, stages: Stages, origin: Origin) -> tuple[Choice, ...]:
