@@ -154,12 +154,9 @@ def scorer(run: Run, params: Any) -> Score:
     return score
 
 
-def main() -> None:
-    """Prints the table: both sides together, half of the games on each."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workdir", type=Path, action="append", required=True)
-    workdirs, rows = parser.parse_args().workdir, []
-    config = read_workdir_config(workdirs[0])
+def exact_rows(workdirs: Sequence[Path]) -> list[dict[str, Any]]:
+    """Returns the results of runs in percent, both sides together, half of the games on each."""
+    config, rows = read_workdir_config(workdirs[0]), list[dict[str, Any]]()
     start_jax(config.devices.platform, config.devices.num_cpu_devices, config.distributed)
     for workdir in workdirs:
         config = read_workdir_config(workdir)
@@ -174,8 +171,14 @@ def main() -> None:
             names = ("win", "draw", "loss", "illegal", "not followed")
             rows.append({"run": workdir.name, "opponent": opponent})
             rows[-1] |= {f"{n} %": 50 * sum(side.get(n, 0.0) for side in sides) for n in names}
-            print(rows[-1], flush=True)
-    print(table(rows))
+    return rows
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workdir", type=Path, action="append", required=True)
+    print(table(exact_rows(parser.parse_args().workdir)))
 
 
 if __name__ == "__main__":
