@@ -151,7 +151,7 @@ def gradients(mesh: str, length: int = 12):
     layout = make_layout(MeshShape.parse(mesh), row_axes=TRAINING_ROWS)
 
     def loss(params):
-        hidden = forward_rows(MODEL, layout, params, tokens, segments, remat=True)
+        hidden = forward_rows(MODEL, layout, params, tokens, segments, remat="full")
         scores = score_tokens(
             layout,
             hidden[:, :-1],

@@ -60,7 +60,7 @@ WORK = Workload(
     num_slots=64,
     num_rows=64,
     micro_batches=1,
-    remat=False,
+    remat="none",
     logprob_chunk=16,
     chunk_size=4,
     append_tokens=256,
@@ -88,7 +88,7 @@ def test_an_all_reduce_by_hand():
 def test_an_update_of_one_layer_by_hand():
     """64 rows of 16 tokens on one H100, with remat and without."""
     tokens = 64 * 16
-    work = dataclasses.replace(WORK, remat=True)
+    work = dataclasses.replace(WORK, remat="full")
     plain, again = (train_parts(PUBLISHED, SIZES, one, D1, 16) for one in (WORK, work))
     head = 4 * 2 * 32 * 32
     assert plain.products_s == pytest.approx(
@@ -204,7 +204,7 @@ def test_more_work_takes_longer(topology, mesh):
         return train_parts(hardware, sizes, work, mesh, length).total
 
     assert update(512) < update(1024) / 1.5
-    assert update(512) < update(512, remat=True)
+    assert update(512) < update(512, remat="full")
     assert update(512) <= update(512, micro_batches=4)
     # A token costs more, the more there are before it.
     assert update(4096) / 4096 > update(1024) / 1024

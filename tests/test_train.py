@@ -314,7 +314,7 @@ def test_micro_batches_are_not_averaged_one_by_one():
 
 def test_remat_changes_nothing(reference):
     grads, numbers = reference
-    got = update(make_batch(), config=dataclasses.replace(CONFIG, remat=True))
+    got = update(make_batch(), config=dataclasses.replace(CONFIG, remat="full"))
     assert_same_metrics(got.metrics, numbers)
     assert_same_gradients(got.grads, grads)
 

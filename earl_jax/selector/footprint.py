@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from earl_jax.settings.remat import Remat
 from earl_jax.sharding.layout import PARAMETER_RULES, ROLLOUT_PARAMETER_RULES, MeshShape
 
 Rules = Mapping[str, tuple[str, ...]]
@@ -93,7 +94,7 @@ class Workload:
     num_slots: int
     num_rows: int
     micro_batches: int
-    remat: bool
+    remat: Remat
     logprob_chunk: int
     chunk_size: int
     append_tokens: int
@@ -107,6 +108,16 @@ class Workload:
     has_stream: bool = False
     in_place_contexts: tuple[int, ...] = ()
     row_devices: int = 0
+
+    @property
+    def repeats_products(self) -> bool:
+        """True if projections are computed again in the backward pass."""
+        return self.remat == "full"
+
+    @property
+    def repeats_loops(self) -> bool:
+        """True if attention and element-wise loops are computed again in the backward pass."""
+        return self.remat != "none"
 
     def rows_appended(self, rows: int) -> tuple[int, int]:
         """Returns how many of a row shard's slots a pass appends to, and how many tokens to each.
@@ -245,7 +256,7 @@ def train_footprint(
         tokens * (_stream_width(sizes, mesh) + _inside_width(sizes, mesh, 1)) * sizes.compute_bytes
     )
     kept = tokens * sizes.num_layers * sizes.compute_bytes
-    kept *= sizes.width if work.remat else kept_width(sizes, mesh, length)
+    kept *= kept_width(sizes, mesh, length, work.remat)
     kept *= 2 if sizes.critic else 1
     summed = numbers * 4 if max(work.micro_batches, work.parts + work.has_stream) > 1 else 0
     apart = numbers * sizes.compute_bytes
@@ -261,7 +272,7 @@ def train_footprint(
         copies += _transposed_bytes(sizes, mesh)
     if platform == "tpu":
         # Found by comparison with compiled programs: benchmarks/plan.md.
-        together = kept * (2 if work.remat and summed else 1) + head + block
+        together = kept * (2 if work.repeats_products and summed else 1) + head + block
         phases = [(summed + apart, together), (numbers * 4, 0)]
     if sizes.reference:
         phases.append((0, _scoring_bytes(sizes, work, mesh, rows, length // mesh.context, block)))
@@ -289,16 +300,25 @@ def _inside_width(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> int:
     return pairs * (6 * sizes.width + inside)
 
 
-def kept_width(sizes: ModelSizes, mesh: MeshShape, length: int) -> int:
-    """Returns the numbers that a layer keeps of a token for the backward pass, without remat.
+def kept_width(sizes: ModelSizes, mesh: MeshShape, length: int, remat: Remat) -> int:
+    """Returns the numbers that a layer keeps of a token for the backward pass.
 
-    They are JAX's residuals, in units of the compute type: of a norm its input and the normalised
-    input in fp32, and its result where a matrix reads it.
+    They are JAX's residuals, in units of the compute type. Without remat: of a norm its input and
+    the normalised input in fp32, and its result where a matrix reads it.
     """
     fp32 = 4 // sizes.compute_bytes
     names = {parameter.name for parameter in sizes.engine}
     heads = sizes.num_heads * sizes.head_size // mesh.tensor
     kv_heads = sizes.num_kv_heads * sizes.head_size // mesh.tensor
+    if remat == "full":
+        return sizes.width
+    if remat == "dots":
+        # The layer's input, and the products that its gradient needs.
+        width = (3 if "post_ffn_norm" in names else 2) * sizes.width + heads + 2 * kv_heads
+        inside = 2 * sizes.ffn_size // mesh.tensor
+        if sizes.num_experts:
+            inside = sizes.experts_per_token * mesh.expert * (inside + sizes.width)
+        return width + inside
     # Queries, keys, values, and attention's result.
     width = 2 * (2 * fp32 + 1) * sizes.width + 2 * heads + 2 * kv_heads
     # Attention's weights in fp32 and in the compute type; or a kernel's result.

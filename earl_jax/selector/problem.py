@@ -25,6 +25,7 @@ from earl_jax.selector.hardware import Hardware
 from earl_jax.selector.plans import Plan, RolloutPlan, Stage, TrainPlan
 from earl_jax.selector.roofline import round_s, train_parts
 from earl_jax.settings.errors import InputError
+from earl_jax.settings.remat import REMATS
 from earl_jax.sharding.layout import MeshShape
 
 # Returns why a shape cannot be used, in words; None where it can.
@@ -155,10 +156,10 @@ class Problem:
     def train_plans(self, length: int) -> list[TrainPlan]:
         """Returns the plans for rows of so many tokens, mesh by mesh, on each the config's first.
 
-        The others have more micro-batches, twice as many each time, and remat.
+        The others have more micro-batches, twice as many each time, and remat of more.
         """
         work, plans = self.work, []
-        remats = dict.fromkeys((work.remat, True))
+        remats = REMATS[REMATS.index(work.remat) :]
         for mesh in self.meshes("train", length):
             number = work.micro_batches
             while work.num_rows % number == 0 and self.train_obstacle(mesh, number) is None:
@@ -178,7 +179,7 @@ class Problem:
         if isinstance(plan, RolloutPlan):
             cached = plan.pages * self.work.page_size
             return (tokens, cached, plan.num_slots, int(not plan.offload))
-        return (tokens, self.work.num_rows // plan.micro_batches, int(not plan.remat))
+        return (tokens, self.work.num_rows // plan.micro_batches, REMATS[::-1].index(plan.remat))
 
     # Bytes per device.
 

@@ -46,7 +46,7 @@ there the order of meshes is right, and speeds are up to three times too high.
 
 # The share of the peak that large products reach: "How to Scale Your Model".
 MATMUL_REACHED = 0.6
-# A backward pass is two products for each of the forward pass; remat computes that once more.
+# A backward pass is two products for each of the forward pass; full remat computes that once more.
 BACKWARD_PASSES = 2
 # Fused attention keeps no scores: backward it computes them again, five products for two forward
 # (FlashAttention-2, arXiv 2307.08691, section 4: 2.5 times).
@@ -191,12 +191,13 @@ def train_parts(
     """Returns the seconds of one update on rows of `length` tokens, by parts.
 
     `recomputed` is the share of a layer's products and element-wise loops that is computed again
-    backward, by default all of it with remat and nothing without. What is gathered and scattered
-    over `fsdp`, `context` and `data` runs beside the layers before and behind, so that it counts
-    where it is longer than they are, and so do keys and values that go round beside attention; what
-    `tensor` and `expert` add up does not.
+    backward, by default what the remat policy says: "dots" repeats the loops alone. What is
+    gathered and scattered over `fsdp`, `context` and `data` runs beside the layers before and
+    behind, so that it counts where it is longer than they are, and so do keys and values that go
+    round beside attention; what `tensor` and `expert` add up does not.
     """
-    recomputed = work.remat if recomputed is None else recomputed
+    repeated = work.repeats_loops if recomputed is None else recomputed
+    recomputed = work.repeats_products if recomputed is None else recomputed
     tokens = work.num_rows * length // (mesh.data * mesh.fsdp * mesh.expert * mesh.context)
     each = tokens // work.micro_batches
     # A frozen matrix has no gradient of its own.
@@ -212,7 +213,7 @@ def train_parts(
     rate = hardware.memory_bytes_per_s * MEMORY_REACHED * share
     products_s = flops / (peak * MATMUL_REACHED)
     attention_s = networks * _train_attention_s(hardware, sizes, work, mesh, tokens, length)
-    loops = networks * tokens * (1 + BACKWARD_PASSES + recomputed) * _elementwise_bytes(sizes, mesh)
+    loops = networks * tokens * (1 + BACKWARD_PASSES + repeated) * _elementwise_bytes(sizes, mesh)
     loops += tokens * LOGIT_PASSES * 4 * sizes.vocab_size / mesh.tensor
     # A pass reads the layers, gathered, in the compute type; the optimiser reads gradients,
     # parameters and moments, and writes the last two; an average is read and written.
@@ -221,13 +222,13 @@ def train_parts(
     weights = parts * passes * copies
     gathered = parts * _gathers_s(hardware, sizes, work, mesh)
     ring = parts * ring_s(hardware, sizes, work, mesh, each)
-    crossing = (1 + BACKWARD_PASSES / 2 + work.remat) * parts
+    crossing = (1 + BACKWARD_PASSES / 2 + work.repeats_products) * parts
     crossing *= layers_collectives_s(hardware, sizes, mesh, each, sizes.compute_bytes)
     beside = max(0.0, gathered - products_s - attention_s) + max(0.0, ring - attention_s)
     if hardware.shared_cores:
         # Nothing runs beside them: the same cores move the bytes.
         beside = gathered + ring
-    ops = parts * (1 + BACKWARD_PASSES + recomputed) * OPS_A_LAYER * sizes.num_layers
+    ops = parts * (1 + BACKWARD_PASSES + repeated) * OPS_A_LAYER * sizes.num_layers
     return TrainParts(
         products_s=products_s,
         attention_s=attention_s,
@@ -247,7 +248,7 @@ def _train_attention_s(
     kernels, share = hardware.kernels, hardware.share(mesh.num_devices)
     peak = hardware.flops_per_s * share
     flops = tokens * _attention_flops(sizes, length / 2) / mesh.tensor
-    forward = 1 + work.remat
+    forward = 1 + work.repeats_loops
     seconds = forward * flops / (peak * kernels.attention_forward)
     seconds += ATTENTION_BACKWARD * flops / (peak * kernels.attention_backward)
     if mesh.context == 1:
@@ -283,7 +284,7 @@ def _gathers_s(hardware: Hardware, sizes: ModelSizes, work: Workload, mesh: Mesh
     state, parts = device_bytes(sizes.trained, mesh), mesh.fsdp * mesh.context
     copies, apart = _gathered_bytes(sizes, mesh), stride(mesh, "context")
     return (
-        (1 + work.remat) * 0.5 * all_reduce_s(hardware, copies, parts, apart)
+        (1 + work.repeats_products) * 0.5 * all_reduce_s(hardware, copies, parts, apart)
         + 0.5 * all_reduce_s(hardware, state * parts, parts, apart)
         + all_reduce_s(hardware, state, mesh.data, stride(mesh, "data"))
     )
