@@ -77,7 +77,7 @@ def test_more_pages_come_in_steps():
 
 
 def test_programs_of_the_next_configured_context_are_always_wanted(run):
-    update, play = train_key(D8, LONG, 1, False), rollout_key(D8, LONG, 8)
+    update, play = train_key(D8, LONG, 1, "none"), rollout_key(D8, LONG, 8)
     assert keys(run, SHORT, LoadHistory()) == [update, play]
 
 
@@ -111,7 +111,7 @@ def test_programs_of_the_plans_that_longer_contexts_will_have_are_wanted(run):
     table = table_of(run.problem, *speeds, (SHORT, LONG))
     table = too_large_for(table, run.problem, train=((D8, LONG),), rollout=((D8, LONG),))
     train, play = keys(run, SHORT, LoadHistory(), table=table, budget_bytes=10**9)
-    assert (train, play) == (train_key(CUBE, LONG, 1, False), rollout_key(D4T2, LONG, 8))
+    assert (train, play) == (train_key(CUBE, LONG, 1, "none"), rollout_key(D4T2, LONG, 8))
     # A row for each of the mesh's four shards.
     placement = placed(run, SHORT, table, budget_bytes=10**9)
     assert shape_ahead(placement, TrainPlan(CUBE, 1, "none"), LONG) == (4, 48)

@@ -492,7 +492,7 @@ def test_a_table_of_a_run_decides(capsys, tmp_path):
         fast, slow = slow, fast
     for mesh, speed in ((fast, 9e4), (slow, 1e4)):
         for _ in range(3):
-            table = table.with_speed(train_key(MeshShape.parse(mesh), 40, 1, False), speed)
+            table = table.with_speed(train_key(MeshShape.parse(mesh), 40, 1, "none"), speed)
     path = tmp_path / "table.json"
     path.write_text(json.dumps(table.as_dict()))
     values = json.loads(run(capsys, *flags, f"--table={path}"))

@@ -72,7 +72,7 @@ def test_known_bytes_of_a_round_are_those_without_pages_at_the_same_bucket_and_s
 
 def test_known_bytes_of_an_update_are_its_own_alone():
     problem = hand_problem({D8: 1.0}, MODEL, train_bytes={D8: 3000})
-    table = ThroughputTable().with_bytes(train_key(D8, 20, 2, True), 1700)
+    table = ThroughputTable().with_bytes(train_key(D8, 20, 2, "full"), 1700)
     found = Candidates(problem, table)
     assert found.update_bytes(train_on(D8, 2), 20) == (1700, True)
     assert found.update_bytes(train_on(D8), 20) == (3000, False)

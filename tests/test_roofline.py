@@ -21,6 +21,7 @@ from earl_jax.selector.roofline import (
     train_parts,
     weights_read,
 )
+from earl_jax.settings.remat import REMATS
 from earl_jax.sharding.layout import MeshShape
 
 H100 = parse_topology("h100:1x8")
@@ -109,6 +110,17 @@ def test_an_update_of_one_layer_by_hand():
     assert plain.crossing_s == plain.beside_s == plain.latency_s == 0.0
     # A kernel takes 5 us, seven kernels a layer and pass.
     assert train_parts(H100, SIZES, WORK, D1, 16).latency_s == pytest.approx(3 * 7 * 5e-6)
+
+
+def test_remat_but_for_projections_repeats_attention_and_loops_alone():
+    none, dots, full = (
+        train_parts(PUBLISHED, SIZES, dataclasses.replace(WORK, remat=remat), D1, 16)
+        for remat in REMATS
+    )
+    assert dots.products_s == none.products_s < full.products_s
+    assert dots.attention_s == full.attention_s > none.attention_s
+    assert dots.elementwise_s == full.elementwise_s > none.elementwise_s
+    assert none.total < dots.total < full.total
 
 
 def test_every_other_product_computed_again_is_between_none_and_all():

@@ -21,7 +21,7 @@ from earl_jax.sharding.layout import MeshShape
 from tests.support.problems import rollout_key, train_key
 
 D8, D4T2 = MeshShape(data=8), MeshShape(data=4, tensor=2)
-ROLLOUT, TRAIN = rollout_key(D4T2, 48, 32), train_key(D8, 48, 2, True)
+ROLLOUT, TRAIN = rollout_key(D4T2, 48, 32), train_key(D8, 48, 2, "full")
 FAILED = Failure(stage="rollout", mesh="data=8", size=(48, 960, 32, 1))
 FACTS = {"model": {"width": 64}, "vocab_size": 320, "devices": {"train": {"number": 8}}}
 MADE = FACTS | {"versions": {"jax": "1"}, "flags": []}
