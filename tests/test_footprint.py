@@ -275,10 +275,15 @@ def test_a_stream_takes_the_sum_of_gradients_and_a_teacher_its_own_pass():
     teacher = dataclasses.replace(TINY, width=8000)
     networks = Networks(reference=True, teacher=(teacher, 32))
     sizes = model_sizes(TINY, 32, engine_dtype="float32", networks=networks)
+    assert sizes.teacher == model_sizes(teacher, 32, engine_dtype="float32")
     found = train_footprint(sizes, work, F4T2, 8, "gpu")
     matrices = 8000 * (2 * 16 + 2 * 8 + 3 * 16) // 2
     assert found.weights > device_bytes(sizes.reference, F4T2) > 2 * 4 * matrices // 4
-    assert found.activations > 4 * (2 * matrices + 8000 * 32 // 2)
+    # A layer's matrices and norms twice, the head, three times the logits of 4 tokens, and 8 tokens
+    # of six streams of its width, two of its heads and four of its network.
+    block = 6 * 8000 + 2 * 16 // 2 + 4 * 16 // 2
+    numbers = 2 * (matrices + 2 * 8000) + 8000 * 32 // 2 + 3 * 4 * 32 // 2 + 8 * block
+    assert found.activations == 4 * numbers
 
 
 @pytest.mark.slow

@@ -89,6 +89,24 @@ def test_training_is_rated_by_the_rows_that_episodes_are_packed_in():
     assert few.step(step, Plans(), only="train").train.seconds < every.seconds
 
 
+def test_passes_and_a_stream_are_part_of_a_steps_planned_time():
+    def update_s(*overrides: str) -> tuple[tuple[str, ...], float]:
+        problem = problem_on("h100:1x8", "selector.train_meshes=('data=8',)", *overrides)
+        decision = Chooser(problem, EMPTY).step(full_step(problem, 1024), Plans(), only="train")
+        return problem.work.scored, decision.train.seconds
+
+    scored, plain_s = update_s()
+    # A second batch as large, and one optimizer step.
+    _, streamed_s = update_s("train.sft_weight=0.5")
+    assert scored == () and 1.9 * plain_s < streamed_s < 2 * plain_s
+    scored, penalised_s = update_s("algorithm_args.kl_coefficient=0.1")
+    # A forward pass beside it and a backward pass of twice as much.
+    assert scored == ("reference",) and plain_s / 5 < penalised_s - plain_s < plain_s / 2
+    # Two updates of the same batch: both passes once.
+    scored, twice_s = update_s("algorithm_args.kl_coefficient=0.1", "train.epochs=2")
+    assert set(scored) >= {"reference"} and twice_s < 2 * penalised_s
+
+
 def test_bytes_rise_with_the_context_and_a_mesh_that_does_not_fit_is_left():
     problem = problem_on("h100:1x8", "train.micro_batches=8", "train.remat=full")
     contexts = [128, 256, 512, 1024]

@@ -200,7 +200,8 @@ def _candidate(problem: Problem, stop: Stop, candidate: Candidate) -> Values:
         kinds = problem.update_footprint(plan, stop.context)
         parts = f"{plan.micro_batches} micro-batch{'es' * (plan.micro_batches > 1)}"
         words = ", ".join(filter(None, [parts, REMAT_WORDS[plan.remat]]))
-        values["update_s"] = work.num_rows * stop.context / candidate.tokens_per_s
+        tokens = work.num_batches * work.num_rows * stop.context
+        values["update_s"] = tokens / candidate.tokens_per_s
     if candidate.is_exact:
         kinds = kinds.with_total(candidate.num_bytes)
     kinds = dataclasses.replace(kinds, trainer=beside)
