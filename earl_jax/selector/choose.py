@@ -364,9 +364,9 @@ class Chooser:
 
     def _train_tokens(self, step: Step, train: Candidate[TrainPlan]) -> int:
         """Returns the tokens of a step's updates by a plan, those of padding rows included."""
-        tokens, mesh = self.candidates.train_tokens, train.plan.mesh
+        tokens, mesh, work = self.candidates.train_tokens, train.plan.mesh, self.problem.work
         rows = self.problem.packed_rows(step.length, tokens, mesh)
-        return rows * step.length * self.problem.work.epochs
+        return rows * step.length * work.num_batches * work.epochs
 
 
 def _compile_s(step: Step, new: Candidate[P], current: P | None) -> float:
