@@ -93,7 +93,9 @@ def test_training_is_rated_by_the_rows_that_episodes_are_packed_in():
 def test_passes_and_a_stream_are_part_of_a_steps_planned_time():
     def update_s(*overrides: str) -> tuple[tuple[str, ...], float]:
         problem = problem_on("h100:1x8", "selector.train_meshes=('data=8',)", *overrides)
-        decision = Chooser(problem, EMPTY).step(full_step(problem, 1024), Plans(), only="train")
+        decision = Chooser(Candidates(problem)).step(
+            full_step(problem, 1024), Plans(), only="train"
+        )
         return problem.work.scored, decision.train.seconds
 
     scored, plain_s = update_s()

@@ -6,7 +6,7 @@ import pytest
 
 from earl_jax.selector.choose import Step
 from earl_jax.selector.plan_candidates import Candidates
-from earl_jax.selector.plans import Plans
+from earl_jax.selector.plans import Plans, SplitTime
 from earl_jax.selector.splits import SplitChooser, choose_split, with_splits
 from earl_jax.selector.table import TRUSTED, ThroughputTable
 from earl_jax.sharding.layout import MeshShape
