@@ -18,7 +18,7 @@ from earl_jax.placement.delivery import fill_of, rows_of, send_parts
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import play_all, play_batches
-from earl_jax.placement.updates import Metrics, StepUpdate, Wait, sft
+from earl_jax.placement.updates import StepUpdate, Wait, sft
 from earl_jax.rollout.actor import Stopped, check_learnable
 from earl_jax.rollout.evaluation import summarize
 from earl_jax.rollout.gather import Played
@@ -32,6 +32,7 @@ from earl_jax.telemetry.compile_clock import compile_clock
 from earl_jax.telemetry.episodes import Failures, failures_of
 from earl_jax.telemetry.host_bytes import only_on_devices
 from earl_jax.telemetry.load import Load
+from earl_jax.telemetry.metrics import Metrics
 from earl_jax.telemetry.timing import StageTimer
 from earl_jax.train.state import TrainState
 from earl_jax.trajectory import (

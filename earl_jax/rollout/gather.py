@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from earl_jax.launch.cluster import Cluster
 from earl_jax.rollout.actor import Stopped
 from earl_jax.rollout.collect import Rollout
+from earl_jax.rollout.shortage import RolloutShort, Shortage
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.telemetry.metrics import mean_gap, sampling_gap
 from earl_jax.trajectory import Outcome
@@ -62,28 +63,6 @@ class Played:
     placement: dict[str, Any]
     sampling_kl: float | None
     order: RowOrder | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Shortage:
-    """The end of a rollout in one process by a lack of memory, or of meshes for longer episodes.
-
-    Where it `failed`, the devices ran out of memory at `placement` (`Placement.as_dict`).
-    `outgrown` is the context bucket that it had come to, 0 where it had not grown.
-    """
-
-    words: str
-    failed: bool
-    placement: dict[str, Any]
-    outgrown: int
-
-
-class RolloutShort(RuntimeError):
-    """A rollout ended so in one of several processes. All raise it, with the same shortage."""
-
-    def __init__(self, shortage: Shortage) -> None:
-        super().__init__(shortage.words)
-        self.shortage = shortage
 
 
 def gather_outcomes(
