@@ -278,7 +278,7 @@ def test_a_plan_and_a_run_make_the_same_decisions(topology, processes, seed):
     """By the same table, at every context, whatever the budget."""
     draw = random.Random(seed)
     config = make_config({}, ["selector.offload=on", "rollout.num_slots=16"])
-    facts = {"budget_bytes": 1, "num_processes": processes, "can_offload": True}
+    facts = {"budget_bytes": 1, "num_processes": processes}
     here = hardware_of_devices(jax.devices(), processes)
     run = make_problem(config, config.model, 64, here, **facts)
     plan = planned_problem(config, config.model, 64, parse_topology(topology), 1)

@@ -301,13 +301,14 @@ class Placement:
         chosen that surely fit, and others are compiled only where none does.
         """
 
-        def chosen(caution: float = 1.0, tries: bool = False) -> Decision:
-            chooser = self.chooser(load, caution, tries=tries)
+        def chosen(caution: float = 1.0, may_try: MayTry | None = None) -> Decision:
+            chooser = self.chooser(load, caution, may_try)
             return chooser.step(step, self.plans, self.calm_steps, only)
 
+        # Trying a mesh takes a few steps and a compilation.
+        tries = self.observations.is_fed and only is None and step.lasts >= WINDOW
         for _ in range(COMPILED_AT_MOST):
-            # Trying a mesh takes a few steps and a compilation.
-            decision = chosen(tries=only is None and step.lasts >= WINDOW)
+            decision = chosen(may_try=self.may_try if tries else None)
             if not self._compiled(decision, together=not step.keeps_slots):
                 return decision
         with contextlib.suppress(BudgetTooSmall):
@@ -317,13 +318,12 @@ class Placement:
         return decision
 
     def chooser(
-        self, load: Load | None, caution: float = 1.0, *, tries: bool = False
+        self, load: Load | None, caution: float = 1.0, may_try: MayTry | None = None
     ) -> SplitChooser:
         """Returns the selector on what is known now; computed bytes count `caution` times.
 
         A training batch is expected to have the tokens of `load`.
         """
-        may_try = self.may_try if tries and self.observations.is_fed else None
         episodes = self.stages.rollout.episodes_per_step
         tokens = math.ceil(episodes * load.context_tokens_mean) if load else None
         known = self.observations.known
