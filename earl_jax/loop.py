@@ -272,10 +272,11 @@ def choose_and_play(
             session, num_bytes = placement.sessions.open(policy, version=position.step)
         with timer("rollout"):
             own, played = play_all(run.actor, placement, session, tasks, load)
+        is_ours = run.cluster.is_first or not placement.plays_together
         return PlayedStep(
             plan=plan,
             max_tokens=max_tokens,
-            trajectories=own.trajectories if own else [],
+            trajectories=own.trajectories if own and is_ours else [],
             experience=own and rows_of(own, played),
             played=played,
             load=measure_load(played, plan.num_slots),
