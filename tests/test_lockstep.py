@@ -8,15 +8,30 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import numpy as np
 import pytest
 
+from earl_jax.engine.pages import Pool
+from earl_jax.engine.session import relocate
 from earl_jax.envs.conversation import Observation
 from earl_jax.envs.environment import Message, Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool, Failure
+from earl_jax.launch.cluster import find_cluster
 from earl_jax.rollout.answers import Answer
 from earl_jax.rollout.lockstep import Lockstep, Stopped
 from earl_jax.settings.errors import RunError
+from earl_jax.sharding.layout import MeshShape
+from earl_jax.sharding.placing import place
+from tests.support.episodes import (
+    CONFIG,
+    collect,
+    engine,
+    tasks,
+    tictactoe,
+    weight_values,
+)
+from tests.support.processes import Processes
 
 
 class Meeting:
@@ -177,3 +192,66 @@ def test_a_signal_is_heard_while_the_first_process_waits_for_an_environment():
             return str(signal), time.monotonic() - start_s < 4
 
     assert both(play, stop) == [("SIGTERM", True)] * 2
+
+
+# Episodes on an engine over two processes.
+
+A_SHARD_EACH = MeshShape(data=2, tensor=2)
+MESHES = [A_SHARD_EACH, MeshShape(context=2, tensor=2), MeshShape(data=4)]
+
+
+@dataclasses.dataclass
+class Tour:
+    """Lets live episodes go on elsewhere, with as few pages, where they lack some; or stay."""
+
+    moves: bool
+    calls: int = 0
+
+    def __call__(self, session, tokens, pages):
+        self.calls += self.moves
+        there = engine(mesh=MESHES[self.calls % 3])
+        shards = there.layout.num_row_shards
+        pool = Pool(shards, max(12 // shards, session.pages.least_pages(shards)))
+        return relocate(session, there, CONFIG.max_tokens_for(tokens), pool)
+
+
+def play_on_four_devices(moves: bool) -> list:
+    """Plays 24 games with pages for few; returns the ids of each, and what was preempted."""
+    cluster, pool = find_cluster(0, 60.0), EnvironmentPool(4, 10.0)
+    player, make = engine(mesh=A_SHARD_EACH), tictactoe
+    params = jax.tree.map(place, weight_values(), player.parameter_shardings)
+    if cluster.count > 1:
+        assert player.layout.spans_processes
+        pool = Lockstep(cluster, pool, tictactoe, lambda: "")
+        make = pool.make_environment
+    tour = Tour(moves)
+    rollout = collect(
+        pool, tasks(24), make, params=params, player=player, pages=6, grow=tour, preemption="host"
+    )
+    stats = rollout.stats
+    ids = [[list(turn.token_ids) for turn in each.turns] for each in rollout.trajectories]
+    return [
+        ids,
+        [each.reward for each in rollout.trajectories],
+        [stats.rounds, stats.preempted_episodes, stats.preempted_host_bytes],
+        stats.recomputed_tokens,
+        tour.calls,
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moves", [False, True], ids=["stays", "moves"])
+def test_preempted_and_moved_episodes_of_two_processes_are_those_of_one(moves):
+    """Pages wait in the host memory of the process whose devices had them, or are read again."""
+    processes = Processes(2, 2, "test_lockstep:play_on_four_devices", moves)
+    alone = json.loads(json.dumps(play_on_four_devices(moves)))
+    one, other = processes.results(500)
+    assert one == other
+    assert one[:2] == alone[:2]
+    _, preempted, host_bytes = one[2]
+    assert preempted > 0 < host_bytes
+    if moves:
+        # One process can join the pieces of all devices.
+        assert one[3] > 0 and one[4] == alone[4] > 3
+    else:
+        assert one == alone and one[3] == 0
