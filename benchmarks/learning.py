@@ -1,11 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Seeds of Tic-Tac-Toe, with and without supervised steps; table and curves.
+"""Seeds of Tic-Tac-Toe, with and without supervised steps; tables and curves.
 
-    uv run python benchmarks/learning.py [--seeds=0,1,2,3,4] [--without=0,1,2,3,4] [--from=DIR]
+    uv run python -m benchmarks.learning [--seeds=0,1,2,3,4] [--masked=0] [--rewards=0] [--from=DIR]
 
 Writes benchmarks/learning.md and benchmarks/learning.svg. With --from, runs that are in
-DIR/with_N and DIR/without_N are read, and only the others are made there.
+DIR/with_N, DIR/masked_N and DIR/rewards_N are read, and only the others are made there. Exact
+results are those of benchmarks/exact.py.
 """
 
 import argparse
@@ -18,12 +19,25 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.exact import exact_rows
+from benchmarks.pages import table
 from earl_jax.telemetry.charts import Series, line_chart
 from earl_jax.telemetry.metrics import read_metrics
 
 HERE = Path(__file__).parent
 CONFIG = "configs/tictactoe_tiny_cpu.py"
-WITHOUT = ("train.sft_steps=0",)
+# Overrides by the name of a series of runs.
+SERIES = {
+    "with": (),
+    "masked": (
+        "train.sft_steps=0",
+        "env.args.mask_illegal=True",
+        "env.args.illegal_reward=-1.0",
+        "train.ratio=model",
+        "num_steps=300",
+    ),
+    "rewards": ("train.sft_steps=0", "rollout.unfinished_reward=-3.0", "num_steps=400"),
+}
 Runs = dict[int, list[dict]]
 
 
@@ -31,22 +45,24 @@ def main() -> None:
     """Runs the seeds, one after the other, and writes both files."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", default="0,1,2,3,4", help="with supervised steps")
-    parser.add_argument("--without", default="0,1,2,3,4", help="seeds without")
+    parser.add_argument("--masked", default="0", help="seeds of legal replies only")
+    parser.add_argument("--rewards", default="0", help="seeds of rewards alone")
     parser.add_argument("--from", dest="source", type=Path)
     flags = parser.parse_args()
     folder = flags.source or Path(tempfile.mkdtemp(prefix="earl_jax_learning_"))
-    found: dict[str, Runs] = {"with": {}, "without": {}}
-    for name, seeds, overrides in (
-        ("with", flags.seeds, ()),
-        ("without", flags.without, WITHOUT),
-    ):
+    found: dict[str, Runs] = {name: {} for name in SERIES}
+    for name, seeds in zip(SERIES, (flags.seeds, flags.masked, flags.rewards), strict=True):
         for seed in map(int, seeds.split(",")):
             workdir = folder / f"{name}_{seed}"
             if not (workdir / "report.html").exists():
-                _run(seed, overrides, workdir)
+                _run(seed, SERIES[name], workdir)
             found[name][seed] = read_metrics(workdir / "metrics.jsonl")
+    exact = {
+        name: exact_rows([folder / f"{name}_{seed}" for seed in runs])
+        for name, runs in found.items()
+    }
     (HERE / "learning.svg").write_text(_curves(found["with"]))
-    (HERE / "learning.md").write_text(_page(found))
+    (HERE / "learning.md").write_text(_page(found, exact))
     print((HERE / "learning.md").read_text())
 
 
@@ -88,17 +104,18 @@ def curves_svg(series: Sequence[Series], *, label: str, y_range: tuple[float, fl
     return f"{opening}>{style}{rest}\n"
 
 
-def _page(found: dict[str, Runs]) -> str:
+def _page(found: dict[str, Runs], exact: dict[str, list[dict]]) -> str:
     versions = ", ".join(f"{n} {importlib.metadata.version(n)}" for n in ("jax", "open_spiel"))
     lines = [
         "# Learning Tic-Tac-Toe, with and without supervised steps",
         "",
-        f"`uv run python benchmarks/learning.py`: for each seed `python -m earl_jax.main "
-        f"--config={CONFIG} --config.seed=N`,",
-        f"and the same with {' and '.join(f'`--config.{each}`' for each in WITHOUT)}.",
+        f"`uv run python -m benchmarks.learning`: for each seed `python -m earl_jax.main "
+        f"--config={CONFIG} --config.seed=N`.",
         f"{platform.machine()}, 2 cores, Python {platform.python_version()}, {versions},",
         f"{time.strftime('%Y-%m')}. 512 games against the random opponent, half on each side, at",
-        "temperature 1. Random legal play wins 43.7 %, the best possible 96.7 %.",
+        "temperature 1. Random legal play wins 43.7 %, the best possible 96.7 %. Exact results are",
+        "those of all games of the last policy, each with its probability (benchmarks/exact.py);",
+        "against exact play (minimax) the best possible is to draw all games.",
         "",
         "## With supervised steps",
         "",
@@ -106,19 +123,52 @@ def _page(found: dict[str, Runs]) -> str:
         "",
         *_table(found["with"]),
         "",
+        *_exact(exact["with"]),
+        "",
         "![win (solid) and illegal (dashed) by step](learning.svg)",
         "",
         *_by_step(found["with"]),
         "",
-        "## Without supervised steps",
+        "## Without, legal replies only",
         "",
-        "The policy begins with random weights and learns what a move is from rewards alone.",
+        "The policy begins with random weights and may reply with legal moves only",
+        f"({_settings('masked')}).",
         "",
-        *_table(found["without"]),
+        *_table(found["masked"]),
         "",
-        *_by_step(found["without"]),
+        *_exact(exact["masked"]),
+        "",
+        *_by_step(found["masked"]),
+        "",
+        "## Without, from rewards alone",
+        "",
+        "The policy begins with random weights and learns from rewards alone what a move is",
+        f"({_settings('rewards')}): a turn that does not end has to cost more than an illegal",
+        "move, else nothing is learnt in the first hundreds of steps.",
+        "",
+        *_table(found["rewards"]),
+        "",
+        *_exact(exact["rewards"]),
+        "",
+        *_by_step(found["rewards"]),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _settings(name: str) -> str:
+    return ", ".join(f"`{override}`" for override in SERIES[name])
+
+
+def _exact(rows: list[dict]) -> list[str]:
+    """Returns the exact results of each run, and their mean."""
+    lines = []
+    for opponent in ("random", "minimax"):
+        own = [{k: v for k, v in row.items() if k != "run"} for row in rows]
+        own = [row for row in own if row["opponent"] == opponent]
+        numbers = {k: sum(row[k] for row in own) / len(own) for k in own[0] if k != "opponent"}
+        lines += [{"seed": seed} | row for seed, row in enumerate(own)]
+        lines.append({"seed": "mean", "opponent": opponent} | numbers)
+    return ["Exact results:", "", *table(lines).split("\n")]
 
 
 def _table(runs: Runs) -> list[str]:

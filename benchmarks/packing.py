@@ -98,7 +98,7 @@ def time_rows(repeats: int) -> Iterator[dict[str, Any]]:
     layout = make_layout(MeshShape(), row_axes=TRAINING_ROWS)
     learner = Learner(
         MODEL,
-        TrainConfig(remat=True),
+        TrainConfig(remat="full"),
         ALGORITHMS["reinforce"],
         vocab_size=VOCAB,
         temperature=1.0,

@@ -28,6 +28,7 @@ from earl_jax.selector.footprint import (
     train_footprint,
 )
 from earl_jax.selector.hardware import parse_topology
+from earl_jax.settings.remat import Remat
 from earl_jax.sharding.layout import MeshShape
 
 GIB = 2**30
@@ -70,9 +71,10 @@ class Point(NamedTuple):
         return int(found[1]) if found else self.rows
 
     @property
-    def remat(self) -> bool:
-        """Says whether an update computes activations again."""
-        return "no remat" not in self.program
+    def remat(self) -> Remat:
+        """The policy of an update: "full", unless the program says otherwise."""
+        words = {"no remat": "none", "remat but for projections": "dots"}
+        return next((name for text, name in words.items() if text in self.program), "full")
 
     @property
     def chunk(self) -> int:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from benchmarks.pages import replace_table, table
 from earl_jax.config.file import make_config
 from earl_jax.launch.start import start_jax
+from earl_jax.settings.remat import Remat
 
 PAGE = Path(__file__).with_suffix(".md")
 BASE = {
@@ -52,7 +53,7 @@ class Pair(NamedTuple):
     """The plans of both stages, as (mesh, number of slots) and (mesh, micro-batches, remat)."""
 
     rollout: tuple[str, int]
-    train: tuple[str, int, bool]
+    train: tuple[str, int, Remat]
 
     def __str__(self) -> str:
         return f"{self.rollout[0]} + {self.train[0]}"

@@ -19,13 +19,14 @@ from earl_jax.selector.hardware import GPU_OP_S, IDEAL, Hardware, Kernels, parse
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.roofline import decode_s, train_parts
+from earl_jax.settings.remat import Remat
 from earl_jax.sharding.layout import MeshShape
 
 _WORK = Workload(
     num_slots=1,
     num_rows=1,
     micro_batches=1,
-    remat=False,
+    remat="none",
     logprob_chunk=512,
     chunk_size=1,
     append_tokens=256,
@@ -61,7 +62,7 @@ class TrainPoint:
     length: int
     published: float
     kernels: Kernels
-    remat: bool = True
+    remat: Remat = "full"
     recomputed: float | None = None
     products: float = 1.0
     frozen: bool = False
@@ -129,7 +130,7 @@ def _fsdp(hardware: Hardware, published: float) -> TrainPoint:
         length=8192,
         published=published,
         kernels=FLASH_ATTENTION_2,
-        remat=False,
+        remat="none",
         recomputed=0.5,
     )
 
@@ -279,7 +280,7 @@ def _engine_rows() -> Iterator[list[str]]:
     sizes, hardware = sizes_of("llama3.1-8b"), parse_topology("h100:1x8")
     ideal = dataclasses.replace(hardware, kernels=IDEAL)
     for length, mesh in ((32768, MeshShape(context=8)), (131072, MeshShape(context=8))):
-        work = dataclasses.replace(_WORK, remat=True)
+        work = dataclasses.replace(_WORK, remat="full")
         times = [train_parts(each, sizes, work, mesh, length).total for each in (ideal, hardware)]
         yield [f"update, {mesh}", f"1 x {length:,}", *(f"{one:.2f} s" for one in times), ""]
 

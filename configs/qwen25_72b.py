@@ -47,7 +47,7 @@ def get_config() -> ConfigDict:
                 "context_buckets": (2048, 4096, 8192, 16384, 32768),
             },
             "train": {
-                "remat": True,
+                "remat": "full",
             },
             # A checkpoint is 870 GB.
             "checkpoint": {"keep": 2},

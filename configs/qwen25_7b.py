@@ -46,7 +46,7 @@ def get_config() -> ConfigDict:
                 "max_episode_tokens": 8192,
             },
             "train": {
-                "remat": True,
+                "remat": "full",
             },
             "checkpoint": {"every_steps": 20},
         }

@@ -36,7 +36,7 @@ def get_config() -> ConfigDict:
             "train": {
                 # Adapters take a larger step than the weights themselves.
                 "learning_rate": 2e-5,
-                "remat": True,
+                "remat": "full",
                 # Masters and moments of all weights would take 91 GB; the frozen base takes 15.
                 "lora": {"rank": 32, "alpha": 64.0, "base_dtype": "bfloat16"},
             },

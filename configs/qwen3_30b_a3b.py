@@ -39,7 +39,7 @@ def get_config() -> ConfigDict:
             "train": {
                 # The checkpoint's own router_aux_loss_coef.
                 "balance_coefficient": 0.001,
-                "remat": True,
+                "remat": "full",
             },
             "checkpoint": {"every_steps": 20},
         }

@@ -20,6 +20,8 @@ examples:
       a published model on eight GPUs: their whole memory, every mesh, bfloat16
   python -m earl_jax.plan --config=configs/X.py --topology=v5e:16x16 --contexts=1024,8192,32768
       a config of yours, as it stands, for these contexts and no others
+  python -m earl_jax.plan --topology=h20:16x8 --train_topology=h100:8x8 --prices=1,2.85 ...
+      rollouts on one kind of device, training on another, in one datacenter or two (--link_gb)
   python -m earl_jax.plan --config=configs/trail_tiny_cpu.py --topology=cpu:8
       the first run of the README, as it would run on this laptop
 
@@ -40,8 +42,8 @@ def parse_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]
     """
     parser = config_parser("plan", _HELP, None)
     add = parser.add_argument
-    names = "v5e:16x16, v5p:4x4x8, v6e:4x4, h100:16x8 (hosts x GPUs), h200, b200, cpu:8, cpu:2x4"
-    add("--topology", required=True, help=f"{names} (hosts x devices)")
+    names = "v5e:16x16, v5p:4x4x8, v6e:4x4, h100:16x8 (hosts x GPUs), h200, h20, h800, b200"
+    add("--topology", required=True, help=f"{names}, cpu:8, cpu:2x4 (hosts x devices)")
     add(
         "--contexts",
         default="",
@@ -54,6 +56,12 @@ def parse_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]
     add("--vocab_size", type=int, help=vocab)
     table = "a throughput table of a run of this model on such chips: its speeds and bytes are used"
     add("--table", type=Path, help=table)
+    train = "training has this topology of its own, and --topology only plays"
+    add("--train_topology", default="", metavar="TOPOLOGY", help=train)
+    link = "GB/s between the two (default: all network cards of the smaller)"
+    add("--link_gb", type=float, help=link)
+    prices = "of a device-hour of both: prints what tokens cost, and with how many hosts the least"
+    add("--prices", default="", metavar="ROLLOUT,TRAIN", help=prices)
     add("--exact", action="store_true", help="let XLA compile what is chosen, for its bytes")
     add("--json", action="store_true", help="print one JSON object, with all meshes")
     return parse_with_overrides(parser, arguments)

@@ -73,7 +73,7 @@ def make_learner(algorithm: Algorithm, **train) -> Learner:
 
 def updated(learner: Learner, batch: TrajectoryBatch, mesh: MeshShape = ONE, parts: int = 1):
     """Gradients, read from Adam's first moment, and metrics of the first update."""
-    plan, layout = TrainPlan(mesh, parts, False), make_layout(mesh)
+    plan, layout = TrainPlan(mesh, parts, "none"), make_layout(mesh)
     state = init_state(MODEL, learner.config, VOCAB, layout, seed=0)
     batch = jax.device_put(batch, layout.activations("NS"))
     (batch,) = learner.score([plan], state, [batch])
@@ -377,7 +377,7 @@ def below_zero(facts: TokenFacts, settings: object) -> TokenLosses:
 
 
 def updated_in_parts(number: int, algorithm: Algorithm) -> dict[str, float]:
-    learner, plan = make_learner(algorithm), TrainPlan(ONE, number, False)
+    learner, plan = make_learner(algorithm), TrainPlan(ONE, number, "none")
     state = init_state(MODEL, learner.config, VOCAB, make_layout(ONE), seed=0)
     return read_metrics(learner.update(plan, state, make_batch(), CONTROLS)[1])
 
@@ -558,7 +558,7 @@ def test_the_correction_that_the_config_names_is_the_update_s(correction):
         cut |= weights < 0.5
     weights = np.where(cut & (correction == "masked"), 0, np.minimum(weights, 2))
     controls = np.array([1e-3, 0], np.float32)
-    plan = TrainPlan(ONE, 2, False)
+    plan = TrainPlan(ONE, 2, "none")
     metrics = read_metrics(learner.update(plan, state, batch, controls)[1])
     expected = -np.mean((weights * batch.advantages)[mask])
     assert metrics["loss"] == pytest.approx(expected, rel=1e-4)
@@ -580,7 +580,7 @@ def test_an_update_interpolates_the_proximal_policy_by_the_versions_of_the_token
     gaps = np.where(mask, np.asarray(scores.logprobs, np.float64) - batch.logprobs, 0)
     weights, ratio = np.minimum(np.exp(gaps * (1 - 1 / lag)), 2), np.exp(gaps / lag)
     gain = np.minimum(ratio * batch.advantages, np.clip(ratio, 0.8, 1.2) * batch.advantages)
-    metrics = read_metrics(learner.update(TrainPlan(ONE, 2, False), state, batch, controls)[1])
+    metrics = read_metrics(learner.update(TrainPlan(ONE, 2, "none"), state, batch, controls)[1])
     assert metrics["loss"] == pytest.approx(-np.mean((weights * gain)[mask]), rel=1e-4)
     assert metrics["importance_mean"] == pytest.approx(weights[mask].mean(), rel=1e-4)
 
@@ -603,7 +603,7 @@ def test_the_kept_kv_gap_is_that_of_tokens_of_the_newest_version(micro_batches):
     batch = batch.replace(logprobs=own + gaps, versions=versions)
 
     def metrics_at(step: int):
-        plan = TrainPlan(ONE, micro_batches, False)
+        plan = TrainPlan(ONE, micro_batches, "none")
         state = init_state(MODEL, config, VOCAB, make_layout(ONE), seed=0)
         return read_metrics(learner.update(plan, state, batch, learner.controls(step, 9))[1])
 
@@ -630,7 +630,7 @@ def test_the_reference_policy_is_the_base_of_the_adapters():
     plain, mask = make_learner(ALGORITHMS["sft"]), make_batch().turn_ids > 0
     found = []
     for mesh in (ONE, CUBE):
-        layout, plan = make_layout(mesh), TrainPlan(mesh, 2, False)
+        layout, plan = make_layout(mesh), TrainPlan(mesh, 2, "none")
         state = init_state(MODEL, learner.config, VOCAB, layout, seed=0)
         moved = jax.tree.map(lambda leaf: leaf + 0.05, state.params)
         state = dataclasses.replace(state, params=moved)

@@ -19,7 +19,7 @@ from tests.support.settings import make_config
 
 
 def pair(rollout: str, train: str, slots: int = 8) -> Pair:
-    return Pair((rollout, slots), (train, 1, False))
+    return Pair((rollout, slots), (train, 1, "none"))
 
 
 # Regret.

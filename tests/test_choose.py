@@ -242,9 +242,9 @@ def test_plans_no_smaller_than_one_that_ran_out_of_memory_are_not_chosen():
 
 def test_exact_bytes_decide_instead_of_computed_ones():
     problem = hand_problem({D8: 200.0, F8: 100.0}, {D8: 100.0}, budget_bytes=1900)
-    table = ThroughputTable().with_bytes(train_key(D8, 20, 1, True), 1901)
+    table = ThroughputTable().with_bytes(train_key(D8, 20, 1, "full"), 1901)
     assert meshes(choose(problem, table=table)) == (D8, F8)
-    table = table.with_bytes(train_key(F8, 20, 1, True), 1902)
+    table = table.with_bytes(train_key(F8, 20, 1, "full"), 1902)
     with pytest.raises(BudgetTooSmall, match="would do is 1901 "):
         choose(problem, table=table)
 
@@ -439,7 +439,7 @@ def test_reason_of_a_trial_says_what_it_may_gain():
     problem = hand_problem({F8: 1e9}, {D8: 100.0, D4T2: 90.0})
     table = observed(ThroughputTable(), D8, 50, 50, 50)
     for _ in range(TRUSTED):
-        table = table.with_speed(train_key(F8, 20, 1, True), 1e9)
+        table = table.with_speed(train_key(F8, 20, 1, "full"), 1e9)
     chooser = Chooser(problem, table, may_try=lambda plan, tokens: True)
     decision = chooser.step(STEP, Plans(rollout_on(D8), train_on(F8)), 2)
     assert decision.rollout.reason == (

@@ -238,7 +238,7 @@ def test_publishing_sends_what_engines_lack_in_their_type_and_hardly_more(family
 
 def assert_an_update_compiles(family: str, layout: Layout, kernel: str) -> None:
     """For these devices, on TPUs with this kernel; each holds its part of the state, once."""
-    model, config = FAMILIES[family], TrainConfig(remat=True)
+    model, config = FAMILIES[family], TrainConfig(remat="full")
     step = make_train_step(
         Update(
             model,

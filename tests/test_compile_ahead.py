@@ -77,12 +77,12 @@ def test_more_pages_come_in_steps():
 
 
 def test_programs_of_the_next_configured_context_are_always_wanted(run):
-    update, play = train_key(D8, LONG, 1, False), rollout_key(D8, LONG, 8)
+    update, play = train_key(D8, LONG, 1, "none"), rollout_key(D8, LONG, 8)
     assert keys(run, SHORT, LoadHistory()) == [update, play]
 
 
 def test_rows_of_a_packed_batch_are_known_after_the_first_step_and_stay(run):
-    placement, plan = placed(run, SHORT), TrainPlan(D8, 1, False)
+    placement, plan = placed(run, SHORT), TrainPlan(D8, 1, "none")
     placement.trained_tokens = 0
     (play,) = wanted_programs(placement, LoadHistory(), NO_LIMIT)
     assert play == rollout_key(D8, LONG, 8)
@@ -111,10 +111,10 @@ def test_programs_of_the_plans_that_longer_contexts_will_have_are_wanted(run):
     table = table_of(run.problem, *speeds, (SHORT, LONG))
     table = too_large_for(table, run.problem, train=((D8, LONG),), rollout=((D8, LONG),))
     train, play = keys(run, SHORT, LoadHistory(), table=table, budget_bytes=10**9)
-    assert (train, play) == (train_key(CUBE, LONG, 1, False), rollout_key(D4T2, LONG, 8))
+    assert (train, play) == (train_key(CUBE, LONG, 1, "none"), rollout_key(D4T2, LONG, 8))
     # A row for each of the mesh's four shards.
     placement = placed(run, SHORT, table, budget_bytes=10**9)
-    assert shape_ahead(placement, TrainPlan(CUBE, 1, False), LONG) == (4, 48)
+    assert shape_ahead(placement, TrainPlan(CUBE, 1, "none"), LONG) == (4, 48)
 
 
 def test_nothing_is_compiled_ahead_on_the_processor_that_computes_unless_told(run):

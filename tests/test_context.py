@@ -192,10 +192,10 @@ MODELS = {
     "adapters": ModelConfig(**SIZES, attention_bias=True),
 }
 # Several chunks of log-probs a shard, of which the last is filled up. No gradient is clipped.
-PLAIN = TrainConfig(logprob_chunk=2, max_grad_norm=1e9, remat=True)
+PLAIN = TrainConfig(logprob_chunk=2, max_grad_norm=1e9, remat="full")
 CONFIGS = {
     "gemma": PLAIN,
-    "mistral": dataclasses.replace(PLAIN, remat=False, logprob_chunk=512),
+    "mistral": dataclasses.replace(PLAIN, remat="none", logprob_chunk=512),
     "mixture": dataclasses.replace(PLAIN, balance_coefficient=0.1, micro_batches=2),
     "adapters": dataclasses.replace(PLAIN, lora=LoraConfig(rank=2, alpha=12.0)),
 }

@@ -30,6 +30,7 @@ from earl_jax.models.parameters import (
     parameter_specs,
     unstack_layers,
 )
+from earl_jax.settings.remat import Remat
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.state import state_of
@@ -143,7 +144,7 @@ MESHES = [
 
 
 @functools.cache
-def gradients(mesh: str, length: int = 12):
+def gradients(mesh: str, length: int = 12, remat: Remat = "full"):
     """Hidden states and gradients of a training forward pass with padding and two segments."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, VOCAB, (8, length)).astype(np.int32)
@@ -151,7 +152,7 @@ def gradients(mesh: str, length: int = 12):
     layout = make_layout(MeshShape.parse(mesh), row_axes=TRAINING_ROWS)
 
     def loss(params):
-        hidden = forward_rows(MODEL, layout, params, tokens, segments, remat=True)
+        hidden = forward_rows(MODEL, layout, params, tokens, segments, remat=remat)
         scores = score_tokens(
             layout,
             hidden[:, :-1],
@@ -174,7 +175,20 @@ def gradients(mesh: str, length: int = 12):
     [*((mesh, 12) for mesh in MESHES), ("data=1,expert=8", MAX_MASKED_ROWS // 24 + 1)],
 )
 def test_training_is_the_same_on_every_mesh(mesh, length):
-    (grads, hidden), (expected, alone) = gradients(mesh, length), gradients("data=1", length)
+    assert_same_as_alone(mesh, length, "full")
+
+
+@pytest.mark.slow_except("dots-data=1,fsdp=2,expert=2,tensor=2")
+@pytest.mark.parametrize("mesh", ["data=1", MESHES[3]])
+@pytest.mark.parametrize("remat", ["none", "dots"])
+def test_training_is_the_same_with_every_remat_policy(mesh, remat):
+    assert_same_as_alone(mesh, 12, remat)
+
+
+def assert_same_as_alone(mesh: str, length: int, remat: Remat) -> None:
+    """Compares with all recomputed on one device."""
+    grads, hidden = gradients(mesh, length, remat)
+    expected, alone = gradients("data=1", length)
     np.testing.assert_allclose(hidden, alone, atol=2e-5)
 
     def check(path, left, right):

@@ -299,7 +299,7 @@ def test_the_trainer_scores_what_transformers_computes():
     tokens, logits = reference(name)["tokens"], reference(name)["logits"]
     rows = np.concatenate([tokens[:1], tokens[1:]], axis=1)
     segments = np.repeat([[1, 2]], tokens.shape[1], axis=1)
-    config = TrainConfig(logprob_chunk=40, remat=True)
+    config = TrainConfig(logprob_chunk=40, remat="full")
 
     @jax.jit
     def score(params, tokens, segment_ids):

@@ -1,169 +1,154 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Episodes of a data shard read a shared prompt once, and then one token for each."""
+"""Two groups of different devices: steps and prices by hand, and the planner's command."""
 
 import dataclasses
-import functools
+import json
 
-import numpy as np
 import pytest
 
-from earl_jax.engine.pages import Pool
-from earl_jax.engine.session import open_session, vacate
-from earl_jax.envs.environment import Start, StepResult
+from earl_jax.placement.group_planner import plan_groups
+from earl_jax.plan import plan_command
+from earl_jax.selector.footprint import Parameter
+from earl_jax.selector.groups import TOKEN_BYTES, Group, cheapest, groups_step
+from earl_jax.selector.hardware import parse_topology
 from earl_jax.sharding.layout import MeshShape
-from tests.support.episodes import (
-    CONFIG,
-    assert_same_episodes,
-    check_rows,
-    collect,
-    engine,
-    renderer,
-    tasks,
-    weights,
-)
+from tests.support.problems import hand_problem
 
-SYSTEM = "0123456780123456780123456"
-NUM_SLOTS = 4
+R2, R4, T4, T8 = (MeshShape(data=2), MeshShape(data=4), MeshShape(fsdp=4), MeshShape(fsdp=8))
+CONTEXT = 100
+TOKENS = 8 * CONTEXT
 
 
-class Question:
-    """Says the system's words and its own, and takes any reply."""
-
-    def __init__(self, words: str):
-        self.words = words
-
-    def start(self):
-        return Start(text=SYSTEM + self.words, role="x")
-
-    def step(self, reply: str):
-        return StepResult(reward=1.0, done=True, stop_reason="win")
-
-
-@functools.cache
-def prompt(words: str) -> tuple[int, ...]:
-    return renderer().first(SYSTEM + words)
-
-
-def play(pool, todo, make, *, num_slots=NUM_SLOTS, **changes):
-    """On one device, which is one data shard."""
-    player = engine(num_slots, MeshShape())
-    rollout = collect(
-        pool, todo, make, num_slots=num_slots, player=player, num_devices=1,
-        **{"share_prefixes": True, "max_tokens": 48, **changes},
-    )  # fmt: skip
-    check_rows(rollout, len(todo))
-    assert {t.stop_reason for t in rollout.trajectories} == {"win"}
-    return rollout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("size", "words"), [(4, ""), (4, "7777"), (9, "7")], ids="28 32 waves".split()
-)
-def test_a_groups_prompt_is_read_once_and_each_other_episode_appends_one_token(pool, size, words):
-    """However the prompt ends in a chunk; of nine episodes on four slots, in three waves."""
-    length = len(prompt(words))
-    assert length == 28 + len(words)
-    todo = [
-        dataclasses.replace(task, group=0, args={"seed": 0, "index": task.args["index"]})
-        for task in tasks(size)
-    ]
-    rollout = play(pool, todo, lambda task: Question(words))
-    assert rollout.stats.prefill_tokens == length + size - 1
-    assert rollout.stats.shared_tokens == (size - 1) * (length - 1)
-    alone = play(pool, todo, lambda task: Question(words), share_prefixes=False)
-    assert alone.stats.prefill_tokens == size * length
-    for one, same in zip(alone.trajectories, rollout.trajectories, strict=True):
-        assert one == same, "to the last bit of each log-prob"
-
-
-@pytest.mark.slow
-def test_what_different_prompts_have_in_common_is_read_once_a_policy_version(pool):
-    """One slot, so that episodes follow each other.
-
-    The first has four rounds for its prompt of 29, the others one each for the three tokens that
-    are their own.
-    """
-
-    def ask(task):
-        return Question(str(task.episode))
-
-    todo, own = tasks(8), 3
-    common = len(prompt("0")) - own
-    assert len({prompt(str(i))[:common] for i in range(8)}) == 1 and common == 26
-    assert len({prompt(str(i))[common] for i in range(8)}) == 8
-    once = play(pool, todo, ask, num_slots=1)
-    assert once.stats.prefill_tokens == common + 8 * own
-
-
-def test_another_rollout_of_the_same_weights_reads_a_prompt_no_more(pool):
-    """Not even by the first episode of it; what is new of other prompts is read once."""
-    length, size = len(prompt("7")), 4
-    todo = [
-        dataclasses.replace(task, group=0, args={"seed": 0, "index": task.args["index"]})
-        for task in tasks(size)
-    ]
-
-    def ask(words, vacant=None, **changes):
-        return play(pool, todo, lambda task: Question(words), vacant=vacant, **changes)
-
-    first = ask("7")
-    assert first.stats.prefill_tokens == length + size - 1
-    kept = first.experience
-    second = ask("7", vacate(first.session))
-    assert second.stats.prefill_tokens == size
-    assert second.stats.shared_tokens == size * (length - 1)
-    assert second.trajectories == first.trajectories, "to the last bit of each log-prob"
-    np.testing.assert_array_equal(kept.tokens, second.experience.tokens)
-    third = ask("8", vacate(second.session))
-    own = 3
-    assert third.stats.prefill_tokens == own + size - 1
-    assert third.trajectories == ask("8").trajectories
-    # Other weights have read nothing of it.
-    newer = ask("8", vacate(third.session), version=1, params=weights(1))
-    assert newer.stats.prefill_tokens == length + size - 1
-    # Longer rows keep the prompts; shorter ones keep nothing.
-    left, policy = vacate(newer.session), newer.session.policy
-    larger = open_session(left.engine, policy, 64, Pool(1, 4 * 8), left)
-    assert larger.kept is left.kept and larger.state.experience.tokens.shape[1] == 64
-    assert larger.pool.total == larger.state.cache.num_pages == 4 * 8
-    assert open_session(left.engine, policy, 32, Pool(1, 4 * 8), left).kept is None
-
-
-@pytest.mark.slow_except("on")
-@pytest.mark.parametrize("copies", ["on", "off"])
-def test_on_several_devices_it_is_once_too_or_once_for_each(pool, copies):
-    """Eight data shards of two slots; six episodes belong to the first, two to the second.
-
-    So four play in slots of other data shards: two in the third and two in the fourth. The first
-    episode of each of these three waits for the prefill of the first data shard, or prefills too.
-    """
-    length, todo = (
-        len(prompt("7")),
-        [
-            dataclasses.replace(t, group=0, args={"seed": 0, "index": t.args["index"]})
-            for t in tasks(8)
-        ],
+def player(mesh: MeshShape, tokens_per_s: float, price: float = 1.0) -> Group:
+    """A group that plays; 250 weights of 4 bytes."""
+    problem = hand_problem(
+        {},
+        {mesh: tokens_per_s},
+        hardware=parse_topology(f"cpu:{mesh.num_devices}"),
+        num_rollout=mesh.num_devices,
     )
+    sizes = dataclasses.replace(problem.sizes, engine=(Parameter("weights", (250,), (None,), 4),))
+    problem = dataclasses.replace(problem, sizes=sizes)
+    return Group(problem=problem, stage="rollout", price=price)
 
-    def play(**changes):
-        rollout = collect(
-            pool, todo, lambda task: Question("7"), max_tokens=48,
-            **{"share_prefixes": True, "copy_prefixes": copies, **changes},
-        )  # fmt: skip
-        check_rows(rollout, 8)
-        return rollout
 
-    rollout = play()
-    assert CONFIG.episodes_per_step // 8 == 6
-    assert rollout.stats.borrowed_slots == 4
-    times = 1 if copies == "on" else 4
-    assert rollout.stats.prefill_tokens == times * length + 8 - times
-    assert rollout.stats.shared_tokens == (8 - times) * (length - 1)
-    assert rollout.stats.copied_tokens == (4 - times) * (length - 1)
-    alone = play(share_prefixes=False)
-    assert rollout.trajectories == alone.trajectories, "to the last bit of each log-prob"
-    again = play(vacant=vacate(rollout.session))
-    assert_same_episodes(rollout.trajectories, again.trajectories)
-    assert (again.stats.borrowed_slots, again.stats.prefill_tokens) == (4, 8)
+def trainer(mesh: MeshShape, tokens_per_s: float, price: float = 3.0) -> Group:
+    """A group that trains."""
+    hardware = parse_topology(f"cpu:{mesh.num_devices}")
+    problem = hand_problem({mesh: tokens_per_s}, {}, hardware=hardware)
+    return Group(problem=problem, stage="train", price=price)
+
+
+def test_a_step_has_the_seconds_of_both_groups_and_of_the_link():
+    step = groups_step(player(R4, 100.0), trainer(T8, 80.0), CONTEXT, 1000.0)
+    # 800 tokens; 1,000 bytes of weights and 24 of each token at 1,000 bytes/s.
+    assert (step.rollout_s, step.train_s, step.tokens) == (8.0, 10.0, TOKENS)
+    assert step.link_s == 1.0 + TOKENS * TOKEN_BYTES / 1000.0 == 20.2
+    # Four data shards that each fetch the weights take 3 s more.
+    assert step.link_each_s == pytest.approx(23.2)
+    assert (step.meshes, step.devices) == ((R4, T8), (4, 8))
+    # The link is the slowest here.
+    assert (step.step_s, step.turns_s) == (20.2, pytest.approx(38.2))
+    # 4 devices at 1 and 8 at 3 are 28 an hour.
+    assert step.hour_price == 28.0
+    assert step.price == pytest.approx(28.0 * 20.2 / 3600 / 800 * 1e6)
+
+
+def test_a_fast_link_leaves_the_slower_stage():
+    step = groups_step(player(R4, 100.0), trainer(T8, 80.0), CONTEXT, 1e9)
+    assert step.step_s == step.train_s == 10.0
+
+
+def test_the_cheapest_pair_of_groups_has_the_stages_balanced():
+    rollouts = [player(R2, 50.0), player(R4, 100.0)]
+    trains = [trainer(T4, 50.0), trainer(T8, 100.0)]
+    # Seconds times price an hour: 2 + 4: 16 x 14; 2 + 8: 16 x 26; 4 + 4: 16 x 16; 4 + 8: 8 x 28.
+    step = cheapest(rollouts, trains, CONTEXT, 1e9)
+    # Of two that cost 224 the faster one.
+    assert step.devices == (4, 8)
+    assert cheapest(rollouts[:1], trains, CONTEXT, 1e9).devices == (2, 4)
+
+
+def test_what_does_not_fit_has_no_step():
+    small = player(R4, 100.0)
+    small = dataclasses.replace(small, problem=dataclasses.replace(small.problem, budget_bytes=10))
+    assert groups_step(small, trainer(T8, 80.0), CONTEXT, 1e9) is None
+    assert cheapest([small], [trainer(T8, 80.0)], CONTEXT, 1e9) is None
+
+
+PLAN = (
+    "--topology=h20:4x8",
+    "--train_topology=h800:2x8",
+    "--config.model.preset=qwen2.5-7b",
+    "--contexts=8192,32768",
+    "--config.rollout.num_slots=256",
+    "--config.rollout.episodes_per_step=256",
+)
+
+
+def planned(capsys, *flags):
+    plan_command([*PLAN, *flags, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_command_plans_devices_of_two_kinds(capsys):
+    values = planned(capsys, "--prices=1,2.85", "--link_gb=10")
+    assert values["topologies"] == ["h20:4x8", "h800:2x8"]
+    for step in values["all"]:
+        assert step["devices"] == [32, 16]
+        assert step["hour_price"] == pytest.approx(32 + 16 * 2.85)
+        # 15.2 GB of weights in bf16.
+        assert 1.5 < step["link_s"] < 1.6
+    for step, best in zip(values["all"], values["cheapest"], strict=True):
+        assert best["price"] <= step["price"]
+
+
+def test_decoding_costs_less_where_bandwidth_does(capsys):
+    """H20s have 1.2 times an H800's bandwidth, and 0.15 of its operations."""
+    step = planned(capsys, "--prices=1,2.85")["all"][-1]
+    swapped = planned(capsys, "--topology=h800:4x8", "--train_topology=h20:2x8", "--prices=2.85,1")[
+        "all"
+    ][-1]
+    assert step["rollout_s"] < swapped["rollout_s"]
+    assert 4 < swapped["train_s"] / step["train_s"] < 8
+
+
+def test_the_table_has_prices_only_where_they_are_known(capsys):
+    plan_command([*PLAN])
+    text = capsys.readouterr().out
+    assert "rollouts on h20:4x8; training on h800:2x8; 800 GB/s between" in text
+    assert "million" not in text
+    plan_command([*PLAN, "--prices=1,2.85"])
+    text = capsys.readouterr().out
+    assert "rollouts on h20:4x8, 1 a device-hour; training on h800:2x8, 2.85" in text
+    assert "the cheapest tokens" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prices=1"], "--prices=1: give the prices of a device-hour of"),
+        (["--prices=1,-2"], "as in --prices=1,2.5"),
+        (["--link_gb=0"], "--link_gb=0.0; give GB/s"),
+        (["--exact"], "--exact beside --train_topology"),
+        (["--config.devices.num_rollout=8"], "num_rollout is 8 beside --train_topology"),
+        (["--train_topology=h900:1x8"], "'h900:1x8' is not known"),
+        (["--train_topology=", "--prices=1,2"], "give --train_topology too"),
+    ],
+)
+def test_a_mistake_in_the_flags_is_named(flags, message):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        plan_command([*PLAN, *flags])
+
+
+def test_groups_that_no_mesh_cuts_evenly_are_refused():
+    from earl_jax.config import Config
+    from earl_jax.placement.problem import find_model
+
+    config = Config()
+    model, vocab_size = find_model(config, 1000)
+    rollout = dataclasses.replace(config.rollout, num_slots=8, episodes_per_step=8)
+    config = dataclasses.replace(config, rollout=rollout)
+    with pytest.raises(ValueError, match=r"h100:1x7 for train: "):
+        plan_groups(config, model, vocab_size, ("h100:1x8", "h100:1x7"), [1024])

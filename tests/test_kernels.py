@@ -117,7 +117,9 @@ def test_a_model_whose_layers_differ_in_their_windows_is_the_same_by_every_kerne
     segments = jnp.asarray(np.repeat([[1, 2], [1, 0]], [25, 15], axis=1), jnp.int32)
 
     def loss(params, kernel):
-        hidden = forward_rows(WINDOWED, layout, params, tokens, segments, remat=True, kernel=kernel)
+        hidden = forward_rows(
+            WINDOWED, layout, params, tokens, segments, remat="full", kernel=kernel
+        )
         return jnp.sum(jnp.where(segments[..., None] > 0, jnp.sin(hidden), 0.0))
 
     grad = jax.jit(jax.value_and_grad(loss), static_argnums=1)
@@ -309,7 +311,7 @@ def test_a_training_step_compiles_with_the_kernel_of_the_platform(name, kernel, 
     model = dataclasses.replace(TINY, windows=windows)
 
     def program_text(attention: str) -> str:
-        config = TrainConfig(attention=attention, remat=True)  # pyright: ignore[reportArgumentType]
+        config = TrainConfig(attention=attention, remat="full")  # pyright: ignore[reportArgumentType]
         step = make_train_step(
             Update(
                 model,

@@ -258,6 +258,24 @@ def alone() -> tuple[Any, Any, Any]:
 def test_sharded_equals_unsharded(shape):
     batch = jax.device_put(make_batch(), make_layout(shape).activations("NS"))
     state, metrics = compiled_step(shape)(placed(shape), batch, CONTROLS)
+    assert_as_alone(state, metrics)
+    shardings = state_shardings(MODEL, CONFIG, VOCAB, make_layout(shape))
+    assert all(
+        leaf.sharding.is_equivalent_to(where, leaf.ndim)
+        for leaf, where in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
+    )
+    assert bits(state.base) == bits(on_host().base)
+
+
+@pytest.mark.slow_except("dots")
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_remat_changes_nothing(remat):
+    step = compiled_step(ONE_DEVICE, dataclasses.replace(CONFIG, remat=remat))
+    assert_as_alone(*step(placed(ONE_DEVICE), make_batch(), CONTROLS))
+
+
+def assert_as_alone(state: TrainState, metrics: Any) -> None:
+    """Compares gradients and metrics of an update with those on one device without remat."""
     _, expected, numbers = alone()
 
     def check(path, grad, other):
@@ -266,12 +284,6 @@ def test_sharded_equals_unsharded(shape):
 
     jax.tree_util.tree_map_with_path(check, gradients(state), expected)
     assert read_metrics(metrics) == pytest.approx(numbers, rel=2e-5, abs=1e-6)
-    shardings = state_shardings(MODEL, CONFIG, VOCAB, make_layout(shape))
-    assert all(
-        leaf.sharding.is_equivalent_to(where, leaf.ndim)
-        for leaf, where in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
-    )
-    assert bits(state.base) == bits(on_host().base)
 
 
 def test_gradients_are_those_of_the_merged_model():

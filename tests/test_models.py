@@ -30,6 +30,7 @@ from earl_jax.models.parameters import (
     unstack_layers,
 )
 from earl_jax.models.rotary import rope_frequencies, rotate
+from earl_jax.settings.remat import REMATS, Remat
 from earl_jax.sharding.layout import MeshShape, make_layout
 from tests.support.caches import rows_of
 from tests.support.meshes import train_candidates
@@ -231,6 +232,30 @@ def test_memory_of_layers_in_a_scan_grows_with_the_length_not_its_square():
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporaries(2048) < 2.1 * temporaries(1024)
+
+
+def test_remat_but_for_projections_computes_no_projection_again():
+    """All that full remat computes beyond it: the projections, but for the last, which is not read.
+
+    Nothing else is computed oftener than without remat but attention, norms and the gate.
+    """
+    model = ModelConfig(num_layers=1, width=64, num_heads=4, num_kv_heads=2, head_size=16)
+    model = dataclasses.replace(model, ffn_size=256)
+    layout = make_layout(MeshShape(), jax.devices()[:1])
+    params = parameter_shapes(parameter_specs(model, VOCAB))
+    rows = jax.ShapeDtypeStruct((4, 32), jnp.int32)
+
+    def flops(remat: Remat) -> float:
+        def loss(params, tokens, segments):
+            return jnp.sum(forward_rows(model, layout, params, tokens, segments, remat=remat))
+
+        return jax.jit(jax.grad(loss)).lower(params, rows, rows).cost_analysis()["flops"]
+
+    none, dots, full = map(flops, REMATS)
+    projections = 2 * 4 * 32 * 64 * (2 * 64 + 2 * 32 + 2 * 256)
+    attention = 2 * 4 * 32 * 2 * 32 * 64
+    assert full - dots == pytest.approx(projections, rel=0.02)
+    assert attention < dots - none < 1.5 * attention
 
 
 @pytest.mark.parametrize("window", [None, 3, 1])

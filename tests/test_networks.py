@@ -88,7 +88,7 @@ def test_the_reference_in_the_compute_type_scores_as_the_fp32_weights_did():
     """In bf16, bit for bit: half the bytes cost nothing."""
     model = dataclasses.replace(MODEL, compute_dtype="bfloat16")
     learner = learner_with("grpo", model, kl_coefficient=0.1)
-    state, plan = learner.first_state(ONE), TrainPlan(ONE, 1, False)
+    state, plan = learner.first_state(ONE), TrainPlan(ONE, 1, "none")
     assert {leaf.dtype for leaf in jax.tree.leaves(state.reference)} == {jnp.dtype("bfloat16")}
     (scored,) = learner.score([plan], moved(state), [jax.device_put(make_batch())])
     np.testing.assert_array_equal(scored.reference, scorer(model, ONE)(state.params, make_batch()))
@@ -101,7 +101,7 @@ def test_a_penalty_without_adapters_is_that_of_the_first_weights(mesh, kl_in):
     """Loss and metric by hand in numpy, from the log-probs of both policies; k1 and k3."""
     kind = "k3" if kl_in == "loss" else "k1"
     learner = learner_with("grpo", kl_coefficient=0.5, kl_estimator=kind, kl_in=kl_in)
-    layout, plan, batch = make_layout(mesh), TrainPlan(mesh, 2, False), make_batch()
+    layout, plan, batch = make_layout(mesh), TrainPlan(mesh, 2, "none"), make_batch()
     first = learner.first_state(mesh)
     kept, state = bits(first.reference), moved(first)
     policy, reference = (
@@ -233,7 +233,7 @@ def trained_critic(state: TrainState) -> TrainState:
 def ppo_updates(mesh: MeshShape, batch: TrajectoryBatch, parts: int = 1, **settings):
     """The scored batch, the state after two updates of it, and the metrics of both."""
     learner, layout = learner_with("ppo", **settings), make_layout(mesh)
-    plan = TrainPlan(mesh, parts, False)
+    plan = TrainPlan(mesh, parts, "none")
     state = jax.device_put(trained_critic(learner.first_state(mesh)), learner.state_shardings(mesh))
     (scored,) = learner.score([plan], state, [jax.device_put(batch, layout.activations("NS"))])
     metrics = []
@@ -271,7 +271,7 @@ def test_values_are_those_of_the_tokens_before():
 
 def test_the_critic_minimises_the_mean_squared_error_of_its_returns():
     """Loss, gradient and explained variance against JAX's of the formula, at the first update."""
-    learner, plan, batch = learner_with("ppo"), TrainPlan(ONE, 2, False), rewarded_batch()
+    learner, plan, batch = learner_with("ppo"), TrainPlan(ONE, 2, "none"), rewarded_batch()
     state = trained_critic(learner.first_state(ONE))
     (scored,) = learner.score([plan], state, [jax.device_put(batch)])
     mask, returns = batch.turn_ids > 0, np.asarray(scored.returns, np.float64)
@@ -339,7 +339,7 @@ def test_packed_ppo_is_unpacked_ppo():
 
 def test_an_update_without_values_leaves_the_critic_alone():
     """A supervised one, and one of a batch without tokens: parameters and moments, bit for bit."""
-    learner, plan, batch = learner_with("ppo"), TrainPlan(ONE, 2, False), rewarded_batch()
+    learner, plan, batch = learner_with("ppo"), TrainPlan(ONE, 2, "none"), rewarded_batch()
     (scored,) = learner.score([plan], learner.first_state(ONE), [jax.device_put(batch)])
     state, _ = learner.update(plan, learner.first_state(ONE), scored, RATES)
     of_critic = lambda state: bits((state.critic, state.optimizer[1]))  # noqa: E731

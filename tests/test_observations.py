@@ -24,7 +24,7 @@ ROLLOUT = {
     "context_buckets": (TOKENS,),
     "patience_s": 60.0,
 }
-TRAIN_KEY, ROLLOUT_KEY = train_key(D8, TOKENS, 1, False), rollout_key(D8, TOKENS, 16)
+TRAIN_KEY, ROLLOUT_KEY = train_key(D8, TOKENS, 1, "none"), rollout_key(D8, TOKENS, 16)
 
 
 @pytest.fixture(autouse=True)

@@ -259,7 +259,7 @@ def updated(name: str, mesh: MeshShape):
         layout=layout,
     )
     batch = jax.device_put(batch_of(16, 12), layout(mesh).activations("NS"))
-    state, plan = learner.init_state(mesh), TrainPlan(mesh, 1, False)
+    state, plan = learner.init_state(mesh), TrainPlan(mesh, 1, "none")
     before = jax.tree.map(np.array, state.params)
     for _ in range(2):
         state, metrics = learner.update(plan, state, batch, np.array([1e-3, 0.0], np.float32))

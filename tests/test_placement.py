@@ -341,7 +341,7 @@ def test_session_keeps_its_pages_if_the_budget_holds_no_more(world, table):
 
 
 def train_on(placement, mesh):
-    placement.plans = placement.plans._replace(train=TrainPlan(mesh, 1, False))
+    placement.plans = placement.plans._replace(train=TrainPlan(mesh, 1, "none"))
     return placement
 
 

@@ -78,20 +78,38 @@ def test_training_is_rated_by_the_rows_that_episodes_are_packed_in():
     # Eight row shards need as many rows each: a mesh that pads is not faster for its padding.
     assert problem.packed_rows(1024, 8 * 973, eight) == 16
     assert problem.packed_rows(1024, 0, eight) == 8
-    whole, parts = TrainPlan(D8, 1, True), TrainPlan(D8, 8, True)
+    whole, parts = TrainPlan(D8, 1, "full"), TrainPlan(D8, 8, "full")
     # Eight packed rows are one micro-batch by either plan; 64 are eight by the second.
     assert problem.update_speed(parts, 1024, 8) == problem.update_speed(whole, 1024, 8)
     assert problem.update_speed(parts, 1024, 64) < problem.update_speed(whole, 1024, 64)
     few = Chooser(problem, EMPTY, train_tokens=8 * 972)
     rated = {c.plan: c.tokens_per_s for c in few.candidates.train(1024)}
-    assert rated[TrainPlan(D8, 8, False)] == rated[TrainPlan(D8, 1, False)]
+    assert rated[TrainPlan(D8, 8, "none")] == rated[TrainPlan(D8, 1, "none")]
     step = full_step(problem, 1024)
     every = Chooser(problem, EMPTY).step(step, Plans(), only="train").train
     assert few.step(step, Plans(), only="train").train.seconds < every.seconds
 
 
+def test_passes_and_a_stream_are_part_of_a_steps_planned_time():
+    def update_s(*overrides: str) -> tuple[tuple[str, ...], float]:
+        problem = problem_on("h100:1x8", "selector.train_meshes=('data=8',)", *overrides)
+        decision = Chooser(problem, EMPTY).step(full_step(problem, 1024), Plans(), only="train")
+        return problem.work.scored, decision.train.seconds
+
+    scored, plain_s = update_s()
+    # A second batch as large, and one optimizer step.
+    _, streamed_s = update_s("train.sft_weight=0.5")
+    assert scored == () and 1.9 * plain_s < streamed_s < 2 * plain_s
+    scored, penalised_s = update_s("algorithm_args.kl_coefficient=0.1")
+    # A forward pass beside it and a backward pass of twice as much.
+    assert scored == ("reference",) and plain_s / 5 < penalised_s - plain_s < plain_s / 2
+    # Two updates of the same batch: both passes once.
+    scored, twice_s = update_s("algorithm_args.kl_coefficient=0.1", "train.epochs=2")
+    assert set(scored) >= {"reference"} and twice_s < 2 * penalised_s
+
+
 def test_bytes_rise_with_the_context_and_a_mesh_that_does_not_fit_is_left():
-    problem = problem_on("h100:1x8", "train.micro_batches=8", "train.remat=True")
+    problem = problem_on("h100:1x8", "train.micro_batches=8", "train.remat=full")
     contexts = [128, 256, 512, 1024]
     free = make_schedule(problem, EMPTY, contexts)
     first = trains(free)[0].mesh
@@ -128,7 +146,7 @@ def test_plans_carry_over_as_in_a_run_that_has_settled():
 def test_rows_too_long_for_a_device_are_cut_over_context():
     problem = problem_on(
         "h100:1x8",
-        *("model.preset=llama3.1-8b", BF16, "train.remat=True", "train.micro_batches=8"),
+        *("model.preset=llama3.1-8b", BF16, "train.remat=full", "train.micro_batches=8"),
         budget=60 * 2**30,
         vocab_size=128_256,
     )
@@ -142,7 +160,7 @@ def test_rows_too_long_for_a_device_are_cut_over_context():
 def test_equal_steps_go_to_the_mesh_that_leaves_most_memory():
     """By a table in which both trainers are as fast as each other, or nearly."""
     meshes = "selector.train_meshes=('data=8','data=1,fsdp=8')"
-    ample = problem_on("h100:1x8", meshes, "train.remat=True")
+    ample = problem_on("h100:1x8", meshes, "train.remat=full")
     first = next(plan for plan in ample.train_plans(64) if plan.mesh == D8)
     whole = ample.update_footprint(first, 64).total
 
@@ -548,7 +566,7 @@ def test_a_table_of_a_run_decides(capsys, tmp_path):
         fast, slow = slow, fast
     for mesh, speed in ((fast, 9e4), (slow, 1e4)):
         for _ in range(3):
-            table = table.with_speed(train_key(MeshShape.parse(mesh), 40, 1, False), speed)
+            table = table.with_speed(train_key(MeshShape.parse(mesh), 40, 1, "none"), speed)
     path = tmp_path / "table.json"
     path.write_text(json.dumps(table.as_dict()))
     values = json.loads(run(capsys, *flags, f"--table={path}"))

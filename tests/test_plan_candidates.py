@@ -72,11 +72,11 @@ def test_known_bytes_of_a_round_are_those_without_pages_at_the_same_bucket_and_s
 
 def test_known_bytes_of_an_update_are_its_own_alone():
     problem = hand_problem({D8: 1.0}, MODEL, train_bytes={D8: 3000})
-    table = ThroughputTable().with_bytes(train_key(D8, 20, 2, True), 1700)
+    table = ThroughputTable().with_bytes(train_key(D8, 20, 2, "full"), 1700)
     found = Candidates(problem, table)
     assert found.update_bytes(train_on(D8, 2), 20) == (1700, True)
     assert found.update_bytes(train_on(D8), 20) == (3000, False)
-    assert found.update_bytes(TrainPlan(D8, 2, False), 20) == (1500, False)
+    assert found.update_bytes(TrainPlan(D8, 2, "none"), 20) == (1500, False)
 
 
 # Speeds.
@@ -179,10 +179,10 @@ def test_round_of_few_live_episodes_is_corrected_as_the_mesh_is():
 
 def test_entries_that_this_problem_cannot_have_are_ignored():
     found = candidates(
-        ("train data=2,tensor=4 20 micro_batches=1,remat=True", 1e9),
+        ("train data=2,tensor=4 20 micro_batches=1,remat=full", 1e9),
         # Eight rows: no three parts, and no sixteen.
-        ("train data=8 20 micro_batches=3,remat=True", 1e9),
-        ("train data=8 20 micro_batches=16,remat=True", 1e9),
+        ("train data=8 20 micro_batches=3,remat=full", 1e9),
+        ("train data=8 20 micro_batches=16,remat=full", 1e9),
         ("rollout data=1,context=8 20 slots=8", 1e9),
         ("rollout data=8 20 slots=12", 1e9),
     )

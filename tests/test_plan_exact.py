@@ -27,7 +27,7 @@ SETTINGS = (
 )
 # 128 million parameters: what is padded, or constant, is nothing beside them.
 LARGE = ("model.width=2048", "model.num_heads=16", "model.num_kv_heads=8", "model.ffn_size=8192")
-LARGE += ("train.remat=True", "train.micro_batches=2")
+LARGE += ("train.remat=full", "train.micro_batches=2")
 # For TPUs the same would take minutes to compile.
 SMALL = ("model.width=256", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_size=512")
 CASES = [

@@ -11,6 +11,8 @@ from benchmarks import speeds
 from benchmarks.plan import PAGES, sizes_of
 from earl_jax.selector.footprint import ModelSizes, Parameter, Workload, cache_token_bytes
 from earl_jax.selector.hardware import IDEAL, Kernels, parse_topology
+from earl_jax.selector.plans import TrainPlan
+from earl_jax.selector.problem import Problem
 from earl_jax.selector.roofline import (
     MODEL_ERROR,
     all_reduce_s,
@@ -21,6 +23,7 @@ from earl_jax.selector.roofline import (
     train_parts,
     weights_read,
 )
+from earl_jax.settings.remat import REMATS
 from earl_jax.sharding.layout import MeshShape
 
 H100 = parse_topology("h100:1x8")
@@ -60,7 +63,7 @@ WORK = Workload(
     num_slots=64,
     num_rows=64,
     micro_batches=1,
-    remat=False,
+    remat="none",
     logprob_chunk=16,
     chunk_size=4,
     append_tokens=256,
@@ -88,7 +91,7 @@ def test_an_all_reduce_by_hand():
 def test_an_update_of_one_layer_by_hand():
     """64 rows of 16 tokens on one H100, with remat and without."""
     tokens = 64 * 16
-    work = dataclasses.replace(WORK, remat=True)
+    work = dataclasses.replace(WORK, remat="full")
     plain, again = (train_parts(PUBLISHED, SIZES, one, D1, 16) for one in (WORK, work))
     head = 4 * 2 * 32 * 32
     assert plain.products_s == pytest.approx(
@@ -109,6 +112,61 @@ def test_an_update_of_one_layer_by_hand():
     assert plain.crossing_s == plain.beside_s == plain.latency_s == 0.0
     # A kernel takes 5 us, seven kernels a layer and pass.
     assert train_parts(H100, SIZES, WORK, D1, 16).latency_s == pytest.approx(3 * 7 * 5e-6)
+
+
+def test_remat_but_for_projections_repeats_attention_and_loops_alone():
+    none, dots, full = (
+        train_parts(PUBLISHED, SIZES, dataclasses.replace(WORK, remat=remat), D1, 16)
+        for remat in REMATS
+    )
+    assert dots.products_s == none.products_s < full.products_s
+    assert dots.attention_s == full.attention_s > none.attention_s
+    assert dots.elementwise_s == full.elementwise_s > none.elementwise_s
+    assert none.total < dots.total < full.total
+
+
+def update_s(sizes: ModelSizes, **changes) -> tuple[float, float]:
+    """Returns the seconds of an update by the problem's speed, and the tokens that it counts."""
+    work = dataclasses.replace(WORK, **changes)
+    problem = Problem(hardware=PUBLISHED, sizes=sizes, work=work, budget_bytes=None)
+    tokens = 64 * 16 * work.num_batches
+    return tokens / problem.update_speed(TrainPlan(D1, work.micro_batches, "none"), 16), tokens
+
+
+def test_a_supervised_stream_is_a_second_batch_with_the_same_optimizer_step():
+    parts = train_parts(PUBLISHED, SIZES, WORK, D1, 16)
+    assert update_s(SIZES) == (pytest.approx(parts.total), 64 * 16)
+    expected = 2 * parts.total - parts.optimizer_s
+    assert update_s(SIZES, has_stream=True) == (pytest.approx(expected), 2 * 64 * 16)
+
+
+def test_passes_before_the_first_update_by_hand():
+    """A teacher twice as wide, with 64 entries, and its passes over 64 rows of 16 tokens."""
+    teacher = dataclasses.replace(
+        SIZES, width=64, vocab_size=64, trained=(Parameter("ffn", (3, 64, 64), "LDF", 4),)
+    )
+    tokens, peak, rate = 64 * 16, 989e12, 0.8 * 3350e9
+
+    def pass_s(width: int, vocab_size: int) -> float:
+        matrices = 4 * width * 32 + 3 * width * 64
+        products = 2 * (matrices + width * vocab_size) / (0.6 * peak)
+        # As in the update: half of a row, 8 heads of 4 numbers.
+        attention = 4 * 8 * 4 * 8 / (0.54 * peak)
+        loops = 2 * (8 * width + 2 * 16 * 4 + 3 * 64) + 2 * 4 * vocab_size
+        return tokens * (products + attention + loops / rate)
+
+    plain, _ = update_s(SIZES)
+    for scored, seconds in (
+        (("proximal",), pass_s(32, 32)),
+        (("reference", "advantages"), pass_s(64, 64)),
+        (("proximal", "reference", "values"), pass_s(32, 32) + pass_s(64, 64) + pass_s(32, 1)),
+    ):
+        sizes = dataclasses.replace(SIZES, teacher=teacher)
+        assert update_s(sizes, scored=scored)[0] == pytest.approx(plain + seconds)
+        # A step of two epochs has them once.
+        assert update_s(sizes, scored=scored, epochs=2)[0] == pytest.approx(plain + seconds / 2)
+    # The policy's own first weights as reference.
+    assert update_s(SIZES, scored=("reference",))[0] == pytest.approx(plain + pass_s(32, 32))
 
 
 def test_every_other_product_computed_again_is_between_none_and_all():
@@ -204,7 +262,7 @@ def test_more_work_takes_longer(topology, mesh):
         return train_parts(hardware, sizes, work, mesh, length).total
 
     assert update(512) < update(1024) / 1.5
-    assert update(512) < update(512, remat=True)
+    assert update(512) < update(512, remat="full")
     assert update(512) <= update(512, micro_batches=4)
     # A token costs more, the more there are before it.
     assert update(4096) / 4096 > update(1024) / 1024

@@ -283,7 +283,7 @@ def test_a_run_that_nothing_fits_ends_with_the_budget_and_the_hardware_that_woul
     assert re.search(r"the smallest budget that would do is (about )?\d+", message)
     assert re.search(
         r"By computed bytes, at a context of \d+ tokens, the smallest hardware that would do "
-        r"\(powers of two\): 1 v5e, 1 v5p, 1 v6e, 1 h100, 1 h200, 1 b200$",
+        r"\(powers of two\): 1 v5e, 1 v5p, 1 v6e, 1 h100, 1 h200, 1 h800, 1 h20, 1 b200$",
         message,
     )
 

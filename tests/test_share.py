@@ -74,6 +74,15 @@ def test_processes_begin_with_their_own_groups_and_take_those_that_are_left():
     assert (one.numbers, other.numbers) == ([0, 1, 4, 5], [6, 7, 2, 3, 8, 9, 10, 11])
 
 
+def test_the_more_groups_are_left_the_more_a_process_takes():
+    """Groups of one; 20 are in the queue. A process takes a quarter of what it knows to be left."""
+    one, other = (share_of(tasks(*[1] * 22), cluster, 1, 22) for cluster in processes(2))
+    taken = [len(share.take(1)) for share in (one, one, other, one, other)]
+    # 20 // 4; 15 // 4; the other one knows of 20; then they know of 12 and 7.
+    assert taken == [5, 3, 5, 3, 1]
+    assert [len(share.take(1)) for share in (one, one, other, other)] == [1, 1, 1, 0]
+
+
 def test_a_process_takes_no_more_than_it_has_rows_for():
     """Rows for six tasks, of which it has one: two groups of two fit, and half of a third."""
     small = Share([0], processes(1)[0], [[1, 2], [3, 4], [5, 6]], most=6)

@@ -129,7 +129,7 @@ def test_live_episodes_keep_their_slots():
 def observed(rollout, train=None):
     """A table of tokens/s of the plans in use."""
     table = ThroughputTable()
-    for key, speed in ((rollout_key(R4, 20, 8), rollout), (train_key(T4, 20, 1, True), train)):
+    for key, speed in ((rollout_key(R4, 20, 8), rollout), (train_key(T4, 20, 1, "full"), train)):
         for _ in range(TRUSTED if speed else 0):
             table = table.with_speed(key, speed)
     return table

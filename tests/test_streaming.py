@@ -102,7 +102,7 @@ def test_a_step_takes_its_own_groups_in_the_order_in_which_they_finished():
 
 def test_the_totals_of_parts_make_the_update_of_the_whole_batch(world):
     """Parameters, moments and metrics, with parts of unequal sizes."""
-    learner, plan = world.learner, TrainPlan(F4, 1, False)
+    learner, plan = world.learner, TrainPlan(F4, 1, "none")
     whole = rows(learner, F4, 16)
     expected, of_whole = learner.update(plan, learner.init_state(F4), whole, CONTROLS)
     totals, state = None, learner.init_state(F4)
@@ -170,7 +170,7 @@ def test_parts_that_run_out_of_memory_are_added_up_again_on_another_mesh(world, 
     assert placement.train.mesh == MeshShape(data=2, fsdp=2)
     assert placement.take_log().failures
     monkeypatch.undo()
-    plan = TrainPlan(F4, 1, False)
+    plan = TrainPlan(F4, 1, "none")
     state = jax.device_put(before, world.learner.state_shardings(F4))
     expected, of_whole = world.learner.update(plan, state, whole, CONTROLS)
     assert metrics["loss"] == pytest.approx(read_metrics(of_whole)["loss"], rel=1e-4)

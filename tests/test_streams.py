@@ -80,7 +80,7 @@ def learner_with(name: str = "grpo", lora_rank: int = 0, **train) -> Learner:
 
 
 def plan_on(mesh: MeshShape, parts: int = 1) -> TrainPlan:
-    return TrainPlan(mesh, parts, False)
+    return TrainPlan(mesh, parts, "none")
 
 
 def on(mesh: MeshShape, batch: TrajectoryBatch) -> TrajectoryBatch:
@@ -530,7 +530,7 @@ def test_a_stream_that_runs_out_of_memory_is_added_again_on_another_mesh(monkeyp
     after, (metrics,) = update.finish(position.state)
     assert placement.train.mesh != first and placement.take_log().failures
     monkeypatch.undo()
-    plan = TrainPlan(placement.train.mesh, 1, False)
+    plan = TrainPlan(placement.train.mesh, 1, "none")
     state = jax.device_put(before, learner.state_shardings(plan.mesh))
     part, stream = update.parts[0].batch, update.streams[0].batch
     totals = learner.add_part(plan, state, part, CONTROLS, None)

@@ -124,7 +124,7 @@ def test_update_that_runs_out_of_memory_is_done_by_another_plan(world, monkeypat
     notes = []
     placement = placed(world, notes.append)
     first = placement.train
-    assert first == TrainPlan(D8, 1, False)
+    assert first == TrainPlan(D8, 1, "none")
 
     def program(plan, *, sft=False):
         if plan.mesh == D8:
@@ -160,7 +160,7 @@ def test_update_that_runs_out_of_memory_is_done_by_another_plan(world, monkeypat
 def test_packed_rows_go_to_a_mesh_with_more_row_shards(world, monkeypatch):
     """Four rows on the four row shards of a mesh get four of padding for the eight of another."""
     placement = placed(world, train_meshes_named=(str(CUBE), str(D8)))
-    placement.plans = placement.plans._replace(train=TrainPlan(CUBE, 1, False))
+    placement.plans = placement.plans._replace(train=TrainPlan(CUBE, 1, "none"))
 
     def program(plan, *, sft=False):
         if plan.mesh == CUBE:
@@ -175,7 +175,7 @@ def test_packed_rows_go_to_a_mesh_with_more_row_shards(world, monkeypatch):
     )
     state = world.learner.init_state(CUBE)
     _, moved, metrics = update(placement, state, batch, CONTROLS, TOKENS)
-    assert placement.train == TrainPlan(D8, 1, False)
+    assert placement.train == TrainPlan(D8, 1, "none")
     assert moved.tokens.shape == (8, TOKENS)
     np.testing.assert_array_equal(np.asarray(moved.tokens)[:4], batch.tokens)
     assert not np.asarray(moved.segment_ids)[4:].any()

@@ -21,7 +21,7 @@ from earl_jax.sharding.layout import MeshShape
 from tests.support.problems import rollout_key, train_key
 
 D8, D4T2 = MeshShape(data=8), MeshShape(data=4, tensor=2)
-ROLLOUT, TRAIN = rollout_key(D4T2, 48, 32), train_key(D8, 48, 2, True)
+ROLLOUT, TRAIN = rollout_key(D4T2, 48, 32), train_key(D8, 48, 2, "full")
 FAILED = Failure(stage="rollout", mesh="data=8", size=(48, 960, 32, 1))
 FACTS = {"model": {"width": 64}, "vocab_size": 320, "devices": {"train": {"number": 8}}}
 MADE = FACTS | {"versions": {"jax": "1"}, "flags": []}
@@ -126,6 +126,9 @@ def test_failure_says_what_ran_out_of_memory():
     with_remat = Failure(stage="train", mesh="data=8", size=(48, 8, 0))
     assert str(with_remat) == "ran out of memory with rows of 48 tokens, 8 at a time, with remat"
     assert not with_remat.covers(RolloutPlan(D8, 8, 1), (48, 8, 1))
+    with_dots = Failure(stage="train", mesh="data=8", size=(48, 8, 1))
+    assert str(with_dots).endswith(", 8 at a time, with remat but for projections")
+    assert str(Failure(stage="train", mesh="data=8", size=(48, 8, 2))).endswith("8 at a time")
 
 
 # Keys.
@@ -133,11 +136,17 @@ def test_failure_says_what_ran_out_of_memory():
 
 def test_keys_parse_to_what_they_were_made_of():
     assert ROLLOUT == "rollout data=4,tensor=2 48 slots=32"
-    assert TRAIN == "train data=8 48 micro_batches=2,remat=True"
+    assert TRAIN == "train data=8 48 micro_batches=2,remat=full"
     assert parse_key(ROLLOUT) == (RolloutPlan(D4T2, 32, 0), 48)
-    assert parse_key(TRAIN) == (TrainPlan(D8, 2, True), 48)
-    for key in (ROLLOUT, TRAIN):
+    assert parse_key(TRAIN) == (TrainPlan(D8, 2, "full"), 48)
+    for key in (ROLLOUT, TRAIN, TRAIN.replace("full", "dots"), TRAIN.replace("full", "none")):
         assert key_of(*parse_key(key)) == key
+
+
+def test_a_file_from_before_remat_had_names_is_read():
+    old = ThroughputTable().with_speed(TRAIN, 5.0).as_dict()
+    old["entries"] = {TRAIN.replace("remat=full", "remat=True"): old["entries"][TRAIN]}
+    assert ThroughputTable.from_dict(old).entries[TRAIN].speeds == (5.0,)
 
 
 NO_KEYS = [

@@ -21,7 +21,7 @@ from earl_jax.sharding.layout import MeshShape
 from tests.support.problems import train_key
 from tests.support.settings import make_config
 
-KEY = train_key(MeshShape(data=8), 16, 1, False)
+KEY = train_key(MeshShape(data=8), 16, 1, "none")
 FAILED = Failure(stage="train", mesh="data=8", size=(4096, 16, 1))
 GIVEN = {
     "model": {
@@ -71,7 +71,7 @@ def test_facts_say_model_devices_versions_and_what_changes_programs(run):
     assert facts["devices"] == {"rollout": cpus, "train": cpus}
     assert (facts["model"]["width"], facts["vocab_size"]) == (16, run.origin.vocab_size)
     assert facts["versions"].keys() == {"jax", "jaxlib"}
-    assert facts["rollout"]["num_slots"] == 8 and facts["train"]["remat"] is False
+    assert facts["rollout"]["num_slots"] == 8 and facts["train"]["remat"] == "none"
     assert facts["attention"] == [choice.kernel for choice in run.attention]
 
 

@@ -312,9 +312,12 @@ def test_micro_batches_are_not_averaged_one_by_one():
     assert got["policy_tokens"] == sum(counts)
 
 
-def test_remat_changes_nothing(reference):
+@pytest.mark.parametrize(
+    ("remat", "shape"), [("full", ONE_DEVICE), ("dots", ONE_DEVICE), ("dots", ALL_AXES)], ids=str
+)
+def test_remat_changes_nothing(reference, remat, shape):
     grads, numbers = reference
-    got = update(make_batch(), config=dataclasses.replace(CONFIG, remat=True))
+    got = update(make_batch(), shape, config=dataclasses.replace(CONFIG, remat=remat))
     assert_same_metrics(got.metrics, numbers)
     assert_same_gradients(got.grads, grads)
 

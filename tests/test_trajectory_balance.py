@@ -226,7 +226,7 @@ def test_an_update_is_that_of_the_whole_batch(mesh, micro_batches):
         return vargrad(scores[0].logprobs, scores[1].logprobs, batch)
 
     loss, expected = jax.value_and_grad(loss_of)(params)
-    plan = TrainPlan(mesh, micro_batches, False)
+    plan = TrainPlan(mesh, micro_batches, "none")
     (scored,) = learner.score([plan], state, [jax.device_put(batch, layout.activations("NS"))])
     after, metrics = learner.update(plan, state, scored, np.array([1e-3, 0], np.float32))
     assert read_metrics(metrics)["loss"] == pytest.approx(float(loss), rel=1e-4)

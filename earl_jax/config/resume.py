@@ -28,6 +28,7 @@ MAY_CHANGE: dict[str, str] = {
     "rollout.attention": "From the next step on. Results differ by rounding.",
     "rollout.patience_s": "From the next step on.",
     "rollout.preemption_host_gib": "From the next step on.",
+    "train.remat": "From the next step on. Results differ by rounding.",
 }  # fmt: skip
 
 

@@ -13,8 +13,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from earl_jax.settings.remat import Remat
 
 Contract = Callable[[str, jax.Array, jax.Array], jax.Array]
+
+
+def mark_product(product: jax.Array) -> jax.Array:
+    """Returns the result of a projection, which `recomputed` keeps with remat "dots"."""
+    return checkpoint_name(product, "product")
+
+
+def recomputed(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
+    """Returns a layer whose backward pass computes again what the policy `remat` does not keep."""
+    if remat == "none":
+        return layer
+    names = ("product",) * (remat == "dots")
+    return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names))
 
 
 def contract_flat(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -27,13 +27,20 @@ from earl_jax.models.attention.kernels import (
 from earl_jax.models.attention.page_shares import TokenShare, own_share, share_tokens
 from earl_jax.models.attention.rows import Window, cap
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.contraction import Contract, contract_by_axes, contract_flat
+from earl_jax.models.contraction import (
+    Contract,
+    contract_by_axes,
+    contract_flat,
+    mark_product,
+    recomputed,
+)
 from earl_jax.models.kv_cache import PagedCache, write, writes_whole_pages
 from earl_jax.models.lora import project
 from earl_jax.models.moe.experts import experts_of_rows, experts_of_shard
 from earl_jax.models.moe.routing import Routing, routing_of_rows
 from earl_jax.models.parameters import Params
 from earl_jax.models.rotary import rope_frequencies, rotate
+from earl_jax.settings.remat import Remat
 from earl_jax.sharding.layout import Layout
 
 
@@ -47,6 +54,10 @@ class Parts(NamedTuple):
     attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
     mix_experts: Callable[[Any, jax.Array], jax.Array]
     contract: Contract
+
+    def project(self, equation: str, x: jax.Array, weight: Any) -> jax.Array:
+        """Computes a projection (lora.py), whose result remat may keep."""
+        return mark_product(project(equation, x, weight, self.contract))
 
 
 # A window that reaches over any row, for layers without one beside layers that have one.
@@ -128,9 +139,9 @@ def _attention_half(
 ) -> jax.Array:
     """Returns what attention adds to the residual stream."""
     normed_BTD = _norm(config, x_BTD, layer["attention_norm"])
-    query_BTKGH = project("BTD,DKGH->BTKGH", normed_BTD, layer["query"], parts.contract)
-    key_BTKH = project("BTD,DKH->BTKH", normed_BTD, layer["key"], parts.contract)
-    value_BTKH = project("BTD,DKH->BTKH", normed_BTD, layer["value"], parts.contract)
+    query_BTKGH = parts.project("BTD,DKGH->BTKGH", normed_BTD, layer["query"])
+    key_BTKH = parts.project("BTD,DKH->BTKH", normed_BTD, layer["key"])
+    value_BTKH = parts.project("BTD,DKH->BTKH", normed_BTD, layer["value"])
     if config.attention_bias:
         query_BTKGH += layer["query_bias"][None, None]
         key_BTKH += layer["key_bias"][None, None]
@@ -141,7 +152,7 @@ def _attention_half(
     query_BTKGH = rotate(query_BTKGH, positions_BT, kind.frequencies)
     key_BTKH = rotate(key_BTKH, positions_BT, kind.frequencies)
     mixed_BTKGH = parts.attend(query_BTKGH, key_BTKH, value_BTKH)
-    added_BTD = project("BTKGH,KGHD->BTD", mixed_BTKGH, layer["out"], parts.contract)
+    added_BTD = parts.project("BTKGH,KGHD->BTD", mixed_BTKGH, layer["out"])
     return (
         _norm(config, added_BTD, layer["post_attention_norm"]) if config.post_norms else added_BTD
     )
@@ -155,10 +166,10 @@ def _feed_forward_half(
     if config.num_experts:
         added_BTD = parts.mix_experts(layer, normed_BTD)
     else:
-        gate_BTF = project("BTD,DF->BTF", normed_BTD, layer["gate"], parts.contract)
-        up_BTF = project("BTD,DF->BTF", normed_BTD, layer["up"], parts.contract)
+        gate_BTF = parts.project("BTD,DF->BTF", normed_BTD, layer["gate"])
+        up_BTF = parts.project("BTD,DF->BTF", normed_BTD, layer["up"])
         hidden_BTF = ACTIVATIONS[config.activation](gate_BTF) * up_BTF
-        added_BTD = project("BTF,FD->BTD", hidden_BTF, layer["down"], parts.contract)
+        added_BTD = parts.project("BTF,FD->BTD", hidden_BTF, layer["down"])
     return _norm(config, added_BTD, layer["post_ffn_norm"]) if config.post_norms else added_BTD
 
 
@@ -180,7 +191,7 @@ def forward_rows(
     tokens_BT: jax.Array,
     segment_ids_BT: jax.Array,
     *,
-    remat: bool = False,
+    remat: Remat = "none",
     kernel: Kernel = "blockwise",
 ) -> jax.Array:
     """Returns hidden states before the head for whole rows, causal within each segment.
@@ -205,7 +216,7 @@ def forward_rows_routed(
     tokens_BT: jax.Array,
     segment_ids_BT: jax.Array,
     *,
-    remat: bool = False,
+    remat: Remat = "none",
     kernel: Kernel = "blockwise",
 ) -> tuple[jax.Array, Routing | None]:
     """Returns `forward_rows`, and the routers' statistics over tokens of segments above 0.
@@ -253,7 +264,7 @@ def forward_rows_routed(
     embed_VD = layout.constrain(params["embed"], "V.")
     x_BTD = layout.constrain(_embed(config, embed_VD, fold(layout, tokens_BT)), "BT.")
     layers = (params["layers"], _kinds_to_scan(config))
-    x_BTD, routing = jax.lax.scan(jax.checkpoint(block) if remat else block, x_BTD, layers)
+    x_BTD, routing = jax.lax.scan(recomputed(block, remat), x_BTD, layers)
     # Rows add up here and not in the loop: one exchange between row shards instead of one a layer.
     routing = jax.tree.map(lambda sums_LBX: jnp.sum(sums_LBX, axis=1), routing)
     return _norm(config, x_BTD, params["final_norm"]), routing

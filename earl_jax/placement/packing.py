@@ -69,8 +69,8 @@ def plan_batch(
     plan, problem = placement.train, placement.problem
     rule = row_rule(placement.stages, plan, length)
     rows = problem.packed_rows(length, sum(lengths), plan.mesh)
-    update_s = rows * length / problem.update_speed(plan, length, rows)
-    program_updates = PROGRAM_S / (update_s * problem.work.epochs)
+    tokens = rows * length * problem.work.num_batches * problem.work.epochs
+    program_updates = PROGRAM_S * problem.update_speed(plan, length, rows) / tokens
     history = placement.row_shapes.setdefault(str(length), ShapeHistory())
     shape = history.choose(lengths, rule, program_updates)
     return plan_packing(lengths, rule, shape, num_samples)

@@ -27,6 +27,7 @@ from earl_jax.selector.plans import Plan, Plans, RolloutPlan, Stage, TrainPlan
 from earl_jax.selector.splits import SplitChooser
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.settings.errors import InputError
+from earl_jax.settings.remat import read_remat
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import WINDOW, Load
 from earl_jax.train.backup import StateBackup
@@ -122,7 +123,7 @@ class Placement:
             mesh, num_slots, pages, offload = saved["rollout"]
             rollout = RolloutPlan(MeshShape.parse(mesh), int(num_slots), int(pages), bool(offload))
             mesh, micro_batches, remat = saved["train"]
-            train = TrainPlan(MeshShape.parse(mesh), int(micro_batches), bool(remat))
+            train = TrainPlan(MeshShape.parse(mesh), int(micro_batches), read_remat(remat))
             numbers = {name: int(saved[name]) for name in _NUMBERS}
             # Runs of before batches were packed have none.
             row_shapes = {

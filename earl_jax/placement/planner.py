@@ -23,6 +23,7 @@ from earl_jax.engine.pages import Pool
 from earl_jax.launch.start import start_jax
 from earl_jax.models.config import ModelConfig
 from earl_jax.placement.facts import table_for_plan, with_failure, with_program_bytes
+from earl_jax.placement.group_planner import plan_groups
 from earl_jax.placement.problem import find_model, overrides_for_chips, planned_problem
 from earl_jax.rollout.config import make_engine_config
 from earl_jax.selector.hardware import Hardware, parse_topology
@@ -73,6 +74,8 @@ def plan_run(
             raise InputError(f"--hbm_gib={flags.hbm_gib}; give GiB of a device's memory, above 0")
         budget = int(flags.hbm_gib * 2**30)
     model, vocab_size = find_model(config, flags.vocab_size)
+    if flags.train_topology or flags.prices or flags.link_gb is not None:
+        return _plan_groups(flags, config, model, vocab_size, wanted or contexts)
     problem = planned_problem(config, model, vocab_size, hardware, budget)
     table, compiled = ThroughputTable(), None
     if flags.table:
@@ -89,6 +92,23 @@ def plan_run(
         values["smallest"] = {"context": broken, "devices": dict(found)}
         lines.append(f"  {smallest_words(found, broken)}")
     return values, lines
+
+
+def _plan_groups(
+    flags: argparse.Namespace,
+    config: Config,
+    model: ModelConfig,
+    vocab_size: int,
+    contexts: Sequence[int],
+) -> tuple[dict[str, Any], list[str]]:
+    if not flags.train_topology:
+        raise InputError("--prices and --link_gb are of two groups: give --train_topology too")
+    given = {"--exact": flags.exact, "--table": flags.table, "--hbm_gib": flags.hbm_gib}
+    if names := ", ".join(name for name, value in given.items() if value):
+        raise InputError(f"{names} beside --train_topology: two groups are planned by data sheets")
+    topologies = (flags.topology, flags.train_topology)
+    link, prices = flags.link_gb, flags.prices
+    return plan_groups(config, model, vocab_size, topologies, contexts, link_gb=link, prices=prices)
 
 
 def _contexts(text: str) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from earl_jax.algorithms.requirements import Networks
+from earl_jax.algorithms.requirements import Networks, scored_passes
 from earl_jax.config import Config
 from earl_jax.engine.config import append_tokens_for
 from earl_jax.envs.tokenizer import build_tokenizer
@@ -105,6 +105,7 @@ def model_sizes(
         ),
         average=_parameters(state.ema, trained if train.ema_decay else None),
         activation=model.activation,
+        teacher=networks.teacher and model_sizes(*networks.teacher, engine_dtype=engine_dtype),
     )
 
 
@@ -142,6 +143,12 @@ def workload(config: Config, model: ModelConfig, hardware: Hardware) -> Workload
         page_size=rollout.tokens_a_page,
         parts=config.asynchrony.parts,
         has_stream=train.sft_weight > 0,
+        scored=scored_passes(
+            config.make_algorithm(),
+            updates=train.epochs * train.mini_batches,
+            corrects=config.importance_cap > 0,
+            recomputes=train.proximal == "recompute",
+        ),
         in_place_contexts=tuple(
             context
             for context in range(1, hardware.num_devices + 1)

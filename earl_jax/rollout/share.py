@@ -5,8 +5,9 @@
 Where there are more episodes than slots, a fixed part would leave a process without work while
 another one has long episodes in its slots and more to begin. So each process begins with the first
 groups of its part, as many as its slots need. The groups behind them, of all parts, are one queue
-in the order of the tasks, from which a process takes the next ones, whole, when slots are free
-(self-scheduling: Kruskal and Weiss 1985). The queue is a counter (`Cluster.add_to`).
+in the order of the tasks, from which a process takes the next ones, whole, when slots are free:
+many at first, so that it asks seldom, and fewer the fewer are left (guided self-scheduling:
+Polychronopoulos and Kuck 1987). The queue is a counter (`Cluster.add_to`).
 
 Which process plays what depends on time. No token does: it is drawn by the seed of its episode. And
 rows come to the trainer in the order of the tasks (dispatch/pack.py).
@@ -34,6 +35,7 @@ class Share:
         most: int = 0,
     ) -> None:
         """Begins with `numbers`; groups of the `queue` follow, up to `most` tasks in all."""
+        self._left = len(queue)
         self.numbers = list(numbers)
         self.is_fixed = not queue
         self._queue, self._cluster, self._most = queue, cluster, most
@@ -42,11 +44,18 @@ class Share:
         self._counter = cluster.new_counter() if cluster and queue else 0
 
     def take(self, num_free: int) -> list[int]:
-        """Returns the tasks of the next groups, which so many free slots need; [] for no more."""
-        num_groups = min(-(-num_free // self._size), (self._most - len(self.numbers)) // self._size)
-        if self._is_over or num_groups <= 0:
+        """Returns the tasks of the next groups; [] for no more, or where no slot is free.
+
+        They are what so many free slots need, and half of this process's even part of what was
+        left when it asked last.
+        """
+        players = len(self._cluster.players) if self._cluster else 1
+        wanted = max(-(-num_free // self._size), self._left // (2 * players))
+        num_groups = min(wanted, (self._most - len(self.numbers)) // self._size)
+        if self._is_over or num_free <= 0 or num_groups <= 0:
             return []
         first = self._count(num_groups)
+        self._left = max(0, len(self._queue) - first - num_groups)
         groups = self._queue[first : first + num_groups]
         self._is_over = first + num_groups >= len(self._queue)
         taken = list(itertools.chain.from_iterable(groups))

@@ -372,7 +372,7 @@ class Chooser:
     def _train_tokens(self, step: Step, train: Candidate[TrainPlan]) -> int:
         """Returns the tokens of a step's updates by a plan, those of padding rows included."""
         rows = self.problem.packed_rows(step.length, self.train_tokens, train.plan.mesh)
-        return rows * step.length * self.problem.work.epochs
+        return rows * step.length * self.problem.work.num_batches * self.problem.work.epochs
 
 
 def _compile_s(step: Step, new: Candidate[P], current: P | None) -> float:

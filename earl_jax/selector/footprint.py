@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from earl_jax.settings.remat import Remat
 from earl_jax.sharding.layout import PARAMETER_RULES, ROLLOUT_PARAMETER_RULES, MeshShape
 
 Rules = Mapping[str, tuple[str, ...]]
@@ -45,7 +46,8 @@ class ModelSizes:
     `engine` are the rollout's parameters, `trained` those of the policy that are updated (fp32),
     `moments` the arrays of all optimizers, `frozen` the base of adapters, `reference` a frozen copy
     of the policy or a teacher, `critic` a value network that is updated too, `average` the moving
-    average of `trained` (both fp32). `ffn_size` is that of one expert where `num_experts` is not 0.
+    average of `trained` (both fp32). `teacher` are the sizes of a reference that is another model.
+    `ffn_size` is that of one expert where `num_experts` is not 0.
     `windows` has a number for each layer, 0 for full attention. `compute_bytes` are those of a
     number in the trainer's products, `engine_bytes` in the engine's and its cache.
     """
@@ -70,6 +72,7 @@ class ModelSizes:
     critic: tuple[Parameter, ...] = ()
     average: tuple[Parameter, ...] = ()
     activation: str = "silu"
+    teacher: "ModelSizes | None" = None
 
     @property
     def is_tied(self) -> bool:
@@ -84,7 +87,8 @@ class Workload:
     Chunks are appended in passes of up to `append_tokens` tokens.
     `num_rows` are the episodes of a step, of which each of `num_players` processes plays a part;
     those of `batches` steps have rows at once. They come to the trainer in `parts`, and a
-    supervised batch with them if there `has_stream`.
+    supervised batch with them if there `has_stream`. Before the first update a forward pass
+    computes each field of `scored` (`algorithms.requirements.scored_passes`).
     `kv_itemsize` 1 is a cache of int8, with a scale of 4 bytes for each token and head. On meshes
     whose `context` axis is among `in_place_contexts` a kernel reads pages where they are. Rows are
     cut for `row_devices` (`Cluster.num_row_devices`), 0: those of the mesh.
@@ -93,7 +97,7 @@ class Workload:
     num_slots: int
     num_rows: int
     micro_batches: int
-    remat: bool
+    remat: Remat
     logprob_chunk: int
     chunk_size: int
     append_tokens: int
@@ -105,8 +109,24 @@ class Workload:
     batches: int = 1
     parts: int = 1
     has_stream: bool = False
+    scored: tuple[str, ...] = ()
     in_place_contexts: tuple[int, ...] = ()
     row_devices: int = 0
+
+    @property
+    def num_batches(self) -> int:
+        """The batches of an update: that of the episodes, and a supervised one as large."""
+        return 1 + self.has_stream
+
+    @property
+    def repeats_products(self) -> bool:
+        """True if projections are computed again in the backward pass."""
+        return self.remat == "full"
+
+    @property
+    def repeats_loops(self) -> bool:
+        """True if attention and element-wise loops are computed again in the backward pass."""
+        return self.remat != "none"
 
     def rows_appended(self, rows: int) -> tuple[int, int]:
         """Returns how many of a row shard's slots a pass appends to, and how many tokens to each.
@@ -241,11 +261,9 @@ def train_footprint(
     copies = (numbers + of_base) * sizes.compute_bytes if sizes.compute_bytes < 4 else 0
     rows = work.num_rows // work.micro_batches // (mesh.data * mesh.fsdp * mesh.expert)
     tokens = rows * length // mesh.context
-    block = (
-        tokens * (_stream_width(sizes, mesh) + _inside_width(sizes, mesh, 1)) * sizes.compute_bytes
-    )
+    block = tokens * _block_bytes(sizes, mesh)
     kept = tokens * sizes.num_layers * sizes.compute_bytes
-    kept *= sizes.width if work.remat else kept_width(sizes, mesh, length)
+    kept *= kept_width(sizes, mesh, length, work.remat)
     kept *= 2 if sizes.critic else 1
     summed = numbers * 4 if max(work.micro_batches, work.parts + work.has_stream) > 1 else 0
     apart = numbers * sizes.compute_bytes
@@ -261,14 +279,19 @@ def train_footprint(
         copies += _transposed_bytes(sizes, mesh)
     if platform == "tpu":
         # Found by comparison with compiled programs: benchmarks/plan.md.
-        together = kept * (2 if work.remat and summed else 1) + head + block
+        together = kept * (2 if work.repeats_products and summed else 1) + head + block
         phases = [(summed + apart, together), (numbers * 4, 0)]
     if sizes.reference:
-        phases.append((0, _scoring_bytes(sizes, work, mesh, rows, length // mesh.context, block)))
+        phases.append((0, _scoring_bytes(sizes, work, mesh, rows, length // mesh.context)))
     gradients, working = max(phases, key=sum)
     return Footprint(
         weights=weights, optimizer=moments, gradients=gradients, activations=copies + working
     )
+
+
+def _block_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:
+    """Returns the bytes of a token's activations in a layer of the trainer."""
+    return sizes.compute_bytes * (_stream_width(sizes, mesh) + _inside_width(sizes, mesh, 1))
 
 
 def _stream_width(sizes: ModelSizes, mesh: MeshShape) -> int:
@@ -289,16 +312,25 @@ def _inside_width(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> int:
     return pairs * (6 * sizes.width + inside)
 
 
-def kept_width(sizes: ModelSizes, mesh: MeshShape, length: int) -> int:
-    """Returns the numbers that a layer keeps of a token for the backward pass, without remat.
+def kept_width(sizes: ModelSizes, mesh: MeshShape, length: int, remat: Remat) -> int:
+    """Returns the numbers that a layer keeps of a token for the backward pass.
 
-    They are JAX's residuals, in units of the compute type: of a norm its input and the normalised
-    input in fp32, and its result where a matrix reads it.
+    They are JAX's residuals, in units of the compute type. Without remat: of a norm its input and
+    the normalised input in fp32, and its result where a matrix reads it.
     """
     fp32 = 4 // sizes.compute_bytes
     names = {parameter.name for parameter in sizes.engine}
     heads = sizes.num_heads * sizes.head_size // mesh.tensor
     kv_heads = sizes.num_kv_heads * sizes.head_size // mesh.tensor
+    if remat == "full":
+        return sizes.width
+    if remat == "dots":
+        # The layer's input, and the products that its gradient needs.
+        width = (3 if "post_ffn_norm" in names else 2) * sizes.width + heads + 2 * kv_heads
+        inside = 2 * sizes.ffn_size // mesh.tensor
+        if sizes.num_experts:
+            inside = sizes.experts_per_token * mesh.expert * (inside + sizes.width)
+        return width + inside
     # Queries, keys, values, and attention's result.
     width = 2 * (2 * fp32 + 1) * sizes.width + 2 * heads + 2 * kv_heads
     # Attention's weights in fp32 and in the compute type; or a kernel's result.
@@ -338,20 +370,19 @@ def _head_bytes(
 
 
 def _scoring_bytes(
-    sizes: ModelSizes, work: Workload, mesh: MeshShape, rows: int, length: int, block: int
+    sizes: ModelSizes, work: Workload, mesh: MeshShape, rows: int, length: int
 ) -> int:
     """Returns the bytes of a pass of the reference, which may be a larger teacher.
 
-    A layer's matrices and the head, gathered, the logits of a chunk, and the policy's `block` of
-    activations as much larger as the reference is wider.
+    A layer's matrices and the head, gathered, the logits of a chunk, and a layer's activations.
     """
+    network = sizes.teacher or sizes
     layers = (p for p in sizes.reference if p.axes[0] == "L")
     layer = sum(device_bytes([p], mesh) // p.shape[0] for p in layers)
-    vocab_size, width = next(p.shape for p in sizes.reference if p.name == "embed")
-    head = vocab_size * width // mesh.tensor * sizes.compute_bytes
-    logits = rows * min(work.logprob_chunk, length) * vocab_size // mesh.tensor * 4
+    head = network.vocab_size * network.width // mesh.tensor * network.compute_bytes
+    logits = rows * min(work.logprob_chunk, length) * network.vocab_size // mesh.tensor * 4
     gathered = 2 * layer * parts_of("D", mesh) + head
-    return gathered + 3 * logits + block * width // sizes.width
+    return gathered + 3 * logits + rows * length * _block_bytes(network, mesh)
 
 
 def _layer_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:

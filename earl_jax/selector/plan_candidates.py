@@ -79,8 +79,8 @@ class Candidates:
     ) -> list[Candidate[TrainPlan]]:
         """Returns the plans for rows of so many tokens that fit into `free` bytes of a device.
 
-        Of a mesh's plans with the fewest micro-batches that fit, with and without remat, that is
-        the faster one; more are slower. The plan in use is there too, and where a rollout must fit
+        Of a mesh's plans with the fewest micro-batches that fit, by each remat policy, that is
+        the fastest one; more are slower. The plan in use is there too, and where a rollout must fit
         beside an update all that fit.
         """
         found, stays = [], self.problem.rollout_stays

@@ -6,9 +6,15 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+from earl_jax.settings.remat import REMATS, Remat
 from earl_jax.sharding.layout import MeshShape
 
 Stage = Literal["rollout", "train"]
+REMAT_WORDS: dict[Remat, str] = {
+    "none": "",
+    "dots": "remat but for projections",
+    "full": "remat",
+}
 
 
 class RolloutPlan(NamedTuple):
@@ -33,11 +39,11 @@ class RolloutPlan(NamedTuple):
 
 
 class TrainPlan(NamedTuple):
-    """An update on `mesh` in so many micro-batches; with `remat` activations are recomputed."""
+    """An update on `mesh` in so many micro-batches; `remat` says what is computed again."""
 
     mesh: MeshShape
     micro_batches: int
-    remat: bool
+    remat: Remat
     stage = "train"
 
     def words(self, first: "TrainPlan | None" = None) -> str:
@@ -45,8 +51,8 @@ class TrainPlan(NamedTuple):
         if first is None or self[1:] == first[1:]:
             return str(self.mesh)
         parts = "micro-batch" if self.micro_batches == 1 else "micro-batches"
-        remat = ", remat" if self.remat else ""
-        return f"{self.mesh} in {self.micro_batches} {parts}{remat}"
+        words = [f"{self.mesh} in {self.micro_batches} {parts}", REMAT_WORDS[self.remat]]
+        return ", ".join(filter(None, words))
 
 
 Plan = RolloutPlan | TrainPlan
@@ -64,8 +70,8 @@ class Failure:
     """A plan that ran out of memory on the devices, and its size.
 
     `size` of a rollout is (tokens an episode, tokens that a row shard's pages hold, slots, 1 with
-    the optimizer's moments on the devices); of training (tokens a row, rows at a time, 1 without
-    remat).
+    the optimizer's moments on the devices); of training (tokens a row, rows at a time, 0 with
+    remat, 1 of all but projections, 2 without).
     """
 
     stage: str
@@ -79,16 +85,17 @@ class Failure:
 
     def __str__(self) -> str:
         """Returns the end of a sentence."""
-        tokens, number, *_, plain = self.size
+        tokens, number, *_, kept = self.size
         if self.stage == "rollout":
             return (
                 f"ran out of memory with {self.size[2]} slots, a KV cache of {number} tokens per "
                 f"row shard and episodes of {tokens} tokens"
-                f"{'' if plain else ', the moments in host memory'}"
+                f"{'' if kept else ', the moments in host memory'}"
             )
+        words = REMAT_WORDS[REMATS[-1 - kept]]
         return (
             f"ran out of memory with rows of {tokens} tokens, {number} at a time"
-            f"{'' if plain else ', with remat'}"
+            f"{f', with {words}' if words else ''}"
         )
 
     @staticmethod

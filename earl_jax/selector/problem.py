@@ -24,8 +24,9 @@ from earl_jax.selector.footprint import (
 )
 from earl_jax.selector.hardware import Hardware
 from earl_jax.selector.plans import Plan, RolloutPlan, Stage, TrainPlan
-from earl_jax.selector.roofline import round_s, train_parts
+from earl_jax.selector.roofline import round_s, scoring_s, train_parts
 from earl_jax.settings.errors import InputError
+from earl_jax.settings.remat import REMATS
 from earl_jax.sharding.layout import MeshShape
 
 # Returns why a shape cannot be used, in words; None where it can.
@@ -197,10 +198,10 @@ class Problem:
     def train_plans(self, length: int) -> list[TrainPlan]:
         """Returns the plans for rows of so many tokens, mesh by mesh, on each the config's first.
 
-        The others have more micro-batches, twice as many each time, and remat.
+        The others have more micro-batches, twice as many each time, and remat of more.
         """
         work, plans = self.work, []
-        remats = dict.fromkeys((work.remat, True))
+        remats = REMATS[REMATS.index(work.remat) :]
         for mesh in self.meshes("train", length):
             number = work.micro_batches
             while work.num_rows % number == 0 and self.train_obstacle(mesh, number) is None:
@@ -220,7 +221,7 @@ class Problem:
         if isinstance(plan, RolloutPlan):
             cached = plan.pages * self.work.page_size
             return (tokens, cached, plan.num_slots, int(not plan.offload))
-        return (tokens, self.work.num_rows // plan.micro_batches, int(not plan.remat))
+        return (tokens, self.work.num_rows // plan.micro_batches, REMATS[::-1].index(plan.remat))
 
     # Bytes per device.
 
@@ -293,14 +294,22 @@ class Problem:
     def update_speed(self, plan: TrainPlan, length: int, rows: int | None = None) -> float:
         """Returns the tokens/s of updates on `rows` rows of so many tokens.
 
-        None: a row for each episode. They go in as many micro-batches as they need of the plan's.
+        None: a row for each episode. They go in as many micro-batches as they need of the plan's. A
+        supervised batch beside them counts too, as one of equal size. A step's first update takes
+        the passes before it.
         """
         rows, most = rows or self.work.num_rows, self.work.num_rows // plan.micro_batches
-        work = dataclasses.replace(
+        batch = dataclasses.replace(
             self.work, num_rows=rows, micro_batches=-(-rows // most), remat=plan.remat
         )
+        number = batch.num_batches
+        work = dataclasses.replace(
+            batch, num_rows=number * rows, micro_batches=number * batch.micro_batches
+        )
         hardware = self.hardware.with_devices(plan.mesh.num_devices)
-        return rows * length / train_parts(hardware, self.sizes, work, plan.mesh, length).total
+        seconds = train_parts(hardware, self.sizes, work, plan.mesh, length).total
+        seconds += scoring_s(hardware, self.sizes, batch, plan.mesh, length) / work.epochs
+        return work.num_rows * length / seconds
 
     @functools.cache  # noqa: B019
     def round_speed(self, mesh: MeshShape, num_slots: int, max_tokens: int, rows: int) -> float:

@@ -46,7 +46,7 @@ there the order of meshes is right, and speeds are up to three times too high.
 
 # The share of the peak that large products reach: "How to Scale Your Model".
 MATMUL_REACHED = 0.6
-# A backward pass is two products for each of the forward pass; remat computes that once more.
+# A backward pass is two products for each of the forward pass; full remat computes that once more.
 BACKWARD_PASSES = 2
 # Fused attention keeps no scores: backward it computes them again, five products for two forward
 # (FlashAttention-2, arXiv 2307.08691, section 4: 2.5 times).
@@ -58,6 +58,8 @@ GATHER_PASSES = 3
 # Logits in fp32: written and read, both once more backward, their gradient written, and read for
 # the gradients of the head and of the hidden states.
 LOGIT_PASSES = 7
+# Of these in a pass that is not differentiated: written and read.
+SCORED_LOGIT_PASSES = 2
 # Kernels of a layer's forward pass, by the page that `hardware.GPU_OP_S` is from: 100 in 16 layers.
 OPS_A_LAYER = 7
 
@@ -191,12 +193,13 @@ def train_parts(
     """Returns the seconds of one update on rows of `length` tokens, by parts.
 
     `recomputed` is the share of a layer's products and element-wise loops that is computed again
-    backward, by default all of it with remat and nothing without. What is gathered and scattered
-    over `fsdp`, `context` and `data` runs beside the layers before and behind, so that it counts
-    where it is longer than they are, and so do keys and values that go round beside attention; what
-    `tensor` and `expert` add up does not.
+    backward, by default what the remat policy says: "dots" repeats the loops alone. What is
+    gathered and scattered over `fsdp`, `context` and `data` runs beside the layers before and
+    behind, so that it counts where it is longer than they are, and so do keys and values that go
+    round beside attention; what `tensor` and `expert` add up does not.
     """
-    recomputed = work.remat if recomputed is None else recomputed
+    repeated = work.repeats_loops if recomputed is None else recomputed
+    recomputed = work.repeats_products if recomputed is None else recomputed
     tokens = work.num_rows * length // (mesh.data * mesh.fsdp * mesh.expert * mesh.context)
     each = tokens // work.micro_batches
     # A frozen matrix has no gradient of its own.
@@ -211,8 +214,9 @@ def train_parts(
     peak = hardware.flops_per_s * share
     rate = hardware.memory_bytes_per_s * MEMORY_REACHED * share
     products_s = flops / (peak * MATMUL_REACHED)
-    attention_s = networks * _train_attention_s(hardware, sizes, work, mesh, tokens, length)
-    loops = networks * tokens * (1 + BACKWARD_PASSES + recomputed) * _elementwise_bytes(sizes, mesh)
+    attention = networks * tokens, length, 1 + work.repeats_loops, ATTENTION_BACKWARD
+    attention_s = _rows_attention_s(hardware, sizes, mesh, *attention)
+    loops = networks * tokens * (1 + BACKWARD_PASSES + repeated) * _elementwise_bytes(sizes, mesh)
     loops += tokens * LOGIT_PASSES * 4 * sizes.vocab_size / mesh.tensor
     # A pass reads the layers, gathered, in the compute type; the optimiser reads gradients,
     # parameters and moments, and writes the last two; an average is read and written.
@@ -221,13 +225,13 @@ def train_parts(
     weights = parts * passes * copies
     gathered = parts * _gathers_s(hardware, sizes, work, mesh)
     ring = parts * ring_s(hardware, sizes, work, mesh, each)
-    crossing = (1 + BACKWARD_PASSES / 2 + work.remat) * parts
+    crossing = (1 + BACKWARD_PASSES / 2 + work.repeats_products) * parts
     crossing *= layers_collectives_s(hardware, sizes, mesh, each, sizes.compute_bytes)
     beside = max(0.0, gathered - products_s - attention_s) + max(0.0, ring - attention_s)
     if hardware.shared_cores:
         # Nothing runs beside them: the same cores move the bytes.
         beside = gathered + ring
-    ops = parts * (1 + BACKWARD_PASSES + recomputed) * OPS_A_LAYER * sizes.num_layers
+    ops = parts * (1 + BACKWARD_PASSES + repeated) * OPS_A_LAYER * sizes.num_layers
     return TrainParts(
         products_s=products_s,
         attention_s=attention_s,
@@ -240,22 +244,80 @@ def train_parts(
     )
 
 
-def _train_attention_s(
-    hardware: Hardware, sizes: ModelSizes, work: Workload, mesh: MeshShape, tokens: int, length: int
+def scoring_s(
+    hardware: Hardware, sizes: ModelSizes, work: Workload, mesh: MeshShape, length: int
 ) -> float:
-    """Returns the seconds of attention of an update over `tokens` tokens of a device."""
+    """Returns the seconds of the passes before a step's first update, on rows of `length` tokens.
+
+    A critic has a single number for logits.
+    """
+    networks = {
+        "proximal": sizes,
+        "reference": sizes.teacher or sizes,
+        "values": dataclasses.replace(sizes, vocab_size=1),
+    }
+    scored = [networks[field] for field in work.scored if field in networks]
+    return sum(_score_parts(hardware, each, work, mesh, length).total for each in scored)
+
+
+def _score_parts(
+    hardware: Hardware, sizes: ModelSizes, work: Workload, mesh: MeshShape, length: int
+) -> TrainParts:
+    """Returns the seconds of one forward pass with log-probs, as `train_parts` counts them."""
+    tokens = work.num_rows * length // (mesh.data * mesh.fsdp * mesh.expert * mesh.context)
+    parts, share = work.micro_batches, hardware.share(mesh.num_devices)
+    rate = hardware.memory_bytes_per_s * MEMORY_REACHED * share
+    flops = _layer_flops(sizes, mesh, experts_cut=1)
+    flops += 2 * sizes.width * sizes.vocab_size / mesh.tensor
+    products_s = tokens * flops / (hardware.flops_per_s * share * MATMUL_REACHED)
+    attention_s = _rows_attention_s(hardware, sizes, mesh, tokens, length, 1, 0)
+    logits = SCORED_LOGIT_PASSES * 4 * sizes.vocab_size / mesh.tensor
+    copies, cut, apart = (
+        _gathered_bytes(sizes, mesh),
+        mesh.fsdp * mesh.context,
+        stride(mesh, "context"),
+    )
+    gathers_s = parts * 0.5 * all_reduce_s(hardware, copies, cut, apart)
+    beside_s = (
+        gathers_s if hardware.shared_cores else max(0.0, gathers_s - products_s - attention_s)
+    )
+    crossing = (tokens // parts, sizes.compute_bytes)
+    return TrainParts(
+        products_s=products_s,
+        attention_s=attention_s,
+        elementwise_s=tokens * (_elementwise_bytes(sizes, mesh) + logits) / rate,
+        optimizer_s=0.0,
+        weights_s=parts * copies / rate,
+        beside_s=beside_s,
+        crossing_s=parts * layers_collectives_s(hardware, sizes, mesh, *crossing),
+        latency_s=parts * OPS_A_LAYER * sizes.num_layers * hardware.kernels.op_s / share,
+    )
+
+
+def _rows_attention_s(
+    hardware: Hardware,
+    sizes: ModelSizes,
+    mesh: MeshShape,
+    tokens: int,
+    length: int,
+    forward: float,
+    backward: float,
+) -> float:
+    """Returns the seconds of attention over `tokens` tokens of a device in rows of `length`.
+
+    It is computed `forward` times, and backward with so many times the operations.
+    """
     kernels, share = hardware.kernels, hardware.share(mesh.num_devices)
     peak = hardware.flops_per_s * share
     flops = tokens * _attention_flops(sizes, length / 2) / mesh.tensor
-    forward = 1 + work.remat
     seconds = forward * flops / (peak * kernels.attention_forward)
-    seconds += ATTENTION_BACKWARD * flops / (peak * kernels.attention_backward)
+    seconds += backward * flops / (peak * kernels.attention_backward)
     if mesh.context == 1:
         return seconds
     if not kernels.is_fused:
         rate = hardware.memory_bytes_per_s * share * MEMORY_REACHED
         scores_s = SCORE_BYTES * flops / (4 * sizes.head_size) / rate
-        seconds = (forward + ATTENTION_BACKWARD) * max(scores_s, flops / (peak * MATMUL_REACHED))
+        seconds = (forward + backward) * max(scores_s, flops / (peak * MATMUL_REACHED))
     return seconds
 
 
@@ -283,7 +345,7 @@ def _gathers_s(hardware: Hardware, sizes: ModelSizes, work: Workload, mesh: Mesh
     state, parts = device_bytes(sizes.trained, mesh), mesh.fsdp * mesh.context
     copies, apart = _gathered_bytes(sizes, mesh), stride(mesh, "context")
     return (
-        (1 + work.remat) * 0.5 * all_reduce_s(hardware, copies, parts, apart)
+        (1 + work.repeats_products) * 0.5 * all_reduce_s(hardware, copies, parts, apart)
         + 0.5 * all_reduce_s(hardware, state * parts, parts, apart)
         + all_reduce_s(hardware, state, mesh.data, stride(mesh, "data"))
     )

@@ -13,7 +13,7 @@ from typing import Any
 from earl_jax.selector.choose import BudgetTooSmall, Candidate, Decision, P, full_step
 from earl_jax.selector.footprint import device_bytes
 from earl_jax.selector.hardware import hardware_of
-from earl_jax.selector.plans import Plan, Plans, RolloutPlan, TrainPlan
+from earl_jax.selector.plans import REMAT_WORDS, Plan, Plans, RolloutPlan, TrainPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.reasons import percent
 from earl_jax.selector.splits import SplitChooser
@@ -198,9 +198,10 @@ def _candidate(problem: Problem, stop: Stop, candidate: Candidate) -> Values:
         values["token_s"] = plan.num_slots / candidate.tokens_per_s
     else:
         kinds = problem.update_footprint(plan, stop.context)
-        words = f"{plan.micro_batches} micro-batch{'es' * (plan.micro_batches > 1)}"
-        words += ", remat" * plan.remat
-        values["update_s"] = work.num_rows * stop.context / candidate.tokens_per_s
+        parts = f"{plan.micro_batches} micro-batch{'es' * (plan.micro_batches > 1)}"
+        words = ", ".join(filter(None, [parts, REMAT_WORDS[plan.remat]]))
+        tokens = work.num_batches * work.num_rows * stop.context
+        values["update_s"] = tokens / candidate.tokens_per_s
     if candidate.is_exact:
         kinds = kinds.with_total(candidate.num_bytes)
     kinds = dataclasses.replace(kinds, trainer=beside)

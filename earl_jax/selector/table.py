@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from earl_jax.selector.plans import Failure, Plan, RolloutPlan, TrainPlan
 from earl_jax.settings.errors import InputError
 from earl_jax.settings.folders import cache_folder
+from earl_jax.settings.remat import read_remat
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.atomic import write_atomically
 
@@ -137,7 +138,8 @@ class ThroughputTable:
         try:
             entries: dict[str, Entry] = {}
             for key, entry in values["entries"].items():
-                parse_key(key)
+                # Older files spell it otherwise.
+                key = key_of(*parse_key(key))
                 speeds, num_bytes = tuple(map(float, entry["speeds"])), int(entry["program_bytes"])
                 if not all(0 < speed < math.inf for speed in speeds) or num_bytes < 0:
                     raise TypeError(f"{key}: {entry}")
@@ -156,7 +158,7 @@ class ThroughputTable:
 def key_of(plan: Plan, tokens: int) -> str:
     """Returns the key of a plan at a context bucket; pages and offload are no part of it.
 
-    As "rollout data=4,tensor=2 48 slots=32" or "train data=8 48 micro_batches=2,remat=True".
+    As "rollout data=4,tensor=2 48 slots=32" or "train data=8 48 micro_batches=2,remat=full".
     """
     if isinstance(plan, RolloutPlan):
         return f"rollout {plan.mesh} {tokens} slots={plan.num_slots}"
@@ -164,7 +166,7 @@ def key_of(plan: Plan, tokens: int) -> str:
 
 
 _ROLLOUT = re.compile(r"rollout (\S+) ([0-9]+) slots=([1-9][0-9]*)")
-_TRAIN = re.compile(r"train (\S+) ([0-9]+) micro_batches=([1-9][0-9]*),remat=(True|False)")
+_TRAIN = re.compile(r"train (\S+) ([0-9]+) micro_batches=([1-9][0-9]*),remat=(\w+)")
 
 
 @functools.cache
@@ -175,7 +177,7 @@ def parse_key(text: str) -> tuple[Plan, int]:
         return RolloutPlan(MeshShape.parse(mesh), int(slots), 0), int(tokens)
     if found := _TRAIN.fullmatch(text):
         mesh, tokens, number, remat = found.groups()
-        return TrainPlan(MeshShape.parse(mesh), int(number), remat == "True"), int(tokens)
+        return TrainPlan(MeshShape.parse(mesh), int(number), read_remat(remat)), int(tokens)
     raise InputError(f"{text!r} is no key; one is like 'rollout data=4,tensor=2 48 slots=32'")
 
 

@@ -116,6 +116,30 @@ CHIPS = {
             host_bytes_per_s=64e9,
         ),
         Chip(
+            name="h800",
+            platform="gpu",
+            axes=2,
+            example="h800:16x8",
+            hbm_bytes=81_559 * 2**20,
+            bf16_flops_per_s=989e12,
+            hbm_bytes_per_s=3350e9,
+            link_bytes_per_s=200e9,
+            network_bytes_per_s=50e9,
+            host_bytes_per_s=64e9,
+        ),
+        Chip(
+            name="h20",
+            platform="gpu",
+            axes=2,
+            example="h20:16x8",
+            hbm_bytes=97_871 * 2**20,
+            bf16_flops_per_s=148e12,
+            hbm_bytes_per_s=4000e9,
+            link_bytes_per_s=450e9,
+            network_bytes_per_s=50e9,
+            host_bytes_per_s=64e9,
+        ),
+        Chip(
             name="b200",
             platform="gpu",
             axes=2,
@@ -138,6 +162,8 @@ _KINDS = (
     ("TPU v6", "v6e"),
     ("NVIDIA H100", "h100"),
     ("NVIDIA H200", "h200"),
+    ("NVIDIA H20", "h20"),
+    ("NVIDIA H800", "h800"),
     ("NVIDIA B200", "b200"),
 )
 
@@ -263,12 +289,13 @@ class _Silicon(NamedTuple):
 
 
 _HOPPER = _Silicon(capability=9, cores=132, clock_ghz=1.98, l2_bytes=52_428_800)
+_H20 = _HOPPER._replace(cores=78, l2_bytes=62_914_560)
 _BLACKWELL = _Silicon(capability=10, cores=148, clock_ghz=1.965, l2_bytes=132_644_864)
 
 
 def _target(chip: Chip) -> str:
     """Returns XLA's GpuTargetConfigProto of an SXM module, as text."""
-    silicon = _BLACKWELL if chip.name == "b200" else _HOPPER
+    silicon = {"b200": _BLACKWELL, "h20": _H20}.get(chip.name, _HOPPER)
     return f"""
         gpu_device_info {{
           cuda_compute_capability {{ major: {silicon.capability} minor: 0 }}

@@ -7,6 +7,7 @@ from typing import Literal
 
 from earl_jax.models.config import LoraConfig
 from earl_jax.settings.choices import check_bounds, check_choices
+from earl_jax.settings.remat import Remat
 
 _BOUNDS: dict[str, tuple[float, float | None]] = {
     "epochs": (1, None),
@@ -72,7 +73,9 @@ class TrainConfig:
 
     An entropy bonus, added to the algorithm's loss, goes linearly from `entropy_coefficient` to
     `final_entropy_coefficient`, which the last step has. `logprob_chunk` tokens of every row are
-    scored at a time. `remat` recomputes activations in the backward pass.
+    scored at a time. `remat` computes a layer's activations again in the backward
+    pass instead of keeping them: "full" all, "dots" all but the results of its projections. The
+    selector takes it, or more of it, where memory is short.
 
     `optimizer` is optax's "adamw", "lion", "adafactor" (second moments of matrices of at least 128
     by 128 factored, no momentum, updates of at most RMS 1, no scaling by the parameter) or "muon",
@@ -156,7 +159,7 @@ class TrainConfig:
     epochs: int = 1
     mini_batches: int = 1
     micro_batches: int = 1
-    remat: bool = False
+    remat: Remat = "none"
     attention: Literal["auto", "blockwise", "splash", "tokamax"] = "auto"
     logprob_chunk: int = 512
     max_skipped_steps: int = 3

@@ -11,6 +11,7 @@ from earl_jax.selector.plans import RolloutPlan, Stage, TrainPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.table import key_of
 from earl_jax.settings.errors import InputError
+from earl_jax.settings.remat import Remat
 from earl_jax.sharding.layout import MeshShape
 
 D8, D4T2, D2T4, T8 = (MeshShape(data=8 // n, tensor=n) for n in (1, 2, 4, 8))
@@ -39,7 +40,7 @@ _WORK = Workload(
     num_slots=8,
     num_rows=8,
     micro_batches=1,
-    remat=True,
+    remat="full",
     logprob_chunk=8,
     chunk_size=8,
     append_tokens=64,
@@ -134,7 +135,7 @@ def rollout_on(mesh: MeshShape, num_slots: int = 8, pages: int = 1) -> RolloutPl
 
 def train_on(mesh: MeshShape, micro_batches: int = 1) -> TrainPlan:
     """Returns a trainer's plan in use."""
-    return TrainPlan(mesh, micro_batches, True)
+    return TrainPlan(mesh, micro_batches, "full")
 
 
 def rollout_key(mesh: MeshShape, max_tokens: int, num_slots: int) -> str:
@@ -142,6 +143,6 @@ def rollout_key(mesh: MeshShape, max_tokens: int, num_slots: int) -> str:
     return key_of(RolloutPlan(mesh, num_slots, 0), max_tokens)
 
 
-def train_key(mesh: MeshShape, length: int, micro_batches: int, remat: bool) -> str:
+def train_key(mesh: MeshShape, length: int, micro_batches: int, remat: Remat) -> str:
     """Returns the key of an update in a throughput table."""
     return key_of(TrainPlan(mesh, micro_batches, remat), length)

@@ -30,6 +30,7 @@ from jax.sharding import PartitionSpec as P
 
 from earl_jax.models.activations import ACTIVATIONS
 from earl_jax.models.config import ModelConfig
+from earl_jax.models.contraction import mark_product
 from earl_jax.models.moe.grouped_matmul import grouped_matmul
 from earl_jax.models.quantization import Quantized
 from earl_jax.sharding.axes import MESH_AXES
@@ -83,10 +84,10 @@ def mix_experts(
     x_TUD = jnp.broadcast_to(x_TD[:, None], (len(x_TD), per_token, x_TD.shape[-1]))
     x_MD = _permute(x_TUD.reshape(-1, x_TD.shape[-1]), order_M)
     expert_M = jnp.minimum(local_M[order_M], num_experts - 1)
-    gate_MF = _multiply(x_MD, layer["expert_gate"], sizes_E, expert_M)
-    up_MF = _multiply(x_MD, layer["expert_up"], sizes_E, expert_M)
+    gate_MF = mark_product(_multiply(x_MD, layer["expert_gate"], sizes_E, expert_M))
+    up_MF = mark_product(_multiply(x_MD, layer["expert_up"], sizes_E, expert_M))
     hidden_MF = ACTIVATIONS[config.activation](gate_MF) * up_MF
-    out_MD = _multiply(hidden_MF, layer["expert_down"], sizes_E, expert_M)
+    out_MD = mark_product(_multiply(hidden_MF, layer["expert_down"], sizes_E, expert_M))
     out_TUD = _permute(out_MD, jnp.argsort(order_M)).reshape(x_TUD.shape)
     # Behind the last group a backend may leave anything, NaN included.
     out_TUD = jnp.where(here_TU[..., None], out_TUD, 0).astype(jnp.float32)

@@ -1,0 +1,185 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The exact results of a policy that learned Tic-Tac-Toe, by enumeration.
+
+uv run python -m benchmarks.exact --workdir=DIR [--workdir=DIR ...]
+
+Follows every game of the newest checkpoint at temperature 1, on both sides, against an opponent
+that draws from all legal moves ("random") and one that draws from the best ("minimax"): each legal
+reply has its probability by a full forward pass, all others together are illegal. Games less likely
+than `LEAST` are not followed; what they are together is in the table.
+"""
+
+import argparse
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pyspiel
+
+from benchmarks.kuhn import prompt_ids
+from benchmarks.pages import table
+from earl_jax.config.file import read_workdir_config
+from earl_jax.envs.board_game import ROLES
+from earl_jax.envs.chat import ChatRenderer
+from earl_jax.envs.minimax import best_moves
+from earl_jax.launch.start import start_jax
+from earl_jax.models.decoder import forward_rows, head_weights
+from earl_jax.run.build import Run
+from earl_jax.run.workdir import read_newest
+from earl_jax.sharding.layout import MeshShape, make_layout
+
+LEAST = 1e-6
+# Rows of a pass, and tokens of a row: the longest game has fewer.
+ROWS, WIDTH = 1024, 64
+Score = Callable[[Sequence[tuple[list[int], list[int]]]], np.ndarray]
+
+
+class Node(NamedTuple):
+    """A position in which the policy is to move, what was said so far, and how likely it is."""
+
+    state: pyspiel.State
+    turns: tuple[tuple[str, str], ...]
+    probability: float
+
+
+def results(
+    score: Score, renderer: ChatRenderer, side: int, opponent: str, *, masked: bool = False
+) -> dict[str, float]:
+    """Returns the probabilities of win, draw, loss, illegal and of what was not followed.
+
+    With `masked` the policy's replies are drawn from the legal ones (`mask_illegal`).
+    """
+    game = pyspiel.load_game("tic_tac_toe")
+    found = collections.Counter[str]()
+    start = f"tic_tac_toe. you play {ROLES[side]}. moves are 0 to 8."
+    nodes = [Node(game.new_initial_state(), (("environment", start),), 1.0)]
+    if side == 1:
+        nodes = [
+            Node(state, (("environment", f"{start} x plays {move}."),), probability)
+            for move, state, probability in _opponent(nodes[0].state, opponent, 1.0)
+        ]
+    while nodes:
+        edges = [(node, move) for node in nodes for move in node.state.legal_actions()]
+        pairs = [
+            (prompt_ids(renderer, node.turns), list(renderer.reply(str(move))))
+            for node, move in edges
+        ]
+        replies = np.exp(score(pairs))
+        if masked:
+            legal = collections.Counter[int]()
+            for (node, _), reply in zip(edges, replies.tolist(), strict=True):
+                legal[id(node)] += reply
+            replies /= [legal[id(node)] for node, _ in edges]
+        found["illegal"] += sum(node.probability for node in nodes)
+        nodes_after = list[Node]()
+        for (node, move), reply in zip(edges, replies.tolist(), strict=True):
+            probability = node.probability * reply
+            found["illegal"] -= probability
+            state = node.state.child(move)
+            turns = (*node.turns, ("policy", str(move)))
+            if probability < LEAST:
+                found["not followed"] += probability
+            elif state.is_terminal():
+                found[_outcome(state, side)] += probability
+            else:
+                nodes_after += _answered(state, turns, side, opponent, probability, found)
+        nodes = nodes_after
+    return dict(found)
+
+
+def _answered(
+    state: pyspiel.State,
+    turns: tuple[tuple[str, str], ...],
+    side: int,
+    opponent: str,
+    probability: float,
+    found: collections.Counter[str],
+) -> Iterator[Node]:
+    """Yields the positions behind the opponent's moves, and counts games that they end."""
+    for move, after, likely in _opponent(state, opponent, probability):
+        if after.is_terminal():
+            found[_outcome(after, side)] += likely
+        else:
+            yield Node(after, (*turns, ("environment", str(move))), likely)
+
+
+def _opponent(
+    state: pyspiel.State, opponent: str, probability: float
+) -> Iterator[tuple[int, pyspiel.State, float]]:
+    """Yields the opponent's moves, what follows, and how likely that is."""
+    known = best_moves("tic_tac_toe") if opponent == "minimax" else {}
+    moves = known.get(str(state)) or state.legal_actions()
+    for move in moves:
+        yield move, state.child(move), probability / len(moves)
+
+
+def _outcome(state: pyspiel.State, side: int) -> str:
+    value = state.returns()[side]
+    return "win" if value > 0 else "loss" if value < 0 else "draw"
+
+
+def scorer(run: Run, params: Any) -> Score:
+    """Returns the function of log-probs of each (prompt, reply) under the policy."""
+    layout = make_layout(MeshShape(), jax.devices()[:1])
+    model = dataclasses.replace(run.origin.model, compute_dtype="float32")
+
+    @jax.jit
+    def token_logprobs(params: Any, tokens: jax.Array) -> jax.Array:
+        hidden = forward_rows(model, layout, params, tokens, jnp.ones_like(tokens))
+        logits = jnp.einsum("BTD,DV->BTV", hidden, head_weights(params)).astype(jnp.float32)
+        logprobs = jax.nn.log_softmax(logits[:, :-1])
+        return jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
+
+    def score(pairs: Sequence[tuple[list[int], list[int]]]) -> np.ndarray:
+        found = list[float]()
+        for first in range(0, len(pairs), ROWS):
+            part = pairs[first : first + ROWS]
+            tokens = np.zeros((ROWS, WIDTH), np.int32)
+            for row, (prompt, reply) in enumerate(part):
+                tokens[row, : len(prompt) + len(reply)] = [*prompt, *reply]
+            values = np.asarray(token_logprobs(params, tokens))
+            found += [
+                float(values[row, len(prompt) - 1 : len(prompt) + len(reply) - 1].sum())
+                for row, (prompt, reply) in enumerate(part)
+            ]
+        return np.array(found)
+
+    return score
+
+
+def exact_rows(workdirs: Sequence[Path]) -> list[dict[str, Any]]:
+    """Returns the results of runs in percent, both sides together, half of the games on each."""
+    config, rows = read_workdir_config(workdirs[0]), list[dict[str, Any]]()
+    start_jax(config.devices.platform, config.devices.num_cpu_devices, config.distributed)
+    for workdir in workdirs:
+        config = read_workdir_config(workdir)
+        run, position, _ = read_newest(config, workdir)
+        policy = jax.device_get(run.learner.policy(position.state))
+        score = scorer(run, jax.device_put(policy, jax.devices()[0]))
+        masked = config.env.args.get("mask_illegal", False)
+        renderer = ChatRenderer(run.origin.tokenizer)
+        play = functools.partial(results, score, renderer, masked=masked)
+        for opponent in ("random", "minimax"):
+            sides = [play(side, opponent) for side in (0, 1)]
+            names = ("win", "draw", "loss", "illegal", "not followed")
+            rows.append({"run": workdir.name, "opponent": opponent})
+            rows[-1] |= {f"{n} %": 50 * sum(side.get(n, 0.0) for side in sides) for n in names}
+    return rows
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workdir", type=Path, action="append", required=True)
+    print(table(exact_rows(parser.parse_args().workdir)))
+
+
+if __name__ == "__main__":
+    main()

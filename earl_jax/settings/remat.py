@@ -1,0 +1,26 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Policies of rematerialisation: the part of a layer that its backward pass computes again.
+
+"none": nothing. "dots": everything but the products of projections, whose results are kept. "full":
+everything; only a layer's input is kept.
+"""
+
+from typing import Literal, get_args
+
+from earl_jax.settings.errors import InputError
+
+Remat = Literal["none", "dots", "full"]
+# The one that keeps most first.
+REMATS: tuple[Remat, ...] = get_args(Remat)
+
+
+def read_remat(stored: object) -> Remat:
+    """Returns the policy in a stored plan, which was True or False before there were three.
+
+    Raises ValueError for anything else.
+    """
+    name = {"True": "full", "False": "none"}.get(str(stored), stored)
+    if name not in REMATS:
+        raise InputError(f"remat is {stored!r}; choose one of {', '.join(map(repr, REMATS))}")
+    return name
