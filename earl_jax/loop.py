@@ -76,10 +76,10 @@ class PlayedStep:
 
     They were played with `plan`, in rows of `max_tokens` tokens. Row i of `experience` is that of
     `trajectories[i]`; rows of zeros may follow (`RowOrder`). Of processes that play together only
-    the first has trajectories. Where the episodes went to the trainer
-    as they were finished, they are in the `update`, and there is no experience. `dropped` are
-    episodes that were given up since the step before, because they were too old, and `refilled`
-    those in whose place others were played. `num_reused` groups were trained on before.
+    the first has trajectories. Where the episodes went to the trainer as they were finished, they
+    are in the `update`, and there is no experience. `dropped` are episodes that were given up since
+    the step before, because they were too old, and `refilled` those in whose place others were
+    played. `num_reused` groups were trained on before.
     """
 
     plan: RolloutPlan

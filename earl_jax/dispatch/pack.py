@@ -87,9 +87,10 @@ def dispatch(
 def rows_here(layout: Layout, items: Any) -> Any:
     """Returns those of a sequence of an item a row whose rows this process's devices have."""
     indices = layout.activations("N").addressable_devices_indices_map((len(items),))
-    ranges = [rows.indices(len(items)) for (rows,) in indices.values()]
-    first, end = (edge(r[n] for r in ranges) if ranges else 0 for n, edge in ((0, min), (1, max)))
-    return items[first:end]
+    if not indices:
+        return items[:0]
+    firsts, ends, _ = zip(*(rows.indices(len(items)) for (rows,) in indices.values()), strict=True)
+    return items[min(firsts) : max(ends)]
 
 
 def _beside(fact: np.ndarray, tokens: jax.Array) -> jax.Array:
