@@ -240,12 +240,13 @@ def play_on_four_devices(moves: bool) -> list:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("moves", [False, True], ids=["stays", "moves"])
 def test_preempted_and_moved_episodes_of_two_processes_are_those_of_one(moves):
     """Pages wait in the host memory of the process whose devices had them, or are read again."""
     processes = Processes(2, 2, "test_lockstep:play_on_four_devices", moves)
     alone = json.loads(json.dumps(play_on_four_devices(moves)))
-    one, other = processes.results(500)
+    one, other = processes.results(800)
     assert one == other
     assert one[:2] == alone[:2]
     _, preempted, host_bytes = one[2]
