@@ -76,10 +76,11 @@ class PlayedStep:
     """A step's episodes: this process's (None where it plays nothing), and those of all.
 
     They were played with `plan`, in rows of `max_tokens` tokens. Row i of `experience` is that of
-    `trajectories[i]`; rows of zeros may follow (`RowOrder`). Where the episodes went to the trainer
-    as they were finished, they are in the `update`, and there is no experience. `dropped` are
-    episodes that were given up since the step before, because they were too old, and `refilled`
-    those in whose place others were played. `num_reused` groups were trained on before.
+    `trajectories[i]`; rows of zeros may follow (`RowOrder`). Of processes that play together only
+    the first has trajectories. Where the episodes went to the trainer as they were finished, they
+    are in the `update`, and there is no experience. `dropped` are episodes that were given up since
+    the step before, because they were too old, and `refilled` those in whose place others were
+    played. `num_reused` groups were trained on before.
     """
 
     plan: RolloutPlan
@@ -302,10 +303,11 @@ def choose_and_play(
             session, num_bytes = placement.sessions.open(policy, version=position.step)
         with timer("rollout"):
             own, played = play_all(run.actor, placement, session, tasks, load)
+        is_ours = run.cluster.is_first or not placement.plays_together
         return PlayedStep(
             plan=plan,
             max_tokens=max_tokens,
-            trajectories=own.trajectories if own else [],
+            trajectories=own.trajectories if own and is_ours else [],
             experience=own and rows_of(own, played),
             played=played,
             load=measure_load(played, plan.num_slots),

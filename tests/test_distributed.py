@@ -259,6 +259,11 @@ def test_episodes_are_cut_over_the_processes_that_play():
     assert [(p.plays, p.trains) for p in apart] == [(True, False), (True, False), (False, True)]
     assert apart[2].own_devices == apart[0].own_devices, "of the first that plays, for its sizes"
     assert apart[1].own_mesh(MeshShape(data=2, tensor=2)) == MeshShape(data=1, tensor=2)
+    # Three processes share a mesh whose data axis they do not divide.
+    spans = MeshShape(data=2, tensor=3)
+    assert each[1].spans(spans) and not each[1].spans(MeshShape(data=3, tensor=2))
+    assert each[1].own_mesh(spans) == spans and each[1].devices_of(spans) == each[0].devices
+    assert (each[1].num_row_devices(1), each[1].num_row_devices(3)) == (6, 2)
     share = RolloutConfig(num_slots=8, episodes_per_step=16).part(len(apart[0].players))
     assert (share.num_slots, share.episodes_per_step) == (4, 8)
 
@@ -270,8 +275,8 @@ def test_devices_that_are_split_by_the_selector_are_the_first_and_the_last():
     assert cluster.devices == cluster_of(0).devices and cluster.disjoint
     assert str(cluster).endswith("6 devices: 2 or 4 play, as is fastest, the others train")
     # Rows are cut so that every mesh of 2 or of 4 devices can hold them.
-    assert cluster.num_row_devices == 4
-    assert cluster_of(0, num_rollout=2).num_row_devices == 2
+    assert cluster.num_row_devices(1) == 4
+    assert cluster_of(0, num_rollout=2).num_row_devices(1) == 2
 
 
 def test_a_stage_has_devices_of_one_kind():
@@ -881,6 +886,52 @@ def test_processes_that_go_round_the_hosts_train_as_one_does(one, cache, tmp_pat
     around = RealProcesses(4, 2, "test_distributed:train_round_the_hosts", str(tmp_path / "around"))
     assert around.results(400) == [True] * 4
     assert_same_run(one, tmp_path / "around")
+
+
+# A rollout mesh that spans processes.
+
+
+def spanning(mesh: str, train: str, num_devices: int, num: int) -> dict:
+    """A run on so many devices, of `num` processes."""
+    return {
+        "model.num_layers": 1,
+        "devices.num_cpu_devices": num_devices // num,
+        "selector.rollout_meshes": f"('{mesh}',)",
+        "selector.train_meshes": f"('{train}',)",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("num", "mesh", "train"),
+    [(2, "data=1,tensor=2", "data=2"), (4, "data=2,tensor=2", "data=2,fsdp=2")],
+)
+def test_processes_that_play_together_train_as_one_does(num, mesh, train, cache, tmp_path):
+    """With a process a device; of four, two have each row shard, and all read all slots."""
+    runs = [
+        Command(cache, tmp_path / f"{each}", each, **spanning(mesh, train, num, each)).done(420)
+        for each in (1, num)
+    ]
+    assert_same_run(*runs)
+    assert_past_the_hosts(*runs)
+    for left, right in zip(*map(steps_of, runs), strict=True):
+        assert left["rollout_mesh"] == right["rollout_mesh"] == mesh
+        for name in ("rollout_tokens", "prefill_tokens", "shared_tokens", "decode_rows"):
+            assert left[name] == right[name], name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_process_that_is_killed_in_a_rollout_of_all_ends_the_others(cache, tmp_path):
+    given = spanning("data=1,tensor=2", "data=2", 2, 2) | {"num_steps": 1000}
+    run = Command(cache, tmp_path / "killed", 2, **given)
+    run.after_step(1)
+    run.all[1].kill()
+    (status, _, errors), (killed, _, _) = run.ends(120)
+    assert (status, killed) == (1, -signal.SIGKILL)
+    assert f"process 1 on {socket.gethostname()} has ended" in errors, errors
+    assert "Start all processes again" in errors and "Traceback" not in errors
 
 
 # The number of processes.

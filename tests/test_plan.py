@@ -23,12 +23,13 @@ from earl_jax.placement.problem import (
     planned_problem,
 )
 from earl_jax.plan import plan_command
-from earl_jax.selector.choose import TIE, Chooser, full_step
+from earl_jax.selector.choose import TIE, BudgetTooSmall, Chooser, full_step
 from earl_jax.selector.footprint import trainer_bytes
 from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import Failure, Plans, RolloutPlan, TrainPlan
 from earl_jax.selector.schedule import make_schedule, smallest_hardware
+from earl_jax.selector.splits import SplitChooser
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.plan_text import bytes_text
@@ -257,18 +258,73 @@ def test_exact_mode_compiles_until_the_bytes_of_both_stages_are_exact():
 # Hosts, and a run.
 
 
-def test_rollout_meshes_do_not_span_hosts():
-    assert {m.tensor for m in problem_on("cpu:2x1").meshes("rollout")} == {1}
-    assert {m.tensor for m in problem_on("cpu:2").meshes("rollout")} == {1, 2}
-    two = problem_on("cpu:2x4", "model.num_kv_heads=4")
-    assert {mesh.tensor for mesh in two.meshes("rollout")} == {1, 2, 4}
+def test_rollout_meshes_are_inside_processes_or_span_all():
     overrides = ("model.preset=llama3.1-8b", BF16)
     v5e = problem_on("v5e:4x4", *overrides, vocab_size=128_256)
-    assert (v5e.num_processes, max(m.tensor for m in v5e.meshes("rollout"))) == (4, 4)
+    inside, across = (v5e.reaching(each).meshes("rollout") for each in ("inside", "across"))
+    assert list(map(str, inside)) == ["data=16", "data=8,tensor=2", "data=4,tensor=4"]
+    assert list(map(str, across)) == ["data=2,tensor=8"]
+    assert v5e.meshes("rollout") == [*inside, *across]
+    assert [v5e.num_parts(mesh) for mesh in (*inside, *across)] == [4, 4, 4, 1]
     one = problem_on("v5e:4x4", *overrides, "distributed.num_processes=1", vocab_size=128_256)
-    assert (one.num_processes, max(m.tensor for m in one.meshes("rollout"))) == (1, 8)
+    assert one.meshes("rollout") == v5e.meshes("rollout") and not one.may_span(1024)
+    assert problem_on("cpu:2x1").may_span(16) and not problem_on("cpu:2").may_span(16)
+    for override in ("rollout.order=queue", "devices.num_rollout=8"):
+        kept = problem_on("v5e:4x4", *overrides, override, vocab_size=128_256)
+        assert kept.meshes("rollout") and not kept.may_span(1024), override
+    named = 'selector.rollout_meshes=("data=2,tensor=8",)'
+    with pytest.raises(ValueError, match='over the 4 processes, and .*"queue" .* take "fifo"'):
+        problem_on("v5e:4x4", *overrides, named, "rollout.order=queue", vocab_size=128_256)
     with pytest.raises(ValueError, match="num_processes is 3, which does not divide the 8 dev"):
         problem_on("cpu:8", "distributed.num_processes=3")
+
+
+def test_a_model_for_two_hosts_is_planned_across_them_and_a_smaller_one_is_not():
+    """v5e: hosts of four chips of 16 GB.
+
+    A layer of Qwen2.5-32B has 2 x 5120 x 5120 + 2 x 5120 x 1024 numbers of attention and 3 x 5120
+    x 27648 of its network, 487.6 million; 64 layers, embedding and head 32.76 billion. In bf16
+    over four chips 16.38 GB each, over eight 8.19. Of the 14B there are 48 layers of 275.3 million,
+    with embedding and head 14.77 billion: 7.39 GB over four.
+    """
+    for preset, tensor, weights in (("qwen2.5-32b", 8, 8.19e9), ("qwen2.5-14b", 4, 7.39e9)):
+        overrides = (f"model.preset={preset}", BF16, "train.lora.rank=16")
+        budget = parse_topology("v5e:4x8").usable_bytes
+        problem = problem_on("v5e:4x8", *overrides, budget=budget, vocab_size=None)
+        assert problem.num_processes == 8 and problem.may_span(1024)
+        (stop,) = make_schedule(problem, EMPTY, [1024])
+        plan = stop.decision.rollout.plan
+        assert plan.mesh == MeshShape(data=32 // tensor, tensor=tensor)
+        assert problem.spans(plan.mesh) == (tensor == 8)
+        assert problem.round_footprint(plan, 1024).weights == pytest.approx(weights, rel=2e-3)
+
+
+def test_live_episodes_stay_inside_processes_or_across_them():
+    problem = problem_on("cpu:2x4", *DEEP, "model.num_heads=8", "model.num_kv_heads=8")
+    across, inside = MeshShape(tensor=8), MeshShape(data=2, tensor=4)
+    assert problem.spans(across) and not problem.spans(inside)
+    chooser, step = SplitChooser(problem, EMPTY), full_step(problem, 16)
+    train = chooser.step(step, Plans()).train.plan
+    live = dataclasses.replace(step, keeps_slots=True)
+    for mesh, may_leave in ((across, True), (inside, False)):
+        current = Plans(RolloutPlan(mesh, 64, 64), train)
+        chosen = chooser.step(live, current, only="rollout").rollout.plan.mesh
+        assert problem.spans(chosen) == problem.spans(mesh)
+        between = chooser.step(step, current, only="rollout").rollout
+        assert not problem.spans(between.plan.mesh)
+        assert between.switched or not may_leave
+    # What fits on eight devices, and in no way on four, has to be across.
+    least = min(
+        candidate.num_bytes
+        for candidate in chooser.at(0).candidates.rollouts(16, 0, 0.0)
+        if not problem.spans(candidate.plan.mesh)
+    )
+    tight = with_budget(problem, least + problem.trainer_bytes(train.mesh) - 1)
+    on = Plans(RolloutPlan(inside, 64, 64), train)
+    with pytest.raises(BudgetTooSmall):
+        SplitChooser(tight, EMPTY).step(live, on, only="rollout")
+    chosen = SplitChooser(tight, EMPTY).step(step, on, only="rollout").rollout
+    assert chosen.plan.mesh == across and "data=2,tensor=4 -> data=1,tensor=8" in chosen.reason
 
 
 @pytest.mark.parametrize(

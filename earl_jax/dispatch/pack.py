@@ -84,6 +84,15 @@ def dispatch(
     return Delivery(batch=_pack(layout)(rows, *facts), plan=plan)
 
 
+def rows_here(layout: Layout, items: Any) -> Any:
+    """Returns those of a sequence of an item a row whose rows this process's devices have."""
+    indices = layout.activations("N").addressable_devices_indices_map((len(items),))
+    if not indices:
+        return items[:0]
+    firsts, ends, _ = zip(*(rows.indices(len(items)) for (rows,) in indices.values()), strict=True)
+    return items[min(firsts) : max(ends)]
+
+
 def _beside(fact: np.ndarray, tokens: jax.Array) -> jax.Array:
     """Places facts of this process's rows in an array over all rows, on the rows' devices."""
     source = tokens.sharding

@@ -36,7 +36,7 @@ from earl_jax.models.parameters import Params, parameter_shardings
 from earl_jax.models.quantization import engine_shapes, engine_specs
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import Layout
-from earl_jax.sharding.placing import placed_shapes
+from earl_jax.sharding.placing import place, placed_shapes
 from earl_jax.sharding.reshard import reshard
 
 
@@ -72,10 +72,14 @@ class Engine:
         cut_pages = layout.shape.context > 1
         self._manual = {*layout.row_axes, *(("context",) if cut_pages else ())}
         self.key_data = jax.random.key_data(jax.random.key(config.seed))
+        if layout.spans_processes:
+            self.key_data = place(np.asarray(self.key_data), layout.activations(""))
         specs = engine_specs(config.model, config.vocab_size, config.weight_dtype)
         self.parameter_shardings = parameter_shardings(specs, layout)
         self.parameter_shapes = engine_shapes(specs, config.model.compute_dtype)
         self.row_sharding = layout.activations("B")
+        # Every process reads the outputs of all slots.
+        self._read_sharding = layout.activations("") if layout.spans_processes else None
         self.state_shardings = self._place_state(layout.activations)
         # All of a state but its cache is cut by rows.
         rows: Any = P(layout.row_axes)
@@ -104,7 +108,7 @@ class Engine:
     def _build_programs(self) -> None:
         def play_with(rules: SlotRules) -> Any:
             program = self.decoding_program(slots.play, rules)
-            out = (self.state_shardings, self.row_sharding)
+            out = (self.state_shardings, self._read_sharding or self.row_sharding)
             return jax.jit(program, donate_argnums=1, out_shardings=out)
 
         self._play = play_with(self._rules)
@@ -217,7 +221,7 @@ class Engine:
             experience = self._widen(experience, max_tokens)
         if source is not None:
             is_local = self._is_local(old.shards, len(source))
-            placed = jax.device_put(self._local_source(old, source), self.row_sharding)
+            placed = place(self._local_source(old, source), self.row_sharding)
             layers = self._repack[is_local](layers, placed)
         return dataclasses.replace(
             state, experience=experience, cache=dataclasses.replace(state.cache, layers=layers)
@@ -238,7 +242,7 @@ class Engine:
 
     def give_pages(self, state: DecodeState, table: np.ndarray) -> DecodeState:
         """Returns the state in which slots have the pages of `table` i32[num_slots, Y]."""
-        placed = jax.device_put(table, self.row_sharding)
+        placed = place(table, self.row_sharding)
         return dataclasses.replace(state, cache=dataclasses.replace(state.cache, table=placed))
 
     @functools.cached_property
@@ -258,19 +262,21 @@ class Engine:
         inputs: RoundInputs,
         *,
         model_logprobs: bool = False,
+        wait: Callable[[Any], Any] = jax.block_until_ready,
     ) -> tuple[DecodeState, RoundOutputs]:
         """Plays one round (`slots.play`): one array goes to the devices, one comes back.
 
         Donates `state`. With `model_logprobs` the outputs have these even if the rules record none.
+        `wait` waits for the outputs. On a mesh of several processes each of them calls this alike.
         """
         scored = model_logprobs or self._rules.model_logprobs
         play = (
             self._play_scored if model_logprobs and not self._rules.model_logprobs else self._play
         )
-        sent = jax.device_put(pack_inputs(inputs), self.row_sharding)
+        sent = place(pack_inputs(inputs), self.row_sharding)
         state, packed = play(params, state, sent, self.key_data)
         # Reading what a failed round left ends the process (jaxlib 0.10.2); waiting for it raises.
-        jax.block_until_ready(packed)
+        wait(packed)
         return state, unpack_outputs(
             np.asarray(packed),
             model_logprobs=scored,

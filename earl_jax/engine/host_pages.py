@@ -29,9 +29,13 @@ _Corner = tuple[int, ...]
 
 @dataclasses.dataclass(kw_only=True)
 class Part:
-    """A slot's share of a block: `count` pages, and per array its pieces by corner."""
+    """A slot's share of a block: `count` pages, and per array its pieces by corner.
+
+    `num_bytes` are those of all pieces. Of a mesh that spans processes each has its devices' here.
+    """
 
     count: int
+    num_bytes: int
     pieces: list[dict[_Corner, Any]]
 
 
@@ -92,7 +96,7 @@ class HostPages:
     def release(self, parts: Sequence[Part]) -> None:
         """Drops pages."""
         for part in parts:
-            self.held_bytes -= _bytes_of(part)
+            self.held_bytes -= part.num_bytes
             self._leaving = [other for other in self._leaving if other is not part]
 
     def settle(self) -> None:
@@ -123,7 +127,8 @@ class HostPages:
                 numbers[shard, : len(some)] = some
             block = copies.take(session.state, numbers)
             for shard, (slot, some) in calls.items():
-                part = Part(count=len(some), pieces=_pieces(block, shard, size, pinned))
+                pieces = _pieces(block, shard, size, pinned)
+                part = Part(count=len(some), num_bytes=self.block_bytes(session), pieces=pieces)
                 self._slots.setdefault(slot, []).append(part)
                 if not pinned:
                     self._leaving.append(part)
@@ -163,19 +168,15 @@ class HostPages:
     def _keeps_pinned(self, engine: Engine) -> bool:
         if self._pinned is not None:
             return self._pinned
-        device = next(iter(engine.layout.activations("").device_set))
+        device = next(iter(engine.layout.activations("").addressable_devices))
         kinds = {memory.kind for memory in device.addressable_memories()}
         return device.platform != "cpu" and _HOST_MEMORY in kinds
 
     def _count(self, part: Part, *, holds: bool) -> None:
-        number = _bytes_of(part)
+        number = part.num_bytes
         self.moved_bytes += number
         self.held_bytes += number if holds else -number
         self.most_bytes = max(self.most_bytes, self.held_bytes)
-
-
-def _bytes_of(part: Part) -> int:
-    return sum(piece.nbytes for pieces in part.pieces for piece in pieces.values())
 
 
 def _batched(pages: Sequence[int], size: int) -> list[Sequence[int]]:

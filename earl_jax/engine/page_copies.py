@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from earl_jax.engine.decode_state import DecodeState
 from earl_jax.models.kv_cache import LayerCache, place_pages
 from earl_jax.sharding.layout import Layout
+from earl_jax.sharding.placing import place
 
 # Large enough that a long context takes few calls, small enough that the last is not much waste.
 TOKENS_A_CALL = 256
@@ -165,7 +166,7 @@ class PageCopies:
         numbers[: len(sent)] = sent
         layers = self._send(
             state.cache.layers,
-            jax.device_put(numbers, self._everywhere),
+            place(numbers, self._everywhere),
             self._placed(np.arange(self.num_shards) == source),
             self._placed(pages.reshape(-1)),
             self._placed(counts),
@@ -179,4 +180,4 @@ class PageCopies:
         )
 
     def _placed(self, numbers: np.ndarray) -> jax.Array:
-        return jax.device_put(numbers.astype(np.int32), self._rows)
+        return place(numbers.astype(np.int32), self._rows)

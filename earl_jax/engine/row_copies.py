@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from earl_jax.engine.decode_state import DecodeState
 from earl_jax.engine.round_inputs import NO_ID, NO_ROW
 from earl_jax.sharding.layout import Layout
+from earl_jax.sharding.placing import place
 from earl_jax.sharding.row_gather import as_bits, gather_rows, local_rows
 from earl_jax.trajectory import Experience
 
@@ -90,7 +91,7 @@ class RowCopies:
         experience of `state`.
         """
         packed = np.array([*moves, *[_NOTHING] * (self._num_slots - len(moves))], np.int32)
-        sent = jax.device_put(packed, self._everywhere)
+        sent = place(packed, self._everywhere)
         return dataclasses.replace(state, experience=self._move_rows(state.experience, sent))
 
     def write_ids(self, state: DecodeState, writes: Sequence[RowIds]) -> DecodeState:
@@ -99,7 +100,7 @@ class RowCopies:
         packed = np.full((self._num_slots, 1 + tokens.shape[1]), NO_ID, np.int32)
         for line, (row, first, ids) in zip(packed, writes, strict=False):
             line[0], line[1 + first : 1 + first + len(ids)] = row, ids
-        tokens = self._write_ids(tokens, jax.device_put(packed, self._everywhere))
+        tokens = self._write_ids(tokens, place(packed, self._everywhere))
         experience = dataclasses.replace(state.experience, tokens=tokens)
         return dataclasses.replace(state, experience=experience)
 
@@ -109,7 +110,7 @@ class RowCopies:
         Zeros follow where their number does not divide by that of the shards.
         """
         padding = [NO_ROW] * (-len(rows) % self._num_shards)
-        sent = jax.device_put(np.array([*rows, *padding], np.int32), self._everywhere)
+        sent = place(np.array([*rows, *padding], np.int32), self._everywhere)
         return self._gather(experience, sent)
 
 

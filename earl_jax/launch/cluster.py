@@ -180,17 +180,29 @@ class Cluster:
         player = self.index if self.plays else self.players[0]
         return tuple(d for d in self.rollout_devices if d.process_index == player)
 
-    @property
-    def num_row_devices(self) -> int:
-        """The number of devices for which experience rows are cut: those that play, in any split.
+    def num_row_devices(self, num_parts: int) -> int:
+        """Returns for how many devices an engine's rows of experience are cut, of so many engines.
 
-        Example: with 2, 4 or 6 devices that play 12, which each of these divides.
+        Those that play, in any split. Example: with 2, 4 or 6 devices that play 12, which each of
+        these divides.
         """
-        return math.lcm(*self.splits) if self.splits else len(self.own_devices)
+        return math.lcm(*self.splits) if self.splits else len(self.rollout_devices) // num_parts
+
+    def num_parts(self, shape: MeshShape) -> int:
+        """Returns the number of engines of a rollout's mesh, as `Problem.num_parts`."""
+        return len(self.players) if shape.data % len(self.players) == 0 else 1
+
+    def spans(self, shape: MeshShape) -> bool:
+        """Returns True if a rollout's mesh is one engine, which the processes play together."""
+        return self.num_parts(shape) < len(self.players)
+
+    def devices_of(self, shape: MeshShape) -> tuple[Any, ...]:
+        """Returns the devices of this process's engine on a rollout's mesh (`own_devices`)."""
+        return self.rollout_devices if self.spans(shape) else self.own_devices
 
     def own_mesh(self, shape: MeshShape) -> MeshShape:
-        """Returns one process's part of a rollout's mesh, which is cut over its data axis."""
-        return dataclasses.replace(shape, data=shape.data // len(self.players))
+        """Returns an engine's part of a rollout's mesh, which is cut over its data axis."""
+        return dataclasses.replace(shape, data=shape.data // self.num_parts(shape))
 
     def own(self, items: Any) -> Any:
         """Returns this process's part, maybe none, of a sequence that has an item per episode."""

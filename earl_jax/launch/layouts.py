@@ -22,7 +22,7 @@ class Layouts:
     @functools.cache  # noqa: B019 - lives as long as the run
     def engine(self, shape: MeshShape) -> Layout:
         """Returns this process's part of the rollout's layout: where its engine is."""
-        return make_layout(self._cluster.own_mesh(shape), self._cluster.own_devices)
+        return make_layout(self._cluster.own_mesh(shape), self._cluster.devices_of(shape))
 
     @functools.cache  # noqa: B019
     def rollout(self, shape: MeshShape) -> Layout:

@@ -9,7 +9,14 @@ import numpy as np
 
 from earl_jax.algorithms.advantages import assign_credit
 from earl_jax.algorithms.algorithm import Algorithm
-from earl_jax.dispatch.pack import dispatch, join_rows, order_bytes, order_rows, sample_starts
+from earl_jax.dispatch.pack import (
+    dispatch,
+    join_rows,
+    order_bytes,
+    order_rows,
+    rows_here,
+    sample_starts,
+)
 from earl_jax.dispatch.packing import pack_rows
 from earl_jax.placement.packing import plan_batch
 from earl_jax.placement.placement import Placement
@@ -93,7 +100,7 @@ def send_parts(
         rows = order_rows(rows, order.rows, source)
     layout = layouts.train(placement.train.mesh)
     facts = row_facts(learner.algorithm, outcomes, length, averages)
-    own_facts = {name: stages.cluster.own(fact) for name, fact in facts.items()}
+    own_facts = {name: rows_here(source, fact) for name, fact in facts.items()}
     delivery = dispatch(rows, layout, length=length, **own_facts)
     lengths = facts["lengths"]
     num_samples = [len(outcome.sample_starts) for outcome in outcomes]

@@ -152,6 +152,11 @@ class Placement:
         return self.plans.train
 
     @property
+    def plays_together(self) -> bool:
+        """True if the rollout's mesh spans processes, which then play the same episodes."""
+        return self.stages.cluster.spans(self.rollout.mesh)
+
+    @property
     def words(self) -> str:
         """The differences from the config for lack of memory, in words; "" for none."""
         (rollout, train), work = (self.rollout, self.train), self.problem.work
@@ -430,10 +435,13 @@ class Placement:
     def shortage(self, error: Exception) -> Shortage | None:
         """Returns what the other processes must know of a rollout that ended with this error.
 
-        None for an error that is no shortage, and in a run of one process.
+        None for an error that is no shortage, and in a run of one process; and of processes that
+        play together, one of which ran out of memory: the others are in a program with it.
         """
         failed, processes = is_out_of_memory(error), self.stages.cluster
         if processes.count == 1 or not (failed or isinstance(error, BudgetTooSmall)):
+            return None
+        if failed and self.plays_together:
             return None
         return Shortage(
             words=f"process {processes.index}: {str(error).splitlines()[0]}",

@@ -150,8 +150,8 @@ def compiler_for(
             return learner.lower(plan, config.rollout.episodes_per_step, length)
 
     def lowered_round(plan: RolloutPlan, max_tokens: int) -> Any:
-        """Lowers a round of one process, which plays its part of the episodes on its devices."""
-        number = problem.of(plan).num_players
+        """Lowers a round of one engine, which plays its part of the episodes on its devices."""
+        number = problem.of(plan).num_parts(plan.mesh)
         mesh = dataclasses.replace(plan.mesh, data=plan.mesh.data // number)
         players = part(devices[: mesh.num_devices])
         slots = plan.num_slots // number

@@ -220,6 +220,7 @@ def make_problem(
         train_meshes_named=selector.train_meshes,
         num_rollout=0 if given == "auto" else given,
         num_processes=num_processes,
+        span_obstacle=_span_obstacle(config),
         can_offload=offloads and has_host_memory and not apart and not stays,
         rollout_stays=stays,
         preempted_bytes=int(rollout.preemption_host_gib * 2**30),
@@ -227,6 +228,15 @@ def make_problem(
     batches = config.row_batches(problem.num_players)
     problem = dataclasses.replace(problem, work=dataclasses.replace(problem.work, batches=batches))
     return with_splits(problem) if given == "auto" else problem
+
+
+def _span_obstacle(config: Config) -> str:
+    """Returns why no rollout mesh may span processes in a run of this config; "" where one may."""
+    if config.asynchrony.is_on:
+        return "a mesh that spans processes needs config.asynchrony off: they play in lockstep"
+    if config.rollout.order == "queue":
+        return 'with config.rollout.order = "queue" each process plays by itself: take "fifo"'
+    return ""
 
 
 def overrides_for_chips(given: Sequence[str], contexts: str) -> list[str]:

@@ -74,7 +74,15 @@ def play_all(
         if session and rollout is None:
             share.close()
     numbers = None if share.is_fixed else sorted(share.numbers)
-    played = gather_outcomes(cluster, rollout, placement.as_dict(), shortage, stopped, numbers)
+    played = gather_outcomes(
+        cluster,
+        rollout,
+        placement.as_dict(),
+        shortage,
+        stopped,
+        numbers,
+        together=placement.plays_together,
+    )
     if played.placement != placement.as_dict():
         placement.restore(played.placement)
     return rollout, played
@@ -84,6 +92,8 @@ def _share(placement: Placement, tasks: Sequence[Task]) -> Share:
     """Returns this process's share of a rollout on the plan in use."""
     cluster, rollout = placement.stages.cluster, placement.stages.rollout
     number = len(cluster.players)
+    if placement.plays_together:
+        return Share(range(len(tasks)))
     if not (rollout.has_queue(number) and cluster.has_counters):
         return Share(cluster.own(range(len(tasks))))
     num_rows = 2 * rollout.part(number).episodes_per_step

@@ -3,7 +3,10 @@
 """Actor: plays tasks with environments on the host and a session of the engine on the devices."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
+
+import jax
 
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.session import Session
@@ -17,16 +20,10 @@ from earl_jax.rollout.block_manager import Grow
 from earl_jax.rollout.collect import Rollout, collect
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.episode import Task
+from earl_jax.rollout.lockstep import Lockstep, Stopped
 from earl_jax.rollout.service import RolloutService, Shrink
 from earl_jax.rollout.share import Share
 from earl_jax.settings.errors import InputError
-
-
-class Stopped(Exception):  # noqa: N818 - no error
-    """A rollout was abandoned for a signal, whose name it has: its episodes are to be played again.
-
-    Of several processes all raise it where their rollouts are gathered.
-    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,23 +64,35 @@ class Actor:
         record_calls: Callable[[Answers], Answers] = lambda calls: calls,
         more: Callable[[int], Sequence[Task]] = lambda num_free: (),
     ) -> RolloutService:
-        """Returns a service that plays tasks from this session, which may move meanwhile."""
-        own = self.rollout.part(len(self.cluster.players))
+        """Returns a service that plays tasks from this session, which may move meanwhile.
+
+        Where its engine spans processes, these play the same tasks in lockstep.
+        """
+        spans = session.engine.layout.spans_processes
+        parts = 1 if spans else len(self.cluster.players)
+        own = self.rollout.part(parts)
+        pool, make, look = self.pool, self.make_environment, self._look_for_a_signal
+        wait = jax.block_until_ready
+        if spans:
+            wait = functools.partial(self.cluster.wait, what="a round of the rollout")
+            pool = Lockstep(self.cluster, self.pool, self.make_environment, self.stop)
+            make, look = pool.make_environment, lambda: None
         return RolloutService(
             session,
             dataclasses.replace(own, num_slots=session.engine.config.num_slots),
             self.new_conversation,
-            self.pool,
-            self.make_environment,
+            pool,
+            make,
             grow,
-            num_devices=self.cluster.num_row_devices,
+            num_devices=self.cluster.num_row_devices(parts),
             sampling=sampling or self.rollout.sampling,
             max_context=self.max_context,
             shrink=shrink,
-            look=self._look_for_a_signal,
+            look=look,
             batches=self.batches,
             record_calls=record_calls,
             more=more,
+            wait=wait,
         )
 
     def play(

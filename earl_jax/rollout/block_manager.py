@@ -61,7 +61,7 @@ class BlockManager:
         """`slots` is the caller's list of the live episodes."""
         self._config, self._rules, self._slots, self._grow = config, rules, slots, grow
         self._page_size = session.engine.config.page_size
-        self._pages = session.pages
+        self._pages, self._layout = session.pages, session.engine.layout
         self._given: np.ndarray | None = None
         # Pages of each row shard that no episode needs in this round.
         self._spare: list[int] = []
@@ -164,6 +164,18 @@ class BlockManager:
             return
         before, self._pages, self._given = self._pages, session.pages, None
         self._prompts.move(before, session.pages)
+        layout, self._layout = self._layout, session.engine.layout
+        if layout.spans_processes and self._layout != layout:
+            # Each process has its devices' pieces, which another mesh cuts otherwise.
+            self._lose_host_pages()
+
+    def _lose_host_pages(self) -> None:
+        """Lets episodes read again what is in host memory."""
+        self._idle.store.clear()
+        for slot in self._host.slots:
+            self._host.drop(slot)
+            self._recomputed_tokens += self._episode(slot).rewind()
+            self.stopped.add(slot)
 
     def _copy(self, session: Session) -> Session:
         """Copies pages to the host and back, as was decided."""

@@ -36,17 +36,17 @@ class Engines:
 
     def engine(self, shape: MeshShape, num_slots: int | None = None) -> Engine:
         """Returns the engine on this rollout mesh; `num_slots` of all processes, None: all."""
-        slots = num_slots or self.rollout.num_slots
-        return self._engine(shape, slots // len(self.cluster.players))
+        return self._engine(shape, num_slots or self.rollout.num_slots)
 
     @functools.cache  # noqa: B019 - lives as long as the run
     def _engine(self, shape: MeshShape, num_slots: int) -> Engine:
-        own = self.rollout.part(len(self.cluster.players))
+        parts = self.cluster.num_parts(shape)
+        own = self.rollout.part(parts)
         config = make_engine_config(
-            dataclasses.replace(own, num_slots=num_slots),
+            dataclasses.replace(own, num_slots=num_slots // parts),
             self.model,
             self.vocab_size,
-            num_devices=self.cluster.num_row_devices,
+            num_devices=self.cluster.num_row_devices(parts),
             seed=self.seed,
             model_logprobs=self.model_logprobs,
             batches=self.batches,
@@ -57,5 +57,5 @@ class Engines:
         return Engine(dataclasses.replace(config, rules=rules), self.layouts.engine(shape))
 
     def pool(self, shape: MeshShape, pages: int) -> Pool:
-        """Returns a pool of so many pages a row shard, for this process's part of a rollout."""
+        """Returns a pool of so many pages a row shard, for an engine's part of a rollout."""
         return Pool(self.cluster.own_mesh(shape).data, pages)

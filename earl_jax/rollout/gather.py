@@ -72,12 +72,14 @@ def gather_outcomes(
     shortage: Shortage | None = None,
     stopped: str = "",
     numbers: Sequence[int] | None = None,
+    *,
+    together: bool = False,
 ) -> Played:
     """Returns the outcomes of all processes; every process calls it when its rollout has ended.
 
     `rollout` is None in a process that plays nothing, had a `shortage`, or was `stopped` by a
     signal of this name. `numbers` are those of its tasks, ascending; None: processes have fixed
-    parts of them.
+    parts of them. Where they played `together` each has them all.
 
     Raises:
         Stopped: some process was stopped.
@@ -98,6 +100,7 @@ def gather_outcomes(
             "numbers": numbers,
         }
     parts = cluster.of_players(cluster.gather(own, "the end of a rollout"))
+    parts = parts[:1] if together else parts
     for part in parts:
         if "stopped" in part:
             raise Stopped(part["stopped"])

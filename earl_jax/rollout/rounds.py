@@ -33,8 +33,10 @@ class Rounds:
         sampling: Sampling,
         stats: RolloutStats,
         on_tokens: OnTokens,
+        wait: Callable[[Any], Any],
     ) -> None:
         """`slots` is the caller's list of the live episodes; `stats` are added to."""
+        self._wait = wait
         self._slots, self._blocks, self._rows = slots, blocks, rows
         self._sampling, self._stats, self._on_tokens = sampling, stats, on_tokens
         # Slots whose turn a stop string ended, and how many tokens they sampled behind it.
@@ -121,7 +123,7 @@ class Rounds:
         program = (str(engine.layout), session.max_tokens, session.pool, scored)
         start_s = time.perf_counter()
         state, outputs = engine.play(
-            session.policy.params, session.state, inputs, model_logprobs=scored
+            session.policy.params, session.state, inputs, model_logprobs=scored, wait=self._wait
         )
         seconds = time.perf_counter() - start_s
         # A speed is that of the plan that the rollout began with.

@@ -14,7 +14,9 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
+
+import jax
 
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.round_inputs import NO_LIMIT
@@ -28,6 +30,7 @@ from earl_jax.rollout.answers import Answer, Answers, NoCalls, begin, go_on
 from earl_jax.rollout.block_manager import BlockManager, Grow
 from earl_jax.rollout.config import CacheRules, RolloutConfig
 from earl_jax.rollout.episode import LiveEpisode, Task
+from earl_jax.rollout.lockstep import Lockstep
 from earl_jax.rollout.rounds import OnTokens, Rounds
 from earl_jax.rollout.row_pool import Finished, RowPool
 from earl_jax.rollout.scheduler import SlotScheduler
@@ -52,7 +55,7 @@ class RolloutService:
         session: Session,
         config: RolloutConfig,
         new_conversation: Callable[[], Conversation | Completion],
-        pool: EnvironmentPool | None,
+        pool: EnvironmentPool | Lockstep | None,
         make_environment: Callable[[Task], Environment] | None,
         grow: Grow,
         *,
@@ -66,6 +69,7 @@ class RolloutService:
         record_calls: Callable[[Answers], Answers] = lambda calls: calls,
         on_tokens: OnTokens = lambda ticket, tokens: None,
         more: Callable[[int], Sequence[Task]] = lambda num_free: (),
+        wait: Callable[[Any], Any] = jax.block_until_ready,
     ) -> None:
         """Opens the service; `submit` gives it tasks, and `step` plays them.
 
@@ -91,6 +95,7 @@ class RolloutService:
                 round.
             more: called with the number of slots that are free while no task waits for them;
                 returns further tasks, () for none now.
+            wait: waits for the outputs of a round.
         """
         self.session, self._config = session, config
         self._new_conversation = new_conversation
@@ -119,7 +124,7 @@ class RolloutService:
         self._blocks = BlockManager(config, rules, session, self._slots, grow)
         self._row_pool = RowPool(self.rows, config.num_slots, self._blocks.lose_row)
         self._rounds = Rounds(
-            self._slots, self._blocks, self._row_pool, sampling, self._stats, on_tokens
+            self._slots, self._blocks, self._row_pool, sampling, self._stats, on_tokens, wait
         )
 
     # What a client does between two rounds.

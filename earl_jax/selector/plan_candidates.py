@@ -153,7 +153,7 @@ class Candidates:
 
         A rollout has the pages that fit into `free` bytes, or where nothing does the fewest slots.
         """
-        if plan.mesh not in self.problem.meshes(plan.stage, tokens):
+        if plan.mesh not in self.problem.all_meshes(plan.stage, tokens):
             return None
         if isinstance(plan, TrainPlan):
             return self._train(plan, tokens)
@@ -280,7 +280,7 @@ class Candidates:
         It may be one with another split of the devices, where that is chosen.
         """
         problem = self.problem.of(plan)
-        if plan.mesh not in problem.meshes(plan.stage, tokens):
+        if plan.mesh not in problem.all_meshes(plan.stage, tokens):
             return None
         if isinstance(plan, RolloutPlan):
             return None if plan.num_slots % plan.mesh.data else self._full_speed(plan, tokens)

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from earl_jax.selector.footprint import (
     Footprint,
@@ -54,7 +55,10 @@ class Problem:
         num_rollout: devices for rollouts only, the others are for training only; 0: all do both.
         splits: the numbers of devices for rollouts that may be chosen, `num_rollout` one of them;
             () where it is fixed.
-        num_processes: rollout meshes do not span processes, each of which plays its part.
+        num_processes: each plays its part of a rollout, or all play together where its mesh spans
+            them (`num_parts`).
+        span_obstacle: why a rollout mesh cannot span the processes, in words; "" where it can.
+        reach: rollout meshes "inside" the processes count, those "across" them, or "any".
         can_offload: the optimizer's moments may be in host memory during a rollout.
         preempted_bytes: host memory that preempted episodes may take beside the moments.
         rollout_stays: a rollout stays on the devices during an update, because it goes on then.
@@ -74,6 +78,8 @@ class Problem:
     num_rollout: int = 0
     splits: tuple[int, ...] = ()
     num_processes: int = 1
+    span_obstacle: str = ""
+    reach: Literal["any", "inside", "across"] = "any"
     can_offload: bool = False
     preempted_bytes: int = 0
     rollout_stays: bool = False
@@ -101,6 +107,26 @@ class Problem:
         per_process = self.hardware.num_devices // self.num_processes
         return max(1, self.num_rollout // per_process) if self.num_rollout else self.num_processes
 
+    def num_parts(self, mesh: MeshShape) -> int:
+        """Returns the number of engines that a rollout mesh is cut in, over its data axis.
+
+        Each process that plays has one, where the axis divides over them; else the mesh spans all.
+        """
+        return self.num_players if mesh.data % self.num_players == 0 else 1
+
+    def spans(self, mesh: MeshShape) -> bool:
+        """Returns True if a rollout mesh is one engine over several processes."""
+        return self.num_parts(mesh) < self.num_players
+
+    def may_span(self, tokens: int) -> bool:
+        """Returns True if some rollout mesh for so many tokens spans processes."""
+        return any(map(self.spans, self.all_meshes("rollout", tokens)))
+
+    @functools.cache  # noqa: B019 - a problem lives as long as its run or plan
+    def reaching(self, reach: Literal["inside", "across"]) -> "Problem":
+        """Returns the problem with only the rollout meshes that do not span processes, or do."""
+        return dataclasses.replace(self, reach=reach)
+
     def num_devices(self, stage: Stage) -> int:
         """Returns the number of devices of a stage."""
         number = self.hardware.num_devices
@@ -108,10 +134,18 @@ class Problem:
 
     @functools.cache  # noqa: B019 - a problem lives as long as its run or plan
     def meshes(self, stage: Stage, tokens: int = 0) -> list[MeshShape]:
-        """Returns a stage's meshes for contexts of so many tokens (`candidates`).
+        """Returns a stage's meshes for contexts of so many tokens (`candidates`), by `reach`.
 
         Raises ValueError if none is possible, or one that the config names is not.
         """
+        found = self.all_meshes(stage, tokens)
+        if stage == "train" or self.reach == "any":
+            return found
+        return [mesh for mesh in found if self.spans(mesh) == (self.reach == "across")]
+
+    @functools.cache  # noqa: B019
+    def all_meshes(self, stage: Stage, tokens: int = 0) -> list[MeshShape]:
+        """Returns `meshes` of any reach."""
         named, check = self.rollout_meshes_named, self.rollout_obstacle
         if stage == "train":
             named, check = self.train_meshes_named, self.train_obstacle
@@ -126,8 +160,9 @@ class Problem:
     def rollout_obstacle(self, mesh: MeshShape) -> str | None:
         """Returns why a rollout cannot use this mesh, in words; None where it can."""
         work = self.work
-        if mesh.data % self.num_players:
-            return f"data={mesh.data} does not divide over the {self.num_players} processes"
+        if self.spans(mesh) and (why := self._span_obstacle):
+            number = self.num_players
+            return f"data={mesh.data} does not divide over the {number} processes, and {why}"
         for field, number in (("num_slots", work.num_slots), ("episodes_per_step", work.num_rows)):
             if number % mesh.data:
                 return f"rollout.{field} = {number} does not divide by data={mesh.data}"
@@ -138,6 +173,13 @@ class Problem:
                 return f"rollout.{field} = {size} does not divide by context={mesh.context}"
         # An engine's weights are not cut over `context`.
         return self.weights_obstacle(dataclasses.replace(mesh, context=1))
+
+    @property
+    def _span_obstacle(self) -> str:
+        """Why no rollout mesh spans the processes that play; "" where one can."""
+        if self.num_players < self.num_processes:
+            return "a mesh that spans processes needs all of them (config.devices.num_rollout = 0)"
+        return self.span_obstacle
 
     def train_obstacle(self, mesh: MeshShape, micro_batches: int = 0) -> str | None:
         """Returns why the trainer cannot use this mesh so, in words; None where it can.
@@ -197,7 +239,8 @@ class Problem:
     @functools.cache  # noqa: B019
     def bare_footprint(self, mesh: MeshShape, num_slots: int, max_tokens: int) -> Footprint:
         """Returns the bytes of a rollout without its KV cache, beside no trainer."""
-        work = dataclasses.replace(self.work, num_slots=num_slots, num_players=self.num_players)
+        parts = self.num_parts(mesh)
+        work = dataclasses.replace(self.work, num_slots=num_slots, num_players=parts)
         return rollout_footprint(self.sizes, work, mesh, max_tokens, self.hardware.platform)
 
     @functools.cache  # noqa: B019

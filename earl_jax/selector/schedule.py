@@ -196,6 +196,7 @@ def _candidate(problem: Problem, stop: Stop, candidate: Candidate) -> Values:
         at_once = values["episodes_at_once"] = data * min(plan.num_slots // data, fit)
         words = f"{plan.num_slots} slots" + f", {at_once} at once" * (at_once < plan.num_slots)
         words += ", moments in host memory" * plan.offload
+        words += ", one engine over all processes" * problem.spans(plan.mesh)
         values["token_s"] = plan.num_slots / candidate.tokens_per_s
     else:
         kinds = problem.update_footprint(plan, stop.context)

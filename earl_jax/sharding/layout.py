@@ -126,6 +126,13 @@ class Layout:
             return None
         return self.mesh.devices.flat[0].platform
 
+    @property
+    def spans_processes(self) -> bool:
+        """True if devices of several processes belong to the mesh."""
+        if isinstance(self.mesh, AbstractMesh):
+            return False
+        return len({device.process_index for device in self.mesh.devices.flat}) > 1
+
     def activation_spec(self, letters: str) -> P:
         """Placement of an activation with these axes; a dot is an axis that stays whole."""
         return _spec(letters, {**ACTIVATION_RULES, **dict.fromkeys("BNZ", self.row_axes)})

@@ -18,6 +18,8 @@ def place(value: np.ndarray, sharding: NamedSharding) -> jax.Array:
 
     A process that has none of the devices gets the handle of an array that is elsewhere.
     """
+    if sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
     if not sharding.addressable_devices:
         return absent_array(value.shape, value.dtype, sharding)
     return jax.make_array_from_process_local_data(sharding, value, value.shape)

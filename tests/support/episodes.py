@@ -108,6 +108,12 @@ def engine(
 
 @functools.cache
 def weights(seed: int = 0, *, ends_turns: bool = True, model: ModelConfig = MODEL):
+    """The policy of `weight_values`, on the devices."""
+    values = weight_values(seed, ends_turns=ends_turns, model=model)
+    return engine(model=model).load_params(jax.tree.map(jnp.asarray, values))
+
+
+def weight_values(seed: int = 0, *, ends_turns: bool = True, model: ModelConfig = MODEL):
     """A policy that says one random digit and ends its turn, or never ends it.
 
     Random weights, but for two features of the embedding that drown the rest: the first is 10
@@ -130,8 +136,7 @@ def weights(seed: int = 0, *, ends_turns: bool = True, model: ModelConfig = MODE
     head[0, digits] = 0
     if ends_turns:
         head[0, ends], head[1, ends], head[1, digits] = 0, 6, -6
-    values = {**values, "embed": embed, "head": head}
-    return engine(model=model).load_params(jax.tree.map(jnp.asarray, values))
+    return {**values, "embed": embed, "head": head}
 
 
 def tasks(number: int, first: int = 0) -> list[Task]:
