@@ -52,6 +52,7 @@ from earl_jax.rollout.stats import RolloutStats
 from earl_jax.run.build import Run
 from earl_jax.run.workdir import Position
 from earl_jax.selector.choose import BudgetTooSmall
+from earl_jax.selector.table import ThroughputTable
 from earl_jax.settings.errors import RunError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.host_bytes import only_on_devices
@@ -119,6 +120,7 @@ class AsyncPlayer:
         self._service: RolloutService | None = None
         # The mesh and slots of all processes' services; None: they are to be opened.
         self._live: tuple[MeshShape, int] | None = None
+        self._has_grown = False
         # The open groups of all processes, when the last updates had ended.
         self._open_groups: tuple[int, ...] = ()
         # The service's counts when a step took its episodes.
@@ -217,11 +219,15 @@ class AsyncPlayer:
     def _meet(self, what: str) -> None:
         """Takes over the placement, and the mesh, of the process whose episodes need the most."""
         own, placement = None, self._placement
+        if self._run.cluster.count == 1:
+            self._open_groups = tuple(self._groups.numbers)
+            return
         if self._service is not None and self._live is not None:
             mesh, slots = self._live
             own = {
                 "placement": placement.as_dict(),
                 "outgrown": placement.outgrown,
+                "table": placement.observations.table.as_dict() if self._has_grown else None,
                 "live": [str(mesh), slots],
                 "groups": self._groups.numbers,
             }
@@ -229,7 +235,11 @@ class AsyncPlayer:
         self._open_groups = tuple(sorted(number for one in each for number in one["groups"]))
         chosen = each[furthest([one["placement"] for one in each])]
         self._adopt(chosen["placement"])
-        placement.outgrown = chosen["outgrown"]
+        placement.outgrown, self._has_grown = chosen["outgrown"], False
+        for table in (one["table"] for one in each if one["table"]):
+            # With the bytes of programs that only the process that has grown has compiled.
+            known = placement.observations.table
+            placement.observations.table = ThroughputTable.from_dict(table).over(known)
         before, (mesh, slots) = self._live, chosen["live"]
         self._live = MeshShape.parse(mesh), slots
         if self._service is not None and self._live != before and self._error is None:
@@ -462,7 +472,7 @@ class AsyncPlayer:
 
     def _grow(self, session: Session, tokens: int, pages: int, load: Load | None) -> Session:
         grown = self._placement.sessions.grow(session, tokens, pages, load)
-        self._live = self._mesh_and_slots()
+        self._live, self._has_grown = self._mesh_and_slots(), True
         self._events.note("grow", plan=str(self._placement.rollout), round=self._groups.num_rounds)
         return grown
 

@@ -9,15 +9,18 @@ import pytest
 
 from earl_jax.config.train_flags import parse_flags, replayed_config
 from earl_jax.launch.cluster import Cluster
+from earl_jax.loop import rl_step
+from earl_jax.loop_async import AsyncPlayer
 from earl_jax.rollout.events import EVENTS, events_file, read_events
 from earl_jax.rollout.open_groups import OpenGroups
 from earl_jax.rollout.staleness import AsynchronyConfig
 from earl_jax.run import build
 from earl_jax.settings.errors import InputError
+from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.training import train
 from tests.support.commands import Command
-from tests.support.placements import TINY
+from tests.support.placements import TINY, begin
 from tests.support.processes import Processes
 from tests.support.runs import (
     assert_equal,
@@ -182,7 +185,28 @@ def test_process_that_is_killed_ends_the_run_which_goes_on_within_the_bound(
     assert_equal(final_parameters(workdir, steps), final_parameters(again, steps))
 
 
-# Parts of a step, and what is refused.
+# Meshes, parts of a step, and what is refused.
+
+
+def test_live_episodes_follow_those_of_another_process_to_their_mesh():
+    both = {"rollout_meshes": ("data=4", "data=2,tensor=2"), "train_meshes": ("fsdp=4",)}
+    run = build.build_run(make_config(given_of(selector={**both, "table": "model"})))
+    placement, position = begin(run)
+    player = AsyncPlayer(run, placement)
+    position, _ = rl_step(run, placement, position, player)
+    service = player._service
+    here, other = placement.rollout.mesh, MeshShape(data=4)
+    if here == other:
+        other = MeshShape(data=2, tensor=2)
+    assert service.is_busy and service.session.engine.layout.shape == here
+    where = placement.as_dict()
+    placement.restore({**where, "rollout": [str(other), *where["rollout"][1:]]})
+    player._follow(service)
+    player._live = player._mesh_and_slots()
+    assert player._error is None and service.session.engine.layout.shape == other
+    position, record = rl_step(run, placement, position, player)
+    assert player._service is service and record.rollout_mesh == str(other)
+    assert [each.episode for each in record.outcomes] == list(range(EPISODES, 2 * EPISODES))
 
 
 def test_groups_of_a_part_have_their_numbers_in_the_run():
