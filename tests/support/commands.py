@@ -118,7 +118,7 @@ class Command:
 
     def after(self, happened: Callable[[], bool]) -> None:
         """Returns when it has happened."""
-        deadline_s = time.monotonic() + 270
+        deadline_s = time.monotonic() + 400
         while not happened():
             assert time.monotonic() < deadline_s, "it did not happen"
             assert all(p.poll() is None for p in self.all), [p.communicate() for p in self.all]
