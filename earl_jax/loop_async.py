@@ -317,8 +317,8 @@ class AsyncPlayer:
     def _play(self, position: Position) -> PlayedStep:
         """Plays until a batch can be taken; raises what a round beside the last update raised."""
         groups, placement, cluster = self._groups, self._placement, self._run.cluster
-        _, *ends = ends_of(placement, self._raise_error)
-        gather_ends(cluster, None, "the rounds beside an update", *ends)
+        _, shortage, stopped = ends_of(placement, self._raise_error)
+        gather_ends(cluster, None, "the rounds beside an update", shortage, stopped)
         forbid = self._run.config.dispatch.forbid_host_bytes
         with self._timer("publish"), only_on_devices(forbid) as reads:
             num_bytes = self._publish(position)
@@ -329,9 +329,10 @@ class AsyncPlayer:
         number = groups.group_size * len(cluster.players)
         while (left := groups.size - taken.num_episodes // number) > 0:
             with self._timer("rollout"):
-                part, *ends = ends_of(placement, functools.partial(self._next_part, left))
-                rollout = part and part.rollout
-                played = gather_outcomes(cluster, rollout, self._where(), *ends)
+                next_part = functools.partial(self._next_part, left)
+                part, shortage, stopped = ends_of(placement, next_part)
+                rollout, where = part and part.rollout, self._where()
+                played = gather_outcomes(cluster, rollout, where, shortage, stopped)
             self._adopt(played.placement)
             taken.played.append(played)
             if part is not None:
