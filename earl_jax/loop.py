@@ -7,6 +7,7 @@ where they run is decided in placement/. The asynchronous loop (loop_async.py) d
 comes to its episodes.
 """
 
+import contextlib
 import dataclasses
 from typing import Any, Protocol
 
@@ -115,7 +116,11 @@ class Player(Protocol):
 
     @property
     def wait(self) -> Wait | None:
-        """Is called while an update is under way (`learn`)."""
+        """Is called while an update of this process is under way."""
+        ...
+
+    def updates(self) -> contextlib.AbstractContextManager[None]:
+        """Returns what encloses the updates: other processes may play until they have ended."""
         ...
 
 
@@ -152,27 +157,29 @@ def rl_step(
             (examples,) = run.tasks.examples(step, 1)
             update.mix_in(examples, length)
     train_plan, compiled_s = placement.train, compile_clock().own_seconds()
-    with timer("train"):
-        state, updates = update.finish(state)
-    # The time of an update in which a program was compiled or loaded is no measure of its speed.
-    is_timed = train_plan == placement.train and compile_clock().own_seconds() == compiled_s
-    # Nor is that of the last parts of a batch that comes in parts.
-    is_streamed = done.update is not None
-    is_timed = is_timed and not is_streamed
-    with timer("sft"):
-        if step < config.train.sft_steps:
-            examples = run.tasks.examples(step, config.train.sft_updates)
-            state, more = sft(placement, state, examples, length)
-            updates += more
+    with player.updates():
+        with timer("train"):
+            state, updates = update.finish(state)
+        # An update in which a program was compiled or loaded says nothing of its speed.
+        is_timed = train_plan == placement.train and compile_clock().own_seconds() == compiled_s
+        # Nor is that of the last parts of a batch that comes in parts.
+        is_streamed = done.update is not None
+        is_timed = is_timed and not is_streamed
+        with timer("sft"):
+            if step < config.train.sft_steps:
+                examples = run.tasks.examples(step, config.train.sft_updates)
+                state, more = sft(placement, state, examples, length)
+                updates += more
     with timer("select"):
         state = move_state(placement, state, to_play=True)
     # Of the rows as they are computed, padding rows included, as the selector counts them.
     computed = sum(part.batch.tokens.size for part in (*update.parts, *update.streams))
-    train_tokens = config.train.epochs * computed
+    train_s = timer.seconds["train"] if run.cluster.trains else None
+    train_speed = config.train.epochs * computed / train_s if train_s and is_timed else None
     updates, speeds, *host_bytes = gather_costs(
         run,
         updates,
-        (done.played.stats.tokens_per_s, train_tokens / timer.seconds["train"] * is_timed or None),
+        (done.played.stats.tokens_per_s, train_speed, train_s),
         done.dispatch_host_bytes,
         done.publish_host_bytes,
     )
@@ -186,7 +193,7 @@ def rl_step(
         updates,
         ended_on=(rollout_mesh, max_tokens),
         host_bytes=(host_bytes[0], host_bytes[1]),
-        stage_s=timer.seconds,
+        stage_s={**timer.seconds, "train": speeds[2]},
     )
     after = Position(
         step=step + 1,
@@ -270,6 +277,7 @@ class InTurn:
     run: Run
     placement: Placement
     wait = None
+    updates = staticmethod(contextlib.nullcontext)
 
     def play(self, position: Position, timer: StageTimer) -> tuple[TrainState, PlayedStep]:
         """Chooses the step's plans, publishes the weights and plays."""
@@ -355,14 +363,14 @@ def send_batch(
 def gather_costs(
     run: Run,
     updates: list[Metrics],
-    speeds: tuple[float | None, float | None],
+    speeds: tuple[float | None, ...],
     *host_bytes: int | None,
 ) -> tuple[Any, ...]:
     """Gathers the updates' metrics, for processes too that do not train, and a step's costs.
 
-    `speeds` are the tokens/s of the rollout and of training, of the first process that has them,
-    because all choose by them. Host bytes are the sums over the processes; None where some process
-    cannot count them.
+    `speeds` are the tokens/s of the rollout and of training, and the seconds of training, of the
+    first process that has them, because all choose by them. Host bytes are the sums over the
+    processes; None where some process cannot count them.
     """
     parts = run.cluster.gather((updates, speeds, host_bytes), "the end of a step")
     all_updates, all_speeds, all_bytes = zip(*parts, strict=True)

@@ -90,7 +90,7 @@ def load_config_file(path: str | Path) -> ConfigDict:
     return given
 
 
-def read_workdir_config(workdir: Path) -> Config:
+def read_workdir_config(workdir: Path, overrides: Sequence[str] = ()) -> Config:
     """Returns the config of the run in a workdir. Raises ValueError where there is none."""
     path = workdir / "config.json"
     if not path.is_file():
@@ -99,7 +99,7 @@ def read_workdir_config(workdir: Path) -> Config:
         given = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
-    return make_config(given)
+    return make_config(given, overrides)
 
 
 def make_config(given: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] = ()) -> Config:

@@ -66,6 +66,9 @@ class StepUpdate:
         after them. So do all where a program could not be compiled for lack of memory.
         """
         placement = self.placement
+        if not placement.stages.cluster.trains:
+            self.parts.append(part)
+            return
         self._move_parts()
         self.parts.append(part)
         if part.length > placement.length or self.num_added < len(self.parts) - 1:

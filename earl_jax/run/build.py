@@ -6,6 +6,8 @@ Only the loop and the commands hold the whole `Run`; each part takes what it nee
 """
 
 import dataclasses
+import itertools
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -112,13 +114,7 @@ def build_run(
     origin = open_origin(config.model, tokenizer_folder, cluster, config.corpus)
     _check_origin(config, origin)
     if config.asynchrony.is_on and cluster.count > 1:
-        raise InputError(
-            f"config.asynchrony.max_staleness is {config.asynchrony.max_staleness} and "
-            f"config.asynchrony.parts {config.asynchrony.parts} and config.asynchrony.refill "
-            f"{config.asynchrony.refill}, and this run has {cluster.count} processes; asynchronous "
-            "and streaming training and further groups are for one process with all devices: start "
-            "one, or set them to 0, 1 and 0"
-        )
+        _check_processes(config, cluster)
     problem = _problem(config, origin, cluster)
     cluster = cluster.split_by(problem.splits) if problem.splits else cluster
     layouts, played = Layouts(cluster), config.open_environment()
@@ -193,6 +189,46 @@ def _actor(
         batches=config.row_batches(len(cluster.players)),
         stop=stop,
     )
+
+
+def _check_processes(config: Config, cluster: Cluster) -> None:
+    """Raises ValueError where these processes cannot play ahead of each other's updates."""
+    settings, given, number = config.asynchrony, config.devices.num_rollout, len(cluster.players)
+    words = (
+        f"this run has {cluster.count} processes and is asynchronous (config.asynchrony."
+        f"max_staleness {settings.max_staleness}, parts {settings.parts}, refill {settings.refill})"
+    )
+    if given == "auto" or not cluster.disjoint or set(cluster.players) & set(cluster.trainers):
+        each = Counter(device.process_index for device in cluster.devices)
+        whole = list(itertools.accumulate(each.values()))
+        raise InputError(
+            f"{words}: some of them play and the others train, and config.devices.num_rollout is "
+            f"{given!r}; set it to the devices of the first processes, one of {whole[:-1]}, or "
+            "start one process"
+        )
+    if 0 not in cluster.players:
+        raise InputError(
+            f"{words}: process 0 must be one of those that play, which are {cluster.players}, by "
+            "the order of their hosts and slices; give its number to one of these"
+        )
+    if not cluster.has_counters:
+        raise InputError(
+            f"{words}: those that play ask process 0 whether an update has ended, and some do not "
+            "reach it at its own port (docs/howto/hardware.md); open it, or start one process"
+        )
+    if number > 1 and settings.rule != "in_order":
+        raise InputError(
+            f"{words}: {number} of them play, each its part of every step, and "
+            f"config.asynchrony.rule is {settings.rule!r}, which is for one that plays; set it to "
+            "'in_order', or config.devices.num_rollout to the devices of one process"
+        )
+    num_groups = config.rollout.episodes_per_step // config.rollout.group_size
+    if num_groups % (number * settings.parts):
+        raise InputError(
+            f"{words}: {number} of them play, and the {num_groups} groups of a step "
+            f"(config.rollout.episodes_per_step / group_size) are no multiple of "
+            f"{number * settings.parts}, their number times config.asynchrony.parts"
+        )
 
 
 def _check_origin(config: Config, origin: Origin) -> None:
