@@ -126,7 +126,8 @@ class SplitChooser:
             return chooser.step(step, current, calm_steps, only)
         error = None
         for reach in reaches:
-            of = dataclasses.replace(chooser, problem=self.problem.reaching(reach))
+            problem = self.problem.reaching(reach)
+            of = Chooser(dataclasses.replace(chooser.candidates, problem=problem))
             if not of.problem.meshes("rollout", step.max_tokens):
                 continue
             try:
