@@ -189,6 +189,7 @@ def test_process_that_is_killed_ends_the_run_which_goes_on_within_the_bound(
 # Meshes, parts of a step, and what is refused.
 
 
+@pytest.mark.slow
 def test_live_episodes_follow_those_of_another_process_to_their_mesh():
     both = {"rollout_meshes": ("data=4", "data=2,tensor=2"), "train_meshes": ("fsdp=4",)}
     run = build.build_run(make_config(given_of(selector={**both, "table": "model"})))
