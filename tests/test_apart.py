@@ -77,7 +77,7 @@ def own_cache(cache, compiled_programs, monkeypatch):
 
 def in_processes(num: int, devices: int, workdir: Path, replay: Path | str = "", **changes) -> None:
     each = Processes(num, devices, "test_apart:run", str(workdir), str(replay), changes)
-    assert each.results(400) == [True] * num
+    assert each.results(900) == [True] * num
 
 
 def check_run(workdir: Path, steps: int = STEPS) -> None:
@@ -97,7 +97,7 @@ def check_run(workdir: Path, steps: int = STEPS) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 def test_one_process_plays_and_the_other_trains_and_a_replay_is_the_same_bit_for_bit(tmp_path):
     """Replayed by two processes, and by one with all devices."""
     first, again, alone = (tmp_path / name for name in ("run", "again", "alone"))
@@ -121,7 +121,7 @@ def test_one_process_plays_and_the_other_trains_and_a_replay_is_the_same_bit_for
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 def test_run_of_one_process_is_replayed_by_two_bit_for_bit(tmp_path):
     first, again = tmp_path / "run", tmp_path / "again"
     train(make_config(given_of(parts=2)), first)
@@ -131,7 +131,7 @@ def test_run_of_one_process_is_replayed_by_two_bit_for_bit(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 def test_two_processes_play_and_two_train(tmp_path):
     """Each plays its part of every step, in two parts; the trainer's mesh is over two processes."""
     first, again = tmp_path / "run", tmp_path / "again"
@@ -154,7 +154,7 @@ def test_two_processes_play_and_two_train(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("killed", [0, 1], ids=["who-plays", "who-trains"])
 def test_process_that_is_killed_ends_the_run_which_goes_on_within_the_bound(
     cache, tmp_path, killed
@@ -189,6 +189,7 @@ def test_process_that_is_killed_ends_the_run_which_goes_on_within_the_bound(
 # Meshes, parts of a step, and what is refused.
 
 
+@pytest.mark.slow
 def test_live_episodes_follow_those_of_another_process_to_their_mesh():
     both = {"rollout_meshes": ("data=4", "data=2,tensor=2"), "train_meshes": ("fsdp=4",)}
     run = build.build_run(make_config(given_of(selector={**both, "table": "model"})))
