@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streaming and asynchronous training beside the synchronous loop, on long-tailed episodes.
 
-    uv run python -m benchmarks.asynchrony [--steps=40] [--write]
+    uv run python -m benchmarks.asynchrony [--steps=40] [--processes] [--write]
 
 Two CPU devices of a core each: one plays and one trains, or both do both in turn. Episodes have 1
 to 24 turns of a log-normal number (median 3, sigma 1.0), so that the longest of a batch is many
@@ -13,6 +13,9 @@ first to the last of them, without those that programs took which were compiled 
 (`compile_excess_s`): which shapes come up, and when, depends on time in an asynchronous run. Beside
 them is what the simulation says (simulate.py), with the lengths of the run and the times of its
 rounds and updates.
+
+With --processes the asynchronous runs have two processes of a device, each pinned to a core of its
+own: one plays and the other trains, so that neither's threads are in the other's way.
 """
 
 import argparse
@@ -28,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import replace_table, table
+from benchmarks.pinned import run_pinned
 from benchmarks.simulate import Setup
 from benchmarks.simulate import run as simulate
 from earl_jax.envs.environment import Start, StepResult
@@ -85,6 +89,22 @@ LINES: dict[str, dict[str, Any]] = {
     "asynchronous, apart, staleness 4, wait": {"apart": True, "staleness": 4, "rule": "wait"},
 }
 
+# Those of --processes: what is synchronous has one process with both cores.
+PINNED: dict[str, dict[str, Any]] = {
+    "synchronous, devices apart": {"apart": True},
+    "synchronous, devices shared": {},
+    **{
+        f"two processes, {words}": {"apart": True, "processes": 2, **changes}
+        for words, changes in (
+            ("staleness 1", {"staleness": 1}),
+            ("staleness 4", {"staleness": 4}),
+            ("staleness 4, kv kept", {"staleness": 4, "kv": "keep"}),
+            ("staleness 4, wait", {"staleness": 4, "rule": "wait"}),
+            ("staleness 12", {"staleness": 12}),
+        )
+    },
+}
+
 
 class LongTailed:
     """Takes a log-normal number of replies; its reward depends on their lengths."""
@@ -111,24 +131,30 @@ def settings_of(line: dict[str, Any], steps: int) -> dict[str, Any]:
     settings = {**SETTINGS, "num_steps": steps}
     settings["selector"] = {"table": "model", **(APART if "apart" in line else SHARED)}
     if "apart" in line:
-        settings["devices"] = {**settings["devices"], "num_rollout": 1}
+        number = line.get("processes", 1)
+        changes = {"num_cpu_devices": 2 // number, "num_rollout": 1}
+        settings["devices"] = {**settings["devices"], **changes}
     kept = {name: line[name] for name in ("rule", "kv", "parts") if name in line}
     settings["asynchrony"] = {"max_staleness": line.get("staleness", 0), **kept}
     return settings
 
 
-def measure(name: str, steps: int, folder: Path) -> dict[str, Any]:
-    """Runs a line in a process of its own. Returns its row."""
+def measure(name: str, given: dict[str, Any], steps: int, folder: Path) -> dict[str, Any]:
+    """Runs a line in processes of its own. Returns its row."""
     workdir, file = folder / name.replace(" ", "_"), folder / "config.py"
     file.write_text(
         "from ml_collections import ConfigDict\n"
-        f"def get_config():\n    return ConfigDict({settings_of(LINES[name], steps)!r})\n"
+        f"def get_config():\n    return ConfigDict({settings_of(given, steps)!r})\n"
     )
-    line = [sys.executable, "-m", "earl_jax.main", f"--config={file}", f"--workdir={workdir}"]
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
-    if "apart" in LINES[name]:
-        environment["PJRT_NPROC"] = str(THREADS)
-    subprocess.run(line, check=True, env=environment, stdout=subprocess.DEVNULL)
+    program, flags = ["-m", "earl_jax.main"], [f"--config={file}", f"--workdir={workdir}"]
+    if "processes" in given:
+        run_pinned(program, flags, given["processes"])
+    else:
+        environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+        if "apart" in given:
+            environment["PJRT_NPROC"] = str(THREADS)
+        line = [sys.executable, *program, *flags]
+        subprocess.run(line, check=True, env=environment, stdout=subprocess.DEVNULL)
     metrics = [row for row in read_metrics(workdir / "metrics.jsonl") if "reward_mean" in row]
     counted = metrics[WARM_UP:]
     compiled_s = compile_excess_s(counted[1:])
@@ -150,7 +176,7 @@ def measure(name: str, steps: int, folder: Path) -> dict[str, Any]:
         "busy rows": 1 - sum(row["idle_rows"] for row in counted) / rows,
         "read again": sum(row.get("recomputed_tokens", 0) for row in counted) / len(counted),
         "compiling s": compiled_s,
-        **beside_simulation(LINES[name], counted[1:], read_rounds(workdir), seconds),
+        **beside_simulation(given, counted[1:], read_rounds(workdir), seconds),
     }
 
 
@@ -244,18 +270,20 @@ def main() -> None:
     """Runs all lines and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--processes", action="store_true")
     parser.add_argument("--write", action="store_true")
     flags = parser.parse_args()
-    rows = []
+    rows, lines = [], PINNED if flags.processes else LINES
     with tempfile.TemporaryDirectory() as folder:
-        for name in LINES:
-            rows.append(measure(name, flags.steps, Path(folder)))
+        for name, given in lines.items():
+            rows.append(measure(name, given, flags.steps, Path(folder)))
             print(json.dumps(rows[-1]), flush=True)
     base = rows[0]["tokens/s"]
     text = table([{**row, "ratio": row["tokens/s"] / base} for row in rows])
     print(text)
     if flags.write:
-        replace_table(HERE / "asynchrony.md", text)
+        name = "table of processes" if flags.processes else "table"
+        replace_table(HERE / "asynchrony.md", text, name)
 
 
 if __name__ == "__main__":

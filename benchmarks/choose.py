@@ -20,6 +20,7 @@ from earl_jax.config.file import make_config
 from earl_jax.placement.problem import find_model, planned_problem
 from earl_jax.selector.choose import Chooser, full_step
 from earl_jax.selector.hardware import parse_topology
+from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import Plans
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.table import ThroughputTable, key_of
@@ -58,7 +59,7 @@ def measure(repeats: int) -> Iterator[dict[str, Any]]:
         try:
             for _ in range(1 + repeats):
                 start_s = time.process_time()
-                plans = Chooser(problem, table).step(step, plans).plans
+                plans = Chooser(Candidates(problem, table)).step(step, plans).plans
                 seconds.append(time.process_time() - start_s)
                 assert plans.train is not None
                 # As after a step of a run: the next question is by a table with its speed.

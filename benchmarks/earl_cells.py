@@ -19,8 +19,8 @@ from earl_jax.models.presets import preset_vocab_size
 from earl_jax.placement.problem import planned_problem
 from earl_jax.selector.choose import Candidate, Chooser
 from earl_jax.selector.hardware import IDEAL, parse_topology
+from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import RolloutPlan
-from earl_jax.selector.table import ThroughputTable
 
 # EARL's table 1: gain of TP8 over TP4 in per cent, None where TP4 ran out of memory.
 RESPONSES = (8, 16, 32, 64, 128)
@@ -100,7 +100,7 @@ def chooser_for(setup: Setup) -> Chooser:
     )
     budget, vocab_size = int(setup.fraction * hardware.memory_bytes), preset_vocab_size(MODEL)
     problem = planned_problem(config, config.model, vocab_size, hardware, budget)
-    return Chooser(problem, ThroughputTable())
+    return Chooser(Candidates(problem))
 
 
 def candidates(chooser: Chooser, cell: Cell) -> dict[str, Candidate[RolloutPlan]]:

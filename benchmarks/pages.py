@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-BEGIN, END = "<!-- table -->", "<!-- end of table -->"
-
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns a Markdown table with a column for each key of the first row."""
@@ -28,13 +26,17 @@ def machine() -> str:
     )
 
 
-def replace_table(page: Path, text: str) -> None:
-    """Replaces what stands between BEGIN and END in a page. Raises ValueError without these."""
-    before, begin, behind = page.read_text().partition(BEGIN)
-    _, end, after = behind.partition(END)
+def replace_table(page: Path, text: str, name: str = "table") -> None:
+    """Replaces the table of this name in a page, between its two marks.
+
+    Raises ValueError without these.
+    """
+    first, last = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    before, begin, behind = page.read_text().partition(first)
+    _, end, after = behind.partition(last)
     if not (begin and end):
-        raise ValueError(f"{page} has no lines {BEGIN!r} and {END!r} to put a table between")
-    page.write_text(f"{before}{BEGIN}\n{text.strip()}\n\n{machine()}\n{END}{after}")
+        raise ValueError(f"{page} has no lines {first!r} and {last!r} to put a table between")
+    page.write_text(f"{before}{first}\n{text.strip()}\n\n{machine()}\n{last}{after}")
 
 
 def _cell(value: Any) -> str:

@@ -7,6 +7,7 @@ where they run is decided in placement/. The asynchronous loop (loop_async.py) d
 comes to its episodes.
 """
 
+import contextlib
 import dataclasses
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from earl_jax.placement.delivery import fill_of, rows_of, send_parts
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import play_all, play_batches
-from earl_jax.placement.updates import Metrics, StepUpdate, Wait, sft
+from earl_jax.placement.updates import StepUpdate, Wait, sft
 from earl_jax.rollout.actor import Stopped, check_learnable
 from earl_jax.rollout.evaluation import summarize
 from earl_jax.rollout.gather import Played
@@ -32,6 +33,7 @@ from earl_jax.telemetry.compile_clock import compile_clock
 from earl_jax.telemetry.episodes import Failures, failures_of
 from earl_jax.telemetry.host_bytes import only_on_devices
 from earl_jax.telemetry.load import Load
+from earl_jax.telemetry.metrics import Metrics
 from earl_jax.telemetry.timing import StageTimer
 from earl_jax.train.state import TrainState
 from earl_jax.trajectory import (
@@ -114,7 +116,11 @@ class Player(Protocol):
 
     @property
     def wait(self) -> Wait | None:
-        """Is called while an update is under way (`learn`)."""
+        """Is called while an update of this process is under way."""
+        ...
+
+    def updates(self) -> contextlib.AbstractContextManager[None]:
+        """Returns what encloses the updates: other processes may play until they have ended."""
         ...
 
 
@@ -151,61 +157,43 @@ def rl_step(
             (examples,) = run.tasks.examples(step, 1)
             update.mix_in(examples, length)
     train_plan, compiled_s = placement.train, compile_clock().own_seconds()
-    with timer("train"):
-        state, updates = update.finish(state)
-    # The time of an update in which a program was compiled or loaded is no measure of its speed.
-    is_timed = train_plan == placement.train and compile_clock().own_seconds() == compiled_s
-    # Nor is that of the last parts of a batch that comes in parts.
-    is_streamed = done.update is not None
-    is_timed = is_timed and not is_streamed
-    with timer("sft"):
-        if step < config.train.sft_steps:
-            examples = run.tasks.examples(step, config.train.sft_updates)
-            state, more = sft(placement, state, examples, length)
-            updates += more
+    with player.updates():
+        with timer("train"):
+            state, updates = update.finish(state)
+        # An update in which a program was compiled or loaded says nothing of its speed.
+        is_timed = train_plan == placement.train and compile_clock().own_seconds() == compiled_s
+        # Nor is that of the last parts of a batch that comes in parts.
+        is_streamed = done.update is not None
+        is_timed = is_timed and not is_streamed
+        with timer("sft"):
+            if step < config.train.sft_steps:
+                examples = run.tasks.examples(step, config.train.sft_updates)
+                state, more = sft(placement, state, examples, length)
+                updates += more
     with timer("select"):
         state = move_state(placement, state, to_play=True)
     # Of the rows as they are computed, padding rows included, as the selector counts them.
     computed = sum(part.batch.tokens.size for part in (*update.parts, *update.streams))
-    train_tokens = config.train.epochs * computed
+    train_s = timer.seconds["train"] if run.cluster.trains else None
+    train_speed = config.train.epochs * computed / train_s if train_s and is_timed else None
     updates, speeds, *host_bytes = gather_costs(
         run,
         updates,
-        (done.played.stats.tokens_per_s, train_tokens / timer.seconds["train"] * is_timed or None),
+        (done.played.stats.tokens_per_s, train_speed, train_s),
         done.dispatch_host_bytes,
         done.publish_host_bytes,
     )
     placement.observations.add_speed(done.plan, done.max_tokens, speeds[0])
     placement.observations.add_speed(train_plan, length, speeds[1])
-    is_masked = config.asynchrony.rule == "mask"
-    record = StepRecord(
-        step=step + 1,
-        trajectories=done.trajectories,
-        outcomes=done.played.outcomes,
-        trained=counted(run.learner.algorithm, done.played.outcomes),
-        oldest_version=step - config.asynchrony.max_staleness if is_masked else 0,
-        sampling_kl=done.played.sampling_kl,
-        stats=done.played.stats,
-        load=done.load,
-        rollout_mesh=rollout_mesh,
-        rollout_max_tokens=max_tokens,
-        learning_rate=float(update.controls[0]),
-        entropy_coefficient=float(update.controls[1]),
-        updates=updates[: update.num_updates],
-        num_epochs=config.train.epochs,
-        sft_updates=updates[update.num_updates :],
-        batches=[part.batch for part in update.parts] if count_skipped(updates) else [],
-        packing_fill=fill_of(update.parts),
-        is_streamed=is_streamed,
-        dispatch_bytes=sum(part.moved_bytes for part in update.parts),
-        dispatch_host_bytes=host_bytes[0],
-        publish_bytes=done.publish_bytes,
-        publish_host_bytes=host_bytes[1],
-        stage_s=timer.seconds,
-        group_shares=group_shares(run.learner.algorithm, [*done.played.outcomes, *done.refilled]),
-        dropped=done.dropped,
-        refilled=done.refilled,
-        num_reused=done.num_reused,
+    record = record_of(
+        run,
+        step,
+        done,
+        update,
+        updates,
+        ended_on=(rollout_mesh, max_tokens),
+        host_bytes=(host_bytes[0], host_bytes[1]),
+        stage_s={**timer.seconds, "train": speeds[2]},
     )
     after = Position(
         step=step + 1,
@@ -216,6 +204,55 @@ def rl_step(
         averages=next_averages(run.learner.algorithm, done.played.outcomes, position.averages),
     )
     return after, record
+
+
+def record_of(
+    run: Run,
+    step: int,
+    done: PlayedStep,
+    update: StepUpdate,
+    updates: list[Metrics],
+    *,
+    ended_on: tuple[str, int],
+    host_bytes: tuple[int | None, int | None],
+    stage_s: dict[str, float],
+) -> StepRecord:
+    """Returns the record of the step behind `step` others.
+
+    Of the metrics `updates` the first are those of `update`. The rollout ended on the mesh and in
+    the context bucket of `ended_on`. `host_bytes` are those of dispatch and of publishing.
+    """
+    config, algorithm, outcomes = run.config, run.learner.algorithm, done.played.outcomes
+    is_masked = config.asynchrony.rule == "mask"
+    return StepRecord(
+        step=step + 1,
+        trajectories=done.trajectories,
+        outcomes=outcomes,
+        trained=counted(algorithm, outcomes),
+        oldest_version=step - config.asynchrony.max_staleness if is_masked else 0,
+        sampling_kl=done.played.sampling_kl,
+        stats=done.played.stats,
+        load=done.load,
+        rollout_mesh=ended_on[0],
+        rollout_max_tokens=ended_on[1],
+        learning_rate=float(update.controls[0]),
+        entropy_coefficient=float(update.controls[1]),
+        updates=updates[: update.num_updates],
+        num_epochs=config.train.epochs,
+        sft_updates=updates[update.num_updates :],
+        batches=[part.batch for part in update.parts] if count_skipped(updates) else [],
+        packing_fill=fill_of(update.parts),
+        is_streamed=done.update is not None,
+        dispatch_bytes=sum(part.moved_bytes for part in update.parts),
+        dispatch_host_bytes=host_bytes[0],
+        publish_bytes=done.publish_bytes,
+        publish_host_bytes=host_bytes[1],
+        stage_s=stage_s,
+        group_shares=group_shares(algorithm, [*outcomes, *done.refilled]),
+        dropped=done.dropped,
+        refilled=done.refilled,
+        num_reused=done.num_reused,
+    )
 
 
 def count_failed_steps(env: EnvConfig, failures: Failures, before: Position) -> int:
@@ -240,6 +277,7 @@ class InTurn:
     run: Run
     placement: Placement
     wait = None
+    updates = staticmethod(contextlib.nullcontext)
 
     def play(self, position: Position, timer: StageTimer) -> tuple[TrainState, PlayedStep]:
         """Chooses the step's plans, publishes the weights and plays."""
@@ -325,14 +363,14 @@ def send_batch(
 def gather_costs(
     run: Run,
     updates: list[Metrics],
-    speeds: tuple[float | None, float | None],
+    speeds: tuple[float | None, ...],
     *host_bytes: int | None,
 ) -> tuple[Any, ...]:
     """Gathers the updates' metrics, for processes too that do not train, and a step's costs.
 
-    `speeds` are the tokens/s of the rollout and of training, of the first process that has them,
-    because all choose by them. Host bytes are the sums over the processes; None where some process
-    cannot count them.
+    `speeds` are the tokens/s of the rollout and of training, and the seconds of training, of the
+    first process that has them, because all choose by them. Host bytes are the sums over the
+    processes; None where some process cannot count them.
     """
     parts = run.cluster.gather((updates, speeds, host_bytes), "the end of a step")
     all_updates, all_speeds, all_bytes = zip(*parts, strict=True)

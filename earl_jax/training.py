@@ -25,7 +25,7 @@ from earl_jax.placement.compile_ahead import CompileAhead, compiles_ahead
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
 from earl_jax.rollout.actor import Stopped
-from earl_jax.rollout.events import EVENTS, Events, drop_events, read_events
+from earl_jax.rollout.events import Events, drop_events, events_file, read_events
 from earl_jax.rollout.load import expected_tokens
 from earl_jax.run.build import Run, build_run
 from earl_jax.run.source import Source, open_reference, open_source
@@ -101,7 +101,7 @@ def train(
             held.enter_context(locked(workdir))
 
         open_shared_workdir(cluster, workdir, open_and_lock)
-        events = read_events(replay) if replay else ()
+        events = read_events(replay, cluster.index) if replay else ()
         held.enter_context(named_where_removed(workdir))
         return _train_in(workdir, cluster, config, stop, notes, events)
 
@@ -226,8 +226,11 @@ def _player(
     """Returns what plays ahead of the steps from this step on; None in a synchronous run."""
     if not run.config.asynchrony.is_on:
         return None
-    drop_events(workdir, step)
-    return AsyncPlayer(run, placement, Events(workdir / EVENTS, replayed))
+    path, index = None, run.cluster.index
+    if run.cluster.plays:
+        path = events_file(workdir, index)
+        drop_events(workdir, step, index)
+    return AsyncPlayer(run, placement, Events(path, replayed))
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -306,10 +309,11 @@ class Training:
 
         A replay ends where its events do.
         """
-        names = self.run.cluster.gather(self.stop(), "a signal to stop")
+        name = self.stop()
+        if not name and self.player is not None and self.player.is_replayed:
+            name = "the end of the events that it replays"
+        names = self.run.cluster.gather(name, "a signal to stop")
         self.stopped = next(filter(None, names), "")
-        if not self.stopped and self.player is not None and self.player.is_replayed:
-            self.stopped = "the end of the events that it replays"
 
     def _take_over(self) -> None:
         """Connects the placement to the thread that compiles ahead, from here on."""

@@ -38,7 +38,8 @@ STEP = Step(max_tokens=20, length=20, cache_tokens=None, rollout_tokens=800, las
 
 
 def choose(problem: HandProblem, step: Step = STEP, current=None, table=None, calm=WINDOW):
-    return Chooser(problem, table or ThroughputTable()).step(step, current or Plans(), calm)
+    chooser = Chooser(Candidates(problem, table or ThroughputTable()))
+    return chooser.step(step, current or Plans(), calm)
 
 
 def meshes(decision) -> tuple:
@@ -89,13 +90,13 @@ def test_a_rollout_that_stays_must_fit_beside_an_update():
         train_bytes={D8: 1200, F8: 700}, state_bytes={D8: 600, F8: 100},
     )  # fmt: skip
     step = dataclasses.replace(STEP, max_tokens=10)
-    assert Chooser(problem, ThroughputTable()).step(step, Plans()).train.plan.mesh == D8
+    assert Chooser(Candidates(problem)).step(step, Plans()).train.plan.mesh == D8
     stays = dataclasses.replace(problem, rollout_stays=True)
-    decision = Chooser(stays, ThroughputTable()).step(step, Plans())
+    decision = Chooser(Candidates(stays)).step(step, Plans())
     assert decision.train.plan.mesh == F8
     assert decision.rollout.num_bytes <= 2000 and decision.rollout.num_bytes >= 1700 + 80
     # An update must fit beside the rollout that there is.
-    chooser = Chooser(stays, ThroughputTable())
+    chooser = Chooser(Candidates(stays))
 
     def beside(rollout):
         return chooser.step(step, Plans(rollout=rollout), only="train").train.plan.mesh
@@ -150,7 +151,7 @@ def test_tokens_in_flight_say_how_many_pages_are_wanted_and_memory_left_over_goe
     work = dataclasses.replace(problem.work, num_slots=32, num_rows=32)
     problem = dataclasses.replace(problem, work=work)
     # 320 tokens are 32 pages, 4 of each of 8 row shards; and half a page for each of 4 slots.
-    (wanted,) = Chooser(problem, ThroughputTable()).candidates.rollouts(20, 320, math.inf)
+    (wanted,) = Candidates(problem).rollouts(20, 320, math.inf)
     assert wanted.plan.pages == 6
     # All slots full take 8; of 100 bytes left over 90 go to pages of 80.
     for budget, pages in ((None, 8), (1480, 6), (1580, 7), (5000, 8)):
@@ -212,7 +213,7 @@ def test_step_without_sampled_tokens_has_plans():
     assert decision.train.plan.mesh == F8 and decision.rollout.seconds == 0.0
     current = Plans(decision.rollout.plan, decision.train.plan)
     assert meshes(choose(problem, step, current)) == meshes(decision)
-    chooser = Chooser(problem, ThroughputTable())
+    chooser = Chooser(Candidates(problem))
     assert not chooser.step(step, current, only="rollout").rollout.switched
     tail = dataclasses.replace(step, live=0, move_s=lambda mesh: 0.0)
     assert not chooser.step(tail, current, only="rollout").rollout.switched
@@ -251,19 +252,19 @@ def test_exact_bytes_decide_instead_of_computed_ones():
 
 def test_training_alone_stays_unless_it_must_go_or_rows_are_new():
     problem = hand_problem({D8: 100.0, F8: 200.0}, {D8: 100.0})
-    chooser = Chooser(problem, ThroughputTable())
+    chooser = Chooser(Candidates(problem))
     current = Plans(train=train_on(D8))
     assert chooser.step(STEP, current, only="train").train.plan.mesh == D8
     new = dataclasses.replace(STEP, is_new=True)
     assert chooser.step(new, current, only="train").train.plan.mesh == F8
     small = dataclasses.replace(problem, train_bytes={D8: 90_000}, budget_bytes=1500)
-    chooser = Chooser(small, ThroughputTable())
+    chooser = Chooser(Candidates(small))
     assert chooser.step(STEP, current, only="train").train.plan.mesh == F8
 
 
 def test_live_episodes_keep_their_slots_and_move_only_where_they_must():
     problem = hand_problem({F8: 1.0}, {D8: 100.0, T8: 900.0}, budget_bytes=1400)
-    chooser = Chooser(problem, ThroughputTable())
+    chooser = Chooser(Candidates(problem))
     live, current = (
         dataclasses.replace(STEP, keeps_slots=True),
         Plans(rollout_on(D8, 8, 2), train_on(F8)),
@@ -281,7 +282,7 @@ def test_live_episodes_keep_their_slots_and_move_only_where_they_must():
 def test_the_last_episodes_go_where_their_rounds_are_faster_if_the_move_is_earned_back():
     # One episode: a round of a row on each of 8 shards, 8 / 80 s; and 1 / 80 s on one shard.
     problem = hand_problem({F8: 1.0}, {D8: 80.0, T8: 80.0})
-    chooser = Chooser(problem, ThroughputTable())
+    chooser = Chooser(Candidates(problem))
 
     def tail(rounds: int, move_s: float):
         step = dataclasses.replace(
@@ -349,7 +350,7 @@ def simulate(problem, table, true_speeds, steps, rng=None, noise=0.0, tries=Fals
     plans = Plans(rollout_on(start), train_on(F8)) if start else Plans()
     calm, seen, may_try = 0, [], (lambda plan, tokens: True) if tries else None
     for _ in range(steps):
-        chooser = Chooser(problem, observations.table, may_try=may_try)
+        chooser = Chooser(Candidates(problem, observations.table, may_try=may_try))
         decision = chooser.step(STEP, plans, calm)
         switched = decision.rollout.switched or decision.train.switched
         plans = Plans(decision.rollout.plan, decision.train.plan)
@@ -440,7 +441,7 @@ def test_reason_of_a_trial_says_what_it_may_gain():
     table = observed(ThroughputTable(), D8, 50, 50, 50)
     for _ in range(TRUSTED):
         table = table.with_speed(train_key(F8, 20, 1, "full"), 1e9)
-    chooser = Chooser(problem, table, may_try=lambda plan, tokens: True)
+    chooser = Chooser(Candidates(problem, table, may_try=lambda plan, tokens: True))
     decision = chooser.step(STEP, Plans(rollout_on(D8), train_on(F8)), 2)
     assert decision.rollout.reason == (
         "data=8 -> data=4,tensor=2 (context 20, about 1.13 KiB/device; never ran, tried: at best "
@@ -456,12 +457,13 @@ def test_run_does_not_wait_for_the_program_of_a_mesh_that_never_ran_unless_it_mu
         Plans(rollout_on(D8), train_on(F8)),
     )
     for may_try, mesh in ((None, D4T2), (lambda *_: True, D4T2), (lambda *_: False, D8)):
-        assert meshes(Chooser(problem, table, may_try=may_try).step(STEP, current))[0] == mesh
-    chooser = Chooser(problem, table, may_try=lambda *_: False)
+        chooser = Chooser(Candidates(problem, table, may_try=may_try))
+        assert meshes(chooser.step(STEP, current))[0] == mesh
+    chooser = Chooser(Candidates(problem, table, may_try=lambda *_: False))
     # Longer contexts have other programs anyway.
     assert meshes(chooser.step(dataclasses.replace(STEP, is_new=True), current))[0] == D4T2
     small = dataclasses.replace(problem, rollout_bytes={D8: 10_000}, budget_bytes=8000)
-    chooser = Chooser(small, table, may_try=lambda *_: False)
+    chooser = Chooser(Candidates(small, table, may_try=lambda *_: False))
     assert meshes(chooser.step(STEP, current))[0] == D4T2
 
 
@@ -473,7 +475,7 @@ def test_a_program_that_the_run_waits_for_pays_for_itself_in_the_steps_that_are_
 
     def mesh(table=table, current=current, **changes):
         step = dataclasses.replace(STEP, **changes)
-        return meshes(Chooser(problem, table).step(step, current))[0]
+        return meshes(Chooser(Candidates(problem, table)).step(step, current))[0]
 
     # 7 s are shorter than 8 s by more than the hysteresis of 10 %, 7.5 s are not.
     assert mesh(compile_s=20.0, lasts=20) == D4T2
@@ -511,7 +513,7 @@ def test_noise_causes_no_storm_of_switches(noise, tries):
 
 def test_contexts_that_come_and_go_cause_no_storm_of_switches():
     problem = hand_problem({F8: 100.0, D8: 150.0}, {D8: 100.0, D4T2: 60.0}, budget_bytes=1500)
-    chooser, plans, calm, changes = Chooser(problem, ThroughputTable()), Plans(), WINDOW, 0
+    chooser, plans, calm, changes = Chooser(Candidates(problem)), Plans(), WINDOW, 0
     rng = random.Random(0)
     for _ in range(80):
         # Longer than data=8 holds in one step of four.
@@ -551,7 +553,7 @@ def test_pair_is_the_fastest_of_all_that_fit():
         )
         work = dataclasses.replace(problem.work, num_rows=32, num_slots=32)
         problem = dataclasses.replace(problem, work=work)
-        candidates, seconds = Chooser(problem, ThroughputTable()).candidates, []
+        candidates, seconds = Candidates(problem), []
         for update in candidates.train(20):
             free = problem.budget - problem.trainer_bytes(update.plan.mesh)
             for play in candidates.rollouts(20, None, free):
@@ -585,7 +587,7 @@ def test_choice_for_four_thousand_devices_takes_less_than_a_tenth_of_a_second(mo
         # The first one computes every footprint.
         rated.clear()
         start_s = time.process_time()
-        plans = Chooser(problem, table).step(step, plans).plans
+        plans = Chooser(Candidates(problem, table)).step(step, plans).plans
         seconds.append(time.process_time() - start_s)
         speed = problem.update_speed(plans.train, 131_072)
         mesh, *way = plans.train

@@ -29,6 +29,14 @@ jax.devices, importlib.util.find_spec = absent, lambda name: True
 sys.exit(exit_status(lambda: start_jax("gpu", 1)))
 """
 
+# Writes more than a pipe holds, at once or at the end.
+MANY_LINES = """
+import sys
+from earl_jax.launch.start import exit_status
+
+sys.exit(exit_status(lambda: print("line\\n" * int(sys.argv[1]))))
+"""
+
 
 def ends_with(error: Exception):
     def command() -> None:
@@ -41,6 +49,24 @@ def test_mistake_in_what_was_given_is_one_message_and_status_2(capsys):
     assert exit_status(lambda: None) == 0
     assert exit_status(ends_with(InputError("config.seed is -1; give 0 or more"))) == 2
     assert capsys.readouterr().err == "error: config.seed is -1; give 0 or more\n"
+
+
+@pytest.mark.parametrize("lines", [10, 100_000])
+def test_reader_that_leaves_ends_a_command_without_a_word(lines):
+    with subprocess.Popen(
+        [sys.executable, "-c", MANY_LINES, str(lines)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+    ) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
+def test_pipe_that_breaks_elsewhere_is_an_error():
+    with pytest.raises(BrokenPipeError):
+        exit_status(ends_with(BrokenPipeError(errno.EPIPE, "a socket")))
 
 
 def test_a_disk_that_is_full_or_broken_is_one_message_and_status_1(tmp_path, capsys):

@@ -133,12 +133,13 @@ def test_known_shapes_are_used_again():
     assert history.choose([8] * 15 + [4], rule, 0) == (16, 8)
     assert history.choose([8] * 10, rule, 0) == (11, 8)
     assert history.choose([8] * 13, rule, 0) == (14, 8)
-    # The fifth is for batches that are larger than all before.
-    assert history.choose([8] * 3, rule, 0) == (11, 8)
+    assert history.choose([8] * 3, rule, 0) == (4, 8)
+    # The sixth is for batches that are larger than all before.
+    assert history.choose([8] * 6, rule, 0) == (11, 8)
     assert history.choose([8] * 30, rule, 0) == (32, 8)
     assert history.choose([8] * 20, rule, 0) == (32, 8)
     assert history.choose([8] * 41, rule, 0) == (128, 8)
-    assert history.shapes == [(16, 8), (18, 8), (11, 8), (14, 8), (32, 8)]
+    assert history.shapes == [(16, 8), (18, 8), (11, 8), (14, 8), (4, 8), (32, 8)]
     # Known ones that another plan's shards do not divide do not count.
     assert history.choose([8] * 9, RowRule(128, 1, 8, 8), 0) == (16, 8)
     assert history.choose([8] * 17, RowRule(128, 1, 8, 8), 0) == (32, 8)
@@ -165,11 +166,13 @@ def test_a_run_has_few_shapes(growth, program_updates):
         shape = history.choose(lengths, rule, program_updates)
         assert len(best_fit(lengths, shape.length)) <= shape.rows
         used.add(shape)
-    assert len(used) <= MOST_SHAPES
+    # A batch that all of these are too small for has a row for each episode.
+    assert len(used - {rule.largest}) <= MOST_SHAPES
+    assert growth > 1 or rule.largest not in used
     assert len(used) <= 4 or not program_updates > 50
 
 
-@pytest.mark.parametrize(("number", "least"), [(128, 0.93), (512, 0.95)])
+@pytest.mark.parametrize(("number", "least"), [(128, 0.945), (512, 0.965)])
 @pytest.mark.parametrize("shards", [1, 8])
 def test_rows_of_a_run_are_full(number, least, shards):
     fills, history = [], ShapeHistory()

@@ -26,6 +26,7 @@ from earl_jax.plan import plan_command
 from earl_jax.selector.choose import TIE, BudgetTooSmall, Chooser, full_step
 from earl_jax.selector.footprint import trainer_bytes
 from earl_jax.selector.hardware import parse_topology
+from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import Failure, Plans, RolloutPlan, TrainPlan
 from earl_jax.selector.schedule import make_schedule, smallest_hardware
 from earl_jax.selector.splits import SplitChooser
@@ -82,18 +83,20 @@ def test_training_is_rated_by_the_rows_that_episodes_are_packed_in():
     # Eight packed rows are one micro-batch by either plan; 64 are eight by the second.
     assert problem.update_speed(parts, 1024, 8) == problem.update_speed(whole, 1024, 8)
     assert problem.update_speed(parts, 1024, 64) < problem.update_speed(whole, 1024, 64)
-    few = Chooser(problem, EMPTY, train_tokens=8 * 972)
+    few = Chooser(Candidates(problem, EMPTY, train_tokens=8 * 972))
     rated = {c.plan: c.tokens_per_s for c in few.candidates.train(1024)}
     assert rated[TrainPlan(D8, 8, "none")] == rated[TrainPlan(D8, 1, "none")]
     step = full_step(problem, 1024)
-    every = Chooser(problem, EMPTY).step(step, Plans(), only="train").train
+    every = Chooser(Candidates(problem)).step(step, Plans(), only="train").train
     assert few.step(step, Plans(), only="train").train.seconds < every.seconds
 
 
 def test_passes_and_a_stream_are_part_of_a_steps_planned_time():
     def update_s(*overrides: str) -> tuple[tuple[str, ...], float]:
         problem = problem_on("h100:1x8", "selector.train_meshes=('data=8',)", *overrides)
-        decision = Chooser(problem, EMPTY).step(full_step(problem, 1024), Plans(), only="train")
+        decision = Chooser(Candidates(problem)).step(
+            full_step(problem, 1024), Plans(), only="train"
+        )
         return problem.work.scored, decision.train.seconds
 
     scored, plain_s = update_s()
@@ -139,7 +142,7 @@ def test_plans_carry_over_as_in_a_run_that_has_settled():
     carried = make_schedule(problem, EMPTY, [64, 1024])[1].decision
     assert carried.seconds <= (1 + problem.hysteresis) * alone.seconds
     assert not any(choice.switched for choice in carried.choices)
-    again = Chooser(problem, EMPTY).step(full_step(problem, 1024), carried.plans)
+    again = Chooser(Candidates(problem)).step(full_step(problem, 1024), carried.plans)
     assert again == carried
 
 
@@ -181,7 +184,7 @@ def test_equal_steps_go_to_the_mesh_that_leaves_most_memory():
 
 def test_error_names_the_smallest_budget_and_hardware():
     problem = problem_on()
-    chooser = Chooser(problem, EMPTY)
+    chooser = Chooser(Candidates(problem))
     least = min(candidate.num_bytes for candidate in chooser.candidates.train(4096))
     (stop,) = make_schedule(with_budget(problem, least - 5), EMPTY, [4096])
     assert (stop.decision, stop.rollouts) == (None, ())
@@ -331,7 +334,7 @@ def test_a_plan_and_a_run_make_the_same_decisions(topology, processes, seed):
     """By the same table, at every context, whatever the budget."""
     draw = random.Random(seed)
     config = make_config({}, ["selector.offload=on", "rollout.num_slots=16"])
-    facts = {"budget_bytes": 1, "num_processes": processes, "can_offload": True}
+    facts = {"budget_bytes": 1, "num_processes": processes}
     here = hardware_of_devices(jax.devices(), processes)
     run = make_problem(config, config.model, 64, here, **facts)
     plan = planned_problem(config, config.model, 64, parse_topology(topology), 1)
@@ -388,7 +391,7 @@ def test_four_thousand_devices_are_planned_in_seconds():
     assert time.process_time() - start_s < 5
     assert all(stop.decision for stop in schedule)
     start_s = time.process_time()
-    Chooser(problem, EMPTY).step(full_step(problem, 131_072), Plans())
+    Chooser(Candidates(problem)).step(full_step(problem, 131_072), Plans())
     assert time.process_time() - start_s < 0.1
 
 

@@ -2,14 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The split of devices between rollout and training, chosen by times that are computed by hand."""
 
-import dataclasses
-
 import pytest
 
 from earl_jax.selector.choose import Step
-from earl_jax.selector.plans import Plans
-from earl_jax.selector.split_times import SplitTime, choose_split
-from earl_jax.selector.splits import SplitChooser, with_splits
+from earl_jax.selector.plan_candidates import Candidates
+from earl_jax.selector.plans import Plans, SplitTime
+from earl_jax.selector.splits import SplitChooser, choose_split, with_splits
 from earl_jax.selector.table import TRUSTED, ThroughputTable
 from earl_jax.sharding.layout import MeshShape
 from tests.support.problems import hand_problem, rollout_key, rollout_on, train_key, train_on
@@ -32,7 +30,7 @@ def step(rollout_tokens: int, **fields) -> Step:
 
 
 def chosen(rollout_tokens: int, current=HERE, calm=8, table=None, only=None, of=None, **fields):
-    chooser = SplitChooser(of or problem(), table or ThroughputTable())
+    chooser = SplitChooser(Candidates(of or problem(), table or ThroughputTable()))
     return chooser.step(step(rollout_tokens, **fields), current, calm, only)
 
 
@@ -157,9 +155,9 @@ def test_until_both_stages_were_observed_the_model_weighs_them():
 
 
 def test_nothing_moves_while_the_program_is_not_there():
-    waits = SplitChooser(problem(), ThroughputTable(), may_try=lambda plan, tokens: False)
+    waits = SplitChooser(Candidates(problem(), may_try=lambda plan, tokens: False))
     assert meshes(waits.step(step(200), HERE)) == (R4, T4)
-    ready = dataclasses.replace(waits, may_try=lambda plan, tokens: plan.mesh in (R6, T2))
+    ready = SplitChooser(Candidates(problem(), may_try=lambda plan, tokens: plan.mesh in (R6, T2)))
     assert meshes(ready.step(step(200), HERE)) == (R6, T2)
 
 

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Config of a run: the stages' frozen settings together, read strictly from files and flags."""
 
+from earl_jax.config.config import Config
 from earl_jax.config.sections import (
     CheckpointConfig,
-    Config,
     DevicesConfig,
     DispatchConfig,
     EvalConfig,

@@ -24,8 +24,8 @@ from ml_collections.config_dict import RequiredValueError
 
 from earl_jax.algorithms.algorithms import find_algorithm
 from earl_jax.config import Config
+from earl_jax.config.idle import idle_settings
 from earl_jax.config.names import meant_by
-from earl_jax.config.sections import settings_without_effect
 from earl_jax.models.presets import fill_section
 from earl_jax.settings.choices import check_choice
 from earl_jax.settings.errors import InputError
@@ -90,7 +90,7 @@ def load_config_file(path: str | Path) -> ConfigDict:
     return given
 
 
-def read_workdir_config(workdir: Path) -> Config:
+def read_workdir_config(workdir: Path, overrides: Sequence[str] = ()) -> Config:
     """Returns the config of the run in a workdir. Raises ValueError where there is none."""
     path = workdir / "config.json"
     if not path.is_file():
@@ -99,7 +99,7 @@ def read_workdir_config(workdir: Path) -> Config:
         given = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
-    return make_config(given)
+    return make_config(given, overrides)
 
 
 def make_config(given: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] = ()) -> Config:
@@ -146,7 +146,7 @@ def make_config(given: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] 
 
 def _without_idle(config: Config, given: Collection[str]) -> Config:
     """Returns the config with the defaults of what overrides leave without effect, but for them."""
-    for path, default, _ in list(settings_without_effect(config)):
+    for path, default, _ in list(idle_settings(config, config.defaults())):
         if path not in given:
             config = _replaced(config, path.split("."), default)
     return config

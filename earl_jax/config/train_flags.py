@@ -11,6 +11,8 @@ from earl_jax.config.file import DEFAULT_CONFIG, read_workdir_config
 from earl_jax.config.flags import config_parser, parse_with_overrides
 from earl_jax.settings.errors import InputError
 
+# Overrides that a replay may have: which processes run it.
+_OF_PROCESSES = ("distributed.", "devices.num_cpu_devices=")
 _HELP = """\
 Trains a language-model policy on multi-turn episodes, from a config file.
 
@@ -83,8 +85,11 @@ def replayed_config(
 ) -> tuple[Config, Path]:
     """Returns the config of the run that is replayed, and the workdir of its replay."""
     workdir = flags.workdir or replay.with_name(f"{replay.name}.replay")
-    if flags.config or overrides:
-        raise InputError("--replay takes the config of that run; leave out --config and settings")
+    if flags.config or not all(each.startswith(_OF_PROCESSES) for each in overrides):
+        raise InputError(
+            "--replay takes the config of that run; leave out --config and settings, but for those "
+            "of the processes (config.distributed and config.devices.num_cpu_devices)"
+        )
     if (workdir / "config.json").exists():
         raise InputError(f"--replay begins in a new workdir, and {workdir} holds a run")
-    return read_workdir_config(replay), workdir
+    return read_workdir_config(replay, overrides), workdir

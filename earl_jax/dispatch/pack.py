@@ -89,8 +89,8 @@ def rows_here(layout: Layout, items: Any) -> Any:
     indices = layout.activations("N").addressable_devices_indices_map((len(items),))
     if not indices:
         return items[:0]
-    firsts, ends, _ = zip(*(rows.indices(len(items)) for (rows,) in indices.values()), strict=True)
-    return items[min(firsts) : max(ends)]
+    parts = [index[0].indices(len(items)) for index in indices.values() if index]
+    return items[min(first for first, _, _ in parts) : max(end for _, end, _ in parts)]
 
 
 def _beside(fact: np.ndarray, tokens: jax.Array) -> jax.Array:

@@ -26,12 +26,12 @@ from earl_jax.sharding.reshard import absent_array
 from earl_jax.trajectory import TrajectoryBatch
 
 # Shapes that packed batches of a run have for a context bucket and a plan: a program is compiled
-# for each.
+# for each. A batch that none of them holds has a row for each episode.
 MOST_SHAPES = 6
 # A known shape is taken if it has at most the share SPARE more positions than the tightest one. A
-# new shape has the share HEADROOM more than its batch needs, the last but one LAST_HEADROOM. Found
-# over runs of 50 steps of 128 and 512 log-normal lengths (benchmarks/packing.md).
-SPARE, HEADROOM, LAST_HEADROOM = 0.05, 0.04, 0.06
+# new shape has the share HEADROOM more than its batch needs, the last one LAST_HEADROOM. Found over
+# 12 runs of 50 steps of 128 and 512 log-normal lengths (benchmarks/packing.md).
+SPARE, HEADROOM, LAST_HEADROOM = 0.06, 0.03, 0.06
 # Where updates are much shorter than a compilation, new shapes have more headroom: as much as costs
 # a compilation in so many updates, at most MOST_HEADROOM.
 HEADROOM_UPDATES, MOST_HEADROOM = 100, 0.5
@@ -164,20 +164,20 @@ class ShapeHistory:
 
         It is the tightest that holds them, or a known one, or a new one with headroom. A new one is
         worth its compilation, which takes as long as `program_updates` updates, when known ones
-        have wasted as much. The last of MOST_SHAPES has a row for each episode.
+        have wasted as much. With MOST_SHAPES known, a larger batch has a row for each episode.
         """
         holds = _Holds(lengths)
         tightest = holds.first(rule.shapes, sum(lengths)) or rule.largest
         known = sorted((s for s in self.shapes if s in rule.shapes), key=lambda s: s.positions)
         enough = holds.first(known, tightest.positions)
-        # The last but one is for batches that are larger than all before.
-        is_late = len(known) >= MOST_SHAPES - 2
+        # The last is for batches that are larger than all before.
+        is_late = len(known) >= MOST_SHAPES - 1
         if enough:
             excess = enough.positions / tightest.positions - 1
             if is_late or excess <= SPARE or self.wasted + excess <= program_updates:
                 self.wasted += excess
                 return enough
-        if len(known) >= MOST_SHAPES - 1:
+        if len(known) >= MOST_SHAPES:
             return rule.largest
         least = (LAST_HEADROOM if is_late else HEADROOM) if known else 0.0
         headroom = max(least, min(MOST_HEADROOM, program_updates / HEADROOM_UPDATES))

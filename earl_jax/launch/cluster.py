@@ -213,6 +213,14 @@ class Cluster:
         num, total = len(self.players), len(items)
         return [items[total * n // num : total * (n + 1) // num] for n in range(num)]
 
+    @property
+    def part(self) -> tuple[int, int]:
+        """Which player's part of a rollout is this process's, the first's if it only trains.
+
+        And the number of players.
+        """
+        return self.players.index(self.index) if self.plays else 0, len(self.players)
+
     def of_players(self, each: Sequence[Item]) -> list[Item]:
         """Returns the players' items of one for each process, in the order of the episodes."""
         return [each[player] for player in self.players]

@@ -4,6 +4,7 @@
 
 import importlib.util
 import os
+import select
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -19,6 +20,8 @@ THREADS_PER_CPU_DEVICE = 32
 # again later". Not 0, by which a scheduler takes the run for done; not 128 + n, which shells, Slurm
 # and Kubernetes give to a process that a signal killed, saved or not.
 STOPPED = 75
+# Exit status of a command whose reader left, as of one that SIGPIPE ended: 128 + 13.
+READER_LEFT = 141
 # The packages of which one must be installed for a platform.
 _PLUGINS = {"gpu": ("jax_cuda13_plugin", "jax_cuda12_plugin"), "tpu": ("libtpu",)}
 
@@ -80,12 +83,17 @@ def exit_status(command: Callable[[], int | None]) -> int:
 
     The status is else what the command returns; None is 0. A run that cannot go on, and a disk that
     is full or broken, is one message and status 1. A Ctrl-C that the command does not handle, such
-    as one before a run has begun, is one line and status 130. Every other error passes: Python
+    as one before a run has begun, is one line and status 130. Where the reader of its output, such
+    as `head`, has left, it ends without a word, with status 141. Every other error passes: Python
     prints its traceback and ends with status 1.
     """
     try:
-        return command() or 0
+        status = command() or 0
+        sys.stdout.flush()
+        return status
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _reader_left():
+            return READER_LEFT
         words = str(error) if isinstance(error, InputError | RunError) else disk_in_words(error)
         if not words or os.environ.get("EARL_JAX_TRACEBACK"):
             raise
@@ -96,3 +104,14 @@ def exit_status(command: Callable[[], int | None]) -> int:
             raise
         print("\nstopped by Ctrl-C", file=sys.stderr)
         return INTERRUPTED
+
+
+def _reader_left() -> bool:
+    """Returns True if nobody reads the standard output; what is left of it is not written then."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    if not poll.poll(0):
+        return False
+    # Python flushes once more at its end.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True

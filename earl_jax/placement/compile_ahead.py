@@ -18,7 +18,7 @@ import jax
 from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.launch.cluster import Cluster
 from earl_jax.placement.packing import plan_of_shape, shape_ahead
-from earl_jax.placement.placement import Placement
+from earl_jax.placement.placement import MayTry, Placement
 from earl_jax.placement.stages import lower_round, lower_update
 from earl_jax.selector.choose import BudgetTooSmall, Choice, Step
 from earl_jax.selector.plans import Plan, RolloutPlan
@@ -56,7 +56,8 @@ def promising_plans(placement: Placement, load: Load | None) -> list[tuple[Plan,
     step, observations = placement.step_of(placement.max_tokens, load), placement.observations
     if placement.may_try is None or not observations.is_fed or step.lasts < WINDOW:
         return []
-    entries, found = observations.table.entries, _chosen(placement, step, load, tries=True)
+    entries = observations.table.entries
+    found = _chosen(placement, step, load, lambda plan, tokens: True)
     plans = [(choice.plan, choice.tokens) for choice in found if choice.switched]
     return [each for each in plans if not entries.get(key_of(*each), Entry()).speeds]
 
@@ -79,13 +80,10 @@ def _next_bucket(
 
 
 def _chosen(
-    placement: Placement, step: Step, load: Load | None, *, tries: bool = False
+    placement: Placement, step: Step, load: Load | None, may_try: MayTry | None = None
 ) -> list[Choice]:
-    chooser = placement.chooser(load)
-    if tries:
-        chooser = dataclasses.replace(chooser, may_try=lambda plan, tokens: True)
     try:
-        return chooser.step(step, placement.plans).choices
+        return placement.chooser(load, may_try=may_try).step(step, placement.plans).choices
     except BudgetTooSmall:
         return []
 

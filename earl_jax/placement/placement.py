@@ -20,9 +20,10 @@ from earl_jax.launch.distributed import RestartNeeded
 from earl_jax.placement.facts import Observations
 from earl_jax.placement.sessions import Sessions
 from earl_jax.placement.stages import Stages, compiled_bytes
-from earl_jax.rollout.gather import RolloutShort, Shortage
+from earl_jax.rollout.shortage import RolloutShort, Shortage
 from earl_jax.selector.choose import BudgetTooSmall, Choice, Decision, Step
 from earl_jax.selector.memory import OutOfMemoryInMove, is_out_of_memory
+from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import Plan, Plans, RolloutPlan, Stage, TrainPlan
 from earl_jax.selector.splits import SplitChooser
 from earl_jax.selector.table import ThroughputTable
@@ -305,13 +306,14 @@ class Placement:
         chosen that surely fit, and others are compiled only where none does.
         """
 
-        def chosen(caution: float = 1.0, tries: bool = False) -> Decision:
-            chooser = self.chooser(load, caution, tries=tries)
+        def chosen(caution: float = 1.0, may_try: MayTry | None = None) -> Decision:
+            chooser = self.chooser(load, caution, may_try)
             return chooser.step(step, self.plans, self.calm_steps, only)
 
+        # Trying a mesh takes a few steps and a compilation.
+        tries = self.observations.is_fed and only is None and step.lasts >= WINDOW
         for _ in range(COMPILED_AT_MOST):
-            # Trying a mesh takes a few steps and a compilation.
-            decision = chosen(tries=only is None and step.lasts >= WINDOW)
+            decision = chosen(may_try=self.may_try if tries else None)
             if not self._compiled(decision, together=not step.keeps_slots):
                 return decision
         with contextlib.suppress(BudgetTooSmall):
@@ -321,16 +323,16 @@ class Placement:
         return decision
 
     def chooser(
-        self, load: Load | None, caution: float = 1.0, *, tries: bool = False
+        self, load: Load | None, caution: float = 1.0, may_try: MayTry | None = None
     ) -> SplitChooser:
         """Returns the selector on what is known now; computed bytes count `caution` times.
 
         A training batch is expected to have the tokens of `load`.
         """
-        may_try = self.may_try if tries and self.observations.is_fed else None
         episodes = self.stages.rollout.episodes_per_step
         tokens = math.ceil(episodes * load.context_tokens_mean) if load else None
-        return SplitChooser(self.problem, self.observations.known, caution, may_try, tokens)
+        known = self.observations.known
+        return SplitChooser(Candidates(self.problem, known, caution, may_try, tokens))
 
     @property
     def _sure(self) -> float:

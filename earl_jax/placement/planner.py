@@ -25,6 +25,7 @@ from earl_jax.models.config import ModelConfig
 from earl_jax.placement.facts import table_for_plan, with_failure, with_program_bytes
 from earl_jax.placement.group_planner import plan_groups
 from earl_jax.placement.problem import find_model, overrides_for_chips, planned_problem
+from earl_jax.placement.stages import make_learner
 from earl_jax.rollout.config import make_engine_config
 from earl_jax.selector.hardware import Hardware, parse_topology
 from earl_jax.selector.memory import program_bytes, unless_out_of_memory
@@ -42,7 +43,6 @@ from earl_jax.selector.table import ThroughputTable
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import TRAINING_ROWS, make_layout
 from earl_jax.sharding.topology import make_topology, missing_compiler
-from earl_jax.train.learner import Learner
 
 
 def plan_run(
@@ -139,15 +139,11 @@ def compiler_for(
 
     def lowered_update(plan: TrainPlan, length: int) -> Any:
         trainers = part(devices[-plan.mesh.num_devices :])
-        learner = Learner(
+        learner = make_learner(
+            config,
             model,
-            config.train,
-            config.make_algorithm(),
-            vocab_size=vocab_size,
-            temperature=config.train_temperature,
-            importance_cap=config.importance_cap,
-            has_versions=config.asynchrony.max_staleness > 0,
-            layout=lambda mesh: make_layout(mesh, trainers, row_axes=TRAINING_ROWS),
+            vocab_size,
+            lambda mesh: make_layout(mesh, trainers, row_axes=TRAINING_ROWS),
         )
         # Kernels ask JAX's default device which chip they are for.
         with jax.default_device(trainers[0]):

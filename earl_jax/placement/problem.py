@@ -169,17 +169,20 @@ def make_problem(
     *,
     budget_bytes: int | None,
     num_processes: int = 1,
-    can_offload: bool = False,
+    has_host_memory: bool = True,
 ) -> Problem:
     """Returns the selector's problem for a run of this config on such devices.
 
-    A run passes its own devices and processes, the planner those planned for.
+    A run passes its own devices and processes, the planner those planned for. The optimizer's
+    moments may wait in host memory only where JAX `has_host_memory` beside the devices'.
 
     Raises ValueError for adapters that this model cannot have, and where the split of the devices
     is to be chosen and there is none.
     """
     rollout, selector, given = config.rollout, config.selector, config.devices.num_rollout
-    stays = config.asynchrony.is_on and not config.devices.are_apart
+    apart, is_cpu = config.devices.are_apart, hardware.platform == "cpu"
+    stays = config.asynchrony.is_on and not apart
+    offloads = selector.offload == "on" or (selector.offload == "auto" and not is_cpu)
     networks = config.networks
 
     def weights_obstacle(mesh: MeshShape) -> str | None:
@@ -218,7 +221,7 @@ def make_problem(
         num_rollout=0 if given == "auto" else given,
         num_processes=num_processes,
         span_obstacle=_span_obstacle(config),
-        can_offload=can_offload and not stays,
+        can_offload=offloads and has_host_memory and not apart and not stays,
         rollout_stays=stays,
         preempted_bytes=int(rollout.preemption_host_gib * 2**30),
     )
@@ -268,8 +271,6 @@ def planned_problem(
             f"config.distributed.num_processes is {num_processes}, which does not divide the "
             f"{hardware.num_devices} devices of {hardware.name}"
         )
-    offload, apart = config.selector.offload, config.devices.are_apart
-    can_offload = offload == "on" or (offload == "auto" and hardware.platform != "cpu")
     problem = make_problem(
         config,
         model,
@@ -277,7 +278,6 @@ def planned_problem(
         hardware,
         budget_bytes=budget_bytes,
         num_processes=num_processes,
-        can_offload=can_offload and not apart,
     )
     try:
         assert problem.meshes("rollout") and problem.meshes("train")

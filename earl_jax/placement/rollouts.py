@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollouts on the plans of a placement: played by all processes, again where memory is short."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
 
@@ -13,12 +14,14 @@ from earl_jax.placement.placement import Placement
 from earl_jax.rollout.actor import Actor, Stopped
 from earl_jax.rollout.collect import Rollout
 from earl_jax.rollout.episode import Task
-from earl_jax.rollout.gather import Played, gather_outcomes
+from earl_jax.rollout.gather import Played, Shortage, gather_outcomes
 from earl_jax.rollout.load import expected_tokens
 from earl_jax.rollout.share import Share, share_of
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.telemetry.load import Load
 from earl_jax.trajectory import Outcome
+
+Item = TypeVar("Item")
 
 
 def play(
@@ -61,15 +64,13 @@ def play_all(
         RolloutShort: of several processes one had too little memory.
     """
     cluster, share = placement.stages.cluster, _share(placement, tasks)
+
+    def own_share() -> Rollout | None:
+        return play(actor, placement, session, tasks, share, load, sampling) if session else None
+
     rollout, shortage, stopped = None, None, ""
     try:
-        rollout = play(actor, placement, session, tasks, share, load, sampling) if session else None
-    except Stopped as stop:
-        stopped = str(stop)
-    except (jax.errors.JaxRuntimeError, BudgetTooSmall) as error:
-        shortage = placement.shortage(error)
-        if shortage is None:
-            raise
+        rollout, shortage, stopped = ends_of(placement, own_share)
     finally:
         if session and rollout is None:
             share.close()
@@ -86,6 +87,23 @@ def play_all(
     if played.placement != placement.as_dict():
         placement.restore(played.placement)
     return rollout, played
+
+
+def ends_of(
+    placement: Placement, play: Callable[[], Item]
+) -> tuple[Item | None, Shortage | None, str]:
+    """Returns what `play` gives, and what the other processes must know where it gives nothing.
+
+    That is a lack of memory, or the name of a signal that stopped it; see `gather_ends`.
+    """
+    try:
+        return play(), None, ""
+    except Stopped as stop:
+        return None, None, str(stop)
+    except (jax.errors.JaxRuntimeError, BudgetTooSmall) as error:
+        if (shortage := placement.shortage(error)) is None:
+            raise
+        return None, shortage, ""
 
 
 def _share(placement: Placement, tasks: Sequence[Task]) -> Share:

@@ -132,12 +132,15 @@ class Sessions:
 
     def move(self, session: Session) -> Session | None:
         """Moves a session's live episodes to the plan in use; None where memory is too short."""
-        placement, plan, moved = self._placement, self._placement.rollout, None
-        move = functools.partial(self._relocate, session, plan)
+        plan = self._placement.rollout
+        return self._move(session, plan, f"the move to {plan.mesh}")
+
+    def _move(self, session: Session, plan: RolloutPlan, words: str) -> Session | None:
+        move, moved = functools.partial(self._relocate, session, plan), None
         with contextlib.suppress(BudgetTooSmall):
-            moved = placement.attempt(None, move, live=True)
+            moved = self._placement.attempt(None, move, live=True)
         if moved is None:
-            placement.log.failures.append(f"the move to {plan.mesh}: there was too little memory")
+            self._placement.log.failures.append(f"{words}: there was too little memory")
         return moved
 
     def shrink(self, session: Session, live: int, longest: int, load: Load | None) -> Session:
@@ -163,13 +166,7 @@ class Sessions:
         if choice is None:
             return session
         placement.log.choices.append(dataclasses.replace(choice, stage="tail"))
-        move = functools.partial(self._relocate, session, choice.plan)
-        moved = None
-        with contextlib.suppress(BudgetTooSmall):
-            moved = placement.attempt(None, move, live=True)
-        if moved is None:
-            placement.log.failures.append(f"{choice.reason}: there was too little memory")
-        return moved or session
+        return self._move(session, choice.plan, choice.reason) or session
 
     def _tail(
         self,

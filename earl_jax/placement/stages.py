@@ -6,17 +6,21 @@ Programs are lowered from shapes alone: for their bytes, and to compile them ahe
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from earl_jax.config import Config
 from earl_jax.dispatch.packing import Shape
 from earl_jax.launch.cluster import Cluster
 from earl_jax.launch.layouts import Layouts
+from earl_jax.models.checkpoints.hf_read import Checkpoint
+from earl_jax.models.config import ModelConfig
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.engines import Engines
 from earl_jax.selector.memory import program_bytes, unless_out_of_memory
 from earl_jax.selector.plans import Plan, RolloutPlan, TrainPlan
 from earl_jax.selector.problem import Problem
+from earl_jax.sharding.layout import Layout, MeshShape
 from earl_jax.train.learner import Learner
 from earl_jax.train.state import TrainState
 
@@ -52,6 +56,35 @@ class Stages:
     def saved_shardings(self) -> TrainState | None:
         """The shardings of a saved TrainState; None if it is saved as it is placed."""
         return None if self.cluster.all_train else self.spread_shardings(self.cluster.devices)
+
+
+def make_learner(
+    config: Config,
+    model: ModelConfig,
+    vocab_size: int,
+    layout: Callable[[MeshShape], Layout],
+    checkpoint: Checkpoint | None = None,
+    *,
+    trains: bool = True,
+) -> Learner:
+    """Returns the trainer of a run of this config, or of a plan for one; arguments as `Learner`'s.
+
+    Raises ValueError for adapters that this model cannot have.
+    """
+    return Learner(
+        model,
+        config.train,
+        config.make_algorithm(),
+        vocab_size=vocab_size,
+        temperature=config.train_temperature,
+        importance_cap=config.importance_cap,
+        has_versions=config.asynchrony.max_staleness > 0,
+        networks=config.networks,
+        layout=layout,
+        seed=config.seed,
+        checkpoint=checkpoint,
+        trains=trains,
+    )
 
 
 def lower_round(stages: Stages, plan: RolloutPlan, max_tokens: int) -> Any:

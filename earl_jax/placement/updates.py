@@ -21,12 +21,12 @@ from earl_jax.placement.placement import Placement
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.selector.table import key_of
 from earl_jax.sharding.layout import MeshShape
+from earl_jax.telemetry.metrics import Metrics
 from earl_jax.train.sft import sft_batch
 from earl_jax.train.state import TrainState
 from earl_jax.train.step import read_metrics
 from earl_jax.train.update import Totals
 
-Metrics = dict[str, float]
 # Called with arrays under way; does something else until they are there.
 Wait = Callable[[Any], None]
 # Token ids of an example episode, and who wrote each: 0 or the policy's turn.
@@ -66,6 +66,9 @@ class StepUpdate:
         after them. So do all where a program could not be compiled for lack of memory.
         """
         placement = self.placement
+        if not placement.stages.cluster.trains:
+            self.parts.append(part)
+            return
         self._move_parts()
         self.parts.append(part)
         if part.length > placement.length or self.num_added < len(self.parts) - 1:

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Events of an asynchronous run: all that depends on time, written down so that it can be replayed.
 
-One thread plays and trains, so that events have one order. Each is a JSON object on a line of its
-own, with its `event`:
+One thread plays and trains, or plays in a process of its own, so that events have one order. Of
+several processes each that plays has its events in a file of its own, and those that train decide
+nothing by the time. Each event is a JSON object on a line of its own, with its `event`:
 
 - "open": a rollout service was opened, with weights of `version`; rounds and calls are counted from
   here.
@@ -75,13 +76,13 @@ class Events:
         rest = self._replayed[self._next :]
         return next((each for each in rest if each["event"] == event), None)
 
-    def num_submitted(self) -> int:
-        """Returns the number behind the greatest group that was submitted, by the file's events."""
+    def last_submitted(self) -> int | None:
+        """Returns the greatest number of a submitted group by the file's events; None: no group."""
         if self._path is None or not self._path.exists():
-            return 0
+            return None
         events = map(json.loads, self._path.read_text().splitlines())
         groups = (event["groups"] for event in events if event["event"] == "submit")
-        return max((number + 1 for each in groups for number in each), default=0)
+        return max((number for each in groups for number in each), default=None)
 
     def record_calls(self, calls: Answers) -> Answers:
         """Returns the calls, with answers that are noted, or come as they did."""
@@ -140,17 +141,27 @@ class _Recorded:
 
 # The file of a run's events in its workdir.
 EVENTS = "events.jsonl"
+# The events of a process that only trains: those that all processes have.
+_SHARED = ("open", "plans")
 
 
-def read_events(workdir: Path) -> list[dict[str, Any]]:
-    """Returns the events of a run.
+def events_file(workdir: Path, process: int = 0) -> Path:
+    """Returns the file of a process's events; that of the first is `EVENTS`."""
+    return workdir / (f"events.{process}.jsonl" if process else EVENTS)
+
+
+def read_events(workdir: Path, process: int = 0) -> list[dict[str, Any]]:
+    """Returns the events of a run, as this process is to repeat them.
 
     Raises:
         InputError: the folder has none, or its file is damaged.
     """
-    path = workdir / EVENTS
+    path = events_file(workdir, process)
+    only_trains = not path.exists()
+    path = path if path.exists() else workdir / EVENTS
     try:
-        return [json.loads(line) for line in path.read_text().splitlines()]
+        events = [json.loads(line) for line in path.read_text().splitlines()]
+        return [e for e in events if not (only_trains and process) or e["event"] in _SHARED]
     except OSError as error:
         raise InputError(
             f"{path} cannot be read ({error.strerror or error}); a run has events with "
@@ -160,9 +171,9 @@ def read_events(workdir: Path) -> list[dict[str, Any]]:
         raise InputError(f"{path} is damaged: {error}") from error
 
 
-def drop_events(workdir: Path, step: int) -> None:
-    """Drops the events behind the end of this step, of a run that goes on from there."""
-    path = workdir / EVENTS
+def drop_events(workdir: Path, step: int, process: int = 0) -> None:
+    """Drops a process's events behind the end of this step, of a run that goes on from there."""
+    path = events_file(workdir, process)
     if not path.exists():
         return
     kept, end = [], 0

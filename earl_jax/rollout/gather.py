@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from earl_jax.launch.cluster import Cluster
 from earl_jax.rollout.actor import Stopped
 from earl_jax.rollout.collect import Rollout
+from earl_jax.rollout.shortage import RolloutShort, Shortage
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.telemetry.metrics import mean_gap, sampling_gap
 from earl_jax.trajectory import Outcome
@@ -53,37 +54,53 @@ class Played:
 
     `outcomes` are in the order of the tasks, which is that of the rows on the devices, unless there
     is an `order` of these. `stats` are those of all. `placement` is where the rollout ended
-    (`Placement.as_dict`), in the process that needed the longest rows. `sampling_kl` is that of
-    metrics.jsonl.
+    (`Placement.as_dict`), in the process that needed the longest rows. `gaps` are those of the
+    episodes' tokens (`sampling_gap`).
     """
 
     outcomes: list[Outcome]
     stats: RolloutStats
     placement: dict[str, Any]
-    sampling_kl: float | None
+    gaps: list[tuple[float, int]]
     order: RowOrder | None = None
 
+    @property
+    def sampling_kl(self) -> float | None:
+        """The metric of this name, of all episodes."""
+        return mean_gap(self.gaps)
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Shortage:
-    """The end of a rollout in one process by a lack of memory, or of meshes for longer episodes.
 
-    Where it `failed`, the devices ran out of memory at `placement` (`Placement.as_dict`).
-    `outgrown` is the context bucket that it had come to, 0 where it had not grown.
+def gather_ends(
+    cluster: Cluster,
+    own: Any,
+    what: str,
+    shortage: Shortage | None = None,
+    stopped: str = "",
+) -> list[Any]:
+    """Returns what each process that plays gives as its `own`, in the order of the episodes.
+
+    A process that had a `shortage`, or was `stopped` by a signal of this name, gives that instead.
+    Every process calls it; `what` is as for `Cluster.gather`.
+
+    Raises:
+        Stopped: some process was stopped.
+        RolloutShort: some process had a shortage; of several, the first one's.
     """
+    short = shortage and dataclasses.asdict(shortage)
+    parts = cluster.of_players(cluster.gather([own, short, stopped], what))
+    for _, _, signal_name in parts:
+        if signal_name:
+            raise Stopped(signal_name)
+    for _, short, _ in parts:
+        if short is not None:
+            raise RolloutShort(Shortage(**short))
+    return [own for own, _, _ in parts]
 
-    words: str
-    failed: bool
-    placement: dict[str, Any]
-    outgrown: int
 
-
-class RolloutShort(RuntimeError):
-    """A rollout ended so in one of several processes. All raise it, with the same shortage."""
-
-    def __init__(self, shortage: Shortage) -> None:
-        super().__init__(shortage.words)
-        self.shortage = shortage
+def furthest(placements: Sequence[dict[str, Any]]) -> int:
+    """Returns which process needed the longest rows, by the placement of each."""
+    needs = [(where["max_tokens"], where["cache_tokens"]) for where in placements]
+    return needs.index(max(needs))
 
 
 def gather_outcomes(
@@ -102,16 +119,10 @@ def gather_outcomes(
     signal of this name. `numbers` are those of its tasks, ascending; None: processes have fixed
     parts of them. Where they played `together` each has them all.
 
-    Raises:
-        Stopped: some process was stopped.
-        RolloutShort: some process had a shortage; of several, the first one's.
+    Raises Stopped and RolloutShort, as `gather_ends`.
     """
-    own: Any = None
-    if stopped:
-        own = {"stopped": stopped}
-    elif shortage is not None:
-        own = {"shortage": dataclasses.asdict(shortage)}
-    elif rollout is not None:
+    own = None
+    if rollout is not None:
         trajectories = rollout.trajectories
         own = {
             "outcomes": [dataclasses.asdict(trajectory.outcome) for trajectory in trajectories],
@@ -120,14 +131,8 @@ def gather_outcomes(
             "gaps": [sampling_gap(trajectory) for trajectory in trajectories],
             "numbers": numbers,
         }
-    parts = cluster.of_players(cluster.gather(own, "the end of a rollout"))
+    parts = gather_ends(cluster, own, "the end of a rollout", shortage, stopped)
     parts = parts[:1] if together else parts
-    for part in parts:
-        if "stopped" in part:
-            raise Stopped(part["stopped"])
-    for part in parts:
-        if "shortage" in part:
-            raise RolloutShort(Shortage(**part["shortage"]))
     outcomes = [_outcome(fields) for part in parts for fields in part["outcomes"]]
     order = None
     if numbers is not None:
@@ -138,11 +143,8 @@ def gather_outcomes(
     return Played(
         outcomes=outcomes,
         stats=total_stats([RolloutStats(**part["stats"]) for part in parts]),
-        placement=max(
-            (part["placement"] for part in parts),
-            key=lambda where: (where["max_tokens"], where["cache_tokens"]),
-        ),
-        sampling_kl=mean_gap(gap for part in parts for gap in part["gaps"]),
+        placement=parts[furthest([part["placement"] for part in parts])]["placement"],
+        gaps=[gap for part in parts for gap in part["gaps"]],
         order=order,
     )
 

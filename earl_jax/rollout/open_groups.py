@@ -66,7 +66,10 @@ class _Open:
 
 
 class OpenGroups:
-    """Groups by number: group g is the g % `size`-th of step g // `size` (`Tasks.training`).
+    """Groups by number: group g is the g % n-th of step g // n, of n groups (`Tasks.training`).
+
+    One of several processes has a part of each step, `size` groups that follow each other. Within
+    it numbers are those of a run whose steps are the part; elsewhere they are those of the run.
 
     `version` is that of the policy with which the service plays and which the next step trains; it
     changes in `open` and `publish` only. `num_rounds` are those of this service. `dropped` are the
@@ -86,14 +89,17 @@ class OpenGroups:
         events: Events | None = None,
         *,
         is_useless: Callable[[Sequence[Trajectory]], bool] = lambda group: False,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         """Begins with none; they are numbered as those of `tasks`. `events` None: go nowhere.
 
         `is_useless` says of a finished group that nothing is learnt from it (settings.refill).
+        `part` is the index of this process's part of each step, and their number.
         """
         self._tasks, self._settings, self._events = tasks, settings, events or Events()
         self.group_size = tasks.rollout.group_size
-        self.size = tasks.rollout.episodes_per_step // self.group_size
+        self._part, self._num_parts = part
+        self.size = tasks.rollout.episodes_per_step // self.group_size // self._num_parts
         self.version = self.num_rounds = self.num_reused = 0
         self.dropped: list[Outcome] = []
         self.refilled: list[Outcome] = []
@@ -117,8 +123,30 @@ class OpenGroups:
 
     @property
     def numbers(self) -> list[int]:
+        """The numbers of the open groups in the run, in order."""
+        return self._in_run(self._open)
+
+    @property
+    def _open(self) -> list[int]:
         """The numbers of the open groups, in order."""
         return sorted([*self._groups, *self._waiting])
+
+    def _in_run(self, numbers: Sequence[int]) -> list[int]:
+        """Returns the numbers of these groups in the run.
+
+        Example: steps of 4 groups in two parts: the second part's 0 1 2 are 2 3 6 of the run.
+        """
+        places = (divmod(number, self.size) for number in numbers)
+        return [(step * self._num_parts + self._part) * self.size + place for step, place in places]
+
+    def _in_part(self, numbers: Collection[int]) -> list[int]:
+        """Returns the numbers of those of these groups of the run that are of this part."""
+        places = (divmod(number, self.size) for number in numbers)
+        return [
+            part // self._num_parts * self.size + place
+            for part, place in places
+            if part % self._num_parts == self._part
+        ]
 
     # Services and weights.
 
@@ -128,14 +156,15 @@ class OpenGroups:
         `resumed` are those of the run's position, which count for the first service.
         """
         self._service, self.version, self.num_rounds = service, version, 0
-        self._waiting = sorted([*self.numbers, *self._in_hand])
+        self._waiting = sorted([*self._open, *self._in_hand])
         self._groups, self._kept, self._in_hand = {}, {}, []
         if self._next is None:
-            self._waiting = sorted(resumed)
+            self._waiting = sorted(self._in_part(resumed))
             # All groups before it are open, or were trained on or dropped. Events that reach up to
-            # here say how many; without them no step took groups again or dropped any.
-            begun = version * self.size + len(resumed)
-            self._next = self._events.num_submitted() or begun
+            # here say which is the last; without them no step took groups again or dropped any.
+            begun = version * self.size + len(self._waiting)
+            last = self._events.last_submitted()
+            self._next = begun if last is None else self._in_part([last])[0] + 1
 
     def publish(self, version: int) -> None:
         """Notes that from now on the service plays with weights of `version`."""
@@ -161,7 +190,7 @@ class OpenGroups:
             if chosen is not None:
                 numbers = [group.number for group in chosen]
                 self._num_refilled = 0
-                self._events.note("take", step=self.version, groups=numbers, round=self.num_rounds)
+                self._note("take", numbers, step=self.version)
                 return self._take(numbers)
             self.play_round()
 
@@ -198,7 +227,7 @@ class OpenGroups:
         That is the one before it gave the oldest open task; None: it has none.
         """
         self._events.note("trained", step=step, round=self.num_rounds)
-        oldest = min(self.numbers, default=self._next or 0) // self.size
+        oldest = min(self._open, default=self._next or 0) // self.size
         for kept in (self._drawn, self._states):
             for past in [past for past in kept if past < oldest]:
                 del kept[past]
@@ -211,9 +240,13 @@ class OpenGroups:
         assert self._service is not None, "a service was opened"
         return self._service
 
+    def _note(self, event: str, numbers: Sequence[int], **facts: int) -> None:
+        """Notes an event of these groups."""
+        self._events.note(event, **facts, groups=self._in_run(numbers), round=self.num_rounds)
+
     def _submit(self, numbers: Sequence[int]) -> None:
         """Has the service play these groups, from their beginning."""
-        self._events.note("submit", groups=numbers, round=self.num_rounds)
+        self._note("submit", numbers)
         for number in numbers:
             step, place = divmod(number, self.size)
             first = place * self.group_size
@@ -221,12 +254,13 @@ class OpenGroups:
             self._groups[number] = _Open(tickets=self._playing.submit(tasks))
 
     def _of_step(self, step: int) -> list[Task]:
-        """Returns the tasks of a step; they are drawn from their source once, in order."""
-        source = self._tasks.played.tasks
+        """Returns the tasks of a step's part; they are drawn from their source once, in order."""
+        source, number = self._tasks.played.tasks, self.size * self.group_size
+        first = self._part * number
         for each in range(max(self._drawn, default=step - 1) + 1, step + 1):
             if isinstance(source, KeepsState):
                 self._states[each] = copy.deepcopy(source.state())
-            self._drawn[each] = self._tasks.training(each)
+            self._drawn[each] = self._tasks.training(each)[first : first + number]
         return self._drawn[step]
 
     def _admit(self, num_taken: int) -> None:
@@ -267,7 +301,7 @@ class OpenGroups:
     def _give_up(self, groups: Sequence[Group]) -> list[Outcome]:
         """Removes finished groups, whose rows are free then. Returns their outcomes."""
         numbers = [group.number for group in groups]
-        self._events.note("drop", groups=numbers, round=self.num_rounds)
+        self._note("drop", numbers)
         episodes = self._remove(groups)
         self._release(episodes)
         return [each.trajectory.outcome for each in episodes]

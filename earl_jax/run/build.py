@@ -6,6 +6,8 @@ Only the loop and the commands hold the whole `Run`; each part takes what it nee
 """
 
 import dataclasses
+import itertools
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from earl_jax.config import Config
 from earl_jax.engine.choices import choice_tree
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.conversation import Conversation
-from earl_jax.envs.environment import Chooses
+from earl_jax.envs.environment import Chooses, Environment
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.registry import Played
 from earl_jax.launch.cluster import Cluster, find_cluster
@@ -27,7 +29,7 @@ from earl_jax.models.attention.kernels import (
 from earl_jax.models.attention.rows import BLOCK_SIZE
 from earl_jax.placement.facts import facts_of, open_table
 from earl_jax.placement.problem import hardware_of_devices, make_problem
-from earl_jax.placement.stages import Stages
+from earl_jax.placement.stages import Stages, make_learner
 from earl_jax.rollout.actor import Actor
 from earl_jax.rollout.engines import Engines
 from earl_jax.rollout.origin import Origin, open_origin
@@ -112,30 +114,10 @@ def build_run(
     origin = open_origin(config.model, tokenizer_folder, cluster, config.corpus)
     _check_origin(config, origin)
     if config.asynchrony.is_on and cluster.count > 1:
-        raise InputError(
-            f"config.asynchrony.max_staleness is {config.asynchrony.max_staleness} and "
-            f"config.asynchrony.parts {config.asynchrony.parts} and config.asynchrony.refill "
-            f"{config.asynchrony.refill}, and this run has {cluster.count} processes; asynchronous "
-            "and streaming training and further groups are for one process with all devices: start "
-            "one, or set them to 0, 1 and 0"
-        )
+        _check_processes(config, cluster)
     problem = _problem(config, origin, cluster)
     cluster = cluster.split_by(problem.splits) if problem.splits else cluster
     layouts, played = Layouts(cluster), config.open_environment()
-    learner = Learner(
-        origin.model,
-        config.train,
-        config.make_algorithm(),
-        vocab_size=origin.vocab_size,
-        temperature=config.train_temperature,
-        importance_cap=config.importance_cap,
-        has_versions=config.asynchrony.max_staleness > 0,
-        networks=config.networks,
-        layout=layouts.train,
-        seed=config.seed,
-        checkpoint=origin.checkpoint,
-        trains=cluster.trains,
-    )
     renderer = ChatRenderer(origin.tokenizer, origin.end_ids, config.chat.template_arguments)
     engines = Engines(
         rollout=config.rollout,
@@ -154,23 +136,17 @@ def build_run(
         cluster=cluster,
         layouts=layouts,
         engines=engines,
-        learner=learner,
+        learner=make_learner(
+            config,
+            origin.model,
+            origin.vocab_size,
+            layouts.train,
+            origin.checkpoint,
+            trains=cluster.trains,
+        ),
         rollout=config.rollout,
         feeds_table=config.selector.table == "auto",
         chunk_bytes=config.dispatch.chunk_bytes or None,
-    )
-    actor = Actor(
-        rollout=config.rollout,
-        cluster=cluster,
-        renderer=renderer,
-        history=config.chat.history,
-        pool=EnvironmentPool(
-            config.env.workers_for(config.rollout.num_slots), config.env.timeout_s
-        ),
-        make=played.make,
-        max_context=config.rollout.max_context(origin.max_context),
-        batches=config.row_batches(len(cluster.players)),
-        stop=stop,
     )
     tasks = Tasks(
         played=played,
@@ -184,11 +160,75 @@ def build_run(
         config=config,
         origin=origin,
         stages=stages,
-        actor=actor,
+        actor=_actor(config, origin, cluster, renderer, played.make, stop),
         tasks=tasks,
         attention=attention,
         notes=(*origin.notes, *_attention_notes(config, stages, origin, attention)),
     )
+
+
+def _actor(
+    config: Config,
+    origin: Origin,
+    cluster: Cluster,
+    renderer: ChatRenderer,
+    make: Callable[..., Environment],
+    stop: Callable[[], str],
+) -> Actor:
+    """Returns what plays this process's episodes, in environments that `make` returns."""
+    return Actor(
+        rollout=config.rollout,
+        cluster=cluster,
+        renderer=renderer,
+        history=config.chat.history,
+        pool=EnvironmentPool(
+            config.env.workers_for(config.rollout.num_slots), config.env.timeout_s
+        ),
+        make=make,
+        max_context=config.rollout.max_context(origin.max_context),
+        batches=config.row_batches(len(cluster.players)),
+        stop=stop,
+    )
+
+
+def _check_processes(config: Config, cluster: Cluster) -> None:
+    """Raises ValueError where these processes cannot play ahead of each other's updates."""
+    settings, given, number = config.asynchrony, config.devices.num_rollout, len(cluster.players)
+    words = (
+        f"this run has {cluster.count} processes and is asynchronous (config.asynchrony."
+        f"max_staleness {settings.max_staleness}, parts {settings.parts}, refill {settings.refill})"
+    )
+    if given == "auto" or not cluster.disjoint or set(cluster.players) & set(cluster.trainers):
+        each = Counter(device.process_index for device in cluster.devices)
+        whole = list(itertools.accumulate(each.values()))
+        raise InputError(
+            f"{words}: some of them play and the others train, and config.devices.num_rollout is "
+            f"{given!r}; set it to the devices of the first processes, one of {whole[:-1]}, or "
+            "start one process"
+        )
+    if 0 not in cluster.players:
+        raise InputError(
+            f"{words}: process 0 must be one of those that play, which are {cluster.players}, by "
+            "the order of their hosts and slices; give its number to one of these"
+        )
+    if not cluster.has_counters:
+        raise InputError(
+            f"{words}: those that play ask process 0 whether an update has ended, and some do not "
+            "reach it at its own port (docs/howto/hardware.md); open it, or start one process"
+        )
+    if number > 1 and settings.rule != "in_order":
+        raise InputError(
+            f"{words}: {number} of them play, each its part of every step, and "
+            f"config.asynchrony.rule is {settings.rule!r}, which is for one that plays; set it to "
+            "'in_order', or config.devices.num_rollout to the devices of one process"
+        )
+    num_groups = config.rollout.episodes_per_step // config.rollout.group_size
+    if num_groups % (number * settings.parts):
+        raise InputError(
+            f"{words}: {number} of them play, and the {num_groups} groups of a step "
+            f"(config.rollout.episodes_per_step / group_size) are no multiple of "
+            f"{number * settings.parts}, their number times config.asynchrony.parts"
+        )
 
 
 def _check_origin(config: Config, origin: Origin) -> None:
@@ -218,6 +258,7 @@ def _problem(config: Config, origin: Origin, cluster: Cluster) -> Problem:
     """Returns the selector's problem. Raises ValueError where no mesh, or a named one, can be."""
     budget = device_budget(config.selector.budget_bytes_per_device)
     budgets = cluster.gather(budget, "the devices' limits")
+    own = [d for d in cluster.train_devices if d.process_index == cluster.index]
     problem = make_problem(
         config,
         origin.model,
@@ -225,19 +266,10 @@ def _problem(config: Config, origin: Origin, cluster: Cluster) -> Problem:
         hardware_of_devices(cluster.devices, cluster.num_hosts),
         budget_bytes=min((each for each in budgets if each is not None), default=None),
         num_processes=cluster.count,
-        can_offload=_can_offload(config, cluster),
+        has_host_memory=all(map(has_host_memory, own)),
     )
     assert problem.meshes("rollout") and problem.meshes("train")
     return problem
-
-
-def _can_offload(config: Config, cluster: Cluster) -> bool:
-    """Returns True if the optimizer's moments may be in host memory during a rollout."""
-    setting = config.selector.offload
-    if setting == "off" or config.devices.are_apart:
-        return False
-    device = next(d for d in cluster.train_devices if d.process_index == cluster.index)
-    return has_host_memory(device) and (setting == "on" or device.platform != "cpu")
 
 
 def _attention(config: Config, stages: Stages, origin: Origin) -> tuple[Choice, ...]:

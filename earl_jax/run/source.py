@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from earl_jax.config.sections import find_teacher, split_source
+from earl_jax.config.config import find_teacher, split_source
 from earl_jax.envs.tokenizer import load_tokenizer
 from earl_jax.models.checkpoints.hf_read import (
     Checkpoint,

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from earl_jax.placement.updates import Metrics
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.telemetry.episodes import Failures, failures_of
 from earl_jax.telemetry.load import Load
+from earl_jax.telemetry.metrics import Metrics
 from earl_jax.trajectory import Outcome, Trajectory, TrajectoryBatch, mean_metrics
 
 # Metrics of a step's first epoch: with one update, measured before it has changed the policy.

@@ -9,18 +9,16 @@ its switch paid for.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple
 
 from earl_jax.selector.plan_candidates import TIE, Candidate, Candidates, P
-from earl_jax.selector.plans import Plan, Plans, RolloutPlan, Stage, TrainPlan
+from earl_jax.selector.plans import Plans, RolloutPlan, SplitTime, Stage, TrainPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.reasons import BudgetTooSmall as BudgetTooSmall
 from earl_jax.selector.reasons import reason_of, step_too_small, too_small
-from earl_jax.selector.split_times import SplitTime
-from earl_jax.selector.table import KEPT, TRUSTED, ThroughputTable, key_of
+from earl_jax.selector.table import KEPT, TRUSTED, key_of
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import WINDOW
 
@@ -143,18 +141,14 @@ class _Pair(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Chooser:
-    """The choice among the candidates of one problem by one table; fields as in `Candidates`."""
+    """The choice among the candidates of one problem by one table."""
 
-    problem: Problem
-    table: ThroughputTable
-    caution: float = 1.0
-    may_try: Callable[[Plan, int], bool] | None = None
-    train_tokens: int | None = None
+    candidates: Candidates
 
-    @functools.cached_property
-    def candidates(self) -> Candidates:
-        """The plans to choose from."""
-        return Candidates(self.problem, self.table, self.caution, self.may_try, self.train_tokens)
+    @property
+    def problem(self) -> Problem:
+        """The problem of the candidates."""
+        return self.candidates.problem
 
     def step(
         self, step: Step, current: Plans, calm_steps: int = WINDOW, only: Stage | None = None
@@ -362,17 +356,17 @@ class Chooser:
     def _must_wait(self, pair: _Pair, stays: _Pair, step: Step) -> bool:
         """Returns True if the run would wait for a program although the plans in use fit."""
         tokens = {"rollout": step.max_tokens, "train": step.length}
-        return self.may_try is not None and any(
+        return any(
             new.plan.mesh != old.plan.mesh
-            and not new.num_speeds
-            and not self.may_try(new.plan, tokens[new.plan.stage])
+            and self.candidates.must_wait(new.plan, tokens[new.plan.stage])
             for old, new in zip(stays.candidates, pair.candidates, strict=True)
         )
 
     def _train_tokens(self, step: Step, train: Candidate[TrainPlan]) -> int:
         """Returns the tokens of a step's updates by a plan, those of padding rows included."""
-        rows = self.problem.packed_rows(step.length, self.train_tokens, train.plan.mesh)
-        return rows * step.length * self.problem.work.num_batches * self.problem.work.epochs
+        tokens, mesh, work = self.candidates.train_tokens, train.plan.mesh, self.problem.work
+        rows = self.problem.packed_rows(step.length, tokens, mesh)
+        return rows * step.length * work.num_batches * work.epochs
 
 
 def _compile_s(step: Step, new: Candidate[P], current: P | None) -> float:

@@ -279,7 +279,8 @@ def train_footprint(
         copies += _transposed_bytes(sizes, mesh)
     if platform == "tpu":
         # Found by comparison with compiled programs: benchmarks/plan.md.
-        together = kept * (2 if work.repeats_products and summed else 1) + head + block
+        once_more = {"none": 0.0, "dots": 0.5, "full": 1.0}[work.remat] if summed else 0.0
+        together = kept + int(once_more * kept) + head + block
         phases = [(summed + apart, together), (numbers * 4, 0)]
     if sizes.reference:
         phases.append((0, _scoring_bytes(sizes, work, mesh, rows, length // mesh.context)))

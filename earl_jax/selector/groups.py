@@ -16,7 +16,6 @@ from earl_jax.selector.footprint import device_bytes
 from earl_jax.selector.plan_candidates import Candidate, Candidates
 from earl_jax.selector.plans import Stage
 from earl_jax.selector.problem import Problem
-from earl_jax.selector.table import ThroughputTable
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.plan_text import table_lines
 
@@ -44,7 +43,7 @@ class Group:
         """
         work = dataclasses.replace(self.problem.work, burst=context)
         problem = dataclasses.replace(self.problem, work=work)
-        candidates, budget = Candidates(problem, ThroughputTable()), problem.budget
+        candidates, budget = Candidates(problem), problem.budget
         if self.stage == "train":
             found: Sequence[Candidate] = candidates.train(context)
         else:

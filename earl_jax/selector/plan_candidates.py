@@ -65,7 +65,7 @@ class Candidates:
     """
 
     problem: Problem
-    table: ThroughputTable
+    table: ThroughputTable = ThroughputTable()
     caution: float = 1.0
     may_try: Callable[[Plan, int], bool] | None = None
     train_tokens: int | None = None
@@ -169,6 +169,12 @@ class Candidates:
     def seen(self, stage: Stage) -> Collection[MeshShape]:
         """Returns the meshes of a stage that ran."""
         return self._factors[stage].by_mesh.keys()
+
+    def must_wait(self, plan: Plan, tokens: int) -> bool:
+        """Returns True if the run would wait for the program of a plan, which never ran."""
+        if self.may_try is None or self._entry(plan, tokens).speeds:
+            return False
+        return not self.may_try(plan, tokens)
 
     def update_bytes(self, plan: TrainPlan, length: int) -> tuple[int, bool]:
         """Returns bytes per device of an update, and True if they are XLA's."""

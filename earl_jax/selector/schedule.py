@@ -10,9 +10,10 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from earl_jax.selector.choose import BudgetTooSmall, Candidate, Decision, P, full_step
+from earl_jax.selector.choose import BudgetTooSmall, Decision, full_step
 from earl_jax.selector.footprint import device_bytes
 from earl_jax.selector.hardware import hardware_of
+from earl_jax.selector.plan_candidates import Candidate, Candidates, P
 from earl_jax.selector.plans import REMAT_WORDS, Plan, Plans, RolloutPlan, TrainPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.reasons import percent
@@ -29,7 +30,7 @@ MOST_DEVICES = 8192
 Compile = Callable[[ThroughputTable, Plan, int], ThroughputTable]
 Values = dict[str, Any]
 # Programs in bf16 that were compiled for TPUs and H100s, and those within 10 % of computed bytes.
-WITHIN, PROGRAMS = 127, 127
+WITHIN, PROGRAMS = 131, 131
 # Computed bytes that are so far below the budget are sure to fit.
 MARGIN = 0.15
 _TRUST = (
@@ -75,7 +76,7 @@ def make_schedule(
     plans, stops = Plans(), []
     for context in contexts:
         while True:
-            stop = _stop(SplitChooser(problem, table), context, plans)
+            stop = _stop(SplitChooser(Candidates(problem, table)), context, plans)
             choices = stop.decision.choices if compiled and stop.decision else []
             if compiled is None or all(choice.is_exact for choice in choices):
                 break
@@ -335,7 +336,8 @@ def smallest_words(found: list[tuple[str, int]], max_tokens: int) -> str:
 def fits(problem: Problem, max_tokens: int) -> bool:
     """Returns True if plans of both stages fit at this context, by computed bytes."""
     try:
-        SplitChooser(problem, ThroughputTable()).step(full_step(problem, max_tokens), Plans())
+        chooser = SplitChooser(Candidates(problem))
+        chooser.step(full_step(problem, max_tokens), Plans())
     except InputError:
         # Nothing fits; or so many devices cut the model, or the rows, unevenly in every way.
         return False

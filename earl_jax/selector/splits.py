@@ -3,21 +3,21 @@
 """The choice of plans together with the split of the devices between the stages. Pure.
 
 With each split a `Chooser` chooses both plans as if it were the only one; of the splits that one is
-taken whose slower stage is the fastest (split_times.py).
+taken whose slower stage is the fastest: stages on devices apart work at the same time, so that a
+step takes as long as the slower one (StreamRL, arXiv 2504.15930, section 4.3).
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 from earl_jax.selector.choose import BudgetTooSmall, Choice, Chooser, Decision, Step
-from earl_jax.selector.plans import Plan, Plans, Stage
+from earl_jax.selector.plan_candidates import Candidates
+from earl_jax.selector.plans import Plan, Plans, SplitTime, Stage
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.roofline import MODEL_ERROR
-from earl_jax.selector.split_times import SplitTime, choose_split
-from earl_jax.selector.table import Entry, ThroughputTable, key_of
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import WINDOW
@@ -69,11 +69,12 @@ def with_splits(problem: Problem) -> Problem:
 class SplitChooser:
     """A `Chooser` that chooses the split of the devices too, where the problem leaves it open."""
 
-    problem: Problem
-    table: ThroughputTable
-    caution: float = 1.0
-    may_try: Callable[[Plan, int], bool] | None = None
-    train_tokens: int | None = None
+    candidates: Candidates
+
+    @property
+    def problem(self) -> Problem:
+        """The problem of the candidates."""
+        return self.candidates.problem
 
     def step(
         self, step: Step, current: Plans, calm_steps: int = WINDOW, only: Stage | None = None
@@ -137,16 +138,17 @@ class SplitChooser:
 
     def at(self, split: int, *, tries: bool = True) -> Chooser:
         """Returns the chooser with so many devices for rollouts; nothing new if not `tries`."""
-        chooser = self._choosers[split]
-        return chooser if tries else dataclasses.replace(chooser, may_try=None)
+        candidates = self._candidates[split]
+        return Chooser(candidates if tries else dataclasses.replace(candidates, may_try=None))
 
     @functools.cached_property
-    def _choosers(self) -> dict[int, Chooser]:
+    def _candidates(self) -> dict[int, Candidates]:
         problem = self.problem
-        problems = {split: problem.at(split) for split in problem.splits}
+        if not problem.splits:
+            return {problem.num_rollout: self.candidates}
         return {
-            split: Chooser(each, self.table, self.caution, self.may_try, self.train_tokens)
-            for split, each in (problems or {problem.num_rollout: problem}).items()
+            split: dataclasses.replace(self.candidates, problem=problem.at(split))
+            for split in problem.splits
         }
 
     def _time(self, split: int, decision: Decision, step: Step, here: int | None) -> SplitTime:
@@ -169,13 +171,12 @@ class SplitChooser:
         The model's error does not count against a mesh that never ran: it is mostly the same with
         more or fewer devices.
         """
-        chooser = self.at(split)
-        seen = {stage: chooser.candidates.seen(stage) for stage in ("rollout", "train")}
+        known = self._candidates[split]
+        seen = {stage: known.seen(stage) for stage in ("rollout", "train")}
         if not all(seen.values()):
-            computed = dataclasses.replace(chooser, table=self.table.without_speeds())
+            computed = dataclasses.replace(known, table=known.table.without_speeds())
             speeds = [
-                each.candidates.in_use(choice.plan, choice.tokens, math.inf)
-                for each in (chooser, computed)
+                each.in_use(choice.plan, choice.tokens, math.inf) for each in (known, computed)
             ]
             known_s, computed_s = (1.0 / each.tokens_per_s for each in filter(None, speeds))
             return choice.seconds * computed_s / known_s
@@ -184,13 +185,25 @@ class SplitChooser:
 
     def _must_wait(self, decision: Decision, chosen: SplitTime, here: int | None) -> bool:
         """Returns True if the run would wait for a program of another split, as for a trial."""
-        if chosen.num_rollout == here or self.may_try is None:
-            return False
-        return any(
-            not self.table.entries.get(key_of(choice.plan, choice.tokens), Entry()).speeds
-            and not self.may_try(choice.plan, choice.tokens)
-            for choice in decision.choices
+        return chosen.num_rollout != here and any(
+            self.candidates.must_wait(choice.plan, choice.tokens) for choice in decision.choices
         )
+
+
+def choose_split(
+    times: Sequence[SplitTime], current: int | None, hysteresis: float, *, may_leave: bool = True
+) -> SplitTime:
+    """Returns the split of least cost; of equal ones that whose faster stage is the faster.
+
+    The `current` one, where it is among them, is left only if it `may_leave`, and for steps that
+    are shorter by more than the fraction `hysteresis` with the move paid for.
+    """
+    best = min(times, key=lambda time: (time.cost_s, min(time.rollout_s, time.train_s)))
+    here = next((time for time in times if time.num_rollout == current), None)
+    if here is None:
+        return best
+    stays = not may_leave or here.cost_s <= (1.0 + hysteresis) * best.cost_s
+    return here if stays else best
 
 
 def _with_reasons(

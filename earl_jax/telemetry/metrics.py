@@ -21,6 +21,8 @@ from earl_jax.settings.errors import InputError
 from earl_jax.telemetry.atomic import write_atomically
 from earl_jax.trajectory import Trajectory
 
+# Of an update, by name.
+Metrics = dict[str, float]
 NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 

@@ -57,16 +57,22 @@ class Command:
         *own: list[str],
         folders: Sequence[Path] = (),
         program: str = "",
+        config: Path = CONFIG,
         **overrides,
     ):
         """`own` are further flags of each process; `folders` are those that it starts in.
 
         `program` runs in place of the command, with its flags; it may import tests by their names.
+        With another `config` than CONFIG its own settings hold, and not `SMALL`.
         """
         port, self.workdir = free_port(), workdir
         self.all = []
         for number in range(num):
-            settings = SMALL | {"devices.num_cpu_devices": 8 // num} | overrides
+            settings = (
+                (SMALL if config == CONFIG else {})
+                | {"devices.num_cpu_devices": 8 // num}
+                | overrides
+            )
             if num > 1:
                 settings |= {
                     "distributed.coordinator": f"127.0.0.1:{port}",
@@ -74,7 +80,7 @@ class Command:
                     "distributed.process_id": number,
                 }
             line = [sys.executable, *(["-c", program] if program else ["-m", "earl_jax.main"])]
-            line += [f"--config={CONFIG}"]
+            line += [f"--config={config}"]
             line += [f"--workdir={workdir}"]
             line += [f"--config.{key}={value}" for key, value in settings.items()]
             self.all.append(
@@ -112,7 +118,7 @@ class Command:
 
     def after(self, happened: Callable[[], bool]) -> None:
         """Returns when it has happened."""
-        deadline_s = time.monotonic() + 270
+        deadline_s = time.monotonic() + 400
         while not happened():
             assert time.monotonic() < deadline_s, "it did not happen"
             assert all(p.poll() is None for p in self.all), [p.communicate() for p in self.all]

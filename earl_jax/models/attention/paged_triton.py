@@ -73,15 +73,7 @@ def attend(
     pages = table_BY.shape[1]
     pages_a_split = max(1, TOKENS_A_SPLIT // page_size) if length <= SPLIT_QUERIES else pages
     splits = pl.cdiv(pages, pages_a_split)
-
-    def sums(*last: int) -> tuple[Any, Any]:
-        shape = (splits, rows * heads, padded, *last)
-        spec = pl.BlockSpec(
-            (None, None, block, *last),
-            lambda row, part, split: (split, row, part, *[0] * len(last)),
-        )
-        return jax.ShapeDtypeStruct(shape, jnp.float32), spec
-
+    sums = functools.partial(_sums, (splits, rows * heads, padded), block)
     shapes, specs = zip(sums(size), sums(), sums(), strict=True)
     whole = pl.BlockSpec()
     scales = [layer.key_scale, layer.value_scale]
@@ -112,12 +104,31 @@ def attend(
         interpret=interpret,
         name="paged_attention",
     )(query_XMH, layer.key, layer.value, *scales, table_BY, cached_B, counts_B)
+    out = _combined(value_CXMH, top_CXM, weight_CXM)[:, :queries].astype(query_BTKGH.dtype)
+    return out.reshape(rows, heads, length, group, size).transpose(0, 2, 1, 3, 4)
+
+
+def _sums(shape: tuple[int, int, int], block: int, *last: int) -> tuple[Any, Any]:
+    """Returns the shape of partial results in fp32, [splits, rows, queries, *last], and its blocks.
+
+    A block is of one split and row, and `block` queries.
+    """
+    spec = pl.BlockSpec(
+        (None, None, block, *last),
+        lambda row, part, split: (split, row, part, *[0] * len(last)),
+    )
+    return jax.ShapeDtypeStruct((*shape, *last), jnp.float32), spec
+
+
+def _combined(value_CXMH: jax.Array, top_CXM: jax.Array, weight_CXM: jax.Array) -> jax.Array:
+    """Returns attention over all splits, from each one's sums of values and of weights, XMH.
+
+    A split's sums are relative to its largest score, `top_CXM`.
+    """
     kept_CXM = jnp.exp(top_CXM - jnp.max(top_CXM, axis=0, keepdims=True))
     weight_XM = jnp.sum(weight_CXM * kept_CXM, axis=0)
     value_XMH = jnp.sum(value_CXMH * kept_CXM[..., None], axis=0)
-    out_XMH = value_XMH / jnp.maximum(weight_XM, 1e-30)[..., None]
-    out = out_XMH[:, :queries].astype(query_BTKGH.dtype)
-    return out.reshape(rows, heads, length, group, size).transpose(0, 2, 1, 3, 4)
+    return value_XMH / jnp.maximum(weight_XM, 1e-30)[..., None]
 
 
 def _kernel(

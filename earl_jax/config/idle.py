@@ -1,0 +1,130 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Settings that have no effect in a run, because of others."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from earl_jax.algorithms.algorithm import keep_every_group
+from earl_jax.algorithms.algorithms import ALGORITHMS
+from earl_jax.models.config import MODEL_SETTINGS
+from earl_jax.settings.errors import InputError
+
+if TYPE_CHECKING:
+    from earl_jax.config.config import Config
+
+# A setting that may do nothing in a run: whether it does nothing, its path, and why.
+_Idle = tuple[bool, str, str]
+
+
+def check_effects(config: "Config", defaults: "Config") -> None:
+    """Raises ValueError for a setting that differs from its default and has no effect here."""
+    for path, _, reason in idle_settings(config, defaults):
+        raise InputError(
+            f"config.{path} = {_get(config, path)!r} has no effect in this run, because {reason}; "
+            "remove it, or change the other"
+        )
+
+
+def idle_settings(config: "Config", defaults: "Config") -> Iterator[tuple[str, Any, str]]:
+    """Yields the settings that differ from `defaults` and have no effect in this run.
+
+    Each with its default, and the reason in words.
+    """
+    for is_idle, path, reason in (
+        *_idle_model(config),
+        *_idle_rollout(config),
+        *_idle_training(config),
+    ):
+        if is_idle and _get(config, path) != _get(defaults, path):
+            yield path, _get(defaults, path), reason
+
+
+def _idle_model(config: "Config") -> Iterator[_Idle]:
+    model = config.model
+    for name in MODEL_SETTINGS:
+        if name not in ("path", "compute_dtype"):
+            yield model.path != "", f"model.{name}", "config.model.path gives the model"
+    for name in ("experts_per_token", "expert_ffn_size"):
+        yield model.num_experts == 0, f"model.{name}", "config.model.num_experts is 0"
+    yield model.num_experts > 0, "model.ffn_size", "experts are of model.expert_ffn_size"
+
+
+def _idle_rollout(config: "Config") -> Iterator[_Idle]:
+    apart = "config.devices.num_rollout gives the trainer devices of its own"
+    yield config.devices.are_apart, "selector.offload", apart
+    ours = "without config.model.path the chat template is ours, which only appends"
+    yield config.model.path == "", "chat.history", ours
+    platform = config.devices.platform
+    elsewhere = f"config.devices.platform is {platform!r}"
+    yield platform in ("gpu", "tpu"), "devices.num_cpu_devices", elsewhere
+    in_turn, asynchrony = "config.asynchrony.max_staleness is 0", config.asynchrony
+    yield asynchrony.max_staleness == 0, "asynchrony.kv", in_turn
+    is_in_turn = asynchrony.max_staleness == asynchrony.refill == 0
+    yield is_in_turn, "asynchrony.rule", f"{in_turn} and config.asynchrony.refill too"
+    keeps_all = f"config.algorithm {config.algorithm!r} keeps every group"
+    is_kept = config.make_algorithm().keep_group is keep_every_group
+    yield is_kept, "asynchrony.refill", keeps_all
+    no_events = "a synchronous run has no events"
+    yield not config.asynchrony.is_on, "asynchrony.checksums", no_events
+
+
+def _idle_training(config: "Config") -> Iterator[_Idle]:
+    train, model = config.train, config.model
+    # The model of a path is known later: run/ checks it.
+    without_experts = model.num_experts == 0 and not model.path
+    yield without_experts, "train.balance_coefficient", "config.model.num_experts is 0"
+    chosen = f"config.train.optimizer is {train.optimizer!r}"
+    for name in ("adam_b1", "adam_b2", "momentum_dtype"):
+        yield train.optimizer == "adafactor", f"train.{name}", chosen
+    yield train.optimizer in ("adafactor", "lion"), "train.adam_eps", chosen
+    constant = "config.train.schedule is 'constant'"
+    yield train.schedule == "constant", "train.final_learning_rate", constant
+    # Without a correction, a rollout of another precision has ratios that are not 1 from the start.
+    # So has one of older weights.
+    same_policy = config.rollout.is_precise_as(model.compute_dtype)
+    same_policy = same_policy and not config.asynchrony.max_staleness
+    is_one_update = train.epochs == train.mini_batches == 1
+    one_update = "config.train.epochs is 1 and config.train.mini_batches too"
+    never_clips = is_one_update and (config.importance_cap > 0 or same_policy)
+    for name in ("clip_low", "clip_high", "dual_clip") if config.algorithm in ALGORITHMS else ():
+        if hasattr(config.algorithm_args, name):
+            yield never_clips, f"algorithm_args.{name}", one_update
+    for name, reason in getattr(config.algorithm_args, "idle", tuple)():
+        yield True, f"algorithm_args.{name}", reason
+    yield config.importance_cap == 0, "train.importance_cap", "there is no correction here"
+    yield from _idle_proximal(config, is_one_update=is_one_update)
+    yield is_one_update and same_policy, "train.ess_scaling", one_update
+    for name in ("alpha", "targets", "base_dtype"):
+        yield train.lora.rank == 0, f"train.lora.{name}", "config.train.lora.rank is 0"
+    value_clip = config.algorithm in ALGORITHMS and hasattr(config.algorithm_args, "value_clip")
+    yield value_clip and is_one_update, "algorithm_args.value_clip", one_update
+    for name in ("learning_rate", "pretrain_steps"):
+        none = f"config.algorithm {config.algorithm!r} has no critic"
+        yield config.make_algorithm().critic is None, f"train.critic.{name}", none
+    no_average = "config.train.ema_decay is 0"
+    yield train.ema_decay == 0, "eval.averaged", no_average
+    no_reference = f"config.algorithm {config.algorithm!r} needs no reference with its settings"
+    yield "reference" not in config.make_algorithm().all_needs, "reference_from", no_reference
+    for name in ("sft_updates", "sft_learning_rate"):
+        none = "config.train.sft_steps is 0"
+        yield train.sft_steps == 0, f"train.{name}", none
+
+
+def _idle_proximal(config: "Config", *, is_one_update: bool) -> Iterator[_Idle]:
+    no_correction = config.importance_cap == 0
+    algorithm = config.make_algorithm()
+    is_interpolated = "proximal" in algorithm.all_needs and not algorithm.scores_first_policy
+    no_correction = no_correction and not is_interpolated
+    one_update = "the only update of a step has these log-probs without a pass: "
+    one_update += "config.train.epochs is 1 and config.train.mini_batches too"
+    newest = "the newest weights sampled every token: config.asynchrony.max_staleness is 0"
+    yield no_correction, "train.proximal", "there is no correction here"
+    yield is_one_update, "train.proximal", one_update
+    yield config.asynchrony.max_staleness == 0, "train.proximal", newest
+
+
+def _get(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        config = getattr(config, name)
+    return config

@@ -1,0 +1,279 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Asynchronous runs of several processes, of which the first ones play and the others train."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from earl_jax.config.train_flags import parse_flags, replayed_config
+from earl_jax.launch.cluster import Cluster
+from earl_jax.loop import rl_step
+from earl_jax.loop_async import AsyncPlayer
+from earl_jax.rollout.events import EVENTS, events_file, read_events
+from earl_jax.rollout.open_groups import OpenGroups
+from earl_jax.rollout.staleness import AsynchronyConfig
+from earl_jax.run import build
+from earl_jax.settings.errors import InputError
+from earl_jax.sharding.layout import MeshShape
+from earl_jax.telemetry.episodes import read_trajectories
+from earl_jax.training import train
+from tests.support.commands import Command, final_parameters
+from tests.support.placements import TINY, begin
+from tests.support.processes import Processes
+from tests.support.runs import (
+    assert_equal,
+    check_bound,
+    episodes_of,
+    steps_of,
+)
+from tests.support.settings import make_config
+from tests.support.simulated import Fate, SimulatedService, Source, check_events, tasks_of
+
+STEPS, EPISODES = 4, 16
+SETTINGS = {
+    "num_steps": STEPS,
+    "model": TINY,
+    "env": {"name": "tests.support.environments:Wanderer"},
+    "algorithm": "grpo",
+    "algorithm_args": {},
+    "rollout": {
+        "num_slots": 8,
+        "episodes_per_step": EPISODES,
+        "group_size": 2,
+        "context_buckets": (256,),
+        "max_turn_tokens": 16,
+        # A policy without training writes one of them in most replies.
+        "stop_strings": tuple("abcdefghijklmnopqrstuvwxyz0123456789"),
+        "patience_s": 0.001,
+    },
+    "devices": {"platform": "cpu", "num_cpu_devices": 8, "num_rollout": 4},
+    "selector": {"rollout_meshes": ("data=4",), "train_meshes": ("fsdp=4",), "table": "model"},
+    "eval": {"every_steps": 100, "games": 8, "final_games": 8},
+    "checkpoint": {"every_steps": 2},
+    "log": {"trajectories_every_steps": 1},
+}
+
+
+def given_of(parts: int = 1, **changes):
+    asynchrony = {"max_staleness": 2, "checksums": True, "parts": parts}
+    return {**SETTINGS, "asynchrony": asynchrony, **changes}
+
+
+def run(workdir: str, replay: str, changes: dict) -> bool:
+    """In each process: trains to the end, by the events of a run if there is one."""
+    config = make_config(given_of(**changes))
+    train(config, Path(workdir), replay=Path(replay) if replay else None)
+    return True
+
+
+@pytest.fixture(autouse=True)
+def own_cache(cache, compiled_programs, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled_programs))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+
+
+def in_processes(num: int, devices: int, workdir: Path, replay: Path | str = "", **changes) -> None:
+    each = Processes(num, devices, "test_apart:run", str(workdir), str(replay), changes)
+    assert each.results(400) == [True] * num
+
+
+def check_run(workdir: Path, steps: int = STEPS) -> None:
+    """Each task in the step in which a synchronous run trains on it, within the bound."""
+    lines = steps_of(workdir)
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    check_bound(lines, 2)
+    for step in range(steps):
+        played = read_trajectories(workdir / "trajectories" / f"step_{step + 1:06d}.jsonl")
+        numbers = [each["episode"] for each in played]
+        assert sorted(numbers) == list(range(step * EPISODES, (step + 1) * EPISODES))
+    assert episodes_of(workdir) == dict.fromkeys(range(steps * EPISODES), 1)
+    for name in ("dispatch", "publish"):
+        # Nothing goes through the host.
+        assert {line[f"{name}_host_bytes"] for line in lines} == {0}
+        assert all(line[f"{name}_bytes"] > 0 for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_one_process_plays_and_the_other_trains_and_a_replay_is_the_same_bit_for_bit(tmp_path):
+    """Replayed by two processes, and by one with all devices."""
+    first, again, alone = (tmp_path / name for name in ("run", "again", "alone"))
+    in_processes(2, 4, first)
+    check_run(first)
+    lines = steps_of(first)
+    assert max(line["version_lag_max"] for line in lines) > 0
+    events = read_events(first)
+    check_events(events)
+    # Rounds were played between a step's groups and the end of its update.
+    beside = [e["round"] for e in events if e["event"] in ("take", "trained")]
+    assert any(after > before for before, after in zip(beside[::2], beside[1::2], strict=True))
+    sums = {event["version"]: event["sum"] for event in events if event["event"] == "checksum"}
+    assert list(sums) == list(range(STEPS)) and len(set(sums.values())) == STEPS
+    assert not events_file(first, 1).exists(), "who trains decides nothing by the time"
+    in_processes(2, 4, again, first)
+    train(make_config(given_of()), alone, replay=first)
+    for replayed in (again, alone):
+        assert (replayed / EVENTS).read_text() == (first / EVENTS).read_text()
+        assert_equal(final_parameters(first), final_parameters(replayed))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_run_of_one_process_is_replayed_by_two_bit_for_bit(tmp_path):
+    first, again = tmp_path / "run", tmp_path / "again"
+    train(make_config(given_of(parts=2)), first)
+    in_processes(2, 4, again, first, parts=2)
+    assert (again / EVENTS).read_text() == (first / EVENTS).read_text()
+    assert_equal(final_parameters(first), final_parameters(again))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_processes_play_and_two_train(tmp_path):
+    """Each plays its part of every step, in two parts; the trainer's mesh is over two processes."""
+    first, again = tmp_path / "run", tmp_path / "again"
+    in_processes(4, 2, first, parts=2)
+    check_run(first)
+    size = EPISODES // 2 // 2
+    for process in (0, 1):
+        taken = [e["groups"] for e in read_events(first, process) if e["event"] == "take"]
+        steps = [sorted(sum(taken[i : i + 2], [])) for i in range(0, len(taken), 2)]
+        own = [
+            range((2 * step + process) * size, (2 * step + process + 1) * size)
+            for step in range(STEPS)
+        ]
+        assert steps == list(map(list, own))
+    in_processes(4, 2, again, first, parts=2)
+    for process in (0, 1):
+        one, other = (events_file(each, process).read_text() for each in (first, again))
+        assert one == other
+    assert_equal(final_parameters(first), final_parameters(again))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("killed", [0, 1], ids=["who-plays", "who-trains"])
+def test_process_that_is_killed_ends_the_run_which_goes_on_within_the_bound(
+    cache, tmp_path, killed
+):
+    """SIGKILL behind the first checkpoint, between the third step and the last."""
+    workdir, again, steps = tmp_path / "run", tmp_path / "again", 7
+    file, given = tmp_path / "config.py", given_of(num_steps=steps)
+    file.write_text(
+        "from ml_collections import ConfigDict\n"
+        f"def get_config():\n    return ConfigDict({given!r})\n"
+    )
+    settings = {"distributed.heartbeat_s": 30.0}
+    command = Command(cache, workdir, 2, config=file, **settings)
+    command.after_step(3)
+    command.after((workdir / "checkpoints" / "2").exists)
+    command.all[killed].kill()
+    ends = command.ends(400)
+    assert ends[killed][0] == -9, "it was done before"
+    status, _, errors = ends[1 - killed]
+    assert status == 1 and f"process {killed} on" in errors and "has ended" in errors, errors
+    Command(cache, workdir, 2, config=file, **settings).done(500)
+    check_run(workdir, steps)
+    events = read_events(workdir)
+    check_events(events)
+    opened = [event["version"] for event in events if event["event"] == "open"]
+    assert opened[0] == 0 and len(opened) == 2 and opened[1] in (2, 4, 6)
+    in_processes(2, 4, again, workdir, num_steps=steps)
+    assert (again / EVENTS).read_text() == (workdir / EVENTS).read_text()
+    assert_equal(final_parameters(workdir), final_parameters(again))
+
+
+# Meshes, parts of a step, and what is refused.
+
+
+def test_live_episodes_follow_those_of_another_process_to_their_mesh():
+    both = {"rollout_meshes": ("data=4", "data=2,tensor=2"), "train_meshes": ("fsdp=4",)}
+    run = build.build_run(make_config(given_of(selector={**both, "table": "model"})))
+    placement, position = begin(run)
+    player = AsyncPlayer(run, placement)
+    position, _ = rl_step(run, placement, position, player)
+    service = player._service
+    here, other = placement.rollout.mesh, MeshShape(data=4)
+    if here == other:
+        other = MeshShape(data=2, tensor=2)
+    assert service.is_busy and service.session.engine.layout.shape == here
+    where = placement.as_dict()
+    placement.restore({**where, "rollout": [str(other), *where["rollout"][1:]]})
+    player._follow(service)
+    player._live = player._mesh_and_slots()
+    assert player._error is None and service.session.engine.layout.shape == other
+    position, record = rl_step(run, placement, position, player)
+    assert player._service is service and record.rollout_mesh == str(other)
+    assert [each.episode for each in record.outcomes] == list(range(EPISODES, 2 * EPISODES))
+
+
+def test_groups_of_a_part_have_their_numbers_in_the_run():
+    """Steps of 4 groups of two episodes in two parts; the second part plays 2 3, 6 7, 10 11."""
+    tasks = tasks_of(Source(4, {"next": 0}), size=4, group_size=2, num_steps=3)
+    groups = OpenGroups(tasks, AsynchronyConfig(max_staleness=1), part=(1, 2))
+    service = SimulatedService(4, 1, 4, 2, lambda episode: Fate(rounds=1), version=0)
+    groups.open(service, 0, ())
+    taken = groups.next_episodes(groups.size)
+    assert [each.trajectory.episode for each in taken] == [4, 5, 6, 7]
+    groups.copied(taken)
+    assert groups.numbers == [6, 7]
+    # Resumed there, of a run whose first part has open groups too.
+    tasks = tasks_of(Source(4, {"next": 4}), size=4, group_size=2, num_steps=3)
+    groups = OpenGroups(tasks, AsynchronyConfig(max_staleness=1), part=(1, 2))
+    service = SimulatedService(4, 1, 4, 2, lambda episode: Fate(rounds=1), version=1)
+    groups.open(service, 1, (4, 5, 6, 7))
+    assert [each.trajectory.episode for each in groups.next_episodes(2)] == [12, 13, 14, 15]
+    assert groups.numbers == [10, 11]
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    id: int
+    process_index: int
+
+
+def check(num_rollout: int, *, processes: int = 3, **asynchrony) -> None:
+    """Of processes with two devices each."""
+    devices = tuple(Device(id=n, process_index=n // 2) for n in range(2 * processes))
+    cluster = Cluster(
+        index=0,
+        count=processes,
+        rollout_devices=devices[:num_rollout] if num_rollout else devices,
+        train_devices=devices[num_rollout:],
+        timeout_s=1.0,
+    )
+    given = given_of(**{"asynchrony": {"max_staleness": 1, **asynchrony}})
+    given["devices"] = {**given["devices"], "num_rollout": num_rollout}
+    build._check_processes(make_config(given), cluster)
+
+
+def test_processes_that_cannot_play_ahead_of_each_other_are_told_what_to_set(monkeypatch):
+    monkeypatch.setattr(Cluster, "has_counters", True)
+    check(2, rule="wait")
+    check(4, parts=2)
+    for num_rollout in (0, 1, 3):
+        with pytest.raises(InputError, match=r"config.devices.num_rollout is .*, one of \[2, 4\]"):
+            check(num_rollout)
+    with pytest.raises(InputError, match="config.asynchrony.rule is 'wait', which is for one"):
+        check(4, rule="wait")
+    with pytest.raises(InputError, match="the 8 groups of a step .* are no multiple of 3"):
+        check(6, processes=4)
+    with pytest.raises(InputError, match="are no multiple of 16, their number times"):
+        check(4, parts=8)
+    monkeypatch.setattr(Cluster, "has_counters", False)
+    with pytest.raises(InputError, match="some do not reach it at its own port"):
+        check(2)
+
+
+def test_replay_may_be_given_its_processes_and_nothing_else(tmp_path):
+    (tmp_path / "config.json").write_text('{"num_steps": 3}')
+    flags = [f"--replay={tmp_path}", f"--workdir={tmp_path / 'again'}"]
+    place = ["--config.distributed.num_processes=2", "--config.devices.num_cpu_devices=4"]
+    config, _ = replayed_config(tmp_path, *parse_flags(flags + place))
+    assert (config.num_steps, config.distributed.num_processes) == (3, 2)
+    assert config.devices.num_cpu_devices == 4
+    with pytest.raises(InputError, match="--replay takes the config of that run"):
+        replayed_config(tmp_path, *parse_flags([*flags, "--config.num_steps=2"]))
