@@ -303,7 +303,7 @@ def test_live_episodes_stay_inside_processes_or_across_them():
     problem = problem_on("cpu:2x4", *DEEP, "model.num_heads=8", "model.num_kv_heads=8")
     across, inside = MeshShape(tensor=8), MeshShape(data=2, tensor=4)
     assert problem.spans(across) and not problem.spans(inside)
-    chooser, step = SplitChooser(problem, EMPTY), full_step(problem, 16)
+    chooser, step = SplitChooser(Candidates(problem)), full_step(problem, 16)
     train = chooser.step(step, Plans()).train.plan
     live = dataclasses.replace(step, keeps_slots=True)
     for mesh, may_leave in ((across, True), (inside, False)):
@@ -322,8 +322,8 @@ def test_live_episodes_stay_inside_processes_or_across_them():
     tight = with_budget(problem, least + problem.trainer_bytes(train.mesh) - 1)
     on = Plans(RolloutPlan(inside, 64, 64), train)
     with pytest.raises(BudgetTooSmall):
-        SplitChooser(tight, EMPTY).step(live, on, only="rollout")
-    chosen = SplitChooser(tight, EMPTY).step(step, on, only="rollout").rollout
+        SplitChooser(Candidates(tight)).step(live, on, only="rollout")
+    chosen = SplitChooser(Candidates(tight)).step(step, on, only="rollout").rollout
     assert chosen.plan.mesh == across and "data=2,tensor=4 -> data=1,tensor=8" in chosen.reason
 
 

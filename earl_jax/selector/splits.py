@@ -126,11 +126,12 @@ class SplitChooser:
             return chooser.step(step, current, calm_steps, only)
         error = None
         for reach in reaches:
-            of = dataclasses.replace(chooser, problem=self.problem.reaching(reach))
-            if not of.problem.meshes("rollout", step.max_tokens):
+            problem = self.problem.reaching(reach)
+            if not problem.meshes("rollout", step.max_tokens):
                 continue
+            candidates = dataclasses.replace(chooser.candidates, problem=problem)
             try:
-                return of.step(step, current, calm_steps, only)
+                return Chooser(candidates).step(step, current, calm_steps, only)
             except BudgetTooSmall as small:
                 error = small
         assert error is not None, "some rollout mesh is possible"
