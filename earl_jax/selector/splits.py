@@ -127,11 +127,11 @@ class SplitChooser:
         error = None
         for reach in reaches:
             problem = self.problem.reaching(reach)
-            if not problem.meshes("rollout", step.max_tokens):
+            of = Chooser(dataclasses.replace(chooser.candidates, problem=problem))
+            if not of.problem.meshes("rollout", step.max_tokens):
                 continue
-            candidates = dataclasses.replace(chooser.candidates, problem=problem)
             try:
-                return Chooser(candidates).step(step, current, calm_steps, only)
+                return of.step(step, current, calm_steps, only)
             except BudgetTooSmall as small:
                 error = small
         assert error is not None, "some rollout mesh is possible"
