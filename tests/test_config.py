@@ -11,7 +11,7 @@ import pytest
 from ml_collections import ConfigDict, config_dict
 
 from earl_jax.config import Config
-from earl_jax.config.file import load_config_file, make_config
+from earl_jax.config.file import load_config_file, make_config, read_workdir_config
 from earl_jax.config.keys import all_keys
 from earl_jax.config.names import NAMES_ELSEWHERE
 from earl_jax.models.config import ModelConfig
@@ -565,3 +565,9 @@ def test_what_an_override_leaves_without_effect_takes_its_default():
         make_config(given, ["train.sft_steps=0", "train.sft_updates=4"])
     with pytest.raises(ValueError, match="config.train.sft_updates = 3 has no effect"):
         make_config({"train": {"sft_updates": 3}})
+
+
+@pytest.mark.parametrize(("stored", "policy"), [(True, "full"), (False, "none"), ("dots", "dots")])
+def test_a_run_from_before_there_were_three_remat_policies_is_read(tmp_path, stored, policy):
+    (tmp_path / "config.json").write_text(json.dumps({"train": {"remat": stored}}))
+    assert read_workdir_config(tmp_path).train.remat == policy
