@@ -170,7 +170,8 @@ def exact_rows(workdirs: Sequence[Path]) -> list[dict[str, Any]]:
             sides = [play(side, opponent) for side in (0, 1)]
             names = ("win", "draw", "loss", "illegal", "not followed")
             rows.append({"run": workdir.name, "opponent": opponent})
-            rows[-1] |= {f"{n} %": 50 * sum(side.get(n, 0.0) for side in sides) for n in names}
+            sums = {name: sum(side.get(name, 0.0) for side in sides) for name in names}
+            rows[-1] |= {f"{name} %": max(0.0, 50 * value) for name, value in sums.items()}
     return rows
 
 

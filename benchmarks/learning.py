@@ -163,12 +163,16 @@ def _exact(rows: list[dict]) -> list[str]:
     """Returns the exact results of each run, and their mean."""
     lines = []
     for opponent in ("random", "minimax"):
-        own = [{k: v for k, v in row.items() if k != "run"} for row in rows]
-        own = [row for row in own if row["opponent"] == opponent]
-        numbers = {k: sum(row[k] for row in own) / len(own) for k in own[0] if k != "opponent"}
-        lines += [{"seed": seed} | row for seed, row in enumerate(own)]
-        lines.append({"seed": "mean", "opponent": opponent} | numbers)
+        own = [row for row in rows if row["opponent"] == opponent]
+        names = [name for name in own[0] if name.endswith("%")]
+        means = {name: sum(row[name] for row in own) / len(own) for name in names}
+        lines += [{"seed": row["run"].rpartition("_")[2]} | _but_run(row) for row in own]
+        lines.append({"seed": "mean", "opponent": opponent} | means)
     return ["Exact results:", "", *table(lines).split("\n")]
+
+
+def _but_run(row: dict) -> dict:
+    return {name: value for name, value in row.items() if name != "run"}
 
 
 def _table(runs: Runs) -> list[str]:
