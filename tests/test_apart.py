@@ -28,7 +28,7 @@ from tests.support.runs import (
     episodes_of,
     steps_of,
 )
-from tests.support.settings import make_config
+from tests.support.settings import make_config, small
 from tests.support.simulated import Fate, SimulatedService, Source, check_events, tasks_of
 
 STEPS, EPISODES = 4, 16
@@ -164,7 +164,7 @@ def test_process_that_is_killed_ends_the_run_which_goes_on_within_the_bound(
     file, given = tmp_path / "config.py", given_of(num_steps=steps)
     file.write_text(
         "from ml_collections import ConfigDict\n"
-        f"def get_config():\n    return ConfigDict({given!r})\n"
+        f"def get_config():\n    return ConfigDict({small(given)!r})\n"
     )
     settings = {"distributed.heartbeat_s": 30.0}
     command = Command(cache, workdir, 2, config=file, **settings)

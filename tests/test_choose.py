@@ -17,6 +17,7 @@ from earl_jax.selector.choose import BudgetTooSmall, Chooser, Step, full_step
 from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import Failure, Plans
 from earl_jax.selector.roofline import MODEL_ERROR
+from earl_jax.selector.splits import SplitChooser
 from earl_jax.selector.table import KEPT, TRUSTED, ThroughputTable
 from earl_jax.telemetry.load import WINDOW
 from tests.support.problems import (
@@ -587,7 +588,7 @@ def test_choice_for_four_thousand_devices_takes_less_than_a_tenth_of_a_second(mo
         # The first one computes every footprint.
         rated.clear()
         start_s = time.process_time()
-        plans = Chooser(Candidates(problem, table)).step(step, plans).plans
+        plans = SplitChooser(Candidates(problem, table)).step(step, plans).plans
         seconds.append(time.process_time() - start_s)
         speed = problem.update_speed(plans.train, 131_072)
         mesh, *way = plans.train

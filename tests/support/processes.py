@@ -95,7 +95,7 @@ def main() -> None:
         process_id=int(number),
         initialization_timeout=60,
         heartbeat_timeout_seconds=10,
-        shutdown_timeout_seconds=30,
+        shutdown_timeout_seconds=100,
     )
     module, _, function = name.partition(":")
     result = getattr(importlib.import_module(module), function)(*map(json.loads, arguments))
