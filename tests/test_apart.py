@@ -122,16 +122,6 @@ def test_one_process_plays_and_the_other_trains_and_a_replay_is_the_same_bit_for
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_run_of_one_process_is_replayed_by_two_bit_for_bit(tmp_path):
-    first, again = tmp_path / "run", tmp_path / "again"
-    train(make_config(given_of(parts=2)), first)
-    in_processes(2, 4, again, first, parts=2)
-    assert (again / EVENTS).read_text() == (first / EVENTS).read_text()
-    assert_equal(final_parameters(first), final_parameters(again))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(2400)
 def test_two_processes_play_and_two_train(tmp_path):
     """Each plays its part of every step, in two parts; the trainer's mesh is over two processes."""
     first, again = tmp_path / "run", tmp_path / "again"
@@ -181,9 +171,10 @@ def test_process_that_is_killed_ends_the_run_which_goes_on_within_the_bound(
     check_events(events)
     opened = [event["version"] for event in events if event["event"] == "open"]
     assert opened[0] == 0 and len(opened) == 2 and opened[1] in (2, 4, 6)
-    in_processes(2, 4, again, workdir, num_steps=steps)
-    assert (again / EVENTS).read_text() == (workdir / EVENTS).read_text()
-    assert_equal(final_parameters(workdir), final_parameters(again))
+    if killed == 0:
+        in_processes(2, 4, again, workdir, num_steps=steps)
+        assert (again / EVENTS).read_text() == (workdir / EVENTS).read_text()
+        assert_equal(final_parameters(workdir), final_parameters(again))
 
 
 # Meshes, parts of a step, and what is refused.
