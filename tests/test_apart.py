@@ -20,7 +20,7 @@ from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.training import train
 from tests.support.commands import Command, final_parameters
-from tests.support.placements import TINY, begin
+from tests.support.placements import begin
 from tests.support.processes import Processes
 from tests.support.runs import (
     assert_equal,
@@ -30,27 +30,14 @@ from tests.support.runs import (
 )
 from tests.support.settings import make_config, small
 from tests.support.simulated import Fate, SimulatedService, Source, check_events, tasks_of
+from tests.support.wanderers import WANDERERS
 
 STEPS, EPISODES = 4, 16
 SETTINGS = {
+    **WANDERERS,
     "num_steps": STEPS,
-    "model": TINY,
-    "env": {"name": "tests.support.environments:Wanderer"},
-    "algorithm": "grpo",
-    "algorithm_args": {},
-    "rollout": {
-        "num_slots": 8,
-        "episodes_per_step": EPISODES,
-        "group_size": 2,
-        "context_buckets": (256,),
-        "max_turn_tokens": 16,
-        # A policy without training writes one of them in most replies.
-        "stop_strings": tuple("abcdefghijklmnopqrstuvwxyz0123456789"),
-        "patience_s": 0.001,
-    },
-    "devices": {"platform": "cpu", "num_cpu_devices": 8, "num_rollout": 4},
-    "selector": {"rollout_meshes": ("data=4",), "train_meshes": ("fsdp=4",), "table": "model"},
-    "eval": {"every_steps": 100, "games": 8, "final_games": 8},
+    "rollout": {**WANDERERS["rollout"], "patience_s": 0.001},
+    "devices": {**WANDERERS["devices"], "num_rollout": 4},
     "checkpoint": {"every_steps": 2},
     "log": {"trajectories_every_steps": 1},
 }

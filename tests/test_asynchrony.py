@@ -16,16 +16,17 @@ import numpy as np
 import pytest
 
 from earl_jax.config.train_flags import parse_flags, replayed_config
+from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.loop import rl_step
 from earl_jax.loop_async import AsyncPlayer, _since_version
 from earl_jax.placement.sessions import Sessions
-from earl_jax.rollout.events import EVENTS, read_events
+from earl_jax.rollout.events import EVENTS, Events, read_events
 from earl_jax.run.build import build_run
 from earl_jax.settings.errors import InputError, RunError
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.training import train
 from earl_jax.trajectory import Experience
-from tests.support.placements import TINY, begin
+from tests.support.placements import begin
 from tests.support.runs import (
     assert_equal,
     check_bound,
@@ -36,27 +37,13 @@ from tests.support.runs import (
 )
 from tests.support.settings import make_config, small
 from tests.support.simulated import check_events
+from tests.support.wanderers import WANDERERS
 
 STEPS, EPISODES = 4, 16
 SETTINGS = {
+    **WANDERERS,
     "num_steps": STEPS,
-    "model": TINY,
-    "env": {"name": "tests.support.environments:Wanderer"},
-    "algorithm": "grpo",
-    "algorithm_args": {},
-    "rollout": {
-        "num_slots": 8,
-        "episodes_per_step": EPISODES,
-        "group_size": 2,
-        "context_buckets": (256,),
-        "max_turn_tokens": 16,
-        # A policy without training writes one of them in most replies.
-        "stop_strings": tuple("abcdefghijklmnopqrstuvwxyz0123456789"),
-        "patience_s": 0.001,
-    },
-    "devices": {"platform": "cpu", "num_cpu_devices": 8},
-    "selector": {"rollout_meshes": ("data=4",), "train_meshes": ("fsdp=4",), "table": "model"},
-    "eval": {"every_steps": 100, "games": 8, "final_games": 8},
+    "rollout": {**WANDERERS["rollout"], "patience_s": 0.001},
     "checkpoint": {"every_steps": 2},
     "log": {"trajectories_every_steps": 1},
 }
@@ -374,3 +361,12 @@ def test_what_has_no_effect_is_refused():
         config_of(staleness=0, rule="drop", refill=1)
     with pytest.raises(InputError, match="asynchrony.rule = 'drop' has no effect"):
         config_of(staleness=0, rule="drop")
+
+
+def test_a_replay_does_not_wait_for_an_answer_that_nobody_was_asked_for():
+    pool = EnvironmentPool(1, 5.0)
+    due = {"event": "answers", "call": 1, "tickets": [7, 8], "failed": {}}
+    calls = Events(replayed=[due]).record_calls(pool.calls())
+    calls.submit({7: lambda: "answered"})
+    with pytest.raises(RunError, match="the answer to ticket 8 came in look 1"):
+        calls.take()

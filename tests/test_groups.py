@@ -60,6 +60,14 @@ def test_a_fast_link_leaves_the_slower_stage():
     assert step.step_s == step.train_s == 10.0
 
 
+def test_training_goes_over_the_batch_as_often_as_the_config_says():
+    train = trainer(T8, 80.0)
+    work = dataclasses.replace(train.problem.work, epochs=2, has_stream=True)
+    train = dataclasses.replace(train, problem=dataclasses.replace(train.problem, work=work))
+    # Two epochs over 800 tokens and a supervised batch as large: 3,200 tokens at 80 a second.
+    assert groups_step(player(R4, 100.0), train, CONTEXT, 1e9).train_s == 40.0
+
+
 def test_the_cheapest_pair_of_groups_has_the_stages_balanced():
     rollouts = [player(R2, 50.0), player(R4, 100.0)]
     trains = [trainer(T4, 50.0), trainer(T8, 100.0)]

@@ -23,7 +23,7 @@ from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import WINDOW
 from earl_jax.training import train
-from tests.support.placements import TINY, first_position, table_of
+from tests.support.placements import first_position, table_of
 from tests.support.runs import (
     assert_equal,
     check_bound,
@@ -33,35 +33,29 @@ from tests.support.runs import (
     steps_of,
 )
 from tests.support.settings import make_config, small
+from tests.support.wanderers import WANDERERS
 
 BUCKET = 256
 R2, R4, R6 = (MeshShape(data=number) for number in (2, 4, 6))
 T6, T4, T2 = MeshShape(data=6), MeshShape(fsdp=4), MeshShape(fsdp=2)
 SETTINGS = {
+    **WANDERERS,
     "num_steps": 5,
-    "model": TINY,
-    "env": {"name": "tests.support.environments:Wanderer"},
-    "algorithm": "grpo",
-    "algorithm_args": {},
     "rollout": {
+        **WANDERERS["rollout"],
         "num_slots": 12,
         "episodes_per_step": 24,
-        "group_size": 2,
         "context_buckets": (BUCKET,),
-        "max_turn_tokens": 16,
-        # A policy without training writes one of them in most replies.
-        "stop_strings": tuple("abcdefghijklmnopqrstuvwxyz0123456789"),
         # All answers are there when a round begins.
         "patience_s": 60.0,
     },
     "asynchrony": {"max_staleness": 2},
-    "devices": {"platform": "cpu", "num_cpu_devices": 8, "num_rollout": "auto"},
+    "devices": {**WANDERERS["devices"], "num_rollout": "auto"},
     "selector": {
         "rollout_meshes": tuple(map(str, (R2, R4, R6))),
         "train_meshes": tuple(map(str, (T6, T4, T2))),
         "table": "model",
     },
-    "eval": {"every_steps": 100, "games": 8, "final_games": 8},
     "checkpoint": {"every_steps": 2},
     "log": {"trajectories_every_steps": 1},
 }

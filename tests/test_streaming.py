@@ -23,33 +23,17 @@ from earl_jax.sharding.layout import MeshShape
 from earl_jax.train.learner import Learner
 from earl_jax.train.step import batch_shapes, read_metrics
 from earl_jax.training import train
-from tests.support.placements import TINY, begin, hungry
+from tests.support.placements import begin, hungry
 from tests.support.runs import final_parameters
 from tests.support.settings import make_config
+from tests.support.wanderers import WANDERERS
 
 LENGTH = 256
 SETTINGS = {
+    **WANDERERS,
     "num_steps": 2,
-    "model": TINY,
-    "env": {"name": "tests.support.environments:Wanderer"},
-    "algorithm": "grpo",
-    "algorithm_args": {},
-    "rollout": {
-        "num_slots": 8,
-        "episodes_per_step": 16,
-        "group_size": 2,
-        "context_buckets": (LENGTH,),
-        "max_turn_tokens": 16,
-        # A policy without training writes one of them in most replies.
-        "stop_strings": tuple("abcdefghijklmnopqrstuvwxyz0123456789"),
-    },
-    "devices": {"platform": "cpu", "num_cpu_devices": 8, "num_rollout": 4},
-    "selector": {
-        "rollout_meshes": ("data=4",),
-        "train_meshes": ("fsdp=4", "data=2,fsdp=2"),
-        "table": "model",
-    },
-    "eval": {"every_steps": 100, "games": 8, "final_games": 8},
+    "devices": {**WANDERERS["devices"], "num_rollout": 4},
+    "selector": {**WANDERERS["selector"], "train_meshes": ("fsdp=4", "data=2,fsdp=2")},
 }
 CONTROLS = np.array([1e-3, 0.01], np.float32)
 F4 = MeshShape(fsdp=4)

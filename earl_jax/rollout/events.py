@@ -31,9 +31,6 @@ from earl_jax.rollout.answers import Answer, Answers
 from earl_jax.settings.errors import InputError, RunError
 from earl_jax.telemetry.atomic import write_atomically
 
-# Waiting for an answer that came earlier in the run that is replayed.
-_POLL_S = 0.05
-
 
 class Events:
     """Writes events to a file, or compares them with those of an earlier run."""
@@ -133,7 +130,14 @@ class _Recorded:
         found: dict[int, Answer | Failure] = {}
         for ticket in event["tickets"]:
             while ticket not in failed and ticket not in self._early:
-                self._early |= self._inner.take(_POLL_S)
+                came = self._inner.take(at_least_one=True)
+                if not came:
+                    raise RunError(
+                        f"the answer to ticket {ticket} came in look {call} of the run that is "
+                        "replayed, and here no environment was asked for it; replay it with the "
+                        "same code, packages and kind of devices"
+                    )
+                self._early |= came
             early = self._early.pop(ticket, None)
             found[ticket] = failed.get(ticket) or early  # pyright: ignore[reportArgumentType]
         return found

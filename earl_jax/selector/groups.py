@@ -103,7 +103,7 @@ def groups_step(
     player, trainer = rollout.best(context), train.best(context)
     if player is None or trainer is None:
         return None
-    problem, mesh = rollout.problem, player.plan.mesh
+    problem, mesh, work = rollout.problem, player.plan.mesh, train.problem.work
     tokens = problem.work.num_rows * context
     weights = device_bytes(problem.sizes.engine, MeshShape())
     return GroupsStep(
@@ -111,7 +111,7 @@ def groups_step(
         devices=(problem.hardware.num_devices, train.problem.hardware.num_devices),
         meshes=(mesh, trainer.plan.mesh),
         rollout_s=tokens / player.tokens_per_s,
-        train_s=tokens / trainer.tokens_per_s,
+        train_s=tokens * work.num_batches * work.epochs / trainer.tokens_per_s,
         link_s=(weights + tokens * TOKEN_BYTES) / link_bytes_per_s,
         spread_s=problem.publish_s(mesh),
         link_each_s=(mesh.data * weights + tokens * TOKEN_BYTES) / link_bytes_per_s,
