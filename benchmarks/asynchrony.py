@@ -231,7 +231,9 @@ def beside_simulation(
     stage_s = {
         name: sum(row["stage_s"].get(name, 0.0) for row in rows) for name in ("rollout", "overlap")
     }
-    alone_s, beside_s = stage_s["rollout"] / waited, stage_s["overlap"] / beside
+    beside_s = stage_s["overlap"] / beside
+    # Where every step found its groups finished, no round was played alone.
+    alone_s = stage_s["rollout"] / waited if waited else beside_s
     tokens = sum(row["train_tokens"] for row in rows)
     train_s = len(rows) * statistics.mean(row["stage_s"]["train"] for row in ordinary(rows))
     tokens_a_turn = sum(row["context_tokens_mean"] for row in rows)

@@ -1,0 +1,87 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Updates of one model on one batch, side by side: ours, and `transformers` with torch.
+
+    uv run python -m benchmarks.updates --torch_python=PATH [--cores=1,2] [--repeats=4] [--write]
+
+Forward and backward pass, PPO's clipped loss, AdamW in fp32; nothing is recomputed. Each trainer is
+a process of its own on the same cores; they take turns. Of each the fastest update counts. Exits
+if the losses of the updates differ.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pages import machine, replace_table, table
+from benchmarks.rollout.engines import Contestant, Engine, take_turns
+
+HERE = Path(__file__).parent
+SHAPES = ((16, 256), (4, 1024), (64, 64))
+UPDATES = 4
+# The most by which the losses of an update may differ.
+SAME = 1e-4
+
+
+def rows_of(
+    cores: int, folder: Path, torch_python: str, repeats: int
+) -> tuple[list[dict[str, Any]], str]:
+    """Returns the rows of a number of cores, and the versions."""
+    os.sched_setaffinity(0, range(cores))
+    ours = Engine("ours", [sys.executable, "-m", "benchmarks.updates.ours", str(folder)])
+    versions = [ours.versions()]
+    script = str(HERE / "torch_updates.py")
+    torch = Engine("torch", [torch_python, script, str(folder), str(cores)])
+    versions.append(torch.versions())
+    rows = []
+    for count, length in SHAPES:
+        job = {"rows": count, "length": length, "updates": UPDATES}
+        best = take_turns([Contestant(e.name, e, job, job) for e in (ours, torch)], repeats)
+        differences = [
+            abs(own - other)
+            for own, other in zip(*(best[name]["losses"] for name in best), strict=True)
+        ]
+        if max(differences) > SAME:
+            sys.exit(f"the losses differ by {differences}")
+        seconds = {name: found["seconds"] for name, found in best.items()}
+        rows.append(
+            {
+                "cores": cores,
+                "rows": f"{count} of {length}",
+                "ours, s": f"{seconds['ours']:.3f}",
+                "torch, s": f"{seconds['torch']:.3f}",
+                "torch / ours": f"{seconds['torch'] / seconds['ours']:.2f}",
+                "largest difference of losses": f"{max(differences):.0e}",
+            }
+        )
+        print(rows[-1], flush=True)
+    for engine in (ours, torch):
+        engine.close()
+    return rows, "; ".join(versions)
+
+
+def main() -> None:
+    """Measures, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--torch_python", required=True, help="Python with torch and transformers")
+    parser.add_argument("--cores", default="1,2")
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--write", action="store_true")
+    flags = parser.parse_args()
+    rows, versions = [], ""
+    with tempfile.TemporaryDirectory() as folder:
+        for cores in map(int, flags.cores.split(",")):
+            where = Path(folder) / "checkpoint"
+            found, versions = rows_of(cores, where, flags.torch_python, flags.repeats)
+            rows += found
+    text = table(rows)
+    print(text, versions, machine(), sep="\n")
+    if flags.write:
+        replace_table(HERE.parent / "updates.md", f"{text}\n\n{versions}")
+
+
+if __name__ == "__main__":
+    main()
