@@ -41,12 +41,12 @@ class Setup:
     """Assumptions that the paper does not state.
 
     An engine takes `fraction` of each GPU's memory (vLLM's default). Between two answers of 128
-    tokens each response has `burst` sampled ones: with many, all is decoding, which EARL measured.
+    tokens each response has `turn` sampled ones: with many, all is decoding, which EARL measured.
     `is_ours` is this project's engine in place of a published one.
     """
 
     fraction: float = 0.9
-    burst: int = 512
+    turn: int = 512
     is_ours: bool = False
 
 
@@ -74,8 +74,8 @@ SETUPS = {
     "as above: 0.9 of a GPU's memory, 512 tokens sampled in a row": Setup(),
     "0.75 of a GPU's memory, which JAX takes": Setup(fraction=0.75),
     "0.95 of a GPU's memory": Setup(fraction=0.95),
-    "64 tokens in a row": Setup(burst=64),
-    "16 tokens in a row": Setup(burst=16),
+    "64 tokens in a row": Setup(turn=64),
+    "16 tokens in a row": Setup(turn=16),
 }
 
 
@@ -90,7 +90,7 @@ def chooser_for(setup: Setup) -> Chooser:
             "rollout": {
                 "num_slots": most,
                 "episodes_per_step": most,
-                "burst": setup.burst,
+                "max_turn_tokens": setup.turn,
                 "chunk_size": 128,
                 "context_buckets": (1024, 32768),
                 "page_size": 16,

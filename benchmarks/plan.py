@@ -124,7 +124,7 @@ def predicted_gib(point: Point) -> float:
         logprob_chunk=512,
         chunk_size=point.chunk,
         append_tokens=append_tokens_for(platform, PRESETS[point.model]),
-        burst=BURST,
+        appended=0.0,
         page_size=PAGE,
         kv_itemsize=2,
     )

@@ -21,6 +21,7 @@ from typing import Any
 from benchmarks.choose import problem_on
 from benchmarks.pages import replace_table, table
 from benchmarks.pinned import run_pinned
+from earl_jax.selector.choose import full_step
 from earl_jax.selector.plans import RolloutPlan, TrainPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.schedule import make_schedule
@@ -58,12 +59,13 @@ def stage_seconds(
     problem: Problem, rollout: RolloutPlan, train: TrainPlan, context: int
 ) -> tuple[float, float]:
     """Returns the seconds of a step's rollout and of its update, where every episode is full."""
-    tokens = problem.work.num_rows * context
+    work, tokens = problem.work, problem.work.num_rows * context
     rows = rollout.num_slots // rollout.mesh.data
     dense = problem.dense_pages(rollout.mesh, rollout.num_slots, context)
     at_once = max(1, min(rows, rows * rollout.pages // dense))
-    speed = problem.round_speed(rollout.mesh, rollout.num_slots, context, at_once)
-    return tokens / speed, tokens / problem.update_speed(train, context)
+    sizes = (rollout.mesh, rollout.num_slots, context, at_once, work.appended)
+    sampled = full_step(problem, context).rollout_tokens
+    return sampled / problem.round_speed(*sizes), tokens / problem.update_speed(train, context)
 
 
 def planned() -> Iterator[dict[str, Any]]:

@@ -30,7 +30,7 @@ _WORK = Workload(
     logprob_chunk=512,
     chunk_size=1,
     append_tokens=256,
-    burst=1,
+    appended=0.0,
     page_size=16,
     kv_itemsize=2,
 )
@@ -239,8 +239,9 @@ def cpu_problem(path: Path = TINY) -> Problem:
 
 def rollout_speed(problem: Problem, mesh: str, max_tokens: int) -> float:
     """Tokens per second that all slots sample."""
-    shape, slots = MeshShape.parse(mesh), problem.work.num_slots
-    return problem.round_speed(shape, slots, max_tokens, slots // shape.data)
+    shape, work = MeshShape.parse(mesh), problem.work
+    rows = work.num_slots // shape.data
+    return problem.round_speed(shape, work.num_slots, max_tokens, rows, work.appended)
 
 
 def update_speed(problem: Problem, mesh: str, max_tokens: int) -> float:

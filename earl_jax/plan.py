@@ -27,10 +27,10 @@ examples:
 
 --config.section.key=value changes one setting, as in training; rollout.num_slots and
 rollout.episodes_per_step are the ones to think about first. Episodes are taken to fill the context,
-and a run to stay at each. Bytes and times are computed in seconds from the model's shapes and the
-chips' data sheets (quick mode). With --exact XLA compiles what is chosen for the real topology,
-minutes a program, which needs no chip but the extra tpu-topology or gpu-topology. Exit status 2 for
-a mistake in what was given.
+with a chunk read for each turn of rollout.max_turn_tokens, and a run to stay at each. Bytes and
+times are computed in seconds from the model's shapes and the chips' data sheets (quick mode). With
+--exact XLA compiles what is chosen for the real topology, minutes a program, which needs no chip
+but the extra tpu-topology or gpu-topology. Exit status 2 for a mistake in what was given.
 """
 DEFAULT_CONTEXTS = "1024,2048,4096,8192,16384,32768,65536,131072"
 

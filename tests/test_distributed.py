@@ -35,7 +35,7 @@ from earl_jax.launch.distributed import (
 from earl_jax.launch.ending import end_together
 from earl_jax.launch.layouts import axes_across_hosts
 from earl_jax.launch.signals import INTERRUPTED
-from earl_jax.launch.start import exit_status
+from earl_jax.launch.start import STOPPED, exit_status
 from earl_jax.placement import rollouts
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.gather import total_stats
@@ -932,6 +932,35 @@ def test_a_process_that_is_killed_in_a_rollout_of_all_ends_the_others(cache, tmp
     assert (status, killed) == (1, -signal.SIGKILL)
     assert f"process 1 on {socket.gethostname()} has ended" in errors, errors
     assert "Start all processes again" in errors and "Traceback" not in errors
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_processes_that_play_together_and_are_stopped_end_as_if_left_alone(cache, tmp_path):
+    """The first is killed, later the other gets SIGTERM: the same bits, and no task twice.
+
+    The first process has the environments, and writes checkpoints, metrics and episodes.
+    """
+    given = spanning("data=1,tensor=2", "data=2", 2, 2) | {"num_steps": 8}
+    given |= {"checkpoint.every_steps": 2, "log.trajectories_every_steps": 1}
+    whole = Command(cache, tmp_path / "whole", 2, **given).done()
+
+    def stopped(step: int, index: int, name: signal.Signals) -> list[int]:
+        run = Command(cache, tmp_path / "run", 2, **given)
+        run.after_step(step)
+        run.all[index].send_signal(name)
+        return [status for status, _, _ in run.ends()]
+
+    assert stopped(3, 0, signal.SIGKILL) == [-signal.SIGKILL, 1]
+    assert stopped(5, 1, signal.SIGTERM) == [STOPPED] * 2
+    run = Command(cache, tmp_path / "run", 2, **given).done()
+    for left, right in zip(final_parameters(whole), final_parameters(run), strict=True):
+        np.testing.assert_array_equal(left, right)
+    played = [[episodes_of(each, step) for step in range(1, 9)] for each in (whole, run)]
+    assert played[0] == played[1]
+    numbers = [line["episode"] for lines in played[1] for line in lines]
+    assert sorted(numbers) == list(range(8 * 32))
+    assert [line["step"] for line in steps_of(run)] == list(range(1, 9))
 
 
 # The number of processes.

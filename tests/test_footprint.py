@@ -60,7 +60,7 @@ WORK = Workload(
     logprob_chunk=4,
     chunk_size=4,
     append_tokens=16,
-    burst=4,
+    appended=1.0,
     page_size=4,
     kv_itemsize=4,
 )

@@ -34,6 +34,7 @@ from earl_jax.selector.table import ThroughputTable
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.plan_text import bytes_text
 from tests.support import ROOT
+from tests.support.placements import load_of
 from tests.support.problems import rollout_key, train_key
 from tests.support.settings import make_config
 
@@ -83,7 +84,7 @@ def test_training_is_rated_by_the_rows_that_episodes_are_packed_in():
     # Eight packed rows are one micro-batch by either plan; 64 are eight by the second.
     assert problem.update_speed(parts, 1024, 8) == problem.update_speed(whole, 1024, 8)
     assert problem.update_speed(parts, 1024, 64) < problem.update_speed(whole, 1024, 64)
-    few = Chooser(Candidates(problem, EMPTY, train_tokens=8 * 972))
+    few = Chooser(Candidates(problem, EMPTY, load=load_of(1024, mean=8 * 972 / 64)))
     rated = {c.plan: c.tokens_per_s for c in few.candidates.train(1024)}
     assert rated[TrainPlan(D8, 8, "none")] == rated[TrainPlan(D8, 1, "none")]
     step = full_step(problem, 1024)

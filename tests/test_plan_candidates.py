@@ -7,10 +7,12 @@ import math
 
 import pytest
 
+from benchmarks.speeds import cpu_problem
 from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.selector.roofline import MODEL_ERROR
 from earl_jax.selector.table import ThroughputTable
+from tests.support.placements import load_of
 from tests.support.problems import (
     D2T4,
     D4T2,
@@ -171,10 +173,23 @@ def _many_slots() -> HandProblem:
 
 
 def test_round_of_few_live_episodes_is_corrected_as_the_mesh_is():
-    model_s = candidates().live_round_s(rollout_on(T8), 1, 20)
+    model_s = candidates().live_token_s(rollout_on(T8), 1, 20)
     assert model_s == 1 / 40
     slower = candidates(*play(T8, 10.0))
-    assert slower.live_round_s(rollout_on(T8), 1, 20) == pytest.approx(4 * model_s)
+    assert slower.live_token_s(rollout_on(T8), 1, 20) == pytest.approx(4 * model_s)
+
+
+def test_a_rollout_is_slower_the_more_its_episodes_read():
+    """At first they read a chunk of ten tokens for each turn of four, then what a load says."""
+    problem = cpu_problem()
+    assert problem.work.appended == 2.5
+
+    def speed(appended: float | None) -> float:
+        load = dataclasses.replace(load_of(24), appended=appended)
+        (first, *_) = Candidates(problem, load=load).rollouts(24, None, math.inf)
+        return first.tokens_per_s
+
+    assert speed(5.0) < speed(None) == speed(2.5) < speed(0.0)
 
 
 def test_entries_that_this_problem_cannot_have_are_ignored():

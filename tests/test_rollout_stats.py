@@ -2,11 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows that decode steps computed against those that said something, by hand."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from earl_jax.engine.round_inputs import RoundOutputs
+from earl_jax.rollout.gather import Played
+from earl_jax.rollout.load import measure_load
 from earl_jax.rollout.stats import RolloutStats
+from earl_jax.trajectory import Outcome
 
 
 def report(count, passes=None) -> RoundOutputs:
@@ -40,3 +45,28 @@ def test_idle_slot_counts_as_a_row_of_every_step_of_its_device(outputs, shards, 
     assert (stats.decode_rows, stats.idle_rows) == (rows, idle)
     stats.count_steps(outputs, shards)
     assert (stats.decode_rows, stats.idle_rows) == (2 * rows, 2 * idle)
+
+
+def test_load_says_how_many_tokens_episodes_read_for_each_that_they_sampled():
+    """Of 9 and 21 tokens 4 and 8 were sampled: 18 were read, 1.5 for each."""
+    short = Outcome(
+        episode=0,
+        group=0,
+        role="x",
+        turn_rewards=(1.0,),
+        stop_reason="win",
+        num_turns=1,
+        num_tokens=9,
+        num_policy_tokens=4,
+        sample_starts=(0,),
+        versions=((0, 4),),
+    )
+    long = dataclasses.replace(short, num_tokens=21, num_policy_tokens=8)
+    failed = dataclasses.replace(short, num_tokens=0, num_policy_tokens=0)
+
+    def appended(*outcomes: Outcome) -> float | None:
+        stats = RolloutStats(rollout_tokens=12)
+        played = Played(outcomes=[*outcomes], stats=stats, placement={}, gaps=[])
+        return measure_load(played, 2).appended
+
+    assert (appended(short, long), appended(failed)) == (1.5, None)

@@ -19,7 +19,7 @@ from earl_jax.selector.roofline import (
     cache_read,
     decode_s,
     loop_syncs,
-    round_s,
+    token_s,
     train_parts,
     weights_read,
 )
@@ -67,7 +67,7 @@ WORK = Workload(
     logprob_chunk=16,
     chunk_size=4,
     append_tokens=256,
-    burst=4,
+    appended=1.0,
     page_size=16,
     kv_itemsize=2,
 )
@@ -233,7 +233,7 @@ def test_a_kernel_that_reads_pages_in_place_reads_live_rows_once_and_waits_for_n
     assert found.latency_s == pytest.approx(3 * 10e-6 + 7 * 5e-6)
     append = decode_s(H100, SIZES, work, D1, 8, 16, 4, 1).total
     step = decode_s(H100, SIZES, work, D1, 8, 16, attended=1).total
-    assert round_s(H100, SIZES, work, D1, 1, 16) == pytest.approx(append + 4 * step)
+    assert token_s(H100, SIZES, work, D1, 1, 16) == pytest.approx(append / 4 + step)
     cut = MeshShape(context=2)
     assert decode_s(H100, SIZES, work, cut, 8, 100) == decode_s(H100, SIZES, WORK, cut, 8, 100)
 
@@ -241,14 +241,32 @@ def test_a_kernel_that_reads_pages_in_place_reads_live_rows_once_and_waits_for_n
 def test_programs_have_rows_for_all_slots():
     """With one of eight live: all eight are computed and read on a chip, one is read on a CPU."""
     work = dataclasses.replace(WORK, num_slots=8)
-    one, all_of_them = (round_s(H100, SIZES, work, D1, rows, 16) for rows in (1, 8))
+    one, all_of_them = (token_s(H100, SIZES, work, D1, rows, 16) for rows in (1, 8))
     assert one == pytest.approx(all_of_them)
     step = decode_s(CPU, SIZES, work, D1, 8, 16, attended=1).total
     append = decode_s(CPU, SIZES, work, D1, 8, 16, 4, 1).total
-    assert round_s(CPU, SIZES, work, D1, 1, 16) == pytest.approx(append + 4 * step)
+    assert token_s(CPU, SIZES, work, D1, 1, 16) == pytest.approx(append / 4 + step)
     ideal = decode_s(PUBLISHED, SIZES, work, D1, 1, 16).total
     append = decode_s(PUBLISHED, SIZES, work, D1, 1, 16, 4).total
-    assert round_s(PUBLISHED, SIZES, work, D1, 1, 16) == pytest.approx(append + 4 * ideal)
+    assert token_s(PUBLISHED, SIZES, work, D1, 1, 16) == pytest.approx(append / 4 + ideal)
+
+
+def test_prompts_and_answers_take_their_share_of_passes_that_are_full():
+    """Chunks of 4 tokens, 64 a pass: 128 rows that read 2 tokens for each sampled fill one a step.
+
+    Two rows never fill one: each pass has a chunk of both, for two steps.
+    """
+    for rows, together, appended, passes in (
+        (128, 64, 0.0, 0.0),
+        (128, 64, 2.0, 1.0),
+        (128, 64, 8.0, 4.0),
+        (2, 2, 2.0, 0.5),
+    ):
+        work = dataclasses.replace(WORK, appended=appended)
+        append = decode_s(PUBLISHED, SIZES, work, D1, together, 16, 4).total
+        step = decode_s(PUBLISHED, SIZES, work, D1, rows, 16).total
+        found = token_s(PUBLISHED, SIZES, work, D1, rows, 16)
+        assert found == pytest.approx(step + passes * append)
 
 
 @pytest.mark.parametrize("topology", ["h100:1x8", "v5e:2x4", "cpu:8"])
@@ -286,7 +304,7 @@ def test_no_kernel_is_better_than_the_ideal(topology):
     if hardware.platform != "cpu":
         times = [train_parts(each, sizes, WORK, mesh, 4096).total for each in (ideal, hardware)]
         assert times[0] < times[1]
-    times = [round_s(each, sizes, WORK, mesh, 2, 4096) for each in (ideal, hardware)]
+    times = [token_s(each, sizes, WORK, mesh, 2, 4096) for each in (ideal, hardware)]
     assert times[0] < times[1]
 
 
@@ -347,7 +365,7 @@ def test_on_cores_that_are_shared_a_cut_over_heads_gains_nothing():
         for mesh in ("data=8", "data=4,tensor=2", "data=2,tensor=4", "data=1,tensor=8"):
             shape = MeshShape.parse(mesh)
             rounds = [
-                round_s(CPU, SIZES, work, shape, n, max_tokens) for n in (64 // shape.data, 1)
+                token_s(CPU, SIZES, work, shape, n, max_tokens) for n in (64 // shape.data, 1)
             ]
             full[mesh] = [1 / seconds for seconds in rounds]
         for both in zip(*full.values(), strict=True):

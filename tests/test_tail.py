@@ -112,8 +112,8 @@ def test_step_whose_tail_moves_is_the_step_that_stays():
         # One episode alone takes 1 ms a round on tensor=2, and 1 s on data=8.
         object.__setattr__(
             placement.problem,
-            "live_round_s",
-            lambda mesh, live, tokens: 1e-3 if mesh == D4T2 and live < SLOTS else 1.0,
+            "live_token_s",
+            lambda mesh, live, tokens, appended: 1e-3 if mesh == D4T2 and live < SLOTS else 1.0,
         )
         object.__setattr__(placement.problem, "publish_s", lambda mesh, num_bytes=0: 1e-3)
 

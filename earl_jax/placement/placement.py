@@ -297,7 +297,7 @@ class Placement:
 
     def choose_rollout(self, tokens: int, load: Load | None) -> Decision:
         """Chooses a plan for a rollout beside the trainer; the one in use stays if it may."""
-        return self.choose(self.step_of(tokens, load), only="rollout")
+        return self.choose(self.step_of(tokens, load), load, only="rollout")
 
     def _settled(self, step: Step, load: Load | None, only: Stage | None) -> Decision:
         """Chooses until the chosen programs are known to fit; those in doubt are compiled.
@@ -327,12 +327,10 @@ class Placement:
     ) -> SplitChooser:
         """Returns the selector on what is known now; computed bytes count `caution` times.
 
-        A training batch is expected to have the tokens of `load`.
+        Episodes are expected to be as in `load`.
         """
-        episodes = self.stages.rollout.episodes_per_step
-        tokens = math.ceil(episodes * load.context_tokens_mean) if load else None
         known = self.observations.known
-        return SplitChooser(Candidates(self.problem, known, caution, may_try, tokens))
+        return SplitChooser(Candidates(self.problem, known, caution, may_try, load))
 
     @property
     def _sure(self) -> float:

@@ -139,7 +139,8 @@ def workload(config: Config, model: ModelConfig, hardware: Hardware) -> Workload
         epochs=train.epochs,
         chunk_size=rollout.chunk_size,
         append_tokens=append_tokens_for(hardware.platform, model),
-        burst=rollout.burst,
+        # A chunk for each turn, until a load says more.
+        appended=rollout.chunk_size / rollout.max_turn_tokens,
         page_size=rollout.tokens_a_page,
         parts=config.asynchrony.parts,
         has_stream=train.sft_weight > 0,

@@ -191,7 +191,7 @@ class Sessions:
             move_s=move_s,
         )
         plans = Plans(here, self._placement.train)
-        choice = self._placement.chooser(None).step(step, plans, only="rollout").rollout
+        choice = self._placement.chooser(load).step(step, plans, only="rollout").rollout
         return choice if choice and choice.switched else None
 
     def tail_plan(self, load: Load | None) -> RolloutPlan | None:

@@ -19,6 +19,7 @@ def measure_load(played: Played, num_slots: int) -> Load:
     Of episodes that processes took off a queue it is the same whichever process played what.
     """
     contexts = [outcome.num_tokens for outcome in played.outcomes]
+    sampled = sum(outcome.num_policy_tokens for outcome in played.outcomes)
     in_flight = played.stats.tokens_in_flight_max
     if played.order is not None:
         in_flight = tokens_in_flight(contexts, num_slots)
@@ -27,6 +28,8 @@ def measure_load(played: Played, num_slots: int) -> Load:
         context_tokens_mean=float(np.mean(contexts)),
         tokens_in_flight_max=in_flight,
         rollout_tokens=played.stats.rollout_tokens,
+        # Of hundredths there are few, so that the speeds computed with them are few too.
+        appended=round(sum(contexts) / sampled - 1.0, 2) if sampled else None,
     )
 
 

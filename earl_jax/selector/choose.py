@@ -59,8 +59,9 @@ class Step:
 
 
 def full_step(problem: Problem, context: int) -> Step:
-    """Returns a step whose episodes all fill `context` with sampled tokens."""
-    tokens, lasts = problem.work.num_rows * context, problem.horizon_steps
+    """Returns a step whose episodes all fill `context`, with appended and sampled tokens."""
+    work, lasts = problem.work, problem.horizon_steps
+    tokens = round(work.num_rows * context / (1.0 + work.appended))
     return Step(
         max_tokens=context, length=context, cache_tokens=None, rollout_tokens=tokens, lasts=lasts
     )
@@ -299,9 +300,8 @@ class Chooser:
         for found in fitting:
             seconds, mesh = step.rollout_tokens / found.tokens_per_s, found.plan.mesh
             if step.live is not None:
-                rounds = step.rollout_tokens / problem.work.burst / max(1, step.live)
-                live = (found.plan, step.live, step.max_tokens)
-                seconds = rounds * self.candidates.live_round_s(*live)
+                token_s = self.candidates.live_token_s(found.plan, step.live, step.max_tokens)
+                seconds = step.rollout_tokens / max(1, step.live) * token_s
             moves = before is not None and mesh != before.mesh
             cost_s = seconds + (step.move_s(mesh) if moves else 0.0)
             pairs.append(_Pair(found, None, resident, cost_s, seconds))

@@ -84,7 +84,8 @@ class ModelSizes:
 class Workload:
     """The work of a step; fields are those of the same names in the config.
 
-    Chunks are appended in passes of up to `append_tokens` tokens.
+    Chunks are appended in passes of up to `append_tokens` tokens; an episode has `appended` tokens
+    of prompts and answers for each that it samples.
     `num_rows` are the episodes of a step, of which each of `num_players` processes plays a part;
     those of `batches` steps have rows at once. They come to the trainer in `parts`, and a
     supervised batch with them if there `has_stream`. Before the first update a forward pass
@@ -101,7 +102,7 @@ class Workload:
     logprob_chunk: int
     chunk_size: int
     append_tokens: int
-    burst: int
+    appended: float
     page_size: int
     kv_itemsize: int
     epochs: int = 1

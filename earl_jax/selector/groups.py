@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from earl_jax.selector.choose import full_step
 from earl_jax.selector.footprint import device_bytes
 from earl_jax.selector.plan_candidates import Candidate, Candidates
 from earl_jax.selector.plans import Stage
@@ -37,13 +38,8 @@ class Group:
         return self.price * self.problem.hardware.num_devices
 
     def best(self, context: int) -> Candidate | None:
-        """Returns the fastest plan that fits with episodes of `context` tokens; None: none fits.
-
-        Episodes are of one turn: a chunk is read, and `context` tokens are sampled.
-        """
-        work = dataclasses.replace(self.problem.work, burst=context)
-        problem = dataclasses.replace(self.problem, work=work)
-        candidates, budget = Candidates(problem), problem.budget
+        """Returns the fastest plan that fits with episodes of `context` tokens; None: none fits."""
+        candidates, budget = Candidates(self.problem), self.problem.budget
         if self.stage == "train":
             found: Sequence[Candidate] = candidates.train(context)
         else:
@@ -110,7 +106,7 @@ def groups_step(
         context=context,
         devices=(problem.hardware.num_devices, train.problem.hardware.num_devices),
         meshes=(mesh, trainer.plan.mesh),
-        rollout_s=tokens / player.tokens_per_s,
+        rollout_s=full_step(problem, context).rollout_tokens / player.tokens_per_s,
         train_s=tokens * work.num_batches * work.epochs / trainer.tokens_per_s,
         link_s=(weights + tokens * TOKEN_BYTES) / link_bytes_per_s,
         spread_s=problem.publish_s(mesh),

@@ -20,6 +20,7 @@ from earl_jax.selector.problem import Problem
 from earl_jax.selector.roofline import MODEL_ERROR
 from earl_jax.selector.table import Entry, ThroughputTable, key_of, parse_key
 from earl_jax.sharding.layout import MeshShape
+from earl_jax.telemetry.load import Load
 
 P = TypeVar("P", RolloutPlan, TrainPlan)
 # Speeds within this fraction are equal.
@@ -60,15 +61,21 @@ class Candidates:
 
     Computed bytes count `caution` times, but for those of pages, which are exact.
     `may_try(plan, tokens)` is True for a plan whose mesh may be tried out if it never ran; None
-    where none may. `train_tokens` are those of all episodes of a training batch; None: all are as
-    long as the context bucket.
+    where none may. Episodes are expected to be as in `load`; None: all as long as the context
+    bucket, and as many tokens are appended as the problem says.
     """
 
     problem: Problem
     table: ThroughputTable = ThroughputTable()
     caution: float = 1.0
     may_try: Callable[[Plan, int], bool] | None = None
-    train_tokens: int | None = None
+    load: Load | None = None
+
+    @property
+    def train_tokens(self) -> int | None:
+        """The tokens of a training batch's episodes; None: all are as long as the bucket."""
+        load = self.load
+        return load and math.ceil(self.problem.work.num_rows * load.context_tokens_mean)
 
     def train(self, length: int) -> list[Candidate[TrainPlan]]:
         """Returns every plan for rows of so many tokens."""
@@ -160,11 +167,12 @@ class Candidates:
         slots = plan.num_slots if free else self.problem.slot_numbers(plan.mesh)[-1]
         return self._rollout(plan._replace(num_slots=slots, pages=0), tokens, None, free)
 
-    def live_round_s(self, plan: RolloutPlan, live: int, max_tokens: int) -> float:
-        """Returns the seconds of a round with `live` episodes left."""
+    def live_token_s(self, plan: RolloutPlan, live: int, max_tokens: int) -> float:
+        """Returns the seconds of a token of each of the `live` episodes left."""
         full = self._full_speed(plan, max_tokens)
         speed, _ = self._speed(plan, max_tokens, full)
-        return self.problem.live_round_s(plan.mesh, live, max_tokens) * full / speed
+        alone_s = self.problem.live_token_s(plan.mesh, live, max_tokens, self._appended)
+        return alone_s * full / speed
 
     def seen(self, stage: Stage) -> Collection[MeshShape]:
         """Returns the meshes of a stage that ran."""
@@ -230,14 +238,22 @@ class Candidates:
         plan = bare._replace(pages=max(least, min(wanted, most)))
         full, rows = self._full_speed(plan, max_tokens), plan.num_slots // mesh.data
         at_once = max(1, min(rows, rows * plan.pages // max(1, wanted)))
-        share = problem.round_speed(mesh, plan.num_slots, max_tokens, at_once) / full
+        share = self._round_speed(plan, max_tokens, at_once) / full
         known = self.round_bytes(plan, max_tokens)
         return self._candidate(plan, max_tokens, known, full, share)
 
     def _full_speed(self, plan: RolloutPlan, max_tokens: int) -> float:
         """Returns the computed tokens/s with all slots at work."""
-        rows = plan.num_slots // plan.mesh.data
-        return self.problem.round_speed(plan.mesh, plan.num_slots, max_tokens, rows)
+        return self._round_speed(plan, max_tokens, plan.num_slots // plan.mesh.data)
+
+    def _round_speed(self, plan: RolloutPlan, max_tokens: int, rows: int) -> float:
+        sizes = (plan.mesh, plan.num_slots, max_tokens, rows)
+        return self.problem.round_speed(*sizes, self._appended)
+
+    @property
+    def _appended(self) -> float:
+        appended = self.load and self.load.appended
+        return self.problem.work.appended if appended is None else appended
 
     def _entry(self, plan: Plan, tokens: int) -> Entry:
         return self.table.entries.get(key_of(plan, tokens), Entry())

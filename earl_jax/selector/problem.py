@@ -24,7 +24,7 @@ from earl_jax.selector.footprint import (
 )
 from earl_jax.selector.hardware import Hardware
 from earl_jax.selector.plans import Plan, RolloutPlan, Stage, TrainPlan
-from earl_jax.selector.roofline import round_s, scoring_s, train_parts
+from earl_jax.selector.roofline import scoring_s, token_s, train_parts
 from earl_jax.settings.errors import InputError
 from earl_jax.settings.remat import REMATS
 from earl_jax.sharding.layout import MeshShape
@@ -312,26 +312,28 @@ class Problem:
         return work.num_rows * length / seconds
 
     @functools.cache  # noqa: B019
-    def round_speed(self, mesh: MeshShape, num_slots: int, max_tokens: int, rows: int) -> float:
-        """Returns the tokens/s of all slots, at the end of their context bucket.
+    def round_speed(
+        self, mesh: MeshShape, num_slots: int, max_tokens: int, rows: int, appended: float
+    ) -> float:
+        """Returns the tokens/s that all slots sample, at the end of their context bucket.
 
         A row shard's KV cache has pages for `rows` of its slots at once: 16 slots with pages for 7
-        run as 7, 7 and 2.
+        run as 7, 7 and 2. For each token `appended` ones are read, as in `Workload`.
         """
-        work = dataclasses.replace(self.work, num_slots=num_slots)
+        work = dataclasses.replace(self.work, num_slots=num_slots, appended=appended)
         hardware = self.hardware.with_devices(mesh.num_devices)
         times, left = divmod(num_slots // mesh.data, rows)
-        seconds = times * round_s(hardware, self.sizes, work, mesh, rows, max_tokens)
+        seconds = times * token_s(hardware, self.sizes, work, mesh, rows, max_tokens)
         if left:
-            seconds += round_s(hardware, self.sizes, work, mesh, left, max_tokens)
-        return num_slots * work.burst / seconds
+            seconds += token_s(hardware, self.sizes, work, mesh, left, max_tokens)
+        return num_slots / seconds
 
     @functools.cache  # noqa: B019
-    def live_round_s(self, mesh: MeshShape, live: int, max_tokens: int) -> float:
-        """Returns the seconds of a round in which `live` episodes are left, over all row shards."""
+    def live_token_s(self, mesh: MeshShape, live: int, max_tokens: int, appended: float) -> float:
+        """Returns the seconds of a token of each of the `live` episodes left on all row shards."""
+        work = dataclasses.replace(self.work, appended=appended)
         hardware = self.hardware.with_devices(mesh.num_devices)
-        rows = -(-live // mesh.data)
-        return round_s(hardware, self.sizes, self.work, mesh, rows, max_tokens)
+        return token_s(hardware, self.sizes, work, mesh, -(-live // mesh.data), max_tokens)
 
     @functools.cache  # noqa: B019
     def publish_s(self, mesh: MeshShape, cache_bytes: int = 0) -> float:

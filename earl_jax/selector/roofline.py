@@ -136,11 +136,12 @@ def _reads_in_place(hardware: Hardware, work: Workload, mesh: MeshShape) -> bool
     return hardware.kernels.is_fused or mesh.context in work.in_place_contexts
 
 
-def round_s(
+def token_s(
     hardware: Hardware, sizes: ModelSizes, work: Workload, mesh: MeshShape, rows: int, context: int
 ) -> float:
-    """Returns the seconds of a round with `rows` live slots a row shard: a chunk and a burst.
+    """Returns the seconds in which each of `rows` live slots of a row shard samples a token.
 
+    What is appended for it (`Workload.appended`) takes a share of the passes for a chunk of each.
     With `Kernels.fixed_rows` programs have rows for all slots. They read for all of them, unless in
     place.
     """
@@ -150,9 +151,9 @@ def round_s(
     together, tokens = work.rows_appended(slots)
     used, live = (min(rows, together), rows) if in_place else (together, slots)
     append = decode_s(hardware, sizes, work, mesh, together, context, tokens, used)
-    passes = math.ceil(rows * work.chunk_size / (together * tokens))
+    passes = math.ceil(rows / together) * work.appended / tokens
     step = decode_s(hardware, sizes, work, mesh, slots, context, attended=live)
-    return passes * append.total + work.burst * step.total
+    return passes * append.total + step.total
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

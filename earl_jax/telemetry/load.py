@@ -17,7 +17,8 @@ class Load:
     `context_tokens_max` is the longest episode of the last `WINDOW` steps; `context_tokens_mean`
     and `tokens_in_flight_max` are the newest step's, and `rollout_tokens` is what it sampled.
     `growth_tokens` is the growth of the longest episode from step to step, 0 where it cannot be
-    distinguished from noise.
+    distinguished from noise. For each token that they sampled the newest step's episodes have
+    `appended` ones, of prompts and answers; None: it was not counted.
     """
 
     context_tokens_max: int
@@ -25,6 +26,7 @@ class Load:
     tokens_in_flight_max: int
     rollout_tokens: int
     growth_tokens: float = 0.0
+    appended: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain values for the checkpoint."""

@@ -44,7 +44,7 @@ _WORK = Workload(
     logprob_chunk=8,
     chunk_size=8,
     append_tokens=64,
-    burst=1,
+    appended=0.0,
     page_size=PAGE,
     kv_itemsize=4,
 )
@@ -93,11 +93,13 @@ class HandProblem(Problem):
     def update_speed(self, plan: TrainPlan, length: int, rows: int | None = None) -> float:
         return self.train_speeds[plan.mesh] / plan.micro_batches
 
-    def round_speed(self, mesh: MeshShape, num_slots: int, max_tokens: int, rows: int) -> float:
+    def round_speed(
+        self, mesh: MeshShape, num_slots: int, max_tokens: int, rows: int, appended: float
+    ) -> float:
         # Rows that wait take their turn.
         return self.rollout_speeds[mesh] * rows * mesh.data / self.work.num_slots
 
-    def live_round_s(self, mesh: MeshShape, live: int, max_tokens: int) -> float:
+    def live_token_s(self, mesh: MeshShape, live: int, max_tokens: int, appended: float) -> float:
         # The busiest row shard says when a round is over.
         rows = -(-live // mesh.data)
         return rows * mesh.data / self.rollout_speeds[mesh]
