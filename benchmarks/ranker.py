@@ -3,19 +3,21 @@
 """A trained ranker of lengths beside the free signals of the order "longest".
 
     uv run python -m benchmarks.ranker [--steps=5] [--seeds=3] [--write]
+    uv run python -m benchmarks.ranker --steps=0 [--write]
 
 StreamRL (arXiv 2504.15930) trains a ranker of prompts by the length of their replies. Here it is a
 ridge regression of the logarithm of an episode's tokens on the policy's hidden state at the last
 token of the prompt (`Ranker`), fitted anew behind each step on the steps before. It predicts tasks
 that it has not seen, of a policy that learns meanwhile. The policy is a real one of the product: it
-learns by supervised examples to answer prompts such as "7 times 8 and 5, maple" with about so many
+learns by supervised examples to answer prompts such as "7 times 6 and 5, maple" with about so many
 letters, and then by GRPO to come closer. A second regression on the counts of the prompt's tokens
 shows what the prompt alone says, without a policy.
 
 A recall is the share of the longest 20, 10 or 5 % of a step's episodes that is among as many
 expected to be the longest. A gain is the time of a synchronous rollout of the step's episodes in
 the order of their tasks, by its time in another order, both by the simulation of simulate.py. The
-second table has only the simulation, with log-normal lengths, and a ranker with StreamRL's recalls.
+second command is the simulation alone, with log-normal lengths, all that a prompt says, and a
+ranker with StreamRL's recalls.
 """
 
 import argparse
@@ -26,7 +28,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +37,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.pages import replace_table, table
-from benchmarks.simulate import Setup, SimulatedService
+from benchmarks.simulate import Setup, SimulatedService, run
 from earl_jax.config.file import make_config
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.launch.start import start_jax
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows
 from earl_jax.rollout.scheduler import Order
+from earl_jax.rollout.staleness import AsynchronyConfig
 from earl_jax.sharding.layout import Layout
 
 PAGE = Path(__file__).with_suffix(".md")
 PERCENTS = (20, 10, 5)
 PAPER = {20: 0.87, 10: 0.82, 5: 0.76}
-GROUPS, GROUP_SIZE = 64, 8
+GROUPS, GROUP_SIZE = 32, 8
+# What is told of groups may be known only when the first of them has begun, whose prompt is read.
+READ = {name: ", when it is read, and free signals" for name in ("ranker", "prompt")}
 # Steps of supervised updates, then those in which the ranker learns before it is measured.
-TAUGHT, LEARNS = 6, 2
+TAUGHT, LEARNS = 8, 2
 SETTINGS: dict[str, Any] = {
     "env": {"name": "benchmarks.ranker:Letters"},
     "tasks": {"name": "benchmarks.ranker:Twice"},
@@ -63,13 +68,13 @@ SETTINGS: dict[str, Any] = {
         "compute_dtype": "float32",
     },
     "rollout": {
-        "num_slots": 128,
+        "num_slots": 64,
         "episodes_per_step": GROUPS * GROUP_SIZE,
         "group_size": GROUP_SIZE,
         "chunk_size": 32,
         "burst": 8,
-        "max_turn_tokens": 160,
-        "context_buckets": (192,),
+        "max_turn_tokens": 93,
+        "context_buckets": (112,),
     },
     "devices": {"platform": "cpu", "num_cpu_devices": 1},
     "selector": {"table": "model"},
@@ -77,7 +82,7 @@ SETTINGS: dict[str, Any] = {
         "learning_rate": 1e-4,
         "epochs": 1,
         "sft_steps": TAUGHT,
-        "sft_updates": 20,
+        "sft_updates": 15,
         "sft_learning_rate": 3e-3,
     },
 }
@@ -90,13 +95,13 @@ class Letters:
     """Asks for a number of letters; the reward is 1 minus the error of its logarithm.
 
     "3 times 4 and 5, maple" asks for 17, "3 plus 4 and 5, maple" for 12, and "3 without 4 and 5,
-    maple" for 3. There are 15,360 prompts.
+    maple" for 3. There are 4,704 prompts.
     """
 
     def __init__(self, *, seed: int) -> None:
         rng = random.Random(f"letters {seed}")
-        first, second, third = rng.randint(2, 9), rng.randint(2, 9), rng.randint(1, 20)
-        word = rng.choice(("times", "plus", "without"))
+        first, second, third = rng.randint(2, 8), rng.randint(2, 8), rng.randint(1, 8)
+        word = rng.choice(("times", "times", "plus", "without"))
         self.number = {
             "times": first * second + third,
             "plus": first + second + third,
@@ -117,7 +122,7 @@ class Letters:
     def example_reply(self, rng: random.Random) -> str:
         """Returns about so many letters."""
         number = round(self.number * rng.lognormvariate(0.0, 0.3))
-        return " ".join(rng.choice("abcd") for _ in range(min(150, max(1, number))))
+        return " ".join(rng.choice("abcd") for _ in range(min(90, max(1, number))))
 
 
 class Twice:
@@ -228,47 +233,62 @@ def recalls(expected: Sequence[float], lengths: Sequence[int]) -> dict[int, floa
 class Ranked(SimulatedService):
     """A simulated service whose scheduler is told how long the episodes of a group will be.
 
-    What is told counts as an episode of the group that has ended. It is told when the group is
+    `told(group)` counts as an episode of the group that has ended. It is told when the group is
     submitted, or, with `at_prompt`, when its first episode has begun: its prompt is read then
     anyway.
     """
 
     def __init__(
-        self, setup: Setup, order: Order, told: Mapping[int, float], *, at_prompt: bool = False
+        self,
+        setup: Setup,
+        order: Order,
+        instances: int,
+        slots: int,
+        *,
+        told: Callable[[int], float],
+        at_prompt: bool = False,
     ) -> None:
-        super().__init__(setup, order, setup.instances, setup.slots)
-        self._told, self._at_prompt = dict(told), at_prompt
+        super().__init__(setup, order, instances, slots)
+        self._told, self._at_prompt = told, at_prompt
+        self._known: set[int] = set()
 
     def submit(self, tasks: Sequence[Any]) -> list[int]:
         """Queues tasks. Returns their tickets."""
         tickets = super().submit(tasks)
         if not self._at_prompt:
-            for task in tasks:
-                self._tell(task.group)
+            self._tell({task.group for task in tasks})
         return tickets
 
     def _refill(self) -> None:
         super()._refill()
-        for ticket in self._began:
-            self._tell(self._tasks[ticket].group)
+        self._tell({self._tasks[ticket].group for ticket in self._began})
 
-    def _tell(self, group: int) -> None:
-        lengths, length = self._scheduler._lengths, self._told.pop(group, None)
-        if lengths is not None and length is not None:
+    def _tell(self, groups: Set[int]) -> None:
+        lengths = self._scheduler._lengths
+        assert lengths is not None, "the order is 'longest'"
+        for group in groups - self._known:
+            self._known.add(group)
+            # A task of no service, whose number no other has.
             lengths.add(-1 - group, group)
-            lengths.end(-1 - group, round(length))
+            lengths.end(-1 - group, round(self._told(group)))
 
 
 def makespan(
     setup: Setup,
     order: Order = "fifo",
     episodes: Sequence[int] | None = None,
-    told: Mapping[int, float] | None = None,
+    told: Sequence[float] | None = None,
     *,
     at_prompt: bool = False,
 ) -> float:
-    """Returns the time in which a step's episodes are played, given in this order; see `Ranked`."""
-    service, size = Ranked(setup, order, told or {}, at_prompt=at_prompt), setup.group_size
+    """Returns the time in which a step's episodes are played, given in this order.
+
+    Of groups for which `told` has a length, `Ranked` is told it.
+    """
+    sizes, size = (setup.instances, setup.slots), setup.group_size
+    service = SimulatedService(setup, order, *sizes)
+    if told is not None:
+        service = Ranked(setup, order, *sizes, told=told.__getitem__, at_prompt=at_prompt)
     todo = range(setup.episodes_per_step) if episodes is None else episodes
     service.submit([_Task(episode=e, group=e // size) for e in todo])
     while service.is_busy:
@@ -320,12 +340,13 @@ def signals(setup: Setup, lengths: Sequence[int], told: Mapping[str, Any]) -> di
     first = [float(group[0]) for group in groups for _ in group[1:]]
     found = {"free signals": (recalls(first, rest), makespan(setup, "longest"))}
     for name, each in told.items():
-        expected, by_group = spread(each, size), dict(enumerate(each))
+        expected = spread(each, size)
         own = recalls(expected, lengths)
         found[name] = own, makespan(setup, "fifo", ranked(expected))
-        found[f"{name}, and free signals"] = own, makespan(setup, "longest", told=by_group)
-        late = makespan(setup, "longest", told=by_group, at_prompt=True)
-        found[f"{name}, when a prompt of the group is read, and free signals"] = own, late
+        found[f"{name}, and free signals"] = own, makespan(setup, "longest", told=each)
+        if name in READ:
+            late = makespan(setup, "longest", told=each, at_prompt=True)
+            found[f"{name}{READ[name]}"] = own, late
     paper = as_good_as(lengths, PAPER[20])
     found["a ranker of episodes with the paper's recall of 20 %"] = (
         recalls(paper, lengths),
@@ -365,7 +386,7 @@ def play(num_steps: int, seed: int) -> Iterator[dict[str, Any]]:
 
     first_again = TAUGHT + LEARNS + num_steps
     source = {"num_again": num_steps, "first_again": first_again}
-    run = build_run(
+    world = build_run(
         make_config(
             SETTINGS
             | {
@@ -375,21 +396,23 @@ def play(num_steps: int, seed: int) -> Iterator[dict[str, Any]]:
             }
         )
     )
-    placement = new_placement(run, print)
-    placement.choose_step(expected_tokens(run.config.rollout, None), None)
-    state = run.learner.first_state(placement.train.mesh)
+    placement = new_placement(world, print)
+    placement.choose_step(expected_tokens(world.config.rollout, None), None)
+    state = world.learner.first_state(placement.train.mesh)
     position = Position(step=0, state=state, history=LoadHistory())
-    ranker, of_tokens = Ranker.new(run.origin.model.width), Ranker.new(run.origin.vocab_size)
+    ranker, of_tokens = Ranker.new(world.origin.model.width), Ranker.new(world.origin.vocab_size)
     before: dict[int, np.ndarray] = {}
     for step in range(first_again + num_steps):
         starts = [
-            run.tasks.played.make(**args).start() for args in run.tasks.played.tasks.batch(step)
+            world.tasks.played.make(**args).start() for args in world.tasks.played.tasks.batch(step)
         ]
-        prompts = [run.tasks.renderer.first(start.messages or start.text) for start in starts]
+        prompts = [world.tasks.renderer.first(start.messages or start.text) for start in starts]
         begin_s = time.perf_counter()
-        states_ND = states_of(run, placement, position.state.params, prompts)
+        states_ND = states_of(world, placement, position.state.params, prompts)
         state_s = time.perf_counter() - begin_s
-        counts_NV = np.array([np.bincount(ids, minlength=run.origin.vocab_size) for ids in prompts])
+        counts_NV = np.array(
+            [np.bincount(ids, minlength=world.origin.vocab_size) for ids in prompts]
+        )
         told = {}
         if step >= TAUGHT + LEARNS:
             if step < first_again:
@@ -400,7 +423,7 @@ def play(num_steps: int, seed: int) -> Iterator[dict[str, Any]]:
             else:
                 told = {"last length of the task": before[step - num_steps]}
         begin_s = time.perf_counter()
-        position, record = rl_step(run, placement, position)
+        position, record = rl_step(world, placement, position)
         lengths = [each.num_tokens for each in record.outcomes]
         by_group = np.array(lengths).reshape(GROUPS, GROUP_SIZE)
         before[step] = by_group.mean(axis=1)
@@ -420,21 +443,22 @@ def play(num_steps: int, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def states_of(
-    run: Any, placement: Any, params: Any, prompts: Sequence[Sequence[int]]
+    world: Any, placement: Any, params: Any, prompts: Sequence[Sequence[int]]
 ) -> np.ndarray:
     """Returns the hidden states of the prompts' last tokens, one pass over all of them."""
     width = 32 * -(-max(map(len, prompts)) // 32)
     tokens = np.zeros((len(prompts), width), np.int32)
     for row, ids in zip(tokens, prompts, strict=True):
         row[: len(ids)] = ids
-    layout = run.stages.layouts.train(placement.train.mesh)
+    layout = world.stages.layouts.train(placement.train.mesh)
     ends = np.array([len(ids) for ids in prompts], np.int32)
-    return np.asarray(last_states(run.origin.model, layout, params, tokens, ends))
+    return np.asarray(last_states(world.origin.model, layout, params, tokens, ends))
 
 
-def measured(num_steps: int, seeds: int) -> tuple[list[dict[str, Any]], str]:
-    """Returns the table of a policy's run, and a sentence with its lengths and seconds."""
-    found, kept = [], []
+def measured(num_steps: int, seeds: int) -> str:
+    """Returns the tables of a policy's runs, and a sentence with their lengths and seconds."""
+    found: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    kept = []
     for seed in range(seeds):
         for each in play(num_steps, seed):
             lengths = each["lengths"]
@@ -448,11 +472,11 @@ def measured(num_steps: int, seeds: int) -> tuple[list[dict[str, Any]], str]:
             if not each["told"]:
                 continue
             setup = Setup(
-                groups=GROUPS, group_size=GROUP_SIZE, lengths=tuple(lengths), burst=1, publish=0.0
+                slots=16, groups=GROUPS, group_size=GROUP_SIZE, lengths=tuple(lengths), burst=1
             )
             means = np.array(lengths).reshape(GROUPS, GROUP_SIZE).mean(axis=1)
             told = each["told"] | ({"mean of the group known": means} if each["is_new"] else {})
-            found.append(signals(setup, lengths, told))
+            found[each["is_new"]].append(signals(setup, lengths, told))
             kept.append(each)
     every = [length for each in kept for length in each["lengths"]]
     logs = np.log(every).reshape(-1, GROUP_SIZE)
@@ -465,10 +489,17 @@ def measured(num_steps: int, seeds: int) -> tuple[list[dict[str, Any]], str]:
         f"{1e3 * statistics.median(each['state_s'] for each in kept):.0f} ms, its rollout "
         f"{statistics.median(each['rollout_s'] for each in kept):.1f} s."
     )
-    return rows_of(found), words
+    new, again = table(rows_of(found[True])), table(rows_of(found[False]))
+    return f"{words}\n\nNew tasks:\n\n{new}\n\nThe same tasks again:\n\n{again}"
 
 
 # The simulation alone.
+
+
+def length_of_task(setup: Setup, group: int) -> float:
+    """Returns the median length of the episodes of a group: all that its prompt says."""
+    of_task = random.Random(f"task {setup.seed} {group}").gauss()
+    return setup.median * math.exp(setup.sigma * math.sqrt(setup.by_task) * of_task)
 
 
 def simulated(by_task: float, seeds: int) -> dict[str, Any]:
@@ -477,16 +508,13 @@ def simulated(by_task: float, seeds: int) -> dict[str, Any]:
     for seed in range(seeds):
         setup = Setup(by_task=by_task, seed=seed)
         lengths = [setup.length(episode) for episode in range(setup.episodes_per_step)]
-        part: Callable[[int], float] = lambda group, seed=seed: math.exp(  # noqa: E731
-            math.sqrt(by_task) * random.Random(f"task {seed} {group}").gauss()
-        )
-        perfect = [setup.median * part(group) for group in range(setup.groups)]
-        found.append(signals(setup, lengths, {"prompt": perfect}))
+        prompts = [length_of_task(setup, group) for group in range(setup.groups)]
+        found.append(signals(setup, lengths, {"prompt": prompts}))
     short = {
         "free signals": "free signals",
         "prompt": "all that the prompt says",
         "prompt, and free signals": "and free signals",
-        "prompt, when a prompt of the group is read, and free signals": "known when it is read",
+        "prompt, when it is read, and free signals": "known when it is read",
         "a ranker of episodes with the paper's recall of 20 %": "recall .87 of episodes",
         "lengths known": "lengths known",
     }
@@ -496,23 +524,62 @@ def simulated(by_task: float, seeds: int) -> dict[str, Any]:
     return {"share of the task": by_task, **gains, **limits}
 
 
+def speeds(train_share: float, seeds: int) -> list[dict[str, Any]]:
+    """Returns the speeds of whole runs by order, relative to the synchronous one in order.
+
+    On 64 devices; updates take `train_share` of the time of a synchronous rollout.
+    """
+    runs = {
+        "synchronous": AsynchronyConfig(),
+        "streaming in 8 parts": AsynchronyConfig(parts=8),
+        "asynchronous, staleness 1, 8 parts": AsynchronyConfig(max_staleness=1, parts=8),
+        "asynchronous, staleness 4, 8 parts": AsynchronyConfig(max_staleness=4, parts=8),
+    }
+    rows = []
+    for name, settings in runs.items():
+        found: dict[str, list[float]] = {}
+        for seed in range(seeds):
+            setup = Setup(seed=seed, num_steps=10)
+            told = functools.partial(length_of_task, setup)
+            played = run(setup, AsynchronyConfig(), "fifo", train_s=0.0)
+            train_s = train_share / played["speed"]
+            one = run(setup, AsynchronyConfig(), "fifo", train_s=train_s)["speed"]
+            orders: dict[str, tuple[Order, Any]] = {
+                "first in, first out": ("fifo", SimulatedService),
+                "free signals": ("longest", SimulatedService),
+                "and all that the prompt says": ("longest", functools.partial(Ranked, told=told)),
+                "known when it is read": (
+                    "longest",
+                    functools.partial(Ranked, told=told, at_prompt=True),
+                ),
+            }
+            for words, (order, opened) in orders.items():
+                result = run(setup, settings, order, train_s=train_s, open_service=opened)
+                found.setdefault(words, []).append(result["speed"] / one)
+        means = {words: round(statistics.fmean(each), 3) for words, each in found.items()}
+        rows.append({f"updates take {train_share:g}": name, **means})
+    return rows
+
+
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=5, help="0: only the simulation")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--write", action="store_true")
     flags = parser.parse_args()
-    start_jax("cpu", 1)
-    parts = []
+    parts = {}
     if flags.steps:
-        rows, words = measured(flags.steps, flags.seeds)
-        parts += [words, table(rows)]
-    parts += ["Simulated, gains:", table([simulated(x, 3) for x in (0.3, 0.5, 0.7, 0.9)])]
-    text = "\n\n".join(parts)
-    print(text)
-    if flags.write:
-        replace_table(PAGE, text)
+        start_jax("cpu", 1)
+        parts["measured"] = measured(flags.steps, flags.seeds)
+    else:
+        rollouts = table([simulated(by_task, 3) for by_task in (0.3, 0.5, 0.7, 0.9)])
+        runs = [table(speeds(train_share, 3)) for train_share in (0.5, 1.0)]
+        parts["simulated"] = "\n\n".join([f"Gains of rollouts:\n\n{rollouts}", *runs])
+    for name, text in parts.items():
+        print(text)
+        if flags.write:
+            replace_table(PAGE, text, name)
 
 
 if __name__ == "__main__":

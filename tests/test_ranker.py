@@ -4,6 +4,7 @@
 
 import math
 
+import jax
 import numpy as np
 import pytest
 
@@ -13,12 +14,16 @@ from benchmarks.ranker import (
     Ranker,
     Twice,
     as_good_as,
+    last_states,
     makespan,
     ranked,
     recalls,
     signals,
 )
 from benchmarks.simulate import Setup
+from earl_jax.models.decoder import forward_rows
+from earl_jax.sharding.layout import MeshShape, make_layout
+from tests.support.episodes import MODEL, weights
 
 
 def test_the_regression_is_that_of_log_lengths_with_a_penalty_of_each_features_variance():
@@ -40,6 +45,20 @@ def test_a_step_counts_less_than_the_next_one():
     ranker = Ranker.new(1).learn(np.zeros((1, 1)), np.exp([1.0]))
     ranker = ranker.learn(np.zeros((1, 1)), np.exp([3.0]))
     assert ranker.expected(np.zeros((1, 1)))[0] == pytest.approx(math.exp(3.9 / 1.9))
+
+
+def test_states_are_those_behind_the_last_token_of_each_prompt():
+    """Prompts of three and five tokens, padded to eight, beside each of them alone."""
+    params = jax.tree.map(np.asarray, weights())
+    params["layers"] = jax.tree.map(lambda *layers: np.stack(layers), *params["layers"])
+    layout = make_layout(MeshShape(), jax.devices()[:1])
+    tokens = np.zeros((2, 8), np.int32)
+    tokens[0, :3], tokens[1, :5] = (7, 8, 9), (7, 8, 9, 10, 11)
+    found = last_states(MODEL, layout, params, tokens, np.array([3, 5], np.int32))
+    for row, length in enumerate((3, 5)):
+        alone = tokens[row : row + 1, :length]
+        hidden = forward_rows(MODEL, layout, params, alone, np.ones_like(alone))
+        np.testing.assert_allclose(found[row], hidden[0, -1], rtol=1e-4, atol=1e-5)
 
 
 def test_recalls_are_shares_of_the_longest_episodes():
@@ -65,7 +84,7 @@ def test_what_is_told_of_a_group_orders_it_before_anything_has_ended():
     assert makespan(setup) == pytest.approx(11)
     # One of each group begins, and of nothing that has come to any length the first one.
     assert makespan(setup, "longest") == pytest.approx(11)
-    told = {0: 2.0, 1: 9.0}
+    told = [2.0, 9.0]
     assert makespan(setup, "longest", told=told) == pytest.approx(9)
     # When the prompts are read the three have begun.
     assert makespan(setup, "longest", told=told, at_prompt=True) == pytest.approx(11)
@@ -75,7 +94,7 @@ def test_a_prompt_that_is_read_orders_the_episodes_that_begin_later():
     """Two slots: 2 9 begin. Behind round 2 both groups have come to 2 tokens, and one goes on."""
     setup = Setup(**SMALL, slots=2, lengths=(2, 2, 9, 9))
     assert makespan(setup, "longest") == pytest.approx(2 + 2 + 9)
-    told = {0: 2.0, 1: 9.0}
+    told = [2.0, 9.0]
     assert makespan(setup, "longest", told=told, at_prompt=True) == pytest.approx(2 + 9)
     assert ranked([1.0, 3.0, 2.0, 3.0]) == [1, 3, 2, 0]
 
