@@ -205,6 +205,7 @@ def run(
     order: Order,
     train_s: float,
     warm_up: int = WARM_UP,
+    open_service: Callable[[Setup, Order, int, int], SimulatedService] = SimulatedService,
 ) -> dict[str, Any]:
     """Simulates a run whose updates take `train_s` for a token.
 
@@ -212,7 +213,7 @@ def run(
         Trained tokens per time, the time and the rounds of a step, and the greatest age of a
         trained token, without the first `warm_up` steps.
     """
-    service = SimulatedService(setup, order, setup.instances, setup.slots)
+    service = open_service(setup, order, setup.instances, setup.slots)
     groups = OpenGroups(tasks_of(setup), settings)
     begun_at, rounds, tokens, most = [], [], [], 0
     for version in range(setup.num_steps):
