@@ -12,20 +12,20 @@ roofline of data sheets:
 uv run python -m earl_jax.plan --config=configs/qwen25_7b.py \
   --topology=h100:1x8 --config.model.path= --config.model.preset=qwen2.5-7b
 
-  context  train          micro-batches  rollout  a step
-    1,024  data=1,fsdp=8              2  data=8     35 s
-    2,048  data=1,fsdp=8              4  data=8     75 s
-    4,096  data=1,fsdp=8              4  data=8    165 s
-    8,192  data=1,fsdp=8              8  data=8    392 s
+  context  train          micro-batches  rollout          a step
+    1,024  data=1,fsdp=8              2  data=2,tensor=4    14 s
+    2,048  data=1,fsdp=8              4  data=2,tensor=4    31 s
+    4,096  data=1,fsdp=8              4  data=2,tensor=4    72 s
+    8,192  data=1,fsdp=8              8  data=2,tensor=4   186 s
 
 uv run python -m earl_jax.plan --config=configs/qwen25_7b.py \
   --topology=v5e:8x8 --config.model.path= --config.model.preset=qwen2.5-7b
 
   context  train                    micro-batches  rollout           a step
-    1,024  data=2,fsdp=16,tensor=2              2  data=16,tensor=4    28 s
-    2,048  data=2,fsdp=16,tensor=2              4  data=16,tensor=4    58 s
-    4,096  data=2,fsdp=16,tensor=2              8  data=16,tensor=4   123 s
-    8,192  data=2,fsdp=16,tensor=2              8  data=16,tensor=4   279 s
+    1,024  data=2,fsdp=32                       2  data=16,tensor=4    16 s
+    2,048  data=2,fsdp=32                       2  data=16,tensor=4    32 s
+    4,096  data=2,fsdp=16,tensor=2              8  data=16,tensor=4    70 s
+    8,192  data=2,fsdp=16,tensor=2              8  data=16,tensor=4   160 s
 """
 
 from ml_collections import ConfigDict

@@ -11,10 +11,10 @@ uv run python -m earl_jax.plan --config=configs/qwen25_7b_lora.py \
   --topology=h100:1x1 --config.model.path= --config.model.preset=qwen2.5-7b
 
   context  train   micro-batches  rollout  a step
-    1,024  data=1              4  data=1     55 s
-    2,048  data=1              4  data=1    117 s
-    4,096  data=1              8  data=1    266 s
-    8,192  data=1             16  data=1    657 s
+    1,024  data=1              4  data=1     24 s
+    2,048  data=1              4  data=1     53 s
+    4,096  data=1              8  data=1    127 s
+    8,192  data=1             16  data=1    337 s
 """
 
 from ml_collections import ConfigDict
