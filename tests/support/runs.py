@@ -128,9 +128,9 @@ def kill(
 ) -> Callable[[], str]:
     """Kills a run of these settings with SIGKILL when it is time.
 
-    `given` are settings as in a file of --config; `folder` is for that file and the caches, of which
-    that of programs is this worker's. Returns a function that goes on with the run to its end and
-    returns what it printed.
+    `given` are settings as in a file of --config; `folder` is for that file and the caches, but for
+    that of programs, which is this worker's. Returns a function that goes on with the run to its
+    end and returns what it printed.
     """
     caches = folder / "cache" / "earl_jax"
     caches.mkdir(parents=True, exist_ok=True)
