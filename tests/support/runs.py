@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from earl_jax.telemetry.episodes import read_trajectories
@@ -128,13 +127,9 @@ def kill(
 ) -> Callable[[], str]:
     """Kills a run of these settings with SIGKILL when it is time.
 
-    `given` are settings as in a file of --config; `folder` is for that file and the caches, but for
-    that of programs, which is this worker's. Returns a function that goes on with the run to its
-    end and returns what it printed.
+    `given` are settings as in a file of --config; `folder` is for that file and the caches. Returns
+    a function that goes on with the run to its end and returns what it printed.
     """
-    caches = folder / "cache" / "earl_jax"
-    caches.mkdir(parents=True, exist_ok=True)
-    (caches / "xla").symlink_to(jax.config.jax_compilation_cache_dir)
     file = folder / "config.py"
     file.write_text(
         "from ml_collections import ConfigDict\n"
