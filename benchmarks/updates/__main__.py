@@ -13,6 +13,7 @@ import argparse
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,15 @@ SAME = 1e-4
 
 
 def rows_of(
-    cores: int, folder: Path, torch_python: str, repeats: int
+    cores: Sequence[int], folder: Path, torch_python: str, repeats: int
 ) -> tuple[list[dict[str, Any]], str]:
-    """Returns the rows of a number of cores, and the versions."""
-    os.sched_setaffinity(0, range(cores))
+    """Returns the rows of trainers on these cores, and the versions."""
+    # Processes that are started have the same.
+    os.sched_setaffinity(0, cores)
     ours = Engine("ours", [sys.executable, "-m", "benchmarks.updates.ours", str(folder)])
     versions = [ours.versions()]
     script = str(HERE / "torch_updates.py")
-    torch = Engine("torch", [torch_python, script, str(folder), str(cores)])
+    torch = Engine("torch", [torch_python, script, str(folder), str(len(cores))])
     versions.append(torch.versions())
     rows = []
     for count, length in SHAPES:
@@ -49,7 +51,7 @@ def rows_of(
         seconds = {name: found["seconds"] for name, found in best.items()}
         rows.append(
             {
-                "cores": cores,
+                "cores": len(cores),
                 "rows": f"{count} of {length}",
                 "ours, s": f"{seconds['ours']:.3f}",
                 "torch, s": f"{seconds['torch']:.3f}",
@@ -71,11 +73,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--write", action="store_true")
     flags = parser.parse_args()
-    rows, versions = [], ""
+    rows, versions, every = [], "", sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
-        for cores in map(int, flags.cores.split(",")):
+        for number in map(int, flags.cores.split(",")):
             where = Path(folder) / "checkpoint"
-            found, versions = rows_of(cores, where, flags.torch_python, flags.repeats)
+            found, versions = rows_of(every[:number], where, flags.torch_python, flags.repeats)
             rows += found
     text = table(rows)
     print(text, versions, machine(), sep="\n")
