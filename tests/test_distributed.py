@@ -922,22 +922,9 @@ def test_processes_that_play_together_train_as_one_does(num, mesh, train, cache,
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_process_that_is_killed_in_a_rollout_of_all_ends_the_others(cache, tmp_path):
-    given = spanning("data=1,tensor=2", "data=2", 2, 2) | {"num_steps": 1000}
-    run = Command(cache, tmp_path / "killed", 2, **given)
-    run.after_step(1)
-    run.all[1].kill()
-    (status, _, errors), (killed, _, _) = run.ends(120)
-    assert (status, killed) == (1, -signal.SIGKILL)
-    assert f"process 1 on {socket.gethostname()} has ended" in errors, errors
-    assert "Start all processes again" in errors and "Traceback" not in errors
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_processes_that_play_together_and_are_stopped_end_as_if_left_alone(cache, tmp_path):
-    """The first is killed, later the other gets SIGTERM: the same bits, and no task twice.
+    """One is killed, later the first gets SIGTERM: the same bits, and no task twice.
 
     The first process has the environments, and writes checkpoints, metrics and episodes.
     """
@@ -945,14 +932,17 @@ def test_processes_that_play_together_and_are_stopped_end_as_if_left_alone(cache
     given |= {"checkpoint.every_steps": 2, "log.trajectories_every_steps": 1}
     whole = Command(cache, tmp_path / "whole", 2, **given).done()
 
-    def stopped(step: int, index: int, name: signal.Signals) -> list[int]:
+    def ends(step: int, index: int, name: signal.Signals) -> list[tuple[int, str, str]]:
         run = Command(cache, tmp_path / "run", 2, **given)
         run.after_step(step)
         run.all[index].send_signal(name)
-        return [status for status, _, _ in run.ends()]
+        return run.ends()
 
-    assert stopped(3, 0, signal.SIGKILL) == [-signal.SIGKILL, 1]
-    assert stopped(5, 1, signal.SIGTERM) == [STOPPED] * 2
+    (status, _, errors), (killed, _, _) = ends(3, 1, signal.SIGKILL)
+    assert (status, killed) == (1, -signal.SIGKILL)
+    assert f"process 1 on {socket.gethostname()} has ended" in errors, errors
+    assert "Start all processes again" in errors and "Traceback" not in errors
+    assert [status for status, _, _ in ends(5, 0, signal.SIGTERM)] == [STOPPED] * 2
     run = Command(cache, tmp_path / "run", 2, **given).done()
     for left, right in zip(final_parameters(whole), final_parameters(run), strict=True):
         np.testing.assert_array_equal(left, right)
