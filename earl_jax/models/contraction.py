@@ -26,11 +26,27 @@ def mark_product(product: jax.Array) -> jax.Array:
 
 
 def recomputed(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
-    """Returns a layer whose backward pass computes again what the policy `remat` does not keep."""
+    """Returns a layer whose backward pass computes again what the policy `remat` does not keep.
+
+    The layer's first argument is its input.
+    """
+    policies = jax.checkpoint_policies
     if remat == "none":
         return layer
-    names = ("product",) * (remat == "dots")
-    return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names))
+    if remat != "offload":
+        names = ("product",) * (remat == "dots")
+        return jax.checkpoint(layer, policy=policies.save_only_these_names(*names))
+
+    def named(x: Any, *others: Any) -> Any:
+        return layer(checkpoint_name(x, "input"), *others)
+
+    offload = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["input"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    return jax.checkpoint(named, policy=offload)
 
 
 def contract_flat(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -175,16 +175,22 @@ def make_problem(
     """Returns the selector's problem for a run of this config on such devices.
 
     A run passes its own devices and processes, the planner those planned for. The optimizer's
-    moments may wait in host memory only where JAX `has_host_memory` beside the devices'.
+    moments, and layers' inputs, may wait in host memory only where JAX `has_host_memory` beside the
+    devices'.
 
-    Raises ValueError for adapters that this model cannot have, and where the split of the devices
-    is to be chosen and there is none.
+    Raises ValueError for adapters that this model cannot have, where the split of the devices is to
+    be chosen and there is none, and for config.train.remat "offload" without such memory.
     """
     rollout, selector, given = config.rollout, config.selector, config.devices.num_rollout
     apart, is_cpu = config.devices.are_apart, hardware.platform == "cpu"
     stays = config.asynchrony.is_on and not apart
     offloads = selector.offload == "on" or (selector.offload == "auto" and not is_cpu)
     networks = config.networks
+    if config.train.remat == "offload" and not has_host_memory:
+        raise InputError(
+            'config.train.remat is "offload", and these devices have no pinned host memory beside '
+            'their own; set it to "full"'
+        )
 
     def weights_obstacle(mesh: MeshShape) -> str | None:
         axes = (mesh.tensor, mesh.fsdp, mesh.expert, mesh.context)
@@ -223,6 +229,7 @@ def make_problem(
         num_processes=num_processes,
         span_obstacle=_span_obstacle(config),
         can_offload=offloads and has_host_memory and not apart and not stays,
+        can_offload_inputs=has_host_memory and (config.train.remat == "offload" or not is_cpu),
         rollout_stays=stays,
         preempted_bytes=int(rollout.preemption_host_gib * 2**30),
     )

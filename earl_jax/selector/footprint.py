@@ -122,7 +122,7 @@ class Workload:
     @property
     def repeats_products(self) -> bool:
         """True if projections are computed again in the backward pass."""
-        return self.remat == "full"
+        return self.remat in ("full", "offload")
 
     @property
     def repeats_loops(self) -> bool:
@@ -268,9 +268,7 @@ def train_footprint(
     rows = work.num_rows // work.micro_batches // (mesh.data * mesh.fsdp * mesh.expert)
     tokens = rows * length // mesh.context
     block = tokens * _block_bytes(sizes, mesh)
-    kept = tokens * sizes.num_layers * sizes.compute_bytes
-    kept *= kept_width(sizes, mesh, length, work.remat)
-    kept *= 2 if sizes.critic else 1
+    kept = 0 if work.remat == "offload" else kept_bytes(sizes, work, mesh, length)
     summed = numbers * 4 if max(work.micro_batches, work.parts + work.has_stream) > 1 else 0
     apart = numbers * sizes.compute_bytes
     # TPUs gather the embedding, for a loop over micro-batches also in the other order of axes.
@@ -285,7 +283,7 @@ def train_footprint(
         copies += _transposed_bytes(sizes, mesh)
     if platform == "tpu":
         # Found by comparison with compiled programs: benchmarks/plan.md.
-        once_more = {"none": 0.0, "dots": 0.5, "full": 1.0}[work.remat] if summed else 0.0
+        once_more = {"dots": 0.5, "full": 1.0}.get(work.remat, 0.0) if summed else 0.0
         together = kept + int(once_more * kept) + head + block
         phases = [(summed + apart, together), (numbers * 4, 0)]
     if sizes.reference:
@@ -319,6 +317,17 @@ def _inside_width(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> int:
     return pairs * (6 * sizes.width + inside)
 
 
+def kept_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape, length: int) -> int:
+    """Returns the bytes that the layers keep of a micro-batch for its backward pass.
+
+    They are on the device, or with remat "offload" in its host's memory.
+    """
+    rows = work.num_rows // work.micro_batches // (mesh.data * mesh.fsdp * mesh.expert)
+    tokens = rows * length // mesh.context * (2 if sizes.critic else 1)
+    width = kept_width(sizes, mesh, length, work.remat)
+    return tokens * sizes.num_layers * sizes.compute_bytes * width
+
+
 def kept_width(sizes: ModelSizes, mesh: MeshShape, length: int, remat: Remat) -> int:
     """Returns the numbers that a layer keeps of a token for the backward pass.
 
@@ -329,7 +338,7 @@ def kept_width(sizes: ModelSizes, mesh: MeshShape, length: int, remat: Remat) ->
     names = {parameter.name for parameter in sizes.engine}
     heads = sizes.num_heads * sizes.head_size // mesh.tensor
     kv_heads = sizes.num_kv_heads * sizes.head_size // mesh.tensor
-    if remat == "full":
+    if remat in ("full", "offload"):
         return sizes.width
     if remat == "dots":
         # The layer's input, and the products that its gradient needs.

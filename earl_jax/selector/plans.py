@@ -14,6 +14,7 @@ REMAT_WORDS: dict[Remat, str] = {
     "none": "",
     "dots": "remat but for projections",
     "full": "remat",
+    "offload": "remat, its inputs in host memory",
 }
 
 
@@ -100,7 +101,7 @@ class Failure:
 
     `size` of a rollout is (tokens an episode, tokens that a row shard's pages hold, slots, 1 with
     the optimizer's moments on the devices); of training (tokens a row, rows at a time, 0 with
-    remat, 1 of all but projections, 2 without).
+    remat, 1 of all but projections, 2 without, -1 with its inputs in host memory).
     """
 
     stage: str
@@ -121,7 +122,7 @@ class Failure:
                 f"row shard and episodes of {tokens} tokens"
                 f"{'' if kept else ', the moments in host memory'}"
             )
-        words = REMAT_WORDS[REMATS[-1 - kept]]
+        words = REMAT_WORDS[REMATS[2 - kept]]
         return (
             f"ran out of memory with rows of {tokens} tokens, {number} at a time"
             f"{f', with {words}' if words else ''}"

@@ -17,6 +17,7 @@ from earl_jax.selector.footprint import (
     ModelSizes,
     Workload,
     engine_bytes,
+    kept_bytes,
     page_bytes,
     rollout_footprint,
     train_footprint,
@@ -60,6 +61,7 @@ class Problem:
         span_obstacle: why a rollout mesh cannot span the processes, in words; "" where it can.
         reach: rollout meshes "inside" the processes count, those "across" them, or "any".
         can_offload: the optimizer's moments may be in host memory during a rollout.
+        can_offload_inputs: layers' inputs may be during an update.
         preempted_bytes: host memory that preempted episodes may take beside the moments.
         rollout_stays: a rollout stays on the devices during an update, because it goes on then.
         every: of a problem with one of several splits, that with all of them.
@@ -81,6 +83,7 @@ class Problem:
     span_obstacle: str = ""
     reach: Literal["any", "inside", "across"] = "any"
     can_offload: bool = False
+    can_offload_inputs: bool = False
     preempted_bytes: int = 0
     rollout_stays: bool = False
     every: "Problem | None" = None
@@ -198,16 +201,26 @@ class Problem:
     def train_plans(self, length: int) -> list[TrainPlan]:
         """Returns the plans for rows of so many tokens, mesh by mesh, on each the config's first.
 
-        The others have more micro-batches, twice as many each time, and remat of more.
+        The others have more micro-batches, twice as many each time, and remat of more. Those with
+        layers' inputs in host memory are last, if the hosts hold them.
         """
-        work, plans = self.work, []
+        work, plans = self.work, list[TrainPlan]()
         remats = REMATS[REMATS.index(work.remat) :]
         for mesh in self.meshes("train", length):
-            number = work.micro_batches
+            here, number = list[TrainPlan](), work.micro_batches
             while work.num_rows % number == 0 and self.train_obstacle(mesh, number) is None:
-                plans += [TrainPlan(mesh, number, remat) for remat in remats]
+                here += [TrainPlan(mesh, number, remat) for remat in remats]
                 number *= 2
+            here.sort(key=lambda plan: plan.remat == "offload")
+            plans += [p for p in here if p.remat != "offload" or self._hosts_hold(p, length)]
         return plans
+
+    def _hosts_hold(self, plan: TrainPlan, length: int) -> bool:
+        """Returns True if layers' inputs may be in host memory, and each host's holds them."""
+        work = dataclasses.replace(self.work, micro_batches=plan.micro_batches, remat=plan.remat)
+        devices = min(self.hardware.devices_a_host, self.hardware.num_devices)
+        kept = devices * kept_bytes(self.sizes, work, plan.mesh, length)
+        return self.can_offload_inputs and kept <= self.hardware.host_memory_bytes
 
     def slot_numbers(self, mesh: MeshShape) -> list[int]:
         """Returns the numbers of slots for a rollout on this mesh: the config's, then halves."""
@@ -221,7 +234,7 @@ class Problem:
         if isinstance(plan, RolloutPlan):
             cached = plan.pages * self.work.page_size
             return (tokens, cached, plan.num_slots, int(not plan.offload))
-        return (tokens, self.work.num_rows // plan.micro_batches, REMATS[::-1].index(plan.remat))
+        return (tokens, self.work.num_rows // plan.micro_batches, 2 - REMATS.index(plan.remat))
 
     # Bytes per device.
 

@@ -232,6 +232,12 @@ def train_parts(
     if hardware.shared_cores:
         # Nothing runs beside them: the same cores move the bytes.
         beside = gathered + ring
+    if work.remat == "offload":
+        # Beside the layer on the way to the host; on the way back the layer waits for its input.
+        inputs = networks * tokens * sizes.num_layers * sizes.width * sizes.compute_bytes
+        copy_s = inputs / hardware.host_bytes_per_s
+        beside += max(0.0, copy_s - (products_s + attention_s) / passes)
+        crossing += copy_s
     ops = parts * (1 + BACKWARD_PASSES + repeated) * OPS_A_LAYER * sizes.num_layers
     return TrainParts(
         products_s=products_s,

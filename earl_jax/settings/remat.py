@@ -3,20 +3,21 @@
 """Policies of rematerialisation: the part of a layer that its backward pass computes again.
 
 "none": nothing. "dots": everything but the products of projections, whose results are kept. "full":
-everything; only a layer's input is kept.
+everything; only a layer's input is kept. "offload": everything; a layer's input is kept in the
+host's memory.
 """
 
 from typing import Literal, get_args
 
 from earl_jax.settings.errors import InputError
 
-Remat = Literal["none", "dots", "full"]
-# The one that keeps most first.
+Remat = Literal["none", "dots", "full", "offload"]
+# The one that keeps most on the devices first.
 REMATS: tuple[Remat, ...] = get_args(Remat)
 
 
 def read_remat(stored: object) -> Remat:
-    """Returns the policy in a stored plan, which was True or False before there were three.
+    """Returns the policy in a stored plan, which was True or False before there were several.
 
     Raises ValueError for anything else.
     """
