@@ -74,6 +74,7 @@ class Point(NamedTuple):
     def remat(self) -> Remat:
         """The policy of an update: "full", unless the program says otherwise."""
         words = {"no remat": "none", "remat but for projections": "dots"}
+        words |= {"inputs in host memory": "offload"}
         return next((name for text, name in words.items() if text in self.program), "full")
 
     @property

@@ -26,6 +26,7 @@ from earl_jax.selector.footprint import (
     Workload,
     cache_token_bytes,
     device_bytes,
+    kept_bytes,
     kept_width,
     page_bytes,
     parts_of,
@@ -262,6 +263,17 @@ def test_remat_and_micro_batches_save_activations():
         > activations()
         > activations(micro_batches=4)
     )
+
+
+def test_inputs_in_host_memory_are_those_that_full_remat_keeps_on_the_device():
+    full, offload = (dataclasses.replace(WORK, remat=remat) for remat in ("full", "offload"))
+    kept = kept_bytes(SIZES, full, D1, 64)
+    # A micro-batch's tokens, a number of the stream's width in each layer.
+    tokens = WORK.num_rows // WORK.micro_batches * 64
+    assert kept == tokens * SIZES.num_layers * SIZES.width * SIZES.compute_bytes
+    assert kept_bytes(SIZES, offload, D1, 64) == kept
+    on_device = [train_footprint(SIZES, work, D1, 64, "gpu") for work in (full, offload)]
+    assert on_device[0].total - on_device[1].total == kept
 
 
 def test_a_stream_takes_the_sum_of_gradients_and_a_teacher_its_own_pass():

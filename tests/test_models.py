@@ -5,6 +5,7 @@
 import dataclasses
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ from earl_jax.models.parameters import (
 )
 from earl_jax.models.rotary import rope_frequencies, rotate
 from earl_jax.settings.remat import REMATS, Remat
-from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from tests.support.caches import rows_of
 from tests.support.meshes import train_candidates
 
@@ -251,11 +252,34 @@ def test_remat_but_for_projections_computes_no_projection_again():
 
         return jax.jit(jax.grad(loss)).lower(params, rows, rows).cost_analysis()["flops"]
 
-    none, dots, full = map(flops, REMATS)
+    none, dots, full, offload = map(flops, REMATS)
     projections = 2 * 4 * 32 * 64 * (2 * 64 + 2 * 32 + 2 * 256)
     attention = 2 * 4 * 32 * 2 * 32 * 64
     assert full - dots == pytest.approx(projections, rel=0.02)
+    assert offload == full
     assert attention < dots - none < 1.5 * attention
+
+
+@pytest.mark.parametrize("mesh", ["data=1", "data=8", "data=2,fsdp=2,tensor=2", "fsdp=4,context=2"])
+def test_layers_inputs_go_to_host_memory_and_no_bit_of_a_gradient_changes(mesh):
+    """One array goes there and comes back, in the loop over layers; nothing else does."""
+    shape = MeshShape.parse(mesh)
+    layout = make_layout(shape, jax.devices()[: shape.num_devices], row_axes=TRAINING_ROWS)
+    params = init_parameters(parameter_specs(MODEL, VOCAB), jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (8, 16), 0, VOCAB)
+
+    def gradients(remat: Remat):
+        def loss(params):
+            hidden = forward_rows(MODEL, layout, params, tokens, tokens * 0 + 1, remat=remat)
+            return jnp.sum(hidden * hidden)
+
+        lowered = jax.jit(jax.grad(loss)).lower(params)
+        ways = re.findall(r'_xla_buffer_placement = "(\w+)"', lowered.as_text())
+        return lowered.compile()(params), ways
+
+    (full, none), (offload, ways) = gradients("full"), gradients("offload")
+    assert none == [] and ways == ["pinned_host", "device"]
+    jax.tree.map(np.testing.assert_array_equal, full, offload)
 
 
 @pytest.mark.parametrize("window", [None, 3, 1])

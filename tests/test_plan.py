@@ -31,6 +31,7 @@ from earl_jax.selector.plans import Failure, Plans, RolloutPlan, TrainPlan
 from earl_jax.selector.schedule import make_schedule, smallest_hardware
 from earl_jax.selector.splits import SplitChooser
 from earl_jax.selector.table import ThroughputTable
+from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.plan_text import bytes_text
 from tests.support import ROOT
@@ -128,6 +129,63 @@ def test_bytes_rise_with_the_context_and_a_mesh_that_does_not_fit_is_left():
         assert more.decision.seconds <= less.decision.seconds * (1 + TIE)
 
 
+def test_layers_inputs_are_in_host_memory_where_nothing_else_fits_and_the_hosts_hold_them():
+    """Of one row of 128K tokens, of 32 layers of 4,096 numbers in bf16: 32 GiB a device."""
+    problem = problem_on(
+        "h100:1x8",
+        *("model.preset=llama3.1-8b", BF16, "selector.train_meshes=('data=1,fsdp=8',)"),
+        "rollout.episodes_per_step=8",
+        budget=60 * 2**30,
+        vocab_size=128_256,
+    )
+    plans = problem.train_plans(131_072)
+    assert plans[-1] == TrainPlan(MeshShape(fsdp=8), 1, "offload")
+    short, long = (
+        stop.decision.train.plan for stop in make_schedule(problem, EMPTY, [4096, 2**17])
+    )
+    assert short.remat != "offload" and long.remat == "offload"
+    full, offload = (
+        problem.update_footprint(long._replace(remat=remat), 2**17).total
+        for remat in ("full", "offload")
+    )
+    assert full - offload == 2**17 * 32 * 4096 * 2 and offload < 60 * 2**30 < full
+    small = dataclasses.replace(problem.hardware, host_memory_bytes=8 * (full - offload) - 1)
+    for other in (
+        dataclasses.replace(problem, hardware=small),
+        dataclasses.replace(problem, can_offload_inputs=False),
+    ):
+        assert {plan.remat for plan in other.train_plans(2**17)} == {"none", "dots", "full"}
+
+
+def test_of_equal_steps_inputs_stay_on_the_devices():
+    meshes = "selector.train_meshes=('data=8','data=1,fsdp=8')"
+    problem = problem_on("h100:1x8", meshes, "train.remat=full")
+
+    def chosen(gain):
+        """By a table in which only the offload of inputs on the second mesh is faster."""
+        table = EMPTY
+        for plan in problem.train_plans(64):
+            key = train_key(plan.mesh, 64, plan.micro_batches, plan.remat)
+            is_best = (plan.mesh.fsdp, plan.remat) == (8, "offload")
+            for _ in range(3):
+                table = table.with_speed(key, 100.0 * (gain if is_best else 1.0))
+        return trains(make_schedule(problem, table, [64]))[0].remat
+
+    assert chosen(1.0 + TIE / 2) == "full" and chosen(1.0 + 3 * TIE) == "offload"
+
+
+def test_a_config_may_not_ask_for_memory_that_there_is_not():
+    config = make_config({}, ["train.remat=offload"])
+    facts = {"hardware": parse_topology("cpu:8"), "budget_bytes": None}
+    with pytest.raises(InputError, match='config.train.remat is "offload", and these devices have'):
+        make_problem(config, config.model, 64, has_host_memory=False, **facts)
+    problem = make_problem(config, config.model, 64, **facts)
+    assert {plan.remat for plan in problem.train_plans(64)} == {"offload"}
+    plain = make_config({}, ["train.remat=full"])
+    offered = make_problem(plain, plain.model, 64, **facts).train_plans(64)
+    assert {plan.remat for plan in offered} == {"full"}
+
+
 def test_contexts_are_those_asked_for_and_no_bucket():
     (stop,) = make_schedule(problem_on(), EMPTY, [1000])
     assert (stop.context, stop.decision.train.tokens) == (1000, 1000)
@@ -148,12 +206,16 @@ def test_plans_carry_over_as_in_a_run_that_has_settled():
 
 
 def test_rows_too_long_for_a_device_are_cut_over_context():
+    """With layers' inputs on the devices; with those in host memory cut heads do."""
     problem = problem_on(
         "h100:1x8",
         *("model.preset=llama3.1-8b", BF16, "train.remat=full", "train.micro_batches=8"),
         budget=60 * 2**30,
         vocab_size=128_256,
     )
+    offered = trains(make_schedule(problem, EMPTY, [262_144]))[0]
+    assert (offered.mesh.context, offered.remat) == (1, "offload")
+    problem = dataclasses.replace(problem, can_offload_inputs=False)
     found = trains(make_schedule(problem, EMPTY, [4096, 262_144]))
     assert [plan.mesh.context for plan in found] == [1, 4]
     # A mesh that the user names is taken for rows of any length.

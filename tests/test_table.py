@@ -129,6 +129,8 @@ def test_failure_says_what_ran_out_of_memory():
     with_dots = Failure(stage="train", mesh="data=8", size=(48, 8, 1))
     assert str(with_dots).endswith(", 8 at a time, with remat but for projections")
     assert str(Failure(stage="train", mesh="data=8", size=(48, 8, 2))).endswith("8 at a time")
+    offloaded = Failure(stage="train", mesh="data=8", size=(48, 8, -1))
+    assert str(offloaded).endswith(", 8 at a time, with remat, its inputs in host memory")
 
 
 # Keys.

@@ -313,7 +313,9 @@ def test_micro_batches_are_not_averaged_one_by_one():
 
 
 @pytest.mark.parametrize(
-    ("remat", "shape"), [("full", ONE_DEVICE), ("dots", ONE_DEVICE), ("dots", ALL_AXES)], ids=str
+    ("remat", "shape"),
+    [("full", ONE_DEVICE), ("dots", ONE_DEVICE), ("dots", ALL_AXES), ("offload", ALL_AXES)],
+    ids=str,
 )
 def test_remat_changes_nothing(reference, remat, shape):
     grads, numbers = reference

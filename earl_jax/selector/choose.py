@@ -215,11 +215,12 @@ class Chooser:
         least_s = min(pair.cost_s for pair in pairs)
         ties = [pair for pair in pairs if pair.cost_s <= (1.0 + TIE) * least_s]
 
-        def rank(pair: _Pair) -> tuple[bool, float]:
+        def rank(pair: _Pair) -> tuple[int, float]:
             rollout, train = pair.rollout, pair.train
             playing = pair.resident + (rollout.num_bytes if rollout else 0)
             fullest = max(playing, train.num_bytes if train else 0)
             offloads = rollout is not None and rollout.plan.offload
+            offloads += train is not None and train.plan.remat == "offload"
             return offloads, max(fullest, AMPLE * self.problem.budget)
 
         return min(ties, key=rank)
