@@ -21,6 +21,7 @@ from earl_jax.engine.config import EngineConfig, SlotRules
 from earl_jax.engine.engine import Engine
 from earl_jax.models.attention import paged_tpu
 from earl_jax.models.attention.kernels import choose_kernel
+from earl_jax.models.config import ModelConfig
 from earl_jax.models.kv_cache import LayerCache, cache_bytes
 from earl_jax.models.presets import PRESETS
 from earl_jax.sharding.layout import TRAINING_ROWS, Layout, MeshShape, make_layout
@@ -236,9 +237,7 @@ def test_publishing_sends_what_engines_lack_in_their_type_and_hardly_more(family
     assert 0.999 < times_the_plan(FAMILIES[family], VOCAB, source, target) < most
 
 
-def assert_an_update_compiles(family: str, layout: Layout, kernel: str) -> None:
-    """For these devices, on TPUs with this kernel; each holds its part of the state, once."""
-    model, config = FAMILIES[family], TrainConfig(remat="full")
+def lowered_update(model: ModelConfig, config: TrainConfig, layout: Layout, rows: int, length: int):
     step = make_train_step(
         Update(
             model,
@@ -249,20 +248,43 @@ def assert_an_update_compiles(family: str, layout: Layout, kernel: str) -> None:
             algorithm=ALGORITHMS["reinforce"],
         )
     )
-    shapes = state_shapes(model, config, VOCAB)
-    shardings = state_shardings(model, config, VOCAB, layout)
     state = jax.tree.map(
         lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
-        shapes,
-        shardings,
+        state_shapes(model, config, VOCAB),
+        state_shardings(model, config, VOCAB, layout),
     )
     # Kernels ask it which chip they are for.
+    with jax.default_device(layout.mesh.devices.flat[0]):  # pyright: ignore
+        controls = jax.ShapeDtypeStruct((2,), jnp.float32)
+        return step.lower(state, batch_shapes(rows, length, layout), controls)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BOTH)
+def test_layers_inputs_leave_the_device_for_its_host(name):
+    """Those of 32 layers, of a row of 4,096 tokens: 64 MiB; no copy of them remains."""
+    model = dataclasses.replace(FAMILIES["qwen3-8b"], num_layers=32)
+    layout = make_layout(MeshShape(fsdp=8), make_topology(name).devices(), row_axes=TRAINING_ROWS)
+    full, offload = (
+        lowered_update(model, TrainConfig(remat=remat), layout, 8, 4096).compile().memory_analysis()
+        for remat in ("full", "offload")
+    )
+    kept = 32 * 4096 * model.width * 2
+    assert full.host_temp_size_in_bytes == 0
+    assert offload.host_temp_size_in_bytes == pytest.approx(kept, rel=0.05)
+    assert full.temp_size_in_bytes - offload.temp_size_in_bytes > 0.9 * kept
+
+
+def assert_an_update_compiles(family: str, layout: Layout, kernel: str) -> None:
+    """For these devices, on TPUs with this kernel; each holds its part of the state, once."""
+    model, config = FAMILIES[family], TrainConfig(remat="full")
     with jax.default_device(layout.mesh.devices.flat[0]):  # pyright: ignore
         assert (
             layout.platform != "tpu" or choose_kernel("auto", layout, model, 1000).kernel == kernel
         )
-        controls = jax.ShapeDtypeStruct((2,), jnp.float32)
-        lowered = step.lower(state, batch_shapes(4, 1000, layout), controls)
+    shapes = state_shapes(model, config, VOCAB)
+    shardings = state_shardings(model, config, VOCAB, layout)
+    lowered = lowered_update(model, config, layout, 4, 1000)
     analysis = lowered.compile().memory_analysis()
     parts = jax.tree.map(
         lambda shape, where: 4 * math.prod(where.shard_shape(shape.shape)), shapes, shardings
