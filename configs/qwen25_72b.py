@@ -17,7 +17,7 @@ uv run python -m earl_jax.plan --config=configs/qwen25_72b.py \
     4,096  data=1,fsdp=64,tensor=2              4  data=16,tensor=8    144 s
     8,192  data=1,fsdp=64,tensor=2              8  data=16,tensor=8    319 s
    16,384  data=1,fsdp=64,tensor=2             16  data=16,tensor=8    768 s
-   32,768  data=1,fsdp=32,tensor=4             32  data=16,tensor=8  2,088 s
+   32,768  data=1,fsdp=64,tensor=2              4  data=16,tensor=8  2,067 s
 
 uv run python -m earl_jax.plan --config=configs/qwen25_72b.py \
   --topology=v5p:4x4x8 --config.model.path= --config.model.preset=qwen2.5-72b
@@ -27,7 +27,7 @@ uv run python -m earl_jax.plan --config=configs/qwen25_72b.py \
     4,096  data=1,fsdp=128                                1  data=32,tensor=4    226 s
     8,192  data=1,fsdp=64,tensor=2                        8  data=32,tensor=4    496 s
    16,384  data=1,fsdp=64,tensor=2                       16  data=32,tensor=4  1,157 s
-   32,768  data=1,fsdp=32,context=2,tensor=2             32  data=32,tensor=4  3,304 s
+   32,768  data=1,fsdp=64,tensor=2                        8  data=32,tensor=4  3,032 s
 """
 
 from ml_collections import ConfigDict

@@ -44,6 +44,10 @@ def start_jax(
     # One device has no collectives, and computes faster with a thread a core.
     if num_cpu_devices > 1:
         os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_CPU_DEVICE * num_cpu_devices))
+    # All GPUs of a process share a pool of pinned memory, by default of at most 64 GB; offload may
+    # need what the host has. The pool grows as it is needed.
+    host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_bytes >> 30))
     import jax
 
     from earl_jax.launch.distributed import start_processes

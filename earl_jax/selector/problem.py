@@ -216,11 +216,16 @@ class Problem:
         return plans
 
     def _hosts_hold(self, plan: TrainPlan, length: int) -> bool:
-        """Returns True if layers' inputs may be in host memory, and each host's holds them."""
+        """Returns True if layers' inputs may be in host memory, and each host's holds them.
+
+        Beside them are preempted episodes, and a backup of the state while the program is new.
+        """
         work = dataclasses.replace(self.work, micro_batches=plan.micro_batches, remat=plan.remat)
         devices = min(self.hardware.devices_a_host, self.hardware.num_devices)
-        kept = devices * kept_bytes(self.sizes, work, plan.mesh, length)
-        return self.can_offload_inputs and kept <= self.hardware.host_memory_bytes
+        state = sum(trainer_bytes(self.sizes, plan.mesh))
+        held = devices * (state + kept_bytes(self.sizes, work, plan.mesh, length))
+        held += self.preempted_bytes
+        return self.can_offload_inputs and held <= self.hardware.host_memory_bytes
 
     def slot_numbers(self, mesh: MeshShape) -> list[int]:
         """Returns the numbers of slots for a rollout on this mesh: the config's, then halves."""
