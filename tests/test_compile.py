@@ -237,6 +237,10 @@ def test_publishing_sends_what_engines_lack_in_their_type_and_hardly_more(family
     assert 0.999 < times_the_plan(FAMILIES[family], VOCAB, source, target) < most
 
 
+# By how much of the inputs a program of this platform is smaller.
+TPU_AND_GPU = [("v5e:2x4", 0.7), ("h100:1x8", 0.9)]
+
+
 def lowered_update(model: ModelConfig, config: TrainConfig, layout: Layout, rows: int, length: int):
     step = make_train_step(
         Update(
@@ -260,9 +264,11 @@ def lowered_update(model: ModelConfig, config: TrainConfig, layout: Layout, rows
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BOTH)
-def test_layers_inputs_leave_the_device_for_its_host(name):
-    """Those of 32 layers, of a row of 4,096 tokens: 64 MiB; no copy of them remains."""
+@pytest.mark.parametrize(
+    ("name", "least"), [pytest.param(*c, marks=need_compiler(c[0])) for c in TPU_AND_GPU]
+)
+def test_layers_inputs_leave_the_device_for_its_host(name, least):
+    """Those of 32 layers, of a row of 4,096 tokens: 64 MiB, of which a TPU gains 49."""
     model = dataclasses.replace(FAMILIES["qwen3-8b"], num_layers=32)
     layout = make_layout(MeshShape(fsdp=8), make_topology(name).devices(), row_axes=TRAINING_ROWS)
     full, offload = (
@@ -272,7 +278,7 @@ def test_layers_inputs_leave_the_device_for_its_host(name):
     kept = 32 * 4096 * model.width * 2
     assert full.host_temp_size_in_bytes == 0
     assert offload.host_temp_size_in_bytes == pytest.approx(kept, rel=0.05)
-    assert full.temp_size_in_bytes - offload.temp_size_in_bytes > 0.9 * kept
+    assert full.temp_size_in_bytes - offload.temp_size_in_bytes > least * kept
 
 
 def assert_an_update_compiles(family: str, layout: Layout, kernel: str) -> None:
