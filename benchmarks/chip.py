@@ -27,6 +27,7 @@ from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.engine.config import EngineConfig, Sampling, SlotRules, append_tokens_for
 from earl_jax.engine.engine import Engine
 from earl_jax.engine.round_inputs import RoundInputs, idle_inputs
+from earl_jax.launch.start import start_jax
 from earl_jax.models.attention import kernels, paged_triton
 from earl_jax.models.attention.rows import Positions, attention
 from earl_jax.models.config import ModelConfig
@@ -72,7 +73,7 @@ POINTS = (
             (16, 32768, ""),
             (1, 32768, ""),
             (128, 4096, "int8"),
-            (32, 512, ""),
+            (32, 752, ""),
             (32, 512, "one row of 8,192"),
             (8, 4096, "chunks of 512"),
         )
@@ -136,6 +137,11 @@ def model_of(name: str) -> ModelConfig:
     return dataclasses.replace(PRESETS[name], compute_dtype="bfloat16")
 
 
+def vocab_size(point: Point) -> int:
+    """Returns the entries of the model's embedding."""
+    return VOCAB_SIZES[point.model.split("-")[0]]
+
+
 def distance(found: Any, expected: Any) -> float:
     """Returns the norm of the difference over that of the reference, over all arrays of a tree."""
     pairs = list(zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True))
@@ -174,7 +180,13 @@ def paged(point: Point) -> dict[str, Any]:
     rows = sorted({0, 1 % point.rows, point.rows - 1})
     expected = [_attend_fp32(query, layer, table, row, int(lengths[row])) for row in rows]
     read = int(np.sum(lengths + queries)) * 2 * heads * size * layer.key.dtype.itemsize
-    times = seconds_of(lambda: [attend(*inputs) for _ in range(20)]) / 20
+    # Each call's queries depend on the one before, so that none is left out.
+    many = jax.jit(
+        lambda query, *others: jax.lax.fori_loop(
+            0, 20, lambda _, query: query + attend(query, *others), query
+        )
+    )
+    times = seconds_of(lambda: many(*inputs)) / 20
     return {
         "s": times,
         "of_copy": read / times / copy_bytes_per_s(),
@@ -252,47 +264,51 @@ def rows_attention(point: Point) -> dict[str, Any]:
     return found
 
 
-def engine_of(point: Point, chunk: int) -> tuple[Engine, Any, Any]:
-    """Returns an engine, random weights, and slots that are in a turn with full contexts."""
-    model, vocab_size = model_of(point.model), VOCAB_SIZES[point.model.split("-")[0]]
+def engine_of(point: Point) -> Engine:
+    """Returns the engine of a point, whose slots have all their pages."""
     is_int8 = "int8" in point.setting
     config = EngineConfig(
-        model=model,
-        vocab_size=vocab_size,
+        model=model_of(point.model),
+        vocab_size=vocab_size(point),
         num_slots=point.rows,
         num_rows=point.rows,
-        chunk_size=chunk,
+        chunk_size=512 if "chunks" in point.setting else 16,
         page_size=PAGE,
         rules=SlotRules(burst=BURST, end_of_turn_ids=()),
         seed=0,
         weight_dtype="int8" if is_int8 else "compute",
         kv_dtype="int8" if is_int8 else "compute",
     )
-    engine = Engine(config, make_layout(MeshShape(), row_axes=ROLLOUT_ROWS))
+    return Engine(config, make_layout(MeshShape(), row_axes=ROLLOUT_ROWS))
+
+
+def filled(engine: Engine, max_tokens: int) -> tuple[Any, Any]:
+    """Returns random weights, and a state with random pages."""
     params = jax.tree.map(_random, engine.parameter_shapes, engine.parameter_shardings)
-    state = engine.empty_state(point.length)
-    layers = jax.tree.map(
-        lambda leaf, where: _random(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), where),
-        engine.state_shapes(point.length).cache.layers,
-        engine.state_shardings.cache.layers,
-    )
+    state = engine.empty_state(max_tokens)
     jax.tree.map(lambda leaf: leaf.delete(), state.cache.layers)
-    return (
-        engine,
-        params,
-        dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=layers)),
-    )
+    shapes = engine.state_shapes(max_tokens).cache.layers
+    layers = jax.tree.map(_random, shapes, engine.state_shardings.cache.layers)
+    cache = dataclasses.replace(state.cache, layers=layers)
+    return params, dataclasses.replace(state, cache=cache)
 
 
 def _random(shape: Any, where: Any) -> jax.Array:
+    return _maker(shape.shape, shape.dtype, where)()
+
+
+@functools.cache
+def _maker(shape: tuple[int, ...], dtype: Any, where: Any) -> Callable[[], jax.Array]:
+    """Returns the program that makes a random array."""
+
     @functools.partial(jax.jit, out_shardings=where)
     def make() -> jax.Array:
-        key = jax.random.key(len(shape.shape))
-        if shape.dtype == jnp.int8:
-            return jax.random.randint(key, shape.shape, -127, 128, jnp.int8)
-        return jax.random.normal(key, shape.shape, shape.dtype) * 0.02
+        key = jax.random.key(len(shape))
+        if dtype == jnp.int8:
+            return jax.random.randint(key, shape, -127, 128, jnp.int8)
+        return jax.random.normal(key, shape, dtype) * 0.02
 
-    return make()
+    return make
 
 
 def play(engine: Engine, params: Any, state: Any, inputs: RoundInputs) -> tuple[Any, Times]:
@@ -308,7 +324,8 @@ def play(engine: Engine, params: Any, state: Any, inputs: RoundInputs) -> tuple[
 
 def decode_round(point: Point) -> dict[str, Any]:
     """Times rounds of BURST decode steps on slots whose contexts are nearly full."""
-    engine, params, state = engine_of(point, 16)
+    engine = engine_of(point)
+    params, state = filled(engine, point.length)
     slots = np.arange(point.rows, dtype=np.int32)
     begin = point.length - (2 + REPEATS) * BURST
     place = functools.partial(jax.device_put, device=engine.row_sharding)
@@ -330,20 +347,20 @@ def decode_round(point: Point) -> dict[str, Any]:
     planned = decode_s(
         parse_topology(TOPOLOGY), sizes, work, MeshShape(), point.rows, point.length
     ).total
-    peak = jax.local_devices()[0].memory_stats() or {}
     return {
         "s": step_s,
         "tokens_s": point.rows / step_s,
         "of_copy": size / step_s / copy_bytes_per_s(),
         "planned_s": planned,
-        "peak_gib": peak.get("peak_bytes_in_use", 0) / GIB,
+        "peak_gib": peak_bytes() / GIB,
     }
 
 
 def append_round(point: Point) -> dict[str, Any]:
     """Times rounds that append a chunk to each slot, and decode nothing."""
     chunk = int(point.setting.split()[-1])
-    engine, params, state = engine_of(point, 512)
+    engine = engine_of(point)
+    params, state = filled(engine, point.length)
     inputs = idle_inputs(point.rows, 512, 0, Sampling(), 0)
     inputs.chunk[:] = np.random.default_rng(0).integers(1, 1000, inputs.chunk.shape)
     inputs.count[:] = chunk
@@ -381,22 +398,25 @@ def workload(point: Point, remat: Remat) -> Workload:
     )
 
 
-def update(point: Point) -> dict[str, Any]:
-    """Times updates by the clipped loss: a row a micro-batch, AdamW, fp32 masters."""
-    model, vocab_size = model_of(point.model), VOCAB_SIZES[point.model.split("-")[0]]
-    remat: Any = point.setting.split(",")[0]
-    layout = make_layout(MeshShape(), row_axes=TRAINING_ROWS)
+def learner_of(point: Point) -> tuple[Learner, TrainPlan]:
+    """Returns the learner of a point by the clipped loss, and its plan: a row a micro-batch."""
     learner = Learner(
-        model,
+        model_of(point.model),
         TrainConfig(),
         ALGORITHMS["grpo"],
-        vocab_size=vocab_size,
+        vocab_size=vocab_size(point),
         temperature=1.0,
         importance_cap=0.0,
         layout=functools.partial(make_layout, row_axes=TRAINING_ROWS),
     )
-    plan = TrainPlan(MeshShape(), point.rows, remat)
-    state, batch = learner.first_state(plan.mesh), batch_of(point, vocab_size, layout)
+    remat: Any = point.setting.split(",")[0]
+    return learner, TrainPlan(MeshShape(), point.rows, remat)
+
+
+def update(point: Point) -> dict[str, Any]:
+    """Times updates with AdamW and fp32 masters."""
+    learner, plan = learner_of(point)
+    state, batch = learner.first_state(plan.mesh), batch_of(point, learner.layout(plan.mesh))
     controls, times, losses = np.array([1e-6, 0.0], np.float32), [], []
     for _ in range(2 + REPEATS):
         start_s = time.perf_counter()
@@ -405,37 +425,34 @@ def update(point: Point) -> dict[str, Any]:
         jax.block_until_ready(state)
         times.append(time.perf_counter() - start_s)
     seconds, tokens = statistics.median(times[2:]), point.rows * point.length
-    documents = int(batch.segment_ids.max())
-    flops = 6 * tokens * (parameters_of(point.model) + model.width * vocab_size)
-    flops += (
-        6
-        * tokens
-        * model.num_layers
-        * model.num_heads
-        * model.head_size
-        * (point.length // documents)
-    )
-    sizes, work = sizes_of(point.model), workload(point, remat)
+    model, attended = model_of(point.model), point.length // int(batch.segment_ids.max())
+    flops = 6 * tokens * (parameters_of(point.model) + model.width * learner.vocab_size)
+    flops += 6 * tokens * model.num_layers * model.num_heads * model.head_size * attended
+    sizes, work = sizes_of(point.model), workload(point, plan.remat)
     planned = train_parts(parse_topology(TOPOLOGY), sizes, work, plan.mesh, point.length).total
-    peak = jax.local_devices()[0].memory_stats() or {}
     footprint = train_footprint(sizes, work, plan.mesh, point.length, "gpu").total
     return {
         "s": seconds,
         "tokens_s": tokens / seconds,
         "of_products": flops / seconds / product_flops_per_s(),
         "planned_s": planned,
-        "peak_gib": peak.get("peak_bytes_in_use", 0) / GIB,
+        "peak_gib": peak_bytes() / GIB,
         "planned_gib": footprint / GIB,
         "losses": losses,
     }
 
 
-def batch_of(point: Point, vocab_size: int, layout: Any) -> TrajectoryBatch:
+def peak_bytes() -> int:
+    """Returns the most bytes of the device that this process has had in use, 0 on CPUs."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+
+
+def batch_of(point: Point, layout: Any) -> TrajectoryBatch:
     """Returns random rows, of which each document is an episode with a prompt of one token."""
     rng, segments = np.random.default_rng(0), segments_of(point)
     first = np.diff(segments, axis=1, prepend=0) > 0
     batch = TrajectoryBatch(
-        tokens=rng.integers(1, min(vocab_size, 32000), segments.shape).astype(np.int32),
+        tokens=rng.integers(1, 100, segments.shape).astype(np.int32),
         segment_ids=segments,  # pyright: ignore[reportArgumentType]
         turn_ids=np.where(first, 0, 1).astype(np.int32),  # pyright: ignore[reportArgumentType]
         logprobs=np.full(segments.shape, -11.8, np.float32),
@@ -447,6 +464,7 @@ def batch_of(point: Point, vocab_size: int, layout: Any) -> TrajectoryBatch:
 
 def measure(point: Point) -> dict[str, Any]:
     """Measures a point in this process."""
+    start_jax("auto", 1)
     functions: dict[str, Callable[[Point], dict[str, Any]]] = {
         "paged attention": paged,
         "attention of rows": rows_attention,
