@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from earl_jax.models.activations import ACTIVATIONS
+from earl_jax.models.activations import again, gated
 from earl_jax.models.attention.attention_shards import on_own_heads
 from earl_jax.models.attention.folding import fold
 from earl_jax.models.attention.kernels import (
@@ -64,18 +64,13 @@ class Parts(NamedTuple):
 WITHOUT_END = 2**30
 
 
-# Loops over elements are computed again in the backward pass, from what is kept anyhow: cheaper than
-# to keep their intermediate results. In a scan over layers nothing need prevent that they are shared.
-_again = functools.partial(jax.checkpoint, prevent_cse=False)
-
-
 def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
     """Root mean square normalisation (arXiv 1910.07467) in fp32, in the type of the input.
 
     Over the last axis, whatever axes are before it.
     """
 
-    @_again
+    @again
     def normalised(x_BTD: jax.Array, scale_D: jax.Array) -> jax.Array:
         x32 = x_BTD.astype(jnp.float32)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
@@ -178,14 +173,9 @@ def _feed_forward_half(
     else:
         gate_BTF = parts.project("BTD,DF->BTF", normed_BTD, layer["gate"])
         up_BTF = parts.project("BTD,DF->BTF", normed_BTD, layer["up"])
-        hidden_BTF = _gated(config.activation, gate_BTF, up_BTF)
+        hidden_BTF = gated(config.activation, gate_BTF, up_BTF)
         added_BTD = parts.project("BTF,FD->BTD", hidden_BTF, layer["down"])
     return _norm(config, added_BTD, layer["post_ffn_norm"]) if config.post_norms else added_BTD
-
-
-@functools.partial(_again, static_argnums=0)
-def _gated(activation: str, gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
-    return ACTIVATIONS[activation](gate_BTF) * up_BTF
 
 
 def _embed(config: ModelConfig, embed_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:

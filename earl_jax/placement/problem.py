@@ -104,7 +104,6 @@ def model_sizes(
             state.critic, critic_specs(model, vocab_size) if networks.critic else None
         ),
         average=_parameters(state.ema, trained if train.ema_decay else None),
-        activation=model.activation,
         teacher=networks.teacher and model_sizes(*networks.teacher, engine_dtype=engine_dtype),
     )
 

@@ -25,8 +25,6 @@ TOKENS_AT_A_TIME = 1024
 LOGIT_COPIES = 3
 # Rows of so many tokens are attended to in one piece (models/attention/rows.py).
 BLOCK_TOKENS = 128
-# Arrays of its width that a gated network keeps for its gradient, by activation.
-GATE_ARRAYS = {"silu": 6, "gelu_tanh": 8}
 
 
 class Parameter(NamedTuple):
@@ -71,7 +69,6 @@ class ModelSizes:
     reference: tuple[Parameter, ...] = ()
     critic: tuple[Parameter, ...] = ()
     average: tuple[Parameter, ...] = ()
-    activation: str = "silu"
     teacher: "ModelSizes | None" = None
 
     @property
@@ -331,8 +328,8 @@ def kept_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape, length: int) 
 def kept_width(sizes: ModelSizes, mesh: MeshShape, length: int, remat: Remat) -> int:
     """Returns the numbers that a layer keeps of a token for the backward pass.
 
-    They are JAX's residuals, in units of the compute type. Without remat: of a norm its input and
-    the normalised input in fp32, and its result where a matrix reads it.
+    They are JAX's residuals, in units of the compute type. Without remat: of a norm its input, and
+    its result where a matrix reads it; of a gated network both inputs of its gate, and the result.
     """
     fp32 = 4 // sizes.compute_bytes
     names = {parameter.name for parameter in sizes.engine}
@@ -348,18 +345,18 @@ def kept_width(sizes: ModelSizes, mesh: MeshShape, length: int, remat: Remat) ->
             inside = sizes.experts_per_token * mesh.expert * (inside + sizes.width)
         return width + inside
     # Queries, keys, values, and attention's result.
-    width = 2 * (2 * fp32 + 1) * sizes.width + 2 * heads + 2 * kv_heads
+    width = 2 * (1 + 1) * sizes.width + 2 * heads + 2 * kv_heads
     # Attention's weights in fp32 and in the compute type; or a kernel's result.
     weights = (fp32 + 1) * sizes.num_heads // mesh.tensor * length
     width += weights if length <= BLOCK_TOKENS else heads
     if "post_ffn_norm" in names:
-        width += 2 * 2 * fp32 * sizes.width
+        width += 2 * sizes.width
     if "query_norm" in names:
-        width += 2 * fp32 * (heads + kv_heads)
+        width += heads + kv_heads
     if len(set(sizes.windows)) > 1:
         # Sines and cosines of each layer, for queries and for keys.
         width += 2 * fp32 * sizes.head_size
-    inside = GATE_ARRAYS[sizes.activation] * sizes.ffn_size // mesh.tensor
+    inside = 3 * sizes.ffn_size // mesh.tensor
     if not sizes.num_experts:
         return width + inside
     # The experts' inputs and results, these in fp32 too, and the routing.

@@ -107,9 +107,10 @@ def decode_s(
     flops += (tokens == 1) * rows * 2 * sizes.width * sizes.vocab_size / mesh.tensor
     attention = attended * tokens * _attention_flops(sizes, context) / (mesh.tensor * mesh.context)
     read = attended * cache_read(sizes, work, mesh, context)
+    read *= kernels.int8_bytes if work.kv_itemsize == 1 else 1.0
     if not in_place:
         read = GATHER_PASSES * read + SCORE_BYTES * attention / (4 * sizes.head_size)
-    read += weights_read(sizes, mesh, own)
+    read += weights_read(sizes, mesh, own, kernels.int8_bytes)
     share = hardware.share(mesh.num_devices)
     peak, rate = hardware.flops_per_s * share, hardware.memory_bytes_per_s * share
     blocks = 0 if in_place else math.ceil(context / (TOKENS_AT_A_TIME * mesh.context))
@@ -358,15 +359,20 @@ def _gathers_s(hardware: Hardware, sizes: ModelSizes, work: Workload, mesh: Mesh
     )
 
 
-def weights_read(sizes: ModelSizes, mesh: MeshShape, tokens: int) -> float:
-    """Returns the bytes of weights that a device reads for so many tokens of a row shard."""
+def weights_read(sizes: ModelSizes, mesh: MeshShape, tokens: int, int8_bytes: float = 1.0) -> float:
+    """Returns the bytes of weights that a device reads for so many tokens of a row shard.
+
+    Those of int8 count `int8_bytes` each.
+    """
     share = sizes.experts_per_token / sizes.num_experts if sizes.num_experts else 1.0
     touched = 1.0 - (1.0 - share) ** tokens if sizes.num_experts else 1.0
     read = 0.0
     for parameter in sizes.engine:
         if parameter.name == "embed" and not sizes.is_tied:
             continue
-        read += engine_bytes([parameter], mesh) * (touched if "E" in parameter.axes else 1.0)
+        times = touched if "E" in parameter.axes else 1.0
+        times *= int8_bytes if parameter.itemsize == 1 else 1.0
+        read += engine_bytes([parameter], mesh) * times
     return read
 
 

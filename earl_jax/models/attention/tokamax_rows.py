@@ -13,6 +13,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +87,10 @@ def tokamax_rows(
     return on_each_shard(layout, attend_shard)(query_BTKGH, key_BKSH, value_BKSH, first_BT)
 
 
+def _is_of_use(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("Autotuning cache miss")
+
+
 def _call(
     implementation: str,
     scale: float,
@@ -95,6 +100,9 @@ def _call(
     value_BKSH: jax.Array,
     first_BT: jax.Array,
 ) -> jax.Array:
+    # It warns for each shape and pass that its table of tuned settings has none for it.
+    if _is_of_use not in (logger := logging.getLogger("absl")).filters:
+        logger.addFilter(_is_of_use)
     # By name, and here: whoever does not use it need not have it, nor wait for its import.
     attend = importlib.import_module("tokamax._src.ops.attention.api").IMPLEMENTATIONS
     make_mask = importlib.import_module("tokamax._src.ops.attention.base").Mask

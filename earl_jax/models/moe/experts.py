@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from earl_jax.models.activations import ACTIVATIONS
+from earl_jax.models.activations import gated
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.contraction import mark_product
 from earl_jax.models.moe.grouped_matmul import grouped_matmul
@@ -86,7 +86,7 @@ def mix_experts(
     expert_M = jnp.minimum(local_M[order_M], num_experts - 1)
     gate_MF = mark_product(_multiply(x_MD, layer["expert_gate"], sizes_E, expert_M))
     up_MF = mark_product(_multiply(x_MD, layer["expert_up"], sizes_E, expert_M))
-    hidden_MF = ACTIVATIONS[config.activation](gate_MF) * up_MF
+    hidden_MF = gated(config.activation, gate_MF, up_MF)
     out_MD = mark_product(_multiply(hidden_MF, layer["expert_down"], sizes_E, expert_M))
     out_TUD = _permute(out_MD, jnp.argsort(order_M)).reshape(x_TUD.shape)
     # Behind the last group a backend may leave anything, NaN included.
