@@ -69,6 +69,18 @@ def start_jax(
         raise InputError(_missing(setting, platform, error)) from error
 
 
+def compute_exactly(*compute_dtypes: str) -> None:
+    """Has products of fp32 numbers computed in fp32, if one of the types is "float32".
+
+    By default GPUs round what they multiply to TF32 (10 bits of mantissa), TPUs to bf16 (7 bits).
+    JAX must have started. CPUs do so anyway, and products of bf16 stay as they are.
+    """
+    import jax
+
+    if "float32" in compute_dtypes and jax.default_backend() != "cpu":
+        jax.config.update("jax_default_matmul_precision", "highest")
+
+
 def _missing(setting: str, platform: str, error: Exception) -> str:
     """Returns the message about devices that JAX cannot start, in one line."""
     text = f"{setting} is {platform!r}, but "

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probs and entropy in one chunked pass: a whole row's logits never exist at once."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,35 @@ def score_logits(logits_BV: jax.Array, targets_B: jax.Array, temperature: float)
     logprobs_BV = scaled_BV - log_total_B[..., None]
     entropy_B = -jnp.sum(jnp.exp(logprobs_BV) * logprobs_BV, axis=-1)
     return TokenScores(target_B - log_total_B, entropy_B)
+
+
+@jax.custom_vjp
+def _logits(hidden_BCD: jax.Array, head_DV: jax.Array) -> jax.Array:
+    """Computes logits_BCV, in fp32 of numbers of any type.
+
+    Their gradient is rounded to that type before it is multiplied. JAX's own would turn hidden
+    states and head into fp32, and multiply these, at half of the speed of bf16 or less.
+    """
+    return _product("BCD,DV->BCV", hidden_BCD, head_DV)
+
+
+def _keep_both(hidden_BCD: jax.Array, head_DV: jax.Array) -> tuple[jax.Array, Any]:
+    return _logits(hidden_BCD, head_DV), (hidden_BCD, head_DV)
+
+
+def _multiply_back(kept: Any, gradient_BCV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    hidden_BCD, head_DV = kept
+    gradient_BCV = gradient_BCV.astype(hidden_BCD.dtype)
+    of_hidden_BCD = _product("BCV,DV->BCD", gradient_BCV, head_DV)
+    of_head_DV = _product("BCD,BCV->DV", hidden_BCD, gradient_BCV)
+    return of_hidden_BCD.astype(hidden_BCD.dtype), of_head_DV.astype(head_DV.dtype)
+
+
+_logits.defvjp(_keep_both, _multiply_back)
+
+
+def _product(equation: str, left: jax.Array, right: jax.Array) -> jax.Array:
+    return jnp.einsum(equation, left, right, preferred_element_type=jnp.float32)
 
 
 def score_tokens(
@@ -72,9 +101,7 @@ def score_tokens(
     @jax.checkpoint
     def score_chunk(chunk: tuple[jax.Array, jax.Array]) -> TokenScores:
         hidden_BCD, targets_BC = chunk
-        logits_BCV = jnp.einsum(
-            "BCD,DV->BCV", hidden_BCD, head_DV, preferred_element_type=jnp.float32
-        )
+        logits_BCV = _logits(hidden_BCD, head_DV)
         logits_BCV = cap(layout.constrain(logits_BCV, "BCV"), softcap)
         return score_logits(logits_BCV, targets_BC, temperature)
 

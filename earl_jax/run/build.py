@@ -20,6 +20,7 @@ from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.registry import Played
 from earl_jax.launch.cluster import Cluster, find_cluster
 from earl_jax.launch.layouts import Layouts
+from earl_jax.launch.start import compute_exactly
 from earl_jax.models.attention.kernels import (
     Choice,
     choose_kernel,
@@ -111,6 +112,8 @@ def build_run(
     given = config.devices.num_rollout
     cluster = find_cluster(0 if given == "auto" else given, config.distributed.timeout_s)
     cluster.check_kinds()
+    trained = config.model.compute_dtype
+    compute_exactly(trained, config.rollout.computes_as(trained))
     origin = open_origin(config.model, tokenizer_folder, cluster, config.corpus)
     _check_origin(config, origin)
     if config.asynchrony.is_on and cluster.count > 1:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from earl_jax.launch.start import start_jax
+from earl_jax.launch.start import compute_exactly, start_jax
 from earl_jax.serving.serve_flags import DRAWN, check_against_model
 from earl_jax.settings.errors import InputError
 
@@ -72,6 +72,7 @@ def model_policy(flags: argparse.Namespace, mesh: "MeshShape") -> ServedPolicy:
     )
     start_jax(flags.platform or "auto", mesh.num_devices, setting="--platform")
     dtype = flags.compute_dtype or ("float32" if checkpoint.dtype == "float32" else "bfloat16")
+    compute_exactly(dtype)
     return ServedPolicy(
         name=flags.model,
         model=dataclasses.replace(checkpoint.model, compute_dtype=dtype),
