@@ -30,7 +30,7 @@ from typing import Any
 
 import jax
 
-from earl_jax.loop import PlayedStep, StepStopped
+from earl_jax.loop import StepStopped
 from earl_jax.placement.delivery import send_rows
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
@@ -42,6 +42,7 @@ from earl_jax.rollout.gather import Played, gather_ends, gather_outcomes
 from earl_jax.rollout.load import expected_tokens, measure_load
 from earl_jax.run.build import Run
 from earl_jax.run.live_service import LiveService
+from earl_jax.run.played_step import PlayedStep
 from earl_jax.run.workdir import Position
 from earl_jax.telemetry.host_bytes import only_on_devices
 from earl_jax.telemetry.timing import StageTimer
