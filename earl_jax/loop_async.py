@@ -3,9 +3,9 @@
 """The asynchronous RL loop: episodes of later steps are played while a step plays and learns.
 
 A step is that of loop.py (`rl_step`); what differs is where its episodes come from. One open
-rollout service plays tasks of up to config.asynchrony.max_staleness steps ahead. Each step gives it
-the newest weights, between two rounds, and takes the groups that the rule chooses
-(rollout/staleness.py). AReaL (arXiv 2505.24298) calls this interruptible generation.
+rollout service (run/live_service.py) plays tasks of up to config.asynchrony.max_staleness steps
+ahead. Each step gives it the newest weights, between two rounds, and takes the groups that the rule
+chooses (rollout/staleness.py). AReaL (arXiv 2505.24298) calls this interruptible generation.
 
 Where rollouts have devices of their own (config.devices.num_rollout), rounds are played while an
 update is under way: both are only dispatched, so one thread is enough, and the events of a run have
