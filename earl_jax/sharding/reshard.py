@@ -204,33 +204,6 @@ def _relabel(array: jax.Array, target: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(array.shape, target, shards, dtype=array.dtype)
 
 
-def lower_moves(shapes: Any, shardings: Any) -> list[Any]:
-    """Returns the programs of `reshard` for a tree over the same devices, lowered from shapes.
-
-    To be compiled before the move. There is none for leaves that go another way.
-
-    Args:
-      shapes: `jax.ShapeDtypeStruct`s with a sharding, as `reshard` will get arrays.
-      shardings: the same structure with a `NamedSharding` at every leaf.
-    """
-    pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
-    moves = tuple(
-        Move(leaf.shape, leaf.dtype, leaf.sharding, target, leaf.dtype) for leaf, target in pairs
-    )
-    groups = make_schedule(moves, None).compiled
-    return [_lower(tuple(moves[k] for k in group)) for group in groups]
-
-
-def _lower(moves: tuple[Move, ...]) -> Any:
-    dtypes = tuple(carrier(move.dtype) if move.goes_as_bits else move.dtype for move in moves)
-    seen = tuple(
-        jax.ShapeDtypeStruct(move.shape, dtype, sharding=move.source)
-        for move, dtype in zip(moves, dtypes, strict=True)
-    )
-    with jax.set_mesh(_NO_MESH):
-        return _identity(moves, dtypes).lower(seen)
-
-
 def _carry_compiled(leaves: Sequence[jax.Array], moves: tuple[Move, ...]) -> Sequence[jax.Array]:
     """Moves in one program; narrow floats on CPUs between two others, as integers."""
     targets = tuple(move.target for move in moves)
