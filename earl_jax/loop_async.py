@@ -31,7 +31,7 @@ from typing import Any
 import jax
 
 from earl_jax.loop import StepStopped
-from earl_jax.placement.delivery import send_rows
+from earl_jax.placement.delivery import send_parts
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import ends_of
@@ -263,7 +263,7 @@ class AsyncPlayer:
         length = config.rollout.max_tokens_for(max(outcome.num_tokens for outcome in outcomes))
         forbid = config.dispatch.forbid_host_bytes
         with self._timer("dispatch"), only_on_devices(forbid) as reads:
-            part = send_rows(self._placement, experience, outcomes, length, {}, wait=False)
+            (part,) = send_parts(self._placement, experience, outcomes, length, {}, wait=False)
         counted = (taken.dispatch_host_bytes, reads.num_bytes)
         taken.dispatch_host_bytes = None if None in counted else sum(filter(None, counted))
         with self._timer("train"):
