@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each algorithm on one small task, with several seeds.
 
-    uv run python -m benchmarks.algorithms [--seeds=5] [--steps=80] [--jobs=2] [--write]
+    uv run python -m benchmarks.algorithms [--write]
 
 The task of staleness.py, with episodes of 1 to 4 turns: a policy of one layer that knows nothing
 learns to answer one of eight letters with another. A step has 32 episodes, groups of eight that
@@ -11,16 +11,15 @@ has the mean reward of a turn over tenths of the steps (1 is perfect, 0.125 is c
 over the seeds, and its standard deviation in the last tenth.
 """
 
-import argparse
-import concurrent.futures
+import functools
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import replace_table, table
-from benchmarks.staleness import SETTINGS, curve_row, run_config
+from benchmarks.pages import parser_of, show, table
+from benchmarks.staleness import SETTINGS, curve_row, play_cells
 
+STEPS = 80
 # Names of the table: algorithm, its settings, and those of config.train.
 ALGORITHMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "reinforce (baseline of the batch)": ("reinforce", {}, {}),
@@ -40,7 +39,7 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def settings_of(name: str, seed: int, steps: int) -> dict[str, Any]:
+def settings_of(name: str, seed: int) -> dict[str, Any]:
     """Returns the settings of a run."""
     algorithm, arguments, train = ALGORITHMS[name]
     rollout = SETTINGS["rollout"] | {
@@ -50,7 +49,7 @@ def settings_of(name: str, seed: int, steps: int) -> dict[str, Any]:
         "context_buckets": (64,),
     }
     return SETTINGS | {
-        "num_steps": steps,
+        "num_steps": STEPS,
         "seed": seed,
         "env": SETTINGS["env"] | {"args": {"least_turns": 1, "most_turns": 4}},
         "algorithm": algorithm,
@@ -63,32 +62,12 @@ def settings_of(name: str, seed: int, steps: int) -> dict[str, Any]:
 
 def main() -> None:
     """Runs all algorithms and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--jobs", type=int, default=2, help="runs at once")
-    parser.add_argument("--only", default=",".join(ALGORITHMS), help="names, by commas")
-    parser.add_argument("--write", action="store_true", help="the table into algorithms.md")
-    flags = parser.parse_args()
-    rows = []
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        concurrent.futures.ThreadPoolExecutor(flags.jobs) as pool,
-    ):
-        for name in ALGORITHMS if flags.only == ",".join(ALGORITHMS) else flags.only.split(","):
-
-            def play(seed: int, name: str = name) -> dict[str, Any]:
-                settings = settings_of(name, seed, flags.steps)
-                label = f"{list(ALGORITHMS).index(name)}_{seed}"
-                return run_config(settings, label, Path(folder))
-
-            runs = list(pool.map(play, range(flags.seeds)))
-            rows.append({"algorithm": name} | curve_row([run["rewards"] for run in runs]))
-            print(json.dumps(rows[-1]), flush=True)
-    text = table(rows)
-    print(text)
-    if flags.write:
-        replace_table(Path(__file__).with_suffix(".md"), text)
+    flags, rows = parser_of(__doc__).parse_args(), []
+    cells = {name: functools.partial(settings_of, name) for name in ALGORITHMS}
+    for name, runs in play_cells(cells):
+        rows.append({"algorithm": name} | curve_row([run["rewards"] for run in runs]))
+        print(json.dumps(rows[-1]), flush=True)
+    show(table(rows), Path(__file__).with_suffix(".md"), write=flags.write)
 
 
 if __name__ == "__main__":

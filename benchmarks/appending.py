@@ -8,7 +8,6 @@ One device. Times are the least of several rounds of the engine, of a model whos
 longer than what is around them.
 """
 
-import argparse
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.pages import replace_table, table
+from benchmarks.pages import parser_of, show, table
 from earl_jax.engine.config import EngineConfig, Sampling, SlotRules
 from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import dense_pool
@@ -228,16 +227,7 @@ def sharing_rows() -> list[dict[str, Any]]:
     ]
 
 
-def main() -> None:
-    """Prints the tables; with --write they go into the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="put the tables into the page")
-    write = parser.parse_args().write
-    text = "\n\n".join(map(table, (append_rows(), sharing_rows(), ragged_rows())))
-    print(text)
-    if write:
-        replace_table(PAGE_FILE, text)
-
-
 if __name__ == "__main__":
-    main()
+    flags = parser_of(__doc__).parse_args()
+    tables = [table(rows) for rows in (append_rows(), sharing_rows(), ragged_rows())]
+    show("\n\n".join(tables), PAGE_FILE, write=flags.write)

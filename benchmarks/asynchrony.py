@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streaming and asynchronous training beside the synchronous loop, on long-tailed episodes.
 
-    uv run python -m benchmarks.asynchrony [--steps=40] [--processes] [--write]
+    uv run python -m benchmarks.asynchrony [--processes] [--write]
 
 Two CPU devices of a core each: one plays and one trains, or both do both in turn. Episodes have 1
 to 24 turns of a log-normal number (median 3, sigma 1.0), so that the longest of a batch is many
@@ -18,29 +18,25 @@ With --processes the asynchronous runs have two processes of a device, each pinn
 own: one plays and the other trains, so that neither's threads are in the other's way.
 """
 
-import argparse
 import json
 import math
-import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import replace_table, table
-from benchmarks.pinned import run_pinned
+from benchmarks.pages import parser_of, show, table
+from benchmarks.runs import play
 from benchmarks.simulate import Setup
 from benchmarks.simulate import run as simulate
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.tasks import Seeds
 from earl_jax.rollout.events import EVENTS, read_events
 from earl_jax.rollout.staleness import AsynchronyConfig
-from earl_jax.telemetry.metrics import read_metrics
 
-HERE = Path(__file__).parent
+PAGE = Path(__file__).with_suffix(".md")
+STEPS = 40
 LONGEST = 24
 # Steps at the start whose programs are compiled, or loaded.
 WARM_UP = 6
@@ -126,9 +122,9 @@ class LongTailed:
         return StepResult(text=f"{self._left} to go", reward=reward, done=False)
 
 
-def settings_of(line: dict[str, Any], steps: int) -> dict[str, Any]:
+def settings_of(line: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings of a line's run."""
-    settings = {**SETTINGS, "num_steps": steps}
+    settings = {**SETTINGS, "num_steps": STEPS}
     settings["selector"] = {"table": "model", **(APART if "apart" in line else SHARED)}
     if "apart" in line:
         number = line.get("processes", 1)
@@ -139,23 +135,12 @@ def settings_of(line: dict[str, Any], steps: int) -> dict[str, Any]:
     return settings
 
 
-def measure(name: str, given: dict[str, Any], steps: int, folder: Path) -> dict[str, Any]:
+def measure(name: str, given: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Runs a line in processes of its own. Returns its row."""
-    workdir, file = folder / name.replace(" ", "_"), folder / "config.py"
-    file.write_text(
-        "from ml_collections import ConfigDict\n"
-        f"def get_config():\n    return ConfigDict({settings_of(given, steps)!r})\n"
-    )
-    program, flags = ["-m", "earl_jax.main"], [f"--config={file}", f"--workdir={workdir}"]
-    if "processes" in given:
-        run_pinned(program, flags, given["processes"])
-    else:
-        environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
-        if "apart" in given:
-            environment["PJRT_NPROC"] = str(THREADS)
-        line = [sys.executable, *program, *flags]
-        subprocess.run(line, check=True, env=environment, stdout=subprocess.DEVNULL)
-    metrics = [row for row in read_metrics(workdir / "metrics.jsonl") if "reward_mean" in row]
+    workdir, number = folder / name.replace(" ", "_"), given.get("processes", 1)
+    environment = {"PJRT_NPROC": str(THREADS)} if "apart" in given and number == 1 else None
+    settings, pinned = settings_of(given), number > 1
+    metrics = play(settings, workdir, number, pinned=pinned, environment=environment)
     counted = metrics[WARM_UP:]
     compiled_s = compile_excess_s(counted[1:])
     seconds = counted[-1]["time_s"] - counted[0]["time_s"] - compiled_s
@@ -270,22 +255,18 @@ def beside_simulation(
 
 def main() -> None:
     """Runs all lines and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--processes", action="store_true")
-    parser.add_argument("--write", action="store_true")
+    parser = parser_of(__doc__)
+    parser.add_argument("--processes", action="store_true", help="two, each with its own core")
     flags = parser.parse_args()
     rows, lines = [], PINNED if flags.processes else LINES
     with tempfile.TemporaryDirectory() as folder:
         for name, given in lines.items():
-            rows.append(measure(name, given, flags.steps, Path(folder)))
+            rows.append(measure(name, given, Path(folder)))
             print(json.dumps(rows[-1]), flush=True)
     base = rows[0]["tokens/s"]
     text = table([{**row, "ratio": row["tokens/s"] / base} for row in rows])
-    print(text)
-    if flags.write:
-        name = "table of processes" if flags.processes else "table"
-        replace_table(HERE / "asynchrony.md", text, name)
+    name = "table of processes" if flags.processes else "table"
+    show(text, PAGE, write=flags.write, name=name)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The longest episode that a fixed budget holds on 8 devices, by rollout mesh.
 
-    uv run python -m benchmarks.capacity [--budget_mib=1024] [--write]
+    uv run python -m benchmarks.capacity [--write]
 
 One episode per row shard, beside a trainer on data=1,fsdp=8. An episode fits if the bytes do that
 the selector computes, and XLA's memory analysis of the rollout's program at that length. Keys and
@@ -10,13 +10,11 @@ values of a token are 48 KiB, so that pages take nearly all of the budget. With 
 goes into capacity.md.
 """
 
-import argparse
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import replace_table, table
+from benchmarks.pages import parser_of, show, table
 from earl_jax.config.file import make_config
 from earl_jax.launch.start import start_jax
 from earl_jax.placement.stages import Stages, compiled_bytes
@@ -26,6 +24,7 @@ from earl_jax.selector.problem import Problem
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 
+BUDGET = 2**30
 PAGE = Path(__file__).with_suffix(".md")
 MESHES = (
     "data=8",
@@ -109,28 +108,15 @@ def row_of(stages: Stages, mesh: MeshShape) -> dict[str, Any]:
     }
 
 
-def capacity_rows(budget: int, meshes: Sequence[str] = MESHES) -> list[dict[str, Any]]:
-    """Returns the table for a budget of so many bytes per device."""
-    stages = build_run(make_config(GIVEN, [f"selector.budget_bytes_per_device={budget}"])).stages
-    rows = [row_of(stages, MeshShape.parse(mesh)) for mesh in meshes]
+def capacity_rows() -> list[dict[str, Any]]:
+    """Returns the table."""
+    stages = build_run(make_config(GIVEN, [f"selector.budget_bytes_per_device={BUDGET}"])).stages
+    rows = [row_of(stages, MeshShape.parse(mesh)) for mesh in MESHES]
     first = rows[0]["longest episode"]
-    return [row | {f"{meshes[0]} = 1": row["longest episode"] / first} for row in rows]
-
-
-def command(arguments: Sequence[str]) -> None:
-    """Runs the command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--budget_mib", type=float, default=1024, help="of a device (1024)")
-    parser.add_argument("--write", action="store_true", help="the table into capacity.md")
-    flags = parser.parse_args(arguments)
-    start_jax("cpu", 8)
-    text = table(capacity_rows(int(flags.budget_mib * 2**20)))
-    print(text)
-    if flags.write:
-        replace_table(PAGE, text)
+    return [row | {f"{MESHES[0]} = 1": row["longest episode"] / first} for row in rows]
 
 
 if __name__ == "__main__":
-    command(sys.argv[1:])
+    flags = parser_of(__doc__).parse_args()
+    start_jax("cpu", 8)
+    show(table(capacity_rows()), PAGE, write=flags.write)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Times the choice of a step's plans: python -m benchmarks.choose [--json].
+"""Times the choice of a step's plans: python -m benchmarks.choose.
 
 `Chooser.step` for a published model on v5e and H100 pods, as many slots and rows as devices, over
 all meshes and all ways to use them. Cold: the first question of a problem, when every footprint and
@@ -8,14 +8,12 @@ speed is computed. Warm: the same question by another table, as at each later st
 device is needed; one core.
 """
 
-import argparse
 import itertools
-import json
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.pages import table
+from benchmarks.pages import parser_of, table
 from earl_jax.config.file import make_config
 from earl_jax.placement.problem import find_model, planned_problem
 from earl_jax.selector.choose import Chooser, full_step
@@ -29,6 +27,7 @@ TOPOLOGIES = ("v5e:4x4", "h100:1x8", "h100:64x8", "v5e:64x64", "h100:512x8")
 # A dense model, and a mixture: an expert axis gives many more meshes.
 MODELS = ("qwen2.5-7b", "qwen3-30b-a3b")
 CONTEXTS = (1024, 131_072)
+REPEATS = 5
 
 
 def problem_on(topology: str, model: str) -> Problem:
@@ -51,13 +50,13 @@ def problem_on(topology: str, model: str) -> Problem:
     return planned_problem(config, found, vocab_size, hardware, hardware.usable_bytes)
 
 
-def measure(repeats: int) -> Iterator[dict[str, Any]]:
+def measure() -> Iterator[dict[str, Any]]:
     """A row for each topology, model and context that fits."""
     for topology, model, context in itertools.product(TOPOLOGIES, MODELS, CONTEXTS):
         problem = problem_on(topology, model)
         step, seconds, plans, table = full_step(problem, context), [], Plans(), ThroughputTable()
         try:
-            for _ in range(1 + repeats):
+            for _ in range(1 + REPEATS):
                 start_s = time.process_time()
                 plans = Chooser(Candidates(problem, table)).step(step, plans).plans
                 seconds.append(time.process_time() - start_s)
@@ -80,12 +79,5 @@ def measure(repeats: int) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", action="store_true", help="an object a line")
-    flags = parser.parse_args()
-    if flags.json:
-        for row in measure(flags.repeats):
-            print(json.dumps(row), flush=True)
-    else:
-        print(table(list(measure(flags.repeats))))
+    parser_of(__doc__, writes=False).parse_args()
+    print(table(list(measure())))

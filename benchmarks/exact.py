@@ -10,7 +10,6 @@ reply has its probability by a full forward pass, all others together are illega
 than `LEAST` are not followed; what they are together is in the table.
 """
 
-import argparse
 import collections
 import dataclasses
 import functools
@@ -23,8 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import pyspiel
 
-from benchmarks.kuhn import prompt_ids
-from benchmarks.pages import table
+from benchmarks.pages import parser_of, table
 from earl_jax.config.file import read_workdir_config
 from earl_jax.envs.board_game import ROLES
 from earl_jax.envs.chat import ChatRenderer
@@ -36,7 +34,7 @@ from earl_jax.run.workdir import read_newest
 from earl_jax.sharding.layout import MeshShape, make_layout
 
 LEAST = 1e-6
-# Rows of a pass, and tokens of a row: the longest game has fewer.
+# Rows of a pass; tokens of a row are a multiple of WIDTH.
 ROWS, WIDTH = 1024, 64
 Score = Callable[[Sequence[tuple[list[int], list[int]]]], np.ndarray]
 
@@ -47,6 +45,14 @@ class Node(NamedTuple):
     state: pyspiel.State
     turns: tuple[tuple[str, str], ...]
     probability: float
+
+
+def prompt_ids(renderer: ChatRenderer, turns: Sequence[tuple[str, str]]) -> list[int]:
+    """Returns the ids of a conversation up to the policy's next reply."""
+    ids = list(renderer.first(turns[0][1]))
+    for author, text in turns[1:]:
+        ids += renderer.reply(text) if author == "policy" else renderer.answer(text)
+    return ids
 
 
 def results(
@@ -138,10 +144,11 @@ def scorer(run: Run, params: Any) -> Score:
         return jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
 
     def score(pairs: Sequence[tuple[list[int], list[int]]]) -> np.ndarray:
-        found = list[float]()
+        longest = max(len(prompt) + len(reply) for prompt, reply in pairs)
+        found, width = list[float](), -(-longest // WIDTH) * WIDTH
         for first in range(0, len(pairs), ROWS):
             part = pairs[first : first + ROWS]
-            tokens = np.zeros((ROWS, WIDTH), np.int32)
+            tokens = np.zeros((ROWS, width), np.int32)
             for row, (prompt, reply) in enumerate(part):
                 tokens[row, : len(prompt) + len(reply)] = [*prompt, *reply]
             values = np.asarray(token_logprobs(params, tokens))
@@ -154,16 +161,26 @@ def scorer(run: Run, params: Any) -> Score:
     return score
 
 
+def start_jax_of(workdir: Path) -> None:
+    """Starts JAX on the devices of a run's config."""
+    config = read_workdir_config(workdir)
+    start_jax(config.devices.platform, config.devices.num_cpu_devices, config.distributed)
+
+
+def open_policy(workdir: Path) -> tuple[Run, Score]:
+    """Returns a run, and the log-probs of its newest policy, on one device."""
+    run, position, _ = read_newest(read_workdir_config(workdir), workdir)
+    policy = jax.device_get(run.learner.policy(position.state))
+    return run, scorer(run, jax.device_put(policy, jax.devices()[0]))
+
+
 def exact_rows(workdirs: Sequence[Path]) -> list[dict[str, Any]]:
     """Returns the results of runs in percent, both sides together, half of the games on each."""
-    config, rows = read_workdir_config(workdirs[0]), list[dict[str, Any]]()
-    start_jax(config.devices.platform, config.devices.num_cpu_devices, config.distributed)
+    rows = list[dict[str, Any]]()
+    start_jax_of(workdirs[0])
     for workdir in workdirs:
-        config = read_workdir_config(workdir)
-        run, position, _ = read_newest(config, workdir)
-        policy = jax.device_get(run.learner.policy(position.state))
-        score = scorer(run, jax.device_put(policy, jax.devices()[0]))
-        masked = config.env.args.get("mask_illegal", False)
+        run, score = open_policy(workdir)
+        masked = run.config.env.args.get("mask_illegal", False)
         renderer = ChatRenderer(run.origin.tokenizer)
         play = functools.partial(results, score, renderer, masked=masked)
         for opponent in ("random", "minimax"):
@@ -175,12 +192,7 @@ def exact_rows(workdirs: Sequence[Path]) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+if __name__ == "__main__":
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--workdir", type=Path, action="append", required=True)
     print(table(exact_rows(parser.parse_args().workdir)))
-
-
-if __name__ == "__main__":
-    main()

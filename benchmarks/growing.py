@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contexts that grow 16 times under a byte budget: ours beside every static pair of meshes.
 
-    uv run python -m benchmarks.growing [--seeds=0] [--only=ours,static] [--fitting] [--write]
+    uv run python -m benchmarks.growing [--fitting] [--folder=DIR] [--write]
 
 Runs of configs/trail_tiny_cpu.py, each a process of its own:
 
@@ -21,7 +21,6 @@ Each run is a line of DIR/rows.jsonl (--folder=DIR) as soon as it is over; the s
 where it was stopped. With --write the table goes into growing.md.
 """
 
-import argparse
 import dataclasses
 import itertools
 import json
@@ -37,15 +36,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import replace_table, table
+from benchmarks.pages import parser_of, show, table
+from benchmarks.runs import steps_of
 from earl_jax.config.file import load_config_file, make_config
 from earl_jax.placement.problem import find_model, make_problem
 from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.schedule import fits
-from earl_jax.telemetry.metrics import read_metrics
 
-HERE = Path(__file__).parent
-CONFIG = HERE.parent / "configs" / "trail_tiny_cpu.py"
+PAGE = Path(__file__).with_suffix(".md")
+CONFIG = PAGE.parents[1] / "configs" / "trail_tiny_cpu.py"
 ROLLOUT_MESHES = ("data=8", "data=4,tensor=2")
 TRAIN_MESHES = ("data=8", "data=1,fsdp=8", "data=1,fsdp=4,context=2", "data=1,fsdp=2,context=4")
 BUDGET = 2_200_000
@@ -61,8 +60,8 @@ GROWING = (
 )
 # Evaluations are no part of a step.
 ALWAYS = ("eval.every_steps=1000", "eval.games=2", "eval.final_games=2")
-# Rewards of so many last steps are averaged.
-LAST = 5
+# Steps of a run; rewards of so many last ones are averaged.
+STEPS, LAST = 20, 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,15 +131,15 @@ def fits_to_the_end(arm: Arm) -> bool:
     return all(fits(problem, tokens) for tokens in config.rollout.context_buckets)
 
 
-def play(arm: Arm, seed: int, num_steps: int, folder: Path) -> Iterator[Run]:
+def play(arm: Arm, folder: Path) -> Iterator[Run]:
     """Yields the arm's runs, cold before warm.
 
     Raises ValueError where one stopped by itself, and not because no plan fits.
     """
-    own = folder / f"{arm.name.replace(' ', '_')}_{seed}"
+    own = folder / f"{arm.name.replace(' ', '_')}"
     shutil.rmtree(own, ignore_errors=True)
     line = [sys.executable, "-m", "earl_jax.main", f"--config={CONFIG}"]
-    flags = (*arm.overrides, *ALWAYS, f"seed={seed}", f"num_steps={num_steps}")
+    flags = (*arm.overrides, *ALWAYS, f"num_steps={STEPS}")
     for cache in CACHES:
         workdir = own / cache
         start_s = time.perf_counter()
@@ -153,16 +152,15 @@ def play(arm: Arm, seed: int, num_steps: int, folder: Path) -> Iterator[Run]:
         )
         errors = [row for row in done.stderr.splitlines() if row.startswith("error: ")]
         if done.returncode and not (errors and "budget" in errors[-1]):
-            raise ValueError(f"{arm.name}, seed {seed}, ended with {done.stderr[-2000:]}")
+            raise ValueError(f"{arm.name} ended with {done.stderr[-2000:]}")
         words = errors[-1].removeprefix("error: ") if done.returncode else ""
         wall_s = time.perf_counter() - start_s
-        yield read_run(workdir, arm=arm.name, seed=seed, cache=cache, wall_s=wall_s, refused=words)
+        yield read_run(workdir, arm=arm.name, seed=0, cache=cache, wall_s=wall_s, refused=words)
 
 
 def read_run(workdir: Path, *, refused: str, **facts: Any) -> Run:
     """Returns a run by what it left in its folder."""
-    path = workdir / "metrics.jsonl"
-    rows = [row for row in read_metrics(path) if "eval" not in row] if path.exists() else []
+    rows = steps_of(workdir)
     need = re.search(r"smallest budget that would do is (?:about )?(\d+)", refused)
     return Run(
         refused=refused,
@@ -207,38 +205,27 @@ def page_rows(runs: Sequence[Run], budget: int) -> list[dict[str, Any]]:
 
 def command(arguments: Sequence[str]) -> None:
     """Runs the command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", default="0", help="numbers, by commas")
-    parser.add_argument("--steps", type=int, default=20, help="of every run (20)")
-    parser.add_argument("--only", default="", help="arms that begin with these words, by commas")
+    parser = parser_of(__doc__)
     fitting = "no static pair that does not fit the budget to the end"
     parser.add_argument("--fitting", action="store_true", help=fitting)
     parser.add_argument("--folder", type=Path, help="where runs and caches are kept")
-    parser.add_argument("--write", action="store_true", help="the table into growing.md")
     flags = parser.parse_args(arguments)
     folder = flags.folder or Path(tempfile.mkdtemp(prefix="earl_jax_growing_"))
     kept = folder / "rows.jsonl"
     lines = kept.read_text().splitlines() if kept.exists() else []
     runs = [Run(**json.loads(line)) for line in lines]
-    only = tuple(flags.only.split(","))
-    wanted = [arm for arm in arms() if arm.name.startswith(only)]
-    if flags.fitting:
-        wanted = [arm for arm in wanted if fits_to_the_end(arm)]
-    for seed, arm in itertools.product(map(int, flags.seeds.split(",")), wanted):
-        made = {run.cache for run in runs if (run.arm, run.seed) == (arm.name, seed)}
-        if made == set(CACHES):
+    for arm in arms():
+        if {run.cache for run in runs if run.arm == arm.name} == set(CACHES):
             continue
-        new = list(play(arm, seed, flags.steps, folder))
+        if flags.fitting and not fits_to_the_end(arm):
+            continue
+        new = list(play(arm, folder))
         runs += new
         with kept.open("a") as file:
             file.writelines(json.dumps(dataclasses.asdict(run)) + "\n" for run in new)
         print(table(page_rows(new, BUDGET)), flush=True)
-    text = table(page_rows(runs, BUDGET))
-    print(f"\n{text}")
-    if flags.write:
-        replace_table(HERE / "growing.md", text)
+    print()
+    show(table(page_rows(runs, BUDGET)), PAGE, write=flags.write)
 
 
 if __name__ == "__main__":

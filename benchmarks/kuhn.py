@@ -9,24 +9,14 @@ checkpoint, and prints the probability of a bet beside Kuhn's equilibria, and Na
 OpenSpiel's enumeration.
 """
 
-import argparse
-import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.pages import table
-from earl_jax.config.file import read_workdir_config
+from benchmarks.exact import open_policy, prompt_ids, start_jax_of
+from benchmarks.pages import parser_of, table
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.kuhn_poker import information_states, nash_conv
-from earl_jax.launch.start import start_jax
-from earl_jax.models.decoder import forward_rows, head_weights
-from earl_jax.run.build import Run
-from earl_jax.run.workdir import read_newest
-from earl_jax.sharding.layout import MeshShape, make_layout
 
 REPLIES = ("0", "1")
 # Kuhn's equilibria (1950), by the probability alpha <= 1/3 with which the first side bets a 0.
@@ -34,51 +24,20 @@ EQUILIBRIA = {"0": "a", "1": "0", "2": "3a", "0pb": "0", "1pb": "a + 1/3", "2pb"
 EQUILIBRIA |= {"0b": "0", "1b": "1/3", "2b": "1", "0p": "1/3", "1p": "0", "2p": "1"}
 
 
-def prompt_ids(renderer: ChatRenderer, turns: Sequence[tuple[str, str]]) -> list[int]:
-    """Returns the ids of a conversation up to the policy's next reply."""
-    ids = list(renderer.first(turns[0][1]))
-    for author, text in turns[1:]:
-        ids += renderer.reply(text) if author == "policy" else renderer.answer(text)
-    return ids
-
-
-def reply_logprobs(run: Run, params: object, rows: Sequence[tuple[list[int], list[int]]]) -> list:
-    """Returns the log-prob of each (prompt, reply) under the policy."""
-    layout = make_layout(MeshShape(), jax.devices()[:1])
-    model = dataclasses.replace(run.origin.model, compute_dtype="float32")
-    width = max(len(prompt) + len(reply) for prompt, reply in rows)
-    tokens = np.zeros((len(rows), width), np.int32)
-    for row, (prompt, reply) in enumerate(rows):
-        tokens[row, : len(prompt) + len(reply)] = [*prompt, *reply]
-    hidden = forward_rows(model, layout, params, tokens, jnp.ones_like(tokens))
-    logits = jnp.einsum("BTD,DV->BTV", hidden, head_weights(params))
-    logprobs = np.asarray(jax.nn.log_softmax(logits.astype(jnp.float32)))
-    return [
-        sum(
-            float(logprobs[row, len(prompt) + place - 1, token])
-            for place, token in enumerate(reply)
-        )
-        for row, (prompt, reply) in enumerate(rows)
-    ]
-
-
 def main() -> None:
     """Prints the table and NashConv."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--workdir", type=Path, required=True, help="the folder of a run")
     workdir = parser.parse_args().workdir
-    config = read_workdir_config(workdir)
-    start_jax(config.devices.platform, config.devices.num_cpu_devices, config.distributed)
-    run, position, _ = read_newest(config, workdir)
-    params = jax.device_put(jax.device_get(run.learner.policy(position.state)), jax.devices()[0])
+    start_jax_of(workdir)
+    run, score = open_policy(workdir)
     renderer, states = ChatRenderer(run.origin.tokenizer), information_states()
     pairs = [
         (prompt_ids(renderer, turns), list(renderer.reply(reply)))
         for turns in states.values()
         for reply in REPLIES
     ]
-    logprobs = np.array(reply_logprobs(run, params, pairs)).reshape(-1, 2)
-    legal = np.exp(logprobs)
+    legal = np.exp(score(pairs)).reshape(-1, 2)
     bets = dict(zip(states, (legal[:, 1] / legal.sum(axis=1)).tolist(), strict=True))
     rows = [
         {"state": name, "bets": bet, "equilibria": EQUILIBRIA[name], "legal": float(both)}

@@ -2,10 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fill of packed rows, attention's work on them, and the time of an update and of attention.
 
-uv run python -m benchmarks.packing [--steps=50] [--runs=4] [--repeats=3]
+uv run python -m benchmarks.packing [--write]
 """
 
-import argparse
 import dataclasses
 import functools
 import itertools
@@ -19,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.pages import replace_table, table
+from benchmarks.pages import parser_of, show, table
 from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.dispatch.packing import Packing, RowRule, ShapeHistory, pack_rows, plan_packing
 from earl_jax.models.attention.rows import BLOCK_SIZE, Positions, attention
@@ -37,6 +36,8 @@ MODEL = ModelConfig(
     num_layers=2, width=128, num_heads=4, num_kv_heads=2, head_size=32, ffn_size=512
 )
 VOCAB, EPISODES, MEAN, PARTS = 512, 16, 32, 2
+# Simulated runs and their steps; timed repetitions.
+RUNS, STEPS, REPEATS = 4, 50, 3
 
 
 def lengths_of(seed: int, number: int, mean: float, longest: int) -> np.ndarray:
@@ -47,15 +48,15 @@ def lengths_of(seed: int, number: int, mean: float, longest: int) -> np.ndarray:
     )
 
 
-def fill_rows(steps: int, runs: int) -> Iterator[dict[str, Any]]:
+def fill_rows() -> Iterator[dict[str, Any]]:
     """Yields fill and work for each batch size and number of row shards, over steps of runs."""
     length = 8192
     for number, shards, cost in itertools.product((128, 512), (1, 8), (0.0, 10.0)):
         rule = RowRule(number, 1, shards, length)
         fills, padded, seconds, work, imbalance, used = [], [], [], [], [], []
-        for run in range(runs):
+        for run in range(RUNS):
             history, shapes = ShapeHistory(), set()
-            for step in range(steps):
+            for step in range(STEPS):
                 lengths = lengths_of(1000 * run + step, number, 1024, length).tolist()
                 start_s = time.perf_counter()
                 shape = history.choose(lengths, rule, cost)
@@ -93,7 +94,7 @@ def work_of_rows(packing: Packing) -> np.ndarray:
     return np.asarray(jax.vmap(blocks_looked_at)(rows)) * BLOCK_SIZE**2
 
 
-def time_rows(repeats: int) -> Iterator[dict[str, Any]]:
+def time_rows() -> Iterator[dict[str, Any]]:
     """Yields the time of an update on the same episodes, padded and packed, on one device."""
     layout = make_layout(MeshShape(), row_axes=TRAINING_ROWS)
     learner = Learner(
@@ -113,10 +114,8 @@ def time_rows(repeats: int) -> Iterator[dict[str, Any]]:
         lengths.tolist(), rule, ShapeHistory().choose(lengths.tolist(), rule, 0.0)
     )
     parts = rule.parts(packing.shape)
-    padded_s = _median_s(lambda: batch, learner, PARTS, repeats)
-    packed_s = _median_s(
-        functools.partial(_packed, batch, packing, layout), learner, parts, repeats
-    )
+    padded_s = _median_s(lambda: batch, learner, PARTS)
+    packed_s = _median_s(functools.partial(pack_rows, batch, packing, layout), learner, parts)
     for name, rows, seconds in (
         ("an episode a row", f"{EPISODES} of {length}", padded_s),
         ("packed", f"{packing.shape.rows} of {packing.shape.length}", packed_s),
@@ -129,7 +128,7 @@ def time_rows(repeats: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def attention_rows(repeats: int) -> Iterator[dict[str, Any]]:
+def attention_rows() -> Iterator[dict[str, Any]]:
     """Yields the time of attention and its gradient over all keys, and without other segments."""
     layout = make_layout(MeshShape(), row_axes=TRAINING_ROWS)
 
@@ -151,7 +150,7 @@ def attention_rows(repeats: int) -> Iterator[dict[str, Any]]:
         shapes = (rows, length, 2, 2, 32), (rows, 2, length, 32), (rows, 2, length, 32)
         arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
         arrays.append(segments)
-        spans = [_attention_s(attend, arrays, repeats) for attend in (over_all_keys, skipping)]
+        spans = [_attention_s(attend, arrays) for attend in (over_all_keys, skipping)]
         yield {
             "rows": f"{rows} of {length}",
             "mean episode": mean or length,
@@ -160,25 +159,21 @@ def attention_rows(repeats: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def _attention_s(attend: Any, arrays: Sequence[Any], repeats: int) -> float:
+def _attention_s(attend: Any, arrays: Sequence[Any]) -> float:
     """Returns the least time of the gradient of attention's squares, after one that compiles."""
     run, spans = jax.jit(jax.grad(lambda *a: (attend(*a) ** 2).sum(), (0, 1, 2))), []
-    for _ in range(1 + repeats):
+    for _ in range(1 + REPEATS):
         start_s = time.perf_counter()
         jax.block_until_ready(run(*arrays))
         spans.append(time.perf_counter() - start_s)
     return min(spans[1:])
 
 
-def _packed(batch: TrajectoryBatch, packing: Packing, layout: Any) -> TrajectoryBatch:
-    return pack_rows(batch, packing, layout)
-
-
-def _median_s(make_batch: Any, learner: Learner, parts: int, repeats: int) -> float:
+def _median_s(make_batch: Any, learner: Learner, parts: int) -> float:
     """Returns the median time to make the rows and update, after one time that compiles."""
     plan = TrainPlan(MeshShape(), parts, True)
     state, spans = learner.init_state(plan.mesh), []
-    for _ in range(1 + repeats):
+    for _ in range(1 + REPEATS):
         start_s = time.perf_counter()
         state, metrics = learner.update(plan, state, make_batch(), np.zeros(2, np.float32))
         jax.block_until_ready(metrics)
@@ -205,23 +200,7 @@ def _batch(lengths: np.ndarray, length: int) -> TrajectoryBatch:
     return dataclasses.replace(batch, turn_ids=turn_ids)
 
 
-def main() -> None:
-    """Measures, prints the tables and puts them on the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=50, help="steps of a simulated run")
-    parser.add_argument("--runs", type=int, default=4, help="simulated runs")
-    parser.add_argument("--repeats", type=int, default=3, help="timed updates")
-    arguments = parser.parse_args()
-    text = "\n\n".join(
-        (
-            table(list(fill_rows(arguments.steps, arguments.runs))),
-            table(list(time_rows(arguments.repeats))),
-            table(list(attention_rows(arguments.repeats))),
-        )
-    )
-    print(text)
-    replace_table(PAGE, text)
-
-
 if __name__ == "__main__":
-    main()
+    flags = parser_of(__doc__).parse_args()
+    tables = [table(list(rows)) for rows in (fill_rows(), time_rows(), attention_rows())]
+    show("\n\n".join(tables), PAGE, write=flags.write)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of the benchmark pages."""
 
+import argparse
 import importlib.metadata
 import os
 import platform
@@ -9,6 +10,23 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+
+def parser_of(doc: str | None, *, writes: bool = True) -> argparse.ArgumentParser:
+    """Returns the parser of a benchmark with this docstring; `writes` gives it --write."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if writes:
+        parser.add_argument("--write", action="store_true", help="put the tables into the page")
+    return parser
+
+
+def show(text: str, page: Path, *, write: bool, name: str = "table") -> None:
+    """Prints tables, and puts them into their page if `write`."""
+    print(text)
+    if write:
+        replace_table(page, text, name)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

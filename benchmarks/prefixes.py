@@ -2,13 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The host's time for the lookup of prompts that slots have in common, in milliseconds a round.
 
-uv run python -m benchmarks.prefixes [--slots=256] [--group=8] [--tokens=16384] [--system=1024]
+    uv run python -m benchmarks.prefixes
 
 The prompts of groups begin with one system message. One slot of each group reads its prompt chunk
 by chunk, and the others ask in each round whether it is there.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -16,28 +15,31 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.pages import machine, table
+from benchmarks.pages import machine, parser_of, table
 from earl_jax.engine.config import TILE_WIDTH
 from earl_jax.engine.prefixes import PrefixIndex
 
-CHUNK = 128
+SLOTS, GROUP, TOKENS, SYSTEM, CHUNK = 256, 8, 16_384, 1024, 128
+# Groups that come when all others have been read.
+LATER = 4
 
 
-def make_groups(groups: int, group: int, tokens: int, system: int) -> list[list[list[int]]]:
+def make_groups() -> list[list[list[int]]]:
     """Returns the prompts of groups, each a list of its own, with a system message in common."""
     rng = np.random.default_rng(0)
-    message = rng.integers(0, 150_000, system)
+    message = rng.integers(0, 150_000, SYSTEM)
     texts = [
-        np.concatenate([message, rng.integers(0, 150_000, tokens - system)]) for _ in range(groups)
+        np.concatenate([message, rng.integers(0, 150_000, TOKENS - SYSTEM)])
+        for _ in range(SLOTS // GROUP + LATER)
     ]
-    return [[text.tolist() for _ in range(group)] for text in texts]
+    return [[text.tolist() for _ in range(GROUP)] for text in texts]
 
 
 class Client:
     """Plays the rounds of prompts on an index, as the slots of a rollout do."""
 
-    def __init__(self, index: PrefixIndex, num_slots: int) -> None:
-        self._index, self._num_slots = index, num_slots
+    def __init__(self) -> None:
+        self._index = PrefixIndex(num_slots=SLOTS, num_shards=1, least_tokens=TILE_WIDTH)
         # By slot: the prompt that it asks for; and the tokens of begun ones that are left to read.
         self.waiting: dict[int, list[int]] = {}
         self._left: dict[int, int] = {}
@@ -55,7 +57,7 @@ class Client:
                 self._index.begin(slot, prompt, shared)
                 self._left[slot] = len(prompt) - shared.length
                 del self.waiting[slot]
-        for slot in range(self._num_slots):
+        for slot in range(SLOTS):
             number = min(CHUNK, self._left.get(slot, 0))
             self._index.append(slot, number)
             if number:
@@ -64,42 +66,29 @@ class Client:
         return 1e3 * (time.thread_time() - start_s)
 
 
-def measure(index: Any, slots: int, group: int, tokens: int, system: int) -> Iterator[dict]:
+def measure() -> Iterator[dict[str, Any]]:
     """Yields the milliseconds of the kinds of rounds."""
-    client, later = Client(index, slots), 4
-    prompts = make_groups(slots // group + later, group, tokens, system)
-    client.give(0, [prompt for each in prompts[later:] for prompt in each])
+    client, prompts = Client(), make_groups()
+    client.give(0, [prompt for each in prompts[LATER:] for prompt in each])
 
     def line(rounds: str, times: Sequence[float]) -> dict[str, Any]:
         mean, most = statistics.mean(times), max(times)
         return {"rounds": rounds, "number": len(times), "mean, ms": mean, "most, ms": most}
 
-    yield line(f"all {slots} prompts come", [client.play()])
+    yield line(f"all {SLOTS} prompts come", [client.play()])
     waits = []
-    while (number := len(client.waiting)) and len(waits) < tokens // CHUNK - 1:
+    while (number := len(client.waiting)) and len(waits) < TOKENS // CHUNK - 1:
         waits.append(client.play())
     yield line(f"{number} slots wait for the readers of their prompts", waits)
     yield line("they take the prompts over", [client.play()])
     assert not client.waiting, f"{len(client.waiting)} slots wait for nothing"
     comes = []
-    for number, each in enumerate(prompts[:later]):
-        client.give(number * group, each)
+    for number, each in enumerate(prompts[:LATER]):
+        client.give(number * GROUP, each)
         comes.append(client.play())
-    yield line(f"a group of {group} prompts comes", comes)
-
-
-def main() -> None:
-    """Prints a Markdown table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--slots", type=int, default=256)
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--system", type=int, default=1024)
-    flags = parser.parse_args()
-    index = PrefixIndex(num_slots=flags.slots, num_shards=1, least_tokens=TILE_WIDTH)
-    print(table(list(measure(index, flags.slots, flags.group, flags.tokens, flags.system))))
-    print(f"\n{machine()}")
+    yield line(f"a group of {GROUP} prompts comes", comes)
 
 
 if __name__ == "__main__":
-    main()
+    parser_of(__doc__, writes=False).parse_args()
+    print(f"{table(list(measure()))}\n\n{machine()}")

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trained ranker of lengths beside the free signals of the order "longest".
 
-    uv run python -m benchmarks.ranker [--steps=5] [--seeds=3] [--write]
+    uv run python -m benchmarks.ranker [--write]
     uv run python -m benchmarks.ranker --steps=0 [--write]
 
 StreamRL (arXiv 2504.15930) trains a ranker of prompts by the length of their replies. Here it is a
@@ -20,7 +20,6 @@ second command is the simulation alone, with log-normal lengths, all that a prom
 ranker with StreamRL's recalls.
 """
 
-import argparse
 import bisect
 import dataclasses
 import functools
@@ -36,8 +35,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.pages import replace_table, table
-from benchmarks.simulate import Setup, SimulatedService, run
+from benchmarks import simulate
+from benchmarks.pages import parser_of, show, table
+from benchmarks.simulate import PERCENTS, OpenService, Setup, SimulatedService, recalls, run
 from earl_jax.config.file import make_config
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.launch.start import start_jax
@@ -48,7 +48,7 @@ from earl_jax.rollout.staleness import AsynchronyConfig
 from earl_jax.sharding.layout import Layout
 
 PAGE = Path(__file__).with_suffix(".md")
-PERCENTS = (20, 10, 5)
+SEEDS = 3
 PAPER = {20: 0.87, 10: 0.82, 5: 0.76}
 GROUPS, GROUP_SIZE = 32, 8
 # What is told of groups may be known only when the first of them has begun, whose prompt is read.
@@ -210,24 +210,7 @@ def last_states(
     return x_BTD[jnp.arange(len(lengths_B)), lengths_B - 1]
 
 
-# Recalls and makespans.
-
-
-def recalls(expected: Sequence[float], lengths: Sequence[int]) -> dict[int, float]:
-    """Returns which share of the longest 20, 10 and 5 % is among as many expected to be longest.
-
-    At least of one episode. Example: of lengths 4 9 1 1 1 the longest 20 % are the second; with 9 8
-    1 2 1 expected the first would be taken for it.
-    """
-    found = {}
-    for percent in PERCENTS:
-        number = max(1, len(lengths) * percent // 100)
-        longest, chosen = (
-            set(sorted(range(len(lengths)), key=lambda i: (-by[i], i))[:number])
-            for by in (lengths, expected)
-        )
-        found[percent] = len(longest & chosen) / number
-    return found
+# Makespans.
 
 
 class Ranked(SimulatedService):
@@ -285,21 +268,11 @@ def makespan(
 
     Of groups for which `told` has a length, `Ranked` is told it.
     """
-    sizes, size = (setup.instances, setup.slots), setup.group_size
-    service = SimulatedService(setup, order, *sizes)
+    opened: OpenService = SimulatedService
     if told is not None:
-        service = Ranked(setup, order, *sizes, told=told.__getitem__, at_prompt=at_prompt)
+        opened = functools.partial(Ranked, told=told.__getitem__, at_prompt=at_prompt)
     todo = range(setup.episodes_per_step) if episodes is None else episodes
-    service.submit([_Task(episode=e, group=e // size) for e in todo])
-    while service.is_busy:
-        service.step()
-    return service.now
-
-
-@dataclasses.dataclass(frozen=True)
-class _Task:
-    episode: int
-    group: int
+    return simulate.makespan(setup, todo, order, setup.instances, setup.slots, opened)
 
 
 def ranked(expected: Sequence[float]) -> list[int]:
@@ -455,11 +428,11 @@ def states_of(
     return np.asarray(last_states(world.origin.model, layout, params, tokens, ends))
 
 
-def measured(num_steps: int, seeds: int) -> str:
+def measured(num_steps: int) -> str:
     """Returns the tables of a policy's runs, and a sentence with their lengths and seconds."""
     found: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
     kept = []
-    for seed in range(seeds):
+    for seed in range(SEEDS):
         for each in play(num_steps, seed):
             lengths = each["lengths"]
             mean, most = statistics.fmean(lengths), max(lengths)
@@ -483,7 +456,7 @@ def measured(num_steps: int, seeds: int) -> str:
     within = float(logs.var(axis=1, ddof=1).mean())
     share = 1.0 - within / float(logs.var())
     words = (
-        f"{len(kept)} measured steps of {seeds} runs: {statistics.fmean(every):.1f} tokens an "
+        f"{len(kept)} measured steps of {SEEDS} runs: {statistics.fmean(every):.1f} tokens an "
         f"episode, at most {max(every)}; the task decides {share:.2f} of the variance of their "
         f"logarithm. The states of a step's {GROUPS} prompts take "
         f"{1e3 * statistics.median(each['state_s'] for each in kept):.0f} ms, its rollout "
@@ -502,10 +475,10 @@ def length_of_task(setup: Setup, group: int) -> float:
     return setup.median * math.exp(setup.sigma * math.sqrt(setup.by_task) * of_task)
 
 
-def simulated(by_task: float, seeds: int) -> dict[str, Any]:
+def simulated(by_task: float) -> dict[str, Any]:
     """Returns the row of a share of the task: gains, where lengths are those of simulate.py."""
     found = []
-    for seed in range(seeds):
+    for seed in range(SEEDS):
         setup = Setup(by_task=by_task, seed=seed)
         lengths = [setup.length(episode) for episode in range(setup.episodes_per_step)]
         prompts = [length_of_task(setup, group) for group in range(setup.groups)]
@@ -524,7 +497,7 @@ def simulated(by_task: float, seeds: int) -> dict[str, Any]:
     return {"share of the task": by_task, **gains, **limits}
 
 
-def speeds(train_share: float, seeds: int) -> list[dict[str, Any]]:
+def speeds(train_share: float) -> list[dict[str, Any]]:
     """Returns the speeds of whole runs by order, relative to the synchronous one in order.
 
     On 64 devices; updates take `train_share` of the time of a synchronous rollout.
@@ -538,7 +511,7 @@ def speeds(train_share: float, seeds: int) -> list[dict[str, Any]]:
     rows = []
     for name, settings in runs.items():
         found: dict[str, list[float]] = {}
-        for seed in range(seeds):
+        for seed in range(SEEDS):
             setup = Setup(seed=seed, num_steps=10)
             told = functools.partial(length_of_task, setup)
             played = run(setup, AsynchronyConfig(), "fifo", train_s=0.0)
@@ -563,23 +536,17 @@ def speeds(train_share: float, seeds: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Prints the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=5, help="0: only the simulation")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--write", action="store_true")
     flags = parser.parse_args()
-    parts = {}
     if flags.steps:
         start_jax("cpu", 1)
-        parts["measured"] = measured(flags.steps, flags.seeds)
-    else:
-        rollouts = table([simulated(by_task, 3) for by_task in (0.3, 0.5, 0.7, 0.9)])
-        runs = [table(speeds(train_share, 3)) for train_share in (0.5, 1.0)]
-        parts["simulated"] = "\n\n".join([f"Gains of rollouts:\n\n{rollouts}", *runs])
-    for name, text in parts.items():
-        print(text)
-        if flags.write:
-            replace_table(PAGE, text, name)
+        show(measured(flags.steps), PAGE, write=flags.write, name="measured")
+        return
+    rollouts = table([simulated(by_task) for by_task in (0.3, 0.5, 0.7, 0.9)])
+    runs = [table(speeds(train_share)) for train_share in (0.5, 1.0)]
+    text = "\n\n".join([f"Gains of rollouts:\n\n{rollouts}", *runs])
+    show(text, PAGE, write=flags.write, name="simulated")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Regret of the selector against exhaustive measurement by real steps, where the mesh matters.
 
-    uv run python -m benchmarks.regret [--only=WORDS,...] [--write]
+    uv run python -m benchmarks.regret [--write]
 
 At each point (few slots and rows, long turns, wide models; 8 virtual CPU devices) every pair of a
 rollout mesh and a training mesh runs real steps with nothing else to choose from, in rounds of all
@@ -14,7 +14,6 @@ counts for none: programs are the same for all. The policy is random, and learns
 With --write the table goes into regret.md.
 """
 
-import argparse
 import dataclasses
 import itertools
 import statistics
@@ -23,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.pages import replace_table, table
+from benchmarks.pages import parser_of, show, table
 from earl_jax.config.file import make_config
 from earl_jax.launch.start import start_jax
 from earl_jax.settings.remat import Remat
@@ -100,8 +99,11 @@ POINTS = (
 )
 
 
-def measure(point: Point, rounds: int, steps: int, own_steps: int) -> dict[str, Any]:
-    """Returns a point's row."""
+def measure(point: Point, rounds: int = 2, steps: int = 4, own_steps: int = 50) -> dict[str, Any]:
+    """Returns a point's row.
+
+    Of so many `rounds` of all pairs, `steps` of a pair in a round, and `own_steps` of the selector.
+    """
     from earl_jax.profiling.stages import placement_on
     from earl_jax.run.build import build_run
 
@@ -166,27 +168,10 @@ def summary(step_s: Mapping[Pair, float], own: Sequence[Pair]) -> dict[str, Any]
     }
 
 
-def command(arguments: Sequence[str]) -> None:
-    """Runs the command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", default="", help="points that begin with these words, by commas")
-    parser.add_argument("--rounds", type=int, default=2, help="of all pairs (2)")
-    parser.add_argument("--steps", type=int, default=4, help="of a pair in a round (4)")
-    parser.add_argument("--own_steps", type=int, default=50, help="of the selector (50)")
-    parser.add_argument("--write", action="store_true", help="the table into regret.md")
-    flags = parser.parse_args(arguments)
-    start_jax("cpu", 8)
-    rows = []
-    for point in POINTS:
-        if point.name.startswith(tuple(flags.only.split(","))):
-            rows.append(measure(point, flags.rounds, flags.steps, flags.own_steps))
-            print(f"{rows[-1]}", file=sys.stderr, flush=True)
-    print(table(rows))
-    if flags.write:
-        replace_table(PAGE, table(rows))
-
-
 if __name__ == "__main__":
-    command(sys.argv[1:])
+    flags, rows = parser_of(__doc__).parse_args(), []
+    start_jax("cpu", 8)
+    for point in POINTS:
+        rows.append(measure(point))
+        print(f"{rows[-1]}", file=sys.stderr, flush=True)
+    show(table(rows), PAGE, write=flags.write)

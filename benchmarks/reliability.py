@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs that are killed at random moments, and one of thousands of steps: reliability.md.
 
-    uv run python -m benchmarks.reliability [--kills=10] [--steps=2000] [--only=soak] [--write]
+    uv run python -m benchmarks.reliability [--only=soak] [--write]
 
 Kills: SIGKILL is sent to a run at random moments of its life, starting included, and the same
 command is given again. In the end the run is compared with one that was left alone: every array of
@@ -18,10 +18,8 @@ steps and their end.
 The status is 1 where a run came out different, or something grew.
 """
 
-import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -32,11 +30,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.pages import replace_table, table
+from benchmarks import runs
+from benchmarks.pages import parser_of, show, table
 from earl_jax.telemetry.metrics import read_metrics
 
-ROOT = Path(__file__).parents[1]
-PAGE = Path(__file__).parent / "reliability.md"
+PAGE = Path(__file__).with_suffix(".md")
+# Kills of each kind of run, and steps of the soak.
+KILLS, STEPS = 10, 2000
 SMALL: Mapping[str, Any] = {
     "num_steps": 12,
     "model.width": 32,
@@ -91,30 +91,12 @@ GROWTH: Mapping[str, tuple[float, float]] = {
 TIMES = ("_s", "_per_s")
 
 
-def free_port() -> int:
-    """Returns a port of this machine on which nobody listens."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def start(workdir: Path, settings: Mapping[str, Any], num: int = 1) -> list[subprocess.Popen[str]]:
     """Starts a run of `num` processes with eight devices in all."""
-    port, processes = free_port(), []
-    for number in range(num):
-        flags = {**settings, "devices.num_cpu_devices": 8 // num}
-        if num > 1:
-            flags |= {
-                "distributed.coordinator": f"127.0.0.1:{port}",
-                "distributed.num_processes": num,
-                "distributed.process_id": number,
-            }
-        line = [sys.executable, "-m", "earl_jax.main", f"--workdir={workdir}"]
-        line += [f"--config={ROOT / 'configs/tictactoe_tiny_cpu.py'}"]
-        line += [f"--config.{k}={value}" for k, value in flags.items() if value is not None]
-        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-        processes.append(subprocess.Popen(line, cwd=ROOT, env={**os.environ}, **pipes))
-    return processes
+    given = {**settings, "devices.num_cpu_devices": 8 // num}
+    flags = [f"--workdir={workdir}", "--config=configs/tictactoe_tiny_cpu.py"]
+    flags += [f"--config.{name}={value}" for name, value in given.items() if value is not None]
+    return runs.start(flags, num, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
 def finish(processes: list[subprocess.Popen[str]]) -> None:
@@ -126,13 +108,13 @@ def finish(processes: list[subprocess.Popen[str]]) -> None:
 
 
 def kill_often(
-    folder: Path, settings: Mapping[str, Any], num: int, kills: int, run_s: float, seed: int
+    folder: Path, settings: Mapping[str, Any], num: int, kills: int, run_s: float
 ) -> list[Path]:
     """Kills runs so often at random moments, and lets them finish. Returns their workdirs.
 
     Raises RuntimeError where a run ends by itself with another status than 0.
     """
-    rng, workdirs, killed = np.random.default_rng(seed), [folder / "killed_1"], 0
+    rng, workdirs, killed = np.random.default_rng(0), [folder / "killed_1"], 0
     while killed < kills:
         processes = start(workdirs[-1], settings, num)
         time.sleep(float(rng.uniform(0.0, run_s)))
@@ -178,7 +160,7 @@ def results(workdir: Path) -> dict[str, Any]:
     }
 
 
-def measure_kills(kind: str, kills: int, seed: int) -> dict[str, Any]:
+def measure_kills(kind: str) -> dict[str, Any]:
     """Returns a row of the table."""
     changed, num = KINDS[kind]
     settings = {**SMALL, **changed}
@@ -189,7 +171,7 @@ def measure_kills(kind: str, kills: int, seed: int) -> dict[str, Any]:
         since_s = time.perf_counter()
         finish(start(folder / "warm", settings, num))
         run_s = time.perf_counter() - since_s
-        killed = kill_often(folder, settings, num, kills, run_s, seed)
+        killed = kill_often(folder, settings, num, KILLS, run_s)
         expected, found = results(folder / "whole"), [results(workdir) for workdir in killed]
     for each in found:
         for line, other in zip(expected["metrics"], each["metrics"], strict=False):
@@ -197,7 +179,7 @@ def measure_kills(kind: str, kills: int, seed: int) -> dict[str, Any]:
                 print(f"step {line['step']}: {keys} differ", file=sys.stderr, flush=True)
     return {
         "run": kind,
-        "SIGKILLs": kills,
+        "SIGKILLs": KILLS,
         "a run takes, s": f"{run_s:.0f}",
         **{
             part: "equal" if all(expected[part] == each[part] for each in found) else DIFFERENT
@@ -221,15 +203,15 @@ def read_process(pid: int) -> dict[str, float]:
     }
 
 
-def soak(steps: int) -> Iterator[dict[str, Any]]:
+def soak() -> Iterator[dict[str, Any]]:
     """Yields a row for each eighth of the steps."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
         workdir = Path(folder) / "run"
-        (process,) = start(workdir, {**SMALL, **SOAK, "num_steps": steps})
+        (process,) = start(workdir, {**SMALL, **SOAK, "num_steps": STEPS})
         since_s, metrics = time.perf_counter(), workdir / "metrics.jsonl"
         for eighth in range(1, 9):
-            step = min(steps * eighth // 8, steps - 1)
+            step = min(STEPS * eighth // 8, STEPS - 1)
             wanted = f'{{"step": {step}, "time_s"'
             while not (metrics.exists() and wanted in metrics.read_text()):
                 if process.poll() is not None:
@@ -252,29 +234,21 @@ def grown(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def main() -> None:
     """Runs what was asked for, and prints a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--kills", type=int, default=10, help="of each run")
-    parser.add_argument("--steps", type=int, default=2000, help="of the soak")
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="parts whose name contains this")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--write", action="store_true", help="write the tables into reliability.md")
     flags = parser.parse_args()
     killed, soaked = [], []
     for kind in (kind for kind in KINDS if flags.only in kind):
-        killed.append(measure_kills(kind, flags.kills, flags.seed))
+        killed.append(measure_kills(kind))
         print(json.dumps(killed[-1]), flush=True)
-    for row in soak(flags.steps) if flags.only in "soak" else ():
+    for row in soak() if flags.only in "soak" else ():
         soaked.append(row)
         print(json.dumps(row), flush=True)
     wrong = [f"{row['run']}: a killed run differs" for row in killed if DIFFERENT in row.values()]
     wrong += grown(soaked) if soaked else []
     shown = [{**row, "resident, MiB": f"{row['resident, MiB']:.0f}"} for row in soaked]
     text = "\n\n".join(table(rows) for rows in (killed, shown) if rows)
-    print(text)
-    if flags.write:
-        replace_table(PAGE, text)
+    show(text, PAGE, write=flags.write)
     sys.exit("; ".join(wrong) or 0)
 
 

@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server under load: tokens/s, time to the first token and per token; and rollouts beside it.
 
-    uv run python -m benchmarks.serving [--clients=1,4,16,64] [--rates=0.5,0.8,1.2] [--tiny]
+    uv run python -m benchmarks.serving [--slots=16] [--clients=1,4] [--rates=0.5,0.8] [--tiny]
 
 `python -m earl_jax.serve` runs in a process of its own with the tiny Qwen2 of benchmarks/rollout on
 one CPU device. This process is its clients: over gRPC on loopback, with prompts of ids, all
-different, whose replies are drawn at temperature 1 and end after `--tokens` tokens, or by chance
+different, whose replies are drawn at temperature 1 and end after 128 tokens, or by chance
 before. Either so many clients send their next request when the last is answered, or requests come
 at random times, so many times what the server answered at most before. Rollouts play the same
 prompts and lengths on as many slots, through all that an RL rollout goes through, in a third
@@ -36,6 +36,7 @@ import grpc
 import numpy as np
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 
+from benchmarks.pages import parser_of
 from benchmarks.rollout.engines import OURS, ROOT, Engine, header, row
 from benchmarks.rollout.work import make_messages
 
@@ -195,17 +196,14 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--clients", default="1,4,16,64")
     parser.add_argument("--rates", default="0.5,0.8,1.2", help="of the most that was answered")
-    parser.add_argument("--requests", type=int, default=128, help="of a load, at most")
-    parser.add_argument("--tokens", type=int, default=128, help="of a reply")
-    parser.add_argument("--repeats", type=int, default=2, help="rollouts of which the best counts")
     parser.add_argument("--tiny", action="store_true", help="sizes that show only that it runs")
     flags = parser.parse_args()
+    # Of a load, at most; tokens of a reply; and rollouts, of which the best counts.
+    flags.requests, flags.tokens, flags.repeats = 128, 128, 2
     if flags.tiny:
         flags.slots, flags.clients, flags.rates, flags.requests = 2, "1,4", "0.8", 8
         flags.tokens, flags.repeats = 8, 1

@@ -2,14 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two processes that take long-tailed episodes off one queue, beside fixed parts of them.
 
-    uv run python -m benchmarks.shares [--steps=20] [--write]
+    uv run python -m benchmarks.shares [--write]
 
 Each process has a CPU device and is pinned to a core of its own. A step has 64 episodes of 1 to 24
 turns (`benchmarks.asynchrony.LongTailed`), in groups of two, in 8 slots. All lines play the same
 tokens. A rollout takes as long as the process that ends last; the other one waits.
 """
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -19,17 +18,16 @@ from typing import Any
 
 import jax
 
+from benchmarks import runs
 from benchmarks.asynchrony import SETTINGS
-from benchmarks.pages import replace_table, table
-from benchmarks.pinned import run_pinned
+from benchmarks.pages import parser_of, show, table
 from earl_jax.main import main as run_main
 from earl_jax.rollout.actor import Actor
-from earl_jax.telemetry.metrics import read_metrics
 
 PAGE = Path(__file__).with_suffix(".md")
 NUM = 2
-# Steps at the start whose programs are compiled, or loaded.
-WARM_UP = 3
+# Steps at the start whose programs are compiled, or loaded, and those that count.
+WARM_UP, STEPS = 3, 20
 # Names of the lines, and what they change.
 LINES: dict[str, dict[str, Any]] = {
     "fixed parts": {},
@@ -58,7 +56,7 @@ def play(notes: str) -> None:
     run_main()
 
 
-def measure(name: str, steps: int, folder: Path) -> dict[str, Any]:
+def measure(name: str, folder: Path) -> dict[str, Any]:
     """Runs a line. Returns its row."""
     line, workdir = LINES[name], folder / name.replace(" ", "_")
     rollout = SETTINGS["rollout"] | {
@@ -68,18 +66,14 @@ def measure(name: str, steps: int, folder: Path) -> dict[str, Any]:
     }
     meshes = {"rollout_meshes": ("data=2",), "train_meshes": ("data=2",)}
     settings = SETTINGS | {
-        "num_steps": WARM_UP + steps,
+        "num_steps": WARM_UP + STEPS,
         "rollout": rollout,
         "selector": {"table": "model", **meshes},
         "devices": {"platform": "cpu", "num_cpu_devices": 1},
     }
-    file, notes = folder / "config.py", folder / f"notes_{workdir.name}"
-    file.write_text(
-        "from ml_collections import ConfigDict\n"
-        f"def get_config():\n    return ConfigDict({settings!r})\n"
-    )
+    notes = folder / f"notes_{workdir.name}"
     program = f"from benchmarks import shares; shares.play({str(notes)!r})"
-    run_pinned(["-c", program], [f"--config={file}", f"--workdir={workdir}"], NUM)
+    rows = runs.play(settings, workdir, NUM, program=["-c", program], pinned=True)
     each = [
         [json.loads(text) for text in Path(f"{notes}.{number}").read_text().splitlines()]
         for number in range(NUM)
@@ -87,7 +81,6 @@ def measure(name: str, steps: int, folder: Path) -> dict[str, Any]:
     steps_of_both = list(zip(*each, strict=True))[WARM_UP:]
     last_s = [max(seconds for seconds, _ in step) for step in steps_of_both]
     both_s = [statistics.mean(seconds for seconds, _ in step) for step in steps_of_both]
-    rows = [row for row in read_metrics(workdir / "metrics.jsonl") if "reward_mean" in row]
     timed = rows[WARM_UP:]
     tokens, seconds = sum(row["rollout_tokens"] for row in timed), sum(last_s)
     return {
@@ -103,12 +96,7 @@ def measure(name: str, steps: int, folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=20, help="steps that count")
-    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
-    flags = parser.parse_args()
+    flags = parser_of(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = table([measure(name, flags.steps, Path(folder)) for name in LINES])
-    print(found)
-    if flags.write:
-        replace_table(PAGE, found)
+        found = table([measure(name, Path(folder)) for name in LINES])
+    show(found, PAGE, write=flags.write)

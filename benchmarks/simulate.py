@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulates synchronous, streaming and asynchronous training on any number of devices.
 
-    uv run python -m benchmarks.simulate [--train_share=1.0] [--write]
+    uv run python -m benchmarks.simulate [--write]
 
 Arithmetic only: an event heap over the slots, driven by the product's decisions. `SlotScheduler`
 says which task begins in which slot, `OpenGroups` which groups a step begins and takes. Half of the
@@ -10,7 +10,6 @@ devices play and half train. `python -m benchmarks.asynchrony` runs the product 
 of it side by side, with the lengths and the measured stage times of the run (`Setup`).
 """
 
-import argparse
 import dataclasses
 import heapq
 import math
@@ -21,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import replace_table, table
+from benchmarks.pages import parser_of, show, table
 from earl_jax.engine.rows import Rows
 from earl_jax.rollout.open_groups import OpenGroups
 from earl_jax.rollout.row_pool import Finished
@@ -29,10 +28,11 @@ from earl_jax.rollout.scheduler import Order, SlotScheduler
 from earl_jax.rollout.staleness import AsynchronyConfig
 from earl_jax.rollout.tasks import Tasks
 
-PAGE = Path(__file__).parent / "simulate.md"
+PAGE = Path(__file__).with_suffix(".md")
 PAPER = {"synchronous": 1.0, "longest first": 1.08, "streaming": 1.23, "asynchronous": 1.48}
 # Steps at the start that are not counted.
 WARM_UP = 2
+PERCENTS = (20, 10, 5)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,6 +185,9 @@ class SimulatedService:
             self._free.remove(slot)
 
 
+OpenService = Callable[[Setup, Order, int, int], SimulatedService]
+
+
 def tasks_of(setup: Setup) -> Tasks:
     """Returns the tasks of a run, whose episodes are numbers only."""
     size = setup.group_size
@@ -205,7 +208,7 @@ def run(
     order: Order,
     train_s: float,
     warm_up: int = WARM_UP,
-    open_service: Callable[[Setup, Order, int, int], SimulatedService] = SimulatedService,
+    open_service: OpenService = SimulatedService,
 ) -> dict[str, Any]:
     """Simulates a run whose updates take `train_s` for a token.
 
@@ -282,9 +285,16 @@ def ladder(devices: Sequence[int], train_share: float, **changes: Any) -> list[d
 # Orders of one synchronous rollout.
 
 
-def makespan(setup: Setup, episodes: Sequence[int], order: Order, instances: int, slots: int):
+def makespan(
+    setup: Setup,
+    episodes: Sequence[int],
+    order: Order,
+    instances: int,
+    slots: int,
+    open_service: OpenService = SimulatedService,
+) -> float:
     """Returns the time in which these episodes are played, in this order where it is "fifo"."""
-    service = SimulatedService(setup, order, instances, slots)
+    service = open_service(setup, order, instances, slots)
     size = setup.group_size
     service.submit([types.SimpleNamespace(episode=e, group=e // size) for e in episodes])
     while service.is_busy:
@@ -328,46 +338,45 @@ def orders(by_task: float, seeds: int = 3) -> dict[str, Any]:
         for name, each in times.items():
             gains.setdefault(name, []).append(fifo / each)
     means = {name: round(statistics.fmean(each), 3) for name, each in gains.items()}
-    return {"share of the task": by_task, **means, **recalls(by_task)}
+    return {"share of the task": by_task, **means, **recalls_by_one(by_task)}
 
 
-def recalls(by_task: float, mates: int = 1) -> dict[str, float]:
+def recalls(expected: Sequence[float], lengths: Sequence[int]) -> dict[int, float]:
     """Returns which share of the longest 20, 10 and 5 % is among as many expected to be longest.
 
-    Episodes are expected to be as long as `mates` of their group were, which are not counted.
+    At least of one episode. Example: of lengths 4 9 1 1 1 the longest 20 % are the second; with 9 8
+    1 2 1 expected the first would be taken for it.
     """
-    setup = Setup(groups=1024, by_task=by_task)
-    found: list[tuple[float, int]] = []
-    for first in range(0, setup.episodes_per_step, setup.group_size):
-        lengths = [setup.length(first + i) for i in range(setup.group_size)]
-        found += [(statistics.fmean(lengths[:mates]), length) for length in lengths[mates:]]
-    result = {}
-    for percent in (20, 10, 5):
-        number = len(found) * percent // 100
-        expected = set(sorted(range(len(found)), key=lambda i: -found[i][0])[:number])
-        longest = sorted(range(len(found)), key=lambda i: -found[i][1])[:number]
-        result[f"recall {percent} %"] = sum(i in expected for i in longest) / number
-    return result
+    found = {}
+    for percent in PERCENTS:
+        number = max(1, len(lengths) * percent // 100)
+        longest, chosen = (
+            set(sorted(range(len(lengths)), key=lambda i: (-by[i], i))[:number])
+            for by in (lengths, expected)
+        )
+        found[percent] = len(longest & chosen) / number
+    return found
+
+
+def recalls_by_one(by_task: float) -> dict[str, float]:
+    """Returns the recalls where one of each group, which is not counted, says how long it is."""
+    setup, size = Setup(groups=1024, by_task=by_task), Setup.group_size
+    lengths = [setup.length(episode) for episode in range(setup.episodes_per_step)]
+    first = [float(lengths[i - i % size]) for i in range(len(lengths)) if i % size]
+    rest = [length for i, length in enumerate(lengths) if i % size]
+    return {f"recall {percent} %": share for percent, share in recalls(first, rest).items()}
 
 
 def main() -> None:
     """Prints the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--devices", type=int, nargs="*", default=[16, 64, 256, 1024])
-    parser.add_argument("--train_share", type=float, nargs="*", default=[0.5, 1.0])
-    parser.add_argument("--write", action="store_true")
-    flags = parser.parse_args()
-    parts = []
-    for share in flags.train_share:
+    flags, parts = parser_of(__doc__).parse_args(), []
+    for share in (0.5, 1.0):
         parts += [f"Updates take {share:g} of the time of a synchronous rollout:"]
-        parts += [table(ladder(flags.devices, share))]
+        parts += [table(ladder((16, 64, 256, 1024), share))]
     parts += ["One synchronous rollout on 64 devices, by how much of an episode's length its task"]
     parts[-1] += " decides; time of first in, first out divided by that of:"
     parts += [table([orders(by_task) for by_task in (0.3, 0.5, 0.7, 0.9)])]
-    text = "\n\n".join(parts)
-    print(text)
-    if flags.write:
-        replace_table(PAGE, text)
+    show("\n\n".join(parts), PAGE, write=flags.write)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import runpy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.pages import parser_of, table
 from benchmarks.plan import sizes_of
 from earl_jax.config.file import make_config
 from earl_jax.placement.problem import make_problem
@@ -251,15 +252,6 @@ def update_speed(problem: Problem, mesh: str, max_tokens: int) -> float:
     return problem.update_speed(plan, max_tokens)
 
 
-def _table(header: str, rows: Iterator[list[str]]) -> Iterator[str]:
-    names = header.split(" | ")
-    yield f"| {header} |"
-    yield "|---" * len(names) + "|"
-    for row in rows:
-        yield f"| {' | '.join(row)} |"
-    yield ""
-
-
 def _point_rows(points: Sequence[TrainPoint | DecodePoint]) -> Iterator[list[str]]:
     for point in points:
         is_decoding = isinstance(point, DecodePoint)
@@ -299,6 +291,7 @@ def _cpu_rows() -> Iterator[list[str]]:
 
 def main() -> None:
     """Prints all tables."""
+    parser_of(__doc__, writes=False).parse_args()
     compared = "published | computed | computed / published"
     for header, rows in (
         (f"training | model | tokens a row | {compared}", _point_rows(TRAINING)),
@@ -306,8 +299,8 @@ def main() -> None:
         ("stage | rows x tokens | ideal kernels | ours | ours, pages gathered", _engine_rows()),
         ("stage | mesh | measured | predicted | ratio", _cpu_rows()),
     ):
-        for line in _table(header, rows):
-            print(line)
+        names = header.split(" | ")
+        print(table([dict(zip(names, row, strict=True)) for row in rows]), end="\n\n")
 
 
 if __name__ == "__main__":

@@ -2,41 +2,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """What staleness does to learning: the naive loss beside the decoupled one, with several seeds.
 
-    uv run python -m benchmarks.staleness [--seeds=5] [--steps=120] [--jobs=2] [--write]
+    uv run python -m benchmarks.staleness [--write]
 
 A tiny policy learns from nothing to answer letters: it is shown one of eight and replies with one
 (its `choices`), at best the letter three places on. Episodes have 2 to 12 such turns, and so end at
-different times. Two CPU devices: one plays, one trains. Every run is a process of its own; `--jobs`
-of them run at once, because only what is learnt is measured here, and no time.
+different times. Two CPU devices: one plays, one trains. Every run is a process of its own; two of
+them run at once, because only what is learnt is measured here, and no time.
 
 The table has the mean reward of a turn (1 is perfect) over the last tenth of the steps, and over
 all of them: the mean over the seeds, and their standard deviation. Behind these are the points of
 the curve, means over tenths of the steps.
 """
 
-import argparse
 import concurrent.futures
+import functools
 import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import replace_table, table
+from benchmarks.pages import parser_of, show, table
+from benchmarks.runs import play
 from earl_jax.envs.environment import Start, StepResult
-from earl_jax.telemetry.metrics import read_metrics
 
-HERE = Path(__file__).parent
+PAGE = Path(__file__).with_suffix(".md")
 LETTERS = "abcdefgh"
 LAGS = (0, 1, 4, 8, 16)
 # Names of the losses, and config.train.correction.
 LOSSES = {"naive": "none", "decoupled": "truncated"}
 POINTS = 10
+# Of each cell, and runs at once.
+SEEDS, JOBS, STEPS = 5, 2, 120
 SETTINGS: dict[str, Any] = {
     "env": {"name": "benchmarks.staleness:Answers"},
     "algorithm": "reinforce",
@@ -98,35 +97,35 @@ class Answers:
         return StepResult(text=text, reward=reward, done=False, choices=tuple(LETTERS))
 
 
-def settings_of(loss: str, lag: int, seed: int, steps: int) -> dict[str, Any]:
+def settings_of(loss: str, lag: int, seed: int) -> dict[str, Any]:
     """Returns the settings of a run."""
     train = {**SETTINGS["train"], "correction": LOSSES[loss]}
     asynchrony = {"max_staleness": lag}
-    return {**SETTINGS, "num_steps": steps, "seed": seed, "train": train, "asynchrony": asynchrony}
+    return {**SETTINGS, "num_steps": STEPS, "seed": seed, "train": train, "asynchrony": asynchrony}
 
 
-def run_config(settings: dict[str, Any], name: str, folder: Path) -> dict[str, Any]:
+def run_config(settings: dict[str, Any], workdir: Path) -> dict[str, Any]:
     """Runs settings in a process of their own. Returns the reward of a turn by step, and lags."""
-    file = folder / f"{name}.py"
-    file.write_text(
-        "from ml_collections import ConfigDict\n"
-        f"def get_config():\n    return ConfigDict({settings!r})\n"
-    )
-    line = [sys.executable, "-m", "earl_jax.main", f"--config={file}"]
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
-    subprocess.run(
-        [*line, f"--workdir={folder / name}"],
-        check=True,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-    )
-    rows = [row for row in read_metrics(folder / name / "metrics.jsonl") if "reward_mean" in row]
+    rows = play(settings, workdir)
     return {
         "rewards": [row["reward_mean"] / row["turns_mean"] for row in rows],
         "lag": statistics.mean(row.get("version_lag_mean", 0.0) for row in rows),
         "most": max(row.get("version_lag_max", 0) for row in rows),
         "sample size": statistics.mean(row["effective_sample_size"] for row in rows),
     }
+
+
+def play_cells(
+    cells: Mapping[Any, Callable[[int], dict[str, Any]]],
+) -> Iterator[tuple[Any, list[dict[str, Any]]]]:
+    """Yields each cell's name and its runs; it gives the settings of a seed."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        concurrent.futures.ThreadPoolExecutor(JOBS) as pool,
+    ):
+        for index, (name, settings) in enumerate(cells.items()):
+            each = [(settings(s), Path(folder) / f"{index}_{s}") for s in range(SEEDS)]
+            yield name, list(pool.map(lambda run: run_config(*run), each))
 
 
 def curve_row(runs: Sequence[Sequence[float]]) -> dict[str, Any]:
@@ -163,32 +162,14 @@ def summary(loss: str, lag: int, runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     """Runs all cells and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--jobs", type=int, default=2, help="runs at once")
-    parser.add_argument("--lags", default=",".join(map(str, LAGS)), help="numbers, by commas")
-    parser.add_argument("--write", action="store_true", help="the table into staleness.md")
-    flags = parser.parse_args()
-    rows = []
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        concurrent.futures.ThreadPoolExecutor(flags.jobs) as pool,
-    ):
-        for lag in map(int, flags.lags.split(",")):
-            for loss in LOSSES:
-
-                def play(seed: int, loss: str = loss, lag: int = lag) -> dict[str, Any]:
-                    settings = settings_of(loss, lag, seed, flags.steps)
-                    return run_config(settings, f"{loss}_{lag}_{seed}", Path(folder))
-
-                runs = pool.map(play, range(flags.seeds))
-                rows.append(summary(loss, lag, list(runs)))
-                print(json.dumps(rows[-1]), flush=True)
-    text = table(rows)
-    print(text)
-    if flags.write:
-        replace_table(HERE / "staleness.md", text)
+    flags, rows = parser_of(__doc__).parse_args(), []
+    cells = {
+        (loss, lag): functools.partial(settings_of, loss, lag) for lag in LAGS for loss in LOSSES
+    }
+    for (loss, lag), runs in play_cells(cells):
+        rows.append(summary(loss, lag, runs))
+        print(json.dumps(rows[-1]), flush=True)
+    show(table(rows), PAGE, write=flags.write)
 
 
 if __name__ == "__main__":

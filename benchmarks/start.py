@@ -9,11 +9,9 @@ cold run left there. The run is ended after its first step. With --write the tab
 start.md.
 """
 
-import argparse
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,11 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import replace_table, table
+from benchmarks import runs
+from benchmarks.pages import parser_of, show, table
 from earl_jax.config.file import DEFAULT_CONFIG
-from earl_jax.telemetry.metrics import read_metrics
 
-HERE = Path(__file__).parent
+PAGE = Path(__file__).with_suffix(".md")
 # What JAX says of each program with JAX_LOG_COMPILES, and of one that was in the cache folder.
 MADE = re.compile(r"Finished XLA compilation of jit\((\S+)\) in ([0-9.e-]+) sec")
 FOUND = re.compile(r"Persistent compilation cache hit for 'jit_(\S+)'")
@@ -59,24 +57,19 @@ def count_programs(log: str) -> dict[str, Any]:
     }
 
 
-def has_stepped(path: Path) -> bool:
-    """Returns True where metrics.jsonl has the line of a step."""
-    return path.exists() and any("eval" not in row for row in read_metrics(path))
-
-
 def start(config: Path, overrides: Sequence[str], workdir: Path, caches: Path) -> dict[str, Any]:
     """Returns a row: starts a run and ends it after its first step.
 
     Raises ValueError where it ends by itself before.
     """
-    log, metrics = workdir.with_suffix(".log"), workdir / "metrics.jsonl"
-    line = [sys.executable, "-m", "earl_jax.main", f"--config={config}", f"--workdir={workdir}"]
+    log = workdir.with_suffix(".log")
+    flags = [f"--config={config}", f"--workdir={workdir}", *overrides]
     environment = {**os.environ, "XDG_CACHE_HOME": str(caches), "JAX_LOG_COMPILES": "1"}
     with log.open("w") as file:
         start_s = time.perf_counter()
-        run = subprocess.Popen([*line, *overrides], env=environment, stdout=file, stderr=file)
+        (run,) = runs.start(flags, env=environment, stdout=file, stderr=file)
         try:
-            while not has_stepped(metrics):
+            while not (steps := runs.steps_of(workdir)):
                 if run.poll() is not None:
                     raise ValueError(f"the run ended before a step: {log.read_text()[-2000:]}")
                 time.sleep(0.05)
@@ -86,18 +79,16 @@ def start(config: Path, overrides: Sequence[str], workdir: Path, caches: Path) -
         finally:
             run.send_signal(signal.SIGKILL)
             run.wait()
-    step = next(row for row in read_metrics(metrics) if "eval" not in row)
     return {
         "s to the first step": seconds,
-        "s of that step": sum(step["stage_s"].values()),
+        "s of that step": sum(steps[0]["stage_s"].values()),
     } | programs
 
 
 def command(arguments: Sequence[str]) -> None:
     """Runs the command."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = parser_of(__doc__)
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG)
-    parser.add_argument("--write", action="store_true", help="the table into start.md")
     overrides = [a for a in arguments if a.startswith("--config.")]
     flags = parser.parse_args([a for a in arguments if not a.startswith("--config.")])
     rows = []
@@ -105,10 +96,7 @@ def command(arguments: Sequence[str]) -> None:
         for cache in ("cold", "warm"):
             found = start(flags.config, overrides, Path(folder) / cache, Path(folder) / "cache")
             rows.append({"config": flags.config.stem, "cache": cache} | found)
-    text = table(rows)
-    print(text)
-    if flags.write:
-        replace_table(HERE / "start.md", text)
+    show(table(rows), PAGE, write=flags.write)
 
 
 if __name__ == "__main__":

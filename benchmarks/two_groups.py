@@ -7,10 +7,9 @@
 Plans of the product (`placement/group_planner.py`), from data sheets. Nothing runs.
 """
 
-import argparse
 from pathlib import Path
 
-from benchmarks.pages import replace_table, table
+from benchmarks.pages import parser_of, show, table
 from earl_jax.config.file import make_config
 from earl_jax.placement.group_planner import plan_groups
 from earl_jax.placement.problem import find_model, overrides_for_chips
@@ -21,17 +20,6 @@ HOSTS = 16
 # Of a device-hour, relative to an H20's.
 PRICES = {"h20": 1.0, "h800": 2.85}
 LINK_GB = 10.0
-
-
-def main() -> None:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="the table into two_groups.md")
-    rows = [row for preset in PRESETS for row in rows_of(preset)]
-    text = table(rows)
-    print(text)
-    if parser.parse_args().write:
-        replace_table(Path(__file__).with_suffix(".md"), text)
 
 
 def rows_of(preset: str) -> list[dict[str, object]]:
@@ -78,4 +66,6 @@ def rows_of(preset: str) -> list[dict[str, object]]:
 
 
 if __name__ == "__main__":
-    main()
+    flags = parser_of(__doc__).parse_args()
+    found = table([row for preset in PRESETS for row in rows_of(preset)])
+    show(found, Path(__file__).with_suffix(".md"), write=flags.write)

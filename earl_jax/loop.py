@@ -13,34 +13,27 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from earl_jax.algorithms.advantages import counted, group_shares, next_averages
+from earl_jax.algorithms.advantages import next_averages
 from earl_jax.envs.registry import EnvConfig
-from earl_jax.placement.delivery import fill_of, rows_of, send_parts
+from earl_jax.placement.delivery import rows_of, send_parts
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import play_all, play_batches
 from earl_jax.placement.updates import StepUpdate, Wait, sft
 from earl_jax.rollout.actor import Stopped, check_learnable
 from earl_jax.rollout.evaluation import summarize
-from earl_jax.rollout.gather import Played
 from earl_jax.rollout.load import expected_load, expected_tokens, measure_load
 from earl_jax.run.build import Run
-from earl_jax.run.step_record import StepRecord, count_skipped
+from earl_jax.run.played_step import PlayedStep, record_of
+from earl_jax.run.step_record import StepRecord
 from earl_jax.run.workdir import Position
-from earl_jax.selector.plans import RolloutPlan
 from earl_jax.settings.errors import RunError
 from earl_jax.telemetry.compile_clock import compile_clock
 from earl_jax.telemetry.episodes import Failures, failures_of
 from earl_jax.telemetry.host_bytes import only_on_devices
-from earl_jax.telemetry.load import Load
 from earl_jax.telemetry.metrics import Metrics
 from earl_jax.telemetry.timing import StageTimer
 from earl_jax.train.state import TrainState
-from earl_jax.trajectory import (
-    Experience,
-    Outcome,
-    Trajectory,
-)
 
 # Reasons of failed episodes that end a run.
 REASONS_SHOWN = 3
@@ -70,33 +63,6 @@ class StepStopped(Exception):  # noqa: N818 - no error
     def __init__(self, signal_name: str, position: Position) -> None:
         super().__init__(signal_name)
         self.position = position
-
-
-@dataclasses.dataclass(kw_only=True)
-class PlayedStep:
-    """A step's episodes: this process's (None where it plays nothing), and those of all.
-
-    They were played with `plan`, in rows of `max_tokens` tokens. Row i of `experience` is that of
-    `trajectories[i]`; rows of zeros may follow (`RowOrder`). Of processes that play together only
-    the first has trajectories. Where the episodes went to the trainer as they were finished, they
-    are in the `update`, and there is no experience. `dropped` are episodes that were given up since
-    the step before, because they were too old, and `refilled` those in whose place others were
-    played. `num_reused` groups were trained on before.
-    """
-
-    plan: RolloutPlan
-    max_tokens: int
-    trajectories: list[Trajectory]
-    experience: Experience | None
-    played: Played
-    load: Load
-    publish_bytes: int
-    publish_host_bytes: int | None
-    dispatch_host_bytes: int | None = 0
-    update: StepUpdate | None = None
-    dropped: list[Outcome] = dataclasses.field(default_factory=list)
-    refilled: list[Outcome] = dataclasses.field(default_factory=list)
-    num_reused: int = 0
 
 
 class Player(Protocol):
@@ -204,55 +170,6 @@ def rl_step(
         averages=next_averages(run.learner.algorithm, done.played.outcomes, position.averages),
     )
     return after, record
-
-
-def record_of(
-    run: Run,
-    step: int,
-    done: PlayedStep,
-    update: StepUpdate,
-    updates: list[Metrics],
-    *,
-    ended_on: tuple[str, int],
-    host_bytes: tuple[int | None, int | None],
-    stage_s: dict[str, float],
-) -> StepRecord:
-    """Returns the record of the step behind `step` others.
-
-    Of the metrics `updates` the first are those of `update`. The rollout ended on the mesh and in
-    the context bucket of `ended_on`. `host_bytes` are those of dispatch and of publishing.
-    """
-    config, algorithm, outcomes = run.config, run.learner.algorithm, done.played.outcomes
-    is_masked = config.asynchrony.rule == "mask"
-    return StepRecord(
-        step=step + 1,
-        trajectories=done.trajectories,
-        outcomes=outcomes,
-        trained=counted(algorithm, outcomes),
-        oldest_version=step - config.asynchrony.max_staleness if is_masked else 0,
-        sampling_kl=done.played.sampling_kl,
-        stats=done.played.stats,
-        load=done.load,
-        rollout_mesh=ended_on[0],
-        rollout_max_tokens=ended_on[1],
-        learning_rate=float(update.controls[0]),
-        entropy_coefficient=float(update.controls[1]),
-        updates=updates[: update.num_updates],
-        num_epochs=config.train.epochs,
-        sft_updates=updates[update.num_updates :],
-        batches=[part.batch for part in update.parts] if count_skipped(updates) else [],
-        packing_fill=fill_of(update.parts),
-        is_streamed=done.update is not None,
-        dispatch_bytes=sum(part.moved_bytes for part in update.parts),
-        dispatch_host_bytes=host_bytes[0],
-        publish_bytes=done.publish_bytes,
-        publish_host_bytes=host_bytes[1],
-        stage_s=stage_s,
-        group_shares=group_shares(algorithm, [*outcomes, *done.refilled]),
-        dropped=done.dropped,
-        refilled=done.refilled,
-        num_reused=done.num_reused,
-    )
 
 
 def count_failed_steps(env: EnvConfig, failures: Failures, before: Position) -> int:

@@ -4,14 +4,10 @@
 
 import contextlib
 import dataclasses
-import heapq
 import io
-import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-import jax
 
 from earl_jax.config import Config
 from earl_jax.launch.agreement import check_same, open_shared_workdir
@@ -27,8 +23,10 @@ from earl_jax.placement.placement import Placement
 from earl_jax.rollout.actor import Stopped
 from earl_jax.rollout.events import Events, drop_events, events_file, read_events
 from earl_jax.rollout.load import expected_tokens
-from earl_jax.run.build import Run, build_run
-from earl_jax.run.source import Source, open_reference, open_source
+from earl_jax.run.build import Run
+from earl_jax.run.exports import export_policy
+from earl_jax.run.source import build_from, first_state
+from earl_jax.run.step_log import StepLog
 from earl_jax.run.step_record import StepRecord
 from earl_jax.run.workdir import (
     Position,
@@ -39,19 +37,15 @@ from earl_jax.run.workdir import (
     open_workdir,
     resume,
     save,
-    tokenizer_folder,
 )
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.schedule import smallest_hardware, smallest_words
-from earl_jax.settings.errors import RunError
-from earl_jax.telemetry.episodes import trajectory_lines
+from earl_jax.selector.table import ThroughputTable
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.telemetry.progress import Progress
 from earl_jax.telemetry.recorder import Recorder
 from earl_jax.train.backup import StateLost
 from earl_jax.train.checkpoint import Checkpoints
-from earl_jax.train.export import Exporter, keep_exports
-from earl_jax.train.inspection import write_batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,17 +111,7 @@ def _train_in(
     """Trains in a workdir that is this run's alone; `notes` are to be shown."""
     folder, keep = workdir / "checkpoints", config.checkpoint.keep
     checkpoints = Checkpoints(folder, keep=keep, gather=cluster.gather)
-    is_new = not checkpoints.steps()
-    source = open_source(config.init_from) if is_new else None
-    teacher = open_reference(config.reference_from) if is_new else None
-    # A run of its own model has the tokenizer of the run that it takes weights from.
-    given = source or (teacher if isinstance(teacher, Source) else None)
-    folder = given.workdir / "tokenizer" if given else tokenizer_folder(cluster, workdir)
-    run = build_run(config, folder, stop)
-    if source:
-        source.check(run)
-    if teacher:
-        teacher.check_reference(run)
+    run = build_from(config, workdir, cluster, stop, is_new=not checkpoints.steps())
     # Only the first process writes to the screen.
     stream = None if cluster.is_first else io.StringIO()
     with Progress(config.num_steps, stream) as progress:
@@ -170,9 +154,9 @@ def _train_until_lost(
     checkpoints: Checkpoints,
     workdir: Path,
     stop: Callable[[], str],
-    known: Any,
+    known: ThroughputTable | None,
     events: Sequence[dict[str, Any]],
-) -> tuple[Position | None, str, Any]:
+) -> tuple[Position | None, str, ThroughputTable | None]:
     """Trains from the newest checkpoint to the end, to a signal, or until the state is lost.
 
     The signal's name is the second of the results, "" for none, or where nothing was left to do.
@@ -189,6 +173,14 @@ def _train_until_lost(
             recorder.note("there is no checkpoint yet: the run begins again")
     is_on = compiles_ahead(run.config.selector.compile_ahead, run.cluster)
     ahead = CompileAhead(recorder.note, is_on=is_on, max_context=run.origin.max_context)
+    log = StepLog(
+        run=run,
+        placement=placement,
+        recorder=recorder,
+        workdir=workdir,
+        ahead=ahead,
+        skipped_steps=position.skipped_steps if position else 0,
+    )
     with recorder, ahead:
         training = Training(
             run=run,
@@ -197,6 +189,7 @@ def _train_until_lost(
             checkpoints=checkpoints,
             workdir=workdir,
             ahead=ahead,
+            log=log,
             stop=stop,
             player=_player(run, placement, workdir, resumed[0].step if resumed else 0, events),
         )
@@ -243,6 +236,7 @@ class Training:
     checkpoints: Checkpoints
     workdir: Path
     ahead: CompileAhead
+    log: StepLog
     stop: Callable[[], str]
     stopped: str = ""
     # A signal stopped the evaluation behind the last step: a resumed run begins with it.
@@ -251,12 +245,6 @@ class Training:
     player: AsyncPlayer | None = None
     # The state that the tasks' source goes on from, where it is not the one that it has now.
     _source_state: dict[str, Any] | None = None
-    # Steps in a row without an update, all of which were skipped.
-    _skipped_steps: int = 0
-    # How the step before differed from the config, because memory was short.
-    _differs: str = ""
-    # The kind of failure that was said last: each is said when it becomes the most frequent.
-    _said_failure: str = ""
 
     def begin(self, position: Position | None) -> Position:
         """Returns where the run begins, or goes on, if it has a position.
@@ -266,7 +254,6 @@ class Training:
         """
         run, placement = self.run, self.placement
         if position is not None:
-            self._skipped_steps = position.skipped_steps
             self._keep_config()
             self._take_over()
             if self._is_due(position.step):
@@ -281,15 +268,7 @@ class Training:
         placement.choose_step(expected_tokens(run.config.rollout, None), None)
         self._keep_config()
         self._take_over()
-        source, mesh = open_source(run.config.init_from), placement.train.mesh
-        if source:
-            self.recorder.note(f"begins with the weights of {source}")
-        state = source.first_state(run, mesh) if source else run.learner.first_state(mesh)
-        if teacher := open_reference(run.config.reference_from):
-            self.recorder.note(f"the reference policy is that of {teacher}")
-            # The copy of the first policy leaves its memory to the teacher.
-            state = dataclasses.replace(state, reference=None)
-            state = dataclasses.replace(state, reference=teacher.reference(run, mesh))
+        state = first_state(run, placement.train.mesh, self.recorder.note)
         state = move_state(placement, state, to_play=True)
         position = Position(step=0, state=state, history=LoadHistory())
         self.ahead.look(placement, position.history)
@@ -316,12 +295,8 @@ class Training:
         self.stopped = next(filter(None, names), "")
 
     def _take_over(self) -> None:
-        """Connects the placement to the thread that compiles ahead, from here on."""
-        self.placement.about_to_use = self.ahead.hand_over
-        self.placement.is_compiled = self.ahead.is_compiled
-        if self.ahead.is_on:
-            self.placement.may_try = self.ahead.may_try
-        self.ahead.take_waited_s()
+        """Has the placement ask the thread that compiles ahead; says where stages span hosts."""
+        self.ahead.connect(self.placement)
         cluster, layouts = self.run.cluster, self.run.stages.layouts
         if cluster.num_hosts > 1:
             rollout = across_in_words(layouts.rollout(self.placement.rollout.mesh), cluster.hosts)
@@ -353,22 +328,14 @@ class Training:
         """Records metrics, episodes, evaluation, checkpoint and report, in this order."""
         config, step = self.run.config, position.step
         last = step == config.num_steps
-        line = self._line(record)
-        for note in self._notes(record, line.pop("switch_notes"), line):
-            self.recorder.note(f"step {step}: {note}")
-        self.recorder.write(line)
+        self.log.write(record)
         self.checkpoints.look()
-        self._check_updates(record)
+        self.log.check_updates(record)
         if not last:
             self.ahead.look(self.placement, position.history)
         if step == 1 or last or step % config.log.trajectories_every_steps == 0:
             # Gathering all tokens is expensive: only at the steps that are written down.
-            numbers = [each.episode for each in record.trajectories]
-            own = list(zip(numbers, trajectory_lines(record.trajectories), strict=True))
-            each = self.run.cluster.gather(own, "the episodes to write down")
-            # Those of a process stay in its order.
-            merged = heapq.merge(*each, key=operator.itemgetter(0))
-            self.recorder.write_episodes(step, (line for _, line in merged))
+            self.log.write_episodes(record)
         self._evaluate_if_due(position)
         self.look_for_a_signal()
         if self.stopped or self._is_due(step):
@@ -376,36 +343,12 @@ class Training:
         if self._is_due(step):
             self._export(position)
         if last or self.stopped or step % config.log.report_every_steps == 0:
-            self._write_report()
+            self.log.write_report()
 
     def _choices(self) -> dict[str, Any]:
         """Returns the choices in use, for a checkpoint."""
-        choices = choices_of(self.run, self.placement) | {"skipped_steps": self._skipped_steps}
+        choices = choices_of(self.run, self.placement) | {"skipped_steps": self.log.skipped_steps}
         return choices if self._source_state is None else {**choices, "tasks": self._source_state}
-
-    def _check_updates(self, record: StepRecord) -> None:
-        """Says which updates were skipped; raises RunError after too many steps without one."""
-        done = len(record.updates + record.sft_updates)
-        if not (skipped := record.skipped_updates):
-            self._skipped_steps = 0
-            return
-        why = "their loss, gradient or step was not finite"
-        self.recorder.note(f"step {record.step}: {skipped} of {done} updates were skipped: {why}")
-        self._skipped_steps = self._skipped_steps + 1 if skipped == done else 0
-        most = self.run.config.train.max_skipped_steps
-        if self._skipped_steps < most:
-            return
-        name = f"skipped_step_{record.step:06d}.{jax.process_index()}"
-        for index, batch in enumerate(record.batches if self.run.cluster.trains else ()):
-            part = f".part_{index}" if index else ""
-            write_batch(self.workdir / f"{name}{part}.npz", batch)
-        name += ".npz"
-        raise RunError(
-            f"no update could be made in {most} steps in a row (config.train.max_skipped_steps), "
-            f"because {why}. The batch of step {record.step} is in {self.workdir / name}; the "
-            "newest checkpoint is from before. Lower config.train.learning_rate, look at the "
-            "rewards, or compute in another precision, in another --workdir"
-        )
 
     def _save_before(self, position: Position, choices: dict[str, Any]) -> None:
         """Saves what was before a step that was not taken, unless it was saved."""
@@ -415,50 +358,7 @@ class Training:
         if position.step not in self.checkpoints.steps():
             save(self.run, self.placement, self.checkpoints, position, choices)
         self.checkpoints.wait()
-        self._write_report()
-
-    def _write_report(self) -> None:
-        config = self.run.config
-        title = f"earl_jax: {config.env.title}"
-        self.recorder.write_report(title, config.as_dict(), _report_notes(config))
-
-    def _line(self, record: StepRecord) -> dict[str, Any]:
-        """Returns the line of metrics.jsonl for this step, in the words of the contract."""
-        switches, compiling = self.placement.take_log().metrics(), self.ahead.take_waited_s()
-        parts = self.run.cluster.gather([switches, compiling], "what changed")
-        # One process may have decided by itself within a rollout.
-        notes = [note for part, _ in parts for note in part["switch_notes"]]
-        switched = [stage for part, _ in parts for stage in part["switched"]]
-        compile_s = max(seconds for _, seconds in parts)
-        if not self.ahead.is_on:
-            self.placement.observations.add_wait(compile_s)
-        return {
-            **record.metrics(),
-            "train_mesh": str(self.placement.train.mesh),
-            "plan": self.placement.words or None,
-            **parts[0][0],
-            "switched": list(dict.fromkeys(switched)),
-            "switch_notes": list(dict.fromkeys(notes)),
-            "switch_s": max(part["switch_s"] for part, _ in parts),
-            "peak_bytes_per_device": max(part["peak_bytes_per_device"] for part, _ in parts),
-            "budget_bytes_per_device": self.run.problem.budget_bytes,
-            **({"compile_s": compile_s} if compile_s else {}),
-        }
-
-    def _notes(
-        self, record: StepRecord, switches: list[str], line: dict[str, Any]
-    ) -> Iterator[str]:
-        """Yields what a user should see of a step: changes with their reasons, failures."""
-        yield from switches
-        if self.placement.words != self._differs:
-            self._differs = self.placement.words
-            yield self._differs or "all as in the config again"
-        if line["switched"] and "compile_s" in line:
-            yield f"the run waited {line['compile_s']:.2f} s for its new programs"
-        failures = record.failures
-        if failures.kind not in ("", self._said_failure):
-            self._said_failure = failures.kind
-            yield failures.in_words()
+        self.log.write_report()
 
     def _evaluate_if_due(self, position: Position) -> None:
         """Evaluates behind the last step, and behind one every so many."""
@@ -482,43 +382,5 @@ class Training:
         return step == config.num_steps or step % config.checkpoint.every_steps == 0
 
     def _export(self, position: Position) -> None:
-        run, config = self.run, self.run.config
-        wanted, at_end = config.checkpoint.export, position.step == config.num_steps
-        if wanted == "auto":
-            wanted = at_end and config.model.path != ""
-        if not wanted:
-            return
-        state = run.judged_state(position.state)
-        for folder in exporter_of(run).export(state, self.workdir / "export", position.step):
+        for folder in export_policy(self.run, self.workdir, position):
             self.recorder.note(f"exported {folder}")
-        if run.cluster.is_first:
-            keep_exports(self.workdir, newest=config.checkpoint.keep)
-
-
-def exporter_of(run: Run) -> Exporter:
-    """Returns the writer of this run's policies."""
-    return Exporter(
-        cluster=run.cluster,
-        learner=run.learner,
-        tokenizer=run.origin.tokenizer,
-        spread=run.stages.spread_shardings,
-        path=run.config.model.path,
-        max_positions=run.config.rollout.context_buckets[-1],
-    )
-
-
-def _report_notes(config: Config) -> list[str]:
-    train, notes = config.train, []
-    if train.sft_steps:
-        notes.append(
-            f"In its first {train.sft_steps} steps the policy was also trained on example episodes "
-            f"of {config.env.title} ({train.sft_updates} supervised updates a step)."
-        )
-    if train.sft_weight:
-        notes.append(
-            f"In each update {train.sft_weight:g} times the cross-entropy of example episodes of "
-            f"{config.env.title} was added to the loss."
-        )
-    if config.eval.averaged:
-        notes.append("Evaluations and exports are of the moving average of the weights.")
-    return notes

@@ -174,18 +174,18 @@ def test_live_episodes_follow_those_of_another_process_to_their_mesh():
     placement, position = begin(run)
     player = AsyncPlayer(run, placement)
     position, _ = rl_step(run, placement, position, player)
-    service = player._service
+    live, service = player._live, player._live.service
     here, other = placement.rollout.mesh, MeshShape(data=4)
     if here == other:
         other = MeshShape(data=2, tensor=2)
     assert service.is_busy and service.session.engine.layout.shape == here
     where = placement.as_dict()
     placement.restore({**where, "rollout": [str(other), *where["rollout"][1:]]})
-    player._follow(service)
-    player._live = player._mesh_and_slots()
-    assert player._error is None and service.session.engine.layout.shape == other
+    live._follow(service)
+    live._where = live._mesh_and_slots()
+    assert live.error is None and service.session.engine.layout.shape == other
     position, record = rl_step(run, placement, position, player)
-    assert player._service is service and record.rollout_mesh == str(other)
+    assert live.service is service and record.rollout_mesh == str(other)
     assert [each.episode for each in record.outcomes] == list(range(EPISODES, 2 * EPISODES))
 
 

@@ -18,10 +18,11 @@ import pytest
 from earl_jax.config.train_flags import parse_flags, replayed_config
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.loop import rl_step
-from earl_jax.loop_async import AsyncPlayer, _since_version
+from earl_jax.loop_async import AsyncPlayer
 from earl_jax.placement.sessions import Sessions
 from earl_jax.rollout.events import EVENTS, Events, read_events
 from earl_jax.run.build import build_run
+from earl_jax.run.live_service import since_version
 from earl_jax.settings.errors import InputError, RunError
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.training import train
@@ -318,7 +319,7 @@ def test_tokens_of_old_versions_are_masked():
     versions = np.array([[0, 3, 3, 4], [0, 2, 0, 5]], np.int32)
     logprobs = np.full((2, 4), -1.0, np.float32)
     rows = Experience(tokens=turn_ids + 7, turn_ids=turn_ids, logprobs=logprobs, versions=versions)
-    kept = _since_version(rows, 5 - 1)
+    kept = since_version(rows, 5 - 1)
     np.testing.assert_array_equal(kept.turn_ids, [[0, 0, 0, 1], [0, 0, 0, 2]])
     assert_equal([kept.tokens, kept.versions], [turn_ids + 7, versions])
 
@@ -331,10 +332,10 @@ def test_weights_that_are_overwritten_while_they_are_played_are_noticed():
     position, _ = rl_step(run, placement, position, player)
     player.step_ended(position.step)
     position, _ = rl_step(run, placement, position, player)
-    session = player._service.session
+    session = player._live.service.session
     broken = jax.tree.map(lambda leaf: leaf.at[(0,) * leaf.ndim].add(1), session.policy.params)
     policy = dataclasses.replace(session.policy, params=broken)
-    player._service.session = dataclasses.replace(session, policy=policy)
+    player._live.service.session = dataclasses.replace(session, policy=policy)
     with pytest.raises(RunError, match="the weights that step 2 played with have checksum"):
         player.step_ended(position.step)
 

@@ -22,7 +22,7 @@ def test_runs_that_are_done_early_are_followed_by_others_until_enough_were_kille
         return [started[-1][1]]
 
     monkeypatch.setattr(reliability, "start", start)
-    workdirs = reliability.kill_often(tmp_path, {}, 1, kills=4, run_s=0.6, seed=0)
+    workdirs = reliability.kill_often(tmp_path, {}, 1, kills=4, run_s=0.6)
     statuses = [process.returncode for _, process in started]
     assert statuses.count(-signal.SIGKILL) == 4 and set(statuses) == {0, -signal.SIGKILL}
     assert 1 < len(workdirs) == statuses.count(0), "each run was let finish"

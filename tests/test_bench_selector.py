@@ -7,7 +7,8 @@ import pytest
 from benchmarks import capacity, start
 from benchmarks.capacity import GIVEN, MESHES, longest, plan_for, row_of
 from benchmarks.regret import POINTS, Pair, Point, measure, summary
-from benchmarks.start import command, count_programs, has_stepped
+from benchmarks.runs import steps_of
+from benchmarks.start import command, count_programs
 from earl_jax.placement.problem import find_model, make_problem
 from earl_jax.placement.stages import Stages
 from earl_jax.run.build import build_run
@@ -145,11 +146,11 @@ def test_programs_are_counted_by_what_jax_says_of_them():
 
 def test_first_step_is_no_evaluation(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    assert not has_stepped(path)
+    assert not steps_of(tmp_path)
     path.write_text('{"step": 0, "eval": {"win": 0.5}}\n')
-    assert not has_stepped(path)
+    assert not steps_of(tmp_path)
     path.write_text(path.read_text() + '{"step": 1, "stage_s": {"train": 1.0}}\n')
-    assert has_stepped(path)
+    assert steps_of(tmp_path)
 
 
 def test_start_is_measured_cold_and_warm(monkeypatch, capsys):

@@ -13,8 +13,9 @@ from earl_jax.run.workdir import Position
 from earl_jax.run.workdir import save as save_position
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.load import LoadHistory
-from earl_jax.train.checkpoint import Checkpoints, copy_to_save
+from earl_jax.train.checkpoint import Checkpoints
 from earl_jax.train.offload import is_offloaded, offload_moments
+from earl_jax.train.saved_state import copy_to_save
 from earl_jax.train.state import state_shardings
 from tests.support.allocator import live_bytes, memory_limit
 from tests.support.saved_states import (
@@ -102,6 +103,6 @@ def test_with_memory_for_a_copy_the_state_may_go_while_it_is_written(checkpoints
 
 def test_other_errors_end_the_save(monkeypatch):
     state = state_on(F8)
-    monkeypatch.setattr("earl_jax.train.checkpoint.jnp.copy", lambda _: np.zeros(1) / None)
+    monkeypatch.setattr("earl_jax.train.saved_state.jnp.copy", lambda _: np.zeros(1) / None)
     with pytest.raises(TypeError):
         copy_to_save(state, None)

@@ -25,12 +25,13 @@ from earl_jax.models.lora import adapt, adapter_specs
 from earl_jax.models.parameters import is_spec, parameter_shardings, parameter_specs
 from earl_jax.placement.compile_ahead import CompileAhead
 from earl_jax.run.build import Run, build_run
+from earl_jax.run.exports import exporter_of
 from earl_jax.run.workdir import Position
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.train.export import keep_exports, set_exports_aside
 from earl_jax.train.state import TrainState
-from earl_jax.training import Training, exporter_of
+from earl_jax.training import Training
 from tests.support.placements import place
 from tests.support.references import KINDS, NAMES, REFERENCE, checkpoint, reference
 from tests.support.settings import make_config
@@ -245,6 +246,7 @@ def test_a_run_exports_at_its_end_or_with_every_checkpoint(given, path, steps, t
             checkpoints=None,
             workdir=tmp_path,
             ahead=ahead,
+            log=None,
             stop=[],
         )
         for step in range(1, 6):

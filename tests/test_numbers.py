@@ -9,11 +9,11 @@ import time
 import numpy as np
 import pytest
 
-from earl_jax import training
 from earl_jax.config.file import make_config
 from earl_jax.envs.environment import StepResult, check_step
 from earl_jax.envs.trail import Trail
 from earl_jax.launch.start import exit_status
+from earl_jax.run import step_log
 from earl_jax.settings.errors import RunError
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
@@ -67,7 +67,7 @@ def test_rewards_are_numbers_of_float32():
 @pytest.fixture
 def slow_disk(monkeypatch):
     """Holds the checkpoint of step 1 until the run writes the batch that it ends with."""
-    rename, write, ends = os.rename, training.write_batch, threading.Event()
+    rename, write, ends = os.rename, step_log.write_batch, threading.Event()
 
     def slow_rename(source, target, **options):
         if "orbax-checkpoint-tmp" in str(source):
@@ -81,7 +81,7 @@ def slow_disk(monkeypatch):
         ends.set()
 
     monkeypatch.setattr(os, "rename", slow_rename)
-    monkeypatch.setattr(training, "write_batch", last_write)
+    monkeypatch.setattr(step_log, "write_batch", last_write)
 
 
 def test_a_run_whose_updates_are_not_finite_ends_with_its_batch(

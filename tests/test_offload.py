@@ -13,8 +13,8 @@ from earl_jax.loop import rl_step
 from earl_jax.placement.moves import move_state
 from earl_jax.run.build import build_run
 from earl_jax.selector.table import ThroughputTable
-from earl_jax.train.checkpoint import to_checkpoint
 from earl_jax.train.offload import is_offloaded
+from earl_jax.train.saved_state import to_checkpoint
 from tests.support.placements import (
     D8,
     first_position,

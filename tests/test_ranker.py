@@ -17,10 +17,9 @@ from benchmarks.ranker import (
     last_states,
     makespan,
     ranked,
-    recalls,
     signals,
 )
-from benchmarks.simulate import Setup
+from benchmarks.simulate import Setup, recalls
 from earl_jax.models.decoder import forward_rows
 from earl_jax.sharding.layout import MeshShape, make_layout
 from tests.support.episodes import MODEL, weights

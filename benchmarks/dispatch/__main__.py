@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -25,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.dispatch.network import Host, namespaces
-from benchmarks.pages import table
+from benchmarks.pages import parser_of, table
+from benchmarks.runs import ROOT, free_port
 
-ROOT = Path(__file__).parent.parent.parent
 EARL_MIB = {8192: 46, 16384: 93, 32768: 187}
 TIMEOUT_S = 3600.0
 MARK = "measured: "
@@ -64,7 +63,8 @@ def _run(hosts: Sequence[Host], flags: argparse.Namespace, limited: bool) -> lis
     shared = {
         "num": num,
         "address": hosts[0].address,
-        "port": _free_port(),
+        # Its neighbour is likely to be free too.
+        "port": min(free_port(), 65_000),
         "tensor": min(flags.tensor, num),
         "context": 1024,
         "limited": limited,
@@ -114,13 +114,6 @@ def _measured(text: str) -> list[Any]:
     return json.loads(line.removeprefix(MARK))
 
 
-def _free_port() -> int:
-    """Returns a port that is free now; its neighbour is likely to be."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return min(free.getsockname()[1], 65_000)
-
-
 def _rows(
     num: int, sizes: Sequence[dict[str, Any]], flags: argparse.Namespace, limited: bool
 ) -> Iterator[dict[str, Any]]:
@@ -149,9 +142,7 @@ def _rows(
 
 def main() -> None:
     """Measures each number of workers and prints a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--workers", default="4,8,16", help="numbers of processes")
     parser.add_argument("--scale", type=float, default=16, help="divides EARL's sizes (16)")
     parser.add_argument("--tensor", type=int, default=4, help="members of a trainer's group (4)")

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.pages import machine
+from benchmarks.pages import machine, parser_of
 from benchmarks.rollout.engines import start_engines
 from benchmarks.rollout.parts import PARTS, TINY, Bench, Sizes
 
@@ -32,22 +32,15 @@ def main() -> None:
     if flags.cores:
         # Processes that are started have the same.
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: flags.cores])
+    cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
-        threads = [int(number) for number in flags.torch_threads.split(",")]
         ours, torch, tunix = start_engines(
-            Path(folder) / "checkpoint", flags.torch_python, threads, flags.tunix_python
+            Path(folder) / "checkpoint", flags.torch_python, (1, 2)[:cores], flags.tunix_python
         )
-        print(f"{machine()} Cores used: {len(os.sched_getaffinity(0))}.")
+        print(f"{machine()} Cores used: {cores}.")
         for engine in (ours, *torch, *tunix):
             print(f"{engine.name}: {engine.versions()}.")
-        bench = Bench(
-            ours=ours,
-            torch=torch,
-            tunix=tunix,
-            sizes=sizes,
-            repeats=flags.repeats,
-            temperature=flags.temperature,
-        )
+        bench = Bench(ours=ours, torch=torch, tunix=tunix, sizes=sizes)
         for name in names:
             title, play = PARTS[name]
             print(f"\n## {title}\n", flush=True)
@@ -57,16 +50,11 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.rollout", description=__doc__.splitlines()[0]
-    )
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--only", default="", help=f"parts of {', '.join(PARTS)}; default all")
     parser.add_argument("--tiny", action="store_true", help="sizes that show only that it runs")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of which the fastest counts")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
     parser.add_argument("--cores", type=int, default=0, help="for every engine; default all")
     parser.add_argument("--torch_python", default="", help="Python with torch and transformers")
-    parser.add_argument("--torch_threads", default="1,2", help="each takes part")
     parser.add_argument("--tunix_python", default="", help="Python with google-tunix")
     return parser.parse_args()
 

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ PACKAGES = ("jax", "torch", "transformers", "google-tunix")
 
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
+# Gives so many ids behind each of some contexts, which are equally long, for a job and a seed.
+Generate = Callable[[list[list[int]], int, dict[str, Any], int], list[list[int]]]
 
 
 def answer_jobs(answer: Answer) -> None:
@@ -25,6 +28,34 @@ def answer_jobs(answer: Answer) -> None:
     os.dup2(2, 1)
     for line in sys.stdin:
         print(answer_line(answer, line), file=out, flush=True)
+
+
+def answer_generation(generate: Generate) -> None:
+    """Answers jobs of static batches, and of conversations (`read_again`); times them."""
+
+    def behind(job: dict[str, Any]) -> list[list[int]]:
+        if "messages" not in job:
+            return static_batches(job, generate)
+        return read_again(job, lambda contexts, new: generate(contexts, new, job, len(contexts[0])))
+
+    def answer(job: dict[str, Any]) -> dict[str, Any]:
+        start_s = time.perf_counter()
+        replies = behind(job)
+        seconds = time.perf_counter() - start_s
+        return {"seconds": seconds, "tokens": sum(map(len, replies)), "replies": replies}
+
+    answer_jobs(answer)
+
+
+def static_batches(job: dict[str, Any], generate: Generate) -> list[list[int]]:
+    """Static batches in order of arrival; each goes on until its longest reply is there."""
+    replies: list[list[int]] = []
+    prompts, lengths, size = job["prompts"], job["lengths"], job["batch"]
+    for first in range(0, len(prompts), size):
+        wanted = lengths[first : first + size]
+        made = generate(prompts[first : first + size], max(wanted), job, first)
+        replies += [ids[:length] for ids, length in zip(made, wanted, strict=True)]
+    return replies
 
 
 def read_again(

@@ -60,8 +60,8 @@ class Bench:
     torch: Sequence[Engine]
     tunix: Sequence[Engine]
     sizes: Sizes
-    repeats: int
-    temperature: float
+    repeats: int = 3
+    temperature: float = 1.0
 
     @property
     def others(self) -> list[Engine]:

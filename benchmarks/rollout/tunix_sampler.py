@@ -8,7 +8,6 @@ Argument: the checkpoint's folder. Imports nothing of earl_jax.
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import jax.numpy as jnp
 import numpy as np
-from answering import answer_jobs, read_again
+from answering import answer_generation
 from tunix.generate.sampler import CacheConfig, Sampler
 from tunix.models.qwen2 import model as qwen2
 from tunix.models.qwen2.params import create_model_from_safe_tensors
@@ -85,14 +84,17 @@ class Generator:
         return self._samplers[max_tokens]
 
     def generate(
-        self, prompts: list[list[int]], new: int, temperature: float, max_tokens: int, seed: int
+        self, prompts: list[list[int]], new: int, job: dict[str, Any], seed: int
     ) -> list[list[int]]:
-        """`new` tokens behind each of these prompts, which are equally long; nothing ends early."""
+        """`new` tokens behind each of these prompts, which are equally long; nothing ends early.
+
+        Each turn of a conversation has a cache as long as it needs.
+        """
         drawn: dict[str, Any] = {}
-        if temperature:
+        if temperature := job["temperature"]:
             drawn = {"temperature": temperature, "top_p": 1.0, "top_k": None, "seed": seed}
         length = len(prompts[0])
-        out = self._sampler(max_tokens or length + new)(
+        out = self._sampler(job.get("max_tokens") or length + new)(
             [" ".join(map(str, prompt)) for prompt in prompts],
             max_generation_steps=new,
             max_prompt_length=length,
@@ -100,45 +102,7 @@ class Generator:
         )
         return [np.asarray(ids).tolist() for ids in out.tokens]
 
-    def batches(self, job: dict[str, Any]) -> list[list[int]]:
-        """Static batches in order of arrival; each goes on until its longest reply is there."""
-        replies: list[list[int]] = []
-        prompts, lengths, size = job["prompts"], job["lengths"], job["batch"]
-        for first in range(0, len(prompts), size):
-            wanted = lengths[first : first + size]
-            made = self.generate(
-                prompts[first : first + size],
-                max(wanted),
-                job["temperature"],
-                job["max_tokens"],
-                first,
-            )
-            replies += [ids[:length] for ids, length in zip(made, wanted, strict=True)]
-        return replies
-
-    def turns(self, job: dict[str, Any]) -> list[list[int]]:
-        """Conversations, see `read_again`; each turn has a cache as long as it needs."""
-
-        def generate(contexts: list[list[int]], new: int) -> list[list[int]]:
-            return self.generate(contexts, new, job["temperature"], 0, len(contexts[0]))
-
-        return read_again(job, generate)
-
-
-def main() -> None:
-    """Answers jobs."""
-    assert len(jax.devices()) == 1
-    generator = Generator(sys.argv[1])
-
-    def answer(job: dict[str, Any]) -> dict[str, Any]:
-        work = generator.turns if "messages" in job else generator.batches
-        start_s = time.perf_counter()
-        replies = work(job)
-        seconds = time.perf_counter() - start_s
-        return {"seconds": seconds, "tokens": sum(map(len, replies)), "replies": replies}
-
-    answer_jobs(answer)
-
 
 if __name__ == "__main__":
-    main()
+    assert len(jax.devices()) == 1
+    answer_generation(Generator(sys.argv[1]).generate)

@@ -288,26 +288,12 @@ class Engine:
         """Tokens of a tile in which chunks are appended."""
         return self._rules.tile_width
 
-    def lower_repack(self, max_tokens: int, old: Pool, new_max_tokens: int, new: Pool) -> list[Any]:
-        """Returns the programs of `repack` to `new_max_tokens` and `new`, lowered from shapes."""
-        state, lowered = self._placed_shapes(max_tokens, old), []
-        if new_max_tokens != max_tokens:
-            lowered.append(self._widen.lower(state.experience, new_max_tokens))
-        if new != old:
-            source = jax.ShapeDtypeStruct((new.total,), jnp.int32, sharding=self.row_sharding)
-            program = self._repack[self._is_local(old.shards, new.shards)]
-            lowered.append(program.lower(state.cache.layers, source))
-        return lowered
-
-    def _placed_shapes(self, max_tokens: int, pool: Pool | None) -> DecodeState:
-        return placed_shapes(self.state_shapes(max_tokens, pool), self.state_shardings)
-
     def lower_play(self, max_tokens: int, pool: Pool | None = None) -> Any:
         """Returns a round's program lowered from shapes alone, for memory analysis and tests."""
         width = inputs_width(self.config.chunk_size, self.config.rules.choice_branches)
         return self._play.lower(
             placed_shapes(self.parameter_shapes, self.parameter_shardings),
-            self._placed_shapes(max_tokens, pool),
+            placed_shapes(self.state_shapes(max_tokens, pool), self.state_shardings),
             jax.ShapeDtypeStruct(
                 (self.config.num_slots, width), jnp.int32, sharding=self.row_sharding
             ),

@@ -13,8 +13,7 @@ from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import PageTable, Pool, pages_for
 from earl_jax.engine.prefixes import PrefixIndex
 from earl_jax.models.parameters import Params
-from earl_jax.sharding.placing import placed_shapes
-from earl_jax.sharding.reshard import lower_moves, reshard
+from earl_jax.sharding.reshard import reshard
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,25 +184,3 @@ def _gathers_there(old: Pool, new: Pool) -> bool:
     here, there = new.total % old.shards == 0, old.total % new.shards == 0
     assert here or there, f"{old} and {new} are on no layout together (reachable_pool)"
     return there and (new.shards < old.shards or not here)
-
-
-def lower_relocation(
-    here: Engine, there: Engine, max_tokens: int, old: Pool, new_max_tokens: int, new: Pool
-) -> list[Any]:
-    """Returns the programs of `relocate`, lowered from shapes, to compile before the move.
-
-    The move is from `max_tokens` and `old` to `new_max_tokens` and `new`, without chunks. There may
-    be no programs.
-    """
-    late = _gathers_there(old, new)
-    lowered = (there if late else here).lower_repack(max_tokens, old, new_max_tokens, new)
-    if here is there:
-        return lowered
-    params = placed_shapes(here.parameter_shapes, here.parameter_shardings)
-    shapes = here.state_shapes(max_tokens, old) if late else here.state_shapes(new_max_tokens, new)
-    state = placed_shapes(shapes, here.state_shardings)
-    return [
-        *lowered,
-        *lower_moves(params, there.parameter_shardings),
-        *lower_moves(state, there.state_shardings),
-    ]

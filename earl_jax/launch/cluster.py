@@ -19,40 +19,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from earl_jax.launch.distributed import address_here, end_as_lost, end_process
+from earl_jax.launch.messages import ToldError, exchange
 from earl_jax.launch.presence import Place, be_present, presence, waits
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 
 Item = TypeVar("Item")
-
-_PROCESS = "process"
-
-
-class ToldError(RuntimeError):
-    """Raised in every process at a gather: some processes cannot go on.
-
-    `errors` are theirs, by the number of the process, each of "who", "words" and "is_mistake".
-    """
-
-    def __init__(self, errors: dict[int, dict[str, Any]]) -> None:
-        super().__init__("; ".join(error["words"] for error in errors.values()))
-        self.errors = errors
-
-    @property
-    def is_mistake(self) -> bool:
-        """True if all of them are mistakes in what was given."""
-        return all(error["is_mistake"] for error in self.errors.values())
-
-    def in_words(self, count: int) -> str:
-        """Returns the errors and who has them; one that all `count` processes have, once."""
-        words = {error["words"] for error in self.errors.values()}
-        if len(words) == 1 and len(self.errors) == count:
-            return words.pop()
-        return "; ".join(f"{error['who']}: {error['words']}" for error in self.errors.values())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -235,11 +209,11 @@ class Cluster:
         """
         if self.count == 1:
             return [json.loads(json.dumps(value))]
-        letters = self._exchange({"value": value}, what)
-        errors = {n: letter["error"] for n, letter in enumerate(letters) if "error" in letter}
+        messages = exchange({"value": value}, functools.partial(self._limited, what))
+        errors = {n: message["error"] for n, message in enumerate(messages) if "error" in message}
         if errors:
             raise ToldError(errors)
-        return [letter["value"] for letter in letters]
+        return [message["value"] for message in messages]
 
     def tell(self, words: str, *, is_mistake: bool) -> ToldError:
         """Tells the others, at what they gather next, that this process ends; returns why all do.
@@ -249,20 +223,9 @@ class Cluster:
         """
         error = {"who": self.who, "words": words, "is_mistake": is_mistake}
         ends = functools.partial(end_process, f"{self.who}: {words}", status=2 if is_mistake else 1)
-        letters = self._exchange({"error": error}, "the others to hear of an error", ends)
-        return ToldError({n: each["error"] for n, each in enumerate(letters) if "error" in each})
-
-    def _exchange(
-        self, letter: dict[str, Any], what: str, too_late: Callable[[], None] | None = None
-    ) -> list[dict[str, Any]]:
-        """Returns the letters of all processes; calls `too_late` where they do not come in time."""
-        data = json.dumps(letter).encode()
-        sizes = self._gather_rows(np.array([len(data)], np.int32), what, too_late)[:, 0]
-        # Rows are padded to a power of two, so that few programs are compiled.
-        width = 1 << int(sizes.max() - 1).bit_length()
-        row = np.pad(np.frombuffer(data, np.uint8), (0, width - len(data)))
-        rows = self._gather_rows(row, what, too_late)
-        return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+        what = "the others to hear of an error"
+        messages = exchange({"error": error}, functools.partial(self._limited, what, ends))
+        return ToldError({n: each["error"] for n, each in enumerate(messages) if "error" in each})
 
     def any(self, flag: bool, what: str) -> bool:
         """Returns True, in every process, where the flag of at least one is set."""
@@ -306,19 +269,6 @@ class Cluster:
             self.barrier(what)
         return made
 
-    def _gather_rows(
-        self, row: np.ndarray, what: str, too_late: Callable[[], None] | None
-    ) -> np.ndarray:
-        """Returns the rows of all processes, [processes, ...]."""
-        mesh = _one_device_each()
-        own = jax.device_put(row[None], mesh.local_devices[0])
-        rows = jax.make_array_from_single_device_arrays(
-            (mesh.size, *row.shape), NamedSharding(mesh, PartitionSpec(_PROCESS)), [own]
-        )
-        with self._limited(what, too_late):
-            every = jax.block_until_ready(_to_all(mesh)(rows))
-        return np.asarray(every.addressable_data(0))
-
     @contextlib.contextmanager
     def _limited(self, what: str, too_late: Callable[[], None] | None = None) -> Iterator[None]:
         """Calls `too_late` if the block takes longer than `timeout_s`; None: ends this process.
@@ -342,19 +292,6 @@ class Cluster:
         finally:
             timer.cancel()
             waits("")
-
-
-@functools.lru_cache(maxsize=1)
-def _one_device_each() -> Mesh:
-    """Returns a mesh of the first device of each process."""
-    first = {device.process_index: device for device in reversed(_all_devices())}
-    return Mesh(np.array([first[n] for n in sorted(first)], dtype=object), (_PROCESS,))
-
-
-@functools.lru_cache(maxsize=2)
-def _to_all(mesh: Mesh) -> Any:
-    """Returns the program that gathers every row in every process."""
-    return jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _counted(processes: Sequence[int]) -> str:
@@ -407,11 +344,6 @@ def processes_only(timeout_s: float) -> Cluster:
         train_devices=(),
         timeout_s=timeout_s,
     )
-
-
-def _all_devices() -> list[Any]:
-    """Returns all devices, process by process, within a process in the order of `jax.devices()`."""
-    return sorted(jax.devices(), key=lambda device: device.process_index)
 
 
 def find_cluster(num_rollout: int, timeout_s: float) -> Cluster:

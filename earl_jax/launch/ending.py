@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import jax
 
-from earl_jax.launch.cluster import Cluster, ToldError, processes_only
+from earl_jax.launch.cluster import Cluster, processes_only
 from earl_jax.launch.distributed import RestartNeeded, end_as_lost, end_process
+from earl_jax.launch.messages import ToldError
 from earl_jax.settings.errors import InputError, RunError, disk_in_words
 from earl_jax.telemetry.timing import stage_now
 

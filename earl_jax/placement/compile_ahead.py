@@ -132,6 +132,13 @@ class CompileAhead:
         self._waited_s = 0.0
         self._clock = compile_clock()
 
+    def connect(self, placement: Placement) -> None:
+        """Has the placement ask for programs here; waiting counts from now on."""
+        placement.about_to_use, placement.is_compiled = self.hand_over, self.is_compiled
+        if self.is_on:
+            placement.may_try = self.may_try
+        self.take_waited_s()
+
     def look(self, placement: Placement, history: LoadHistory) -> None:
         """Requests the programs that may be needed next; returns at once."""
         if self.is_on:

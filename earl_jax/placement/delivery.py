@@ -51,20 +51,6 @@ def rows_of(rollout: Rollout, played: Played) -> Experience:
     return rollout.padded_experience(order.of_each) if order else rollout.experience
 
 
-def send_rows(
-    placement: Placement,
-    experience: Experience | None,
-    outcomes: Sequence[Outcome],
-    length: int,
-    averages: Mapping[str, float],
-    *,
-    wait: bool = True,
-) -> Part:
-    """Sends the rows of all processes to the training layout, as one part; see `send_parts`."""
-    (part,) = send_parts(placement, experience, outcomes, length, averages, wait=wait)
-    return part
-
-
 def send_parts(
     placement: Placement,
     experience: Experience | None,

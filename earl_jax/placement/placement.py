@@ -139,6 +139,11 @@ class Placement:
         for name, number in numbers.items():
             setattr(self, name, number)
 
+    def adopt(self, other: dict[str, Any]) -> None:
+        """Takes over the plans and numbers of another process (`as_dict`), unless they are ours."""
+        if other != self.as_dict():
+            self.restore(other)
+
     @property
     def rollout(self) -> RolloutPlan:
         """The rollout's plan in use; one must have been chosen."""

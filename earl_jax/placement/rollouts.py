@@ -84,8 +84,7 @@ def play_all(
         numbers,
         together=placement.plays_together,
     )
-    if played.placement != placement.as_dict():
-        placement.restore(played.placement)
+    placement.adopt(played.placement)
     return rollout, played
 
 

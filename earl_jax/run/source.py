@@ -8,15 +8,17 @@ A teacher is the reference policy of a run (config.reference_from): another run,
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from earl_jax.config import Config
 from earl_jax.config.config import find_teacher, split_source
 from earl_jax.envs.tokenizer import load_tokenizer
+from earl_jax.launch.cluster import Cluster
 from earl_jax.models.checkpoints.hf_read import (
     Checkpoint,
     check_weights,
@@ -25,7 +27,8 @@ from earl_jax.models.checkpoints.hf_read import (
 from earl_jax.models.checkpoints.hub import find_folder
 from earl_jax.models.lora import fingerprint
 from earl_jax.models.parameters import Params
-from earl_jax.run.build import Run
+from earl_jax.run.build import Run, build_run
+from earl_jax.run.workdir import tokenizer_folder
 from earl_jax.settings.differences import differences
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
@@ -227,6 +230,40 @@ class Teacher:
             return absent_tree(shapes.reference, shardings.reference)
         dtype = learner.model.compute_dtype
         return load_parameters(self.checkpoint, learner.layout(mesh), dtype)
+
+
+def build_from(
+    config: Config, workdir: Path, cluster: Cluster, stop: Callable[[], str], *, is_new: bool
+) -> Run:
+    """Builds the run in this workdir; one that `is_new` fits the weights that its config names.
+
+    Raises ValueError where they do not fit, and for what `build_run` refuses.
+    """
+    source = open_source(config.init_from) if is_new else None
+    teacher = open_reference(config.reference_from) if is_new else None
+    # A run of its own model has the tokenizer of the run that it takes weights from.
+    given = source or (teacher if isinstance(teacher, Source) else None)
+    folder = given.workdir / "tokenizer" if given else tokenizer_folder(cluster, workdir)
+    run = build_run(config, folder, stop)
+    if source:
+        source.check(run)
+    if teacher:
+        teacher.check_reference(run)
+    return run
+
+
+def first_state(run: Run, mesh: MeshShape, say: Callable[[str], None]) -> TrainState:
+    """Returns the state that a run begins with: new weights, or those that its config names."""
+    source, learner = open_source(run.config.init_from), run.learner
+    if source:
+        say(f"begins with the weights of {source}")
+    state = source.first_state(run, mesh) if source else learner.first_state(mesh)
+    if teacher := open_reference(run.config.reference_from):
+        say(f"the reference policy is that of {teacher}")
+        # The copy of the first policy leaves its memory to the teacher.
+        state = dataclasses.replace(state, reference=None)
+        state = dataclasses.replace(state, reference=teacher.reference(run, mesh))
+    return state
 
 
 def open_reference(text: str) -> Source | Teacher | None:

@@ -27,13 +27,9 @@ from earl_jax.selector.table import ThroughputTable
 from earl_jax.settings.errors import InputError, RunError, is_mistake
 from earl_jax.telemetry.atomic import replacing, write_atomically
 from earl_jax.telemetry.load import LoadHistory
-from earl_jax.train.checkpoint import (
-    Checkpoints,
-    DamagedCheckpoint,
-    copy_to_save,
-    from_checkpoint,
-)
+from earl_jax.train.checkpoint import Checkpoints, DamagedCheckpoint
 from earl_jax.train.export import set_exports_aside
+from earl_jax.train.saved_state import copy_to_save, from_checkpoint
 from earl_jax.train.state import TrainState
 
 # A checkpoint's JSON beside the TrainState; of adapters also the base's fingerprint.

@@ -164,11 +164,6 @@ class Service:
         self.closed = error
         self._driver.fail_all(error)
 
-    @property
-    def num_open(self) -> int:
-        """The number of requests that are open."""
-        return len(self._open)
-
     def enter(self, client: str) -> str:
         """Admits a request of a client until `leave`. Returns its name. Raises RequestError."""
         if self.closed:

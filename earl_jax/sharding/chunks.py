@@ -23,7 +23,7 @@ from earl_jax.sharding.transfer_plan import TransferPlan
 
 
 def carry_in_chunks(
-    array: jax.Array, target: NamedSharding, plan: TransferPlan, dtype: Any, chunk_bytes: int
+    array: jax.Array, target: NamedSharding, plan: TransferPlan, chunk_bytes: int
 ) -> jax.Array:
     """Carries out a plan within this process; no device has more than `chunk_bytes` under way.
 
@@ -33,7 +33,7 @@ def carry_in_chunks(
     devices = {device.id: SingleDeviceSharding(device) for device in target.device_set}
     shards = {shard.device.id: shard.data for shard in array.addressable_shards}
     block = target.shard_shape(array.shape)
-    outs = {device: zeros_on(devices[device], block, dtype) for device in goal}
+    outs = {device: zeros_on(devices[device], block, array.dtype) for device in goal}
     written: list[jax.Array] = []
     for round_ in rounds_of(plan, max(1, chunk_bytes // 2)):
         # Two chunks are half of what may be under way each: the one before this must have arrived.
@@ -44,7 +44,6 @@ def carry_in_chunks(
                 shards[piece.source_device],
                 offset(piece.index, source[piece.source_device]),
                 round_.shape,
-                dtype if plan.itemsize == jnp.dtype(dtype).itemsize else array.dtype,
             )
             end = piece.target_device
             arrived = jax.device_put(cut, devices[end])
@@ -68,13 +67,11 @@ def offset(index: Ranges, shard: Ranges) -> tuple[int, ...]:
     return tuple(start - first for (start, _), (first, _) in zip(index, shard, strict=True))
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def cut_box(
-    shard: jax.Array, start: tuple[Any, ...], shape: tuple[int, ...], dtype: Any
-) -> jax.Array:
-    """Returns a box of a shard, cast."""
+@functools.partial(jax.jit, static_argnums=2)
+def cut_box(shard: jax.Array, start: tuple[Any, ...], shape: tuple[int, ...]) -> jax.Array:
+    """Returns a box of a shard."""
     bits = lax.dynamic_slice(viewed(shard, carrier(shard.dtype)), start, shape)
-    return viewed(bits, shard.dtype).astype(dtype)
+    return viewed(bits, shard.dtype)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -86,6 +83,6 @@ def write_box(
     The shard is given up.
     """
     dtype, kept = out.dtype, carrier(out.dtype)
-    bits = viewed(chunk.astype(dtype), kept)
+    bits = viewed(chunk, kept)
     out = viewed(lax.dynamic_update_slice(viewed(out, kept), bits, start), dtype)
     return out, lax.dynamic_slice(out.reshape(-1), (0,), (1,))

@@ -41,8 +41,8 @@ class Shipment(NamedTuple):
     @property
     def wire_type(self) -> Any:
         """Unsigned integers of that width: no compiler rounds them, and all share messages."""
-        width = np.dtype(self.move.carried_as).itemsize
-        return np.dtype(f"uint{8 * width}") if width <= 4 else np.dtype(self.move.carried_as)
+        width = np.dtype(self.move.dtype).itemsize
+        return np.dtype(f"uint{8 * width}") if width <= 4 else np.dtype(self.move.dtype)
 
 
 def exchange(
@@ -50,9 +50,9 @@ def exchange(
 ) -> list[jax.Array]:
     """Carries out plans of the route "rounds"; every process of theirs must call it alike.
 
-    A leaf that arrives in a narrower type is sent in it. Beside the arrays and what becomes of them
-    a device holds a few messages, of at most `max_bytes` each where that is given; and a device
-    that only holds, or only wants, has a shard of the other kind too while the program runs.
+    Beside the arrays and what becomes of them a device holds a few messages, of at most `max_bytes`
+    each where that is given; and a device that only holds, or only wants, has a shard of the other
+    kind too while the program runs.
 
     Raises:
         ValueError: a plan needs more than `MAX_ROUNDS` rounds.
@@ -100,7 +100,7 @@ def _as_array(row: jax.Array | None, shipment: Shipment) -> jax.Array:
     if not shipment.move.shape:
         wanted = [shard.reshape(()) for shard in wanted]
     return jax.make_array_from_single_device_arrays(
-        shipment.move.shape, shipment.move.target, wanted, dtype=shipment.move.arrives_as
+        shipment.move.shape, shipment.move.target, wanted, dtype=shipment.move.dtype
     )
 
 
@@ -179,7 +179,7 @@ def _program(
     def run(shards: list[jax.Array]) -> list[jax.Array]:
         row = lax.axis_index(_ROW)
         outs = [
-            jnp.zeros(_block(shipment.move.target, shipment.move.shape), shipment.move.arrives_as)
+            jnp.zeros(_block(shipment.move.target, shipment.move.shape), shipment.move.dtype)
             for shipment in shipments
         ]
         for bundle, leg in legs:
@@ -187,7 +187,7 @@ def _program(
             if leg.pairs is not None:
                 message = lax.ppermute(message, _ROW, leg.pairs)
             for k, n in enumerate(bundle):
-                outs[n] = _paste(outs[n], message[k], leg, row, shipments[n])
+                outs[n] = _paste(outs[n], message[k], leg, row)
             # One round after the other: each may use all links, and needs memory for its message.
             shards, outs = lax.optimization_barrier((shards, outs))
         return outs
@@ -202,17 +202,13 @@ def _cut(shard: jax.Array, leg: _Leg, row: jax.Array, shipment: Shipment) -> jax
     start = jnp.asarray(leg.cut)[row]
     at = [start[axis] for axis in range(shard.ndim)]
     bits = lax.dynamic_slice(viewed(shard, carrier(shard.dtype)), at, leg.shape)
-    piece = viewed(bits, shard.dtype).astype(shipment.move.carried_as)
-    return viewed(piece, shipment.wire_type)
+    return viewed(bits, shipment.wire_type)
 
 
-def _paste(
-    out: jax.Array, bits: jax.Array, leg: _Leg, row: jax.Array, shipment: Shipment
-) -> jax.Array:
-    piece = viewed(bits, shipment.move.carried_as).astype(shipment.move.arrives_as)
+def _paste(out: jax.Array, bits: jax.Array, leg: _Leg, row: jax.Array) -> jax.Array:
     start = jnp.asarray(leg.paste)[row]
     at = [start[axis] for axis in range(out.ndim)]
-    piece, whole = (viewed(part, carrier(out.dtype)) for part in (piece, out))
+    piece, whole = (viewed(part, carrier(out.dtype)) for part in (bits, out))
     if not leg.receives.all():
         kept = lax.dynamic_slice(whole, at, leg.shape)
         piece = jnp.where(jnp.asarray(leg.receives)[row], piece, kept)

@@ -7,45 +7,29 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, Sharding
 
 
 class Move(NamedTuple):
-    """One leaf: what it is, from where to where, and the type that it arrives in."""
+    """One leaf: what it is, and from where to where."""
 
     shape: tuple[int, ...]
     dtype: Any
     source: Sharding
     target: NamedSharding
-    arrives_as: Any
-
-    @property
-    def carried_as(self) -> Any:
-        """The narrower of the two types: a cast happens where it saves bytes."""
-        # Keys have no plain type, and are never cast.
-        if not self.is_cast:
-            return self.dtype
-        narrows = np.dtype(self.dtype).itemsize < np.dtype(self.arrives_as).itemsize
-        return self.dtype if narrows else self.arrives_as
-
-    @property
-    def is_cast(self) -> bool:
-        """True if the array arrives in another type."""
-        return self.dtype != self.arrives_as
 
     @property
     def goes_as_bits(self) -> bool:
         """True if a compiled move must not see the type (see `carrier`)."""
         on_cpu = all(device.platform == "cpu" for device in self.target.device_set)
-        return on_cpu and not self.is_cast and carrier(self.dtype) != self.dtype
+        return on_cpu and carrier(self.dtype) != self.dtype
 
     @property
     def bytes_per_device(self) -> int:
-        """The bytes of the larger of the two shards, as it travels."""
+        """The bytes of the larger of the two shards."""
         sides = (side.shard_shape(self.shape) for side in (self.source, self.target))
-        return max(map(math.prod, sides)) * self.carried_as.itemsize
+        return max(map(math.prod, sides)) * self.dtype.itemsize
 
 
 def carrier(dtype: Any) -> Any:

@@ -8,7 +8,6 @@ At most one program per device and one send for a whole tree of arrays.
 import functools
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax import lax
@@ -45,10 +44,10 @@ def carry_pieces(
 
 
 def _cut_shards(shards: list[jax.Array], cuts: tuple[Cut, ...]) -> list[jax.Array]:
-    """Cuts the shards of one device in one program; what goes whole and as it is, is not copied."""
-    todo = [n for n, cut in enumerate(cuts) if cut.box is not None or cut.dtype is not None]
+    """Cuts the shards of one device in one program; what goes whole is not copied."""
+    todo = {n: cut.box for n, cut in enumerate(cuts) if cut.box is not None}
     if todo:
-        cut = _slice_all([shards[n] for n in todo], tuple(cuts[n][1:] for n in todo))
+        cut = _slice_all([shards[n] for n in todo], tuple(todo.values()))
         for n, piece in zip(todo, cut, strict=True):
             shards[n] = piece
     return shards
@@ -57,38 +56,33 @@ def _cut_shards(shards: list[jax.Array], cuts: tuple[Cut, ...]) -> list[jax.Arra
 def _join_pieces(arrived: list[list[jax.Array]], joins: tuple[Join, ...]) -> list[jax.Array]:
     """Joins the pieces on one device in one program; a shard of a single piece is that piece."""
     shards = [pieces[0] for pieces in arrived]
-    todo = [n for n, join in enumerate(joins) if len(arrived[n]) > 1 or join.dtype is not None]
+    todo = {n: join.indices for n, join in enumerate(joins) if len(arrived[n]) > 1}
     if todo:
-        joined = _concatenate_all([arrived[n] for n in todo], tuple(joins[n][1:] for n in todo))
+        joined = _concatenate_all([arrived[n] for n in todo], tuple(todo.values()))
         for n, shard in zip(todo, joined, strict=True):
             shards[n] = shard
     return shards
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _slice_all(
-    shards: list[jax.Array], cuts: tuple[tuple[Ranges | None, Any], ...]
-) -> list[jax.Array]:
+def _slice_all(shards: list[jax.Array], boxes: tuple[Ranges, ...]) -> list[jax.Array]:
     pieces = []
-    for shard, (box, dtype) in zip(shards, cuts, strict=True):
-        piece = viewed(shard, carrier(shard.dtype))
-        if box is not None:
-            piece = lax.slice(piece, [start for start, _ in box], [stop for _, stop in box])
-        piece = viewed(piece, shard.dtype)
-        pieces.append(piece if dtype is None else piece.astype(dtype))
+    for shard, box in zip(shards, boxes, strict=True):
+        bits = viewed(shard, carrier(shard.dtype))
+        bits = lax.slice(bits, [start for start, _ in box], [stop for _, stop in box])
+        pieces.append(viewed(bits, shard.dtype))
     return pieces
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _concatenate_all(
-    arrived: list[list[jax.Array]], joins: tuple[tuple[tuple[Ranges, ...], Any], ...]
+    arrived: list[list[jax.Array]], joins: tuple[tuple[Ranges, ...], ...]
 ) -> list[jax.Array]:
     shards = []
-    for pieces, (boxes, dtype) in zip(arrived, joins, strict=True):
+    for pieces, boxes in zip(arrived, joins, strict=True):
         bits = [viewed(piece, carrier(piece.dtype)) for piece in pieces]
         joined = _concatenate_grid(dict(zip(boxes, bits, strict=True)))
-        shard = viewed(joined, pieces[0].dtype)
-        shards.append(shard if dtype is None else shard.astype(dtype))
+        shards.append(viewed(joined, pieces[0].dtype))
     return shards
 
 

@@ -33,7 +33,6 @@ def reshard(
     tree: Tree,
     shardings: Any,
     *,
-    dtypes: Any = None,
     chunk_bytes: int | None = None,
     donate: bool = False,
 ) -> Tree:
@@ -62,8 +61,6 @@ def reshard(
     Args:
       tree: `jax.Array`s. Of one that is on other processes' devices, `absent_array` is the handle.
       shardings: the same structure with a `NamedSharding` at every leaf.
-      dtypes: the same structure with the type that each leaf is to arrive in; None: as they are.
-        A cast to fewer bytes happens before the bytes are sent, one to more behind it.
       chunk_bytes: a bound per device; None: all leaves at once.
       donate: `tree` is given up. Each leaf's memory is free as soon as it is sent, but for buffers
         that the result shares with it.
@@ -75,18 +72,13 @@ def reshard(
     if chunk_bytes is not None and chunk_bytes < 1:
         raise ValueError(f"chunk_bytes is {chunk_bytes}; give at least 1, or None for no bound")
     named_leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    targets = _leaves_like(structure, shardings, "sharding")
+    targets = _leaves_like(structure, shardings)
     for (path, leaf), target in zip(named_leaves, targets, strict=True):
         _check(jax.tree_util.keystr(path) or "the array", leaf, target)
     leaves = [_as_data(leaf) for _, leaf in named_leaves]
-    wanted = (
-        [leaf.dtype for leaf in leaves]
-        if dtypes is None
-        else [jnp.dtype(dtype) for dtype in _leaves_like(structure, dtypes, "type")]
-    )
     moves = [
-        Move(leaf.shape, leaf.dtype, leaf.sharding, target, dtype)
-        for leaf, target, dtype in zip(leaves, targets, wanted, strict=True)
+        Move(leaf.shape, leaf.dtype, leaf.sharding, target)
+        for leaf, target in zip(leaves, targets, strict=True)
     ]
     moved: list[jax.Array] = []
     last: list[jax.Array] = []
@@ -135,8 +127,7 @@ def _carry(
         moved.update(carry_pieces(leaves, targets, schedule.parcels))
         for k, plan in schedule.chunked:
             assert chunk_bytes is not None
-            dtype = moves[k].arrives_as
-            moved[k] = carry_in_chunks(leaves[k], targets[k], plan, dtype, chunk_bytes)
+            moved[k] = carry_in_chunks(leaves[k], targets[k], plan, chunk_bytes)
         if schedule.shipments:
             sent = [leaves[k] for k in schedule.exchanged]
             arrived = exchange(sent, schedule.shipments, chunk_bytes)
@@ -189,12 +180,12 @@ def _is_key(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def _leaves_like(structure: Any, tree: Any, what: str) -> list[Any]:
+def _leaves_like(structure: Any, tree: Any) -> list[Any]:
     leaves, own = jax.tree_util.tree_flatten(tree)
     if own != structure:
         raise ValueError(
-            f"reshard needs one {what} per array, in the same structure; the arrays are "
-            f"{structure}, the {what}s {own}"
+            "reshard needs one sharding per array, in the same structure; the arrays are "
+            f"{structure}, the shardings {own}"
         )
     return leaves
 
@@ -204,42 +195,15 @@ def _relabel(array: jax.Array, target: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(array.shape, target, shards, dtype=array.dtype)
 
 
-def lower_moves(shapes: Any, shardings: Any) -> list[Any]:
-    """Returns the programs of `reshard` for a tree over the same devices, lowered from shapes.
-
-    To be compiled before the move. There is none for leaves that go another way.
-
-    Args:
-      shapes: `jax.ShapeDtypeStruct`s with a sharding, as `reshard` will get arrays.
-      shardings: the same structure with a `NamedSharding` at every leaf.
-    """
-    pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
-    moves = tuple(
-        Move(leaf.shape, leaf.dtype, leaf.sharding, target, leaf.dtype) for leaf, target in pairs
-    )
-    groups = make_schedule(moves, None).compiled
-    return [_lower(tuple(moves[k] for k in group)) for group in groups]
-
-
-def _lower(moves: tuple[Move, ...]) -> Any:
-    dtypes = tuple(carrier(move.dtype) if move.goes_as_bits else move.dtype for move in moves)
-    seen = tuple(
-        jax.ShapeDtypeStruct(move.shape, dtype, sharding=move.source)
-        for move, dtype in zip(moves, dtypes, strict=True)
-    )
-    with jax.set_mesh(_NO_MESH):
-        return _identity(moves, dtypes).lower(seen)
-
-
 def _carry_compiled(leaves: Sequence[jax.Array], moves: tuple[Move, ...]) -> Sequence[jax.Array]:
     """Moves in one program; narrow floats on CPUs between two others, as integers."""
-    targets = tuple(move.target for move in moves)
-    dtypes = tuple(move.arrives_as for move in moves)
     if not moves[0].goes_as_bits:
-        return _identity(moves, dtypes)(tuple(leaves))
+        return _identity(moves)(tuple(leaves))
+    targets = tuple(move.target for move in moves)
+    dtypes = tuple(move.dtype for move in moves)
     bits = tuple(carrier(dtype) for dtype in dtypes)
     seen = _view(tuple(leaf.sharding for leaf in leaves), bits)(tuple(leaves))
-    return _view(targets, dtypes)(_identity(moves, bits)(seen))
+    return _view(targets, dtypes)(_identity(moves)(seen))
 
 
 @functools.lru_cache(maxsize=256)
@@ -253,19 +217,12 @@ def _view(
 
 
 @functools.lru_cache(maxsize=256)
-def _identity(
-    moves: tuple[Move, ...], dtypes: tuple[Any, ...]
-) -> Callable[..., tuple[jax.Array, ...]]:
-    """Returns the program for these moves, of arrays that arrive in these types."""
-
-    def carry(array: jax.Array, move: Move, dtype: Any) -> jax.Array:
-        if move.carried_as == move.arrives_as and array.dtype != dtype:
-            array = array.astype(dtype)
-        array = travel(array, move.source, move.target)
-        return array if array.dtype == dtype else array.astype(dtype)
+def _identity(moves: tuple[Move, ...]) -> Callable[..., tuple[jax.Array, ...]]:
+    """Returns the program for these moves."""
 
     def move_all(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        return tuple(map(carry, arrays, moves, dtypes))
+        pairs = zip(arrays, moves, strict=True)
+        return tuple(travel(array, move.source, move.target) for array, move in pairs)
 
     return jax.jit(move_all, out_shardings=tuple(move.target for move in moves))
 

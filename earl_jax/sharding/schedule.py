@@ -20,14 +20,10 @@ from earl_jax.sharding.transfer_plan import Piece, TransferPlan, plan_transfers
 
 
 class Cut(NamedTuple):
-    """A box of one leaf's shard, in the shard's own coordinates; None for the whole shard.
-
-    `dtype` is what it is cast to; None: as it is.
-    """
+    """A box of one leaf's shard, in the shard's own coordinates; None for the whole shard."""
 
     leaf: int
     box: Ranges | None
-    dtype: Any = None
 
 
 class Join(NamedTuple):
@@ -35,7 +31,6 @@ class Join(NamedTuple):
 
     leaf: int
     indices: tuple[Ranges, ...]
-    dtype: Any = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +73,7 @@ def make_schedule(moves: tuple[Move, ...], chunk_bytes: int | None) -> Schedule:
     targets = [shard_ranges(move.target, move.shape) for move in moves]
     plans = plan_transfers(
         [
-            (move.shape, move.carried_as.itemsize, source, target)
+            (move.shape, move.dtype.itemsize, source, target)
             for move, source, target in zip(moves, sources, targets, strict=True)
         ],
         process_of=process_of(*(side for move in moves for side in (move.source, move.target))),
@@ -90,7 +85,7 @@ def make_schedule(moves: tuple[Move, ...], chunk_bytes: int | None) -> Schedule:
         large = chunk_bytes is not None and move.bytes_per_device > chunk_bytes // 2
         if large and plan.route in ("compiled", "pieces"):
             chunked.append((k, plan))
-        elif plan.route == "compiled" or plan.route == "in place" and move.is_cast:
+        elif plan.route == "compiled":
             compiled[tuple(targets[k]), move.goes_as_bits].append(k)
         elif plan.route == "pieces":
             scattered.append((k, plan))
@@ -127,15 +122,12 @@ def _parcels(
         for k, leaf_pieces in by_leaf.items():
             for piece in leaf_pieces:
                 shard = sources[k][piece.source_device]
-                cut = Cut(k, _box_within(piece.index, shard), _cast(moves[k], before=True))
+                cut = Cut(k, _box_within(piece.index, shard))
                 source_cuts = cuts[piece.source_device]
                 sent.append((piece.source_device, source_cuts.setdefault(cut, len(source_cuts))))
                 destinations.append(SingleDeviceSharding(devices[device]))
         joins.append(
-            tuple(
-                Join(k, tuple(piece.index for piece in whole), _cast(moves[k], before=False))
-                for k, whole in by_leaf.items()
-            )
+            tuple(Join(k, tuple(piece.index for piece in whole)) for k, whole in by_leaf.items())
         )
     return Parcels(
         leaves=tuple(dict.fromkeys(k for by_leaf in pieces.values() for k in by_leaf)),
@@ -151,9 +143,3 @@ def _box_within(index: Ranges, shard: Ranges) -> Ranges | None:
         return None
     local = ((start - o, stop - o) for (start, stop), (o, _) in zip(index, shard, strict=True))
     return tuple(local)
-
-
-def _cast(move: Move, *, before: bool) -> Any:
-    """Returns the type that a piece is cast to, before or after the send; None: it is not cast."""
-    narrows = move.carried_as == move.arrives_as
-    return move.arrives_as if move.is_cast and narrows == before else None

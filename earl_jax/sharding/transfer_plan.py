@@ -61,14 +61,6 @@ class Traffic:
         """Bytes that the targets already hold."""
         return sum(self.kept_bytes.values())
 
-    def network_bytes(self, process_of: Mapping[int, int]) -> dict[tuple[int, int], int]:
-        """Returns bytes per (source process, target process), those within a process left out."""
-        totals: Counter[tuple[int, int]] = Counter()
-        for (source, target), num_bytes in self.link_bytes.items():
-            if process_of[source] != process_of[target]:
-                totals[process_of[source], process_of[target]] += num_bytes
-        return dict(sorted(totals.items()))
-
     def _sum_ends(self, end: int) -> dict[int, int]:
         totals: Counter[int] = Counter()
         for link, num_bytes in self.link_bytes.items():

@@ -19,13 +19,13 @@ from earl_jax.models.parameters import Params
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.sharding.layout import Layout, MeshShape
 from earl_jax.sharding.placing import absent_tree, placed_shapes
-from earl_jax.train.checkpoint import spread_over
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.optimizer import (
     critic_learning_rate,
     entropy_coefficient,
     learning_rate,
 )
+from earl_jax.train.saved_state import spread_over
 from earl_jax.train.scoring import make_estimator, make_scorer
 from earl_jax.train.state import (
     TrainState,

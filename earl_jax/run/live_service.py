@@ -1,0 +1,295 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The rollout service of an asynchronous run, which stays open from step to step.
+
+It is opened on the plans in use, gets new weights, grows, and moves to another split of the devices
+or to the mesh of another process; live episodes go on. Its events are noted, or come again in a
+replay (rollout/events.py).
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from earl_jax.algorithms.advantages import is_useless
+from earl_jax.engine.session import Session
+from earl_jax.models.lora import fingerprint
+from earl_jax.placement.moves import move_state
+from earl_jax.placement.placement import Placement
+from earl_jax.rollout.collect import Rollout
+from earl_jax.rollout.events import Events
+from earl_jax.rollout.gather import furthest
+from earl_jax.rollout.load import expected_load, expected_tokens
+from earl_jax.rollout.open_groups import OpenGroups
+from earl_jax.rollout.row_pool import Finished
+from earl_jax.rollout.service import RolloutService
+from earl_jax.rollout.stats import RolloutStats
+from earl_jax.run.build import Run
+from earl_jax.run.workdir import Position
+from earl_jax.selector.choose import BudgetTooSmall
+from earl_jax.selector.table import ThroughputTable
+from earl_jax.settings.errors import RunError
+from earl_jax.sharding.layout import MeshShape
+from earl_jax.telemetry.host_bytes import only_on_devices
+from earl_jax.telemetry.load import Load
+from earl_jax.trajectory import Experience
+
+
+class Part(NamedTuple):
+    """Episodes that a step takes at once from this process's service, and copies of their rows."""
+
+    episodes: list[Finished]
+    experience: Experience
+    rollout: Rollout
+
+
+class LiveService:
+    """The open service of this process, and the mesh and slots of those of all processes.
+
+    Every process has one, and calls it alike; those that only train have no `service`.
+    `open_groups` are those of all processes, when the last updates had ended.
+    """
+
+    def __init__(self, run: Run, placement: Placement, events: Events) -> None:
+        """Begins without a service, which the first `publish` opens."""
+        self._run, self._placement, self._events = run, placement, events
+        self._settings = run.config.asynchrony
+        self.groups = OpenGroups(
+            run.tasks,
+            self._settings,
+            events,
+            is_useless=functools.partial(is_useless, run.learner.algorithm),
+            part=run.cluster.part,
+        )
+        self.service: RolloutService | None = None
+        self.open_groups: tuple[int, ...] = ()
+        # What a round beside an update raised: the next step deals with it.
+        self.error: Exception | None = None
+        # The mesh and slots of all processes' services; None: they are to be opened.
+        self._where: tuple[MeshShape, int] | None = None
+        self._has_grown = False
+        # The service's counts when a step took its episodes.
+        self._counted = RolloutStats()
+        # Of the weights that were published last, with config.asynchrony.checksums.
+        self._checksum = 0
+
+    @property
+    def is_open(self) -> bool:
+        """True where the processes that play have a service."""
+        return self._where is not None
+
+    def close(self) -> None:
+        """Gives the service up: the next `publish` opens one, which plays its groups again."""
+        self._where = self.service = None
+
+    def raise_error(self) -> None:
+        """Raises what a round beside the last update raised."""
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+    def note_plans(self) -> None:
+        """Notes the plans in use; in a replay they are those of then."""
+        event = self._events.coming("plans")
+        if event is not None:
+            self._placement.restore(event["placement"])
+        self._events.note("plans", placement=self._placement.as_dict())
+
+    def expected_load(self, position: Position) -> Load | None:
+        """Returns the load to choose plans by; the split of the devices by the mean of steps."""
+        load = expected_load(self._run.config.rollout, position.history)
+        if load is None or not self._run.problem.splits:
+            return load
+        return position.history.averaged(load)
+
+    # New weights.
+
+    def publish(self, position: Position) -> int:
+        """Gives the service the weights of the position; opens one with them where there is none.
+
+        Returns the bytes of weights that changed device.
+        """
+        placement, version = self._placement, position.step
+        params = self._run.learner.policy(position.state)
+        if self._where is None:
+            self._events.note("open", version=version)
+            self.note_plans()
+            session, num_bytes = placement.sessions.open(params, version)
+            self._where = self._mesh_and_slots()
+            if session is not None:
+                self.service = self._open(session, position)
+            return num_bytes
+        if self.service is not None:
+            # Where this fails for lack of memory, the service is given up and opened anew.
+            self.service.release_weights()
+        mesh, num_slots = self._where
+        engine = self._run.stages.engines.engine(mesh, num_slots)
+        policy, num_bytes = placement.sessions.publish(engine, mesh, params, version)
+        if self.service is not None:
+            self.groups.publish(version)
+            self.service.update_weights(policy, self._settings.kv)
+        return num_bytes
+
+    def note_checksum(self, version: int) -> None:
+        """Notes the sum of the weights that were published, with config.asynchrony.checksums."""
+        if self._settings.checksums and self.service is not None:
+            self._checksum = int(fingerprint(self.service.session.policy.params))
+            self._events.note("checksum", version=version, sum=self._checksum)
+
+    def check_checksum(self, step: int) -> None:
+        """Raises RunError where the weights that a step played with are not as published."""
+        if not self._settings.checksums or self.service is None:
+            return
+        found = int(fingerprint(self.service.session.policy.params))
+        if found != self._checksum:
+            raise RunError(
+                f"the weights that step {step} played with have checksum {found} at its end, "
+                f"and had {self._checksum} when they were published: something overwrote them"
+            )
+
+    def _mesh_and_slots(self) -> tuple[MeshShape, int]:
+        plan = self._placement.rollout
+        return plan.mesh, plan.num_slots
+
+    def _open(self, session: Session, position: Position) -> RolloutService:
+        """Returns a service that plays the open groups from their beginning."""
+        load = expected_load(self._run.config.rollout, position.history)
+        service = self._run.actor.open(
+            session,
+            grow=lambda session, tokens, pages: self._grow(session, tokens, pages, load),
+            record_calls=self._events.record_calls,
+        )
+        self._counted = RolloutStats()
+        self.groups.open(service, position.step, position.open_groups)
+        return service
+
+    def _grow(self, session: Session, tokens: int, pages: int, load: Load | None) -> Session:
+        grown = self._placement.sessions.grow(session, tokens, pages, load)
+        self._where, self._has_grown = self._mesh_and_slots(), True
+        self._events.note("grow", plan=str(self._placement.rollout), round=self.groups.num_rounds)
+        return grown
+
+    # What a step takes.
+
+    def take(self, left: int) -> Part | None:
+        """Plays until the step, which takes `left` more groups of this process, can take some.
+
+        None in a process that only trains.
+        """
+        service = self.service
+        if service is None:
+            return None
+        episodes = self.groups.next_episodes(left)
+        rows = [each.row for each in episodes]
+        experience = service.session.engine.row_copies.gather(
+            service.session.state.experience, rows
+        )
+        if self._settings.rule == "mask":
+            oldest = self.groups.version - self._settings.max_staleness
+            experience = since_version(experience, oldest)
+        rollout = Rollout(
+            trajectories=[each.trajectory for each in episodes],
+            session=service.session,
+            rows=rows,
+            stats=service.stats.since(self._counted),
+        )
+        return Part(episodes, experience, rollout)
+
+    def count_from_here(self) -> None:
+        """Counts what the service does from now on for the next step."""
+        if self.service is not None:
+            self._counted = dataclasses.replace(self.service.stats)
+
+    def placement_of_rows(self) -> dict[str, Any]:
+        """Returns the placement, with the length of the rows that this process plays in."""
+        where = self._placement.as_dict()
+        if self.service is not None:
+            where["max_tokens"] = self.service.session.max_tokens
+        return where
+
+    # Moves, and what the processes agree on.
+
+    def split(self, position: Position) -> Position:
+        """Moves both stages where another split of the devices is so much faster.
+
+        Live episodes move along. Returns the position, whose state has moved. In a replay they move
+        where they did then. Where memory is too short for the move, both stages stay.
+        """
+        placement, events, state = self._placement, self._events, position.state
+        service = self.service
+        assert service is not None, "one process plays and trains"
+        before, event = placement.as_dict(), events.coming("split")
+        with only_on_devices(self._run.config.dispatch.forbid_host_bytes):
+            if event is not None:
+                placement.restore(event["placement"])
+            else:
+                load = self.expected_load(position)
+                tokens = expected_tokens(self._run.config.rollout, load)
+                if events.is_replay or not placement.choose_split(tokens, load, service.session):
+                    return position
+            # New ones arrive behind the move.
+            service.release_weights()
+            here = service.session.engine.layout.shape
+            if placement.rollout.mesh.num_devices > here.num_devices:
+                # The trainer leaves the devices first that the episodes move to.
+                state = move_state(placement, state, to_play=True)
+            session = placement.sessions.move(service.session)
+            if session is None:
+                placement.restore(before | {"calm_steps": 0})
+            else:
+                service.move(session)
+                self._where = self._mesh_and_slots()
+            state = move_state(placement, state, to_play=True)
+        if session is not None:
+            facts = {"version": position.step, "round": self.groups.num_rounds}
+            events.note("split", **facts, placement=placement.as_dict())
+        return dataclasses.replace(position, state=state)
+
+    def meet(self, what: str) -> None:
+        """Takes over the placement, and the mesh, of the process whose episodes need the most."""
+        own, placement = None, self._placement
+        if self._run.cluster.count == 1:
+            self.open_groups = tuple(self.groups.numbers)
+            return
+        if self.service is not None and self._where is not None:
+            mesh, slots = self._where
+            own = {
+                "placement": placement.as_dict(),
+                "outgrown": placement.outgrown,
+                "table": placement.observations.table.as_dict() if self._has_grown else None,
+                "live": [str(mesh), slots],
+                "groups": self.groups.numbers,
+            }
+        each = self._run.cluster.of_players(self._run.cluster.gather(own, what))
+        self.open_groups = tuple(sorted(number for one in each for number in one["groups"]))
+        chosen = each[furthest([one["placement"] for one in each])]
+        placement.adopt(chosen["placement"])
+        placement.outgrown, self._has_grown = chosen["outgrown"], False
+        for table in (one["table"] for one in each if one["table"]):
+            # With the bytes of programs that only the process that has grown has compiled.
+            known = placement.observations.table
+            placement.observations.table = ThroughputTable.from_dict(table).over(known)
+        before, (mesh, slots) = self._where, chosen["live"]
+        self._where = MeshShape.parse(mesh), slots
+        if self.service is not None and self._where != before and self.error is None:
+            self._follow(self.service)
+
+    def _follow(self, service: RolloutService) -> None:
+        """Moves live episodes to the mesh to which those of another process have grown."""
+        sessions, log = self._placement.sessions, self._placement.log
+        try:
+            if (session := sessions.move(service.session)) is None:
+                raise BudgetTooSmall(log.failures[-1])
+            service.move(session)
+        except (jax.errors.JaxRuntimeError, BudgetTooSmall) as error:
+            self.error = error
+
+
+@jax.jit
+def since_version(experience: Experience, oldest: int) -> Experience:
+    """Returns the rows as if the policy had sampled no token before version `oldest`."""
+    is_kept = experience.versions >= oldest
+    return dataclasses.replace(experience, turn_ids=jnp.where(is_kept, experience.turn_ids, 0))

@@ -1,0 +1,139 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Log of a run's steps: metrics, notes for the user, episodes, skipped updates, the report."""
+
+import dataclasses
+import heapq
+import operator
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from earl_jax.config import Config
+from earl_jax.placement.compile_ahead import CompileAhead
+from earl_jax.placement.placement import Placement
+from earl_jax.run.build import Run
+from earl_jax.run.step_record import StepRecord
+from earl_jax.settings.errors import RunError
+from earl_jax.telemetry.episodes import trajectory_lines
+from earl_jax.telemetry.recorder import Recorder
+from earl_jax.train.inspection import write_batch
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class StepLog:
+    """Writes down each step of a run. Every process has one; its recorder writes in the first."""
+
+    run: Run
+    placement: Placement
+    recorder: Recorder
+    workdir: Path
+    ahead: CompileAhead
+    # Steps in a row without an update, all of which were skipped.
+    skipped_steps: int = 0
+    # How the step before differed from the config, because memory was short.
+    _differs: str = ""
+    # The kind of failure that was said last: each is said when it becomes the most frequent.
+    _said_failure: str = ""
+
+    def write(self, record: StepRecord) -> None:
+        """Writes the step's line of metrics, and notes of what changed in it."""
+        line = self._line(record)
+        for note in self._notes(record, line.pop("switch_notes"), line):
+            self.recorder.note(f"step {record.step}: {note}")
+        self.recorder.write(line)
+
+    def write_episodes(self, record: StepRecord) -> None:
+        """Writes the step's episodes of all processes, those of a process in its order."""
+        numbers = [each.episode for each in record.trajectories]
+        own = list(zip(numbers, trajectory_lines(record.trajectories), strict=True))
+        each = self.run.cluster.gather(own, "the episodes to write down")
+        merged = heapq.merge(*each, key=operator.itemgetter(0))
+        self.recorder.write_episodes(record.step, (line for _, line in merged))
+
+    def write_report(self) -> None:
+        """Writes the report of the run as far as it has come."""
+        config = self.run.config
+        title = f"earl_jax: {config.env.title}"
+        self.recorder.write_report(title, config.as_dict(), _report_notes(config))
+
+    def check_updates(self, record: StepRecord) -> None:
+        """Says which updates were skipped; raises RunError after too many steps without one."""
+        done = len(record.updates + record.sft_updates)
+        if not (skipped := record.skipped_updates):
+            self.skipped_steps = 0
+            return
+        why = "their loss, gradient or step was not finite"
+        self.recorder.note(f"step {record.step}: {skipped} of {done} updates were skipped: {why}")
+        self.skipped_steps = self.skipped_steps + 1 if skipped == done else 0
+        most = self.run.config.train.max_skipped_steps
+        if self.skipped_steps < most:
+            return
+        name = f"skipped_step_{record.step:06d}.{jax.process_index()}"
+        for index, batch in enumerate(record.batches if self.run.cluster.trains else ()):
+            part = f".part_{index}" if index else ""
+            write_batch(self.workdir / f"{name}{part}.npz", batch)
+        name += ".npz"
+        raise RunError(
+            f"no update could be made in {most} steps in a row (config.train.max_skipped_steps), "
+            f"because {why}. The batch of step {record.step} is in {self.workdir / name}; the "
+            "newest checkpoint is from before. Lower config.train.learning_rate, look at the "
+            "rewards, or compute in another precision, in another --workdir"
+        )
+
+    def _line(self, record: StepRecord) -> dict[str, Any]:
+        """Returns the line of metrics.jsonl for this step, in the words of the contract."""
+        switches, compiling = self.placement.take_log().metrics(), self.ahead.take_waited_s()
+        parts = self.run.cluster.gather([switches, compiling], "what changed")
+        # One process may have decided by itself within a rollout.
+        notes = [note for part, _ in parts for note in part["switch_notes"]]
+        switched = [stage for part, _ in parts for stage in part["switched"]]
+        compile_s = max(seconds for _, seconds in parts)
+        if not self.ahead.is_on:
+            self.placement.observations.add_wait(compile_s)
+        return {
+            **record.metrics(),
+            "train_mesh": str(self.placement.train.mesh),
+            "plan": self.placement.words or None,
+            **parts[0][0],
+            "switched": list(dict.fromkeys(switched)),
+            "switch_notes": list(dict.fromkeys(notes)),
+            "switch_s": max(part["switch_s"] for part, _ in parts),
+            "peak_bytes_per_device": max(part["peak_bytes_per_device"] for part, _ in parts),
+            "budget_bytes_per_device": self.run.problem.budget_bytes,
+            **({"compile_s": compile_s} if compile_s else {}),
+        }
+
+    def _notes(
+        self, record: StepRecord, switches: list[str], line: dict[str, Any]
+    ) -> Iterator[str]:
+        """Yields what a user should see of a step: changes with their reasons, failures."""
+        yield from switches
+        if self.placement.words != self._differs:
+            self._differs = self.placement.words
+            yield self._differs or "all as in the config again"
+        if line["switched"] and "compile_s" in line:
+            yield f"the run waited {line['compile_s']:.2f} s for its new programs"
+        failures = record.failures
+        if failures.kind not in ("", self._said_failure):
+            self._said_failure = failures.kind
+            yield failures.in_words()
+
+
+def _report_notes(config: Config) -> list[str]:
+    train, notes = config.train, []
+    if train.sft_steps:
+        notes.append(
+            f"In its first {train.sft_steps} steps the policy was also trained on example episodes "
+            f"of {config.env.title} ({train.sft_updates} supervised updates a step)."
+        )
+    if train.sft_weight:
+        notes.append(
+            f"In each update {train.sft_weight:g} times the cross-entropy of example episodes of "
+            f"{config.env.title} was added to the loss."
+        )
+    if config.eval.averaged:
+        notes.append("Evaluations and exports are of the moving average of the weights.")
+    return notes
