@@ -56,10 +56,8 @@ def run(workdir: str, replay: str, changes: dict) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def own_cache(cache, compiled_programs, monkeypatch):
+def own_cache(cache, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled_programs))
-    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 
 def in_processes(num: int, devices: int, workdir: Path, replay: Path | str = "", **changes) -> None:

@@ -46,7 +46,7 @@ from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.timing import StageTimer
 from earl_jax.training import exporter_of, train
-from tests.support import ROOT
+from tests.support import ROOT, python_path
 from tests.support.commands import (
     ALL,
     APART,
@@ -521,7 +521,7 @@ def test_a_lost_process_ends_the_other_with_a_message_that_names_it(how, lost, t
         subprocess.Popen(
             [sys.executable, "-c", program, address, str(index)],
             cwd=ROOT / "tests",
-            env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+            env=os.environ | {"PYTHONPATH": python_path(ROOT, ROOT / "tests")},
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -578,7 +578,7 @@ def test_processes_whose_network_is_cut_end_both_and_name_each_other():
             subprocess.Popen(
                 [*host.prefix, sys.executable, "-c", program, address, str(index)],
                 cwd=ROOT / "tests",
-                env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+                env=os.environ | {"PYTHONPATH": python_path(ROOT, ROOT / "tests")},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -755,11 +755,8 @@ def train_small(workdir: str) -> bool:
 
 
 @pytest.mark.slow
-def test_a_run_of_two_processes_is_resumed_by_one(
-    cache, compiled_programs, monkeypatch, capsys, tmp_path
-):
+def test_a_run_of_two_processes_is_resumed_by_one(cache, monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled_programs))
     processes = RealProcesses(2, 4, "test_distributed:train_small", str(tmp_path))
     assert processes.results(400) == [True, True]
     of_two = final_parameters(tmp_path)

@@ -20,7 +20,7 @@ import yaml
 from earl_jax.launch.distributed import DistributedConfig
 from earl_jax.launch.distributed import _find_place as find_place
 from earl_jax.telemetry.metrics import read_metrics
-from tests.support import ROOT
+from tests.support import ROOT, python_path
 from tests.support.processes import free_port
 from tests.support.runs import TINY
 
@@ -70,7 +70,7 @@ class Machine:
             "XDG_CACHE_HOME": str(cache),
             "JAX_COORDINATOR_PORT": str(free_port()),
             "PYTHON": sys.executable,
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": python_path(ROOT),
             "PYTHONUNBUFFERED": "1",
             "WAIT_S": "0",
         }

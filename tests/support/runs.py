@@ -14,7 +14,7 @@ import numpy as np
 
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
-from tests.support import ROOT, environment_without
+from tests.support import ROOT, environment_without, python_path
 
 # Small enough for a second a step, with two meshes per stage and a budget that contexts outgrow.
 # By this table training on data=8 is fastest as long as it fits in one micro-batch without remat.
@@ -136,7 +136,7 @@ def kill(
         f"def get_config():\n    return ConfigDict({given!r})\n"
     )
     line = [sys.executable, "-m", "earl_jax.main", f"--config={file}", f"--workdir={workdir}"]
-    variables = environment(folder / "cache") | {"PYTHONPATH": str(ROOT)}
+    variables = environment(folder / "cache") | {"PYTHONPATH": python_path(ROOT)}
     process = subprocess.Popen(line, cwd=ROOT, env=variables, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 400
     while not is_time():
