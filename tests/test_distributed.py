@@ -892,6 +892,7 @@ def spanning(mesh: str, train: str, num_devices: int, num: int) -> dict:
     """A run on so many devices, of `num` processes."""
     return {
         "model.num_layers": 1,
+        "train.sft_steps": 0,
         "devices.num_cpu_devices": num_devices // num,
         "selector.rollout_meshes": f"('{mesh}',)",
         "selector.train_meshes": f"('{train}',)",
