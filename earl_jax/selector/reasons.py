@@ -19,7 +19,7 @@ class BudgetTooSmall(InputError):
 
     def __str__(self) -> str:
         (words,) = self.args
-        return words() if callable(words) else words
+        return words if isinstance(words, str) else words()
 
 
 def reason_of(
