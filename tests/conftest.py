@@ -7,14 +7,11 @@ tests start do the same, but for two whole runs of configs.
 """
 
 import fnmatch
-import gc
 import importlib.metadata
 import os
-import shutil
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 # The tests start some hundred processes, each of which would compile 1,800 modules of Python (3 to
 # 6 s) where the user keeps Python from leaving bytecode beside them.
@@ -41,15 +38,17 @@ os.environ["PJRT_NPROC"] = "256"  # see launch.start.start_jax
 os.environ["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] = "none"
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_QUICK)).strip()
 
-import jax  # noqa: E402
 import pytest  # noqa: E402
-from jax._src import compilation_cache  # noqa: E402
 
 pytest.register_assert_rewrite("tests.support")
 
-# Tracing makes so many objects that looking for garbage as often as Python does by itself takes a
-# twentieth of the processor's time.
-gc.set_threshold(50_000, 10, 10)
+from tests.support import PROGRAMS, link_programs, python_path  # noqa: E402
+from tests.support.children import sitecustomize  # noqa: E402, F401
+
+os.environ["PYTHONPATH"] = python_path()
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(PROGRAMS)
+
+import jax  # noqa: E402
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -58,8 +57,6 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Linux lets a process have 65,530 mappings. Each compiled program takes some, and XLA ends the
 # process with a segmentation fault when there are no more.
 MOST_MAPPINGS = 25_000
-# Programs that tests have compiled, for all workers and for later runs.
-KEPT = Path(__file__).parents[1] / ".pytest_cache" / "programs"
 MOST_KEPT_BYTES = 2**30
 LONGEST = (
     "test_runs.py",
@@ -94,71 +91,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else 99)
 
 
-def copy_program(key: str, source: Path, target: Path) -> None:
-    """Copies a compiled program, if it is only in `source`; nobody sees the half of it."""
-    source, target = (folder / f"{key}-cache" for folder in (source, target))
-    if source.exists() and not target.exists():
-        part = target.with_suffix(f".{os.getpid()}")
-        shutil.copyfile(source, part)
-        part.replace(target)
-
-
-def share_programs(own: Path) -> None:
-    """Has a worker take from KEPT, and add to it, what it looks for and compiles in `own`.
-
-    Not one folder for all: JAX writes an entry in place, and another worker could read the half.
-    What is compiled for chips that are not here is not kept: it cannot be loaded again.
-    """
-    get, put = compilation_cache.get_executable_and_time, compilation_cache.put_executable_and_time
-
-    def is_shared() -> bool:
-        return jax.config.jax_compilation_cache_dir == str(own)
-
-    def shared_get(key: str, options: Any, backend: Any, *others: Any) -> Any:
-        if backend.platform != "cpu":
-            return None, None
-        if is_shared():
-            copy_program(key, KEPT, own)
-        return get(key, options, backend, *others)
-
-    def shared_put(key: str, name: str, program: Any, backend: Any, *others: Any) -> None:
-        if backend.platform == "cpu":
-            put(key, name, program, backend, *others)
-            if is_shared():
-                copy_program(key, own, KEPT)
-
-    compilation_cache.get_executable_and_time = shared_get
-    compilation_cache.put_executable_and_time = shared_put
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps the newest programs of earlier runs, before there are workers."""
-    KEPT.mkdir(parents=True, exist_ok=True)
+    PROGRAMS.mkdir(parents=True, exist_ok=True)
     if hasattr(config, "workerinput"):
         return
     left = MOST_KEPT_BYTES
-    for path in sorted(KEPT.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True):
+    for path in sorted(PROGRAMS.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True):
         left -= path.stat().st_size
         if left < 0:
             path.unlink(missing_ok=True)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def compiled_programs(tmp_path_factory) -> Path:
-    """Returns the folder of this worker's programs, which its processes use and add to."""
-    folder = tmp_path_factory.mktemp("programs")
-    share_programs(folder)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    return folder
-
-
 @pytest.fixture(scope="module")
-def cache(compiled_programs, tmp_path_factory) -> Path:
+def cache(tmp_path_factory) -> Path:
     """A user's cache folder ($XDG_CACHE_HOME) for a file's runs: measurements and programs."""
     folder = tmp_path_factory.mktemp("cache")
-    (folder / "earl_jax").mkdir()
-    (folder / "earl_jax" / "xla").symlink_to(compiled_programs)
+    link_programs(folder)
     return folder
 
 

@@ -21,7 +21,7 @@ from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.train.learner import Learner
 from earl_jax.training import train
-from tests.support import ROOT
+from tests.support import ROOT, python_path
 from tests.support.placements import D8, F8, given, hungry
 from tests.support.processes import free_port
 from tests.support.settings import make_config
@@ -145,7 +145,7 @@ def test_processes_of_which_one_is_short_are_started_again_and_go_on_with_less(c
         "XDG_CACHE_HOME": str(cache),
         "PYTHONUNBUFFERED": "1",
         "WAS_SHORT": str(tmp_path / "was_short"),
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+        "PYTHONPATH": python_path(ROOT, ROOT / "tests"),
     }
     all_of_them = []
     for number in range(2):

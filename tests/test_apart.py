@@ -56,10 +56,8 @@ def run(workdir: str, replay: str, changes: dict) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def own_cache(cache, compiled_programs, monkeypatch):
+def own_cache(cache, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled_programs))
-    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 
 def in_processes(num: int, devices: int, workdir: Path, replay: Path | str = "", **changes) -> None:
@@ -137,7 +135,7 @@ def test_process_that_is_killed_ends_the_run_which_goes_on_within_the_bound(
     cache, tmp_path, killed
 ):
     """SIGKILL behind the first checkpoint, between the third step and the last."""
-    workdir, again, steps = tmp_path / "run", tmp_path / "again", 7
+    workdir, again, steps = tmp_path / "run", tmp_path / "again", 10
     file, given = tmp_path / "config.py", given_of(num_steps=steps)
     file.write_text(
         "from ml_collections import ConfigDict\n"
@@ -157,7 +155,7 @@ def test_process_that_is_killed_ends_the_run_which_goes_on_within_the_bound(
     events = read_events(workdir)
     check_events(events)
     opened = [event["version"] for event in events if event["event"] == "open"]
-    assert opened[0] == 0 and len(opened) == 2 and opened[1] in (2, 4, 6)
+    assert opened[0] == 0 and len(opened) == 2 and opened[1] in range(2, steps, 2)
     if killed == 0:
         in_processes(2, 4, again, workdir, num_steps=steps)
         assert (again / EVENTS).read_text() == (workdir / EVENTS).read_text()

@@ -47,7 +47,7 @@ from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.timing import StageTimer
 from earl_jax.training import train
-from tests.support import ROOT
+from tests.support import ROOT, python_path
 from tests.support.commands import (
     ALL,
     APART,
@@ -522,7 +522,7 @@ def test_a_lost_process_ends_the_other_with_a_message_that_names_it(how, lost, t
         subprocess.Popen(
             [sys.executable, "-c", program, address, str(index)],
             cwd=ROOT / "tests",
-            env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+            env=os.environ | {"PYTHONPATH": python_path(ROOT, ROOT / "tests")},
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -579,7 +579,7 @@ def test_processes_whose_network_is_cut_end_both_and_name_each_other():
             subprocess.Popen(
                 [*host.prefix, sys.executable, "-c", program, address, str(index)],
                 cwd=ROOT / "tests",
-                env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+                env=os.environ | {"PYTHONPATH": python_path(ROOT, ROOT / "tests")},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -756,11 +756,8 @@ def train_small(workdir: str) -> bool:
 
 
 @pytest.mark.slow
-def test_a_run_of_two_processes_is_resumed_by_one(
-    cache, compiled_programs, monkeypatch, capsys, tmp_path
-):
+def test_a_run_of_two_processes_is_resumed_by_one(cache, monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled_programs))
     processes = RealProcesses(2, 4, "test_distributed:train_small", str(tmp_path))
     assert processes.results(400) == [True, True]
     of_two = final_parameters(tmp_path)
@@ -896,6 +893,7 @@ def spanning(mesh: str, train: str, num_devices: int, num: int) -> dict:
     """A run on so many devices, of `num` processes."""
     return {
         "model.num_layers": 1,
+        "train.sft_steps": 0,
         "devices.num_cpu_devices": num_devices // num,
         "selector.rollout_meshes": f"('{mesh}',)",
         "selector.train_meshes": f"('{train}',)",

@@ -20,9 +20,9 @@ import yaml
 from earl_jax.launch.distributed import DistributedConfig
 from earl_jax.launch.distributed import _find_place as find_place
 from earl_jax.telemetry.metrics import read_metrics
-from tests.support import ROOT
+from tests.support import ROOT, python_path
+from tests.support.commands import ALL, SMALL
 from tests.support.processes import free_port
-from tests.support.runs import TINY
 
 SCRIPTS = sorted(
     [*ROOT.glob("gpu_scripts/*.s*"), *ROOT.glob("tpu_scripts/*.sh")], key=lambda path: str(path)
@@ -70,7 +70,7 @@ class Machine:
             "XDG_CACHE_HOME": str(cache),
             "JAX_COORDINATOR_PORT": str(free_port()),
             "PYTHON": sys.executable,
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": python_path(ROOT),
             "PYTHONUNBUFFERED": "1",
             "WAIT_S": "0",
         }
@@ -532,19 +532,16 @@ def test_image_copies_what_there_is():
 
 # Real runs of two processes.
 
-RUN = TINY | {
-    "num_steps": 3,
-    "devices.num_cpu_devices": 4,
-    "rollout.context_buckets": "(48,)",
-    "selector.rollout_meshes": "('data=8',)",
-    "selector.train_meshes": "('data=2,fsdp=4',)",
-    "train.sft_steps": 1,
-    "train.sft_updates": 1,
-    "checkpoint.every_steps": 1,
-    "eval.every_steps": 1000,
-    "eval.games": 16,
-    "eval.final_games": 16,
-}
+RUN = (
+    SMALL
+    | ALL
+    | {
+        "num_steps": 3,
+        "devices.num_cpu_devices": 4,
+        "train.sft_steps": 0,
+        "checkpoint.every_steps": 1,
+    }
+)
 FLAGS = [CONFIG, *(f"--config.{key}={value}" for key, value in RUN.items())]
 REAL = {
     "slurm": SBATCH,

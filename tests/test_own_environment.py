@@ -73,7 +73,7 @@ def command(module: str, folder: Path, cache: Path, *flags: str) -> subprocess.C
     return subprocess.run(
         [sys.executable, "-m", f"earl_jax.{module}", *flags],
         cwd=folder,
-        env=kept | {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT)},
+        env=kept | {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": python_path(ROOT)},
         capture_output=True,
         text=True,
         timeout=280,

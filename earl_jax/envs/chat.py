@@ -8,9 +8,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
-
-from transformers import PreTrainedTokenizerFast
+from typing import TYPE_CHECKING, Any
 
 from earl_jax.envs.chat_template import (
     PROBE,
@@ -23,6 +21,9 @@ from earl_jax.envs.chat_template import (
 )
 from earl_jax.envs.text_codec import TextCodec
 from earl_jax.settings.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _logger = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class ChatRenderer:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerFast,
+        tokenizer: "PreTrainedTokenizerFast",
         end_ids: Sequence[int] = (),
         template_arguments: Mapping[str, Any] = MappingProxyType({}),
     ):

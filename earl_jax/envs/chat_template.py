@@ -13,13 +13,15 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerFast
 
 from earl_jax.envs.environment import Message
 from earl_jax.settings.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 # Stand-ins for texts. A template that contains them itself is refused by the checks below.
 _REPLY = "earl-reply"
@@ -28,10 +30,15 @@ _REASON = "earl-reason"
 # tokenizers change: they compose or replace characters, lower them, or lose blanks.
 PROBE = '  \n"earl" \\ <probé> Ee\u0301 \u2581  \ufb01\u2167\t\U0001f642 \n'
 
-# Variables that this module or `transformers` gives to the template.
-_OURS = {"messages", *inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters}
-
 Content = str | Sequence[Message]
+
+
+@functools.cache
+def _given() -> set[str]:
+    """Returns the variables that this module or `transformers` gives to the template."""
+    from transformers import PreTrainedTokenizerFast
+
+    return {"messages", *inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters}
 
 
 def messages_of(content: Content) -> tuple[Message, ...]:
@@ -113,13 +120,13 @@ class ChatTemplate:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerFast,
+        tokenizer: "PreTrainedTokenizerFast",
         arguments: Mapping[str, Any] = MappingProxyType({}),
     ):
         if not tokenizer.chat_template:
             raise InputError("the tokenizer needs a chat template")
         for name in arguments:
-            if name in _OURS or not re.search(
+            if name in _given() or not re.search(
                 rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)
             ):
                 raise InputError(

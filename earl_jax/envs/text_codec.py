@@ -8,10 +8,12 @@ import json
 import re
 import unicodedata
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _REPLACEMENT = "\ufffd"
 # SentencePiece vocabularies write this for a blank.
@@ -36,7 +38,7 @@ class TextCodec:
     Any number of threads may encode and decode.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast):
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast"):
         settings = json.loads(tokenizer.backend_tokenizer.to_str())
         self._prepends = any(step["type"] == "Prepend" for step in _steps(settings["normalizer"]))
         # Each has its settings for good: `tokenizers` allows no change while a thread encodes.

@@ -5,11 +5,14 @@
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from earl_jax.settings.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 PAD = "<|pad|>"
 USER = "<|user|>"
@@ -47,7 +50,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+def build_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
     """Trains a byte-level BPE on `texts`; the same texts give the same vocabulary.
 
     Every text round-trips, seen or not. `len` of the result is at most `vocab_size`: training stops
@@ -78,8 +81,10 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     return tokenizer_from(bpe.to_str())
 
 
-def tokenizer_from(text: str) -> PreTrainedTokenizerFast:
+def tokenizer_from(text: str) -> "PreTrainedTokenizerFast":
     """Returns a tokenizer of `build_tokenizer` from the text of its tokenizer.json."""
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(text),
         eos_token=END,
@@ -91,12 +96,12 @@ def tokenizer_from(text: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | os.PathLike[str]) -> None:
+def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", folder: str | os.PathLike[str]) -> None:
     """Writes the tokenizer and its chat template in the format of Hugging Face."""
     tokenizer.save_pretrained(os.fspath(folder))
 
 
-def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
+def load_tokenizer(folder: str | os.PathLike[str]) -> "PreTrainedTokenizerFast":
     """Returns the tokenizer and chat template of a folder, without the network.
 
     It is what tokenizer.json says. `AutoTokenizer` would put Qwen's way of cutting text in the
@@ -106,4 +111,6 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
     """
     if not (Path(folder) / "tokenizer.json").is_file():
         raise InputError(f"{os.fspath(folder)!r} holds no tokenizer: tokenizer.json is missing")
+    from transformers import PreTrainedTokenizerFast
+
     return PreTrainedTokenizerFast.from_pretrained(os.fspath(folder), local_files_only=True)

@@ -6,9 +6,22 @@ import os
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+# Programs that tests have compiled, for all workers, their processes, and later runs.
+PROGRAMS = ROOT / ".pytest_cache" / "programs"
 
 
 def environment_without(*prefixes: str) -> dict[str, str]:
     """Returns the variables that begin otherwise, and conftest.py's own for compiled programs."""
     own = "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"
     return {k: v for k, v in os.environ.items() if k == own or not k.startswith(prefixes)}
+
+
+def python_path(*folders: Path) -> str:
+    """Returns $PYTHONPATH of a process that keeps its compiled programs as tests need it."""
+    return os.pathsep.join(map(str, (*folders, ROOT / "tests/support/children")))
+
+
+def link_programs(cache: Path) -> None:
+    """Has runs with this cache folder ($XDG_CACHE_HOME) use and add to PROGRAMS."""
+    (cache / "earl_jax").mkdir(parents=True)
+    (cache / "earl_jax/xla").symlink_to(PROGRAMS)

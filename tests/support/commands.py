@@ -15,7 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from earl_jax.telemetry.metrics import read_metrics
-from tests.support import ROOT
+from tests.support import ROOT, python_path
 from tests.support.processes import free_port
 from tests.support.runs import TINY
 
@@ -87,9 +87,9 @@ class Command:
                 subprocess.Popen(
                     line + (own[number] if own else []),
                     cwd=folders[number] if folders else ROOT,
-                    env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+                    env=os.environ
                     | {"XDG_CACHE_HOME": str(cache), "PYTHONUNBUFFERED": "1"}
-                    | ({"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"} if program else {}),
+                    | ({"PYTHONPATH": python_path(ROOT, ROOT / "tests")} if program else {}),
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,

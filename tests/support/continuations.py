@@ -82,6 +82,20 @@ def scored_continuations(
     prompts: list[np.ndarray], seeds: list[int], steps: int, sampling: Sampling | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`continuations`, their log-probs as they were drawn, and those under the model."""
+    step = _step(sampling or Sampling())
+    rows = np.stack([np.pad(ids, (0, CONTEXT_TOKENS - len(ids))) for ids in prompts])
+    start = np.array([len(ids) for ids in prompts])
+    found = []
+    for count in range(steps):
+        lengths = start + count
+        found.append([np.asarray(x) for x in step(rows, lengths, np.array(seeds))])
+        rows[np.arange(len(rows)), lengths] = found[-1][0]
+    return tuple(np.stack(column, axis=1) for column in zip(*found, strict=True))
+
+
+@functools.cache
+def _step(sampling: Sampling):
+    """Returns a function to the next token of each row, its log-prob, and that of the model."""
     layout = make_layout(MeshShape(), jax.devices()[:1])
 
     @jax.jit
@@ -91,15 +105,8 @@ def scored_continuations(
         last = jnp.take_along_axis(hidden, lengths_B[:, None, None] - 1, axis=1)[:, 0]
         uniforms = token_uniforms(jax.random.key(SEED), seeds_B, lengths_B)
         logits = last @ stacked_params()["head"]
-        rows = sampling_rows(sampling or Sampling(), len(prompts))
+        rows = sampling_rows(sampling, len(tokens_BT))
         tokens, logprobs = sample(uniforms, logits, rows)
         return tokens, logprobs, model_logprobs(logits, tokens)
 
-    rows = np.stack([np.pad(ids, (0, CONTEXT_TOKENS - len(ids))) for ids in prompts])
-    start = np.array([len(ids) for ids in prompts])
-    found = []
-    for count in range(steps):
-        lengths = start + count
-        found.append([np.asarray(x) for x in step(rows, lengths, np.array(seeds))])
-        rows[np.arange(len(rows)), lengths] = found[-1][0]
-    return tuple(np.stack(column, axis=1) for column in zip(*found, strict=True))
+    return step

@@ -16,7 +16,7 @@ import sys
 import time
 from typing import Any
 
-from tests.support import ROOT
+from tests.support import ROOT, python_path
 
 RESULT = "result: "
 
@@ -43,7 +43,7 @@ class Processes:
                 stderr=subprocess.PIPE,
                 text=True,
                 cwd=ROOT / "tests",
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, "PYTHONPATH": python_path(ROOT)},
             )
             for n in range(num)
         ]

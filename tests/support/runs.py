@@ -14,7 +14,7 @@ import numpy as np
 
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
-from tests.support import ROOT, environment_without
+from tests.support import ROOT, environment_without, link_programs, python_path
 
 # Small enough for a second a step, with two meshes per stage and a budget that contexts outgrow.
 # By this table training on data=8 is fastest as long as it fits in one micro-batch without remat.
@@ -127,8 +127,9 @@ def kill(
 ) -> Callable[[], str]:
     """Kills a run of these settings with SIGKILL when it is time.
 
-    `given` are settings as in a file of --config; `folder` is for that file and the caches. Returns
-    a function that goes on with the run to its end and returns what it printed.
+    `given` are settings as in a file of --config, with some steps behind that time: the programs
+    may be compiled already. `folder` is for that file and the caches. Returns a function that goes
+    on with the run to its end and returns what it printed.
     """
     file = folder / "config.py"
     file.write_text(
@@ -136,7 +137,8 @@ def kill(
         f"def get_config():\n    return ConfigDict({given!r})\n"
     )
     line = [sys.executable, "-m", "earl_jax.main", f"--config={file}", f"--workdir={workdir}"]
-    variables = environment(folder / "cache") | {"PYTHONPATH": str(ROOT)}
+    link_programs(folder / "kill")
+    variables = environment(folder / "kill") | {"PYTHONPATH": python_path(ROOT)}
     process = subprocess.Popen(line, cwd=ROOT, env=variables, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 400
     while not is_time():
