@@ -66,6 +66,12 @@ POINTS = (
     Point("products, bf16"),
     Point("copy"),
     *(
+        Point("update", "llama3.2-1b", 4, 8192, setting)
+        for setting in ("none", "dots", "offload", "full", "full, documents of 1,024")
+    ),
+    Point("update", "llama3.2-1b", 1, 32768, "full"),
+    Point("update", "llama3.2-1b", 1, 32768, "dots"),
+    *(
         Point("paged attention", "qwen2.5-7b", rows, length, setting)
         for rows, length, setting in (
             (128, 4096, ""),
@@ -95,12 +101,6 @@ POINTS = (
     ),
     Point("append round", "qwen2.5-7b", 8, 4096, "chunks of 512"),
     Point("append round", "qwen2.5-7b", 32, 4096, "chunks of 20"),
-    *(
-        Point("update", "llama3.2-1b", 4, 8192, setting)
-        for setting in ("none", "dots", "offload", "full", "full, documents of 1,024")
-    ),
-    Point("update", "llama3.2-1b", 1, 32768, "full"),
-    Point("update", "llama3.2-1b", 1, 32768, "dots"),
 )
 
 
