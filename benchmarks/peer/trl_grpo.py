@@ -36,7 +36,10 @@ def make_trainer(folder: str, output: str, seed: int, steps: int, clock: Clock) 
     """Returns the trainer, at the checkpoint's weights."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ends = set(model.generation_config.eos_token_id)
+    ends = [tokenizer.eos_token_id, *work.end_ids(tokenizer)]
+    model.generation_config.eos_token_id = ends
+    # torch gives the pad token's embedding no gradient, though a reply may sample that token.
+    model.get_input_embeddings().padding_idx = None
 
     def rewards(completion_ids: list[list[int]], **_: Any) -> list[float]:
         return [
