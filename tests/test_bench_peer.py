@@ -67,9 +67,10 @@ def test_loss_of_a_batch_is_the_mean_over_replies_of_clipped_terms(task):
 @pytest.mark.slow
 def test_our_side_plays_the_task_of_the_page(task):
     from benchmarks.peer import work
-    from benchmarks.peer.__main__ import learn
+    from benchmarks.peer.__main__ import settings_of
+    from benchmarks.staleness import run_config
 
-    found = learn(task, 0, 3)
+    found = run_config(settings_of(task, 0, 3), "seed_0", task)
     assert len(found["rewards"]) == 3 and len(found["seconds"]) == 2
     assert min(found["seconds"]) > 0.0
     played = read_trajectories(task / "seed_0/trajectories/step_000001.jsonl")

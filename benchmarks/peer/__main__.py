@@ -4,10 +4,9 @@
 
     taskset -c 1 uv run python -m benchmarks.peer --trl_python=PATH [--seeds=5] [--steps=30]
 
-With --write the tables go into peer.md and the curves into peer.svg. Every run of ours is a process
-of its own, TRL's are one process; they take turns on the cores that this one has. Before the runs
-one loss of TRL's and its gradient norm are compared with ours on the same tokens; exits if they
-differ.
+Every run of ours is a process of its own, TRL's are one process; they take turns on the cores that
+this one has. Before the runs one loss of TRL's and its gradient norm are compared with ours on the
+same tokens; exits if they differ.
 """
 
 import argparse
@@ -15,7 +14,6 @@ import dataclasses
 import functools
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -25,11 +23,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.learning import curves_svg
 from benchmarks.pages import machine, replace_table, table
 from benchmarks.peer import work
-from benchmarks.rollout.engines import ROOT, Engine
-from benchmarks.staleness import curve_row
+from benchmarks.rollout.engines import Engine
+from benchmarks.staleness import SETTINGS, curve_row, run_config
 from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.envs.tokenizer import MIN_VOCAB_SIZE, build_tokenizer, load_tokenizer
 from earl_jax.launch.start import start_jax
@@ -39,8 +36,6 @@ from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import init_parameters, parameter_specs
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
-from earl_jax.telemetry.charts import Series
-from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.learner import Learner
 from earl_jax.trajectory import TrajectoryBatch
@@ -117,25 +112,8 @@ def settings_of(folder: Path, seed: int, steps: int) -> dict[str, Any]:
         "train": TRAIN,
         "devices": {"platform": "cpu", "num_cpu_devices": 1},
         "selector": {"table": "model"},
-        "eval": {"every_steps": 10_000, "games": 1, "final_games": 1},
-        "checkpoint": {"every_steps": 10_000},
-        "log": {"trajectories_every_steps": 10_000, "report_every_steps": 10_000},
+        **{name: SETTINGS[name] for name in ("eval", "checkpoint", "log")},
     }
-
-
-def learn(folder: Path, seed: int, steps: int) -> dict[str, Any]:
-    """Runs ours. Returns the mean reward of each step, and the seconds of each but the first."""
-    file, workdir = folder / f"seed_{seed}.py", folder / f"seed_{seed}"
-    file.write_text(
-        "from ml_collections import ConfigDict\n"
-        f"def get_config():\n    return ConfigDict({settings_of(folder, seed, steps)!r})\n"
-    )
-    line = [sys.executable, "-m", "earl_jax.main", f"--config={file}", f"--workdir={workdir}"]
-    subprocess.run(line, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-    rows = [row for row in read_metrics(workdir / "metrics.jsonl") if "reward_mean" in row]
-    times = [row["time_s"] for row in rows]
-    seconds = [end - begin for begin, end in zip(times, times[1:], strict=False)]
-    return {"rewards": [row["reward_mean"] for row in rows], "seconds": seconds}
 
 
 def our_loss(folder: Path, batch: dict[str, Any]) -> tuple[float, float]:
@@ -157,12 +135,12 @@ def our_loss(folder: Path, batch: dict[str, Any]) -> tuple[float, float]:
     logprobs = np.zeros(tokens.shape, np.float32)
     logprobs[:, -len(batch["behaviour"][0]) :] = batch["behaviour"]
     rows = TrajectoryBatch(
-        tokens=tokens,  # pyright: ignore[reportArgumentType]
-        segment_ids=segments,  # pyright: ignore[reportArgumentType]
-        turn_ids=replied,  # pyright: ignore[reportArgumentType]
-        logprobs=np.where(replied > 0, logprobs, 0.0),  # pyright: ignore[reportArgumentType]
-        versions=np.zeros_like(tokens),  # pyright: ignore[reportArgumentType]
-        advantages=np.array(batch["advantages"], np.float32)[:, None] * replied,  # pyright: ignore[reportArgumentType]
+        tokens=tokens,
+        segment_ids=segments,
+        turn_ids=replied,
+        logprobs=np.where(replied > 0, logprobs, 0.0),
+        versions=np.zeros_like(tokens),
+        advantages=np.array(batch["advantages"], np.float32)[:, None] * replied,
     )
     plan = TrainPlan(MeshShape(), 1, "none")
     layout = make_layout(MeshShape(), row_axes=TRAINING_ROWS)
@@ -196,7 +174,7 @@ def main() -> None:
     parser.add_argument("--trl_python", required=True, help="Python of an environment with TRL")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--write", action="store_true", help="into peer.md and peer.svg")
+    parser.add_argument("--write", action="store_true", help="the tables into peer.md")
     flags = parser.parse_args()
     start_jax("cpu", 1)
     with tempfile.TemporaryDirectory() as name:
@@ -209,7 +187,8 @@ def main() -> None:
         print(losses, flush=True)
         runs: dict[str, list[dict[str, Any]]] = {OURS: [], TRL: []}
         for seed in range(flags.seeds):
-            runs[OURS].append(learn(folder, seed, flags.steps))
+            settings = settings_of(folder, seed, flags.steps)
+            runs[OURS].append(run_config(settings, f"seed_{seed}", folder))
             print(OURS, seed, json.dumps(runs[OURS][-1]), flush=True)
             runs[TRL].append(trl.ask({"seed": seed, "steps": flags.steps}))
             print(TRL, seed, json.dumps(runs[TRL][-1]), flush=True)
@@ -220,19 +199,6 @@ def main() -> None:
         page = HERE.parent / "peer.md"
         replace_table(page, losses, "losses")
         replace_table(page, f"{curves}\n\n{versions}", "curves")
-        series = [
-            Series(
-                name=f"{name}, seed {seed}",
-                xs=list(range(flags.steps)),
-                ys=run["rewards"],
-                color=seed,
-                dashed=name == TRL,
-            )
-            for name, found in runs.items()
-            for seed, run in enumerate(found)
-        ]
-        svg = curves_svg(series, label="reward", y_range=(0.0, 1.0))
-        page.with_suffix(".svg").write_text(svg)
 
 
 if __name__ == "__main__":

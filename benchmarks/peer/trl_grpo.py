@@ -5,6 +5,7 @@
 Argument: the checkpoint's folder. Imports nothing of earl_jax.
 """
 
+import itertools
 import sys
 import tempfile
 import time
@@ -90,7 +91,7 @@ def make_trainer(folder: str, output: str, seed: int, steps: int, clock: Clock) 
 def learn(trainer: GRPOTrainer, clock: Clock) -> dict[str, Any]:
     """Returns the mean reward of each step, and the seconds of each but the first."""
     trainer.train()
-    seconds = [end - begin for begin, end in zip(clock.times, clock.times[1:], strict=False)]
+    seconds = [end - begin for begin, end in itertools.pairwise(clock.times)]
     history = trainer.state.log_history
     return {"rewards": [row["reward"] for row in history if "reward" in row], "seconds": seconds}
 
