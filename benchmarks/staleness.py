@@ -16,6 +16,7 @@ the curve, means over tenths of the steps.
 
 import concurrent.futures
 import functools
+import itertools
 import json
 import random
 import statistics
@@ -105,10 +106,15 @@ def settings_of(loss: str, lag: int, seed: int) -> dict[str, Any]:
 
 
 def run_config(settings: dict[str, Any], workdir: Path) -> dict[str, Any]:
-    """Runs settings in a process of their own. Returns the reward of a turn by step, and lags."""
+    """Runs settings in a process of their own.
+
+    Returns the reward of a turn by step, the seconds of each step but the first, and lags.
+    """
     rows = play(settings, workdir)
+    times = [row["time_s"] for row in rows]
     return {
         "rewards": [row["reward_mean"] / row["turns_mean"] for row in rows],
+        "seconds": [end - begin for begin, end in itertools.pairwise(times)],
         "lag": statistics.mean(row.get("version_lag_mean", 0.0) for row in rows),
         "most": max(row.get("version_lag_max", 0) for row in rows),
         "sample size": statistics.mean(row["effective_sample_size"] for row in rows),

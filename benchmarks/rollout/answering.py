@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-PACKAGES = ("jax", "torch", "transformers", "google-tunix")
+PACKAGES = ("jax", "torch", "transformers", "trl", "google-tunix")
 
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
