@@ -954,7 +954,7 @@ def test_processes_that_play_together_and_are_stopped_end_as_if_left_alone(cache
 
 CHANGES = {
     "num_steps": 6,
-    "selector.budget_bytes_per_device": 2_900_000,
+    "selector.budget_bytes_per_device": 2_100_000,
     "rollout.context_buckets": "(24,40)",
     "selector.rollout_meshes": "('data=8','data=4,tensor=2')",
     "train.sft_steps": 6,
