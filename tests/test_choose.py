@@ -572,7 +572,7 @@ def test_pair_is_the_fastest_of_all_that_fit():
 
 @pytest.mark.slow
 def test_choice_for_four_thousand_devices_takes_less_than_a_tenth_of_a_second(monkeypatch):
-    """A mixture of experts at 131,072 tokens: 6,718 ways to train, on 859 meshes."""
+    """A mixture of experts at 131,072 tokens: 13,435 ways to train, on 859 meshes."""
     problem, rated = problem_on("h100:512x8", "qwen3-30b-a3b"), Counter()
     step, table, plans = full_step(problem, 131_072), ThroughputTable(), Plans()
     for name in ("_train", "_rollout"):
@@ -593,5 +593,5 @@ def test_choice_for_four_thousand_devices_takes_less_than_a_tenth_of_a_second(mo
         speed = problem.update_speed(plans.train, 131_072)
         mesh, *way = plans.train
         table = table.with_speed(train_key(mesh, 131_072, *way), speed)
-    assert rated["_train"] < 600 and rated["_rollout"] < 1000
+    assert rated["_train"] < 1100 and rated["_rollout"] < 1600
     assert min(seconds[1:]) < 0.1

@@ -22,11 +22,11 @@ from earl_jax.run.build import build_run
 from earl_jax.telemetry.episodes import failures_of, read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.trajectory import Trajectory
+from tests.support import ROOT, python_path
 from tests.support.episodes import renderer
 from tests.support.placements import TINY, one_step
 from tests.support.settings import make_config
 
-ROOT = Path(__file__).parent.parent
 HOW_TO = ROOT / "docs" / "howto"
 # Two steps of a tiny model.
 SMALL = {
