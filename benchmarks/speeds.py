@@ -290,8 +290,13 @@ def _cpu_rows() -> Iterator[list[str]]:
 
 
 def main() -> None:
-    """Prints all tables."""
+    """Runs the command."""
     parser_of(__doc__, writes=False).parse_args()
+    print_tables()
+
+
+def print_tables() -> None:
+    """Prints all tables."""
     compared = "published | computed | computed / published"
     for header, rows in (
         (f"training | model | tokens a row | {compared}", _point_rows(TRAINING)),

@@ -248,6 +248,7 @@ bad = [m for m in sys.modules if m.split('.')[0] in ('jax', 'jaxlib', 'flax', 't
        or m.startswith('earl_jax.') and m.split('.')[1] not in ('envs', 'settings')]
 assert not bad, bad
 import logging
+import transformers
 logging.getLogger('transformers').warning('another warning')
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -20,9 +20,10 @@ DATA_PATH = (
 )
 ALLOWED = {
     "engine/host_pages.py": "preemption to host memory; preempted_host_bytes counts it",
-    "launch/cluster.py": "plain data of the hosts comes back from all processes",
+    "launch/messages.py": "plain data of the hosts comes back from all processes",
     "models/blocks.py": "exports write parameters to files",
     "train/checkpoint.py": "checkpoints are written from where the arrays are",
+    "train/saved_state.py": "checkpoints are written from where the arrays are",
     "train/offload.py": "host memory as storage for the optimizer's moments",
     "train/inspection.py": "a batch for a person to look at, of a run that ends",
     "train/backup.py": "host memory as storage for the backup",
