@@ -137,7 +137,7 @@ def two_rounds(monkeypatch):
     monkeypatch.setattr(OpenGroups, "play_beside", play_beside)
 
 
-@pytest.mark.slow_except("keep")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "asynchrony",
     [{"kv": "keep"}, {"kv": "recompute"}, {"parts": 2}],
