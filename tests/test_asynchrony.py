@@ -92,6 +92,7 @@ def test_with_no_staleness_it_is_the_synchronous_loop_bit_for_bit(apart):
     assert_equal(*results)
 
 
+@pytest.mark.slow
 def test_devices_never_hold_two_policies_of_the_rollout(monkeypatch):
     """The weights before are gone when the next ones arrive."""
     run = build_run(config_of(staleness=1))

@@ -103,6 +103,7 @@ def test_a_budget_that_is_too_small_is_a_mistake(cache, tmp_path):
     assert not (tmp_path / "w").exists()
 
 
+@pytest.mark.slow
 def test_two_processes_are_checked_with_the_link_between_them(cache, tmp_path):
     host = socket.gethostname()
     ends = Command(cache, tmp_path / "w", 2, CHECK, CHECK, **ALL).ends()

@@ -168,6 +168,7 @@ def test_a_run_goes_on_where_rows_are_cut(uninterrupted, cache, tmp_path):
         np.testing.assert_allclose(left, right, rtol=1e-4, atol=5e-5)
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_ends_the_same(uninterrupted, cache, tmp_path):
     """SIGKILL; the run that was killed ends bit for bit like the one that was not.
 

@@ -174,6 +174,7 @@ def test_live_episodes_go_on_with_the_same_tokens_on_other_devices(
     assert moves.placement.rollout.mesh.num_devices + moves.placement.train.mesh.num_devices == 8
 
 
+@pytest.mark.slow
 def test_a_replay_moves_where_the_run_did_and_ends_with_the_same_bits(world, tmp_path):
     """By a table after which it would stay, with as many rounds beside updates as then."""
     run, again = tmp_path / "run", tmp_path / "again"
