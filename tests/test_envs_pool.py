@@ -180,6 +180,25 @@ def test_a_loop_without_end_is_ended():
     pool.close()
 
 
+def test_calls_that_return_while_they_are_ended_leave_no_lock_held(monkeypatch):
+    """Hundreds of calls are ended at about the moment at which they return."""
+    monkeypatch.setattr("earl_jax.envs.pool._END_S", 0.001)
+    rng = random.Random(0)
+
+    def busy():
+        end = time.monotonic() + 0.06 * rng.random()
+        while time.monotonic() < end:
+            sum(range(50))
+        return 1
+
+    pool = EnvironmentPool(16, timeout_s=0.01)
+    for _ in range(10):
+        outcomes = pool.run([busy] * 32)
+        assert {getattr(o, "stop_reason", o) for o in outcomes} <= {1, "environment_timeout"}
+    assert wait_until(lambda: pool.num_hung == 0)
+    pool.close()
+
+
 def test_a_process_that_can_start_no_more_threads_says_how_many_calls_hang():
     """A limit of address space stands for one of threads, which root does not have."""
     code = """

@@ -13,7 +13,7 @@ import pytest
 from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.engine.config import EngineConfig, SlotRules
 from earl_jax.engine.engine import Engine
-from earl_jax.launch.start import compute_exactly
+from earl_jax.launch.start import products_precision
 from earl_jax.models.config import ModelConfig
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.sharding.layout import ROLLOUT_ROWS, TRAINING_ROWS, MeshShape, make_layout
@@ -88,7 +88,8 @@ def test_a_model_in_bf16_multiplies_bf16_backward_too(program):
     assert set(products) == {("DEFAULT", "bf16")}
 
 
-def test_cpus_are_left_as_they_are():
-    before = jax.config.jax_default_matmul_precision
-    compute_exactly("float32", "bfloat16")
-    assert jax.config.jax_default_matmul_precision == before
+def test_the_precision_is_the_highest_where_a_chip_computes_in_fp32():
+    for chip in ("gpu", "tpu"):
+        assert products_precision(chip, "bfloat16", "float32") == "highest"
+        assert products_precision(chip, "bfloat16", "bfloat16") is None
+    assert products_precision("cpu", "float32") is None

@@ -58,8 +58,10 @@ class EnvironmentPool:
         self.timeout_s = timeout_s
         self.num_workers = num_workers
         self._waiting: queue.SimpleQueue[Calls | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
         # Threads that were given up, and when; or when they were last told to end.
         self._given_up: dict[threading.Thread, float] = {}
+        self._in_call: set[threading.Thread] = set()
         for _ in range(num_workers):
             self._start_worker(None)
 
@@ -95,18 +97,34 @@ class EnvironmentPool:
     @property
     def num_hung(self) -> int:
         """The number of calls that were given up and have not returned."""
-        return sum(thread.is_alive() for thread in self._given_up)
+        return sum(thread.is_alive() for thread in list(self._given_up))
 
-    def is_given_up(self, thread: threading.Thread) -> bool:
-        """Returns whether this thread was replaced."""
-        return thread in self._given_up
+    def make(self, call: Callable[[], T]) -> T | Failure:
+        """Makes a call in this thread; only meanwhile may SystemExit be raised here.
+
+        Anywhere else it could leave a lock held.
+        """
+        thread = threading.current_thread()
+        with self._lock:
+            self._in_call.add(thread)
+        try:
+            outcome = _outcome(call)
+        except SystemExit:
+            # While `_outcome` put another error into words.
+            outcome = Failure(stop_reason=ENVIRONMENT_ERROR, detail="SystemExit")
+        while thread in self._in_call:
+            # It may come until the lock is held.
+            with contextlib.suppress(SystemExit), self._lock:
+                self._in_call.discard(thread)
+        return outcome
 
     def replace(self, thread: threading.Thread, calls: "Calls[Any, Any]") -> None:
         """Gives up a thread that hangs; a new one goes on with its calls.
 
         Raises RunError where the process may start no more threads.
         """
-        self._given_up[thread] = time.monotonic()
+        with self._lock:
+            self._given_up[thread] = time.monotonic()
         try:
             self._start_worker(calls)
         except RuntimeError as error:
@@ -117,17 +135,17 @@ class EnvironmentPool:
             ) from error
 
     def end_given_up(self) -> None:
-        """Raises SystemExit in the threads that were given up, once a second, until they end."""
+        """Raises SystemExit in the calls that were given up, once a second, until they return."""
         now = time.monotonic()
-        for thread, since in list(self._given_up.items()):
-            if not thread.is_alive():
-                del self._given_up[thread]
-            # Not at once: one whose call has just returned is ending by itself, and holds a lock.
-            elif now - since >= _END_S and thread.ident is not None:
-                self._given_up[thread] = now
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit)
-                )
+        with self._lock:
+            for thread, since in list(self._given_up.items()):
+                if not thread.is_alive():
+                    del self._given_up[thread]
+                elif thread in self._in_call and now - since >= _END_S and thread.ident is not None:
+                    self._given_up[thread] = now
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                        ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit)
+                    )
 
     def _start_worker(self, calls: "Calls[Any, Any] | None") -> None:
         threading.Thread(
@@ -191,10 +209,7 @@ class Calls(Generic[K, T]):
                     return True
                 key, call = self._todo.popleft()
                 self._running[thread] = (key, time.monotonic())
-            outcome = _outcome(call)
-            # Without the lock: SystemExit may be raised anywhere in a thread that was given up.
-            if self._pool.is_given_up(thread):
-                return False
+            outcome = self._pool.make(call)
             with self._changed:
                 if self._running.pop(thread, None) is None:
                     return False
@@ -219,12 +234,10 @@ class Calls(Generic[K, T]):
 
 def _work(waiting: "queue.SimpleQueue[Calls[Any, Any] | None]", calls: Calls | None) -> None:
     """Runs a worker; a replacement begins with the calls of the thread that it replaces."""
-    # SystemExit is how a thread that was given up is ended, wherever it is by then.
-    with contextlib.suppress(SystemExit):
-        while calls is None or calls.work():
-            calls = waiting.get()
-            if calls is None:
-                return
+    while calls is None or calls.work():
+        calls = waiting.get()
+        if calls is None:
+            return
 
 
 def _outcome(call: Callable[[], T]) -> T | Failure:

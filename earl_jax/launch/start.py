@@ -72,13 +72,21 @@ def start_jax(
 def compute_exactly(*compute_dtypes: str) -> None:
     """Has products of fp32 numbers computed in fp32, if one of the types is "float32".
 
-    By default GPUs round what they multiply to TF32 (10 bits of mantissa), TPUs to bf16 (7 bits).
-    JAX must have started. CPUs do so anyway, and products of bf16 stay as they are.
+    JAX must have started.
     """
     import jax
 
-    if "float32" in compute_dtypes and jax.default_backend() != "cpu":
-        jax.config.update("jax_default_matmul_precision", "highest")
+    if precision := products_precision(jax.default_backend(), *compute_dtypes):
+        jax.config.update("jax_default_matmul_precision", precision)
+
+
+def products_precision(platform: str, *compute_dtypes: str) -> str | None:
+    """Returns JAX's precision for products on a platform; None: JAX's own, or the user's.
+
+    By default GPUs round fp32 numbers that they multiply to TF32 (10 bits of mantissa), and TPUs to
+    bf16 (7 bits). CPUs do not, and products of bf16 are the same at every precision.
+    """
+    return "highest" if "float32" in compute_dtypes and platform != "cpu" else None
 
 
 def _missing(setting: str, platform: str, error: Exception) -> str:

@@ -1,18 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Loops over the elements of a layer's activations: the gate of a feed-forward network.
-
-Their backward pass computes them again from what is kept anyhow, which costs less than to keep
-what is between (`again`).
-"""
+"""The gate of a feed-forward network, and the rule by which loops over elements keep nothing."""
 
 import functools
 from collections.abc import Callable, Mapping
 
 import jax
 
-# In a scan over layers nothing need keep XLA from merging the passes.
-again = functools.partial(jax.checkpoint, prevent_cse=False)
+# Has the backward pass of a loop over elements compute it again from its inputs, which are kept
+# anyhow: that costs less than to keep what is between. Layers are scanned, so that XLA cannot merge
+# both passes, and need not be kept from it.
+recompute_backward = functools.partial(jax.checkpoint, prevent_cse=False)
 
 _ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -20,7 +18,7 @@ _ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-@functools.partial(again, static_argnums=0)
+@functools.partial(recompute_backward, static_argnums=0)
 def gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
     """Returns `up` times a function of `gate`, that of `ModelConfig.activation`."""
     return _ACTIVATIONS[activation](gate) * up

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from earl_jax.models.activations import again, gated
+from earl_jax.models.activations import gated, recompute_backward
 from earl_jax.models.attention.attention_shards import on_own_heads
 from earl_jax.models.attention.folding import fold
 from earl_jax.models.attention.kernels import (
@@ -70,7 +70,7 @@ def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
     Over the last axis, whatever axes are before it.
     """
 
-    @again
+    @recompute_backward
     def normalised(x_BTD: jax.Array, scale_D: jax.Array) -> jax.Array:
         x32 = x_BTD.astype(jnp.float32)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)

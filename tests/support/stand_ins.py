@@ -39,25 +39,23 @@ def scripted() -> int | None:
 
 def start_all(lines: list[list[str]], variables: list[dict[str, str]], wait_s: float) -> int:
     """Starts processes, kills those left `wait_s` behind the first's end; the largest status."""
+    told_to_end: list[int] = []
+    # Before the first starts: who started may be seen, and ended, at once.
+    signal.signal(signal.SIGTERM, lambda number, _: told_to_end.append(number))
     all_of_them = [
         subprocess.Popen(line, env=os.environ | own, start_new_session=True)
         for line, own in zip(lines, variables, strict=True)
     ]
     record(pids=[process.pid for process in all_of_them])
-
-    def kill(*_) -> None:
-        for process in all_of_them:
-            process.kill()
-
-    # As srun does ("forcing job termination").
-    signal.signal(signal.SIGTERM, kill)
     first_s = math.inf
     while any(process.poll() is None for process in all_of_them):
         time.sleep(0.05)
         if any(process.poll() is not None for process in all_of_them):
             first_s = min(first_s, time.monotonic())
-        if time.monotonic() > first_s + wait_s:
-            kill()
+        # As srun does ("forcing job termination").
+        if told_to_end or time.monotonic() > first_s + wait_s:
+            for process in all_of_them:
+                process.kill()
     # A signal N is 128 + N.
     statuses = [process.returncode for process in all_of_them]
     return max(status if status >= 0 else 128 - status for status in statuses)
