@@ -227,7 +227,7 @@ def run(
         if version:
             groups.publish(version)
         else:
-            groups.open(service, version, ())
+            groups.open(service, version)
         left, trained_at, num_tokens = groups.size, service.now, 0
         while left:
             episodes = [each.trajectory for each in groups.next_episodes(left)]
@@ -242,7 +242,7 @@ def run(
             service.until = trained_at
             groups.play_beside(lambda: service.now >= trained_at)  # noqa: B023
         service.now = max(service.now, trained_at)
-        groups.end_step(version + 1)
+        groups.end_step(version + 1, groups.oldest_step)
         tokens.append(num_tokens)
     seconds, counted = service.now - begun_at[warm_up], tokens[warm_up:]
     return {

@@ -81,6 +81,11 @@ class Player(Protocol):
         ...
 
     @property
+    def oldest_step(self) -> int | None:
+        """See `Position`."""
+        ...
+
+    @property
     def wait(self) -> Wait | None:
         """Is called while an update of this process is under way."""
         ...
@@ -167,6 +172,7 @@ def rl_step(
         history=history,
         failed_steps=failed_steps,
         open_groups=player.open_groups(),
+        oldest_step=player.oldest_step,
         averages=next_averages(run.learner.algorithm, done.played.outcomes, position.averages),
     )
     return after, record
@@ -193,6 +199,7 @@ class InTurn:
 
     run: Run
     placement: Placement
+    oldest_step = None
     wait = None
     updates = staticmethod(contextlib.nullcontext)
 

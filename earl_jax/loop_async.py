@@ -13,10 +13,10 @@ one order, in which they can be replayed (rollout/events.py). With "auto" the se
 they are, and between two steps both stages move where the balance has shifted. Where they share
 devices, the stages take turns, and live episodes wait for the update.
 
-Of several processes the first ones play and the others train. All go through the same steps, and
-meet for what moves between them: the weights at the beginning of a step, its episodes when they are
-finished, and the end of its updates, until which those that play play on. A round is a program of
-one process, so that it needs no other one.
+Of several processes the first ones play and the others train, or all do both in turn. All go
+through the same steps, and meet for what moves between them: the weights at the beginning of a
+step, its episodes when they are finished, and the end of its updates, until which those that only
+play play on. A round is a program of one process, so that it needs no other one.
 
 With config.asynchrony.parts a step's groups go to the trainer's devices as they are finished, and
 their gradients are computed while the others are played (StreamRL, arXiv 2504.15930).
@@ -126,6 +126,11 @@ class AsyncPlayer:
         """Returns the numbers of the open groups of all processes."""
         return self._live.open_groups
 
+    @property
+    def oldest_step(self) -> int:
+        """The oldest step of which a group is open, or is yet to be begun."""
+        return self._live.oldest_step
+
     def step_ended(self, step: int) -> dict[str, Any] | None:
         """Notes that a step has ended. Returns the state that its tasks' source goes on from.
 
@@ -135,7 +140,7 @@ class AsyncPlayer:
         if self._live.service is None:
             return None
         self._live.check_checksum(step)
-        return self._live.groups.end_step(step)
+        return self._live.groups.end_step(step, self._live.oldest_step)
 
     @property
     def is_replayed(self) -> bool:
@@ -158,13 +163,14 @@ class AsyncPlayer:
         All processes have one placement behind it.
         """
         cluster, what = self._run.cluster, "the end of an update"
-        counter = cluster.new_counter() if cluster.count > 1 else 0
+        beside = cluster.count > 1 and cluster.disjoint
+        counter = cluster.new_counter() if beside else 0
         try:
             yield
         finally:
-            if cluster.count > 1 and cluster.trains:
+            if beside and cluster.trains:
                 cluster.add_to(counter, 1, what)
-        if cluster.count > 1 and self._live.service is not None:
+        if beside and self._live.service is not None:
             number = len(cluster.trainers)
             self._play_beside(lambda: cluster.add_to(counter, 0, what) == number)
         self._live.meet(what)
@@ -223,8 +229,6 @@ class AsyncPlayer:
                 self._stream(taken.update, position, played.outcomes, experience)
         self._taken = None
         live.count_from_here()
-        dropped, groups.dropped = groups.dropped, []
-        refilled, groups.refilled = groups.refilled, []
         trajectories, played = taken.in_order()
         return PlayedStep(
             plan=placement.rollout,
@@ -237,9 +241,6 @@ class AsyncPlayer:
             publish_host_bytes=reads.num_bytes,
             dispatch_host_bytes=taken.dispatch_host_bytes,
             update=taken.update,
-            dropped=dropped,
-            refilled=refilled,
-            num_reused=groups.num_reused,
         )
 
     def _new_update(self, position: Position) -> StepUpdate | None:

@@ -33,6 +33,11 @@ from tests.support.simulated import Fate, SimulatedService, Source, check_events
 from tests.support.wanderers import WANDERERS
 
 STEPS, EPISODES = 4, 16
+# For processes that all play and train: settings that differ from `SETTINGS`.
+IN_TURN = {
+    "devices": WANDERERS["devices"],
+    "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("fsdp=8",), "table": "model"},
+}
 SETTINGS = {
     **WANDERERS,
     "num_steps": STEPS,
@@ -60,12 +65,14 @@ def own_cache(cache, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
 
-def in_processes(num: int, devices: int, workdir: Path, replay: Path | str = "", **changes) -> None:
+def in_processes(
+    num: int, devices: int, workdir: Path, replay: Path | str = "", /, **changes
+) -> None:
     each = Processes(num, devices, "test_apart:run", str(workdir), str(replay), changes)
     assert each.results(900) == [True] * num
 
 
-def check_run(workdir: Path, steps: int = STEPS) -> None:
+def check_run(workdir: Path, steps: int = STEPS, *, moved=("dispatch", "publish")) -> None:
     """Each task in the step in which a synchronous run trains on it, within the bound."""
     lines = steps_of(workdir)
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
@@ -78,7 +85,7 @@ def check_run(workdir: Path, steps: int = STEPS) -> None:
     for name in ("dispatch", "publish"):
         # Nothing goes through the host.
         assert {line[f"{name}_host_bytes"] for line in lines} == {0}
-        assert all(line[f"{name}_bytes"] > 0 for line in lines)
+        assert all((line[f"{name}_bytes"] > 0) == (name in moved) for line in lines)
 
 
 @pytest.mark.slow
@@ -126,6 +133,44 @@ def test_two_processes_play_and_two_train(tmp_path):
         one, other = (events_file(each, process).read_text() for each in (first, again))
         assert one == other
     assert_equal(final_parameters(first), final_parameters(again))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_processes_that_play_and_train_take_turns(tmp_path):
+    """Live episodes stay open over the updates, which both processes make on the same devices."""
+    first, again = tmp_path / "run", tmp_path / "again"
+    in_processes(2, 4, first, **IN_TURN)
+    # Rows of data=8 lie where fsdp=8 has them.
+    check_run(first, moved=("publish",))
+    assert max(line["version_lag_max"] for line in steps_of(first)) > 0
+    in_processes(2, 4, again, first, **IN_TURN)
+    for process in (0, 1):
+        one, other = (events_file(each, process).read_text() for each in (first, again))
+        assert one == other
+    assert_equal(final_parameters(first), final_parameters(again))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("apart", [False, True], ids=["in-turn", "apart"])
+def test_each_process_replaces_its_own_groups_of_equal_rewards(tmp_path, apart):
+    """DAPO's dynamic sampling: both give groups up, and the metrics count those of both."""
+    asynchrony = {"rule": "drop", "refill": 1, "max_staleness": int(apart)}
+    changes = {"asynchrony": asynchrony, "algorithm": "dapo", **({} if apart else IN_TURN)}
+    in_processes(4 if apart else 2, 2 if apart else 4, tmp_path / "run", **changes)
+    lines = steps_of(tmp_path / "run")
+    check_bound(lines, int(apart))
+    events = [read_events(tmp_path / "run", process) for process in (0, 1)]
+    lost = [sum((e["groups"] for e in own if e["event"] == "drop"), []) for own in events]
+    assert all(lost) and not {*lost[0]} & {*lost[1]}
+    replaced, stale = (
+        sum(line.get(name, 0) for line in lines) for name in ("refilled_groups", "stale_episodes")
+    )
+    assert replaced > 0 and replaced + stale // 2 == len(lost[0]) + len(lost[1])
+    taken = [sum((e["groups"] for e in own if e["event"] == "take"), []) for own in events]
+    assert [len(own) for own in taken] == [STEPS * EPISODES // 2 // 2] * 2
+    assert not {*taken[0], *taken[1]} & {*lost[0], *lost[1]}
 
 
 @pytest.mark.slow
@@ -192,7 +237,7 @@ def test_groups_of_a_part_have_their_numbers_in_the_run():
     tasks = tasks_of(Source(4, {"next": 0}), size=4, group_size=2, num_steps=3)
     groups = OpenGroups(tasks, AsynchronyConfig(max_staleness=1), part=(1, 2))
     service = SimulatedService(4, 1, 4, 2, lambda episode: Fate(rounds=1), version=0)
-    groups.open(service, 0, ())
+    groups.open(service, 0)
     taken = groups.next_episodes(groups.size)
     assert [each.trajectory.episode for each in taken] == [4, 5, 6, 7]
     groups.copied(taken)
@@ -231,11 +276,11 @@ def test_processes_that_cannot_play_ahead_of_each_other_are_told_what_to_set(mon
     monkeypatch.setattr(Cluster, "has_counters", True)
     check(2, rule="wait")
     check(4, parts=2)
-    for num_rollout in (0, 1, 3):
+    check(0, processes=2, rule="drop")
+    check(4, rule="wait")
+    for num_rollout in (1, 3):
         with pytest.raises(InputError, match=r"config.devices.num_rollout is .*, one of \[2, 4\]"):
             check(num_rollout)
-    with pytest.raises(InputError, match="config.asynchrony.rule is 'wait', which is for one"):
-        check(4, rule="wait")
     with pytest.raises(InputError, match="the 8 groups of a step .* are no multiple of 3"):
         check(6, processes=4)
     with pytest.raises(InputError, match="are no multiple of 16, their number times"):

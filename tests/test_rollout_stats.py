@@ -66,7 +66,15 @@ def test_load_says_how_many_tokens_episodes_read_for_each_that_they_sampled():
 
     def appended(*outcomes: Outcome) -> float | None:
         stats = RolloutStats(rollout_tokens=12)
-        played = Played(outcomes=[*outcomes], stats=stats, placement={}, gaps=[])
+        played = Played(
+            outcomes=[*outcomes],
+            stats=stats,
+            placement={},
+            gaps=[],
+            dropped=[],
+            refilled=[],
+            num_reused=0,
+        )
         return measure_load(played, 2).appended
 
     assert (appended(short, long), appended(failed)) == (1.5, None)

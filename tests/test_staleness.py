@@ -3,6 +3,7 @@
 """Which groups a step takes: by hand, and the real decisions driven over a simulated service."""
 
 import collections
+import copy
 import dataclasses
 import tempfile
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from earl_jax.rollout.events import EVENTS, Events, drop_events, read_events
+from earl_jax.rollout.events import EVENTS, Events, drop_events, events_file, read_events
 from earl_jax.rollout.open_groups import OpenGroups
 from earl_jax.rollout.staleness import (
     AsynchronyConfig,
@@ -116,6 +117,12 @@ class Shape:
     reuse: int = 1
     # Of group g whether nothing is learnt from it is the g-th, modulo their number.
     useless: tuple[bool, ...] = (False,)
+    # Processes that play, each `size` groups of a step.
+    players: int = 1
+
+    @property
+    def step_size(self) -> int:
+        return self.size * self.players
 
     def is_useless(self, group: int) -> bool:
         return self.useless[group % len(self.useless)]
@@ -126,7 +133,10 @@ class Shape:
 
 
 class Driven:
-    """The calls of AsyncPlayer in its order, over a simulated service; resumed where killed."""
+    """The calls of each process's AsyncPlayer in their order, over simulated services.
+
+    Where one is killed all are resumed.
+    """
 
     def __init__(self, shape: Shape, workdir: Path, replayed=()) -> None:
         self.shape, self.workdir, self.replayed = shape, workdir, list(replayed)
@@ -135,27 +145,31 @@ class Driven:
         self.taken: list[list[int]] = []
         self.lost: list[int] = []
         self.lags: list[int] = []
-        self.checkpoint = (0, (), Source(shape.size).state(), [])
+        self.checkpoint = (0, (), 0, Source(shape.step_size).state(), [])
 
     def run(self) -> None:
-        self.events = Events(self.workdir / EVENTS, self.replayed)
+        replayed = self.replayed or [()] * self.shape.players
+        self.events = [
+            Events(events_file(self.workdir, player), events)
+            for player, events in enumerate(replayed)
+        ]
         while len(self.taken) < NUM_STEPS:
             try:
                 self.go_on()
             except Killed:
                 step = self.checkpoint[0]
-                drop_events(self.workdir, step)
-                self.taken, self.lost = self.taken[:step], list(self.checkpoint[3])
-                self.events = Events(self.workdir / EVENTS)
+                self.taken, self.lost = self.taken[:step], list(self.checkpoint[4])
+                for player in range(self.shape.players):
+                    drop_events(self.workdir, step, player)
+                    self.events[player] = Events(events_file(self.workdir, player))
 
     def look(self) -> None:
         self.num_looks += 1
         if self.num_looks in self.kills:
             raise Killed
 
-    def go_on(self) -> None:
-        """From the checkpoint on, in a new process."""
-        shape, (step, resumed, state, _) = self.shape, self.checkpoint
+    def new_groups(self, player: int, source: Source) -> OpenGroups:
+        shape = self.shape
         settings = AsynchronyConfig(
             max_staleness=shape.bound,
             rule=shape.rule,
@@ -164,31 +178,46 @@ class Driven:
             reuse=shape.reuse,
         )
         settings.validate()
-        source = Source(shape.size, state)
-        tasks = tasks_of(source, size=shape.size, group_size=shape.group_size, num_steps=NUM_STEPS)
-        groups, service = (
-            OpenGroups(
-                tasks,
-                settings,
-                self.events,
-                is_useless=lambda group: shape.is_useless(group[0].group),
-            ),
-            None,
+        tasks = tasks_of(
+            source, size=shape.step_size, group_size=shape.group_size, num_steps=NUM_STEPS
         )
+        return OpenGroups(
+            tasks,
+            settings,
+            self.events[player],
+            is_useless=lambda group: shape.is_useless(group[0].group),
+            part=(player, shape.players),
+        )
+
+    def go_on(self) -> None:
+        """From the checkpoint on, in new processes."""
+        shape, (step, resumed, oldest, state, _) = self.shape, self.checkpoint
+        sources = [Source(shape.step_size, copy.deepcopy(state)) for _ in range(shape.players)]
+        players = [self.new_groups(player, source) for player, source in enumerate(sources)]
+        services = []
         for version in range(step, NUM_STEPS):
-            if service is None or self.events.coming("open"):
-                self.events.note("open", version=version)
-                service = self.new_service(version)
-                groups.open(service, version, resumed)
+            if not services or self.events[0].coming("open"):
+                services = [self.new_service(version) for _ in players]
+                for groups, service, events in zip(players, services, self.events, strict=True):
+                    events.note("open", version=version)
+                    groups.open(service, version, resumed, oldest)
             else:
-                groups.publish(version)
-                service.version = version
-            self.take_step(groups, service)
-            wanted = service.num_steps + shape.beside[version % len(shape.beside)]
-            groups.play_beside(lambda: service.num_steps >= wanted)  # noqa: B023
-            then = groups.end_step(version + 1) or source.state()
+                for groups, service in zip(players, services, strict=True):
+                    groups.publish(version)
+                    service.version = version
+            self.taken.append([])
+            for groups, service in zip(players, services, strict=True):
+                self.taken[-1] += self.take_part(groups, service)
+            for player, (groups, service) in enumerate(zip(players, services, strict=True)):
+                beside = shape.beside[(version + player) % len(shape.beside)]
+                wanted = service.num_steps + beside
+                groups.play_beside(lambda: service.num_steps >= wanted)  # noqa: B023
+            oldest = min(groups.oldest_step for groups in players)
+            states = [groups.end_step(version + 1, oldest) for groups in players]
+            then = states[0] or sources[0].state()
             if (version + 1) % shape.checkpoint_every == 0:
-                self.checkpoint = (version + 1, tuple(groups.numbers), then, list(self.lost))
+                numbers = tuple(number for groups in players for number in groups.numbers)
+                self.checkpoint = (version + 1, numbers, oldest, then, list(self.lost))
 
     def new_service(self, version: int) -> SimulatedService:
         shape = self.shape
@@ -203,7 +232,7 @@ class Driven:
             look=self.look,
         )
 
-    def take_step(self, groups: OpenGroups, service: SimulatedService) -> None:
+    def take_part(self, groups: OpenGroups, service: SimulatedService) -> list[int]:
         shape, taken = self.shape, []
         while left := shape.size - len(taken):
             episodes = groups.next_episodes(left)
@@ -229,12 +258,12 @@ class Driven:
         if shape.refill and any(shape.is_useless(number) for number in taken):
             assert len(refilled) == most
         self.lost += [lost.group for lost in groups.dropped[:: shape.group_size]] + refilled
-        groups.dropped, groups.refilled = [], []
-        self.taken.append(taken)
+        groups.count_from_here()
         # Each round plays on some episode, or ends or hands out one.
         begun = [service.tasks[ticket].episode for ticket in service.begun]
         most = sum(service.fate_of(episode).most_rounds for episode in begun)
         assert service.num_steps <= most
+        return taken
 
     def check_rows(self, groups: OpenGroups, service: SimulatedService) -> None:
         """Rows are held for finished episodes of open groups and of kept ones, and no others."""
@@ -288,6 +317,7 @@ def shapes(draw) -> Shape:
         refill=draw(st.integers(0, 2)) if rule == "drop" and reuse == 1 else 0,
         reuse=reuse,
         useless=tuple(draw(useless)),
+        players=draw(st.sampled_from([1, 1, 2, 3])),
     )
 
 
@@ -299,36 +329,39 @@ def test_every_task_is_trained_on_once_within_the_bound_through_failures_and_kil
         run = Driven(shape, Path(first))
         run.run()
         taken = [number for step in run.taken for number in step]
-        everything = list(range(NUM_STEPS * shape.size))
-        assert [len(step) for step in run.taken] == [shape.size] * NUM_STEPS
+        everything, size = list(range(NUM_STEPS * shape.step_size)), shape.step_size
+        assert [len(step) for step in run.taken] == [size] * NUM_STEPS
         assert len(set(run.lost)) == len(run.lost) and not {*taken} & {*run.lost}
-        assert all(len(set(step)) == shape.size for step in run.taken)
+        assert all(len(set(step)) == size for step in run.taken)
         assert max(collections.Counter(taken).values()) <= shape.reuse
         if shape.rule == "in_order":
             assert [sorted(step) for step in run.taken] == [
-                everything[i : i + shape.size] for i in range(0, len(everything), shape.size)
+                everything[i : i + size] for i in range(0, len(everything), size)
             ]
         if shape.rule != "drop":
             assert sorted(taken) == everything and not run.lost
-        events = read_events(Path(first))
-        check_events(events)
-        check_submitted(events)
+        events = [read_events(Path(first), player) for player in range(shape.players)]
+        for player, own in enumerate(events):
+            check_events(own)
+            check_submitted(own, shape, player)
         # A replay does the same, whatever the updates take.
         other = dataclasses.replace(shape, beside=[7], kills=[], checkpoint_every=1)
         again = Driven(other, Path(second), events)
         again.run()
-        assert again.events.is_over
+        assert all(own.is_over for own in again.events)
         assert (again.taken, again.lost) == (run.taken, run.lost)
 
 
-def check_submitted(events: list[dict]) -> None:
+def check_submitted(events: list[dict], shape: Shape, player: int) -> None:
     """Tasks begin in order and none is left out; none begins again that was trained on."""
-    taken, submitted = set(), set()
+    taken, submitted, size = set(), set(), shape.size
+    parts = range(player, 1000, shape.players)
+    own = [number for part in parts for number in range(part * size, (part + 1) * size)]
     for event in events:
         if event["event"] == "submit":
             assert not taken & {*event["groups"]}
             submitted |= {*event["groups"]}
-            assert submitted == {*range(len(submitted))}
+            assert submitted == {*own[: len(submitted)]}
         elif event["event"] == "take":
             taken |= {*event["groups"]}
 
@@ -413,9 +446,9 @@ def test_groups_whose_rows_could_not_be_copied_are_played_again(tmp_path, rule, 
     groups = OpenGroups(
         tasks_of(source, size=2, group_size=1, num_steps=NUM_STEPS), settings, events
     )
-    groups.open(run.new_service(0), 0, ())
+    groups.open(run.new_service(0), 0)
     assert [each.trajectory.group for each in groups.next_episodes(2)] == [0, 1]
-    groups.open(service := run.new_service(0), 0, ())
+    groups.open(service := run.new_service(0), 0)
     first = groups.next_episodes(2)
     assert [each.trajectory.group for each in first] == [0, 1]
     groups.copied(first)
@@ -424,7 +457,7 @@ def test_groups_whose_rows_could_not_be_copied_are_played_again(tmp_path, rule, 
     service.version = 1
     assert [each.trajectory.group for each in groups.next_episodes(2)] == [2, 3]
     # Those that were trained on have no rows in another service.
-    groups.open(run.new_service(1), 1, ())
+    groups.open(run.new_service(1), 1)
     assert groups.numbers == [2, 3, 4, 5]
 
 
@@ -435,11 +468,23 @@ def test_a_run_that_goes_on_trains_on_groups_again_that_it_plays_itself(tmp_path
     assert run.taken == [[0, 1], [1, 2], [3, 4], [4, 5], [5, 6], [6, 7]]
 
 
+@pytest.mark.parametrize("killed", [12, 20])
+def test_players_with_groups_of_different_steps_go_on_with_the_same_tasks(tmp_path, killed):
+    """Of two players, a group a step each, the second one's first group takes the whole run.
+
+    It is open where they go on, so that its step is the oldest, whose tasks the source gives first.
+    """
+    fates = [Fate(rounds=n) for n in (2, 200, *[2] * 30)]
+    given = {"rule": "admission", "size": 1, "players": 2, "fates": fates, "kills": [killed]}
+    run = driven(tmp_path / "killed", **given)
+    assert run.taken == [[0, 3], [2, 5], [4, 7], [6, 9], [8, 11], [10, 1]]
+
+
 def test_open_groups_of_a_greater_bound_wait_for_their_turn_within_the_new_one(tmp_path):
     """Resumed with max_staleness 0 where six groups of three steps are open."""
     shape = driven(tmp_path / "before", bound=2).shape
     run = Driven(dataclasses.replace(shape, bound=0), tmp_path)
-    run.taken, run.checkpoint = [[0, 1]], (1, tuple(range(2, 8)), {"next": 2}, [])
+    run.taken, run.checkpoint = [[0, 1]], (1, tuple(range(2, 8)), 1, {"next": 2}, [])
     run.run()
     assert run.taken[1:] == [[i, i + 1] for i in range(2, 12, 2)]
     assert set(run.lags) == {0}

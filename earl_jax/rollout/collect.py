@@ -11,20 +11,25 @@ from earl_jax.rollout.episode import Task
 from earl_jax.rollout.row_pool import Finished
 from earl_jax.rollout.service import RolloutService
 from earl_jax.rollout.stats import RolloutStats
-from earl_jax.trajectory import Experience, Trajectory
+from earl_jax.trajectory import Experience, Outcome, Trajectory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rollout:
     """Results of a rollout: host facts in the order of the tasks, and where it ended.
 
-    Task i is row `rows[i]` of the session's experience, and row i of `experience`.
+    Task i is row `rows[i]` of the session's experience, and row i of `experience`. Of an open
+    rollout there are also episodes that were given up since the step before (`OpenGroups`), and the
+    number of groups that earlier steps had taken.
     """
 
     trajectories: list[Trajectory]
     session: Session
     rows: list[int]
     stats: RolloutStats
+    dropped: Sequence[Outcome] = ()
+    refilled: Sequence[Outcome] = ()
+    num_reused: int = 0
 
     @property
     def experience(self) -> Experience:

@@ -55,13 +55,17 @@ class Played:
     `outcomes` are in the order of the tasks, which is that of the rows on the devices, unless there
     is an `order` of these. `stats` are those of all. `placement` is where the rollout ended
     (`Placement.as_dict`), in the process that needed the longest rows. `gaps` are those of the
-    episodes' tokens (`sampling_gap`).
+    episodes' tokens (`sampling_gap`). Episodes that were `dropped` or `refilled`, and the number of
+    groups that were reused, are as in `Rollout`.
     """
 
     outcomes: list[Outcome]
     stats: RolloutStats
     placement: dict[str, Any]
     gaps: list[tuple[float, int]]
+    dropped: list[Outcome]
+    refilled: list[Outcome]
+    num_reused: int
     order: RowOrder | None = None
 
     @property
@@ -126,6 +130,9 @@ def gather_outcomes(
         trajectories = rollout.trajectories
         own = {
             "outcomes": [dataclasses.asdict(trajectory.outcome) for trajectory in trajectories],
+            "dropped": [dataclasses.asdict(outcome) for outcome in rollout.dropped],
+            "refilled": [dataclasses.asdict(outcome) for outcome in rollout.refilled],
+            "num_reused": rollout.num_reused,
             "stats": dataclasses.asdict(rollout.stats),
             "placement": placement,
             "gaps": [sampling_gap(trajectory) for trajectory in trajectories],
@@ -133,7 +140,10 @@ def gather_outcomes(
         }
     parts = gather_ends(cluster, own, "the end of a rollout", shortage, stopped)
     parts = parts[:1] if together else parts
-    outcomes = [_outcome(fields) for part in parts for fields in part["outcomes"]]
+    outcomes, dropped, refilled = (
+        [_outcome(fields) for part in parts for fields in part[name]]
+        for name in ("outcomes", "dropped", "refilled")
+    )
     order = None
     if numbers is not None:
         order = row_order([part["numbers"] for part in parts])
@@ -145,6 +155,9 @@ def gather_outcomes(
         stats=total_stats([RolloutStats(**part["stats"]) for part in parts]),
         placement=parts[furthest([part["placement"] for part in parts])]["placement"],
         gaps=[gap for part in parts for gap in part["gaps"]],
+        dropped=dropped,
+        refilled=refilled,
+        num_reused=sum(part["num_reused"] for part in parts),
         order=order,
     )
 

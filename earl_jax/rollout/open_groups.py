@@ -73,9 +73,9 @@ class OpenGroups:
 
     `version` is that of the policy with which the service plays and which the next step trains; it
     changes in `open` and `publish` only. `num_rounds` are those of this service. `dropped` are the
-    episodes that were given up because they were too old, `refilled` those of groups in whose place
-    others were played; who reads them empties the lists. `num_reused` is the number of groups of
-    the last step that earlier ones had trained on.
+    episodes that were given up because they were too old, and `refilled` those of groups in whose
+    place others were played, since `count_from_here`. `num_reused` is the number of groups of the
+    last step that earlier ones had trained on.
 
     With settings.reuse groups that a step took are kept, which are open no longer: their rows stay
     held until they are of no use. A new service knows nothing of them, so that a run that goes on
@@ -117,7 +117,9 @@ class OpenGroups:
         # The number of the next group; None before the first service.
         self._next: int | None = None
         self._num_finished = 0
-        # By step: its tasks, and the source's state before they were drawn, where it has one.
+        # The step whose tasks the source gives next. By step: its tasks, and the source's state
+        # before they were drawn, where it has one.
+        self._next_drawn = 0
         self._drawn: dict[int, list[Task]] = {}
         self._states: dict[int, dict[str, Any]] = {}
 
@@ -125,6 +127,12 @@ class OpenGroups:
     def numbers(self) -> list[int]:
         """The numbers of the open groups in the run, in order."""
         return self._in_run(self._open)
+
+    @property
+    def oldest_step(self) -> int:
+        """The oldest step of which a group is open, or is yet to be begun."""
+        assert self._next is not None, "a service was opened"
+        return min(self._open, default=self._next) // self.size
 
     @property
     def _open(self) -> list[int]:
@@ -150,16 +158,24 @@ class OpenGroups:
 
     # Services and weights.
 
-    def open(self, service: Service, version: int, resumed: Collection[int]) -> None:
+    def open(
+        self,
+        service: Service,
+        version: int,
+        resumed: Collection[int] = (),
+        next_drawn: int | None = None,
+    ) -> None:
         """Has a new service, with weights of `version`, play the open groups from their beginning.
 
-        `resumed` are those of the run's position, which count for the first service.
+        `resumed` are those of the run's position, which count for the first service, and
+        `next_drawn` is the step whose tasks their source gives next; None: that of `version`.
         """
         self._service, self.version, self.num_rounds = service, version, 0
         self._waiting = sorted([*self._open, *self._in_hand])
         self._groups, self._kept, self._in_hand = {}, {}, []
         if self._next is None:
             self._waiting = sorted(self._in_part(resumed))
+            self._next_drawn = version if next_drawn is None else next_drawn
             # All groups before it are open, or were trained on or dropped. Events that reach up to
             # here say which is the last; without them no step took groups again or dropped any.
             begun = version * self.size + len(self._waiting)
@@ -221,13 +237,16 @@ class OpenGroups:
                 return
             self.play_round()
 
-    def end_step(self, step: int) -> dict[str, Any] | None:
-        """Notes that `step` steps have ended. Returns the state that their tasks' source had then.
+    def count_from_here(self) -> None:
+        """Counts the episodes that are given up from now on for the next step."""
+        self.dropped, self.refilled = [], []
 
-        That is the one before it gave the oldest open task; None: it has none.
+    def end_step(self, step: int, oldest: int) -> dict[str, Any] | None:
+        """Notes that `step` steps have ended, with which `oldest` is the oldest open one of all.
+
+        Returns the state that the tasks' source had before it gave that step's; None: it has none.
         """
         self._events.note("trained", step=step, round=self.num_rounds)
-        oldest = min(self._open, default=self._next or 0) // self.size
         for kept in (self._drawn, self._states):
             for past in [past for past in kept if past < oldest]:
                 del kept[past]
@@ -257,7 +276,8 @@ class OpenGroups:
         """Returns the tasks of a step's part; they are drawn from their source once, in order."""
         source, number = self._tasks.played.tasks, self.size * self.group_size
         first = self._part * number
-        for each in range(max(self._drawn, default=step - 1) + 1, step + 1):
+        while self._next_drawn <= step:
+            each, self._next_drawn = self._next_drawn, self._next_drawn + 1
             if isinstance(source, KeepsState):
                 self._states[each] = copy.deepcopy(source.state())
             self._drawn[each] = self._tasks.training(each)[first : first + number]

@@ -201,29 +201,24 @@ def _check_processes(config: Config, cluster: Cluster) -> None:
         f"this run has {cluster.count} processes and is asynchronous (config.asynchrony."
         f"max_staleness {settings.max_staleness}, parts {settings.parts}, refill {settings.refill})"
     )
-    if given == "auto" or not cluster.disjoint or set(cluster.players) & set(cluster.trainers):
+    both = set(cluster.players) & set(cluster.trainers)
+    if given == "auto" or (cluster.disjoint and both):
         each = Counter(device.process_index for device in cluster.devices)
         whole = list(itertools.accumulate(each.values()))
         raise InputError(
-            f"{words}: some of them play and the others train, and config.devices.num_rollout is "
-            f"{given!r}; set it to the devices of the first processes, one of {whole[:-1]}, or "
-            "start one process"
+            f"{words}: all play and train, or some play and the others train, and "
+            f"config.devices.num_rollout is {given!r}; set it to 0, or to the devices of the first "
+            f"processes, one of {whole[:-1]}, or start one process"
         )
     if 0 not in cluster.players:
         raise InputError(
             f"{words}: process 0 must be one of those that play, which are {cluster.players}, by "
             "the order of their hosts and slices; give its number to one of these"
         )
-    if not cluster.has_counters:
+    if cluster.disjoint and not cluster.has_counters:
         raise InputError(
             f"{words}: those that play ask process 0 whether an update has ended, and some do not "
             "reach it at its own port (docs/howto/hardware.md); open it, or start one process"
-        )
-    if number > 1 and settings.rule != "in_order":
-        raise InputError(
-            f"{words}: {number} of them play, each its part of every step, and "
-            f"config.asynchrony.rule is {settings.rule!r}, which is for one that plays; set it to "
-            "'in_order', or config.devices.num_rollout to the devices of one process"
         )
     num_groups = config.rollout.episodes_per_step // config.rollout.group_size
     if num_groups % (number * settings.parts):

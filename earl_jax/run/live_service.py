@@ -50,7 +50,8 @@ class LiveService:
     """The open service of this process, and the mesh and slots of those of all processes.
 
     Every process has one, and calls it alike; those that only train have no `service`.
-    `open_groups` are those of all processes, when the last updates had ended.
+    `open_groups` are those of all processes, when the last updates had ended, and `oldest_step` is
+    the oldest step with an open group, or one that is yet to be begun.
     """
 
     def __init__(self, run: Run, placement: Placement, events: Events) -> None:
@@ -66,6 +67,7 @@ class LiveService:
         )
         self.service: RolloutService | None = None
         self.open_groups: tuple[int, ...] = ()
+        self.oldest_step = 0
         # What a round beside an update raised: the next step deals with it.
         self.error: Exception | None = None
         # The mesh and slots of all processes' services; None: they are to be opened.
@@ -163,7 +165,7 @@ class LiveService:
             record_calls=self._events.record_calls,
         )
         self._counted = RolloutStats()
-        self.groups.open(service, position.step, position.open_groups)
+        self.groups.open(service, position.step, position.open_groups, position.oldest_step)
         return service
 
     def _grow(self, session: Session, tokens: int, pages: int, load: Load | None) -> Session:
@@ -195,11 +197,15 @@ class LiveService:
             session=service.session,
             rows=rows,
             stats=service.stats.since(self._counted),
+            dropped=self.groups.dropped,
+            refilled=self.groups.refilled,
+            num_reused=self.groups.num_reused,
         )
         return Part(episodes, experience, rollout)
 
     def count_from_here(self) -> None:
         """Counts what the service does from now on for the next step."""
+        self.groups.count_from_here()
         if self.service is not None:
             self._counted = dataclasses.replace(self.service.stats)
 
@@ -253,6 +259,7 @@ class LiveService:
         own, placement = None, self._placement
         if self._run.cluster.count == 1:
             self.open_groups = tuple(self.groups.numbers)
+            self.oldest_step = self.groups.oldest_step
             return
         if self.service is not None and self._where is not None:
             mesh, slots = self._where
@@ -262,9 +269,11 @@ class LiveService:
                 "table": placement.observations.table.as_dict() if self._has_grown else None,
                 "live": [str(mesh), slots],
                 "groups": self.groups.numbers,
+                "oldest_step": self.groups.oldest_step,
             }
         each = self._run.cluster.of_players(self._run.cluster.gather(own, what))
         self.open_groups = tuple(sorted(number for one in each for number in one["groups"]))
+        self.oldest_step = min(one["oldest_step"] for one in each)
         chosen = each[furthest([one["placement"] for one in each])]
         placement.adopt(chosen["placement"])
         placement.outgrown, self._has_grown = chosen["outgrown"], False

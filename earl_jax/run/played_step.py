@@ -13,7 +13,7 @@ from earl_jax.run.step_record import StepRecord, count_skipped
 from earl_jax.selector.plans import RolloutPlan
 from earl_jax.telemetry.load import Load
 from earl_jax.telemetry.metrics import Metrics
-from earl_jax.trajectory import Experience, Outcome, Trajectory
+from earl_jax.trajectory import Experience, Trajectory
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -23,9 +23,7 @@ class PlayedStep:
     They were played with `plan`, in rows of `max_tokens` tokens. Row i of `experience` is that of
     `trajectories[i]`; rows of zeros may follow (`RowOrder`). Of processes that play together only
     the first has trajectories. Where the episodes went to the trainer as they were finished, they
-    are in the `update`, and there is no experience. `dropped` are episodes that were given up since
-    the step before, because they were too old, and `refilled` those in whose place others were
-    played. `num_reused` groups were trained on before.
+    are in the `update`, and there is no experience.
     """
 
     plan: RolloutPlan
@@ -38,9 +36,6 @@ class PlayedStep:
     publish_host_bytes: int | None
     dispatch_host_bytes: int | None = 0
     update: StepUpdate | None = None
-    dropped: list[Outcome] = dataclasses.field(default_factory=list)
-    refilled: list[Outcome] = dataclasses.field(default_factory=list)
-    num_reused: int = 0
 
 
 def record_of(
@@ -85,8 +80,8 @@ def record_of(
         publish_bytes=done.publish_bytes,
         publish_host_bytes=host_bytes[1],
         stage_s=stage_s,
-        group_shares=group_shares(algorithm, [*outcomes, *done.refilled]),
-        dropped=done.dropped,
-        refilled=done.refilled,
-        num_reused=done.num_reused,
+        group_shares=group_shares(algorithm, [*outcomes, *done.played.refilled]),
+        dropped=done.played.dropped,
+        refilled=done.played.refilled,
+        num_reused=done.played.num_reused,
     )

@@ -43,8 +43,9 @@ class Position:
 
     In the last `failed_steps` steps too many episodes failed (`EnvConfig`), and the updates of the
     last `skipped_steps` were all skipped (`TrainConfig`), where it was read from a checkpoint. The
-    tasks of the `open_groups` were begun and not trained on, in an asynchronous run. `averages` are
-    the algorithm's (`Algorithm.averages`).
+    tasks of the `open_groups` were begun and not trained on, in an asynchronous run, and the source
+    gives those of `oldest_step` next, None: of the next step. `averages` are the algorithm's
+    (`Algorithm.averages`).
     """
 
     step: int
@@ -53,6 +54,7 @@ class Position:
     failed_steps: int = 0
     skipped_steps: int = 0
     open_groups: tuple[int, ...] = ()
+    oldest_step: int | None = None
     averages: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
@@ -184,6 +186,7 @@ def save(
             "throughput": placement.observations.table.as_dict(),
             "failed_steps": position.failed_steps,
             "open_groups": list(position.open_groups),
+            "oldest_step": position.oldest_step,
             "averages": dict(position.averages),
             **({"base_fingerprint": prints[0]} if prints else {}),
         },
@@ -314,6 +317,7 @@ def _restore(
         failed_steps=int(saved.get("failed_steps", 0)),
         skipped_steps=int(saved.get("skipped_steps", 0)),
         open_groups=tuple(saved.get("open_groups", ())),
+        oldest_step=saved.get("oldest_step"),
         averages=saved.get("averages", {}),
     )
     return position, placement
