@@ -46,7 +46,7 @@ def task(tmp_path_factory):
 
 @pytest.mark.slow
 def test_loss_of_a_batch_is_the_mean_over_replies_of_clipped_terms(task):
-    from benchmarks.peer.__main__ import compare_loss, our_loss
+    from benchmarks.peer.__main__ import compare_updates, our_updates
 
     # Both replies are clipped at every token: one was nearly impossible and is better than its
     # group, so that its ratio counts as 1.2; the other was certain, is worse, and counts as 0.8.
@@ -57,11 +57,11 @@ def test_loss_of_a_batch_is_the_mean_over_replies_of_clipped_terms(task):
         "behaviour": [[-50.0] * 4, [0.0] * 4],
         "advantages": [1.0, -0.5],
     }
-    loss, norm = our_loss(task, batch)
+    [(loss, norm)] = our_updates(task, [batch])
     assert loss == pytest.approx((-1.2 + 0.8 * 0.5) / 2, rel=1e-6)
     assert norm == 0.0
     with pytest.raises(SystemExit, match="not the same update"):
-        compare_loss(task, batch | {"loss": -0.41, "norm": 1.0})
+        compare_updates(task, [batch | {"loss": -0.41, "norm": 1.0}])
 
 
 @pytest.mark.slow

@@ -5,8 +5,8 @@
     taskset -c 1 uv run python -m benchmarks.peer --trl_python=PATH [--seeds=5] [--steps=30]
 
 Every run of ours is a process of its own, TRL's are one process; they take turns on the cores that
-this one has. Before the runs one loss of TRL's and its gradient norm are compared with ours on the
-same tokens; exits if they differ.
+this one has. Before the runs the losses and gradient norms of TRL's first updates are compared with
+ours on the same batches; exits if they differ.
 """
 
 import dataclasses
@@ -64,8 +64,10 @@ TRAIN = {
     "adam_eps": work.EPS,
     "max_grad_norm": work.MAX_GRAD_NORM,
 }
-# The most by which the loss and the norm of the gradient may differ, as a part of the norm.
-SAME = 1e-5
+# So many updates are compared; the most by which the loss and the norm of the gradient may differ,
+# as a part of the norm. Rounding adds up from one update to the next.
+UPDATES = 8
+SAME = 3e-5
 
 
 def write_task(folder: Path) -> None:
@@ -115,8 +117,8 @@ def settings_of(folder: Path, seed: int, steps: int) -> dict[str, Any]:
     }
 
 
-def our_loss(folder: Path, batch: dict[str, Any]) -> tuple[float, float]:
-    """Returns our loss and gradient norm on TRL's batch, whose prompts are padded on the left."""
+def our_updates(folder: Path, batches: Sequence[dict[str, Any]]) -> list[tuple[float, float]]:
+    """Returns the loss and gradient norm of our updates on TRL's batches, one after the other."""
     checkpoint, grpo = open_checkpoint(folder / "checkpoint"), ALGORITHMS["grpo"]
     learner = Learner(
         checkpoint.model,
@@ -128,12 +130,25 @@ def our_loss(folder: Path, batch: dict[str, Any]) -> tuple[float, float]:
         layout=functools.partial(make_layout, row_axes=TRAINING_ROWS),
         checkpoint=checkpoint,
     )
+    plan = TrainPlan(MeshShape(), 1, "none")
+    layout = make_layout(MeshShape(), row_axes=TRAINING_ROWS)
+    state, found = learner.first_state(plan.mesh), []
+    for step, batch in enumerate(batches):
+        controls = learner.controls(step, len(batches))
+        rows = jax.device_put(rows_of(batch), layout.activations("NS"))
+        state, metrics = learner.update(plan, state, rows, controls)
+        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    return found
+
+
+def rows_of(batch: dict[str, Any]) -> TrajectoryBatch:
+    """Returns a batch of TRL's, whose prompts are padded on the left, as rows of ours."""
     tokens, segments = (np.array(batch[name], np.int32) for name in ("tokens", "attended"))
     replied = np.zeros_like(tokens)
     replied[:, -len(batch["replied"][0]) :] = batch["replied"]
     logprobs = np.zeros(tokens.shape, np.float32)
     logprobs[:, -len(batch["behaviour"][0]) :] = batch["behaviour"]
-    rows = TrajectoryBatch(
+    return TrajectoryBatch(
         tokens=tokens,
         segment_ids=segments,
         turn_ids=replied,
@@ -141,22 +156,22 @@ def our_loss(folder: Path, batch: dict[str, Any]) -> tuple[float, float]:
         versions=np.zeros_like(tokens),
         advantages=np.array(batch["advantages"], np.float32)[:, None] * replied,
     )
-    plan = TrainPlan(MeshShape(), 1, "none")
-    layout = make_layout(MeshShape(), row_axes=TRAINING_ROWS)
-    rows = jax.device_put(rows, layout.activations("NS"))
-    controls = np.array([0.0, 0.0], np.float32)
-    _, metrics = learner.update(plan, learner.first_state(plan.mesh), rows, controls)
-    return float(metrics["loss"]), float(metrics["grad_norm"])
 
 
-def compare_loss(folder: Path, batch: dict[str, Any]) -> dict[str, Any]:
-    """Returns a row of both losses and gradient norms. Exits where they differ."""
-    loss, norm = our_loss(folder, batch)
-    row = {"trainer": f"{OURS}, {TRL}", "loss": f"{loss:.6f}, {batch['loss']:.6f}"}
-    row |= {"gradient norm": f"{norm:.6f}, {batch['norm']:.6f}"}
-    if max(abs(loss - batch["loss"]), abs(norm - batch["norm"])) > SAME * batch["norm"]:
-        sys.exit(f"not the same update: {row}")
-    return row
+def compare_updates(folder: Path, batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a row of both losses and gradient norms for each update. Exits where they differ."""
+    rows, ours = [], our_updates(folder, batches)
+    for number, ((loss, norm), trl) in enumerate(zip(ours, batches, strict=True), start=1):
+        row = {
+            "update": number,
+            f"loss, {OURS}": f"{loss:.6f}",
+            f"loss, {TRL}": f"{trl['loss']:.6f}",
+        }
+        row |= {f"norm, {OURS}": f"{norm:.6f}", f"norm, {TRL}": f"{trl['norm']:.6f}"}
+        rows.append(row)
+        if max(abs(loss - trl["loss"]), abs(norm - trl["norm"])) > SAME * trl["norm"]:
+            sys.exit(f"not the same update: {row}")
+    return rows
 
 
 def curve(name: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -168,7 +183,7 @@ def curve(name: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Compares one loss, runs all seeds and prints the tables."""
+    """Compares updates, runs all seeds and prints the tables."""
     parser = parser_of(__doc__)
     parser.add_argument("--trl_python", required=True, help="Python of an environment with TRL")
     parser.add_argument("--seeds", type=int, default=5)
@@ -181,14 +196,15 @@ def main() -> None:
         script = str(HERE / "trl_grpo.py")
         trl = Engine(TRL, [flags.trl_python, script, str(folder / "checkpoint")])
         versions = trl.versions()
-        losses = table([compare_loss(folder, trl.ask({"seed": 0, "steps": 0}))])
+        recorded = trl.ask({"seed": 0, "steps": UPDATES, "record": True})
+        losses = table(compare_updates(folder, recorded["batches"]))
         print(losses, flush=True)
         runs: dict[str, list[dict[str, Any]]] = {OURS: [], TRL: []}
         for seed in range(flags.seeds):
             settings = settings_of(folder, seed, flags.steps)
             runs[OURS].append(run_config(settings, folder / f"seed_{seed}"))
             print(OURS, seed, json.dumps(runs[OURS][-1]), flush=True)
-            runs[TRL].append(trl.ask({"seed": seed, "steps": flags.steps}))
+            runs[TRL].append(trl.ask({"seed": seed, "steps": flags.steps, "record": False}))
             print(TRL, seed, json.dumps(runs[TRL][-1]), flush=True)
         trl.close()
     curves = table([curve(name, found) for name, found in runs.items()])

@@ -33,7 +33,9 @@ class Clock(TrainerCallback):
         self.times.append(time.perf_counter())
 
 
-def make_trainer(folder: str, output: str, seed: int, steps: int, clock: Clock) -> GRPOTrainer:
+def make_trainer(
+    kind: type[GRPOTrainer], folder: str, output: str, seed: int, steps: int, clock: Clock
+) -> GRPOTrainer:
     """Returns the trainer, at the checkpoint's weights."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -78,7 +80,7 @@ def make_trainer(folder: str, output: str, seed: int, steps: int, clock: Clock) 
         disable_tqdm=True,
     )
     prompts = [{"prompt": [{"role": "user", "content": text}]} for text in work.PROMPTS]
-    return GRPOTrainer(
+    return kind(
         model,
         rewards,
         args,
@@ -96,47 +98,54 @@ def learn(trainer: GRPOTrainer, clock: Clock) -> dict[str, Any]:
     return {"rewards": [row["reward"] for row in history if "reward" in row], "seconds": seconds}
 
 
-def one_loss(trainer: GRPOTrainer) -> dict[str, Any]:
-    """Returns a batch of TRL's own, and its loss and gradient norm.
+class Recorded(GRPOTrainer):
+    """Notes each batch with its loss.
 
     The log-probs that ratios are relative to are a little off the model's, so that ratios are not
     1, and some are clipped.
     """
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = 1
-    rows = [{"prompt": [{"role": "user", "content": text}]} for text in work.PROMPTS]
-    grouped = [row for row in rows for _ in range(work.GROUP_SIZE)]
-    batch = trainer._generate_and_score_completions(grouped)
-    tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-    attended = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-    length = batch["completion_ids"].shape[1]
-    with torch.no_grad():
-        logits = trainer.model(tokens, attention_mask=attended).logits[:, -length - 1 : -1]
-        own = logits.log_softmax(-1).gather(-1, batch["completion_ids"][..., None])[..., 0]
-    old = own + 0.15 * torch.randn(own.shape)
-    loss = trainer.compute_loss(trainer.model, batch | {"old_per_token_logps": old})
-    loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), float("inf"))
-    found = {
-        "tokens": tokens,
-        "attended": attended,
-        "replied": batch["completion_mask"],
-        "behaviour": old,
-        "advantages": batch["advantages"],
-    }
-    arrays = {name: array.tolist() for name, array in found.items()}
-    return arrays | {"loss": loss.item(), "norm": norm.item()}
+
+    batches: list[dict[str, Any]]
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Returns TRL's loss of a batch."""
+        tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        attended = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        length = inputs["completion_ids"].shape[1]
+        with torch.no_grad():
+            logits = model(tokens, attention_mask=attended).logits[:, -length - 1 : -1]
+            own = logits.log_softmax(-1).gather(-1, inputs["completion_ids"][..., None])[..., 0]
+        old = own + 0.15 * torch.randn(own.shape)
+        loss = super().compute_loss(model, inputs | {"old_per_token_logps": old}, *args, **kwargs)
+        found = {
+            "tokens": tokens,
+            "attended": attended,
+            "replied": inputs["completion_mask"],
+            "behaviour": old,
+            "advantages": inputs["advantages"],
+        }
+        arrays = {name: array.tolist() for name, array in found.items()}
+        self.batches.append(arrays | {"loss": loss.item()})
+        return loss
+
+
+def record(trainer: Recorded) -> dict[str, Any]:
+    """Returns the batch of each step, with its loss and gradient norm."""
+    trainer.batches = []
+    trainer.train()
+    norms = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
+    return {"batches": [b | {"norm": n} for b, n in zip(trainer.batches, norms, strict=True)]}
 
 
 def main() -> None:
-    """Answers jobs: {"seed", "steps"} learns, and with "steps" 0 makes one loss."""
+    """Answers jobs: {"seed", "steps", "record"} learns, and gives the curve or the batches."""
     torch.set_num_threads(1)
 
     def answer(job: dict[str, Any]) -> dict[str, Any]:
-        clock, steps = Clock(), job["steps"]
+        clock, kind = Clock(), Recorded if job["record"] else GRPOTrainer
         with tempfile.TemporaryDirectory() as output:
-            trainer = make_trainer(sys.argv[1], output, job["seed"], steps or 1, clock)
-            return learn(trainer, clock) if steps else one_loss(trainer)
+            trainer = make_trainer(kind, sys.argv[1], output, job["seed"], job["steps"], clock)
+            return record(trainer) if isinstance(trainer, Recorded) else learn(trainer, clock)
 
     answer_jobs(answer)
 
