@@ -14,7 +14,7 @@ from earl_jax.engine.rows import Rows, make_rows
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.row_pool import Finished, RowPool
-from earl_jax.rollout.scheduler import SlotScheduler
+from earl_jax.rollout.scheduler import Lengths, SlotScheduler
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.trajectory import Experience, Trajectory, Turn
 from tests.support.episodes import assert_same_episodes, collect
@@ -184,6 +184,16 @@ def test_a_task_that_was_played_before_is_as_long_as_it_was_then():
         tasks.end(task, lengths.get(task, 1))
     # The first step is unknown; of the second the task that took 40 tokens goes first.
     assert begun == [0, 1, 2, 3, 4, 5, 7, 8, 6]
+
+
+def test_kinds_of_which_no_task_ended_for_long_are_forgotten(monkeypatch):
+    monkeypatch.setattr("earl_jax.rollout.scheduler._KINDS", 2)
+    lengths = Lengths()
+    for task, (kind, length) in enumerate([(1, 10), (2, 20), (1, 30), (3, 40)]):
+        lengths.add(task, kind)
+        lengths.end(task, length)
+    # Kind 2 ended first of the three.
+    assert [lengths.expected(kind) for kind in (1, 2, 3)] == [20.0, None, 40.0]
 
 
 def test_no_task_of_a_later_step_overtakes_however_long_it_is():

@@ -20,8 +20,8 @@ from typing import Literal
 from earl_jax.engine.rows import Rows
 
 Order = Literal["fifo", "longest", "queue"]
-# Lengths of a kind of task that are remembered.
-_REMEMBERED = 8
+# Lengths of a kind of task that are remembered, and kinds: those of which a task ended last.
+_REMEMBERED, _KINDS = 8, 100_000
 
 
 class Lengths:
@@ -49,7 +49,11 @@ class Lengths:
         if not playing:
             self._playing.pop(kind, None)
         if length is not None:
-            self._ended.setdefault(kind, collections.deque(maxlen=_REMEMBERED)).append(length)
+            # The last one in the order of the dict, which is that in which kinds are forgotten.
+            ended = self._ended[kind] = self._ended.pop(kind, collections.deque(maxlen=_REMEMBERED))
+            ended.append(length)
+            if len(self._ended) > _KINDS:
+                del self._ended[next(iter(self._ended))]
 
     def kind(self, task: int) -> int:
         """Returns the kind of a task that waits or plays."""
