@@ -19,7 +19,7 @@ from earl_jax.engine.round_inputs import idle_inputs
 from earl_jax.engine.session import Policy, Session, relocate
 from earl_jax.models import decoder
 from earl_jax.models.attention.kernels import PagesChoice
-from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.sharding.layout import Layout, MeshShape, make_layout
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from tests.support.caches import rows_of, whole_pages_on
 from tests.support.engines import (
@@ -69,6 +69,15 @@ def test_the_selector_may_return_four_meshes():
 def collectives(shape: MeshShape) -> list[str]:
     text = engine_on(shape).lower_play(MAX_TOKENS).compile().as_text()
     return [line.strip() for line in text.splitlines() if COLLECTIVE.search(line)]
+
+
+def test_a_round_over_several_processes_is_lowered_without_an_array(monkeypatch):
+    """Devices to compile for hold none. Every process reads what all slots sampled."""
+    monkeypatch.setattr(Layout, "spans_processes", True)
+    monkeypatch.setattr("earl_jax.engine.engine.place", None)
+    config = dataclasses.replace(CONFIG, seed=CONFIG.seed + 1)
+    text = Engine(config, make_layout(MeshShape(data=4, tensor=2))).lower_play(MAX_TOKENS).as_text()
+    assert '"result[1]", sdy.sharding = #sdy.sharding<@mesh, [{}, {}]>' in text
 
 
 def test_without_a_tensor_axis_a_round_has_no_collective():

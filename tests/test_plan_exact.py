@@ -30,12 +30,16 @@ LARGE = ("model.width=2048", "model.num_heads=16", "model.num_kv_heads=8", "mode
 LARGE += ("train.remat=full", "train.micro_batches=2")
 # For TPUs the same would take minutes to compile.
 SMALL = ("model.width=256", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_size=512")
+# On 16 chips of four hosts each weight is cut over eight, so that two hosts share a row shard.
+SPANNING = ("model.width=512", "model.num_heads=8", "model.num_kv_heads=8", "model.ffn_size=512")
+SPANNING += ("selector.rollout_meshes=('data=2,tensor=8',)",)
 CASES = [
     pytest.param(*case, marks=need_compiler(case[0]))
     for case in (
         ("v5e:2x2", SMALL),
         # Two hosts: a round is compiled for one of them.
         ("v5e:4x2", SMALL),
+        ("v5e:4x4", SPANNING),
         ("h100:1x2", LARGE),
     )
 ]

@@ -71,9 +71,6 @@ class Engine:
         # The manual axes: one of size 1 would leave collectives of nothing.
         cut_pages = layout.shape.context > 1
         self._manual = {*layout.row_axes, *(("context",) if cut_pages else ())}
-        self.key_data = jax.random.key_data(jax.random.key(config.seed))
-        if layout.spans_processes:
-            self.key_data = place(np.asarray(self.key_data), layout.activations(""))
         specs = engine_specs(config.model, config.vocab_size, config.weight_dtype)
         self.parameter_shardings = parameter_shardings(specs, layout)
         self.parameter_shapes = engine_shapes(specs, config.model.compute_dtype)
@@ -88,6 +85,14 @@ class Engine:
         cache = PagedCache(layers=pages, table=rows)
         self.state_specs = DecodeState(**{**fields, "cache": cache})
         self._build_programs()
+
+    @functools.cached_property
+    def key_data(self) -> jax.Array:
+        """The random key of all samples, as data; not made to compile for devices of elsewhere."""
+        key_data = jax.random.key_data(jax.random.key(self.config.seed))
+        if not self.layout.spans_processes:
+            return key_data
+        return place(np.asarray(key_data), self.layout.activations(""))
 
     def _place_state(self, place: Callable[[str], Any]) -> DecodeState:
         """Returns `place` of the axes of each array of a state."""
@@ -297,7 +302,7 @@ class Engine:
             jax.ShapeDtypeStruct(
                 (self.config.num_slots, width), jnp.int32, sharding=self.row_sharding
             ),
-            jax.ShapeDtypeStruct(self.key_data.shape, self.key_data.dtype),
+            jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))),
         )
 
 
