@@ -84,6 +84,7 @@ def test_a_step_takes_its_own_groups_in_the_order_in_which_they_finished():
     assert choose_part(groups[:2], 2, 1) == [Group(5, 0, 0)]
 
 
+@pytest.mark.slow
 def test_the_totals_of_parts_make_the_update_of_the_whole_batch(world):
     """Parameters, moments and metrics, with parts of unequal sizes."""
     learner, plan = world.learner, TrainPlan(F4, 1, "none")

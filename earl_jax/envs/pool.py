@@ -3,7 +3,6 @@
 """Threads for environment calls, which may raise or hang; each call has an outcome."""
 
 import collections
-import contextlib
 import ctypes
 import dataclasses
 import math
@@ -113,9 +112,12 @@ class EnvironmentPool:
             # While `_outcome` put another error into words.
             outcome = Failure(stop_reason=ENVIRONMENT_ERROR, detail="SystemExit")
         while thread in self._in_call:
-            # It may come until the lock is held.
-            with contextlib.suppress(SystemExit), self._lock:
-                self._in_call.discard(thread)
+            # It may come until the lock is held; also while a context manager would be made.
+            try:  # noqa: SIM105
+                with self._lock:
+                    self._in_call.discard(thread)
+            except SystemExit:
+                pass
         return outcome
 
     def replace(self, thread: threading.Thread, calls: "Calls[Any, Any]") -> None:
