@@ -299,7 +299,7 @@ def test_the_critic_minimises_the_mean_squared_error_of_its_returns():
     assert found["critic_grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
-@pytest.mark.slow_except("data=2,context=4")
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES[1:], ids=str)
 def test_ppo_is_the_same_on_every_mesh_and_in_parts(mesh):
     (scored, state), metrics = on_one_device()

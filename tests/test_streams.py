@@ -443,6 +443,7 @@ def lines(workdir) -> list[dict]:
     return [timeless(row) for row in read_lines(workdir / "metrics.jsonl") if "eval" not in row]
 
 
+@pytest.mark.slow
 def test_a_run_with_a_stream_and_an_average_is_resumed_bit_for_bit(whole, tmp_path):
     workdir = tmp_path / "again"
     shutil.copytree(whole, workdir)

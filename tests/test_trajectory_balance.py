@@ -195,7 +195,7 @@ def vargrad(logprobs, reference, batch: TrajectoryBatch) -> jax.Array:
     return jnp.mean((errors + jnp.stack([log_z[n] for n in groups])) ** 2)
 
 
-@pytest.mark.slow_except("2-data=1")
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [ONE, CUBE, CONTEXT], ids=str)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_an_update_is_that_of_the_whole_batch(mesh, micro_batches):
