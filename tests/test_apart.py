@@ -88,6 +88,14 @@ def check_run(workdir: Path, steps: int = STEPS, *, moved=("dispatch", "publish"
         assert all((line[f"{name}_bytes"] > 0) == (name in moved) for line in lines)
 
 
+def check_same(first: Path, again: Path) -> None:
+    """A run in which processes 0 and 1 play, and its replay: events and parameters, bit for bit."""
+    for process in (0, 1):
+        one, other = (events_file(each, process).read_text() for each in (first, again))
+        assert one == other
+    assert_equal(final_parameters(first), final_parameters(again))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_one_process_plays_and_the_other_trains_and_a_replay_is_the_same_bit_for_bit(tmp_path):
@@ -129,10 +137,7 @@ def test_two_processes_play_and_two_train(tmp_path):
         ]
         assert steps == list(map(list, own))
     in_processes(4, 2, again, first, parts=2)
-    for process in (0, 1):
-        one, other = (events_file(each, process).read_text() for each in (first, again))
-        assert one == other
-    assert_equal(final_parameters(first), final_parameters(again))
+    check_same(first, again)
 
 
 @pytest.mark.slow
@@ -145,10 +150,7 @@ def test_processes_that_play_and_train_take_turns(tmp_path):
     check_run(first, moved=("publish",))
     assert max(line["version_lag_max"] for line in steps_of(first)) > 0
     in_processes(2, 4, again, first, **IN_TURN)
-    for process in (0, 1):
-        one, other = (events_file(each, process).read_text() for each in (first, again))
-        assert one == other
-    assert_equal(final_parameters(first), final_parameters(again))
+    check_same(first, again)
 
 
 @pytest.mark.slow

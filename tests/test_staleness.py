@@ -200,7 +200,9 @@ class Driven:
                 services = [self.new_service(version) for _ in players]
                 for groups, service, events in zip(players, services, self.events, strict=True):
                     events.note("open", version=version)
-                    groups.open(service, version, resumed, oldest)
+                    # One player knows by itself, as of a checkpoint without the number.
+                    next_drawn = oldest if shape.players > 1 else None
+                    groups.open(service, version, resumed, next_drawn)
             else:
                 for groups, service in zip(players, services, strict=True):
                     groups.publish(version)

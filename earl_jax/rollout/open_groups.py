@@ -168,19 +168,19 @@ class OpenGroups:
         """Has a new service, with weights of `version`, play the open groups from their beginning.
 
         `resumed` are those of the run's position, which count for the first service, and
-        `next_drawn` is the step whose tasks their source gives next; None: that of `version`.
+        `next_drawn` is the step whose tasks their source gives next; None: this `oldest_step`.
         """
         self._service, self.version, self.num_rounds = service, version, 0
         self._waiting = sorted([*self._open, *self._in_hand])
         self._groups, self._kept, self._in_hand = {}, {}, []
         if self._next is None:
             self._waiting = sorted(self._in_part(resumed))
-            self._next_drawn = version if next_drawn is None else next_drawn
             # All groups before it are open, or were trained on or dropped. Events that reach up to
             # here say which is the last; without them no step took groups again or dropped any.
             begun = version * self.size + len(self._waiting)
             last = self._events.last_submitted()
             self._next = begun if last is None else self._in_part([last])[0] + 1
+            self._next_drawn = self.oldest_step if next_drawn is None else next_drawn
 
     def publish(self, version: int) -> None:
         """Notes that from now on the service plays with weights of `version`."""

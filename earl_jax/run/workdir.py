@@ -44,8 +44,8 @@ class Position:
     In the last `failed_steps` steps too many episodes failed (`EnvConfig`), and the updates of the
     last `skipped_steps` were all skipped (`TrainConfig`), where it was read from a checkpoint. The
     tasks of the `open_groups` were begun and not trained on, in an asynchronous run, and the source
-    gives those of `oldest_step` next, None: of the next step. `averages` are the algorithm's
-    (`Algorithm.averages`).
+    goes on with those of `oldest_step`; None: of the oldest open group, or else of the next step.
+    `averages` are the algorithm's (`Algorithm.averages`).
     """
 
     step: int
