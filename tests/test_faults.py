@@ -224,6 +224,7 @@ def test_checkpoint_of_which_one_process_cannot_read_its_part(cache, tmp_path, a
         os.truncate(path, path.stat().st_size // 2)
     ends = Command(cache, folder, 2, **SAVED).ends(150)
     assert [status for status, _, _ in ends] == [0, 0], ends
+    assert not any("Exception ignored" in errors for _, _, errors in ends)
     assert "the checkpoint of step 2 is damaged" in ends[0][1]
     assert "after step 1 of 2" in ends[0][1] and (folder / "damaged_2").is_dir()
     for left, right in zip(whole, final_parameters(folder), strict=True):

@@ -1,11 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of a full disk, in orbax's threads: one error of the run, not hundreds of lines."""
+"""Errors of a full disk or of damaged files, in orbax: one error, not hundreds of lines."""
 
 import functools
 import logging
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 from earl_jax.settings.errors import disk_in_words
@@ -18,7 +19,7 @@ _LATE = "Event loop is closed"
 def say_disk_errors_once() -> None:
     """Leaves out what orbax, asyncio and tensorstore write of a checkpoint that failed.
 
-    `Checkpoints.look` and `wait` raise its error.
+    `Checkpoints.look` and `wait` raise its error, and all that read one.
     """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_is_not_the_disk)
@@ -33,6 +34,11 @@ def _is_not_the_disk(record: logging.LogRecord) -> bool:
 
 
 def _unraisable(before: Any, found: Any) -> None:
-    """Hands an error on, unless a write ended when orbax had given up the others of its save."""
-    if not (isinstance(found.exc_value, RuntimeError) and _LATE in str(found.exc_value)):
+    """Hands an error on, unless it is of work that orbax gave up when another part had failed.
+
+    A write that ends then finds its loop closed; a read that is waiting says that it failed too.
+    """
+    is_late = isinstance(found.exc_value, RuntimeError) and _LATE in str(found.exc_value)
+    code = getattr(found.object, "cr_code", None)
+    if not is_late and not (code and "orbax" in Path(code.co_filename).parts):
         before(found)

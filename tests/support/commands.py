@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of `python -m earl_jax.main` in one or several processes, of eight devices in all."""
 
+import concurrent.futures
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -88,7 +90,11 @@ class Command:
                     line + (own[number] if own else []),
                     cwd=folders[number] if folders else ROOT,
                     env=os.environ
-                    | {"XDG_CACHE_HOME": str(cache), "PYTHONUNBUFFERED": "1"}
+                    | {
+                        "XDG_CACHE_HOME": str(cache),
+                        "PYTHONUNBUFFERED": "1",
+                        "PYTHONFAULTHANDLER": "1",
+                    }
                     | ({"PYTHONPATH": python_path(ROOT, ROOT / "tests")} if program else {}),
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
@@ -97,17 +103,26 @@ class Command:
             )
 
     def ends(self, timeout_s: float = 240.0) -> list[tuple[int, str, str]]:
-        """Exit status, output and errors of each."""
-        deadline_s, ends = time.monotonic() + timeout_s, []
-        try:
+        """Exit status, output and errors of each.
+
+        Where one has not ended in time, the error has the stack of each thread of those that run.
+        """
+        # All are read at once: one whose pipe is full would wait, and the others for it.
+        with concurrent.futures.ThreadPoolExecutor(len(self.all)) as pool:
+            texts = [pool.submit(process.communicate) for process in self.all]
+            concurrent.futures.wait(texts, timeout_s)
+            late = [number for number, text in enumerate(texts) if not text.done()]
+            for number in late:
+                self.all[number].send_signal(signal.SIGBUS)
+            concurrent.futures.wait(texts, 30)
             for process in self.all:
-                output, errors = process.communicate(timeout=deadline_s - time.monotonic())
-                ends.append((process.returncode, output, errors))
-        finally:
-            for process in self.all:
-                if process.poll() is None:
-                    process.kill()
-                    process.communicate()
+                process.kill()
+            ends = [
+                (process.returncode, *text.result())
+                for process, text in zip(self.all, texts, strict=True)
+            ]
+        stacks = [f"process {number}:\n" + "\n".join(ends[number][1:])[-20000:] for number in late]
+        assert not late, f"not ended after {timeout_s:.0f} s:\n" + "\n\n".join(stacks)
         return ends
 
     def done(self, timeout_s: float = 240.0) -> Path:
