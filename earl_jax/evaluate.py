@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Lets a checkpoint play: python -m earl_jax.evaluate --workdir=DIR [--games=N] [--json]."""
+"""Lets a checkpoint play: python -m earl_jax.evaluate --workdir=DIR [--config.KEY=VALUE ...]."""
 
 import argparse
 import json
@@ -15,14 +15,18 @@ _HELP = """\
 Plays evaluation episodes with the newest checkpoint of a workdir and prints the mean reward and the
 means of what the environment reports: of games, the fractions won, drawn and lost. Nothing in the
 workdir is changed. The settings are those of the run, in WORKDIR/config.json, which
-python -m earl_jax.main --help explains.
+python -m earl_jax.main --help explains; those of episodes can be given here too: another opponent,
+other tasks, another temperature.
 
 It takes as many devices as the run had: of a run over several hosts, start it on each of them by
 Slurm or Open MPI, or with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID set.
 
 example:
   python -m earl_jax.evaluate --workdir=runs/tictactoe_tiny_cpu --games=1000
+  python -m earl_jax.evaluate --workdir=runs/connect_four_tiny_cpu --config.env.args.opponent=mcts
 """
+# Sections of the config that do not say which policy it is.
+_SECTIONS = ("env", "tasks", "eval", "rollout", "selector", "devices", "distributed")
 
 
 def evaluate_command(arguments: Sequence[str]) -> None:
@@ -38,11 +42,17 @@ def evaluate_command(arguments: Sequence[str]) -> None:
         "--games", type=int, help="number of episodes (default: config.eval.final_games)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    flags = parser.parse_args(arguments)
-
     from earl_jax.config.file import read_workdir_config
+    from earl_jax.config.flags import parse_with_overrides
 
-    config = read_workdir_config(flags.workdir)
+    flags, overrides = parse_with_overrides(parser, arguments)
+    for override in overrides:
+        if override.partition(".")[0] not in _SECTIONS:
+            raise InputError(
+                f"--config.{override}: the policy is evaluated as the run trained it; settings of "
+                f"{', '.join(_SECTIONS)} can be given here"
+            )
+    config = read_workdir_config(flags.workdir, overrides)
     games = config.eval.final_games if flags.games is None else flags.games
     if games < 1:
         raise InputError(f"--games={games}; it must be at least 1")

@@ -13,6 +13,7 @@ from earl_jax import bench, main, plan
 from earl_jax.config import Config
 from earl_jax.config.file import given_config, make_config
 from earl_jax.config.keys import algorithm_sections, all_keys, sections_of
+from earl_jax.evaluate import evaluate_command
 from earl_jax.launch import console
 from earl_jax.settings.errors import InputError
 from earl_jax.train.config import TrainConfig
@@ -121,3 +122,11 @@ def test_console_ends_with_the_status_of_the_command():
     done = run_console("plan", "--topology=nothing:3")
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("override", ["train.learning_rate=1", "seed=3", "model.width=8"])
+def test_evaluate_takes_settings_of_episodes_alone(tmp_path, override):
+    with pytest.raises(InputError, match=r"settings of env, tasks, eval, .* can be given here"):
+        evaluate_command([f"--workdir={tmp_path}", f"--config.{override}"])
+    with pytest.raises(InputError, match="holds no run"):
+        evaluate_command([f"--workdir={tmp_path}", "--config.env.args.opponent=mcts"])

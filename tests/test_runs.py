@@ -249,6 +249,10 @@ def test_evaluate_plays_the_newest_checkpoint(uninterrupted, cache):
     assert 0.9 < sum(outcomes.values()) + answer["eval"].get("turn_too_long", 0.0) <= 1.0001
     again = run(cache, *command("evaluate", f"--workdir={uninterrupted}", "--games=64", "--json"))
     assert json.loads(again.stdout) == answer
+    line = command("evaluate", f"--workdir={uninterrupted}", "--games=64", "--json")
+    other = run(cache, *line, "--config.env.args.opponent=minimax")
+    assert other.returncode == 0, other.stderr
+    assert json.loads(other.stdout)["eval"] != answer["eval"]
     after = {path: path.stat().st_mtime for path in uninterrupted.rglob("*") if path.is_file()}
     assert after == before
 
