@@ -10,12 +10,17 @@ import pytest
 from earl_jax.telemetry.episodes import (
     failures_of,
     read_trajectories,
+    trajectory_lines,
     truncate_trajectories_after,
     write_trajectories,
 )
 from earl_jax.telemetry.progress import Progress
 from earl_jax.telemetry.recorder import Recorder
 from earl_jax.trajectory import Trajectory, Turn
+
+
+def _write(folder, step, trajectories):
+    return write_trajectories(folder, step, trajectory_lines(trajectories))
 
 
 def _turn(author, text, token_ids, logprobs=(), versions=()):
@@ -49,7 +54,7 @@ def test_several_messages_and_samples_are_told_apart(tmp_path):
         author="environment", text="42\nso?", token_ids=(9, 9), messages=content, forks=True
     )
     turns = (*EPISODE.turns[:2], answer, EPISODE.turns[3])
-    path = write_trajectories(tmp_path, 1, [_trajectory(*turns), EPISODE])
+    path = _write(tmp_path, 1, [_trajectory(*turns), EPISODE])
     forked, flat = read_trajectories(path)
     assert forked["messages"] == [
         {"role": "user", "content": "your move\u2028"},
@@ -67,13 +72,13 @@ def test_logprobs_under_the_model_are_there_where_they_were_written_down(tmp_pat
         dataclasses.replace(turn, model_logprobs=(-1.5,) * len(turn.logprobs))
         for turn in EPISODE.turns
     ]
-    both, one = read_trajectories(write_trajectories(tmp_path, 1, [_trajectory(*turns), EPISODE]))
+    both, one = read_trajectories(_write(tmp_path, 1, [_trajectory(*turns), EPISODE]))
     assert both["model_logprobs"] == [None, None, -1.5, -1.5, None, -1.5]
     assert both["logprobs"] == one["logprobs"] and "model_logprobs" not in one
 
 
 def test_an_episode_reads_as_written(tmp_path):
-    path = write_trajectories(tmp_path / "trajectories", 12, [EPISODE, EPISODE])
+    path = _write(tmp_path / "trajectories", 12, [EPISODE, EPISODE])
     assert path == tmp_path / "trajectories" / "step_000012.jsonl"
     first, second = read_trajectories(path)
     assert first == second == {
@@ -105,7 +110,7 @@ def test_what_is_not_finite_is_valid_json_and_texts_are_left_alone(tmp_path):
         _turn("policy", "inf", (2, 3), (-math.inf, math.nan), (0, 0)),
         rewards=(math.nan,),
     )
-    path = write_trajectories(tmp_path, 1, [episode])
+    path = _write(tmp_path, 1, [episode])
     raw = json.loads(path.read_text())
     assert raw["logprobs"] == [None, "-inf", "nan"] and raw["reward"] == "nan"
     (read,) = read_trajectories(path)
@@ -115,15 +120,13 @@ def test_what_is_not_finite_is_valid_json_and_texts_are_left_alone(tmp_path):
 
 
 def test_half_a_character_does_not_stop_the_run(tmp_path):
-    path = write_trajectories(tmp_path, 1, [_trajectory(_turn("environment", "\ud83d", (1,)))])
+    path = _write(tmp_path, 1, [_trajectory(_turn("environment", "\ud83d", (1,)))])
     assert read_trajectories(path)[0]["messages"][0]["content"] == "?"
 
 
 def test_a_policy_turn_needs_a_logprob_per_token(tmp_path):
     with pytest.raises(ValueError, match="2 tokens but 1 logprobs"):
-        write_trajectories(
-            tmp_path, 1, [_trajectory(_turn("policy", "b2", (4, 2), (-0.5,), (1, 1)))]
-        )
+        _write(tmp_path, 1, [_trajectory(_turn("policy", "b2", (4, 2), (-0.5,), (1, 1)))])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -148,7 +151,7 @@ def test_truncate_sets_later_steps_aside_and_removes_what_a_kill_left(tmp_path):
 
 
 def test_damage_is_an_error_with_its_line(tmp_path):
-    path = write_trajectories(tmp_path, 1, [EPISODE])
+    path = _write(tmp_path, 1, [EPISODE])
     path.write_bytes(path.read_bytes() + b'{"episode": 8')
     with pytest.raises(ValueError, match=r"step_000001\.jsonl, line 2"):
         read_trajectories(path)
@@ -156,7 +159,7 @@ def test_damage_is_an_error_with_its_line(tmp_path):
 
 def test_a_damaged_file_is_set_aside_where_the_report_is_written(tmp_path):
     folder = tmp_path / "trajectories"
-    paths = [write_trajectories(folder, step, [EPISODE]) for step in (1, 2)]
+    paths = [_write(folder, step, [EPISODE]) for step in (1, 2)]
     damaged = paths[1].read_bytes() + b'{"episode": 8\n'
     paths[1].write_bytes(damaged)
     (tmp_path / "metrics.jsonl").write_text("")

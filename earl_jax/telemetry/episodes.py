@@ -20,10 +20,10 @@ from earl_jax.trajectory import FAILURES, Outcome, Trajectory, Turn
 _ROLES = {"environment": "user", "policy": "assistant"}
 
 
-def write_trajectories(folder: Path, step: int, trajectories: Iterable[Trajectory]) -> Path:
-    """Writes `folder`/step_NNNNNN.jsonl atomically and returns its path.
+def trajectory_lines(trajectories: Iterable[Trajectory]) -> list[str]:
+    """Returns each episode as a line of `write_trajectories`: a JSON object.
 
-    Keys of a line: episode, group, role, reward, stop_reason, detail, num_turns, num_tokens,
+    Its keys: episode, group, role, reward, stop_reason, detail, num_turns, num_tokens,
     turn_rewards, turn_roles (the side of each policy turn, where the policy played several),
     metrics (what the environment reported, if anything), messages (`{"role": "user", "content":
     text}`; the policy is "assistant"), sample_starts (where several samples begin among the tokens;
@@ -37,15 +37,10 @@ def write_trajectories(folder: Path, step: int, trajectories: Iterable[Trajector
 
     Raises ValueError where a policy turn has another number of log-probs or versions than tokens.
     """
-    return write_trajectory_lines(folder, step, trajectory_lines(trajectories))
-
-
-def trajectory_lines(trajectories: Iterable[Trajectory]) -> list[str]:
-    """Returns the episodes as lines of the file that `write_trajectories` writes."""
     return [json.dumps(_record(t), ensure_ascii=False, allow_nan=False) for t in trajectories]
 
 
-def write_trajectory_lines(folder: Path, step: int, lines: Iterable[str]) -> Path:
+def write_trajectories(folder: Path, step: int, lines: Iterable[str]) -> Path:
     """Writes `folder`/step_NNNNNN.jsonl from its lines, atomically, and returns its path."""
     folder.mkdir(exist_ok=True)
     path = folder / f"step_{step:06d}.jsonl"

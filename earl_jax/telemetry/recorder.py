@@ -16,7 +16,7 @@ from earl_jax.telemetry.episodes import (
     read_trajectories,
     set_file_aside,
     truncate_trajectories_after,
-    write_trajectory_lines,
+    write_trajectories,
 )
 from earl_jax.telemetry.metrics import MetricsLog, read_metrics, truncate_after
 from earl_jax.telemetry.progress import Progress
@@ -58,7 +58,7 @@ class Recorder:
     def write_episodes(self, step: int, lines: Iterable[str]) -> None:
         """Writes the episodes of a step, as `trajectory_lines` gives them."""
         if self._writes:
-            write_trajectory_lines(self._workdir / "trajectories", step, lines)
+            write_trajectories(self._workdir / "trajectories", step, lines)
 
     def write_report(self, title: str, config: Mapping[str, Any], notes: Sequence[str]) -> None:
         """Writes report.html anew from what is in the workdir."""
