@@ -177,13 +177,17 @@ def test_each_process_replaces_its_own_groups_of_equal_rewards(tmp_path, apart):
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize("killed", [0, 1], ids=["who-plays", "who-trains"])
+@pytest.mark.parametrize(
+    ("killed", "changes"),
+    [(0, {}), (1, {}), (1, IN_TURN)],
+    ids=["who-plays", "who-trains", "in-turn"],
+)
 def test_process_that_is_killed_ends_the_run_which_goes_on_within_the_bound(
-    cache, tmp_path, killed
+    cache, tmp_path, killed, changes
 ):
     """SIGKILL behind the first checkpoint, between the third step and the last."""
     workdir, again, steps = tmp_path / "run", tmp_path / "again", 10
-    file, given = tmp_path / "config.py", given_of(num_steps=steps)
+    file, given = tmp_path / "config.py", given_of(num_steps=steps, **changes)
     file.write_text(
         "from ml_collections import ConfigDict\n"
         f"def get_config():\n    return ConfigDict({small(given)!r})\n"
@@ -198,11 +202,13 @@ def test_process_that_is_killed_ends_the_run_which_goes_on_within_the_bound(
     status, _, errors = ends[1 - killed]
     assert status == 1 and f"process {killed} on" in errors and "has ended" in errors, errors
     Command(cache, workdir, 2, config=file, **settings).done(500)
-    check_run(workdir, steps)
-    events = read_events(workdir)
-    check_events(events)
-    opened = [event["version"] for event in events if event["event"] == "open"]
-    assert opened[0] == 0 and len(opened) == 2 and opened[1] in range(2, steps, 2)
+    # Rows of data=8, where processes take turns, lie where fsdp=8 has them.
+    check_run(workdir, steps, moved=("publish",) if changes else ("dispatch", "publish"))
+    for process in (0, 1) if changes else (0,):
+        events = read_events(workdir, process)
+        check_events(events)
+        opened = [event["version"] for event in events if event["event"] == "open"]
+        assert opened[0] == 0 and len(opened) == 2 and opened[1] in range(2, steps, 2)
     if killed == 0:
         in_processes(2, 4, again, workdir, num_steps=steps)
         assert (again / EVENTS).read_text() == (workdir / EVENTS).read_text()
