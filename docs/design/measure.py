@@ -17,7 +17,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 WORDS = (
@@ -59,7 +59,8 @@ def measure(root: Path) -> dict[str, str]:
         found += [*(root / name).rglob("*.md")] if name != "tests" else []
         row[name] = _size(found)
     row["README, bytes"] = f"{(root / 'README.md').stat().st_size:,}"
-    row["import floors"] = str(floors(package))
+    row["import floors"] = str(floors(dict(_imports(package))))
+    row["- of folders"] = str(floors(_by_folder(_imports(package))))
     row["top-level modules"] = str(len([path for path in top_level if path.name != "__init__.py"]))
     row["config keys"] = _config_keys(root)
     counts = words(root)
@@ -98,9 +99,17 @@ def words(root: Path) -> collections.Counter[str]:
     return counts
 
 
-def floors(package: Path) -> int:
+def _by_folder(imports: Iterable[tuple[str, set[str]]]) -> dict[str, set[str]]:
+    """Returns the imports between folders and top-level modules."""
+    graph: dict[str, set[str]] = collections.defaultdict(set)
+    for module, others in imports:
+        own = ".".join(module.split(".")[:2])
+        graph[own] |= {".".join(other.split(".")[:2]) for other in others} - {own}
+    return dict(graph)
+
+
+def floors(graph: dict[str, set[str]]) -> int:
     """Returns the number of modules on the longest chain of imports."""
-    graph = dict(_imports(package))
     sys.setrecursionlimit(10_000)
     circle = {module: _reached(graph, module) for module in graph}
 
