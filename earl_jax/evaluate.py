@@ -27,6 +27,11 @@ example:
 """
 # Sections of the config that do not say which policy it is.
 _SECTIONS = ("env", "tasks", "eval", "rollout", "selector", "devices", "distributed")
+# Settings of these that evaluations do not have, and those that take their place.
+_OF_TRAINING = {
+    "tasks.path": "tasks.eval_path",
+    **{f"rollout.{n}": f"eval.{n}" for n in ("temperature", "top_k", "top_p", "min_p")},
+}
 
 
 def evaluate_command(arguments: Sequence[str]) -> None:
@@ -47,12 +52,15 @@ def evaluate_command(arguments: Sequence[str]) -> None:
 
     flags, overrides = parse_with_overrides(parser, arguments)
     for override in overrides:
-        if override.partition(".")[0] not in _SECTIONS:
+        name = override.partition("=")[0]
+        if name.partition(".")[0] not in _SECTIONS:
             raise InputError(
                 f"--config.{override}: the policy is evaluated as the run trained it; settings of "
                 f"{', '.join(_SECTIONS)} can be given here"
             )
-    config = read_workdir_config(flags.workdir, overrides)
+        if other := _OF_TRAINING.get(name):
+            raise InputError(f"--config.{override} is of training; give --config.{other} instead")
+    config = read_workdir_config(flags.workdir, overrides, learns=False)
     games = config.eval.final_games if flags.games is None else flags.games
     if games < 1:
         raise InputError(f"--games={games}; it must be at least 1")

@@ -107,7 +107,7 @@ class AsyncPlayer:
             if not self._live.is_open or self._events.coming("open"):
                 self._live.close()
                 position = self._choose(position)
-            elif self._run.problem.splits:
+            elif self._run.problem.splits and self._live.error is None:
                 with timer("select"):
                     position = self._live.split(position)
             try:

@@ -571,3 +571,31 @@ def test_what_an_override_leaves_without_effect_takes_its_default():
 def test_a_run_from_before_there_were_three_remat_policies_is_read(tmp_path, stored, policy):
     (tmp_path / "config.json").write_text(json.dumps({"train": {"remat": stored}}))
     assert read_workdir_config(tmp_path).train.remat == policy
+
+
+def test_a_run_reads_the_defaults_of_its_environment_as_they_are(tmp_path):
+    """Its config.json has them too, as far as JSON can hold them."""
+    env = {"name": "tests.support.environments:WithDefaults", "args": {"word": "b"}}
+    config = make_config({"env": env})
+    (tmp_path / "config.json").write_text(json.dumps(config.as_dict()))
+    again = read_workdir_config(tmp_path)
+    assert again.env.args == {"limit": None, "pair": [1, 2], "word": "b"}
+    made = again.env.maker()(seed=3)
+    assert (made.limit, made.pair, made.tools, made.word) == (None, (1, 2), (len,), "b")
+    with pytest.raises(InputError, match=r"env.args.limit is 'x', of type str"):
+        read_workdir_config(tmp_path, ["env.args.limit=x"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["env.name=tests.support.environments:WithDefaults", "env.args={}"], "no examples"),
+        (["env.args.mask_illegal=True", "env.args.illegal_reward=-1.0"], "set config.train.ratio"),
+    ],
+)
+def test_rules_of_learning_do_not_hold_for_evaluations(tmp_path, overrides, words):
+    config = make_config({"train": {"sft_steps": 3}})
+    (tmp_path / "config.json").write_text(json.dumps(config.as_dict()))
+    assert read_workdir_config(tmp_path, overrides, learns=False).train.sft_steps == 3
+    with pytest.raises(InputError, match=words):
+        read_workdir_config(tmp_path, overrides)

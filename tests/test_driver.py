@@ -242,9 +242,16 @@ def test_the_cache_grows_for_a_long_request_and_is_small_again_behind_it():
         driver.submit(long.request)
         assert long.tokens() == want[1]
         assert (driver._service.session.max_tokens, driver._service.session.pool.pages) == (96, 12)
-        last = Asked(*sizes[2])
+        again, last = Asked(*sizes[1]), Asked(*sizes[2])
+        driver.submit(again.request)
+        assert again.tokens() == want[1]
+        # The service is opened anew for the last one, which has the ticket of the one before; its
+        # client leaves only now.
+        put = last.request.put
+        last.request.put = lambda event: (driver.withdraw(again.request), put(event))
         driver.submit(last.request)
         assert last.tokens() == want[2]
+        assert last.request.ticket == again.request.ticket
         session = driver._service.session
         assert (session.max_tokens, session.pool.pages) == (48, 6)
         assert jax.tree.leaves(session.state.cache.layers)[0].shape[0] == 6

@@ -259,6 +259,20 @@ def test_a_hang_among_waiting_calls_fails_in_its_time(released):
     pool.close()
 
 
+def test_hung_calls_of_a_caller_that_waits_no_more_are_given_up(released):
+    """Such as those of open episodes while others are evaluated, or of a rollout given up."""
+    pool = EnvironmentPool(2, timeout_s=0.3)
+    theirs, ours = pool.calls(), pool.calls()
+    theirs.submit(dict.fromkeys(range(2), released.wait))
+    assert theirs.take() == {}
+    ours.submit({"next": lambda: 1})
+    began = time.monotonic()
+    assert ours.take(20.0) == {"next": 1}
+    assert time.monotonic() - began < 10
+    assert {each.stop_reason for each in theirs.take().values()} == {"environment_timeout"}
+    pool.close()
+
+
 def test_callers_do_not_take_each_others_outcomes():
     pool = EnvironmentPool(2, timeout_s=30.0)
     ours, theirs = pool.calls(), pool.calls()

@@ -5,6 +5,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -130,3 +131,21 @@ def test_evaluate_takes_settings_of_episodes_alone(tmp_path, override):
         evaluate_command([f"--workdir={tmp_path}", f"--config.{override}"])
     with pytest.raises(InputError, match="holds no run"):
         evaluate_command([f"--workdir={tmp_path}", "--config.env.args.opponent=mcts"])
+
+
+@pytest.mark.parametrize("flag", ["workdir", "replay"])
+def test_a_folder_may_be_given_by_dots(tmp_path, monkeypatch, flag):
+    """A run puts folders beside it by its name."""
+    monkeypatch.chdir(tmp_path)
+    for text, path in ((".", tmp_path), ("..", tmp_path.parent), ("a", Path("a"))):
+        flags, _ = main.parse_flags([f"--{flag}={text}"])
+        assert getattr(flags, flag) == path
+
+
+@pytest.mark.parametrize(
+    ("override", "instead"),
+    [("tasks.path=x", "tasks.eval_path"), ("rollout.temperature=0.1", "eval.temperature")],
+)
+def test_evaluate_names_the_settings_that_evaluations_have(tmp_path, override, instead):
+    with pytest.raises(InputError, match=f"is of training; give --config.{instead} instead"):
+        evaluate_command([f"--workdir={tmp_path}", f"--config.{override}"])

@@ -217,6 +217,7 @@ def shares(settings: Sampling, probabilities: np.ndarray = PROBABILITIES) -> np.
         ({"top_k": 4}, [0.2, 0.1, 0.4, 0.3]),
         ({"top_k": 9}, [0.2, 0.1, 0.4, 0.3]),
         ({"top_p": 0.39}, [0, 0, 1, 0]),
+        ({"top_p": 1e-300}, [0, 0, 1, 0]),  # 0 in fp32
         ({"top_p": 0.41}, [0, 0, 4 / 7, 3 / 7]),  # 0.4 is not enough, 0.7 is
         ({"top_p": 0.69}, [0, 0, 4 / 7, 3 / 7]),
         ({"top_p": 0.71}, [2 / 9, 0, 4 / 9, 3 / 9]),

@@ -51,10 +51,8 @@ def small(mesh: MeshShape = MeshShape(data=8)) -> Engine:  # noqa: B008
 
 def open_small(pool, make=lecture, mesh=MeshShape(data=8), **changes) -> RolloutService:  # noqa: B008
     given = {"max_tokens": LONG, "share_prefixes": True, "episodes_per_step": SLOTS}
-    return open_service(
-        pool, make, player=small(mesh), num_slots=SLOTS, num_devices=mesh.data,
-        **{**given, **changes},
-    )  # fmt: skip
+    given |= {"player": small(mesh), "num_slots": SLOTS, "num_devices": mesh.data}
+    return open_service(pool, make, **{**given, **changes})
 
 
 def check_row(service: RolloutService, finished) -> None:
@@ -221,6 +219,34 @@ def test_an_aborted_task_frees_slot_pages_and_row(pool):
         found += take(service, finished)
     for each in found:
         each.ticket = again.get(each.ticket, each.ticket)
+    assert_same_episodes(expected.trajectories, in_order(found))
+    check_nothing_is_held(service, LONG)
+
+
+def test_tokens_of_an_aborted_task_are_not_those_of_the_next_in_its_slot(pool):
+    """Which waits until another has read their prompt, while the slot is still in a turn."""
+
+    class Another(Talker):
+        def start(self):
+            return dataclasses.replace(super().start(), text="876543210876543210876543210")
+
+    def make(task):
+        return Another(task.args["seed"]) if task.episode >= 50 else lecture(task)
+
+    later = tasks(SLOTS, first=50)
+    expected = collect(pool, later, make, max_tokens=LONG)
+    mesh = MeshShape(data=2)
+    a_token_a_round = engine(SLOTS, mesh, episodes=SLOTS, burst=1)
+    service, found = open_small(pool, make, mesh, player=a_token_a_round, patience_s=9.0), []
+    service.submit(tasks(40))
+    # Slots 0 and 4, one of each data shard, will be those that read the prompt.
+    while not any(each is not None and each.in_turn for each in service._slots[1:4]):
+        assert service.is_busy
+        take(service, service.step())
+    service.abort()
+    service.submit(later)
+    for finished in service.drain():
+        found += take(service, finished)
     assert_same_episodes(expected.trajectories, in_order(found))
     check_nothing_is_held(service, LONG)
 

@@ -169,6 +169,9 @@ def test_a_stream_beside_no_token_of_the_policy_is_an_update_of_its_own():
     expected = jax.tree.map(lambda leaf: WEIGHT * leaf, gradient(alone))
     assert_close(gradient(after), expected, rtol=1e-4, atol=1e-7)
     assert int(after.updates) == 1 and metrics["skipped_updates"] == 0
+    # Its rate is not scaled by the effective sample size of no tokens.
+    scaled, _ = streamed(ONE, empty, examples_on(ONE), ess_scaling="sqrt")
+    assert_close(scaled.params, after.params, rtol=1e-6, atol=1e-9)
     # And without one there either, nothing moves.
     after, metrics = streamed(ONE, empty, on(ONE, empty))
     assert bits(after.params) == bits(learner.first_state(ONE).params)
@@ -220,6 +223,16 @@ def test_a_critic_has_no_part_in_a_stream():
         states.append(learner.apply(plan, state, totals, rates)[0])
     assert bits(states[0].critic) == bits(states[1].critic)
     assert bits(states[0].params) != bits(states[1].params)
+    # Nor does what it remembers of other updates move it beside a stream alone.
+    before = states[1]
+    kept, params = bits((before.critic, before.moments[1])), bits(before.params)
+    empty = on(ONE, jax.tree.map(np.zeros_like, make_batch()))
+    (scored,) = learner.score([plan], before, [empty])
+    totals = learner.add_part(plan, before, scored, rates, None)
+    totals = learner.add_stream(plan, before, examples_on(ONE), totals)
+    after, metrics = learner.apply(plan, before, totals, rates)
+    assert read_metrics(metrics)["skipped_updates"] == 0 and int(after.updates) == 2
+    assert bits((after.critic, after.moments[1])) == kept and bits(after.params) != params
 
 
 def test_the_selector_plans_the_program_that_adds_the_stream():

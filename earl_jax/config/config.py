@@ -78,8 +78,11 @@ class Config:
     eval: EvalConfig = EvalConfig()
     log: LogConfig = LogConfig()
 
-    def validate(self) -> None:
-        """Raises ValueError naming the field that breaks a rule, or has no effect in this run."""
+    def validate(self, *, learns: bool = True) -> None:
+        """Raises ValueError naming the field that breaks a rule, or has no effect in this run.
+
+        Without `learns` rules of what is learnt from episodes are left out: they are evaluated.
+        """
         if self.num_steps < 1:
             raise InputError(f"config.num_steps is {self.num_steps}; it must be at least 1")
         if not 0 <= self.seed < 2**31:
@@ -98,8 +101,9 @@ class Config:
         self._check_mini_batches()
         self._check_split()
         self._check_parts()
-        self._check_environment()
-        self._check_ratio()
+        self._check_environment(learns)
+        if learns:
+            self._check_ratio()
         if self.checkpoint.export is True and not self.model.path:
             try:
                 family_of(self.model)
@@ -197,10 +201,12 @@ class Config:
                 f"trained on, failed: {type(error).__name__}: {error}"
             ) from error
 
-    def _check_environment(self) -> None:
+    def _check_environment(self, learns: bool) -> None:
         """Raises ValueError unless the environment can be made and has the methods needed."""
         played = self.open_environment()
         environment = played.make(**played.first_args)
+        if not learns:
+            return
         for name in ("sft_steps", "sft_weight"):
             value = getattr(self.train, name)
             if value and not isinstance(environment, OffersExamples):

@@ -91,8 +91,13 @@ def load_config_file(path: str | Path) -> ConfigDict:
     return given
 
 
-def read_workdir_config(workdir: Path, overrides: Sequence[str] = ()) -> Config:
-    """Returns the config of the run in a workdir. Raises ValueError where there is none."""
+def read_workdir_config(
+    workdir: Path, overrides: Sequence[str] = (), *, learns: bool = True
+) -> Config:
+    """Returns the config of the run in a workdir; `learns` as in `Config.validate`.
+
+    Raises ValueError where there is none.
+    """
     path = workdir / "config.json"
     if not path.is_file():
         raise InputError(f"--workdir={workdir} holds no run: there is no {path}")
@@ -103,16 +108,19 @@ def read_workdir_config(workdir: Path, overrides: Sequence[str] = ()) -> Config:
     train = given.get("train", {})
     if isinstance(train.get("remat"), bool):
         given["train"] = train | {"remat": read_remat(train["remat"])}
-    return make_config(given, overrides)
+    return make_config(given, overrides, learns=learns)
 
 
-def make_config(given: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] = ()) -> Config:
+def make_config(
+    given: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] = (), *, learns: bool = True
+) -> Config:
     """Returns the Config of a file's values and `section.key=value` overrides, fully checked.
 
     A file may leave a value to the command line: `config_dict.required_placeholder(str)`. An
     override of `algorithm` leaves out the file's `algorithm_args`, which are of its own algorithm.
     One of `model.path` or `model.preset` leaves out the file's model, but for its `compute_dtype`.
     What overrides leave without effect takes its default: `train.sft_steps=0` is enough.
+    `learns` as in `Config.validate`.
 
     Raises:
         ValueError: an unknown key (with the nearest name), a value of the wrong type, a broken
@@ -144,7 +152,7 @@ def make_config(given: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] 
     config = _build(Config, values, "config")
     if overrides:
         config = _without_idle(config, {override.partition("=")[0] for override in overrides})
-    config.validate()
+    config.validate(learns=learns)
     return config
 
 

@@ -3,6 +3,7 @@
 """The flags of `python -m earl_jax.main`."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def parse_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]
     parser = config_parser("main", _HELP, DEFAULT_CONFIG)
     parser.set_defaults(config=None)
     parser.add_argument(
-        "--workdir", type=Path, help="where the run lives (default: runs/NAME_OF_THE_CONFIG)"
+        "--workdir", type=_folder, help="where the run lives (default: runs/NAME_OF_THE_CONFIG)"
     )
     parser.add_argument(
         "--init_from",
@@ -65,7 +66,7 @@ def parse_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]
     )
     parser.add_argument(
         "--replay",
-        type=Path,
+        type=_folder,
         metavar="WORKDIR",
         help="repeat an asynchronous run with its config and by its events, in a new --workdir",
     )
@@ -78,6 +79,15 @@ def parse_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]
     if flags.init_from is not None:
         overrides.append(f"init_from={flags.init_from!r}")
     return flags, overrides
+
+
+def _folder(text: str) -> Path:
+    """Returns the path of a folder that has a name, which "." and ".." have not.
+
+    A run puts folders beside it, and may rename it.
+    """
+    path = Path(text)
+    return path if path.name not in ("", "..") else Path(os.path.abspath(path))
 
 
 def replayed_config(

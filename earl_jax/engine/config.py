@@ -3,7 +3,6 @@
 """The settings of an engine: its programs' sizes, the rules of a round, sampling."""
 
 import dataclasses
-import math
 from typing import Literal, NamedTuple
 
 from earl_jax.models.config import ModelConfig
@@ -16,6 +15,8 @@ MAX_STOP_IDS = 8
 # would cost as much, and more would make a short answer dear. On a CPU of two cores a pass of 64
 # reads long prompts as fast as one of 256 (benchmarks/appending.md).
 APPEND_TOKENS, APPEND_TOKENS_ON_CPU = 256, 64
+# Beyond it every token is as likely as any other.
+_MOST_TEMPERATURE = 1e6
 # Tokens of a tile (appending.py). Half of a tile is empty on the average at the end of a chunk.
 TILE_WIDTH = 16
 
@@ -37,10 +38,10 @@ class Sampling:
 
     def validate(self, where: str) -> None:
         """Raises ValueError naming the field, after `where`, that breaks a rule."""
-        if not 0 <= self.temperature < math.inf:
+        if not 0 <= self.temperature <= _MOST_TEMPERATURE:
             raise InputError(
                 f"{where}temperature is {self.temperature}; it must be finite and at least 0 "
-                "(0 takes the likeliest token)"
+                f"(0 takes the likeliest token), and at most {_MOST_TEMPERATURE:g}"
             )
         if not 0 <= self.top_k < 2**31:
             raise InputError(f"{where}top_k is {self.top_k}; it must be at least 0 (0: all tokens)")

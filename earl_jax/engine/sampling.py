@@ -123,7 +123,7 @@ def _keep(mass_BV: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.A
     """Returns the mass above the highest threshold at which it is `enough(kept_BV)`.
 
     Bisects the bits of the threshold, highest first. A threshold of 0 keeps all and is taken
-    unasked.
+    unasked; one above 1, where nothing is enough, would not keep the likeliest token.
     """
 
     def set_bit(index: jax.Array, bits_B: jax.Array) -> jax.Array:
@@ -133,7 +133,7 @@ def _keep(mass_BV: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.A
 
     none_B = jnp.zeros(mass_BV.shape[0], jnp.int32)
     bits_B = jax.lax.fori_loop(0, _MASS_BITS, set_bit, none_B)
-    threshold_B = jax.lax.bitcast_convert_type(bits_B, jnp.float32)
+    threshold_B = jnp.minimum(jax.lax.bitcast_convert_type(bits_B, jnp.float32), 1.0)
     return jnp.where(mass_BV >= threshold_B[:, None], mass_BV, 0.0)
 
 

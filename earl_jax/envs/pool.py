@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -61,6 +62,7 @@ class EnvironmentPool:
         # Threads that were given up, and when; or when they were last told to end.
         self._given_up: dict[threading.Thread, float] = {}
         self._in_call: set[threading.Thread] = set()
+        self._calls: weakref.WeakSet[Calls] = weakref.WeakSet()
         for _ in range(num_workers):
             self._start_worker(None)
 
@@ -69,7 +71,10 @@ class EnvironmentPool:
 
         Who waits for calls calls `look` every second; what it raises ends the wait.
         """
-        return Calls(self, look)
+        made = Calls(self, look)
+        with self._lock:
+            self._calls.add(made)
+        return made
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T | Failure]:
         """Makes the calls, in any order and in other threads; outcomes are in the order of `calls`.
@@ -136,8 +141,16 @@ class EnvironmentPool:
                 "raise the limit of threads or of memory; the run goes on from its checkpoint"
             ) from error
 
-    def end_given_up(self) -> None:
-        """Raises SystemExit in the calls that were given up, once a second, until they return."""
+    def give_up_overdue(self) -> None:
+        """Gives up the calls that ran too long, those of callers that wait for none included.
+
+        Raises SystemExit in those that were given up, once a second, until they return. Raises
+        RunError as `replace`.
+        """
+        with self._lock:
+            every = list(self._calls)
+        for calls in every:
+            calls.give_up_overdue()
         now = time.monotonic()
         with self._lock:
             for thread, since in list(self._given_up.items()):
@@ -184,23 +197,21 @@ class Calls(Generic[K, T]):
 
         Raises RunError where calls hang, and the process may start no more threads.
         """
-        self._pool.end_given_up()
         deadline = time.monotonic() + wait_s
-        with self._changed:
-            while self._todo or self._running:
-                self._give_up_overdue()
+        while True:
+            # Not with the lock held: the calls of others have locks too.
+            self._pool.give_up_overdue()
+            with self._changed:
                 now = time.monotonic()
                 enough = bool(self._outcomes) or not at_least_one
-                if enough and now >= deadline:
-                    break
+                if (enough and now >= deadline) or not (self._todo or self._running):
+                    self._one_is_enough = False
+                    outcomes, self._outcomes = self._outcomes, {}
+                    return outcomes
                 self._one_is_enough = not enough
                 until = min(self._next_overdue(), now + _LOOK_S, deadline if enough else math.inf)
                 self._changed.wait(max(0.0, until - now))
-                self._look()
-                self._pool.end_given_up()
-            self._one_is_enough = False
-            outcomes, self._outcomes = self._outcomes, {}
-        return outcomes
+            self._look()
 
     def work(self) -> bool:
         """Makes calls until none is left; False if this thread was given up meanwhile."""
@@ -223,15 +234,16 @@ class Calls(Generic[K, T]):
         oldest = min((start for _, start in self._running.values()), default=time.monotonic())
         return oldest + self._pool.timeout_s
 
-    def _give_up_overdue(self) -> None:
+    def give_up_overdue(self) -> None:
         """Closes the calls that ran too long, and replaces the threads that still make them."""
         timeout_s, now = self._pool.timeout_s, time.monotonic()
         detail = f"no answer within {timeout_s} s (config.env.timeout_s)"
-        for thread, (key, start) in list(self._running.items()):
-            if now - start >= timeout_s:
-                del self._running[thread]
-                self._outcomes[key] = Failure(stop_reason=ENVIRONMENT_TIMEOUT, detail=detail)
-                self._pool.replace(thread, self)
+        with self._changed:
+            for thread, (key, start) in list(self._running.items()):
+                if now - start >= timeout_s:
+                    del self._running[thread]
+                    self._outcomes[key] = Failure(stop_reason=ENVIRONMENT_TIMEOUT, detail=detail)
+                    self._pool.replace(thread, self)
 
 
 def _work(waiting: "queue.SimpleQueue[Calls[Any, Any] | None]", calls: Calls | None) -> None:

@@ -14,7 +14,7 @@ from earl_jax.envs.kuhn_poker import KuhnPoker
 from earl_jax.envs.single_turn import SingleTurn
 from earl_jax.envs.tasks import TaskArgs, TasksConfig, TaskSource, open_tasks
 from earl_jax.envs.trail import Trail
-from earl_jax.settings.arguments import check_arguments, defaults_of
+from earl_jax.settings.arguments import check_arguments, defaults_of, without_defaults
 from earl_jax.settings.errors import InputError
 from earl_jax.settings.named import find_named
 
@@ -83,8 +83,9 @@ class EnvConfig:
         Raises ValueError for an unknown name or argument, with the nearest that is known.
         """
         made_by = self._find()
-        check_arguments(made_by, self.args, "config.env.args", reserved=self._reserved(made_by))
-        return functools.partial(made_by, **self.args)
+        given = without_defaults(made_by, self.args)
+        check_arguments(made_by, given, "config.env.args", reserved=self._reserved(made_by))
+        return functools.partial(made_by, **given)
 
     def validate(self) -> None:
         """Raises ValueError that names the field, what it holds and what it may hold."""

@@ -426,6 +426,7 @@ class BlockManager:
         With the rule `keep_replies` all that is in its cache is kept; None: the prompt alone.
         """
         self._host.drop(slot)
+        self._idle.cancel(slot)
         replies = episode.cached_ids if episode is not None and self._rules.keep_replies else ()
         self._pages.end(slot, self._prompts.end(slot, replies))
         self._ended.pop(slot, None)

@@ -94,8 +94,9 @@ class Rounds:
         if episode.begins:
             begins = blocks.begin(slot)
             if begins is None:
-                # Until its sample is read again it must not go on over the old cache.
-                inputs.rewind[slot] = rewind
+                # Until its sample is read again it must not go on over the old cache; nor may an
+                # episode that was aborted here.
+                inputs.rewind[slot] |= rewind
                 return
             inputs.source[slot], inputs.shared[slot] = begins.source - slot, begins.shared
             inputs.copied[slot], inputs.written[slot] = begins.copied, begins.written

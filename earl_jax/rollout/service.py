@@ -198,6 +198,8 @@ class RolloutService:
                 f"{self._scheduler.num_waiting} tasks wait, and all {self.rows.total} rows are "
                 "held; release those that were read"
             )
+        # Rows that moved for episodes that are over without a round.
+        self.session = self._row_pool.settle(self.session)
         return self._hand_out()
 
     def drain(self) -> Iterator[list[Finished]]:

@@ -192,11 +192,12 @@ class LiveService:
         if self._settings.rule == "mask":
             oldest = self.groups.version - self._settings.max_staleness
             experience = since_version(experience, oldest)
+        num_hung = self._run.actor.pool.num_hung
         rollout = Rollout(
             trajectories=[each.trajectory for each in episodes],
             session=service.session,
             rows=rows,
-            stats=service.stats.since(self._counted),
+            stats=dataclasses.replace(service.stats.since(self._counted), hung_calls=num_hung),
             dropped=self.groups.dropped,
             refilled=self.groups.refilled,
             num_reused=self.groups.num_reused,

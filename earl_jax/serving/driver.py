@@ -171,7 +171,7 @@ class Driver:
         with self._changed:
             if request.ticket is None:
                 self._queue.remove(request)
-            elif request.ticket in self._playing:
+            elif self._plays(request):
                 self._withdrawn.append(request)
                 self._changed.notify()
 
@@ -205,7 +205,7 @@ class Driver:
                 return False
             withdrawn, self._withdrawn = self._withdrawn, []
             # One may be over by now, or be withdrawn twice.
-            self._abort([each for each in dict.fromkeys(withdrawn) if each.ticket in self._playing])
+            self._abort([each for each in dict.fromkeys(withdrawn) if self._plays(each)])
             if not self._service.is_busy and self.served.has_grown(self._service.session):
                 self._open_anew()
             while self._queue and len(self._playing) < self.served.rollout.num_slots:
@@ -213,6 +213,10 @@ class Driver:
                 [request.ticket] = self._service.submit([request.task])
                 self._playing[request.ticket] = request
         return True
+
+    def _plays(self, request: Request) -> bool:
+        """Returns True unless it is over: a service that is opened anew gives its ticket again."""
+        return request.ticket is not None and self._playing.get(request.ticket) is request
 
     def _has_work(self) -> bool:
         more = self._queue or self._withdrawn

@@ -315,7 +315,7 @@ def _tool_calls(given: Any, where: str) -> list[Any]:
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
-            except ValueError:
+            except (ValueError, RecursionError):
                 pass  # what the policy wrote, which may be no JSON
         calls.append({**call, "function": {**function, "arguments": arguments}})
     return calls

@@ -68,12 +68,28 @@ def check_arguments(
 
 def defaults_of(function: Callable[..., Any]) -> dict[str, Any]:
     """Returns the defaults of its parameters that JSON can hold."""
-    plain = (*_PLAIN, list, tuple, dict, type(None))
     return {
         name: parameter.default
         for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.default is not parameter.empty and isinstance(parameter.default, plain)
+        if parameter.default is not parameter.empty and _json(parameter.default)
     }
+
+
+def without_defaults(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments but for defaults as JSON writes them, which a run's config.json has.
+
+    A default need not be of the annotated type, and JSON makes a list of a tuple.
+    """
+    own = {name: _json(default) for name, default in defaults_of(function).items()}
+    return {name: value for name, value in given.items() if own.get(name, "") != _json(value)}
+
+
+def _json(value: Any) -> str | None:
+    """Returns the value as JSON; None where that cannot hold it."""
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError):
+        return None
 
 
 def _annotations(function: Callable[..., Any]) -> dict[str, Any]:

@@ -131,19 +131,22 @@ class Update:
         ratios, squares = sums.pop(_RATIO), sums.pop(_RATIO_SQUARED)
         # Kish's (sum w)^2 / sum w^2, as a fraction of the tokens.
         sample_size = ratios**2 / (tokens * jnp.maximum(squares, 1e-30))
-        rates = _scaled(controls[0], sample_size, self.config.ess_scaling), *controls[2:]
+        scale = jnp.where(count > 0, sample_size, 1.0)
+        rates = _scaled(controls[0], scale, self.config.ess_scaling), *controls[2:]
         optimizers = self.optimizers
         each_network = (optimizers, grads, state.moments, state.trained, rates, (divisor, tokens))
         steps = [_network_step(*each) for each in zip(*each_network, strict=False)]
         norms = [sums["loss"], *streams.values(), *(norm for each in steps for norm in each.norms)]
         is_finite = jnp.isfinite(jnp.stack(norms)).all()
-        # Without a token the moments alone would move the parameters.
-        is_taken = is_finite & (num_learnt > 0)
-        trained, moments = jax.tree.map(
-            lambda after, before: jnp.where(is_taken, after, before),
-            (tuple(each.params for each in steps), tuple(each.moments for each in steps)),
-            (state.trained[: len(steps)], state.moments[: len(steps)]),
-        )
+        # Without a token the moments alone would move the parameters: the policy's, which a stream
+        # has too, or the critic's.
+        is_taken, has_values = is_finite & (num_learnt > 0), is_finite & (count > 0)
+        before = zip(state.trained, state.moments, strict=False)
+        taken = [
+            jax.tree.map(functools.partial(jnp.where, takes), (step.params, step.moments), old)
+            for takes, step, old in zip((is_taken, has_values), steps, before, strict=False)
+        ]
+        trained, moments = zip(*taken, strict=True)
         metrics = {
             name: jnp.where(count > 0, value, 0.0) if _is_maximum(name) else value / tokens
             for name, value in sums.items()

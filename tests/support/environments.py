@@ -25,6 +25,22 @@ class Talker:
         return StepResult(text=f"{self.seed + self.replies}.", reward=0.25, done=False)
 
 
+class WithDefaults(Talker):
+    """Has defaults of another type than annotated, that JSON changes, and that it cannot hold."""
+
+    def __init__(
+        self,
+        *,
+        limit: int = None,  # pyright: ignore[reportArgumentType]
+        pair: tuple = (1, 2),
+        tools: tuple = (len,),
+        word: str = "a",
+        seed: int = 0,
+    ):
+        super().__init__(seed)
+        self.limit, self.pair, self.tools, self.word = limit, pair, tools, word
+
+
 class Watched:
     """A game of Tic-Tac-Toe that does something before each of its steps, and after its last."""
 
