@@ -37,7 +37,7 @@ from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import ends_of
 from earl_jax.placement.updates import StepUpdate, Wait
 from earl_jax.rollout.actor import Stopped
-from earl_jax.rollout.events import Events
+from earl_jax.rollout.events import Begun, Events
 from earl_jax.rollout.gather import Played, gather_ends, gather_outcomes
 from earl_jax.rollout.load import expected_tokens, measure_load
 from earl_jax.run.build import Run
@@ -85,11 +85,20 @@ class AsyncPlayer:
     Every process has one, and calls it alike; those that only train have no service.
     """
 
-    def __init__(self, run: Run, placement: Placement, events: Events | None = None) -> None:
-        """Begins without a service, which the first step opens; `events` None: they go nowhere."""
+    def __init__(
+        self,
+        run: Run,
+        placement: Placement,
+        events: Events | None = None,
+        begun: Begun | None = None,
+    ) -> None:
+        """Begins without a service, which the first step opens; `events` None: they go nowhere.
+
+        `begun` are the groups of a run that goes on.
+        """
         self._run, self._placement = run, placement
         self._events = events or Events()
-        self._live = LiveService(run, placement, self._events)
+        self._live = LiveService(run, placement, self._events, begun)
         self._timer = StageTimer()
         # What a step has taken, until it is played to its end.
         self._taken: _Taken | None = None

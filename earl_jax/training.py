@@ -21,7 +21,14 @@ from earl_jax.placement.compile_ahead import CompileAhead, compiles_ahead
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
 from earl_jax.rollout.actor import Stopped
-from earl_jax.rollout.events import Events, drop_events, events_file, read_events
+from earl_jax.rollout.events import (
+    Begun,
+    Events,
+    begun_groups,
+    drop_events,
+    events_file,
+    read_events,
+)
 from earl_jax.rollout.load import expected_tokens
 from earl_jax.run.build import Run
 from earl_jax.run.exports import export_policy
@@ -219,11 +226,14 @@ def _player(
     """Returns what plays ahead of the steps from this step on; None in a synchronous run."""
     if not run.config.asynchrony.is_on:
         return None
-    path, index = None, run.cluster.index
-    if run.cluster.plays:
-        path = events_file(workdir, index)
-        drop_events(workdir, step, index)
-    return AsyncPlayer(run, placement, Events(path, replayed))
+    cluster, begun = run.cluster, None
+    if cluster.is_first:
+        # Those of all processes, of which there may have been others.
+        drop_events(workdir, step)
+        begun = begun_groups(workdir)
+    begun = cluster.gather(begun, "the groups that are open")[0]
+    path = events_file(workdir, cluster.index) if cluster.plays else None
+    return AsyncPlayer(run, placement, Events(path, replayed), begun and Begun(*begun))
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

@@ -5,6 +5,7 @@
 import collections
 import copy
 import dataclasses
+import json
 import tempfile
 from pathlib import Path
 
@@ -12,7 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from earl_jax.rollout.events import EVENTS, Events, drop_events, events_file, read_events
+from earl_jax.rollout.events import (
+    EVENTS,
+    Events,
+    begun_groups,
+    drop_events,
+    events_file,
+    read_events,
+)
 from earl_jax.rollout.open_groups import OpenGroups
 from earl_jax.rollout.staleness import (
     AsynchronyConfig,
@@ -117,8 +125,9 @@ class Shape:
     reuse: int = 1
     # Of group g whether nothing is learnt from it is the g-th, modulo their number.
     useless: tuple[bool, ...] = (False,)
-    # Processes that play, each `size` groups of a step.
+    # Processes that play, each `size` groups of a step; and after each kill, if others.
     players: int = 1
+    later_players: tuple[int, ...] = ()
 
     @property
     def step_size(self) -> int:
@@ -146,22 +155,31 @@ class Driven:
         self.lost: list[int] = []
         self.lags: list[int] = []
         self.checkpoint = (0, (), 0, Source(shape.step_size).state(), [])
+        self.begun = None
 
     def run(self) -> None:
         replayed = self.replayed or [()] * self.shape.players
-        self.events = [
-            Events(events_file(self.workdir, player), events)
-            for player, events in enumerate(replayed)
-        ]
+        self.open_files(replayed)
         while len(self.taken) < NUM_STEPS:
             try:
                 self.go_on()
             except Killed:
                 step = self.checkpoint[0]
                 self.taken, self.lost = self.taken[:step], list(self.checkpoint[4])
-                for player in range(self.shape.players):
-                    drop_events(self.workdir, step, player)
-                    self.events[player] = Events(events_file(self.workdir, player))
+                drop_events(self.workdir, step)
+                self.begun = begun_groups(self.workdir)
+                if self.shape.later_players:
+                    players, *later = self.shape.later_players
+                    size = self.shape.step_size // players
+                    changes = {"players": players, "size": size, "later_players": tuple(later)}
+                    self.shape = dataclasses.replace(self.shape, **changes)
+                self.open_files([()] * self.shape.players)
+
+    def open_files(self, replayed) -> None:
+        self.events = [
+            Events(events_file(self.workdir, player), events)
+            for player, events in enumerate(replayed)
+        ]
 
     def look(self) -> None:
         self.num_looks += 1
@@ -187,6 +205,7 @@ class Driven:
             self.events[player],
             is_useless=lambda group: shape.is_useless(group[0].group),
             part=(player, shape.players),
+            begun=self.begun,
         )
 
     def go_on(self) -> None:
@@ -200,9 +219,7 @@ class Driven:
                 services = [self.new_service(version) for _ in players]
                 for groups, service, events in zip(players, services, self.events, strict=True):
                     events.note("open", version=version)
-                    # One player knows by itself, as of a checkpoint without the number.
-                    next_drawn = oldest if shape.players > 1 else None
-                    groups.open(service, version, resumed, next_drawn)
+                    groups.open(service, version, resumed, oldest)
             else:
                 for groups, service in zip(players, services, strict=True):
                     groups.publish(version)
@@ -352,6 +369,51 @@ def test_every_task_is_trained_on_once_within_the_bound_through_failures_and_kil
         again.run()
         assert all(own.is_over for own in again.events)
         assert (again.taken, again.lost) == (run.taken, run.lost)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("players", "later"), [(1, (2,)), (2, (1,)), (2, (4, 1)), (4, (2, 2))])
+def test_a_run_goes_on_with_other_numbers_of_players(tmp_path, rule, players, later):
+    """Killed at any of some moments: each task is played to its end once, within the bound."""
+    for first in range(5, 42, 6):
+        run = driven(
+            tmp_path / str(first),
+            rule=rule,
+            bound=2,
+            size=8 // players,
+            players=players,
+            later_players=later,
+            kills=[first, first + 20],
+            checkpoint_every=2,
+            fates=[Fate(rounds=n) for n in (9, 2, 3, 2, 1)],
+        )
+        taken = [number for step in run.taken for number in step]
+        assert [len(step) for step in run.taken] == [8] * NUM_STEPS
+        assert len(set(taken + run.lost)) == len(taken) + len(run.lost)
+        if rule in ("in_order", "wait", "drop"):
+            assert max(run.lags) <= 2
+        if rule != "drop":
+            assert sorted(taken) == list(range(8 * NUM_STEPS)) and not run.lost
+        assert run.shape.players in later, "it was killed"
+
+
+def test_events_of_a_rollout_that_was_stopped_are_not_replayed(tmp_path):
+    """Nor a line that was cut short; a run without a step that has ended cannot be."""
+    run = driven(tmp_path / "run")
+    path = tmp_path / "run" / EVENTS
+    whole = path.read_text()
+    with path.open("a") as file:
+        file.write('{"event": "publish", "version": 6, "round": 9}\n{"event": "answ')
+    events = read_events(tmp_path / "run")
+    assert events == [json.loads(line) for line in whole.splitlines()]
+    assert events[-1]["event"] == "trained" and events[-1]["step"] == NUM_STEPS
+    (tmp_path / "again").mkdir()
+    again = Driven(run.shape, tmp_path / "again", [events])
+    again.run()
+    assert again.taken == run.taken and again.events[0].is_over
+    path.write_text(whole.splitlines()[0] + "\n")
+    with pytest.raises(InputError, match="no step that has ended"):
+        read_events(tmp_path / "run")
 
 
 def check_submitted(events: list[dict], shape: Shape, player: int) -> None:

@@ -24,7 +24,7 @@ nothing by the time. Each event is a JSON object on a line of its own, with its 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from earl_jax.envs.pool import Failure
 from earl_jax.rollout.answers import Answer, Answers
@@ -45,6 +45,9 @@ class Events:
         """Writes an event. Raises RunError where a replayed run did something else here."""
         line = json.loads(json.dumps({"event": event, **facts}))
         if self.is_replay:
+            while event == "trained" and self.coming("answers"):
+                # Of a round beside the update that a signal stopped: it was played to no end.
+                self._next += 1
             expected = self._replayed[self._next] if self._next < len(self._replayed) else None
             if line != expected:
                 raise RunError(
@@ -72,14 +75,6 @@ class Events:
         """Returns the first event of this name that is still to come in a replay."""
         rest = self._replayed[self._next :]
         return next((each for each in rest if each["event"] == event), None)
-
-    def last_submitted(self) -> int | None:
-        """Returns the greatest number of a submitted group by the file's events; None: no group."""
-        if self._path is None or not self._path.exists():
-            return None
-        events = map(json.loads, self._path.read_text().splitlines())
-        groups = (event["groups"] for event in events if event["event"] == "submit")
-        return max((number for each in groups for number in each), default=None)
 
     def record_calls(self, calls: Answers) -> Answers:
         """Returns the calls, with answers that are noted, or come as they did."""
@@ -109,7 +104,7 @@ class _Recorded:
         if not self._events.is_replay:
             found = self._inner.take(wait_s, at_least_one=at_least_one)
         else:
-            found = self._replayed(call)
+            found = self._replayed(call, at_least_one)
         if found:
             failed = {
                 str(ticket): [answer.stop_reason, answer.detail]
@@ -119,9 +114,14 @@ class _Recorded:
             self._events.note("answers", call=call, tickets=list(found), failed=failed)
         return found
 
-    def _replayed(self, call: int) -> dict[int, Answer | Failure]:
+    def _replayed(self, call: int, at_least_one: bool) -> dict[int, Answer | Failure]:
         event = self._events.coming("answers")
         if event is None or event["call"] != call:
+            if at_least_one and self._inner.take(at_least_one=True):
+                raise RunError(
+                    f"look {call} of the run that is replayed had no answer, and here one is "
+                    "waited for; replay it with the same code, packages and kind of devices"
+                )
             return {}
         failed = {
             int(ticket): Failure(stop_reason=reason, detail=detail)
@@ -157,15 +157,21 @@ def events_file(workdir: Path, process: int = 0) -> Path:
 def read_events(workdir: Path, process: int = 0) -> list[dict[str, Any]]:
     """Returns the events of a run, as this process is to repeat them.
 
+    They end with the last step that has ended in all processes; a rollout that was stopped behind
+    it has none.
+
     Raises:
-        InputError: the folder has none, or its file is damaged.
+        InputError: the folder has none, its file is damaged, or no step has ended.
     """
     path = events_file(workdir, process)
     only_trains = not path.exists()
     path = path if path.exists() else workdir / EVENTS
     try:
-        events = [json.loads(line) for line in path.read_text().splitlines()]
-        return [e for e in events if not (only_trains and process) or e["event"] in _SHARED]
+        lasts = [_last_step(_whole_lines(each)) for each in _files(workdir)]
+        # Where one was killed, others may be a step ahead; a file may be of an earlier number of
+        # processes.
+        step = min((last for last in lasts if last >= max(lasts) - 1), default=0)
+        events = [event for event, _ in _up_to(_whole_lines(path), step)]
     except OSError as error:
         raise InputError(
             f"{path} cannot be read ({error.strerror or error}); a run has events with "
@@ -173,21 +179,75 @@ def read_events(workdir: Path, process: int = 0) -> list[dict[str, Any]]:
         ) from error
     except ValueError as error:
         raise InputError(f"{path} is damaged: {error}") from error
+    if not events:
+        raise InputError(f"{path} has no step that has ended; there is nothing to replay")
+    return [e for e in events if not (only_trains and process) or e["event"] in _SHARED]
 
 
-def drop_events(workdir: Path, step: int, process: int = 0) -> None:
-    """Drops a process's events behind the end of this step, of a run that goes on from there."""
-    path = events_file(workdir, process)
-    if not path.exists():
-        return
-    kept, end = [], 0
-    for line in path.read_text().splitlines():
+def drop_events(workdir: Path, step: int) -> None:
+    """Drops all processes' events behind the end of this step, of a run that goes on from there."""
+    for path in _files(workdir):
+        kept = [line for _, line in _up_to(_whole_lines(path), step)]
+        write_atomically(path, "".join(line + "\n" for line in kept))
+
+
+class Begun(NamedTuple):
+    """The groups of a run up to `last`, the greatest that was submitted, of which no step took one.
+
+    Neither was it dropped; it may have been submitted or not.
+    """
+
+    last: int
+    open_groups: list[int]
+
+
+def begun_groups(workdir: Path) -> Begun | None:
+    """Returns the groups that are begun by all processes' events, whoever played them; None: none.
+
+    All numbers of groups in events are those of the run.
+    """
+    numbers: dict[str, set[int]] = {"submit": set(), "take": set(), "drop": set()}
+    for path in _files(workdir):
+        for event, _ in _whole_lines(path):
+            if event["event"] in numbers:
+                numbers[event["event"]].update(event["groups"])
+    if not numbers["submit"]:
+        return None
+    last, over = max(numbers["submit"]), numbers["take"] | numbers["drop"]
+    return Begun(last, [number for number in range(last + 1) if number not in over])
+
+
+def _files(workdir: Path) -> list[Path]:
+    """Returns the files of all processes' events."""
+    return sorted(workdir.glob("events*.jsonl"))
+
+
+def _whole_lines(path: Path) -> list[tuple[dict[str, Any], str]]:
+    """Returns the events of a file and their lines, without a last one that was cut short.
+
+    Raises ValueError for another line that is no event.
+    """
+    lines, found = path.read_text().splitlines(), []
+    for number, line in enumerate(lines, start=1):
         try:
-            event = json.loads(line)
+            found.append((json.loads(line), line))
         except ValueError:
-            # Cut by the end of the process.
-            break
-        kept.append(line)
-        if event["event"] == "trained" and event["step"] == step:
-            end = len(kept)
-    write_atomically(path, "".join(line + "\n" for line in kept[:end]))
+            if number < len(lines):
+                raise
+    return found
+
+
+def _last_step(events: Sequence[tuple[dict[str, Any], str]]) -> int:
+    return max((event["step"] for event, _ in events if event["event"] == "trained"), default=0)
+
+
+def _up_to(
+    events: Sequence[tuple[dict[str, Any], str]], step: int
+) -> Sequence[tuple[dict[str, Any], str]]:
+    """Returns the events up to the end of this step."""
+    ends = (
+        number
+        for number, (event, _) in enumerate(events, start=1)
+        if event["event"] == "trained" and event["step"] <= step
+    )
+    return events[: max(ends, default=0)]

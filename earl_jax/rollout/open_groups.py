@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from earl_jax.envs.tasks import KeepsState
 from earl_jax.rollout.episode import Task
-from earl_jax.rollout.events import Events
+from earl_jax.rollout.events import Begun, Events
 from earl_jax.rollout.row_pool import Finished
 from earl_jax.rollout.staleness import (
     AsynchronyConfig,
@@ -90,15 +90,18 @@ class OpenGroups:
         *,
         is_useless: Callable[[Sequence[Trajectory]], bool] = lambda group: False,
         part: tuple[int, int] = (0, 1),
+        begun: Begun | None = None,
     ) -> None:
         """Begins with none; they are numbered as those of `tasks`. `events` None: go nowhere.
 
         `is_useless` says of a finished group that nothing is learnt from it (settings.refill).
-        `part` is the index of this process's part of each step, and their number.
+        `part` is the index of this process's part of each step, and their number. `begun` are the
+        groups of a run that goes on, whose parts may have been others.
         """
         self._tasks, self._settings, self._events = tasks, settings, events or Events()
         self.group_size = tasks.rollout.group_size
         self._part, self._num_parts = part
+        self._begun = begun
         self.size = tasks.rollout.episodes_per_step // self.group_size // self._num_parts
         self.version = self.num_rounds = self.num_reused = 0
         self.dropped: list[Outcome] = []
@@ -174,12 +177,14 @@ class OpenGroups:
         self._waiting = sorted([*self._open, *self._in_hand])
         self._groups, self._kept, self._in_hand = {}, {}, []
         if self._next is None:
-            self._waiting = sorted(self._in_part(resumed))
-            # All groups before it are open, or were trained on or dropped. Events that reach up to
-            # here say which is the last; without them no step took groups again or dropped any.
-            begun = version * self.size + len(self._waiting)
-            last = self._events.last_submitted()
-            self._next = begun if last is None else self._in_part([last])[0] + 1
+            # All groups before the next one are open, or were trained on or dropped. Without
+            # events up to here no step took groups again or dropped any.
+            begun = self._begun
+            waiting = resumed if begun is None else begun.open_groups
+            self._waiting = sorted(self._in_part(waiting))
+            self._next = version * self.size + len(self._waiting)
+            if begun is not None:
+                self._next = len(self._in_part(range(begun.last + 1)))
             self._next_drawn = self.oldest_step if next_drawn is None else next_drawn
 
     def publish(self, version: int) -> None:
@@ -225,8 +230,10 @@ class OpenGroups:
         """Plays one round, and adds the finished episodes to their groups."""
         service = self._playing
         assert service.is_busy, "a batch is there, or some of its groups play"
+        finished = service.step()
+        # A round that raises, as at a signal, is none.
         self.num_rounds += 1
-        self._add(service.step())
+        self._add(finished)
 
     def play_beside(self, is_over: Callable[[], bool]) -> None:
         """Plays rounds until an update `is_over`; in a replay as many as then."""

@@ -20,7 +20,7 @@ from earl_jax.models.lora import fingerprint
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
 from earl_jax.rollout.collect import Rollout
-from earl_jax.rollout.events import Events
+from earl_jax.rollout.events import Begun, Events
 from earl_jax.rollout.gather import furthest
 from earl_jax.rollout.load import expected_load, expected_tokens
 from earl_jax.rollout.open_groups import OpenGroups
@@ -54,8 +54,10 @@ class LiveService:
     the oldest step with an open group, or one that is yet to be begun.
     """
 
-    def __init__(self, run: Run, placement: Placement, events: Events) -> None:
-        """Begins without a service, which the first `publish` opens."""
+    def __init__(
+        self, run: Run, placement: Placement, events: Events, begun: Begun | None = None
+    ) -> None:
+        """Begins without a service, which the first `publish` opens; `begun` as in `OpenGroups`."""
         self._run, self._placement, self._events = run, placement, events
         self._settings = run.config.asynchrony
         self.groups = OpenGroups(
@@ -64,6 +66,7 @@ class LiveService:
             events,
             is_useless=functools.partial(is_useless, run.learner.algorithm),
             part=run.cluster.part,
+            begun=begun,
         )
         self.service: RolloutService | None = None
         self.open_groups: tuple[int, ...] = ()
