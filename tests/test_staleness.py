@@ -5,6 +5,7 @@
 import collections
 import copy
 import dataclasses
+import itertools
 import json
 import tempfile
 from pathlib import Path
@@ -371,8 +372,13 @@ def test_every_task_is_trained_on_once_within_the_bound_through_failures_and_kil
         assert (again.taken, again.lost) == (run.taken, run.lost)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(("players", "later"), [(1, (2,)), (2, (1,)), (2, (4, 1)), (4, (2, 2))])
+@pytest.mark.parametrize(
+    ("players", "later", "rule"),
+    [
+        *itertools.product([1, 2, 4], [(2,), (2, 1), (4, 2)], ["in_order", "drop"]),
+        *itertools.product([2, 4], [(1,)], ["wait", "mask", "admission"]),
+    ],
+)
 def test_a_run_goes_on_with_other_numbers_of_players(tmp_path, rule, players, later):
     """Killed at any of some moments: each task is played to its end once, within the bound."""
     for first in range(5, 34, 4):
@@ -395,6 +401,12 @@ def test_a_run_goes_on_with_other_numbers_of_players(tmp_path, rule, players, la
         if rule != "drop":
             assert sorted(taken) == list(range(8 * NUM_STEPS)) and not run.lost
         assert run.shape.players in later, "it was killed"
+
+
+def test_groups_that_finished_as_they_liked_are_not_shared_out_among_others(tmp_path):
+    given = {"rule": "wait", "size": 8, "later_players": (2,), "kills": [29], "bound": 2}
+    with pytest.raises(InputError, match="go on with as many processes that play as before"):
+        driven(tmp_path / "run", fates=[Fate(rounds=n) for n in (9, 2, 3, 2, 1)], **given)
 
 
 def test_events_of_a_rollout_that_was_stopped_are_not_replayed(tmp_path):

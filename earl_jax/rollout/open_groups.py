@@ -24,6 +24,7 @@ from earl_jax.rollout.staleness import (
     overdue,
 )
 from earl_jax.rollout.tasks import Tasks
+from earl_jax.settings.errors import InputError
 from earl_jax.trajectory import Outcome, Trajectory
 
 
@@ -172,6 +173,9 @@ class OpenGroups:
 
         `resumed` are those of the run's position, which count for the first service, and
         `next_drawn` is the step whose tasks their source gives next; None: this `oldest_step`.
+
+        Raises:
+            InputError: other processes have played so far, and what is left cannot be shared out.
         """
         self._service, self.version, self.num_rounds = service, version, 0
         self._waiting = sorted([*self._open, *self._in_hand])
@@ -185,7 +189,18 @@ class OpenGroups:
             self._next = version * self.size + len(self._waiting)
             if begun is not None:
                 self._next = len(self._in_part(range(begun.last + 1)))
+                self._check_parts(self._next - len(self._waiting), version)
             self._next_drawn = self.oldest_step if next_drawn is None else next_drawn
+
+    def _check_parts(self, num_over: int, version: int) -> None:
+        """Raises ValueError where the groups that are left do not go into this part's steps."""
+        if self._settings.rule != "drop" and num_over != version * self.size:
+            raise InputError(
+                f"config.asynchrony.rule is {self._settings.rule!r}, by which steps take groups as "
+                "they finish, and another number of processes has played this run so far: the "
+                f"groups that are left do not go into {self._num_parts} equal parts; go on with "
+                "as many processes that play as before, or with one"
+            )
 
     def publish(self, version: int) -> None:
         """Notes that from now on the service plays with weights of `version`."""
