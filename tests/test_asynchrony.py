@@ -152,7 +152,7 @@ def test_a_run_that_was_stopped_goes_on_within_the_bound_and_is_replayed_whole(
     tmp_path, monkeypatch
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    first, again = tmp_path / "run", tmp_path / "again"
+    first, half, again = (tmp_path / name for name in ("run", "half", "again"))
     config = config_of()
     looks = itertools.count()
 
@@ -163,6 +163,10 @@ def test_a_run_that_was_stopped_goes_on_within_the_bound_and_is_replayed_whole(
 
     end = train(config, first, stop)
     assert "SIGTERM" in end.stopped
+    assert '"trained"' not in (first / EVENTS).read_text().splitlines()[-1], "in a rollout"
+    # A replay ends where the last step did.
+    assert "the end of the events" in train(config, half, replay=first).stopped
+    assert_equal(final_parameters(first, 2), final_parameters(half, 2))
     train(config, first)
     check_bound(steps_of(first), 2)
     assert episodes_of(first) == dict.fromkeys(range(STEPS * EPISODES), 1)
