@@ -6,12 +6,14 @@ import dataclasses
 import functools
 import random
 
+import jax
 import numpy as np
 import pytest
 
 from earl_jax.engine.session import Policy
 from earl_jax.rollout.config import Limits
 from earl_jax.rollout.episode import Prompt, Task
+from earl_jax.serving.served_engine import NoMemory
 from tests.support.continuations import CONTEXT_TOKENS, continuations, policy, prompt, served
 
 # Pages have 8 tokens and chunks 16: less than a chunk is not taken over.
@@ -214,6 +216,31 @@ def test_a_conversation_that_gave_up_its_pages_comes_back_from_host_memory():
         assert read == 6
         [expected] = continuations([np.array(ids)], [chat.number], len(turn.token_ids))
         assert list(turn.token_ids) == expected.tolist()
+
+
+def test_a_conversation_for_which_the_cache_cannot_grow_stays_in_host_memory(monkeypatch):
+    """Its request is aborted, as the server does; others go on, and later it does."""
+
+    def short_of_memory(*args):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    service = open_served(keep_replies=True, first_context_tokens=48)
+    chats = [Chat(number) for number in range(SLOTS + 1)]
+    for chat in chats:
+        say(service, chat)
+    first = chats[0]
+    first.ids += prompt(99, 10).tolist()
+    assert len(service._blocks._idle.store) == 1 and len(first.ids) < 48 < len(first.ids) + REPLY
+    with monkeypatch.context() as patch:
+        patch.setattr(player().engine, "repack", short_of_memory)
+        [ticket] = service.submit([first.task()])
+        with pytest.raises(NoMemory):
+            for _ in range(REPLY):
+                service.step()
+        service.abort([ticket])
+        [expected] = continuations([np.array(chats[2].ids)], [2], 1)
+        assert list(say(service, chats[2], reply=1)[0].token_ids) == expected.tolist()
+    assert say(service, first)[1:] == (16, 31)
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
