@@ -9,6 +9,7 @@ behind exactly those turns that have one.
 import dataclasses
 import functools
 import itertools
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -212,6 +213,49 @@ def test_fork_of_a_preempted_episode_drops_its_saved_pages(forked, preemption):
     for one, other in zip(forked.trajectories, preempted.trajectories, strict=True):
         assert [t.token_ids for t in one.turns] == [t.token_ids for t in other.turns]
         assert one.sample_starts == other.sample_starts
+
+
+def test_a_fork_behind_a_sample_that_is_read_again_in_part_stands_at_its_place(forked):
+    """New weights come while the environment thinks; it answers when a chunk is read again."""
+    arrived, may_answer = threading.Event(), threading.Event()
+
+    class Slow(Quiz):
+        def step(self, reply: str) -> StepResult:
+            arrived.set()
+            assert may_answer.wait(60)
+            may_answer.clear()
+            return super().step(reply)
+
+    whole, player, pool = most_forked(forked), engine(), EnvironmentPool(1, timeout_s=60.0)
+    policy = Policy(params=weights(), version=2)
+    service = RolloutService(
+        empty_session(player, policy, MAX_TOKENS, Pool(NUM_DEVICES, 8)),
+        dataclasses.replace(CONFIG, patience_s=0.001),
+        lambda: Conversation(forgetful_renderer(), "fork"),
+        pool,
+        lambda task: Slow(task.episode),
+        GrowPool(),
+        num_devices=NUM_DEVICES,
+        sampling=Sampling(),
+        max_context=NO_LIMIT,
+    )
+    service.submit(tasks(1, first=whole.episode))
+    finished, partly_read = [], 0
+    while not finished:
+        if arrived.wait(0.3):
+            arrived.clear()
+            service.update_weights(Policy(params=weights(), version=2), "recompute")
+            finished += service.step()
+            partly_read += any(each is not None and each.queue for each in service._slots)
+            may_answer.set()
+        finished += service.step()
+    assert partly_read, "a sample is longer than a chunk"
+    [episode] = finished
+    ids = [token for turn in episode.trajectory.turns for token in turn.token_ids]
+    assert ids == [token for turn in whole.turns for token in turn.token_ids]
+    row = np.asarray(service.session.state.experience.tokens)[episode.row]
+    assert row[: len(ids)].tolist() == ids and not row[len(ids) :].any()
+    pool.close()
 
 
 @pytest.fixture(scope="module")

@@ -541,7 +541,7 @@ def test_a_sample_begun_anew_stands_behind_the_pending_token_and_sees_nothing_be
     ones = np.ones(NUM_SLOTS, np.int32)
     state, begun = say(empty(), first, restart=ones)
     assert not begun.active.any()
-    state, went_on = say(state, anew, fork=ones)
+    state, went_on = say(state, anew, fork=ones, origin=len(first) + begun.count)
     experience = jax.tree.map(np.asarray, state.experience)
     lengths = len(first) + begun.count
     np.testing.assert_array_equal(np.asarray(state.origin), lengths)
@@ -561,7 +561,8 @@ def test_a_sample_begun_anew_stands_behind_the_pending_token_and_sees_nothing_be
             went_on.logprobs[slot, : len(sampled)], scores[3 : 3 + len(sampled)], atol=1e-5
         )
     # Draws depend on the place in the row: the same prompt again is another draw.
-    state, again = say(state, anew, fork=ones)
+    lengths = lengths + len(anew) + went_on.count
+    state, again = say(state, anew, fork=ones, origin=lengths)
     assert (again.tokens != went_on.tokens).any(axis=1).sum() > NUM_SLOTS // 2
 
 

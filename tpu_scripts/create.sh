@@ -34,7 +34,7 @@ esac
   --runtime-version="$version" "${nodes[@]}" ${spot:+--spot}
 [[ ! $dry_run ]] || exit 0
 while found=$(state) && [[ $found != ACTIVE ]]; do
-  [[ $found != FAILED ]] || { echo "failed: ${queued[*]} describe $name ${where[*]}" >&2; exit 1; }
+  [[ ! $found =~ ^(FAILED|SUSPENDING|SUSPENDED)$ ]] || { echo "failed: ${queued[*]} describe $name ${where[*]}" >&2; exit 1; }
   echo "$name: ${found:-requested}" >&2
   sleep "${WAIT_S:-30}"
 done

@@ -20,6 +20,9 @@ if [[ ! $dry_run ]] && "${group[@]}" describe "$name" "${where[@]}" >/dev/null 2
   states=$("${group[@]}" list-instances "$name" "${where[@]}" --format='value(STATUS)')
   [[ $(grep -cx RUNNING <<<"$states") != "$size" ]] || exit 0
   "$(dirname "$0")/delete.sh" "${flags[@]}"
+elif [[ ! $dry_run ]]; then
+  # What is left of a creation that failed has the flags of then.
+  "$(dirname "$0")/delete.sh" "${flags[@]}" >/dev/null 2>&1 || true
 fi
 run gcloud compute resource-policies create workload-policy "$name" "${own[@]}" --region="${zone%-*}" \
   --type=HIGH_THROUGHPUT --accelerator-topology="$topology"

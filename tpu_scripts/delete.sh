@@ -12,6 +12,9 @@ if [[ ! $mig ]]; then
   exit
 fi
 own=(--quiet ${project:+--project="$project"})
-run gcloud compute instance-groups managed delete "$name" "${where[@]}" --quiet
-run gcloud compute instance-templates delete "$name" "${own[@]}"
-run gcloud compute resource-policies delete "$name" "${own[@]}" --region="${zone%-*}"
+# Each of them, because a creation may have failed behind the first.
+status=0
+run gcloud compute instance-groups managed delete "$name" "${where[@]}" --quiet || status=$?
+run gcloud compute instance-templates delete "$name" "${own[@]}" || status=$?
+run gcloud compute resource-policies delete "$name" "${own[@]}" --region="${zone%-*}" || status=$?
+exit "$status"

@@ -21,9 +21,11 @@ command="set -o pipefail; cd $dir && flock -w 900 run.lock .venv/bin/python -m e
 for again in {0..100}; do
   ((again == 0)) || { echo "starting the run again ($again of 100)" >&2; sleep "${WAIT_S:-30}"; }
   "$here/create.sh" "${flags[@]}"
-  "$here/setup.sh" "${flags[@]}"
   status=0
-  on_all ssh "{}" --command="$command" || status=$?
+  "$here/setup.sh" "${flags[@]}" || status=$?
+  # Behind the first start a worker may be away still.
+  ((status == 0 || again > 0)) || exit "$status"
+  ((status != 0)) || on_all ssh "{}" --command="$command" || status=$?
   [[ ! $dry_run ]] || exec "${PYTHON:-$here/../.venv/bin/python}" -m earl_jax.config "${arguments[@]}"
   # 2 is a mistake of the user's.
   ((status != 0 && status != 2)) || exit "$status"

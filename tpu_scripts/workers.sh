@@ -15,15 +15,21 @@ instances() {
 # Runs gcloud's ssh or scp for every worker at once; {} in an argument is the worker's machine.
 # Returns the largest status.
 on_all() {
-  local verb=$1 status=0 pids=() machine pid
+  local verb=$1 status=0 pids=() machine machines pid code
   shift
   if [[ ! $mig ]]; then
     run gcloud compute tpus queued-resources "$verb" "${@//\{\}/$name}" "${where[@]}" --node=all --worker=all
     return
   fi
-  for machine in $(instances); do
+  machines=$(instances) || return
+  [[ $machines ]] || { echo "$name has no instances" >&2; return 1; }
+  for machine in $machines; do
     run gcloud compute "$verb" "${@//\{\}/$machine}" "${where[@]}" & pids+=($!)
   done
-  for pid in "${pids[@]}"; do wait "$pid" || { (($? <= status)) || status=$?; }; done
+  for pid in "${pids[@]}"; do
+    code=0
+    wait "$pid" || code=$?
+    ((code <= status)) || status=$code
+  done
   return "$status"
 }

@@ -25,8 +25,8 @@ class RoundInputs(NamedTuple):
 
     - `chunk` [B,C], `count` [B]: the first `count` tokens of the chunk are appended.
     - `restart`: the slot is emptied first, and takes over `seed`, `row`, `sampling` and `stop_ids`.
-    - `fork`: only the cache is emptied. The episode goes on in its row, behind the pending token,
-      with a sample that begins with the chunk.
+    - `fork`: only the cache is emptied. The episode goes on in its row with a sample that begins
+      with the chunk, at `origin`, behind the pending token.
     - `rewind`: the cache of a sample is emptied that is to be read again, because its pages were
       given up.
     - `source`, `shared`, `copied`: behind any of these three, with `shared` above 0, the slot
@@ -54,6 +54,7 @@ class RoundInputs(NamedTuple):
     sampling: SamplingRows
     version: Any
     fork: Any = 0
+    origin: Any = 0
     rewind: Any = 0
     resume_turn: Any = 0
     end_turn: Any = 0
@@ -75,7 +76,7 @@ def idle_inputs(
     def full(value: int, *shape: int) -> np.ndarray:
         return np.full((num_slots, *shape), value, np.int32)
 
-    zeros = {name: full(0) for name in ("count", "seed", "discarded", "source", "shared")}
+    zeros = {name: full(0) for name in ("count", "seed", "discarded", "source", "shared", "origin")}
     flags = {name: full(0) for name in _FLAGS}
     return RoundInputs(
         chunk=full(0, chunk_size),
@@ -113,7 +114,7 @@ def pack_inputs(inputs: RoundInputs) -> np.ndarray:
 
 
 _COLUMNS = ("count", "seed", "row", "version", "source", "shared")
-_COLUMNS += ("copied", "turn_limit", "discarded")
+_COLUMNS += ("copied", "turn_limit", "discarded", "origin")
 # In front of a packed chunk: the flags, the columns, the fields of SamplingRows, the stop ids.
 INPUT_COLUMNS = 1 + len(_COLUMNS) + len(SamplingRows._fields) + MAX_STOP_IDS
 

@@ -178,8 +178,8 @@ def _new_origin_and_row(
     state: DecodeState, inputs: RoundInputs, first_row: jax.Array | int
 ) -> tuple[jax.Array, jax.Array]:
     """Returns each slot's origin and row after its restart or fork."""
-    # A new sample begins behind the pending token, which is recorded and ends the one before.
-    origin = jnp.where(inputs.fork, state.origin + state.cached + 1, state.origin)
+    # Not behind what is cached: the sample before may have been rewound, and be read in part.
+    origin = jnp.where(inputs.fork, inputs.origin, state.origin)
     row = jnp.where(inputs.row == NO_ROW, NO_ROW, inputs.row - first_row)
     return (
         jnp.where(inputs.restart, 0, origin),

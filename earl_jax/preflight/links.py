@@ -81,7 +81,9 @@ def links(cluster: Cluster) -> list[Link]:
     # Processes of a host report the same link, each with its own times.
     first: dict[str, Link] = {}
     for link in found:
-        first.setdefault(link.ends, link)
+        # What came wrong is seen by those to whom it came.
+        before = first.setdefault(link.ends, link)
+        first[link.ends] = before._replace(wrong=before.wrong or link.wrong)
     return list(first.values())
 
 

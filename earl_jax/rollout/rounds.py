@@ -107,6 +107,7 @@ class Rounds:
         if episode.task.sampling is not None:
             set_row(inputs.sampling, slot, episode.task.sampling)
         inputs.restart[slot], inputs.fork[slot], inputs.rewind[slot] = restart, fork, rewind
+        inputs.origin[slot] = episode.origin
         part, new = episode.take(inputs.chunk.shape[1])
         inputs.chunk[slot, : len(part)], inputs.count[slot] = part, len(part)
         blocks.hold(slot)

@@ -159,9 +159,12 @@ def _program(
     place = {device.id: n for n, device in enumerate(mesh.devices.flat)}
     bundles: dict[Any, list[int]] = defaultdict(list)
     for n, shipment in enumerate(shipments):
-        plan, wire = shipment.plan, shipment.wire_type
+        plan, wire, move = shipment.plan, shipment.wire_type, shipment.move
         alike = (plan.shape, wire, plan.senders.tobytes(), plan.receivers.tobytes())
-        bundles[alike, plan.boxes.tobytes()].append(n)
+        # Equal pieces may be cut out of other shards: of an array with replicas.
+        sides = (move.source, move.target)
+        cuts = tuple(tuple(shard_ranges(side, move.shape).items()) for side in sides)
+        bundles[alike, plan.boxes.tobytes(), cuts].append(n)
     legs = []
     for bundle in bundles.values():
         first = shipments[bundle[0]]

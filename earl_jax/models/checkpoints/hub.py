@@ -34,14 +34,14 @@ def find_folder(path: str, setting: str = "config.model.path") -> Path:
         )
     # Here, because it takes a second to import.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
 
     try:
         return Path(snapshot_download(path, allow_patterns=list(FILES)))
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except Exception as error:
+        # The hub's client has errors of its own, of the network and of proxies.
         if disk_in_words(error):
             raise
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip().splitlines() or ["without a word"])[0]
         raise InputError(
             f"{setting} is {path!r}; there is no such folder, and no hub gives a model of "
             f"this name ({type(error).__name__}: {reason}). Give the folder of a checkpoint, or "
