@@ -129,6 +129,9 @@ class AsyncPlayer:
 
     def plans_chosen(self) -> None:
         """Notes the plans in use; in a replay they are those of then."""
+        if not self._run.problem.splits:
+            # Plans of both stages are chosen when a service is opened, and not in each step.
+            self._placement.most_length = max(self._placement.most_length, self._placement.length)
         self._live.note_plans()
 
     def open_groups(self) -> tuple[int, ...]:

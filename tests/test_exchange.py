@@ -164,6 +164,21 @@ def test_the_compiled_program_sends_the_bytes_of_the_plan_and_no_others(source, 
     assert sent_by(text) == sum(shipment.plan.moved_bytes for shipment in shipments)
 
 
+@pytest.mark.parametrize("order", [("cut", "copies"), ("copies", "cut")])
+def test_alike_pieces_are_cut_out_of_the_shards_that_each_array_has(order):
+    """Devices 0 and 1 send a half each: one array is cut over them, the other is whole on both."""
+    here, there = (jax.sharding.Mesh(jax.devices()[n : n + 2], ("x",)) for n in (0, 4))
+    specs = {"cut": P("x"), "copies": P()}
+    values = {"cut": np.arange(4.0, dtype=np.float32), "copies": 9 - np.arange(4, dtype=np.float32)}
+    tree = {name: jax.device_put(values[name], NamedSharding(here, specs[name])) for name in order}
+    target = NamedSharding(there, P("x"))
+    shipments = tuple(shipments_of(tree, dict.fromkeys(order, target)))
+    assert len({each.plan.senders.tobytes() for each in shipments}) == 1
+    moved = exchange_module.exchange(list(tree.values()), list(shipments), None)
+    for name, array in zip(order, moved, strict=True):
+        np.testing.assert_array_equal(np.asarray(array), values[name])
+
+
 # Real processes. Each of them runs one of these functions.
 
 

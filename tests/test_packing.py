@@ -124,6 +124,22 @@ def test_every_shape_divides_over_micro_batches_and_shards():
                 assert parts == -(-shape.positions * micro_batches // rule.largest.positions)
 
 
+def test_rows_that_were_packed_for_another_plan_go_into_equal_micro_batches():
+    """Fifteen rows need two micro-batches by their positions, and go into three."""
+    rule = RowRule(32, 4, 1, 1024)
+    assert rule.least_parts(Shape(15, 1056)) == 2 and rule.parts(Shape(15, 1056)) == 3
+    for shards in (1, 2, 4):
+        for micro_batches in (1, 2, 4, 8):
+            rule = RowRule(32, micro_batches, shards, 64)
+            for rows in range(shards, 33, shards):
+                for length in (64, 72, 120):
+                    parts = rule.parts(Shape(rows, length))
+                    assert rows // shards % parts == 0
+                    assert parts >= rule.least_parts(Shape(rows, length))
+            # Those of the rule itself need no more than by their positions.
+            assert all(rule.parts(each) == rule.least_parts(each) for each in rule.shapes)
+
+
 def test_known_shapes_are_used_again():
     rule, history = RowRule(128, 1, 1, 8), ShapeHistory()
     assert history.choose([8] * 16, rule, 0) == (16, 8)

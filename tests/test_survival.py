@@ -182,6 +182,15 @@ def test_packed_rows_go_to_a_mesh_with_more_row_shards(world, monkeypatch):
     assert metrics["policy_tokens"] == (np.asarray(batch.turn_ids) > 0).sum()
 
 
+def test_a_lack_of_memory_of_the_last_episodes_is_that_of_the_plan_they_moved_to(world):
+    placement = placed(world)
+    placement.tail = placement.rollout._replace(mesh=MeshShape(tensor=2))
+    assert placement.tail.mesh != placement.rollout.mesh
+    assert placement.attempt("rollout", lambda: hungry(donated=0)(jnp.ones(1))) is None
+    meshes = [each.mesh for each in placement.observations.table.failures]
+    assert meshes == [str(placement.tail.mesh)]
+
+
 @pytest.mark.slow
 def test_smaller_micro_batches_are_used_where_no_mesh_is_left_until_the_run_stops(
     world, monkeypatch

@@ -75,6 +75,19 @@ def test_facts_say_model_devices_versions_and_what_changes_programs(run):
     assert facts["attention"] == [choice.kernel for choice in run.attention]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train": {"optimizer": "lion"}},
+        {"train": {"momentum_dtype": "bfloat16"}},
+        {"asynchrony": {"max_staleness": 2}},
+    ],
+    ids=["optimizer", "moments", "rows"],
+)
+def test_what_changes_the_bytes_of_a_program_is_a_fact(run, changes):
+    assert facts_of(build_run(make_config(GIVEN | changes))) != facts_of(run)
+
+
 def test_flags_are_facts_in_any_order_but_for_those_that_dump(run, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_b=2 --xla_a=1")
     facts = facts_of(run)

@@ -92,7 +92,16 @@ class RowRule(NamedTuple):
         return Shape(self.most, self.length)
 
     def parts(self, shape: Shape) -> int:
-        """Returns the number of micro-batches of an update of this shape."""
+        """Returns the number of micro-batches of an update of this shape, with equal rows in each.
+
+        A shape of another rule may need more than its positions would: 15 rows that do not go into
+        2 micro-batches go into 3.
+        """
+        parts, rows = self.least_parts(shape), shape.rows // self.shards
+        return next((n for n in range(parts, rows + 1) if rows % n == 0), 1)
+
+    def least_parts(self, shape: Shape) -> int:
+        """Returns the number of micro-batches that the positions of a shape need."""
         parts = -(-shape.positions // (self.most // self.micro_batches * self.length))
         return max(1, min(parts, shape.rows // self.shards))
 
@@ -114,7 +123,7 @@ def _shapes(rule: RowRule) -> list[Shape]:
             longest = min((rows + 1) * length - 1, most * length) // rows
             for each in range(length, longest + 1, step):
                 shape = Shape(parts * rows * rule.shards, each)
-                if rule.parts(shape) == parts:
+                if rule.least_parts(shape) == parts:
                     found.setdefault(shape.positions, shape)
     return [found[positions] for positions in sorted(found)]
 

@@ -53,6 +53,8 @@ def facts_of(
         "attention": list(attention),
         "method": METHOD,
         "processes": cluster.count,
+        "batches": config.row_batches(len(cluster.players)),
+        "parts": config.asynchrony.parts,
         "host": {"machine": platform.machine(), "cores": os.cpu_count()},
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
         "backend": " ".join(cluster.devices[0].client.platform_version.split()),
@@ -74,6 +76,7 @@ def _settings(config: Config) -> dict[str, dict[str, Any]]:
     networks = config.networks
     held = networks._asdict() | {"teacher": networks.teacher and model_facts(*networks.teacher)}
     updates = ("micro_batches", "remat", "logprob_chunk", "epochs", "mini_batches", "proximal")
+    updates += ("optimizer", "momentum_dtype")
     return {
         "rollout": {field: getattr(rollout, field) for field in (*sizes, *programs)}
         | {"model_logprobs": train.ratio == "model"},

@@ -103,7 +103,7 @@ def move_batch(placement: Placement, batch: TrajectoryBatch, length: int) -> Tra
     possible = (
         rows
         for rows in range(num_rows, 2 * rule.most + 1)
-        if rows % before == 0 and rows % (rule.shards * rule.parts(Shape(rows, row_length))) == 0
+        if rows % before == 0 and rows % rule.shards == 0
     )
     batch = add_rows(batch, next(possible))
     return reshard(batch, jax.tree.map(lambda _: layout.activations("NS"), batch))

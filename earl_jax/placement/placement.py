@@ -80,6 +80,8 @@ class Placement:
         self.stages, self.problem = stages, stages.problem
         self.observations = Observations(stages.problem, table, say, is_fed=stages.feeds_table)
         self.plans = Plans()
+        # The plan to which the last episodes of a rollout have moved.
+        self.tail: RolloutPlan | None = None
         # Context buckets that the plans in use are for, and the largest that ever were.
         self.max_tokens = self.length = 0
         self.most_tokens = self.most_length = 0
@@ -410,7 +412,7 @@ class Placement:
             # The arrays of the failed attempt are freed with its frames.
             gc.collect()
         elif stage == "rollout" and not live:
-            self.outgrown = 0
+            self.outgrown, self.tail = 0, None
         return result
 
     def fail(
@@ -427,7 +429,7 @@ class Placement:
         """
         if stage == "rollout":
             self.outgrown = self.max_tokens
-            self._remember(self.rollout, self.max_tokens, in_move=in_move)
+            self._remember(self.tail or self.rollout, self.max_tokens, in_move=in_move)
         else:
             self._remember(plan or self.train, length or self.length, in_move=in_move)
 

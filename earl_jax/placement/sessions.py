@@ -58,6 +58,7 @@ class Sessions:
             device, of all processes.
         """
         stages, plan = self._stages, self._placement.rollout
+        self._placement.tail = None
         engine = stages.engines.engine(plan.mesh, plan.num_slots)
         policy, moved_bytes = self.publish(engine, plan.mesh, params, version)
         if not stages.cluster.plays:
@@ -113,15 +114,17 @@ class Sessions:
         It has `pages` pages a row shard, and some more so that it does not grow often, if the
         budget allows; else as many as before, or the episodes continue on another mesh.
         """
-        pool = session.pool
+        pool, here = session.pool, self._placement.rollout.mesh
         wanted = pool.pages if pages <= pool.pages else max(pages, roomier_pages(pages))
+        # The pool is this process's part.
+        shards = pool.shards * self._placement.problem.num_parts(here)
         step = dataclasses.replace(
             self._placement.step_of(tokens, load),
-            cache_tokens=self._placement.tokens_of(wanted * pool.shards),
+            cache_tokens=self._placement.tokens_of(wanted * shards),
             keeps_slots=True,
         )
         self._placement.outgrown = step.max_tokens
-        grown = None
+        grown, self._placement.tail = None, None
         while grown is None:
             self._placement.choose(step, only="rollout")
             # Nothing is donated: where memory is short the live episodes are still there.
@@ -166,7 +169,11 @@ class Sessions:
         if choice is None:
             return session
         placement.log.choices.append(dataclasses.replace(choice, stage="tail"))
-        return self._move(session, choice.plan, choice.reason) or session
+        moved = self._move(session, choice.plan, choice.reason)
+        if moved is None:
+            return session
+        placement.tail = choice.plan
+        return moved
 
     def _tail(
         self,
@@ -224,6 +231,7 @@ class Sessions:
         if engine is not session.engine:
             self._placement.log.switch_s += time.perf_counter() - start
         self._placement.cache_tokens = max(
-            self._placement.cache_tokens, self._placement.tokens_of(pool.total)
+            self._placement.cache_tokens,
+            self._placement.tokens_of(pool.pages * plan.mesh.data),
         )
         return moved
