@@ -32,7 +32,7 @@ from earl_jax.rollout.events import (
 from earl_jax.rollout.load import expected_tokens
 from earl_jax.run.build import Run
 from earl_jax.run.exports import export_policy
-from earl_jax.run.source import build_from, first_state
+from earl_jax.run.source import build_from, first_state, keep_sources
 from earl_jax.run.step_log import StepLog
 from earl_jax.run.step_record import StepRecord
 from earl_jax.run.workdir import (
@@ -289,9 +289,12 @@ class Training:
 
     def _keep_config(self) -> None:
         """Writes config.json: all that was given is right, as far as can be known now."""
-        open_shared_workdir(
-            self.run.cluster, self.workdir, lambda: keep_config(self.run, self.workdir)
-        )
+
+        def keep() -> None:
+            keep_config(self.run, self.workdir)
+            keep_sources(self.run, self.workdir)
+
+        open_shared_workdir(self.run.cluster, self.workdir, keep)
 
     def look_for_a_signal(self) -> None:
         """Sets `stopped` to the name of the signal that some process received, "" for none.

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+from earl_jax.config.train_flags import parse_flags, replayed_config
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.tokenizer import build_tokenizer, save_tokenizer
@@ -218,6 +219,22 @@ def test_a_run_begins_with_the_parameters_of_another(finished, tmp_path, capsys)
 
 
 @pytest.mark.slow
+def test_a_run_that_begins_again_takes_the_weights_that_it_took(finished, tmp_path, capsys):
+    """Though the other run has gone on since; and so does its replay."""
+    other = shutil.copytree(finished, tmp_path / "other")
+    config = config_of(*STILL, f"init_from={other}")
+    assert train(config, tmp_path / "run", lambda: "SIGTERM").stopped
+    train(config_of("num_steps=3"), other)
+    capsys.readouterr()
+    train(config, tmp_path / "run")
+    assert f"begins with the weights of {other} after step 2" in capsys.readouterr().out
+    train(config, tmp_path / "new")
+    assert f"begins with the weights of {other} after step 3" in capsys.readouterr().out
+    flags = parse_flags([f"--replay={tmp_path / 'run'}", f"--workdir={tmp_path / 'again'}"])
+    assert replayed_config(tmp_path / "run", *flags)[0].init_from == f"{other}@2"
+
+
+@pytest.mark.slow
 def test_it_begins_on_other_devices(finished, tmp_path):
     done = main(
         tmp_path,
@@ -262,6 +279,26 @@ def test_weights_that_cannot_be_taken_over(finished, tmp_path, source, overrides
     with pytest.raises(InputError, match=words):
         train(config, tmp_path / "run")
     assert not (tmp_path / "run" / "config.json").exists()
+
+
+@pytest.mark.slow
+def test_weights_of_a_checkpoint_with_other_positions_are_an_error(tmp_path):
+    """Of the same shapes and tokenizer; found where the other run found it, or named."""
+    folders = [tmp_path / name for name in ("theirs", "ours")]
+    for folder in folders:
+        shutil.copytree(ROOT / "tests/reference/qwen2_tied", folder)
+    settings = folders[0] / "config.json"
+    given = json.loads(settings.read_text())
+    given["rope_parameters"]["rope_theta"] = 77.0
+    settings.write_text(json.dumps(given))
+    theirs, ours = (make_config({**TINY, "model": {"path": str(each)}}) for each in folders)
+    train(dataclasses.replace(theirs, num_steps=1), tmp_path / "first")
+    begins = dataclasses.replace(ours, init_from=str(tmp_path / "first"))
+    with pytest.raises(InputError, match=r"config.model.rope\S* is 77.0 there"):
+        train(begins, tmp_path / "second")
+    folders[0].rename(tmp_path / "moved")
+    with pytest.raises(InputError, match=r"config.model.path of .*first is .*no such folder"):
+        train(begins, tmp_path / "second")
 
 
 def test_weights_of_another_tokenizer_are_an_error(finished, tmp_path):

@@ -3,6 +3,7 @@
 """The flags of `python -m earl_jax.main`."""
 
 import argparse
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -102,4 +103,11 @@ def replayed_config(
         )
     if (workdir / "config.json").exists():
         raise InputError(f"--replay begins in a new workdir, and {workdir} holds a run")
+    config, path = read_workdir_config(replay, overrides), replay / "sources.json"
+    # The other runs that it began with may have gone on since.
+    steps = json.loads(path.read_text()) if path.is_file() else {}
+    for name in ("init_from", "reference_from"):
+        text = getattr(config, name)
+        if text in steps and not text.endswith(f"@{steps[text]}"):
+            overrides = [*overrides, f"{name}={f'{text}@{steps[text]}'!r}"]
     return read_workdir_config(replay, overrides), workdir

@@ -10,6 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from earl_jax.config import Config
 from earl_jax.engine.choices import choice_tree
@@ -49,6 +50,8 @@ class Run:
     """The parts of a run that never change: no step of it, and no weights.
 
     `attention` are the kernels of attention in training; `notes` are for the user at the start.
+    `source` and `teacher` are those of source.py that a new run begins with, if its config names
+    them.
     """
 
     config: Config
@@ -58,6 +61,8 @@ class Run:
     tasks: Tasks
     attention: tuple[Choice, ...]
     notes: tuple[str, ...]
+    source: Any = None
+    teacher: Any = None
 
     @property
     def cluster(self) -> Cluster:

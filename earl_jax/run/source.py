@@ -23,6 +23,7 @@ from earl_jax.models.checkpoints.hf_read import (
     Checkpoint,
     check_weights,
     load_parameters,
+    open_checkpoint,
 )
 from earl_jax.models.checkpoints.hub import find_folder
 from earl_jax.models.lora import fingerprint
@@ -34,6 +35,7 @@ from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.placing import absent_tree
 from earl_jax.sharding.reshard import reshard
+from earl_jax.telemetry.atomic import write_atomically
 from earl_jax.train.checkpoint import Checkpoints, DamagedCheckpoint, Gather, of_one, shapes_by_name
 from earl_jax.train.state import TrainState, with_first_average
 
@@ -64,7 +66,7 @@ class Source:
         if theirs["train"]["lora"]["rank"] or ours["train"]["lora"]["rank"]:
             lora = theirs["train"]["lora"], ours["train"]["lora"]
             different = differences(*lora, "config.train.lora")
-        self._check_same(different + self._other_model(ours))
+        self._check_same(different + self._other_model(run, ours))
         self._check_shapes(shapes_by_name(run.learner.state_shapes().params))
         self._check_tokenizer(run.origin.tokenizer)
 
@@ -78,15 +80,21 @@ class Source:
                 f"{self._flag} is a run with adapters, which are no whole policy; name a folder of "
                 "its export there"
             )
-        self._check_same(self._other_model(json.loads(json.dumps(run.config.as_dict()))))
+        self._check_same(self._other_model(run, json.loads(json.dumps(run.config.as_dict()))))
         self._check_shapes(shapes_by_name(run.learner.state_shapes().reference))
         self._check_tokenizer(run.origin.tokenizer)
 
-    def _other_model(self, ours: dict[str, Any]) -> list[str]:
-        """Returns how the model of the settings differs, in words."""
-        theirs = self.config
-        if theirs["model"]["path"] and ours["model"]["path"]:
-            return []
+    def _other_model(self, run: Run, ours: dict[str, Any]) -> list[str]:
+        """Returns how the model differs from the run's, by settings or checkpoint, in words."""
+        theirs, own = self.config, run.origin.checkpoint
+        if theirs["model"]["path"] and own:
+            if theirs["model"]["path"] == ours["model"]["path"]:
+                return []
+            # What shapes do not say: the base of rotary positions, the norms' epsilon.
+            found = open_checkpoint(self._folder)
+            return differences(
+                dataclasses.asdict(found.model), dataclasses.asdict(own.model), "config.model"
+            )
         models = [
             {name: value for name, value in each["model"].items() if name != "compute_dtype"}
             for each in (theirs, ours)
@@ -159,6 +167,11 @@ class Source:
         )
 
     @property
+    def _folder(self) -> Path:
+        """The folder of the checkpoint that its model is of. Raises ValueError without one."""
+        return find_folder(self.config["model"]["path"], f"config.model.path of {self.workdir}")
+
+    @property
     def _flag(self) -> str:
         return f"{self.setting}={self.workdir}@{self.step}"
 
@@ -186,8 +199,8 @@ class Source:
             )
 
     def _check_tokenizer(self, ours: Any) -> None:
-        path = self.config["model"]["path"]
-        theirs = load_tokenizer(find_folder(path) if path else self.workdir / "tokenizer")
+        has_path = bool(self.config["model"]["path"])
+        theirs = load_tokenizer(self._folder if has_path else self.workdir / "tokenizer")
         if theirs.get_vocab() != ours.get_vocab():
             raise InputError(
                 f"{self._flag} is a run of another tokenizer ({len(theirs)} entries, here "
@@ -237,10 +250,16 @@ def build_from(
 ) -> Run:
     """Builds the run in this workdir; one that `is_new` fits the weights that its config names.
 
-    Raises ValueError where they do not fit, and for what `build_run` refuses.
+    They are of the same steps in all processes, and where a run begins again that has no checkpoint
+    yet, as far as they are there still. Raises ValueError where they do not fit, and for what
+    `build_run` refuses.
     """
-    source = open_source(config.init_from) if is_new else None
-    teacher = open_reference(config.reference_from) if is_new else None
+    source = teacher = None
+    if is_new:
+        pins = read_sources(workdir) if cluster.is_first else {}
+        source = open_source(config.init_from, pin=pins.get(config.init_from))
+        teacher = open_reference(config.reference_from, pin=pins.get(config.reference_from))
+        source, teacher = (_of_first(each, cluster) for each in (source, teacher))
     # A run of its own model has the tokenizer of the run that it takes weights from.
     given = source or (teacher if isinstance(teacher, Source) else None)
     folder = given.workdir / "tokenizer" if given else tokenizer_folder(cluster, workdir)
@@ -249,16 +268,40 @@ def build_from(
         source.check(run)
     if teacher:
         teacher.check_reference(run)
-    return run
+    return dataclasses.replace(run, source=source, teacher=teacher)
+
+
+def _of_first(source: Any, cluster: Cluster) -> Any:
+    """Returns the source of the step that the first process found: that run may go on meanwhile."""
+    step = cluster.gather(getattr(source, "step", None), "the step of another run")[0]
+    return dataclasses.replace(source, step=step) if isinstance(source, Source) else source
+
+
+# Steps of other runs that a run began with, beside its config.json.
+_SOURCES = "sources.json"
+
+
+def keep_sources(run: Run, workdir: Path) -> None:
+    """Writes down of which steps the weights are that a new run begins with."""
+    given = {run.config.init_from: run.source, run.config.reference_from: run.teacher}
+    steps = {text: each.step for text, each in given.items() if isinstance(each, Source)}
+    if steps:
+        write_atomically(workdir / _SOURCES, json.dumps(steps))
+
+
+def read_sources(workdir: Path) -> dict[str, int]:
+    """Returns the steps of the other runs, by the text that names these; of some runs none."""
+    path = workdir / _SOURCES
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def first_state(run: Run, mesh: MeshShape, say: Callable[[str], None]) -> TrainState:
     """Returns the state that a run begins with: new weights, or those that its config names."""
-    source, learner = open_source(run.config.init_from), run.learner
+    source, learner = run.source, run.learner
     if source:
         say(f"begins with the weights of {source}")
     state = source.first_state(run, mesh) if source else learner.first_state(mesh)
-    if teacher := open_reference(run.config.reference_from):
+    if teacher := run.teacher:
         say(f"the reference policy is that of {teacher}")
         # The copy of the first policy leaves its memory to the teacher.
         state = dataclasses.replace(state, reference=None)
@@ -266,19 +309,21 @@ def first_state(run: Run, mesh: MeshShape, say: Callable[[str], None]) -> TrainS
     return state
 
 
-def open_reference(text: str) -> Source | Teacher | None:
-    """Returns the teacher that config.reference_from names, or None for "".
+def open_reference(text: str, pin: int | None = None) -> Source | Teacher | None:
+    """Returns the teacher that config.reference_from names, or None for ""; `pin` as `open_source`.
 
     Raises ValueError where there is no such run or checkpoint.
     """
     if not text:
         return None
     checkpoint = find_teacher(text)
-    return Teacher(checkpoint=checkpoint) if checkpoint else open_source(text, _REFERENCE)
+    return Teacher(checkpoint=checkpoint) if checkpoint else open_source(text, _REFERENCE, pin)
 
 
-def open_source(text: str, setting: str = "--init_from") -> Source | None:
+def open_source(text: str, setting: str = "--init_from", pin: int | None = None) -> Source | None:
     """Returns the source that `setting` names, "WORKDIR" or "WORKDIR@STEP"; None for "".
+
+    Without a step it is `pin`, if that is there, else the newest.
 
     Raises ValueError where there is no such run or checkpoint.
     """
@@ -305,7 +350,7 @@ def open_source(text: str, setting: str = "--init_from") -> Source | None:
         raise InputError(f"{setting}={text}: {path} cannot be read: {error}") from error
     return Source(
         workdir=workdir,
-        step=steps[0] if step is None else step,
+        step=step if step is not None else pin if pin in steps else steps[0],
         config=config,
         setting=setting,
     )
