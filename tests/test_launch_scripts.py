@@ -190,6 +190,7 @@ LAUNCHERS = {
     "slurm": SBATCH,
     "ssh": ["gpu_scripts/launch.sh", "--hosts=127.0.0.1"],
     "tpu": ["tpu_scripts/run.sh", *TPU],
+    "instances": ["tpu_scripts/run.sh", *MIG],
 }
 
 
@@ -201,11 +202,20 @@ LAUNCHERS = {
     ids=["done", "mistake", "lost twice", "lost and mistaken", "stopped"],
 )
 def test_lost_run_starts_again_and_a_mistake_does_not(launcher, statuses, expected, machine):
-    done = machine.run(*LAUNCHERS[launcher], CONFIG, "--workdir=/w", STATUSES=statuses)
+    line = [*LAUNCHERS[launcher], CONFIG, "--workdir=/w"]
+    done = machine.run(*line, STATUSES=statuses, WORKERS="1" if launcher == "instances" else "2")
     assert done.returncode == expected, done.stderr
     starts = statuses.count(",") + 1
     assert (machine.home / "starts").read_text() == str(starts)
     assert done.stderr.count("starting the run again") == starts - 1
+
+
+def test_worker_that_is_away_when_the_run_starts_again_is_waited_for(machine):
+    (machine.home / "away").write_text("at the second start")
+    done = machine.run("tpu_scripts/run.sh", *TPU, CONFIG, "--workdir=/w", STATUSES="255,0")
+    assert done.returncode == 0, done.stderr
+    assert (machine.home / "starts").read_text() == "2"
+    assert done.stderr.count("starting the run again") == 2
 
 
 def test_preempted_tpus_are_requested_and_set_up_again(machine):

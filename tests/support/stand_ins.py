@@ -108,6 +108,19 @@ def ssh(arguments: list[str]) -> int:
     os.execv("/bin/bash", ["bash", "-c", " ".join(arguments[3:])])
 
 
+def copy(source: str, targets: list[Path]) -> int:
+    """Copies to all workers; with the file "away" the second time fails."""
+    away = HOME / "away"
+    if away.exists() and away.read_text() == "now":
+        away.unlink()
+        return 255
+    if away.exists():
+        away.write_text("now")
+    for target in targets:
+        shutil.copy(source, target)
+    return 0
+
+
 def gcloud(arguments: list[str]) -> int:
     """Queued resources, whose state is a file, and workers, whose home is a folder."""
     state, verbs = HOME / "state", {"create": "ACTIVE", "delete": ""}
@@ -126,8 +139,7 @@ def gcloud(arguments: list[str]) -> int:
     for home in homes:
         home.mkdir(exist_ok=True)
     if verb == "scp":
-        for home in homes:
-            shutil.copy(words[-2], home / words[-1].partition(":")[2])
+        return copy(words[-2], [home / words[-1].partition(":")[2] for home in homes])
     if verb != "ssh":
         return 0
     if "earl_jax.main" in flags["command"] and (status := scripted()) is not None:
