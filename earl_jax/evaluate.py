@@ -67,11 +67,13 @@ def evaluate_command(arguments: Sequence[str]) -> None:
     start_jax(config.devices.platform, config.devices.num_cpu_devices, config.distributed)
     import jax
 
+    from earl_jax.launch.ending import end_together
     from earl_jax.loop import evaluate
     from earl_jax.run.workdir import read_newest
 
-    run, position, placement = read_newest(config, flags.workdir)
-    step, evaluation = position.step, evaluate(run, placement, position, games=games)
+    with end_together():
+        run, position, placement = read_newest(config, flags.workdir)
+        step, evaluation = position.step, evaluate(run, placement, position, games=games)
     if jax.process_index():
         return
     if flags.json:

@@ -217,6 +217,7 @@ class AsyncPlayer:
         live, placement, cluster = self._live, self._placement, self._run.cluster
         groups = live.groups
         _, shortage, stopped = ends_of(placement, live.raise_error)
+        placement.share_programs()
         gather_ends(cluster, None, "the rounds beside an update", shortage, stopped)
         forbid = self._run.config.dispatch.forbid_host_bytes
         with self._timer("publish"), only_on_devices(forbid) as reads:
@@ -227,6 +228,7 @@ class AsyncPlayer:
         while (left := groups.size - taken.num_episodes // number) > 0:
             with self._timer("rollout"):
                 part, shortage, stopped = ends_of(placement, functools.partial(live.take, left))
+                placement.share_programs()
                 rollout, where = part and part.rollout, live.placement_of_rows()
                 played = gather_outcomes(cluster, rollout, where, shortage, stopped)
             placement.adopt(played.placement)

@@ -230,7 +230,7 @@ def _player(
     if cluster.is_first:
         # Those of all processes, of which there may have been others.
         drop_events(workdir, step)
-        begun = begun_groups(workdir)
+        begun = begun_groups(workdir, step)
     begun = cluster.gather(begun, "the groups that are open")[0]
     path = events_file(workdir, cluster.index) if cluster.plays else None
     return AsyncPlayer(run, placement, Events(path, replayed), begun and Begun(*begun))

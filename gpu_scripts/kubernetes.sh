@@ -11,7 +11,7 @@ manifest=$(dirname "$0")/jobset.yaml dry_run='' arguments=()
 declare -A values=([GPUS]=8 [GPU]=hopper)
 for argument in "$@"; do
   case $argument in
-    --config=* | --config.* | --workdir=*) arguments+=("$argument") ;;
+    --config=* | --config.* | --workdir=* | --init_from=* | --replay=* | --check | --restart) arguments+=("$argument") ;;
     --manifest=*) manifest=${argument#*=} ;;
     --dry-run) dry_run=1 ;;
     --[a-z]*=*) key=${argument%%=*} key=${key#--}; values[${key^^}]=${argument#*=} ;;
@@ -27,6 +27,9 @@ for argument in "${arguments[@]}"; do
   quoted+="${quoted:+, }\"$argument\""
 done
 filled=$(grep -v '^#' "$manifest") values[ARGUMENTS]=$quoted
+for key in "${!values[@]}"; do
+  [[ $key == @(GPUS|GPU|HOSTS|CHIPS|SLICES) || $filled == *"\${$key}"* ]] || { echo "unknown: --${key,,}" >&2; usage; }
+done
 # shellcheck disable=SC2016
 for key in $(grep -o '\${[A-Z]*}' <<<"$filled" | sort -u | tr -d '${}'); do
   [[ ${values[$key]-} ]] || { echo "--${key,,} is missing" >&2; usage; }

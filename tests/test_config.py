@@ -599,3 +599,17 @@ def test_rules_of_learning_do_not_hold_for_evaluations(tmp_path, overrides, word
     assert read_workdir_config(tmp_path, overrides, learns=False).train.sft_steps == 3
     with pytest.raises(InputError, match=words):
         read_workdir_config(tmp_path, overrides)
+
+
+def test_another_environment_has_none_of_the_arguments_of_the_files():
+    given = {"env": {"name": "trail", "args": {"num_steps": 4}}}
+    other = make_config(given, ["env.name=tic_tac_toe", "env.args.opponent=mcts"])
+    assert other.env.args == {"opponent": "mcts"}
+    assert make_config(given, ["env.name=trail"]).env.args == {"num_steps": 4}
+
+
+def test_a_group_of_one_is_no_baseline():
+    given = {"algorithm": "reinforce", "algorithm_args": {"baseline": "group"}}
+    with pytest.raises(InputError, match="set config.rollout.group_size to 2 or more"):
+        make_config({**given, "rollout": {"group_size": 1}})
+    make_config({**given, "rollout": {"group_size": 2}})

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags of the commands: --help lists every setting, and a mistake says what to write."""
 
+import os
 import re
 import subprocess
 import sys
@@ -149,3 +150,17 @@ def test_a_folder_may_be_given_by_dots(tmp_path, monkeypatch, flag):
 def test_evaluate_names_the_settings_that_evaluations_have(tmp_path, override, instead):
     with pytest.raises(InputError, match=f"is of training; give --config.{instead} instead"):
         evaluate_command([f"--workdir={tmp_path}", f"--config.{override}"])
+
+
+def test_the_console_finds_modules_in_the_current_folder(tmp_path):
+    (tmp_path / "own_words.py").write_text("class Own:\n    def __init__(self, *, most=1): ...\n")
+    line = "import sys; sys.path.pop(0); from earl_jax.launch.console import hand_on; "
+    line += "hand_on(['train', '--config.env.name=own_words:Own', '--config.env.args.least=1'])"
+    done = subprocess.run(
+        [sys.executable, "-c", line],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert "config.env.args.least is not an argument of Own" in done.stderr

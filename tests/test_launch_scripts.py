@@ -511,6 +511,16 @@ def test_pods_of_a_manifest_know_who_they_are(machine):
     assert dataclasses.astuple(place) == ("earl-run-0-0.earl:8476", 2, 1)
 
 
+def test_manifest_has_the_training_commands_own_flags_and_refuses_others(machine):
+    line = ["gpu_scripts/kubernetes.sh", "--dry-run", *GPU_POD, CONFIG, "--workdir=/w"]
+    done = machine.run(*line, "--init_from=/shared/other", "--restart")
+    assert done.returncode == 0, done.stderr
+    assert '"--init_from=/shared/other", "--restart"]' in done.stdout
+    assert '"init_from": "/shared/other"' in done.stdout
+    done = machine.run(*line, "--gpu_count=4")
+    assert done.returncode == 2 and "unknown: --gpu_count" in done.stderr
+
+
 def test_missing_value_of_a_manifest_is_a_mistake(machine):
     done = machine.run("gpu_scripts/kubernetes.sh", *POD, CONFIG, "--workdir=/shared/w")
     assert done.returncode == 2 and "--nodes is missing" in done.stderr

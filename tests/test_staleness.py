@@ -168,7 +168,7 @@ class Driven:
                 step = self.checkpoint[0]
                 self.taken, self.lost = self.taken[:step], list(self.checkpoint[4])
                 drop_events(self.workdir, step)
-                self.begun = begun_groups(self.workdir)
+                self.begun = begun_groups(self.workdir, step)
                 if self.shape.later_players:
                     players, *later = self.shape.later_players
                     size = self.shape.step_size // players
@@ -407,6 +407,27 @@ def test_groups_that_finished_as_they_liked_are_not_shared_out_among_others(tmp_
     given = {"rule": "wait", "size": 8, "later_players": (2,), "kills": [29], "bound": 2}
     with pytest.raises(InputError, match="go on with as many processes that play as before"):
         driven(tmp_path / "run", fates=[Fate(rounds=n) for n in (9, 2, 3, 2, 1)], **given)
+
+
+def test_a_run_may_have_been_synchronous_and_have_had_another_rule(tmp_path):
+    """Steps before the first event are known by their number, and dropped groups are over."""
+    given = {"rule": "drop", "bound": 1, "fates": [Fate(rounds=n) for n in (30, 2, 2, 2)]}
+    run = driven(tmp_path / "run", **given)
+    assert run.lost
+    drop_events(tmp_path / "run", 3)
+    begun = begun_groups(tmp_path / "run", 3)
+    run.shape = dataclasses.replace(run.shape, rule="in_order")
+    run.begun, run.events = begun, [Events()]
+    groups = run.new_groups(0, Source(2))
+    groups.open(run.new_service(3), 3, (), 0)
+    assert groups.numbers == begun.open_groups
+    # As if the first two steps had been played by another loop.
+    path = tmp_path / "run" / EVENTS
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    kept = [each for each in lines if min(each.get("groups", [4])) >= 4]
+    path.write_text("".join(json.dumps(each) + "\n" for each in kept))
+    assert begun_groups(tmp_path / "run", 3).first == 4
+    assert begun_groups(tmp_path / "run", 5) is None, "there are no events up to there"
 
 
 def test_events_of_a_rollout_that_was_stopped_are_not_replayed(tmp_path):

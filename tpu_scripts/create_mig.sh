@@ -21,8 +21,9 @@ if [[ ! $dry_run ]] && "${group[@]}" describe "$name" "${where[@]}" >/dev/null 2
   [[ $(grep -cx RUNNING <<<"$states") != "$size" ]] || exit 0
   "$(dirname "$0")/delete.sh" "${flags[@]}"
 elif [[ ! $dry_run ]]; then
-  # What is left of a creation that failed has the flags of then.
-  "$(dirname "$0")/delete.sh" "${flags[@]}" >/dev/null 2>&1 || true
+  # What is left of a creation that failed has the flags of then. A group in use keeps both.
+  gcloud compute instance-templates delete "$name" --quiet "${own[@]}" >/dev/null 2>&1 || true
+  gcloud compute resource-policies delete "$name" --quiet "${own[@]}" --region="${zone%-*}" >/dev/null 2>&1 || true
 fi
 run gcloud compute resource-policies create workload-policy "$name" "${own[@]}" --region="${zone%-*}" \
   --type=HIGH_THROUGHPUT --accelerator-topology="$topology"

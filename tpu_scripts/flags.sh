@@ -28,7 +28,8 @@ read_flags() {
   for argument in "$@"; do
     flag=${argument%%=*} flag=${flag#--}
     case $argument in
-      --config=* | --config.* | --workdir=*) arguments+=("$argument"); continue ;;
+      --config=* | --config.* | --workdir=* | --init_from=* | --replay=* | --check | --restart)
+        arguments+=("$argument"); continue ;;
       --dry-run | --spot | --mig) declare -g "${flag//-/_}=1" ;;
       --name=* | --zone=* | --project=* | --type=* | --num_slices=* | --version=* | --dir=* | \
         --prepare=* | --topology=* | --image_project=*) declare -g "$flag=${argument#*=}" ;;

@@ -219,6 +219,11 @@ class ReinforceSettings(ClippedSettings):
         """True if a group's advantages depend on its own episodes alone."""
         return self.baseline in ("group", "none") and not self.normalize_advantages
 
+    @property
+    def min_group_size(self) -> int:
+        """The least config.rollout.group_size: alone in its group an episode is its own mean."""
+        return 2 if self.baseline == "group" else 1
+
     def idle(self) -> Iterator[tuple[str, str]]:
         """Yields `(field, reason)` of each field without effect beside the others' values."""
         yield from super().idle()

@@ -5,28 +5,24 @@
 Takes the flags of `python -m earl_jax.main`, checks them, and starts nothing.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from earl_jax.config.file import given_config, make_config
+from earl_jax.config.train_flags import parse_flags, replayed_config
 from earl_jax.launch.start import exit_status
 
 
 def print_config(arguments: Sequence[str]) -> None:
     """Prints the config of these flags. Raises ValueError for a mistake in them."""
-    parser = argparse.ArgumentParser(
-        prog="python -m earl_jax.config", description=__doc__, allow_abbrev=False
-    )
-    parser.add_argument("--config", type=Path, help="a file in configs/")
-    parser.add_argument("--workdir", type=Path, help="printed as it is")
-    overrides = [a.removeprefix("--config.") for a in arguments if a.startswith("--config.")]
-    flags = parser.parse_args([a for a in arguments if not a.startswith("--config.")])
-    config = make_config(given_config(flags.config, overrides)[0], overrides).as_dict()
+    flags, overrides = parse_flags(arguments)
+    if flags.replay:
+        config, _ = replayed_config(flags.replay, flags, overrides)
+    else:
+        config = make_config(given_config(flags.config, overrides)[0], overrides)
     workdir = {"workdir": str(flags.workdir)} if flags.workdir else {}
-    print(json.dumps(workdir | config, indent=2, default=str))
+    print(json.dumps(workdir | config.as_dict(), indent=2, default=str))
 
 
 if __name__ == "__main__":

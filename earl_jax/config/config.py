@@ -159,11 +159,13 @@ class Config:
             )
         if hasattr(self.algorithm_args, "validate"):
             self.algorithm_args.validate("config.algorithm_args")
-        if self.rollout.group_size < algorithm.min_group_size:
+        own = getattr(self.algorithm_args, "min_group_size", 1)
+        least = max(algorithm.min_group_size, own)
+        if self.rollout.group_size < least:
             raise InputError(
                 f"config.algorithm is {self.algorithm!r} with config.rollout.group_size of "
                 f"{self.rollout.group_size}; it compares the episodes of a group: set "
-                f"config.rollout.group_size to {algorithm.min_group_size} or more"
+                f"config.rollout.group_size to {least} or more"
             )
         if algorithm.is_off_policy and self.train.correction not in ("auto", "none"):
             raise InputError(

@@ -26,6 +26,7 @@ from earl_jax.algorithms.algorithms import find_algorithm
 from earl_jax.config import Config
 from earl_jax.config.idle import idle_settings
 from earl_jax.config.names import meant_by
+from earl_jax.envs.registry import EnvConfig
 from earl_jax.models.presets import fill_section
 from earl_jax.settings.choices import check_choice
 from earl_jax.settings.errors import InputError
@@ -117,7 +118,8 @@ def make_config(
     """Returns the Config of a file's values and `section.key=value` overrides, fully checked.
 
     A file may leave a value to the command line: `config_dict.required_placeholder(str)`. An
-    override of `algorithm` leaves out the file's `algorithm_args`, which are of its own algorithm.
+    override of `algorithm` leaves out the file's `algorithm_args`, which are of its own algorithm,
+    and one of `env.name` its `env.args`.
     One of `model.path` or `model.preset` leaves out the file's model, but for its `compute_dtype`.
     What overrides leave without effect takes its default: `train.sft_steps=0` is enough.
     `learns` as in `Config.validate`.
@@ -131,8 +133,7 @@ def make_config(
         values = _plain(given, "", required)
     else:
         values = copy.deepcopy(dict(given))
-    if any(override.startswith("algorithm=") for override in overrides):
-        values.pop("algorithm_args", None)
+    _leave_out_of_others(values, overrides)
     if model_named(overrides) and isinstance(values.get("model"), dict):
         values["model"] = {k: v for k, v in values["model"].items() if k == "compute_dtype"}
         required = [path for path in required if not path.startswith("model.")]
@@ -154,6 +155,16 @@ def make_config(
         config = _without_idle(config, {override.partition("=")[0] for override in overrides})
     config.validate(learns=learns)
     return config
+
+
+def _leave_out_of_others(values: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Removes the arguments of the file's algorithm and environment where overrides name others."""
+    if any(override.startswith("algorithm=") for override in overrides):
+        values.pop("algorithm_args", None)
+    names = [_parse(each.partition("=")[2]) for each in overrides if each.startswith("env.name=")]
+    env = values.get("env")
+    if names and isinstance(env, dict) and env.get("name", EnvConfig.name) != names[-1]:
+        env.pop("args", None)
 
 
 def _without_idle(config: Config, given: Collection[str]) -> Config:

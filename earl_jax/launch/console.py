@@ -4,6 +4,7 @@
 
 import difflib
 import importlib
+import os
 import sys
 
 import earl_jax
@@ -45,6 +46,8 @@ def hand_on(arguments: list[str]) -> None:
         near = difflib.get_close_matches(name, [*COMMANDS, "--version", "--help"], n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(COMMANDS)}"
         raise InputError(f"{name!r} is not a command of earl-jax; {hint}")
+    # As `python -m` does: the user's environments and rewards may be in the current folder.
+    sys.path.insert(0, os.getcwd())
     sys.argv = [f"earl-jax {name}", *rest]
     importlib.import_module(f"earl_jax.{COMMANDS[name][0]}").main()
 

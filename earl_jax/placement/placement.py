@@ -103,6 +103,8 @@ class Placement:
         # nothing is tried, as of several processes.
         is_cpu = stages.problem.hardware.platform == "cpu" and stages.cluster.count == 1
         self.may_try: MayTry | None = (lambda plan, tokens: True) if is_cpu else None
+        # True where this process has compiled a program that others may not have.
+        self._compiled_alone = False
         # Steps that the run has left; None: not known.
         self.steps_left: int | None = None
         self.log = SwitchLog()
@@ -357,7 +359,22 @@ class Placement:
                 self._remember(plan, tokens)
             else:
                 self.observations.add_bytes(plan, tokens, num_bytes)
+        self._compiled_alone |= bool(doubted) and not together
         return bool(doubted)
+
+    def share_programs(self) -> None:
+        """Makes known to all what a process has compiled alone, within its part of a rollout.
+
+        Every process calls it where a rollout ends, before any of them chooses again.
+        """
+        cluster = self.stages.cluster
+        own = self.observations.table.as_dict() if self._compiled_alone else None
+        self._compiled_alone = False
+        if cluster.count == 1:
+            return
+        for table in filter(None, cluster.gather(own, "programs that one process compiled")):
+            known = self.observations.table
+            self.observations.table = ThroughputTable.from_dict(table).over(known)
 
     # Recovery from a lack of memory.
 

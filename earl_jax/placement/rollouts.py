@@ -74,6 +74,7 @@ def play_all(
     finally:
         if session and rollout is None:
             share.close()
+    placement.share_programs()
     numbers = None if share.is_fixed else sorted(share.numbers)
     played = gather_outcomes(
         cluster,

@@ -21,6 +21,7 @@ nothing by the time. Each event is a JSON object on a line of its own, with its 
 - "trained": step `step` had ended, and so many rounds were played.
 """
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,8 +46,8 @@ class Events:
         """Writes an event. Raises RunError where a replayed run did something else here."""
         line = json.loads(json.dumps({"event": event, **facts}))
         if self.is_replay:
-            while event == "trained" and self.coming("answers"):
-                # Of a round beside the update that a signal stopped: it was played to no end.
+            while event == "trained" and (self.coming("answers") or self.coming("grow")):
+                # Of a round beside the update that was played to no end, as where a signal came.
                 self._next += 1
             expected = self._replayed[self._next] if self._next < len(self._replayed) else None
             if line != expected:
@@ -192,29 +193,34 @@ def drop_events(workdir: Path, step: int) -> None:
 
 
 class Begun(NamedTuple):
-    """The groups of a run up to `last`, the greatest that was submitted, of which no step took one.
+    """The groups of a run from the first that was submitted to the last.
 
-    Neither was it dropped; it may have been submitted or not.
+    Of the `open_groups` no step took one, nor was it dropped; it may have been submitted or not.
     """
 
+    first: int
     last: int
     open_groups: list[int]
 
 
-def begun_groups(workdir: Path) -> Begun | None:
-    """Returns the groups that are begun by all processes' events, whoever played them; None: none.
+def begun_groups(workdir: Path, step: int) -> Begun | None:
+    """Returns the groups that are begun by all processes' events, whoever played them.
 
-    All numbers of groups in events are those of the run.
+    All numbers of groups in events are those of the run. None without events up to the end of this
+    step, as where it was played in a synchronous run.
     """
     numbers: dict[str, set[int]] = {"submit": set(), "take": set(), "drop": set()}
-    for path in _files(workdir):
-        for event, _ in _whole_lines(path):
-            if event["event"] in numbers:
-                numbers[event["event"]].update(event["groups"])
+    files = [_whole_lines(path) for path in _files(workdir)]
+    if not files or max(map(_last_step, files)) != step:
+        return None
+    for event, _ in itertools.chain.from_iterable(files):
+        if event["event"] in numbers:
+            numbers[event["event"]].update(event["groups"])
     if not numbers["submit"]:
         return None
-    last, over = max(numbers["submit"]), numbers["take"] | numbers["drop"]
-    return Begun(last, [number for number in range(last + 1) if number not in over])
+    first, last = min(numbers["submit"]), max(numbers["submit"])
+    over = numbers["take"] | numbers["drop"]
+    return Begun(first, last, [n for n in range(first, last + 1) if n not in over])
 
 
 def _files(workdir: Path) -> list[Path]:

@@ -189,12 +189,15 @@ class OpenGroups:
             self._next = version * self.size + len(self._waiting)
             if begun is not None:
                 self._next = len(self._in_part(range(begun.last + 1)))
-                self._check_parts(self._next - len(self._waiting), version)
+                self._check_parts(begun)
             self._next_drawn = self.oldest_step if next_drawn is None else next_drawn
 
-    def _check_parts(self, num_over: int, version: int) -> None:
-        """Raises ValueError where the groups that are left do not go into this part's steps."""
-        if self._settings.rule != "drop" and num_over != version * self.size:
+    def _check_parts(self, begun: Begun) -> None:
+        """Raises ValueError where the groups that are left do not go into equal parts."""
+        known = range(begun.first, begun.last + 1)
+        num_over = len(self._in_part(known)) - len(self._waiting)
+        all_over = len(known) - len(begun.open_groups)
+        if self._settings.rule != "drop" and num_over * self._num_parts != all_over:
             raise InputError(
                 f"config.asynchrony.rule is {self._settings.rule!r}, by which steps take groups as "
                 "they finish, and another number of processes has played this run so far: the "

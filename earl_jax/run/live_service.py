@@ -30,7 +30,6 @@ from earl_jax.rollout.stats import RolloutStats
 from earl_jax.run.build import Run
 from earl_jax.run.workdir import Position
 from earl_jax.selector.choose import BudgetTooSmall
-from earl_jax.selector.table import ThroughputTable
 from earl_jax.settings.errors import RunError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.host_bytes import only_on_devices
@@ -75,7 +74,6 @@ class LiveService:
         self.error: Exception | None = None
         # The mesh and slots of all processes' services; None: they are to be opened.
         self._where: tuple[MeshShape, int] | None = None
-        self._has_grown = False
         # The service's counts when a step took its episodes.
         self._counted = RolloutStats()
         # Of the weights that were published last, with config.asynchrony.checksums.
@@ -173,7 +171,7 @@ class LiveService:
 
     def _grow(self, session: Session, tokens: int, pages: int, load: Load | None) -> Session:
         grown = self._placement.sessions.grow(session, tokens, pages, load)
-        self._where, self._has_grown = self._mesh_and_slots(), True
+        self._where = self._mesh_and_slots()
         self._events.note("grow", plan=str(self._placement.rollout), round=self.groups.num_rounds)
         return grown
 
@@ -270,7 +268,6 @@ class LiveService:
             own = {
                 "placement": placement.as_dict(),
                 "outgrown": placement.outgrown,
-                "table": placement.observations.table.as_dict() if self._has_grown else None,
                 "live": [str(mesh), slots],
                 "groups": self.groups.numbers,
                 "oldest_step": self.groups.oldest_step,
@@ -280,11 +277,9 @@ class LiveService:
         self.oldest_step = min(one["oldest_step"] for one in each)
         chosen = each[furthest([one["placement"] for one in each])]
         placement.adopt(chosen["placement"])
-        placement.outgrown, self._has_grown = chosen["outgrown"], False
-        for table in (one["table"] for one in each if one["table"]):
-            # With the bytes of programs that only the process that has grown has compiled.
-            known = placement.observations.table
-            placement.observations.table = ThroughputTable.from_dict(table).over(known)
+        placement.outgrown = chosen["outgrown"]
+        # `adopt` takes a mesh that only the process that has grown may have compiled for.
+        placement.share_programs()
         before, (mesh, slots) = self._where, chosen["live"]
         self._where = MeshShape.parse(mesh), slots
         if self.service is not None and self._where != before and self.error is None:

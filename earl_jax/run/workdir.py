@@ -208,15 +208,21 @@ def read_newest(config: Config, workdir: Path) -> tuple[Run, Position, Placement
     if not folder.is_dir():
         raise InputError(f"{workdir} holds no checkpoint yet: there is no {folder}")
     run = build_run(config, workdir / "tokenizer")
-    checkpoints = Checkpoints(folder, keep=None)
-    for step in checkpoints.steps():
+    gather = run.cluster.gather
+    checkpoints = Checkpoints(folder, keep=None, gather=gather)
+    # Those that the first process sees: the run may go on meanwhile.
+    for step in gather(checkpoints.steps(), "the checkpoints")[0]:
+        restored, damage = None, None
         try:
-            position, placement = _restore(run, checkpoints, step)
-        except DamagedCheckpoint as damage:
-            print(f"the checkpoint of step {step} is damaged ({damage})", file=sys.stderr)
+            restored = _restore(run, checkpoints, step)
+        except DamagedCheckpoint as found:
+            damage = str(found)
+        damages = list(filter(None, gather(damage, "the checkpoint")))
+        if damages or restored is None:
+            print(f"the checkpoint of step {step} is damaged ({damages[0]})", file=sys.stderr)
             continue
         checkpoints.close()
-        return run, position, placement
+        return run, *restored
     raise InputError(f"{folder} holds no checkpoint that can be read")
 
 
