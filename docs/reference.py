@@ -121,6 +121,7 @@ METRICS: dict[str, dict[str, str]] = {
         "policy_tokens": "Tokens that the policy sampled in episodes that count.",
         "clip_fraction": "Fraction of tokens that the clip cut off, in the last update.",
         "dual_clip_fraction": "Fraction of tokens that the dual clip cut off.",
+        "balance_error": "Mean absolute value of what `tba` squares.",
         "reference_kl": "Estimate of the KL to the reference policy, where there is a penalty, "
         "or to a teacher.",
         "value_loss": "Loss of the critic, in the last update.",
