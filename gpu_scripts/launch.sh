@@ -67,7 +67,7 @@ trap 'stop=1; kill "$hold" 2>/dev/null || true' TERM INT
 trap 'kill "$hold" 2>/dev/null || true' EXIT
 for start in {0..10}; do
   # A host may be away for a moment.
-  ((start == 0)) || { echo "starting the run again ($start of 10)" >&2; sleep "${WAIT_S:-15}" & wait $! || true; }
+  ((start == 0)) || { echo "starting the run again ($start of 10)" >&2; sleep "${WAIT_S:-15}" >&- 2>&- & wait $! || true; }
   [[ ! $stop ]] || exit "${status:-75}"
   exec 4< <(exec sleep infinity)
   hold=$! pids=() codes=()

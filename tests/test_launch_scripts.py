@@ -513,12 +513,20 @@ def test_pods_of_a_manifest_know_who_they_are(machine):
 
 def test_manifest_has_the_training_commands_own_flags_and_refuses_others(machine):
     line = ["gpu_scripts/kubernetes.sh", "--dry-run", *GPU_POD, CONFIG, "--workdir=/w"]
-    done = machine.run(*line, "--init_from=/shared/other", "--restart")
+    done = machine.run(*line, "--init_from=/shared/other")
     assert done.returncode == 0, done.stderr
-    assert '"--init_from=/shared/other", "--restart"]' in done.stdout
+    assert '"--init_from=/shared/other"]' in done.stdout
     assert '"init_from": "/shared/other"' in done.stdout
     done = machine.run(*line, "--gpu_count=4")
     assert done.returncode == 2 and "unknown: --gpu_count" in done.stderr
+    # Its pods start again by themselves, and each time the run would begin again.
+    assert machine.run(*line, "--restart").returncode == 2
+
+
+def test_check_on_tpus_is_made_once(machine):
+    line = ["tpu_scripts/run.sh", *TPU, CONFIG, "--workdir=/w", "--check"]
+    done = machine.run(*line, STATUSES="1,0")
+    assert done.returncode == 1 and (machine.home / "starts").read_text() == "1"
 
 
 def test_missing_value_of_a_manifest_is_a_mistake(machine):

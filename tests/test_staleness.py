@@ -30,7 +30,7 @@ from earl_jax.rollout.staleness import (
     choose_with_reuse,
     overdue,
 )
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.errors import InputError, RunError
 from tests.support.simulated import Fate, SimulatedService, Source, check_events, tasks_of
 
 
@@ -401,6 +401,18 @@ def test_a_run_goes_on_with_other_numbers_of_players(tmp_path, rule, players, la
         if rule != "drop":
             assert sorted(taken) == list(range(8 * NUM_STEPS)) and not run.lost
         assert run.shape.players in later, "it was killed"
+
+
+def test_events_of_a_round_that_came_to_no_end_are_left_out_of_a_replay():
+    """But only where the service was opened anew behind it."""
+    answers, trained = {"event": "answers", "call": 1}, {"event": "trained", "step": 1, "round": 2}
+    for behind in ([], [{"event": "open", "version": 1}]):
+        events = Events(replayed=[answers, trained, *behind])
+        events.note("trained", step=1, round=2)
+        assert events.is_over == (not behind)
+    events = Events(replayed=[answers, trained, {"event": "publish", "version": 1}])
+    with pytest.raises(RunError, match="event 1 of the run that is replayed is .*answers"):
+        events.note("trained", step=1, round=2)
 
 
 def test_groups_that_finished_as_they_liked_are_not_shared_out_among_others(tmp_path):

@@ -39,6 +39,9 @@ _CONFIGS = next(p / "configs" for p in (_PACKAGE, _PACKAGE.parent) if (p / "conf
 DEFAULT_CONFIG = _CONFIGS / "trail_tiny_cpu.py"
 BENCH_CONFIG = _CONFIGS / "tictactoe_tiny_cpu.py"
 
+# Beside a run's config.json, where this names other runs.
+SOURCES = "sources.json"
+
 # Keys of earlier versions: the key that took their place, or a sentence.
 RENAMED_KEYS = {
     "config.rollout.append_rows": "it is fixed (APPEND_TOKENS in engine/config.py)",
@@ -110,6 +113,12 @@ def read_workdir_config(
     if isinstance(train.get("remat"), bool):
         given["train"] = train | {"remat": read_remat(train["remat"])}
     return make_config(given, overrides, learns=learns)
+
+
+def read_sources(workdir: Path) -> dict[str, int]:
+    """Returns the steps of the other runs that a run began with, by the text that names these."""
+    path = workdir / SOURCES
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def make_config(

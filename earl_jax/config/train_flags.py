@@ -3,13 +3,12 @@
 """The flags of `python -m earl_jax.main`."""
 
 import argparse
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from earl_jax.config import Config
-from earl_jax.config.file import DEFAULT_CONFIG, read_workdir_config
+from earl_jax.config.file import DEFAULT_CONFIG, read_sources, read_workdir_config
 from earl_jax.config.flags import config_parser, parse_with_overrides
 from earl_jax.settings.errors import InputError
 
@@ -103,9 +102,8 @@ def replayed_config(
         )
     if (workdir / "config.json").exists():
         raise InputError(f"--replay begins in a new workdir, and {workdir} holds a run")
-    config, path = read_workdir_config(replay, overrides), replay / "sources.json"
+    config, steps = read_workdir_config(replay, overrides), read_sources(replay)
     # The other runs that it began with may have gone on since.
-    steps = json.loads(path.read_text()) if path.is_file() else {}
     for name in ("init_from", "reference_from"):
         text = getattr(config, name)
         if text in steps and not text.endswith(f"@{steps[text]}"):

@@ -46,9 +46,8 @@ class Events:
         """Writes an event. Raises RunError where a replayed run did something else here."""
         line = json.loads(json.dumps({"event": event, **facts}))
         if self.is_replay:
-            while event == "trained" and (self.coming("answers") or self.coming("grow")):
-                # Of a round beside the update that was played to no end, as where a signal came.
-                self._next += 1
+            if event == "trained":
+                self._leave_out_a_round()
             expected = self._replayed[self._next] if self._next < len(self._replayed) else None
             if line != expected:
                 raise RunError(
@@ -61,6 +60,18 @@ class Events:
                 file.write(json.dumps(line) + "\n")
         if event == "open":
             self._calls = 0
+
+    def _leave_out_a_round(self) -> None:
+        """Goes past what a round beside an update noted that came to no end, as by a signal.
+
+        The service is opened anew behind it.
+        """
+        rest = self._replayed[self._next :]
+        names = itertools.takewhile(("answers", "grow").__contains__, (e["event"] for e in rest))
+        number = len(list(names))
+        behind = rest[number + 1 : number + 2]
+        if not behind or behind[0]["event"] == "open":
+            self._next += number
 
     def coming(self, event: str) -> dict[str, Any] | None:
         """Returns the next event of a replay if it is of this name, and leaves it there."""

@@ -181,15 +181,15 @@ class OpenGroups:
         self._waiting = sorted([*self._open, *self._in_hand])
         self._groups, self._kept, self._in_hand = {}, {}, []
         if self._next is None:
-            # All groups before the next one are open, or were trained on or dropped. Without
-            # events up to here no step took groups again or dropped any.
-            begun = self._begun
-            waiting = resumed if begun is None else begun.open_groups
-            self._waiting = sorted(self._in_part(waiting))
-            self._next = version * self.size + len(self._waiting)
-            if begun is not None:
-                self._next = len(self._in_part(range(begun.last + 1)))
-                self._check_parts(begun)
+            # All groups before the next one are open, or were trained on or dropped.
+            if self._begun is None:
+                # Without events up to here no step took groups again or dropped any.
+                self._waiting = sorted(self._in_part(resumed))
+                self._next = version * self.size + len(self._waiting)
+            else:
+                self._waiting = self._in_part(self._begun.open_groups)
+                self._next = len(self._in_part(range(self._begun.last + 1)))
+                self._check_parts(self._begun)
             self._next_drawn = self.oldest_step if next_drawn is None else next_drawn
 
     def _check_parts(self, begun: Begun) -> None:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from earl_jax.config import Config
 from earl_jax.config.config import find_teacher, split_source
+from earl_jax.config.file import SOURCES, read_sources
 from earl_jax.envs.tokenizer import load_tokenizer
 from earl_jax.launch.cluster import Cluster
 from earl_jax.models.checkpoints.hf_read import (
@@ -277,22 +278,12 @@ def _of_first(source: Any, cluster: Cluster) -> Any:
     return dataclasses.replace(source, step=step) if isinstance(source, Source) else source
 
 
-# Steps of other runs that a run began with, beside its config.json.
-_SOURCES = "sources.json"
-
-
 def keep_sources(run: Run, workdir: Path) -> None:
     """Writes down of which steps the weights are that a new run begins with."""
     given = {run.config.init_from: run.source, run.config.reference_from: run.teacher}
     steps = {text: each.step for text, each in given.items() if isinstance(each, Source)}
     if steps:
-        write_atomically(workdir / _SOURCES, json.dumps(steps))
-
-
-def read_sources(workdir: Path) -> dict[str, int]:
-    """Returns the steps of the other runs, by the text that names these; of some runs none."""
-    path = workdir / _SOURCES
-    return json.loads(path.read_text()) if path.is_file() else {}
+        write_atomically(workdir / SOURCES, json.dumps(steps))
 
 
 def first_state(run: Run, mesh: MeshShape, say: Callable[[str], None]) -> TrainState:

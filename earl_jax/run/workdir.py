@@ -212,14 +212,9 @@ def read_newest(config: Config, workdir: Path) -> tuple[Run, Position, Placement
     checkpoints = Checkpoints(folder, keep=None, gather=gather)
     # Those that the first process sees: the run may go on meanwhile.
     for step in gather(checkpoints.steps(), "the checkpoints")[0]:
-        restored, damage = None, None
-        try:
-            restored = _restore(run, checkpoints, step)
-        except DamagedCheckpoint as found:
-            damage = str(found)
-        damages = list(filter(None, gather(damage, "the checkpoint")))
-        if damages or restored is None:
-            print(f"the checkpoint of step {step} is damaged ({damages[0]})", file=sys.stderr)
+        restored, damage = _restored_in_all(run, checkpoints, step)
+        if restored is None:
+            print(f"the checkpoint of step {step} is damaged ({damage})", file=sys.stderr)
             continue
         checkpoints.close()
         return run, *restored
@@ -238,15 +233,10 @@ def resume(
     """
     checkpoints.wait()
     for step in checkpoints.steps():
-        restored, damage = None, None
-        try:
-            restored = _restore(run, checkpoints, step, say)
-        except DamagedCheckpoint as found:
-            damage = str(found)
-        damages = list(filter(None, run.cluster.gather(damage, "the checkpoint")))
-        if damages or restored is None:
+        restored, damage = _restored_in_all(run, checkpoints, step, say)
+        if restored is None:
             say(
-                f"the checkpoint of step {step} is damaged ({damages[0]}); it is set aside, and "
+                f"the checkpoint of step {step} is damaged ({damage}); it is set aside, and "
                 "the one before is used"
             )
             run.cluster.after_first(
@@ -275,6 +265,22 @@ def resume(
     if run.cluster.is_first and (aside := set_exports_aside(workdir, 0)):
         say(f"exports of a run without a checkpoint are in {aside} now")
     return None
+
+
+def _restored_in_all(
+    run: Run,
+    checkpoints: Checkpoints,
+    step: int,
+    say: Callable[[str], None] = lambda text: None,
+) -> tuple[tuple[Position, Placement] | None, str]:
+    """Returns what `_restore` does, or None and what is damaged, for some process, in all."""
+    restored, damage = None, ""
+    try:
+        restored = _restore(run, checkpoints, step, say)
+    except DamagedCheckpoint as found:
+        damage = str(found)
+    damages = list(filter(None, run.cluster.gather(damage, "the checkpoint")))
+    return (None, damages[0]) if damages else (restored, "")
 
 
 def _restore(
