@@ -23,6 +23,7 @@ from earl_jax.models.config import LoraConfig
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.models.logprobs import score_tokens
 from earl_jax.models.lora import adapter_specs
+from earl_jax.models.moe import experts
 from earl_jax.models.moe.experts import mix_experts, route
 from earl_jax.models.moe.grouped_matmul import MAX_MASKED_ROWS
 from earl_jax.models.parameters import (
@@ -129,6 +130,41 @@ def test_gradients_are_those_of_every_expert_on_every_token():
     for left, right in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert np.any(left)
         np.testing.assert_allclose(left, right, atol=2e-6 * float(np.max(np.abs(right))))
+
+
+def test_no_value_or_gradient_takes_what_a_backend_leaves_behind_the_last_group(monkeypatch):
+    """With products that have NaN there, as they may, and gradients that do."""
+
+    def behind(x_MD, sizes_E):
+        return jnp.arange(len(x_MD))[:, None] >= jnp.sum(sizes_E)
+
+    @jax.custom_vjp
+    def product(x_MD, weights_EDF, sizes_E):
+        out = jax.lax.ragged_dot(x_MD, weights_EDF, sizes_E)
+        return jnp.where(behind(x_MD, sizes_E), jnp.nan, out)
+
+    def forward(x_MD, weights_EDF, sizes_E):
+        return product(x_MD, weights_EDF, sizes_E), (x_MD, weights_EDF, sizes_E)
+
+    def backward(saved, out_MF):
+        x_MD, weights_EDF, sizes_E = saved
+        none = behind(x_MD, sizes_E)
+        pull = jax.vjp(lambda *a: jax.lax.ragged_dot(*a, sizes_E), x_MD, weights_EDF)[1]
+        x, weights = pull(jnp.where(none, 0.0, out_MF))
+        return jnp.where(none, jnp.nan, x), weights, None
+
+    product.defvjp(forward, backward)
+    layer, x_TD = one_layer(), tokens_TD(12)
+    part = {name: layer[name][2:4] for name in ("expert_gate", "expert_up", "expert_down")}
+    part["router"] = layer["router"]
+
+    def loss(part, x_TD):
+        return jnp.sum(mix_experts(MODEL, part, x_TD, EVERY_EXPERT[2:4]) ** 2)
+
+    expected = jax.value_and_grad(loss, argnums=(0, 1))(part, x_TD)
+    monkeypatch.setattr(experts, "grouped_matmul", product)
+    found = jax.value_and_grad(loss, argnums=(0, 1))(part, x_TD)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)
 
 
 # Whole models.

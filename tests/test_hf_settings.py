@@ -35,6 +35,11 @@ def test_a_config_written_from_the_model_alone_describes_it(name):
 def test_layers_of_no_known_family_cannot_be_written():
     with pytest.raises(ValueError, match="attention_bias=True.*qwen2 has attention_bias=True"):
         family_of(ModelConfig(attention_bias=True, query_key_norm=True))
+    # `transformers` reads no Llama of such sizes, but a Qwen.
+    odd = ModelConfig(width=100, num_heads=3, num_kv_heads=1)
+    with pytest.raises(ValueError, match="width=100 is no multiple of num_heads=3.*LlamaFor"):
+        family_of(odd)
+    assert family_of(dataclasses.replace(odd, query_key_norm=True)).architecture.startswith("Qwen3")
 
 
 def test_how_a_family_computes_is_no_setting():
@@ -60,10 +65,22 @@ def test_how_a_family_computes_is_no_setting():
             {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True},
             "sliding_window is None",
         ),
-        ({"rope_scaling": {"type": "linear"}}, "rope_scaling .*'linear' has no factor"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is None"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling .*'dynamic'"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters .*'yarn'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no low_freq_factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is None"),
+        ({"rope_scaling": {"type": "linear", "factor": "x"}}, "rope_scaling.factor is 'x'"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; it must be an object"),
+        ({"rope_parameters": {"rope_theta": None}}, "rope_parameters.rope_theta is None"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, "for all layers at once"),
+        ({"rope_parameters": None, "rope_theta": None}, "rope_theta is None; it must be a number"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'; it must be a number"),
+        ({"tie_word_embeddings": None}, "tie_word_embeddings is None; it must be true or false"),
+        (
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": None}
+            | {"layer_types": None},
+            "max_window_layers is None; it must be a whole number of at least 0",
+        ),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"num_hidden_layers": None}, "num_hidden_layers is None"),
@@ -139,6 +156,24 @@ def test_older_files_of_gemma_give_a_pattern_and_a_base_for_local_layers():
     )
 
 
+def test_rotary_settings_that_gemma_reads_otherwise_are_refused():
+    newer = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 2e4}}
+    model, _ = read_settings(GEMMA3_1B | {"rope_parameters": newer})
+    assert (model.rope_theta, model.window_rope_theta) == (5e5, 2e4)
+    both = {"rope_parameters": newer, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    with pytest.raises(ValueError, match="rope_scaling and rope_parameters are both there"):
+        read_settings(GEMMA3_1B | both)
+    with pytest.raises(ValueError, match="rope_parameters is .* for each layer type"):
+        read_settings(GEMMA3_1B | {"rope_parameters": {"rope_theta": 5e5}})
+
+
+def test_llama3_stretches_from_the_longest_context_where_no_other_is_given():
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    settings = {**checkpoint("llama").settings, "max_position_embeddings": 4096}
+    scaling = read_settings(settings | {"rope_parameters": rope})[0].rope_scaling
+    assert scaling.original_max_position == 4096
+
+
 def test_local_layers_that_are_stretched_otherwise_are_refused():
     ropes = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
     same = {"full_attention": ropes, "sliding_attention": ropes}
@@ -166,6 +201,7 @@ def test_windows_are_where_each_family_has_them(changed, windows):
     plain = {k: v for k, v in checkpoint("qwen2_tied").settings.items() if "hidden_act" not in k}
     for key in ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers"):
         plain.pop(key)
+    plain["rope_parameters"] = None
     model, vocab_size = read_settings(plain | changed)
     assert model.windows == windows
     assert read_settings(write_settings(model, vocab_size))[0] == model

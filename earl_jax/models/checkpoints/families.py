@@ -95,6 +95,7 @@ class Family:
     `windows` selects the layers with a sliding window: "none"; "all", where there is a
     sliding_window; "by_flag", those from max_window_layers where use_sliding_window; "by_pattern",
     all but every sliding_window_pattern-th. With the last two layer_types may say otherwise.
+    Where `width_by_heads`, `transformers` reads only models whose heads divide their width.
     """
 
     architecture: str
@@ -102,6 +103,7 @@ class Family:
     required: Mapping[str, Any]
     weights: Mapping[str, Weight]
     windows: Literal["none", "all", "by_flag", "by_pattern"] = "none"
+    width_by_heads: bool = False
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -128,6 +130,7 @@ FAMILIES: Mapping[str, Family] = {
         layers=_PLAIN,
         required=_SILU | _NO_BIAS | {"mlp_bias": False},
         weights=_WEIGHTS,
+        width_by_heads=True,
     ),
     "mistral": Family(
         architecture="MistralForCausalLM",
@@ -181,6 +184,7 @@ FAMILIES: Mapping[str, Family] = {
         | {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False},
         weights={**_WEIGHTS, **_NORMS, **_GEMMA3_NORMS},
         windows="by_pattern",
+        width_by_heads=True,
         defaults={
             "head_dim": 256,
             "num_key_value_heads": 4,
@@ -216,6 +220,11 @@ def family_of(model: ModelConfig) -> Family:
     for family in FAMILIES.values():
         fixed = all(getattr(model, field) == value for field, value in family.layers.items())
         if fixed and _has_windows(family, model):
+            if family.width_by_heads and model.width % model.num_heads:
+                raise InputError(
+                    f"config.model.width={model.width} is no multiple of num_heads="
+                    f"{model.num_heads}, and `transformers` reads no such {family.architecture}"
+                )
             return family
     given = [
         f"config.model.{field}={getattr(model, field)!r}"

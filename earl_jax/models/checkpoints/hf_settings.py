@@ -12,7 +12,7 @@ from earl_jax.settings.errors import InputError
 _REQUIRED = {"quantization_config": None, "partial_rotary_factor": 1.0}
 # Defaults of `transformers` for keys that config.json lacks.
 _DEFAULTS = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+_KINDS = _SLIDING, _FULL = "sliding_attention", "full_attention"
 # `transformers` 5 computes nothing with Gemma 3's attn_logit_softcapping (no published model has
 # one); here it caps the scores, as it says.
 _SOFTCAPS = {
@@ -43,7 +43,7 @@ def read_settings(settings: Mapping[str, Any]) -> tuple[ModelConfig, int]:
         head_size = _size(settings, "head_dim")
     layers = dict(family.layers)
     windows = _read_windows(settings, family)
-    theta, scaling, window_theta = _read_rope(settings)
+    theta, scaling, window_theta = _read_rope(settings, family)
     window_theta = window_theta if windows else 0.0
     if layers.setdefault("window_rope_theta", window_theta) != window_theta:
         raise InputError("layers with a window cannot rotate otherwise in this model_type")
@@ -57,7 +57,7 @@ def read_settings(settings: Mapping[str, Any]) -> tuple[ModelConfig, int]:
         # `transformers` 5 writes the second name of it, and reads both.
         settings = {"num_experts": settings.get("num_local_experts"), **settings}
         layers |= {field: _size(settings, key) for field, key in _EXPERTS.items()}
-        layers["normalize_expert_weights"] = settings["norm_topk_prob"]
+        layers["normalize_expert_weights"] = _flag(settings, "norm_topk_prob")
     model = ModelConfig(
         num_layers=_size(settings, "num_hidden_layers"),
         width=width,
@@ -70,18 +70,31 @@ def read_settings(settings: Mapping[str, Any]) -> tuple[ModelConfig, int]:
         rope_theta=theta,
         rope_scaling=scaling,
         windows=windows,
-        norm_eps=settings["rms_norm_eps"],
-        tie_embeddings=settings["tie_word_embeddings"],
+        norm_eps=_number(settings, "rms_norm_eps"),
+        tie_embeddings=_flag(settings, "tie_word_embeddings"),
         **layers,
     )
     model.validate()
     return model, _size(settings, "vocab_size")
 
 
-def _size(settings: Mapping[str, Any], key: str) -> int:
+def _size(settings: Mapping[str, Any], key: str, least: int = 1) -> int:
     value = settings.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InputError(f"{key} is {value!r}; it must be a whole number of at least 1")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InputError(f"{key} is {value!r}; it must be a whole number of at least {least}")
+    return value
+
+
+def _number(settings: Mapping[str, Any], key: str, where: str = "") -> float:
+    value = settings.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise InputError(f"{where}{key} is {value!r}; it must be a number")
+    return float(value)
+
+
+def _flag(settings: Mapping[str, Any], key: str) -> bool:
+    if not isinstance(value := settings.get(key), bool):
+        raise InputError(f"{key} is {value!r}; it must be true or false")
     return value
 
 
@@ -120,30 +133,38 @@ def _usual_kinds(settings: Mapping[str, Any], family: Family, num_layers: int) -
         every = _size(settings, "sliding_window_pattern")
         return [_SLIDING if (i + 1) % every else _FULL for i in range(num_layers)]
     if kind == "by_flag" and settings.get("use_sliding_window") and settings["sliding_window"]:
-        first = settings["max_window_layers"]
+        first = _size(settings, "max_window_layers", least=0)
         return [_SLIDING if i >= first else _FULL for i in range(num_layers)]
     if kind == "all" and settings["sliding_window"] is not None:
         return [_SLIDING] * num_layers
     return [_FULL] * num_layers
 
 
-def _read_rope(settings: Mapping[str, Any]) -> tuple[float, RopeScaling, float]:
+def _read_rope(settings: Mapping[str, Any], family: Family) -> tuple[float, RopeScaling, float]:
     """Returns ModelConfig's rope_theta, rope_scaling, window_rope_theta.
 
     Older files have rope_theta, rope_local_base_freq and rope_scaling, newer ones all of it in
-    rope_parameters, for each type of layer where these differ.
+    rope_parameters, for each type of layer where a family's differ.
     """
     key = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
     rope = settings.get(key) or {}
-    full, sliding = rope, None
-    if _FULL in rope or _SLIDING in rope:
-        full, sliding = rope.get(_FULL) or {}, rope.get(_SLIDING) or {}
-    elif "rope_local_base_freq" in settings:
-        sliding = {}
-    theta, scaling = _one_rope(full, settings["rope_theta"], key)
-    if sliding is None:
-        return theta, scaling, 0.0
-    local = _one_rope(sliding, settings.get("rope_local_base_freq", settings["rope_theta"]), key)
+    by_layer_type = "rope_local_base_freq" in family.defaults
+    kinds = [rope] if not isinstance(rope, Mapping) else [rope.get(kind) for kind in _KINDS]
+    if not all(kind is None or isinstance(kind, Mapping) for kind in kinds):
+        raise InputError(f"{key} is {rope!r}; it must be an object, with one for each layer type")
+    if by_layer_type and settings.get("rope_scaling") and settings.get("rope_parameters"):
+        raise InputError("rope_scaling and rope_parameters are both there; leave one of them out")
+    is_nested, is_newer = any(kind in rope for kind in _KINDS), key == "rope_parameters"
+    if rope and is_nested != (by_layer_type and is_newer):
+        wanted = "for each layer type" if by_layer_type and is_newer else "for all layers at once"
+        raise InputError(f"{key} is {rope!r}; this model_type has it {wanted}")
+    if not by_layer_type:
+        return *_one_rope(rope, settings, "rope_theta", key), 0.0
+    theta, scaling = _one_rope(
+        (rope.get(_FULL) or {}) if is_nested else rope, settings, "rope_theta", key
+    )
+    sliding = (rope.get(_SLIDING) or {}) if is_nested else {}
+    local = _one_rope(sliding, settings, "rope_local_base_freq", key)
     if local == (theta, scaling):
         return theta, scaling, 0.0
     if local[1].factor != 1:
@@ -154,8 +175,12 @@ def _read_rope(settings: Mapping[str, Any]) -> tuple[float, RopeScaling, float]:
     return theta, scaling, local[0]
 
 
-def _one_rope(rope: Mapping[str, Any], theta: float, key: str) -> tuple[float, RopeScaling]:
-    theta = float(rope.get("rope_theta", theta))
+def _one_rope(
+    rope: Mapping[str, Any], settings: Mapping[str, Any], theta_key: str, key: str
+) -> tuple[float, RopeScaling]:
+    """Returns a layer type's base and scaling; `theta_key` has the base in an older file."""
+    has_theta = "rope_theta" in rope
+    theta = _number(rope, "rope_theta", f"{key}.") if has_theta else _number(settings, theta_key)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise InputError(
@@ -164,18 +189,18 @@ def _one_rope(rope: Mapping[str, Any], theta: float, key: str) -> tuple[float, R
         )
     if kind == "default":
         return theta, RopeScaling()
-    try:
-        if kind == "linear":
-            return theta, RopeScaling(kind="linear", factor=float(rope["factor"]))
-        if kind == "llama3":
-            return theta, RopeScaling(
-                factor=float(rope["factor"]),
-                low_freq_factor=float(rope["low_freq_factor"]),
-                high_freq_factor=float(rope["high_freq_factor"]),
-                original_max_position=int(rope["original_max_position_embeddings"]),
-            )
-    except KeyError as error:
-        raise InputError(f"{key} of the type {kind!r} has no {error.args[0]}") from error
+    if kind == "linear":
+        return theta, RopeScaling(kind="linear", factor=_number(rope, "factor", f"{key}."))
+    if kind == "llama3":
+        # `transformers` takes the longest context of the model where the file says nothing else.
+        usual = settings.get("max_position_embeddings")
+        rope = {"original_max_position_embeddings": usual, **rope}
+        return theta, RopeScaling(
+            factor=_number(rope, "factor", f"{key}."),
+            low_freq_factor=_number(rope, "low_freq_factor", f"{key}."),
+            high_freq_factor=_number(rope, "high_freq_factor", f"{key}."),
+            original_max_position=_size(rope, "original_max_position_embeddings"),
+        )
     raise InputError(
         f"{key} is of the type {kind!r}; only 'default', 'linear' and 'llama3' can be computed"
     )

@@ -122,7 +122,9 @@ def _texts(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns config.json and generation_config.json."""
     if source is not None:
-        kept = {key: value for key, value in source.settings.items() if key != "torch_dtype"}
+        # The code that auto_map names is not copied, nor needed: `transformers` has these families.
+        left_out = ("torch_dtype", "auto_map")
+        kept = {key: value for key, value in source.settings.items() if key not in left_out}
         path = source.folder / "generation_config.json"
         if path.is_file():
             return kept | {"dtype": dtype}, json.loads(path.read_text())

@@ -83,13 +83,15 @@ def mix_experts(
     sizes_E = jnp.sum(local_M[:, None] == jnp.arange(num_experts)[None], axis=0, dtype=jnp.int32)
     x_TUD = jnp.broadcast_to(x_TD[:, None], (len(x_TD), per_token, x_TD.shape[-1]))
     x_MD = _permute(x_TUD.reshape(-1, x_TD.shape[-1]), order_M)
+    # Behind the last group a backend may leave anything, NaN included, in gradients too: `where`
+    # takes them out here, and results below.
+    x_MD = jnp.where((local_M[order_M] < num_experts)[:, None], x_MD, 0)
     expert_M = jnp.minimum(local_M[order_M], num_experts - 1)
     gate_MF = mark_product(_multiply(x_MD, layer["expert_gate"], sizes_E, expert_M))
     up_MF = mark_product(_multiply(x_MD, layer["expert_up"], sizes_E, expert_M))
     hidden_MF = gated(config.activation, gate_MF, up_MF)
     out_MD = mark_product(_multiply(hidden_MF, layer["expert_down"], sizes_E, expert_M))
     out_TUD = _permute(out_MD, jnp.argsort(order_M)).reshape(x_TUD.shape)
-    # Behind the last group a backend may leave anything, NaN included.
     out_TUD = jnp.where(here_TU[..., None], out_TUD, 0).astype(jnp.float32)
     return jnp.einsum("TUD,TU->TD", out_TUD, weights_TU).astype(x_TD.dtype)
 
