@@ -399,6 +399,15 @@ def test_the_number_of_devices_that_play_may_be_the_selectors():
                 (["train.correction=none", "train.epochs=2"], "there is no correction here"),
                 (["asynchrony.max_staleness=2"], "config.train.mini_batches too"),
                 (["train.epochs=2", "rollout.weight_dtype=int8"], "max_staleness is 0"),
+                (
+                    [
+                        "algorithm=ppo",
+                        "algorithm_args.kl_coefficient=0.1",
+                        "train.epochs=2",
+                        "asynchrony.max_staleness=2",
+                    ],
+                    "penalties in the reward are of a pass that also gives these",
+                ),
             )
         ),
         (["train.ess_scaling=sqrt"], "train.ess_scaling", "config.train.epochs is 1"),
@@ -412,6 +421,14 @@ def test_a_key_without_effect_is_an_error_that_says_why(idle, path, reason):
     assert f"config.{path}" in message and "no effect" in message and reason in message
     # Each is fine without the other.
     make_config({}, idle[1:])
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "tba"])
+def test_overdue_tokens_are_not_taken_out_of_what_counts_as_a_whole(algorithm):
+    late = [f"algorithm={algorithm}", "rollout.group_size=2", "asynchrony.max_staleness=2"]
+    with pytest.raises(InputError, match="rule is 'mask'.*whole .*'in_order', 'wait' or 'drop'"):
+        with_overrides(*late, "asynchrony.rule=mask")
+    assert with_overrides(*late, "asynchrony.rule=wait").asynchrony.rule == "wait"
 
 
 def test_the_same_keys_are_fine_where_they_do_something():

@@ -34,6 +34,7 @@ from earl_jax.algorithms.settings import (
 )
 from earl_jax.models.logprobs import TokenScores
 from earl_jax.settings.errors import InputError
+from earl_jax.train.scoring import with_estimates
 from earl_jax.train.update import token_facts
 from earl_jax.trajectory import TrajectoryBatch
 
@@ -505,6 +506,33 @@ def test_no_pass_is_made_for_an_interpolated_proximal_policy():
     penalized = dataclasses.replace(ALGORITHMS["grpo"], settings=GrpoSettings(kl_coefficient=0.1))
     passes = scored_passes(penalized, updates=2, corrects=True, recomputes=False)
     assert passes == ("reference",)
+
+
+def test_penalties_in_the_reward_are_of_the_policy_that_the_step_begins_with():
+    """Not of the one that sampled: teacher and policy agree, so that nothing is to be learnt."""
+    distilled, first = ALGORITHMS["distillation"], ("proximal", "reference", "advantages")
+    for updates in (1, 2):
+        passes = functools.partial(scored_passes, distilled, updates=updates)
+        assert passes(corrects=True, recomputes=False) == first
+        assert passes(corrects=False) == first[1:]
+    grpo = dataclasses.replace(
+        ALGORITHMS["grpo"], settings=GrpoSettings(kl_coefficient=0.1, kl_in="reward")
+    )
+    passes = functools.partial(scored_passes, grpo, corrects=True, recomputes=False)
+    # The only update of a step has these log-probs itself.
+    assert (passes(updates=1), passes(updates=2)) == (first[1:2], first[:2])
+    token, number = jnp.full((1, 3), -1.0), jnp.ones((1, 3), jnp.int32)
+    batch = TrajectoryBatch(
+        tokens=number,
+        segment_ids=number,
+        turn_ids=number,
+        logprobs=3 * token,
+        versions=number,
+        advantages=0 * token,
+        reference=token,
+        proximal=token,
+    )
+    np.testing.assert_array_equal(with_estimates(batch, distilled).advantages, 0 * token)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -29,6 +29,20 @@ def networks_of(algorithm: Algorithm, *, has_base: bool) -> Networks:
     )
 
 
+def scores_first_policy(algorithm: Algorithm, *, updates: int, corrects: bool) -> bool:
+    """Returns True if log-probs of the policy that a step begins with are needed before updates.
+
+    Advantages may be made of them (`Algorithm.scores_first_policy`). Where another policy sampled,
+    so are penalties in the reward: those of advantages that are made before the first update, and
+    those of several updates, which must not differ.
+    """
+    if algorithm.scores_first_policy:
+        return True
+    is_made_before = algorithm.token_advantages is not None or algorithm.critic is not None
+    penalizes = getattr(algorithm.settings, "penalizes_rewards", False)
+    return corrects and penalizes and (is_made_before or updates > 1)
+
+
 def scored_passes(
     algorithm: Algorithm, *, updates: int, corrects: bool, recomputes: bool = True
 ) -> tuple[str, ...]:
@@ -41,14 +55,14 @@ def scored_passes(
     | field | needed for | computed |
     |---|---|---|
     | "proximal" | a need "proximal", a correction | by the update, if it is the step's only one |
-    | "proximal" | `Algorithm.scores_first_policy` | before the first update |
+    | "proximal" | what `scores_first_policy` says | before the first update |
     | "reference" | a need "reference", a KL penalty | before the first update |
     | "values", "returns" | a critic | before the first update |
     | "advantages" | `Algorithm.token_advantages` | before the first update, without a network |
     """
     needs = algorithm.all_needs
     proximal = corrects or "proximal" in needs
-    first = algorithm.scores_first_policy
+    first = scores_first_policy(algorithm, updates=updates, corrects=corrects)
     scored = ("proximal",) if first or (proximal and updates > 1 and recomputes) else ()
     scored += ("reference",) if "reference" in needs else ()
     scored += ("advantages",) if algorithm.token_advantages else ()

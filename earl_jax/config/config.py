@@ -173,6 +173,13 @@ class Config:
                 f"{self.algorithm!r}, whose loss is right whoever sampled, and would be weighted "
                 "wrongly: set config.train.correction to 'none' or 'auto'"
             )
+        if self.asynchrony.rule == "mask" and (algorithm.is_off_policy or algorithm.critic):
+            whole = "sequences" if algorithm.is_off_policy else "episodes"
+            raise InputError(
+                "config.asynchrony.rule is 'mask', which takes the overdue tokens out of an "
+                f"episode, with config.algorithm {self.algorithm!r}, which computes with whole "
+                f"{whole}: set config.asynchrony.rule to 'in_order', 'wait' or 'drop'"
+            )
 
     def open_environment(self) -> Played:
         """Returns the environment of this run, and its tasks."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from earl_jax.algorithms.algorithm import keep_every_group
 from earl_jax.algorithms.algorithms import ALGORITHMS
+from earl_jax.algorithms.requirements import scores_first_policy
 from earl_jax.models.config import MODEL_SETTINGS
 from earl_jax.settings.errors import InputError
 
@@ -115,11 +116,15 @@ def _idle_proximal(config: "Config", *, is_one_update: bool) -> Iterator[_Idle]:
     no_correction = config.importance_cap == 0
     algorithm = config.make_algorithm()
     is_interpolated = "proximal" in algorithm.all_needs and not algorithm.scores_first_policy
+    penalties = "penalties in the reward are of a pass that also gives these log-probs"
+    updates = config.train.epochs * config.train.mini_batches
+    is_scored = scores_first_policy(algorithm, updates=updates, corrects=not no_correction)
     no_correction = no_correction and not is_interpolated
     one_update = "the only update of a step has these log-probs without a pass: "
     one_update += "config.train.epochs is 1 and config.train.mini_batches too"
     newest = "the newest weights sampled every token: config.asynchrony.max_staleness is 0"
     yield no_correction, "train.proximal", "there is no correction here"
+    yield is_scored, "train.proximal", penalties
     yield is_one_update, "train.proximal", one_update
     yield config.asynchrony.max_staleness == 0, "train.proximal", newest
 
