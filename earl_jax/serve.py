@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from earl_jax.launch.start import exit_status, start_jax
+from earl_jax.launch.start import compute_exactly, exit_status, start_jax
 from earl_jax.serving.serve_flags import check_flags, parse_flags, sampling
 from earl_jax.serving.served_policy import ServedPolicy, model_policy
 
@@ -24,6 +24,7 @@ def run_policy(flags: argparse.Namespace) -> ServedPolicy:
     run, position, _ = read_newest(config, flags.workdir)
     params = run.learner.policy(run.judged_state(position.state))
     dtype = flags.compute_dtype or config.rollout.computes_as(config.model.compute_dtype)
+    compute_exactly(dtype)
     return ServedPolicy(
         name=str(flags.workdir),
         version=position.step,

@@ -452,6 +452,37 @@ def test_four_thousand_devices_are_planned_at_every_length():
     assert all(stop.decision for stop in schedule)
 
 
+def test_rollouts_that_stay_are_tabled_beside_the_whole_update():
+    """As they are chosen, and not beside the trainer's state alone."""
+    overrides = ("model.preset=qwen2.5-7b", BF16, "asynchrony.max_staleness=1")
+    problem = problem_on("h100:1x8", *overrides, budget=60 * 2**30, vocab_size=None)
+    (stop,) = make_schedule(problem, EMPTY, [8192])
+    chosen = next(c for c in stop.rollouts if c.plan.mesh == stop.decision.rollout.plan.mesh)
+    train = stop.decision.plans.train
+    assert stop.resident == Candidates(problem).update_bytes(train, 8192)[0]
+    assert stop.resident > problem.trainer_bytes(train.mesh)
+    assert chosen.plan == stop.decision.plans.rollout
+
+
+def test_processes_with_unequal_numbers_of_devices_play_by_themselves():
+    """Two of 4 devices play and one of 8 trains: an average process has 5."""
+    problem = problem_on("h100:2x8", "devices.num_rollout=8")
+    unequal = dataclasses.replace(problem, num_processes=3, devices_a_player=4)
+    assert unequal.num_players == 2 and unequal.spans(MeshShape(tensor=8))
+    assert dataclasses.replace(problem, num_processes=2).num_players == 1
+
+
+@pytest.mark.parametrize(
+    "split",
+    [("devices.num_rollout=6",), ("devices.num_rollout=auto", "asynchrony.max_staleness=1")],
+)
+def test_splits_that_a_run_of_several_processes_refuses_are_not_planned(split):
+    config = make_config({}, split)
+    model, vocab_size = find_model(config, None)
+    with pytest.raises(InputError, match="set it to a multiple of 4"):
+        planned_problem(config, model, vocab_size, parse_topology("cpu:2x4"), 2**30)
+
+
 # The command.
 
 

@@ -173,3 +173,15 @@ def test_a_busy_port_ends_all_with_status_2(cache, tmp_path):
     assert "error: config.distributed.coordinator" in ends[0][2]
     assert "process 0 cannot listen on port" in ends[0][2]
     assert "another program listens there" in ends[1][2]
+
+
+def test_a_name_with_the_same_address_twice_is_listened_at_once(monkeypatch):
+    """As of /etc/hosts with two lines for it: getaddrinfo gives what both say."""
+    known = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *a, **k: 2 * known("127.0.0.1", *a, **k)
+    )
+    port = free_port()
+    listeners = listen(f"twice.example:{port}", addresses_here("twice.example", port), 2)
+    assert len(listeners) == 1
+    listeners[0].close()

@@ -81,7 +81,8 @@ def _addresses(host: str, port: int) -> list[Address]:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    return [(family, address) for family, _, _, _, address in found]
+    # A name on two lines of /etc/hosts has its address twice.
+    return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
 
 
 def _is_here(where: Address) -> bool:

@@ -5,6 +5,7 @@
 import hashlib
 import importlib.metadata
 import platform
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,8 @@ def open_shared_workdir(cluster: Cluster, workdir: Path, open_workdir: Callable[
             has another folder of this name.
         OSError: in the first process; the disk is full or broken.
     """
-    mistake, marker = "", workdir / ".opening"
+    # A name of its own for each call: the caches of network file systems know none of it.
+    mistake, marker = "", workdir / f".opening.{secrets.token_hex(4)}"
     if cluster.is_first:
         try:
             open_workdir()
@@ -75,8 +77,10 @@ def open_shared_workdir(cluster: Cluster, workdir: Path, open_workdir: Callable[
                 raise
             words = error.strerror or error
             mistake = f"--workdir={workdir} cannot be used: {words}; name one that you may write"
-    if mistake := cluster.gather(mistake, "the workdir")[0]:
+    mistake, name = cluster.gather([mistake, marker.name], "the workdir")[0]
+    if mistake:
         raise InputError(mistake)
+    marker = workdir / name
     found = marker.stat().st_mtime_ns if marker.exists() else None
     written = cluster.gather(found, "the workdir")
     if cluster.is_first:

@@ -190,8 +190,9 @@ class CompileAhead:
         self._thread = threading.current_thread()
         try:
             lower().compile()
-        except jax.errors.JaxRuntimeError as error:
-            # The run compiles it again if it needs it, and chooses less if it must.
+        except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
+            # A lack of memory, or a kernel that cannot be lowered. The run compiles it again if it
+            # needs it, and chooses less if it must.
             self._failures.append(f"could not compile ahead for {key}: {error}")
             return False
         return True

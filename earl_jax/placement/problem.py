@@ -169,6 +169,7 @@ def make_problem(
     *,
     budget_bytes: int | None,
     num_processes: int = 1,
+    devices_a_player: int = 0,
     has_host_memory: bool = True,
 ) -> Problem:
     """Returns the selector's problem for a run of this config on such devices.
@@ -226,6 +227,7 @@ def make_problem(
         train_meshes_named=selector.train_meshes,
         num_rollout=0 if given == "auto" else given,
         num_processes=num_processes,
+        devices_a_player=devices_a_player,
         span_obstacle=_span_obstacle(config),
         can_offload=offloads and has_host_memory and not apart and not stays,
         can_offload_inputs=has_host_memory and (config.train.remat == "offload" or not is_cpu),
@@ -278,6 +280,12 @@ def planned_problem(
             f"config.distributed.num_processes is {num_processes}, which does not divide the "
             f"{hardware.num_devices} devices of {hardware.name}"
         )
+    given, each = config.devices.num_rollout, hardware.num_devices // num_processes
+    if given != "auto" and given > each and given % each:
+        raise InputError(
+            f"config.devices.num_rollout is {given!r}, and a run of {num_processes} processes of "
+            f"{each} devices has whole processes for rollouts: set it to a multiple of {each}"
+        )
     problem = make_problem(
         config,
         model,
@@ -291,7 +299,8 @@ def planned_problem(
     except ValueError as error:
         number, rollout = hardware.num_devices, config.rollout
         sizes = {"num_slots": rollout.num_slots, "episodes_per_step": rollout.episodes_per_step}
-        if all(size % number == 0 for size in sizes.values()):
+        named = config.selector.rollout_meshes or config.selector.train_meshes
+        if named or all(size % number == 0 for size in sizes.values()):
             raise
         even = (f"--config.rollout.{f}={-(-n // number) * number}" for f, n in sizes.items())
         raise InputError(f"{error}. These divide evenly: {' '.join(even)}") from error

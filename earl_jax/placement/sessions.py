@@ -198,7 +198,11 @@ class Sessions:
             move_s=move_s,
         )
         plans = Plans(here, self._placement.train)
-        choice = self._placement.chooser(load).step(step, plans, only="rollout").rollout
+        try:
+            choice = self._placement.chooser(load).step(step, plans, only="rollout").rollout
+        except BudgetTooSmall:
+            # Compiling ahead, beside a trainer's new mesh that leaves less: the next step says.
+            return None
         return choice if choice and choice.switched else None
 
     def tail_plan(self, load: Load | None) -> RolloutPlan | None:

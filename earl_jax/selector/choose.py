@@ -286,7 +286,8 @@ class Chooser:
         offload = before is not None and before.offload
         slots = before.num_slots if before is not None and step.keeps_slots else None
         plans = [plan for plan in problem.train_plans(step.length) if plan.mesh == train.mesh]
-        resident = min(self._resident(plan, offload, step.length) for plan in plans or [train])
+        resident_bytes = self.candidates.resident_bytes
+        resident = min(resident_bytes(plan, offload, step.length) for plan in plans or [train])
         candidates = self.candidates.rollouts(
             step.max_tokens,
             step.cache_tokens,
@@ -335,24 +336,15 @@ class Chooser:
 
     # Bytes beside a rollout, and what keeps the plans in use.
 
-    def _resident(self, plan: TrainPlan, offload: bool, length: int) -> int:
-        """Returns the bytes beside which a rollout must fit.
-
-        They are the trainer's state; where the rollout stays on the devices during an update, all
-        that the update takes.
-        """
-        if self.problem.rollout_stays:
-            return self.candidates.update_bytes(plan, length)[0]
-        return self.problem.trainer_bytes(plan.mesh, offload)
-
     def _residents(self, plan: TrainPlan, length: int) -> list[tuple[int, bool]]:
-        """Returns `_resident` without offload, and with it where the hosts' memory holds that."""
+        """Returns the bytes without offload, and with it where the hosts' memory holds that."""
         problem, hardware = self.problem, self.problem.hardware
         devices = min(hardware.devices_a_host, hardware.num_devices)
         held = devices * problem.moments_bytes(plan.mesh) + problem.preempted_bytes
         offloads = problem.can_offload and not problem.num_rollout
         both = (False, True) if offloads and held <= hardware.host_memory_bytes else (False,)
-        return [(self._resident(plan, offload, length), offload) for offload in both]
+        resident_bytes = self.candidates.resident_bytes
+        return [(resident_bytes(plan, offload, length), offload) for offload in both]
 
     def _must_wait(self, pair: _Pair, stays: _Pair, step: Step) -> bool:
         """Returns True if the run would wait for a program although the plans in use fit."""

@@ -190,6 +190,16 @@ class Candidates:
             return known, True
         return int(self.caution * self.problem.update_footprint(plan, length).total), False
 
+    def resident_bytes(self, plan: TrainPlan, offload: bool, length: int) -> int:
+        """Returns the bytes beside which a rollout must fit.
+
+        They are the trainer's state; where the rollout stays on the devices during an update, all
+        that the update takes.
+        """
+        if self.problem.rollout_stays:
+            return self.update_bytes(plan, length)[0]
+        return self.problem.trainer_bytes(plan.mesh, offload)
+
     def round_bytes(self, plan: RolloutPlan, max_tokens: int) -> tuple[int, bool]:
         """Returns bytes per device of a rollout by itself, and True if they are XLA's.
 

@@ -58,6 +58,8 @@ class Problem:
             () where it is fixed.
         num_processes: each plays its part of a rollout, or all play together where its mesh spans
             them (`num_parts`).
+        devices_a_player: rollout devices of each process that plays, where processes may have
+            unequal numbers; 0: those of all devices that a process has.
         span_obstacle: why a rollout mesh cannot span the processes, in words; "" where it can.
         reach: rollout meshes "inside" the processes count, those "across" them, or "any".
         can_offload: the optimizer's moments may be in host memory during a rollout.
@@ -80,6 +82,7 @@ class Problem:
     num_rollout: int = 0
     splits: tuple[int, ...] = ()
     num_processes: int = 1
+    devices_a_player: int = 0
     span_obstacle: str = ""
     reach: Literal["any", "inside", "across"] = "any"
     can_offload: bool = False
@@ -107,8 +110,8 @@ class Problem:
     @property
     def num_players(self) -> int:
         """The number of processes that play."""
-        per_process = self.hardware.num_devices // self.num_processes
-        return max(1, self.num_rollout // per_process) if self.num_rollout else self.num_processes
+        each = self.devices_a_player or self.hardware.num_devices // self.num_processes
+        return max(1, self.num_rollout // each) if self.num_rollout else self.num_processes
 
     def num_parts(self, mesh: MeshShape) -> int:
         """Returns the number of engines that a rollout mesh is cut in, over its data axis.

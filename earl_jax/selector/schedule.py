@@ -105,11 +105,13 @@ def _stop(chooser: SplitChooser, context: int, plans: Plans) -> Stop:
     split = decision.splits[0].num_rollout if decision and decision.splits else problem.num_rollout
     candidates = chooser.at(split).candidates
     trains = candidates.train(context)
-    meshes = [c.plan.mesh for c in trains if c.fits(problem.budget)]
-    meshes = [plans.train.mesh] if plans.train else meshes
-    resident = min((problem.trainer_bytes(mesh, offload) for mesh in meshes), default=0)
+    beside = [c.plan for c in trains if c.fits(problem.budget)]
+    beside = [plans.train] if plans.train else beside
+    resident = min(
+        (candidates.resident_bytes(plan, offload, context) for plan in beside), default=0
+    )
     free = problem.budget - resident
-    rollouts = candidates.rollouts(context, None, free, offload=offload) if meshes else []
+    rollouts = candidates.rollouts(context, None, free, offload=offload) if beside else []
     return Stop(
         context=context,
         decision=decision,

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import socket
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -121,7 +122,7 @@ class ThroughputTable:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             text = json.dumps(self.as_dict(), indent=1)
-            write_atomically(self.path, text, writer=f".{os.getpid()}")
+            write_atomically(self.path, text, writer=f".{socket.gethostname()}.{os.getpid()}")
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain values for the file and for the checkpoint."""

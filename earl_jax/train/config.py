@@ -66,10 +66,11 @@ class TrainConfig:
     `micro_batches` accumulate gradients within one update.
 
     The learning rate rises over `warmup_steps` RL steps; with a `schedule` other than "constant" it
-    then falls to `final_learning_rate` at the last step. `ess_scaling` multiplies the policy's rate
-    in each update by the effective sample size of its tokens, as a fraction of them (the metric
-    `effective_sample_size`), or by its root: "linear" or "sqrt" (VCPO, arXiv 2602.17616, which
-    takes the root for AdamW). So a batch that few large ratios dominate makes a small update.
+    then falls, and would reach `final_learning_rate` one step behind the last. `ess_scaling`
+    multiplies the policy's rate in each update by the effective sample size of its tokens, as a
+    fraction of them (the metric `effective_sample_size`), or by its root: "linear" or "sqrt" (VCPO,
+    arXiv 2602.17616, which takes the root for AdamW). So a batch that few large ratios dominate
+    makes a small update.
 
     An entropy bonus, added to the algorithm's loss, goes linearly from `entropy_coefficient` to
     `final_entropy_coefficient`, which the last step has. `logprob_chunk` tokens of every row are

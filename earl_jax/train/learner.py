@@ -120,9 +120,12 @@ class Learner:
         """
         if self.checkpoint is None or not self.trains:
             return self.init_state(mesh)
-        lora, layout = self.config.lora, self.layout(mesh)
+        return self.state_of(self._read_parameters(self.checkpoint, mesh), mesh)
+
+    def _read_parameters(self, checkpoint: Checkpoint, mesh: MeshShape) -> Params:
+        lora = self.config.lora
         dtype = lora.base_dtype if lora.rank else "float32"
-        return self.state_of(load_parameters(self.checkpoint, layout, dtype), mesh)
+        return load_parameters(checkpoint, self.layout(mesh), dtype)
 
     def state_of(self, params: Params, mesh: MeshShape) -> TrainState:
         """Returns the state of these parameters before the first update (`train.state.state_of`).
@@ -136,7 +139,15 @@ class Learner:
 
     def frozen_base(self, mesh: MeshShape) -> Params:
         """Returns the base of the adapters as the run began with it; None without adapters."""
-        return self.first_state(mesh).base if self.config.lora.rank else None
+        if self.config.lora.rank == 0:
+            return None
+        if not self.trains:
+            return self.first_state(mesh).base
+        if self.checkpoint is not None:
+            return self._read_parameters(self.checkpoint, mesh)
+        # Beside a restored state there may be no memory for a second critic or teacher.
+        sizes = (self.model, self.config, self.vocab_size)
+        return init_state(*sizes, self.layout(mesh), self.seed).base
 
     def policy(self, state: TrainState) -> Params:
         """Returns the parameters that the decoder computes with, for engines and exports."""
