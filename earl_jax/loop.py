@@ -303,10 +303,17 @@ def gather_costs(
     return (next(filter(None, all_updates)), first, *sums)
 
 
-def evaluate(run: Run, placement: Placement, position: Position, *, games: int) -> dict[str, Any]:
+def evaluate(
+    run: Run,
+    placement: Placement,
+    position: Position,
+    *,
+    games: int,
+    beside_live: bool = False,
+) -> dict[str, Any]:
     """Plays the first `games` evaluation tasks with the newest weights; nothing is learnt.
 
-    Or with their moving average (config.eval.averaged).
+    Or with their moving average (config.eval.averaged). `beside_live` is that of `play_batches`.
 
     Returns:
         The summary of their outcomes, for metrics.jsonl (`summarize`).
@@ -320,6 +327,7 @@ def evaluate(run: Run, placement: Placement, position: Position, *, games: int) 
             version=position.step,
             load=position.history.recent(),
             sampling=run.config.eval.sampling,
+            beside_live=beside_live,
         )
     finally:
         if run.config.eval.averaged:

@@ -103,6 +103,11 @@ class AsyncPlayer:
         # What a step has taken, until it is played to its end.
         self._taken: _Taken | None = None
 
+    @property
+    def is_live(self) -> bool:
+        """True while episodes are open."""
+        return self._live.is_open
+
     def play(self, position: Position, timer: StageTimer) -> tuple[TrainState, PlayedStep]:
         """Publishes the weights, and plays until the step's groups are finished.
 

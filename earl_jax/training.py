@@ -28,6 +28,7 @@ from earl_jax.rollout.events import (
     drop_events,
     events_file,
     read_events,
+    set_events_aside,
 )
 from earl_jax.rollout.load import expected_tokens
 from earl_jax.run.build import Run
@@ -48,6 +49,7 @@ from earl_jax.run.workdir import (
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.schedule import smallest_hardware, smallest_words
 from earl_jax.selector.table import ThroughputTable
+from earl_jax.settings.errors import InputError
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.telemetry.progress import Progress
 from earl_jax.telemetry.recorder import Recorder
@@ -102,6 +104,11 @@ def train(
             held.enter_context(locked(workdir))
 
         open_shared_workdir(cluster, workdir, open_and_lock)
+        if replay and not config.asynchrony.is_on:
+            raise InputError(
+                f"--replay={replay} ended as a synchronous run, without events; a run can be "
+                "replayed that was asynchronous from its first step to its last"
+            )
         events = read_events(replay, cluster.index) if replay else ()
         held.enter_context(named_where_removed(workdir))
         return _train_in(workdir, cluster, config, stop, notes, events)
@@ -224,9 +231,12 @@ def _player(
     run: Run, placement: Placement, workdir: Path, step: int, replayed: Sequence[dict[str, Any]]
 ) -> AsyncPlayer | None:
     """Returns what plays ahead of the steps from this step on; None in a synchronous run."""
-    if not run.config.asynchrony.is_on:
-        return None
     cluster, begun = run.cluster, None
+    if not run.config.asynchrony.is_on:
+        if cluster.is_first:
+            # A run that goes on asynchronously later begins as behind these steps.
+            set_events_aside(workdir, step)
+        return None
     if cluster.is_first:
         # Those of all processes, of which there may have been others.
         drop_events(workdir, step)
@@ -383,7 +393,10 @@ class Training:
     def _evaluate(self, position: Position, games: int) -> None:
         """Writes an evaluation down, unless a signal stops it."""
         try:
-            evaluation = evaluate(self.run, self.placement, position, games=games)
+            is_live = self.player is not None and self.player.is_live
+            evaluation = evaluate(
+                self.run, self.placement, position, games=games, beside_live=is_live
+            )
         except Stopped:
             self.skipped_evaluation = True
             return

@@ -181,8 +181,8 @@ def test_each_process_replaces_its_own_groups_of_equal_rewards(tmp_path, apart):
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize(
     ("killed", "changes"),
-    [(0, {}), (1, {}), (1, IN_TURN)],
-    ids=["who-plays", "who-trains", "in-turn"],
+    [(0, {}), (1, IN_TURN)],
+    ids=["who-plays", "in-turn"],
 )
 def test_process_that_is_killed_ends_the_run_which_goes_on_within_the_bound(
     cache, tmp_path, killed, changes

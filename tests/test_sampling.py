@@ -279,6 +279,19 @@ def test_a_row_that_cuts_nothing_keeps_every_bit_beside_rows_that_do():
         np.testing.assert_array_equal(np.asarray(left)[untouched], np.asarray(right)[untouched])
 
 
+def test_a_temperature_next_to_zero_cuts_nothing_whatever_the_other_rows_do():
+    logits = np.stack([logits_with_holes(1100, 3)] * 4)
+    uniforms = np.full(4, 0.3, np.float32)
+    _, plain = _sample_rows(uniforms, logits, sampling_rows(Sampling(temperature=0.0), 4))
+    rows = SamplingRows(
+        temperature=np.array([1e-6, 1e-6, 1e-6, 1], np.float32),
+        top_k=np.array([5, 0, 0, 7], np.int32),
+        top_p=np.array([1, 0.5, 1, 0.5], np.float32),
+        min_p=np.array([0, 0, 0.5, 0], np.float32),
+    )
+    np.testing.assert_array_equal(_sample_rows(uniforms, logits, rows)[1][:3], plain[:3])
+
+
 def test_the_models_own_logprob_knows_neither_temperature_nor_cuts():
     logits = np.log(PROBABILITIES).astype(np.float32)[None] + 3.0
     np.testing.assert_allclose(

@@ -143,6 +143,34 @@ def test_the_oldest_conversation_gives_up_its_pages_first(keep_replies):
     assert [pages.num_held(slot) for slot in (0, 1)] == [0, kept]
 
 
+@pytest.mark.parametrize("pages", [14, 15, 16])
+def test_two_requests_go_on_from_one_conversation_where_pages_are_short(pages):
+    """The first takes over what the second was to go on from in its own slot, which waits then."""
+    service = open_served(keep_replies=True, cache_tokens=pages * 8)
+    # Slot 0 is free again when the conversation in slot 3 ends, and the others still play.
+    chats = [Chat(number, 3) for number in range(3)]
+    kept = Chat(3, 30)
+    tickets = service.submit([chats[0].task(1), *(c.task(60) for c in chats[1:]), kept.task(7)])
+    ended = {}
+    while tickets[3] not in ended:
+        for finished in service.step():
+            ended[finished.ticket] = finished.trajectory
+            service.release(finished.row)
+    assert tickets[1] not in ended and tickets[2] not in ended, "or the test shows nothing"
+    begin = [*kept.ids, *ended[tickets[3]].turns[-1].token_ids][:36]
+    branches = [Chat(4), Chat(5)]
+    for chat in branches:
+        chat.ids = [*begin, 1 + chat.number]
+    before = service.submit([chat.task(8) for chat in branches])
+    for finished in [each for some in service.drain() for each in some]:
+        ended[finished.ticket] = finished.trajectory
+        service.release(finished.row)
+    for ticket, chat in zip(before, branches, strict=True):
+        reply = list(ended[ticket].turns[-1].token_ids)
+        [expected] = continuations([np.array(chat.ids)], [chat.number], len(reply))
+        assert reply == expected.tolist()
+
+
 def test_more_conversations_than_slots_are_found_again_in_host_memory():
     """Each reads what is new, and goes on as full forward passes over all of its ids do."""
     service = open_served(keep_replies=True)

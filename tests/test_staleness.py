@@ -21,6 +21,7 @@ from earl_jax.rollout.events import (
     drop_events,
     events_file,
     read_events,
+    set_events_aside,
 )
 from earl_jax.rollout.open_groups import OpenGroups
 from earl_jax.rollout.staleness import (
@@ -459,6 +460,20 @@ def test_events_of_a_rollout_that_was_stopped_are_not_replayed(tmp_path):
     path.write_text(whole.splitlines()[0] + "\n")
     with pytest.raises(InputError, match="no step that has ended"):
         read_events(tmp_path / "run")
+
+
+def test_events_before_synchronous_steps_are_set_aside(tmp_path):
+    """The run goes on asynchronously as behind them, and cannot be replayed."""
+    driven(tmp_path / "run")
+    workdir, path = tmp_path / "run", tmp_path / "run" / EVENTS
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    set_events_aside(workdir, NUM_STEPS)
+    assert (workdir / f"until_{NUM_STEPS}_{EVENTS}").exists() and not path.exists()
+    assert begun_groups(workdir, NUM_STEPS) is None
+    later = [event | {"version": 7} if event["event"] == "open" else event for event in events]
+    path.write_text("".join(json.dumps(event) + "\n" for event in later))
+    with pytest.raises(InputError, match="begins with step 8: the run was synchronous before"):
+        read_events(workdir)
 
 
 def check_submitted(events: list[dict], shape: Shape, player: int) -> None:

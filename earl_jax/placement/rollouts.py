@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollouts on the plans of a placement: played by all processes, again where memory is short."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ from earl_jax.rollout.gather import Played, Shortage, gather_outcomes
 from earl_jax.rollout.load import expected_tokens
 from earl_jax.rollout.share import Share, share_of
 from earl_jax.selector.choose import BudgetTooSmall
+from earl_jax.selector.memory import moving
 from earl_jax.telemetry.load import Load
 from earl_jax.trajectory import Outcome
 
@@ -127,18 +129,22 @@ def play_batches(
     version: int,
     load: Load | None,
     sampling: Sampling,
+    beside_live: bool = False,
 ) -> list[Outcome]:
     """Plays any number of tasks with one policy; returns their outcomes, and keeps no rows.
 
-    A batch that memory is too short for is played again with another plan.
+    A batch that memory is too short for is played again with another plan. With `beside_live`
+    another rollout stays on the devices: its plans stay in use, and of what memory is too short for
+    beside it later runs know nothing.
     """
     rollout = placement.stages.rollout
-    rows, outcomes = rollout.episodes_per_step, []
+    rows, outcomes, before = rollout.episodes_per_step, [], placement.as_dict()
     for first in range(0, len(tasks), rows):
 
         def attempt(batch: Sequence[Task] = tasks[first : first + rows]) -> list[Outcome]:
-            session, _ = placement.sessions.open(params, version=version)
-            own, played = play_all(actor, placement, session, batch, load, sampling)
+            with moving() if beside_live else contextlib.nullcontext():
+                session, _ = placement.sessions.open(params, version=version)
+                own, played = play_all(actor, placement, session, batch, load, sampling)
             if own:
                 # The next batch, and the next step's episodes, are played with the same weights.
                 placement.sessions.keep(own.session)
@@ -149,4 +155,7 @@ def play_batches(
             placement.choose_rollout(expected_tokens(rollout, load), load)
             found = placement.attempt("rollout", attempt)
         outcomes += found
+    if beside_live:
+        placement.sessions.forget()
+        placement.restore(before)
     return outcomes

@@ -199,7 +199,8 @@ class BlockManager:
 
     def _most_sampled(self, episode: LiveEpisode) -> int:
         """Returns the most tokens that the episode may generate in a round."""
-        return min(self._config.round_tokens, episode.limits.max_turn_tokens)
+        left = episode.limits.max_turn_tokens - len(episode.reply)
+        return min(self._config.round_tokens, left)
 
     def _wanted(self, slot: int, episode: LiveEpisode) -> int:
         """Returns how many pages the episode may need for a round beyond those that it has."""
@@ -332,11 +333,13 @@ class BlockManager:
     # While a round's inputs are made.
 
     def begin(self, slot: int) -> Beginning | None:
-        """Begins the slot anew with its episode's queue. None: it waits for a slot's prompt."""
+        """Begins the slot anew with its episode's queue. None: it waits for another slot."""
         self._ended.pop(slot, None)
         if self._rules.share_prefixes:
-            queue = self._episode(slot).queue
-            begins = self._prompts.begin(slot, self._pages, queue, self._fits)
+            queue, own = self._episode(slot).queue, self._idle.own(slot)
+            begins = self._prompts.begin(
+                slot, self._pages, queue, self._fits, may_read_anew=not own
+            )
             if begins is not None:
                 self._supersede(begins.source, begins.shared)
             return begins
@@ -383,6 +386,7 @@ class BlockManager:
     def end_inputs(self, counts: Sequence[int]) -> None:
         """Notes that so many tokens are appended to the slots in this round."""
         self._prompts.end_inputs(counts)
+        self._idle.end_inputs()
         self._pages.end_round()
 
     def give(self, session: Session) -> Session:

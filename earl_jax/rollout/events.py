@@ -193,6 +193,11 @@ def read_events(workdir: Path, process: int = 0) -> list[dict[str, Any]]:
         raise InputError(f"{path} is damaged: {error}") from error
     if not events:
         raise InputError(f"{path} has no step that has ended; there is nothing to replay")
+    if first := next((e["version"] for e in events if e["event"] == "open"), 0):
+        raise InputError(
+            f"{path} begins with step {first + 1}: the run was synchronous before, and cannot be "
+            "replayed"
+        )
     return [e for e in events if not (only_trains and process) or e["event"] in _SHARED]
 
 
@@ -201,6 +206,12 @@ def drop_events(workdir: Path, step: int) -> None:
     for path in _files(workdir):
         kept = [line for _, line in _up_to(_whole_lines(path), step)]
         write_atomically(path, "".join(line + "\n" for line in kept))
+
+
+def set_events_aside(workdir: Path, step: int) -> None:
+    """Renames all processes' events of a run that goes on from this step without any."""
+    for path in _files(workdir):
+        path.rename(path.with_name(f"until_{step}_{path.name}"))
 
 
 class Begun(NamedTuple):

@@ -115,6 +115,10 @@ class IdleSessions:
         """Returns how many tokens of its next prompt the slot goes on from in its own pages."""
         return self._own.get(slot, 0)
 
+    def end_inputs(self) -> None:
+        """Notes that slots have begun, and go on from what they have read since."""
+        self._own.clear()
+
     def plan(
         self,
         prompts: Mapping[int, list[int]],

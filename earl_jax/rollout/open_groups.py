@@ -205,6 +205,10 @@ class OpenGroups:
                 "as many processes that play as before, or with one"
             )
 
+    def close(self) -> None:
+        """Lets the service go, with all that it has on the devices."""
+        self._service = None
+
     def publish(self, version: int) -> None:
         """Notes that from now on the service plays with weights of `version`."""
         self.version = version

@@ -61,16 +61,28 @@ class SharedPrompts:
                 self._prefixes.forget(slot)
 
     def begin(
-        self, slot: int, pages: PageTable, prompt: list[int], fits: Callable[[int, Shared], bool]
+        self,
+        slot: int,
+        pages: PageTable,
+        prompt: list[int],
+        fits: Callable[[int, Shared], bool],
+        *,
+        may_read_anew: bool = True,
     ) -> Beginning | None:
-        """Begins the slot anew with a prompt. None: it waits for a slot that reads the same.
+        """Begins the slot anew with a prompt. None: it waits for another slot.
 
-        `fits` returns whether there are pages for a slot to begin so.
+        For one that reads the same; or for one that has just taken over a part of the slot's own
+        pages, where there are no pages to read the prompt anew. `fits` returns whether there are
+        pages for a slot to begin so.
         """
         shared = self._prefixes.find(slot, prompt)
         if shared is None:
             return None
-        source, length = (shared.source, shared.length) if fits(slot, shared) else (slot, 0)
+        source, length = shared.source, shared.length
+        if not fits(slot, shared):
+            if not may_read_anew:
+                return None
+            source, length = slot, 0
         is_far = pages.shard(slot) != pages.shard(source)
         if length and (is_far or not self._prefixes.has_row(source)):
             if slot in self._rows_in_use:

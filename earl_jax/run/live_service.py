@@ -87,6 +87,7 @@ class LiveService:
     def close(self) -> None:
         """Gives the service up: the next `publish` opens one, which plays its groups again."""
         self._where = self.service = None
+        self.groups.close()
 
     def raise_error(self) -> None:
         """Raises what a round beside the last update raised."""
