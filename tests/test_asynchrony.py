@@ -152,15 +152,14 @@ def test_a_run_may_go_on_synchronously_and_asynchronously_again(tmp_path, monkey
     """What was open before synchronous steps is over behind them, and nothing is replayed."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     saved = {"checkpoint": {"every_steps": 1}}
-    for step, staleness in enumerate((1, 0, 1, 1), start=1):
-        config = make_config(
-            given_of(apart=False, staleness=staleness) | saved | {"num_steps": step}
-        )
-        if step == 3:
-            with pytest.raises(InputError, match="ended as a synchronous run, without events"):
-                train(last, tmp_path / "again", replay=tmp_path / "run")
+    configs = [
+        make_config(given_of(apart=False, staleness=staleness) | saved | {"num_steps": step})
+        for step, staleness in enumerate((1, 0, 1, 1), start=1)
+    ]
+    for config in configs:
         train(config, tmp_path / "run")
-        last = config
+    with pytest.raises(InputError, match="ended as a synchronous run, without events"):
+        train(configs[1], tmp_path / "again", replay=tmp_path / "run")
     counts = episodes_of(tmp_path / "run")
     # Behind the first step those of the second were open.
     assert set(counts.values()) == {1} and {*range(3 * EPISODES, 4 * EPISODES)} <= counts.keys()
