@@ -12,6 +12,7 @@ from earl_jax.config.flags import config_parser, parse_with_overrides
 from earl_jax.launch.start import exit_status, start_jax
 from earl_jax.profiling.stages import STAGES
 from earl_jax.run.build import build_run
+from earl_jax.settings.errors import InputError
 
 _HELP = """\
 Times a stage of a run on this machine and prints a Markdown table, or with --json an object a line.
@@ -38,6 +39,8 @@ def bench_command(arguments: Sequence[str]) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="timed runs of each row (3)")
     parser.add_argument("--json", action="store_true", help="an object a line")
     flags, overrides = parse_with_overrides(parser, arguments)
+    if flags.repeats < 1:
+        raise InputError(f"--repeats={flags.repeats}; it must be at least 1")
     config = make_config(load_config_file(flags.config), overrides)
     start_jax(config.devices.platform, config.devices.num_cpu_devices)
     for number, row in enumerate(STAGES[flags.stage](build_run(config), flags.repeats)):

@@ -42,7 +42,7 @@ def train_command(arguments: Sequence[str]) -> int:
         end = train(
             config, workdir, lambda: signals.received, restart=flags.restart, replay=flags.replay
         )
-    status = STOPPED if end.stopped else 0
+    status = STOPPED if end.stopped and not end.is_replayed else 0
     if status:
         # A launcher that sees the first status above 0 ends the processes that are still here.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -50,7 +50,11 @@ def train_command(arguments: Sequence[str]) -> int:
         return status
     if evaluation := end.evaluation:
         print(f"{evaluation['episodes']} episodes of {evaluation['name']}: {shown(evaluation)}")
-    if end.stopped:
+    if end.is_replayed:
+        print(f"{end.stopped}: the run that it replays came no further")
+    elif end.stopped and flags.replay:
+        print(f"{end.stopped}. A replay begins again: give it a new --workdir")
+    elif end.stopped:
         all_of_them = "on each host, with its own process_id: " if jax.process_count() > 1 else ""
         again = shlex.join(each for each in sys.orig_argv if each != "--restart")
         print(f"{end.stopped}. To go on: {all_of_them}{again}")

@@ -56,16 +56,21 @@ from earl_jax.telemetry.recorder import Recorder
 from earl_jax.train.backup import StateLost
 from earl_jax.train.checkpoint import Checkpoints
 
+# The name of what stops a replay that has repeated its run.
+END_OF_EVENTS = "the end of the events that it replays"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunEnd:
     """The end of a run: its last evaluation, and why it stopped before its last step, in words.
 
     `evaluation` is empty where there is none yet, and in a process that is not the first.
+    `is_replayed` is True where a replay has come to the end of its events, and stopped there.
     """
 
     evaluation: dict[str, Any]
     stopped: str
+    is_replayed: bool = False
 
 
 def train(
@@ -111,7 +116,7 @@ def train(
             )
         events = read_events(replay, cluster.index) if replay else ()
         held.enter_context(named_where_removed(workdir))
-        return _train_in(workdir, cluster, config, stop, notes, events)
+        return _train_in(workdir, cluster, config, stop, notes, events, replay)
 
 
 def _train_in(
@@ -121,11 +126,13 @@ def _train_in(
     stop: Callable[[], str],
     notes: list[str],
     events: Sequence[dict[str, Any]],
+    replay: Path | None,
 ) -> RunEnd:
     """Trains in a workdir that is this run's alone; `notes` are to be shown."""
     folder, keep = workdir / "checkpoints", config.checkpoint.keep
     checkpoints = Checkpoints(folder, keep=keep, gather=cluster.gather)
-    run = build_from(config, workdir, cluster, stop, is_new=not checkpoints.steps())
+    is_new = not checkpoints.steps()
+    run = build_from(config, workdir, cluster, stop, is_new=is_new, replay=replay)
     # Only the first process writes to the screen.
     stream = None if cluster.is_first else io.StringIO()
     with Progress(config.num_steps, stream) as progress:
@@ -151,7 +158,11 @@ def _train_in(
                 )
         cluster.barrier("the end of the run")
     words = _stopped_words(stopped, position.step, workdir) if stopped else ""
-    return RunEnd(evaluation=recorder.last_evaluation(), stopped=words)
+    return RunEnd(
+        evaluation=recorder.last_evaluation(),
+        stopped=words,
+        is_replayed=stopped == END_OF_EVENTS,
+    )
 
 
 def _stopped_words(signal_name: str, step: int, workdir: Path) -> str:
@@ -281,6 +292,10 @@ class Training:
             has = self.recorder.has_evaluation(position.step)
             if not run.cluster.gather(has, "the newest evaluation")[0]:
                 self._evaluate_if_due(position)
+            if self._is_due(position.step):
+                # As behind the checkpoint: the next rollout begins with empty caches.
+                placement.sessions.forget()
+            self.log.write_report()
             return position
         if run.origin.checkpoint:
             # Before any program is compiled, which takes minutes.
@@ -313,7 +328,7 @@ class Training:
         """
         name = self.stop()
         if not name and self.player is not None and self.player.is_replayed:
-            name = "the end of the events that it replays"
+            name = END_OF_EVENTS
         names = self.run.cluster.gather(name, "a signal to stop")
         self.stopped = next(filter(None, names), "")
 

@@ -183,7 +183,8 @@ def test_a_run_that_was_stopped_goes_on_within_the_bound_and_is_replayed_whole(
     assert "SIGTERM" in end.stopped
     assert '"trained"' not in (first / EVENTS).read_text().splitlines()[-1], "in a rollout"
     # A replay ends where the last step did.
-    assert "the end of the events" in train(config, half, replay=first).stopped
+    end = train(config, half, replay=first)
+    assert end.is_replayed and "the end of the events" in end.stopped
     assert_equal(final_parameters(first, 2), final_parameters(half, 2))
     train(config, first)
     check_bound(steps_of(first), 2)

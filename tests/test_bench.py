@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from earl_jax.bench import bench_command, main
+from earl_jax.settings.errors import InputError
 
 MODEL = ("num_layers=1", "width=16", "num_heads=2", "num_kv_heads=2", "head_size=8", "ffn_size=16")
 ROLLOUT = ("num_slots=8", "episodes_per_step=16", "context_buckets=(16,)")
@@ -85,3 +86,8 @@ def test_unknown_stage_and_setting_end_with_status_2(monkeypatch, capsys):
             main()
         assert ending.value.code == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_row_is_timed_at_least_once():
+    with pytest.raises(InputError, match="--repeats=0; it must be at least 1"):
+        bench_command(["train", "--repeats=0"])

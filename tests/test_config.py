@@ -10,12 +10,15 @@ import re
 import pytest
 from ml_collections import ConfigDict, config_dict
 
+from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.config import Config
+from earl_jax.config.config import find_teacher
 from earl_jax.config.file import load_config_file, make_config, read_workdir_config
 from earl_jax.config.keys import all_keys
 from earl_jax.config.names import NAMES_ELSEWHERE
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.presets import preset_named
+from earl_jax.rollout.staleness import AsynchronyConfig
 from earl_jax.settings.errors import InputError
 from tests.support import ROOT
 from tests.support.settings import make_config as make_small_config
@@ -421,6 +424,39 @@ def test_a_key_without_effect_is_an_error_that_says_why(idle, path, reason):
     assert f"config.{path}" in message and "no effect" in message and reason in message
     # Each is fine without the other.
     make_config({}, idle[1:])
+
+
+def test_what_an_override_leaves_without_effect_may_leave_more_without():
+    given = {"algorithm": "dapo", "asynchrony": {"refill": 2, "rule": "drop"}}
+    given["rollout"] = {"group_size": 2}
+    assert make_config(given, ["algorithm=grpo"]).asynchrony == AsynchronyConfig()
+    given = {"asynchrony": {"max_staleness": 2, "rule": "drop", "reuse": 2}}
+    assert make_config(given, ["asynchrony.max_staleness=0"]).asynchrony == AsynchronyConfig()
+
+
+def test_an_algorithm_that_is_named_again_keeps_the_arguments_of_the_file():
+    given = {"algorithm": "ppo", "algorithm_args": {"gae_lambda": 0.9}}
+    assert make_config(given, ["algorithm=ppo"]).algorithm_args.gae_lambda == 0.9
+    assert make_config(given, ["algorithm=grpo", "rollout.group_size=2"]).algorithm_args == (
+        ALGORITHMS["grpo"].settings
+    )
+
+
+def test_values_that_python_cannot_hold_are_errors_in_words():
+    with pytest.raises(InputError, match="config.env.args is '{.1.:2}'"):
+        with_overrides("env.args={[1]:2}")
+    with pytest.raises(InputError, match="learning_rate is larger than any number"):
+        with_overrides(f"train.learning_rate={10**400}")
+    with pytest.raises(InputError, match="template_arguments must hold what JSON can say"):
+        with_overrides("chat.template_arguments={'a':{1}}")
+
+
+def test_a_run_is_known_as_a_teacher_without_its_checkpoints(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(make_config({}).as_dict()))
+    assert find_teacher(str(tmp_path)) is find_teacher(f"{tmp_path}@3") is None
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InputError, match="model_type is None"):
+        find_teacher(str(tmp_path))
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "tba"])

@@ -167,8 +167,10 @@ def test_the_last_evaluation_is_made_up_for(whole, tmp_path):
     end = train(make_config(SHORT), folder, Counter(whole[1] - 3))
     assert end.stopped.startswith("stopped by SIGTERM after step 3; saved in")
     assert "eval" not in lines_of(folder)[-1]
+    (folder / "report.html").unlink()
     assert train(make_config(SHORT), folder).evaluation["episodes"] == 16
     assert lines_of(folder) == lines_of(whole[0])
+    assert (folder / "report.html").exists()
 
 
 class Silent:

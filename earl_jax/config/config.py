@@ -6,6 +6,7 @@ Each setting keeps its section's rules, agrees with the others, and has an effec
 """
 
 import dataclasses
+import json
 import typing
 from pathlib import Path
 from typing import Any
@@ -323,9 +324,19 @@ def find_teacher(text: str) -> Checkpoint | None:
 
     Raises ValueError for one that cannot be read.
     """
-    if not text or (split_source(text)[0] / "checkpoints").is_dir():
+    # A run's checkpoints need not be there any more; a model's config.json has no algorithm.
+    if not text or _is_run(split_source(text)[0]):
         return None
     return open_checkpoint(find_folder(text, "config.reference_from"))
+
+
+def _is_run(folder: Path) -> bool:
+    try:
+        return (folder / "checkpoints").is_dir() or "algorithm" in json.loads(
+            (folder / "config.json").read_text()
+        )
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def split_source(text: str) -> tuple[Path, int | None]:

@@ -168,18 +168,31 @@ def make_config(
 
 def _leave_out_of_others(values: dict[str, Any], overrides: Sequence[str]) -> None:
     """Removes the arguments of the file's algorithm and environment where overrides name others."""
-    if any(override.startswith("algorithm=") for override in overrides):
+
+    def last(path: str, before: Any) -> Any:
+        given = [
+            _parse(each.partition("=")[2]) for each in overrides if each.startswith(f"{path}=")
+        ]
+        return given[-1] if given else before
+
+    algorithm = values.get("algorithm", Config.algorithm)
+    if last("algorithm", algorithm) != algorithm:
         values.pop("algorithm_args", None)
-    names = [_parse(each.partition("=")[2]) for each in overrides if each.startswith("env.name=")]
     env = values.get("env")
-    if names and isinstance(env, dict) and env.get("name", EnvConfig.name) != names[-1]:
+    name = env.get("name", EnvConfig.name) if isinstance(env, dict) else ""
+    if isinstance(env, dict) and last("env.name", name) != name:
         env.pop("args", None)
 
 
 def _without_idle(config: Config, given: Collection[str]) -> Config:
     """Returns the config with the defaults of what overrides leave without effect, but for them."""
-    for path, default, _ in list(idle_settings(config, config.defaults())):
-        if path not in given:
+    while left := [
+        (path, default)
+        for path, default, _ in idle_settings(config, config.defaults())
+        if path not in given
+    ]:
+        # One that takes its default may leave others without effect.
+        for path, default in left:
             config = _replaced(config, path.split("."), default)
     return config
 
@@ -244,7 +257,7 @@ def _parse(text: str) -> Any:
         return text.lower() == "true"
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return text
 
 
@@ -298,12 +311,19 @@ def _typed(kind: Any, value: Any, path: str) -> Any:
             raise InputError(f"{path} is {value!r}; give a list, such as (1, 2)")
         return tuple(_typed(arguments[0], entry, path) for entry in value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        return _float(value, path)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise InputError(
             f"{path} is {value!r}, a {type(value).__name__}; it must be of type {kind.__name__}"
         )
     return value
+
+
+def _float(value: int, path: str) -> float:
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise InputError(f"{path} is larger than any number of type float") from error
 
 
 def _typed_or_word(kind: Any, words: Any, value: Any, path: str) -> Any:

@@ -61,6 +61,7 @@ def _idle_rollout(config: "Config") -> Iterator[_Idle]:
     yield platform in ("gpu", "tpu"), "devices.num_cpu_devices", elsewhere
     in_turn, asynchrony = "config.asynchrony.max_staleness is 0", config.asynchrony
     yield asynchrony.max_staleness == 0, "asynchrony.kv", in_turn
+    yield asynchrony.max_staleness == 0, "asynchrony.reuse", in_turn
     is_in_turn = asynchrony.max_staleness == asynchrony.refill == 0
     yield is_in_turn, "asynchrony.rule", f"{in_turn} and config.asynchrony.refill too"
     keeps_all = f"config.algorithm {config.algorithm!r} keeps every group"

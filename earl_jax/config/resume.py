@@ -11,7 +11,8 @@ from earl_jax.settings.differences import differences
 MAY_CHANGE: dict[str, str] = {
     "num_steps": "The run ends there. It equals one that had this number from the start, but for "
     "what depends on it: a `train.schedule` other than \"constant\" and an entropy bonus, which "
-    "fall over the new number from the next step on, and the tasks of supervised examples.",
+    "fall over the new number from the next step on, the tasks of supervised examples, and the "
+    "tokenizer that a model from scratch has made of a short run's tasks.",
     "log": "From the next step on.",
     "checkpoint": "From the next checkpoint on.",
     "eval": "From the next evaluation, and with `averaged` from the next export, on.",

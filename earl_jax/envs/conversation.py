@@ -9,6 +9,7 @@ from typing import Any, Literal
 from earl_jax.envs.chat import ChatRenderer, Opening, Rendered
 from earl_jax.envs.chat_template import Content, Kind, Place, TemplateRefusal, messages_of
 from earl_jax.envs.text_stream import StopWatch
+from earl_jax.settings.arguments import check_json
 
 History = Literal["append", "fork"]
 
@@ -32,7 +33,8 @@ class ChatConfig:
     template_arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def validate(self) -> None:
-        """Does nothing: the types of the fields are the only rules."""
+        """Raises ValueError for template arguments that config.json cannot hold."""
+        check_json(self.template_arguments, "config.chat.template_arguments")
 
 
 @dataclasses.dataclass(frozen=True)

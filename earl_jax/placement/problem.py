@@ -281,6 +281,11 @@ def planned_problem(
             f"{hardware.num_devices} devices of {hardware.name}"
         )
     given, each = config.devices.num_rollout, hardware.num_devices // num_processes
+    if given != "auto" and given >= hardware.num_devices:
+        raise InputError(
+            f"config.devices.num_rollout is {given}, and {hardware.name} has "
+            f"{hardware.num_devices} devices, of which none is left to train"
+        )
     if given != "auto" and given > each and given % each:
         raise InputError(
             f"config.devices.num_rollout is {given!r}, and a run of {num_processes} processes of "

@@ -16,7 +16,7 @@ from earl_jax.placement.stages import compiled_bytes
 from earl_jax.preflight import hosts, links
 from earl_jax.preflight.storage import check_storage
 from earl_jax.rollout.load import expected_tokens
-from earl_jax.run.build import build_run
+from earl_jax.run.source import build_from
 from earl_jax.run.workdir import new_placement
 from earl_jax.selector.plans import RolloutPlan, TrainPlan
 from earl_jax.settings.errors import InputError
@@ -44,7 +44,7 @@ def check(config: Config, workdir: Path) -> None:
     slow, rates = links.misfits(links.links(cluster))
     for line in (*lines, *rates, *check_storage(cluster, workdir)):
         say(line)
-    _check_programs(config, workdir, say)
+    _check_programs(config, workdir, cluster, say)
     if problems or slow:
         if cluster.is_first:
             print(f"error: {'; '.join((*problems, *slow))}", file=sys.stderr)
@@ -57,10 +57,16 @@ def _first_says(cluster: Cluster) -> Callable[[str], None]:
     return (lambda text: print(f"* {text}", flush=True)) if cluster.is_first else lambda text: None
 
 
-def _check_programs(config: Config, workdir: Path, say: Callable[[str], None]) -> None:
-    """Compiles the programs of the first step. Raises ValueError for those over the budget."""
-    tokenizer = workdir / "tokenizer"
-    run = build_run(config, tokenizer if tokenizer.exists() else None)
+def _check_programs(
+    config: Config, workdir: Path, cluster: Cluster, say: Callable[[str], None]
+) -> None:
+    """Compiles the programs of the first step.
+
+    Raises ValueError for those over the budget, and for another run that the config names, whose
+    weights cannot be taken.
+    """
+    is_new = not (workdir / "checkpoints").is_dir()
+    run = build_from(config, workdir, cluster, lambda: "", is_new=is_new)
     if run.origin.checkpoint:
         check_weights(run.origin.checkpoint)
     placement = new_placement(run, say)

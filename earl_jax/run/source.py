@@ -247,9 +247,17 @@ class Teacher:
 
 
 def build_from(
-    config: Config, workdir: Path, cluster: Cluster, stop: Callable[[], str], *, is_new: bool
+    config: Config,
+    workdir: Path,
+    cluster: Cluster,
+    stop: Callable[[], str],
+    *,
+    is_new: bool,
+    replay: Path | None = None,
 ) -> Run:
     """Builds the run in this workdir; one that `is_new` fits the weights that its config names.
+
+    A `replay` has the tokenizer of that run, which may have been made of other tasks.
 
     They are of the same steps in all processes, and where a run begins again that has no checkpoint
     yet, as far as they are there still. Raises ValueError where they do not fit, and for what
@@ -263,7 +271,8 @@ def build_from(
         source, teacher = (_of_first(each, cluster) for each in (source, teacher))
     # A run of its own model has the tokenizer of the run that it takes weights from.
     given = source or (teacher if isinstance(teacher, Source) else None)
-    folder = given.workdir / "tokenizer" if given else tokenizer_folder(cluster, workdir)
+    other = given.workdir if given else replay
+    folder = other / "tokenizer" if other else tokenizer_folder(cluster, workdir)
     run = build_run(config, folder, stop)
     if source:
         source.check(run)

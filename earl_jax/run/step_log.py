@@ -71,9 +71,13 @@ class StepLog:
         most = self.run.config.train.max_skipped_steps
         if self.skipped_steps < most:
             return
-        name = f"skipped_step_{record.step:06d}.{jax.process_index()}"
-        for index, batch in enumerate(record.batches if self.run.cluster.trains else ()):
-            part = f".part_{index}" if index else ""
+        # The first process may only play, and has no batch then.
+        cluster = self.run.cluster
+        first = cluster.train_devices[0].process_index
+        index = jax.process_index() if cluster.trains else first
+        name = f"skipped_step_{record.step:06d}.{index}"
+        for number, batch in enumerate(record.batches if self.run.cluster.trains else ()):
+            part = f".part_{number}" if number else ""
             write_batch(self.workdir / f"{name}{part}.npz", batch)
         name += ".npz"
         raise RunError(

@@ -28,6 +28,14 @@ def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[s
     return {name: value for name, value in offered.items() if names is None or name in names}
 
 
+def check_json(given: Mapping[str, Any], path: str) -> None:
+    """Raises ValueError for arguments that JSON cannot hold."""
+    try:
+        json.dumps(dict(given), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{path} must hold what JSON can say: {error}") from error
+
+
 def check_arguments(
     function: Callable[..., Any],
     given: Mapping[str, Any],
@@ -43,10 +51,7 @@ def check_arguments(
         path: where they are given, for errors, such as "config.env.args".
         reserved: parameters that are not the config's to give.
     """
-    try:
-        json.dumps(dict(given), allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{path} must hold what JSON can say: {error}") from error
+    check_json(given, path)
     names = argument_names(function)
     what = getattr(getattr(function, "func", function), "__name__", "it")
     for name in given:

@@ -207,18 +207,23 @@ def _remove_cut_line(path: Path) -> None:
         write_atomically(path, whole)
 
 
+def summary_writer() -> Any:
+    """Returns tensorboardX's class. Raises ValueError where it is not installed."""
+    try:
+        import tensorboardX
+    except ImportError as error:
+        raise InputError(
+            "config.log.tensorboard is on, but tensorboardX is not installed: "
+            "pip install 'earl_jax[tensorboard]', or set config.log.tensorboard to False"
+        ) from error
+    return tensorboardX.SummaryWriter
+
+
 class _TensorBoard:
     """The scalars of metric lines as TensorBoard events; nested names are joined by "/"."""
 
     def __init__(self, folder: Path):
-        try:
-            import tensorboardX
-        except ImportError as error:
-            raise InputError(
-                "config.log.tensorboard is on, but tensorboardX is not installed: "
-                "pip install 'earl_jax[tensorboard]', or set config.log.tensorboard to False"
-            ) from error
-        self._open = tensorboardX.SummaryWriter
+        self._open = summary_writer()
         self._folder = folder
         self._writer = None
 

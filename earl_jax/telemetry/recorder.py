@@ -18,7 +18,7 @@ from earl_jax.telemetry.episodes import (
     truncate_trajectories_after,
     write_trajectories,
 )
-from earl_jax.telemetry.metrics import MetricsLog, read_metrics, truncate_after
+from earl_jax.telemetry.metrics import MetricsLog, read_metrics, summary_writer, truncate_after
 from earl_jax.telemetry.progress import Progress
 from earl_jax.telemetry.report import write_report
 
@@ -36,6 +36,9 @@ class Recorder:
         self, workdir: Path, progress: Progress, *, writes: bool = True, tensorboard: bool = False
     ) -> None:
         self._workdir, self._progress, self._writes = workdir, progress, writes
+        if tensorboard and writes:
+            # Before any program is compiled.
+            summary_writer()
         self._tensorboard = workdir / "tensorboard" if tensorboard else None
         self._metrics: MetricsLog | None = None
         self._start_s = time.perf_counter()
