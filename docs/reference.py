@@ -28,7 +28,7 @@ NOTE = "<!-- Written by docs/reference.py; edit the code and run it again. -->\n
 METRICS: dict[str, dict[str, str]] = {
     "Step": {
         "step": "The RL step, from 1; in an evaluation the steps trained so far.",
-        "time_s": "Seconds since the command started.",
+        "time_s": "Seconds that the run has taken so far, those before it was resumed too.",
         "stage_s": "Seconds of each stage: select, publish, rollout, dispatch, train, ...",
         "expected_step_s": "Seconds that the selector expected the step to take.",
         "compile_s": "Seconds that the run waited for programs to be compiled or loaded.",

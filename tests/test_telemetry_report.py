@@ -1,6 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
 import html.parser
+import io
 import json
 import math
 import re
@@ -8,6 +9,8 @@ import re
 import pytest
 
 from earl_jax.telemetry.charts import Series, line_chart
+from earl_jax.telemetry.progress import Progress
+from earl_jax.telemetry.recorder import Recorder
 from earl_jax.telemetry.report import write_report
 from earl_jax.telemetry.timeline import Segment, mesh_segments, mesh_switches
 
@@ -222,3 +225,18 @@ def test_a_spike_survives_thinning():
     (series,) = json.loads(html.unescape(data))["series"]
     assert len(series["xs"]) <= 200
     assert (1234, 7.0) in zip(series["xs"], series["ys"], strict=True)
+
+
+def test_the_clock_goes_on_where_a_run_is_resumed(tmp_path):
+    """Behind the last step that is kept, and once for each process."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(_step(n, time_s=40.0 * n)) + "\n" for n in (1, 2, 3)))
+    with Progress(3, io.StringIO()) as progress, Recorder(tmp_path, progress) as recorder:
+        recorder.drop_after(2)
+        recorder.write({"step": 3, "reward_mean": 0.0})
+        # Where memory took the state it goes back to a checkpoint, and time goes on.
+        recorder.close()
+        recorder.drop_after(1)
+        recorder.write({"step": 2, "reward_mean": 0.0})
+    times = [json.loads(line)["time_s"] for line in path.read_text().splitlines()]
+    assert times[0] == 40 and 80 < times[1] < 110

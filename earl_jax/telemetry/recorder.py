@@ -42,11 +42,13 @@ class Recorder:
         self._tensorboard = workdir / "tensorboard" if tensorboard else None
         self._metrics: MetricsLog | None = None
         self._start_s = time.perf_counter()
+        # Seconds that the run took before this process; None until they are known.
+        self._before_s: float | None = None
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Writes a line of metrics.jsonl, and shows it; `time_s` is since the start of this run."""
+        """Writes a line of metrics.jsonl, and shows it; `time_s` goes on where a run is resumed."""
         if "eval" not in line:
-            seconds = time.perf_counter() - self._start_s
+            seconds = time.perf_counter() - self._start_s + (self._before_s or 0.0)
             line = {"step": line["step"], "time_s": seconds} | dict(line)
         if self._writes:
             if self._metrics is None:
@@ -93,6 +95,9 @@ class Recorder:
         lines = truncate_after(self._workdir / "metrics.jsonl", step)
         if "damaged" in lines:
             self.note(f"metrics.jsonl had damaged lines, which are in {lines['damaged']} now")
+        if self._before_s is None:
+            times = [row["time_s"] for row in self._rows() if "time_s" in row]
+            self._before_s = times[-1] if times else 0.0
         episodes = truncate_trajectories_after(self._workdir / "trajectories", step)
         if aside := [str(path) for path in (lines.get("dropped"), episodes) if path]:
             self.note(f"what steps after {step} wrote is in {' and '.join(aside)} now")

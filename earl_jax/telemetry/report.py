@@ -88,7 +88,7 @@ def _figures(
     figures = [_figure(f"{step}", "steps", f"of {num_steps}" if num_steps else "")]
     times = column(steps, "time_s")[1]
     if times:
-        # time_s starts again where a run was resumed by a new process.
+        # In older runs it starts again where a new process resumed them.
         ends = [a for a, b in itertools.pairwise(times) if b < a] + times[-1:]
         figures.append(_figure(format_duration(sum(ends)), "training time"))
     figures += _evaluation_figures(evaluations)
