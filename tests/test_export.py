@@ -246,7 +246,7 @@ def test_a_run_exports_at_its_end_or_with_every_checkpoint(given, path, steps, t
             checkpoints=None,
             workdir=tmp_path,
             ahead=ahead,
-            log=None,
+            log=SimpleNamespace(write_report=lambda: None),
             stop=[],
         )
         for step in range(1, 6):
