@@ -11,7 +11,7 @@ from pathlib import Path
 
 from earl_jax.config.file import given_config, make_config
 from earl_jax.config.train_flags import parse_flags, replayed_config
-from earl_jax.launch.start import STOPPED, exit_status, start_jax
+from earl_jax.launch.start import STOPPED, STOPPED_REPLAY, exit_status, start_jax
 
 
 def train_command(arguments: Sequence[str]) -> int:
@@ -42,7 +42,10 @@ def train_command(arguments: Sequence[str]) -> int:
         end = train(
             config, workdir, lambda: signals.received, restart=flags.restart, replay=flags.replay
         )
-    status = STOPPED if end.stopped and not end.is_replayed else 0
+    status = 0
+    if end.stopped and not end.is_replayed:
+        # A launcher starts a run again that is STOPPED, and a replay would refuse its workdir.
+        status = STOPPED_REPLAY if flags.replay else STOPPED
     if status:
         # A launcher that sees the first status above 0 ends the processes that are still here.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

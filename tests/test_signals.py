@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Signals to real runs: the first saves and ends the run, a second Ctrl-C ends it at once."""
 
+import json
 import random
 import shlex
 import signal
@@ -14,9 +15,10 @@ import pytest
 
 from earl_jax.envs.environment import Start
 from earl_jax.launch.start import STOPPED
+from earl_jax.main import train_command
 from earl_jax.telemetry.metrics import read_metrics
-from earl_jax.training import train
-from tests.support.commands import ALL, Command, steps_of
+from earl_jax.training import RunEnd, train
+from tests.support.commands import ALL, CONFIG, Command, steps_of
 from tests.support.placements import TINY as TINY_MODEL
 from tests.support.runs import final_parameters
 from tests.support.settings import make_config
@@ -81,6 +83,29 @@ def test_a_signal_before_the_first_step_ends_the_run_before_it(tmp_path, name, n
     words = f"stopped by {name} before the first step; there was nothing to save. To go on: "
     assert last_line(ends[0][1]).startswith(words)
     assert not (run.workdir / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("replays", "is_replayed", "status", "words"),
+    [
+        (False, False, STOPPED, "To go on: "),
+        (True, False, 128 + signal.SIGTERM, "A replay begins again: give it a new --workdir"),
+        (True, True, 0, "the run that it replays came no further"),
+    ],
+)
+def test_a_replay_does_not_say_that_it_goes_on(
+    tmp_path, monkeypatch, capsys, replays, is_replayed, status, words
+):
+    """A launcher starts a run again that ends with status 75, and it would refuse the workdir."""
+    end = RunEnd(evaluation={}, stopped="stopped after step 1", is_replayed=is_replayed)
+    monkeypatch.setattr("earl_jax.main.start_jax", lambda *_: None)
+    monkeypatch.setattr("earl_jax.training.train", lambda *_, **__: end)
+    monkeypatch.setattr(signal, "signal", lambda *_: signal.SIG_DFL)
+    config = make_config({"asynchrony": {"max_staleness": 1}})
+    (tmp_path / "config.json").write_text(json.dumps(config.as_dict()))
+    own = [f"--replay={tmp_path}"] if replays else [f"--config={CONFIG}"]
+    assert train_command([*own, f"--workdir={tmp_path / 'w'}"]) == status
+    assert words in last_line(capsys.readouterr().out)
 
 
 # Rollouts that are given up.

@@ -30,9 +30,10 @@ report.html, trajectories/, checkpoints/, config.json.
 
 Ctrl-C or SIGTERM ends the run, saved, and says how to go on; a rollout under way is given up, and
 played again then. A second Ctrl-C ends it at once. Exit status: 0 when done; 75 when a signal
-stopped it and it is saved: the same command goes on; 2 for a mistake in what was given; 1 where the
-run failed, or another process of it was lost or had too little memory for an update: start all
-again, and the run resumes, with less where memory was short (gpu_scripts/slurm.sbatch does).
+stopped it and it is saved: the same command goes on; 143 for a replay that a signal stopped, which
+begins again, in a new workdir; 2 for a mistake in what was given; 1 where the run failed, or
+another process of it was lost or had too little memory for an update: start all again, and the run
+resumes, with less where memory was short (gpu_scripts/slurm.sbatch does).
 
 With --check it looks at every host before hours are spent: the same command on each.
 

@@ -5,6 +5,7 @@
 import importlib.util
 import os
 import select
+import signal
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -20,6 +21,8 @@ THREADS_PER_CPU_DEVICE = 32
 # again later". Not 0, by which a scheduler takes the run for done; not 128 + n, which shells, Slurm
 # and Kubernetes give to a process that a signal killed, saved or not.
 STOPPED = 75
+# That of a replay, which does not go on from what it saved: as of a process that SIGTERM ended.
+STOPPED_REPLAY = 128 + signal.SIGTERM
 # Exit status of a command whose reader left, as of one that SIGPIPE ended: 128 + 13.
 READER_LEFT = 141
 # The packages of which one must be installed for a platform.
