@@ -36,7 +36,7 @@ def train_command(arguments: Sequence[str]) -> int:
 
     if flags.check:
         with end_together():
-            check(config, workdir)
+            check(config, workdir, restart=flags.restart)
         return 0
     with end_together(), StopSignals(lambda: saved_in_words(workdir)) as signals:
         end = train(

@@ -3,6 +3,7 @@
 """`main --check`: what it says of hosts, links, storage and programs, and who does not fit."""
 
 import itertools
+import json
 import shutil
 import socket
 
@@ -10,8 +11,11 @@ import pytest
 
 from earl_jax.preflight import hosts
 from earl_jax.preflight.links import Link, misfits, rounds_of_pairs
+from earl_jax.preflight.preflight import check
+from earl_jax.settings.errors import InputError
 from tests.support import ROOT
 from tests.support.commands import ALL, Command
+from tests.support.settings import make_config
 
 CHECK = ["--check"]
 
@@ -101,6 +105,24 @@ def test_a_budget_that_is_too_small_is_a_mistake(cache, tmp_path):
     status, _, errors = Command(cache, tmp_path / "w", 1, CHECK, **ALL, **budget).ends()[0]
     assert status == 2 and "config.selector.budget_bytes_per_device" in errors
     assert not (tmp_path / "w").exists()
+
+
+def test_another_runs_workdir_and_weights_that_are_not_there_are_mistakes(tmp_path):
+    """Found before a program is compiled, and nothing is written."""
+    workdir = tmp_path / "w"
+    with pytest.raises(InputError, match="--init_from=.* holds no checkpoint of a run"):
+        check(make_config({"init_from": str(tmp_path / "none")}), workdir)
+    assert not workdir.exists()
+    workdir.mkdir()
+    (workdir / "config.json").write_text(json.dumps(make_config({}).as_dict()))
+    # A run that ended before its first checkpoint has the empty folder.
+    (workdir / "checkpoints").mkdir()
+    with pytest.raises(InputError, match="holds a run of another config: config.seed"):
+        check(make_config({"seed": 1}), workdir)
+    other = make_config({"seed": 1, "init_from": str(tmp_path / "none")})
+    with pytest.raises(InputError, match="--init_from=.* holds no checkpoint of a run"):
+        check(other, workdir, restart=True)
+    assert {path.name for path in workdir.iterdir()} == {"config.json", "checkpoints"}
 
 
 @pytest.mark.slow

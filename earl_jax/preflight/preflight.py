@@ -16,15 +16,17 @@ from earl_jax.placement.stages import compiled_bytes
 from earl_jax.preflight import hosts, links
 from earl_jax.preflight.storage import check_storage
 from earl_jax.rollout.load import expected_tokens
+from earl_jax.run.build import Run
 from earl_jax.run.source import build_from
-from earl_jax.run.workdir import new_placement
+from earl_jax.run.workdir import changed_settings, new_placement
 from earl_jax.selector.plans import RolloutPlan, TrainPlan
 from earl_jax.settings.errors import InputError
 
 
-def check(config: Config, workdir: Path) -> None:
+def check(config: Config, workdir: Path, *, restart: bool = False) -> None:
     """Checks all processes, and prints what was found; leaves nothing in the workdir.
 
+    With `restart` the run is to begin again, whatever the workdir holds.
     Ends the process with status 1 where machines do not fit, and names them.
 
     Raises:
@@ -44,7 +46,11 @@ def check(config: Config, workdir: Path) -> None:
     slow, rates = links.misfits(links.links(cluster))
     for line in (*lines, *rates, *check_storage(cluster, workdir)):
         say(line)
-    _check_programs(config, workdir, cluster, say)
+    for line in [] if restart else changed_settings(workdir, config.as_dict()):
+        say(f"changed: {line}")
+    saved = (path.name for path in (workdir / "checkpoints").glob("*"))
+    is_new = restart or not any(map(str.isdigit, saved))
+    _check_programs(build_from(config, workdir, cluster, lambda: "", is_new=is_new), say)
     if problems or slow:
         if cluster.is_first:
             print(f"error: {'; '.join((*problems, *slow))}", file=sys.stderr)
@@ -57,16 +63,8 @@ def _first_says(cluster: Cluster) -> Callable[[str], None]:
     return (lambda text: print(f"* {text}", flush=True)) if cluster.is_first else lambda text: None
 
 
-def _check_programs(
-    config: Config, workdir: Path, cluster: Cluster, say: Callable[[str], None]
-) -> None:
-    """Compiles the programs of the first step.
-
-    Raises ValueError for those over the budget, and for another run that the config names, whose
-    weights cannot be taken.
-    """
-    is_new = not (workdir / "checkpoints").is_dir()
-    run = build_from(config, workdir, cluster, lambda: "", is_new=is_new)
+def _check_programs(run: Run, say: Callable[[str], None]) -> None:
+    """Compiles the programs of the first step. Raises ValueError for those over the budget."""
     if run.origin.checkpoint:
         check_weights(run.origin.checkpoint)
     placement = new_placement(run, say)

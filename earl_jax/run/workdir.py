@@ -69,12 +69,9 @@ def open_workdir(workdir: Path, config: dict[str, Any]) -> list[str]:
     Raises:
         InputError: the folder may not be written, or belongs to a run of another config.
     """
-    path = workdir / "config.json"
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            return []
-        saved = json.loads(path.read_text())
+        return changed_settings(workdir, config)
     except OSError as error:
         if not is_mistake(error):
             raise
@@ -82,6 +79,18 @@ def open_workdir(workdir: Path, config: dict[str, Any]) -> list[str]:
             f"--workdir={workdir} cannot be used: {error.strerror or error}; name a folder "
             "that you may write"
         ) from error
+
+
+def changed_settings(workdir: Path, config: dict[str, Any]) -> list[str]:
+    """Returns a line for each setting in which a run there would change; writes nothing.
+
+    Raises InputError where the workdir holds a run of another config.
+    """
+    path = workdir / "config.json"
+    if not path.exists():
+        return []
+    try:
+        saved = json.loads(path.read_text())
     except ValueError as error:
         raise InputError(f"{path} is damaged ({error}); name another --workdir") from error
     changed, different = changes(saved, json.loads(json.dumps(config)))
