@@ -2,9 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers that overflow in a run: no update is made from them, none is saved, and the run ends."""
 
+import io
 import os
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -16,6 +18,8 @@ from earl_jax.launch.start import exit_status
 from earl_jax.run import step_log
 from earl_jax.settings.errors import RunError
 from earl_jax.telemetry.metrics import read_metrics
+from earl_jax.telemetry.progress import Progress
+from earl_jax.telemetry.recorder import Recorder
 from earl_jax.training import train
 from tests.support.placements import TINY
 from tests.support.runs import final_parameters
@@ -101,6 +105,24 @@ def test_a_run_whose_updates_are_not_finite_ends_with_its_batch(
         assert np.abs(batch["advantages"]).max() > 1e38
     assert {path.name for path in (workdir / "checkpoints").iterdir()} == {"1"}
     assert all(np.isfinite(leaf).all() for leaf in final_parameters(workdir, 1))
+
+
+def test_the_batch_is_named_that_a_process_that_trains_has_written(tmp_path):
+    """The first process only plays here, and has no batch."""
+    trainers = (types.SimpleNamespace(process_index=1),)
+    cluster = types.SimpleNamespace(trains=False, train_devices=trainers)
+    with Progress(1, io.StringIO()) as progress:
+        log = step_log.StepLog(
+            run=types.SimpleNamespace(config=make_config(GIVEN), cluster=cluster),
+            placement=None,
+            recorder=Recorder(tmp_path, progress),
+            workdir=tmp_path,
+            ahead=None,
+            skipped_steps=1,
+        )
+        record = types.SimpleNamespace(step=2, updates=[{}], sft_updates=[], skipped_updates=1)
+        with pytest.raises(RunError, match=r"skipped_step_000002\.1\.npz"):
+            log.check_updates(record)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import pytest
 from earl_jax.envs.tokenizer import load_tokenizer
 from earl_jax.run import workdir
 from earl_jax.run.build import build_run
+from earl_jax.run.source import build_from
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.progress import Progress
@@ -42,9 +43,12 @@ POSITION = {
 }
 
 
+SMALLEST = {"num_layers": 1, "width": 16, "num_heads": 2, "ffn_size": 16}
+
+
 def make_run(*overrides):
     given = {
-        "model": {"num_layers": 1, "width": 16, "num_heads": 2, "ffn_size": 16},
+        "model": SMALLEST,
         "selector": {
             "rollout_meshes": ("data=8",),
             "train_meshes": ("data=8",),
@@ -236,3 +240,19 @@ def test_a_defect_is_not_taken_for_damage(resume, monkeypatch, kind, where):
         resume.call()
     assert resume.steps() == [2, 1] and not resume.notes
     assert not list(resume.workdir.glob("damaged_*"))
+
+
+def test_a_replay_has_the_tokenizer_of_its_run(run, tmp_path):
+    """A number of steps that was raised since gives more tasks, and so another tokenizer."""
+    first, again = tmp_path / "run", tmp_path / "again"
+    first.mkdir()
+    workdir.keep_config(run, first)
+    other = {"env": {"name": "trail"}, "model": SMALLEST}
+    config, cluster = make_config(other), run.cluster
+    vocab = [
+        build_from(
+            config, again, cluster, str, is_new=True, replay=each
+        ).origin.tokenizer.get_vocab()
+        for each in (None, first)
+    ]
+    assert vocab[0] != vocab[1] == run.origin.tokenizer.get_vocab()

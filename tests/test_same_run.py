@@ -54,3 +54,32 @@ def test_two_runs_of_one_seed_are_the_same_run(tmp_path, monkeypatch):
     assert len({line["rollout_tokens"] for line in one if "eval" not in line}) > 1
     for mine, theirs in zip(*parameters, strict=True):
         np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.slow
+def test_a_run_that_makes_an_evaluation_up_goes_on_as_one_left_alone(cache, tmp_path, monkeypatch):
+    """Its next step finds no caches of the evaluation: behind a checkpoint there are none."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    one_mesh = {"table": "model", "rollout_meshes": ("data=8",), "train_meshes": ("data=8",)}
+    rollout = GIVEN["rollout"] | {"chunk_size": 4}
+    saved = {"checkpoint": {"every_steps": 2}, "selector": one_mesh, "rollout": rollout}
+    config, alone, resumed = make_config(GIVEN | saved), tmp_path / "alone", tmp_path / "resumed"
+
+    def stop() -> str:
+        """Names a signal when the second step is written down, and its evaluation is made."""
+        metrics = resumed / "metrics.jsonl"
+        return "SIGTERM" * (metrics.exists() and read_metrics(metrics)[-1]["step"] == 2)
+
+    train(config, alone)
+    assert "after step 2" in train(config, resumed, stop).stopped
+    assert "eval" not in read_metrics(resumed / "metrics.jsonl")[-1]
+    train(config, resumed)
+    names = ("step", "prefill_tokens", "shared_tokens", "eval")
+    one, other = (
+        [[line.get(name) for name in names] for line in read_metrics(folder / "metrics.jsonl")]
+        for folder in (alone, resumed)
+    )
+    assert one == other
+    assert one[-2][2] > 0, "prefixes are shared"
+    for mine, theirs in zip(*(final_parameters(each, 3) for each in (alone, resumed)), strict=True):
+        np.testing.assert_array_equal(mine, theirs)

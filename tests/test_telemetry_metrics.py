@@ -1,5 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
+import io
 import json
 import math
 import struct
@@ -18,6 +19,8 @@ from earl_jax.telemetry.metrics import (
     sampling_kl,
     truncate_after,
 )
+from earl_jax.telemetry.progress import Progress
+from earl_jax.telemetry.recorder import Recorder
 from earl_jax.trajectory import Outcome, Trajectory, Turn
 
 STEP_1 = b'{"step": 1, "reward_mean": 0.5}\n'
@@ -253,3 +256,8 @@ def test_missing_tensorboard_names_the_extra_and_the_field(tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ValueError, match=r"log\.tensorboard.*earl_jax\[tensorboard\]"):
         MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tb")
+    # Before a run compiles anything, in the process that writes.
+    with Progress(1, io.StringIO()) as progress:
+        with pytest.raises(ValueError, match=r"earl_jax\[tensorboard\]"):
+            Recorder(tmp_path, progress, tensorboard=True)
+        Recorder(tmp_path, progress, tensorboard=True, writes=False)
