@@ -629,7 +629,10 @@ def test_the_plan_for_a_chip_says_in_text_what_it_has_in_json(topology, model, h
         (["--topology=cpu:4"], "'data=8', a mesh of 8 devices; this run has 4"),
         (["--topology=cpu:8", "--config=nowhere.py"], "no such file"),
         (["--topology=cpu:8", "--table=nowhere.json"], "--table=nowhere.json cannot be read"),
-        (["--topology=cpu:8", "--config.devices.num_rollout=8"], "of which none is left to train"),
+        (
+            ["--topology=cpu:8", "--config.devices.num_rollout=8"],
+            "8 devices in all; leave at least one to train",
+        ),
     ],
 )
 def test_bad_input_is_answered_with_what_to_change(arguments, words):

@@ -284,7 +284,8 @@ def planned_problem(
     if given != "auto" and given >= hardware.num_devices:
         raise InputError(
             f"config.devices.num_rollout is {given}, and {hardware.name} has "
-            f"{hardware.num_devices} devices, of which none is left to train"
+            f"{hardware.num_devices} devices in all; leave at least one to train, or set 0 to "
+            "play and train on all"
         )
     if given != "auto" and given > each and given % each:
         raise InputError(
