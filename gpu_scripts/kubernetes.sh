@@ -11,7 +11,7 @@ manifest=$(dirname "$0")/jobset.yaml dry_run='' arguments=()
 declare -A values=([GPUS]=8 [GPU]=hopper)
 for argument in "$@"; do
   case $argument in
-    --config=* | --config.* | --workdir=* | --init_from=* | --replay=*) arguments+=("$argument") ;;
+    --config=* | --config.* | --workdir=* | --init_from=*) arguments+=("$argument") ;;
     --manifest=*) manifest=${argument#*=} ;;
     --dry-run) dry_run=1 ;;
     --[a-z]*=*) key=${argument%%=*} key=${key#--}; values[${key^^}]=${argument#*=} ;;

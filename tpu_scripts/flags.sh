@@ -28,7 +28,7 @@ read_flags() {
   for argument in "$@"; do
     flag=${argument%%=*} flag=${flag#--}
     case $argument in
-      --config=* | --config.* | --workdir=* | --init_from=* | --replay=* | --check)
+      --config=* | --config.* | --workdir=* | --init_from=* | --check)
         arguments+=("$argument"); continue ;;
       --dry-run | --spot | --mig) declare -g "${flag//-/_}=1" ;;
       --name=* | --zone=* | --project=* | --type=* | --num_slices=* | --version=* | --dir=* | \
