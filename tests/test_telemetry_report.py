@@ -240,3 +240,12 @@ def test_the_clock_goes_on_where_a_run_is_resumed(tmp_path):
         recorder.write({"step": 2, "reward_mean": 0.0})
     times = [json.loads(line)["time_s"] for line in path.read_text().splitlines()]
     assert times[0] == 40 and 80 < times[1] < 110
+
+
+def test_a_run_that_resumes_without_metrics_has_a_report(tmp_path):
+    """It writes one before its next step makes the file: someone may have taken it away."""
+    with Progress(3, io.StringIO()) as progress, Recorder(tmp_path, progress) as recorder:
+        recorder.drop_after(2)
+        recorder.write_report("a run", {"num_steps": 3}, [])
+        assert (tmp_path / "report.html").exists()
+        assert not (tmp_path / "metrics.jsonl").exists()

@@ -73,7 +73,7 @@ class Recorder:
             self._workdir / "report.html",
             title=title,
             config=config,
-            metrics=read_metrics(self._workdir / "metrics.jsonl"),
+            metrics=self._rows(),
             episodes=self._newest_episodes(),
             notes=notes,
         )
