@@ -239,7 +239,7 @@ def test_the_clock_goes_on_where_a_run_is_resumed(tmp_path):
         recorder.drop_after(1)
         recorder.write({"step": 2, "reward_mean": 0.0})
     times = [json.loads(line)["time_s"] for line in path.read_text().splitlines()]
-    assert times[0] == 40 and 80 < times[1] < 110
+    assert times[0] == 40 and 80 < times[1] < 150, "the 80 count once"
 
 
 def test_a_run_that_resumes_without_metrics_has_a_report(tmp_path):
