@@ -83,9 +83,9 @@ def mix_experts(
     sizes_E = jnp.sum(local_M[:, None] == jnp.arange(num_experts)[None], axis=0, dtype=jnp.int32)
     x_TUD = jnp.broadcast_to(x_TD[:, None], (len(x_TD), per_token, x_TD.shape[-1]))
     x_MD = _permute(x_TUD.reshape(-1, x_TD.shape[-1]), order_M)
-    # Behind the last group a backend may leave anything, NaN included, in gradients too: `where`
-    # takes them out here, and results below.
-    x_MD = jnp.where((local_M[order_M] < num_experts)[:, None], x_MD, 0)
+    # Behind the last group a backend may leave anything, NaN included: in gradients, which are
+    # taken out here, and in results, below.
+    x_MD = _with_gradients_of(local_M[order_M] < num_experts, x_MD)
     expert_M = jnp.minimum(local_M[order_M], num_experts - 1)
     gate_MF = mark_product(_multiply(x_MD, layer["expert_gate"], sizes_E, expert_M))
     up_MF = mark_product(_multiply(x_MD, layer["expert_up"], sizes_E, expert_M))
@@ -105,6 +105,28 @@ def _multiply(
     product_MF = grouped_matmul(x_MD, weights_EDF.values.astype(x_MD.dtype), sizes_E)
     scale_MF = weights_EDF.scale[expert_M]
     return (product_MF.astype(jnp.float32) * scale_MF).astype(x_MD.dtype)
+
+
+@jax.custom_vjp
+def _with_gradients_of(is_ours_M: jax.Array, x_MD: jax.Array) -> jax.Array:
+    """Returns `x_MD`, whose gradient is 0 where a row is not ours.
+
+    `jnp.where` would keep a mask of all elements for the backward pass.
+    """
+    return x_MD
+
+
+def _with_gradients_forward(is_ours_M: jax.Array, x_MD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x_MD, is_ours_M
+
+
+def _with_gradients_backward(
+    is_ours_M: jax.Array, gradient_MD: jax.Array
+) -> tuple[None, jax.Array]:
+    return None, jnp.where(is_ours_M[:, None], gradient_MD, 0)
+
+
+_with_gradients_of.defvjp(_with_gradients_forward, _with_gradients_backward)
 
 
 def _permute(x_MD: jax.Array, order_M: jax.Array) -> jax.Array:
