@@ -24,11 +24,11 @@ def test_a_dense_pool_is_enough_for_every_slot():
     assert pool == Pool(shards=2, pages=9) and pool.total == 18
 
 
-def test_a_page_is_a_slots_alone_until_another_takes_it_over(table):
+def test_pages_behind_whole_ones_are_a_slots_alone_until_another_takes_them_over(table):
     table.hold(0, 7)
-    assert table.has_alone(0, 3) and table.has_alone(0, 7)
+    assert table.has_alone(0, 0) and table.has_alone(0, 7)
     table.begin(1, 0, 4)
-    assert not table.has_alone(0, 4) and table.has_alone(0, 5)
+    assert not table.has_alone(0, 3) and table.has_alone(0, 4) and table.has_alone(0, 8)
     assert table.begin(0, 0, 6) is None, "what a slot has alone is not copied"
 
 

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from earl_jax.engine.session import Policy
-from earl_jax.rollout.config import Limits
+from earl_jax.rollout.config import CacheRules, Limits
 from earl_jax.rollout.episode import Prompt, Task
 from earl_jax.serving.served_engine import NoMemory
+from earl_jax.sharding.layout import MeshShape
 from tests.support.continuations import CONTEXT_TOKENS, continuations, policy, prompt, served
 
 # Pages have 8 tokens and chunks 16: less than a chunk is not taken over.
@@ -21,12 +22,12 @@ REPLY, SLOTS = 12, 4
 
 
 @functools.cache
-def player():
-    return served(num_slots=SLOTS)
+def player(mesh=MeshShape()):  # noqa: B008
+    return served(mesh, num_slots=SLOTS)
 
 
-def open_served(**serving):
-    engine = player()
+def open_served(mesh=MeshShape(), **serving):  # noqa: B008
+    engine = player(mesh)
     sizes = dataclasses.replace(engine.serving, **serving)
     engine = dataclasses.replace(engine, serving=sizes)
     return engine.open(policy(engine), lambda ticket, tokens: None)
@@ -143,9 +144,13 @@ def test_the_oldest_conversation_gives_up_its_pages_first(keep_replies):
     assert [pages.num_held(slot) for slot in (0, 1)] == [0, kept]
 
 
-@pytest.mark.parametrize("pages", [14, 15, 16])
-def test_two_requests_go_on_from_one_conversation_where_pages_are_short(pages):
-    """The first takes over what the second was to go on from in its own slot, which waits then."""
+@pytest.mark.parametrize(("pages", "common"), [(14, 36), (15, 36), (16, 36), (14, 7), (14, 15)])
+def test_two_requests_go_on_from_one_conversation_where_pages_are_short(pages, common):
+    """The first takes over what the second was to go on from in its own slot, which waits then.
+
+    The second has the first `common` tokens of the conversation; those of less than a chunk it
+    reads anew.
+    """
     service = open_served(keep_replies=True, cache_tokens=pages * 8)
     # Slot 0 is free again when the conversation in slot 3 ends, and the others still play.
     chats = [Chat(number, 3) for number in range(3)]
@@ -159,8 +164,8 @@ def test_two_requests_go_on_from_one_conversation_where_pages_are_short(pages):
     assert tickets[1] not in ended and tickets[2] not in ended, "or the test shows nothing"
     begin = [*kept.ids, *ended[tickets[3]].turns[-1].token_ids][:36]
     branches = [Chat(4), Chat(5)]
-    for chat in branches:
-        chat.ids = [*begin, 1 + chat.number]
+    for chat, number in zip(branches, (36, common), strict=True):
+        chat.ids = [*begin[:number], 1 + chat.number]
     before = service.submit([chat.task(8) for chat in branches])
     for finished in [each for some in service.drain() for each in some]:
         ended[finished.ticket] = finished.trajectory
@@ -169,6 +174,29 @@ def test_two_requests_go_on_from_one_conversation_where_pages_are_short(pages):
         reply = list(ended[ticket].turns[-1].token_ids)
         [expected] = continuations([np.array(chat.ids)], [chat.number], len(reply))
         assert reply == expected.tolist()
+
+
+@pytest.mark.timeout(60)
+def test_a_request_goes_on_from_its_own_slot_where_pages_for_a_longer_beginning_are_short(
+    monkeypatch,
+):
+    """The longer one is in the other row shard; its copy would need 9 pages besides the slot's."""
+    rules = functools.partial(CacheRules, copy_prefixes="on")
+    monkeypatch.setattr("earl_jax.serving.served_engine.CacheRules", rules)
+    service = open_served(MeshShape(data=2), keep_replies=True, cache_tokens=2 * CONTEXT_TOKENS)
+    near, far = Chat(0, 80), Chat(1, 80)
+    far.ids[:17] = near.ids[:17]
+    for chat, reply in ((near, 6), (Chat(2, 3), 1), (far, 6), (Chat(3, 3), 1)):
+        say(service, chat, reply)
+    pages = service._blocks._pages
+    assert [pages.num_held(slot) for slot in (0, 2)] == [11, 11], "or the test shows nothing"
+    last = Chat(4)
+    last.ids = [*far.ids[:65], *last.ids[:4]]
+    ids = list(last.ids)
+    turn, read, taken = say(service, last, reply=3)
+    assert (read, taken) == (len(ids) - 17, 17)
+    [expected] = continuations([np.array(ids)], [last.number], len(turn.token_ids))
+    assert list(turn.token_ids) == expected.tolist()
 
 
 def test_more_conversations_than_slots_are_found_again_in_host_memory():

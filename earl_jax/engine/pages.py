@@ -108,9 +108,10 @@ class PageTable:
         return max(0, pages_for(tokens, self._page_size) - len(self._pages[slot]))
 
     def has_alone(self, slot: int, tokens: int) -> bool:
-        """Returns whether the slot alone has the page in which its first so many tokens end."""
-        page = self._pages[slot][pages_for(tokens, self._page_size) - 1]
-        return self._holders[self.shard(slot), page] == 1
+        """Returns whether the slot alone has its pages that its first so many do not fill."""
+        whole, pages = tokens // self._page_size, self._pages[slot]
+        # Other slots have a page only with all of those before it.
+        return whole >= len(pages) or self._holders[self.shard(slot), pages[whole]] == 1
 
     def hold(self, slot: int, tokens: int) -> None:
         """Gives the slot pages for so many tokens. There must be pages enough (`missing`)."""

@@ -337,9 +337,7 @@ class BlockManager:
         self._ended.pop(slot, None)
         if self._rules.share_prefixes:
             queue, own = self._episode(slot).queue, self._idle.own(slot)
-            begins = self._prompts.begin(
-                slot, self._pages, queue, self._fits, may_read_anew=not own
-            )
+            begins = self._prompts.begin(slot, self._pages, queue, self._fits, own)
             if begins is not None:
                 self._supersede(begins.source, begins.shared)
             return begins
@@ -353,21 +351,26 @@ class BlockManager:
             self._ended = {source: None, **self._ended}
 
     def _fits(self, slot: int, shared: Shared) -> bool:
-        """Returns whether there are pages to share: copying one may need more than reading anew."""
+        """Returns whether there are pages to share: copying one may need more than reading anew.
+
+        A slot that was to go on from its own pages is given no others in place of those that it
+        leaves: another slot may have taken them over in this round.
+        """
         config, shard, episode = self._config, self._pages.shard(slot), self._episode(slot)
         length, is_far = shared.length, self._pages.shard(slot) != self._pages.shard(shared.source)
-        if not length % self._page_size and not is_far:
-            return True
         if shared.source == slot and self._pages.has_alone(slot, length):
-            # Nothing is copied.
+            # Nothing is copied, and the slot's other pages serve it too.
+            return True
+        is_whole = not length % self._page_size
+        if is_whole and not is_far and not self._idle.own(slot):
             return True
         part = min(len(episode.queue) - length, config.chunk_size)
         tokens = min(length + part + self._most_sampled(episode), episode.most_tokens)
-        own = pages_for(tokens, self._page_size)
+        needed = pages_for(tokens, self._page_size)
         if not is_far:
             # The page that is copied stays for the round, even if its slot gives it up.
-            own += 1 - length // self._page_size
-        more = own - self._wanted(slot, episode)
+            needed += (not is_whole) - length // self._page_size
+        more = needed - self._wanted(slot, episode)
         if more > self._spare[shard]:
             return False
         self._spare[shard] -= max(0, more)

@@ -137,7 +137,7 @@ class IdleSessions:
         self._own, self._block = {}, block
         for slot, prompt in prompts.items():
             own, most = shared.common(slot, prompt)
-            if own == most and own and pages.has_alone(slot, own):
+            if own == most and own >= self._least and pages.has_alone(slot, own):
                 self._own[slot] = own
             number, common = self.store.find(prompt)
             if common < most + self._least:

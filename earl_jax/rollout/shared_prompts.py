@@ -66,23 +66,23 @@ class SharedPrompts:
         pages: PageTable,
         prompt: list[int],
         fits: Callable[[int, Shared], bool],
-        *,
-        may_read_anew: bool = True,
+        own: int,
     ) -> Beginning | None:
         """Begins the slot anew with a prompt. None: it waits for another slot.
 
         For one that reads the same; or for one that has just taken over a part of the slot's own
-        pages, where there are no pages to read the prompt anew. `fits` returns whether there are
-        pages for a slot to begin so.
+        pages, where there are no others. `fits` returns whether there are pages for a slot to begin
+        so. There surely are to begin with the first `own` tokens in the slot's own cache, as long
+        as no other slot has taken them over.
         """
         shared = self._prefixes.find(slot, prompt)
         if shared is None:
             return None
-        source, length = shared.source, shared.length
         if not fits(slot, shared):
-            if not may_read_anew:
+            shared = Shared(source=slot, length=min(own, self.num_kept(slot)))
+            if own and not fits(slot, shared):
                 return None
-            source, length = slot, 0
+        source, length = shared.source, shared.length
         is_far = pages.shard(slot) != pages.shard(source)
         if length and (is_far or not self._prefixes.has_row(source)):
             if slot in self._rows_in_use:
@@ -95,8 +95,8 @@ class SharedPrompts:
         if is_far:
             pages.begin(slot, slot, 0)
             pages.hold(slot, length)
-            own = pages.pages_of(slot, length)
-            self._shard_copies.plan(source, pages.pin(source, length), slot, own, length)
+            copied, targets = pages.pin(source, length), pages.pages_of(slot, length)
+            self._shard_copies.plan(source, copied, slot, targets, length)
             return Beginning(slot, length, NO_PAGE, written)
         copy = pages.begin(slot, source, length)
         return Beginning(source, length, NO_PAGE if copy is None else copy.source, written)
