@@ -199,6 +199,27 @@ def test_a_request_goes_on_from_its_own_slot_where_pages_for_a_longer_beginning_
     assert list(turn.token_ids) == expected.tolist()
 
 
+def test_a_slot_that_has_begun_counts_pages_from_what_it_has_read_since():
+    """Not from what it went on from, which is less, and fewer pages for the rounds to come."""
+    service, chats = open_served(keep_replies=True), [Chat(4 + number) for number in range(SLOTS)]
+    for chat in chats:
+        say(service, chat)
+    # The first is in the slot that is used next.
+    service.submit([chats[0].task()])
+    service.step()
+    assert (service.num_live, service.stats.shared_tokens) == (1, 31), "or the test shows nothing"
+    assert [service._blocks._idle.own(slot) for slot in range(SLOTS)] == [0] * SLOTS
+
+
+def test_a_request_that_fills_the_cache_to_its_last_token_does_not_make_it_grow():
+    """Rounds have four tokens, and three are left of the turn in the last one."""
+    service = open_served(first_context_tokens=48)
+    chat = Chat(0, 37)
+    turn, _, _ = say(service, chat, reply=11)
+    assert len(turn.token_ids) == 11, "or the test shows nothing"
+    assert service.session.max_tokens == 48
+
+
 def test_more_conversations_than_slots_are_found_again_in_host_memory():
     """Each reads what is new, and goes on as full forward passes over all of its ids do."""
     service = open_served(keep_replies=True)
