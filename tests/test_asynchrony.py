@@ -94,7 +94,7 @@ def test_with_no_staleness_it_is_the_synchronous_loop_bit_for_bit(apart):
 
 @pytest.mark.slow
 def test_devices_never_hold_two_policies_of_the_rollout(monkeypatch):
-    """The weights before are gone when the next ones arrive."""
+    """The weights before are gone when the next ones arrive; so is a service that is given up."""
     run = build_run(config_of(staleness=1))
     placement, position = begin(run)
     player, before, publish = AsyncPlayer(run, placement), [], Sessions.publish
@@ -110,6 +110,10 @@ def test_devices_never_hold_two_policies_of_the_rollout(monkeypatch):
     for _ in range(3):
         position, _ = rl_step(run, placement, position, player)
     assert len(before) > 10
+    service = weakref.ref(player._live.service)
+    player._live.close()
+    gc.collect()
+    assert service() is None
 
 
 @pytest.mark.slow_except("True-recompute")

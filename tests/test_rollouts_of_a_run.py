@@ -5,6 +5,7 @@
 import dataclasses
 import functools
 
+import jax
 import pytest
 
 from earl_jax.loop import evaluate, rl_step
@@ -117,6 +118,26 @@ def test_a_prompt_is_read_once_by_several_rollouts_of_one_policy_version():
     placement.problem = dataclasses.replace(placement.problem, budget_bytes=1)
     placement.sessions.keep(session)
     assert placement.sessions._kept is None
+
+
+@pytest.mark.slow
+def test_an_evaluation_beside_a_live_rollout_leaves_its_plan_and_keeps_no_caches(monkeypatch):
+    """Memory is too short for a second session of so many slots: fewer evaluate."""
+    run = build_run(make_config(GIVEN | {"rollout": GIVEN["rollout"] | {"num_slots": 16}}))
+    placement, position = begin(run)
+    placement.choose_step(2 * MAX_TOKENS, None)
+    opened, before, slots = placement.sessions.open, placement.as_dict(), []
+
+    def short_of_memory(*given, **named):
+        slots.append(placement.rollout.num_slots)
+        if len(slots) == 1:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return opened(*given, **named)
+
+    monkeypatch.setattr(placement.sessions, "open", short_of_memory)
+    evaluate(run, placement, position, games=8, beside_live=True)
+    assert slots == [16, 8], "or the test shows nothing"
+    assert placement.as_dict() == before and placement.sessions._kept is None
 
 
 # One slot, on eight heads that divide over eight devices.
