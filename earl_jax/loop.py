@@ -18,7 +18,7 @@ from earl_jax.envs.registry import EnvConfig
 from earl_jax.placement.delivery import rows_of, send_parts
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
-from earl_jax.placement.rollouts import play_all, play_batches
+from earl_jax.placement.rollouts import plans_kept, play_all, play_batches
 from earl_jax.placement.updates import StepUpdate, Wait, sft
 from earl_jax.rollout.actor import Stopped, check_learnable
 from earl_jax.rollout.evaluation import summarize
@@ -313,22 +313,24 @@ def evaluate(
 ) -> dict[str, Any]:
     """Plays the first `games` evaluation tasks with the newest weights; nothing is learnt.
 
-    Or with their moving average (config.eval.averaged). `beside_live` is that of `play_batches`.
+    Or with their moving average (config.eval.averaged). With `beside_live` the plans of a rollout
+    that stays on the devices are in use again afterwards (`play_batches`).
 
     Returns:
         The summary of their outcomes, for metrics.jsonl (`summarize`).
     """
     try:
-        outcomes = play_batches(
-            run.actor,
-            placement,
-            run.learner.policy(run.judged_state(position.state)),
-            run.tasks.evaluation(games),
-            version=position.step,
-            load=position.history.recent(),
-            sampling=run.config.eval.sampling,
-            beside_live=beside_live,
-        )
+        with plans_kept(placement) if beside_live else contextlib.nullcontext():
+            outcomes = play_batches(
+                run.actor,
+                placement,
+                run.learner.policy(run.judged_state(position.state)),
+                run.tasks.evaluation(games),
+                version=position.step,
+                load=position.history.recent(),
+                sampling=run.config.eval.sampling,
+                beside_live=beside_live,
+            )
     finally:
         if run.config.eval.averaged:
             # Caches of the average, and the next step's episodes are played with other weights.

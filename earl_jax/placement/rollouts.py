@@ -3,7 +3,7 @@
 """Rollouts on the plans of a placement: played by all processes, again where memory is short."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import jax
@@ -133,12 +133,11 @@ def play_batches(
 ) -> list[Outcome]:
     """Plays any number of tasks with one policy; returns their outcomes, and keeps no rows.
 
-    A batch that memory is too short for is played again with another plan. With `beside_live`
-    another rollout stays on the devices: its plans stay in use, and of what memory is too short for
-    beside it later runs know nothing.
+    A batch that memory is too short for is played again with another plan; with `beside_live`
+    another rollout stays on the devices, and later runs do not know of what is short beside it.
     """
     rollout = placement.stages.rollout
-    rows, outcomes, before = rollout.episodes_per_step, [], placement.as_dict()
+    rows, outcomes = rollout.episodes_per_step, []
     for first in range(0, len(tasks), rows):
 
         def attempt(batch: Sequence[Task] = tasks[first : first + rows]) -> list[Outcome]:
@@ -155,7 +154,16 @@ def play_batches(
             placement.choose_rollout(expected_tokens(rollout, load), load)
             found = placement.attempt("rollout", attempt)
         outcomes += found
-    if beside_live:
+    return outcomes
+
+
+@contextlib.contextmanager
+def plans_kept(placement: Placement) -> Iterator[None]:
+    """Puts the plans in use back, however the rollout inside ends, and keeps none of its caches."""
+    before, outgrown = placement.as_dict(), placement.outgrown
+    try:
+        yield
+    finally:
         placement.sessions.forget()
         placement.restore(before)
-    return outcomes
+        placement.outgrown = outgrown
