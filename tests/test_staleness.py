@@ -468,7 +468,7 @@ def test_events_before_synchronous_steps_are_set_aside(tmp_path):
     workdir, path = tmp_path / "run", tmp_path / "run" / EVENTS
     events = [json.loads(line) for line in path.read_text().splitlines()]
     set_events_aside(workdir, NUM_STEPS)
-    assert (workdir / f"until_{NUM_STEPS}_{EVENTS}").exists() and not path.exists()
+    assert (workdir / f"until_{NUM_STEPS}" / EVENTS).exists() and not path.exists()
     assert begun_groups(workdir, NUM_STEPS) is None
     later = [event | {"version": 7} if event["event"] == "open" else event for event in events]
     path.write_text("".join(json.dumps(event) + "\n" for event in later))

@@ -29,7 +29,7 @@ def networks_of(algorithm: Algorithm, *, has_base: bool) -> Networks:
     )
 
 
-def scores_first_policy(algorithm: Algorithm, *, updates: int, corrects: bool) -> bool:
+def needs_first_policy(algorithm: Algorithm, *, updates: int, corrects: bool) -> bool:
     """Returns True if log-probs of the policy that a step begins with are needed before updates.
 
     Advantages may be made of them (`Algorithm.scores_first_policy`). Where another policy sampled,
@@ -55,14 +55,14 @@ def scored_passes(
     | field | needed for | computed |
     |---|---|---|
     | "proximal" | a need "proximal", a correction | by the update, if it is the step's only one |
-    | "proximal" | what `scores_first_policy` says | before the first update |
+    | "proximal" | what `needs_first_policy` says | before the first update |
     | "reference" | a need "reference", a KL penalty | before the first update |
     | "values", "returns" | a critic | before the first update |
     | "advantages" | `Algorithm.token_advantages` | before the first update, without a network |
     """
     needs = algorithm.all_needs
     proximal = corrects or "proximal" in needs
-    first = scores_first_policy(algorithm, updates=updates, corrects=corrects)
+    first = needs_first_policy(algorithm, updates=updates, corrects=corrects)
     scored = ("proximal",) if first or (proximal and updates > 1 and recomputes) else ()
     scored += ("reference",) if "reference" in needs else ()
     scored += ("advantages",) if algorithm.token_advantages else ()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from earl_jax.algorithms.algorithm import keep_every_group
 from earl_jax.algorithms.algorithms import ALGORITHMS
-from earl_jax.algorithms.requirements import scores_first_policy
+from earl_jax.algorithms.requirements import needs_first_policy
 from earl_jax.models.config import MODEL_SETTINGS
 from earl_jax.settings.errors import InputError
 
@@ -119,7 +119,7 @@ def _idle_proximal(config: "Config", *, is_one_update: bool) -> Iterator[_Idle]:
     is_interpolated = "proximal" in algorithm.all_needs and not algorithm.scores_first_policy
     penalties = "penalties in the reward are of a pass that also gives these log-probs"
     updates = config.train.epochs * config.train.mini_batches
-    is_scored = scores_first_policy(algorithm, updates=updates, corrects=not no_correction)
+    is_scored = needs_first_policy(algorithm, updates=updates, corrects=not no_correction)
     no_correction = no_correction and not is_interpolated
     one_update = "the only update of a step has these log-probs without a pass: "
     one_update += "config.train.epochs is 1 and config.train.mini_batches too"

@@ -31,6 +31,7 @@ from earl_jax.envs.pool import Failure
 from earl_jax.rollout.answers import Answer, Answers
 from earl_jax.settings.errors import InputError, RunError
 from earl_jax.telemetry.atomic import write_atomically
+from earl_jax.telemetry.episodes import set_file_aside
 
 
 class Events:
@@ -209,9 +210,9 @@ def drop_events(workdir: Path, step: int) -> None:
 
 
 def set_events_aside(workdir: Path, step: int) -> None:
-    """Renames all processes' events of a run that goes on from this step without any."""
+    """Moves all processes' events of a run that goes on without any to the folder until_STEP."""
     for path in _files(workdir):
-        path.rename(path.with_name(f"until_{step}_{path.name}"))
+        set_file_aside(path, workdir / f"until_{step}")
 
 
 class Begun(NamedTuple):
