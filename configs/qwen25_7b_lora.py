@@ -4,7 +4,7 @@ r"""Qwen2.5-7B-Instruct learns Connect Four with adapters of rank 32, on one H10
 
 uv run python -m earl_jax.main --config=configs/qwen25_7b_lora.py --workdir=/shared/qwen25_7b_lora
 
-One H100 has run its first step (benchmarks/chip.md). By the planner, for episodes that fill each
+One H100 has run steps of it (benchmarks/chip.md). By the planner, for episodes that fill each
 context; the step's time is a roofline of data sheets:
 
 uv run python -m earl_jax.plan --config=configs/qwen25_7b_lora.py \

@@ -297,6 +297,19 @@ def test_the_last_episodes_go_where_their_rounds_are_faster_if_the_move_is_earne
     assert tail(10, 5.0) == D8
 
 
+def test_a_step_whose_last_episode_is_long_is_rated_by_its_rounds():
+    # All eight slots sample 80 tokens a second on both meshes; one alone 10 and 80.
+    problem = hand_problem({F8: 100.0}, {D8: 80.0, T8: 80.0})
+    together = choose(problem)
+    assert together.rollout.plan.mesh == D8 and together.rollout.seconds == 10.0
+    alone = choose(problem, dataclasses.replace(STEP, live=1))
+    assert alone.rollout.plan.mesh == T8 and alone.rollout.seconds == 10.0
+    here = hand_problem({F8: 100.0}, {D8: 80.0})
+    assert choose(here, dataclasses.replace(STEP, live=1)).rollout.seconds == 80.0
+    # More than there are slots are all slots.
+    assert choose(here, dataclasses.replace(STEP, live=80)).rollout.seconds == 10.0
+
+
 # Observed speeds.
 
 

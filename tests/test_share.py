@@ -13,7 +13,7 @@ from earl_jax.launch.presence import Presence
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.gather import RowOrder, row_order
-from earl_jax.rollout.load import tokens_in_flight
+from earl_jax.rollout.load import grow_in_slots
 from earl_jax.rollout.share import Share, share_of
 from earl_jax.telemetry.metrics import mean_gap
 
@@ -167,13 +167,13 @@ def test_the_rows_of_all_processes_in_the_order_of_the_tasks():
         row_order([[0, 1], [1]])
 
 
-def test_tokens_in_flight_of_episodes_that_grow_alike():
+def test_episodes_that_grow_alike_in_slots():
     # At 2 the first ends and the third begins; at 4 the second has 4 tokens and the third 2.
-    assert tokens_in_flight([2, 4, 3], 2) == 6
-    assert tokens_in_flight([2, 4, 3], 1) == 4
+    assert grow_in_slots([2, 4, 3], 2) == (6, 5)
+    assert grow_in_slots([2, 4, 3], 1) == (4, 9)
     # All at once: when the shortest ends all have 2, then the others 3, then one 4.
-    assert tokens_in_flight([2, 4, 3], 3) == 6
-    assert tokens_in_flight([], 3) == 0
+    assert grow_in_slots([2, 4, 3], 3) == (6, 4)
+    assert grow_in_slots([], 3) == (0, 0)
 
 
 def test_the_mean_of_gaps_has_the_same_bits_in_any_order():

@@ -113,7 +113,9 @@ def test_step_whose_tail_moves_is_the_step_that_stays():
         object.__setattr__(
             placement.problem,
             "live_token_s",
-            lambda mesh, live, tokens, appended: 1e-3 if mesh == D4T2 and live < SLOTS else 1.0,
+            lambda mesh, slots, live, tokens, appended: (
+                1e-3 if mesh == D4T2 and live < SLOTS else 1.0
+            ),
         )
         object.__setattr__(placement.problem, "publish_s", lambda mesh, num_bytes=0: 1e-3)
 

@@ -267,6 +267,7 @@ class Placement:
             length=length,
             cache_tokens=max(first, self.cache_tokens, in_flight),
             rollout_tokens=load.rollout_tokens if load else turns,
+            live=load and load.live,
             lasts=self._lasts(max_tokens, length, load),
             is_new=max_tokens > self.most_tokens or length > self.most_length,
             compile_s=self.observations.table.compile_s if self.observations.is_fed else 0.0,

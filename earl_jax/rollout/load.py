@@ -20,9 +20,9 @@ def measure_load(played: Played, num_slots: int) -> Load:
     """
     contexts = [outcome.num_tokens for outcome in played.outcomes]
     sampled = sum(outcome.num_policy_tokens for outcome in played.outcomes)
-    in_flight = played.stats.tokens_in_flight_max
-    if played.order is not None:
-        in_flight = tokens_in_flight(contexts, num_slots)
+    in_flight, grown = grow_in_slots(contexts, num_slots)
+    if played.order is None:
+        in_flight = played.stats.tokens_in_flight_max
     return Load(
         context_tokens_max=max(contexts),
         context_tokens_mean=float(np.mean(contexts)),
@@ -30,21 +30,24 @@ def measure_load(played: Played, num_slots: int) -> Load:
         rollout_tokens=played.stats.rollout_tokens,
         # Of hundredths there are few, so that the speeds computed with them are few too.
         appended=round(sum(contexts) / sampled - 1.0, 2) if sampled else None,
+        live=max(1, round(sum(contexts) / grown)) if grown else None,
     )
 
 
-def tokens_in_flight(lengths: Iterable[int], num_slots: int) -> int:
-    """Returns the most tokens at once of episodes that grow alike, and begin as slots are free.
+def grow_in_slots(lengths: Iterable[int], num_slots: int) -> tuple[int, int]:
+    """Returns the most tokens at once of episodes that grow alike, and what the last to end waits.
+
+    They begin as slots are free, and the wait is in tokens of an episode.
 
     Example: lengths 2 4 3 in two slots: the first ends at 2, when the third begins; at 4 the second
-    ends with 4 tokens, beside 2 of the third: 6.
+    ends with 4 tokens, beside 2 of the third: 6; at 5 the third ends.
     """
     # (end, begin) of those that play, the first to end first; all grow by a token a unit of time.
     playing: list[tuple[int, int]] = []
-    most = 0
+    most = now = 0
 
     def end_first() -> int:
-        nonlocal most
+        nonlocal most, now
         now, begin = heapq.heappop(playing)
         most = max(most, now - begin + sum(now - other for _, other in playing))
         return now
@@ -54,7 +57,7 @@ def tokens_in_flight(lengths: Iterable[int], num_slots: int) -> int:
         heapq.heappush(playing, (begin + length, begin))
     while playing:
         end_first()
-    return most
+    return most, now
 
 
 def expected_load(rollout: RolloutConfig, history: LoadHistory) -> Load | None:

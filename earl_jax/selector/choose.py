@@ -41,7 +41,8 @@ class Step:
         is_new: contexts were never so long, so that other programs are needed anyway.
         compile_s: seconds of waiting for the program of a plan that never ran; spread likewise.
         keeps_slots: live episodes sit in the slots of the plan in use.
-        live: so many episodes are left, in the tail of a rollout; None: all of them are ahead.
+        live: so many episodes are under way at once, on average or in the tail of a rollout; None:
+            as many as there are slots.
         move_s: returns the seconds of moving a rollout to another mesh; infinite where it stays
             on its own as long as it may.
     """
@@ -184,20 +185,25 @@ class Chooser:
         if rollout is not None:
             free = self.problem.budget - pair.resident
             rollout = self.candidates.filled(rollout, tokens, free)
-        work = (tokens, step.rollout_tokens, pair.resident)
-        update = (step.length, self._train_tokens(step, train) if train else 0, 0)
+        play_s = self._play_s(step, rollout) if rollout else 0.0
+        train_s = self._train_s(step, train) if train else 0.0
+        play, update = (tokens, play_s, pair.resident), (step.length, train_s, 0)
         return Decision(
-            rollout=rollout and self._choice(rollout, current.rollout, work, gain),
+            rollout=rollout and self._choice(rollout, current.rollout, play, gain),
             train=train and self._choice(train, current.train, update, gain),
             seconds=pair.step_s,
             switch_s=pair.cost_s - pair.step_s,
         )
 
     def _choice(
-        self, found: Candidate[P], before: P | None, work: tuple[int, int, int], gain: float | None
+        self,
+        found: Candidate[P],
+        before: P | None,
+        work: tuple[int, float, int],
+        gain: float | None,
     ) -> Choice[P]:
-        """Returns a stage's choice; `work`: context bucket, tokens, and bytes that are beside."""
-        tokens, num_tokens, beside = work
+        """Returns a stage's choice; `work`: context bucket, seconds, and bytes that are beside."""
+        tokens, seconds, beside = work
         num_bytes = found.num_bytes + beside
         return Choice(
             stage=found.plan.stage,
@@ -205,7 +211,7 @@ class Chooser:
             tokens=tokens,
             num_bytes=num_bytes,
             is_exact=found.is_exact,
-            seconds=num_tokens / found.tokens_per_s,
+            seconds=seconds,
             switched=before is not None and found.plan.mesh != before.mesh,
             reason=reason_of(self.candidates, found, before, tokens, num_bytes, gain),
         )
@@ -272,7 +278,7 @@ class Chooser:
         """Returns the training plans that fit into `free` bytes, with their seconds."""
         pairs = []
         for found in self.candidates.trains_that_fit(step.length, free, current):
-            seconds = self._train_tokens(step, found) / found.tokens_per_s
+            seconds = self._train_s(step, found)
             cost_s, mesh = seconds + _compile_s(step, found, current), found.plan.mesh
             if current is not None and mesh != current.mesh:
                 cost_s += self.problem.move_s(mesh) / step.lasts
@@ -300,10 +306,7 @@ class Chooser:
             raise too_small(self.candidates, "a rollout", candidates, step.max_tokens, resident)
         pairs = []
         for found in fitting:
-            seconds, mesh = step.rollout_tokens / found.tokens_per_s, found.plan.mesh
-            if step.live is not None:
-                token_s = self.candidates.live_token_s(found.plan, step.live, step.max_tokens)
-                seconds = step.rollout_tokens / max(1, step.live) * token_s
+            seconds, mesh = self._play_s(step, found), found.plan.mesh
             moves = before is not None and mesh != before.mesh
             cost_s = seconds + (step.move_s(mesh) if moves else 0.0)
             pairs.append(_Pair(found, None, resident, cost_s, seconds))
@@ -321,18 +324,27 @@ class Chooser:
         fitting = [c for c in found if c.fits(free)]
         if not fitting:
             return []
-        top = max(candidate.tokens_per_s for candidate in fitting)
-        ties = [c for c in fitting if (1.0 + TIE) * c.tokens_per_s >= top]
+        play_s = {candidate: self._play_s(step, candidate) for candidate in fitting}
+        least_s = min(play_s.values())
+        ties = [c for c in fitting if play_s[c] <= (1.0 + TIE) * least_s]
         best = min(ties, key=lambda candidate: max(candidate.num_bytes, AMPLE * free))
         here = [c for c in fitting if current and c.plan.mesh == current.mesh]
-        ran = sorted((c for c in fitting if c.num_speeds), key=lambda c: c.tokens_per_s)
+        ran = sorted((c for c in fitting if c.num_speeds), key=lambda c: play_s[c])
         pairs = []
-        for rollout in dict.fromkeys([best, *here, *ran[-1:]]):
-            seconds = step.rollout_tokens / rollout.tokens_per_s
-            seconds += problem.publish_s(rollout.plan.mesh)
+        for rollout in dict.fromkeys([best, *here, *ran[:1]]):
+            seconds = play_s[rollout] + problem.publish_s(rollout.plan.mesh)
             cost_s = seconds + _compile_s(step, rollout, current)
             pairs.append(_Pair(rollout, None, resident, cost_s, seconds))
         return pairs
+
+    def _play_s(self, step: Step, found: Candidate[RolloutPlan]) -> float:
+        """Returns the seconds in which a rollout samples its tokens, in some or all slots."""
+        full_s = step.rollout_tokens / found.tokens_per_s
+        if step.live is None:
+            return full_s
+        live = max(1, min(step.live, found.plan.num_slots))
+        token_s = self.candidates.live_token_s(found.plan, live, step.max_tokens)
+        return max(full_s, step.rollout_tokens / live * token_s)
 
     # Bytes beside a rollout, and what keeps the plans in use.
 
@@ -355,11 +367,11 @@ class Chooser:
             for old, new in zip(stays.candidates, pair.candidates, strict=True)
         )
 
-    def _train_tokens(self, step: Step, train: Candidate[TrainPlan]) -> int:
-        """Returns the tokens of a step's updates by a plan, those of padding rows included."""
-        tokens, mesh, work = self.candidates.train_tokens, train.plan.mesh, self.problem.work
+    def _train_s(self, step: Step, found: Candidate[TrainPlan]) -> float:
+        """Returns the seconds of a step's updates by a plan, of padding rows too."""
+        tokens, mesh, work = self.candidates.train_tokens, found.plan.mesh, self.problem.work
         rows = self.problem.packed_rows(step.length, tokens, mesh)
-        return rows * step.length * work.num_batches * work.epochs
+        return rows * step.length * work.num_batches * work.epochs / found.tokens_per_s
 
 
 def _compile_s(step: Step, new: Candidate[P], current: P | None) -> float:

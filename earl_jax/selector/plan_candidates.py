@@ -168,10 +168,11 @@ class Candidates:
         return self._rollout(plan._replace(num_slots=slots, pages=0), tokens, None, free)
 
     def live_token_s(self, plan: RolloutPlan, live: int, max_tokens: int) -> float:
-        """Returns the seconds of a token of each of the `live` episodes left."""
+        """Returns the seconds of a token of each of `live` episodes, fewer than the slots."""
         full = self._full_speed(plan, max_tokens)
         speed, _ = self._speed(plan, max_tokens, full)
-        alone_s = self.problem.live_token_s(plan.mesh, live, max_tokens, self._appended)
+        slots, appended = plan.num_slots, self._appended
+        alone_s = self.problem.live_token_s(plan.mesh, slots, live, max_tokens, appended)
         return alone_s * full / speed
 
     def seen(self, stage: Stage) -> Collection[MeshShape]:

@@ -350,9 +350,11 @@ class Problem:
         return num_slots / seconds
 
     @functools.cache  # noqa: B019
-    def live_token_s(self, mesh: MeshShape, live: int, max_tokens: int, appended: float) -> float:
-        """Returns the seconds of a token of each of the `live` episodes left on all row shards."""
-        work = dataclasses.replace(self.work, appended=appended)
+    def live_token_s(
+        self, mesh: MeshShape, num_slots: int, live: int, max_tokens: int, appended: float
+    ) -> float:
+        """Returns the seconds of a token of each of `live` episodes, in slots of all row shards."""
+        work = dataclasses.replace(self.work, num_slots=num_slots, appended=appended)
         hardware = self.hardware.with_devices(mesh.num_devices)
         return token_s(hardware, self.sizes, work, mesh, -(-live // mesh.data), max_tokens)
 

@@ -99,7 +99,9 @@ class HandProblem(Problem):
         # Rows that wait take their turn.
         return self.rollout_speeds[mesh] * rows * mesh.data / self.work.num_slots
 
-    def live_token_s(self, mesh: MeshShape, live: int, max_tokens: int, appended: float) -> float:
+    def live_token_s(
+        self, mesh: MeshShape, num_slots: int, live: int, max_tokens: int, appended: float
+    ) -> float:
         # The busiest row shard says when a round is over.
         rows = -(-live // mesh.data)
         return rows * mesh.data / self.rollout_speeds[mesh]
