@@ -245,7 +245,7 @@ def test_a_compute_type_of_bfloat16_keeps_weights_and_cache_in_it():
     [
         ("triton", MeshShape(), 4),
         ("triton", MeshShape(data=4, tensor=2), NUM_SLOTS),
-        ("pallas_tpu", MeshShape(), 4),
+        ("pallas_tpu", MeshShape(), 2),
     ],
     ids=str,
 )

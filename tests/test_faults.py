@@ -291,16 +291,16 @@ def test_a_workdir_that_is_removed_ends_the_run_with_one_message(cache, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_host_five_times_slower_only_takes_longer(cache, tmp_path, whole):
+def test_a_host_three_times_slower_only_takes_longer(cache, tmp_path, whole):
     run = Command(cache, tmp_path / "w", 2, **SAVED)
-    # When the programs are compiled, which would take five times as long too.
+    # When the programs are compiled, which would take as much longer too.
     run.after_step(1)
     done = threading.Event()
 
     def slow_down() -> None:
         while not done.wait(0.05) and run.all[1].poll() is None:
             run.all[1].send_signal(signal.SIGSTOP)
-            time.sleep(0.2)
+            time.sleep(0.1)
             run.all[1].send_signal(signal.SIGCONT)
 
     thread = threading.Thread(target=slow_down)

@@ -196,8 +196,7 @@ def vargrad(logprobs, reference, batch: TrajectoryBatch) -> jax.Array:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [ONE, CUBE, CONTEXT], ids=str)
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(("mesh", "micro_batches"), [(ONE, 1), (CUBE, 2), (CONTEXT, 2)], ids=str)
 def test_an_update_is_that_of_the_whole_batch(mesh, micro_batches):
     """Sequences of a group are in several rows, micro-batches and shards, and cut over devices."""
     config = TrainConfig(max_grad_norm=1e9, micro_batches=micro_batches)
