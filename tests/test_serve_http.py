@@ -279,7 +279,8 @@ def test_a_stop_string_ends_the_text(parrot):
         assert parts[-1]["finish_reason"] == "stop"
     parts = list(events(parrot.http, COMPLETIONS, prompt="<", max_tokens=100))
     texts = [part["choices"][0]["text"] for part in parts]
-    assert "".join(texts) == SAYING[1:] and {"日", "🙂", "é"} <= set(texts)
+    assert "".join(texts) == SAYING[1:] and len(texts) > 1
+    assert not any("\ufffd" in text for text in texts)
     # Cut in the middle of the first character.
     [choice] = ask(parrot.http, COMPLETIONS, prompt="<", max_tokens=1)["choices"]
     assert choice == {"index": 0, "text": "\ufffd", "logprobs": None, "finish_reason": "length"}

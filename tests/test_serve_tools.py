@@ -22,13 +22,14 @@ ADDED = ("add", {"a": 1, "b": "é"})
 NOW = ("now", {})
 
 
-def reply_of(text: str) -> tuple[Reply, TextCodec]:
-    """A reply whose tokens are those of a text, none of them longer than the text's parts."""
+def reply_of(text: str, size: int = 1) -> tuple[Reply, TextCodec]:
+    """A reply whose tokens are those of a text, none longer than its parts; `size` a round."""
     codec = TextCodec(load_tokenizer(MODEL))
 
     async def tokens():
-        for token in codec.encode(text):
-            yield Token(token)
+        ids = codec.encode(text)
+        for begin in range(0, len(ids), size):
+            yield [Token(token) for token in ids[begin : begin + size]]
 
     options = RequestOptions(sampling=Sampling())
     return Reply(tokens(), 10_000, options, codec.decode, (), is_text=True), codec
@@ -41,8 +42,8 @@ def whole(text: str) -> dict:
     return ChatForm(codec.decode, has_tools=True).whole(choice)
 
 
-def streamed(text: str) -> list[dict]:
-    reply, codec = reply_of(text)
+def streamed(text: str, size: int = 1) -> list[dict]:
+    reply, codec = reply_of(text, size)
     parts = []
 
     async def send(part) -> None:
@@ -83,7 +84,12 @@ def test_calls_are_taken_out_of_the_text(text, content, calls):
         calls
     )
     assert answer["finish_reason"] == ("tool_calls" if calls else "stop")
-    first, *parts = streamed(text)
+    for size in (1, 8):
+        check_streamed(streamed(text, size), content, calls, answer)
+
+
+def check_streamed(parts, content, calls, answer):
+    first, *parts = parts
     assert first["delta"] == {"role": "assistant", "content": ""}
     assert (
         "".join(part["delta"].get("content", "") for part in parts).strip()

@@ -3,6 +3,7 @@
 """JetStream's gRPC service, jetstream_proto.Orchestrator, over the requests of a Service."""
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
 from urllib.parse import unquote
@@ -33,7 +34,7 @@ class PolicyServicer:
         self._service, self._write_s = service, write_s
 
     async def Decode(self, request: Any, context: Any) -> None:  # noqa: N802
-        """Sends the reply, a message for each token; with text where the prompt is text."""
+        """Sends the reply, a message for each round; with text where the prompt is text."""
         service = self._service
         try:
             check_fields(request, service.limits)
@@ -63,10 +64,10 @@ class PolicyServicer:
         )
         reply = service.reply(name, ids, request.max_tokens, options, is_text=is_text)
         async with aclosing(reply.pieces()) as pieces:
-            async for piece in pieces:
-                if not piece.is_end:
+            async for together in pieces:
+                if some := [piece for piece in together if not piece.is_end]:
                     async with asyncio.timeout(self._write_s):
-                        await context.write(_message(piece, options))
+                        await context.write(_message(some, options))
         return reply.finish_reason
 
     async def HealthCheck(self, request: Any, context: Any) -> Any:  # noqa: N802
@@ -97,11 +98,14 @@ def _client(peer: str) -> str:
     return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
 
 
-def _message(piece: Piece, options: RequestOptions) -> Any:
-    ids = () if piece.token is None else (piece.token.id,)
-    sample = jetstream_pb2.DecodeResponse.StreamContent.Sample(text=piece.text, token_ids=ids)
-    if ids and options.scored:
-        fields = {LOGPROB: options.logprobs, MODEL_LOGPROB: options.model_logprobs}
-        add_scores(sample, **{name: getattr(piece.token, name) for name in fields if fields[name]})
+def _message(pieces: Sequence[Piece], options: RequestOptions) -> Any:
+    tokens = [piece.token for piece in pieces if piece.token is not None]
+    sample = jetstream_pb2.DecodeResponse.StreamContent.Sample(
+        text="".join(piece.text for piece in pieces), token_ids=[token.id for token in tokens]
+    )
+    if options.scored:
+        wanted = {LOGPROB: options.logprobs, MODEL_LOGPROB: options.model_logprobs}
+        names = [name for name, is_wanted in wanted.items() if is_wanted]
+        add_scores(sample, **{name: [getattr(token, name) for token in tokens] for name in names})
     content = jetstream_pb2.DecodeResponse.StreamContent(samples=[sample])
     return jetstream_pb2.DecodeResponse(stream_content=content)

@@ -255,22 +255,22 @@ class HttpApi:
 async def _collect(reply: Any, choice: Choice) -> None:
     """Reads a reply to its end."""
     async with contextlib.aclosing(reply.pieces()) as pieces:
-        async for piece in pieces:
-            choice.pieces.append(piece)
+        async for together in pieces:
+            choice.pieces += together
     choice.finish_reason = FINISH[reply.finish_reason]
 
 
 async def _stream(
     reply: Any, choice: Choice, form: Form, send: Callable[[dict[str, Any]], Awaitable[None]]
 ) -> None:
-    """Sends a reply piece by piece, and keeps its pieces for their count."""
+    """Sends a reply round by round, and keeps its pieces for their count."""
     begin = form.begin(choice.index)
     if begin is not None:
         await send(begin)
     async with contextlib.aclosing(reply.pieces()) as pieces:
-        async for piece in pieces:
-            choice.pieces.append(piece)
-            part = form.part(Choice(choice.index, [piece]))
+        async for together in pieces:
+            choice.pieces += together
+            part = form.part(Choice(choice.index, together))
             if has_news(part):
                 await send(part)
     await send(form.part(Choice(choice.index, [], FINISH[reply.finish_reason])))

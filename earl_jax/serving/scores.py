@@ -4,15 +4,16 @@
 
 They are two more fields of a sample, which clients of JetStream's own messages keep unread:
 
-    message Scores {                             // proto2: 0 is a log-prob
-      optional float logprob = 1001;             // under what the token was drawn from
-      optional float model_logprob = 1002;       // under the model itself, untempered, nothing cut
+    message Scores {
+      repeated float logprob = 1001;             // under what each token was drawn from
+      repeated float model_logprob = 1002;       // under the model itself, untempered, nothing cut
     }
 
 A client reads `Scores.FromString(sample.SerializeToString())`, with a Scores of its own or this
-one. A sample has the fields that its request wants.
+one. A sample has the fields that its request wants, a number for each of its `token_ids`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -31,7 +32,7 @@ def _make_scores() -> Any:
             name=name,
             number=number,
             type=descriptor_pb2.FieldDescriptorProto.TYPE_FLOAT,
-            label=descriptor_pb2.FieldDescriptorProto.LABEL_OPTIONAL,
+            label=descriptor_pb2.FieldDescriptorProto.LABEL_REPEATED,
         )
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
@@ -41,6 +42,6 @@ def _make_scores() -> Any:
 Scores = _make_scores()
 
 
-def add_scores(sample: Any, **scores: float) -> None:
+def add_scores(sample: Any, **scores: Sequence[float]) -> None:
     """Adds these log-probs, by the names of their fields, to a sample."""
     sample.MergeFromString(Scores(**scores).SerializeToString())

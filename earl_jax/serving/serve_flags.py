@@ -38,8 +38,8 @@ the training step of a run. A request that cannot be served is answered with sta
 change, one too many with 429. A client (an address) has a share of the slots and of those who wait.
 
 gRPC: a request is a text or token ids, and max_tokens. A text is taken as it is, control tokens
-included: no chat template is applied. The answer is a stream of messages, one for each token, with
-its id, and its text where the prompt was text. It ends at an end of turn, which is not sent, or
+included: no chat template is applied. The answer is a stream of messages, one for each round, with
+ids, and text where the prompt was text. It ends at an end of turn, which is not sent, or
 after max_tokens. A request that cannot be served is answered with INVALID_ARGUMENT and what to
 change, one too many with RESOURCE_EXHAUSTED.
 

@@ -56,7 +56,7 @@ class Reply:
 
     def __init__(
         self,
-        tokens: AsyncIterator[Token],
+        tokens: AsyncIterator[Sequence[Token]],
         max_tokens: int,
         options: RequestOptions,
         decode: Callable[[Sequence[int]], str],
@@ -76,16 +76,23 @@ class Reply:
         # Ids need text only where a stop string may end them.
         self._stream = TextStream(decode) if is_text or options.stop_strings else None
 
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """Yields the pieces of the reply. Raises RequestError where it fails."""
-        async for token in self._tokens:
-            piece = self._take(token)
-            self.count += 1
-            yield piece
+    async def pieces(self) -> AsyncGenerator[list[Piece], None]:
+        """Yields the pieces of the reply, those of a round together.
+
+        Raises RequestError where it fails.
+        """
+        async for tokens in self._tokens:
+            pieces = []
+            for token in tokens:
+                pieces.append(self._take(token))
+                if self.finish_reason:
+                    break
+            self.count += len(pieces)
+            yield pieces
             if self.finish_reason:
                 break
         if rest := self._flush():
-            yield Piece(rest)
+            yield [Piece(rest)]
         self.finish_reason = self.finish_reason or (
             "max_tokens" if self.count >= self._max_tokens else "end_of_turn"
         )
@@ -225,7 +232,8 @@ class Service:
 
     async def _tokens(
         self, name: str, ids: Sequence[int], max_tokens: int, options: RequestOptions
-    ) -> AsyncIterator[Token]:
+    ) -> AsyncIterator[Sequence[Token]]:
+        """Yields the tokens of each round."""
         events: asyncio.Queue[Event] = asyncio.Queue()
         request = self._placed[name] = Request(
             client=self._open[name],
@@ -237,8 +245,7 @@ class Service:
         while (event := await events.get()) is not None:
             if isinstance(event, RequestError):
                 raise event
-            for token in map(Token, *event) if options.scored else map(Token, event.token_ids):
-                yield token
+            yield [*map(Token, *event)] if options.scored else [*map(Token, event.token_ids)]
 
 
 def deliver_in(

@@ -135,12 +135,15 @@ def scores_of(call) -> list[dict[str, float]]:
     found = []
     for response in call:
         [sample] = response.stream_content.samples
-        [token] = sample.token_ids
-        fields = {names[f.field_number]: f.data for f in UnknownFieldSet(sample)}
-        scores = {name: float(np.uint32(bits).view(np.float32)) for name, bits in fields.items()}
+        scores = {}
+        for field in UnknownFieldSet(sample):
+            number = float(np.uint32(field.data).view(np.float32))
+            scores.setdefault(names[field.field_number], []).append(number)
         read = Scores.FromString(sample.SerializeToString())
-        assert scores == {field.name: value for field, value in read.ListFields()}
-        found.append({"token": token, **scores})
+        assert scores == {field.name: list(values) for field, values in read.ListFields()}
+        for index, token in enumerate(sample.token_ids):
+            found.append({"token": token, **{name: each[index] for name, each in scores.items()}})
+        assert all(len(each) == len(sample.token_ids) for each in scores.values())
     return found
 
 
