@@ -255,7 +255,8 @@ class AsyncPlayer:
             trajectories=trajectories,
             experience=taken.experience,
             played=played,
-            load=measure_load(played, placement.rollout.num_slots),
+            # The next episodes follow into free slots.
+            load=dataclasses.replace(measure_load(played, placement.rollout.num_slots), live=None),
             publish_bytes=num_bytes,
             publish_host_bytes=reads.num_bytes,
             dispatch_host_bytes=taken.dispatch_host_bytes,

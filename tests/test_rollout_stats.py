@@ -64,7 +64,7 @@ def test_load_says_how_many_tokens_episodes_read_for_each_that_they_sampled():
     long = dataclasses.replace(short, num_tokens=21, num_policy_tokens=8)
     failed = dataclasses.replace(short, num_tokens=0, num_policy_tokens=0)
 
-    def appended(*outcomes: Outcome) -> float | None:
+    def load(*outcomes: Outcome) -> tuple[float | None, int | None]:
         stats = RolloutStats(rollout_tokens=12)
         played = Played(
             outcomes=[*outcomes],
@@ -75,6 +75,10 @@ def test_load_says_how_many_tokens_episodes_read_for_each_that_they_sampled():
             refilled=[],
             num_reused=0,
         )
-        return measure_load(played, 2).appended
+        found = measure_load(played, 2)
+        return found.appended, found.live
 
-    assert (appended(short, long), appended(failed)) == (1.5, None)
+    # The long one is alone for 12 of its 21 tokens.
+    assert load(short, long) == (1.5, 1) and load(failed) == (None, None)
+    # Of four long ones two play at a time.
+    assert load(long, long, long, long)[1] == 2

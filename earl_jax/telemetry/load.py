@@ -19,7 +19,8 @@ class Load:
     `growth_tokens` is the growth of the longest episode from step to step, 0 where it cannot be
     distinguished from noise. For each token that they sampled the newest step's episodes have
     `appended` ones, of prompts and answers. On average `live` of them were under way at once: few
-    where the last one is much longer than most. None: it was not counted.
+    where the last one is much longer than most. None: it was not counted, or others follow in an
+    asynchronous run.
     """
 
     context_tokens_max: int
@@ -67,13 +68,11 @@ class LoadHistory:
     def averaged(self, load: Load) -> Load:
         """Returns a load with the means of the steps' tokens, of episodes and of rollouts.
 
-        What an asynchronous step samples also depends on how long the update before it took. Its
-        slots are at work whenever a step ends: the next episodes are in them.
+        What an asynchronous step samples also depends on how long the update before it took.
         """
         steps = self.steps
         return dataclasses.replace(
             load,
-            live=None,
             context_tokens_mean=statistics.fmean(step.context_tokens_mean for step in steps),
             rollout_tokens=round(statistics.fmean(step.rollout_tokens for step in steps)),
         )
