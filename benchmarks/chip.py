@@ -10,11 +10,14 @@ whole updates. Each row of the tables of chip.md is measured in a process of its
 those whose row contains TEXT. On a CPU, which is for tests, sizes must be small.
 """
 
+import collections
 import dataclasses
 import functools
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -45,6 +48,8 @@ from earl_jax.trajectory import TrajectoryBatch
 
 TOPOLOGY = "h100:1x1"
 REPEATS = 5
+# Of a profile, those with the most time.
+KERNELS = 40
 Times = list[float]
 
 
@@ -71,6 +76,8 @@ POINTS = (
     ),
     Point("update", "llama3.2-1b", 1, 32768, "full"),
     Point("update", "llama3.2-1b", 1, 32768, "dots"),
+    Point("kernels of an update", "llama3.2-1b", 4, 8192, "dots"),
+    Point("kernels of an update", "llama3.2-1b", 1, 32768, "dots"),
     *(
         Point("paged attention", "qwen2.5-7b", rows, length, setting)
         for rows, length, setting in (
@@ -445,6 +452,31 @@ def update(point: Point) -> dict[str, Any]:
     }
 
 
+def kernels_of_update(point: Point) -> dict[str, Any]:
+    """Profiles one update; its kernels with the most time, in milliseconds, and their calls."""
+    learner, plan = learner_of(point)
+    state, batch = learner.first_state(plan.mesh), batch_of(point, learner.layout(plan.mesh))
+    controls = np.array([1e-6, 0.0], np.float32)
+    for _ in range(2):
+        state, _ = learner.update(plan, state, batch, controls)
+    jax.block_until_ready(state)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            start_s = time.perf_counter()
+            jax.block_until_ready(learner.update(plan, state, batch, controls))
+            seconds = time.perf_counter() - start_s
+        [path] = Path(folder).rglob("*.xplane.pb")
+        data = jax.profiler.ProfileData.from_file(str(path))
+    spent, calls = collections.Counter[str](), collections.Counter[str]()
+    for plane in data.planes:
+        for line in plane.lines if plane.name.startswith("/device:GPU") else ():
+            for event in line.events if line.name.startswith("Stream") else ():
+                spent[event.name] += event.duration_ns / 1e6
+                calls[event.name] += 1
+    most = [(name, ms, calls[name]) for name, ms in spent.most_common(KERNELS)]
+    return {"s": seconds, "kernels": most}
+
+
 def peak_bytes() -> int:
     """Returns the most bytes of the device that this process has had in use, 0 on CPUs."""
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
@@ -474,6 +506,7 @@ def measure(point: Point) -> dict[str, Any]:
         "decode round": decode_round,
         "append round": append_round,
         "update": update,
+        "kernels of an update": kernels_of_update,
     }
     if point.kind == "copy":
         return {"bytes_s": copy_bytes_per_s()}
@@ -498,6 +531,7 @@ _CELLS: dict[str, Callable[[Any], str]] = {
     "planned_gib": lambda one: f"planned {one:.1f} GiB",
     "distance": lambda one: f"off by {one:.1e}",
     "gradient": lambda one: f"gradient off by {one:.1e}",
+    "kernels": lambda most: "; ".join(f"{name} {ms:.1f} ms in {n}" for name, ms, n in most),
     "losses": lambda losses: " ".join(f"{loss:.5f}" for loss in losses[:3]),
 }
 

@@ -29,6 +29,7 @@ TINY = dataclasses.replace(PRESETS["qwen2.5-7b"], **SIZES, ffn_size=128)
         (Point("decode round", "tiny-1", 4, 256, "int8 weights and cache"), []),
         (Point("append round", "tiny-1", 4, 256, "chunks of 20"), []),
         (Point("update", "tiny-1", 2, 256, "offload"), []),
+        (Point("kernels of an update", "tiny-1", 2, 256, "dots"), []),
     ],
     ids=str,
 )
