@@ -78,7 +78,10 @@ def test_load_says_how_many_tokens_episodes_read_for_each_that_they_sampled():
         found = measure_load(played, 2)
         return found.appended, found.live
 
-    # The long one is alone for 12 of its 21 tokens.
-    assert load(short, long) == (1.5, 1) and load(failed) == (None, None)
+    # The long one samples 4 of its 8 tokens alone: 12 in 8 steps.
+    assert load(short, long) == (1.5, 2) and load(failed) == (None, None)
+    # A prompt of any length is no step: 14 tokens in 10 steps.
+    longer = dataclasses.replace(long, num_policy_tokens=10)
+    assert load(dataclasses.replace(short, num_tokens=5000), longer)[1] == 1
     # Of four long ones two play at a time.
     assert load(long, long, long, long)[1] == 2

@@ -19,42 +19,47 @@ def measure_load(played: Played, num_slots: int) -> Load:
     Of episodes that processes took off a queue it is the same whichever process played what.
     """
     contexts = [outcome.num_tokens for outcome in played.outcomes]
-    sampled = sum(outcome.num_policy_tokens for outcome in played.outcomes)
-    in_flight, grown = grow_in_slots(contexts, num_slots)
-    if played.order is None:
-        in_flight = played.stats.tokens_in_flight_max
+    sampled = [outcome.num_policy_tokens for outcome in played.outcomes]
+    total, in_flight = sum(sampled), played.stats.tokens_in_flight_max
+    if played.order is not None:
+        in_flight, _ = grow_in_slots(contexts, num_slots)
+    # Prompts and answers are appended many tokens at a time: decode steps say how long it takes.
+    _, steps = grow_in_slots(sampled, num_slots)
     return Load(
         context_tokens_max=max(contexts),
         context_tokens_mean=float(np.mean(contexts)),
         tokens_in_flight_max=in_flight,
         rollout_tokens=played.stats.rollout_tokens,
         # Of hundredths there are few, so that the speeds computed with them are few too.
-        appended=round(sum(contexts) / sampled - 1.0, 2) if sampled else None,
-        live=max(1, round(sum(contexts) / grown)) if grown else None,
+        appended=round(sum(contexts) / total - 1.0, 2) if total else None,
+        live=max(1, round(total / steps)) if steps else None,
     )
 
 
 def grow_in_slots(lengths: Iterable[int], num_slots: int) -> tuple[int, int]:
-    """Returns the most tokens at once of episodes that grow alike, and what the last to end waits.
+    """Returns the most tokens at once of episodes that grow alike, and the steps until all end.
 
-    They begin as slots are free, and the wait is in tokens of an episode.
+    Each grows by a token a step; they begin as slots are free.
 
     Example: lengths 2 4 3 in two slots: the first ends at 2, when the third begins; at 4 the second
     ends with 4 tokens, beside 2 of the third: 6; at 5 the third ends.
     """
-    # (end, begin) of those that play, the first to end first; all grow by a token a unit of time.
+    # (end, begin) of those that play, the first to end first.
     playing: list[tuple[int, int]] = []
-    most = now = 0
+    most = now = begun = 0
 
     def end_first() -> int:
-        nonlocal most, now
+        nonlocal most, now, begun
+        # All of them, that one too, have grown since they began.
+        most = max(most, len(playing) * playing[0][0] - begun)
         now, begin = heapq.heappop(playing)
-        most = max(most, now - begin + sum(now - other for _, other in playing))
+        begun -= begin
         return now
 
     for length in lengths:
         begin = end_first() if len(playing) == num_slots else 0
         heapq.heappush(playing, (begin + length, begin))
+        begun += begin
     while playing:
         end_first()
     return most, now

@@ -18,8 +18,8 @@ class Load:
     and `tokens_in_flight_max` are the newest step's, and `rollout_tokens` is what it sampled.
     `growth_tokens` is the growth of the longest episode from step to step, 0 where it cannot be
     distinguished from noise. For each token that they sampled the newest step's episodes have
-    `appended` ones, of prompts and answers. On average `live` of them were under way at once: few
-    where the last one is much longer than most. None: it was not counted, or others follow in an
+    `appended` ones, of prompts and answers. On average `live` of them sampled at once: few where
+    the last one samples much more than most. None: it was not counted, or others follow in an
     asynchronous run.
     """
 
