@@ -175,13 +175,13 @@ def test_a_run_that_was_stopped_goes_on_within_the_bound_and_is_replayed_whole(
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     first, half, again = (tmp_path / name for name in ("run", "half", "again"))
-    config = config_of()
+    config = config_of(staleness=1)
     looks = itertools.count()
 
     def stop() -> str:
-        """Names a signal in the middle of the third step."""
+        """Names a signal in the third step's rollout; the first look is between the steps."""
         metrics = first / "metrics.jsonl"
-        return "SIGTERM" * (metrics.exists() and len(steps_of(first)) == 2 and next(looks) > 3)
+        return "SIGTERM" * (metrics.exists() and len(steps_of(first)) == 2 and next(looks) > 0)
 
     end = train(config, first, stop)
     assert "SIGTERM" in end.stopped
@@ -191,7 +191,7 @@ def test_a_run_that_was_stopped_goes_on_within_the_bound_and_is_replayed_whole(
     assert end.is_replayed and "the end of the events" in end.stopped
     assert_equal(final_parameters(first, 2), final_parameters(half, 2))
     train(config, first)
-    check_bound(steps_of(first), 2)
+    check_bound(steps_of(first), 1)
     assert episodes_of(first) == dict.fromkeys(range(STEPS * EPISODES), 1)
     events = [json.loads(line) for line in (first / EVENTS).read_text().splitlines()]
     opened = [event["version"] for event in events if event["event"] == "open"]
