@@ -711,24 +711,9 @@ def test_no_bit_depends_on_which_process_plays_what(cache, tmp_path):
         assert differ <= TIMES | BY_WHO_PLAYS
 
 
-@pytest.fixture(scope="module")
-def apart(cache, tmp_path_factory) -> Path:
-    """A run of which one process plays and the other trains."""
-    return Command(cache, tmp_path_factory.mktemp("apart"), 2, **APART).done()
-
-
-@pytest.mark.slow
-def test_disjoint_groups_train_alike_in_one_process_and_in_two(apart, cache, tmp_path):
-    one = Command(cache, tmp_path / "one", 1, **APART).done()
-    assert_same_run(one, apart)
-    assert_past_the_hosts(one, apart)
-    lines = steps_of(apart)
-    assert all(line["publish_bytes"] > 0 and line["dispatch_bytes"] > 0 for line in lines)
-
-
 @pytest.mark.slow
 def test_streams_an_average_and_a_teacher_are_those_of_one_process(one, cache, tmp_path):
-    """Also where one process plays and evaluates the average, which the other has."""
+    """Where one process plays, and evaluates the average that the other has, which trains."""
     settings = APART | {
         "reference_from": str(one),
         "algorithm_args.kl_coefficient": 0.1,
@@ -740,6 +725,9 @@ def test_streams_an_average_and_a_teacher_are_those_of_one_process(one, cache, t
     alone = Command(cache, tmp_path / "alone", 1, **settings).done()
     two = Command(cache, tmp_path / "two", 2, **settings).done()
     assert_same_run(alone, two)
+    assert_past_the_hosts(alone, two)
+    lines = steps_of(two)
+    assert all(line["publish_bytes"] > 0 and line["dispatch_bytes"] > 0 for line in lines)
     files = [each / "export" / "step_000002" / "model.safetensors" for each in (alone, two)]
     left, right = map(load_file, files)
     assert left.keys() == right.keys()
