@@ -267,11 +267,11 @@ def test_remat_and_micro_batches_save_activations():
 
 def test_inputs_in_host_memory_are_those_that_full_remat_keeps_on_the_device():
     full, offload = (dataclasses.replace(WORK, remat=remat) for remat in ("full", "offload"))
-    kept = kept_bytes(SIZES, full, D1, 64)
+    kept = kept_bytes(SIZES, full, D1, 64, "tpu")
     # A micro-batch's tokens, a number of the stream's width in each layer.
     tokens = WORK.num_rows // WORK.micro_batches * 64
     assert kept == tokens * SIZES.num_layers * SIZES.width * SIZES.compute_bytes
-    assert kept_bytes(SIZES, offload, D1, 64) == kept
+    assert kept_bytes(SIZES, offload, D1, 64, "tpu") == kept
     on_device = [train_footprint(SIZES, work, D1, 64, "gpu") for work in (full, offload)]
     assert on_device[0].total - on_device[1].total == kept
 
@@ -368,7 +368,7 @@ def assert_it_keeps_what_jax_saves(
     model = dataclasses.replace(PRESETS[preset], **SMALL, compute_dtype=dtype)
     model = dataclasses.replace(model, **(EXPERTS if model.num_experts else {}))
     sizes = model_sizes(model, VOCAB, engine_dtype=dtype)
-    computed = kept_width(sizes, MeshShape(), length, remat) * jnp.dtype(dtype).itemsize
+    computed = kept_width(sizes, MeshShape(), length, remat, "tpu") * jnp.dtype(dtype).itemsize
     # Of more rows and more layers, so that neither weights count nor what is there once.
     more = {
         layers: saved_bytes(model, kernel, layers, 4, length, remat)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from earl_jax.models.attention.rows import BLOCK_SIZE, Positions, _attend, attention
 from earl_jax.models.config import ModelConfig
@@ -258,6 +259,41 @@ def test_remat_but_for_projections_computes_no_projection_again():
     assert full - dots == pytest.approx(projections, rel=0.02)
     assert offload == full
     assert attention < dots - none < 1.5 * attention
+
+
+@pytest.mark.parametrize(
+    ("kernel", "mesh", "of_attention"),
+    [
+        ("splash", "data=1", "pallas_call["),
+        ("blockwise", "data=1", "while["),
+        ("blockwise", "context=2", "ppermute["),
+    ],
+)
+def test_attention_is_computed_again_with_full_remat_alone(kernel, mesh, of_attention):
+    """In rows of several blocks, by the loops, kernels or exchanges in the program."""
+    shape = MeshShape.parse(mesh)
+    layout = make_layout(shape, jax.devices()[: shape.num_devices], row_axes=TRAINING_ROWS)
+    params = init_jitted(parameter_specs(MODEL, VOCAB), jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (2, 256), 0, VOCAB)
+
+    def gradients(remat: Remat):
+        def loss(params):
+            hidden = forward_rows(
+                MODEL, layout, params, tokens, tokens * 0 + 1, remat=remat, kernel=kernel
+            )
+            return jnp.sum(hidden * hidden)
+
+        traced = jax.jit(jax.grad(loss)).trace(params)
+        # JAX leaves a call there whose results nobody reads, and XLA takes it out.
+        read, _ = dce_jaxpr(traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.out_avals))
+        return traced.lower().compile()(params), str(read).count(of_attention)
+
+    (none, once), (dots, kept), (full, again) = map(gradients, ("none", "dots", "full"))
+    assert 0 < once == kept < again
+    for other in (dots, full):
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-3), none, other
+        )
 
 
 @pytest.mark.parametrize("mesh", ["data=2,fsdp=2,tensor=2", "fsdp=4,context=2"])

@@ -125,6 +125,26 @@ def test_remat_but_for_projections_repeats_attention_and_loops_alone():
     assert none.total < dots.total < full.total < offload.total
 
 
+@pytest.mark.parametrize(
+    ("platform", "mesh", "length", "is_kept"),
+    [
+        ("tpu", D1, 256, True),
+        # Rows of one block, and tokamax's kernel.
+        ("tpu", D1, 128, False),
+        ("gpu", D1, 256, False),
+        ("gpu", MeshShape(context=2), 256, True),
+    ],
+)
+def test_attention_is_computed_again_unless_its_result_is_kept(platform, mesh, length, is_kept):
+    hardware = dataclasses.replace(PUBLISHED, platform=platform)
+    none, dots, full = (
+        train_parts(hardware, SIZES, dataclasses.replace(WORK, remat=remat), mesh, length)
+        for remat in ("none", "dots", "full")
+    )
+    assert dots.attention_s == (none if is_kept else full).attention_s
+    assert none.attention_s < full.attention_s
+
+
 def test_inputs_in_host_memory_leave_beside_the_layer_and_come_back_before_it():
     """A stream of 32 numbers in bf16 a token; 64 GB/s each way, no slower than the forward pass."""
     work = dataclasses.replace(WORK, remat="full")

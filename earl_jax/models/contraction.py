@@ -19,10 +19,21 @@ from earl_jax.settings.remat import Remat
 
 Contract = Callable[[str, jax.Array, jax.Array], jax.Array]
 
+# What `recomputed` keeps with remat "dots", by name.
+PRODUCT, ATTENTION = "product", "attention"
+
 
 def mark_product(product: jax.Array) -> jax.Array:
     """Returns the result of a projection, which `recomputed` keeps with remat "dots"."""
-    return checkpoint_name(product, "product")
+    return checkpoint_name(product, PRODUCT)
+
+
+def mark_attention(out: jax.Array, log_total: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns what attention's backward pass needs of its forward pass, kept like a product.
+
+    They are its result and the logarithms of the softmax's sums.
+    """
+    return checkpoint_name(out, ATTENTION), checkpoint_name(log_total, ATTENTION)
 
 
 def recomputed(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
@@ -34,7 +45,7 @@ def recomputed(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     if remat == "none":
         return layer
     if remat != "offload":
-        names = ("product",) * (remat == "dots")
+        names = (PRODUCT, ATTENTION) if remat == "dots" else ()
         return jax.checkpoint(layer, policy=policies.save_only_these_names(*names))
 
     def named(x: Any, *others: Any) -> Any:

@@ -94,7 +94,7 @@ def ring_s(
         0.5 * all_reduce_s(hardware, numbers * itemsize, mesh.context, apart)
         for itemsize in (sizes.compute_bytes, 4)
     )
-    return sizes.num_layers * ((2 + work.repeats_loops) * keys_s + sums_s)
+    return sizes.num_layers * ((2 + work.repeats_products) * keys_s + sums_s)
 
 
 def stride(mesh: MeshShape, axis: str) -> int:

@@ -123,8 +123,13 @@ class Workload:
 
     @property
     def repeats_loops(self) -> bool:
-        """True if attention and element-wise loops are computed again in the backward pass."""
+        """True if element-wise loops are computed again in the backward pass."""
         return self.remat != "none"
+
+    def repeats_attention(self, mesh: MeshShape, length: int, platform: str) -> bool:
+        """True if attention's forward pass is computed again in the backward pass."""
+        kept = self.remat == "dots" and keeps_attention(mesh, length, platform)
+        return self.remat != "none" and not kept
 
     def rows_appended(self, rows: int) -> tuple[int, int]:
         """Returns how many of a row shard's slots a pass appends to, and how many tokens to each.
@@ -265,7 +270,7 @@ def train_footprint(
     rows = work.num_rows // work.micro_batches // (mesh.data * mesh.fsdp * mesh.expert)
     tokens = rows * length // mesh.context
     block = tokens * _block_bytes(sizes, mesh)
-    kept = 0 if work.remat == "offload" else kept_bytes(sizes, work, mesh, length)
+    kept = 0 if work.remat == "offload" else kept_bytes(sizes, work, mesh, length, platform)
     summed = numbers * 4 if max(work.micro_batches, work.parts + work.has_stream) > 1 else 0
     apart = numbers * sizes.compute_bytes
     # TPUs gather the embedding, for a loop over micro-batches also in the other order of axes.
@@ -314,18 +319,25 @@ def _inside_width(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> int:
     return pairs * (6 * sizes.width + inside)
 
 
-def kept_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape, length: int) -> int:
+def keeps_attention(mesh: MeshShape, length: int, platform: str) -> bool:
+    """Returns True if remat "dots" keeps attention's result: not of tokamax, nor of one block."""
+    return mesh.context > 1 or (length > BLOCK_TOKENS and platform != "gpu")
+
+
+def kept_bytes(
+    sizes: ModelSizes, work: Workload, mesh: MeshShape, length: int, platform: str
+) -> int:
     """Returns the bytes that the layers keep of a micro-batch for its backward pass.
 
     They are on the device, or with remat "offload" in its host's memory.
     """
     rows = work.num_rows // work.micro_batches // (mesh.data * mesh.fsdp * mesh.expert)
     tokens = rows * length // mesh.context * (2 if sizes.critic else 1)
-    width = kept_width(sizes, mesh, length, work.remat)
+    width = kept_width(sizes, mesh, length, work.remat, platform)
     return tokens * sizes.num_layers * sizes.compute_bytes * width
 
 
-def kept_width(sizes: ModelSizes, mesh: MeshShape, length: int, remat: Remat) -> int:
+def kept_width(sizes: ModelSizes, mesh: MeshShape, length: int, remat: Remat, platform: str) -> int:
     """Returns the numbers that a layer keeps of a token for the backward pass.
 
     They are JAX's residuals, in units of the compute type. Without remat: of a norm its input, and
@@ -340,6 +352,7 @@ def kept_width(sizes: ModelSizes, mesh: MeshShape, length: int, remat: Remat) ->
     if remat == "dots":
         # The layer's input, and the products that its gradient needs.
         width = (3 if "post_ffn_norm" in names else 2) * sizes.width + heads + 2 * kv_heads
+        width += heads * keeps_attention(mesh, length, platform)
         inside = 2 * sizes.ffn_size // mesh.tensor
         if sizes.num_experts:
             inside = sizes.experts_per_token * mesh.expert * (inside + sizes.width)

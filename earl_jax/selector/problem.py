@@ -226,7 +226,9 @@ class Problem:
         work = dataclasses.replace(self.work, micro_batches=plan.micro_batches, remat=plan.remat)
         devices = min(self.hardware.devices_a_host, self.hardware.num_devices)
         state = sum(trainer_bytes(self.sizes, plan.mesh))
-        held = devices * (state + kept_bytes(self.sizes, work, plan.mesh, length))
+        held = devices * (
+            state + kept_bytes(self.sizes, work, plan.mesh, length, self.hardware.platform)
+        )
         held += self.preempted_bytes
         return self.can_offload_inputs and held <= self.hardware.host_memory_bytes
 

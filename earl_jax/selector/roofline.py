@@ -195,7 +195,8 @@ def train_parts(
     """Returns the seconds of one update on rows of `length` tokens, by parts.
 
     `recomputed` is the share of a layer's products and element-wise loops that is computed again
-    backward, by default what the remat policy says: "dots" repeats the loops alone. What is
+    backward, by default what the remat policy says: "dots" repeats the loops alone, and
+    attention where its result is not kept. What is
     gathered and scattered over `fsdp`, `context` and `data` runs beside the layers before and
     behind, so that it counts where it is longer than they are, and so do keys and values that go
     round beside attention; what `tensor` and `expert` add up does not.
@@ -216,7 +217,8 @@ def train_parts(
     peak = hardware.flops_per_s * share
     rate = hardware.memory_bytes_per_s * MEMORY_REACHED * share
     products_s = flops / (peak * MATMUL_REACHED)
-    attention = networks * tokens, length, 1 + work.repeats_loops, ATTENTION_BACKWARD
+    forward = 1 + work.repeats_attention(mesh, length, hardware.platform)
+    attention = networks * tokens, length, forward, ATTENTION_BACKWARD
     attention_s = _rows_attention_s(hardware, sizes, mesh, *attention)
     loops = networks * tokens * (1 + BACKWARD_PASSES + repeated) * _elementwise_bytes(sizes, mesh)
     loops += tokens * LOGIT_PASSES * 4 * sizes.vocab_size / mesh.tensor

@@ -75,9 +75,10 @@ class TrainConfig:
     An entropy bonus, added to the algorithm's loss, goes linearly from `entropy_coefficient` to
     `final_entropy_coefficient`, which the last step has. `logprob_chunk` tokens of every row are
     scored at a time. `remat` computes a layer's activations again in the backward
-    pass instead of keeping them: "full" all, "dots" all but the results of its projections,
-    "offload" all, with the layer's input in pinned host memory until then. The selector takes it,
-    or more of it, where memory is short; "offload" only on GPUs and TPUs.
+    pass instead of keeping them: "full" all, "dots" all but the results of its projections and of
+    attention (but for tokamax's), "offload" all, with the layer's input in pinned host memory until
+    then. The selector takes it, or more of it, where memory is short; "offload" only on GPUs and
+    TPUs.
 
     `optimizer` is optax's "adamw", "lion", "adafactor" (second moments of matrices of at least 128
     by 128 factored, no momentum, updates of at most RMS 1, no scaling by the parameter) or "muon",

@@ -50,6 +50,7 @@ from earl_jax.models.attention.partial_attention import (
     pieces,
 )
 from earl_jax.models.attention.rows import Positions, Window
+from earl_jax.models.contraction import mark_attention
 from earl_jax.sharding.layout import Layout
 
 _AXIS = "context"
@@ -105,7 +106,7 @@ def _forward(known: _Known, query, key, value, segments, window) -> tuple[jax.Ar
     """Returns the attention output and the residuals of the backward pass."""
     inputs, (queries, sums) = _specs(known.layout)
     run = _on_shards(_forward_shard, known, inputs, (queries, sums))
-    out, log_total = run(query, key, value, segments, window)
+    out, log_total = mark_attention(*run(query, key, value, segments, window))
     return out, (query, key, value, segments, window, out, log_total)
 
 

@@ -27,6 +27,7 @@ from earl_jax.models.attention.partial_attention import (
     outcome,
 )
 from earl_jax.models.attention.rows import BLOCK_SIZE, Positions, Window, attention
+from earl_jax.models.contraction import mark_attention
 from earl_jax.sharding.layout import Layout
 
 
@@ -102,7 +103,7 @@ def _forward(
         return out[0].astype(query.dtype), log_total[0]
 
     out_QTKGH, log_total_QKGT = jax.lax.map(block, jnp.arange(len(first_Q)))
-    out_TKGH = out_QTKGH.reshape(query_TKGH.shape)
+    out_TKGH, log_total_QKGT = mark_attention(out_QTKGH.reshape(query_TKGH.shape), log_total_QKGT)
     kept = (query_TKGH, key_KSH, value_KSH, segments_T, window, out_TKGH, log_total_QKGT)
     return out_TKGH, kept
 

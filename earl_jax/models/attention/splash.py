@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 from earl_jax.models.attention.attention_shards import on_each_shard
+from earl_jax.models.contraction import ATTENTION
 from earl_jax.sharding.layout import Layout
 
 # The kernel's own unit: lengths and head sizes are padded to multiples of it.
@@ -105,6 +106,7 @@ def _kernel(
             block_q_dq=block,
             block_kv_dq=block,
         ),
+        residual_checkpoint_name=ATTENTION,
         attn_logits_soft_cap=softcap or None,
         interpret=interpret,
     )
