@@ -43,8 +43,10 @@ from earl_jax.run.workdir import (
     named_where_removed,
     new_placement,
     open_workdir,
+    restore_tasks,
     resume,
     save,
+    tasks_state,
 )
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.schedule import smallest_hardware, smallest_words
@@ -150,11 +152,11 @@ def _train_in(
         recorder = Recorder(
             workdir, progress, writes=cluster.is_first, tensorboard=config.log.tensorboard
         )
-        position, known = None, None
+        position, known, begun = None, None, tasks_state(run)
         with checkpoints:
             while position is None:
                 position, stopped, known = _train_until_lost(
-                    run, recorder, checkpoints, workdir, stop, known, events
+                    run, recorder, checkpoints, workdir, stop, known, events, begun
                 )
         cluster.barrier("the end of the run")
     words = _stopped_words(stopped, position.step, workdir) if stopped else ""
@@ -181,13 +183,15 @@ def _train_until_lost(
     stop: Callable[[], str],
     known: ThroughputTable | None,
     events: Sequence[dict[str, Any]],
+    begun: dict[str, Any],
 ) -> tuple[Position | None, str, ThroughputTable | None]:
     """Trains from the newest checkpoint to the end, to a signal, or until the state is lost.
 
     The signal's name is the second of the results, "" for none, or where nothing was left to do.
     The position is None where a lack of memory took the trainer's state. The plan that failed is
     impossible from then on (in the table, which is the last of what is returned, also where the
-    disk could not keep it), so that this happens once for each plan at most.
+    disk could not keep it), so that this happens once for each plan at most. `begun` is the state
+    of the tasks' source at the run's beginning.
     """
     resumed = resume(run, checkpoints, workdir, recorder.note)
     recorder.drop_after(resumed[0].step if resumed else -1)
@@ -196,6 +200,7 @@ def _train_until_lost(
         placement.observations.table = placement.observations.table.over(known)
         if position is None:
             recorder.note("there is no checkpoint yet: the run begins again")
+            restore_tasks(run, begun)
     is_on = compiles_ahead(run.config.selector.compile_ahead, run.cluster)
     ahead = CompileAhead(recorder.note, is_on=is_on, max_context=run.origin.max_context)
     log = StepLog(

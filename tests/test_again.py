@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import jax
 import pytest
@@ -56,6 +57,29 @@ RUN = given(ROLLOUT, (D8,), (D8, F8)) | {
 # One process.
 
 
+class Counted:
+    """A task source that goes on from a number of its own; `firsts` are those of all batches."""
+
+    firsts: ClassVar[list[int]] = []
+
+    def __init__(self, *, num_tasks: int) -> None:
+        self._num_tasks, self._next = num_tasks, 0
+
+    def batch(self, step: int) -> list[dict]:
+        first, self._next = self._next, self._next + self._num_tasks
+        self.firsts.append(first)
+        return [{"seed": first + i} for i in range(self._num_tasks)]
+
+    def evaluation(self, number: int) -> list[dict]:
+        return [{"seed": 10**6 + i} for i in range(number)]
+
+    def state(self) -> dict:
+        return {"next": self._next}
+
+    def restore(self, state: dict) -> None:
+        self._next = state["next"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("failed_update", "kept_steps"), [(2, 0), (6, 2)])
 def test_a_run_whose_state_is_lost_goes_on_from_its_newest_checkpoint(
@@ -75,7 +99,12 @@ def test_a_run_whose_state_is_lost_goes_on_from_its_newest_checkpoint(
         return update(self, plan, state, batch, controls, sft=sft)
 
     monkeypatch.setattr(Learner, "update", short)
-    train(make_config(RUN), tmp_path / "run")
+    monkeypatch.setattr(Counted, "firsts", [])
+    train(make_config(RUN | {"tasks": {"name": f"{__name__}:Counted"}}), tmp_path / "run")
+    # Behind those from which the run was built: the step that was lost came again with its tasks.
+    first, *later = Counted.firsts[-5:]
+    again = sorted([*range(4), kept_steps])
+    assert [first, *later] == [first + 16 * step for step in again]
 
     notes = capsys.readouterr().out
     assert "in a program that had run before, and lost the weights" in notes

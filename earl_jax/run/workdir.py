@@ -161,9 +161,20 @@ def new_placement(run: Run, say: Callable[[str], None]) -> Placement:
 
 def choices_of(run: Run, placement: Placement) -> dict[str, Any]:
     """Returns what a step changes before it has ended: its plans, and the state of the tasks."""
+    return {"placement": placement.as_dict(), **tasks_state(run)}
+
+
+def tasks_state(run: Run) -> dict[str, Any]:
+    """Returns the state of the tasks' source as `tasks`, or nothing where it has none."""
     tasks = run.tasks.played.tasks
-    state = {"tasks": copy.deepcopy(tasks.state())} if isinstance(tasks, KeepsState) else {}
-    return {"placement": placement.as_dict(), **state}
+    return {"tasks": copy.deepcopy(tasks.state())} if isinstance(tasks, KeepsState) else {}
+
+
+def restore_tasks(run: Run, kept: Mapping[str, Any]) -> None:
+    """Has the tasks' source go on from what `tasks_state` returned; ValueError where it cannot."""
+    tasks = run.tasks.played.tasks
+    if isinstance(tasks, KeepsState):
+        tasks.restore(copy.deepcopy(kept.get("tasks", {})))
 
 
 def save(
@@ -252,9 +263,7 @@ def resume(
                 lambda step=step: checkpoints.discard(step), "the damaged checkpoint"
             )
             continue
-        tasks = run.tasks.played.tasks
-        if isinstance(tasks, KeepsState):
-            tasks.restore(checkpoints.position(step).get("tasks", {}))
+        restore_tasks(run, checkpoints.position(step))
         if run.cluster.is_first and (aside := set_exports_aside(workdir, step)):
             say(f"exports of steps after {step} are in {aside} now")
         say(f"resuming {workdir} after step {step} of {run.config.num_steps}")
