@@ -59,9 +59,16 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 MOST_MAPPINGS = 25_000
 MOST_KEPT_BYTES = 2**30
 LONGEST = (
-    "test_runs.py",
-    "test_collect.py",
     "test_distributed.py",
+    "test_runs.py",
+    "test_split_runs.py",
+    "test_faults.py",
+    "test_apart.py",
+    "test_default_run.py",
+    "test_going_on.py",
+    "test_install.py",
+    "test_launch_scripts.py",
+    "test_collect.py",
     "test_soak.py",
     "test_serve.py",
     "test_serve_models.py",
