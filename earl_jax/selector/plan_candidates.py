@@ -55,6 +55,19 @@ class Candidate(Generic[P]):
         return not self.failed and self.num_bytes <= free
 
 
+class _Bare(NamedTuple):
+    """A rollout plan without pages, with all its slots at work.
+
+    `full` are its computed tokens/s, `page_bytes` those of a page on a device, `dense` the pages of
+    a row shard with which all slots hold an episode as long as the context bucket.
+    """
+
+    candidate: Candidate[RolloutPlan]
+    full: float
+    page_bytes: int
+    dense: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Candidates:
     """The candidates of one problem by one table.
@@ -206,52 +219,78 @@ class Candidates:
 
         A program's bytes but for its pages are the same with any number of pages.
         """
-        pages = plan.pages * self.problem.page_bytes(plan.mesh)
-        if known := self._entry(plan, max_tokens).program_bytes:
-            return known + pages, True
-        bare = self.problem.bare_footprint(plan.mesh, plan.num_slots, max_tokens).total
-        return int(self.caution * bare) + pages, False
+        bare, *_ = self._bare(plan._replace(pages=0), max_tokens)
+        return bare.num_bytes + plan.pages * self.problem.page_bytes(plan.mesh), bare.is_exact
 
     def _train(self, plan: TrainPlan, length: int) -> Candidate[TrainPlan]:
         known, computed = self.update_bytes(plan, length), self._update_speed(plan, length)
         return self._candidate(plan, length, known, computed)
 
     def _candidate(
-        self, plan: P, tokens: int, known: tuple[int, bool], computed: float, share: float = 1.0
+        self, plan: P, tokens: int, known: tuple[int, bool], computed: float
     ) -> Candidate[P]:
-        """Returns a plan with its bytes, and the `share` of its speed."""
+        """Returns a plan with its bytes and its speed."""
         speed, is_trial = self._speed(plan, tokens, computed)
         return Candidate(
             plan=plan,
             num_bytes=known[0],
             is_exact=known[1],
-            tokens_per_s=share * speed,
+            tokens_per_s=speed,
             num_speeds=len(self._entry(plan, tokens).speeds),
             is_trial=is_trial,
-            failed=self.table.failure_of(plan, self.problem.size_of(plan, tokens)),
+            failed=self._failed(plan, tokens),
         )
 
+    @functools.cached_property
+    def _bare(self) -> "Callable[[RolloutPlan, int], _Bare]":
+        """Returns what a rollout plan has with any number of pages; each is computed once."""
+
+        def bare(plan: RolloutPlan, max_tokens: int) -> _Bare:
+            problem, mesh, slots = self.problem, plan.mesh, plan.num_slots
+            known = self._entry(plan, max_tokens).program_bytes
+            computed = self.caution * problem.bare_footprint(mesh, slots, max_tokens).total
+            full = self._full_speed(plan, max_tokens)
+            return _Bare(
+                self._candidate(plan, max_tokens, (known or int(computed), bool(known)), full),
+                full,
+                problem.page_bytes(mesh),
+                problem.dense_pages(mesh, slots, max_tokens),
+            )
+
+        return functools.cache(bare)
+
     def _rollout(
-        self, bare: RolloutPlan, max_tokens: int, cache_tokens: int | None, free: float
+        self, plan: RolloutPlan, max_tokens: int, cache_tokens: int | None, free: float
     ) -> Candidate[RolloutPlan]:
         """Returns a plan with as many pages as are wanted and fit, at least one episode's."""
-        problem, mesh = self.problem, bare.mesh
-        least = problem.least_pages(max_tokens)
-        dense = problem.dense_pages(mesh, bare.num_slots, max_tokens)
-        wanted = dense
+        problem, mesh = self.problem, plan.mesh
+        bare, full, page_bytes, dense = self._bare(plan, max_tokens)
+        least, wanted = problem.least_pages(max_tokens), dense
         if cache_tokens is not None:
             tokens = cache_tokens / problem.work.page_size
             # Half of each episode's last page is empty.
-            wanted = math.ceil(tokens / mesh.data + bare.num_slots / mesh.data / 2)
+            wanted = math.ceil(tokens / mesh.data + plan.num_slots / mesh.data / 2)
         wanted = max(least, min(wanted, dense))
-        empty, _ = self.round_bytes(bare, max_tokens)
-        most = wanted if math.isinf(free) else int((free - empty) // problem.page_bytes(mesh))
-        plan = bare._replace(pages=max(least, min(wanted, most)))
-        full, rows = self._full_speed(plan, max_tokens), plan.num_slots // mesh.data
+        most = wanted if math.isinf(free) else int((free - bare.num_bytes) // page_bytes)
+        plan = plan._replace(pages=max(least, min(wanted, most)))
+        speed, rows = bare.tokens_per_s, plan.num_slots // mesh.data
         at_once = max(1, min(rows, rows * plan.pages // max(1, wanted)))
-        share = self._round_speed(plan, max_tokens, at_once) / full
-        known = self.round_bytes(plan, max_tokens)
-        return self._candidate(plan, max_tokens, known, full, share)
+        if at_once < rows:
+            speed *= self._round_speed(plan, max_tokens, at_once) / full
+        return Candidate(
+            plan=plan,
+            num_bytes=bare.num_bytes + plan.pages * page_bytes,
+            is_exact=bare.is_exact,
+            tokens_per_s=speed,
+            num_speeds=bare.num_speeds,
+            is_trial=bare.is_trial,
+            failed=self._failed(plan, max_tokens),
+        )
+
+    def _failed(self, plan: Plan, tokens: int) -> str:
+        if not self.table.failures:
+            return ""
+        return self.table.failure_of(plan, self.problem.size_of(plan, tokens))
 
     def _full_speed(self, plan: RolloutPlan, max_tokens: int) -> float:
         """Returns the computed tokens/s with all slots at work."""

@@ -232,12 +232,13 @@ class Problem:
         held += self.preempted_bytes
         return self.can_offload_inputs and held <= self.hardware.host_memory_bytes
 
-    def slot_numbers(self, mesh: MeshShape) -> list[int]:
+    @functools.cache  # noqa: B019
+    def slot_numbers(self, mesh: MeshShape) -> tuple[int, ...]:
         """Returns the numbers of slots for a rollout on this mesh: the config's, then halves."""
         numbers = [self.work.num_slots]
         while numbers[-1] % (2 * mesh.data) == 0:
             numbers.append(numbers[-1] // 2)
-        return numbers
+        return tuple(numbers)
 
     def size_of(self, plan: Plan, tokens: int) -> tuple[int, ...]:
         """Returns a plan's size at a context bucket, as in `Failure`."""
