@@ -195,11 +195,11 @@ def train_parts(
     """Returns the seconds of one update on rows of `length` tokens, by parts.
 
     `recomputed` is the share of a layer's products and element-wise loops that is computed again
-    backward, by default what the remat policy says: "dots" repeats the loops alone, and
-    attention where its result is not kept. What is
-    gathered and scattered over `fsdp`, `context` and `data` runs beside the layers before and
-    behind, so that it counts where it is longer than they are, and so do keys and values that go
-    round beside attention; what `tensor` and `expert` add up does not.
+    backward, by default what the remat policy says: "dots" repeats the loops alone, and attention
+    where its result is not kept. What is gathered and scattered over `fsdp`, `context` and `data`
+    runs beside the layers before and behind, so that it counts where it is longer than they are,
+    and so do keys and values that go round beside attention; what `tensor` and `expert` add up does
+    not.
     """
     repeated = work.repeats_loops if recomputed is None else recomputed
     recomputed = work.repeats_products if recomputed is None else recomputed
