@@ -132,6 +132,10 @@ def test_connections_are_bounded_in_all_and_of_one_address():
                 assert b"3 of them yours; this server takes 6, and 3 of one address" in found
             _, found = await connect("127.0.0.4")
             assert b"6 connections are open, 0 of them yours" in found
+            # One that sends more than the sockets hold reads why, too.
+            with connected(port, "127.0.0.5") as client:
+                found = await answer_to(client, http_bytes("/", b"x" * 2**24))
+            assert b"6 connections are open, 0 of them yours" in found
             clients[0][0].close()
             async with asyncio.timeout(20):
                 while len(here.server._open) == 6:

@@ -141,6 +141,12 @@ class Connection:
         """Answers with an error whatever the client asks, and ends."""
         with contextlib.suppress(OSError):
             await self.send_error(error, (("connection", "close"),))
+            if self._server.num_lingering < self._limits.max_connections:
+                self._server.num_lingering += 1
+                try:
+                    await self._linger()
+                finally:
+                    self._server.num_lingering -= 1
         self._writer.close()
 
     def forget_body(self) -> None:
@@ -184,7 +190,13 @@ class Connection:
             return
         self.forget_body()
         await self.send_error(error, (("connection", "close"),))
-        # A socket that is closed with bytes unread takes the answer away from the client.
+        await self._linger()
+
+    async def _linger(self) -> None:
+        """Reads what the client still sends, for a while.
+
+        A socket that is closed with bytes unread takes the answer away from the client.
+        """
         self._writer.write_eof()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
@@ -251,10 +263,15 @@ Handler = Callable[[HttpRequest, Connection], Awaitable[None]]
 
 
 class HttpServer:
-    """A server of one handler. `held_bytes` have the bodies of open requests."""
+    """A server of one handler.
+
+    `held_bytes` have the bodies of open requests. Of the connections beyond the limit
+    `num_lingering` are read to the end of what they send, as many at most as may be open.
+    """
 
     def __init__(self, handle: Handler, limits: HttpLimits) -> None:
-        self.handle, self.limits, self.held_bytes = handle, limits, 0
+        self.handle, self.limits = handle, limits
+        self.held_bytes = self.num_lingering = 0
         self._open: dict[asyncio.Task[None], Connection] = {}
         self._server: asyncio.Server | None = None
 
