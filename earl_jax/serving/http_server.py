@@ -139,7 +139,8 @@ class Connection:
 
     async def refuse(self, error: HttpError) -> None:
         """Answers with an error whatever the client asks, and ends."""
-        with contextlib.suppress(OSError):
+        # The end of the loop may cancel it, which asyncio would report as an error.
+        with contextlib.suppress(OSError, asyncio.CancelledError):
             await self.send_error(error, (("connection", "close"),))
             if self._server.num_lingering < self._limits.max_connections:
                 self._server.num_lingering += 1
