@@ -354,6 +354,11 @@ def test_a_layer_keeps_what_jax_saves(preset, dtype, remat):
     assert_it_keeps_what_jax_saves(preset, dtype, "splash", 512, remat)
 
 
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_a_layer_keeps_as_much_of_our_own_attention(remat):
+    assert_it_keeps_what_jax_saves("qwen3-8b", "float32", "blockwise", 512, remat)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_attention_weights_of_rows_of_one_block_are_kept(dtype):

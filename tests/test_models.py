@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.interpreters.partial_eval import dce_jaxpr
 
+from earl_jax.models.attention.kernels import Kernel
 from earl_jax.models.attention.rows import BLOCK_SIZE, Positions, _attend, attention
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import (
@@ -261,32 +261,39 @@ def test_remat_but_for_projections_computes_no_projection_again():
     assert attention < dots - none < 1.5 * attention
 
 
-@pytest.mark.parametrize(
-    ("kernel", "mesh", "of_attention"),
-    [
-        ("splash", "data=1", "pallas_call["),
-        ("blockwise", "data=1", "while["),
-        ("blockwise", "context=2", "ppermute["),
-    ],
-)
-def test_attention_is_computed_again_with_full_remat_alone(kernel, mesh, of_attention):
-    """In rows of several blocks, by the loops, kernels or exchanges in the program."""
+def traced_gradient(mesh: str, rows: tuple[int, int], remat: Remat, kernel: Kernel = "blockwise"):
+    """The gradient of a loss of MODEL over random rows, traced for its arguments, and these."""
     shape = MeshShape.parse(mesh)
     layout = make_layout(shape, jax.devices()[: shape.num_devices], row_axes=TRAINING_ROWS)
     params = init_jitted(parameter_specs(MODEL, VOCAB), jax.random.key(0))
-    tokens = jax.random.randint(jax.random.key(1), (2, 256), 0, VOCAB)
+    tokens = jax.random.randint(jax.random.key(1), rows, 0, VOCAB)
+
+    def loss(params):
+        hidden = forward_rows(
+            MODEL, layout, params, tokens, tokens * 0 + 1, remat=remat, kernel=kernel
+        )
+        return jnp.sum(hidden * hidden)
+
+    return jax.jit(jax.grad(loss)).trace(params), params
+
+
+@pytest.mark.parametrize(
+    ("kernel", "mesh", "of_attention"),
+    [
+        # Of XLA's program: it takes a kernel out whose results nobody reads.
+        ("splash", "data=1", " while("),
+        ("blockwise", "data=1", "while["),
+        ("blockwise", "data=1,context=2", "ppermute["),
+    ],
+)
+def test_attention_is_computed_again_with_full_remat_alone(kernel, mesh, of_attention):
+    """In rows of several blocks, by the loops or exchanges in the program."""
 
     def gradients(remat: Remat):
-        def loss(params):
-            hidden = forward_rows(
-                MODEL, layout, params, tokens, tokens * 0 + 1, remat=remat, kernel=kernel
-            )
-            return jnp.sum(hidden * hidden)
-
-        traced = jax.jit(jax.grad(loss)).trace(params)
-        # JAX leaves a call there whose results nobody reads, and XLA takes it out.
-        read, _ = dce_jaxpr(traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.out_avals))
-        return traced.lower().compile()(params), str(read).count(of_attention)
+        traced, params = traced_gradient(mesh, (2, 256), remat, kernel)
+        program = traced.lower().compile()
+        text = str(traced.jaxpr) + program.as_text()
+        return program(params), text.count(of_attention)
 
     (none, once), (dots, kept), (full, again) = map(gradients, ("none", "dots", "full"))
     assert 0 < once == kept < again
@@ -299,17 +306,9 @@ def test_attention_is_computed_again_with_full_remat_alone(kernel, mesh, of_atte
 @pytest.mark.parametrize("mesh", ["data=2,fsdp=2,tensor=2", "fsdp=4,context=2"])
 def test_layers_inputs_go_to_host_memory_and_no_bit_of_a_gradient_changes(mesh):
     """One array goes there and comes back, in the loop over layers; nothing else does."""
-    shape = MeshShape.parse(mesh)
-    layout = make_layout(shape, jax.devices()[: shape.num_devices], row_axes=TRAINING_ROWS)
-    params = init_jitted(parameter_specs(MODEL, VOCAB), jax.random.key(0))
-    tokens = jax.random.randint(jax.random.key(1), (8, 16), 0, VOCAB)
 
     def gradients(remat: Remat):
-        def loss(params):
-            hidden = forward_rows(MODEL, layout, params, tokens, tokens * 0 + 1, remat=remat)
-            return jnp.sum(hidden * hidden)
-
-        traced = jax.jit(jax.grad(loss)).trace(params)
+        traced, params = traced_gradient(mesh, (8, 16), remat)
         ways = re.findall(r"devices=\(MemorySpace\.(\w+),\)", str(traced.jaxpr))
         return traced.lower().compile()(params), ways
 
