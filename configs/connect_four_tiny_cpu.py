@@ -4,7 +4,7 @@
 
 uv run python -m earl_jax.main --config=configs/connect_four_tiny_cpu.py
 
-About five minutes on one core. benchmarks/connect_four.md has what it reaches.
+About five minutes on 2 cores. benchmarks/connect_four.md has what it reaches.
 """
 
 from ml_collections import ConfigDict
