@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streaming and asynchronous training beside the synchronous loop, on long-tailed episodes.
 
-    uv run python -m benchmarks.asynchrony [--processes] [--write]
+    uv run python -m benchmarks.asynchrony [--processes] [--repeats=1] [--write]
 
 Two CPU devices of a core each: one plays and one trains, or both do both in turn. Episodes have 1
 to 24 turns of a log-normal number (median 3, sigma 1.0), so that the longest of a batch is many
@@ -11,8 +11,11 @@ process of its own, with the same tasks. The first steps do not count, which com
 programs. A line's tokens/s are those trained on in the steps that count, by the seconds from the
 first to the last of them, without those that programs took which were compiled or loaded there
 (`compile_excess_s`): which shapes come up, and when, depends on time in an asynchronous run. Beside
-them is what the simulation says (simulate.py), with the lengths of the run and the times of its
-rounds and updates.
+them is what the simulation says (simulate.py), with the rounds that each episode of the run took,
+and the times of its rounds and updates.
+
+With --repeats all lines run in turn so many times, and each shows its run of median tokens/s: the
+speed of a busy machine changes by the minute.
 
 With --processes the asynchronous runs have two processes of a device, each pinned to a core of its
 own: one plays and the other trains, so that neither's threads are in the other's way.
@@ -21,30 +24,31 @@ own: one plays and the other trains, so that neither's threads are in the other'
 import json
 import math
 import random
+import re
 import statistics
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.pages import parser_of, show, table
 from benchmarks.runs import play
 from benchmarks.simulate import Setup
 from benchmarks.simulate import run as simulate
 from earl_jax.envs.environment import Start, StepResult
-from earl_jax.envs.tasks import Seeds
 from earl_jax.rollout.events import EVENTS, read_events
 from earl_jax.rollout.staleness import AsynchronyConfig
+from earl_jax.telemetry.episodes import read_trajectories
 
 PAGE = Path(__file__).with_suffix(".md")
 STEPS = 40
 LONGEST = 24
 # Steps at the start whose programs are compiled, or loaded.
 WARM_UP = 6
+# Metrics of a step: tokens that the policy sampled, and those of it that were trained on.
+SAMPLED_AND_TRAINED = ("rollout_tokens", "policy_tokens")
 # Seconds of compilation from which on a step's times are not its own.
 COMPILED_S = 0.05
-# Tokens of an episode and of its environment in a round, about: a turn has 11 on the average, and
-# takes one round for its message and the first tokens of the reply, and one for every 4 more.
-TOKENS_A_ROUND = 6
 MODEL = {"num_layers": 2, "width": 128, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 512}
 SETTINGS: dict[str, Any] = {
     "env": {"name": "benchmarks.asynchrony:LongTailed"},
@@ -57,7 +61,7 @@ SETTINGS: dict[str, Any] = {
         "chunk_size": 64,
         "burst": 4,
         "max_turn_tokens": 24,
-        "context_buckets": (512,),
+        "context_buckets": (384,),
         "stop_strings": tuple("abcdefghijklmnopqrstuvwxyz0123456789"),
     },
     "devices": {"platform": "cpu", "num_cpu_devices": 2},
@@ -132,6 +136,7 @@ def settings_of(line: dict[str, Any]) -> dict[str, Any]:
         settings["devices"] = {**settings["devices"], **changes}
     kept = {name: line[name] for name in ("rule", "kv", "parts") if name in line}
     settings["asynchrony"] = {"max_staleness": line.get("staleness", 0), **kept}
+    settings["log"] = {**SETTINGS["log"], "trajectories_every_steps": 1}
     return settings
 
 
@@ -145,6 +150,7 @@ def measure(name: str, given: dict[str, Any], folder: Path) -> dict[str, Any]:
     compiled_s = compile_excess_s(counted[1:])
     seconds = counted[-1]["time_s"] - counted[0]["time_s"] - compiled_s
     tokens = sum(row["train_tokens"] for row in counted[1:])
+    sampled, trained = (sum(row[name] for row in metrics) for name in SAMPLED_AND_TRAINED)
     rows = sum(row["decode_rows"] for row in counted)
     lags: dict[int, int] = {}
     for row in counted:
@@ -156,12 +162,15 @@ def measure(name: str, given: dict[str, Any], folder: Path) -> dict[str, Any]:
         "s a step": seconds / (len(counted) - 1),
         "tokens an episode": statistics.mean(row["context_tokens_mean"] for row in counted),
         "longest": max(row["context_tokens_max"] for row in counted),
+        "trained of sampled": trained / sampled,
         "mean staleness": sum(lag * number for lag, number in lags.items()) / sum(lags.values()),
         "most": max(row["version_lag_max"] for row in counted),
         "busy rows": 1 - sum(row["idle_rows"] for row in counted) / rows,
         "read again": sum(row.get("recomputed_tokens", 0) for row in counted) / len(counted),
         "compiling s": compiled_s,
-        **beside_simulation(given, counted[1:], read_rounds(workdir), seconds),
+        **beside_simulation(
+            given, counted[1:], read_rounds(workdir), read_episodes(workdir), seconds
+        ),
     }
 
 
@@ -177,7 +186,7 @@ def compile_excess_s(rows: list[dict[str, Any]]) -> float:
     return sum(max(0.0, row["stage_s"][name] - usual[name]) for row in compiled for name in stages)
 
 
-def ordinary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def ordinary(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Returns the steps in which no program was compiled or loaded."""
     return [row for row in rows if row.get("compile_s", 0.0) <= COMPILED_S]
 
@@ -199,70 +208,132 @@ def read_rounds(workdir: Path) -> dict[int, tuple[int, int]]:
     return rounds
 
 
-def beside_simulation(
-    line: dict[str, Any],
-    rows: list[dict[str, Any]],
-    rounds: dict[int, tuple[int, int]],
-    seconds: float,
-) -> dict[str, Any]:
-    """Returns the rounds of a step, and what a simulation says of them and of the tokens/s.
+def read_episodes(workdir: Path) -> list[tuple[int, int]]:
+    """Returns the rounds that each episode of a run took where it never waited, and its tokens.
 
-    None for lines that the simulation does not have, or that have no rounds beside updates.
-    `rows` are the metrics of the steps that count, which took `seconds`.
+    A reply of n tokens takes n / `burst` rounds, rounded up. The message before it is read in the
+    first of them. The episodes are in the order of their tasks.
     """
-    if "apart" not in line or "staleness" not in line or "parts" in line:
-        return dict.fromkeys(("rounds a step", "simulated", "tokens/s, simulated"))
-    waited, beside = (sum(rounds[row["step"]][i] for row in rows) for i in (0, 1))
+    found, burst = {}, SETTINGS["rollout"]["burst"]
+    for path in sorted((workdir / "trajectories").glob("step_*.jsonl")):
+        for episode in read_trajectories(path):
+            replies = re.findall("p+", "".join(episode["wrote"]))
+            number = sum(math.ceil(len(reply) / burst) for reply in replies)
+            found[episode["episode"]] = (number, episode["num_tokens"])
+    return [found[episode] for episode in range(len(found))]
+
+
+class Times(NamedTuple):
+    """Means of the steps that count: rounds of a step, and seconds.
+
+    A round alone, one beside an update, an update, and all else of a step.
+    """
+
+    rounds: float
+    round_s: float
+    beside_s: float
+    update_s: float
+    rest_s: float
+
+
+def times_of(
+    rows: Sequence[Mapping[str, Any]], rounds: Mapping[int, tuple[int, int]], seconds: float
+) -> Times:
+    """Returns the times of the steps whose metrics are `rows`, which took `seconds`.
+
+    `rounds` are those of their events, of an asynchronous run. Otherwise nothing is read again, and
+    each round has `burst` decode steps of all slots, because the host finds the stop strings.
+    """
+    waited, beside = (sum(rounds[row["step"]][i] for row in rows if rounds) for i in (0, 1))
+    if not rounds:
+        rollout = SETTINGS["rollout"]
+        decoded = rollout["num_slots"] * rollout["burst"]
+        waited = sum(row["decode_rows"] for row in rows) / decoded
     stage_s = {
         name: sum(row["stage_s"].get(name, 0.0) for row in rows) for name in ("rollout", "overlap")
     }
-    beside_s = stage_s["overlap"] / beside
     # Where every step found its groups finished, no round was played alone.
-    alone_s = stage_s["rollout"] / waited if waited else beside_s
-    tokens = sum(row["train_tokens"] for row in rows)
-    train_s = len(rows) * statistics.mean(row["stage_s"]["train"] for row in ordinary(rows))
-    tokens_a_turn = sum(row["context_tokens_mean"] for row in rows)
-    tokens_a_turn /= sum(row["turns_mean"] for row in rows)
+    alone_s = stage_s["rollout"] / waited if waited else stage_s["overlap"] / beside
+    train_s = statistics.mean(row["stage_s"]["train"] for row in ordinary(rows))
+    return Times(
+        rounds=(waited + beside) / len(rows),
+        round_s=alone_s,
+        beside_s=stage_s["overlap"] / beside if beside else alone_s,
+        update_s=train_s,
+        rest_s=max(0.0, (seconds - stage_s["rollout"]) / len(rows) - train_s),
+    )
+
+
+def beside_simulation(
+    line: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    rounds: Mapping[int, tuple[int, int]],
+    episodes: Sequence[tuple[int, int]],
+    seconds: float,
+) -> dict[str, Any]:
+    """Returns the times of a step, and what a simulation says of its rounds and of the tokens/s.
+
+    None for lines that the simulation does not have. Where gradients of parts are computed beside
+    rounds the time of an update is not known, and so no tokens/s. `rows` are the metrics of the
+    steps that count, which took `seconds`; `rounds` and `episodes` are those of `read_rounds` and
+    `read_episodes`.
+    """
+    names = ("s a round", "s an update", "s of the rest", "rounds a step", "simulated")
+    names += ("tokens/s, simulated",)
+    if "apart" not in line or {"staleness", "parts"} <= line.keys():
+        return dict.fromkeys(names)
+    times = times_of(rows, rounds if "staleness" in line else {}, seconds)
+    tokens_a_round = sum(tokens for _, tokens in episodes) / sum(number for number, _ in episodes)
+    tokens_a_step = statistics.mean(row["train_tokens"] for row in rows)
     rollout = SETTINGS["rollout"]
-    number, size = rollout["episodes_per_step"], rollout["group_size"]
-    steps = rows[-1]["step"]
-    source = Seeds(seed=0, num_tasks=number // size, environment=LongTailed)
-    turns = [LongTailed(**task).num_turns for step in range(steps) for task in source.batch(step)]
-    # In units of the time in which a round alone plays one token of an episode.
-    unit_s = alone_s / TOKENS_A_ROUND
+    # In units of a round alone; what an episode plays in a round counts as one token.
     setup = Setup(
         devices=2,
         devices_per_instance=1,
         slots=rollout["num_slots"],
-        groups=number // size,
-        group_size=size,
-        lengths=tuple(round(each * tokens_a_turn) for each in turns for _ in range(size)),
+        groups=rollout["episodes_per_step"] // rollout["group_size"],
+        group_size=rollout["group_size"],
+        lengths=tuple(number for number, _ in episodes),
         saturation=math.inf,
-        burst=TOKENS_A_ROUND,
-        read=0 if line.get("kv") == "keep" else rollout["chunk_size"],
-        publish=max(0.0, seconds - stage_s["rollout"] - train_s) / len(rows) / unit_s,
-        beside=beside_s / alone_s,
-        num_steps=steps,
+        burst=1,
+        read=0.0 if line.get("kv") == "keep" else rollout["chunk_size"] / tokens_a_round,
+        publish=times.rest_s / times.round_s,
+        beside=times.beside_s / times.round_s,
+        num_steps=rows[-1]["step"],
     )
-    settings = AsynchronyConfig(max_staleness=line["staleness"], rule=line.get("rule", "in_order"))
-    found = simulate(setup, settings, "fifo", train_s / tokens / unit_s, warm_up=WARM_UP + 1)
-    return {
-        "rounds a step": (waited + beside) / len(rows),
-        "simulated": found["rounds"],
-        "tokens/s, simulated": found["speed"] / unit_s,
-    }
+    settings = AsynchronyConfig(
+        max_staleness=line.get("staleness", 0),
+        rule=line.get("rule", "in_order"),
+        parts=line.get("parts", 1),
+    )
+    train_s = times.update_s / times.round_s / tokens_a_step * tokens_a_round
+    found = simulate(setup, settings, "fifo", train_s, warm_up=WARM_UP + 1)
+    streamed = "parts" in line
+    values = (
+        times.round_s if streamed or "staleness" not in line else times.beside_s,
+        None if streamed else times.update_s,
+        None if streamed else times.rest_s,
+        times.rounds,
+        found["rounds"],
+        None if streamed else found["speed"] * tokens_a_round / times.round_s,
+    )
+    return dict(zip(names, values, strict=True))
 
 
 def main() -> None:
     """Runs all lines and prints the table."""
     parser = parser_of(__doc__)
     parser.add_argument("--processes", action="store_true", help="two, each with its own core")
+    parser.add_argument("--repeats", type=int, default=1)
     flags = parser.parse_args()
-    rows, lines = [], PINNED if flags.processes else LINES
-    with tempfile.TemporaryDirectory() as folder:
+    lines = PINNED if flags.processes else LINES
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in lines}
+    for _ in range(flags.repeats):
         for name, given in lines.items():
-            rows.append(measure(name, given, Path(folder)))
-            print(json.dumps(rows[-1]), flush=True)
+            with tempfile.TemporaryDirectory() as folder:
+                runs[name].append(measure(name, given, Path(folder)))
+            print(json.dumps(runs[name][-1]), flush=True)
+    rows = [sorted(each, key=lambda row: row["tokens/s"])[len(each) // 2] for each in runs.values()]
     base = rows[0]["tokens/s"]
     text = table([{**row, "ratio": row["tokens/s"] / base} for row in rows])
     name = "table of processes" if flags.processes else "table"

@@ -13,6 +13,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 _PROCESS = "process"
+# Bytes of a message that come with its size; most messages have no more, and take one program.
+HEAD_BYTES = 1020
 # Encloses what waits for the other processes, and ends it where they do not come in time.
 Limited = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -42,13 +44,19 @@ class ToldError(RuntimeError):
 
 def exchange(message: dict[str, Any], limited: Limited) -> list[dict[str, Any]]:
     """Returns the messages of all processes, process by process; all of them call it."""
-    data = json.dumps(message).encode()
-    sizes = _gather_rows(np.array([len(data)], np.int32), limited)[:, 0]
-    # Rows are padded to a power of two, so that few programs are compiled.
-    width = 1 << int(sizes.max() - 1).bit_length()
-    row = np.pad(np.frombuffer(data, np.uint8), (0, width - len(data)))
-    rows = _gather_rows(row, limited)
-    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+    data = np.frombuffer(json.dumps(message).encode(), np.uint8)
+    size = np.array([len(data)], np.int32).view(np.uint8)
+    rows = _gather_rows(_padded(np.concatenate([size, data[:HEAD_BYTES]]), 4 + HEAD_BYTES), limited)
+    sizes, heads = rows[:, :4].copy().view(np.int32)[:, 0], rows[:, 4:]
+    if (rest := int(sizes.max()) - HEAD_BYTES) > 0:
+        # Padded to a power of two, so that few programs are compiled.
+        tails = _gather_rows(_padded(data[HEAD_BYTES:], 1 << (rest - 1).bit_length()), limited)
+        heads = np.concatenate([heads, tails], axis=1)
+    return [json.loads(row[:size].tobytes()) for row, size in zip(heads, sizes, strict=True)]
+
+
+def _padded(row: np.ndarray, width: int) -> np.ndarray:
+    return np.pad(row, (0, width - len(row)))
 
 
 def _gather_rows(row: np.ndarray, limited: Limited) -> np.ndarray:

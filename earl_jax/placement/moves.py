@@ -41,10 +41,10 @@ def _to_mesh(placement: Placement, state: TrainState) -> TrainState:
 
     while True:
         shardings = stages.learner.state_shardings(placement.train.mesh)
-        if not stages.cluster.trains:
-            return absent_tree(stages.learner.state_shapes(), shardings)
         if is_placed(state, shardings):
             return state
+        if not stages.cluster.trains:
+            return absent_tree(stages.learner.state_shapes(), shardings)
         start = time.perf_counter()
         if stages.cluster.count > 1:
             moved = placement.attempt("train", functools.partial(together, shardings))

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import gc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -363,17 +363,19 @@ class Placement:
         self._compiled_alone |= bool(doubted) and not together
         return bool(doubted)
 
-    def share_programs(self) -> None:
-        """Makes known to all what a process has compiled alone, within its part of a rollout.
+    def programs_alone(self) -> dict[str, Any] | None:
+        """Returns the table of a process that has compiled within its part of a rollout.
 
-        Every process calls it where a rollout ends, before any of them chooses again.
+        None for a process that has not since the last call. All tables are for `learn_programs` of
+        all processes, before any of them chooses again.
         """
-        cluster = self.stages.cluster
-        own = self.observations.table.as_dict() if self._compiled_alone else None
+        is_alone = self._compiled_alone and self.stages.cluster.count > 1
         self._compiled_alone = False
-        if cluster.count == 1:
-            return
-        for table in filter(None, cluster.gather(own, "programs that one process compiled")):
+        return self.observations.table.as_dict() if is_alone else None
+
+    def learn_programs(self, each: Iterable[dict[str, Any] | None]) -> None:
+        """Takes over what each process has compiled alone (`programs_alone`)."""
+        for table in filter(None, each):
             known = self.observations.table
             self.observations.table = ThroughputTable.from_dict(table).over(known)
 

@@ -15,7 +15,7 @@ from earl_jax.placement.placement import Placement
 from earl_jax.rollout.actor import Actor, Stopped
 from earl_jax.rollout.collect import Rollout
 from earl_jax.rollout.episode import Task
-from earl_jax.rollout.gather import Played, Shortage, gather_outcomes
+from earl_jax.rollout.gather import End, Played, gather_outcomes
 from earl_jax.rollout.load import expected_tokens
 from earl_jax.rollout.share import Share, share_of
 from earl_jax.selector.choose import BudgetTooSmall
@@ -70,20 +70,19 @@ def play_all(
     def own_share() -> Rollout | None:
         return play(actor, placement, session, tasks, share, load, sampling) if session else None
 
-    rollout, shortage, stopped = None, None, ""
+    rollout = None
     try:
-        rollout, shortage, stopped = ends_of(placement, own_share)
+        rollout, end = end_of(placement, own_share)
     finally:
         if session and rollout is None:
             share.close()
-    placement.share_programs()
     numbers = None if share.is_fixed else sorted(share.numbers)
     played = gather_outcomes(
         cluster,
         rollout,
         placement.as_dict(),
-        shortage,
-        stopped,
+        end,
+        placement.learn_programs,
         numbers,
         together=placement.plays_together,
     )
@@ -91,21 +90,17 @@ def play_all(
     return rollout, played
 
 
-def ends_of(
-    placement: Placement, play: Callable[[], Item]
-) -> tuple[Item | None, Shortage | None, str]:
-    """Returns what `play` gives, and what the other processes must know where it gives nothing.
-
-    That is a lack of memory, or the name of a signal that stopped it; see `gather_ends`.
-    """
+def end_of(placement: Placement, play: Callable[[], Item]) -> tuple[Item | None, End]:
+    """Returns what `play` gives, None where it has no end of its own; see `gather_ends`."""
+    result, shortage, stopped = None, None, ""
     try:
-        return play(), None, ""
+        result = play()
     except Stopped as stop:
-        return None, None, str(stop)
+        stopped = str(stop)
     except (jax.errors.JaxRuntimeError, BudgetTooSmall) as error:
         if (shortage := placement.shortage(error)) is None:
             raise
-        return None, shortage, ""
+    return result, End(shortage=shortage, stopped=stopped, programs=placement.programs_alone())
 
 
 def _share(placement: Placement, tasks: Sequence[Task]) -> Share:

@@ -8,7 +8,7 @@ Each process plays its share of the episodes on an engine of its own, and schedu
 import dataclasses
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from earl_jax.launch.cluster import Cluster
@@ -74,31 +74,42 @@ class Played:
         return mean_gap(self.gaps)
 
 
-def gather_ends(
-    cluster: Cluster,
-    own: Any,
-    what: str,
-    shortage: Shortage | None = None,
-    stopped: str = "",
-) -> list[Any]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class End:
+    """How a process's part of a rollout ended, for the others to know.
+
+    It had a `shortage`, or was `stopped` by a signal of this name, or neither. `programs` are those
+    that it compiled alone meanwhile (`Placement.programs_alone`).
+    """
+
+    shortage: Shortage | None = None
+    stopped: str = ""
+    programs: dict[str, Any] | None = None
+
+
+# What is told of the programs of all processes (`Placement.learn_programs`).
+Learn = Callable[[Sequence[dict[str, Any] | None]], None]
+
+
+def gather_ends(cluster: Cluster, own: Any, what: str, end: End, learn: Learn) -> list[Any]:
     """Returns what each process that plays gives as its `own`, in the order of the episodes.
 
-    A process that had a `shortage`, or was `stopped` by a signal of this name, gives that instead.
-    Every process calls it; `what` is as for `Cluster.gather`.
+    Every process calls it, and is told what all have compiled; `what` is as for `Cluster.gather`.
 
     Raises:
         Stopped: some process was stopped.
         RolloutShort: some process had a shortage; of several, the first one's.
     """
-    short = shortage and dataclasses.asdict(shortage)
-    parts = cluster.of_players(cluster.gather([own, short, stopped], what))
-    for _, _, signal_name in parts:
-        if signal_name:
-            raise Stopped(signal_name)
-    for _, short, _ in parts:
-        if short is not None:
-            raise RolloutShort(Shortage(**short))
-    return [own for own, _, _ in parts]
+    each = cluster.gather([own, dataclasses.asdict(end)], what)
+    learn([told["programs"] for _, told in each])
+    parts = cluster.of_players(each)
+    for _, told in parts:
+        if told["stopped"]:
+            raise Stopped(told["stopped"])
+    for _, told in parts:
+        if told["shortage"] is not None:
+            raise RolloutShort(Shortage(**told["shortage"]))
+    return [own for own, _ in parts]
 
 
 def furthest(placements: Sequence[dict[str, Any]]) -> int:
@@ -111,17 +122,17 @@ def gather_outcomes(
     cluster: Cluster,
     rollout: Rollout | None,
     placement: dict[str, Any],
-    shortage: Shortage | None = None,
-    stopped: str = "",
+    end: End,
+    learn: Learn,
     numbers: Sequence[int] | None = None,
     *,
     together: bool = False,
 ) -> Played:
     """Returns the outcomes of all processes; every process calls it when its rollout has ended.
 
-    `rollout` is None in a process that plays nothing, had a `shortage`, or was `stopped` by a
-    signal of this name. `numbers` are those of its tasks, ascending; None: processes have fixed
-    parts of them. Where they played `together` each has them all.
+    `rollout` is None in a process that plays nothing, had a shortage, or was stopped. `numbers` are
+    those of its tasks, ascending; None: processes have fixed parts of them. Where they played
+    `together` each has them all.
 
     Raises Stopped and RolloutShort, as `gather_ends`.
     """
@@ -138,7 +149,7 @@ def gather_outcomes(
             "gaps": [sampling_gap(trajectory) for trajectory in trajectories],
             "numbers": numbers,
         }
-    parts = gather_ends(cluster, own, "the end of a rollout", shortage, stopped)
+    parts = gather_ends(cluster, own, "the end of a rollout", end, learn)
     parts = parts[:1] if together else parts
     outcomes, dropped, refilled = (
         [_outcome(fields) for part in parts for fields in part[name]]
