@@ -7,7 +7,7 @@ import json
 import math
 import numbers
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from earl_jax.settings.errors import InputError
@@ -126,13 +126,17 @@ class Environment(Protocol):
     Both may raise anything and take any time: `pool.EnvironmentPool` turns that into data. The same
     object is never called from two threads at once, but successive calls may come from different
     threads.
+
+    Either or both may be coroutines (`async def`). All coroutines run on one event loop, in one
+    thread, so that any number of environments may wait at once, as for a network or a tool. One
+    that computes or blocks holds up all others: make that a plain function, which gets a thread.
     """
 
-    def start(self) -> Start:
+    def start(self) -> Start | Awaitable[Start]:
         """Opens the episode."""
         ...
 
-    def step(self, reply: str) -> StepResult:
+    def step(self, reply: str) -> StepResult | Awaitable[StepResult]:
         """Answers the policy's reply."""
         ...
 

@@ -17,6 +17,7 @@ from earl_jax.envs.environment import (
     check_start,
     check_step,
 )
+from earl_jax.envs.event_loop import settle
 from earl_jax.envs.tasks import TaskArgs, TaskSource
 
 
@@ -49,14 +50,14 @@ class Example:
 def play_example(environment: Environment, rng: random.Random) -> Example:
     """Plays a fresh environment to its end with its own example replies (`OffersExamples`)."""
     assert isinstance(environment, OffersExamples), "the config was not validated"
-    start = check_start(environment.start())
+    start = check_start(settle(environment.start()))
     turns: list[tuple[Author, Content]] = [("environment", start.messages or start.text)]
     roles = [start.role]
     while True:
         reply = environment.example_reply(rng)
         turns.append(("policy", reply))
         roles.append(roles[-1])
-        result = check_step(environment.step(reply))
+        result = check_step(settle(environment.step(reply)))
         if result.done:
             return Example(
                 start=start,
@@ -119,7 +120,7 @@ def corpus(
         if isinstance(environment, OffersExamples):
             texts += play_example(environment, rng).texts
         else:
-            start = check_start(environment.start())
+            start = check_start(settle(environment.start()))
             texts += [message.text for message in messages_of(start.messages or start.text)]
     return texts
 

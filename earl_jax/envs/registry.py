@@ -42,10 +42,12 @@ class EnvConfig:
     `timeout_s` bounds one call of an environment, `num_workers` is the number of threads that make
     such calls; 0 takes one for each slot (`config.rollout.num_slots`), at most 32. An
     idle one costs nothing; with few, episodes wait for the slow tools of others, and with many,
-    calls that compute in Python slow each other down towards `timeout_s`. An episode fails if its
-    environment raises, hangs or says what cannot be encoded; nothing is learnt from it. The run
-    ends, saved, behind `max_failed_steps` steps in a row in each of which at least the share
-    `max_failed_share` of the episodes failed.
+    calls that compute in Python slow each other down towards `timeout_s`. Coroutines (`async def`)
+    share one more thread, in which any number may wait. An episode fails if its environment raises,
+    hangs or says what cannot be encoded; nothing is learnt from it. The run ends, saved, behind
+    `max_failed_steps` steps in a row in each of which at least the share `max_failed_share` of the
+    episodes failed: so a tool may be away for some steps. Where all episodes of the run's first
+    step fail, it ends at once.
     """
 
     name: str = "tic_tac_toe"
@@ -53,7 +55,7 @@ class EnvConfig:
     timeout_s: float = 10.0
     num_workers: int = 0
     max_failed_share: float = 1.0
-    max_failed_steps: int = 1
+    max_failed_steps: int = 10
 
     def workers_for(self, num_slots: int) -> int:
         """Returns the number of threads beside so many slots."""

@@ -3,8 +3,9 @@
 """Calls of environments, and their messages as ids: what a thread of the pool does for an episode.
 
 The chat template and the tokenizer run here too, under the environment's time limit, and not in the
-thread that speaks to the devices. The conversation of an episode is used by one thread at a time:
-by a worker while the episode waits, else by the collector.
+thread that speaks to the devices. Of an environment that is a coroutine, the coroutine alone runs
+on the pool's event loop. The conversation of an episode is used by one thread at a time: by a
+worker while the episode waits, else by the collector.
 """
 
 import dataclasses
@@ -24,6 +25,7 @@ from earl_jax.envs.environment import (
     check_start,
     check_step,
 )
+from earl_jax.envs.event_loop import after
 from earl_jax.envs.pool import Failure
 from earl_jax.rollout.episode import LiveEpisode, Side, Task
 
@@ -82,9 +84,18 @@ class NoCalls:
 def begin(
     make_environment: Callable[[Task], Environment], episode: LiveEpisode, config: EngineConfig
 ) -> Answer:
-    """Makes and starts the environment of an episode; `config` says what replies can be."""
+    """Makes and starts the environment of an episode; `config` says what replies can be.
+
+    Raises Awaits where `start` is a coroutine, as `go_on` where `step` is.
+    """
     environment = make_environment(episode.task)
-    start = check_start(environment.start())
+    return after(environment.start(), functools.partial(_opened, environment, episode, config))
+
+
+def _opened(
+    environment: Environment, episode: LiveEpisode, config: EngineConfig, result: object
+) -> Answer:
+    start = check_start(result)
     render = functools.partial(episode.dialogue.open, tools=start.tools)
     return _rendered(Answer(environment=environment, result=start), render, episode, config)
 
@@ -92,8 +103,17 @@ def begin(
 def go_on(episode: LiveEpisode, reply: str, config: EngineConfig) -> Answer:
     """Gives the policy's reply to the environment of an episode."""
     assert episode.environment is not None
-    result = check_step(episode.environment.step(reply))
-    answer = Answer(environment=episode.environment, result=result)
+    environment = episode.environment
+    return after(
+        environment.step(reply), functools.partial(_answered, environment, episode, config)
+    )
+
+
+def _answered(
+    environment: Environment, episode: LiveEpisode, config: EngineConfig, given: object
+) -> Answer:
+    result = check_step(given)
+    answer = Answer(environment=environment, result=result)
     if result.done:
         return answer
     if result.role in ("", episode.side):
