@@ -1,14 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's cost of appended tokens, of shared prompts, and of unequal contexts, as ratios.
+"""The engine's cost of appended tokens, shared prompts, long prompts, and unequal contexts.
 
 uv run python -m benchmarks.appending [--write]
 
-One device. Times are the least of several rounds of the engine, of a model whose products take
-longer than what is around them.
+One device. Times are the least of several rounds of the engine, or the median of those in which
+long prompts are read, of a model whose products take longer than what is around them.
 """
 
 import dataclasses
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from earl_jax.models.parameters import is_spec, parameter_specs, unstacked_specs
 from earl_jax.rollout.collect import collect
 from earl_jax.rollout.config import CacheRules, Limits, RolloutConfig
 from earl_jax.rollout.episode import Prompt, Task
+from earl_jax.rollout.rounds import OnTokens
 from earl_jax.rollout.service import RolloutService
 from earl_jax.sharding.layout import MeshShape, make_layout
 
@@ -165,45 +167,50 @@ def _lengthen(rounds: Rounds, lengths: Sequence[int]) -> Rounds:
     return rounds
 
 
+def open_service(
+    engine: Engine, params: Any, max_tokens: int, rules: CacheRules, on_tokens: OnTokens | None
+) -> RolloutService:
+    """Returns a service of prompts alone."""
+    num_slots, burst = engine.config.num_slots, engine.config.rules.burst
+    config = RolloutConfig(
+        num_slots=num_slots,
+        episodes_per_step=num_slots,
+        chunk_size=CHUNK,
+        burst=burst,
+        context_buckets=(max_tokens,),
+        page_size=PAGE,
+    )
+    pool = dense_pool(1, num_slots, max_tokens, PAGE)
+    return RolloutService(
+        empty_session(engine, Policy(params=params, version=0), max_tokens, pool),
+        config,
+        lambda: Completion(lambda ids: "", ()),
+        None,
+        None,
+        lambda session, tokens, pages: session,
+        num_devices=1,
+        sampling=Sampling(),
+        cache_rules=rules,
+        on_tokens=on_tokens,
+    )
+
+
+def make_task(episode: int, ids: Sequence[int], sampled: int, *, group: int) -> Task:
+    """Returns a prompt, behind which so many tokens are sampled."""
+    limits = Limits(max_turn_tokens=sampled)
+    return Task(episode=episode, group=group, prompt=Prompt(token_ids=tuple(ids)), limits=limits)
+
+
 def sharing_rows() -> list[dict[str, Any]]:
     """Returns the times of four groups of eight prompts of 512 tokens, shared or not."""
     rng = np.random.default_rng(2)
-    prompts = [tuple(rng.integers(0, VOCAB, 512).tolist()) for _ in range(4)]
+    prompts = [rng.integers(0, VOCAB, 512).tolist() for _ in range(4)]
     engine = make_engine(32)
     params = make_weights(engine)
-    config = RolloutConfig(
-        num_slots=32,
-        episodes_per_step=32,
-        chunk_size=CHUNK,
-        burst=1,
-        context_buckets=(1024,),
-        page_size=PAGE,
-    )
 
     def play(share: bool) -> tuple[float, int]:
-        session = empty_session(
-            engine, Policy(params=params, version=0), 1024, dense_pool(1, 32, 1024, PAGE)
-        )
-        service = RolloutService(
-            session,
-            config,
-            lambda: Completion(lambda ids: "", ()),
-            None,
-            None,
-            lambda session, tokens, pages: session,
-            num_devices=1,
-            sampling=Sampling(),
-            cache_rules=CacheRules(share_prefixes=share),
-        )
-        tasks = [
-            Task(
-                episode=i,
-                group=i // 8,
-                prompt=Prompt(token_ids=prompts[i // 8]),
-                limits=Limits(max_turn_tokens=1),
-            )
-            for i in range(32)
-        ]
+        service = open_service(engine, params, 1024, CacheRules(share_prefixes=share), None)
+        tasks = [make_task(i, prompts[i // 8], 1, group=i // 8) for i in range(32)]
         start_s = time.perf_counter()
         rollout = collect(service, tasks)
         jax.block_until_ready(rollout.session.state)
@@ -227,7 +234,63 @@ def sharing_rows() -> list[dict[str, Any]]:
     ]
 
 
+def budget_rows() -> list[dict[str, Any]]:
+    """Returns times of rounds of 20 slots that sample, while eight prompts of 2,048 are read."""
+    rng = np.random.default_rng(3)
+    engine = make_engine(32, burst=8)
+    params = make_weights(engine)
+    speakers = [make_task(i, rng.integers(0, VOCAB, 16).tolist(), 512, group=i) for i in range(20)]
+    prompts = [rng.integers(0, VOCAB, 2048).tolist() for _ in range(8)]
+    readers = [make_task(20 + i, ids, 1, group=20 + i) for i, ids in enumerate(prompts)]
+
+    def play(on_tokens: OnTokens | None) -> tuple[list[float], list[float]]:
+        """Returns the seconds of rounds before the prompts come, and until they are read."""
+        rules = CacheRules(share_prefixes=False)
+        service = open_service(engine, params, 2560, rules, on_tokens)
+        service.submit(speakers)
+
+        def step() -> tuple[float, int]:
+            start_s = time.perf_counter()
+            finished = service.step()
+            return time.perf_counter() - start_s, len(finished)
+
+        step()
+        alone = [step()[0] for _ in range(REPEATS)]
+        service.submit(readers)
+        beside, left = [], len(readers)
+        while left:
+            seconds, number = step()
+            beside.append(seconds)
+            left -= number
+        return alone, beside
+
+    rows = []
+    for name, on_tokens in (
+        ("8 prompts of 2,048 tokens, nobody reads along", None),
+        ("the same, and somebody reads along", lambda ticket, tokens: None),
+    ):
+        # Once for the programs.
+        play(on_tokens)
+        alone, beside = play(on_tokens)
+        if not rows:
+            alone_s = min(alone)
+            first = {"beside": "nothing", "ms a round": alone_s * 1e3, "ratio": 1.0}
+            rows.append({**first, "rounds": None, "s until all are read": None})
+        median_s = statistics.median(beside)
+        rows.append(
+            {
+                "beside": name,
+                "ms a round": median_s * 1e3,
+                "ratio": median_s / alone_s,
+                "rounds": len(beside),
+                "s until all are read": sum(beside),
+            }
+        )
+    return rows
+
+
 if __name__ == "__main__":
     flags = parser_of(__doc__).parse_args()
+    show(table(budget_rows()), PAGE_FILE, write=flags.write, name="budget")
     tables = [table(rows) for rows in (append_rows(), sharing_rows(), ragged_rows())]
     show("\n\n".join(tables), PAGE_FILE, write=flags.write)

@@ -208,12 +208,13 @@ def test_gpus_read_pages_with_our_kernel_where_it_runs_and_the_reason_is_given(m
     assert choose_pages_kernel("blockwise", layout, TINY, 16).kernel == "blockwise"
     odd = dataclasses.replace(TINY, head_size=80)
     cut = make_layout(MeshShape(data=4, context=2))
+    assert choose_pages_kernel("auto", cut, TINY, 32).kernel == "triton"
     for setting in ("auto", "triton"):
         for place, model, page_size, words in (
             (layout, TINY, 8, "at least 16, and config.rollout.page_size is 8"),
             (layout, TINY, 48, "power of two .* config.rollout.page_size is 48"),
             (layout, odd, 16, "config.model.head_size is 80"),
-            (cut, TINY, 16, "context=2 cuts them"),
+            (cut, TINY, 16, "at least 32 with context=2, and config.rollout.page_size is 16"),
         ):
             if setting == "auto":
                 choice = choose_pages_kernel(setting, place, model, page_size)
@@ -244,14 +245,15 @@ def test_tpus_read_pages_with_our_kernel_where_pages_and_heads_fill_tiles(on_tpu
 
 
 def test_the_selector_knows_on_which_meshes_pages_are_read_in_place():
-    """A kernel for GPUs reads whole pages; that for TPUs parts of 128 tokens and more."""
+    """A kernel for GPUs reads parts of 16 tokens and more; that for TPUs of 128 and more."""
     model = dataclasses.replace(TINY, head_size=128)
 
     def contexts(topology: str, **rollout) -> tuple[int, ...]:
         config = make_config({"rollout": {"page_size": 512, **rollout}})
         return workload(config, model, parse_topology(topology)).in_place_contexts
 
-    assert contexts("h100:1x8") == (1,) and contexts("v5e:2x4") == (1, 2, 4)
+    assert contexts("h100:1x8") == (1, 2, 4, 8) and contexts("v5e:2x4") == (1, 2, 4)
+    assert contexts("h100:1x8", page_size=64) == (1, 2, 4)
     assert contexts("v5e:2x4", attention="blockwise") == contexts("cpu:8") == ()
     assert contexts("v5e:2x4", page_size=64) == ()
 

@@ -67,7 +67,7 @@ class Script:
     """A rollout.
 
     Episode i reads `messages[i]` one by one, `env_ms` after it has sampled `turn_tokens[i]` tokens
-    as the answer to the one before.
+    as the answer to the one before; episode 0 `slow_ms` after it, if that is more.
     """
 
     messages: Sequence[Sequence[Message]]
@@ -75,7 +75,8 @@ class Script:
     num_slots: int
     temperature: float = 1.0
     env_ms: float = 0.0
-    patience_ms: float = 100.0
+    slow_ms: float = 0.0
+    patience_ms: float = 30.0
 
     @staticmethod
     def parse(job: dict[str, Any]) -> "Script":
@@ -184,13 +185,18 @@ class Player:
             for i, tokens in enumerate(script.turn_tokens)
         ]
         # Environments that sleep need a thread each, or they would wait for each other.
-        pool = EnvironmentPool(script.num_slots if script.env_ms else 2, timeout_s=60.0)
+        pool = EnvironmentPool(
+            script.num_slots if script.env_ms or script.slow_ms else 2, timeout_s=60.0
+        )
         service = RolloutService(
             session,
             config,
             lambda: CutTurns(renderer()),
             pool,
-            lambda task: Speaker(texts[task.episode], script.env_ms / 1000),
+            lambda task: Speaker(
+                texts[task.episode],
+                max(script.env_ms, 0 if task.episode else script.slow_ms) / 1000,
+            ),
             functools.partial(_grow_pool, config),
             num_devices=1,
             sampling=Sampling(temperature=script.temperature),

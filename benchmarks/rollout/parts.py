@@ -26,8 +26,10 @@ class Sizes:
     turns: int = 10
     turn_tokens: int = 64
     env_ms: tuple[int, ...] = (0, 10, 100)
-    waiting_slots: tuple[int, ...] = (64, 256)
+    waiting_slots: tuple[int, ...] = (64, 256, 512)
     waiting_episodes: int = 512
+    slow_slots: int = 8
+    slow_ms: tuple[int, ...] = (0, 1000)
     waiting_turns: int = 4
     waiting_tokens: int = 32
 
@@ -47,6 +49,8 @@ TINY = Sizes(
     env_ms=(0, 1),
     waiting_slots=(2, 4),
     waiting_episodes=4,
+    slow_slots=2,
+    slow_ms=(0, 20),
     waiting_turns=2,
     waiting_tokens=4,
 )
@@ -249,6 +253,24 @@ def waiting(bench: Bench) -> None:
             print(row(slots, env_ms, *cells), flush=True)
 
 
+def one_slow(bench: Bench) -> None:
+    """One environment that takes its time, among quick ones."""
+    sizes = bench.sizes
+    messages = _conversations(8 * sizes.slow_slots, sizes.waiting_turns, sizes.prompt)
+    lengths = [sizes.waiting_tokens] * len(messages)
+    print(header("its ms a step", "tokens/s", "s", "waited for environments", "device idle"))
+    for slow_ms in sizes.slow_ms:
+        script = _script(messages, lengths, sizes.slow_slots, slow_ms=slow_ms)
+        found = take_turns([_play(bench, script)], bench.repeats)[OURS]
+        cells = (
+            f"{found['tokens'] / found['seconds']:,.0f}",
+            f"{found['seconds']:.2f}",
+            f"{found['env_wait_s'] / found['seconds']:.1%}",
+            _idle(found),
+        )
+        print(row(slow_ms, *cells), flush=True)
+
+
 def _idle(found: Mapping[str, float]) -> str:
     """Returns the share of the time in which no round ran."""
     return f"{1 - found['busy_s'] / found['seconds']:.1%}"
@@ -259,4 +281,5 @@ PARTS: Mapping[str, tuple[str, Callable[[Bench], None]]] = {
     "tail": ("Long-tailed lengths", long_tail),
     "turns": ("Many turns", many_turns),
     "waiting": ("Environments that take their time", waiting),
+    "slow": ("One slow environment among quick ones", one_slow),
 }

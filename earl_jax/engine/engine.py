@@ -293,6 +293,15 @@ class Engine:
         """Tokens of a tile in which chunks are appended."""
         return self._rules.tile_width
 
+    @property
+    def append_budget(self) -> int:
+        """Tokens that a row shard appends in about the time of a round's decode steps.
+
+        A pass of `SlotRules.append_tokens` takes about as long as a step, where contexts are short:
+        on chips both read the weights once, and on a CPU both take 6 ms in benchmarks/appending.md.
+        """
+        return self._rules.burst * self._rules.append_tokens
+
     def lower_play(self, max_tokens: int, pool: Pool | None = None) -> Any:
         """Returns a round's program lowered from shapes alone, for memory analysis and tests."""
         width = inputs_width(self.config.chunk_size, self.config.rules.choice_branches)

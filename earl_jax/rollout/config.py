@@ -125,8 +125,8 @@ class RolloutConfig:
     by prompt lookup, drafts.py). Tokens and their distribution are those without drafts; log-probs
     differ in rounding, because a pass over more tokens adds up in another order. The effect is
     logged as `draft_acceptance` and `tokens_per_pass`. A round goes without the episodes whose
-    environments take longer than `patience_s` seconds: their speed decides who takes part in which
-    round, never an episode's tokens.
+    environments take longer than `patience_s` seconds, which are waited for once in a call: their
+    speed decides who takes part in which round, never an episode's tokens.
 
     **Order.** Where a step has more episodes than there are slots, `order` is that in which they
     begin. "fifo": in the order of their tasks. "longest": of a step's, first one of each group,
@@ -177,7 +177,7 @@ class RolloutConfig:
     stop_strings: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     unfinished_reward: float = -1.0
-    patience_s: float = 0.1
+    patience_s: float = 0.03
     order: Order = "fifo"
     context_buckets: tuple[int, ...] = (1024, 2048, 4096, 8192)
     page_size: int = 0

@@ -113,7 +113,7 @@ class LiveEpisode:
     - `waits`: its environment is at work; the policy has nothing to answer until that does.
     - `queue`: ids that are still to be appended. The first `again` of them are not new: the token
       sampled last, which goes into the cache now, or ids that are read again.
-    - `fresh`: nothing was appended yet. `forks`: the queue is the prompt of a new sample.
+    - `fresh`: its slot has not begun yet. `forks`: the queue is the prompt of a new sample.
       `rewinds`: the queue begins with all of this sample again.
     - `preempted`: it takes no part, because there are too few pages; the cache may be in host
       memory.
@@ -317,14 +317,25 @@ class LiveEpisode:
         self.close_turn(text)
         return text, whole
 
+    def begin(self, number: int) -> int:
+        """Notes that its slot has begun, with the queue's first so many ids in its cache.
+
+        Returns how many of these are new.
+        """
+        self.fresh = self.forks = self.rewinds = False
+        return self.take(number)[1]
+
     def take(self, number: int) -> tuple[list[int], int]:
         """Takes the next so many ids off the queue. Returns them, and how many of them are new."""
         part, self.queue = self.queue[:number], self.queue[number:]
         again = min(self.again, len(part))
         self.again -= again
-        if part:
-            self.fresh = self.forks = self.rewinds = False
         return part, len(part) - again
+
+    def num_appended(self, number: int) -> int:
+        """Returns how many of the next so many ids are appended: the last of a prompt is not."""
+        part = min(number, len(self.queue))
+        return part - (part == len(self.queue) and (self.in_turn or not self.waits))
 
     def rewind(self) -> int:
         """Queues all of this sample to be read again, because its cache is gone.

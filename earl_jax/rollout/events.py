@@ -104,8 +104,10 @@ class _Recorded:
 
     def __init__(self, calls: Answers, events: Events) -> None:
         self._inner, self._events = calls, events
-        # Of a replay: answers that are here before they are due.
+        # In a replay: answers that came before they are due, and tickets whose call has failed as
+        # it did then, and is still under way here.
         self._early: dict[int, Answer | Failure] = {}
+        self._given_up: set[int] = set()
 
     def submit(self, calls: Any) -> None:
         self._inner.submit(calls)
@@ -130,7 +132,7 @@ class _Recorded:
     def _replayed(self, call: int, at_least_one: bool) -> dict[int, Answer | Failure]:
         event = self._events.coming("answers")
         if event is None or event["call"] != call:
-            if at_least_one and self._inner.take(at_least_one=True):
+            if at_least_one and self._wait_for_some():
                 raise RunError(
                     f"look {call} of the run that is replayed had no answer, and here one is "
                     "waited for; replay it with the same code, packages and kind of devices"
@@ -143,7 +145,7 @@ class _Recorded:
         found: dict[int, Answer | Failure] = {}
         for ticket in event["tickets"]:
             while ticket not in failed and ticket not in self._early:
-                came = self._inner.take(at_least_one=True)
+                came = self._wait_for_some()
                 if not came:
                     raise RunError(
                         f"the answer to ticket {ticket} came in look {call} of the run that is "
@@ -152,8 +154,19 @@ class _Recorded:
                     )
                 self._early |= came
             early = self._early.pop(ticket, None)
+            if early is None:
+                self._given_up.add(ticket)
             found[ticket] = failed.get(ticket) or early  # pyright: ignore[reportArgumentType]
         return found
+
+    def _wait_for_some(self) -> dict[int, Answer | Failure]:
+        """Returns the next answers, but for calls that have failed as then; {}: none is awaited."""
+        while came := self._inner.take(at_least_one=True):
+            late = self._given_up & came.keys()
+            self._given_up -= late
+            if len(late) < len(came):
+                return {ticket: came[ticket] for ticket in came if ticket not in late}
+        return {}
 
 
 # The file of a run's events in its workdir.

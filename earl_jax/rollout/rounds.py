@@ -4,7 +4,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from earl_jax.engine.choices import set_turn
@@ -22,6 +22,26 @@ from earl_jax.rollout.stats import RolloutStats
 OnTokens = Callable[[int, NewTokens], None]
 
 
+def choose_readers(tokens: Mapping[int, int], budget: int, slots_a_shard: int) -> list[int]:
+    """Returns the slots that append a chunk in a round of at most `budget` tokens a row shard.
+
+    `tokens` are those of each slot's chunk, in the order in which slots have their turn. A chunk
+    that does not fit lets smaller ones go first. The first one with tokens always goes on, so that
+    a slot waits for no more rounds than there are slots before it.
+
+    Example: chunks of 48, 32, 0 and 16 tokens of the slots 3, 0, 2 and 1, and a budget of 64: 3, 2
+    and 1. With two slots a shard also 0, because 2 and 3 are another shard's.
+    """
+    chosen, left = [], {}
+    for slot, number in tokens.items():
+        shard = slot // slots_a_shard
+        rest = left.get(shard, budget)
+        if number <= rest or rest == budget:
+            chosen.append(slot)
+            left[shard] = max(0, rest - number)
+    return chosen
+
+
 class Rounds:
     """Plays rounds of the episodes in the slots, and counts them. Host-side state only."""
 
@@ -32,15 +52,22 @@ class Rounds:
         rows: RowPool,
         sampling: Sampling,
         stats: RolloutStats,
-        on_tokens: OnTokens,
+        on_tokens: OnTokens | None,
         wait: Callable[[Any], Any],
     ) -> None:
-        """`slots` is the caller's list of the live episodes; `stats` are added to."""
+        """`slots` is the caller's list of the live episodes; `stats` are added to.
+
+        With `on_tokens` somebody reads along. Then prompts hold up those who sample by no more than
+        `Engine.append_budget`. Without, all are read as fast as they can be: that takes fewer
+        rounds, and more slots sample in each of them.
+        """
         self._wait = wait
         self._slots, self._blocks, self._rows = slots, blocks, rows
         self._sampling, self._stats, self._on_tokens = sampling, stats, on_tokens
         # Slots whose turn a stop string ended, and how many tokens they sampled behind it.
         self._discards: dict[int, int] = {}
+        # All slots, the one in front that appended a chunk the longest ago.
+        self._turns = list(range(len(slots)))
         # Programs that ran, and the engine that ran first.
         self._seen: set[Any] = set()
         self._first_engine: Engine | None = None
@@ -63,7 +90,7 @@ class Rounds:
         return session, self._record(outputs, session.policy.version)
 
     def _make_inputs(self, session: Session) -> RoundInputs:
-        """Takes the next chunk of every slot off its episode's queue."""
+        """Takes the next chunks off the episodes' queues."""
         config, blocks = session.engine.config, self._blocks
         inputs = idle_inputs(
             config.num_slots,
@@ -78,45 +105,80 @@ class Rounds:
             inputs.end_turn[slot], inputs.discarded[slot] = 1, number
             blocks.use_row(slot)
         self._discards.clear()
-        for slot, episode in enumerate(self._slots):
-            if episode is not None and episode.has_work:
-                self._fill(inputs, slot, episode)
+        reading = [
+            slot
+            for slot, episode in enumerate(self._slots)
+            if episode is not None and episode.has_work and self._begin(inputs, slot, episode)
+        ]
+        for slot in self._choose(session.engine, reading):
+            self._read(inputs, slot)
         blocks.end_inputs(inputs.count)
         return inputs
 
-    def _fill(self, inputs: RoundInputs, slot: int, episode: LiveEpisode) -> None:
-        """Writes the inputs of an episode that takes part, and gives it its pages."""
+    def _begin(self, inputs: RoundInputs, slot: int, episode: LiveEpisode) -> bool:
+        """Begins the slot of an episode that takes part, if it has to. True if a chunk may follow.
+
+        In the order of slots, in which the devices read what others take over.
+        """
         blocks = self._blocks
         if not episode.queue:
             blocks.hold(slot)
-            return
+            return False
+        if not episode.begins:
+            return True
         restart, fork, rewind = episode.fresh, episode.forks, episode.rewinds
-        if episode.begins:
-            begins = blocks.begin(slot)
-            if begins is None:
-                # Until its sample is read again it must not go on over the old cache; nor may an
-                # episode that was aborted here.
-                inputs.rewind[slot] |= rewind
-                return
-            inputs.source[slot], inputs.shared[slot] = begins.source - slot, begins.shared
-            inputs.copied[slot], inputs.written[slot] = begins.copied, begins.written
-            _, new = episode.take(begins.shared)
-            self._stats.shared_tokens += new
+        begins = blocks.begin(slot)
+        if begins is None:
+            # Until its sample is read again it must not go on over the old cache; nor may an
+            # episode that was aborted here.
+            inputs.rewind[slot] |= rewind
+            return False
+        inputs.source[slot], inputs.shared[slot] = begins.source - slot, begins.shared
+        inputs.copied[slot], inputs.written[slot] = begins.copied, begins.written
+        self._stats.shared_tokens += episode.begin(begins.shared)
         inputs.seed[slot], inputs.row[slot] = episode.task.token_seed, episode.buffer_row
         inputs.stop_ids[slot, : len(episode.stops.token_ids)] = episode.stops.token_ids
         if episode.task.sampling is not None:
             set_row(inputs.sampling, slot, episode.task.sampling)
         inputs.restart[slot], inputs.fork[slot], inputs.rewind[slot] = restart, fork, rewind
         inputs.origin[slot] = episode.origin
+        return True
+
+    def _choose(self, engine: Engine, reading: Sequence[int]) -> Sequence[int]:
+        """Returns the slots of these that append a chunk in this round; the others wait."""
+        if self._on_tokens is None:
+            return reading
+        waiting = set(reading)
+        chosen = [slot for slot in self._turns if slot in waiting]
+        if any(e is not None and e.has_work and not e.queue for e in self._slots):
+            width, chunk_size = engine.tile_width, engine.config.chunk_size
+            # A tile costs what a full one does.
+            tokens = {
+                slot: -(-self._episode(slot).num_appended(chunk_size) // width) * width
+                for slot in chosen
+            }
+            slots_a_shard = engine.config.num_slots // engine.layout.num_row_shards
+            chosen = choose_readers(tokens, engine.append_budget, slots_a_shard)
+        self._turns = sorted(self._turns, key=set(chosen).__contains__)
+        return chosen
+
+    def _read(self, inputs: RoundInputs, slot: int) -> None:
+        """Takes the slot's next chunk off its episode's queue, and gives it its pages."""
+        episode = self._episode(slot)
         part, new = episode.take(inputs.chunk.shape[1])
         inputs.chunk[slot, : len(part)], inputs.count[slot] = part, len(part)
-        blocks.hold(slot)
+        self._blocks.hold(slot)
         self._stats.prefill_tokens += new
         if not episode.queue:
             inputs.resume_turn[slot] = episode.in_turn
             inputs.begin_turn[slot] = not (episode.in_turn or episode.waits)
             inputs.turn_limit[slot] = episode.turn_limit
             set_turn(inputs.choices, slot, episode.choices, episode.allowed)
+
+    def _episode(self, slot: int) -> LiveEpisode:
+        episode = self._slots[slot]
+        assert episode is not None
+        return episode
 
     def _run(self, session: Session, inputs: RoundInputs) -> tuple[Session, RoundOutputs]:
         """Calls the engine, and counts the round by its time."""
@@ -148,7 +210,8 @@ class Rounds:
             if outputs.count[slot]:
                 discarded = episode.append_sampled(outputs, slot, version)
                 number = int(outputs.count[slot]) - discarded
-                self._on_tokens(episode.ticket, episode.last_tokens(number))
+                if self._on_tokens is not None:
+                    self._on_tokens(episode.ticket, episode.last_tokens(number))
                 stats.rollout_tokens += number
                 stats.discarded_tokens += discarded
                 if not episode.in_turn:

@@ -67,7 +67,7 @@ class RolloutService:
         cache_rules: CacheRules | None = None,
         look: Callable[[], None] = lambda: None,
         record_calls: Callable[[Answers], Answers] = lambda calls: calls,
-        on_tokens: OnTokens = lambda ticket, tokens: None,
+        on_tokens: OnTokens | None = None,
         more: Callable[[int], Sequence[Task]] = lambda num_free: (),
         wait: Callable[[Any], Any] = jax.block_until_ready,
     ) -> None:
@@ -92,7 +92,7 @@ class RolloutService:
                 it raises ends the service.
             record_calls: wraps the calls of environments, whose answers come when they come.
             on_tokens: called with the tokens that an episode sampled, ticket by ticket, behind each
-                round.
+                round. With it, prompts hold up those who sample by a bounded time (`Rounds`).
             more: called with the number of slots that are free while no task waits for them;
                 returns further tasks, () for none now.
             wait: waits for the outputs of a round.
@@ -381,11 +381,10 @@ class RolloutService:
 
     def _take_answers(self) -> None:
         """Takes environments' answers within the patience; waits on while no slot has work."""
-        start_s = time.perf_counter()
+        start_s, patience_s = time.perf_counter(), self._config.patience_s
         waits_on = any(self._slots)
         while waits_on:
-            left_s = max(0.0, self._config.patience_s - (time.perf_counter() - start_s))
-            answers = self._calls.take(left_s, at_least_one=self._is_idle())
+            answers = self._calls.take(patience_s, at_least_one=self._is_idle())
             for slot, episode in enumerate(self._slots):
                 if episode is not None and episode.ticket in answers:
                     self._take_answer(slot, episode, answers[episode.ticket])

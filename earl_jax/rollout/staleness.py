@@ -32,7 +32,8 @@ class AsynchronyConfig:
     finished first, but it waits for groups that would be beyond the bound later. "drop": those that
     finished first; groups beyond the bound are given up. "mask": those that finished first, with
     the loss of tokens beyond the bound left out. "admission": those that finished first, also
-    beyond the bound, as AReaL does.
+    beyond the bound, as AReaL does. What "drop" gave up, and how many tokens "admission" trained on
+    beyond the bound, is printed at the end of a run.
 
     `kv` is what live episodes do when the weights change. "recompute": they read all of their
     tokens again, so that log-probs are those of the new weights. "keep": they attend to what the
@@ -53,8 +54,9 @@ class AsynchronyConfig:
     to a step's groups are kept for it, on the devices: those that were trained on last.
 
     `checksums` is for debugging: the events have a checksum of each policy that was published, so
-    that a replay compares the weights, and it is an error where a policy is overwritten while it is
-    played. It waits for the weights in each step.
+    that a replay compares the weights. It is an error where a policy that is played is not that of
+    the trainer, because it was not published whole, or is overwritten while it is played. It waits
+    for the weights in each step.
     """
 
     max_staleness: int = 0

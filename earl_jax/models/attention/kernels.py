@@ -233,22 +233,17 @@ def _pages_obstacle(
     # jax deprecates Pallas's way through Triton from 0.11 on.
     if is_triton and importlib.util.find_spec("jax.experimental.pallas.triton") is None:
         return f"jax {jax.__version__} has no Triton backend of Pallas"
-    if is_triton and context > 1:
-        return f"its kernel reads whole pages and context={context} cuts them"
-    cut = f" with context={context}" if context > 1 else ""
-    for name, size, least, words in (
-        (
-            "config.rollout.page_size",
-            page_size,
-            LANES * context,
-            f"multiple of {LANES * context}{cut}",
-        ),
-        ("config.model.head_size", model.head_size, LANES, f"multiple of {LANES}"),
+    least = LEAST_SIDE if is_triton else LANES
+    for name, size, parts in (
+        ("config.rollout.page_size", page_size, context),
+        ("config.model.head_size", model.head_size, 1),
     ):
-        if is_triton and (size < LEAST_SIDE or size & (size - 1)):
-            return f"its kernel needs a power of two of at least {LEAST_SIDE}, and {name} is {size}"
-        if not is_triton and size % least:
-            return f"its kernel needs a {words}, and {name} is {size}"
+        own, rest = divmod(size, parts)
+        fits = own >= least and not own & (own - 1) if is_triton else own % least == 0
+        if rest or not fits:
+            kind = "power of two of at least" if is_triton else "multiple of"
+            cut = f" with context={parts}" if parts > 1 else ""
+            return f"its kernel needs a {kind} {least * parts}{cut}, and {name} is {size}"
     return None
 
 
@@ -306,12 +301,13 @@ def attention_over_pages(
         from earl_jax.models.attention.paged_triton import attend as attend_by_triton
 
         def attend_own_pages(query_BTKGH, layer, reading, window, share, scatter):
-            assert share.parts == 1 and not scatter
             return attend_by_triton(
                 query_BTKGH,
                 layer,
                 *reading,
                 window=window,
+                share=share,
+                scatter=scatter,
                 interpret=interpret,
                 **settings,
             )

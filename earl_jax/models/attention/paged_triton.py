@@ -6,6 +6,7 @@ One program of the grid computes a block of queries of a row and a key/value hea
 row's own pages one after the other from the pool, without a copy of them, with an online softmax in
 fp32. Where there are few queries a row's pages are split over programs, a fixed number of tokens
 each, whose sums are then added up (flash-decoding's split). A row without queries reads nothing.
+Where a `context` axis cuts pages each device reads its part, and their sums are added up alike.
 
 A row's numbers depend neither on its neighbours nor on the chunk that a query came in: pages and
 splits begin at fixed positions. Equal to `attend_pages` up to rounding, which reads more pages at a
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from earl_jax.models.attention.page_shares import WHOLE, PageShare, add_up
 from earl_jax.models.attention.paged_attention import FLOOR
 from earl_jax.models.attention.rows import cap
 from earl_jax.models.kv_cache import LayerCache
@@ -44,6 +46,8 @@ def attend(
     scale: float,
     softcap: float = 0.0,
     window: int | None = None,
+    share: PageShare = WHOLE,
+    scatter: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
     """Causal grouped-query attention of T queries a row over the row's pages, softmax in fp32.
@@ -57,6 +61,8 @@ def attend(
         scale: scores are multiplied by it.
         softcap: scores x become softcap * tanh(x / softcap); 0 leaves them.
         window: a query at position i attends to positions > i - window only; None: to all before.
+        share: the part of each page that this device has; what others see is added to it.
+        scatter: each of these devices gets what its own part of T attended to.
         interpret: the kernel's steps run as ordinary operations, which is slow: for tests on CPUs.
 
     Returns:
@@ -84,6 +90,7 @@ def attend(
             heads=heads,
             group=group,
             pages_a_split=pages_a_split,
+            parts=share.parts,
             scale=scale,
             softcap=softcap,
             window=window,
@@ -97,6 +104,7 @@ def attend(
             whole,
             whole,
             whole,
+            whole,
         ],
         out_specs=specs,
         out_shape=shapes,
@@ -104,9 +112,17 @@ def attend(
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
         interpret=interpret,
         name="paged_attention",
-    )(query_XMH, layer.key, layer.value, *scales, table_BY, cached_B, counts_B)
-    out = _combined(value_CXMH, top_CXM, weight_CXM)[:, :queries].astype(query_BTKGH.dtype)
-    return out.reshape(rows, heads, length, group, size).transpose(0, 2, 1, 3, 4)
+    )(
+        *(query_XMH, layer.key, layer.value, *scales, table_BY, cached_B, counts_B),
+        jnp.full((1,), share.index, jnp.int32),
+    )
+    top_BKM, weight_BKM, value_BKMH = (
+        sums.reshape(rows, heads, padded, *sums.shape[2:])[:, :, :queries]
+        for sums in _combined(value_CXMH, top_CXM, weight_CXM)
+    )
+    weight_BKM, value_BKMH = add_up(share, top_BKM, weight_BKM, value_BKMH, scatter=scatter)
+    out_BKMH = (value_BKMH / jnp.maximum(weight_BKM, 1e-30)[..., None]).astype(query_BTKGH.dtype)
+    return out_BKMH.reshape(rows, heads, -1, group, size).transpose(0, 2, 1, 3, 4)
 
 
 def _sums(shape: tuple[int, int, int], block: int, *last: int) -> tuple[Any, Any]:
@@ -121,15 +137,17 @@ def _sums(shape: tuple[int, int, int], block: int, *last: int) -> tuple[Any, Any
     return jax.ShapeDtypeStruct((*shape, *last), jnp.float32), spec
 
 
-def _combined(value_CXMH: jax.Array, top_CXM: jax.Array, weight_CXM: jax.Array) -> jax.Array:
-    """Returns attention over all splits, from each one's sums of values and of weights, XMH.
+def _combined(
+    value_CXMH: jax.Array, top_CXM: jax.Array, weight_CXM: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the largest score of all splits, and their sums of weights and values, XM and XMH.
 
-    A split's sums are relative to its largest score, `top_CXM`.
+    Sums are relative to the largest score, a split's to its own one, `top_CXM`.
     """
-    kept_CXM = jnp.exp(top_CXM - jnp.max(top_CXM, axis=0, keepdims=True))
+    top_XM = jnp.max(top_CXM, axis=0)
+    kept_CXM = jnp.exp(top_CXM - top_XM[None])
     weight_XM = jnp.sum(weight_CXM * kept_CXM, axis=0)
-    value_XMH = jnp.sum(value_CXMH * kept_CXM[..., None], axis=0)
-    return value_XMH / jnp.maximum(weight_XM, 1e-30)[..., None]
+    return top_XM, weight_XM, jnp.sum(value_CXMH * kept_CXM[..., None], axis=0)
 
 
 def _kernel(
@@ -141,6 +159,7 @@ def _kernel(
     table_ref: Any,
     cached_ref: Any,
     counts_ref: Any,
+    index_ref: Any,
     sum_ref: Any,
     top_ref: Any,
     weight_ref: Any,
@@ -148,18 +167,21 @@ def _kernel(
     heads: int,
     group: int,
     pages_a_split: int,
+    parts: int,
     scale: float,
     softcap: float,
     window: int | None,
 ) -> None:
     """Computes one block of queries of one row and head over one split of the row's pages.
 
-    `query_ref` [M,H]; the pools, the table and the rows' lengths are whole. Results are the largest
-    score of each query, and relative to it the sum of weights and of weighted values.
+    `query_ref` [M,H]; the pools, the table and the rows' lengths are whole; `index_ref` [1] says
+    which of `parts` of each page is here. Results are the largest score of each query, and relative
+    to it the sum of weights and of weighted values.
     """
     row, head = pl.program_id(0) // heads, pl.program_id(0) % heads
     block, size = query_ref.shape
-    page_size = value_ref.shape[2]
+    own_size = value_ref.shape[2]
+    page_size = parts * own_size
     query_MH = query_ref[...]
     cached, count = cached_ref[row], counts_ref[row]
     first = pl.program_id(1) * block
@@ -181,7 +203,8 @@ def _kernel(
         if key_scale_ref is not None:
             scores_MS *= key_scale_ref[page, head][None, :]
         scores_MS = cap(scores_MS * scale, softcap)
-        position_S = number * page_size + jax.lax.broadcasted_iota(jnp.int32, (page_size,), 0)
+        first_S = number * page_size + index_ref[0] * own_size
+        position_S = first_S + jax.lax.broadcasted_iota(jnp.int32, (own_size,), 0)
         behind_MS = position_M[:, None] - position_S[None, :]
         seen_MS = behind_MS >= 0
         if window is not None:
