@@ -9,7 +9,8 @@ command is given again. In the end the run is compared with one that was left al
 the last checkpoint bit for bit, metrics but for times, and recorded episodes. A run that is done
 before it was killed so often is compared too, and the other kills are those of a new one. There is
 a run of a dense model, one of adapters, one of a mixture of experts, and one of two processes, of
-which one or both are killed.
+which one or both are killed. Of an asynchronous run, in which time decides who samples what, each
+task must have been trained on once, in its step, and no token beyond the bound.
 
 Soak: many small steps with checkpoints, evaluations and reports between them. Memory, threads and
 open files of the process are read from /proc, and may grow little between the first quarter of the
@@ -32,6 +33,7 @@ import numpy as np
 
 from benchmarks import runs
 from benchmarks.pages import parser_of, show, table
+from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
 
 PAGE = Path(__file__).with_suffix(".md")
@@ -58,12 +60,24 @@ BASE = {"model.path": "tests/reference/qwen2_tied", "train.lora.rank": 4}
 BASE |= {f"model.{name}": None for name in ("width", "ffn_size")}
 EXPERTS = {"model.num_experts": 4, "model.experts_per_token": 2, "model.expert_ffn_size": 32}
 EXPERTS |= {"model.ffn_size": None}
+# Updates between sampling a token of the asynchronous run and training on it.
+STALENESS = 2
+ASYNCHRONOUS: Mapping[str, Any] = {
+    "asynchrony.max_staleness": STALENESS,
+    "devices.num_rollout": 4,
+    "selector.rollout_meshes": "('data=4',)",
+    "selector.train_meshes": "('fsdp=4',)",
+    # A round goes without slow answers, so that it takes part in what time decides.
+    "rollout.patience_s": 0.001,
+    "log.trajectories_every_steps": 1,
+}
 # What differs from SMALL, and the number of processes.
 KINDS: Mapping[str, tuple[Mapping[str, Any], int]] = {
     "dense": ({}, 1),
     "adapters": (BASE, 1),
     "experts": (EXPERTS, 1),
     "two processes": ({"distributed.heartbeat_s": 20}, 2),
+    "asynchronous": (ASYNCHRONOUS, 1),
 }
 SOAK: Mapping[str, Any] = {
     "model.num_layers": 1,
@@ -160,6 +174,18 @@ def results(workdir: Path) -> dict[str, Any]:
     }
 
 
+def is_each_task_trained_on_once(workdir: Path, settings: Mapping[str, Any]) -> bool:
+    """Returns True if each step of an asynchronous run has its own tasks, within the bound."""
+    size, steps = settings["rollout.episodes_per_step"], settings["num_steps"]
+    lines = [line for line in read_metrics(workdir / "metrics.jsonl") if "eval" not in line]
+    files = sorted((workdir / "trajectories").iterdir())
+    played = [sorted(each["episode"] for each in read_trajectories(path)) for path in files]
+    is_bounded = all(line["version_lag_max"] <= STALENESS for line in lines)
+    is_whole = [line["step"] for line in lines] == list(range(1, steps + 1))
+    own = [list(range(step * size, (step + 1) * size)) for step in range(steps)]
+    return is_bounded and is_whole and played == own
+
+
 def measure_kills(kind: str) -> dict[str, Any]:
     """Returns a row of the table."""
     changed, num = KINDS[kind]
@@ -172,24 +198,23 @@ def measure_kills(kind: str) -> dict[str, Any]:
         finish(start(folder / "warm", settings, num))
         run_s = time.perf_counter() - since_s
         killed = kill_often(folder, settings, num, KILLS, run_s)
+        row = {"run": kind, "SIGKILLs": KILLS, "a run takes, s": f"{run_s:.0f}"}
+        if kind == "asynchronous":
+            right = all(is_each_task_trained_on_once(each, settings) for each in killed)
+            return row | dict.fromkeys(RESULTS, "-") | {"episodes": ONCE if right else DIFFERENT}
         expected, found = results(folder / "whole"), [results(workdir) for workdir in killed]
     for each in found:
         for line, other in zip(expected["metrics"], each["metrics"], strict=False):
             if keys := [key for key in line | other if line.get(key) != other.get(key)]:
                 print(f"step {line['step']}: {keys} differ", file=sys.stderr, flush=True)
-    return {
-        "run": kind,
-        "SIGKILLs": KILLS,
-        "a run takes, s": f"{run_s:.0f}",
-        **{
-            part: "equal" if all(expected[part] == each[part] for each in found) else DIFFERENT
-            for part in RESULTS
-        },
+    return row | {
+        part: "equal" if all(expected[part] == each[part] for each in found) else DIFFERENT
+        for part in RESULTS
     }
 
 
 RESULTS = ("arrays", "metrics", "episodes")
-DIFFERENT = "DIFFERENT"
+ONCE, DIFFERENT = "each task once", "DIFFERENT"
 
 
 def read_process(pid: int) -> dict[str, float]:

@@ -7,10 +7,11 @@
 Arithmetic only: an event heap over the slots, driven by the product's decisions. `SlotScheduler`
 says which task begins in which slot, `OpenGroups` which groups a step begins and takes. Half of the
 devices play and half train. `python -m benchmarks.asynchrony` runs the product and this simulation
-of it side by side, with the lengths and the measured stage times of the run (`Setup`).
+of it side by side, with the rounds of its episodes and its stage times (`Setup`).
 """
 
 import dataclasses
+import functools
 import heapq
 import math
 import random
@@ -18,7 +19,7 @@ import statistics
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.pages import parser_of, show, table
 from earl_jax.engine.rows import Rows
@@ -30,9 +31,33 @@ from earl_jax.rollout.tasks import Tasks
 
 PAGE = Path(__file__).with_suffix(".md")
 PAPER = {"synchronous": 1.0, "longest first": 1.08, "streaming": 1.23, "asynchronous": 1.48}
-# Steps at the start that are not counted.
-WARM_UP = 2
+# Steps at the start that are not counted, and those of the tables of runs.
+WARM_UP, BEHIND = 2, 8
 PERCENTS = (20, 10, 5)
+DEVICES = (8, 16, 64, 256, 1024)
+# With this deviation of the logarithm of a predicted length from that of the length, the recall of
+# the longest 20 % is that of StreamRL's ranker, 0.87.
+ERROR = 0.24
+# Seconds of a step of two processes in benchmarks/asynchrony.md, one of which plays and one trains:
+# a round, one where live episodes read their tokens again, an update, and all else of a step. They
+# follow from the table of processes: a synchronous step has 27 rounds and takes 0.375 s, one of
+# staleness 4 has 14.2 and takes 0.190, and an update 0.12. `REAL` is the synchronous run's step by
+# those of the others.
+ROUND_S, READ_ROUND_S, UPDATE_S, REST_S = 0.008, 0.010, 0.12, 0.05
+TOKENS_A_ROUND, CHUNK = 6, 64
+REAL = {
+    "synchronous": 1.0,
+    "staleness 1": 1.36,
+    "staleness 4": 1.97,
+    "staleness 4, kv kept": 2.16,
+    "staleness 12": 1.92,
+}
+
+
+@functools.cache
+def _gauss(name: str) -> float:
+    """Returns a normal number of this name."""
+    return random.Random(name).gauss()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,8 +69,10 @@ class Setup:
     cut at `longest`, `groups` times `group_size` a step; the share `by_task` of the variance of
     their logarithm is that of the task, which a group has in common. `seed` draws other lengths.
     Weights are published in `publish`. Live episodes then read their tokens again, `read` of them a
-    round; 0: their KV is kept. `lengths` are those of the first episodes, where they are known.
-    Rounds beside an update take `beside` times as long as others.
+    round, and go on in the last of these; 0: their KV is kept. Where new weights do not interrupt
+    (`interrupts`), an instance takes them when its live episodes have ended, and begins no other
+    one before. `lengths` are those of the first episodes, where they are known. Rounds beside an
+    update take `beside` times as long as others.
     """
 
     devices: int = 64
@@ -60,7 +87,8 @@ class Setup:
     saturation: float = 32.0
     burst: int = 32
     publish: float = 200.0
-    read: int = 0
+    read: float = 0.0
+    interrupts: bool = True
     beside: float = 1.0
     lengths: tuple[int, ...] = ()
     num_steps: int = 6
@@ -80,11 +108,23 @@ class Setup:
         """Returns the tokens of an episode, the same in every run."""
         if episode < len(self.lengths):
             return self.lengths[episode]
-        of_task = random.Random(f"task {self.seed} {episode // self.group_size}").gauss()
-        own = random.Random(f"episode {self.seed} {episode}").gauss()
-        noise = math.sqrt(self.by_task) * of_task + math.sqrt(1 - self.by_task) * own
+        own = _gauss(f"episode {self.seed} {episode}")
+        noise = self._of_task(episode) + math.sqrt(1 - self.by_task) * own
         tokens = self.median * math.exp(self.sigma * noise)
         return max(16, min(self.longest, round(tokens)))
+
+    def by_prompt(self, episode: int) -> float:
+        """Returns the median length of the episodes of its task: all that a prompt can say."""
+        return self.median * math.exp(self.sigma * self._of_task(episode))
+
+    def predicted(self, episode: int, error: float) -> float:
+        """Returns the length with a log-normal error of this deviation."""
+        noise = _gauss(f"error {self.seed} {episode}")
+        return self.length(episode) * math.exp(error * noise)
+
+    def _of_task(self, episode: int) -> float:
+        of_task = _gauss(f"task {self.seed} {episode // self.group_size}")
+        return math.sqrt(self.by_task) * of_task
 
 
 class SimulatedService:
@@ -94,11 +134,14 @@ class SimulatedService:
     """
 
     def __init__(self, setup: Setup, order: Order, instances: int, slots: int) -> None:
-        self._setup, self._instances = setup, instances
+        self._setup, self._order = setup, order
+        self._instances, self._slots = instances, slots
         rows = Rows(data_shards=1, own=setup.episodes_per_step, spare=0)
         self._scheduler = SlotScheduler(rows, instances * slots, order)
         self._free = list(range(instances * slots))
         self._tasks: list[Any] = []
+        # Tasks of each group that have not ended.
+        self._left: dict[int, int] = {}
         # Ends by round: (round, ticket, slot); rounds of tickets' beginnings, later by those in
         # which their tokens are read again; the last of these; oldest versions.
         self._ends: list[tuple[int, int, int]] = []
@@ -106,6 +149,8 @@ class SimulatedService:
         self._reads_until: dict[int, int] = {}
         self._oldest: dict[int, int] = {}
         self.num_rounds = self._version = 0
+        # The version of each instance's weights, where new ones do not interrupt.
+        self._loaded = [0] * instances
         self.now, self.until = 0.0, math.inf
 
     @property
@@ -119,6 +164,7 @@ class SimulatedService:
         self._tasks += tasks
         for ticket, task in zip(tickets, tasks, strict=True):
             self._scheduler.submit(ticket, task.group)
+            self._left[task.group] = self._left.get(task.group, 0) + 1
         return tickets
 
     def oldest_versions(self) -> dict[int, int]:
@@ -131,14 +177,15 @@ class SimulatedService:
     def publish(self, version: int) -> None:
         """Lets episodes go on with other weights, under which they read their tokens again."""
         self._version, setup, now = version, self._setup, self.num_rounds
-        if not setup.read:
+        if not (setup.read and setup.interrupts):
             return
         ends = []
         for end, ticket, slot in self._ends:
             # What is still to be read under the weights before is not read any more.
             unread = max(0, self._reads_until.get(ticket, 0) - now)
             played = now - self._began[ticket] + unread
-            reads = math.ceil(played * setup.burst / setup.read)
+            # An episode goes on in the round in which it reads the last of them.
+            reads = max(0, math.ceil(played * setup.burst / setup.read) - 1)
             self._began[ticket] += reads - unread
             self._reads_until[ticket] = now + reads
             ends.append((end + reads - unread, ticket, slot))
@@ -146,8 +193,24 @@ class SimulatedService:
         heapq.heapify(ends)
 
     def step(self) -> list[Finished]:
+        """Plays rounds until all episodes of a group have ended, or until `until`.
+
+        No decision depends on a part of a group.
+        """
+        finished: list[Finished] = []
+        is_over = False
+        while not is_over and self.is_busy:
+            self._refill()
+            self._advance()
+            while self._ends and self._ends[0][0] <= self.num_rounds:
+                each = self._end(*heapq.heappop(self._ends)[1:])
+                finished.append(each)
+                is_over |= not self._left[each.trajectory.group]
+            is_over |= self.now >= self.until
+        return finished
+
+    def _advance(self) -> None:
         """Plays rounds until an episode ends, or until `until`."""
-        self._refill()
         burst = self._setup.burst
         live = math.ceil(len(self._ends) / self._instances)
         seconds = burst * (1 + live / self._setup.saturation)
@@ -155,34 +218,47 @@ class SimulatedService:
         left = (self.until - self.now) / seconds
         rounds = max(1, math.ceil(min(self._ends[0][0] - self.num_rounds, left)))
         self.num_rounds, self.now = self.num_rounds + rounds, self.now + rounds * seconds
-        finished = []
-        while self._ends and self._ends[0][0] <= self.num_rounds:
-            _, ticket, slot = heapq.heappop(self._ends)
-            self._free.append(slot)
-            length = self._setup.length(self._tasks[ticket].episode)
-            self._scheduler.end(ticket, length)
-            del self._began[ticket]
-            self._reads_until.pop(ticket, None)
-            trajectory: Any = types.SimpleNamespace(
-                group=self._tasks[ticket].group,
-                num_tokens=length,
-                oldest_version=self._oldest.pop(ticket),
-                row=0,
-            )
-            finished.append(Finished(ticket=ticket, trajectory=trajectory))
-        return finished
+
+    def _end(self, ticket: int, slot: int) -> Finished:
+        """Ends an episode, whose slot is free then."""
+        task = self._tasks[ticket]
+        self._free.append(slot)
+        self._left[task.group] -= 1
+        length = self._setup.length(task.episode)
+        self._scheduler.end(ticket, length)
+        del self._began[ticket]
+        self._reads_until.pop(ticket, None)
+        trajectory: Any = types.SimpleNamespace(
+            group=task.group,
+            num_tokens=length,
+            oldest_version=self._oldest.pop(ticket),
+            row=0,
+        )
+        trajectory.outcome = trajectory
+        return Finished(ticket=ticket, trajectory=trajectory)
 
     def _refill(self) -> None:
         if not (self._free and self._scheduler.num_waiting):
             return
         burst = self._setup.burst
         now = self.num_rounds
-        self._scheduler.play({t: max(0, now - r) * burst for t, r in self._began.items()})
-        for slot, ticket in self._scheduler.assign(sorted(self._free)).items():
+        if self._order == "longest":
+            self._scheduler.play({t: max(0, now - r) * burst for t, r in self._began.items()})
+        for slot, ticket in self._scheduler.assign(self._open_slots()).items():
             rounds = math.ceil(self._setup.length(self._tasks[ticket].episode) / burst)
             heapq.heappush(self._ends, (now + rounds, ticket, slot))
             self._began[ticket], self._oldest[ticket] = now, self._version
             self._free.remove(slot)
+
+    def _open_slots(self) -> list[int]:
+        """Returns the free slots in which episodes may begin, in order."""
+        free = sorted(self._free)
+        if self._setup.interrupts:
+            return free
+        busy = {slot // self._slots for _, _, slot in self._ends}
+        for instance in set(range(self._instances)) - busy:
+            self._loaded[instance] = self._version
+        return [slot for slot in free if self._loaded[slot // self._slots] == self._version]
 
 
 OpenService = Callable[[Setup, Order, int, int], SimulatedService]
@@ -208,13 +284,15 @@ def run(
     order: Order,
     train_s: float,
     warm_up: int = WARM_UP,
+    cool_down: int = 0,
     open_service: OpenService = SimulatedService,
 ) -> dict[str, Any]:
     """Simulates a run whose updates take `train_s` for a token.
 
     Returns:
-        Trained tokens per time, the time and the rounds of a step, and the greatest age of a
-        trained token, without the first `warm_up` steps.
+        Trained tokens per time, the time and the rounds of a step, the mean length of a trained
+        episode, without the first `warm_up` and the last `cool_down` steps; and the greatest age
+        of a trained token. In the last steps of an asynchronous run there is less and less to play.
     """
     service = open_service(setup, order, setup.instances, setup.slots)
     groups = OpenGroups(tasks_of(setup), settings)
@@ -244,39 +322,125 @@ def run(
         service.now = max(service.now, trained_at)
         groups.end_step(version + 1, groups.oldest_step)
         tokens.append(num_tokens)
-    seconds, counted = service.now - begun_at[warm_up], tokens[warm_up:]
+    begun_at.append(service.now)
+    rounds.append(service.num_rounds)
+    last = setup.num_steps - cool_down
+    seconds, number = begun_at[last] - begun_at[warm_up], last - warm_up
     return {
-        "speed": sum(counted) / seconds,
-        "step": seconds / len(counted),
-        "rounds": (service.num_rounds - rounds[warm_up]) / len(counted),
+        "speed": sum(tokens[warm_up:last]) / seconds,
+        "step": seconds / number,
+        "rounds": (rounds[last] - rounds[warm_up]) / number,
+        "length": sum(tokens[warm_up:last]) / number / setup.episodes_per_step,
         "most": most,
     }
 
 
-LADDER: dict[str, tuple[AsynchronyConfig, Order]] = {
-    "synchronous": (AsynchronyConfig(), "fifo"),
-    "longest first": (AsynchronyConfig(), "longest"),
-    "streaming": (AsynchronyConfig(parts=8), "longest"),
-    "asynchronous": (AsynchronyConfig(max_staleness=1, parts=8), "longest"),
-    "staleness 4": (AsynchronyConfig(max_staleness=4, parts=8), "fifo"),
+# Tables of whole runs.
+
+
+class Line(NamedTuple):
+    """A run of a table; `interrupts` and `read` are those of its `Setup`."""
+
+    settings: AsynchronyConfig
+    order: Order = "fifo"
+    interrupts: bool = True
+    read: float = 0.0
+
+
+LADDER = {
+    "synchronous": Line(AsynchronyConfig()),
+    "longest first": Line(AsynchronyConfig(), "longest"),
+    "streaming": Line(AsynchronyConfig(parts=8), "longest"),
+    "asynchronous": Line(AsynchronyConfig(max_staleness=1, parts=8), "longest"),
+    "the same, not interrupted": Line(
+        AsynchronyConfig(max_staleness=1, parts=8), "longest", interrupts=False
+    ),
+    "staleness 4": Line(AsynchronyConfig(max_staleness=4, parts=8)),
+    "staleness 4, not interrupted": Line(
+        AsynchronyConfig(max_staleness=4, parts=8), interrupts=False
+    ),
 }
+
+
+def speed_of(setup: Setup, line: Line, train_s: float) -> float:
+    """Returns the speed of a line's run in the steps of `setup` behind the first BEHIND.
+
+    Each line counts the same steps: more follow, so that there is always as much to play.
+    """
+    ahead = line.settings.max_staleness
+    setup = dataclasses.replace(
+        setup,
+        interrupts=line.interrupts,
+        read=line.read,
+        num_steps=BEHIND + setup.num_steps + ahead,
+    )
+    return run(setup, line.settings, line.order, train_s, BEHIND, ahead)["speed"]
 
 
 def ladder(devices: Sequence[int], train_share: float, **changes: Any) -> list[dict[str, Any]]:
     """Returns the speeds of each line of LADDER relative to the first.
 
-    Updates take `train_share` of the time of a synchronous rollout.
+    Updates take `train_share` of the time of a synchronous rollout. An instance has 4 devices.
     """
     rows: dict[str, dict[str, Any]] = {
         name: {"": name, "StreamRL, measured": PAPER.get(name)} for name in LADDER
     }
     for number in devices:
-        setup = Setup(devices=number, **changes)
-        only_played = run(setup, *LADDER["synchronous"], train_s=0.0)
-        train_s = train_share / only_played["speed"]
-        speeds = {
-            name: run(setup, *line, train_s=train_s)["speed"] for name, line in LADDER.items()
-        }
+        setup = Setup(devices=number, devices_per_instance=4, **changes)
+        train_s = train_share / speed_of(setup, LADDER["synchronous"], train_s=0.0)
+        speeds = {name: speed_of(setup, line, train_s) for name, line in LADDER.items()}
+        for name, speed in speeds.items():
+            rows[name][f"{number} devices"] = round(speed / speeds["synchronous"], 3)
+    return list(rows.values())
+
+
+# Runs with the times of a real one: two processes of benchmarks/asynchrony.md.
+MEASURED = {
+    "synchronous": Line(AsynchronyConfig()),
+    "staleness 1": Line(AsynchronyConfig(max_staleness=1), read=CHUNK),
+    "staleness 4": Line(AsynchronyConfig(max_staleness=4), read=CHUNK),
+    "staleness 4, kv kept": Line(AsynchronyConfig(max_staleness=4)),
+    "staleness 4, not interrupted": Line(AsynchronyConfig(max_staleness=4), interrupts=False),
+    "staleness 12": Line(AsynchronyConfig(max_staleness=12), read=CHUNK),
+}
+
+
+def measured_times(devices: Sequence[int]) -> list[dict[str, Any]]:
+    """Returns the speeds of the lines of MEASURED relative to the first, and of the real runs.
+
+    Half of the devices play, each with a policy of its own in 16 slots, and the other half trains.
+    A step has 16 episodes for each device that plays, so that an update takes as long on any number
+    of devices. Lengths have about the mean of the benchmark's, 50 tokens, and its maximum. More
+    devices change nothing from where each step has an episode of the greatest length.
+    """
+    rows: dict[str, dict[str, Any]] = {
+        name: {"": name, "2 devices, real": REAL.get(name)} for name in MEASURED
+    }
+    for number in devices:
+        speeds, pairs = {}, number // 2
+        # As many episodes on few devices as on some.
+        num_steps = max(6, 48 // pairs)
+        for name, line in MEASURED.items():
+            # Times are in those of a token of a round.
+            unit_s = (READ_ROUND_S if line.read else ROUND_S) / TOKENS_A_ROUND
+            setup = Setup(
+                devices=number,
+                devices_per_instance=1,
+                slots=16,
+                groups=8 * pairs,
+                group_size=2,
+                median=31.0,
+                longest=264,
+                by_task=1.0,
+                saturation=math.inf,
+                burst=TOKENS_A_ROUND,
+                publish=REST_S / unit_s,
+                num_steps=num_steps,
+            )
+            counted = range(BEHIND * 16 * pairs, (BEHIND + num_steps) * 16 * pairs)
+            tokens_a_step = sum(map(setup.length, counted)) / num_steps
+            train_s = UPDATE_S / unit_s / tokens_a_step
+            speeds[name] = speed_of(setup, line, train_s) / unit_s
         for name, speed in speeds.items():
             rows[name][f"{number} devices"] = round(speed / speeds["synchronous"], 3)
     return list(rows.values())
@@ -322,23 +486,30 @@ def isolated(setup: Setup, ranked: Sequence[int]) -> float:
 
 
 def orders(by_task: float, seeds: int = 3) -> dict[str, Any]:
-    """Returns the gain over first in, first out of longest first by what it costs to know."""
+    """Returns the gain over first in, first out of longest first, by what is known of lengths.
+
+    Where they are predicted before the rollout, also that of the best split (`isolated`).
+    """
     gains: dict[str, list[float]] = {}
     for seed in range(seeds):
         setup = Setup(by_task=by_task, seed=seed)
         todo = list(range(setup.episodes_per_step))
-        ranked = sorted(todo, key=lambda episode: -setup.length(episode))
         sizes = (setup.instances, setup.slots)
         fifo = makespan(setup, todo, "fifo", *sizes)
-        times = {
-            "free signals": makespan(setup, todo, "longest", *sizes),
-            "lengths known": makespan(setup, ranked, "fifo", *sizes),
-            "known, long ones isolated": isolated(setup, ranked),
+        times = {"free signals": makespan(setup, todo, "longest", *sizes)}
+        predictions: dict[str, Callable[[int], float]] = {
+            "prompt": setup.by_prompt,
+            "ranker": lambda episode, setup=setup: setup.predicted(episode, ERROR),
+            "lengths": setup.length,
         }
+        for name, predicted in predictions.items():
+            ranked = sorted(todo, key=lambda episode: -predicted(episode))  # noqa: B023
+            times[name] = makespan(setup, ranked, "fifo", *sizes)
+            times[f"{name}, isolated"] = isolated(setup, ranked)
         for name, each in times.items():
             gains.setdefault(name, []).append(fifo / each)
     means = {name: round(statistics.fmean(each), 3) for name, each in gains.items()}
-    return {"share of the task": by_task, **means, **recalls_by_one(by_task)}
+    return {"share of the task": by_task, **means}
 
 
 def recalls(expected: Sequence[float], lengths: Sequence[int]) -> dict[int, float]:
@@ -358,13 +529,24 @@ def recalls(expected: Sequence[float], lengths: Sequence[int]) -> dict[int, floa
     return found
 
 
-def recalls_by_one(by_task: float) -> dict[str, float]:
-    """Returns the recalls where one of each group, which is not counted, says how long it is."""
+def recalls_of(by_task: float) -> list[dict[str, Any]]:
+    """Returns the recalls of the predictions of `orders`.
+
+    Free signals are one of each group, which is not counted: it says how long the others are.
+    """
     setup, size = Setup(groups=1024, by_task=by_task), Setup.group_size
-    lengths = [setup.length(episode) for episode in range(setup.episodes_per_step)]
-    first = [float(lengths[i - i % size]) for i in range(len(lengths)) if i % size]
-    rest = [length for i, length in enumerate(lengths) if i % size]
-    return {f"recall {percent} %": share for percent, share in recalls(first, rest).items()}
+    todo = [episode for episode in range(setup.episodes_per_step) if episode % size]
+    lengths = [setup.length(episode) for episode in todo]
+    expected = {
+        "free signals": [float(setup.length(episode - episode % size)) for episode in todo],
+        "prompt": [setup.by_prompt(episode) for episode in todo],
+        "ranker": [setup.predicted(episode, ERROR) for episode in todo],
+    }
+    rows = []
+    for name, each in expected.items():
+        found = {f"recall {p} %": share for p, share in recalls(each, lengths).items()}
+        rows.append({"share of the task": by_task, "prediction": name, **found})
+    return rows
 
 
 def main() -> None:
@@ -372,10 +554,14 @@ def main() -> None:
     flags, parts = parser_of(__doc__).parse_args(), []
     for share in (0.5, 1.0):
         parts += [f"Updates take {share:g} of the time of a synchronous rollout:"]
-        parts += [table(ladder((16, 64, 256, 1024), share))]
-    parts += ["One synchronous rollout on 64 devices, by how much of an episode's length its task"]
+        parts += [table(ladder(DEVICES, share))]
+    parts += ["With the times of a real run:", table(measured_times((2, 8, 16, 64)))]
+    parts += ["One synchronous rollout on 4 instances, by how much of an episode's length its task"]
     parts[-1] += " decides; time of first in, first out divided by that of:"
-    parts += [table([orders(by_task) for by_task in (0.3, 0.5, 0.7, 0.9)])]
+    shares = (0.3, 0.5, 0.7, 0.9)
+    parts += [table([orders(by_task) for by_task in shares])]
+    parts += ["Which share of the longest episodes these predictions find:"]
+    parts += [table([row for by_task in shares for row in recalls_of(by_task)])]
     show("\n\n".join(parts), PAGE, write=flags.write)
 
 

@@ -52,8 +52,8 @@ METRICS: dict[str, dict[str, str]] = {
         "staleness_tokens": (
             "Tokens that were trained on, by the policy versions since they were sampled: 0, 1, ..."
         ),
-        "overdue_tokens": "Tokens of trained episodes whose loss is left out: they are beyond the "
-        "bound (config.asynchrony.rule 'mask').",
+        "overdue_tokens": "Tokens of trained episodes that are beyond the bound: trained on "
+        "(config.asynchrony.rule 'admission'), or their loss left out ('mask').",
         "stale_episodes": "Episodes that were given up because they were too old, or none.",
         "refilled_groups": "Groups that the algorithm does not keep, in whose place others were "
         "played (config.asynchrony.refill), or none.",

@@ -33,6 +33,7 @@ from earl_jax.telemetry.episodes import Failures, failures_of
 from earl_jax.telemetry.host_bytes import only_on_devices
 from earl_jax.telemetry.metrics import Metrics
 from earl_jax.telemetry.timing import StageTimer
+from earl_jax.telemetry.trace import Trace
 from earl_jax.train.state import TrainState
 
 # Reasons of failed episodes that end a run.
@@ -46,9 +47,9 @@ class EpisodesFailed(RunError):
         step, failed, number = position.step + 1, failures.num_failed, failures.num_episodes
         which = "every episode" if failed == number else f"{failed} of {number} episodes"
         words = f"{which} of step {step} failed in its environment (config.env)"
-        if env.max_failed_steps > 1 or env.max_failed_share < 1:
+        if position.failed_steps or env.max_failed_share < 1:
             words += (
-                f", the last of {env.max_failed_steps} steps in a row "
+                f", the last of {position.failed_steps + 1} steps in a row "
                 "(config.env.max_failed_steps) in which at least "
                 f"{env.max_failed_share:.0%} failed (config.env.max_failed_share)"
             )
@@ -96,9 +97,15 @@ class Player(Protocol):
 
 
 def rl_step(
-    run: Run, placement: Placement, position: Position, player: Player | None = None
+    run: Run,
+    placement: Placement,
+    position: Position,
+    player: Player | None = None,
+    trace: Trace | None = None,
 ) -> tuple[Position, StepRecord]:
     """Takes a batch of episodes, played with the newest weights unless by `player`, and learns.
+
+    Its stages are written to the `trace`.
 
     Where the devices have too little memory, a rollout is played again from its tasks, and an
     update is made again from the state and the batch, with another plan (`Placement.attempt`).
@@ -107,7 +114,8 @@ def rl_step(
         EpisodesFailed: too many episodes failed; nothing was learnt.
         StepStopped: a signal stopped the rollout; nothing was learnt.
     """
-    config, step, timer = run.config, position.step, StageTimer()
+    config, step = run.config, position.step
+    timer = StageTimer(trace, step + 1)
     player = player or InTurn(run, placement)
     state, done = player.play(position, timer)
     before = dataclasses.replace(position, state=state)
@@ -181,11 +189,13 @@ def rl_step(
 def count_failed_steps(env: EnvConfig, failures: Failures, before: Position) -> int:
     """Returns for how many steps in a row too many episodes failed, with the step behind `before`.
 
-    Raises EpisodesFailed at config.env.max_failed_steps.
+    Raises EpisodesFailed at config.env.max_failed_steps; at the first step if all of its episodes
+    failed.
     """
     if failures.share < env.max_failed_share:
         return 0
-    if before.failed_steps + 1 >= env.max_failed_steps:
+    never_worked = failures.share == 1 and before.failed_steps == before.step
+    if never_worked or before.failed_steps + 1 >= env.max_failed_steps:
         raise EpisodesFailed(env, failures, before)
     return before.failed_steps + 1
 

@@ -34,7 +34,7 @@ from earl_jax.loop import StepStopped
 from earl_jax.placement.delivery import send_parts
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
-from earl_jax.placement.rollouts import ends_of
+from earl_jax.placement.rollouts import end_of
 from earl_jax.placement.updates import StepUpdate, Wait
 from earl_jax.rollout.actor import Stopped
 from earl_jax.rollout.events import Begun, Events
@@ -221,9 +221,9 @@ class AsyncPlayer:
         """Plays until a batch can be taken; raises what a round beside the last update raised."""
         live, placement, cluster = self._live, self._placement, self._run.cluster
         groups = live.groups
-        _, shortage, stopped = ends_of(placement, live.raise_error)
-        placement.share_programs()
-        gather_ends(cluster, None, "the rounds beside an update", shortage, stopped)
+        learn = placement.learn_programs
+        _, end = end_of(placement, live.raise_error)
+        gather_ends(cluster, None, "the rounds beside an update", end, learn)
         forbid = self._run.config.dispatch.forbid_host_bytes
         with self._timer("publish"), only_on_devices(forbid) as reads:
             num_bytes = live.publish(position)
@@ -232,10 +232,9 @@ class AsyncPlayer:
         number = groups.group_size * len(cluster.players)
         while (left := groups.size - taken.num_episodes // number) > 0:
             with self._timer("rollout"):
-                part, shortage, stopped = ends_of(placement, functools.partial(live.take, left))
-                placement.share_programs()
+                part, end = end_of(placement, functools.partial(live.take, left))
                 rollout, where = part and part.rollout, live.placement_of_rows()
-                played = gather_outcomes(cluster, rollout, where, shortage, stopped)
+                played = gather_outcomes(cluster, rollout, where, end, learn)
             placement.adopt(played.placement)
             taken.played.append(played)
             if part is not None:
@@ -289,3 +288,5 @@ class AsyncPlayer:
         taken.dispatch_host_bytes = None if None in counted else sum(filter(None, counted))
         with self._timer("train"):
             update.add(position.state, part)
+        if update.totals is not None:
+            self._timer.trace_until_ready("gradients", update.totals.count)

@@ -53,8 +53,11 @@ from earl_jax.selector.schedule import smallest_hardware, smallest_words
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.settings.errors import InputError
 from earl_jax.telemetry.load import LoadHistory
+from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.telemetry.progress import Progress
 from earl_jax.telemetry.recorder import Recorder
+from earl_jax.telemetry.staleness import staleness_words
+from earl_jax.telemetry.trace import Trace
 from earl_jax.train.backup import StateLost
 from earl_jax.train.checkpoint import Checkpoints
 
@@ -159,12 +162,23 @@ def _train_in(
                     run, recorder, checkpoints, workdir, stop, known, events, begun
                 )
         cluster.barrier("the end of the run")
+        for words in _staleness_words(config, workdir) if cluster.is_first else ():
+            progress.note(words)
     words = _stopped_words(stopped, position.step, workdir) if stopped else ""
     return RunEnd(
         evaluation=recorder.last_evaluation(),
         stopped=words,
         is_replayed=stopped == END_OF_EVENTS,
     )
+
+
+def _staleness_words(config: Config, workdir: Path) -> list[str]:
+    """Returns what the rule of an asynchronous run has cost so far."""
+    path = workdir / "metrics.jsonl"
+    if not config.asynchrony.is_on or not path.exists():
+        return []
+    steps = [line for line in read_metrics(path) if "eval" not in line]
+    return staleness_words(config.as_dict(), steps)
 
 
 def _stopped_words(signal_name: str, step: int, workdir: Path) -> str:
@@ -221,6 +235,7 @@ def _train_until_lost(
             ahead=ahead,
             log=log,
             stop=stop,
+            trace=Trace(workdir, run.cluster.index) if run.config.log.trace else None,
             player=_player(run, placement, workdir, resumed[0].step if resumed else 0, events),
         )
         try:
@@ -279,6 +294,7 @@ class Training:
     skipped_evaluation: bool = False
     # Plays ahead of the steps in an asynchronous run.
     player: AsyncPlayer | None = None
+    trace: Trace | None = None
     # The state that the tasks' source goes on from, where it is not the one that it has now.
     _source_state: dict[str, Any] | None = None
 
@@ -355,7 +371,7 @@ class Training:
         choices, player = self._choices(), self.player
         self.placement.steps_left = self.run.config.num_steps - position.step
         try:
-            position, record = rl_step(self.run, self.placement, position, player)
+            position, record = rl_step(self.run, self.placement, position, player, self.trace)
             if player is not None:
                 self._source_state = player.step_ended(position.step)
         except (EpisodesFailed, StepStopped) as end:

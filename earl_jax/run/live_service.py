@@ -15,8 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from earl_jax.algorithms.advantages import is_useless
+from earl_jax.dispatch.weights import program_of
 from earl_jax.engine.session import Session
 from earl_jax.models.lora import fingerprint
+from earl_jax.models.parameters import parameter_shardings
+from earl_jax.models.quantization import engine_specs
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
 from earl_jax.rollout.collect import Rollout
@@ -76,7 +79,9 @@ class LiveService:
         self._where: tuple[MeshShape, int] | None = None
         # The service's counts when a step took its episodes.
         self._counted = RolloutStats()
-        # Of the weights that were published last, with config.asynchrony.checksums.
+        # With config.asynchrony.checksums: those of the policy that was published last, as the
+        # trainer has it (None in a process that does not train) and as the service has it.
+        self._trained_checksum: jax.Array | None = None
         self._checksum = 0
 
     @property
@@ -121,6 +126,7 @@ class LiveService:
         if self._where is None:
             self._events.note("open", version=version)
             self.note_plans()
+            self._sum_up(params, *self._mesh_and_slots())
             session, num_bytes = placement.sessions.open(params, version)
             self._where = self._mesh_and_slots()
             if session is not None:
@@ -130,6 +136,7 @@ class LiveService:
             # Where this fails for lack of memory, the service is given up and opened anew.
             self.service.release_weights()
         mesh, num_slots = self._where
+        self._sum_up(params, mesh, num_slots)
         engine = self._run.stages.engines.engine(mesh, num_slots)
         policy, num_bytes = placement.sessions.publish(engine, mesh, params, version)
         if self.service is not None:
@@ -137,22 +144,57 @@ class LiveService:
             self.service.update_weights(policy, self._settings.kv)
         return num_bytes
 
+    def _sum_up(self, params: Any, mesh: MeshShape, num_slots: int) -> None:
+        """Computes the checksum of the trainer's weights, with config.asynchrony.checksums.
+
+        They are cast or quantised as for the engine on `mesh`, and stay on the trainer's devices.
+        """
+        if not self._settings.checksums or not self._run.cluster.trains:
+            return
+        engine = self._run.stages.engines.engine(mesh, num_slots)
+        config, layout = engine.config, self._run.learner.layout(self._placement.train.mesh)
+        specs = engine_specs(config.model, config.vocab_size, config.weight_dtype)
+        cast = program_of(params, engine.parameter_shapes, parameter_shardings(specs, layout))
+        self._trained_checksum = fingerprint(cast(params))
+
     def note_checksum(self, version: int) -> None:
-        """Notes the sum of the weights that were published, with config.asynchrony.checksums."""
-        if self._settings.checksums and self.service is not None:
-            self._checksum = int(fingerprint(self.service.session.policy.params))
-            self._events.note("checksum", version=version, sum=self._checksum)
+        """Notes the checksum of the weights that were published, with config.asynchrony.checksums.
+
+        Every process calls it.
+
+        Raises:
+            RunError: the weights that some process plays with are not those that are trained.
+        """
+        if not self._settings.checksums:
+            return
+        trained, played = self._trained_checksum, None
+        if self.service is not None:
+            played = self._checksum = self._played_checksum(self.service)
+        own = [None if trained is None else int(trained), played]
+        each = self._run.cluster.gather(own, "the checksums of new weights")
+        right = next(found for found, _ in each if found is not None)
+        wrong = next((found for _, found in each if found not in (None, right)), None)
+        if wrong is not None:
+            raise RunError(
+                f"the weights of version {version} have checksum {wrong} where they are played and "
+                f"{right} where they are trained: they were not published whole"
+            )
+        if played is not None:
+            self._events.note("checksum", version=version, sum=played)
 
     def check_checksum(self, step: int) -> None:
         """Raises RunError where the weights that a step played with are not as published."""
         if not self._settings.checksums or self.service is None:
             return
-        found = int(fingerprint(self.service.session.policy.params))
+        found = self._played_checksum(self.service)
         if found != self._checksum:
             raise RunError(
                 f"the weights that step {step} played with have checksum {found} at its end, "
                 f"and had {self._checksum} when they were published: something overwrote them"
             )
+
+    def _played_checksum(self, service: RolloutService) -> int:
+        return int(fingerprint(service.session.policy.params))
 
     def _mesh_and_slots(self) -> tuple[MeshShape, int]:
         plan = self._placement.rollout
@@ -273,14 +315,16 @@ class LiveService:
                 "groups": self.groups.numbers,
                 "oldest_step": self.groups.oldest_step,
             }
-        each = self._run.cluster.of_players(self._run.cluster.gather(own, what))
+        cluster = self._run.cluster
+        parts = cluster.gather([own, placement.programs_alone()], what)
+        # A mesh is taken over that only the process that has grown may have compiled for.
+        placement.learn_programs([programs for _, programs in parts])
+        each = cluster.of_players([own for own, _ in parts])
         self.open_groups = tuple(sorted(number for one in each for number in one["groups"]))
         self.oldest_step = min(one["oldest_step"] for one in each)
         chosen = each[furthest([one["placement"] for one in each])]
         placement.adopt(chosen["placement"])
         placement.outgrown = chosen["outgrown"]
-        # `adopt` takes a mesh that only the process that has grown may have compiled for.
-        placement.share_programs()
         before, (mesh, slots) = self._where, chosen["live"]
         self._where = MeshShape.parse(mesh), slots
         if self.service is not None and self._where != before and self.error is None:

@@ -55,13 +55,13 @@ def record_of(
     the context bucket of `ended_on`. `host_bytes` are those of dispatch and of publishing.
     """
     config, algorithm, outcomes = run.config, run.learner.algorithm, done.played.outcomes
-    is_masked = config.asynchrony.rule == "mask"
     return StepRecord(
         step=step + 1,
         trajectories=done.trajectories,
         outcomes=outcomes,
         trained=counted(algorithm, outcomes),
-        oldest_version=step - config.asynchrony.max_staleness if is_masked else 0,
+        oldest_version=step - config.asynchrony.max_staleness,
+        masks_overdue=config.asynchrony.rule == "mask",
         sampling_kl=done.played.sampling_kl,
         stats=done.played.stats,
         load=done.load,

@@ -25,9 +25,10 @@ _OF_FIRST_UPDATE = ("kept_kv_gap_mean", "kept_kv_gap_max")
 class StepRecord:
     """The record of one step, of all processes; `trajectories` and times are this process's.
 
-    `trained` are those of the `outcomes` that were trained on, but for tokens of policies before
-    the `oldest_version`. `updates` are the metrics of the updates from the step's batch; supervised
-    ones are apart. The `batches` of the update are kept where one was skipped.
+    `trained` are those of the `outcomes` that were trained on. Their tokens of policies before the
+    `oldest_version` are beyond the bound; with `masks_overdue` they were left out. `updates` are
+    the metrics of the updates from the step's batch; supervised ones are apart. The `batches` of
+    the update are kept where one was skipped.
     """
 
     step: int
@@ -35,6 +36,7 @@ class StepRecord:
     outcomes: list[Outcome]
     trained: list[Outcome]
     oldest_version: int
+    masks_overdue: bool
     sampling_kl: float | None
     stats: RolloutStats
     load: Load
@@ -99,7 +101,9 @@ class StepRecord:
             "publish_bytes": self.publish_bytes,
             "publish_host_bytes": self.publish_host_bytes,
             "sampling_kl": self.sampling_kl,
-            **lag_metrics(self.step - 1, self.trained, self.oldest_version),
+            **lag_metrics(
+                self.step - 1, self.trained, self.oldest_version, masks=self.masks_overdue
+            ),
             **dropped_metrics(self.dropped),
             "refilled_groups": len({outcome.group for outcome in self.refilled}) or None,
             "reused_groups": self.num_reused or None,
@@ -139,19 +143,22 @@ def count_skipped(updates: Sequence[Metrics]) -> int:
     return int(sum(each["skipped_updates"] for each in updates))
 
 
-def lag_metrics(version: int, trained: Sequence[Outcome], oldest: int) -> dict[str, Any]:
+def lag_metrics(
+    version: int, trained: Sequence[Outcome], oldest: int, *, masks: bool
+) -> dict[str, Any]:
     """Returns how many updates the policy of `version` is ahead of who sampled what it trains on.
 
     `staleness_tokens` has the number of tokens by this lag, from 0 on. `overdue_tokens` are those
-    that policies before the version `oldest` sampled: their loss is left out, and they count
-    nowhere else. No lag of no tokens.
+    that policies before the version `oldest` sampled; if the step `masks` them their loss is left
+    out, and they count nowhere else. No lag of no tokens.
     """
     tokens: collections.Counter[int] = collections.Counter()
     overdue = 0
     for outcome in trained:
         for sampled, number in outcome.versions:
-            tokens[version - sampled] += number if sampled >= oldest else 0
-            overdue += number if sampled < oldest else 0
+            is_overdue = sampled < oldest
+            overdue += number if is_overdue else 0
+            tokens[version - sampled] += 0 if is_overdue and masks else number
     tokens = +tokens
     most, number = max(tokens, default=0), tokens.total()
     return {

@@ -19,8 +19,8 @@ from earl_jax.serving.config import ServingConfig
 from earl_jax.serving.tokenizer import ServedTokenizer
 from earl_jax.sharding.layout import Layout
 
-# Tokens of a prompt that a slot reads in a round, of one slot at a time: a short prompt costs a
-# forward pass of so many tokens. Replies of others go on in each round.
+# Tokens of a prompt that a slot reads in a round. While others reply, a round reads at most as many
+# as cost about what its decode steps cost (`Engine.append_budget`), or one such chunk.
 CHUNK_TOKENS = 256
 # Decode steps of a round. A client has its tokens round by round, and a request that comes or goes
 # waits for one; 8 steps cost the host as much as one does.

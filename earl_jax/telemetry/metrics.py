@@ -39,7 +39,7 @@ class MetricsLog:
     def __init__(self, path: Path, tensorboard_dir: Path | None = None):
         self._tensorboard = None if tensorboard_dir is None else _TensorBoard(tensorboard_dir)
         if path.exists():
-            _remove_cut_line(path)
+            remove_cut_line(path)
         self._path, self._file = path, path.open("a", encoding="utf-8", errors="replace")
 
     def write(self, metrics: Mapping[str, Any]) -> None:
@@ -200,7 +200,8 @@ def _shorten(line: bytes) -> str:
     return repr(line[:60]) + ("..." if len(line) > 60 else "")
 
 
-def _remove_cut_line(path: Path) -> None:
+def remove_cut_line(path: Path) -> None:
+    """Removes a last line without an end, which a SIGKILL has cut."""
     data = path.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
     if whole != data:

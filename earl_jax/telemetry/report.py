@@ -22,6 +22,7 @@ from earl_jax.telemetry.atomic import write_atomically
 from earl_jax.telemetry.charts import Series, line_chart, stacked_chart
 from earl_jax.telemetry.metrics import NONFINITE
 from earl_jax.telemetry.progress import format_count, format_duration
+from earl_jax.telemetry.staleness import staleness_words
 from earl_jax.telemetry.timeline import mesh_switches, mesh_timeline
 
 _MAX_EPISODES = 12
@@ -48,13 +49,13 @@ def write_report(
 
     `metrics` are lines as `read_metrics` returns them, in the order of their steps; `episodes` are
     records as `read_trajectories` returns them (the first 12 are shown); `notes` are sentences for
-    the top of the page.
+    the top of the page, behind which it says what the rule of an asynchronous run has cost.
     """
     steps = [row for row in metrics if "eval" not in row]
     evaluations = [row for row in metrics if "eval" in row]
     page = template("report.html.jinja").render(
         title=title,
-        notes=notes,
+        notes=[*notes, *(f"The run {words}." for words in staleness_words(config, steps))],
         figures=_figures(config, steps, evaluations),
         charts=_charts(steps, evaluations),
         timeline=mesh_timeline(steps),

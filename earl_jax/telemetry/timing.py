@@ -6,6 +6,10 @@ import contextlib
 import time
 from collections.abc import Iterator
 
+import jax
+
+from earl_jax.telemetry.trace import Trace
+
 # The stages that this process is in, the innermost last; the first is none of a step.
 _stages: list[str] = ["start"]
 
@@ -16,10 +20,14 @@ def stage_now() -> str:
 
 
 class StageTimer:
-    """Adds up seconds by stage name: `with timer("rollout"): ...`."""
+    """Adds up seconds by stage name: `with timer("rollout"): ...`.
 
-    def __init__(self) -> None:
+    Writes each stage to the `trace`, if there is one, as one of `step`.
+    """
+
+    def __init__(self, trace: Trace | None = None, step: int = 0) -> None:
         self.seconds: dict[str, float] = {}
+        self._trace, self._step = trace, step
 
     @contextlib.contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
@@ -35,5 +43,12 @@ class StageTimer:
             raise
         finally:
             _stages.pop()
-            spent = time.perf_counter() - start
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + spent
+            end = time.perf_counter()
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + end - start
+            if self._trace is not None:
+                self._trace.write(stage, self._step, start, end)
+
+    def trace_until_ready(self, stage: str, array: jax.Array) -> None:
+        """Writes the computation of `array` to the trace, if there is one; does not wait for it."""
+        if self._trace is not None:
+            self._trace.write_when_ready(stage, self._step, array)
