@@ -3,6 +3,7 @@
 """The seam of algorithms: entries, a user's own, what they need, and a second network."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -59,7 +60,9 @@ def make_batch(rows: int = ROWS) -> TrajectoryBatch:
     return jax.tree.map(lambda field: field[:rows], batch)
 
 
+@functools.cache
 def make_learner(algorithm: Algorithm, **train) -> Learner:
+    """A learner of which tests share the programs; none changes it."""
     return Learner(
         MODEL,
         TrainConfig(max_grad_norm=1e9, **train),
@@ -80,6 +83,12 @@ def updated(learner: Learner, batch: TrajectoryBatch, mesh: MeshShape = ONE, par
     state, metrics = learner.update(plan, state, batch, CONTROLS)
     grads = jax.tree.map(lambda m: np.asarray(m) / 0.1, state.optimizer[1].mu)
     return grads, read_metrics(metrics)
+
+
+@jax.jit
+def own_scores(params, batch: TrajectoryBatch):
+    """Log-probs and entropies of a batch, on one device."""
+    return score_batch(MODEL, TrainConfig(), make_layout(ONE), 1.0, params, batch)
 
 
 def assert_same(found, expected, **tolerances) -> None:
@@ -245,7 +254,7 @@ def test_a_new_loss_is_minimised_and_its_metrics_are_means_and_maxima(mesh):
         losses = 0.5 * gap**2 - 0.02 * scores.entropy
         return jnp.sum(jnp.where(mask, losses, 0)) / mask.sum(), gap[mask]
 
-    (loss, gap), expected = jax.value_and_grad(reference, has_aux=True)(params)
+    (loss, gap), expected = jax.jit(jax.value_and_grad(reference, has_aux=True))(params)
     grads, metrics = updated(learner, batch, mesh)
     assert_same(grads, expected, rtol=1e-3, atol=1e-6)
     assert metrics["loss"] == pytest.approx(float(loss), rel=1e-5)
@@ -268,16 +277,11 @@ def ragged_batch() -> TrajectoryBatch:
 SEQUENCE_MESHES = [ONE, CUBE, MeshShape(data=2, context=4)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", SEQUENCE_MESHES, ids=str)
-@pytest.mark.parametrize("aggregation", ["sequence", "constant"])
-def test_means_over_sequences_are_those_of_the_whole_batch(aggregation, mesh):
-    """Against weights that numpy counts row by row; in two micro-batches, and sharded."""
-    settings = GrpoSettings(aggregation=aggregation, aggregation_tokens=50)
-    algorithm = dataclasses.replace(ALGORITHMS["grpo"], settings=settings)
-    learner, batch = make_learner(algorithm), ragged_batch()
-    mask, weights = batch.turn_ids > 0, np.zeros((ROWS, LENGTH), np.float32)
-    num_sequences = 0
+@functools.cache
+def mean_over_sequences(aggregation: str):
+    """The loss of `ragged_batch` with GRPO's, and its gradient, by weights that numpy counts."""
+    batch, weights = ragged_batch(), np.zeros((ROWS, LENGTH), np.float32)
+    mask, num_sequences = batch.turn_ids > 0, 0
     for row in range(ROWS):
         for segment in (1, 2):
             inside = mask[row] & (batch.segment_ids[row] == segment)
@@ -286,20 +290,31 @@ def test_means_over_sequences_are_those_of_the_whole_batch(aggregation, mesh):
             weights[row, inside] = 1 / divisor
     assert num_sequences == 8  # two of each row of 16, none of a row of 2
 
-    def reference(params):
-        scores = score_batch(MODEL, learner.config, make_layout(ONE), 1.0, params, batch)
+    def loss_of(params):
+        scores = own_scores(params, batch)
         ratio = jnp.exp(scores.logprobs - batch.logprobs)
         gain = jnp.minimum(ratio, jnp.where(batch.advantages > 0, jnp.clip(ratio, 0.8, 1.2), ratio))
         gain = jnp.where(batch.advantages < 0, jnp.maximum(ratio, 0.8), gain) * batch.advantages
         losses = -gain - 0.02 * scores.entropy
         return jnp.sum(jnp.where(mask, weights * losses, 0)) / num_sequences
 
-    params = init_state(MODEL, learner.config, VOCAB, make_layout(ONE), seed=0).params
-    loss, expected = jax.value_and_grad(reference)(params)
+    params = init_state(MODEL, TrainConfig(), VOCAB, make_layout(ONE), seed=0).params
+    return jax.jit(jax.value_and_grad(loss_of))(params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", SEQUENCE_MESHES, ids=str)
+@pytest.mark.parametrize("aggregation", ["sequence", "constant"])
+def test_means_over_sequences_are_those_of_the_whole_batch(aggregation, mesh):
+    """Against weights that numpy counts row by row; in two micro-batches, and sharded."""
+    settings = GrpoSettings(aggregation=aggregation, aggregation_tokens=50)
+    algorithm = dataclasses.replace(ALGORITHMS["grpo"], settings=settings)
+    learner, batch = make_learner(algorithm), ragged_batch()
+    loss, expected = mean_over_sequences(aggregation)
     for micro_batches in (1, 2):
         grads, metrics = updated(learner, batch, mesh, micro_batches)
         assert metrics["loss"] == pytest.approx(float(loss), rel=1e-4)
-        assert metrics["policy_tokens"] == mask.sum()
+        assert metrics["policy_tokens"] == (batch.turn_ids > 0).sum()
         assert_same(grads, expected, rtol=2e-3, atol=1e-6)
 
 
@@ -327,7 +342,7 @@ def test_the_effective_sample_size_by_hand():
     """With weights w = policy / behaviour it is (sum w)^2 / sum w^2 over the tokens of the mask."""
     learner, batch = make_learner(ALGORITHMS["grpo"]), make_batch()
     params = init_state(MODEL, learner.config, VOCAB, make_layout(ONE), seed=0).params
-    scores = score_batch(MODEL, learner.config, make_layout(ONE), 1.0, params, batch)
+    scores = own_scores(params, batch)
     weights = np.exp(np.asarray(scores.logprobs, np.float64) - batch.logprobs)[batch.turn_ids > 0]
     expected = weights.sum() ** 2 / (weights**2).sum() / weights.size
     found = updated(learner, batch)[1]["effective_sample_size"]
@@ -543,10 +558,10 @@ def test_the_correction_that_the_config_names_is_the_update_s(correction):
     config = TrainConfig(max_grad_norm=1e9, correction=correction)
     learner = corrected_learner(config)
     # The policy's log-probs are about -3.4, those of who sampled -5.4 to -1.4.
-    batch, layout = ragged_batch(), make_layout(ONE)
+    batch = ragged_batch()
     batch = batch.replace(logprobs=batch.logprobs - 1.4)
-    state = init_state(MODEL, config, VOCAB, layout, seed=0)
-    scores = score_batch(MODEL, config, layout, 1.0, state.params, batch)
+    state = init_state(MODEL, config, VOCAB, make_layout(ONE), seed=0)
+    scores = own_scores(state.params, batch)
     mask = batch.turn_ids > 0
     gaps = np.where(mask, np.asarray(scores.logprobs, np.float64) - batch.logprobs, 0)
     if correction == "truncated_sequence":
@@ -575,7 +590,7 @@ def test_an_update_interpolates_the_proximal_policy_by_the_versions_of_the_token
     versions = np.random.default_rng(3).integers(0, 4, (ROWS, LENGTH)).astype(np.int32)
     batch, controls = ragged_batch().replace(versions=versions), learner.controls(3, 9)
     state = init_state(MODEL, config, VOCAB, make_layout(ONE), seed=0)
-    scores = score_batch(MODEL, config, make_layout(ONE), 1.0, state.params, batch)
+    scores = own_scores(state.params, batch)
     mask, lag = batch.turn_ids > 0, 4 - versions
     gaps = np.where(mask, np.asarray(scores.logprobs, np.float64) - batch.logprobs, 0)
     weights, ratio = np.minimum(np.exp(gaps * (1 - 1 / lag)), 2), np.exp(gaps / lag)
@@ -585,15 +600,15 @@ def test_an_update_interpolates_the_proximal_policy_by_the_versions_of_the_token
     assert metrics["importance_mean"] == pytest.approx(weights[mask].mean(), rel=1e-4)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_the_kept_kv_gap_is_that_of_tokens_of_the_newest_version(micro_batches):
-    """Three tokens are of version 3, with gaps 0.25, 0.5 and 0; all older ones have a gap of 2."""
+def test_the_kept_kv_gap_is_that_of_tokens_of_the_newest_version():
+    """Three tokens are of version 3, with gaps 0.25, 0.5 and 0; all older ones have a gap of 2.
+
+    In two micro-batches.
+    """
     config = TrainConfig(correction="truncated", proximal="log_linear", epochs=2)
     learner = corrected_learner(config, has_versions=True)
     batch, state = ragged_batch(), init_state(MODEL, config, VOCAB, make_layout(ONE), seed=0)
-    own = np.asarray(
-        score_batch(MODEL, config, make_layout(ONE), 1.0, state.params, batch).logprobs
-    )
+    own = np.asarray(own_scores(state.params, batch).logprobs)
     places = np.argwhere(batch.turn_ids > 0)
     newest = tuple(places[[0, len(places) // 2, -1]].T)
     gaps, versions = np.full(own.shape, 2.0, np.float32), np.full(own.shape, 2, np.int32)
@@ -603,7 +618,7 @@ def test_the_kept_kv_gap_is_that_of_tokens_of_the_newest_version(micro_batches):
     batch = batch.replace(logprobs=own + gaps, versions=versions)
 
     def metrics_at(step: int):
-        plan = TrainPlan(ONE, micro_batches, "none")
+        plan = TrainPlan(ONE, 2, "none")
         state = init_state(MODEL, config, VOCAB, make_layout(ONE), seed=0)
         return read_metrics(learner.update(plan, state, batch, learner.controls(step, 9))[1])
 

@@ -13,7 +13,9 @@ from earl_jax.launch.cluster import Cluster
 from earl_jax.loop import rl_step
 from earl_jax.loop_async import AsyncPlayer
 from earl_jax.placement.placement import Placement
+from earl_jax.placement.rollouts import end_of
 from earl_jax.rollout.events import EVENTS, events_file, read_events
+from earl_jax.rollout.gather import gather_ends
 from earl_jax.rollout.open_groups import OpenGroups
 from earl_jax.rollout.staleness import AsynchronyConfig
 from earl_jax.run import build
@@ -101,8 +103,8 @@ def check_same(first: Path, again: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_one_process_plays_and_the_other_trains_and_a_replay_is_the_same_bit_for_bit(tmp_path):
-    """Replayed by two processes, and by one with all devices."""
-    first, again, alone = (tmp_path / name for name in ("run", "again", "alone"))
+    """Replayed by one process with all devices; two replay the run of a killed process below."""
+    first, alone = tmp_path / "run", tmp_path / "alone"
     in_processes(2, 4, first)
     check_run(first)
     lines = steps_of(first)
@@ -115,18 +117,16 @@ def test_one_process_plays_and_the_other_trains_and_a_replay_is_the_same_bit_for
     sums = {event["version"]: event["sum"] for event in events if event["event"] == "checksum"}
     assert list(sums) == list(range(STEPS)) and len(set(sums.values())) == STEPS
     assert not events_file(first, 1).exists(), "who trains decides nothing by the time"
-    in_processes(2, 4, again, first)
     train(make_config(given_of()), alone, replay=first)
-    for replayed in (again, alone):
-        assert (replayed / EVENTS).read_text() == (first / EVENTS).read_text()
-        assert_equal(final_parameters(first), final_parameters(replayed))
+    assert (alone / EVENTS).read_text() == (first / EVENTS).read_text()
+    assert_equal(final_parameters(first), final_parameters(alone))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_two_processes_play_and_two_train(tmp_path):
     """Each plays its part of every step, in two parts; the trainer's mesh is over two processes."""
-    first, again = tmp_path / "run", tmp_path / "again"
+    first = tmp_path / "run"
     in_processes(4, 2, first, parts=2)
     check_run(first)
     size = EPISODES // 2 // 2
@@ -138,8 +138,6 @@ def test_two_processes_play_and_two_train(tmp_path):
             for step in range(STEPS)
         ]
         assert steps == list(map(list, own))
-    in_processes(4, 2, again, first, parts=2)
-    check_same(first, again)
 
 
 @pytest.mark.slow
@@ -187,7 +185,7 @@ def test_process_that_is_killed_ends_the_run_which_goes_on_within_the_bound(
     cache, tmp_path, killed, changes
 ):
     """SIGKILL behind the first checkpoint, between the third step and the last."""
-    workdir, again, steps = tmp_path / "run", tmp_path / "again", 10
+    workdir, again, steps = tmp_path / "run", tmp_path / "again", 8
     file, given = tmp_path / "config.py", given_of(num_steps=steps, **changes)
     file.write_text(
         "from ml_collections import ConfigDict\n"
@@ -229,7 +227,8 @@ def compiles_alone() -> list[str]:
         placement._compiled_alone = True
     for _ in range(2):
         tables.append(json.dumps(placement.observations.table.as_dict(), sort_keys=True))
-        placement.share_programs()
+        _, end = end_of(placement, lambda: None)
+        gather_ends(run.cluster, None, "the rounds", end, placement.learn_programs)
     return tables
 
 

@@ -8,6 +8,7 @@ import gc
 import itertools
 import json
 import random
+import threading
 import time
 import weakref
 
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 from earl_jax.config.train_flags import parse_flags, replayed_config
+from earl_jax.envs.environment import ENVIRONMENT_ERROR, ENVIRONMENT_TIMEOUT
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.loop import rl_step
 from earl_jax.loop_async import AsyncPlayer
@@ -26,7 +28,8 @@ from earl_jax.run.live_service import since_version
 from earl_jax.settings.errors import InputError, RunError
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.training import train
-from earl_jax.trajectory import Experience
+from earl_jax.trajectory import FAILURES, Experience
+from tests.support.environments import Wanderer
 from tests.support.placements import begin
 from tests.support.runs import (
     assert_equal,
@@ -151,6 +154,61 @@ def test_a_run_keeps_the_bound_and_its_replay_is_the_same_bit_for_bit(
         assert any(line["stage_s"].get("overlap") for line in lines)
 
 
+class Troubled(Wanderer):
+    """Hangs at the first reply in some tasks; in others it raises, if the reply is of odd length.
+
+    Evaluation is spared. A run has 32 tasks: four hang, and in eight some episodes may fail.
+    """
+
+    released = threading.Event()
+
+    def __init__(self, index: int, seed: int):
+        super().__init__(seed)
+        in_run = index < STEPS * EPISODES // 2
+        self.hangs, self.raises = in_run and index % 8 == 3, in_run and index % 4 == 1
+
+    def step(self, reply: str):
+        while self.hangs and not self.released.wait(0.05):
+            pass
+        if self.raises and len(reply) % 2:
+            raise OSError("the sandbox is down")
+        return super().step(reply)
+
+
+@pytest.mark.slow
+def test_environments_that_hang_and_raise_hold_no_run_and_its_replay_fails_alike(
+    tmp_path, monkeypatch
+):
+    """Their episodes end with a reason, count nowhere, and are each of another task."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    first, again = tmp_path / "run", tmp_path / "again"
+    env = {"name": f"{__name__}:Troubled", "timeout_s": 1.0}
+    config = make_config({**given_of(staleness=2), "env": env})
+    try:
+        train(config, first)
+        train(config, again, replay=first)
+    finally:
+        Troubled.released.set()
+    lines, reasons, lost_tokens = steps_of(first), collections.Counter(), 0
+    check_bound(lines, 2)
+    assert episodes_of(first) == dict.fromkeys(range(STEPS * EPISODES), 1)
+    for step, line in enumerate(lines, 1):
+        played = read_trajectories(first / "trajectories" / f"step_{step:06d}.jsonl")
+        num_failed, tokens = 0, collections.Counter()
+        for each in played:
+            is_failed = each["stop_reason"] in FAILURES
+            tokens[is_failed] += sum(version is not None for version in each["versions"])
+            num_failed += is_failed
+            reasons[each["stop_reason"]] += 1
+        assert line["policy_tokens"] == sum(line["staleness_tokens"]) == tokens[False]
+        assert line["failed_share"] == num_failed / EPISODES
+        lost_tokens += tokens[True]
+    assert reasons[ENVIRONMENT_TIMEOUT] == 8 and 0 < reasons[ENVIRONMENT_ERROR] < 16
+    assert lost_tokens > 0, "they had sampled some"
+    assert (again / EVENTS).read_text() == (first / EVENTS).read_text()
+    assert_equal(final_parameters(first, STEPS), final_parameters(again, STEPS))
+
+
 @pytest.mark.slow
 def test_a_run_may_go_on_synchronously_and_asynchronously_again(tmp_path, monkeypatch):
     """What was open before synchronous steps is over behind them, and nothing is replayed."""
@@ -247,13 +305,14 @@ def test_killed_at_any_moment_it_uses_each_task_as_often_and_can_be_replayed(tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["wait", "drop"])
-def test_rules_without_stale_tokens(tmp_path, monkeypatch, rule):
+def test_rules_without_stale_tokens(tmp_path, monkeypatch, rule, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     train(config_of(rule=rule, staleness=1), tmp_path / "run")
     lines, counts = steps_of(tmp_path / "run"), episodes_of(tmp_path / "run")
     assert set(counts.values()) == {1}
     assert sum(counts.values()) == STEPS * EPISODES
     check_bound(lines, 1)
+    assert ("* dropped " in capsys.readouterr().out) == (rule == "drop")
     if rule == "wait":
         assert sorted(counts) == list(range(STEPS * EPISODES))
         assert not any("stale_tokens" in line for line in lines)
@@ -325,7 +384,7 @@ def test_groups_of_equal_rewards_are_replaced_by_groups_of_later_tasks(tmp_path,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["admission", "mask"])
-def test_a_group_beyond_the_bound_is_trained_on_or_masked(tmp_path, monkeypatch, rule):
+def test_a_group_beyond_the_bound_is_trained_on_or_masked(tmp_path, monkeypatch, rule, capsys):
     """The first group plays through all three updates, and only the last step can take it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run, env = tmp_path / "run", "tests.support.environments:FirstIsLong"
@@ -336,9 +395,14 @@ def test_a_group_beyond_the_bound_is_trained_on_or_masked(tmp_path, monkeypatch,
     assert max(lags) == 3
     kept = sum(number for lag, number in lags.items() if lag <= 1)
     assert last["policy_tokens"] == (kept if rule == "mask" else sum(lags.values()))
+    words = f"* trained on {sum(lags.values()) - kept:,} of "
+    assert (words in capsys.readouterr().out) == (rule == "admission")
+    assert last["overdue_tokens"] == sum(lags.values()) - kept
+    assert last["version_lag_max"] == (1 if rule == "mask" else 3)
     for step, line in enumerate(others, 1):
         lags = lags_of(run, step)
         assert max(lags) <= 1 and line["policy_tokens"] == sum(lags.values())
+        assert "overdue_tokens" not in line
 
 
 def test_tokens_of_old_versions_are_masked():
@@ -366,6 +430,51 @@ def test_weights_that_are_overwritten_while_they_are_played_are_noticed():
     player._live.service.session = dataclasses.replace(session, policy=policy)
     with pytest.raises(RunError, match="the weights that step 2 played with have checksum"):
         player.step_ended(position.step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_weight_that_was_not_published_is_noticed(monkeypatch, apart):
+    """The second policy arrives with one leaf of the first; the engine's sum alone is no sign."""
+    run = build_run(config_of(apart=apart, staleness=1, checksums=True))
+    placement, position = begin(run)
+    player, kept, publish = AsyncPlayer(run, placement), [], Sessions.publish
+
+    def leaves_one_out(*given):
+        policy, num_bytes = publish(*given)
+        first, *others = jax.tree.leaves(policy.params)
+        kept.append(jax.numpy.copy(first))
+        tree = jax.tree.structure(policy.params)
+        return dataclasses.replace(policy, params=tree.unflatten([kept[0], *others])), num_bytes
+
+    monkeypatch.setattr(Sessions, "publish", leaves_one_out)
+    position, _ = rl_step(run, placement, position, player)
+    player.step_ended(position.step)
+    with pytest.raises(RunError, match="the weights of version 1 .* were not published whole"):
+        rl_step(run, placement, position, player)
+    assert (kept[0] != kept[1]).any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.compute_dtype=bfloat16"],
+        ["rollout.weight_dtype=int8"],
+        ["train.lora.rank=2", "train.lora.targets=('query', 'up')"],
+    ],
+)
+def test_weights_that_are_cast_quantised_or_merged_have_the_checksum_of_the_trainers(overrides):
+    """On the same devices, where the engine's are made by another program than the checksum."""
+    run = build_run(make_config(given_of(apart=False, staleness=1, checksums=True), overrides))
+    placement, position = begin(run)
+    player, sums = AsyncPlayer(run, placement), []
+    for _ in range(2):
+        position, _ = rl_step(run, placement, position, player)
+        player.step_ended(position.step)
+        sums.append(player._live._checksum)
+        assert sums[-1] == int(player._live._trained_checksum)
+    assert sums[0] != sums[1]
 
 
 @pytest.mark.slow
@@ -399,3 +508,14 @@ def test_a_replay_does_not_wait_for_an_answer_that_nobody_was_asked_for():
     calls.submit({7: lambda: "answered"})
     with pytest.raises(RunError, match="the answer to ticket 8 came in look 1"):
         calls.take()
+
+
+def test_a_replay_waits_for_no_call_that_failed_in_the_run():
+    """It is given up at once, and what becomes of it here is of no account."""
+    pool, failed = EnvironmentPool(1, 0.2), [ENVIRONMENT_TIMEOUT, "no answer"]
+    due = {"event": "answers", "call": 1, "tickets": [7], "failed": {"7": failed}}
+    calls = Events(replayed=[due]).record_calls(pool.calls())
+    calls.submit({7: lambda: time.sleep(0.5)})
+    (found,) = calls.take().values()
+    assert [found.stop_reason, found.detail] == failed
+    assert calls.take(at_least_one=True) == {}

@@ -68,6 +68,7 @@ def test_switch_moves_the_trainer_and_a_live_rollout(rows_of):
     assert rows[1]["moved MiB"] is None and rows[1]["ms"] > 0
 
 
+@pytest.mark.slow
 def test_table_of_a_stage_is_markdown(capsys, monkeypatch):
     monkeypatch.setattr("earl_jax.bench.start_jax", lambda *_: None)
     bench_command(["train", *TINY[1:]])

@@ -6,7 +6,13 @@ import json
 
 import pytest
 
-from benchmarks.asynchrony import LINES, beside_simulation, compile_excess_s, read_rounds
+from benchmarks.asynchrony import (
+    LINES,
+    beside_simulation,
+    compile_excess_s,
+    read_episodes,
+    read_rounds,
+)
 
 
 def row(train: float, dispatch: float, compile_s: float | None = None):
@@ -38,7 +44,54 @@ def test_rounds_are_those_before_the_step_took_its_groups_and_beside_its_update(
     assert read_rounds(tmp_path / "synchronous") == {}
 
 
-def test_the_simulation_stands_beside_lines_that_it_has():
-    assert set(beside_simulation(LINES["synchronous, devices apart"], [], {}, 1.0).values()) == {
-        None
+def test_an_episode_takes_a_round_for_every_four_tokens_of_a_reply(tmp_path):
+    """Replies of 2 and 5 tokens take 1 and 2 rounds; those of 4 and 8 as many."""
+    (tmp_path / "trajectories").mkdir()
+    flat = {"logprobs": [], "turn_rewards": [], "reward": 0.0}
+    for step, episode, wrote in ((1, 1, "eeppeppppp"), (2, 0, "eppppepppppppp")):
+        line = {"episode": episode, "wrote": list(wrote), "num_tokens": len(wrote), **flat}
+        (tmp_path / "trajectories" / f"step_{step:06d}.jsonl").write_text(json.dumps(line) + "\n")
+    assert read_episodes(tmp_path) == [(3, 14), (3, 10)]
+
+
+# Metrics of steps 8 and 9, in each of which one of 16 episodes takes 5 and 7 rounds, the others
+# one; a round takes 0.1 s, an update 0.2, and all else 0.2 a step. A round is of 10 tokens.
+EPISODES = [(1, 10)] * 7 * 16 + [(1, 10)] * 15 + [(5, 50)] + [(1, 10)] * 15 + [(7, 70)]
+ROWS = [
+    {
+        "step": step,
+        "train_tokens": 150 + 10 * rounds,
+        "decode_rows": 16 * 4 * rounds,
+        "stage_s": {"rollout": 0.1 * rounds, "train": 0.2},
     }
+    for step, rounds in ((8, 5), (9, 7))
+]
+
+
+def test_a_synchronous_step_is_simulated_from_its_episodes_and_its_times():
+    found = beside_simulation(LINES["synchronous, devices apart"], ROWS, {}, EPISODES, 2.0)
+    expected = {
+        "s a round": 0.1,
+        "s an update": 0.2,
+        "s of the rest": 0.2,
+        "rounds a step": 6.0,
+        "simulated": 6.0,
+        # 200 and 220 tokens in 2 s.
+        "tokens/s, simulated": 210.0,
+    }
+    assert found == pytest.approx(expected)
+
+
+def test_a_streaming_step_has_the_rounds_of_its_longest_episode():
+    # Calls of the service in which it hands out the last episodes are no rounds.
+    line, calls = LINES["streaming in 4 parts, apart"], {8: (6, 0), 9: (8, 0)}
+    found = beside_simulation(line, ROWS, calls, EPISODES, 2.0)
+    assert found["rounds a step"] == found["simulated"] == 6.0
+    assert found["tokens/s, simulated"] is found["s an update"] is None
+
+
+@pytest.mark.parametrize(
+    "line", ["asynchronous, shared, staleness 2", "staleness 4, streaming in 4 parts"]
+)
+def test_the_simulation_stands_beside_lines_that_it_has(line):
+    assert set(beside_simulation(LINES[line], [], {}, [], 1.0).values()) == {None}

@@ -301,17 +301,16 @@ def read_damaged(folder, spoilt, seeds):
     return found
 
 
-@pytest.mark.slow_except("12")
-@pytest.mark.parametrize("number", [12, 80])
-def test_random_damage_is_harmless_or_named(checkpoints, next_process, tmp_path, number):
+@pytest.mark.slow
+def test_random_damage_is_harmless_or_named(checkpoints, next_process, tmp_path):
     """Never wrong values: each damaged checkpoint is read as it was saved, or not at all."""
     checkpoints.save(20, wide_state(5), POSITION)
     checkpoints.wait()
     files = list((tmp_path / "checkpoints/20").rglob("d/*"))
     assert max(file.stat().st_size for file in files) > 100_000, "arrays lie outside"
-    found = next_process(read_damaged, tmp_path / "checkpoints", tmp_path / "spoilt", range(number))
+    found = next_process(read_damaged, tmp_path / "checkpoints", tmp_path / "spoilt", range(50))
     named = [done for done, words in found if words]
-    assert number // 3 < len(named), found
+    assert 50 // 3 < len(named), found
 
 
 # The workdir.

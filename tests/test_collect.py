@@ -196,6 +196,7 @@ def test_tasks_of_one_data_shard_play_in_slots_of_all(pool, games, mesh, num_slo
     assert rollout.stats.rounds < in_own_shards
 
 
+@pytest.mark.slow
 def test_an_episode_is_the_same_on_another_number_of_slots(pool, games):
     other = collect(pool, tasks(40), num_slots=8)
     check_rows(other, 40)
@@ -236,7 +237,7 @@ def test_pages_are_made_where_they_are_needed(pool, games):
     assert grown.stats.preempted_episodes == 0
 
 
-@pytest.mark.slow_except("data=2,tensor=2-4")
+@pytest.mark.slow_except("data=8-4")
 @pytest.mark.parametrize("burst", [CONFIG.burst, 1])
 @pytest.mark.parametrize("mesh", [MeshShape(data=8), MeshShape(data=2, tensor=2)], ids=str)
 def test_where_there_are_no_more_pages_episodes_wait_and_are_read_again(pool, games, mesh, burst):

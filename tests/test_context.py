@@ -268,10 +268,8 @@ def update(family: str, mesh: str) -> tuple[Any, dict[str, float]]:
     [
         pytest.param("gemma", "data=2,context=4", marks=pytest.mark.slow),
         pytest.param("gemma", "fsdp=2,context=2,tensor=2", marks=pytest.mark.slow),
-        pytest.param("mistral", "context=8", marks=pytest.mark.slow),
         ("mistral", "data=2,context=2,tensor=2"),
         pytest.param("mixture", "fsdp=2,context=2,expert=2", marks=pytest.mark.slow),
-        pytest.param("mixture", "data=2,context=2,tensor=2", marks=pytest.mark.slow),
         pytest.param("adapters", "fsdp=2,context=2,tensor=2", marks=pytest.mark.slow),
     ],
 )
@@ -288,6 +286,7 @@ def test_an_update_is_that_of_one_device(family, mesh):
     jax.tree_util.tree_map_with_path(check, grads, expected)
 
 
+@pytest.mark.slow
 def test_a_batch_is_scored_as_on_one_device():
     """Compares the log-probs of every sampled position on every shard."""
     scored = []

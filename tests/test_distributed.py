@@ -7,7 +7,6 @@ import dataclasses
 import importlib.util
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,10 +21,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from benchmarks.dispatch.network import namespaces
-from earl_jax.config.file import load_config_file, make_config
+from earl_jax.config.file import make_config
 from earl_jax.launch import rendezvous
 from earl_jax.launch.addresses import addresses_here, listen
-from earl_jax.launch.cluster import Cluster, find_cluster, host_by_host
+from earl_jax.launch.cluster import Cluster, find_cluster, host_by_host, processes_only
 from earl_jax.launch.distributed import (
     DistributedConfig,
     RestartNeeded,
@@ -34,8 +33,9 @@ from earl_jax.launch.distributed import (
 )
 from earl_jax.launch.ending import end_together
 from earl_jax.launch.layouts import axes_across_hosts
+from earl_jax.launch.messages import HEAD_BYTES
 from earl_jax.launch.signals import INTERRUPTED
-from earl_jax.launch.start import STOPPED, exit_status
+from earl_jax.launch.start import exit_status
 from earl_jax.placement import rollouts
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.gather import total_stats
@@ -51,7 +51,6 @@ from tests.support import ROOT, python_path
 from tests.support.commands import (
     ALL,
     APART,
-    CONFIG,
     SMALL,
     Command,
     episodes_of,
@@ -60,7 +59,7 @@ from tests.support.commands import (
 )
 from tests.support.processes import Processes as RealProcesses
 from tests.support.processes import free_port
-from tests.support.runs import TIMES
+from tests.support.runs import TIMES, config_of
 
 # Who is who.
 
@@ -564,6 +563,26 @@ def test_a_lost_process_ends_the_other_with_a_message_that_names_it(how, lost, t
         assert f"on {host}, in the stage rollout" in messages[0][0]
 
 
+def gather_words(lengths: list[list[int]]) -> list[list[int]]:
+    """Gathers words of these lengths, those of a process in its column. Returns their lengths."""
+    cluster, found = processes_only(60.0), []
+    for each in lengths:
+        words = cluster.gather("é" * each[cluster.index], "words")
+        assert {*"".join(words)} <= {"é"}
+        found.append([len(word) for word in words])
+    return found
+
+
+@pytest.mark.slow
+def test_messages_of_every_length_are_gathered():
+    """Those that fit beside their size (1,020 bytes with what is around them) and longer ones."""
+    lengths = [[0, 0], [167, 168], [168, 3], [169, 169], [1, 40_000]]
+    got = RealProcesses(2, 1, "test_distributed:gather_words", lengths).results()
+    assert got == [lengths] * 2
+    message = {"value": "é" * 168}
+    assert len(json.dumps(message)) == HEAD_BYTES + 1
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 def test_processes_whose_network_is_cut_end_both_and_name_each_other():
@@ -631,10 +650,18 @@ def assert_past_the_hosts(*workdirs: Path) -> None:
         assert (line["dispatch_host_bytes"], line["publish_host_bytes"]) == (0, 0)
 
 
+def train_here(cache: Path, workdir: Path, settings: dict) -> Path:
+    """Trains as `Command` in one process, which is this one with its eight devices."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        train(config_of(SMALL | settings), workdir)
+    return workdir
+
+
 @pytest.fixture(scope="module")
 def one(cache, tmp_path_factory) -> Path:
     """A run of one process."""
-    return Command(cache, tmp_path_factory.mktemp("alone") / "one", 1, **ALL).done()
+    return train_here(cache, tmp_path_factory.mktemp("alone") / "one", ALL)
 
 
 def test_two_processes_train_as_one_does(one, cache, tmp_path):
@@ -723,7 +750,7 @@ def test_streams_an_average_and_a_teacher_are_those_of_one_process(one, cache, t
         "eval.averaged": True,
         "checkpoint.export": True,
     }
-    alone = Command(cache, tmp_path / "alone", 1, **settings).done()
+    alone = train_here(cache, tmp_path / "alone", settings)
     two = Command(cache, tmp_path / "two", 2, **settings).done()
     assert_same_run(alone, two)
     assert_past_the_hosts(alone, two)
@@ -734,27 +761,6 @@ def test_streams_an_average_and_a_teacher_are_those_of_one_process(one, cache, t
     assert left.keys() == right.keys()
     for name, weight in left.items():
         np.testing.assert_allclose(weight, right[name], rtol=1e-4, atol=1e-6)
-
-
-def train_small(workdir: str) -> bool:
-    """As `Command` with ALL, but on the devices that are here, with a checkpoint of every step."""
-    settings = SMALL | ALL | {"checkpoint.every_steps": 1}
-    overrides = [f"{key}={value}" for key, value in settings.items()]
-    train(make_config(load_config_file(CONFIG), overrides), Path(workdir))
-    return True
-
-
-@pytest.mark.slow
-def test_a_run_of_two_processes_is_resumed_by_one(cache, monkeypatch, capsys, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    processes = RealProcesses(2, 4, "test_distributed:train_small", str(tmp_path))
-    assert processes.results(400) == [True, True]
-    of_two = final_parameters(tmp_path)
-    shutil.rmtree(tmp_path / "checkpoints" / "2")
-    train_small(str(tmp_path))
-    assert "after step 1 of 2" in capsys.readouterr().out
-    for left, right in zip(of_two, final_parameters(tmp_path), strict=True):
-        np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -867,7 +873,6 @@ def spanning(mesh: str, train: str, num_devices: int, num: int) -> dict:
     """A run on so many devices, of `num` processes."""
     return {
         "model.num_layers": 1,
-        "train.sft_steps": 0,
         "devices.num_cpu_devices": num_devices // num,
         "selector.rollout_meshes": f"('{mesh}',)",
         "selector.train_meshes": f"('{train}',)",
@@ -894,33 +899,29 @@ def test_processes_that_play_together_train_as_one_does(cache, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_processes_that_play_together_and_are_stopped_end_as_if_left_alone(cache, tmp_path):
-    """One is killed, later the first gets SIGTERM: the same bits, and no task twice.
+    """One is killed: the same bits, and no task twice.
 
     The first process has the environments, and writes checkpoints, metrics and episodes.
     """
-    given = spanning("data=1,tensor=2", "data=2", 2, 2) | {"num_steps": 7}
+    given = spanning("data=1,tensor=2", "data=2", 2, 2) | {"num_steps": 5}
     given |= {"checkpoint.every_steps": 2, "log.trajectories_every_steps": 1}
     whole = Command(cache, tmp_path / "whole", 2, **given).done()
 
-    def ends(step: int, index: int, name: signal.Signals) -> list[tuple[int, str, str]]:
-        run = Command(cache, tmp_path / "run", 2, **given)
-        run.after_step(step)
-        run.all[index].send_signal(name)
-        return run.ends()
-
-    (status, _, errors), (killed, _, _) = ends(3, 1, signal.SIGKILL)
+    command = Command(cache, tmp_path / "run", 2, **given)
+    command.after_step(3)
+    command.all[1].kill()
+    (status, _, errors), (killed, _, _) = command.ends()
     assert (status, killed) == (1, -signal.SIGKILL)
     assert f"process 1 on {socket.gethostname()} has ended" in errors, errors
     assert "Start all processes again" in errors and "Traceback" not in errors
-    assert [status for status, _, _ in ends(4, 0, signal.SIGTERM)] == [STOPPED] * 2
     run = Command(cache, tmp_path / "run", 2, **given).done()
     for left, right in zip(final_parameters(whole), final_parameters(run), strict=True):
         np.testing.assert_array_equal(left, right)
-    played = [[episodes_of(each, step) for step in range(1, 8)] for each in (whole, run)]
+    played = [[episodes_of(each, step) for step in range(1, 6)] for each in (whole, run)]
     assert played[0] == played[1]
     numbers = [line["episode"] for lines in played[1] for line in lines]
-    assert sorted(numbers) == list(range(7 * 32))
-    assert [line["step"] for line in steps_of(run)] == list(range(1, 8))
+    assert sorted(numbers) == list(range(5 * 32))
+    assert [line["step"] for line in steps_of(run)] == list(range(1, 6))
 
 
 # The number of processes.
@@ -942,9 +943,8 @@ CHANGES = {
 @pytest.mark.timeout(600)
 def test_two_processes_change_meshes_at_the_same_step_as_one(cache, tmp_path):
     """1 x 8 and 2 x 4 devices: the same losses, the same meshes at every step."""
-    one, several = (
-        steps_of(Command(cache, tmp_path / str(num), num, **CHANGES).done(280)) for num in (1, 2)
-    )
+    one = steps_of(train_here(cache, tmp_path / "one", CHANGES))
+    several = steps_of(Command(cache, tmp_path / "two", 2, **CHANGES).done(280))
     for left, right in zip(one, several, strict=True):
         for name in ("rollout_mesh", "train_mesh", "switched", "rollout_max_tokens"):
             assert left[name] == right[name], (left["step"], name)

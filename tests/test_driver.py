@@ -17,23 +17,27 @@ import numpy as np
 import pytest
 
 from earl_jax.engine.config import Sampling
-from earl_jax.rollout.config import Limits
+from earl_jax.engine.engine import Engine
+from earl_jax.envs.conversation import Completion
+from earl_jax.rollout.config import Limits, make_engine_config
 from earl_jax.rollout.episode import Prompt, Task
 from earl_jax.serving import _jetstream
 from earl_jax.serving.driver import Driver, FairQueue, Request
 from earl_jax.serving.requests import RequestError
 from earl_jax.serving.served_engine import ServedEngine
-from earl_jax.sharding.layout import MeshShape
+from earl_jax.sharding.layout import MeshShape, make_layout
 from tests.support.continuations import (
     CONTEXT_TOKENS,
     NUM_SLOTS,
     PAGE_SIZE,
+    SEED,
+    VOCAB,
     policy,
     prompt,
     scored_continuations,
     served,
 )
-from tests.support.episodes import tokenizer
+from tests.support.episodes import CONFIG, MODEL, NUM_DEVICES, collect, tokenizer
 
 # Cold, where a random model repeats itself, so that drafts are accepted now and then.
 COLD = Sampling(temperature=0.3, top_k=20)
@@ -184,6 +188,52 @@ def test_requests_have_the_tokens_of_the_policy_where_pages_are_short(mesh, draf
         for name, wanted in zip(("logprobs", "model_logprobs"), scores, strict=True):
             values = [value for each in rounds for value in getattr(each, name)]
             np.testing.assert_allclose(values, wanted, atol=2e-4)
+
+
+def rollouts_engine(mesh: MeshShape) -> Engine:
+    """The engine of a rollout of the served policy, made as runs make it."""
+    config = make_engine_config(
+        dataclasses.replace(CONFIG, num_slots=NUM_SLOTS, episodes_per_step=NUM_SLOTS),
+        MODEL,
+        VOCAB,
+        num_devices=NUM_DEVICES,
+        seed=SEED,
+        model_logprobs=False,
+    )
+    rules = config.rules._replace(end_of_turn_ids=(tokenizer().eos_token_id,))
+    layout = make_layout(mesh, jax.devices()[: mesh.num_devices])
+    return Engine(dataclasses.replace(config, rules=rules), layout)
+
+
+def test_served_tasks_have_the_tokens_of_a_rollout_on_another_mesh():
+    """On one device, where pages are short and requests are preempted; and on four."""
+    engine = served(cache_tokens=CONTEXT_TOKENS)
+    asked = [Asked(number, 5 + 4 * number, 40 - 2 * number) for number in range(12)]
+    with driving(engine) as driver:
+        for each in asked:
+            driver.submit(each.request)
+        replies = [each.rounds() for each in asked]
+        assert driver._service.stats.preempted_episodes > 0
+    rollout = collect(
+        None,
+        [each.request.task for each in asked],
+        None,
+        params=policy(engine).params,
+        max_tokens=CONTEXT_TOKENS,
+        num_slots=NUM_SLOTS,
+        episodes_per_step=NUM_SLOTS,
+        player=rollouts_engine(MeshShape(data=2, tensor=2)),
+        new_conversation=lambda: Completion(engine.tokenizer.decode, engine.tokenizer.ends),
+    )
+    assert rollout.stats.preempted_episodes == 0
+    lengths = []
+    for trajectory, rounds in zip(rollout.trajectories, replies, strict=True):
+        _, turn = trajectory.turns
+        assert list(turn.token_ids) == [token for each in rounds for token in each.token_ids]
+        logprobs = [value for each in rounds for value in each.logprobs]
+        np.testing.assert_allclose(turn.logprobs, logprobs, atol=2e-5)
+        lengths.append(len(turn.token_ids))
+    assert sum(lengths) > 60 and len({*lengths}) > 3, "or the test shows nothing"
 
 
 def test_requests_that_are_withdrawn_leave_nothing_behind():

@@ -170,13 +170,7 @@ def test_no_value_or_gradient_takes_what_a_backend_leaves_behind_the_last_group(
 # Whole models.
 
 
-MESHES = [
-    "data=1,fsdp=8",
-    "data=1,expert=8",
-    "data=2,expert=4",
-    "data=1,fsdp=2,expert=2,tensor=2",
-    "data=2,expert=2,tensor=2",
-]
+MESHES = ["data=1,expert=8", "data=2,expert=4", "data=1,fsdp=2,expert=2,tensor=2"]
 
 
 @functools.cache
@@ -214,8 +208,8 @@ def test_training_is_the_same_on_every_mesh(mesh, length):
     assert_same_as_alone(mesh, length, "full")
 
 
-@pytest.mark.slow_except("dots-data=1,fsdp=2,expert=2,tensor=2")
-@pytest.mark.parametrize("mesh", ["data=1", MESHES[3]])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data=1", MESHES[-1]])
 @pytest.mark.parametrize("remat", ["none", "dots"])
 def test_training_is_the_same_with_every_remat_policy(mesh, remat):
     assert_same_as_alone(mesh, 12, remat)
@@ -271,7 +265,7 @@ def converse_on(mesh: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ENGINE_MESHES)
+@pytest.mark.parametrize("mesh", [mesh for mesh in ENGINE_MESHES if "expert" in mesh])
 def test_every_mesh_samples_the_same_tokens(mesh):
     assert_same(converse_on(mesh), converse_on("data=1"))
 

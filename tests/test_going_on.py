@@ -132,6 +132,7 @@ FOUR_DEVICES = {
 
 @pytest.mark.slow
 def test_another_number_of_devices_goes_on(finished, tmp_path):
+    """By a resume, and by a run that begins with the weights: on four of eight, then on eight."""
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
     done = main(tmp_path, config_of(), folder, **FOUR_DEVICES, num_steps=3)
@@ -140,25 +141,24 @@ def test_another_number_of_devices_goes_on(finished, tmp_path):
     assert "the checkpoint's meshes are not possible here any more" in done.stdout
     last = [row for row in read_metrics(folder / "metrics.jsonl") if "eval" not in row][-1]
     assert (last["step"], last["train_mesh"]) == (3, "data=2,fsdp=2")
+    train(config_of(*STILL, f"init_from={folder}@3"), tmp_path / "next")
+    assert_equal(begun(tmp_path / "next"), parameters(folder, 3))
 
 
 @pytest.mark.slow
-def test_a_command_that_was_wrong_leaves_a_workdir_for_the_right_one(tmp_path):
+def test_a_run_that_was_given_a_mistake_leaves_a_workdir_for_the_right_one(tmp_path):
     folder = tmp_path / "run"
-    config = config_of("num_steps=1")
 
-    def wrong(words, **overrides):
-        done = main(tmp_path, config, folder, **overrides)
-        assert done.returncode == 2 and words in done.stderr, done.stderr
+    def wrong(words, *overrides):
+        with pytest.raises(InputError, match=words):
+            train(config_of("num_steps=1", *overrides), folder)
         assert not (folder / "config.json").exists() and not (folder / "tokenizer").exists()
 
-    wrong("config.model.path", **{"model.path": tmp_path / "nowhere"})
-    wrong("config.env.args", **{"env.args.board": 4})
-    wrong(
-        "smallest budget", **{"selector.budget_bytes_per_device": 1000, "env.name": "connect_four"}
-    )
-    done = main(tmp_path, config, folder)
-    assert done.returncode == 0, done.stderr
+    wrong("config.model.path", f"model.path={tmp_path / 'nowhere'}")
+    wrong("config.env.args", "env.args.board=4")
+    wrong("smallest budget", "selector.budget_bytes_per_device=1000", "env.name=connect_four")
+    config = config_of("num_steps=1")
+    train(config, folder)
     assert saved(folder) == json.loads(json.dumps(config.as_dict()))
     # The tokenizer is that of this environment's text, and not of the one before.
     assert "connect" not in (folder / "tokenizer" / "tokenizer.json").read_text()
@@ -235,24 +235,11 @@ def test_a_run_that_begins_again_takes_the_weights_that_it_took(finished, tmp_pa
 
 
 @pytest.mark.slow
-def test_it_begins_on_other_devices(finished, tmp_path):
-    done = main(
-        tmp_path,
-        config_of(*STILL),
-        tmp_path / "run",
-        f"--init_from={finished}@2",
-        **FOUR_DEVICES,
-    )
-    assert done.returncode == 0, done.stderr
-    assert_equal(begun(tmp_path / "run"), parameters(finished, 2))
-
-
-@pytest.mark.slow
 def test_adapters_come_from_another_run_of_the_same_base(tmp_path):
     lora = {"train": {**TINY["train"], "lora": {"rank": 2}}}
-    train(config_of(**lora), tmp_path / "first")
+    train(config_of("num_steps=1", **lora), tmp_path / "first")
     train(config_of(*STILL, f"init_from={tmp_path / 'first'}", **lora), tmp_path / "second")
-    assert_equal(begun(tmp_path / "second"), parameters(tmp_path / "first", 2))
+    assert_equal(begun(tmp_path / "second"), parameters(tmp_path / "first", 1))
     other = config_of(*STILL, f"init_from={tmp_path / 'first'}", "seed=5", **lora)
     with pytest.raises(InputError, match="has adapters of another base than"):
         train(other, tmp_path / "third")
@@ -291,7 +278,11 @@ def test_weights_of_a_checkpoint_with_other_positions_are_an_error(tmp_path):
     given = json.loads(settings.read_text())
     given["rope_parameters"]["rope_theta"] = 77.0
     settings.write_text(json.dumps(given))
-    theirs, ours = (make_config({**TINY, "model": {"path": str(each)}}) for each in folders)
+    # The tokenizer is the checkpoint's.
+    rollout = {**TINY["rollout"], "episodes_per_step": 16}
+    theirs, ours = (
+        make_config({**TINY, "rollout": rollout, "model": {"path": str(each)}}) for each in folders
+    )
     train(dataclasses.replace(theirs, num_steps=1), tmp_path / "first")
     begins = dataclasses.replace(ours, init_from=str(tmp_path / "first"))
     with pytest.raises(InputError, match=r"config.model.rope\S* is 77.0 there"):
@@ -358,6 +349,7 @@ def failing(model, *overrides, **args):
 MODEL = {"path": str(ROOT / "tests/reference/qwen2_tied")}
 
 
+@pytest.mark.slow
 def test_a_first_step_whose_episodes_all_fail_ends_the_run(tmp_path):
     """At their first reply; the command below is ended by failures at the start."""
     with pytest.raises(EpisodesFailed) as raised:
@@ -372,7 +364,7 @@ def test_a_first_step_whose_episodes_all_fail_ends_the_run(tmp_path):
 @pytest.mark.slow
 def test_what_was_before_a_step_whose_episodes_all_fail_is_saved(tmp_path):
     with pytest.raises(EpisodesFailed, match="every episode of step 2 failed"):
-        train(failing(MODEL, first=16, at_start=True), tmp_path / "run")
+        train(failing(MODEL, "env.max_failed_steps=1", first=16, at_start=True), tmp_path / "run")
     assert final_parameters(tmp_path / "run", 1)
 
 
@@ -395,25 +387,19 @@ class Endless(Failing):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [MODEL, TINY["model"]], ids=["checkpoint", "settings"])
-def test_an_environment_that_never_ends_holds_no_run(tmp_path, model):
-    """The tokens of the checkpoint's model are a limit, and turns have one, here a low one."""
+def test_an_environment_that_never_ends_holds_no_run(tmp_path):
+    """The tokens of the checkpoint's model are a limit; turns have one too (test_collect.py)."""
     given = failing(
-        model, "num_steps=1", "eval.games=1", "eval.final_games=1", first=99, at_start=True
+        MODEL, "num_steps=1", "eval.games=1", "eval.final_games=1", first=99, at_start=True
     )
+    assert given.rollout.max_turns == MAX_TURNS
     env = dataclasses.replace(given.env, name=f"{__name__}:Endless")
-    most = MAX_TURNS if "path" in model else 12
-    rollout = dataclasses.replace(given.rollout, max_turns=most)
-    train(dataclasses.replace(given, env=env, rollout=rollout), tmp_path / "run")
+    train(dataclasses.replace(given, env=env), tmp_path / "run")
     (path,) = (tmp_path / "run" / "trajectories").glob("*.jsonl")
     episodes = read_trajectories(path)
     assert len(episodes) == 16
-    if "path" in model:
-        assert all(e["stop_reason"] == "episode_too_long" for e in episodes)
-        assert max(e["num_tokens"] for e in episodes) <= 128
-    else:
-        assert all(e["stop_reason"] == "too_many_turns" for e in episodes)
-        assert all(e["num_turns"] == 12 for e in episodes)
+    assert all(e["stop_reason"] == "episode_too_long" for e in episodes)
+    assert max(e["num_tokens"] for e in episodes) <= 128
 
 
 @pytest.mark.slow
@@ -456,7 +442,6 @@ def test_a_step_whose_episodes_all_fail_leaves_the_weights_as_they_are(tmp_path,
     """Step 2 has no tokens to learn from, where the run may go on; the selector takes it too."""
     config = failing(
         MODEL,
-        "env.max_failed_steps=2",
         "checkpoint.every_steps=1",
         first=16,
         last=32,

@@ -163,7 +163,7 @@ DRY = {
 }
 
 
-@pytest.mark.slow_except("slurm", "tpu")
+@pytest.mark.slow_except("slurm")
 @pytest.mark.parametrize("line", DRY.values(), ids=DRY)
 def test_dry_run_prints_the_commands_and_the_config_and_runs_nothing(line, machine):
     done = machine.run(*line, CONFIG, "--workdir=/shared/w", CONTEXTS)
@@ -194,7 +194,7 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.slow_except("lost twice-*", "*-ssh")
+@pytest.mark.slow_except("lost twice-slurm", "*-ssh")
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize(
     ("statuses", "expected"),
@@ -210,6 +210,7 @@ def test_lost_run_starts_again_and_a_mistake_does_not(launcher, statuses, expect
     assert done.stderr.count("starting the run again") == starts - 1
 
 
+@pytest.mark.slow
 def test_worker_that_is_away_when_the_run_starts_again_is_waited_for(machine):
     (machine.home / "away").write_text("at the second start")
     done = machine.run("tpu_scripts/run.sh", *TPU, CONFIG, "--workdir=/w", STATUSES="255,0")
@@ -564,17 +565,15 @@ RUN = (
     SMALL
     | ALL
     | {
-        "num_steps": 3,
+        "num_steps": 1,
         "devices.num_cpu_devices": 4,
-        "train.sft_steps": 0,
         "checkpoint.every_steps": 1,
     }
 )
 FLAGS = [CONFIG, *(f"--config.{key}={value}" for key, value in RUN.items())]
 REAL = {
     "slurm": SBATCH,
-    "here": ["gpu_scripts/launch.sh", "--per_host=2"],
-    "ssh": ["gpu_scripts/launch.sh", "--hosts=127.0.0.1,localhost"],
+    "launch.sh": ["gpu_scripts/launch.sh", "--hosts=127.0.0.1,localhost"],
     "tpu": ["tpu_scripts/run.sh", *TPU],
 }
 
@@ -591,7 +590,7 @@ def test_two_processes_train(launcher, machine):
     port = [f"--port={free_port()}"] * REAL[launcher][0].endswith("launch.sh")
     done = machine.run(*REAL[launcher], *port, *FLAGS, f"--workdir={workdir}")
     assert done.returncode == 0, done.stderr[-4000:]
-    assert steps_of(workdir) == [1, 2, 3]
+    assert steps_of(workdir) == [1]
     # One process reports.
     assert done.stdout.count("done in ") == 1
 

@@ -4,7 +4,6 @@
 
 import collections
 import dataclasses
-import shutil
 
 import jax
 import numpy as np
@@ -22,10 +21,8 @@ from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.train.learner import Learner
 from earl_jax.train.scoring import make_estimator
 from earl_jax.train.step import read_metrics
-from earl_jax.training import train
 from earl_jax.trajectory import TrajectoryBatch
 from tests.support.placements import TINY, begin
-from tests.support.runs import final_parameters
 from tests.support.settings import make_config
 
 SETTINGS = {
@@ -44,8 +41,6 @@ SETTINGS = {
     "algorithm": "grpo",
     "algorithm_args": {},
     "train": {"epochs": 2, "mini_batches": 2, "ratio": "model", "correction": "truncated"},
-    "checkpoint": {"every_steps": 1, "keep": 3},
-    "eval": {"every_steps": 100, "games": 8, "final_games": 8},
 }
 
 
@@ -210,23 +205,6 @@ def test_updates_of_mini_batches_are_those_made_by_hand(monkeypatch):
 
 def first_state(learner, first, plan):
     return jax.device_put(first, learner.state_shardings(plan.mesh))
-
-
-@pytest.mark.slow
-def test_a_run_of_mini_batches_resumes_with_the_same_bits(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    config = make_config(SETTINGS)
-    train(config, tmp_path / "whole")
-    shutil.copytree(tmp_path / "whole", tmp_path / "again")
-    for step in (2, 3):
-        shutil.rmtree(tmp_path / "again/checkpoints" / str(step))
-    train(config, tmp_path / "again")
-    for one, other in zip(
-        final_parameters(tmp_path / "again", 3),
-        final_parameters(tmp_path / "whole", 3),
-        strict=True,
-    ):
-        assert one.tobytes() == other.tobytes()
 
 
 @pytest.mark.parametrize(

@@ -277,6 +277,7 @@ def traced_gradient(mesh: str, rows: tuple[int, int], remat: Remat, kernel: Kern
     return jax.jit(jax.grad(loss)).trace(params), params
 
 
+@pytest.mark.slow_except("blockwise-data=1-*")
 @pytest.mark.parametrize(
     ("kernel", "mesh", "of_attention"),
     [
@@ -303,6 +304,7 @@ def test_attention_is_computed_again_with_full_remat_alone(kernel, mesh, of_atte
         )
 
 
+@pytest.mark.slow_except("fsdp=4,context=2")
 @pytest.mark.parametrize("mesh", ["data=2,fsdp=2,tensor=2", "fsdp=4,context=2"])
 def test_layers_inputs_go_to_host_memory_and_no_bit_of_a_gradient_changes(mesh):
     """One array goes there and comes back, in the loop over layers; nothing else does."""

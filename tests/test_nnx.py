@@ -71,6 +71,7 @@ def weigh(logits, segments):
     return jnp.sum(logits * weights * (segments > 0)[..., None])
 
 
+@pytest.mark.slow_except("dense-*")
 @pytest.mark.parametrize(("family", "stacked"), [("dense", True), ("experts", False)])
 def test_logits_and_gradients_are_those_of_the_functions(family, stacked):
     config, layout = FAMILIES[family], make_layout(MeshShape())

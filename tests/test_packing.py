@@ -400,7 +400,6 @@ def unpacked(kind: str):
     [
         ("dense", "data=8"),
         ("dense", "data=2,fsdp=2,context=2"),
-        ("mixture", "data=1"),
         ("mixture", "data=2,fsdp=2,tensor=2"),
     ],
 )
@@ -452,11 +451,11 @@ def test_the_first_token_of_an_episode_is_not_scored_from_its_neighbour():
 
 
 def steps_of(**train):
-    """Three steps of a run with a supervised update in each: their records and the last state."""
+    """Two steps of a run with a supervised update in each: their records and the last state."""
     run = build_run(
         make_config(
             {
-                "num_steps": 3,
+                "num_steps": 2,
                 "model": {"width": 32, "ffn_size": 64},
                 "env": {"args": {"mask_illegal": True}},
                 "rollout": {"num_slots": 8, "episodes_per_step": 32},
@@ -465,13 +464,13 @@ def steps_of(**train):
                     "train_meshes": ("data=2,fsdp=2,tensor=2",),
                     "table": "model",
                 },
-                "train": {"sft_steps": 3, **train},
+                "train": {"sft_steps": 2, **train},
             }
         )
     )
     placement, position = begin(run)
     records = []
-    for _ in range(3):
+    for _ in range(2):
         position, record = rl_step(run, placement, position)
         records.append(record)
     return records, placement

@@ -88,6 +88,7 @@ def test_it_is_our_attention_over_pages(length, kv_dtype, settings):
     assert not out[~real].any()
 
 
+@pytest.mark.slow
 def test_a_row_gets_the_same_bits_whoever_its_neighbours_are_and_in_whichever_list(monkeypatch):
     """All rows in one list; in another order, some idle, in lists of two rows."""
     query, ones = queries(1)[0], np.ones(ROWS, np.int32)

@@ -566,7 +566,7 @@ def test_a_preset_for_chips_needs_no_other_flag(capsys):
     assert "budget_bytes_per_device" not in values["notes"][0]
 
 
-@pytest.mark.slow_except("v*", "h100*")
+@pytest.mark.slow_except("v*")
 @pytest.mark.parametrize(
     ("topology", "model", "hbm_gib"),
     [

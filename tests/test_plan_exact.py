@@ -88,6 +88,7 @@ def test_rows_of_the_episodes_in_flight_are_in_the_compiled_round(tmp_path):
     """An asynchronous run has rows for the episodes of several steps at once."""
     flags = ["--config=configs/tictactoe_tiny_cpu.py", "--topology=cpu:8", "--contexts=40"]
     flags += ["--exact", "--config.selector.budget_bytes_per_device=1000000000"]
+    flags += ["--config.model.num_layers=1"]
     flags += [f"--config.selector.{stage}_meshes=('data=8',)" for stage in ("rollout", "train")]
     found = []
     for staleness in (0, 2):

@@ -2,14 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run whose rollout has another precision than its trainer: what is logged and served."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import pytest
 
+from earl_jax.evaluate import evaluate_command
 from earl_jax.models.parameters import parameter_specs
 from earl_jax.models.quantization import INPUTS, dequantize, quantize
 from earl_jax.telemetry.metrics import read_metrics
-from tests.support.runs import command, run, tiny
+from earl_jax.training import train
+from tests.support.runs import TINY, config_of
 from tests.support.served import greedy, ids_of, prompt, request, save_run, serving
 
 
@@ -34,12 +38,14 @@ SETTINGS = {
 
 
 @pytest.mark.slow
-def test_an_int8_rollout_is_corrected_logged_and_played_on_with(cache, tmp_path):
+def test_an_int8_rollout_is_corrected_logged_and_played_on_with(
+    cache, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     workdir = tmp_path / "int8"
-    done = run(cache, *tiny(workdir, **SETTINGS))
-    assert done.returncode == 0, done.stderr
+    train(config_of(TINY | SETTINGS), workdir)
     sampled = "int8 weights, int8 KV cache, float32 against float32; importance weights up to 2"
-    assert sampled in done.stdout.replace("\n", " ")
+    assert sampled in capsys.readouterr().out.replace("\n", " ")
     steps = steps_of(workdir)
     assert len(steps) == 2
     for line in steps:
@@ -49,8 +55,9 @@ def test_an_int8_rollout_is_corrected_logged_and_played_on_with(cache, tmp_path)
         assert 0 < abs(line["importance_mean"] - 1) < 1e-2
         assert line["truncated_fraction"] == 0
         assert line["publish_host_bytes"] == line["dispatch_host_bytes"] == 0
-    again = run(cache, *command("evaluate", f"--workdir={workdir}", "--games=16", "--json"))
-    assert again.returncode == 0, again.stderr
+    monkeypatch.setattr("earl_jax.evaluate.start_jax", lambda *_: None)
+    evaluate_command([f"--workdir={workdir}", "--games=16", "--json"])
+    assert json.loads(capsys.readouterr().out)["eval"]["games"] == 16
 
 
 @pytest.mark.slow

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from reference.make_checkpoint import write_checkpoint
 
 from earl_jax.config.file import load_config_file, make_config
+from earl_jax.evaluate import evaluate_command
 from earl_jax.launch.start import STOPPED
 from earl_jax.settings.errors import InputError
 from earl_jax.telemetry.episodes import read_trajectories
@@ -25,6 +27,7 @@ from tests.support.runs import (
     TICTACTOE,
     TINY,
     command,
+    config_of,
     environment,
     final_parameters,
     final_state,
@@ -61,8 +64,9 @@ def terminate_after(cache: Path, line: list[str], metrics: Path, step: int) -> i
 def uninterrupted(cache, tmp_path_factory):
     """A run from start to end, whose contexts outgrow the budget on its first mesh."""
     workdir = tmp_path_factory.mktemp("runs") / "whole"
-    done = run(cache, *tiny(workdir, **GROWING))
-    assert done.returncode == 0, done.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        train(config_of(TINY | GROWING), workdir)
     return workdir
 
 
@@ -134,7 +138,7 @@ def test_a_short_run_learns(uninterrupted):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_where_rows_are_cut(uninterrupted, cache, tmp_path):
+def test_a_run_goes_on_where_rows_are_cut(uninterrupted, cache, tmp_path, monkeypatch):
     """The trainer leaves data=8 for a mesh that cuts rows over context: nothing else changes.
 
     And nothing because episodes are played where pages are cut over it.
@@ -142,8 +146,8 @@ def test_a_run_goes_on_where_rows_are_cut(uninterrupted, cache, tmp_path):
     workdir, meshes = tmp_path / "cut", "('data=8', 'data=2,context=4')"
     changed = GROWING | {"selector.train_meshes": meshes}
     changed["selector.rollout_meshes"] = "('data=4,context=2',)"
-    done = run(cache, *tiny(workdir, **changed))
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    train(config_of(TINY | changed), workdir)
     ours, theirs = (
         [row for row in read_metrics(folder / "metrics.jsonl") if "eval" not in row]
         for folder in (workdir, uninterrupted)
@@ -169,7 +173,7 @@ def test_a_run_goes_on_where_rows_are_cut(uninterrupted, cache, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_ends_the_same(uninterrupted, cache, tmp_path):
+def test_killed_at_any_moment_ends_the_same(uninterrupted, cache, tmp_path, monkeypatch, capsys):
     """SIGKILL; the run that was killed ends bit for bit like the one that was not.
 
     Parameters, optimiser state, meshes, metrics (but for times) and episodes.
@@ -191,9 +195,9 @@ def test_killed_at_any_moment_ends_the_same(uninterrupted, cache, tmp_path):
         time.sleep(float(rng.uniform(0, 0.5)))
         process.kill()
         process.communicate()
-    done = run(cache, *line)
-    assert done.returncode == 0, done.stderr
-    assert "resuming" in done.stdout
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    train(config_of(TINY | GROWING), workdir)
+    assert "resuming" in capsys.readouterr().out
     whole = [timeless(row) for row in read_metrics(uninterrupted / "metrics.jsonl")]
     assert [timeless(row) for row in read_metrics(metrics)] == whole
     expected = final_parameters(uninterrupted, 10)
@@ -204,22 +208,8 @@ def test_killed_at_any_moment_ends_the_same(uninterrupted, cache, tmp_path):
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_the_same_command_goes_on(cache, tmp_path):
-    workdir = tmp_path / "terminated"
-    line = tiny(workdir, **{"checkpoint.every_steps": 1000, "num_steps": 8})
-    metrics = workdir / "metrics.jsonl"
-    reached = terminate_after(cache, line, metrics, 2)
-    assert reached < 8
-    done = run(cache, *line)
-    assert done.returncode == 0, done.stderr
-    assert f"after step {reached} of 8" in done.stdout
-    steps = [row["step"] for row in read_metrics(metrics) if "eval" not in row]
-    assert steps == list(range(1, 9))
-
-
-@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(
-    uninterrupted, cache, tmp_path
+    uninterrupted, cache, tmp_path, monkeypatch, capsys
 ):
     workdir = tmp_path / "damaged"
     shutil.copytree(uninterrupted, workdir)
@@ -227,10 +217,11 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(
     for path in newest.rglob("*"):
         if path.is_file():
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    done = run(cache, *tiny(workdir, **GROWING))
-    assert done.returncode == 0, done.stderr
-    assert "the checkpoint of step 10 is damaged" in done.stdout
-    assert "after step 8 of 10" in done.stdout
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    train(config_of(TINY | GROWING), workdir)
+    printed = capsys.readouterr().out
+    assert "the checkpoint of step 10 is damaged" in printed
+    assert "after step 8 of 10" in printed
     for left, right in zip(
         final_parameters(workdir, 10), final_parameters(uninterrupted, 10), strict=True
     ):
@@ -238,21 +229,23 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(
 
 
 @pytest.mark.slow
-def test_evaluate_plays_the_newest_checkpoint(uninterrupted, cache):
+def test_evaluate_plays_the_newest_checkpoint(uninterrupted, cache, monkeypatch, capsys):
+    """The command, and again in this process."""
     before = {path: path.stat().st_mtime for path in uninterrupted.rglob("*") if path.is_file()}
-    done = run(cache, *command("evaluate", f"--workdir={uninterrupted}", "--games=64", "--json"))
+    flags = [f"--workdir={uninterrupted}", "--games=64", "--json"]
+    done = run(cache, *command("evaluate", *flags))
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["step"] == 10
     outcomes = {k: v for k, v in answer["eval"].items() if k in ("win", "draw", "loss", "illegal")}
     assert answer["eval"]["games"] == 64
     assert 0.9 < sum(outcomes.values()) + answer["eval"].get("turn_too_long", 0.0) <= 1.0001
-    again = run(cache, *command("evaluate", f"--workdir={uninterrupted}", "--games=64", "--json"))
-    assert json.loads(again.stdout) == answer
-    line = command("evaluate", f"--workdir={uninterrupted}", "--games=64", "--json")
-    other = run(cache, *line, "--config.env.args.opponent=minimax")
-    assert other.returncode == 0, other.stderr
-    assert json.loads(other.stdout)["eval"] != answer["eval"]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setattr("earl_jax.evaluate.start_jax", lambda *_: None)
+    evaluate_command(flags)
+    assert json.loads(capsys.readouterr().out) == answer
+    evaluate_command([*flags, "--config.env.args.opponent=minimax"])
+    assert json.loads(capsys.readouterr().out)["eval"] != answer["eval"]
     after = {path: path.stat().st_mtime for path in uninterrupted.rglob("*") if path.is_file()}
     assert after == before
 
@@ -294,12 +287,9 @@ def test_a_run_that_nothing_fits_ends_with_the_budget_and_the_hardware_that_woul
 
 
 def test_a_workdir_of_another_config_is_refused(uninterrupted):
-    settings = TINY | GROWING | {"train.learning_rate": 0.5}
-    overrides = [f"{name}={value}" for name, value in settings.items()]
-    config = make_config(load_config_file(ROOT / "configs/tictactoe_tiny_cpu.py"), overrides)
     words = "config.train.learning_rate is 0.002 there, 0.5 here"
     with pytest.raises(InputError, match=words):
-        train(config, uninterrupted)
+        train(config_of(TINY | GROWING | {"train.learning_rate": 0.5}), uninterrupted)
 
 
 @pytest.mark.slow
@@ -307,26 +297,6 @@ def test_evaluate_without_a_run_says_so(cache, tmp_path):
     done = run(cache, *command("evaluate", f"--workdir={tmp_path}"))
     assert done.returncode == 2
     assert "holds no run" in done.stderr
-
-
-@pytest.mark.slow
-def test_grpo_with_groups_and_micro_batches_runs(cache, tmp_path):
-    flags = TINY | {
-        "num_steps": 3,
-        "algorithm": "grpo",
-        "rollout.group_size": 4,
-        "train.micro_batches": 2,
-        "train.sft_steps": 2,
-    }
-    done = run(cache, *command("main", TICTACTOE, f"--workdir={tmp_path / 'w'}", **flags))
-    assert done.returncode == 0, done.stderr
-    lines = (tmp_path / "w" / "trajectories" / "step_000003.jsonl").read_text().splitlines()
-    episodes = [json.loads(line) for line in lines]
-    groups = {episode["group"] for episode in episodes}
-    assert len(groups) == len(episodes) / 4
-    for group in groups:
-        firsts = {e["messages"][0]["content"] for e in episodes if e["group"] == group}
-        assert len(firsts) == 1  # one task: the same side, and the same first move of the opponent
 
 
 BUSY_COLLECTIVES = """
@@ -381,19 +351,34 @@ def get_config():
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_transformers_trains_and_comes_out_again(cache, tmp_path):
+def test_a_checkpoint_of_transformers_trains_and_comes_out_again(
+    cache, tmp_path, monkeypatch, capsys
+):
+    """With GRPO, in groups of four and two micro-batches."""
     from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
     from earl_jax.sharding.layout import MeshShape, make_layout
 
     (tmp_path / "one_mesh.py").write_text(ONE_MESH)
     workdir, source = tmp_path / "run", ROOT / "tests/reference/qwen2_tied"
     line = command("main", f"--config={tmp_path / 'one_mesh.py'}", f"--workdir={workdir}")
-    line += [f"--config.model.path={source}"]
-    done = run(cache, *line)
+    settings = {
+        "model.path": source,
+        "algorithm": "grpo",
+        "rollout.group_size": 4,
+        "train.micro_batches": 2,
+        "log.trajectories_every_steps": 1,
+    }
+    done = run(cache, *line, *command("", **settings)[3:])
     assert done.returncode == 0, done.stderr
     steps = [row for row in read_metrics(workdir / "metrics.jsonl") if "eval" not in row]
     assert len(steps) == 2
     assert all(row["logprob_mismatch_max"] <= 1e-4 for row in steps)
+    episodes = read_trajectories(workdir / "trajectories" / "step_000002.jsonl")
+    groups = {episode["group"] for episode in episodes}
+    assert len(groups) == len(episodes) / 4
+    for group in groups:
+        firsts = {e["messages"][0]["content"] for e in episodes if e["group"] == group}
+        assert len(firsts) == 1  # one task: the same side, and the same first move of the opponent
     # At the end, without being asked for.
     (out,) = (workdir / "export").iterdir()
     assert out.name == "step_000002"
@@ -412,10 +397,12 @@ def test_a_checkpoint_of_transformers_trains_and_comes_out_again(cache, tmp_path
     # Wrong weights are said before anything is measured.
     broken = Path(shutil.copytree(source, tmp_path / "broken"))
     (broken / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:-9])
-    line = command("main", f"--config={tmp_path / 'one_mesh.py'}", f"--workdir={tmp_path / 'no'}")
-    failed = run(cache, *line, f"--config.model.path={broken}")
-    assert failed.returncode == 2 and "model.safetensors" in failed.stderr
-    assert "measured" not in failed.stdout
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    capsys.readouterr()
+    given = load_config_file(tmp_path / "one_mesh.py")
+    with pytest.raises(InputError, match="model.safetensors"):
+        train(make_config(given, [f"model.path={broken}"]), tmp_path / "no")
+    assert "measured" not in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -423,8 +410,7 @@ def qwen2_run(cache, tmp_path_factory):
     """Connect Four from a Qwen2 folder, stopped after step 2, resumed, exported after step 5."""
     folder = tmp_path_factory.mktemp("qwen2")
     source, workdir = folder / "checkpoint", folder / "run"
-    made = run(cache, sys.executable, "tests/reference/make_checkpoint.py", str(source))
-    assert made.returncode == 0, made.stderr
+    write_checkpoint(source, tied=False, seed=0)
     flags = {
         "model.path": source,
         "num_steps": 5,
@@ -516,7 +502,9 @@ def test_transformers_computes_the_same_from_the_folder_of_a_run(qwen2_run):
 
 
 @pytest.mark.slow
-def test_episodes_that_fork_are_trained_on_as_they_were_sampled(cache, tmp_path):
+def test_episodes_that_fork_are_trained_on_as_they_were_sampled(
+    cache, tmp_path, monkeypatch, capsys
+):
     """The checkpoint's template forgets the moves of the middle: games are rendered anew."""
     (tmp_path / "one_mesh.py").write_text(ONE_MESH)
     source = Path(shutil.copytree(ROOT / "tests/reference/qwen2_tied", tmp_path / "source"))
@@ -540,12 +528,14 @@ def test_episodes_that_fork_are_trained_on_as_they_were_sampled(cache, tmp_path)
         "train.sft_learning_rate": 3e-3,
         "log.trajectories_every_steps": 1,
     }
-    line = command("main", f"--config={tmp_path / 'one_mesh.py'}", f"--workdir={workdir}")
-    done = run(cache, *line, *command("", **settings)[3:])
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("top_p=0.9 not used") == 1
-    assert done.stdout.count("attention in training: our blockwise attention, because") == 1
-    assert done.stdout.count("attention in the rollout: our attention over pages, because") == 1
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    given = load_config_file(tmp_path / "one_mesh.py")
+    overrides = [f"{name}={value}" for name, value in settings.items()]
+    train(make_config(given, overrides), workdir)
+    printed = capsys.readouterr().out
+    assert printed.count("top_p=0.9 not used") == 1
+    assert printed.count("attention in training: our blockwise attention, because") == 1
+    assert printed.count("attention in the rollout: our attention over pages, because") == 1
     steps = [row for row in read_metrics(workdir / "metrics.jsonl") if "eval" not in row]
     assert len(steps) == 8 and all(row["logprob_mismatch_max"] <= 1e-4 for row in steps)
     episodes = read_trajectories(workdir / "trajectories" / "step_000008.jsonl")

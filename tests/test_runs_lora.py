@@ -10,33 +10,29 @@ import pytest
 from safetensors.numpy import load_file
 
 from earl_jax.telemetry.metrics import read_metrics
+from earl_jax.training import train
 from tests.support import ROOT
-from tests.support.runs import command, final_parameters, run, timeless
+from tests.support.runs import final_parameters, timeless
+from tests.support.settings import make_config
 
-CONFIG = """
-from ml_collections import ConfigDict
-from tests.support.settings import small
-
-def get_config():
-    config = ConfigDict()
-    config.num_steps = 6
-    config.rollout = dict(num_slots=16, episodes_per_step=32, context_buckets=(40,))
-    config.selector = dict(
-        table="model",
-        rollout_meshes=("data=4,tensor=2",),
-        train_meshes=("data=2,fsdp=2,tensor=2",),
-    )
-    config.train = dict(
-        lora=dict(rank=8, alpha=32.0),
-        sft_steps=6,
-        sft_updates=10,
-        sft_learning_rate=2e-2,
-        max_grad_norm=10.0,
-    )
-    config.checkpoint = dict(every_steps=2, keep=2, export=True)
-    config.eval = dict(games=64, final_games=64, every_steps=6)
-    return ConfigDict(small(config.to_dict()))
-"""
+GIVEN = {
+    "num_steps": 6,
+    "rollout": {"num_slots": 16, "episodes_per_step": 32, "context_buckets": (40,)},
+    "selector": {
+        "table": "model",
+        "rollout_meshes": ("data=4,tensor=2",),
+        "train_meshes": ("data=2,fsdp=2,tensor=2",),
+    },
+    "train": {
+        "lora": {"rank": 8, "alpha": 32.0},
+        "sft_steps": 6,
+        "sft_updates": 10,
+        "sft_learning_rate": 2e-2,
+        "max_grad_norm": 10.0,
+    },
+    "checkpoint": {"every_steps": 2, "keep": 2, "export": True},
+    "eval": {"games": 64, "final_games": 64, "every_steps": 6},
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,18 +41,15 @@ def base(tmp_path_factory) -> Path:
     return Path(shutil.copytree(ROOT / "tests/reference/qwen2_tied", folder))
 
 
-def line(workdir: Path, base: Path) -> list[str]:
-    config = base.parent / "lora.py"
-    config.write_text(CONFIG)
-    return command("main", f"--config={config}", f"--workdir={workdir}", **{"model.path": base})
+def run(base: Path, workdir: Path) -> None:
+    train(make_config(GIVEN, [f"model.path={base}"]), workdir)
 
 
 @pytest.fixture(scope="module")
-def whole(cache, base) -> Path:
+def whole(base) -> Path:
     """A run from start to end."""
     workdir = base.parent / "run"
-    done = run(cache, *line(workdir, base))
-    assert done.returncode == 0, done.stderr
+    run(base, workdir)
     return workdir
 
 
@@ -107,17 +100,18 @@ def test_the_newest_steps_are_handed_out_merged_and_as_adapters(whole, base):
 
 
 @pytest.mark.slow
-def test_stopped_and_resumed_ends_with_the_same_bits(whole, base, cache, tmp_path):
+def test_stopped_and_resumed_ends_with_the_same_bits(whole, base, tmp_path, capsys):
     """As a run that was killed while it wrote the exports of step 4, and of step 6."""
     workdir = tmp_path / "again"
     shutil.copytree(whole, workdir)
     shutil.rmtree(workdir / "checkpoints/6")
     shutil.rmtree(workdir / "export/step_000004_adapter")
     (workdir / "export/step_000006_adapter").rename(workdir / "export/step_000006_adapter.tmp")
-    done = run(cache, *line(workdir, base))
-    assert done.returncode == 0, done.stderr
-    assert "after step 4 of 6" in done.stdout
-    assert "exported " + str(workdir / "export/step_000004_adapter") in done.stdout
+    capsys.readouterr()
+    run(base, workdir)
+    printed = capsys.readouterr().out
+    assert "after step 4 of 6" in printed
+    assert "exported " + str(workdir / "export/step_000004_adapter") in printed
     for left, right in zip(final_parameters(workdir, 6), final_parameters(whole, 6), strict=True):
         assert left.tobytes() == right.tobytes()
     rows = [read_metrics(folder / "metrics.jsonl") for folder in (workdir, whole)]

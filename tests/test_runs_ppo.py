@@ -7,10 +7,11 @@ import shutil
 import numpy as np
 import pytest
 
+from earl_jax.config import file as config_file
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
 from tests.support.placements import TINY as TINY_MODEL
-from tests.support.runs import command, final_parameters, final_state, run, timeless
+from tests.support.runs import final_parameters, final_state, timeless
 from tests.support.settings import make_config
 
 GIVEN = {
@@ -83,57 +84,53 @@ def test_the_reference_and_the_critic_are_those_of_the_weights_that_a_run_began_
                 np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
-CONFIG = """
-from ml_collections import ConfigDict
-
-def get_config():
-    return ConfigDict(
-        dict(
-            num_steps=14,
-            devices=dict(platform="cpu", num_cpu_devices=8),
-            env=dict(name="trail", args=dict(num_stones=4, num_steps=8)),
-            model=dict(
-                num_layers=1, width=32, num_heads=4, num_kv_heads=4, head_size=8, ffn_size=64
-            ),
-            rollout=dict(
-                num_slots=16,
-                episodes_per_step=64,
-                group_size=1,
-                chunk_size=8,
-                burst=2,
-                max_turn_tokens=4,
-                context_buckets=(64,),
-                page_size=64,
-            ),
-            selector=dict(
-                rollout_meshes=("data=8",), train_meshes=("data=2,fsdp=4",), table="model"
-            ),
-            algorithm="ppo",
-            algorithm_args=dict(gae_lambda=1.0, value_clip=0.0),
-            train=dict(
-                epochs=4,
-                logprob_chunk=64,
-                learning_rate=3e-3,
-                warmup_steps=0,
-                adam_b2=0.99,
-                critic=dict(learning_rate=6e-3),
-                sft_steps=8,
-                sft_updates=4,
-                sft_learning_rate=4e-3,
-            ),
-            eval=dict(every_steps=40, games=16, final_games=16),
-        )
-    )
-"""
+LEARNS = {
+    "num_steps": 14,
+    "env": {"name": "trail", "args": {"num_stones": 4, "num_steps": 8}},
+    "model": {
+        "num_layers": 1,
+        "width": 32,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "head_size": 8,
+        "ffn_size": 64,
+    },
+    "rollout": {
+        "num_slots": 16,
+        "episodes_per_step": 64,
+        "group_size": 1,
+        "chunk_size": 8,
+        "burst": 2,
+        "max_turn_tokens": 4,
+        "context_buckets": (64,),
+        "page_size": 64,
+    },
+    "selector": {
+        "rollout_meshes": ("data=8",),
+        "train_meshes": ("data=2,fsdp=4",),
+        "table": "model",
+    },
+    "algorithm": "ppo",
+    "algorithm_args": {"gae_lambda": 1.0, "value_clip": 0.0},
+    "train": {
+        "epochs": 4,
+        "logprob_chunk": 64,
+        "learning_rate": 3e-3,
+        "warmup_steps": 0,
+        "adam_b2": 0.99,
+        "critic": {"learning_rate": 6e-3},
+        "sft_steps": 8,
+        "sft_updates": 4,
+        "sft_learning_rate": 4e-3,
+    },
+    "eval": {"every_steps": 40, "games": 16, "final_games": 16},
+}
 
 
 @pytest.mark.slow
-def test_the_critic_learns_to_explain_the_returns(cache, tmp_path):
+def test_the_critic_learns_to_explain_the_returns(tmp_path):
     """As the walks get longer, what a token's value is worth is seen; the policy learns too."""
-    (tmp_path / "ppo.py").write_text(CONFIG)
-    line = command("main", f"--config={tmp_path / 'ppo.py'}", f"--workdir={tmp_path / 'run'}")
-    done = run(cache, *line)
-    assert done.returncode == 0, done.stderr
+    train(config_file.make_config(LEARNS), tmp_path / "run")
     rows = lines(tmp_path / "run")
     explained = [row["explained_variance"] for row in rows]
     assert np.mean(explained[:3]) < 0.03

@@ -8,7 +8,18 @@ import types
 
 import pytest
 
-from benchmarks.simulate import Setup, SimulatedService, isolated, makespan, run
+from benchmarks.simulate import (
+    ERROR,
+    REAL,
+    Setup,
+    SimulatedService,
+    isolated,
+    ladder,
+    makespan,
+    measured_times,
+    recalls,
+    run,
+)
 from earl_jax.rollout.staleness import AsynchronyConfig
 
 # One instance of two slots, a token a round, of which each takes one unit.
@@ -45,11 +56,12 @@ def test_a_synchronous_step_is_its_publish_rollout_and_update():
 def test_new_weights_have_live_episodes_read_their_tokens_again():
     """Ten tokens in ten rounds; two are read again a round. The second time cuts the first off.
 
-    Behind round 6 there are 6 tokens: 3 rounds to read them, so that it would end with round 13.
-    Behind round 8 one of the three rounds is left, and 3 begin anew: it ends with round 15.
+    Behind round 6 there are 6 tokens: 3 rounds to read them, in the last of which the episode goes
+    on, so that it would end with round 12. Behind round 7 one of two rounds is left, and 2 begin
+    anew: it ends with round 13. Behind round 9 there are 7 tokens, and 3 rounds more.
     """
     setup = dataclasses.replace(SMALL, lengths=(10,), read=2)
-    for published, ends in (((), 10), ((6,), 13), ((6, 8), 15), ((6, 9), 16), ((0,), 10)):
+    for published, ends in (((), 10), ((6,), 12), ((6, 7), 13), ((6, 9), 15), ((0,), 10)):
         service = SimulatedService(setup, "fifo", 1, 1)
         service.submit([types.SimpleNamespace(episode=0, group=0)])
         for version, at in enumerate(published, 1):
@@ -72,6 +84,67 @@ def test_new_weights_have_live_episodes_read_their_tokens_again():
     assert service.num_rounds == 10 and service.now == pytest.approx(18.0)
 
 
+def test_an_instance_that_is_not_interrupted_ends_its_episodes_before_it_takes_new_weights():
+    """Two instances of two slots; lengths 10 3 4 8 and 5 5 5; new weights behind round 2.
+
+    The first instance ends episodes 0 and 1 with rounds 10 and 3, the second 2 and 3 with 4 and 8.
+    Then the second is empty, and the new weights are there: episodes 4 and 5 begin with round 8,
+    and the last one with 10. With interruption they begin with 3, 4 and 8.
+    """
+    setup = dataclasses.replace(SMALL, groups=4, lengths=(10, 3, 4, 8, 5, 5, 5))
+    for interrupts, expected in ((True, {4: 8, 5: 9, 6: 13}), (False, {4: 13, 5: 13, 6: 15})):
+        given = dataclasses.replace(setup, interrupts=interrupts)
+        service = SimulatedService(given, "fifo", 2, 2)
+        service.submit([types.SimpleNamespace(episode=e, group=e) for e in range(7)])
+        service.until = 2.0
+        assert service.step() == []
+        service.publish(1)
+        service.until = math.inf
+        ends, versions = {}, {}
+        while service.is_busy:
+            for each in service.step():
+                ends[each.ticket] = service.num_rounds
+                versions[each.ticket] = each.trajectory.oldest_version
+        assert {ticket: ends[ticket] for ticket in expected} == expected
+        assert [versions[ticket] for ticket in range(7)] == [0, 0, 0, 0, 1, 1, 1]
+
+
+def test_interruption_gains_where_rollouts_are_the_slower_stage():
+    setup = dataclasses.replace(SMALL, devices=64, groups=8, slots=4, num_steps=12)
+    settings = AsynchronyConfig(max_staleness=2)
+    times = {
+        interrupts: run(dataclasses.replace(setup, interrupts=interrupts), settings, "fifo", 0.01)
+        for interrupts in (True, False)
+    }
+    assert times[True]["speed"] > 1.05 * times[False]["speed"]
+    assert times[False]["most"] <= 2
+
+
+@pytest.mark.parametrize("rule", ["in_order", "wait", "drop"])
+def test_episodes_that_are_trained_on_are_as_long_as_those_of_the_tasks_unless_some_are_dropped(
+    rule,
+):
+    """Of all steps of the run. Long episodes go through more than one update, and are dropped."""
+    setup = dataclasses.replace(SMALL, groups=8, slots=16, num_steps=12)
+    settings = AsynchronyConfig(max_staleness=1, rule=rule)
+    found = run(setup, settings, "fifo", train_s=0.01, warm_up=0)
+    number = setup.num_steps * setup.episodes_per_step
+    mean = sum(map(setup.length, range(number))) / number
+    if rule == "drop":
+        assert found["length"] < 0.9 * mean
+    else:
+        assert found["length"] == pytest.approx(mean)
+
+
+def test_steps_of_the_end_do_not_count_with_cool_down():
+    """The trainer is what all wait for; the first two steps and the last three do not count."""
+    setup = dataclasses.replace(SMALL, num_steps=8, publish=0.0)
+    found = run(setup, AsynchronyConfig(max_staleness=2), "fifo", 1e6, warm_up=2, cool_down=3)
+    assert found["speed"] == pytest.approx(1e-6, rel=1e-3)
+    lengths = [setup.length(episode) for episode in range(2 * 4, 5 * 4)]
+    assert found["length"] == pytest.approx(sum(lengths) / len(lengths))
+
+
 @pytest.mark.parametrize("order", ["fifo", "longest"])
 def test_asynchronous_runs_are_faster_and_keep_the_bound(order):
     setup = dataclasses.replace(SMALL, groups=8, slots=4)
@@ -90,3 +163,31 @@ def test_isolation_never_loses_to_the_worst_split():
         makespan(setup, ranked[:cut], "fifo", 1, 4), makespan(setup, ranked[cut:], "fifo", 3, 4)
     )
     assert isolated(setup, ranked) <= worst
+
+
+def test_predictions_are_as_good_as_they_say():
+    setup = Setup(groups=512, by_task=0.5)
+    episodes = range(setup.episodes_per_step)
+    lengths = [setup.length(episode) for episode in episodes]
+    assert [setup.predicted(episode, 0.0) for episode in episodes[:50]] == lengths[:50]
+    ranker = recalls([setup.predicted(episode, ERROR) for episode in episodes], lengths)
+    assert ranker[20] == pytest.approx(0.87, abs=0.02)
+    prompt = recalls([setup.by_prompt(episode) for episode in episodes], lengths)
+    assert 0.3 < prompt[20] < ranker[20]
+    # Where the task decides all, a prompt says all.
+    exact = dataclasses.replace(setup, by_task=1.0, longest=10**9)
+    assert [round(exact.by_prompt(e)) for e in range(99)] == [exact.length(e) for e in range(99)]
+
+
+def test_the_ladder_is_relative_to_the_synchronous_run():
+    rows = ladder((16,), 0.5, groups=16, num_steps=2)
+    assert rows[0]["16 devices"] == 1.0
+    speeds = {row[""]: row["16 devices"] for row in rows}
+    assert speeds["staleness 4"] > speeds["streaming"] > 1.0
+    assert speeds["staleness 4"] >= speeds["staleness 4, not interrupted"]
+
+
+def test_the_simulation_with_measured_times_is_near_the_real_runs():
+    for row in measured_times((2,)):
+        if row[""] in REAL:
+            assert row["2 devices"] == pytest.approx(REAL[row[""]], rel=0.1), row

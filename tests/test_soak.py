@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Thousands of episodes of random shape: each ends once, as it should, and nothing leaks."""
+"""Soaks: episodes of random shape end once each, and a client does everything in any order."""
 
 import collections
 import dataclasses
@@ -13,6 +13,7 @@ import time
 import jax
 import pytest
 
+from benchmarks.soak import soak
 from earl_jax.engine.pages import pages_for
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
@@ -31,7 +32,7 @@ from tests.support.episodes import (
     weights,
 )
 
-NUM_ROLLOUTS, EPISODES = 6, 320
+NUM_ROLLOUTS, EPISODES = 4, 320
 NUM_SLOTS = 32
 MAX_TOKENS = 128
 LONGEST = 120
@@ -162,8 +163,8 @@ def play(number: int, pool: EnvironmentPool):
         make,
         params=placed(0, not endless),
         max_tokens=MAX_TOKENS,
-        # Some have pages for one whole episode a data shard, and park the others.
-        pages=rng.choice([0, pages_for(LONGEST, CONFIG.page_size)]),
+        # All but one have pages for one whole episode a data shard, and preempt the others.
+        pages=0 if number == 1 else pages_for(LONGEST, CONFIG.page_size),
         grow=GrowPool(most_pages=0),
         num_slots=NUM_SLOTS,
         player=player(),
@@ -172,7 +173,7 @@ def play(number: int, pool: EnvironmentPool):
         num_draft_tokens=2,
         share_prefixes=number % 2 == 0,
         copy_prefixes="on",
-        preemption=("auto", "host", "recompute")[number % 3],
+        preemption=("host", "auto", "recompute")[number % 3],
         # Of three in host memory, or of thousands.
         preemption_host_gib=rng.choice([3 * 2**16 / 2**30, 1.0]),
         patience_s=rng.choice([0.0, 0.001, 0.01]),
@@ -214,7 +215,7 @@ def test_every_episode_ends_once_and_nothing_leaks():
         live.append(len(jax.live_arrays()))
     assert all(counts.values()), counts
     assert live[-1] == live[NUM_ROLLOUTS // 2], "arrays are left on the devices"
-    assert sum(reasons.values()) > 1600
+    assert sum(reasons.values()) > 1100
     assert set(reasons) == {
         "win", "unencodable", "environment_error", "environment_timeout",
         "turn_too_long", "episode_too_long",
@@ -225,3 +226,13 @@ def test_every_episode_ends_once_and_nothing_leaks():
         time.sleep(0.01)
     assert threading.active_count() == threads
     pool.close()
+
+
+@pytest.mark.slow
+def test_every_token_of_a_client_that_does_everything_is_exact():
+    """It submits, aborts, swaps weights and pauses; environments are slow and fail; pages are few.
+
+    What else holds is checked by `benchmarks.soak.Findings.check`.
+    """
+    found = soak(4_000, seed=1)
+    assert found.stats.rollout_tokens >= 4_000

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from earl_jax.config import file as config_file
 from earl_jax.config.train_flags import parse_flags, replayed_config
 from earl_jax.engine.pages import Pool
 from earl_jax.loop import rl_step
@@ -190,6 +191,7 @@ def test_a_replay_moves_where_the_run_did_and_ends_with_the_same_bits(world, tmp
     assert_equal(first.parameters(), second.parameters())
 
 
+@pytest.mark.slow
 def test_both_stages_stay_where_memory_is_too_short_for_the_move(world, two_rounds, monkeypatch):
     stays, tries = Steps(world), Steps(world)
 
@@ -264,7 +266,7 @@ def test_the_split_follows_a_load_that_shifts_both_ways_without_a_storm(
 
 @pytest.mark.slow
 def test_killed_behind_a_move_it_goes_on_and_is_replayed_bit_for_bit(
-    tmp_path, monkeypatch, table_path
+    tmp_path, monkeypatch, table_path, capsys
 ):
     """SIGKILL when the move, of step 9 or a little later, is in a checkpoint."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -277,8 +279,9 @@ def test_killed_behind_a_move_it_goes_on_and_is_replayed_bit_for_bit(
         lines = steps_of(first) if metrics.exists() else []
         return (first / "checkpoints" / "14").exists() and len(splits_of(lines)) > 1
 
-    go_on = kill(tmp_path, first, given, has_moved)
-    assert "resuming" in go_on()
+    kill(tmp_path, first, given, has_moved)
+    train(config_file.make_config(given), first)
+    assert "resuming" in capsys.readouterr().out
     assert episodes_of(first) == dict.fromkeys(range(steps * 24), 1)
     check_bound(steps_of(first), 2)
     events = read_events(first)

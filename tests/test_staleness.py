@@ -125,6 +125,7 @@ class Shape:
     checkpoint_every: int
     refill: int = 0
     reuse: int = 1
+    num_steps: int = NUM_STEPS
     # Of group g whether nothing is learnt from it is the g-th, modulo their number.
     useless: tuple[bool, ...] = (False,)
     # Processes that play, each `size` groups of a step; and after each kill, if others.
@@ -162,7 +163,7 @@ class Driven:
     def run(self) -> None:
         replayed = self.replayed or [()] * self.shape.players
         self.open_files(replayed)
-        while len(self.taken) < NUM_STEPS:
+        while len(self.taken) < self.shape.num_steps:
             try:
                 self.go_on()
             except Killed:
@@ -199,7 +200,7 @@ class Driven:
         )
         settings.validate()
         tasks = tasks_of(
-            source, size=shape.step_size, group_size=shape.group_size, num_steps=NUM_STEPS
+            source, size=shape.step_size, group_size=shape.group_size, num_steps=shape.num_steps
         )
         return OpenGroups(
             tasks,
@@ -216,7 +217,7 @@ class Driven:
         sources = [Source(shape.step_size, copy.deepcopy(state)) for _ in range(shape.players)]
         players = [self.new_groups(player, source) for player, source in enumerate(sources)]
         services = []
-        for version in range(step, NUM_STEPS):
+        for version in range(step, shape.num_steps):
             if not services or self.events[0].coming("open"):
                 services = [self.new_service(version) for _ in players]
                 for groups, service, events in zip(players, services, self.events, strict=True):
@@ -315,8 +316,13 @@ def check_episode(trajectory, task, version: int, shape: Shape) -> None:
 
 @st.composite
 def shapes(draw) -> Shape:
-    rule, size = draw(st.sampled_from(RULES)), draw(st.integers(1, 4))
+    rule = draw(st.sampled_from(RULES))
     reuse = draw(st.integers(1, 3)) if rule == "drop" else 1
+    is_long = draw(st.sampled_from([False, False, False, True]))
+    bound = draw(st.integers(5, 16) if is_long else st.integers(int(reuse > 1), 4))
+    # A run that can reach its bound; where it is long, of few groups a step.
+    num_steps = max(NUM_STEPS, bound + 2)
+    size = draw(st.integers(1, 2 if is_long else 4))
     parts = [parts for parts in range(1, size + 1) if size % parts == 0]
     devices = draw(st.integers(1, 3))
     ends = st.sampled_from(["end", "end", "late", "failed", "hung"])
@@ -324,7 +330,8 @@ def shapes(draw) -> Shape:
     fate = st.builds(Fate, rounds=st.integers(1, 24), idle=st.integers(0, 2), ends=ends)
     return Shape(
         rule=rule,
-        bound=draw(st.integers(int(reuse > 1), 4)),
+        bound=bound,
+        num_steps=num_steps,
         size=size,
         group_size=draw(st.integers(1, 3)),
         parts=draw(st.sampled_from(parts)) if rule == "in_order" else 1,
@@ -332,13 +339,13 @@ def shapes(draw) -> Shape:
         slots=draw(st.integers(1, 4)) * devices,
         devices=devices,
         fates=draw(st.lists(fate, min_size=1, max_size=24)),
-        beside=draw(st.lists(st.integers(0, 12), min_size=1, max_size=4)),
+        beside=draw(st.lists(st.integers(0, 90 if is_long else 12), min_size=1, max_size=4)),
         kills=draw(st.lists(st.integers(1, 120), max_size=2)),
         checkpoint_every=draw(st.integers(1, 3)),
         refill=draw(st.integers(0, 2)) if rule == "drop" and reuse == 1 else 0,
         reuse=reuse,
         useless=tuple(draw(useless)),
-        players=draw(st.sampled_from([1, 1, 2, 3])),
+        players=draw(st.sampled_from([1, 1, 2] if is_long else [1, 1, 2, 3])),
     )
 
 
@@ -350,8 +357,8 @@ def test_every_task_is_trained_on_once_within_the_bound_through_failures_and_kil
         run = Driven(shape, Path(first))
         run.run()
         taken = [number for step in run.taken for number in step]
-        everything, size = list(range(NUM_STEPS * shape.step_size)), shape.step_size
-        assert [len(step) for step in run.taken] == [size] * NUM_STEPS
+        everything, size = list(range(shape.num_steps * shape.step_size)), shape.step_size
+        assert [len(step) for step in run.taken] == [size] * shape.num_steps
         assert len(set(run.lost)) == len(run.lost) and not {*taken} & {*run.lost}
         assert all(len(set(step)) == size for step in run.taken)
         assert max(collections.Counter(taken).values()) <= shape.reuse

@@ -68,6 +68,7 @@ def start(tmp_path, limit, budget=None, **selector):
     return rows, allocator
 
 
+@pytest.mark.slow
 def test_model_that_needs_fsdp_8_starts(tmp_path):
     """Replicated, the state of 27 MB alone would not fit; over fewer shards no update does."""
     rows, allocator = start(tmp_path, 19_000_000, 17_000_000, train_meshes=FSDP, table="auto")

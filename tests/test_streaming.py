@@ -103,8 +103,11 @@ def test_the_totals_of_parts_make_the_update_of_the_whole_batch(world):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
 
 
-def test_a_run_in_parts_learns_what_the_synchronous_run_learns(world, monkeypatch):
-    """The same episodes to the token, nothing through the host, and gradients while it plays."""
+def test_a_run_in_parts_learns_what_the_synchronous_run_learns(monkeypatch):
+    """The same episodes to the token, nothing through the host, and gradients while it plays.
+
+    With a penalty for the distance from a reference, of which the policy is not a copy any more.
+    """
     results, calls = [], []
     add_part, play_round = Learner.add_part, OpenGroups.play_round
 
@@ -113,8 +116,12 @@ def test_a_run_in_parts_learns_what_the_synchronous_run_learns(world, monkeypatc
 
     monkeypatch.setattr(Learner, "add_part", noted("gradients", add_part))
     monkeypatch.setattr(OpenGroups, "play_round", noted("round", play_round))
-    for run in (build_run(config_of(1)), world):
+    for number in (1, 2):
+        run = build_run(config_of(number, algorithm_args={"kl_coefficient": 0.5}))
         placement, position = begin(run)
+        other = jax.tree.map(lambda leaf: 1.25 * leaf, position.state.reference)
+        state = dataclasses.replace(position.state, reference=other)
+        position = dataclasses.replace(position, state=state)
         player = AsyncPlayer(run, placement) if run.config.asynchrony.is_on else None
         position, record = rl_step(run, placement, position, player)
         results.append((record, jax.device_get(position.state.params)))
@@ -124,7 +131,8 @@ def test_a_run_in_parts_learns_what_the_synchronous_run_learns(world, monkeypatc
     ours, theirs = parts.metrics(), whole.metrics()
     assert ours["dispatch_host_bytes"] == ours["publish_host_bytes"] == 0
     assert ours["dispatch_bytes"] > 0 and ours["train_tokens_per_s"] is None
-    for name in ("loss", "grad_norm", "entropy", "policy_tokens"):
+    assert theirs["reference_kl"] > 0.01
+    for name in ("loss", "grad_norm", "entropy", "policy_tokens", "reference_kl"):
         assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=5e-5), params, expected

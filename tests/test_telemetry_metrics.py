@@ -92,16 +92,23 @@ def test_lags_are_of_the_tokens_that_are_trained_on():
     ]
     trained = counted(ALGORITHMS["dapo"], outcomes)
     assert [each.episode for each in trained] == [0, 1]
-    assert lag_metrics(5, trained, 0) == {
+    assert lag_metrics(5, trained, 0, masks=False) == {
         "version_lag_max": 3,
         "version_lag_mean": 5 / 6,
         "staleness_tokens": [3, 2, 0, 1],
         "overdue_tokens": None,
     }
-    masked = lag_metrics(5, trained, 4)
+    # One token is beyond a bound of 1; it was trained on, or left out.
+    assert lag_metrics(5, trained, 4, masks=False) == {
+        "version_lag_max": 3,
+        "version_lag_mean": 5 / 6,
+        "staleness_tokens": [3, 2, 0, 1],
+        "overdue_tokens": 1,
+    }
+    masked = lag_metrics(5, trained, 4, masks=True)
     assert (masked["overdue_tokens"], masked["staleness_tokens"]) == (1, [3, 2])
     assert (masked["version_lag_max"], masked["version_lag_mean"]) == (1, 2 / 5)
-    nothing = lag_metrics(5, [], 0)
+    nothing = lag_metrics(5, [], 0, masks=False)
     assert set(nothing.values()) == {None}
 
 

@@ -314,7 +314,7 @@ def test_micro_batches_are_not_averaged_one_by_one():
 
 @pytest.mark.parametrize(
     ("remat", "shape"),
-    [("full", ONE_DEVICE), ("dots", ONE_DEVICE), ("dots", ALL_AXES), ("offload", ALL_AXES)],
+    [("full", ONE_DEVICE), ("dots", ALL_AXES), ("offload", ALL_AXES)],
     ids=str,
 )
 def test_remat_changes_nothing(reference, remat, shape):
@@ -389,9 +389,9 @@ def test_a_corrected_update_is_the_same_on_every_layout(shape, micro_batches, wi
     assert got.metrics["importance_mean"] != pytest.approx(1, abs=1e-3)
 
 
-@pytest.mark.slow_except("data=2,fsdp=2,tensor=2-4")
+@pytest.mark.slow_except("data=2,fsdp=2,tensor=2-2")
 @pytest.mark.parametrize(
-    ("shape", "micro_batches"), [(ONE_DEVICE, 1), (ALL_AXES, 1), (ALL_AXES, 4)], ids=str
+    ("shape", "micro_batches"), [(ONE_DEVICE, 1), (ALL_AXES, 1), (ALL_AXES, 2)], ids=str
 )
 def test_a_batch_is_scored_by_the_state_that_it_is_learnt_with(shape, micro_batches):
     """In parts or as a whole: what the first update would find, which it then changes nothing."""

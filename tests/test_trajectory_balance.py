@@ -3,6 +3,7 @@
 """Trajectory balance (TBA): by hand, over rows and micro-batches, and what it is refused with."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -83,33 +84,41 @@ def mean_loss(batch: TrajectoryBatch, logprobs: jax.Array) -> jax.Array:
     return jnp.sum(losses * aggregation.weights) / jnp.sum(aggregation.shares)
 
 
+loss_and_slope = jax.jit(jax.value_and_grad(mean_loss, argnums=1))
+
+
+@jax.jit
+def estimated(batch: TrajectoryBatch) -> TrajectoryBatch:
+    return with_estimates(batch, TBA)
+
+
 def test_the_loss_and_its_gradient_by_hand():
     """Errors log Z + log-ratio - r / beta are A 1 - 1 - 2 = -2, C 2, B 3 + 0 - 2 = 1, D -1.
 
     The loss is (4 + 4 + 1 + 1) / 4 and its gradient, at each token of a sequence, half its error.
     """
-    batch = with_estimates(two_rows(), TBA)
+    batch = estimated(two_rows())
     assert batch.groups is None, "the update has no use for them"
     expected = [[0, 1, 1, 0, -1], [0, -1, 0, -1, 0]]
     np.testing.assert_allclose(batch.advantages, expected, atol=1e-6)
     policy = two_rows().proximal
-    loss, slope = jax.value_and_grad(lambda logprobs: mean_loss(batch, logprobs))(policy)
+    loss, slope = loss_and_slope(batch, policy)
     assert float(loss) == pytest.approx(2.5)
     np.testing.assert_allclose(slope, [[0, -1, -1, 0, 0.5], [0, 1, 0, -0.5, 0]], atol=1e-6)
 
 
 def test_in_a_later_update_the_log_ratios_are_new_and_log_z_is_not():
     """A's log-ratio has become -1 + 2 = 1, which is balanced: (0 + 4 + 1 + 1) / 4."""
-    batch = with_estimates(two_rows(), TBA)
+    batch = estimated(two_rows())
     policy = two_rows().proximal.at[0, 2].set(0.0)
-    loss, slope = jax.value_and_grad(lambda logprobs: mean_loss(batch, logprobs))(policy)
+    loss, slope = loss_and_slope(batch, policy)
     assert float(loss) == pytest.approx(1.5)
     np.testing.assert_allclose(slope, [[0, 0, 0, 0, 0.5], [0, 1, 0, -0.5, 0]], atol=1e-6)
 
 
 def test_what_is_added_to_the_rewards_of_a_group_changes_nothing():
     found, other = (
-        with_estimates(two_rows(advantages=rewards), TBA).advantages
+        estimated(two_rows(advantages=rewards)).advantages
         for rewards in ([[0.0, 2, 2, 0, 2], [0, 0, 0, 2, 0]], [[0.0, 5, 5, 0, 0], [0, 3, 0, 0, 0]])
     )
     np.testing.assert_allclose(found, other, atol=1e-6)
@@ -118,8 +127,8 @@ def test_what_is_added_to_the_rewards_of_a_group_changes_nothing():
 def test_the_loss_is_0_at_the_reference_times_exp_of_the_reward():
     """Log policy - log reference is r / beta - 3 in group 1, r / beta - 2.5 in group 2."""
     policy = [[9.0, -1.5, -1.5, 9, -1.5], [9, -5.0, 9, -1.5, 9]]
-    batch = with_estimates(two_rows(proximal=policy), TBA)
-    loss, slope = jax.value_and_grad(lambda logprobs: mean_loss(batch, logprobs))(jnp.array(policy))
+    batch = estimated(two_rows(proximal=policy))
+    loss, slope = loss_and_slope(batch, jnp.array(policy))
     assert float(loss) == pytest.approx(0, abs=1e-10)
     np.testing.assert_allclose(slope, 0, atol=1e-5)
 
@@ -195,6 +204,20 @@ def vargrad(logprobs, reference, batch: TrajectoryBatch) -> jax.Array:
     return jnp.mean((errors + jnp.stack([log_z[n] for n in groups])) ** 2)
 
 
+@functools.cache
+def whole_batch():
+    """Loss and gradient of `ragged_batch` on one device, and the weights of the reference."""
+    config, one, batch = TrainConfig(), make_layout(ONE), ragged_batch()
+    states = [init_state(MODEL, config, VOCAB, one, seed=seed) for seed in (0, 1)]
+    params, other = jax.device_get([state.params for state in states])
+
+    def loss_of(params):
+        scores = [score_batch(MODEL, config, one, 1.0, each, batch) for each in (params, other)]
+        return vargrad(scores[0].logprobs, scores[1].logprobs, batch)
+
+    return *jax.jit(jax.value_and_grad(loss_of))(params), other
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "micro_batches"), [(ONE, 1), (CUBE, 2), (CONTEXT, 2)], ids=str)
 def test_an_update_is_that_of_the_whole_batch(mesh, micro_batches):
@@ -211,20 +234,12 @@ def test_an_update_is_that_of_the_whole_batch(mesh, micro_batches):
     )
     assert learner.networks == Networks(reference=True)
     batch, layout = ragged_batch(), make_layout(mesh)
-    other = init_state(MODEL, config, VOCAB, make_layout(ONE), seed=1).params
+    loss, expected, other = whole_batch()
     state = init_state(MODEL, config, VOCAB, layout, seed=0, networks=learner.networks)
-    params = jax.device_get(state.params)
     dtypes = jax.tree.map(lambda leaf: leaf.dtype, state.reference)
     reference = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), other, dtypes)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state.reference)
     state = dataclasses.replace(state, reference=jax.device_put(reference, shardings))
-
-    def loss_of(params):
-        one = make_layout(ONE)
-        scores = [score_batch(MODEL, config, one, 1.0, each, batch) for each in (params, other)]
-        return vargrad(scores[0].logprobs, scores[1].logprobs, batch)
-
-    loss, expected = jax.value_and_grad(loss_of)(params)
     plan = TrainPlan(mesh, micro_batches, "none")
     (scored,) = learner.score([plan], state, [jax.device_put(batch, layout.activations("NS"))])
     after, metrics = learner.update(plan, state, scored, np.array([1e-3, 0], np.float32))

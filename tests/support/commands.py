@@ -27,7 +27,7 @@ CONFIG = ROOT / "configs/tictactoe_tiny_cpu.py"
 SMALL = TINY | {
     "num_steps": 2,
     "rollout.context_buckets": "(48,)",
-    "train.sft_steps": 1,
+    "train.sft_steps": 0,
     "train.sft_updates": 1,
     "checkpoint.every_steps": 1000,
     "eval.every_steps": 1000,

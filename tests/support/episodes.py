@@ -248,6 +248,25 @@ def check_nothing_is_held(service: RolloutService, longest: int = MAX_TOKENS) ->
     assert not service._row_pool._moves
 
 
+def check_row(service: RolloutService, finished) -> None:
+    """The device row is the episode, and 0 behind it."""
+    experience, turns = service.session.state.experience, finished.trajectory.turns
+    expected = np.zeros((4, experience.tokens.shape[1]), np.float32)
+    position, spoken = 0, 0
+    for turn in turns:
+        here = slice(position, position + len(turn.token_ids))
+        expected[0, here] = turn.token_ids
+        if turn.author == "policy":
+            spoken += 1
+            expected[1, here], expected[2, here] = spoken, turn.logprobs
+            expected[3, here] = turn.versions
+        position = here.stop
+    names = ("tokens", "turn_ids", "logprobs", "versions")
+    for name, numbers in zip(names, expected, strict=True):
+        row = np.asarray(getattr(experience, name))[finished.row]
+        np.testing.assert_array_equal(row, numbers, name)
+
+
 def check_rows(rollout, num_tasks: int) -> None:
     """Row i holds the turns of task i end to end, marked by author; nothing is anywhere else."""
     written = {

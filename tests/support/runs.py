@@ -7,11 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from earl_jax.config import Config
+from earl_jax.config.file import load_config_file, make_config
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
 from tests.support import ROOT, environment_without, link_programs, python_path
@@ -77,6 +80,12 @@ def run(cache: Path, *line: str, as_a_user: bool = False) -> subprocess.Complete
 
 def tiny(workdir: Path, **overrides) -> list[str]:
     return command("main", TICTACTOE, f"--workdir={workdir}", **(TINY | overrides))
+
+
+def config_of(settings: Mapping[str, Any]) -> Config:
+    """The config of `tiny` with these settings alone, for a run in this process."""
+    overrides = [f"{name}={value}" for name, value in settings.items()]
+    return make_config(load_config_file(ROOT / "configs/tictactoe_tiny_cpu.py"), overrides)
 
 
 def timeless(line: dict) -> dict:
