@@ -218,6 +218,23 @@ def test_a_paused_service_keeps_its_live_episodes(pool):
     check_nothing_is_held(service, LONG)
 
 
+def test_none_waits_in_its_slot_while_those_behind_it_begin(pool):
+    """In an open queue, with pages for few of those in slots; prompts are equally long."""
+    mesh, pages, begun = MeshShape(data=2), 10, []
+    service = open_small(pool, mesh=mesh, pages=pages, grow=GrowPool(most_pages=pages))
+    todo = tasks(60)
+    while todo or service.is_busy:
+        service.submit([todo.pop(0) for _ in range(SLOTS - service.num_live) if todo])
+        take(service, service.step())
+        playing = [each.ticket for each in service._slots if each is not None and not each.fresh]
+        begun += sorted(set(playing) - set(begun))
+    assert len(begun) > 50
+    seen = {ticket: index for index, ticket in enumerate(begun)}
+    bound = service.rows.num_places + SLOTS
+    for ticket, later in itertools.combinations(sorted(seen), 2):
+        assert later - ticket < bound or seen[ticket] < seen[later]
+
+
 # Tasks that are given up.
 
 

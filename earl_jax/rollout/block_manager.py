@@ -8,13 +8,14 @@ the budget does not let it grow, episodes are preempted: they give up their page
 there are some. The tokens that they had read are in host memory until then, or are read again
 (preemption.py).
 
-Priority decides which episodes go on: one that has begun comes before one that has not, then the
-longer before the shorter. The lowest of a row shard is preempted, the highest of the preempted goes
-on first, and none overtakes it. So the highest of a shard is never preempted: a shard always has an
-episode that goes on, which ends, and so all of them do. And none is preempted again and again: it
-goes on only where there are pages for all that it has to read and two rounds more, and these are
-there again only when another of its shard ends or begins anew, the cache grows, or the mesh
-changes. Between two such times an episode is preempted at most once.
+Priority decides which episodes go on: one that has begun comes before one that has not; of those
+that have begun the longer comes first, of the others the one that was submitted first. The lowest
+of a row shard is preempted, the highest of the preempted goes on first, and none overtakes it. So
+the highest of a shard is never preempted: a shard always has an episode that goes on, which ends,
+and so all of them do. And none is preempted again and again: it goes on only where there are pages
+for all that it has to read and two rounds more, and these are there again only when another of its
+shard ends or begins anew, the cache grows, or the mesh changes. Between two such times an episode
+is preempted at most once.
 """
 
 import dataclasses
@@ -301,7 +302,9 @@ class BlockManager:
 
     def _priority(self, slot: int) -> tuple[bool, int, int]:
         """Returns the priority of the slot's episode in its row shard."""
-        return not self._is_new(slot), self._episode(slot).length, -slot
+        episode, is_new = self._episode(slot), self._is_new(slot)
+        # New ones by age: in an open queue others with longer prompts may come without end.
+        return not is_new, 0 if is_new else episode.length, -episode.ticket
 
     def _is_new(self, slot: int) -> bool:
         """Returns whether the episode has read nothing yet."""
