@@ -251,6 +251,7 @@ def test_preempted_and_moved_episodes_of_two_processes_are_those_of_one(moves):
     assert one[:2] == alone[:2]
     _, preempted, host_bytes = one[2]
     assert preempted > 0 < host_bytes
-    # Where a move finds pages in host memory, one process can join the pieces of all devices.
-    assert one[4] == alone[4] and (one[4] > 0) == moves
+    # Where a move finds pages in host memory, one process can join the pieces of all devices; two
+    # read the tokens again, and so take other rounds.
+    assert (one[4] > 0) == (alone[4] > 0) == moves
     assert one[2:] == alone[2:] or moves and one[3] > 0
