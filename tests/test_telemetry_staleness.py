@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sentences about what a rule has cost, by hand-computed values."""
 
+import pytest
+
 from earl_jax.telemetry.staleness import staleness_words
 
 
@@ -39,45 +41,31 @@ def test_what_was_dropped_is_said_with_the_bias_in_lengths():
     ]
 
 
-def test_the_length_of_what_is_trained_on_is_that_of_the_episodes_that_count():
-    """Each step trains on 6 episodes of 10 tokens; the dropped ones have 11.
-
-    In the first a quarter of 8 failed. In the second, 3 groups of 2 were trained on, one was left
-    out and one given up for another: 2 of 5 groups are not kept.
-    """
-    steps = [
-        {"step": 1, "episodes": 8, "failed_share": 0.25, "staleness_tokens": [60]},
-        {
-            "step": 2,
-            "episodes": 8,
-            "dropped_groups": 0.4,
-            "refilled_groups": 1,
-            "staleness_tokens": [0, 60],
-            "stale_episodes": 2,
-            "stale_tokens": 22,
-        },
-    ]
-    assert words_of("drop", steps) == [
-        "dropped 2 of 18 episodes as too old (22 tokens, 10% longer than those trained on)"
-    ]
-
-
-def test_an_episode_that_was_trained_on_again_was_played_once():
-    """Of 8 groups in two steps 2 were taken again: 12 episodes, and 2 were dropped."""
-    steps = [
-        {"step": 1, "episodes": 8, "staleness_tokens": [80]},
-        {
-            "step": 2,
-            "episodes": 8,
-            "reused_groups": 2,
-            "staleness_tokens": [40, 40],
-            "stale_episodes": 2,
-            "stale_tokens": 24,
-        },
-    ]
-    assert words_of("drop", steps) == [
-        "dropped 2 of 14 episodes as too old (24 tokens, 20% longer than those trained on)"
-    ]
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        # Each step trains on 6 episodes of 10 tokens: in the first a quarter of 8 failed; in the
+        # second 3 groups of 2 were trained on, one was left out and one given up for another, so
+        # that 2 of 5 are not kept. The dropped ones have 11 tokens.
+        (
+            {"failed_share": 0.25, "staleness_tokens": [60]},
+            {"dropped_groups": 0.4, "refilled_groups": 1, "staleness_tokens": [0, 60]}
+            | {"stale_episodes": 2, "stale_tokens": 22},
+            "dropped 2 of 18 episodes as too old (22 tokens, 10% longer than those trained on)",
+        ),
+        # Of 8 groups in two steps 2 were taken again: 12 episodes were played, and 2 dropped.
+        (
+            {"staleness_tokens": [80]},
+            {"reused_groups": 2, "staleness_tokens": [40, 40]}
+            | {"stale_episodes": 2, "stale_tokens": 24},
+            "dropped 2 of 14 episodes as too old (24 tokens, 20% longer than those trained on)",
+        ),
+    ],
+    ids=["left out", "again"],
+)
+def test_dropped_episodes_are_compared_with_those_that_were_played_and_count(first, second, words):
+    steps = [{"step": step, "episodes": 8, **row} for step, row in enumerate((first, second), 1)]
+    assert words_of("drop", steps) == [words]
 
 
 def test_the_overshoot_of_admission_is_said():

@@ -91,7 +91,10 @@ def play_all(
 
 
 def end_of(placement: Placement, play: Callable[[], Item]) -> tuple[Item | None, End]:
-    """Returns what `play` gives, None where it has no end of its own; see `gather_ends`."""
+    """Returns what `play` gives and how it ended, for `gather_ends`.
+
+    None where it was stopped by a signal, or where memory was too short.
+    """
     result, shortage, stopped = None, None, ""
     try:
         result = play()
