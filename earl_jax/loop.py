@@ -23,6 +23,7 @@ from earl_jax.placement.updates import StepUpdate, Wait, sft
 from earl_jax.rollout.actor import Stopped, check_learnable
 from earl_jax.rollout.evaluation import summarize
 from earl_jax.rollout.load import expected_load, expected_tokens, measure_load
+from earl_jax.rollout.open_episodes import OpenEpisode
 from earl_jax.run.build import Run
 from earl_jax.run.played_step import PlayedStep, record_of
 from earl_jax.run.step_record import StepRecord
@@ -79,6 +80,10 @@ class Player(Protocol):
 
     def open_groups(self) -> tuple[int, ...]:
         """Returns the numbers of the groups whose tasks were begun and not trained on."""
+        ...
+
+    def open_episodes(self) -> dict[int, OpenEpisode]:
+        """Returns what their episodes have in this process, by number."""
         ...
 
     @property
@@ -180,6 +185,7 @@ def rl_step(
         history=history,
         failed_steps=failed_steps,
         open_groups=player.open_groups(),
+        open_episodes=player.open_episodes(),
         oldest_step=player.oldest_step,
         averages=next_averages(run.learner.algorithm, done.played.outcomes, position.averages),
     )
@@ -223,6 +229,10 @@ class InTurn:
     def open_groups(self) -> tuple[int, ...]:
         """Returns none: a step ends with all of its tasks."""
         return ()
+
+    def open_episodes(self) -> dict[int, OpenEpisode]:
+        """Returns none."""
+        return {}
 
 
 def choose_and_play(

@@ -40,6 +40,7 @@ from earl_jax.rollout.actor import Stopped
 from earl_jax.rollout.events import Begun, Events
 from earl_jax.rollout.gather import Played, gather_ends, gather_outcomes
 from earl_jax.rollout.load import expected_tokens, measure_load
+from earl_jax.rollout.open_episodes import OpenEpisode
 from earl_jax.run.build import Run
 from earl_jax.run.live_service import LiveService
 from earl_jax.run.played_step import PlayedStep
@@ -142,6 +143,10 @@ class AsyncPlayer:
     def open_groups(self) -> tuple[int, ...]:
         """Returns the numbers of the open groups of all processes."""
         return self._live.open_groups
+
+    def open_episodes(self) -> dict[int, OpenEpisode]:
+        """Returns what open episodes of this process have."""
+        return self._live.groups.open_episodes()
 
     @property
     def oldest_step(self) -> int:

@@ -31,6 +31,7 @@ from earl_jax.rollout.events import (
     set_events_aside,
 )
 from earl_jax.rollout.load import expected_tokens
+from earl_jax.rollout.open_episodes import drop_episodes, read_episodes, write_episodes
 from earl_jax.run.build import Run
 from earl_jax.run.exports import export_policy
 from earl_jax.run.source import build_from, first_state, keep_sources
@@ -215,6 +216,9 @@ def _train_until_lost(
         if position is None:
             recorder.note("there is no checkpoint yet: the run begins again")
             restore_tasks(run, begun)
+    player = _player(run, placement, checkpoints, workdir, position.step if position else 0, events)
+    if position is not None and player is not None:
+        position = _with_episodes(run, position, workdir, recorder.note)
     is_on = compiles_ahead(run.config.selector.compile_ahead, run.cluster)
     ahead = CompileAhead(recorder.note, is_on=is_on, max_context=run.origin.max_context)
     log = StepLog(
@@ -236,7 +240,7 @@ def _train_until_lost(
             log=log,
             stop=stop,
             trace=Trace(workdir, run.cluster.index) if run.config.log.trace else None,
-            player=_player(run, placement, workdir, resumed[0].step if resumed else 0, events),
+            player=player,
         )
         try:
             position = training.begin(position)
@@ -258,8 +262,29 @@ def _train_until_lost(
     return position, "" if is_done else training.stopped, None
 
 
+def _rules(config: Config) -> list[Any]:
+    """Returns the rules that bound the staleness of open episodes."""
+    return [config.asynchrony.rule, config.asynchrony.max_staleness]
+
+
+def _with_episodes(
+    run: Run, position: Position, workdir: Path, say: Callable[[str], None]
+) -> Position:
+    """Returns the position with what the episodes of open groups had there."""
+    episodes = read_episodes(workdir, position.step, _rules(run.config))
+    if episodes:
+        sampled = sum(each.num_sampled for each in episodes.values())
+        say(f"{len(episodes)} open episodes go on behind the {sampled} tokens that they have")
+    return dataclasses.replace(position, open_episodes=episodes)
+
+
 def _player(
-    run: Run, placement: Placement, workdir: Path, step: int, replayed: Sequence[dict[str, Any]]
+    run: Run,
+    placement: Placement,
+    checkpoints: Checkpoints,
+    workdir: Path,
+    step: int,
+    replayed: Sequence[dict[str, Any]],
 ) -> AsyncPlayer | None:
     """Returns what plays ahead of the steps from this step on; None in a synchronous run."""
     cluster, begun = run.cluster, None
@@ -267,8 +292,10 @@ def _player(
         if cluster.is_first:
             # A run that goes on asynchronously later begins as behind these steps.
             set_events_aside(workdir, step)
+            drop_episodes(workdir, ())
         return None
     if cluster.is_first:
+        drop_episodes(workdir, [each for each in checkpoints.steps() if each <= step])
         # Those of all processes, of which there may have been others.
         drop_events(workdir, step)
         begun = begun_groups(workdir, step)
@@ -398,7 +425,7 @@ class Training:
         self._evaluate_if_due(position)
         self.look_for_a_signal()
         if self.stopped or self._is_due(step):
-            save(self.run, self.placement, self.checkpoints, position, self._choices())
+            self._save(position, self._choices())
         if self._is_due(step):
             self._export(position)
         if last or self.stopped or step % config.log.report_every_steps == 0:
@@ -409,13 +436,23 @@ class Training:
         choices = choices_of(self.run, self.placement) | {"skipped_steps": self.log.skipped_steps}
         return choices if self._source_state is None else {**choices, "tasks": self._source_state}
 
+    def _save(self, position: Position, choices: dict[str, Any]) -> None:
+        """Saves a checkpoint, and what the open episodes of this process have."""
+        run, workdir, step = self.run, self.workdir, position.step
+        if self.player is not None and run.cluster.plays:
+            rules = _rules(run.config)
+            write_episodes(workdir, step, run.cluster.index, position.open_episodes, rules)
+        save(run, self.placement, self.checkpoints, position, choices)
+        if self.player is not None and run.cluster.is_first:
+            drop_episodes(workdir, [*self.checkpoints.steps(), step])
+
     def _save_before(self, position: Position, choices: dict[str, Any]) -> None:
         """Saves what was before a step that was not taken, unless it was saved."""
         if not position.step:
             return
         self.checkpoints.wait()
         if position.step not in self.checkpoints.steps():
-            save(self.run, self.placement, self.checkpoints, position, choices)
+            self._save(position, choices)
         self.checkpoints.wait()
         self.log.write_report()
 

@@ -284,7 +284,8 @@ def test_killed_at_any_moment_it_uses_each_task_as_often_and_can_be_replayed(tmp
 
     go_on = kill(tmp_path, first, given, is_behind_its_third_step)
     before = read_events(first) if (first / EVENTS).read_text().endswith("\n") else None
-    assert "resuming" in go_on()
+    said = go_on()
+    assert "resuming" in said and "open episodes go on behind the" in said
     # Each task in the step in which a run left alone trains on it, and within the bound.
     assert episodes_by_step(first) == {
         f"step_{step + 1:06d}.jsonl": list(range(step * EPISODES, (step + 1) * EPISODES))
@@ -296,6 +297,8 @@ def test_killed_at_any_moment_it_uses_each_task_as_often_and_can_be_replayed(tmp
     # What was before the checkpoint is as it was; what was behind it has come in another way.
     opened = [event["version"] for event in events if event["event"] == "open"]
     assert len(opened) == 2 and opened[1] in range(2, steps, 2)
+    # What was sampled before the checkpoint is trained on behind it.
+    assert max(lags_of(first, opened[1] + 1)) > 0
     end = events.index({"event": "open", "version": opened[1]}, 1)
     assert before is None or events[:end] == before[:end]
     config, _ = replayed_config(first, *parse_flags([f"--replay={first}", f"--workdir={again}"]))

@@ -24,7 +24,9 @@ class RoundInputs(NamedTuple):
     the record, `unpack_inputs` the record again on the devices.
 
     - `chunk` [B,C], `count` [B]: the first `count` tokens of the chunk are appended.
-    - `restart`: the slot is emptied first, and takes over `seed`, `row`, `sampling` and `stop_ids`.
+    - `restart`: the slot is emptied first, and takes over `seed`, `row`, `sampling`, `stop_ids` and
+      `origin`. Its episode may have had `turns` before, and `turn_tokens` tokens of the last one,
+      if that goes on.
     - `fork`: only the cache is emptied. The episode goes on in its row with a sample that begins
       with the chunk, at `origin`, behind the pending token.
     - `rewind`: the cache of a sample is emptied that is to be read again, because its pages were
@@ -37,8 +39,8 @@ class RoundInputs(NamedTuple):
       tokens over has them for the slots behind it.
     - `written`: the ids of the shared tokens are in the slot's row already, so none are copied.
     - `begin_turn`: a turn of at most `turn_limit` tokens begins behind the chunk. `resume_turn`: it
-      goes on that the sample was in when it was rewound. A slot without a chunk goes on with its
-      turn where it is in one.
+      goes on that the sample was in when it was rewound, or its run was interrupted. A slot without
+      a chunk goes on with its turn where it is in one.
     - `end_turn`: before all else, the turn of the last round ends as if its last `discarded` tokens
       had not been sampled.
     - `version`: of the weights. `choices`: the replies to which the turn that begins is restricted;
@@ -55,6 +57,8 @@ class RoundInputs(NamedTuple):
     version: Any
     fork: Any = 0
     origin: Any = 0
+    turns: Any = 0
+    turn_tokens: Any = 0
     rewind: Any = 0
     resume_turn: Any = 0
     end_turn: Any = 0
@@ -76,7 +80,9 @@ def idle_inputs(
     def full(value: int, *shape: int) -> np.ndarray:
         return np.full((num_slots, *shape), value, np.int32)
 
-    zeros = {name: full(0) for name in ("count", "seed", "discarded", "source", "shared", "origin")}
+    zeros = {
+        name: full(0) for name in ("count", "seed", "discarded", "source", "shared", *_EPISODE)
+    }
     flags = {name: full(0) for name in _FLAGS}
     return RoundInputs(
         chunk=full(0, chunk_size),
@@ -113,8 +119,10 @@ def pack_inputs(inputs: RoundInputs) -> np.ndarray:
     return np.concatenate(packed, axis=1).astype(np.int32)
 
 
+# Where a slot's episode stands that begins in it.
+_EPISODE = ("origin", "turns", "turn_tokens")
 _COLUMNS = ("count", "seed", "row", "version", "source", "shared")
-_COLUMNS += ("copied", "turn_limit", "discarded", "origin")
+_COLUMNS += ("copied", "turn_limit", "discarded", *_EPISODE)
 # In front of a packed chunk: the flags, the columns, the fields of SamplingRows, the stop ids.
 INPUT_COLUMNS = 1 + len(_COLUMNS) + len(SamplingRows._fields) + MAX_STOP_IDS
 

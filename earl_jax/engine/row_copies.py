@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Small programs that copy rows of experience between row shards, and ids from the host.
+"""Small programs that copy rows of experience between row shards, and from the host.
 
 A row is copied from device to device in one all-reduce, to which every device but the
 writer's adds zeros. It is a program of its own, in which all devices take part alike, and not part
@@ -61,6 +61,14 @@ class RowCopies:
             first = jax.lax.axis_index(layout.row_axes) * tokens.shape[0]
             return _write_ids(tokens, packed, first)
 
+        def write_row_on_shard(experience: Experience, sent: Any) -> Experience:
+            (row, fields), num_rows = sent, experience.tokens.shape[0]
+            first = jax.lax.axis_index(layout.row_axes) * num_rows
+            local = local_rows(row[None], first, num_rows)
+            return jax.tree.map(
+                lambda field, new: field.at[local].set(new[None], mode="drop"), experience, fields
+            )
+
         def over_rows(function: Any, out: Any) -> Any:
             mapped = jax.shard_map(
                 function,
@@ -74,6 +82,7 @@ class RowCopies:
 
         self._move_rows = over_rows(move_on_shard, row_shardings)
         self._write_ids = over_rows(write_on_shard, row_shardings.tokens)
+        self._write_row = over_rows(write_row_on_shard, row_shardings)
         gathered = jax.shard_map(
             lambda experience, rows_N: gather_rows(experience, rows_N, layout.row_axes),
             mesh=layout.mesh,
@@ -103,6 +112,14 @@ class RowCopies:
         tokens = self._write_ids(tokens, place(packed, self._everywhere))
         experience = dataclasses.replace(state.experience, tokens=tokens)
         return dataclasses.replace(state, experience=experience)
+
+    def write_row(self, state: DecodeState, row: int, fields: Experience) -> DecodeState:
+        """Returns the state with `fields`, numpy arrays of a row each, in this buffer row.
+
+        Donates the experience of `state`.
+        """
+        sent = jax.tree.map(lambda part: place(part, self._everywhere), (np.int32(row), fields))
+        return dataclasses.replace(state, experience=self._write_row(state.experience, sent))
 
     def gather(self, experience: Experience, rows: Sequence[int]) -> Experience:
         """Returns copies of these rows in this order, over the same row shards.

@@ -107,7 +107,7 @@ def _append(decoder: Decoder, state: DecodeState, inputs: RoundInputs) -> Decode
         active=state.active | speaks,
         turn=state.turn + begins,
         turn_tokens=jnp.where(begins, 0, state.turn_tokens),
-        turn_limit=jnp.where(begins, inputs.turn_limit, state.turn_limit),
+        turn_limit=jnp.where(speaks, inputs.turn_limit, state.turn_limit),
         choices=jax.tree.map(
             lambda new, old: jnp.where(begins.reshape(-1, *(1,) * (new.ndim - 1)), new, old),
             inputs.choices,
@@ -158,14 +158,14 @@ def _restart(state: DecodeState, inputs: RoundInputs, first_row: jax.Array | int
     def taken(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(inputs.restart, new, old)
 
-    zero = jnp.zeros_like(state.cached)
     origin, row = _new_origin_and_row(state, inputs, first_row)
     return dataclasses.replace(
         state,
         origin=origin,
         cached=jnp.where(inputs.restart | inputs.fork | inputs.rewind, inputs.shared, state.cached),
         active=state.active & ~inputs.restart & ~inputs.rewind,
-        turn=taken(zero, state.turn),
+        turn=taken(inputs.turns, state.turn),
+        turn_tokens=taken(inputs.turn_tokens, state.turn_tokens),
         stop_ids=jnp.where(inputs.restart[:, None], inputs.stop_ids, state.stop_ids),
         seed=taken(inputs.seed, state.seed),
         row=row,
@@ -179,12 +179,9 @@ def _new_origin_and_row(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns each slot's origin and row after its restart or fork."""
     # Not behind what is cached: the sample before may have been rewound, and be read in part.
-    origin = jnp.where(inputs.fork, inputs.origin, state.origin)
+    origin = jnp.where(inputs.restart | inputs.fork, inputs.origin, state.origin)
     row = jnp.where(inputs.row == NO_ROW, NO_ROW, inputs.row - first_row)
-    return (
-        jnp.where(inputs.restart, 0, origin),
-        jnp.where(inputs.restart, row, state.row),
-    )
+    return origin, jnp.where(inputs.restart, row, state.row)
 
 
 def _take_over(state: DecodeState, inputs: RoundInputs, shard: jax.Array | int) -> DecodeState:

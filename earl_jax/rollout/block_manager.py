@@ -159,6 +159,13 @@ class BlockManager:
             self._spare.append(-short)
         return self._copy(session)
 
+    def widen(self, session: Session, tokens: int) -> Session:
+        """Returns a session whose rows have at least so many tokens."""
+        if tokens > session.max_tokens:
+            session = self._grow(session, tokens, session.pool.pages)
+            self.adopt(session)
+        return session
+
     def adopt(self, session: Session) -> None:
         """Goes on with the pages of a session that the live episodes have moved to."""
         if session.pages is self._pages:

@@ -19,6 +19,7 @@ from earl_jax.envs.environment import (
 )
 from earl_jax.envs.text_stream import StopWatch
 from earl_jax.rollout.config import Limits, Stops
+from earl_jax.rollout.open_episodes import OpenEpisode, open_episode
 from earl_jax.settings.errors import InputError
 from earl_jax.trajectory import Trajectory, Turn
 
@@ -46,7 +47,8 @@ class Task:
     of a run draw alike. `limits`, `sampling` and `stops` are this episode's own; None: those of the
     rollout. To train on episodes with a sampling of their own, set config.train.ratio to "model".
     With `model_logprobs` its turns have these (`Turn.model_logprobs`), also where the rollout does
-    not record them for all.
+    not record them for all. One that `resumes` goes on behind these turns, if its environment says
+    the same as then.
     """
 
     episode: int
@@ -58,6 +60,7 @@ class Task:
     sampling: Sampling | None = None
     stops: Stops | None = None
     model_logprobs: bool = False
+    resumes: OpenEpisode | None = None
 
     def validate(self) -> None:
         """Raises ValueError naming the episode and the field that breaks a rule."""
@@ -123,6 +126,7 @@ class LiveEpisode:
     - `choices`: ids of the replies to which the next turn is restricted, or `allowed`: its possible
       ids; both are () where the turn may be anything.
     - `scored`: log-probs under the model itself are recorded.
+    - `resumes`: what it had before its run was interrupted, while its environment is given that.
     - `side`: the role of the side on the move, `role` that of the first one. `sides` are the others
       by role, and `turn_roles` has the side of each of the policy's turns.
     """
@@ -136,6 +140,7 @@ class LiveEpisode:
     max_context: int = NO_LIMIT
     scored: bool = False
     environment: Environment | None = None
+    resumes: OpenEpisode | None = None
     waits: bool = True
     role: str = ""
     side: str = ""
@@ -164,13 +169,21 @@ class LiveEpisode:
     @property
     def oldest_version(self) -> int | None:
         """The version that sampled its first token, which is the oldest; None: none was sampled."""
+        if self.resumes is not None:
+            return self.resumes.oldest_version
         first = next((turn.versions[0] for turn in self.turns if turn.versions), None)
         return next(iter(self.versions), None) if first is None else first
 
     @property
+    def num_turns(self) -> int:
+        """The number of the policy's turns, the one that it is in included."""
+        return len(self.turn_roles) + self.in_turn
+
+    @property
     def turn_limit(self) -> int:
-        """The most tokens of a turn that begins now."""
-        return min(self.limits.max_turn_tokens, self.most_tokens - self.length)
+        """The most tokens of the turn that it is in, or that begins now."""
+        before = self.length - len(self.reply)
+        return min(self.limits.max_turn_tokens, self.most_tokens - before)
 
     @property
     def most_tokens(self) -> int:
@@ -325,6 +338,47 @@ class LiveEpisode:
         self.fresh = self.forks = self.rewinds = False
         return self.take(number)[1]
 
+    # An episode of a run that goes on.
+
+    def record(self) -> OpenEpisode | None:
+        """Returns what it has, to go on from there; None: nothing was sampled.
+
+        A reply that is restricted to some choices is sampled again, and is none yet.
+        """
+        if self.resumes is not None:
+            return self.resumes
+        if not (self.in_turn and self.reply) or self.choices or self.allowed:
+            return open_episode(self.turns)
+        return open_episode(self.turns, self.policy_turn(""))
+
+    def replay_turn(self) -> bool | None:
+        """Takes the reply that it `resumes` with behind the newest message.
+
+        None: there is none, and it goes on. False: the message is not what it was then, or the
+        reply lacks log-probs.
+        """
+        assert self.resumes is not None, "it has turns to play again"
+        number, turns = len(self.turns), self.resumes.turns
+        if number >= len(turns):
+            return None
+        before, newest, turn = turns[number - 1], self.turns[-1], turns[number]
+        is_same = (before.token_ids, before.forks) == (newest.token_ids, newest.forks)
+        if not is_same or (self.scored and not turn.model_logprobs):
+            return False
+        self.queue, self.reply = [], list(turn.token_ids)
+        self._count_until_stop(self.reply)
+        self.logprobs, self.versions = list(turn.logprobs), list(turn.versions)
+        self.model_logprobs = list(turn.model_logprobs)
+        self.length += len(self.reply)
+        self.in_turn = self.resumes.in_turn and number == len(turns) - 1
+        return True
+
+    def end_replay(self) -> None:
+        """Queues all of the sample that it is in, to be read by the slot as a prompt is."""
+        self.resumes = None
+        self.queue, self.again = [*self._ids_of_sample(), *self.reply], 0
+        self.fresh, self.forks, self.rewinds = True, False, False
+
     def take(self, number: int) -> tuple[list[int], int]:
         """Takes the next so many ids off the queue. Returns them, and how many of them are new."""
         part, self.queue = self.queue[:number], self.queue[number:]
@@ -357,17 +411,19 @@ class LiveEpisode:
         """Adds the policy's turn to the turns."""
         self.in_turn, self.stop_watch = False, None
         self.turn_roles.append(self.side)
-        self.turns.append(
-            Turn(
-                author="policy",
-                text=text,
-                token_ids=tuple(self.reply),
-                logprobs=tuple(self.logprobs),
-                versions=tuple(self.versions),
-                model_logprobs=tuple(self.model_logprobs),
-            )
-        )
+        self.turns.append(self.policy_turn(text))
         self.reply, self.logprobs, self.versions, self.model_logprobs = [], [], [], []
+
+    def policy_turn(self, text: str) -> Turn:
+        """Returns the turn that it is in, as far as it was sampled."""
+        return Turn(
+            author="policy",
+            text=text,
+            token_ids=tuple(self.reply),
+            logprobs=tuple(self.logprobs),
+            versions=tuple(self.versions),
+            model_logprobs=tuple(self.model_logprobs),
+        )
 
     def cut(self, unfinished_reward: float) -> tuple[str, str]:
         """Ends it by its limits: the last turn has no end, or its answer leaves no tokens for more.

@@ -8,12 +8,13 @@ of a service: the loop (loop_async.py) and simulations drive the same code.
 
 import copy
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from earl_jax.envs.tasks import KeepsState
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.events import Begun, Events
+from earl_jax.rollout.open_episodes import OpenEpisode, open_episode
 from earl_jax.rollout.row_pool import Finished
 from earl_jax.rollout.staleness import (
     AsynchronyConfig,
@@ -46,6 +47,10 @@ class Service(Protocol):
 
     def oldest_versions(self) -> dict[int, int]:
         """Returns the oldest version in each episode that was not handed out, by ticket."""
+        ...
+
+    def open_episodes(self) -> dict[int, OpenEpisode]:
+        """Returns what episodes that were not handed out have, by their numbers."""
         ...
 
     def release(self, row: int) -> None:
@@ -126,6 +131,15 @@ class OpenGroups:
         self._next_drawn = 0
         self._drawn: dict[int, list[Task]] = {}
         self._states: dict[int, dict[str, Any]] = {}
+        # What episodes had in a service before, that this one does not have yet.
+        self._resumes: dict[int, OpenEpisode] = {}
+
+    def open_episodes(self) -> dict[int, OpenEpisode]:
+        """Returns what the episodes of open groups have, by number, for a service that goes on."""
+        done = [each for group in self._groups.values() for each in group.episodes.values()]
+        found = {each.trajectory.episode: open_episode(each.trajectory.turns) for each in done}
+        playing = {} if self._service is None else self._service.open_episodes()
+        return self._resumes | playing | {n: each for n, each in found.items() if each is not None}
 
     @property
     def numbers(self) -> list[int]:
@@ -168,11 +182,13 @@ class OpenGroups:
         version: int,
         resumed: Collection[int] = (),
         next_drawn: int | None = None,
+        episodes: Mapping[int, OpenEpisode] | None = None,
     ) -> None:
-        """Has a new service, with weights of `version`, play the open groups from their beginning.
+        """Has a new service, with weights of `version`, play the open groups again.
 
-        `resumed` are those of the run's position, which count for the first service, and
-        `next_drawn` is the step whose tasks their source gives next; None: this `oldest_step`.
+        They go on behind what their `episodes` had, and the others from their beginning. `resumed`
+        are those of the run's position, which count for the first service, and `next_drawn` is the
+        step whose tasks their source gives next; None: this `oldest_step`.
 
         Raises:
             InputError: other processes have played so far, and what is left cannot be shared out.
@@ -191,6 +207,12 @@ class OpenGroups:
                 self._next = len(self._in_part(range(self._begun.last + 1)))
                 self._check_parts(self._begun)
             self._next_drawn = self.oldest_step if next_drawn is None else next_drawn
+        ours = set(self.numbers)
+        self._resumes = {
+            number: each
+            for number, each in (episodes or {}).items()
+            if number // self.group_size in ours
+        }
 
     def _check_parts(self, begun: Begun) -> None:
         """Raises ValueError where the groups that are left do not go into equal parts."""
@@ -293,12 +315,16 @@ class OpenGroups:
         self._events.note(event, **facts, groups=self._in_run(numbers), round=self.num_rounds)
 
     def _submit(self, numbers: Sequence[int]) -> None:
-        """Has the service play these groups, from their beginning."""
+        """Has the service play these groups, or go on with them."""
         self._note("submit", numbers)
         for number in numbers:
             step, place = divmod(number, self.size)
             first = place * self.group_size
             tasks = self._of_step(step)[first : first + self.group_size]
+            tasks = [
+                dataclasses.replace(task, resumes=self._resumes.pop(task.episode, None))
+                for task in tasks
+            ]
             self._groups[number] = _Open(tickets=self._playing.submit(tasks))
 
     def _of_step(self, step: int) -> list[Task]:

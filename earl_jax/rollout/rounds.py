@@ -141,7 +141,8 @@ class Rounds:
         if episode.task.sampling is not None:
             set_row(inputs.sampling, slot, episode.task.sampling)
         inputs.restart[slot], inputs.fork[slot], inputs.rewind[slot] = restart, fork, rewind
-        inputs.origin[slot] = episode.origin
+        inputs.origin[slot], inputs.turns[slot] = episode.origin, episode.num_turns
+        inputs.turn_tokens[slot] = len(episode.reply)
         return True
 
     def _choose(self, engine: Engine, reading: Sequence[int]) -> Sequence[int]:

@@ -31,11 +31,13 @@ from earl_jax.rollout.block_manager import BlockManager, Grow
 from earl_jax.rollout.config import CacheRules, RolloutConfig
 from earl_jax.rollout.episode import LiveEpisode, Task
 from earl_jax.rollout.lockstep import Lockstep
+from earl_jax.rollout.open_episodes import OpenEpisode, as_row, open_episode
 from earl_jax.rollout.rounds import OnTokens, Rounds
 from earl_jax.rollout.row_pool import Finished, RowPool
 from earl_jax.rollout.scheduler import SlotScheduler
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.settings.errors import InputError
+from earl_jax.trajectory import Turn
 
 # shrink(session, live, longest): the session in which the last `live` episodes go on, the longest
 # of which has so many tokens.
@@ -110,6 +112,8 @@ class RolloutService:
         # By slot: episodes that are over; and rows of aborted ones, which the next round leaves.
         self._ended: list[tuple[int, Finished]] = []
         self._left_rows: list[int] = []
+        # Rows, and what is to be in them, of episodes that had these turns in a run before.
+        self._unwritten: list[tuple[int, Sequence[Turn]]] = []
         self._stats = RolloutStats()
         self.rows = make_rows(
             num_rows=config.episodes_per_step,
@@ -149,11 +153,27 @@ class RolloutService:
     def oldest_versions(self) -> dict[int, int]:
         """Returns the oldest version that sampled a token, by ticket, of episodes with one.
 
-        Of those that play, or are over and have not been handed out.
+        Of those that play, or are over and have not been handed out, or that `resume`.
         """
-        found = [(e.ticket, e.oldest_version) for e in self._slots if e is not None]
+        found: list[tuple[int, int | None]] = [
+            (ticket, task.resumes.oldest_version)
+            for ticket, task in self._tasks.items()
+            if task.resumes is not None
+        ]
+        found += [(e.ticket, e.oldest_version) for e in self._slots if e is not None]
         found += [(done.ticket, done.trajectory.oldest_version) for _, done in self._ended]
         return {ticket: version for ticket, version in found if version is not None}
+
+    def open_episodes(self) -> dict[int, OpenEpisode]:
+        """Returns what episodes have sampled, by `Task.episode`, for a run that goes on.
+
+        Those that wait with something, play, or are over and have not been handed out.
+        """
+        found = {task.episode: task.resumes for task in self._tasks.values()}
+        found |= {e.task.episode: e.record() for e in self._slots if e is not None}
+        ended = [done.trajectory for _, done in self._ended]
+        found |= {each.episode: open_episode(each.turns) for each in ended}
+        return {number: each for number, each in found.items() if each is not None}
 
     def submit(self, tasks: Sequence[Task]) -> list[int]:
         """Queues tasks. Returns their tickets, which number the tasks of this service.
@@ -186,6 +206,7 @@ class RolloutService:
         self._look()
         self._refill()
         self._take_answers()
+        self._write_rows()
         if self._has_round:
             self.session = self._blocks.fit(self._move_the_last(self.session))
             self.session, turns = self._rounds.play(self.session)
@@ -312,6 +333,8 @@ class RolloutService:
         """Ends the episode in this slot, and frees the slot."""
         episode = self._episode(slot)
         trajectory = episode.finish(stop_reason, detail)
+        if episode.resumes is not None:
+            self._unwritten.append((episode.buffer_row, episode.turns))
         self._ended.append((slot, Finished(ticket=episode.ticket, trajectory=trajectory)))
         del self._tasks[episode.ticket]
         self._scheduler.end(episode.ticket, episode.length)
@@ -342,25 +365,31 @@ class RolloutService:
         self._scheduler.play({e.ticket: e.length for e in self._slots if e is not None})
         for slot, ticket in self._scheduler.assign(offered, self._blocks.crowded).items():
             task, row = self._tasks[ticket], self._row_pool.take(slot, ticket)
-            episode = self._slots[slot] = LiveEpisode(
-                task=task,
-                ticket=ticket,
-                buffer_row=row,
-                conversation=self._new_conversation(),
-                limits=task.limits or self._config.limits,
-                stops=task.stops or self._config.stops,
-                max_context=self._max_context,
-                scored=self.session.engine.config.rules.model_logprobs or task.model_logprobs,
-            )
-            if task.prompt is not None:
-                episode.choices, episode.allowed = task.prompt.choices, task.prompt.allowed
-                self._append(slot, episode, "", Observation(task.prompt.token_ids))
-                continue
-            config = self.session.engine.config
-            assert self._make_environment is not None, "a task without a prompt has an environment"
-            opened[ticket] = functools.partial(begin, self._make_environment, episode, config)
+            if (call := self._begin(slot, ticket, task, row)) is not None:
+                opened[ticket] = call
         self._calls.submit(opened)
         return bool(opened)
+
+    def _begin(self, slot: int, ticket: int, task: Task, row: int) -> Callable[[], Answer] | None:
+        """Begins an episode. Returns the call of its environment; None: its prompt is there."""
+        config = self.session.engine.config
+        episode = self._slots[slot] = LiveEpisode(
+            task=task,
+            ticket=ticket,
+            buffer_row=row,
+            conversation=self._new_conversation(),
+            limits=task.limits or self._config.limits,
+            stops=task.stops or self._config.stops,
+            max_context=self._max_context,
+            scored=config.rules.model_logprobs or task.model_logprobs,
+            resumes=task.resumes,
+        )
+        if task.prompt is not None:
+            episode.choices, episode.allowed = task.prompt.choices, task.prompt.allowed
+            self._append(slot, episode, "", Observation(task.prompt.token_ids))
+            return None
+        assert self._make_environment is not None, "a task without a prompt has an environment"
+        return functools.partial(begin, self._make_environment, episode, config)
 
     def _send_turns(self, ended: Sequence[int]) -> None:
         """Gives the turns of these slots to their environments."""
@@ -425,3 +454,38 @@ class RolloutService:
         if message is None or not episode.fits(message):
             return self._end(slot, *episode.cut(self._config.unfinished_reward))
         episode.append_message(content, message)
+        if episode.resumes is not None:
+            self._replay(slot, episode)
+
+    # Episodes of a run that goes on.
+
+    def _replay(self, slot: int, episode: LiveEpisode) -> None:
+        """Gives the environment the next reply that the episode had; behind the last it goes on.
+
+        Where the environment has not said the same as then, it is played from its beginning.
+        """
+        ticket, is_same = episode.ticket, episode.replay_turn()
+        if is_same and not episode.in_turn:
+            return self._send_turns([slot])
+        task = self._tasks[ticket] = dataclasses.replace(episode.task, resumes=None)
+        if is_same is False:
+            call = self._begin(slot, ticket, task, episode.buffer_row)
+            self._calls.submit({} if call is None else {ticket: call})
+            return None
+        episode.end_replay()
+        turns = [*episode.turns, *([episode.policy_turn("")] if episode.reply else [])]
+        self._unwritten.append((episode.buffer_row, turns))
+        return None
+
+    def _write_rows(self) -> None:
+        """Writes the rows of episodes that go on, or are over, as those were that they had."""
+        unwritten, self._unwritten = self._unwritten, []
+        if unwritten:
+            self.session = self._row_pool.settle(self.session)
+        for row, turns in unwritten:
+            tokens = sum(len(turn.token_ids) for turn in turns)
+            session = self._blocks.widen(self.session, tokens)
+            scored = session.state.experience.model_logprobs is not None
+            fields = as_row(turns, session.max_tokens, scored=scored)
+            state = session.engine.row_copies.write_row(session.state, row, fields)
+            self.session = dataclasses.replace(session, state=state)

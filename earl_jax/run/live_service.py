@@ -201,7 +201,7 @@ class LiveService:
         return plan.mesh, plan.num_slots
 
     def _open(self, session: Session, position: Position) -> RolloutService:
-        """Returns a service that plays the open groups from their beginning."""
+        """Returns a service in which the open groups go on from the position."""
         load = expected_load(self._run.config.rollout, position.history)
         service = self._run.actor.open(
             session,
@@ -209,7 +209,13 @@ class LiveService:
             record_calls=self._events.record_calls,
         )
         self._counted = RolloutStats()
-        self.groups.open(service, position.step, position.open_groups, position.oldest_step)
+        self.groups.open(
+            service,
+            position.step,
+            position.open_groups,
+            position.oldest_step,
+            position.open_episodes,
+        )
         return service
 
     def _grow(self, session: Session, tokens: int, pages: int, load: Load | None) -> Session:

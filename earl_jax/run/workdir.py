@@ -21,6 +21,7 @@ from earl_jax.launch.cluster import Cluster
 from earl_jax.models.lora import fingerprint
 from earl_jax.placement.placement import Placement
 from earl_jax.rollout.load import expected_load, expected_tokens
+from earl_jax.rollout.open_episodes import OpenEpisode
 from earl_jax.run.build import Run, build_run
 from earl_jax.selector.plans import Plans
 from earl_jax.selector.table import ThroughputTable
@@ -45,7 +46,8 @@ class Position:
     last `skipped_steps` were all skipped (`TrainConfig`), where it was read from a checkpoint. The
     tasks of the `open_groups` were begun and not trained on, in an asynchronous run, and the source
     goes on with those of `oldest_step`; None: of the oldest open group, or else of the next step.
-    `averages` are the algorithm's (`Algorithm.averages`).
+    `averages` are the algorithm's (`Algorithm.averages`). `open_episodes` have what this process's
+    episodes of open groups had then, by number; those of all processes where it was read.
     """
 
     step: int
@@ -54,6 +56,7 @@ class Position:
     failed_steps: int = 0
     skipped_steps: int = 0
     open_groups: tuple[int, ...] = ()
+    open_episodes: Mapping[int, OpenEpisode] = dataclasses.field(default_factory=dict)
     oldest_step: int | None = None
     averages: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
