@@ -48,6 +48,7 @@ def _lower_update(point: Point, layout: Any) -> tuple[Any, str]:
     import jax.numpy as jnp
 
     from earl_jax.models.attention.kernels import choose_kernel
+    from earl_jax.sharding.placing import placed_shapes
     from earl_jax.train import state as train_state
     from earl_jax.train import step as train_step
     from earl_jax.train.config import TrainConfig
@@ -63,8 +64,7 @@ def _lower_update(point: Point, layout: Any) -> tuple[Any, str]:
         algorithm=ALGORITHMS["reinforce"],
     )
     step = train_step.make_train_step(update)
-    state = jax.tree.map(
-        lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
+    state = placed_shapes(
         train_state.state_shapes(config_of(point), config, vocab_size(point)),
         train_state.state_shardings(config_of(point), config, vocab_size(point), layout),
     )

@@ -9,19 +9,51 @@ checkpoint, and prints the probability of a bet beside Kuhn's equilibria, and Na
 OpenSpiel's enumeration.
 """
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
+import pyspiel
 
 from benchmarks.exact import open_policy, prompt_ids, start_jax_of
 from benchmarks.pages import parser_of, table
 from earl_jax.envs.chat import ChatRenderer
-from earl_jax.envs.kuhn_poker import information_states, nash_conv
+from earl_jax.envs.kuhn_poker import Turns, kuhn_poker, turns_of
 
 REPLIES = ("0", "1")
 # Kuhn's equilibria (1950), by the probability alpha <= 1/3 with which the first side bets a 0.
 EQUILIBRIA = {"0": "a", "1": "0", "2": "3a", "0pb": "0", "1pb": "a + 1/3", "2pb": "1"}
 EQUILIBRIA |= {"0b": "0", "1b": "1/3", "2b": "1", "0p": "1/3", "1p": "0", "2p": "1"}
+
+
+def information_states() -> dict[str, Turns]:
+    """Returns the 12 states that a side can tell apart: OpenSpiel's name, and its conversation.
+
+    Example: "1pb" is the first side with card 1 that passed, and the other one bet.
+    """
+    found: dict[str, Turns] = {}
+
+    def visit(state: pyspiel.State) -> Iterator[pyspiel.State]:
+        yield state
+        for action in state.legal_actions():
+            yield from visit(state.child(action))
+
+    for state in visit(kuhn_poker().new_initial_state()):
+        if state.is_player_node():
+            found[state.information_state_string()] = turns_of(state)
+    return found
+
+
+def nash_conv(bets: Mapping[str, float]) -> float:
+    """Returns the sum of what each player can win more by a best response to the other.
+
+    0 at an equilibrium; the exploitability is half of it. By OpenSpiel's enumeration of the game.
+
+    Args:
+        bets: the probability of a bet ("1") in each of `information_states`.
+    """
+    policy = {name: [(0, 1.0 - bet), (1, bet)] for name, bet in bets.items()}
+    return float(pyspiel.nash_conv(kuhn_poker(), policy))
 
 
 def main() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 from earl_jax.telemetry.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
-TRAIN = ("-m", "earl_jax.main")
 
 
 def free_port() -> int:
@@ -26,19 +25,18 @@ def start(
     flags: Sequence[str],
     number: int = 1,
     *,
-    program: Sequence[str] = TRAIN,
     pinned: bool = False,
     **options: Any,
 ) -> list[subprocess.Popen[str]]:
     """Starts `number` processes of one run.
 
-    `program` are Python's own arguments, `flags` the command's, `options` those of `Popen`. With
-    `pinned` each has a core of its own; those beyond the cores share them.
+    `flags` are the command's, `options` those of `Popen`. With `pinned` each has a core of its own;
+    those beyond the cores share them.
     """
     port, cores, started = free_port(), sorted(os.sched_getaffinity(0)), []
     for index in range(number):
         line = ["taskset", "-c", str(cores[index % len(cores)])] if pinned else []
-        line += [sys.executable, *program, *flags]
+        line += [sys.executable, "-m", "earl_jax.main", *flags]
         if number > 1:
             line += [f"--config.distributed.coordinator=127.0.0.1:{port}"]
             line += [f"--config.distributed.num_processes={number}"]
@@ -52,7 +50,6 @@ def play(
     workdir: Path,
     number: int = 1,
     *,
-    program: Sequence[str] = TRAIN,
     pinned: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
@@ -67,7 +64,7 @@ def play(
     )
     flags = [f"--config={file}", f"--workdir={workdir}"]
     options = {"env": {**os.environ, **(environment or {})}, "stdout": subprocess.DEVNULL}
-    started = start(flags, number, program=program, pinned=pinned, **options)
+    started = start(flags, number, pinned=pinned, **options)
     statuses = [process.wait() for process in started]
     if any(statuses):
         raise SystemExit(f"the run in {workdir} ended with {statuses}")

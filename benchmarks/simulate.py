@@ -347,7 +347,7 @@ class Line(NamedTuple):
     read: float = 0.0
 
 
-LADDER = {
+LINES = {
     "synchronous": Line(AsynchronyConfig()),
     "longest first": Line(AsynchronyConfig(), "longest"),
     "streaming": Line(AsynchronyConfig(parts=8), "longest"),
@@ -377,18 +377,20 @@ def speed_of(setup: Setup, line: Line, train_s: float) -> float:
     return run(setup, line.settings, line.order, train_s, BEHIND, ahead)["speed"]
 
 
-def ladder(devices: Sequence[int], train_share: float, **changes: Any) -> list[dict[str, Any]]:
-    """Returns the speeds of each line of LADDER relative to the first.
+def relative_speeds(
+    devices: Sequence[int], train_share: float, **changes: Any
+) -> list[dict[str, Any]]:
+    """Returns the speeds of each line of LINES relative to the first.
 
     Updates take `train_share` of the time of a synchronous rollout. An instance has 4 devices.
     """
     rows: dict[str, dict[str, Any]] = {
-        name: {"": name, "StreamRL, measured": PAPER.get(name)} for name in LADDER
+        name: {"": name, "StreamRL, measured": PAPER.get(name)} for name in LINES
     }
     for number in devices:
         setup = Setup(devices=number, devices_per_instance=4, **changes)
-        train_s = train_share / speed_of(setup, LADDER["synchronous"], train_s=0.0)
-        speeds = {name: speed_of(setup, line, train_s) for name, line in LADDER.items()}
+        train_s = train_share / speed_of(setup, LINES["synchronous"], train_s=0.0)
+        speeds = {name: speed_of(setup, line, train_s) for name, line in LINES.items()}
         for name, speed in speeds.items():
             rows[name][f"{number} devices"] = round(speed / speeds["synchronous"], 3)
     return list(rows.values())
@@ -554,7 +556,7 @@ def main() -> None:
     flags, parts = parser_of(__doc__).parse_args(), []
     for share in (0.5, 1.0):
         parts += [f"Updates take {share:g} of the time of a synchronous rollout:"]
-        parts += [table(ladder(DEVICES, share))]
+        parts += [table(relative_speeds(DEVICES, share))]
     parts += ["With the times of a real run:", table(measured_times((2, 8, 16, 64)))]
     parts += ["One synchronous rollout on 4 instances, by how much of an episode's length its task"]
     parts[-1] += " decides; time of first in, first out divided by that of:"

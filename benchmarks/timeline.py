@@ -40,7 +40,7 @@ COLORS = {
     "publish": ("#f97316", "new weights"),
     "other": ("#a1a1aa", "plans, moves of experience"),
 }
-WIDTH, LEFT, RIGHT, LANE, GAP, PANEL, BELOW = 760, 52, 12, 24, 4, 92, 66
+WIDTH, LEFT, RIGHT, ROW, GAP, PANEL, BELOW = 760, 52, 12, 24, 4, 92, 66
 # Narrower spans have no number, in pixels.
 NUMBERED = 14
 STYLE = (
@@ -55,7 +55,7 @@ class Span:
 
     stage: str
     step: int
-    lane: str
+    row: str
     begin_s: float
     end_s: float
 
@@ -76,7 +76,7 @@ class Panel:
 def spans_of(events: Sequence[Mapping[str, Any]], first: int, last: int) -> list[Span]:
     """Returns the spans of these steps, both included, from the begin of the first of them.
 
-    Gradients are of the lane of the trainer, before the updates that end later.
+    Gradients are in the row of the trainer, before the updates that end later.
     """
     chosen = [e for e in events if e["ph"] == "X" and first <= e["args"]["step"] <= last]
     zero = min(event["ts"] for event in chosen)
@@ -126,17 +126,17 @@ def picture(panels: Sequence[Panel]) -> str:
 
 def _panel(panel: Panel, top: int, scale: float) -> Iterator[str]:
     yield f'<text class="title" x="4" y="{top + 18}">{escape(panel.title)}</text>'
-    for number, lane in enumerate(("play", "train")):
-        y = top + 28 + number * (LANE + GAP)
-        own = [span for span in panel.spans if span.lane == lane]
-        yield f'<text x="4" y="{y + 16}">{lane}</text>'
-        yield f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y + LANE}" '
-        yield f'y2="{y + LANE}"/>'
+    for number, row in enumerate(("play", "train")):
+        y = top + 28 + number * (ROW + GAP)
+        own = [span for span in panel.spans if span.row == row]
+        yield f'<text x="4" y="{y + 16}">{row}</text>'
+        yield f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y + ROW}" '
+        yield f'y2="{y + ROW}"/>'
         for span in own:
             left, width = LEFT + span.begin_s * scale, (span.end_s - span.begin_s) * scale
             color, _ = COLORS.get(span.stage, COLORS["other"])
             words = f"step {span.step}: {span.stage}, {span.end_s - span.begin_s:.3f} s"
-            yield f'<rect x="{left:.1f}" y="{y}" width="{max(width, 0.5):.1f}" height="{LANE}" '
+            yield f'<rect x="{left:.1f}" y="{y}" width="{max(width, 0.5):.1f}" height="{ROW}" '
             yield f'fill="{color}"><title>{escape(words)}</title></rect>'
         for span in _widest(own):
             if (span.end_s - span.begin_s) * scale >= NUMBERED:

@@ -22,10 +22,10 @@ uv run python -m earl_jax.plan --config=configs/qwen25_7b.py \
   --topology=v5e:8x8 --config.model.path= --config.model.preset=qwen2.5-7b
 
   context  train                    micro-batches  rollout           a step
-    1,024  data=2,fsdp=32                       2  data=16,tensor=4    16 s
-    2,048  data=2,fsdp=32                       2  data=16,tensor=4    32 s
-    4,096  data=2,fsdp=16,tensor=2              8  data=16,tensor=4    70 s
-    8,192  data=2,fsdp=16,tensor=2              8  data=16,tensor=4   160 s
+    1,024  data=2,fsdp=32                       2  data=16,tensor=4    15 s
+    2,048  data=2,fsdp=32                       2  data=16,tensor=4    31 s
+    4,096  data=2,fsdp=32                       4  data=16,tensor=4    67 s
+    8,192  data=2,fsdp=32                       8  data=16,tensor=4   156 s
 """
 
 from ml_collections import ConfigDict

@@ -32,6 +32,10 @@ METRICS: dict[str, dict[str, str]] = {
         "stage_s": "Seconds of each stage: select, publish, rollout, dispatch, train, ...",
         "expected_step_s": "Seconds that the selector expected the step to take.",
         "compile_s": "Seconds that the run waited for programs to be compiled or loaded.",
+        "compiles": "Number of programs that the run compiled or loaded, but for those that it "
+        "compiled ahead.",
+        "checkpoint_s": "Seconds that saving the checkpoint after the step before stalled the "
+        "run; files are written beside the next steps.",
     },
     "Episodes": {
         "reward_mean": "Mean reward of the step's episodes.",

@@ -68,7 +68,7 @@ class StepStopped(Exception):  # noqa: N818 - no error
 
 
 class Player(Protocol):
-    """How a step comes to its episodes, and what is played while it learns."""
+    """Plays the episodes of a step, and those of later steps while it learns."""
 
     def play(self, position: Position, timer: StageTimer) -> tuple[TrainState, PlayedStep]:
         """Returns the state, which may have moved, and the episodes of the step."""

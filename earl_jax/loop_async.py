@@ -53,7 +53,7 @@ from earl_jax.trajectory import Experience, Outcome, Trajectory
 
 @dataclasses.dataclass(kw_only=True)
 class _Taken:
-    """What a step has taken so far; its rows are in the `update`, if there is one.
+    """The episodes that a step has taken so far; their rows are in the `update`, if there is one.
 
     `played` are the episodes of all processes, part by part, `trajectories` those of this one.
     """

@@ -51,7 +51,9 @@ def train_command(arguments: Sequence[str]) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if jax.process_index() > 0:
         return status
-    if evaluation := end.evaluation:
+    evaluation = end.evaluation
+    # The newest evaluation of a run that was stopped is of an earlier step.
+    if evaluation and not end.stopped:
         print(f"{evaluation['episodes']} episodes of {evaluation['name']}: {shown(evaluation)}")
     if end.is_replayed:
         print(f"{end.stopped}: the run that it replays came no further")

@@ -5,6 +5,7 @@
 import contextlib
 import dataclasses
 import io
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,9 @@ from earl_jax.rollout.open_episodes import drop_episodes, read_episodes, write_e
 from earl_jax.run.build import Run
 from earl_jax.run.exports import export_policy
 from earl_jax.run.source import build_from, first_state, keep_sources
-from earl_jax.run.step_log import StepLog
+from earl_jax.run.step_log import Record, StepLog
 from earl_jax.run.step_record import StepRecord
+from earl_jax.run.supervised_step import supervised_step
 from earl_jax.run.workdir import (
     Position,
     choices_of,
@@ -219,7 +221,7 @@ def _train_until_lost(
     player = _player(run, placement, checkpoints, workdir, position.step if position else 0, events)
     if position is not None and player is not None:
         position = _with_episodes(run, position, workdir, recorder.note)
-    is_on = compiles_ahead(run.config.selector.compile_ahead, run.cluster)
+    is_on = compiles_ahead(run.config.selector.compile_ahead, run.cluster) and run.config.plays
     ahead = CompileAhead(recorder.note, is_on=is_on, max_context=run.origin.max_context)
     log = StepLog(
         run=run,
@@ -395,10 +397,14 @@ class Training:
         Where a signal stops its rollout, what was before it is saved, and is what is returned.
         Raises EpisodesFailed, when what was before it is saved.
         """
-        choices, player = self._choices(), self.player
+        run, choices, player = self.run, self._choices(), self.player
         self.placement.steps_left = self.run.config.num_steps - position.step
+        if not run.config.plays:
+            position, record = supervised_step(run, self.placement, position, self.trace)
+            self.record(position, record)
+            return position
         try:
-            position, record = rl_step(self.run, self.placement, position, player, self.trace)
+            position, record = rl_step(run, self.placement, position, player, self.trace)
             if player is not None:
                 self._source_state = player.step_ended(position.step)
         except (EpisodesFailed, StepStopped) as end:
@@ -410,7 +416,7 @@ class Training:
         self.record(position, record)
         return position
 
-    def record(self, position: Position, record: StepRecord) -> None:
+    def record(self, position: Position, record: Record) -> None:
         """Records metrics, episodes, evaluation, checkpoint and report, in this order."""
         config, step = self.run.config, position.step
         last = step == config.num_steps
@@ -419,7 +425,8 @@ class Training:
         self.log.check_updates(record)
         if not last:
             self.ahead.look(self.placement, position.history)
-        if step == 1 or last or step % config.log.trajectories_every_steps == 0:
+        is_written = step == 1 or last or step % config.log.trajectories_every_steps == 0
+        if is_written and isinstance(record, StepRecord):
             # Gathering all tokens is expensive: only at the steps that are written down.
             self.log.write_episodes(record)
         self._evaluate_if_due(position)
@@ -438,6 +445,7 @@ class Training:
 
     def _save(self, position: Position, choices: dict[str, Any]) -> None:
         """Saves a checkpoint, and what the open episodes of this process have."""
+        start_s = time.perf_counter()
         run, workdir, step = self.run, self.workdir, position.step
         if self.player is not None and run.cluster.plays:
             rules = _rules(run.config)
@@ -445,6 +453,7 @@ class Training:
         save(run, self.placement, self.checkpoints, position, choices)
         if self.player is not None and run.cluster.is_first:
             drop_episodes(workdir, [*self.checkpoints.steps(), step])
+        self.log.checkpoint_s += time.perf_counter() - start_s
 
     def _save_before(self, position: Position, choices: dict[str, Any]) -> None:
         """Saves what was before a step that was not taken, unless it was saved."""
@@ -464,7 +473,9 @@ class Training:
             self._evaluate(position, config.final_games if last else config.games)
 
     def _evaluate(self, position: Position, games: int) -> None:
-        """Writes an evaluation down, unless a signal stops it."""
+        """Writes an evaluation down, unless a signal stops it, or the run plays nothing."""
+        if not self.run.config.plays:
+            return
         try:
             is_live = self.player is not None and self.player.is_live
             evaluation = evaluate(

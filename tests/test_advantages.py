@@ -5,6 +5,7 @@
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -26,13 +27,14 @@ from earl_jax.algorithms.advantages import (
     reinforce,
 )
 from earl_jax.algorithms.algorithm import RewardFacts
-from earl_jax.algorithms.algorithms import ALGORITHMS, outcomes_differ
+from earl_jax.algorithms.algorithms import ALGORITHMS, outcomes_differ, rloo_token_advantages
 from earl_jax.algorithms.sequences import normalized
 from earl_jax.algorithms.settings import (
     ClippedSettings,
     DapoSettings,
     GrpoSettings,
     ReinforceSettings,
+    RlooSettings,
 )
 from earl_jax.settings.errors import InputError
 from earl_jax.trajectory import FAILURES
@@ -330,6 +332,72 @@ def test_rloo_by_hand():
     rows = leave_one_out(rewards, [7, 3, 7, 7, 3, 1])
     assert_rows(rows, [[-3], [0], [-1.5, -1.5], [4.5], [0], [0]])
     assert leave_one_out([], []) == []
+
+
+KL_REWARD = RlooSettings(kl_coefficient=0.5, kl_estimator="k1", kl_in="reward")
+# Group, reward, turns and samples of the tokens, and old - reference at those of the policy, 99 at
+# the others. The fourth is alone in its group; the second one forks.
+PENALISED = {
+    "a": (7, 1.0, [0, 1, 1], [1, 1, 1], [99, 3, -1]),
+    "b": (7, 2.0, [0, 1, 0, 2], [1, 1, 2, 2], [99, 1.5, 99, 2.5]),
+    "c": (7, 6.0, [0, 1], [1, 1], [99, -2]),
+    "d": (3, 9.0, [0, 1, 0], [1, 1, 1], [99, 3, 99]),
+    "e": (5, 1.0, [0, 0, 1], [1, 1, 1], [99, 99, 4]),
+    "f": (5, 1.0, [0, 1, 1], [1, 1, 1], [99, 0.25, -0.25]),
+}
+
+
+@pytest.mark.parametrize("rows", [("acd", "be", "f"), ("fb", "dec", "a"), ("bcdafe",)])
+def test_rloo_with_the_penalty_in_the_reward_by_hand(rows):
+    """Wherever the episodes of a group stand: the others' penalties are part of the baseline.
+
+    Half the sums of the gaps are 1, 2, -1, 1.5, 2, 0. Rewards less these are 0, 0 and 7 in the
+    first group: 0 - 7 / 2, 0 - 7 / 2, 7 - 0; and -1 and 1 in the last: -1 - 1, 1 + 1.
+    """
+    expected = {"a": -3.5, "b": -3.5, "c": 7.0, "d": 0.0, "e": -2.0, "f": 2.0}
+    algorithm = dataclasses.replace(ALGORITHMS["rloo"], settings=KL_REWARD)
+    played = [
+        make_trajectory(number, (*[0.0] * (max(turns) - 1), reward), group=group)
+        for number, (group, reward, turns, *_) in enumerate(PENALISED.values())
+    ]
+    _, table = assign_credit(algorithm, played)
+    fields = {name: np.zeros((3, 24)) for name in ("sequences", "turns", "groups")}
+    fields |= {name: np.zeros((3, 24)) for name in ("rewards", "gaps", "expected")}
+    for row, names in enumerate(rows):
+        at = 0
+        for name in names:
+            group, _, turns, samples, gaps = PENALISED[name]
+            inside, size = slice(at, at + len(turns)), len(turns)
+            found = {
+                "sequences": fields["sequences"].max(1)[row] + samples,
+                "turns": turns,
+                "groups": [group] * size,
+                "rewards": table[list(PENALISED).index(name), np.maximum(turns, 1) - 1],
+                "gaps": gaps,
+                "expected": expected[name],
+            }
+            for field, values in found.items():
+                fields[field][row, inside] = values
+            at += size
+    mask = fields["turns"] > 0
+    facts = RewardFacts(
+        mask=jnp.asarray(mask),
+        **{name: jnp.asarray(fields[name], jnp.int32) for name in ("sequences", "turns", "groups")},
+        rewards=jnp.asarray(np.where(mask, fields["rewards"], 0), jnp.float32),
+        old=jnp.where(mask, -1.0, 0.0),
+        reference=jnp.asarray(np.where(mask, -1 - fields["gaps"], 0), jnp.float32),
+    )
+    estimate = jax.jit(rloo_token_advantages, static_argnums=1)
+    advantages = estimate(facts, KL_REWARD)
+    np.testing.assert_allclose(advantages, np.where(mask, fields["expected"], 0), atol=1e-5)
+
+
+def test_rloo_s_penalties_of_self_play_would_be_those_of_both_sides():
+    algorithm = dataclasses.replace(ALGORITHMS["rloo"], settings=KL_REWARD)
+    played = [make_trajectory(i, (0, i), turn_roles=("x", "o")) for i in range(2)]
+    with pytest.raises(InputError, match="one reward for all tokens of an episode"):
+        assign_credit(algorithm, played)
+    assert assign_credit(ALGORITHMS["rloo"], played).counts.all()
 
 
 # REINFORCE++.

@@ -18,13 +18,13 @@ from typing import ClassVar
 import jax
 import pytest
 
+from benchmarks.runs import free_port
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.train.learner import Learner
 from earl_jax.training import train
 from tests.support import ROOT, python_path
 from tests.support.placements import D8, F8, given, hungry
-from tests.support.processes import free_port
 from tests.support.settings import make_config
 
 # A launcher on each host: it starts its process again whenever that ends with status 1.

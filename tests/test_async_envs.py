@@ -106,7 +106,7 @@ def test_an_exception_is_the_same_failure_as_that_of_a_plain_function(open_pool)
         calls = [Step(partial(coroutine, error, wait_s)) for error in errors]
         assert pool.run([*calls, Step(answer)]) == [*expected, 1]
     (garbage,) = pool.run([lambda: after(answer("4"), check_start)])
-    assert garbage.detail == "TypeError: start() must return a Start; got '4'"
+    assert garbage.detail == "start() must return a Start; got '4'"
 
 
 def test_a_task_that_an_environment_makes_cannot_end_the_loop(open_pool):
@@ -343,7 +343,7 @@ def test_coroutines_that_misbehave_end_their_own_episode_only():
         0: (crash, "environment_error", "OSError: the game server is gone"),
         5: (hang, "environment_timeout", "no answer within 2.0 s (config.env.timeout_s)"),
         11: (unwritable, "unencodable", None),
-        16: (garbage, "environment_error", "TypeError: step() must return a StepResult; got a"),
+        16: (garbage, "environment_error", "step() must return a StepResult; got a"),
     }
 
     def make(task: Task):

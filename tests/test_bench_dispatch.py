@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from benchmarks.dispatch.gather import Controller
+from benchmarks.runs import free_port
 from tests.support import ROOT
-from tests.support.processes import free_port
 
 
 def test_rank_0_gathers_and_scatters():

@@ -39,7 +39,7 @@ def rectangles(svg: str):
 
 def test_spans_are_those_of_the_steps_from_the_first_of_them_on():
     found = spans_of(EVENTS, 2, 2)
-    assert [(s.stage, s.lane, s.begin_s, s.end_s) for s in found] == [
+    assert [(s.stage, s.row, s.begin_s, s.end_s) for s in found] == [
         # Below the update that waits for them.
         ("gradients", "train", 1.5, 3.0),
         ("rollout", "play", 0.5, 2.5),
@@ -60,7 +60,7 @@ def test_spans_of_all_panels_have_one_scale_and_the_colour_of_their_stage():
     _, left, below, width = found["step 3: rollout, 1.000 s"]
     assert (left, width) == pytest.approx((LEFT, second), abs=0.1) and below > top
     assert found["step 2: select, 0.500 s"][0] == COLORS["other"][0]
-    # The trainer's lane is below, with the gradients under the update.
+    # The trainer's row is below, with the gradients under the update.
     update, gradients = found["step 2: train, 1.500 s"], found["step 2: gradients, 1.500 s"]
     assert top < update[2] == gradients[2] < below
     assert list(found).index("step 2: gradients, 1.500 s") < list(found).index(
@@ -68,7 +68,7 @@ def test_spans_of_all_panels_have_one_scale_and_the_colour_of_their_stage():
     )
     texts = [each.text for each in ET.fromstring(svg).iter(f"{SVG}text")]
     assert {"one <1>", "two", "play", "train", "0 s", "4 s"} <= set(texts)
-    # Of each step and lane one span has its number.
+    # Of each step and row one span has its number.
     assert texts.count("2") == 2 and texts.count("3") == 1
 
 

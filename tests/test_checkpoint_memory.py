@@ -33,7 +33,7 @@ from tests.support.saved_states import (
 F8 = make_layout(MeshShape(fsdp=8))
 # The part of a run and of its placement that saving takes.
 RUN = types.SimpleNamespace(
-    tasks=types.SimpleNamespace(played=types.SimpleNamespace(tasks=None)),
+    tasks=types.SimpleNamespace(played=types.SimpleNamespace(tasks=None), conversations=None),
     stages=types.SimpleNamespace(saved_shardings=None),
 )
 PLACEMENT = types.SimpleNamespace(

@@ -284,11 +284,8 @@ def test_a_reply_is_made_of_the_allowed_tokens_with_log_probs_among_these(pool):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("burst", "mesh"), [(1, MeshShape(data=8)), (8, MeshShape(data=4, tensor=2))]
-)
-def test_bursts_and_meshes_change_nothing(pool, burst, mesh):
-    players = engine_for(BRANCHES), engine_for(BRANCHES, burst, mesh)
+def test_bursts_and_meshes_change_nothing(pool):
+    players = engine_for(BRANCHES), engine_for(BRANCHES, 8, MeshShape(data=4, tensor=2))
     first, other = (
         collect(
             pool,

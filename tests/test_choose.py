@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from benchmarks.choose import problem_on
-from earl_jax.placement.facts import Observations
+from earl_jax.placement.facts import Observations, with_failure
 from earl_jax.selector.choose import BudgetTooSmall, Chooser, Step, full_step
 from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import Failure, Plans
@@ -132,33 +132,33 @@ def test_moments_are_offloaded_where_a_rollout_does_not_fit_beside_them():
         choose(dataclasses.replace(problem, can_offload=False))
 
 
-def test_pages_fill_the_budget_up_to_what_is_wanted_and_hold_one_episode_at_the_least():
+def test_pages_fill_the_budget_but_for_a_reserve_and_hold_one_episode_at_the_least():
     # A page of data=8 takes 80 bytes, and an episode of 20 tokens two pages.
     problem = hand_problem({D8: 1.0}, {D8: 100.0}, rollout_bytes={D8: 1000})
     plan = choose(dataclasses.replace(problem, budget_bytes=1330)).rollout.plan
     assert (plan.num_slots, plan.pages) == (8, 2)
     work = dataclasses.replace(problem.work, num_slots=32, num_rows=32)
     many = dataclasses.replace(problem, work=work)
-    for budget, slots, pages in ((1640, 32, 8), (1400, 32, 5), (1160, 32, 2)):
+    # A twentieth stays free, of 1474 bytes 74: unless there is no episode then.
+    for budget, slots, pages in ((1727, 32, 8), (1474, 32, 5), (1473, 32, 4), (1160, 32, 2)):
         plan = choose(dataclasses.replace(many, budget_bytes=budget)).rollout.plan
         assert (plan.num_slots, plan.pages) == (slots, pages)
     with pytest.raises(BudgetTooSmall, match="about 1160 "):
         choose(dataclasses.replace(many, budget_bytes=1159))
 
 
-def test_tokens_in_flight_say_how_many_pages_are_wanted_and_memory_left_over_goes_to_more():
+def test_tokens_in_flight_say_how_many_pages_are_wanted_and_others_are_there_too():
     problem = hand_problem({D8: 1.0}, {D8: 100.0})
     work = dataclasses.replace(problem.work, num_slots=32, num_rows=32)
     problem = dataclasses.replace(problem, work=work)
     # 320 tokens are 32 pages, 4 of each of 8 row shards; and half a page for each of 4 slots.
-    (wanted,) = Candidates(problem).rollouts(20, 320, math.inf)
-    assert wanted.plan.pages == 6
-    # All slots full take 8; of 100 bytes left over 90 go to pages of 80.
-    for budget, pages in ((None, 8), (1480, 6), (1580, 7), (5000, 8)):
-        step = dataclasses.replace(STEP, cache_tokens=320)
-        decision = choose(dataclasses.replace(problem, budget_bytes=budget), step)
-        assert decision.rollout.plan.pages == pages
-        assert decision.rollout.num_bytes == 1000 + 80 * pages
+    step = dataclasses.replace(STEP, cache_tokens=320)
+    # All slots full take 8. With 5 of the 6 that are wanted three of four slots are at work.
+    for budget, pages, speed in ((None, 8, 100), (1632, 6, 100), (1474, 5, 75), (5000, 8, 100)):
+        problem = dataclasses.replace(problem, budget_bytes=budget)
+        (found,) = Candidates(problem).rollouts(20, 320, problem.budget)
+        assert (found.plan.pages, found.tokens_per_s, found.wanted_bytes) == (pages, speed, 1480)
+        assert choose(problem, step).rollout.num_bytes == 1000 + 80 * pages
 
 
 @pytest.mark.parametrize(("mesh", "times"), [(D8, 1), (D4T2, 2), (D2T4, 4), (T8, 8)])
@@ -200,8 +200,73 @@ def test_plans_that_do_not_fit_any_more_are_left_at_once_with_the_reason():
     decision = choose(problem, current=current, calm=0)
     assert decision.train.plan == train_on(F8) and decision.train.switched
     assert decision.train.reason == (
-        "data=8 -> data=1,fsdp=8 "
-        "(context 20 needs 15.62 KiB/device, budget 1.86 KiB; -50 % tokens/s)"
+        "data=8 -> data=1,fsdp=8 (context 20 needs 15.62 KiB/device, budget 1.86 KiB)"
+    )
+
+
+def test_a_stage_that_fits_stays_where_the_other_must_go():
+    """A step of 1.6 s of training against 1.48 or 1.33 s, beside 0.08 s of a rollout."""
+    for faster, mesh in ((108.0, F8), (120.0, D8)):
+        problem = hand_problem(
+            {F8: 100.0, D8: faster},
+            {D8: 10_000.0, D4T2: 10_000.0},
+            rollout_bytes={D8: 5000},
+            budget_bytes=4000,
+        )
+        decision = choose(problem, current=Plans(rollout_on(D8), train_on(F8)), calm=0)
+        assert meshes(decision) == (D4T2, mesh)
+        assert decision.rollout.reason == (
+            "data=8 -> data=4,tensor=2 (context 20 needs 5.04 KiB/device, budget 3.91 KiB)"
+        )
+    assert decision.train.reason == (
+        "data=1,fsdp=8 -> data=8 (context 20, about 1000 B/device, budget 3.91 KiB; +20 % tokens/s)"
+    )
+    # 8 s of a rollout against 7.4 or 6.7 s, beside 0.016 s of training.
+    for faster, mesh in ((108.0, D8), (120.0, D4T2)):
+        problem = hand_problem(
+            {F8: 10_000.0, D8: 10_000.0},
+            {D8: 100.0, D4T2: faster},
+            train_bytes={F8: 5000},
+            budget_bytes=4000,
+        )
+        decision = choose(problem, current=Plans(rollout_on(D8), train_on(F8)), calm=0)
+        assert meshes(decision) == (mesh, D8)
+
+
+def test_a_mesh_that_fits_in_more_micro_batches_stays():
+    """16 rows of 20 tokens: 6.4 s in two micro-batches, on another mesh 5.9 or 5.3 s."""
+    for faster, mesh in ((54.0, F8), (60.0, D8)):
+        problem = hand_problem(
+            {F8: 100.0, D8: faster}, {D8: 10_000.0}, train_bytes={F8: 3000}, budget_bytes=1900
+        )
+        work = dataclasses.replace(problem.work, num_rows=16, num_slots=16)
+        problem = dataclasses.replace(problem, work=work)
+        decision = choose(problem, current=Plans(rollout_on(D8, 16), train_on(F8)), calm=0)
+        assert decision.train.plan == train_on(mesh, 2 if mesh == F8 else 1)
+
+
+def test_of_equal_pairs_that_one_is_taken_which_keeps_most():
+    """The rollout is left for half of its time; both trainers are as fast, one is smaller."""
+    problem = hand_problem(
+        {D8: 100.0, F8: 100.0},
+        {D8: 100.0, D4T2: 200.0},
+        train_bytes={D8: 9000, F8: 5000},
+        budget_bytes=10_000,
+    )
+    current = Plans(rollout_on(D8), train_on(D8))
+    assert meshes(choose(problem, current=current)) == (D4T2, D8)
+    assert meshes(choose(problem)) == (D4T2, F8)
+
+
+def test_a_plan_that_fits_alone_does_not_beside_the_other_stage():
+    """Two pages of 80 bytes and 1000 of the rollout, 800 of the trainer's state."""
+    problem = hand_problem(
+        {F8: 100.0}, {D8: 100.0, D4T2: 60.0}, state_bytes={F8: 800},
+        rollout_bytes={D8: 1000, D4T2: 800}, budget_bytes=1900,
+    )  # fmt: skip
+    decision = choose(problem, current=Plans(rollout_on(D8), train_on(F8)))
+    assert decision.rollout.reason == (
+        "data=8 -> data=4,tensor=2 (data=8 does not fit beside the other stage at context 20)"
     )
 
 
@@ -230,7 +295,7 @@ def test_more_micro_batches_are_taken_before_a_slower_mesh():
 
 
 def test_plans_no_smaller_than_one_that_ran_out_of_memory_are_not_chosen():
-    failed = Failure(stage="rollout", mesh="data=8", size=(20, 20, 8, 1))
+    failed = Failure(stage="rollout", mesh="data=8", size=(20, 20, 8, 1, 0))
     table = ThroughputTable(failures=(failed,))
     problem = hand_problem({D8: 100.0}, {D8: 400.0, D4T2: 100.0})
     assert meshes(choose(problem, table=table)) == (D4T2, D8)
@@ -239,6 +304,21 @@ def test_plans_no_smaller_than_one_that_ran_out_of_memory_are_not_chosen():
     only = hand_problem({D8: 100.0}, {D8: 400.0})
     with pytest.raises(BudgetTooSmall, match="ran out of memory with 8 slots"):
         choose(only, table=table)
+
+
+@pytest.mark.parametrize(("times", "failures"), [(1.02, 0), (1.12, 1), (1.2, 2)])
+def test_rollouts_larger_than_computed_fail_at_most_twice_and_keep_their_slots(times, failures):
+    """Not all of 64 episodes of 131,072 tokens fit at once, so that pages fill the budget."""
+    problem = problem_on("h100:1x8", "qwen2.5-7b")
+    step, table, plans = full_step(problem, 131_072), ThroughputTable(), Plans()
+    while True:
+        decision = choose(problem, step, plans, table)
+        plans, num_bytes = decision.plans, times * decision.rollout.num_bytes
+        assert plans.rollout.num_slots == 64
+        if num_bytes <= problem.budget:
+            break
+        table = with_failure(problem, table, plans.rollout, 131_072)
+    assert len(table.failures) == failures and num_bytes > 0.9 * problem.budget
 
 
 def test_exact_bytes_decide_instead_of_computed_ones():
@@ -263,7 +343,7 @@ def test_training_alone_stays_unless_it_must_go_or_rows_are_new():
 
 
 def test_live_episodes_keep_their_slots_and_move_only_where_they_must():
-    problem = hand_problem({F8: 1.0}, {D8: 100.0, T8: 900.0}, budget_bytes=1400)
+    problem = hand_problem({F8: 1.0}, {D8: 100.0, T8: 900.0}, budget_bytes=2800)
     chooser = Chooser(Candidates(problem))
     live, current = (
         dataclasses.replace(STEP, keeps_slots=True),
@@ -271,12 +351,14 @@ def test_live_episodes_keep_their_slots_and_move_only_where_they_must():
     )
     stays = chooser.step(live, current, only="rollout")
     assert (stays.rollout.plan.mesh, stays.rollout.switched) == (D8, False)
-    longer = dataclasses.replace(live, max_tokens=100)
+    longer = dataclasses.replace(live, max_tokens=240)
     moves = chooser.step(longer, current, only="rollout")
-    # Ten pages of 80 bytes do not fit into 400; of an eighth of that 40 do.
-    assert moves.rollout.plan == rollout_on(T8, 8, 40)
+    # 1640 bytes hold no 24 pages of 80 beside the two that there are. Beside the weights, too, and
+    # those two twice 480 are left, of which 140 stay free: 34 pages of an eighth.
+    assert moves.rollout.plan == rollout_on(T8, 8, 34)
+    assert moves.rollout.num_bytes == 1000 + 1000 + 320 + 340
     with pytest.raises(BudgetTooSmall, match="a rollout fits"):
-        chooser.step(dataclasses.replace(STEP, max_tokens=500), current, only="rollout")
+        chooser.step(dataclasses.replace(live, max_tokens=500), current, only="rollout")
 
 
 def test_the_last_episodes_go_where_their_rounds_are_faster_if_the_move_is_earned_back():
@@ -380,16 +462,17 @@ def simulate(problem, table, true_speeds, steps, rng=None, noise=0.0, tries=Fals
 @pytest.mark.parametrize("others", [(), (D2T4,), (D2T4, T8)], ids=len)
 @pytest.mark.parametrize("advantage", [1.2, 1.4, 2.0])
 @pytest.mark.parametrize("times", [1, KEPT])
+@pytest.mark.parametrize("poison", [1.3, 1.49, 3.0])
 def test_run_whose_table_was_poisoned_for_its_best_mesh_finds_back_within_ten_steps(
-    advantage, others, start, times
+    advantage, others, start, times, poison
 ):
-    """By a factor of 3, in one observation or in all that are kept.
+    """In one observation or in all that are kept.
 
     Of a mesh that is faster by less than the hysteresis (10 %) nothing is promised.
     """
     true = {D8: 150.0 * advantage, D4T2: 150.0, D2T4: 120.0, T8: 100.0}
     problem = hand_problem({F8: 1e6}, {mesh: 2.0 * speed for mesh, speed in true.items()})
-    table = observed(ThroughputTable(), D8, *times * [true[D8] / 3.0])
+    table = observed(ThroughputTable(), D8, *times * [true[D8] / poison])
     for mesh in (D4T2, *others):
         table = observed(table, mesh, *times * [true[mesh]])
     seen = simulate(problem, table, true, 30, tries=True, start=start)
@@ -586,7 +669,7 @@ def test_pair_is_the_fastest_of_all_that_fit():
 def test_choice_for_four_thousand_devices_rates_few_of_its_candidates(monkeypatch):
     """A mixture of experts at 131,072 tokens: 13,435 ways to train, on 859 meshes.
 
-    benchmarks/choose.md has the time, which is below a tenth of a second.
+    benchmarks/choose.md has the time.
     """
     problem, rated = problem_on("h100:512x8", "qwen3-30b-a3b"), Counter()
     step, table, plans = full_step(problem, 131_072), ThroughputTable(), Plans()
@@ -604,4 +687,4 @@ def test_choice_for_four_thousand_devices_rates_few_of_its_candidates(monkeypatc
         speed = problem.update_speed(plans.train, 131_072)
         mesh, *way = plans.train
         table = table.with_speed(train_key(mesh, 131_072, *way), speed)
-        assert rated["_train"] < 1100 and rated["_rollout"] < 1600
+        assert rated["_train"] < 1200 and rated["_rollout"] < 9500

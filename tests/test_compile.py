@@ -22,14 +22,16 @@ from earl_jax.engine.engine import Engine
 from earl_jax.models.attention import paged_tpu
 from earl_jax.models.attention.kernels import choose_kernel
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.kv_cache import LayerCache, cache_bytes
+from earl_jax.models.kv_cache import LayerCache
 from earl_jax.models.presets import PRESETS
 from earl_jax.sharding.layout import TRAINING_ROWS, Layout, MeshShape, make_layout
+from earl_jax.sharding.placing import placed_shapes
 from earl_jax.sharding.topology import make_topology
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.state import state_shapes, state_shardings
 from earl_jax.train.step import batch_shapes, make_train_step
 from earl_jax.train.update import Update
+from tests.support.caches import empty_cache
 from tests.support.compiled_publish import times_the_plan
 from tests.support.compilers import need_compiler
 from tests.support.hlo import COLLECTIVE
@@ -207,7 +209,9 @@ def test_with_an_expert_axis_alone_a_round_adds_up_its_experts_and_no_more(name)
 @pytest.mark.parametrize("name", BOTH)
 def test_a_round_holds_the_cache_once(name, draft):
     analysis = compiled_round("qwen3-8b", name, MeshShape(data=8), draft).memory_analysis()
-    cache = cache_bytes(FAMILIES["qwen3-8b"], SLOTS // 8, MAX_TOKENS)
+    model = FAMILIES["qwen3-8b"]
+    layers = jax.eval_shape(lambda: empty_cache(model, SLOTS // 8, MAX_TOKENS)).layers
+    cache = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(layers))
     assert analysis.alias_size_in_bytes > cache
     assert analysis.temp_size_in_bytes < cache / 2
 
@@ -259,10 +263,8 @@ def lowered_update(model: ModelConfig, config: TrainConfig, layout: Layout, rows
             algorithm=ALGORITHMS["reinforce"],
         )
     )
-    state = jax.tree.map(
-        lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
-        state_shapes(model, config, VOCAB),
-        state_shardings(model, config, VOCAB, layout),
+    state = placed_shapes(
+        state_shapes(model, config, VOCAB), state_shardings(model, config, VOCAB, layout)
     )
     # Kernels ask it which chip they are for.
     with jax.default_device(layout.mesh.devices.flat[0]):  # pyright: ignore

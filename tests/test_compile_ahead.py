@@ -11,7 +11,6 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from earl_jax.dispatch.packing import Shape
-from earl_jax.engine.pages import roomier_pages
 from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.placement.compile_ahead import (
     CompileAhead,
@@ -24,6 +23,7 @@ from earl_jax.placement.stages import lower_round, lower_update
 from earl_jax.run.build import build_run
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.selector.table import TRUSTED, ThroughputTable
+from earl_jax.telemetry.compile_clock import CompileClock
 from earl_jax.telemetry.load import LoadHistory
 from tests.support.placements import (
     CUBE,
@@ -69,11 +69,6 @@ def placed(run, max_tokens, table=None, **changes):
 def keys(run, max_tokens, history, **changes):
     placement = placed(run, max_tokens, **changes)
     return list(wanted_programs(placement, history, NO_LIMIT))
-
-
-def test_more_pages_come_in_steps():
-    """The scale is 1, 2, 3, 5, 8, 12, 18, 27: half as many again, rounded up."""
-    assert [roomier_pages(n) for n in (1, 2, 3, 4, 6, 7, 9, 10)] == [2, 3, 5, 5, 8, 12, 12, 18]
 
 
 def test_programs_of_the_next_configured_context_are_always_wanted(run):
@@ -250,3 +245,19 @@ def test_run_waits_for_a_program_under_way_and_makes_what_was_not_begun():
         ahead.request({"second": small(1.75, threading.Event())})
         ahead.settle()
         assert ahead.is_compiled("second")
+
+
+def test_programs_are_counted_but_for_those_of_one_thread():
+    clock = CompileClock()
+    clock.start()
+    one, other = small(1.875)(), small(1.9375)()
+    clock.take_number(but=None)
+    thread = threading.Thread(target=other.compile)
+    thread.start()
+    thread.join()
+    one.compile()
+    assert clock.take_number(but=thread) == 1
+    assert clock.take_number(but=None) == 0, "all were taken"
+    small(1.96875)().compile()
+    clock.stop()
+    assert clock.take_number(but=None) >= 1

@@ -13,12 +13,19 @@ from ml_collections import ConfigDict, config_dict
 from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.config import Config
 from earl_jax.config.config import find_teacher
-from earl_jax.config.file import load_config_file, make_config, read_workdir_config
+from earl_jax.config.file import (
+    RENAMED_KEYS,
+    load_config_file,
+    make_config,
+    read_workdir_config,
+)
 from earl_jax.config.keys import all_keys
 from earl_jax.config.names import NAMES_ELSEWHERE
+from earl_jax.envs.board_game import BoardGame
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.presets import preset_named
 from earl_jax.rollout.staleness import AsynchronyConfig
+from earl_jax.settings.arguments import argument_names
 from earl_jax.settings.errors import InputError
 from tests.support import ROOT
 from tests.support.settings import make_config as make_small_config
@@ -229,11 +236,26 @@ def test_every_section_refuses_a_key_that_it_does_not_have(section):
         ({"env": {"game": "connect_four"}}, "config.env.game is now config.env.name (or"),
         ({"env": {"trail": {"num_steps": 4}}}, "config.env.trail is now config.env.args"),
         ({"env": {"mask_illegal": True}}, "is now config.env.args.mask_illegal"),
+        ({"train": {"demonstration_steps": 3}}, "is now config.train.sft_steps"),
+        ({"rollout": {"parking": "host"}}, "no setting any more: the cheaper way is taken"),
+        ({"rollout": {"parking_host_gib": 1.0}}, "is now config.rollout.preemption_host_gib"),
+        ({"selector": {"order": "listed"}}, "no setting any more: .* config.selector.table"),
+        ({"selector": {"page_sizes": (16,)}}, "is now config.rollout.page_size (one"),
     ],
 )
 def test_a_key_of_an_earlier_version_is_an_error_that_names_the_new_one(given, message):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         make_config(given)
+
+
+@pytest.mark.parametrize("key", RENAMED_KEYS)
+def test_a_key_of_an_earlier_version_is_none_now_and_those_that_it_names_are(key):
+    known = {*all_keys(), *(f"config.env.args.{name}" for name in argument_names(BoardGame) or ())}
+    section, _, name = key.removeprefix("config.").rpartition(".")
+    with pytest.raises(InputError, match=f"{re.escape(key)} is (now config|no setting any more)"):
+        make_config({section: {name: 1}})
+    named = re.findall(r"config\.(?!py\b)[\w.]*\w", RENAMED_KEYS[key])
+    assert key not in known and set(named) <= known
 
 
 # Wrong types.
@@ -319,6 +341,7 @@ RULES = [
         "rollout.weight_dtype=int8;train.importance_cap=0.5",
         "config.train.importance_cap is 0.5; it must be at least 1.0",
     ),
+    ("train.adam_eps=0.0", "config.train.adam_eps is 0.0; it must be at least 1e-30"),
     ("train.micro_batches=3", "config.train.micro_batches is 3.*config.rollout.episodes_per_step"),
     ("algorithm_args.turn_discount=1.01", "config.algorithm_args.turn_discount is 1.01"),
     ("algorithm=grpo", "config.algorithm is 'grpo'.*config.rollout.group_size to 2"),

@@ -23,6 +23,7 @@ from earl_jax.selector.schedule import make_schedule
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.sharding.axes import MESH_AXES
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_abstract_layout
+from earl_jax.sharding.placing import placed_shapes
 from earl_jax.train import state as train_state
 from earl_jax.train.step import batch_shapes, make_train_step
 from earl_jax.train.update import Update
@@ -65,12 +66,6 @@ def world(request, made):
     return build_run(config)
 
 
-def placed(shapes, shardings):
-    return jax.tree.map(
-        lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), shapes, shardings
-    )
-
-
 def lowered(traced, world):
     return lowered_for(traced, PLATFORMS[world.config.devices.platform])
 
@@ -102,7 +97,7 @@ def test_the_training_step_lowers_on_every_mesh_it_may_choose(world):
     config, rows = world.config, world.config.rollout.episodes_per_step
     for shape in world.problem.meshes("train"):
         layout = make_abstract_layout(shape)
-        state = placed(
+        state = placed_shapes(
             world.learner.state_shapes(),
             train_state.state_shardings(
                 world.origin.model, config.train, world.origin.vocab_size, layout
@@ -137,8 +132,8 @@ def test_engine_round_lowers_on_every_mesh_and_context_bucket(world):
         for max_tokens in {rollout.context_buckets[0], rollout.context_buckets[-1]}:
             # `Engine.lower_play` cannot lower for devices that are not there.
             traced = engine._play.trace(
-                placed(engine.parameter_shapes, engine.parameter_shardings),
-                placed(engine.state_shapes(max_tokens), engine.state_shardings),
+                placed_shapes(engine.parameter_shapes, engine.parameter_shardings),
+                placed_shapes(engine.state_shapes(max_tokens), engine.state_shardings),
                 jax.ShapeDtypeStruct((rollout.num_slots, width), jnp.int32, sharding=rows),
                 jax.ShapeDtypeStruct((2,), jnp.uint32),
             )
@@ -198,7 +193,7 @@ def test_every_context_of_a_published_model_fits_its_hardware_and_traces(name, t
                 algorithm=config.make_algorithm(),
             )
         )
-        state = placed(
+        state = placed_shapes(
             train_state.state_shapes(model, train, vocab_size),
             train_state.state_shardings(model, train, vocab_size, layout),
         )
@@ -225,8 +220,8 @@ def assert_round_lowers(config, model, vocab_size, problem, stop, platform):
     width = inputs_width(rollout.chunk_size)
     rows = engine.layout.activations("B")
     traced = engine._play.trace(
-        placed(engine.parameter_shapes, engine.parameter_shardings),
-        placed(engine.state_shapes(stop.context), engine.state_shardings),
+        placed_shapes(engine.parameter_shapes, engine.parameter_shardings),
+        placed_shapes(engine.state_shapes(stop.context), engine.state_shardings),
         jax.ShapeDtypeStruct((rollout.num_slots, width), jnp.int32, sharding=rows),
         jax.ShapeDtypeStruct((2,), jnp.uint32),
     )

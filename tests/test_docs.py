@@ -65,5 +65,13 @@ def test_pages_name_files_that_exist():
     assert missing == []
 
 
+def test_every_page_is_in_the_navigation():
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    navigation = re.findall(
+        r"(\S+\.md)$", (ROOT / "docs/site/mkdocs.yml").read_text(), re.MULTILINE
+    )
+    assert pages - set(navigation) == set()
+
+
 def test_readme_is_one_page():
     assert (ROOT / "README.md").stat().st_size <= 10_000

@@ -32,6 +32,7 @@ from tests.support.continuations import (
     PAGE_SIZE,
     SEED,
     VOCAB,
+    pages_in_use,
     policy,
     prompt,
     scored_continuations,
@@ -179,7 +180,7 @@ def test_requests_have_the_tokens_of_the_policy_where_pages_are_short(mesh, draf
         for each in asked:
             driver.submit(each.request)
         played = [each.rounds() for each in asked]
-        assert until(lambda: not driver._playing and driver.num_pages_in_use() == 0)
+        assert until(lambda: not driver._playing and pages_in_use(driver) == 0)
         assert driver._service.stats.preempted_episodes > 0
         assert driver._service.session.pool == engine.first_pool
     for rounds, (ids, *scores) in zip(played, expected(tuple(sizes)), strict=True):
@@ -250,7 +251,7 @@ def test_requests_that_are_withdrawn_leave_nothing_behind():
         stay = [each.tokens() for each in asked[2::2]]
         asked[0].rounds()
         driver.withdraw(asked[0].request)
-        assert until(lambda: not driver._playing and driver.num_pages_in_use() == 0)
+        assert until(lambda: not driver._playing and pages_in_use(driver) == 0)
         assert not driver._queue and not driver._queue._num_taken
     assert stay == [ids for ids, *_ in expected(tuple(sizes))[2::2]]
 

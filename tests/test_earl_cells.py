@@ -45,8 +45,8 @@ def test_both_meshes_are_candidates_of_one_problem():
     assert chooser.problem.num_processes == 16
 
 
-@pytest.mark.parametrize(("name", "right"), [*zip(SETUPS, (30, 30, 26, 30, 27), strict=True)])
-def test_other_set_ups_lose_a_few_cells(name, right):
+@pytest.mark.parametrize(("name", "right"), [*zip(SETUPS, (30, 30, 30, 30, 27), strict=True)])
+def test_other_set_ups_lose_few_cells(name, right):
     """With a published engine's kernels, and with this project's."""
     for is_ours in (False, True):
         wrong = earl_cells.wrong_cells(dataclasses.replace(SETUPS[name], is_ours=is_ours))

@@ -241,21 +241,17 @@ def test_a_compute_type_of_bfloat16_keeps_weights_and_cache_in_it():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kernel", "shape", "num_slots"),
-    [
-        ("triton", MeshShape(), 4),
-        ("triton", MeshShape(data=4, tensor=2), NUM_SLOTS),
-        ("pallas_tpu", MeshShape(), 2),
-    ],
+    ("shape", "num_slots"),
+    [(MeshShape(), 4), (MeshShape(data=4, tensor=2), NUM_SLOTS)],
     ids=str,
 )
-def test_a_round_with_a_kernel_for_chips_says_the_same(kernel, shape, num_slots, monkeypatch):
-    """Interpreted, and on each device's own heads."""
+def test_a_round_with_a_kernel_for_chips_says_the_same(shape, num_slots, monkeypatch):
+    """The kernel for GPUs, interpreted, on each device's own heads."""
     used = []
 
     def choose(setting, layout, model, page_size):
         used.append(layout.shape)
-        return PagesChoice(kernel, "of the test")
+        return PagesChoice("triton", "of the test")
 
     monkeypatch.setattr(decoder, "choose_pages_kernel", choose)
     config = dataclasses.replace(CONFIG, num_slots=num_slots)

@@ -535,7 +535,7 @@ def test_a_call_id_that_the_template_wants_is_asked_for():
     ],
 )
 def test_a_turn_ends_with_any_of_the_familys_ends(name, ends):
-    """The template's own first, with which a demonstrated reply ends."""
+    """The template's own first, with which an example reply ends."""
     ids = tokenizer(name).convert_tokens_to_ids(ends)
     assert chat(name).end_of_turn_ids == tuple(ids)
     (four,) = chat(name).reply("4")[:-1]

@@ -82,7 +82,7 @@ def test_garbage_of_an_environment_is_named():
     (outcome,) = EnvironmentPool(1, timeout_s=30.0).run([lambda: check_step(environment.step("4"))])
     assert outcome == Failure(
         stop_reason="environment_error",
-        detail="TypeError: step() must return a StepResult; got a dict",
+        detail="step() must return a StepResult; got a dict",
     )
 
 

@@ -71,7 +71,7 @@ def test_a_trail_is_that_of_its_seed_and_no_other():
     assert len(set(trails)) > 15
 
 
-def test_demonstrated_steps_are_right_half_the_time_and_by_chance():
+def test_example_steps_are_right_half_the_time_and_by_chance():
     # Of 2000 walks 0.5 + 0.5 / 5 begin with a right step: 1200, with a standard deviation of 22.
     rng = random.Random(0)
     walks = [play_example(trail(seed), rng) for seed in range(2000)]

@@ -33,6 +33,7 @@ from earl_jax.models.parameters import (
 )
 from earl_jax.settings.remat import Remat
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
+from earl_jax.sharding.placing import placed_shapes
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.state import state_of
 from earl_jax.train.step import make_train_step, read_metrics
@@ -327,11 +328,7 @@ def test_the_training_step_gathers_tokens_over_experts_and_scatters_what_they_ma
     layout = make_layout(MeshShape(data=2, expert=4), row_axes=TRAINING_ROWS)
     tokens = jax.ShapeDtypeStruct((8, 12), jnp.int32, sharding=layout.activations("BT"))
     specs = parameter_specs(MODEL, VOCAB)
-    placed = jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-        params(),
-        parameter_shardings(specs, layout),
-    )
+    placed = placed_shapes(params(), parameter_shardings(specs, layout))
     forward = jax.jit(
         lambda params, tokens: forward_rows(MODEL, layout, params, tokens, jnp.ones_like(tokens))
     )

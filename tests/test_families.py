@@ -22,12 +22,12 @@ from earl_jax.models.checkpoints.families import FAMILIES
 from earl_jax.models.checkpoints.hf_read import load_parameters
 from earl_jax.models.config import ModelConfig, RopeScaling
 from earl_jax.models.decoder import forward_chunk, forward_rows, head_weights
-from earl_jax.models.kv_cache import empty_cache
 from earl_jax.models.logprobs import score_tokens
 from earl_jax.models.parameters import init_parameters, parameter_specs, unstack_layers
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.scoring import score_batch
+from tests.support.caches import empty_cache
 from tests.support.references import (
     EXPERT_MESHES,
     KINDS,

@@ -65,6 +65,16 @@ def test_a_flag_that_is_none_says_what_to_write(arguments, words):
         main.parse_flags(arguments)
 
 
+@pytest.mark.parametrize("flag", ["--workdir", "--replay", "--init_from", "--config"])
+def test_an_empty_value_is_a_mistake_and_not_the_current_folder(flag):
+    """With --workdir= and --restart the current folder would be renamed."""
+    for arguments in ([f"{flag}=", "--restart"], [flag, ""]):
+        with pytest.raises(InputError, match=f"{flag}=? has an empty value"):
+            main.parse_flags(arguments)
+    _, overrides = main.parse_flags(["--config.model.path="])
+    assert overrides == ["model.path="]
+
+
 def test_flags_and_overrides_are_told_apart():
     flags, overrides = main.parse_flags(
         ["--config=a/b.py", "--config.seed=1", "--config.model.path=--odd"]

@@ -38,6 +38,7 @@ from earl_jax.selector.hardware import hardware_of, parse_topology
 from earl_jax.selector.memory import program_bytes, resident_bytes
 from earl_jax.settings.remat import Remat
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_abstract_layout, make_layout
+from earl_jax.sharding.placing import placed_shapes
 from earl_jax.sharding.topology import CHIPS, make_topology
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.state import state_shapes, state_shardings
@@ -320,8 +321,7 @@ def test_an_update_takes_what_xla_says(networks, ema_decay):
             networks=networks,
         )
     )
-    state = jax.tree.map(
-        lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
+    state = placed_shapes(
         state_shapes(model, config, vocab_size, networks),
         state_shardings(model, config, vocab_size, layout, networks),
     )

@@ -133,6 +133,12 @@ def test_the_table_has_prices_only_where_they_are_known(capsys):
     assert "the cheapest tokens" in text
 
 
+def test_prices_are_of_two_groups():
+    one = [flag for flag in PLAN if not flag.startswith("--train_topology")]
+    with pytest.raises(ValueError, match="give --train_topology too"):
+        plan_command([*one, "--prices=1,2"])
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -142,7 +148,7 @@ def test_the_table_has_prices_only_where_they_are_known(capsys):
         (["--exact"], "--exact beside --train_topology"),
         (["--config.devices.num_rollout=8"], "num_rollout is 8 beside --train_topology"),
         (["--train_topology=h900:1x8"], "'h900:1x8' is not known"),
-        (["--train_topology=", "--prices=1,2"], "give --train_topology too"),
+        (["--train_topology="], "--train_topology= has an empty value"),
     ],
 )
 def test_a_mistake_in_the_flags_is_named(flags, message):

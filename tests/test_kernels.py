@@ -22,6 +22,7 @@ from earl_jax.placement.problem import workload
 from earl_jax.run.build import build_run
 from earl_jax.selector.hardware import parse_topology
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
+from earl_jax.sharding.placing import placed_shapes
 from earl_jax.sharding.topology import make_topology
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.scoring import score_batch
@@ -324,10 +325,8 @@ def test_a_training_step_compiles_with_the_kernel_of_the_platform(name, kernel, 
                 algorithm=ALGORITHMS["reinforce"],
             )
         )
-        state = jax.tree.map(
-            lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
-            state_shapes(model, config, 256),
-            state_shardings(model, config, 256, layout),
+        state = placed_shapes(
+            state_shapes(model, config, 256), state_shardings(model, config, 256, layout)
         )
         controls = jax.ShapeDtypeStruct((2,), jnp.float32)
         with default_device_of(layout):

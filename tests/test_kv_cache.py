@@ -16,15 +16,9 @@ from earl_jax.models.attention.page_shares import own_share
 from earl_jax.models.attention.paged_attention import Tile, attend_pages, plan_reading
 from earl_jax.models.attention.rows import Positions, attention
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.kv_cache import (
-    LayerCache,
-    PagedCache,
-    cache_bytes,
-    empty_cache,
-    place_pages,
-    write,
-)
+from earl_jax.models.kv_cache import LayerCache, PagedCache, place_pages, write
 from earl_jax.sharding.layout import MeshShape, make_layout
+from tests.support.caches import empty_cache
 
 MODEL = ModelConfig(num_layers=2, width=32, num_heads=4, num_kv_heads=2, head_size=8, ffn_size=64)
 
@@ -94,7 +88,6 @@ def test_cache_bytes_are_the_bytes_of_an_empty_cache(dtype):
     cache = empty_cache(model, 3, 10, page_size=4)
     # 2 layers x (key, value) x 3 rows x 3 pages x 4 tokens x 2 heads x 8 numbers.
     num_bytes = 2 * 2 * 3 * 3 * 4 * 2 * 8 * jnp.dtype(dtype).itemsize
-    assert cache_bytes(model, 3, 10, 4) == num_bytes
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(cache.layers)) == num_bytes
     assert cache.layers[0].key.shape == (9, 2, 8, 4)
     assert cache.layers[0].value.shape == (9, 2, 4, 8)

@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.runs import free_port
 from earl_jax.launch.distributed import DistributedConfig
 from earl_jax.launch.distributed import _find_place as find_place
-from earl_jax.telemetry.metrics import read_metrics
 from tests.support import ROOT, python_path
 from tests.support.commands import ALL, SMALL
-from tests.support.processes import free_port
+from tests.support.runs import steps_of
 
 SCRIPTS = sorted(
     [*ROOT.glob("gpu_scripts/*.s*"), *ROOT.glob("tpu_scripts/*.sh")], key=lambda path: str(path)
@@ -572,43 +572,43 @@ RUN = (
 )
 FLAGS = [CONFIG, *(f"--config.{key}={value}" for key, value in RUN.items())]
 REAL = {
-    "slurm": SBATCH,
     "launch.sh": ["gpu_scripts/launch.sh", "--hosts=127.0.0.1,localhost"],
     "tpu": ["tpu_scripts/run.sh", *TPU],
 }
 
 
-def steps_of(workdir: Path) -> list[int]:
-    path = workdir / "metrics.jsonl"
-    return [row["step"] for row in read_metrics(path) if "eval" not in row] if path.exists() else []
+def step_numbers(workdir: Path) -> list[int]:
+    return [row["step"] for row in steps_of(workdir)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", REAL)
 def test_two_processes_train(launcher, machine):
+    """Those of Slurm train below."""
     workdir = machine.home / "run"
     port = [f"--port={free_port()}"] * REAL[launcher][0].endswith("launch.sh")
     done = machine.run(*REAL[launcher], *port, *FLAGS, f"--workdir={workdir}")
     assert done.returncode == 0, done.stderr[-4000:]
-    assert steps_of(workdir) == [1]
+    assert step_numbers(workdir) == [1]
     # One process reports.
     assert done.stdout.count("done in ") == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", [1])
-def test_run_resumes_after_a_process_is_killed(lost, machine):
+def test_run_resumes_after_a_process_is_killed(machine):
     workdir = machine.home / "run"
     job = machine.start(*SBATCH, *FLAGS, "--config.num_steps=6", f"--workdir={workdir}")
     deadline_s = time.monotonic() + 270
-    while 2 not in steps_of(workdir):
+    while 2 not in step_numbers(workdir):
         assert job.poll() is None and time.monotonic() < deadline_s, job.communicate()
         time.sleep(0.05)
     pids = next(each["pids"] for each in machine.records() if "pids" in each)
-    os.kill(pids[lost], signal.SIGKILL)
+    os.kill(pids[1], signal.SIGKILL)
     output, errors = job.communicate(timeout=270)
     assert job.returncode == 0, errors[-4000:]
     assert "starting the run again (1 of 10)" in errors
-    assert steps_of(workdir) == [1, 2, 3, 4, 5, 6]
-    assert f"process {lost} on {socket.gethostname()} has ended" in errors
+    assert step_numbers(workdir) == [1, 2, 3, 4, 5, 6]
+    assert f"process 1 on {socket.gethostname()} has ended" in errors
     assert len(machine.calls("srun")) == 2 and "resum" in output
+    # One process reports.
+    assert output.count("done in ") == 1

@@ -18,7 +18,6 @@ from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.dispatch.weights import publish
 from earl_jax.models.config import LORA_TARGETS, LoraConfig, ModelConfig
 from earl_jax.models.decoder import forward_chunk, forward_rows, head_weights
-from earl_jax.models.kv_cache import empty_cache
 from earl_jax.models.lora import (
     PROJECTIONS,
     Adapted,
@@ -40,6 +39,7 @@ from earl_jax.run.build import build_run
 from earl_jax.selector.memory import resident_bytes
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.sharding.placing import placed_shapes
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.train import checkpoint
 from earl_jax.train.checkpoint import Checkpoints
@@ -54,6 +54,7 @@ from earl_jax.train.state import (
 from earl_jax.train.step import batch_shapes, make_train_step, read_metrics
 from earl_jax.train.update import Update
 from earl_jax.trajectory import TrajectoryBatch
+from tests.support.caches import empty_cache
 from tests.support.settings import make_config
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -118,10 +119,8 @@ def compiled_step(shape: MeshShape, config: TrainConfig = CONFIG, algorithm="rei
             algorithm=ALGORITHMS[algorithm],
         )
     )
-    state = jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-        state_shapes(MODEL, config, VOCAB),
-        state_shardings(MODEL, config, VOCAB, layout),
+    state = placed_shapes(
+        state_shapes(MODEL, config, VOCAB), state_shardings(MODEL, config, VOCAB, layout)
     )
     controls = jax.ShapeDtypeStruct((2,), jnp.float32)
     lowered = step.lower(state, batch_shapes(ROWS, LENGTH, layout), controls)

@@ -380,6 +380,15 @@ def test_a_penalty_in_the_loss_by_hand(estimator, slope):
     assert found[0] == pytest.approx(-2.0 + 0.5 * slope, rel=1e-5)
 
 
+def test_rloo_s_penalty_in_the_reward_is_part_of_its_advantages():
+    """It is not subtracted again, and in every update the same: the ratio here is 1.1."""
+    settings = RlooSettings(kl_coefficient=0.5, kl_estimator="k1", kl_in="reward")
+    facts = make_facts([math.log(1.1), -1], [0.0, -1], [3.0, -2], reference=[-2.0, -1])
+    losses, metrics, _ = ALGORITHMS["rloo"].loss(facts, settings)
+    np.testing.assert_allclose(losses[0], [-3.3, 2], rtol=1e-6)
+    np.testing.assert_allclose(metrics["reference_kl"][0], [math.log(1.1) + 2, 0], rtol=1e-6)
+
+
 def test_a_penalty_in_the_reward_lowers_what_came_before_it():
     """Penalties 0.5 k1 of 1, 2, -1 and 4; each token's advantage loses its own and those after.
 
@@ -423,7 +432,6 @@ def test_a_penalty_in_the_reward_lowers_what_came_before_it():
         (GrpoSettings(kl_coefficient=0.1, kl_in="reward"), "normalize_advantages to False"),
         (CispoSettings(kl_coefficient=0.1, kl_in="reward"), "set config.algorithm_args.kl_in to"),
         (ReinforceSettings(kl_coefficient=0.1, kl_in="reward"), "its weight would change with"),
-        (RlooSettings(kl_coefficient=0.1, kl_in="reward"), "baseline would have no part of the"),
     ],
 )
 def test_settings_that_break_a_rule_are_errors(settings, words):
@@ -515,6 +523,16 @@ def test_penalties_in_the_reward_are_of_the_policy_that_the_step_begins_with():
         passes = functools.partial(scored_passes, distilled, updates=updates)
         assert passes(corrects=True, recomputes=False) == first
         assert passes(corrects=False) == first[1:]
+    rloo = dataclasses.replace(
+        ALGORITHMS["rloo"], settings=RlooSettings(kl_coefficient=0.1, kl_in="reward")
+    )
+    assert scored_passes(rloo, updates=1, corrects=True) == first
+    assert scored_passes(rloo, updates=1, corrects=False) == first[1:]
+    assert rloo.all_needs == {"reference", "groups"}
+    for settings in (RlooSettings(), RlooSettings(kl_coefficient=0.1)):
+        plain = dataclasses.replace(rloo, settings=settings)
+        assert "advantages" not in scored_passes(plain, updates=2, corrects=True)
+        assert "groups" not in plain.all_needs
     grpo = dataclasses.replace(
         ALGORITHMS["grpo"], settings=GrpoSettings(kl_coefficient=0.1, kl_in="reward")
     )

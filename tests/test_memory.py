@@ -2,10 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes per device: of compiled programs, of placed arrays, and what a device may hold."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import pytest
 
+from earl_jax.launch.start import host_memory_bytes
 from earl_jax.selector.memory import (
     device_budget,
     is_out_of_memory,
@@ -95,3 +98,41 @@ def test_out_of_memory_is_told_by_the_status_code_and_nothing_else_is_caught():
     assert unless_out_of_memory(lambda: jnp.arange(3)).tolist() == [0, 1, 2]
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         unless_out_of_memory(raises("INTERNAL: a cable"))
+
+
+@pytest.mark.parametrize(
+    ("words", "is_short"),
+    [
+        ("Shared memory size limit exceeded: requested 1179648, available: 232448", False),
+        ("XLA:TPU compile permanent error. Ran out of memory in memory space vmem. Used 32", False),
+        ("Ran out of memory in memory space smem. Used 1.01M of 1.00M smem.", False),
+        ("XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 33", True),
+        ("Out of memory while trying to allocate 2306867200 bytes.", True),
+    ],
+)
+def test_a_kernel_that_takes_too_much_of_a_core_is_an_error(words, is_short):
+    error = jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {words}")
+    assert is_out_of_memory(error) is is_short
+
+
+def test_host_memory_is_limited_by_the_groups_of_the_process(tmp_path):
+    """The least of the process's own group and those around it, by both versions of cgroups."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert host_memory_bytes(tmp_path / "without") == physical
+
+    def host(line: str, limits: dict[str, str]) -> int:
+        root = tmp_path / str(len(list(tmp_path.iterdir())))
+        for path, text in {"proc/self/cgroup": line + "\n", **limits}.items():
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).write_text(text)
+        return host_memory_bytes(root)
+
+    job, group = "0::/slurm/job_1/step_0", "sys/fs/cgroup"
+    none, own = {f"{group}/slurm/job_1/step_0/memory.max": "max\n"}, f"{group}/memory.max"
+    assert host(job, none) == physical
+    assert host(job, none | {f"{group}/slurm/job_1/memory.max": "7000\n"}) == 7000
+    # In a container its own group is the outermost one that is seen.
+    assert host("0::/", {own: "6000\n"}) == 6000 == host("0::/docker/1", {own: "6000\n"})
+    old = f"{group}/memory/docker/1/memory.limit_in_bytes"
+    assert host("9:cpu:/x\n8:memory:/docker/1", {old: "5000\n"}) == 5000
+    assert host("8:memory:/docker/1", {old: f"{2**63 - 4096}\n"}) == physical

@@ -21,7 +21,7 @@ from earl_jax.models.decoder import (
     head_weights,
     rms_norm,
 )
-from earl_jax.models.kv_cache import PagedCache, empty_cache
+from earl_jax.models.kv_cache import PagedCache
 from earl_jax.models.parameters import (
     check_tensor_axis,
     init_parameters,
@@ -34,7 +34,7 @@ from earl_jax.models.parameters import (
 from earl_jax.models.rotary import rope_frequencies, rotate
 from earl_jax.settings.remat import REMATS, Remat
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
-from tests.support.caches import rows_of
+from tests.support.caches import empty_cache, rows_of
 from tests.support.meshes import train_candidates
 
 VOCAB = 64

@@ -25,8 +25,10 @@ from earl_jax.train.critic import critic_values
 from earl_jax.train.learner import Learner
 from earl_jax.train.offload import is_offloaded, load_moments, offload_moments
 from earl_jax.train.scoring import score_batch
+from earl_jax.train.spread import explained_variance
 from earl_jax.train.state import TrainState, init_state, state_of, state_shapes, state_shardings
 from earl_jax.train.step import read_metrics
+from earl_jax.train.update import Totals, add_totals, value_sums
 from earl_jax.trajectory import TrajectoryBatch
 from tests.support.batches import make_turns
 from tests.support.placements import TINY
@@ -41,12 +43,14 @@ make_batch = functools.partial(make_turns, VOCAB, ROWS, LENGTH)
 
 
 @functools.cache
-def learner_with(name: str, model: ModelConfig = MODEL, lora_rank: int = 0, **settings) -> Learner:
+def learner_with(
+    name: str, model: ModelConfig = MODEL, lora_rank: int = 0, sft_steps: int = 0, **settings
+) -> Learner:
     """A learner of which tests share the programs; none changes it."""
     algorithm = ALGORITHMS[name]
     return Learner(
         model,
-        dataclasses.replace(TRAIN, lora=LoraConfig(rank=lora_rank)),
+        dataclasses.replace(TRAIN, lora=LoraConfig(rank=lora_rank), sft_steps=sft_steps),
         dataclasses.replace(
             algorithm, settings=dataclasses.replace(algorithm.settings, **settings)
         ),
@@ -298,6 +302,31 @@ def test_the_critic_minimises_the_mean_squared_error_of_its_returns():
     assert found["critic_grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("mean", "distance", "expected"),
+    [(1000.0, 0.125, 0.75), (0.0, 2.0**-13, 0.75), (-1000.1, 0.0, 0.0), (0.0, 0.0, 0.0)],
+)
+def test_explained_variance_keeps_its_digits_over_parts(mean, distance, expected):
+    """Returns differ from their mean by `distance`, values from returns by half of it and by 7.
+
+    1 - (d / 2)^2 / d^2 = 0.75. Sums of squares in fp32 would have none of its digits. Returns of a
+    row are equal, so that the means of the parts differ; two rows do not count.
+    """
+    batch, signs = make_batch(), np.array([[1, 1, 0, 1, -1, 0, -1, -1]]).T
+    returns = (mean + distance * np.tile(signs, LENGTH)).astype(np.float32)
+    values = returns - 7 - np.float32(distance / 2) * np.resize([1, 1, -1, -1], (ROWS, LENGTH))
+    batch = batch.replace(returns=returns, values=values, turn_ids=np.ones((ROWS, LENGTH), int))
+    batch.turn_ids[[2, 5]] = 0
+    totals = []
+    for rows in (slice(2, 3), slice(0, 1), slice(2, 3), slice(1, 8)):
+        part = jax.tree.map(lambda field, rows=rows: jnp.asarray(field[rows]), batch)
+        sums = value_sums(ALGORITHMS["ppo"], part.values, part)
+        totals.append(Totals((), sums, None, jnp.sum(part.turn_ids)))
+    sums = functools.reduce(add_totals, totals).sums
+    found = explained_variance(sums["returns"], sums["errors"])
+    assert float(found) == pytest.approx(expected, abs=1e-3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [CUBE, MeshShape(data=2, context=4)], ids=str)
 def test_ppo_is_the_same_on_every_mesh_and_in_parts(mesh):
@@ -339,13 +368,16 @@ def test_packed_ppo_is_unpacked_ppo():
 
 def test_an_update_without_values_leaves_the_critic_alone():
     """A supervised one, and one of a batch without tokens: parameters and moments, bit for bit."""
-    learner, plan, batch = learner_with("ppo"), TrainPlan(ONE, 2, "none"), rewarded_batch()
+    learner, batch = learner_with("ppo", sft_steps=1), rewarded_batch()
+    plan = TrainPlan(ONE, 2, "none")
     (scored,) = learner.score([plan], learner.first_state(ONE), [jax.device_put(batch)])
     state, _ = learner.update(plan, learner.first_state(ONE), scored, RATES)
     of_critic = lambda state: bits((state.critic, state.optimizer[1]))  # noqa: E731
     kept, params = of_critic(state), bits(state.params)
+    policys = bits(state.optimizer[0])
     state, _ = learner.update(plan, state, jax.device_put(batch), CONTROLS, sft=True)
     assert of_critic(state) == kept and bits(state.params) != params
+    assert bits(state.optimizer[0]) == policys
     params = bits(state.params)
     empty = jax.device_put(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), scored))
     state, metrics = learner.update(plan, state, empty, RATES)

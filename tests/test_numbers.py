@@ -17,12 +17,11 @@ from earl_jax.envs.trail import Trail
 from earl_jax.launch.start import exit_status
 from earl_jax.run import step_log
 from earl_jax.settings.errors import RunError
-from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.telemetry.progress import Progress
 from earl_jax.telemetry.recorder import Recorder
 from earl_jax.training import train
 from tests.support.placements import TINY
-from tests.support.runs import final_parameters
+from tests.support.runs import final_parameters, steps_of
 
 GIVEN = {
     "num_steps": 9,
@@ -97,7 +96,7 @@ def test_a_run_whose_updates_are_not_finite_ends_with_its_batch(
     with pytest.raises(RunError, match=r"no update could be made in 2 steps in a row"):
         train(make_config(GIVEN), workdir)
     assert "step 2: 1 of 1 updates were skipped" in capsys.readouterr().out
-    lines = [line for line in read_metrics(workdir / "metrics.jsonl") if "eval" not in line]
+    lines = steps_of(workdir)
     assert [line["skipped_updates"] for line in lines] == [1, 1]
     assert not np.isfinite(lines[-1]["loss"]), "a metric does not hide it"
     with np.load(workdir / "skipped_step_000002.0.npz") as batch:
@@ -131,7 +130,7 @@ def test_steps_without_an_update_are_counted_over_a_resume(tmp_path, monkeypatch
     assert not train(make_config(GIVEN, ["num_steps=1"]), tmp_path / "run").stopped
     with pytest.raises(RunError, match="no update could be made in 2 steps in a row"):
         train(make_config(GIVEN), tmp_path / "run")
-    lines = [line for line in read_metrics(tmp_path / "run/metrics.jsonl") if "eval" not in line]
+    lines = steps_of(tmp_path / "run")
     assert [line["step"] for line in lines] == [1, 2]
 
 

@@ -22,18 +22,18 @@ from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.learner import Learner
-from earl_jax.train.optimizer import is_decayed, make_optimizer, matrix_axes, muon_axes
+from earl_jax.train.optimizer import is_decayed, make_optimizer, matrix_axes, moment_axes, muon_axes
 from earl_jax.train.state import state_shapes, state_shardings, trained_specs
 from earl_jax.trajectory import TrajectoryBatch
 from tests.support.optimizers import specs_of
 from tests.support.settings import make_config
 
 NAMES = ("adamw", "adafactor", "lion", "muon")
-# Gate, up, down, embedding and head are large enough for Adafactor to factor.
+# All matrices but key and value are large enough for Adafactor to factor: 16 heads of 8 make 128.
 MODEL = ModelConfig(
     num_layers=2,
     width=128,
-    num_heads=4,
+    num_heads=16,
     num_kv_heads=2,
     head_size=8,
     ffn_size=128,
@@ -76,18 +76,84 @@ def test_adafactor_by_hand():
     np.testing.assert_allclose(got, [[1.05, -1.025]], rtol=1e-6)
 
 
-def test_adafactor_by_hand_where_it_is_factored():
-    """v is the product of the means over rows and over columns, by their mean."""
-    rng = np.random.default_rng(0)
-    grads = rng.normal(size=(3, 128, 256)).astype(np.float32)
+@pytest.mark.parametrize(
+    ("axes", "as_matrix"),
+    [
+        ("LDF", (128, 136)),
+        ("LDKGH", (128, 384)),
+        ("LDKH", (128, 128)),
+        ("LKGHD", (384, 128)),
+        ("LEDF", (128, 136)),
+        ("VD", (150, 128)),
+    ],
+)
+def test_adafactor_by_hand_where_it_is_factored(axes, as_matrix):
+    """v of a matrix is the product of the means over rows and over columns, by their mean.
+
+    Heads of 64 are outputs of one matrix. Layers and experts, of which there are more than 128
+    here, count matrices; the gradients of one of them are larger than the others'.
+    """
+    sizes = {"L": 2, "E": 140, "D": 128, "K": 2, "G": 3, "H": 64, "F": 136, "V": 150}
+    specs = specs_of(sizes, p=axes)
+    grads = np.random.default_rng(0).normal(size=specs["p"].shape).astype(np.float32)
+    grads[0] *= 1e3
     params = {"p": jnp.zeros(grads.shape)}
-    specs = specs_of({"L": 3, "D": 128, "F": 256}, p="LDF")
     got = first_direction({"p": jnp.array(grads)}, params, specs, optimizer="adafactor")["p"]
-    squares = grads.astype(np.float64) ** 2
-    rows, columns = squares.mean(2, keepdims=True), squares.mean(1, keepdims=True)
-    expected = grads / np.sqrt(rows * columns / rows.mean(1, keepdims=True))
-    expected /= max(1.0, np.sqrt(np.mean(expected**2)))
-    np.testing.assert_allclose(got, expected, rtol=1e-4)
+    got, grads = got.reshape(-1, *as_matrix), grads.reshape(-1, *as_matrix)
+    for found, grad in zip(got, grads, strict=True):
+        squares = grad.astype(np.float64) ** 2
+        rows, columns = squares.mean(1, keepdims=True), squares.mean(0, keepdims=True)
+        expected = grad / np.sqrt(rows * columns / rows.mean())
+        expected /= max(1.0, np.sqrt(np.mean(expected**2)))
+        np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+def adafactor_updates(specs, gradients):
+    """The directions of several updates."""
+    config = TrainConfig(max_grad_norm=1e9, optimizer="adafactor")
+    optimizer = make_optimizer(config, specs)
+    params = jax.tree.map(lambda spec: jnp.zeros(spec.shape), specs, is_leaf=is_spec)
+    state, update, found = optimizer.init(params), jax.jit(optimizer.update), []
+    for grads in gradients:
+        direction, state = update(grads, state, params)
+        found.append(jax.tree.map(np.asarray, direction))
+    return found
+
+
+@pytest.mark.parametrize("axes", ["LD", "LDF", "LDKGH"])
+def test_adafactor_updates_a_layer_whatever_the_gradients_of_others_are(axes):
+    """The second layer's updates are equal bit for bit; the last one's gradient is clipped."""
+    specs = specs_of({"L": 3, "D": 128, "K": 1, "G": 2, "H": 64, "F": 128}, p=axes)
+    shape, rng = specs["p"].shape, np.random.default_rng(0)
+    own = [size * rng.normal(size=shape[1:]).astype(np.float32) for size in (1, 1, 10)]
+    found = []
+    for scale in (0.01, 100.0):
+        others = scale * rng.normal(size=(3, *shape)).astype(np.float32)
+        others[:, 1] = own
+        found.append(
+            [each["p"][1] for each in adafactor_updates(specs, [{"p": g} for g in others])]
+        )
+    np.testing.assert_array_equal(*found)
+    assert np.sqrt(np.mean(found[0][2] ** 2)) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_adafactor_is_that_of_optax_for_a_single_matrix():
+    """Over several updates, of a factored matrix and of a vector."""
+    specs = specs_of({"D": 128, "F": 160}, matrix="DF", vector="F")
+    rng = np.random.default_rng(0)
+    gradients = [
+        {
+            name: (1 + step) * rng.normal(size=spec.shape).astype(np.float32)
+            for name, spec in specs.items()
+        }
+        for step in range(4)
+    ]
+    theirs = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
+    params = {name: jnp.zeros(spec.shape) for name, spec in specs.items()}
+    state, update = theirs.init(params), jax.jit(theirs.update)
+    for grads, found in zip(gradients, adafactor_updates(specs, gradients), strict=True):
+        expected, state = update(grads, state, params)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), found, expected)
 
 
 def orthogonal(matrix: np.ndarray) -> np.ndarray:
@@ -192,6 +258,32 @@ def test_norms_biases_and_embeddings_do_not_decay(name):
 
 
 # State.
+
+
+@pytest.mark.parametrize(
+    ("axes", "row", "column"),
+    [
+        ("LDKGH", "LD", "LKGH"),
+        ("LKGHD", "LKGH", "LD"),
+        ("LEDF", "LED", "LEF"),
+        ("VD", "V", "D"),
+        ("LDR", None, None),
+        ("LKGH", None, None),
+        ("LD", None, None),
+    ],
+)
+def test_adafactor_s_moments_and_their_axes(axes, row, column):
+    """Of a matrix of at least 128 by 128, one number a row and one a column, of every layer."""
+    sizes = {"L": 130, "E": 3, "D": 129, "K": 2, "G": 3, "H": 64, "F": 131, "V": 150, "R": 8}
+    specs = specs_of(sizes, p=axes)
+    optimizer = make_optimizer(TrainConfig(optimizer="adafactor"), specs)
+    params = jax.tree.map(lambda spec: jnp.zeros(spec.shape), specs, is_leaf=is_spec)
+    state = jax.eval_shape(optimizer.init, params)
+    named = moment_axes(state, specs)[1][0]
+    expected = (row, column) if row else (axes,)
+    assert jax.tree.leaves(named) == ["", *expected]
+    for letters, leaf in zip(expected, jax.tree.leaves(state[1][0])[1:], strict=True):
+        assert leaf.shape == tuple(sizes[letter] for letter in letters)
 
 
 @pytest.mark.parametrize("mesh", ["data=8", "data=2,fsdp=2,tensor=2", "fsdp=8"])

@@ -14,11 +14,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from earl_jax.config.file import given_config
+from earl_jax.config.file import make_config as make_config_of
+from earl_jax.config.train_flags import parse_flags
 from earl_jax.envs.environment import Message, Start, StepResult
 from earl_jax.envs.examples import example_ids, play_example
 from earl_jax.envs.tasks import Dataset, read_rows
 from earl_jax.rollout.evaluation import summarize
 from earl_jax.run.build import build_run
+from earl_jax.settings.errors import InputError, RunError
 from earl_jax.telemetry.episodes import failures_of, read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.trajectory import Trajectory
@@ -125,6 +129,40 @@ def test_the_environment_of_the_how_to_trains_and_its_metrics_arrive_everywhere(
     assert re.search(r"  found +[\d.]+", shown.stdout)
 
 
+def write_readme(folder: Path) -> list[list[str]]:
+    """Writes the README's files as a reader would; returns the flags of its commands with them."""
+    page = (ROOT / "README.md").read_text()
+    for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        for name, row in re.findall(r"^# (\w+\.jsonl): (.*)$", code, re.MULTILINE):
+            (folder / name).write_text(row)
+        (folder / re.findall(r"^# (\w+\.py)$", code, re.MULTILINE)[0]).write_text(code)
+    lines = re.findall(r"`uv run python -m earl_jax\.main (--workdir=.*?)`", page)
+    return [line.split() for line in lines]
+
+
+def test_the_commands_of_the_readme_are_right_as_printed(tmp_path, monkeypatch):
+    """With the default config; the first one learns from example replies."""
+    commands = write_readme(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    configs = []
+    for flags in commands:
+        parsed, overrides = parse_flags(flags)
+        given, _ = given_config(parsed.config, overrides)
+        configs.append(make_config_of(given, overrides))
+    assert [config.env.name for config in configs] == ["echo:Echo", "single_turn"]
+    assert [config.train.sft_steps for config in configs] == [12, 0]
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readme_train(tmp_path, cache):
+    for flags in write_readme(tmp_path):
+        shorter = ("num_steps=2", "eval.games=8", "eval.final_games=8")
+        done = command("main", tmp_path, cache, *flags, *(f"--config.{each}" for each in shorter))
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "step 2/2" in done.stdout and "failed" not in done.stdout
+
+
 @pytest.mark.slow
 def test_the_dataset_of_the_how_to_trains_and_resumes_exactly(tmp_path, cache):
     write_examples((HOW_TO / "dataset.md").read_text(), tmp_path)
@@ -205,6 +243,44 @@ class Chooser(Echo):
         return ["yes", "no"]
 
 
+class Stepless:
+    """Has no step."""
+
+    def start(self):
+        return Start(text="go")
+
+
+class Deaf(Stepless):
+    """Its step takes no reply."""
+
+    def step(self):
+        return StepResult(reward=0.0, done=True, stop_reason="over")
+
+
+class Mute(Deaf):
+    """Its start is no Start."""
+
+    def start(self):
+        return "go"
+
+    def step(self, reply):
+        return super().step()
+
+
+class Gone(Mute):
+    """Its start raises."""
+
+    def start(self):
+        raise ConnectionError("nobody answers")
+
+
+class OfRows(Echo):
+    """Plays a row without a reward function."""
+
+    def __init__(self, *, row):
+        super().__init__(word=row["answer"], seed=0, index=0)
+
+
 class Countdown:
     """A task source: words by the step, the last ones for evaluation."""
 
@@ -271,8 +347,11 @@ def test_examples_may_be_of_several_messages():
     ("given", "words"),
     [
         ({"name": "no_such_module:Echo"}, "config.env.name is 'no_such_module:Echo', which cannot"),
-        ({"name": f"{__name__}:Ecko"}, "cannot be imported .AttributeError"),
-        ({"name": f"{__name__}:ROOT"}, "it must be of type type"),
+        (
+            {"name": f"{__name__}:Ecko"},
+            "test_own_environment.py has no 'Ecko'; did you mean 'Echo'",
+        ),
+        ({"name": f"{__name__}:ROOT"}, "ROOT', which is of type PosixPath; it must be a class$"),
         ({"name": "tic_tac_to"}, "config.env.name is 'tic_tac_to'; did you mean 'tic_tac_toe'"),
         (
             {"name": f"{__name__}:Echo", "args": {"wort": "x"}},
@@ -286,12 +365,54 @@ def test_examples_may_be_of_several_messages():
             {"name": f"{__name__}:Echo", "args": {"times": 0}},
             "its environment cannot be made: times is 0; it must be at least 1",
         ),
-        ({"name": "single_turn"}, "it needs config.tasks.path and config.tasks.reward"),
+        ({"name": "single_turn"}, "cannot be made: it needs config.tasks.path and config.tasks.re"),
+        ({"name": f"{__name__}:Stepless"}, "Stepless', which has no method step.reply."),
+        ({"name": f"{__name__}:Start"}, "which has no method start.."),
+        (
+            {"name": f"{__name__}:Deaf"},
+            "step.reply. of config.env.name .*Deaf' cannot be called: too many positional",
+        ),
     ],
 )
 def test_an_environment_that_cannot_be_is_an_error_that_says_why(given, words):
     with pytest.raises(ValueError, match=words):
         make_config({"env": given})
+
+
+def test_an_environment_whose_start_is_wrong_has_no_tokenizer():
+    """A Start of another type is the user's mistake; what raises may be a tool that is away."""
+    with pytest.raises(InputError, match="trained on, failed: start.. must return a Start; got 'g"):
+        own("Mute").corpus()
+    with pytest.raises(RunError, match="trained on, failed: ConnectionError: nobody answers"):
+        own("Gone").corpus()
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("x = (", "SyntaxError: '(' was never closed (FILE, line 1)"),
+        ("import math\n\nx = 1 / 0", "ZeroDivisionError: division by zero (FILE, line 3)"),
+        ("import no_such_thing", "No module named 'no_such_thing' (FILE, line 1)"),
+        ("Ecko = 3", "and FILE has no 'Echo'; did you mean 'Ecko'?"),
+        ("Echo = 3", "of type int; it must be a class"),
+        (
+            None,
+            "No module named 'NAME'; Python looks in the current folder and those of PYTHONPATH",
+        ),
+    ],
+)
+def test_a_module_that_cannot_be_imported_says_where_it_fails(
+    tmp_path, monkeypatch, request, code, words
+):
+    # Python imports a module of one name once.
+    name = f"own_module_{request.node.callspec.indices['code']}"
+    path = tmp_path / f"{name}.py"
+    if code:
+        path.write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = words.replace("FILE", str(path)).replace("NAME", name)
+    with pytest.raises(InputError, match=re.escape(words)):
+        make_config({"env": {"name": f"{name}:Echo"}})
 
 
 def test_what_an_environment_does_not_offer_cannot_be_asked_of_it():
@@ -348,6 +469,36 @@ def test_tasks_that_cannot_be_are_an_error_that_says_why(tasks, words):
         make_config({"env": {"name": "single_turn"}, "tasks": tasks})
 
 
+def bare(reply, *, answer):
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("env", "reward", "words"),
+    [
+        (
+            "single_turn",
+            "bare",
+            "reward(reply, prompt=..., answer=...) of config.tasks.reward .*:b",
+        ),
+        ("single_turn", "bare", "cannot be called: got an unexpected keyword argument 'prompt'"),
+        ("single_turn", "GOOD", "GOOD', which is of type dict; it must be a function"),
+        ("trail", "", "config.tasks.path is given, and config.env.name 'trail' takes no rows of a"),
+        (f"{__name__}:OfRows", "paid", "config.tasks.reward is given, .*no argument 'reward'"),
+    ],
+)
+def test_an_environment_or_reward_that_does_not_take_the_rows_is_an_error(
+    tmp_path, env, reward, words
+):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(GOOD))
+    tasks = {"path": str(path), "reward": f"{__name__}:{reward}" if reward else ""}
+    with pytest.raises(InputError, match=words.replace("(", r"\(").replace(")", r"\)")):
+        make_config({"env": {"name": env}, "tasks": tasks})
+    tasks["reward"] = f"{__name__}:paid"
+    make_config({"env": {"name": "single_turn"}, "tasks": tasks})
+
+
 def test_an_epoch_has_each_row_once_and_its_order_is_that_of_the_step(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{i}"}) + "\n" for i in range(7)))
@@ -366,7 +517,7 @@ def test_an_epoch_has_each_row_once_and_its_order_is_that_of_the_step(tmp_path):
     assert prompts(source(1), range(14)) != played
     assert [t["row"]["prompt"] for t in source().evaluation(9)] == list("012345601")
     assert source().batch(0)[0].keys() == {"row", "seed", "index"}
-    assert read_rows(str(path), "x")[1] == source().state()["digest"]
+    assert read_rows(str(path), "x", dict)[1] == source().state()["digest"]
 
 
 def test_a_mean_is_over_the_episodes_that_have_the_metric():

@@ -10,9 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import earl_jax.dispatch.packing as packing_module
 from earl_jax.algorithms.algorithms import ALGORITHMS, ReinforceSettings
-from earl_jax.config.file import make_config
 from earl_jax.dispatch.packing import (
     MOST_SHAPES,
     Packing,
@@ -25,20 +23,18 @@ from earl_jax.dispatch.packing import (
     pack_rows,
     plan_packing,
 )
-from earl_jax.loop import rl_step
 from earl_jax.models.attention.rows import BLOCK_SIZE
 from earl_jax.models.attention.segment_blocks import blocks_looked_at
 from earl_jax.models.config import ModelConfig
-from earl_jax.run.build import build_run
+from earl_jax.placement.delivery import row_facts
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.sharding.layout import TRAINING_ROWS, Layout, MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.learner import Learner
 from earl_jax.train.scoring import score_batch
 from earl_jax.train.step import read_metrics
-from earl_jax.trajectory import TrajectoryBatch
+from earl_jax.trajectory import Outcome, TrajectoryBatch
 from tests.support import experts
-from tests.support.placements import begin
 
 FIELDS = tuple(field.name for field in dataclasses.fields(TrajectoryBatch))
 
@@ -419,6 +415,98 @@ def test_a_packed_update_is_the_same(kind, mesh):
     jax.tree_util.tree_map_with_path(check, got[0], expected[0])
 
 
+PENALTY = {"kl_coefficient": 0.5, "kl_estimator": "k1", "kl_in": "reward"}
+
+
+@functools.cache
+def learner_by(name: str) -> Learner:
+    """A learner of which each algorithm's programs are compiled once."""
+    settings = {} if name == "grpo" else PENALTY
+    algorithm = ALGORITHMS[name]
+    return Learner(
+        dataclasses.replace(DENSE, num_layers=1),
+        TrainConfig(max_grad_norm=1e9),
+        dataclasses.replace(
+            algorithm, settings=dataclasses.replace(algorithm.settings, **settings)
+        ),
+        vocab_size=VOCAB,
+        temperature=0.8,
+        importance_cap=0.0,
+        layout=functools.partial(make_layout, row_axes=TRAINING_ROWS),
+        seed=1,
+    )
+
+
+def updated_in_order(name: str, order: np.ndarray):
+    """Gradients and metrics of an update by an algorithm, and the tokens as they are packed.
+
+    The episodes are in groups of four and have one turn or more with a reward each.
+    """
+    learner, layout = learner_by(name), training_layout("data=1")
+    batch, lengths, samples = episodes()
+    rewards = np.random.default_rng(0).normal(size=(EPISODES, LENGTH))
+    outcomes = [
+        Outcome(
+            episode=row,
+            group=row // 4,
+            role="x",
+            turn_rewards=tuple(
+                rewards[row, : max(1, batch.turn_ids[row, : lengths[row]].max(initial=0))]
+            ),
+            stop_reason="end" if lengths[row] else "environment_error",
+            num_turns=1,
+            num_tokens=lengths[row],
+            num_policy_tokens=1,
+            sample_starts=(0,),
+            versions=(),
+        )
+        for row in order
+    ]
+    batch = jax.tree.map(lambda field: field[order], batch)
+    facts = row_facts(learner.algorithm, outcomes, LENGTH, {})
+    at_turn = np.take_along_axis(facts["advantages"], np.maximum(batch.turn_ids, 1) - 1, axis=1)
+    groups = facts.get("groups")
+    if groups is not None:
+        groups = np.where(batch.segment_ids > 0, groups[:, None], 0)
+    batch = dataclasses.replace(
+        batch, advantages=np.where(batch.turn_ids > 0, at_turn, 0), groups=groups
+    )
+    packing = packing_of(
+        facts["lengths"], RowRule(EPISODES, 1, 1, LENGTH), [samples[row] for row in order]
+    )
+    packed = pack_rows(jax.device_put(batch, layout.activations("NS")), packing, layout)
+    plan = TrainPlan(layout.shape, 1, "none")
+    state = learner.init_state(plan.mesh)
+    if state.critic is not None:
+        head = state.critic["value_head"] + 0.1
+        state = dataclasses.replace(state, critic=state.critic | {"value_head": head})
+    (scored,) = learner.score([plan], state, [packed])
+    controls = np.full(learner.num_controls, 1e-3, np.float32)
+    state, metrics = learner.update(plan, state, scored, controls)
+    grads = [jax.tree.map(lambda m: np.asarray(m) / 0.1, each[1].mu) for each in state.moments]
+    return grads, read_metrics(metrics), np.asarray(packed.tokens)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "ppo"])
+def test_the_order_of_episodes_and_groups_does_not_matter(name):
+    """The groups in another order, and the episodes of each group apart."""
+    grads, metrics, tokens = updated_in_order(name, np.arange(EPISODES))
+    shuffled = np.random.default_rng(1).permutation(EPISODES)
+    others, found, placed = updated_in_order(name, shuffled)
+    assert placed.shape == tokens.shape and (placed != tokens).any()
+    assert found == pytest.approx(metrics, rel=5e-5, abs=1e-6)
+    assert metrics["policy_tokens"] > 50 and abs(metrics["loss"]) > 1e-3
+
+    def check(path, grad, other):
+        largest = np.abs(other).max()
+        np.testing.assert_allclose(
+            grad, other, atol=3e-5 * largest, err_msg=jax.tree_util.keystr(path)
+        )
+        assert largest > 1e-4
+
+    jax.tree_util.tree_map_with_path(check, others, grads)
+
+
 @pytest.mark.slow
 def test_micro_batches_of_packed_rows_add_up():
     """With 16 rows in 4 parts, 8 or fewer packed rows are in 2."""
@@ -445,56 +533,3 @@ def test_the_first_token_of_an_episode_is_not_scored_from_its_neighbour():
     assert not np.asarray(scores.logprobs)[begins].any()
     assert not np.asarray(scores.entropy)[begins].any()
     assert np.asarray(scores.logprobs)[~begins & (segments > 0)].all()
-
-
-# A run.
-
-
-def steps_of(**train):
-    """Two steps of a run with a supervised update in each: their records and the last state."""
-    run = build_run(
-        make_config(
-            {
-                "num_steps": 2,
-                "model": {"width": 32, "ffn_size": 64},
-                "env": {"args": {"mask_illegal": True}},
-                "rollout": {"num_slots": 8, "episodes_per_step": 32},
-                "selector": {
-                    "rollout_meshes": ("data=8",),
-                    "train_meshes": ("data=2,fsdp=2,tensor=2",),
-                    "table": "model",
-                },
-                "train": {"sft_steps": 2, **train},
-            }
-        )
-    )
-    placement, position = begin(run)
-    records = []
-    for _ in range(2):
-        position, record = rl_step(run, placement, position)
-        records.append(record)
-    return records, placement
-
-
-@pytest.mark.slow
-def test_a_run_learns_alike_in_rows_of_one_episode(monkeypatch):
-    packed, placement = steps_of(epochs=2, ratio="model")
-    (history,) = placement.row_shapes.values()
-    assert 1 <= len(history.shapes) <= 2
-    monkeypatch.setattr(ShapeHistory, "choose", lambda self, lengths, rule, _: rule.largest)
-    monkeypatch.setattr(
-        packing_module, "best_fit", lambda lengths, length: [[i] for i in range(len(lengths))]
-    )
-    padded, _ = steps_of(epochs=2, ratio="model")
-    for record, other in zip(packed, padded, strict=True):
-        assert [o.reward for o in record.outcomes] == [o.reward for o in other.outcomes]
-        updates = zip(
-            record.updates + record.sft_updates, other.updates + other.sft_updates, strict=True
-        )
-        for metrics, expected in updates:
-            assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-5)
-        tokens = sum(outcome.num_tokens for outcome in record.outcomes)
-        assert record.metrics()["train_tokens"] == 2 * tokens
-        assert record.packing_fill > other.packing_fill
-    rows = 32 * packed[-1].rollout_max_tokens
-    assert padded[-1].packing_fill <= tokens / rows

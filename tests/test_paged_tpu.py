@@ -12,12 +12,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from earl_jax.models.attention import paged_tpu
+from earl_jax.models.attention.kernels import attention_over_pages
 from earl_jax.models.attention.page_shares import own_share
 from earl_jax.models.attention.paged_attention import Tile, attend_pages, plan_reading
 from earl_jax.models.attention.paged_tpu import Shape, plan_work, plan_works, shape_of
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.kv_cache import PagedCache, empty_cache, place_pages, write
+from earl_jax.models.kv_cache import PagedCache, place_pages, write
 from earl_jax.sharding.layout import MeshShape, make_layout
+from tests.support.caches import empty_cache
 
 ROWS, MAX_TOKENS, SIZE = 7, 40, 8
 CACHED = np.array([0, 39, 7, 8, 16, 25, 12], np.int32)
@@ -43,18 +45,19 @@ def few_at_a_time(monkeypatch):
     monkeypatch.setattr(paged_tpu, "MOST", 32)
 
 
-def by_kernel(cache, query, cached, counts, *, window=None, scatter=False, **settings):
-    layer, share = cache.layers[0], own_share(cache.parts)
-    shape = shape_of(query.shape[1], query.shape[3], layer.value.shape[2])
-    works = plan_works(shape, cache.table, cached, counts, cache.page_size, window)
-    settings |= {"window": window, "share": share, "scatter": scatter}
-    return paged_tpu.attend(query, layer, works, counts, scale=0.4, interpret=True, **settings)
+def by_kernel(cache, query, cached, counts, *, window=None, softcap=0.0, scatter=False):
+    """As a round of the engine plans and makes it on a CPU: interpreted."""
+    model = dataclasses.replace(MODEL, windows=(window or 0,), attention_softcap=softcap)
+    settings = (model, cache, cached, counts, query.shape[1])
+    readings, attend = attention_over_pages("pallas_tpu", "cpu", *settings)
+    share = own_share(cache.parts)
+    return attend(query, cache.layers[0], readings[window], window, share, scatter)
 
 
 def by_reference(cache, query, cached, counts, *, window=None, **settings):
     reading = plan_reading(cache, cached, counts, query.shape[1], window, Tile(4, 1))
     settings |= {"window": window, "share": own_share(cache.parts)}
-    return attend_pages(query, cache.layers[0], reading, scale=0.4, **settings)
+    return attend_pages(query, cache.layers[0], reading, scale=MODEL.attention_scale, **settings)
 
 
 def queries(length: int):

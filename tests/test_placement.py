@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import random
 import re
 
@@ -315,8 +316,8 @@ def test_larger_context_bucket_on_the_same_mesh_keeps_live_episodes(world, table
     assert cached.all() and placement.take_log().switch_s == 0.0
 
 
-def test_session_keeps_its_pages_if_the_budget_holds_no_more(world, table):
-    """Half as many again, or what is asked for, where it does; two hold one episode."""
+def test_session_keeps_its_two_pages_if_the_budget_holds_no_more_beside_them(world, table):
+    """One more is asked for, and four are all that can be of use; a twentieth stays free."""
     only = {"rollout_meshes_named": (str(D8),), "train_meshes_named": (str(D8),)}
     exact = too_large_for(table, world.problem)
     page, beside = world.problem.page_bytes(D8), world.problem.trainer_bytes(D8)
@@ -324,17 +325,19 @@ def test_session_keeps_its_pages_if_the_budget_holds_no_more(world, table):
     assert page == 2 * 2 * 16 * 8 * 4
     params = world.learner.init_state(D8).params
 
-    def pages_with(num_bytes):
-        budget = num_bytes and beside + 1 + num_bytes
+    def holding(pages):
+        return math.ceil((beside + 1 + pages * page) / 0.95)
+
+    def pages_with(budget):
         placement = stand(place(world, exact, budget_bytes=budget, **only))
         session, _ = placement.sessions.open(params, version=0)
         return placement.sessions.grow(session, LONG, 3, None).pool.pages
 
-    budgets = (None, 4 * page, 4 * page - 1, 3 * page - 1, 2 * page)
-    assert [pages_with(n) for n in budgets] == [4, 4, 3, 2, 2]
-    words = f"the smallest budget that would do is {beside + 1 + 2 * page} "
-    with pytest.raises(BudgetTooSmall, match=words):
-        pages_with(2 * page - 1)
+    least = beside + 1 + 2 * page
+    budgets = (None, holding(6), holding(6) - page, holding(5) - page, least)
+    assert [pages_with(budget) for budget in budgets] == [4, 4, 3, 2, 2]
+    with pytest.raises(BudgetTooSmall, match=f"the smallest budget that would do is {least} "):
+        pages_with(least - 1)
 
 
 # The trainer.

@@ -27,6 +27,7 @@ EXACT = (
     "model.compute_dtype=bfloat16",
     "train.remat=full",
     "train.micro_batches=4",
+    "train.sft_steps=0",
     "rollout.num_slots=64",
     "rollout.episodes_per_step=64",
     "rollout.context_buckets=(1024,)",
@@ -80,9 +81,18 @@ def exact_programs() -> Iterator[tuple[Program, str]]:
         yield Program(name, computed, float(cells[4]) * GIB, 0.005 * GIB), cells[5]
 
 
+def config_programs() -> Iterator[Program]:
+    """The configs of real hardware, with what was computed for them, and that the page rounds."""
+    for line in PAGE.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 9 and cells[3].startswith(("update", "round")):
+            computed, compiled = (float(cell) * GIB for cell in cells[5:7])
+            yield Program(" ".join(cells[:5]), round(computed), compiled, 0.005 * GIB)
+
+
 def cpu_programs() -> Iterator[Program]:
     """The tic-tac-toe config's updates at their longest; XLA's MiB as in plan.md."""
-    problem = problem_on("cpu:8")
+    problem = problem_on("cpu:8", "train.sft_steps=0")
     for mesh, compiled in (("data=8", 13.04), ("fsdp=8", 11.63)):
         computed = update_bytes(problem, MeshShape.parse(mesh), 40)
         assert f"{computed / MIB:.2f}" in PAGE and f"{compiled}" in PAGE
@@ -94,19 +104,19 @@ def stored_points() -> tuple[benchmark.Point, ...]:
     return tuple(benchmark.compiled_points())
 
 
-def programs() -> Iterator[Program]:
-    """All of them."""
+def chip_programs() -> Iterator[Program]:
+    """Those for TPUs and GPUs, in bf16."""
     for point in stored_points():
         computed = round(benchmark.predicted_gib(point) * GIB)
         yield Program(str(point), computed, point.together * GIB, 0.005 * GIB)
     yield from (program for program, _ in exact_programs())
-    yield from cpu_programs()
+    yield from config_programs()
 
 
 def test_nothing_that_the_planner_calls_safe_runs_out():
     """No stored program is safe with a budget below XLA's figure, which its page has rounded."""
-    found = [*programs()]
-    assert len(found) >= 110
+    found = [*chip_programs(), *cpu_programs()]
+    assert len(found) >= 160
     for program in found:
         budgets = [program.compiled * percent / 100 for percent in (*range(75, 100, 5), 98, 99)]
         budgets += [program.compiled - program.rounding - 1]
@@ -120,7 +130,7 @@ def test_nothing_that_the_planner_calls_safe_runs_out():
 
 def test_exact_bytes_are_safe_to_the_last():
     assert is_safe(1000, 1000, is_exact=True) and not is_safe(1001, 1000, is_exact=True)
-    assert is_safe(1000, 1150, is_exact=False) and not is_safe(1000, 1149, is_exact=False)
+    assert is_safe(1000, 1200, is_exact=False) and not is_safe(1000, 1199, is_exact=False)
 
 
 def test_computed_bytes_are_within_a_tenth():
@@ -146,8 +156,11 @@ def test_exact_mode_is_met_by_quick_mode_as_the_page_says():
 
 
 def test_the_planner_says_of_itself_what_was_counted():
-    counted = benchmark.agreement([*stored_points()])
-    assert counted.startswith(f"{schedule.WITHIN} of {schedule.PROGRAMS} within 10 %")
+    """All but the update of qwen25_72b on v5p, 45.74 GiB where XLA takes 52.66: -13.1 %."""
+    off = [abs(program.computed / program.compiled - 1) for program in chip_programs()]
+    assert len(off) == schedule.PROGRAMS
+    assert sum(each <= benchmark.CLOSE for each in off) == schedule.WITHIN
+    assert max(off) == pytest.approx(schedule.WORST, abs=0.001)
 
 
 def test_the_page_says_what_the_benchmark_prints(capsys):

@@ -11,15 +11,9 @@ import pytest
 from earl_jax.evaluate import evaluate_command
 from earl_jax.models.parameters import parameter_specs
 from earl_jax.models.quantization import INPUTS, dequantize, quantize
-from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
-from tests.support.runs import TINY, config_of
+from tests.support.runs import TINY, config_of, steps_of
 from tests.support.served import greedy, ids_of, prompt, request, save_run, serving
-
-
-def steps_of(workdir):
-    return [row for row in read_metrics(workdir / "metrics.jsonl") if "eval" not in row]
-
 
 # Between one update and the next the policy moves; its log-probs move by far more than rounding.
 SETTINGS = {

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from benchmarks.runs import free_port
 from earl_jax.launch.presence import Place, Presence
 from earl_jax.telemetry.timing import StageTimer
-from tests.support.processes import free_port
 
 HERE = "127.0.0.1"
 

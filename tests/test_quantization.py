@@ -358,7 +358,7 @@ def score(params: Any, transcripts: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [UNSHARDED, *CANDIDATES[1:3]], ids=str)
+@pytest.mark.parametrize("shape", [UNSHARDED, CANDIDATES[2]], ids=str)
 def test_every_mesh_plays_the_dequantised_policy(shape):
     """Records the log-probs of the policy that sampled, the rounded one."""
     state, transcripts = converse_on(shape)
@@ -427,8 +427,8 @@ INT8_CACHE = dataclasses.replace(CONFIG, kv_dtype="int8")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [MeshShape(data=8), MeshShape(data=2, tensor=4)], ids=str)
-def test_an_int8_cache_plays_the_same_episodes_on_every_mesh(shape):
+def test_an_int8_cache_plays_the_same_episodes_on_a_mesh():
+    shape = MeshShape(data=2, tensor=4)
     engine = engine_on(shape, INT8_CACHE)
     state, transcripts = converse_on(shape, INT8_CACHE)
     assert_same(transcripts, converse_on(UNSHARDED, INT8_CACHE)[1], atol=2e-2)

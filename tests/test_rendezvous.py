@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from benchmarks.runs import free_port
 from earl_jax.launch import rendezvous
 from earl_jax.launch.addresses import addresses_here, listen
 from earl_jax.launch.rendezvous import Member, find_mistake, join, wait_for_others
 from earl_jax.settings.errors import InputError
 from tests.support.commands import ALL, Command
-from tests.support.processes import free_port
 
 TWICE = "two processes have config.distributed.process_id=1, on b and on c; number those of this"
 

@@ -34,7 +34,6 @@ POSITION = {
         "max_tokens": 24,
         "row_shapes": {},
         "calm_steps": 3,
-        "cache_tokens": 512,
         "most_tokens": 24,
         "most_length": 24,
     },

@@ -122,7 +122,10 @@ def test_a_prompt_is_read_once_by_several_rollouts_of_one_policy_version():
 
 @pytest.mark.slow
 def test_an_evaluation_beside_a_live_rollout_leaves_its_plan_and_keeps_no_caches(monkeypatch):
-    """Memory is too short for a second session of so many slots: fewer evaluate."""
+    """Memory is too short for a second session of so many pages: fewer are taken.
+
+    They do not hold the longest episode, which fewer slots play from the start.
+    """
     run = build_run(make_config(GIVEN | {"rollout": GIVEN["rollout"] | {"num_slots": 16}}))
     placement, position = begin(run)
     placement.choose_step(2 * MAX_TOKENS, None)
@@ -136,7 +139,7 @@ def test_an_evaluation_beside_a_live_rollout_leaves_its_plan_and_keeps_no_caches
 
     monkeypatch.setattr(placement.sessions, "open", short_of_memory)
     evaluate(run, placement, position, games=8, beside_live=True)
-    assert slots == [16, 8], "or the test shows nothing"
+    assert slots == [16, 16, 8], "or the test shows nothing"
     assert placement.as_dict() == before and placement.sessions._kept is None
 
 

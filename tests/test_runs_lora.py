@@ -58,7 +58,7 @@ def exported(workdir: Path, name: str) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.slow
-def test_demonstrations_teach_the_adapters_what_a_reply_looks_like(whole):
+def test_supervised_steps_teach_the_adapters_what_a_reply_looks_like(whole):
     rows = read_metrics(whole / "metrics.jsonl")
     first, last = (row["eval"] for row in rows if "eval" in row)
     # Random weights never stop talking. Trained ones say one thing and end their turn.
@@ -88,9 +88,10 @@ def test_the_newest_steps_are_handed_out_merged_and_as_adapters(whole, base):
             assert np.abs(merged[name] - weight).max() > 1e-3
             adapted += 1
         assert adapted == len(adapter) / 2 == 14
-        # The checkpoint holds the same adapters, two moments of each, and two counters.
+        # The checkpoint holds the same adapters, two moments of each for both kinds of updates, and
+        # three counters.
         saved = final_parameters(whole, step)
-        assert len(saved) == 3 * 14 + 2
+        assert len(saved) == 5 * 14 + 3
         numbers = {leaf.size for leaf in saved}
         assert before["model.embed_tokens.weight"].size not in numbers
         name = "base_model.model.model.layers.{}.mlp.up_proj.lora_B.weight"

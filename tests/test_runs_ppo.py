@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from earl_jax.config import file as config_file
-from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
 from tests.support.placements import TINY as TINY_MODEL
-from tests.support.runs import final_parameters, final_state, timeless
+from tests.support.runs import final_parameters, final_state, steps_of, timeless
 from tests.support.settings import make_config
 
 GIVEN = {
@@ -45,10 +44,6 @@ def whole(tmp_path_factory):
     return folder
 
 
-def lines(workdir) -> list[dict]:
-    return [row for row in read_metrics(workdir / "metrics.jsonl") if "eval" not in row]
-
-
 def test_a_resumed_run_ends_with_the_same_bits(whole, tmp_path):
     """Policy, critic, both moments and the reference, from a checkpoint behind step 1."""
     workdir = tmp_path / "again"
@@ -58,7 +53,7 @@ def test_a_resumed_run_ends_with_the_same_bits(whole, tmp_path):
     train(make_config(GIVEN), workdir)
     for one, other in zip(final_parameters(workdir, 3), final_parameters(whole, 3), strict=True):
         assert one.tobytes() == other.tobytes()
-    ones, others = ([timeless(row) for row in lines(folder)] for folder in (workdir, whole))
+    ones, others = ([timeless(row) for row in steps_of(folder)] for folder in (workdir, whole))
     assert ones == others and len(ones) == 3
     names = {"value_loss", "explained_variance", "critic_grad_norm", "reference_kl"}
     assert all(np.isfinite([row[name] for name in names]).all() for row in ones)
@@ -131,7 +126,7 @@ LEARNS = {
 def test_the_critic_learns_to_explain_the_returns(tmp_path):
     """As the walks get longer, what a token's value is worth is seen; the policy learns too."""
     train(config_file.make_config(LEARNS), tmp_path / "run")
-    rows = lines(tmp_path / "run")
+    rows = steps_of(tmp_path / "run")
     explained = [row["explained_variance"] for row in rows]
     assert np.mean(explained[:3]) < 0.03
     assert np.mean(explained[-4:]) > 0.1

@@ -18,9 +18,9 @@ from earl_jax.launch.start import STOPPED
 from earl_jax.main import train_command
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import RunEnd, train
-from tests.support.commands import ALL, CONFIG, Command, steps_of
+from tests.support.commands import ALL, CONFIG, Command
 from tests.support.placements import TINY as TINY_MODEL
-from tests.support.runs import final_parameters
+from tests.support.runs import final_parameters, steps_of
 from tests.support.settings import make_config
 
 # So many steps that a signal ends the run, and one line of metrics behind each.
@@ -95,7 +95,8 @@ def test_a_replay_does_not_say_that_it_goes_on(
     tmp_path, monkeypatch, capsys, replays, is_replayed, status, words
 ):
     """A launcher starts a run again that ends with status 75, and it would refuse the workdir."""
-    end = RunEnd(evaluation={}, stopped="stopped after step 1", is_replayed=is_replayed)
+    evaluation = {"episodes": 16, "name": "trail", "reward_mean": -1.0}
+    end = RunEnd(evaluation=evaluation, stopped="stopped after step 1", is_replayed=is_replayed)
     monkeypatch.setattr("earl_jax.main.start_jax", lambda *_: None)
     monkeypatch.setattr("earl_jax.training.train", lambda *_, **__: end)
     monkeypatch.setattr(signal, "signal", lambda *_: signal.SIG_DFL)
@@ -103,7 +104,9 @@ def test_a_replay_does_not_say_that_it_goes_on(
     (tmp_path / "config.json").write_text(json.dumps(config.as_dict()))
     own = [f"--replay={tmp_path}"] if replays else [f"--config={CONFIG}"]
     assert train_command([*own, f"--workdir={tmp_path / 'w'}"]) == status
-    assert words in last_line(capsys.readouterr().out)
+    output = capsys.readouterr().out
+    assert words in last_line(output)
+    assert "16 episodes" not in output, "an evaluation of an earlier step is no result"
 
 
 # Rollouts that are given up.
@@ -152,7 +155,7 @@ def whole(cache, tmp_path_factory):
 def lines_of(workdir):
     """The lines of metrics without what depends on time, and on what was compiled before."""
     vary = ("time_s", "stage_s", "rollout_tokens_per_s", "train_tokens_per_s", "env_wait_s")
-    vary += ("compile_s", "switch_s", "switched", "decision")
+    vary += ("compile_s", "compiles", "switch_s", "switched", "decision")
     vary += ("expected_step_s", "publish_host_bytes", "shared_tokens", "prefill_tokens")
     return [
         {name: value for name, value in row.items() if name not in vary}

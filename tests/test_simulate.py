@@ -14,10 +14,10 @@ from benchmarks.simulate import (
     Setup,
     SimulatedService,
     isolated,
-    ladder,
     makespan,
     measured_times,
     recalls,
+    relative_speeds,
     run,
 )
 from earl_jax.rollout.staleness import AsynchronyConfig
@@ -179,8 +179,8 @@ def test_predictions_are_as_good_as_they_say():
     assert [round(exact.by_prompt(e)) for e in range(99)] == [exact.length(e) for e in range(99)]
 
 
-def test_the_ladder_is_relative_to_the_synchronous_run():
-    rows = ladder((16,), 0.5, groups=16, num_steps=2)
+def test_speeds_are_relative_to_the_synchronous_run():
+    rows = relative_speeds((16,), 0.5, groups=16, num_steps=2)
     assert rows[0]["16 devices"] == 1.0
     speeds = {row[""]: row["16 devices"] for row in rows}
     assert speeds["staleness 4"] > speeds["streaming"] > 1.0

@@ -20,9 +20,8 @@ from earl_jax.engine.decoding import Decoder
 from earl_jax.engine.round_inputs import NO_PAGE, NO_ROW, RoundInputs, pack_inputs, unpack_outputs
 from earl_jax.engine.sampling import sample, sampling_rows, token_uniforms
 from earl_jax.models.decoder import forward_chunk
-from earl_jax.models.kv_cache import empty_cache
 from earl_jax.models.presets import PRESETS
-from tests.support.caches import grow, rows_of
+from tests.support.caches import empty_cache, grow, rows_of
 from tests.support.slots import (
     CHUNK,
     END,

@@ -14,9 +14,9 @@ from earl_jax.placement import placement
 from earl_jax.placement.stages import compiled_bytes
 from earl_jax.run.build import build_run
 from earl_jax.selector.choose import BudgetTooSmall
-from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
 from tests.support.allocator import live_bytes, memory_limit
+from tests.support.runs import steps_of
 from tests.support.settings import make_config
 
 WIDE = {
@@ -64,7 +64,7 @@ def start(tmp_path, limit, budget=None, **selector):
     with memory_limit(limit + held) as allocator:
         train(config, tmp_path / "run")
     allocator.peak_bytes -= held
-    rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "eval" not in row]
+    rows = steps_of(tmp_path / "run")
     return rows, allocator
 
 

@@ -103,6 +103,7 @@ def test_the_totals_of_parts_make_the_update_of_the_whole_batch(world):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_run_in_parts_learns_what_the_synchronous_run_learns(monkeypatch):
     """The same episodes to the token, nothing through the host, and gradients while it plays.
 

@@ -22,7 +22,8 @@ from tests.support.problems import rollout_key, train_key
 
 D8, D4T2 = MeshShape(data=8), MeshShape(data=4, tensor=2)
 ROLLOUT, TRAIN = rollout_key(D4T2, 48, 32), train_key(D8, 48, 2, "full")
-FAILED = Failure(stage="rollout", mesh="data=8", size=(48, 960, 32, 1))
+# In devices of 70 bytes.
+FAILED = Failure(stage="rollout", mesh="data=8", size=(48, 960, 32, 1, -70))
 FACTS = {"model": {"width": 64}, "vocab_size": 320, "devices": {"train": {"number": 8}}}
 MADE = FACTS | {"versions": {"jax": "1"}, "flags": []}
 
@@ -83,7 +84,7 @@ def test_longest_wait_for_programs_stays_but_for_a_tenth_a_step():
 
 
 def test_own_entries_come_before_kept_ones_and_failures_are_of_both():
-    other = Failure(stage="train", mesh="data=8", size=(48, 8, 1))
+    other = Failure(stage="train", mesh="data=8", size=(48, 8, 1, -70))
     own = ThroughputTable(entries={TRAIN: Entry((1.0,))}, failures=(FAILED,))
     kept = ThroughputTable(
         entries={TRAIN: Entry((2.0,)), ROLLOUT: Entry((3.0,))},
@@ -101,14 +102,18 @@ def test_own_entries_come_before_kept_ones_and_failures_are_of_both():
 @pytest.mark.parametrize(
     ("size", "fails"),
     [
-        ((48, 960, 32, 1), True),
-        ((96, 960, 32, 1), True),
-        ((48, 1920, 64, 1), True),
+        ((48, 960, 32, 1, -70), True),
+        ((96, 960, 32, 1, -70), True),
+        ((48, 1920, 64, 1, -70), True),
         # Smaller in one respect: it may run.
-        ((40, 1920, 64, 1), False),
-        ((96, 950, 64, 1), False),
-        ((96, 1920, 16, 1), False),
-        ((96, 1920, 64, 0), False),
+        ((40, 1920, 64, 1, -70), False),
+        ((96, 950, 64, 1, -70), False),
+        ((96, 1920, 16, 1, -70), False),
+        ((96, 1920, 64, 0, -70), False),
+        # With less memory it fails too, and where its limit is not known; with more it may run.
+        ((48, 960, 32, 1, -69), True),
+        ((48, 960, 32, 1, 0), True),
+        ((48, 960, 32, 1, -71), False),
     ],
 )
 def test_failure_covers_plans_that_are_no_smaller_in_any_respect(size, fails):
@@ -123,13 +128,13 @@ def test_failure_says_what_ran_out_of_memory():
         "ran out of memory with 32 slots, a KV cache of 960 tokens per row shard and episodes of "
         "48 tokens"
     )
-    with_remat = Failure(stage="train", mesh="data=8", size=(48, 8, 0))
+    with_remat = Failure(stage="train", mesh="data=8", size=(48, 8, 0, -70))
     assert str(with_remat) == "ran out of memory with rows of 48 tokens, 8 at a time, with remat"
-    assert not with_remat.covers(RolloutPlan(D8, 8, 1), (48, 8, 1))
-    with_dots = Failure(stage="train", mesh="data=8", size=(48, 8, 1))
+    assert not with_remat.covers(RolloutPlan(D8, 8, 1), (48, 8, 1, -70))
+    with_dots = Failure(stage="train", mesh="data=8", size=(48, 8, 1, -70))
     assert str(with_dots).endswith(", 8 at a time, with remat but for projections")
-    assert str(Failure(stage="train", mesh="data=8", size=(48, 8, 2))).endswith("8 at a time")
-    offloaded = Failure(stage="train", mesh="data=8", size=(48, 8, -1))
+    assert str(Failure(stage="train", mesh="data=8", size=(48, 8, 2, -70))).endswith("8 at a time")
+    offloaded = Failure(stage="train", mesh="data=8", size=(48, 8, -1, -70))
     assert str(offloaded).endswith(", 8 at a time, with remat, its inputs in host memory")
 
 
@@ -212,7 +217,7 @@ GOOD = {"speeds": [1.0], "program_bytes": 1}
         {"entries": {}},
         {"entries": {}, "failures": [3]},
         {"entries": {}, "failures": [{"stage": "rollout", "mesh": "data=8", "size": [1]}]},
-        {"entries": {}, "failures": [{"stage": "x", "mesh": "data=8", "size": [1, 2, 3]}]},
+        {"entries": {}, "failures": [{"stage": "x", "mesh": "data=8", "size": [1, 2, 3, 4]}]},
         {"entries": {}, "failures": [], "facts": [1]},
         {"entries": {}, "failures": [], "compile_s": -1.0},
     ],

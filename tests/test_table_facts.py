@@ -22,7 +22,7 @@ from tests.support.problems import train_key
 from tests.support.settings import make_config
 
 KEY = train_key(MeshShape(data=8), 16, 1, "none")
-FAILED = Failure(stage="train", mesh="data=8", size=(4096, 16, 1))
+FAILED = Failure(stage="train", mesh="data=8", size=(4096, 16, 1, 0))
 GIVEN = {
     "model": {
         "num_layers": 1,
@@ -80,9 +80,10 @@ def test_facts_say_model_devices_versions_and_what_changes_programs(run):
     [
         {"train": {"optimizer": "lion"}},
         {"train": {"momentum_dtype": "bfloat16"}},
+        {"train": {"sft_steps": 1}},
         {"asynchrony": {"max_staleness": 2}},
     ],
-    ids=["optimizer", "moments", "rows"],
+    ids=["optimizer", "moments", "supervised", "rows"],
 )
 def test_what_changes_the_bytes_of_a_program_is_a_fact(run, changes):
     assert facts_of(build_run(make_config(GIVEN | changes))) != facts_of(run)

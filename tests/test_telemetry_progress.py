@@ -87,6 +87,27 @@ def test_plain_notes_are_printed_at_once_and_an_evaluation_after_the_last_step_i
     assert stream.getvalue().splitlines()[-1] == "step 1/1  eval@1 win 1"
 
 
+def test_the_last_steps_line_comes_once_with_its_evaluation():
+    stream = io.StringIO()
+    with Progress(2, stream) as progress:
+        for step in (1, 2):
+            progress.update({"step": step, "reward_mean": 0.5})
+        progress.update({"step": 2, "eval": {"win": 1.0}})
+    assert stream.getvalue().splitlines() == [
+        "step 1/2  reward +0.500",
+        "step 2/2  reward +0.500  eval@2 win 1",
+    ]
+
+
+def test_a_run_that_ends_behind_an_evaluation_shows_no_step_twice():
+    """Stopped by a signal, or an error, before the next line."""
+    stream = io.StringIO()
+    with Progress(9, stream) as progress:
+        progress.update({"step": 1, "reward_mean": 0.5})
+        progress.update({"step": 1, "eval": {"win": 1.0}})
+    assert stream.getvalue().splitlines() == ["step 1/9  reward +0.500", "step 1/9  eval@1 win 1"]
+
+
 def test_a_file_gets_no_escape_sequences_whatever_the_environment_says(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TTY_COMPATIBLE", "1")

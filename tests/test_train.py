@@ -504,7 +504,7 @@ def test_a_batch_without_a_word_of_the_policy_changes_nothing():
 # Supervised updates.
 
 
-def test_supervised_updates_learn_the_demonstrators_tokens():
+def test_supervised_updates_learn_the_policys_tokens_of_the_examples():
     config = dataclasses.replace(CONFIG, micro_batches=2)
     batch = make_batch()
     spoken = batch.turn_ids > 0

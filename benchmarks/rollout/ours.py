@@ -22,7 +22,7 @@ from earl_jax.dispatch.weights import publish
 from earl_jax.engine.config import EngineConfig, Sampling, SlotRules
 from earl_jax.engine.decode_state import DecodeState
 from earl_jax.engine.engine import Engine
-from earl_jax.engine.pages import dense_pool, roomier_pages
+from earl_jax.engine.pages import dense_pool
 from earl_jax.engine.round_inputs import RoundInputs, RoundOutputs
 from earl_jax.engine.session import Policy, Session, empty_session, relocate
 from earl_jax.envs.conversation import Conversation
@@ -219,8 +219,9 @@ def _grow_pool(config: RolloutConfig, session: Session, tokens: int, pages: int)
     max_tokens = max(session.max_tokens, config.max_tokens_for(tokens))
     pool = session.pool
     if pages > pool.pages:
+        # As a run with memory for them.
         most = dense_pool(1, config.num_slots, max_tokens, PAGE_SIZE).pages
-        pool = pool._replace(pages=max(pages, min(roomier_pages(pages), most)))
+        pool = pool._replace(pages=max(pages, most))
     return relocate(session, session.engine, max_tokens, pool)
 
 

@@ -154,7 +154,8 @@ class Algorithm:
     which is trained beside the policy. With `token_advantages`, `advantages` are made into those of
     the tokens on the devices: `token_advantages(facts, settings)` is given the RewardFacts of a
     step's whole batch, without values; where `is_by_group`, of the groups that came together
-    (config.asynchrony.parts). If it `needs` "proximal" too, `facts.old` are log-probs of the policy
+    (config.asynchrony.parts); not where `settings` have a property `makes_token_advantages` that is
+    False. If it `needs` "proximal" too, `facts.old` are log-probs of the policy
     that the step begins with, also where the step has one update.
     `is_off_policy` says that the loss is right whoever sampled, so that the trainer's correction
     (config.train.correction) has no part in it.
@@ -197,6 +198,12 @@ class Algorithm:
     def scores_first_policy(self) -> bool:
         """True if advantages are made of log-probs of the policy that a step begins with."""
         return self.token_advantages is not None and "proximal" in self.all_needs
+
+    @property
+    def makes_token_advantages(self) -> bool:
+        """True if advantages are made into those of tokens on the devices."""
+        is_asked = getattr(self.settings, "makes_token_advantages", True)
+        return self.token_advantages is not None and is_asked
 
     @property
     def streams(self) -> bool:

@@ -42,7 +42,14 @@ from earl_jax.algorithms.losses import (
     sequence_ratio,
     trajectory_balance,
 )
-from earl_jax.algorithms.sequences import aggregate, normalized, sums_from
+from earl_jax.algorithms.sequences import (
+    aggregate,
+    episode_numbers,
+    group_means,
+    normalized,
+    sequence_sums,
+    sums_from,
+)
 from earl_jax.algorithms.settings import (
     CispoSettings,
     ClippedSettings,
@@ -101,6 +108,22 @@ def dapo_advantages(episodes: Sequence[Episode], settings: DapoSettings) -> list
 def rloo_advantages(episodes: Sequence[Episode], settings: object) -> list[np.ndarray]:
     """Returns `leave_one_out` advantages of the groups that share a task."""
     return leave_one_out(_rewards(episodes), _groups(episodes))
+
+
+def rloo_token_advantages(facts: RewardFacts, settings: RlooSettings) -> jax.Array:
+    """Returns `leave_one_out` of outcomes minus the sum of their episode's penalties.
+
+    The reward of arXiv 2402.14740 has its KL penalty inside. `rewards` are `leave_one_out` of the
+    outcomes; of the penalties of n episodes it is n / (n - 1) times each minus the mean of all n.
+    """
+    assert facts.groups is not None, "settings.needs names the groups"
+    penalties = reward_penalties(facts, settings.kl_coefficient, settings.kl_estimator)
+    episodes = episode_numbers(facts)
+    sums = sequence_sums(penalties, episodes)
+    means, counts = group_means(sums, facts.mask, episodes, facts.groups)
+    # Sums of shares are rounded; alone in its group an episode gets 0.
+    factors = jnp.where(counts > 1.5, counts / jnp.maximum(counts - 1.0, 1.0), 0.0)
+    return jnp.where(facts.mask, facts.rewards - factors * (sums - means), 0.0)
 
 
 def reinforce_advantages(
@@ -350,7 +373,8 @@ ALGORITHMS: dict[str, Algorithm] = {
     "rloo": Algorithm(
         settings=RlooSettings(),
         advantages=rloo_advantages,
-        loss=clipped_loss,
+        token_advantages=rloo_token_advantages,
+        loss=ppo_loss,
         min_group_size=2,
         is_by_group=True,
     ),

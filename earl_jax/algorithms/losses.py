@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from earl_jax.algorithms.algorithm import RewardFacts, TokenFacts, TokenLosses
-from earl_jax.algorithms.sequences import aggregate, group_sums, sequence_sums
+from earl_jax.algorithms.sequences import aggregate, group_means, sequence_sums
 
 KlEstimator = Literal["k1", "k2", "k3"]
 
@@ -168,12 +168,10 @@ def balanced_log_ratios(facts: RewardFacts) -> jax.Array:
     mask counts nowhere.
     """
     assert facts.reference is not None and facts.groups is not None, "the algorithm needs them"
-    mask = facts.mask.astype(jnp.float32)
-    shares = mask / jnp.maximum(sequence_sums(mask, facts.sequences), 1.0)
     gaps = jnp.where(facts.mask, facts.old - facts.reference, 0.0)
-    found = shares * (facts.rewards - sequence_sums(gaps, facts.sequences))
-    count = jnp.maximum(group_sums(shares, facts.groups), 1.0)
-    return jnp.where(facts.mask, facts.rewards - group_sums(found, facts.groups) / count, 0.0)
+    found = facts.rewards - sequence_sums(gaps, facts.sequences)
+    log_z, _ = group_means(found, facts.mask, facts.sequences, facts.groups)
+    return jnp.where(facts.mask, facts.rewards - log_z, 0.0)
 
 
 def trajectory_balance(facts: TokenFacts) -> TokenLosses:

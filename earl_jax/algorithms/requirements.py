@@ -38,7 +38,7 @@ def needs_first_policy(algorithm: Algorithm, *, updates: int, corrects: bool) ->
     """
     if algorithm.scores_first_policy:
         return True
-    is_made_before = algorithm.token_advantages is not None or algorithm.critic is not None
+    is_made_before = algorithm.makes_token_advantages or algorithm.critic is not None
     penalizes = getattr(algorithm.settings, "penalizes_rewards", False)
     return corrects and penalizes and (is_made_before or updates > 1)
 
@@ -58,12 +58,12 @@ def scored_passes(
     | "proximal" | what `needs_first_policy` says | before the first update |
     | "reference" | a need "reference", a KL penalty | before the first update |
     | "values", "returns" | a critic | before the first update |
-    | "advantages" | `Algorithm.token_advantages` | before the first update, without a network |
+    | "advantages" | `makes_token_advantages` | before the first update, without a network |
     """
     needs = algorithm.all_needs
     proximal = corrects or "proximal" in needs
     first = needs_first_policy(algorithm, updates=updates, corrects=corrects)
     scored = ("proximal",) if first or (proximal and updates > 1 and recomputes) else ()
     scored += ("reference",) if "reference" in needs else ()
-    scored += ("advantages",) if algorithm.token_advantages else ()
+    scored += ("advantages",) if algorithm.makes_token_advantages else ()
     return scored + (("values", "returns") if algorithm.critic else ())

@@ -12,7 +12,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from earl_jax.algorithms.algorithm import Aggregation, TokenFacts
+from earl_jax.algorithms.algorithm import Aggregation, RewardFacts, TokenFacts
 
 # Deviations of fp32 values below this part of the largest are noise.
 _ROUNDING = 1e-6
@@ -49,6 +49,33 @@ def group_sums(values_BT: jax.Array, groups_BT: jax.Array) -> jax.Array:
     order_N = jnp.argsort(groups_N, stable=True)
     sums_1N = sequence_sums(values_N[order_N][None], groups_N[order_N][None])
     return sums_1N[0, jnp.argsort(order_N)].reshape(values_BT.shape)
+
+
+def group_means(
+    values_BT: jax.Array, mask_BT: jax.Array, sequences_BT: jax.Array, groups_BT: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns for each token the mean over the sequences of its group, and their number, f32[B,T].
+
+    Values are the same at all tokens of a sequence. A sequence without a token of the mask counts
+    nowhere.
+    """
+    mask_BT = mask_BT.astype(jnp.float32)
+    shares_BT = mask_BT / jnp.maximum(sequence_sums(mask_BT, sequences_BT), 1.0)
+    counts_BT = group_sums(shares_BT, groups_BT)
+    sums_BT = group_sums(shares_BT * values_BT, groups_BT)
+    return sums_BT / jnp.maximum(counts_BT, 1.0), counts_BT
+
+
+def episode_numbers(facts: RewardFacts) -> jax.Array:
+    """Returns a number for the episode of each token in its row, i32[B,T].
+
+    Each episode begins with the sample that has its first turn. Sequences 1 1 2 2 3 3 with turns
+    0 1 0 2 0 1 give 1 1 1 1 2 2.
+    """
+    before_BT = jnp.pad(facts.sequences[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    has_first_BT = sequence_sums(jnp.where(facts.turns == 1, 1.0, 0.0), facts.sequences) > 0
+    begins_BT = (facts.sequences != before_BT) & has_first_BT
+    return jnp.cumsum(begins_BT, axis=1, dtype=jnp.int32)
 
 
 def running_sums(values_BT: jax.Array, kept_BT: jax.Array, *, reverse: bool) -> jax.Array:

@@ -116,17 +116,22 @@ class ClippedSettings(PolicySettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RlooSettings(ClippedSettings):
-    """Settings of RLOO (arXiv 2402.14740)."""
+    """Settings of RLOO (arXiv 2402.14740).
 
-    def validate(self, path: str) -> None:
-        """Raises ValueError naming the field that breaks a rule."""
-        super().validate(path)
-        if self.penalizes_rewards:
-            raise InputError(
-                f"{path}.kl_in is 'reward' with RLOO, whose baseline would have no part of the "
-                f"penalty: set {path}.kl_in to 'loss', or take config.algorithm "
-                "'reinforce_plus_plus_baseline'"
-            )
+    With `kl_in` "reward" the penalties of all of an episode's tokens are subtracted from its
+    reward, before the mean of the others of its group is.
+    """
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """The facts that a penalty needs."""
+        groups: frozenset[Need] = frozenset({"groups"} if self.penalizes_rewards else ())
+        return super().needs | groups
+
+    @property
+    def makes_token_advantages(self) -> bool:
+        """True if advantages have a part that is computed on the devices: penalties."""
+        return self.penalizes_rewards
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

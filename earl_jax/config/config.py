@@ -23,6 +23,7 @@ from earl_jax.config.sections import (
     LogConfig,
 )
 from earl_jax.engine.config import Sampling
+from earl_jax.envs.chat_dataset import texts_of
 from earl_jax.envs.conversation import ChatConfig
 from earl_jax.envs.environment import Chooses, OffersExamples
 from earl_jax.envs.examples import corpus
@@ -37,7 +38,7 @@ from earl_jax.models.presets import preset_named
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.staleness import AsynchronyConfig
 from earl_jax.selector.config import SelectorConfig
-from earl_jax.settings.errors import InputError, RunError
+from earl_jax.settings.errors import InputError, RunError, in_words
 from earl_jax.train.config import TrainConfig
 
 CORPUS_EPISODES = 300
@@ -140,13 +141,8 @@ class Config:
 
     def _check_algorithm(self) -> None:
         """Raises ValueError unless there is such an algorithm, with such settings."""
-        if self.algorithm == "sft":
-            raise InputError(
-                "config.algorithm is 'sft'; a run's episodes are the policy's own samples, and it "
-                "would learn to repeat them whatever their reward: set config.train.sft_steps, for "
-                "supervised updates on the environment's examples, and take an algorithm of "
-                "rewards, such as 'grpo'"
-            )
+        if not self.plays:
+            self._check_supervised()
         if self.algorithm == "distillation" and not self.reference_from:
             raise InputError(
                 "config.algorithm is 'distillation' with no config.reference_from; the teacher "
@@ -175,13 +171,48 @@ class Config:
                 f"{self.algorithm!r}, whose loss is right whoever sampled, and would be weighted "
                 "wrongly: set config.train.correction to 'none' or 'auto'"
             )
-        if self.asynchrony.rule == "mask" and (algorithm.is_off_policy or algorithm.critic):
+        by_episode = algorithm.is_off_policy or algorithm.critic or "groups" in algorithm.all_needs
+        if self.asynchrony.rule == "mask" and by_episode:
             whole = "sequences" if algorithm.is_off_policy else "episodes"
             raise InputError(
                 "config.asynchrony.rule is 'mask', which takes the overdue tokens out of an "
                 f"episode, with config.algorithm {self.algorithm!r}, which computes with whole "
                 f"{whole}: set config.asynchrony.rule to 'in_order', 'wait' or 'drop'"
             )
+
+    def _check_supervised(self) -> None:
+        """Raises ValueError where a run of supervised updates alone has nothing to learn from.
+
+        And where a setting is of what it does not do.
+        """
+        if not self.train.sft_path:
+            raise InputError(
+                "config.algorithm is 'sft' with no config.train.sft_path; a run's episodes are the "
+                "policy's own samples, and it would learn to repeat them whatever their reward: "
+                "set config.train.sft_steps, for supervised updates on the environment's examples, "
+                "and take an algorithm of rewards, such as 'grpo'; or name a file of conversations"
+            )
+        one_update = "a step is one update on new conversations (num_steps says how many)"
+        for path, value, default, reason in (
+            ("train.sft_steps", self.train.sft_steps, 0, "all updates are supervised"),
+            ("train.sft_weight", self.train.sft_weight, 0.0, "all updates are supervised"),
+            ("train.epochs", self.train.epochs, 1, one_update),
+            ("train.mini_batches", self.train.mini_batches, 1, one_update),
+            ("asynchrony.max_staleness", self.asynchrony.max_staleness, 0, "nothing is played"),
+            ("asynchrony.parts", self.asynchrony.parts, 1, "nothing is played"),
+            ("asynchrony.refill", self.asynchrony.refill, 0, "nothing is played"),
+            ("devices.num_rollout", self.devices.num_rollout, 0, "nothing is played"),
+        ):
+            if value != default:
+                raise InputError(
+                    f"config.{path} is {value!r} with config.algorithm 'sft': {reason}; set it to "
+                    f"{default!r}"
+                )
+
+    @property
+    def plays(self) -> bool:
+        """False for a run of supervised updates alone."""
+        return self.algorithm != "sft"
 
     def open_environment(self) -> Played:
         """Returns the environment of this run, and its tasks."""
@@ -195,11 +226,13 @@ class Config:
     def corpus(self) -> list[str]:
         """Returns the text that the tokenizer of a run without a checkpoint is trained on.
 
-        Raises RunError where the environment, which tells it, raises.
+        Raises ValueError where the environment, which tells it, returns what it must not; RunError
+        where it raises.
         """
-        played = self.open_environment()
+        path, played = self.train.sft_path, self.open_environment()
+        conversations = texts_of(path) if path else []
         try:
-            return corpus(
+            return conversations + corpus(
                 played.make,
                 played.tasks,
                 num_steps=self.num_steps,
@@ -207,9 +240,10 @@ class Config:
                 seed=0,
             )
         except Exception as error:  # noqa: BLE001 - a user's own environment
-            raise RunError(
+            kind = InputError if isinstance(error, InputError) else RunError
+            raise kind(
                 f"an episode of config.env.name {self.env.name!r}, whose text the tokenizer is "
-                f"trained on, failed: {type(error).__name__}: {error}"
+                f"trained on, failed: {in_words(error)}"
             ) from error
 
     def _check_environment(self, learns: bool) -> None:
@@ -220,10 +254,12 @@ class Config:
             return
         for name in ("sft_steps", "sft_weight"):
             value = getattr(self.train, name)
-            if value and not isinstance(environment, OffersExamples):
+            has_examples = self.train.sft_path or isinstance(environment, OffersExamples)
+            if value and not has_examples:
                 raise InputError(
                     f"config.train.{name} is {value}, and config.env.name {self.env.name!r} offers "
-                    "no examples to learn from (a method example_reply); set it to 0"
+                    "no examples to learn from (a method example_reply); set it to 0, or name a "
+                    "file of conversations in config.train.sft_path"
                 )
         chooses = isinstance(environment, Chooses) and len(environment.all_choices()) > 0
         if chooses and self.train.ratio == "behaviour":
@@ -309,7 +345,8 @@ class Config:
     @property
     def train_temperature(self) -> float:
         """The temperature that the trainer scores tokens at."""
-        return self.rollout.temperature if self.train.ratio == "behaviour" else 1.0
+        has_ratio = self.plays and self.train.ratio == "behaviour"
+        return self.rollout.temperature if has_ratio else 1.0
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the configuration for config.json, without the `distributed` section."""

@@ -42,19 +42,30 @@ BENCH_CONFIG = _CONFIGS / "tictactoe_tiny_cpu.py"
 # Beside a run's config.json, where this names other runs.
 SOURCES = "sources.json"
 
+_PREEMPTED = (
+    "the cheaper way is taken; to read all again, set config.rollout.preemption_host_gib to 0"
+)
+_SPEEDS = "plans are chosen by the speeds of config.selector.table, and nothing is timed beforehand"
 # Keys of earlier versions: the key that took their place, or a sentence.
 RENAMED_KEYS = {
     "config.rollout.append_rows": "it is fixed (APPEND_TOKENS in engine/config.py)",
     "config.rollout.copy_prefixes": "prompts are copied from shard to shard where that is faster",
     "config.rollout.model_logprobs": "they are recorded where config.train.ratio is 'model'",
-    "config.rollout.preemption": (
-        "the cheaper way is taken; to read all again, set config.rollout.preemption_host_gib to 0"
-    ),
+    "config.rollout.parking": _PREEMPTED,
+    "config.rollout.parking_host_gib": "config.rollout.preemption_host_gib",
+    "config.rollout.preemption": _PREEMPTED,
     "config.rollout.share_prefixes": "what prompts have in common is always computed once",
     "config.rollout.step_rows": "a decode step has a row for each slot",
     "config.rollout.speculation": (
         "set config.rollout.num_draft_tokens, such as 4 (0: no speculation)"
     ),
+    "config.selector.measure": _SPEEDS,
+    "config.selector.measure_rounds": _SPEEDS,
+    "config.selector.order": f"{_SPEEDS}; 'model' there is the same on every machine",
+    "config.selector.page_sizes": "config.rollout.page_size (one size for the run)",
+    "config.train.demonstration_steps": "config.train.sft_steps",
+    "config.train.demonstration_updates": "config.train.sft_updates",
+    "config.train.demonstration_learning_rate": "config.train.sft_learning_rate",
     "config.train.advantage": "config.algorithm",
     "config.train.turn_discount": "config.algorithm_args.turn_discount",
     "config.train.normalize_advantages": "config.algorithm_args.normalize_advantages",

@@ -43,7 +43,8 @@ def parse_with_overrides(
     Exits with status 2 for a flag that does not exist.
 
     Raises:
-        InputError: a setting that is not written as --config.section.key=value.
+        InputError: a setting that is not written as --config.section.key=value; a flag whose value
+            is empty.
     """
     overrides, others = [], []
     for number, argument in enumerate(arguments):
@@ -57,6 +58,13 @@ def parse_with_overrides(
                 f"{argument}={following[0].removeprefix('=')}"
             )
         overrides.append(argument.removeprefix("--config."))
+    for before, argument in zip(["", *others], others, strict=False):
+        if not argument or re.fullmatch(r"--\w+=", argument):
+            # As a folder it would be the current one.
+            raise InputError(
+                f"{argument or before} has an empty value, as of a shell variable that is not set; "
+                "give it one, or leave the flag out"
+            )
     flags, unknown = parser.parse_known_args(others)
     if unknown:
         raise InputError(_unknown_flag(parser, unknown))

@@ -111,6 +111,9 @@ def _idle_training(config: "Config") -> Iterator[_Idle]:
     for name in ("sft_updates", "sft_learning_rate"):
         none = "config.train.sft_steps is 0"
         yield train.sft_steps == 0, f"train.{name}", none
+    no_updates = "config.train.sft_steps is 0 and config.train.sft_weight too"
+    is_supervised = train.sft_steps > 0 or train.sft_weight > 0 or not config.plays
+    yield not is_supervised, "train.sft_path", no_updates
 
 
 def _idle_proximal(config: "Config", *, is_one_update: bool) -> Iterator[_Idle]:

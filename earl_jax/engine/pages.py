@@ -43,18 +43,6 @@ def dense_pool(shards: int, slots: int, max_tokens: int, page_size: int) -> Pool
     return Pool(shards, slots // shards * pages_for(max_tokens, page_size))
 
 
-def roomier_pages(pages: int) -> int:
-    """Returns a quarter more pages than so many, or up to 7/8 more: the next on a scale of sizes.
-
-    Each is half as large again as the one before. Rollouts that grow by different pages come to the
-    same sizes, for which programs are compiled.
-    """
-    size = 1
-    while 4 * size < 5 * pages:
-        size += (size + 1) // 2
-    return size
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PageCopy:
     """A copy of page `source` to page `target`; numbers of the whole pool."""

@@ -164,9 +164,9 @@ class Chooses(Protocol):
 
 
 def check_start(result: object) -> Start:
-    """Returns `result` if it is a well-formed Start; else raises TypeError or ValueError."""
+    """Returns `result` if it is a well-formed Start; else raises ValueError."""
     if not isinstance(result, Start):
-        raise TypeError(f"start() must return a Start; got {_brief(result)}")
+        raise InputError(f"start() must return a Start; got {_brief(result)}")
     _check_text("Start.text", result.text)
     _check_text("Start.role", result.role)
     _check_messages("Start", result)
@@ -175,30 +175,30 @@ def check_start(result: object) -> Start:
     if not result.text and not result.messages:
         raise InputError("Start.text is empty; the policy needs a first message")
     if not isinstance(result.tools, tuple):
-        raise TypeError(f"Start.tools must be a tuple; got {_brief(result.tools)}")
+        raise InputError(f"Start.tools must be a tuple; got {_brief(result.tools)}")
     for tool in result.tools:
         if not isinstance(tool, Mapping):
-            raise TypeError(f"Start.tools must hold mappings; got {_brief(tool)}")
+            raise InputError(f"Start.tools must hold mappings; got {_brief(tool)}")
         try:
             json.dumps(tool)
         except (TypeError, ValueError) as error:
-            raise TypeError(f"Start.tools must hold what JSON can say: {error}") from error
+            raise InputError(f"Start.tools must hold what JSON can say: {error}") from error
     return result
 
 
 def check_step(result: object) -> StepResult:
-    """Returns `result` if it is a well-formed StepResult; else raises TypeError or ValueError."""
+    """Returns `result` if it is a well-formed StepResult; else raises ValueError."""
     if not isinstance(result, StepResult):
-        raise TypeError(f"step() must return a StepResult; got {_brief(result)}")
+        raise InputError(f"step() must return a StepResult; got {_brief(result)}")
     _check_text("StepResult.text", result.text)
     _check_text("StepResult.stop_reason", result.stop_reason)
     _check_text("StepResult.detail", result.detail)
     if not isinstance(result.done, bool):
-        raise TypeError(f"StepResult.done must be a bool; got {_brief(result.done)}")
+        raise InputError(f"StepResult.done must be a bool; got {_brief(result.done)}")
     _check_text("StepResult.role", result.role)
     _check_reward("StepResult.reward", result.reward)
     if not isinstance(result.side_rewards, Mapping):
-        raise TypeError(
+        raise InputError(
             f"StepResult.side_rewards must be a mapping; got {_brief(result.side_rewards)}"
         )
     for role, reward in result.side_rewards.items():
@@ -226,7 +226,7 @@ def check_step(result: object) -> StepResult:
 
 def _check_reward(name: str, reward: float) -> None:
     if isinstance(reward, bool) or not isinstance(reward, numbers.Real):
-        raise TypeError(f"{name} must be a number; got {_brief(reward)}")
+        raise InputError(f"{name} must be a number; got {_brief(reward)}")
     if not abs(reward) <= LARGEST_REWARD:
         raise InputError(
             f"{name} must be a number from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}; got {reward}"
@@ -235,14 +235,14 @@ def _check_reward(name: str, reward: float) -> None:
 
 def _check_messages(name: str, result: Start | StepResult) -> None:
     if not isinstance(result.messages, tuple):
-        raise TypeError(f"{name}.messages must be a tuple; got {_brief(result.messages)}")
+        raise InputError(f"{name}.messages must be a tuple; got {_brief(result.messages)}")
     if result.messages and result.text:
         raise InputError(
             f"{name} has both a text and messages; say it as one: {_brief(result.text)}"
         )
     for message in result.messages:
         if not isinstance(message, Message):
-            raise TypeError(f"{name}.messages must hold Message; got {_brief(message)}")
+            raise InputError(f"{name}.messages must hold Message; got {_brief(message)}")
         _check_text("Message.text", message.text)
         _check_text("Message.call_id", message.call_id)
         if message.role not in ROLES:
@@ -255,12 +255,12 @@ def _check_allowed(name: str, result: Start | StepResult) -> None:
     for field in ("choices", "allowed_token_ids"):
         if not isinstance(getattr(result, field), tuple):
             given = _brief(getattr(result, field))
-            raise TypeError(f"{name}.{field} must be a tuple; got {given}")
+            raise InputError(f"{name}.{field} must be a tuple; got {given}")
     for choice in result.choices:
         _check_text(f"{name}.choices", choice)
     for token in result.allowed_token_ids:
         if isinstance(token, bool) or not isinstance(token, numbers.Integral):
-            raise TypeError(f"{name}.allowed_token_ids must hold int; got {_brief(token)}")
+            raise InputError(f"{name}.allowed_token_ids must hold int; got {_brief(token)}")
     if result.choices and result.allowed_token_ids:
         raise InputError(
             f"{name} has both choices and allowed_token_ids, which each say what the reply may be; "
@@ -270,7 +270,7 @@ def _check_allowed(name: str, result: Start | StepResult) -> None:
 
 def _check_metrics(name: str, result: Start | StepResult) -> None:
     if not isinstance(result.metrics, Mapping):
-        raise TypeError(f"{name}.metrics must be a mapping; got {_brief(result.metrics)}")
+        raise InputError(f"{name}.metrics must be a mapping; got {_brief(result.metrics)}")
     for key, value in result.metrics.items():
         _check_text(f"a name in {name}.metrics", key)
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
@@ -279,7 +279,7 @@ def _check_metrics(name: str, result: Start | StepResult) -> None:
 
 def _check_text(field: str, value: object) -> None:
     if not isinstance(value, str):
-        raise TypeError(f"{field} must be a str; got {_brief(value)}")
+        raise InputError(f"{field} must be a str; got {_brief(value)}")
 
 
 def _brief(value: object) -> str:

@@ -5,10 +5,12 @@
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.chat_template import Content, messages_of
+from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import (
     Author,
     Environment,
@@ -19,6 +21,9 @@ from earl_jax.envs.environment import (
 )
 from earl_jax.envs.event_loop import settle
 from earl_jax.envs.tasks import TaskArgs, TaskSource
+
+# Token ids of an example, and who wrote each: 0 or the number of the policy's turn.
+Ids = tuple[list[int], list[int]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,31 +75,46 @@ def play_example(environment: Environment, rng: random.Random) -> Example:
         roles.append(result.role or roles[-1])
 
 
-def example_ids(
-    example: Example, renderer: ChatRenderer, side: int = 0
-) -> tuple[list[int], list[int]]:
-    """Returns token ids, and who wrote each: 0 or the number of the policy's turn.
+def example_ids(example: Example, renderer: ChatRenderer, side: int = 0) -> Ids:
+    """Returns the token ids of the episode, or of the conversation of one of its sides.
 
-    They are those of the episode, or of the conversation of one of its sides, counted on from the
-    first one after the last.
-
-    Raises ValueError for messages that the chat template does not take.
+    Sides are counted on from the first one after the last. Raises as `sample_ids`.
     """
     conversations = example.conversations
-    (_, first), *others = conversations[side % len(conversations)]
-    opening = renderer.opening(first, example.start.tools)
-    ids = list(renderer.render_opening(opening).ids)
-    turn_ids, turn = [0] * len(ids), 0
+    turns = conversations[side % len(conversations)]
+    (ids,) = sample_ids(turns, example.start.tools, Conversation(renderer))
+    return ids
+
+
+def sample_ids(
+    turns: Sequence[tuple[Author, Content]],
+    tools: Sequence[Mapping[str, Any]],
+    conversation: Conversation,
+) -> list[Ids]:
+    """Returns the token ids of an episode with these turns, the environment's first, by sample.
+
+    There are several samples where the fresh `conversation` forks. Raises ValueError for messages
+    that the chat template does not take.
+    """
+    (_, first), *others = turns
+    opened = conversation.open(first, tools).ids
+    samples: list[Ids] = [(list(opened), [0] * len(opened))]
+    turn = 0
     for author, content in others:
         if author == "policy":
             assert isinstance(content, str)
             turn += 1
-            written = renderer.reply(content)
+            (written,) = conversation.choices((content,))
+            conversation.reply(written)
         else:
-            written = renderer.answer(content, opening)
+            answer = conversation.answer(content)
+            written = answer.ids
+            if answer.forks:
+                samples.append(([], []))
+        ids, turn_ids = samples[-1]
         ids += written
         turn_ids += [turn if author == "policy" else 0] * len(written)
-    return ids, turn_ids
+    return samples
 
 
 def corpus(

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Kuhn poker of OpenSpiel, whose cards are hidden, and the exploitability of a policy there.
+"""Kuhn poker of OpenSpiel, whose cards are hidden.
 
 Each of two players has one of the cards 0, 1 and 2. Who passes behind a bet pays 1, else the higher
 card wins: 2 where a bet was called, 1 otherwise. The first player passes, the second bets:
@@ -13,7 +13,6 @@ card wins: 2 where a bet was called, 1 otherwise. The first player passes, the s
 
 import functools
 import random
-from collections.abc import Iterator, Mapping
 
 import pyspiel
 
@@ -22,8 +21,6 @@ from earl_jax.envs.environment import Author, Start, StepResult, illegal_reply
 from earl_jax.settings.choices import check_choice
 
 ROLES = ("first", "second")
-# The value of the game for the first player if both play without a mistake.
-VALUE = -1 / 18
 _NUM_CARDS = 2
 
 # A side's turns so far: a message of the environment, then replies and messages in turns.
@@ -161,33 +158,3 @@ def turns_of(state: pyspiel.State) -> Turns:
     for place, move in enumerate(moves[player:]):
         turns.append(("environment" if place % 2 else "policy", str(move)))
     return tuple(turns)
-
-
-def information_states() -> dict[str, Turns]:
-    """Returns the 12 states that a side can tell apart: OpenSpiel's name, and its conversation.
-
-    Example: "1pb" is the first side with card 1 that passed, and the other one bet.
-    """
-    found: dict[str, Turns] = {}
-
-    def visit(state: pyspiel.State) -> Iterator[pyspiel.State]:
-        yield state
-        for action in state.legal_actions():
-            yield from visit(state.child(action))
-
-    for state in visit(kuhn_poker().new_initial_state()):
-        if state.is_player_node():
-            found[state.information_state_string()] = turns_of(state)
-    return found
-
-
-def nash_conv(bets: Mapping[str, float]) -> float:
-    """Returns the sum of what each player can win more by a best response to the other.
-
-    0 at an equilibrium; the exploitability is half of it. By OpenSpiel's enumeration of the game.
-
-    Args:
-        bets: the probability of a bet ("1") in each of `information_states`.
-    """
-    policy = {name: [(0, 1.0 - bet), (1, bet)] for name, bet in bets.items()}
-    return float(pyspiel.nash_conv(kuhn_poker(), policy))

@@ -359,5 +359,7 @@ def _outcome(call: Callable[[], T]) -> T | Failure | Awaits:
 def _failure(error: BaseException) -> Failure:
     if isinstance(error, Overdue):
         return Failure(stop_reason=ENVIRONMENT_TIMEOUT, detail=str(error))
-    detail = "".join(traceback.format_exception_only(error)).strip()
+    is_ours = isinstance(error, InputError)
+    words = [str(error)] if is_ours else traceback.format_exception_only(error)
+    detail = "".join(words).strip()
     return Failure(stop_reason=ENVIRONMENT_ERROR, detail=detail)

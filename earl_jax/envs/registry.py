@@ -14,8 +14,14 @@ from earl_jax.envs.kuhn_poker import KuhnPoker
 from earl_jax.envs.single_turn import SingleTurn
 from earl_jax.envs.tasks import TaskArgs, TasksConfig, TaskSource, open_tasks
 from earl_jax.envs.trail import Trail
-from earl_jax.settings.arguments import check_arguments, defaults_of, without_defaults
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.arguments import (
+    argument_names,
+    check_arguments,
+    check_call,
+    defaults_of,
+    without_defaults,
+)
+from earl_jax.settings.errors import InputError, in_words
 from earl_jax.settings.named import find_named
 
 # config.env.name: the maker of an episode's environment from config.env.args and its task.
@@ -137,7 +143,8 @@ def open_environment(env: EnvConfig, tasks: TasksConfig, *, seed: int, num_tasks
     Makes an environment of the first task, so that arguments that cannot be are found out now.
 
     Raises:
-        ValueError: a setting that is impossible; a class whose constructor raises.
+        ValueError: a setting that is impossible; a class whose constructor raises, or whose methods
+            are not those of an `Environment`; a reward function that does not take the first row.
     """
     make = env.maker()
     source = open_tasks(tasks, make, seed=seed, num_tasks=num_tasks)
@@ -145,16 +152,38 @@ def open_environment(env: EnvConfig, tasks: TasksConfig, *, seed: int, num_tasks
     try:
         first = played.first_args
     except Exception as error:  # noqa: BLE001 - a user's own task source
-        raise InputError(f"config.tasks.name is {tasks.name!r}, and {_words(error)}") from error
+        raise InputError(f"config.tasks.name is {tasks.name!r}, and {in_words(error)}") from error
+    _check_task(env.name, make, first)
     try:
-        make(**first)
+        made = make(**first)
     except Exception as error:  # noqa: BLE001 - a user's own environment
         raise InputError(
             f"config.env.name is {env.name!r} with config.env.args {dict(env.args)}, and its "
-            f"environment cannot be made: {_words(error)}"
+            f"environment cannot be made: {in_words(error)}"
         ) from error
+    for call, *given in (("start()",), ("step(reply)", "")):
+        method = getattr(made, call.partition("(")[0], None)
+        if not callable(method):
+            raise InputError(f"config.env.name is {env.name!r}, which has no method {call}")
+        check_call(method, f"{call} of config.env.name {env.name!r}", *given)
+    if isinstance(made, SingleTurn) and "reward" in first:
+        fields = "".join(f", {field}=..." for field in first["row"])
+        call = f"reward(reply{fields}) of config.tasks.reward {tasks.reward!r}"
+        check_call(first["reward"], call, "", **first["row"])
     return played
 
 
-def _words(error: Exception) -> str:
-    return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+def _check_task(name: str, make: Callable[..., Environment], task: TaskArgs) -> None:
+    """Raises ValueError for an argument of the task that the environment does not take."""
+    taken = argument_names(make)
+    for argument in task:
+        if taken is None or argument in taken:
+            continue
+        setting, what = {
+            "row": ("config.tasks.path", "no rows of a dataset"),
+            "reward": ("config.tasks.reward", "no reward function"),
+        }.get(argument, ("config.tasks.name", f"no {argument!r} of a task"))
+        raise InputError(
+            f"{setting} is given, and config.env.name {name!r} takes {what}: its constructor has "
+            f"no argument {argument!r}"
+        )

@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from earl_jax.settings.arguments import accepted, check_arguments
 from earl_jax.settings.errors import InputError
 from earl_jax.settings.named import find_named
 
+Row = TypeVar("Row")
 # Keyword arguments of the environment that plays a task.
 TaskArgs = Mapping[str, Any]
 # Evaluation tasks have numbers, and so seeds, that no training task reaches.
@@ -130,15 +131,16 @@ class Dataset:
         num_tasks: int,
         environment: Callable[..., Any],
     ):
-        self._rows, self._digest = read_rows(path, "config.tasks.path")
-        self._eval_rows = (
-            read_rows(eval_path, "config.tasks.eval_path")[0] if eval_path else self._rows
-        )
-        self._path, self._seed, self._num_tasks = path, seed, num_tasks
+        rows, self._digest = read_rows(path, "config.tasks.path", _task_row)
+        self._rows = self._eval_rows = list(rows.values())
+        if eval_path:
+            rows, _ = read_rows(eval_path, "config.tasks.eval_path", _task_row)
+            self._eval_rows = list(rows.values())
+        self._path, self._num_tasks = path, num_tasks
         self._seeded = Seeded(seed, environment)
         kind: Any = Callable
         self._reward = find_named(reward, {}, kind, "config.tasks.reward") if reward else None
-        self._order = functools.lru_cache(maxsize=2)(self._order_of)
+        self._shuffled = Shuffled(seed, len(self._rows))
 
     def batch(self, step: int) -> list[TaskArgs]:
         """Returns the next rows of the epoch, and of the next epoch where it ends."""
@@ -164,15 +166,11 @@ class Dataset:
             )
 
     def _task(self, index: int) -> TaskArgs:
-        epoch, position = divmod(index, len(self._rows))
-        return self._args(self._rows[self._order(epoch)[position]], index)
+        return self._args(self._rows[self._shuffled[index]], index)
 
     def _args(self, row: dict[str, Any], index: int) -> TaskArgs:
         given = {"row": row} | ({"reward": self._reward} if self._reward else {})
         return given | self._seeded(index)
-
-    def _order_of(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng([self._seed, epoch]).permutation(len(self._rows))
 
 
 # config.tasks.name
@@ -209,16 +207,38 @@ class Seeded:
         return {name: found[name] for name in self._wanted}
 
 
-def read_rows(path: str, setting: str) -> tuple[list[dict[str, Any]], str]:
-    """Returns the rows of a JSONL file, and a digest of the file.
+class Shuffled:
+    """An endless sequence of the numbers below `number`, each once an epoch.
 
-    Raises ValueError naming the file and the line of a row that is none; an empty line is no row.
+    The order of an epoch depends on `seed` and the number of the epoch alone.
+    """
+
+    def __init__(self, seed: int, number: int):
+        self._seed, self._number = seed, number
+        self._order = functools.lru_cache(maxsize=2)(self._order_of)
+
+    def __getitem__(self, index: int) -> int:
+        """Returns the number at this place, from 0 on."""
+        epoch, position = divmod(index, self._number)
+        return int(self._order(epoch)[position])
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng([self._seed, epoch]).permutation(self._number)
+
+
+def read_rows(
+    path: str, setting: str, take: Callable[[dict[str, Any]], Row]
+) -> tuple[dict[int, Row], str]:
+    """Returns the results of `take` on the objects of a JSONL file by line, and the file's digest.
+
+    An empty line has none. Raises ValueError naming the file and the line that is no object, or
+    of which `take` raises ValueError or TypeError.
     """
     try:
         data = Path(path).read_bytes()
     except OSError as error:
         raise InputError(f"{setting} is {path!r}, which cannot be read: {error}") from error
-    rows = []
+    rows = {}
     for number, line in enumerate(data.split(b"\n"), start=1):
         if not line.strip():
             continue
@@ -226,12 +246,17 @@ def read_rows(path: str, setting: str) -> tuple[list[dict[str, Any]], str]:
             row = json.loads(line)
             if not isinstance(row, dict):
                 raise InputError(f"it must be a JSON object; got {line[:60]!r}")
-            if "reply" in row:
-                raise InputError("a field is named 'reply', which the policy's reply is; rename it")
-            check_start(prompt_of(row))
+            rows[number] = take(row)
         except (ValueError, TypeError) as error:
             raise InputError(f"{path}, line {number}: {error} ({setting})") from error
-        rows.append(row)
     if not rows:
         raise InputError(f"{setting} is {path!r}, which holds no rows")
     return rows, hashlib.sha256(data).hexdigest()
+
+
+def _task_row(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns the row of a task. Raises ValueError for one that is none."""
+    if "reply" in row:
+        raise InputError("a field is named 'reply', which the policy's reply is; rename it")
+    check_start(prompt_of(row))
+    return row

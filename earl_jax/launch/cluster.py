@@ -189,9 +189,9 @@ class Cluster:
 
     @property
     def part(self) -> tuple[int, int]:
-        """Which player's part of a rollout is this process's, the first's if it only trains.
+        """The index of the player whose part of a rollout is this process's, and their number.
 
-        And the number of players.
+        A process that only trains has the first player's part.
         """
         return self.players.index(self.index) if self.plays else 0, len(self.players)
 

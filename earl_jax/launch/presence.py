@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which process of a run is lost, in which stage the others are, and counters that all share.
+"""A search for the lost process of a run, the stages of the others, and counters for all.
 
 JAX tells a process that another one is lost, and not which. So each process answers, in a thread
 and on a port of its own, with its stage; one that loses another asks all of them. Process 0 also

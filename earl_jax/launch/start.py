@@ -2,12 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start of JAX for a command: its devices, its compilation cache, the processes of its run."""
 
+import contextlib
 import importlib.util
 import os
 import select
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from earl_jax.launch.signals import INTERRUPTED
@@ -49,8 +51,7 @@ def start_jax(
         os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_CPU_DEVICE * num_cpu_devices))
     # All GPUs of a process share a pool of pinned memory, by default of at most 64 GB; offload may
     # need what the host has. The pool grows as it is needed.
-    host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_bytes >> 30))
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_memory_bytes() >> 30))
     import jax
 
     from earl_jax.launch.distributed import start_processes
@@ -70,6 +71,29 @@ def start_jax(
         if isinstance(error, AssertionError) and platform not in _PLUGINS:
             raise
         raise InputError(_missing(setting, platform, error)) from error
+
+
+def host_memory_bytes(root: Path = Path("/")) -> int:
+    """Returns the bytes of this host's memory that this process may have, by its cgroups too.
+
+    Those are the limits of containers and of Slurm's jobs. `root` is where /proc and /sys are.
+    """
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    mounted = root / "sys/fs/cgroup"
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            # Version 2 has one line, without controllers; version 1 one for each of them.
+            _, controllers, path = line.split(":", 2)
+            if controllers in ("", "memory"):
+                name = "memory.limit_in_bytes" if controllers else "memory.max"
+                folder = mounted / controllers / path.lstrip("/")
+                # A container may see its own group alone, as the outermost one.
+                while folder.is_relative_to(mounted):
+                    # No limit is no file, or "max".
+                    with contextlib.suppress(OSError, ValueError):
+                        found.append(int((folder / name).read_text()))
+                    folder = folder.parent
+    return min(found)
 
 
 def compute_exactly(*compute_dtypes: str) -> None:

@@ -59,17 +59,6 @@ class PagedCache:
         return self.layers[0].value.shape[0]
 
 
-def empty_cache(
-    config: ModelConfig, rows: int, max_tokens: int, page_size: int = 64, kv_dtype: str = "compute"
-) -> PagedCache:
-    """Returns pages of zeros, and a table that gives every row its own pages for `max_tokens`."""
-    per_row = -(-max_tokens // page_size)
-    return PagedCache(
-        layers=empty_pages(config, rows * per_row, page_size, kv_dtype),
-        table=jnp.arange(rows * per_row, dtype=jnp.int32).reshape(rows, per_row),
-    )
-
-
 def empty_pages(
     config: ModelConfig, pages: int, page_size: int, kv_dtype: str = "compute"
 ) -> list[LayerCache]:
@@ -99,13 +88,6 @@ def place_pages(layer: LayerCache, place: Callable[[str], Any]) -> LayerCache:
     return LayerCache(
         **{name: place(axes) for name, axes in letters.items() if getattr(layer, name) is not None}
     )
-
-
-def cache_bytes(config: ModelConfig, rows: int, max_tokens: int, page_size: int = 64) -> int:
-    """Returns bytes of the pages of `empty_cache` before they are split over devices."""
-    numbers = rows * -(-max_tokens // page_size) * page_size
-    numbers *= config.num_kv_heads * config.head_size
-    return 2 * config.num_layers * numbers * jnp.dtype(config.compute_dtype).itemsize
 
 
 def write(

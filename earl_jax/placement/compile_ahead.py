@@ -138,6 +138,7 @@ class CompileAhead:
         if self.is_on:
             placement.may_try = self.may_try
         self.take_waited_s()
+        self.take_compiles()
 
     def look(self, placement: Placement, history: LoadHistory) -> None:
         """Requests the programs that may be needed next; returns at once."""
@@ -174,6 +175,13 @@ class CompileAhead:
         """Returns the seconds of waiting for programs since the last call, compiled here or not."""
         waited, self._waited_s = self._waited_s, 0.0
         return waited + self._clock.take(but=self._thread)
+
+    def take_compiles(self) -> int:
+        """Returns the number of programs that the run compiled or loaded since the last call.
+
+        Those that were compiled here are not among them.
+        """
+        return self._clock.take_number(but=self._thread)
 
     def settle(self) -> None:
         """Waits until all requested programs are compiled."""

@@ -82,7 +82,8 @@ def _settings(config: Config) -> dict[str, dict[str, Any]]:
         | {"model_logprobs": train.ratio == "model"},
         "train": {field: getattr(train, field) for field in updates}
         | {"lora": dataclasses.asdict(train.lora), "importance_cap": config.importance_cap}
-        | {"networks": held, "ema": train.ema_decay > 0, "stream": train.sft_weight > 0},
+        | {"networks": held, "ema": train.ema_decay > 0, "stream": train.sft_weight > 0}
+        | {"sft": train.sft_steps > 0},
     }
 
 
@@ -175,15 +176,18 @@ class Observations:
         """
         self._problem, self._say, self.is_fed = problem, say, is_fed
         self.table = table.as_prior() if is_fed else table
-        # Plans left out in this run only: a move to them ran out of memory.
+        # Plans left out in this run only: a move to them ran out of memory. In this rollout only:
+        # that of its live episodes.
         self._avoided: tuple[Failure, ...] = ()
+        self._avoided_live: tuple[Failure, ...] = ()
         # Keys of plans whose speed this run has observed.
         self._observed: set[str] = set()
 
     @property
     def known(self) -> ThroughputTable:
         """The table to choose by: it also leaves out the plans that no move of this run reached."""
-        return dataclasses.replace(self.table, failures=(*self.table.failures, *self._avoided))
+        failures = (*self.table.failures, *self._avoided, *self._avoided_live)
+        return dataclasses.replace(self.table, failures=failures)
 
     def add_speed(self, plan: Plan, tokens: int, tokens_per_s: float | None) -> None:
         """Adds the speed of a step with a plan, unless None, to a table that is fed.
@@ -206,19 +210,29 @@ class Observations:
         if self.is_fed and compile_s:
             self._keep(self.table.with_wait(compile_s))
 
-    def add_failure(self, plan: Plan, tokens: int, *, in_move: bool = False) -> str:
+    def add_failure(
+        self, plan: Plan, tokens: int, *, in_move: bool = False, live: bool = False
+    ) -> str:
         """Remembers that a plan ran out of memory; returns it in words.
 
-        Later runs know it too, unless memory was short `in_move`, beside what was there before.
+        Later runs know it too, unless memory was short `in_move`, beside what was there before. If
+        those were `live` episodes it is forgotten when their rollout ends.
         """
         table = with_failure(self._problem, self.table, plan, tokens)
         words = f"{plan.stage} on {plan.mesh} {table.failures[-1]}{', in the move there' * in_move}"
-        if in_move:
-            self._avoided += table.failures[-1:]
-        else:
+        if not in_move:
             self._keep(table)
-        self._say(f"{words}; it is not tried again{' in this run' * in_move}")
+        elif live:
+            self._avoided_live += table.failures[-1:]
+        else:
+            self._avoided += table.failures[-1:]
+        where = f" in this {'rollout' if live else 'run'}" if in_move else ""
+        self._say(f"{words}; it is not tried again{where}")
         return words
+
+    def end_rollout(self) -> None:
+        """Forgets the plans that live episodes of a rollout could not move to."""
+        self._avoided_live = ()
 
     def _keep(self, table: ThroughputTable) -> None:
         self.table = table

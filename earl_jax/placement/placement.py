@@ -67,7 +67,7 @@ class SwitchLog:
 
 
 # Fields of a Placement in its `as_dict`.
-_NUMBERS = ("max_tokens", "calm_steps", "cache_tokens", "most_tokens", "most_length")
+_NUMBERS = ("max_tokens", "calm_steps", "most_tokens", "most_length")
 
 
 class Placement:
@@ -86,8 +86,6 @@ class Placement:
         self.max_tokens = self.length = 0
         self.most_tokens = self.most_length = 0
         self.calm_steps = 0
-        # Tokens that the KV cache of the last rollout held in the end, over all row shards.
-        self.cache_tokens = 0
         # Shapes of packed batches, by their context bucket, and the tokens of the last one.
         self.row_shapes: dict[str, ShapeHistory] = {}
         self.trained_tokens = 0
@@ -233,17 +231,14 @@ class Placement:
     def choose_split(self, tokens: int, load: Load | None, session: Session) -> bool:
         """Chooses plans of both stages, with the split of the devices, for a session's episodes.
 
-        Between two steps: live episodes keep their slots, and have as many pages at least as far as
-        the budget allows. Returns True where a stage is to move; its plans are in use then. Else
-        nothing changes: as where nothing else fits, or plans would be left again within a window
-        of steps for longer contexts or the run's end.
+        Between two steps: live episodes keep their slots. Returns True where a stage is to move;
+        its plans are in use then. Else nothing changes: as where nothing else fits, or plans would
+        be left again within a window of steps for longer contexts or the run's end.
         """
         step = self.step_of(max(tokens, session.max_tokens), load)
         if step.lasts < WINDOW and not step.is_new:
             return False
-        held = self.tokens_of(session.pool.total)
-        cache_tokens = max(step.cache_tokens or 0, held)
-        step = dataclasses.replace(step, cache_tokens=cache_tokens, keeps_slots=True)
+        step = dataclasses.replace(step, keeps_slots=True)
         before = self.as_dict()
         with contextlib.suppress(BudgetTooSmall):
             if any(choice.switched for choice in self.choose(step, load).choices):
@@ -256,16 +251,14 @@ class Placement:
         """Returns the work of a step whose episodes may have so many tokens."""
         rollout = self.stages.rollout
         max_tokens = max(rollout.max_tokens_for(tokens), self.outgrown)
-        length = rollout.max_tokens_for(load.context_tokens_max if load else 1)
-        # The cache is to hold what it held, and what is expected in flight; at first as much as all
-        # slots have in the first context bucket.
+        length = self._length_for(load.context_tokens_max if load else 1)
+        # At first as much as all slots have in the first context bucket.
         first = rollout.num_slots * rollout.context_buckets[0]
-        in_flight = math.ceil(1.1 * load.tokens_in_flight_max) if load else 0
         turns = rollout.episodes_per_step * rollout.max_turn_tokens
         return Step(
             max_tokens=max_tokens,
             length=length,
-            cache_tokens=max(first, self.cache_tokens, in_flight),
+            cache_tokens=math.ceil(1.1 * load.tokens_in_flight_max) if load else first,
             rollout_tokens=load.rollout_tokens if load else turns,
             live=load and load.live,
             lasts=self._lasts(max_tokens, length, load),
@@ -274,12 +267,9 @@ class Placement:
         )
 
     def tokens_of(self, num_pages: int) -> int:
-        """Returns the tokens that so many pages hold; half of each slot's last page is empty.
-
-        A rollout for so many tokens is chosen with as many pages again.
-        """
+        """Returns the tokens that so many pages hold; half of each slot's last page is empty."""
         page_size = self.problem.work.page_size
-        return max(0, num_pages * page_size - self.rollout.num_slots * page_size // 2)
+        return max(0, num_pages * page_size - -(-self.rollout.num_slots * page_size // 2))
 
     def _lasts(self, max_tokens: int, length: int, load: Load | None) -> int:
         """Returns the steps until contexts outgrow these buckets, within horizon and run."""
@@ -299,11 +289,15 @@ class Placement:
         """
         length = self.length
         if load is not None:
-            length = self.stages.rollout.max_tokens_for(load.context_tokens_max)
+            length = self._length_for(load.context_tokens_max)
         step = dataclasses.replace(
             self.step_of(self.max_tokens, load), length=length, is_new=length > self.most_length
         )
         return self.choose(step, load, only="train")
+
+    def _length_for(self, tokens: int) -> int:
+        """Returns the context bucket of training rows, of episodes of so many tokens."""
+        return self.stages.rollout.max_tokens_for(max(tokens, self.stages.example_tokens))
 
     def choose_rollout(self, tokens: int, load: Load | None) -> Decision:
         """Chooses a plan for a rollout beside the trainer; the one in use stays if it may."""
@@ -423,7 +417,7 @@ class Placement:
             if stage is not None:
                 # A process that ends forgets what only this run knows.
                 in_move = isinstance(error, OutOfMemoryInMove) and processes.count == 1
-                self.fail(stage, length, plan, in_move=in_move)
+                self.fail(stage, length, plan, in_move=in_move, live=live)
             if processes.count > 1:
                 raise RestartNeeded(
                     f"{self.log.failures[-1]}; it is remembered, and not tried again"
@@ -431,9 +425,14 @@ class Placement:
         if result is None:
             # The arrays of the failed attempt are freed with its frames.
             gc.collect()
-        elif stage == "rollout" and not live:
-            self.outgrown, self.tail = 0, None
+        if stage == "rollout" and not live:
+            self._end_rollout(played=result is not None)
         return result
+
+    def _end_rollout(self, *, played: bool) -> None:
+        self.observations.end_rollout()
+        if played:
+            self.outgrown, self.tail = 0, None
 
     def fail(
         self,
@@ -442,20 +441,22 @@ class Placement:
         plan: TrainPlan | None = None,
         *,
         in_move: bool = False,
+        live: bool = False,
     ) -> None:
         """Remembers that a stage's plan ran out of memory; `length` and `plan` as in `attempt`.
 
-        For later runs too, unless it did so `in_move`: in a move to the plan.
+        For later runs too, unless it did so `in_move`: in a move to the plan, of `live` episodes
+        for their rollout only.
         """
+        how = {"in_move": in_move, "live": live}
         if stage == "rollout":
             self.outgrown = self.max_tokens
-            self._remember(self.tail or self.rollout, self.max_tokens, in_move=in_move)
+            self._remember(self.tail or self.rollout, self.max_tokens, **how)
         else:
-            self._remember(plan or self.train, length or self.length, in_move=in_move)
+            self._remember(plan or self.train, length or self.length, **how)
 
-    def _remember(self, plan: Plan, tokens: int, *, in_move: bool = False) -> None:
-        words = self.observations.add_failure(plan, tokens, in_move=in_move)
-        self.log.failures.append(words)
+    def _remember(self, plan: Plan, tokens: int, **how: bool) -> None:
+        self.log.failures.append(self.observations.add_failure(plan, tokens, **how))
 
     def shortage(self, error: Exception) -> Shortage | None:
         """Returns what the other processes must know of a rollout that ended with this error.

@@ -17,6 +17,7 @@ from earl_jax.algorithms.requirements import Networks, scored_passes
 from earl_jax.config import Config
 from earl_jax.engine.config import append_tokens_for
 from earl_jax.envs.tokenizer import build_tokenizer
+from earl_jax.launch.start import host_memory_bytes
 from earl_jax.models.attention.kernels import context_obstacle, reads_pages_in_place
 from earl_jax.models.checkpoints.hf_read import open_checkpoint
 from earl_jax.models.checkpoints.hub import find_folder
@@ -137,6 +138,7 @@ def workload(config: Config, model: ModelConfig, hardware: Hardware) -> Workload
         logprob_chunk=train.logprob_chunk,
         epochs=train.epochs,
         chunk_size=rollout.chunk_size,
+        burst=rollout.burst,
         append_tokens=append_tokens_for(hardware.platform, model),
         # A chunk for each turn, until a load says more.
         appended=rollout.chunk_size / rollout.max_turn_tokens,
@@ -313,18 +315,24 @@ def planned_problem(
     return problem
 
 
-def hardware_of_devices(devices: Sequence[Any], num_hosts: int) -> Hardware:
+def hardware_of_devices(
+    devices: Sequence[Any], num_hosts: int, host_bytes: int | None = None
+) -> Hardware:
     """Returns the data sheet of a run's devices; of unknown chips an H100's.
 
     With another chip's data sheet only the ratios of its speeds count; observed speeds correct it.
+    A host has no more memory than `host_bytes`, None: than this one has.
     """
     first, number = devices[0], len(devices)
     a_host = -(-number // num_hosts)
     if first.platform == "cpu":
-        return dataclasses.replace(parse_topology(f"cpu:{number}"), devices_a_host=a_host)
-    chip = chip_of(first.device_kind) or CHIPS["h100"]
-    hardware = hardware_of(Topology(chip=chip, grid=(1,) * chip.axes)).with_devices(number)
-    a_chip_bytes = hardware.host_memory_bytes // hardware.devices_a_host
+        hardware = parse_topology(f"cpu:{number}")
+        sheet_bytes = hardware.host_memory_bytes
+    else:
+        chip = chip_of(first.device_kind) or CHIPS["h100"]
+        hardware = hardware_of(Topology(chip=chip, grid=(1,) * chip.axes)).with_devices(number)
+        sheet_bytes = a_host * hardware.host_memory_bytes // hardware.devices_a_host
+    host_bytes = host_memory_bytes() if host_bytes is None else host_bytes
     return dataclasses.replace(
-        hardware, devices_a_host=a_host, host_memory_bytes=a_host * a_chip_bytes
+        hardware, devices_a_host=a_host, host_memory_bytes=min(sheet_bytes, host_bytes)
     )

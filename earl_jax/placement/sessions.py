@@ -14,7 +14,6 @@ import jax
 
 from earl_jax.dispatch.weights import publish_to_engines
 from earl_jax.engine.engine import Engine
-from earl_jax.engine.pages import roomier_pages
 from earl_jax.engine.session import (
     Policy,
     Session,
@@ -111,25 +110,25 @@ class Sessions:
     def grow(self, session: Session, tokens: int, pages: int, load: Load | None) -> Session:
         """Returns a session whose rows hold `tokens` tokens; the live episodes move along.
 
-        It has `pages` pages a row shard, and some more so that it does not grow often, if the
-        budget allows; else as many as before, or the episodes continue on another mesh.
+        The pool stays where it has `pages` pages a row shard, or where the budget holds no larger
+        one beside it. Where the episodes do not fit on their mesh any more they go on elsewhere.
         """
-        pool, here = session.pool, self._placement.rollout.mesh
-        wanted = pool.pages if pages <= pool.pages else max(pages, roomier_pages(pages))
+        pool, plan = session.pool, self._placement.rollout
         # The pool is this process's part.
-        shards = pool.shards * self._placement.problem.num_parts(here)
+        shards = pool.shards * self._placement.problem.num_parts(plan.mesh)
+        here = plan._replace(pages=shards * pool.pages // plan.mesh.data)
         step = dataclasses.replace(
             self._placement.step_of(tokens, load),
-            cache_tokens=self._placement.tokens_of(wanted * shards),
+            cache_tokens=self._placement.tokens_of(shards * pages),
             keeps_slots=True,
         )
         self._placement.outgrown = step.max_tokens
         grown, self._placement.tail = None, None
         while grown is None:
+            # Nothing is donated: where memory was short the live episodes are still there.
+            self._placement.plans = self._placement.plans._replace(rollout=here)
             self._placement.choose(step, only="rollout")
-            # Nothing is donated: where memory is short the live episodes are still there.
-            plan = self._placement.rollout
-            move = functools.partial(self._relocate, session, plan)
+            move = functools.partial(self._relocate, session, self._placement.rollout)
             grown = self._placement.attempt("rollout", move, live=True)
         return grown
 
@@ -191,7 +190,7 @@ class Sessions:
         step = dataclasses.replace(
             self._placement.step_of(max_tokens, load),
             max_tokens=max_tokens,
-            cache_tokens=self._placement.tokens_of(here.pages * here.mesh.data),
+            cache_tokens=live * longest,
             rollout_tokens=live * left,
             keeps_slots=True,
             live=live,
@@ -234,8 +233,4 @@ class Sessions:
             jax.block_until_ready((moved.policy.params, moved.state))
         if engine is not session.engine:
             self._placement.log.switch_s += time.perf_counter() - start
-        self._placement.cache_tokens = max(
-            self._placement.cache_tokens,
-            self._placement.tokens_of(pool.pages * plan.mesh.data),
-        )
         return moved

@@ -30,7 +30,8 @@ class Stages:
     """Rollout and training of a run, and the problem of placing them.
 
     `feeds_table`: real steps feed the throughput table. A move under way holds `chunk_bytes` of a
-    device; None: all of it at once.
+    device; None: all of it at once. The conversations that supervised updates learn from whole have
+    up to `example_tokens` tokens; 0: there are none.
     """
 
     problem: Problem
@@ -41,6 +42,7 @@ class Stages:
     rollout: RolloutConfig
     feeds_table: bool = False
     chunk_bytes: int | None = None
+    example_tokens: int = 0
 
     def pool(self, plan: RolloutPlan) -> Any:
         """Returns the page pool of this process's part of a rollout."""

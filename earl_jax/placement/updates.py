@@ -209,7 +209,7 @@ class StepUpdate:
 def sft(
     placement: Placement, state: TrainState, batches: Iterable[Sequence[Example]], length: int
 ) -> tuple[TrainState, list[Metrics]]:
-    """Makes a supervised update of each batch of examples, cut to `length` tokens.
+    """Makes a supervised update of each batch of examples; `length` as of `supervised_parts`.
 
     Returns:
         As `StepUpdate.finish`.
@@ -229,9 +229,12 @@ def supervised_parts(
 ) -> list[Part]:
     """Returns the examples, cut to `length` tokens, dealt out to `number` parts in turn.
 
-    There are none in a process that does not train.
+    Conversations of a file are whole, in rows of a longer context bucket where they need it. There
+    are no parts in a process that does not train.
     """
     stages = placement.stages
+    whole = min(max(len(ids) for ids, _ in examples), stages.example_tokens)
+    length = max(length, stages.rollout.max_tokens_for(whole))
     layout = stages.layouts.train(placement.train.mesh)
     lengths = [min(len(ids), length) for ids, _ in examples]
     batch = sft_batch(examples, layout, length) if stages.cluster.trains else None

@@ -3,7 +3,6 @@
 """Facts of each process: devices, memory, versions, clock and speed; and those that do not fit."""
 
 import dataclasses
-import os
 import time
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 
 from earl_jax.launch.agreement import versions_here
 from earl_jax.launch.cluster import Cluster
+from earl_jax.launch.start import host_memory_bytes
 from earl_jax.preflight.rates import best_seconds
 
 # A clock that is further from the first host's is a misfit; so is memory that is smaller than the
@@ -46,7 +46,7 @@ def facts_here() -> Facts:
     return Facts(
         devices=f"{len(devices)} x {devices[0].device_kind}",
         device_bytes=int(min(limits)),
-        host_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        host_bytes=host_memory_bytes(),
         versions=versions_here(),
     )
 

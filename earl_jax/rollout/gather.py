@@ -21,7 +21,7 @@ from earl_jax.trajectory import Outcome
 
 
 class RowOrder(NamedTuple):
-    """Where the rows are of episodes that processes took off a queue, each in its own order.
+    """The order of rows of episodes that processes took off a queue, each in an order of its own.
 
     Task i is row `rows[i]` of those of all processes that play, which have `of_each`. These are a
     multiple of the tasks of a part, so that few programs are compiled for them.
@@ -76,10 +76,10 @@ class Played:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class End:
-    """How a process's part of a rollout ended, for the others to know.
+    """The end of a process's part of a rollout, as the others are told it.
 
-    It had a `shortage`, or was `stopped` by a signal of this name, or neither. `programs` are those
-    that it compiled alone meanwhile (`Placement.programs_alone`).
+    The part had a `shortage`, or was `stopped` by a signal of this name, or neither. `programs` are
+    those that the process compiled alone meanwhile (`Placement.programs_alone`).
     """
 
     shortage: Shortage | None = None
@@ -114,7 +114,7 @@ def gather_ends(cluster: Cluster, own: Any, what: str, end: End, learn: Learn) -
 
 def furthest(placements: Sequence[dict[str, Any]]) -> int:
     """Returns which process needed the longest rows, by the placement of each."""
-    needs = [(where["max_tokens"], where["cache_tokens"]) for where in placements]
+    needs = [where["max_tokens"] for where in placements]
     return needs.index(max(needs))
 
 

@@ -30,7 +30,7 @@ from earl_jax.trajectory import Outcome, Trajectory
 
 
 class Service(Protocol):
-    """What the groups need of a `RolloutService`."""
+    """The methods of a `RolloutService` that the groups use."""
 
     @property
     def is_busy(self) -> bool:

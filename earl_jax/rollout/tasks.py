@@ -7,7 +7,8 @@ import random
 from collections.abc import Sequence
 
 from earl_jax.envs.chat import ChatRenderer
-from earl_jax.envs.examples import example_ids, play_example
+from earl_jax.envs.chat_dataset import ChatDataset
+from earl_jax.envs.examples import Ids, example_ids, play_example
 from earl_jax.envs.registry import Played
 from earl_jax.envs.tasks import TaskArgs
 from earl_jax.rollout.config import RolloutConfig
@@ -16,19 +17,21 @@ from earl_jax.settings.errors import InputError
 
 # Evaluation episodes have numbers, and so seeds, that no training episode reaches.
 FIRST_EVAL_EPISODE = 2**30
-# Token ids of an example episode, and who wrote each: 0 or the policy's turn.
-Example = tuple[list[int], list[int]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Tasks:
-    """Numbers the tasks of `played.tasks`; makes example episodes for supervised updates."""
+    """Numbers the tasks of `played.tasks`; gives supervised updates their examples.
+
+    These are `conversations`, or episodes with the environment's example replies without any.
+    """
 
     played: Played
     rollout: RolloutConfig
     renderer: ChatRenderer
     seed: int
     num_steps: int
+    conversations: ChatDataset | None = None
 
     def training(self, step: int) -> list[Task]:
         """Returns the episodes of RL step `step`; those of a group play the same task.
@@ -57,13 +60,16 @@ class Tasks:
             for i, args in enumerate(self.played.tasks.evaluation(number))
         ]
 
-    def examples(self, step: int, updates: int) -> list[list[Example]]:
-        """Returns example episodes for the supervised updates of a step, fresh ones each time."""
+    def examples(self, step: int, updates: int) -> list[list[Ids]]:
+        """Returns examples for the supervised updates of a step, the next ones each time."""
         numbers = range(step * updates, (step + 1) * updates)
+        if self.conversations is not None:
+            size = self.rollout.episodes_per_step
+            return [self.conversations.batch(number, size) for number in numbers]
         batches = (self.played.tasks.batch(n % self.num_steps) for n in numbers)
         return [self._examples(tasks, n) for n, tasks in zip(numbers, batches, strict=True)]
 
-    def _examples(self, tasks: Sequence[TaskArgs], number: int) -> list[Example]:
+    def _examples(self, tasks: Sequence[TaskArgs], number: int) -> list[Ids]:
         rng = random.Random(f"examples {self.seed} {number}")
         rows = range(self.rollout.episodes_per_step)
         environments = (self.played.make(**tasks[row % len(tasks)]) for row in rows)

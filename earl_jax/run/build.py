@@ -14,14 +14,16 @@ from typing import Any
 
 from earl_jax.config import Config
 from earl_jax.engine.choices import choice_tree
+from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.envs.chat import ChatRenderer
+from earl_jax.envs.chat_dataset import ChatDataset
 from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import Chooses, Environment
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.registry import Played
 from earl_jax.launch.cluster import Cluster, find_cluster
 from earl_jax.launch.layouts import Layouts
-from earl_jax.launch.start import compute_exactly
+from earl_jax.launch.start import compute_exactly, host_memory_bytes
 from earl_jax.models.attention.kernels import (
     Choice,
     choose_kernel,
@@ -175,6 +177,41 @@ def build_run(
     )
 
 
+def with_conversations(run: Run) -> Run:
+    """Returns the run with the conversations of config.train.sft_path as its examples.
+
+    Raises ValueError for a file that cannot be, and for other files in other processes.
+    """
+    config, rollout = run.config, run.config.rollout
+    most_tokens = rollout.max_context(run.origin.max_context)
+    limit = f"config.rollout.max_episode_tokens (0, here {most_tokens})"
+    if run.origin.max_context < NO_LIMIT:
+        limit = f"the {most_tokens} that the model of config.model.path reads"
+    if 0 < rollout.max_episode_tokens <= most_tokens:
+        most_tokens = rollout.max_episode_tokens
+        limit = f"config.rollout.max_episode_tokens ({most_tokens})"
+    conversations = ChatDataset(
+        config.train.sft_path,
+        run.tasks.renderer,
+        history=config.chat.history,
+        seed=config.seed,
+        most_tokens=most_tokens,
+        limit=limit,
+    )
+    states = run.cluster.gather(conversations.state(), "config.train.sft_path")
+    if any(state != states[0] for state in states):
+        raise InputError(
+            f"config.train.sft_path is {config.train.sft_path!r}, which is not the same file in "
+            "all processes; put the same one on each host"
+        )
+    return dataclasses.replace(
+        run,
+        stages=dataclasses.replace(run.stages, example_tokens=conversations.max_tokens),
+        tasks=dataclasses.replace(run.tasks, conversations=conversations),
+        notes=(*run.notes, str(conversations)),
+    )
+
+
 def _actor(
     config: Config,
     origin: Origin,
@@ -259,14 +296,14 @@ def _check_origin(config: Config, origin: Origin) -> None:
 
 def _problem(config: Config, origin: Origin, cluster: Cluster) -> Problem:
     """Returns the selector's problem. Raises ValueError where no mesh, or a named one, can be."""
-    budget = device_budget(config.selector.budget_bytes_per_device)
-    budgets = cluster.gather(budget, "the devices' limits")
+    own_bytes = [device_budget(config.selector.budget_bytes_per_device), host_memory_bytes()]
+    budgets, hosts_bytes = zip(*cluster.gather(own_bytes, "the sizes of memory"), strict=True)
     own = [d for d in cluster.train_devices if d.process_index == cluster.index]
     problem = make_problem(
         config,
         origin.model,
         origin.vocab_size,
-        hardware_of_devices(cluster.devices, cluster.num_hosts),
+        hardware_of_devices(cluster.devices, cluster.num_hosts, min(hosts_bytes)),
         budget_bytes=min((each for each in budgets if each is not None), default=None),
         num_processes=cluster.count,
         devices_a_player=len(cluster.rollout_devices) // len(cluster.players),

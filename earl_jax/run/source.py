@@ -29,7 +29,7 @@ from earl_jax.models.checkpoints.hf_read import (
 from earl_jax.models.checkpoints.hub import find_folder
 from earl_jax.models.lora import fingerprint
 from earl_jax.models.parameters import Params
-from earl_jax.run.build import Run, build_run
+from earl_jax.run.build import Run, build_run, with_conversations
 from earl_jax.run.workdir import tokenizer_folder
 from earl_jax.settings.differences import differences
 from earl_jax.settings.errors import InputError
@@ -261,7 +261,7 @@ def build_from(
 
     They are of the same steps in all processes, and where a run begins again that has no checkpoint
     yet, as far as they are there still. Raises ValueError where they do not fit, and for what
-    `build_run` refuses.
+    `build_run` and `with_conversations` refuse.
     """
     source = teacher = None
     if is_new:
@@ -274,6 +274,7 @@ def build_from(
     other = given.workdir if given else replay
     folder = other / "tokenizer" if other else tokenizer_folder(cluster, workdir)
     run = build_run(config, folder, stop)
+    run = with_conversations(run) if config.train.sft_path else run
     if source:
         source.check(run)
     if teacher:

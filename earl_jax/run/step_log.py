@@ -16,10 +16,13 @@ from earl_jax.placement.compile_ahead import CompileAhead
 from earl_jax.placement.placement import Placement
 from earl_jax.run.build import Run
 from earl_jax.run.step_record import StepRecord
+from earl_jax.run.supervised_step import SupervisedRecord
 from earl_jax.settings.errors import RunError
 from earl_jax.telemetry.episodes import trajectory_lines
 from earl_jax.telemetry.recorder import Recorder
 from earl_jax.train.inspection import write_batch
+
+Record = StepRecord | SupervisedRecord
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -33,12 +36,14 @@ class StepLog:
     ahead: CompileAhead
     # Steps in a row without an update, all of which were skipped.
     skipped_steps: int = 0
+    # Seconds that saving has stalled the run since the last line.
+    checkpoint_s: float = 0.0
     # How the step before differed from the config, because memory was short.
     _differs: str = ""
     # The kind of failure that was said last: each is said when it becomes the most frequent.
     _said_failure: str = ""
 
-    def write(self, record: StepRecord) -> None:
+    def write(self, record: Record) -> None:
         """Writes the step's line of metrics, and notes of what changed in it."""
         line = self._line(record)
         for note in self._notes(record, line.pop("switch_notes"), line):
@@ -56,12 +61,15 @@ class StepLog:
     def write_report(self) -> None:
         """Writes the report of the run as far as it has come."""
         config = self.run.config
-        title = f"earl_jax: {config.env.title}"
+        title = config.env.title if config.plays else Path(config.train.sft_path).name
+        title = f"earl_jax: {title}"
         self.recorder.write_report(title, config.as_dict(), _report_notes(config))
 
-    def check_updates(self, record: StepRecord) -> None:
+    def check_updates(self, record: Record) -> None:
         """Says which updates were skipped; raises RunError after too many steps without one."""
-        done = len(record.updates + record.sft_updates)
+        done = len(record.updates)
+        if isinstance(record, StepRecord):
+            done += len(record.sft_updates)
         if not (skipped := record.skipped_updates):
             self.skipped_steps = 0
             return
@@ -87,32 +95,34 @@ class StepLog:
             "rewards, or compute in another precision, in another --workdir"
         )
 
-    def _line(self, record: StepRecord) -> dict[str, Any]:
+    def _line(self, record: Record) -> dict[str, Any]:
         """Returns the line of metrics.jsonl for this step, in the words of the contract."""
-        switches, compiling = self.placement.take_log().metrics(), self.ahead.take_waited_s()
-        parts = self.run.cluster.gather([switches, compiling], "what changed")
+        own = [self.placement.take_log().metrics(), self.ahead.take_waited_s()]
+        own += [self.ahead.take_compiles(), self.checkpoint_s]
+        self.checkpoint_s = 0.0
+        switches, *costs = zip(*self.run.cluster.gather(own, "what changed"), strict=True)
         # One process may have decided by itself within a rollout.
-        notes = [note for part, _ in parts for note in part["switch_notes"]]
-        switched = [stage for part, _ in parts for stage in part["switched"]]
-        compile_s = max(seconds for _, seconds in parts)
+        notes = [note for part in switches for note in part["switch_notes"]]
+        switched = [stage for part in switches for stage in part["switched"]]
+        compile_s, compiles, checkpoint_s = map(max, costs)
         if not self.ahead.is_on:
             self.placement.observations.add_wait(compile_s)
         return {
             **record.metrics(),
             "train_mesh": str(self.placement.train.mesh),
             "plan": self.placement.words or None,
-            **parts[0][0],
+            **switches[0],
             "switched": list(dict.fromkeys(switched)),
             "switch_notes": list(dict.fromkeys(notes)),
-            "switch_s": max(part["switch_s"] for part, _ in parts),
-            "peak_bytes_per_device": max(part["peak_bytes_per_device"] for part, _ in parts),
+            "switch_s": max(part["switch_s"] for part in switches),
+            "peak_bytes_per_device": max(part["peak_bytes_per_device"] for part in switches),
             "budget_bytes_per_device": self.run.problem.budget_bytes,
             **({"compile_s": compile_s} if compile_s else {}),
+            "compiles": compiles or None,
+            "checkpoint_s": checkpoint_s or None,
         }
 
-    def _notes(
-        self, record: StepRecord, switches: list[str], line: dict[str, Any]
-    ) -> Iterator[str]:
+    def _notes(self, record: Record, switches: list[str], line: dict[str, Any]) -> Iterator[str]:
         """Yields what a user should see of a step: changes with their reasons, failures."""
         yield from switches
         if self.placement.words != self._differs:
@@ -120,6 +130,8 @@ class StepLog:
             yield self._differs or "all as in the config again"
         if line["switched"] and "compile_s" in line:
             yield f"the run waited {line['compile_s']:.2f} s for its new programs"
+        if not isinstance(record, StepRecord):
+            return
         failures = record.failures
         if failures.kind not in ("", self._said_failure):
             self._said_failure = failures.kind
@@ -128,15 +140,20 @@ class StepLog:
 
 def _report_notes(config: Config) -> list[str]:
     train, notes = config.train, []
+    examples = f"example episodes of {config.env.title}"
+    if train.sft_path:
+        examples = f"the conversations of {train.sft_path}"
+    if not config.plays:
+        notes.append(f"The policy was trained on {examples} alone.")
     if train.sft_steps:
         notes.append(
-            f"In its first {train.sft_steps} steps the policy was also trained on example episodes "
-            f"of {config.env.title} ({train.sft_updates} supervised updates a step)."
+            f"In its first {train.sft_steps} steps the policy was also trained on {examples} "
+            f"({train.sft_updates} supervised updates a step)."
         )
     if train.sft_weight:
         notes.append(
-            f"In each update {train.sft_weight:g} times the cross-entropy of example episodes of "
-            f"{config.env.title} was added to the loss."
+            f"In each update {train.sft_weight:g} times the cross-entropy of {examples} was added "
+            "to the loss."
         )
     if config.eval.averaged:
         notes.append("Evaluations and exports are of the moving average of the weights.")

@@ -168,16 +168,22 @@ def choices_of(run: Run, placement: Placement) -> dict[str, Any]:
 
 
 def tasks_state(run: Run) -> dict[str, Any]:
-    """Returns the state of the tasks' source as `tasks`, or nothing where it has none."""
-    tasks = run.tasks.played.tasks
-    return {"tasks": copy.deepcopy(tasks.state())} if isinstance(tasks, KeepsState) else {}
+    """Returns the state of the tasks' source as `tasks`, or nothing where it has none.
+
+    That of the conversations of config.train.sft_path is beside it.
+    """
+    tasks, conversations = run.tasks.played.tasks, run.tasks.conversations
+    state = {"tasks": copy.deepcopy(tasks.state())} if isinstance(tasks, KeepsState) else {}
+    return state if conversations is None else {**state, "conversations": conversations.state()}
 
 
 def restore_tasks(run: Run, kept: Mapping[str, Any]) -> None:
     """Has the tasks' source go on from what `tasks_state` returned; ValueError where it cannot."""
-    tasks = run.tasks.played.tasks
+    tasks, conversations = run.tasks.played.tasks, run.tasks.conversations
     if isinstance(tasks, KeepsState):
         tasks.restore(copy.deepcopy(kept.get("tasks", {})))
+    if conversations is not None:
+        conversations.restore(kept.get("conversations", {}))
 
 
 def save(

@@ -34,13 +34,13 @@ class Step:
     Attributes:
         max_tokens: context bucket of the rollout's episodes.
         length: context bucket of the training rows.
-        cache_tokens: tokens that the KV cache should hold over all row shards; None: all slots'
-            episodes at their longest.
+        cache_tokens: tokens that the KV cache has to hold at once over all row shards; with fewer
+            pages episodes wait. None: all slots' episodes at their longest.
         rollout_tokens: tokens to be sampled.
         lasts: steps that a choice lasts, over which a switch is spread.
         is_new: contexts were never so long, so that other programs are needed anyway.
         compile_s: seconds of waiting for the program of a plan that never ran; spread likewise.
-        keeps_slots: live episodes sit in the slots of the plan in use.
+        keeps_slots: live episodes sit in the slots and the pages of the plan in use.
         live: so many episodes are under way at once, on average or in the tail of a rollout; None:
             as many as there are slots.
         move_s: returns the seconds of moving a rollout to another mesh; infinite where it stays
@@ -129,16 +129,22 @@ class _Pair(NamedTuple):
     def candidates(self) -> list[Candidate]:
         return [candidate for candidate in (self.rollout, self.train) if candidate is not None]
 
-    def is_of(self, current: Plans) -> bool:
-        """Returns True for the plans in use; with both stages the rollout has no fewer slots."""
-        if self.train is not None and self.train.plan != current.train:
-            return False
-        if self.rollout is None:
-            return True
-        plan, before = self.rollout.plan, current.rollout
-        if before is None or plan.mesh != before.mesh:
-            return False
-        return self.train is None or plan.num_slots >= before.num_slots
+    def kept(self, current: Plans) -> int:
+        """Returns how much of the plans in use stays: one for a mesh, one more for its use.
+
+        A trainer whose inputs go to host memory for it does not stay. With both stages a rollout
+        is used otherwise if it has fewer slots.
+        """
+        number = 0
+        if self.train is not None and current.train is not None:
+            plan, before = self.train.plan, current.train
+            stays = plan.remat != "offload" or before.remat == "offload"
+            number += (plan.mesh == before.mesh and stays) * (1 + (plan == before))
+        if self.rollout is not None and current.rollout is not None:
+            plan, before = self.rollout.plan, current.rollout
+            fewer = self.train is not None and plan.num_slots < before.num_slots
+            number += (plan.mesh == before.mesh) * (2 - fewer)
+        return number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,40 +163,38 @@ class Chooser:
     ) -> Decision:
         """Chooses both stages' plans for a step, or those of `only` one beside the other's in use.
 
-        Plans that fit are left only for a step shorter by more than the hysteresis. Both stages'
-        are left only after a window of steps (until then the load is in part other plans'), unless
-        contexts are new or a trial begins or ends; between the stages of a step the trainer's only
-        where contexts are new.
+        Plans that fit are left only for a step shorter by more than the hysteresis, and so is what
+        can stay of them where something must go. Both stages' are left only after a window of steps
+        (until then the load is in part other plans'), unless contexts are new or a trial begins or
+        ends; between the stages of a step the trainer's only where contexts are new.
 
         Raises:
             BudgetTooSmall: nothing fits.
         """
         ways = {None: self._pairs, "train": self._trainings, "rollout": self._rollouts}
-        pairs, gain = ways[only](step, current), None
-        here = [pair for pair in pairs if pair.is_of(current)]
+        pairs = ways[only](step, current)
+        most = max(pair.kept(current) for pair in pairs)
+        here = [pair for pair in pairs if most and pair.kept(current) == most]
         if only == "rollout" and not here:
             # It must move, so that the cost of a move does not count.
             pairs = [pair._replace(cost_s=pair.step_s) for pair in pairs]
-        pair = self._best(pairs)
+        pair = self._best(pairs, current)
+        stays = self._best(here, current) if here else pair
         if here:
-            stays = self._best(here)
-            may_leave = step.is_new or only == "rollout"
+            all_fit = most == 2 * len(stays.candidates)
+            may_leave = step.is_new or only == "rollout" or not all_fit
             if only is None and not may_leave:
                 may_leave = calm_steps >= WINDOW or _may_leave_early(pair, stays)
                 may_leave = may_leave and not self._must_wait(pair, stays, step)
             if not may_leave or stays.cost_s <= (1.0 + self.problem.hysteresis) * pair.cost_s:
                 pair = stays
-            gain = stays.cost_s / pair.cost_s - 1.0 if pair.cost_s else None
         rollout, train, tokens = pair.rollout, pair.train, step.max_tokens
-        if rollout is not None:
-            free = self.problem.budget - pair.resident
-            rollout = self.candidates.filled(rollout, tokens, free)
         play_s = self._play_s(step, rollout) if rollout else 0.0
         train_s = self._train_s(step, train) if train else 0.0
         play, update = (tokens, play_s, pair.resident), (step.length, train_s, 0)
         return Decision(
-            rollout=rollout and self._choice(rollout, current.rollout, play, gain),
-            train=train and self._choice(train, current.train, update, gain),
+            rollout=rollout and self._choice(rollout, current.rollout, play, stays.rollout),
+            train=train and self._choice(train, current.train, update, stays.train),
             seconds=pair.step_s,
             switch_s=pair.cost_s - pair.step_s,
         )
@@ -200,11 +204,14 @@ class Chooser:
         found: Candidate[P],
         before: P | None,
         work: tuple[int, float, int],
-        gain: float | None,
+        stays: Candidate[P] | None,
     ) -> Choice[P]:
-        """Returns a stage's choice; `work`: context bucket, seconds, and bytes that are beside."""
+        """Returns a stage's choice; `work`: context bucket, seconds, and bytes that are beside.
+
+        `stays` is its candidate where as much stays of the plans in use as can.
+        """
         tokens, seconds, beside = work
-        num_bytes = found.num_bytes + beside
+        num_bytes = found.num_bytes - self.candidates.surplus(found.plan, tokens) + beside
         return Choice(
             stage=found.plan.stage,
             plan=found.plan,
@@ -213,42 +220,54 @@ class Chooser:
             is_exact=found.is_exact,
             seconds=seconds,
             switched=before is not None and found.plan.mesh != before.mesh,
-            reason=reason_of(self.candidates, found, before, tokens, num_bytes, gain),
+            reason=reason_of(self.candidates, found, before, tokens, num_bytes, stays),
         )
 
-    def _best(self, pairs: Sequence[_Pair]) -> _Pair:
-        """Returns the pair of least cost; of ties without offload, then with most memory left."""
+    def _best(self, pairs: Sequence[_Pair], current: Plans) -> _Pair:
+        """Returns the pair of least cost.
+
+        Of ties that without offload, which keeps most of the plans in use, and leaves most memory.
+        """
         least_s = min(pair.cost_s for pair in pairs)
         ties = [pair for pair in pairs if pair.cost_s <= (1.0 + TIE) * least_s]
 
-        def rank(pair: _Pair) -> tuple[int, float]:
+        def rank(pair: _Pair) -> tuple[int, int, float]:
             rollout, train = pair.rollout, pair.train
-            playing = pair.resident + (rollout.num_bytes if rollout else 0)
+            playing = pair.resident + (rollout.wanted_bytes if rollout else 0)
             fullest = max(playing, train.num_bytes if train else 0)
             offloads = rollout is not None and rollout.plan.offload
             offloads += train is not None and train.plan.remat == "offload"
-            return offloads, max(fullest, AMPLE * self.problem.budget)
+            kept = pair.kept(current)
+            return offloads, -kept, max(fullest, AMPLE * self.problem.budget)
 
         return min(ties, key=rank)
 
     def _pairs(self, step: Step, current: Plans) -> list[_Pair]:
         """Returns each training plan that fits with the best rollouts beside it.
 
-        Those that cannot be the fastest beside any rollout are left out, but for the one in use.
+        Those that cannot be the fastest beside any rollout are left out, but for those on the mesh
+        in use. Where not both plans in use fit, one slower by the hysteresis may let the rollout's
+        stay.
         """
-        least_s, found = math.inf, list[tuple[int, _Pair]]()
-        trains = self._trains(step, current.train, self.problem.budget)
+        least_s, found, before = math.inf, list[tuple[int, _Pair]](), current.train
+        margin = TIE if before is None else max(TIE, self.problem.hysteresis)
+        trains = self._trains(step, before, self.problem.budget)
         plans = [pair.train.plan for pair in trains if pair.train]
         residents = sorted({key for p in plans for key in self._residents(p, step.length)})
         # The best rollouts by the bytes that a trainer leaves on the device; first the fastest.
         beside = {key: self._beside(step, *key, current.rollout) for key in residents[:1]}
         each_s = (pair.cost_s for pairs in beside.values() for pair in pairs)
         fastest_s = min(each_s, default=math.inf) / (1.0 + TIE)
-        for index, alone in sorted(enumerate(trains), key=lambda each: each[1].cost_s):
+
+        def is_elsewhere(alone: _Pair) -> bool:
+            return before is None or alone.train is None or alone.train.plan.mesh != before.mesh
+
+        # The mesh in use first.
+        in_order = sorted(enumerate(trains), key=lambda n: (is_elsewhere(n[1]), n[1].cost_s))
+        for index, alone in in_order:
             train = alone.train
             assert train is not None
-            is_slow = alone.cost_s + fastest_s > (1.0 + TIE) * least_s
-            if is_slow and train.plan != current.train:
+            if is_elsewhere(alone) and alone.cost_s + fastest_s > (1.0 + margin) * least_s:
                 continue
             for key in self._residents(train.plan, step.length):
                 if key not in beside:
@@ -258,7 +277,9 @@ class Chooser:
                     cost_s = alone.cost_s + away_s + pair.cost_s
                     step_s = alone.step_s + away_s + pair.step_s
                     least_s = min(least_s, cost_s)
-                    found.append((index, pair._replace(train=train, cost_s=cost_s, step_s=step_s)))
+                    both = pair._replace(train=train, cost_s=cost_s, step_s=step_s)
+                    margin = TIE if both.kept(current) == 2 * len(both.candidates) else margin
+                    found.append((index, both))
         if not found:
             raise step_too_small(self.candidates, step.max_tokens, step.length, residents)
         # Of equally good pairs the first is taken: the one that is cut least.
@@ -290,18 +311,12 @@ class Chooser:
         problem, (before, train) = self.problem, current
         assert train is not None
         offload = before is not None and before.offload
-        slots = before.num_slots if before is not None and step.keeps_slots else None
         plans = [plan for plan in problem.train_plans(step.length) if plan.mesh == train.mesh]
         resident_bytes = self.candidates.resident_bytes
         resident = min(resident_bytes(plan, offload, step.length) for plan in plans or [train])
-        candidates = self.candidates.rollouts(
-            step.max_tokens,
-            step.cache_tokens,
-            problem.budget - resident,
-            offload=offload,
-            num_slots=slots,
-        )
-        fitting = [c for c in candidates if c.fits(problem.budget - resident)]
+        free = problem.budget - resident
+        candidates = self._plans(step, free, offload, before)
+        fitting = [c for c in candidates if c.fits(free)]
         if not fitting:
             raise too_small(self.candidates, "a rollout", candidates, step.max_tokens, resident)
         pairs = []
@@ -317,17 +332,13 @@ class Chooser:
     ) -> list[_Pair]:
         """Returns the best rollout beside `resident` bytes, that in use, and the best that ran."""
         problem, free = self.problem, self.problem.budget - resident
-        slots = current.num_slots if current is not None and step.keeps_slots else None
-        found = self.candidates.rollouts(
-            step.max_tokens, step.cache_tokens, free, offload=offload, num_slots=slots
-        )
-        fitting = [c for c in found if c.fits(free)]
+        fitting = [c for c in self._plans(step, free, offload, current) if c.fits(free)]
         if not fitting:
             return []
         play_s = {candidate: self._play_s(step, candidate) for candidate in fitting}
         least_s = min(play_s.values())
         ties = [c for c in fitting if play_s[c] <= (1.0 + TIE) * least_s]
-        best = min(ties, key=lambda candidate: max(candidate.num_bytes, AMPLE * free))
+        best = min(ties, key=lambda candidate: max(candidate.wanted_bytes, AMPLE * free))
         here = [c for c in fitting if current and c.plan.mesh == current.mesh]
         ran = sorted((c for c in fitting if c.num_speeds), key=lambda c: play_s[c])
         pairs = []
@@ -336,6 +347,20 @@ class Chooser:
             cost_s = seconds + _compile_s(step, rollout, current)
             pairs.append(_Pair(rollout, None, resident, cost_s, seconds))
         return pairs
+
+    def _plans(
+        self, step: Step, free: float, offload: bool, current: RolloutPlan | None
+    ) -> list[Candidate[RolloutPlan]]:
+        """Returns a plan of each rollout mesh in `free` bytes, for live episodes their moves.
+
+        Those stay inside processes, or across them.
+        """
+        sizes = (step.max_tokens, step.cache_tokens, free)
+        if current is None or not step.keeps_slots:
+            return self.candidates.rollouts(*sizes, offload=offload)
+        spans, is_across = self.problem.spans, self.problem.spans(current.mesh)
+        moves = self.candidates.moves(current._replace(offload=offload), *sizes)
+        return [found for found in moves if spans(found.plan.mesh) == is_across]
 
     def _play_s(self, step: Step, found: Candidate[RolloutPlan]) -> float:
         """Returns the seconds in which a rollout samples its tokens, in some or all slots."""

@@ -82,7 +82,12 @@ def keys_s(
 
 
 def ring_s(
-    hardware: Hardware, sizes: ModelSizes, work: Workload, mesh: MeshShape, tokens: int
+    hardware: Hardware,
+    sizes: ModelSizes,
+    work: Workload,
+    mesh: MeshShape,
+    tokens: int,
+    backward: bool,
 ) -> float:
     """Returns the seconds of ring attention: keys and values of `tokens` tokens of each device.
 
@@ -94,7 +99,8 @@ def ring_s(
         0.5 * all_reduce_s(hardware, numbers * itemsize, mesh.context, apart)
         for itemsize in (sizes.compute_bytes, 4)
     )
-    return sizes.num_layers * ((2 + work.repeats_products) * keys_s + sums_s)
+    times = 1 + backward + work.repeats_products
+    return sizes.num_layers * (times * keys_s + backward * sums_s)
 
 
 def stride(mesh: MeshShape, axis: str) -> int:

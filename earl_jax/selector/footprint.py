@@ -110,6 +110,7 @@ class Workload:
     scored: tuple[str, ...] = ()
     in_place_contexts: tuple[int, ...] = ()
     row_devices: int = 0
+    burst: int = 16
 
     @property
     def num_batches(self) -> int:

@@ -58,11 +58,12 @@ class Kernels:
 # Backward, published without a mask: 516; a mask costs what it does forward (539 of 595).
 IDEAL = Kernels(attention_forward=0.54, attention_backward=0.47)
 
-# This project's programs on chips. Fused kernels of whole rows are taken to be as good as cuDNN's:
-# not measured. Where no kernel of ours reads pages in place, attention gathers a block of 1,024
-# tokens of all rows at a time: for Qwen2.5 7B on an H100, 128 rows of 4K, the compiled program
-# moves 3.25 bytes for each byte of the cache, the model here 3.2; on a v5e it moves 4 without the
-# scores (16 rows of 4K, jax 0.10.2), and a kernel 1.
+# This project's programs on chips. Fused kernels of whole rows are taken to be as good as cuDNN's;
+# tokamax's reached 0.30 and 0.25 of an H100's peak with heads of 64 (benchmarks/chip.md). Where no
+# kernel of ours reads pages in place, attention gathers a block of 1,024 tokens of all rows at a
+# time: for Qwen2.5 7B on an H100, 128 rows of 4K, the compiled program moves 3.25 bytes for each
+# byte of the cache, the model here 3.2; on a v5e it moves 4 without the scores (16 rows of 4K, jax
+# 0.10.2), and a kernel 1.
 _ON_CHIPS = dataclasses.replace(IDEAL, is_fused=False, fixed_rows=True)
 # XLA's while thunk on GPUs copies a condition to the host and waits: 10 us by order of magnitude.
 _LOOP_SYNC_S = 1e-5

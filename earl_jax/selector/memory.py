@@ -4,12 +4,16 @@
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
 
 Result = TypeVar("Result")
+# XLA's words for a kernel that takes too much of a core's memory: of a GPU (jax-ml/jax#20008), and
+# of a TPU (pytorch/xla#9524), whose devices' memory is called hbm.
+_ON_CORE = re.compile(r"Shared memory size limit|memory space (vmem|smem|sflag|cmem)")
 
 
 def program_bytes(compiled: Any) -> int:
@@ -46,8 +50,13 @@ def device_budget(setting: int) -> int | None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Returns True if a device, or its compiler, had too little memory, by XLA's status code."""
-    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+    """Returns True if a device, or its compiler, had too little memory, by XLA's status code.
+
+    That of a core is none: no plan leaves a kernel more of it.
+    """
+    words = str(error)
+    is_short = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in words
+    return is_short and not _ON_CORE.search(words)
 
 
 class OutOfMemoryInMove(jax.errors.JaxRuntimeError):

@@ -25,10 +25,13 @@ from earl_jax.telemetry.load import Load
 P = TypeVar("P", RolloutPlan, TrainPlan)
 # Speeds within this fraction are equal.
 TIE = 0.02
-# Without a known budget a pool has so many times the pages that are wanted.
-MOST_SPARE = 4
-# Share of the remaining memory that goes to pages.
-FILLED = 0.9
+# Share of the budget that pages leave free: a program takes more than was computed, and the rows of
+# a rollout grow beside a pool that stays.
+RESERVE = 0.05
+# Share by which computed bytes may be too many (benchmarks/plan.md).
+ERROR = 0.1
+# Shares of its pages with which a rollout that ran out of memory is tried, before fewer slots.
+FEWER = (0.9, 0.75, 0.5, 0.25)
 # Meshes that never ran and may be tried, of each stage at each context bucket.
 TRIALS = 2
 
@@ -37,13 +40,15 @@ TRIALS = 2
 class Candidate(Generic[P]):
     """A plan with the bytes per device of its own program and its speed.
 
-    `is_exact` bytes are XLA's. The speed was observed `num_speeds` times at this context bucket, or
-    is computed; with `is_trial` it is the most that the model's error allows. `failed` is how the
-    plan ran out of memory before, "" where it did not.
+    `is_exact` bytes are XLA's. `wanted_bytes` are those of a rollout with pages for all tokens that
+    are expected; it may have fewer, or more. The speed was observed `num_speeds` times at this
+    context bucket, or is computed; with `is_trial` it is the most that the model's error allows.
+    `failed` is how the plan ran out of memory before, "" where it did not.
     """
 
     plan: P
     num_bytes: int
+    wanted_bytes: int
     is_exact: bool
     tokens_per_s: float
     num_speeds: int = 0
@@ -53,19 +58,6 @@ class Candidate(Generic[P]):
     def fits(self, free: float) -> bool:
         """Returns True if it fits into `free` bytes of a device and has not failed."""
         return not self.failed and self.num_bytes <= free
-
-
-class _Bare(NamedTuple):
-    """A rollout plan without pages, with all its slots at work.
-
-    `full` are its computed tokens/s, `page_bytes` those of a page on a device, `dense` the pages of
-    a row shard with which all slots hold an episode as long as the context bucket.
-    """
-
-    candidate: Candidate[RolloutPlan]
-    full: float
-    page_bytes: int
-    dense: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,12 +92,14 @@ class Candidates:
         """Returns the plans for rows of so many tokens that fit into `free` bytes of a device.
 
         Of a mesh's plans with the fewest micro-batches that fit, by each remat policy, that is
-        the fastest one; more are slower. The plan in use is there too, and where a rollout must fit
+        the fastest one; more are slower. With inputs in host memory it has the most that are as
+        fast, which hold least there. The plan in use is there too, and where a rollout must fit
         beside an update all that fit.
         """
         found, stays = [], self.problem.rollout_stays
         every = self.problem.train_plans(length)
-        for mesh, plans in itertools.groupby(every, lambda plan: plan.mesh):
+        for mesh, group in itertools.groupby(every, lambda plan: plan.mesh):
+            plans = list(group)
             rates_all = stays or current is not None and mesh == current.mesh
             fitting = list[Candidate[TrainPlan]]()
             for plan in plans:
@@ -117,6 +111,11 @@ class Candidates:
             for candidate in fitting:
                 if candidate.tokens_per_s > (1.0 + TIE) * best[0].tokens_per_s:
                     best = [candidate]
+            if best and best[0].plan.remat == "offload":
+                offloads = (self._train(plan, length) for plan in plans if plan.remat == "offload")
+                held = [candidate for candidate in offloads if candidate.fits(free)]
+                least = max(candidate.tokens_per_s for candidate in held) / (1.0 + TIE)
+                best = [candidate for candidate in held if candidate.tokens_per_s >= least][-1:]
             here = [c for c in fitting if stays or c.plan == current]
             found += dict.fromkeys([*best, *here])
         return found
@@ -132,8 +131,8 @@ class Candidates:
     ) -> list[Candidate[RolloutPlan]]:
         """Returns one plan of each mesh for a rollout in `free` bytes of a device.
 
-        It has the most slots, and then the most pages up to those that are wanted, that fit; the
-        fewest of both where nothing does. With `num_slots` it has as many slots as given.
+        It has the most slots that fit, or as many as given, and all pages that fit then; the fewest
+        of both where nothing does. Fewer pages than hold `cache_tokens` make it slower.
         """
         found = []
         for mesh in self.problem.meshes("rollout", max_tokens):
@@ -148,32 +147,43 @@ class Candidates:
             found.append(candidate)
         return found
 
-    def filled(
-        self, rollout: Candidate[RolloutPlan], max_tokens: int, free: float
-    ) -> Candidate[RolloutPlan]:
-        """Returns a chosen rollout with as many pages as could be of use, if they fit.
+    def moves(
+        self, live: RolloutPlan, max_tokens: int, cache_tokens: int | None, free: float
+    ) -> list[Candidate[RolloutPlan]]:
+        """Returns one plan of each mesh by which the episodes of the plan `live` can go on.
 
-        So the pool need not grow, for which programs would be compiled. Without a budget there are
-        MOST_SPARE times as many.
+        On their mesh the pool stays, also where computed bytes are too many by no more than what
+        they may be off (ERROR). It grows where a larger one fits beside it: where it holds fewer
+        than `cache_tokens`, or if it need not grow again. On another mesh a pool must fit beside
+        theirs, their weights, and a copy of their pages
+        (`relocate` in engine/session.py).
         """
-        problem, plan = self.problem, rollout.plan
-        dense = problem.dense_pages(plan.mesh, plan.num_slots, max_tokens)
-        page_bytes = problem.page_bytes(plan.mesh)
-        most = MOST_SPARE * plan.pages
-        if not math.isinf(free):
-            most = plan.pages + int(FILLED * (free - rollout.num_bytes) // page_bytes)
-        plan = plan._replace(pages=max(plan.pages, min(dense, most)))
-        if self.table.failure_of(plan, problem.size_of(plan, max_tokens)):
-            return rollout
-        num_bytes = rollout.num_bytes + (plan.pages - rollout.plan.pages) * page_bytes
-        return dataclasses.replace(rollout, plan=plan, num_bytes=num_bytes)
+        problem, found = self.problem, []
+        pool = live.pages * problem.page_bytes(live.mesh)
+        weights = problem.bare_footprint(live.mesh, live.num_slots, max_tokens).weights
+        for mesh in problem.meshes("rollout", max_tokens):
+            if live.num_slots % mesh.data:
+                continue
+            plan, sizes = live._replace(mesh=mesh, pages=0), (max_tokens, cache_tokens, free)
+            beside = pool if mesh == live.mesh else weights + 2 * pool
+            moved = self._rollout(plan, *sizes, beside)
+            if mesh == live.mesh and live.pages >= problem.least_pages(max_tokens):
+                stays, pages = self._rollout(live, *sizes), moved.plan.pages
+                over = stays.num_bytes - free
+                if not stays.is_exact and 0 < over <= ERROR * stays.num_bytes:
+                    stays = dataclasses.replace(stays, num_bytes=int(free))
+                wanted, dense = (self._wanted(live, max_tokens, n) for n in (cache_tokens, None))
+                grows = moved.fits(free) and (pages == dense or wanted > live.pages)
+                moved = moved if grows and pages > live.pages else stays
+            found.append(moved)
+        return found
 
     def in_use(self, plan: Plan, tokens: int, free: float) -> Candidate | None:
         """Returns the candidate of a plan in use; None where its mesh is no candidate.
 
         A rollout has the pages that fit into `free` bytes, or where nothing does the fewest slots.
         """
-        if plan.mesh not in self.problem.all_meshes(plan.stage, tokens):
+        if plan.mesh not in self.problem.meshes(plan.stage, tokens):
             return None
         if isinstance(plan, TrainPlan):
             return self._train(plan, tokens)
@@ -204,6 +214,16 @@ class Candidates:
             return known, True
         return int(self.caution * self.problem.update_footprint(plan, length).total), False
 
+    def surplus(self, plan: Plan, tokens: int) -> int:
+        """Returns how many bytes per device `caution` adds to those of a plan's own program."""
+
+        def own(candidates: Candidates) -> int:
+            if isinstance(plan, TrainPlan):
+                return candidates.update_bytes(plan, tokens)[0]
+            return candidates.round_bytes(plan, tokens)[0]
+
+        return own(self) - own(dataclasses.replace(self, caution=1.0))
+
     def resident_bytes(self, plan: TrainPlan, offload: bool, length: int) -> int:
         """Returns the bytes beside which a rollout must fit.
 
@@ -219,7 +239,7 @@ class Candidates:
 
         A program's bytes but for its pages are the same with any number of pages.
         """
-        bare, *_ = self._bare(plan._replace(pages=0), max_tokens)
+        bare, _ = self._bare(plan._replace(pages=0), max_tokens)
         return bare.num_bytes + plan.pages * self.problem.page_bytes(plan.mesh), bare.is_exact
 
     def _train(self, plan: TrainPlan, length: int) -> Candidate[TrainPlan]:
@@ -234,6 +254,7 @@ class Candidates:
         return Candidate(
             plan=plan,
             num_bytes=known[0],
+            wanted_bytes=known[0],
             is_exact=known[1],
             tokens_per_s=speed,
             num_speeds=len(self._entry(plan, tokens).speeds),
@@ -242,50 +263,75 @@ class Candidates:
         )
 
     @functools.cached_property
-    def _bare(self) -> "Callable[[RolloutPlan, int], _Bare]":
-        """Returns what a rollout plan has with any number of pages; each is computed once."""
+    def _bare(self) -> "Callable[[RolloutPlan, int], tuple[Candidate[RolloutPlan], float]]":
+        """Returns a rollout without pages, with all slots at work, and its computed tokens/s.
 
-        def bare(plan: RolloutPlan, max_tokens: int) -> _Bare:
-            problem, mesh, slots = self.problem, plan.mesh, plan.num_slots
-            known = self._entry(plan, max_tokens).program_bytes
-            computed = self.caution * problem.bare_footprint(mesh, slots, max_tokens).total
-            full = self._full_speed(plan, max_tokens)
-            return _Bare(
-                self._candidate(plan, max_tokens, (known or int(computed), bool(known)), full),
-                full,
-                problem.page_bytes(mesh),
-                problem.dense_pages(mesh, slots, max_tokens),
-            )
+        Each is computed once.
+        """
+
+        def bare(plan: RolloutPlan, max_tokens: int) -> tuple[Candidate[RolloutPlan], float]:
+            known, full = self._entry(plan, max_tokens), self._full_speed(plan, max_tokens)
+            computed = self.problem.bare_footprint(plan.mesh, plan.num_slots, max_tokens).total
+            num_bytes = known.program_bytes or int(self.caution * computed)
+            size = (num_bytes, bool(known.program_bytes))
+            return self._candidate(plan, max_tokens, size, full), full
 
         return functools.cache(bare)
 
     def _rollout(
-        self, plan: RolloutPlan, max_tokens: int, cache_tokens: int | None, free: float
+        self,
+        plan: RolloutPlan,
+        max_tokens: int,
+        cache_tokens: int | None,
+        free: float,
+        beside: int = 0,
     ) -> Candidate[RolloutPlan]:
-        """Returns a plan with as many pages as are wanted and fit, at least one episode's."""
-        problem, mesh = self.problem, plan.mesh
-        bare, full, page_bytes, dense = self._bare(plan, max_tokens)
-        least, wanted = problem.least_pages(max_tokens), dense
-        if cache_tokens is not None:
-            tokens = cache_tokens / problem.work.page_size
-            # Half of each episode's last page is empty.
-            wanted = math.ceil(tokens / mesh.data + plan.num_slots / mesh.data / 2)
-        wanted = max(least, min(wanted, dense))
-        most = wanted if math.isinf(free) else int((free - bare.num_bytes) // page_bytes)
-        plan = plan._replace(pages=max(least, min(wanted, most)))
-        speed, rows = bare.tokens_per_s, plan.num_slots // mesh.data
+        """Returns a plan with its pages; one that has none yet with all that are of use and fit.
+
+        They hold one episode at least, and where the plan failed they are fewer. `beside` bytes are
+        there too, while live episodes move.
+        """
+        problem, page_bytes = self.problem, self.problem.page_bytes(plan.mesh)
+        bare, full = self._bare(plan._replace(pages=0), max_tokens)
+        least = problem.least_pages(max_tokens)
+        wanted = self._wanted(plan, max_tokens, cache_tokens)
+        if not plan.pages:
+            dense = problem.dense_pages(plan.mesh, plan.num_slots, max_tokens)
+            room = free - beside - bare.num_bytes - RESERVE * (problem.budget_bytes or 0)
+            most = dense if math.isinf(room) else int(room // page_bytes)
+            most = max(least, min(dense, most))
+            for share in (1.0, *FEWER):
+                plan = plan._replace(pages=max(least, int(share * most)))
+                if not self._failed(plan, max_tokens):
+                    break
+        speed, rows = bare.tokens_per_s, plan.num_slots // plan.mesh.data
         at_once = max(1, min(rows, rows * plan.pages // max(1, wanted)))
         if at_once < rows:
             speed *= self._round_speed(plan, max_tokens, at_once) / full
+        # Thousands for a choice: `dataclasses.replace` takes three times as long.
         return Candidate(
             plan=plan,
-            num_bytes=bare.num_bytes + plan.pages * page_bytes,
+            num_bytes=bare.num_bytes + plan.pages * page_bytes + beside,
+            wanted_bytes=bare.num_bytes + wanted * page_bytes,
             is_exact=bare.is_exact,
             tokens_per_s=speed,
             num_speeds=bare.num_speeds,
             is_trial=bare.is_trial,
             failed=self._failed(plan, max_tokens),
         )
+
+    def _wanted(self, plan: RolloutPlan, max_tokens: int, cache_tokens: int | None) -> int:
+        """Returns the pages of a row shard for so many tokens of all, at least one episode's.
+
+        None: all slots' episodes at their longest, which is the most.
+        """
+        problem, data = self.problem, plan.mesh.data
+        dense = problem.dense_pages(plan.mesh, plan.num_slots, max_tokens)
+        if cache_tokens is None:
+            return dense
+        # Half of each episode's last page is empty.
+        pages = cache_tokens / problem.work.page_size / data + plan.num_slots / data / 2
+        return max(problem.least_pages(max_tokens), min(dense, math.ceil(pages)))
 
     def _failed(self, plan: Plan, tokens: int) -> str:
         if not self.table.failures:
@@ -319,9 +365,8 @@ class Candidates:
             return computed, False
         own = factors.by_mesh.get(plan.mesh)
         if known := entry.tokens_per_s:
-            usual = own or factors.usual
-            doubted = not entry.is_trusted and _is_doubted(known / computed, usual)
-            return computed * usual if doubted else known, False
+            least = 0.0 if entry.is_trusted else computed * (own or factors.usual)
+            return max(known, least), False
         if own:
             return computed * factors.by_bucket.get((plan.mesh, tokens), own), False
         ran = sum(bucket == tokens for _, bucket in factors.by_bucket)
@@ -346,7 +391,7 @@ class Candidates:
         It may be one with another split of the devices, where that is chosen.
         """
         problem = self.problem.of(plan)
-        if plan.mesh not in problem.all_meshes(plan.stage, tokens):
+        if plan.mesh not in problem.meshes(plan.stage, tokens):
             return None
         if isinstance(plan, RolloutPlan):
             return None if plan.num_slots % plan.mesh.data else self._full_speed(plan, tokens)
@@ -361,20 +406,12 @@ class Candidates:
         return self.problem.update_speed(plan, length, rows)
 
 
-def _is_doubted(factor: float, usual: float) -> bool:
-    """Returns True if a speed that is not trusted is so low that the observation may be wrong.
-
-    `factor` is observed by computed, `usual` what is expected. A busy machine makes a plan look
-    slow; nothing makes it look fast.
-    """
-    return factor < usual / MODEL_ERROR
-
-
 class _Factors(NamedTuple):
-    """Observed by computed speeds, doubted ones left out; `usual` is the median over meshes.
+    """Observed by computed speeds; `usual` is the median over meshes, None where no mesh ran.
 
-    The higher one of two medians, because observed speeds are too low rather than too high. None
-    where no mesh ran.
+    A factor that is not trusted counts as no lower than the usual one, or than the mesh's at
+    another context bucket. A busy machine makes a plan look slow, and nothing makes it look fast:
+    of two medians the higher one is taken.
     """
 
     by_bucket: Mapping[tuple[MeshShape, int], float]
@@ -396,7 +433,7 @@ def _factors_of(found: Sequence[tuple[MeshShape, int, float, bool]]) -> _Factors
     if not unsure | sure:
         return _Factors({}, {}, None)
     usual = statistics.median_high((unsure | sure).values())
-    meshes = {key: usual if _is_doubted(f, usual) else f for key, f in unsure.items()} | sure
-    buckets = {k: f for k, f in medians(2, False).items() if not _is_doubted(f, meshes[k[:1]])}
+    meshes = {key: max(factor, usual) for key, factor in unsure.items()} | sure
+    buckets = {key: max(factor, meshes[key[:1]]) for key, factor in medians(2, False).items()}
     by_mesh = {mesh: factor for (mesh,), factor in meshes.items()}
     return _Factors(buckets | medians(2, True), by_mesh, usual)

@@ -101,7 +101,8 @@ class Failure:
 
     `size` of a rollout is (tokens an episode, tokens that a row shard's pages hold, slots, 1 with
     the optimizer's moments on the devices); of training (tokens a row, rows at a time, 0 with
-    remat, 1 of all but projections, 2 without, -1 with its inputs in host memory).
+    remat, 1 of all but projections, 2 without, -1 with its inputs in host memory). Last in both is
+    minus the limit of bytes of a device, 0 where none was known: with more it may run.
     """
 
     stage: str
@@ -115,7 +116,7 @@ class Failure:
 
     def __str__(self) -> str:
         """Returns the end of a sentence."""
-        tokens, number, *_, kept = self.size
+        tokens, number, *_, kept, _ = self.size
         if self.stage == "rollout":
             return (
                 f"ran out of memory with {self.size[2]} slots, a KV cache of {number} tokens per "
@@ -132,6 +133,6 @@ class Failure:
     def from_dict(values: dict[str, Any]) -> "Failure":
         """Reads JSON. Raises TypeError for anything else than a failure."""
         failure = Failure(**{**values, "size": tuple(values["size"])})
-        if len(failure.size) != {"rollout": 4, "train": 3}.get(failure.stage):
+        if len(failure.size) != {"rollout": 5, "train": 4}.get(failure.stage):
             raise TypeError(f"not a failure: {values}")
         return failure

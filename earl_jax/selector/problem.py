@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 from earl_jax.selector.footprint import (
     Footprint,
@@ -36,6 +35,9 @@ Check = Callable[[MeshShape], str | None]
 LEAST_SHARD_TOKENS = 4096
 # The fraction of positions in packed rows that hold a token (benchmarks/packing.md).
 FILL = 0.95
+# Seconds of the processes' gather before each round of an engine that spans them (rollout/
+# lockstep.py): two on this machine, a core each, with 1 or 64 answers (2026-11-26).
+GATHER_S = 1.6e-3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,7 +63,6 @@ class Problem:
         devices_a_player: rollout devices of each process that plays, where processes may have
             unequal numbers; 0: those of all devices that a process has.
         span_obstacle: why a rollout mesh cannot span the processes, in words; "" where it can.
-        reach: rollout meshes "inside" the processes count, those "across" them, or "any".
         can_offload: the optimizer's moments may be in host memory during a rollout.
         can_offload_inputs: layers' inputs may be during an update.
         preempted_bytes: host memory that preempted episodes may take beside the moments.
@@ -84,7 +85,6 @@ class Problem:
     num_processes: int = 1
     devices_a_player: int = 0
     span_obstacle: str = ""
-    reach: Literal["any", "inside", "across"] = "any"
     can_offload: bool = False
     can_offload_inputs: bool = False
     preempted_bytes: int = 0
@@ -124,15 +124,6 @@ class Problem:
         """Returns True if a rollout mesh is one engine over several processes."""
         return self.num_parts(mesh) < self.num_players
 
-    def may_span(self, tokens: int) -> bool:
-        """Returns True if some rollout mesh for so many tokens spans processes."""
-        return any(map(self.spans, self.all_meshes("rollout", tokens)))
-
-    @functools.cache  # noqa: B019 - a problem lives as long as its run or plan
-    def reaching(self, reach: Literal["inside", "across"]) -> "Problem":
-        """Returns the problem with only the rollout meshes that do not span processes, or do."""
-        return dataclasses.replace(self, reach=reach)
-
     def num_devices(self, stage: Stage) -> int:
         """Returns the number of devices of a stage."""
         number = self.hardware.num_devices
@@ -140,18 +131,10 @@ class Problem:
 
     @functools.cache  # noqa: B019 - a problem lives as long as its run or plan
     def meshes(self, stage: Stage, tokens: int = 0) -> list[MeshShape]:
-        """Returns a stage's meshes for contexts of so many tokens (`candidates`), by `reach`.
+        """Returns a stage's meshes for contexts of so many tokens (`candidates`).
 
         Raises ValueError if none is possible, or one that the config names is not.
         """
-        found = self.all_meshes(stage, tokens)
-        if stage == "train" or self.reach == "any":
-            return found
-        return [mesh for mesh in found if self.spans(mesh) == (self.reach == "across")]
-
-    @functools.cache  # noqa: B019
-    def all_meshes(self, stage: Stage, tokens: int = 0) -> list[MeshShape]:
-        """Returns `meshes` of any reach."""
         named, check = self.rollout_meshes_named, self.rollout_obstacle
         if stage == "train":
             named, check = self.train_meshes_named, self.train_obstacle
@@ -242,10 +225,12 @@ class Problem:
 
     def size_of(self, plan: Plan, tokens: int) -> tuple[int, ...]:
         """Returns a plan's size at a context bucket, as in `Failure`."""
+        limit = self.budget_bytes or 0
         if isinstance(plan, RolloutPlan):
             cached = plan.pages * self.work.page_size
-            return (tokens, cached, plan.num_slots, int(not plan.offload))
-        return (tokens, self.work.num_rows // plan.micro_batches, 2 - REMATS.index(plan.remat))
+            return (tokens, cached, plan.num_slots, int(not plan.offload), -limit)
+        rows = self.work.num_rows // plan.micro_batches
+        return (tokens, rows, 2 - REMATS.index(plan.remat), -limit)
 
     # Bytes per device.
 
@@ -345,11 +330,10 @@ class Problem:
         run as 7, 7 and 2. For each token `appended` ones are read, as in `Workload`.
         """
         work = dataclasses.replace(self.work, num_slots=num_slots, appended=appended)
-        hardware = self.hardware.with_devices(mesh.num_devices)
         times, left = divmod(num_slots // mesh.data, rows)
-        seconds = times * token_s(hardware, self.sizes, work, mesh, rows, max_tokens)
+        seconds = times * self._token_s(work, mesh, rows, max_tokens)
         if left:
-            seconds += token_s(hardware, self.sizes, work, mesh, left, max_tokens)
+            seconds += self._token_s(work, mesh, left, max_tokens)
         return num_slots / seconds
 
     @functools.cache  # noqa: B019
@@ -358,8 +342,13 @@ class Problem:
     ) -> float:
         """Returns the seconds of a token of each of `live` episodes, in slots of all row shards."""
         work = dataclasses.replace(self.work, num_slots=num_slots, appended=appended)
+        return self._token_s(work, mesh, -(-live // mesh.data), max_tokens)
+
+    def _token_s(self, work: Workload, mesh: MeshShape, rows: int, max_tokens: int) -> float:
+        """Returns `token_s`, with its share of what comes before a round of several processes."""
         hardware = self.hardware.with_devices(mesh.num_devices)
-        return token_s(hardware, self.sizes, work, mesh, -(-live // mesh.data), max_tokens)
+        gather_s = GATHER_S / work.burst if self.spans(mesh) else 0.0
+        return gather_s + token_s(hardware, self.sizes, work, mesh, rows, max_tokens)
 
     @functools.cache  # noqa: B019
     def publish_s(self, mesh: MeshShape, cache_bytes: int = 0) -> float:
@@ -377,8 +366,10 @@ class Problem:
 
     def _arrival_s(self, num_bytes: int) -> float:
         hardware = self.hardware
+        # The links of a slice of TPUs go from host to host.
+        by_network = hardware.num_hosts > 1 and hardware.platform != "tpu"
         rates = hardware.link_bytes_per_s, hardware.network_bytes_per_s
-        return num_bytes / rates[hardware.num_hosts > 1]
+        return num_bytes / rates[by_network]
 
 
 def divisors(number: int) -> list[int]:

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reasons of a choice in words, and the error where nothing fits."""
 
-import math
 from collections.abc import Sequence
 
 from earl_jax.selector.plan_candidates import Candidate, Candidates
@@ -28,12 +27,12 @@ def reason_of(
     current: Plan | None,
     tokens: int,
     num_bytes: int,
-    gain: float | None,
+    stays: Candidate | None,
 ) -> str:
     """Returns why a plan was chosen at a context bucket of `tokens`.
 
-    A device holds `num_bytes` meanwhile. The step is shorter by the fraction `gain` than with the
-    plan in use; None where that one cannot stay.
+    A device holds `num_bytes` meanwhile. `stays` is the stage's candidate where as much as can
+    stays of the plans in use. It is on another mesh than `current` where that one cannot stay.
     """
     plan, budget = chosen.plan, candidates.problem.budget_bytes
     size = f"{'' if chosen.is_exact else 'about '}{bytes_text(num_bytes)}/device"
@@ -43,13 +42,15 @@ def reason_of(
         speed = f"{chosen.tokens_per_s:,.0f} tokens/s"
         speed += " observed" if chosen.num_speeds else " computed"
         return f"{verb} on {plan.words(current)} (context {tokens}, {size}; {speed})"
-    why, before = f"context {tokens}, {size}", candidates.in_use(current, tokens, math.inf)
-    if gain is None:
-        why = _why_left(candidates, current, tokens)
-    faster = "" if before is None else percent(chosen.tokens_per_s / before.tokens_per_s - 1)
-    if chosen.is_trial:
-        faster = f"never ran, tried: at best {faster}"
-    return f"{current.mesh} -> {plan.words()} ({why}{faster and f'; {faster} tokens/s'})"
+    why = _why_left(candidates, current, tokens)
+    if stays is not None and stays.plan.mesh == current.mesh:
+        tried = "never ran, tried: at best " if chosen.is_trial else ""
+        gain = percent(chosen.tokens_per_s / stays.tokens_per_s - 1)
+        if (instead := stays.plan.words(current)) == str(current.mesh):
+            why = f"context {tokens}, {size}; {tried}{gain} tokens/s"
+        else:
+            why += f"; {tried}{gain} tokens/s against {instead}"
+    return f"{current.mesh} -> {plan.words()} ({why})"
 
 
 def _why_left(candidates: Candidates, plan: Plan, tokens: int) -> str:
@@ -60,9 +61,13 @@ def _why_left(candidates: Candidates, plan: Plan, tokens: int) -> str:
     if least is None:
         return f"{plan.mesh} is no candidate for context {tokens}"
     if least.num_bytes > problem.budget:
-        need, budget = bytes_text(least.num_bytes), bytes_text(int(problem.budget))
-        return f"context {tokens} needs {need}/device, budget {budget}"
-    return f"{plan.mesh} leaves the other stage too little memory"
+        # Computed bytes may be too few: a plan that is left for that may need so many.
+        need = least.num_bytes - candidates.surplus(least.plan, tokens)
+        verb = "needs" if need > problem.budget else "may need"
+        need = need if need > problem.budget else least.num_bytes
+        budget = bytes_text(int(problem.budget))
+        return f"context {tokens} {verb} {bytes_text(need)}/device, budget {budget}"
+    return f"{plan.mesh} does not fit beside the other stage at context {tokens}"
 
 
 def step_too_small(

@@ -29,14 +29,16 @@ MOST_DEVICES = 8192
 # Compiles a plan's program at a context; returns the table with XLA's bytes of it.
 Compile = Callable[[ThroughputTable, Plan, int], ThroughputTable]
 Values = dict[str, Any]
-# Programs in bf16 that were compiled for TPUs and H100s, and those within 10 % of computed bytes.
-WITHIN, PROGRAMS = 137, 137
-# Computed bytes that are so far below the budget are sure to fit.
-MARGIN = 0.15
+# Programs in bf16 that were compiled for TPUs and H100s, those within 10 % of computed bytes, and
+# the largest error (benchmarks/plan.md).
+WITHIN, PROGRAMS, WORST = 160, 161, 0.131
+# Computed bytes fit surely where as large a share of them would fit too.
+MARGIN = 0.2
 _TRUST = (
-    f"~ computed bytes: within 10 % of XLA's for {WITHIN} of {PROGRAMS} programs in bf16, 12 % in "
-    "fp32; ? less than 15 % below the budget; * observed speed, the others are a roofline of data "
-    "sheets, which tells better which plan is faster than by how much (benchmarks/plan.md)"
+    f"~ computed bytes: within 10 % of XLA's for {WITHIN} of {PROGRAMS} programs in bf16 and off "
+    f"by {WORST:.0%} at most, 12 % in fp32; ? {MARGIN:.0%} more would not fit; * observed speed, "
+    "the others are a roofline of data sheets, which tells better which plan is faster than by how "
+    "much (benchmarks/plan.md)"
 )
 _KINDS = {
     "train": ("weights", "optimizer", "gradients", "activations"),

@@ -86,7 +86,7 @@ class SplitChooser:
         stage's factor by which it differs would weigh it against the other.
         """
         if not self.problem.splits:
-            return self._step_inside_first(step, current, calm_steps, only)
+            return self.at(self.problem.num_rollout).step(step, current, calm_steps, only)
         here = current.rollout.mesh.num_devices if current.rollout else None
         if only is not None:
             assert here is not None, "a stage is chosen beside the other in use"
@@ -111,31 +111,6 @@ class SplitChooser:
             before = next((time for time in times if time.num_rollout == here), None)
             decision = _with_reasons(decision, current, chosen, before)
         return dataclasses.replace(decision, seconds=chosen.step_s, splits=(chosen, *others))
-
-    def _step_inside_first(
-        self, step: Step, current: Plans, calm_steps: int, only: Stage | None
-    ) -> Decision:
-        """Chooses a rollout mesh that spans processes only where none inside them fits.
-
-        Live episodes keep to meshes of the kind that they are on.
-        """
-        chooser, reaches = self.at(self.problem.num_rollout), ["inside", "across"]
-        if only != "train" and step.keeps_slots and current.rollout is not None:
-            reaches = [reaches[self.problem.spans(current.rollout.mesh)]]
-        if only == "train" or not self.problem.may_span(step.max_tokens):
-            return chooser.step(step, current, calm_steps, only)
-        error = None
-        for reach in reaches:
-            problem = self.problem.reaching(reach)
-            of = Chooser(dataclasses.replace(chooser.candidates, problem=problem))
-            if not of.problem.meshes("rollout", step.max_tokens):
-                continue
-            try:
-                return of.step(step, current, calm_steps, only)
-            except BudgetTooSmall as small:
-                error = small
-        assert error is not None, "some rollout mesh is possible"
-        raise error
 
     def at(self, split: int, *, tries: bool = True) -> Chooser:
         """Returns the chooser with so many devices for rollouts; nothing new if not `tries`."""

@@ -26,8 +26,8 @@ from earl_jax.settings.remat import read_remat
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.atomic import write_atomically
 
-# Raised whenever speeds mean something else: older tables are not read then.
-METHOD = 3
+# Raised whenever the values of a table mean something else: older ones are not read then.
+METHOD = 4
 # An entry keeps KEPT speeds; with fewer than TRUSTED they may be noise.
 KEPT, TRUSTED = 5, 3
 
@@ -139,13 +139,13 @@ class ThroughputTable:
         try:
             entries: dict[str, Entry] = {}
             for key, entry in values["entries"].items():
-                # Older files spell it otherwise.
+                # By hand a mesh may be written otherwise, as "tensor=8".
                 key = key_of(*parse_key(key))
                 speeds, num_bytes = tuple(map(float, entry["speeds"])), int(entry["program_bytes"])
                 if not all(0 < speed < math.inf for speed in speeds) or num_bytes < 0:
                     raise TypeError(f"{key}: {entry}")
                 entries[key] = Entry(speeds, num_bytes)
-            # Older files do not say it.
+            # One by hand need not say it.
             if not 0 <= (compile_s := float(values.get("compile_s", 0.0))) < math.inf:
                 raise TypeError(f"compile_s: {compile_s}")
             failures = tuple(Failure.from_dict(failure) for failure in values["failures"])

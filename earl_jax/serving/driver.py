@@ -148,14 +148,6 @@ class Driver:
         if self._thread.ident is not None:
             self._thread.join()
 
-    def num_pages_in_use(self) -> int:
-        """Returns the pages of requests that play, those that they share counted once.
-
-        Of the row shard that has the most of them.
-        """
-        pages = self._service.session.pages
-        return pages.least_pages(pages.pool.shards)
-
     # Called by clients, from any thread.
 
     def submit(self, request: Request) -> None:

@@ -71,6 +71,19 @@ def check_arguments(
             )
 
 
+def check_call(function: Callable[..., Any], call: str, *given: Any, **named: Any) -> None:
+    """Raises ValueError where `function` does not take these arguments; `call` is for the error."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        # A function written in C need not have one.
+        return
+    try:
+        signature.bind(*given, **named)
+    except TypeError as error:
+        raise InputError(f"{call} cannot be called: {error}") from error
+
+
 def defaults_of(function: Callable[..., Any]) -> dict[str, Any]:
     """Returns the defaults of its parameters that JSON can hold."""
     return {

@@ -44,6 +44,11 @@ def disk_in_words(error: BaseException) -> str:
     )
 
 
+def in_words(error: Exception) -> str:
+    """Returns the message of an error, behind its type where that is no ValueError."""
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+
+
 class RunError(RuntimeError):
     """The reason why a run cannot go on, through no mistake in what was given.
 

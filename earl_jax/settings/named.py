@@ -4,10 +4,14 @@
 
 import difflib
 import importlib
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from earl_jax.settings.errors import InputError
+
+# Types in words, for errors.
+_KINDS: dict[Any, str] = {type: "a class", Callable: "a function"}
 
 
 def find_named(name: str, known: Mapping[str, Any], kind: type, path: str) -> Any:
@@ -32,15 +36,33 @@ def find_named(name: str, known: Mapping[str, Any], kind: type, path: str) -> An
         hint += "" if near else " give your own as 'module:name'"
         raise InputError(f"{path} is {name!r}; {hint}")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        imported = importlib.import_module(module)
     except Exception as error:  # noqa: BLE001 - whatever a user's module raises is a user's mistake
         raise InputError(
-            f"{path} is {name!r}, which cannot be imported ({type(error).__name__}: {error}); give "
-            "a module that Python finds from here (PYTHONPATH) and a name in it"
+            f"{path} is {name!r}, which cannot be imported: {_reason(error, module)}"
         ) from error
+    try:
+        found = getattr(imported, attribute)
+    except AttributeError as error:
+        near = difflib.get_close_matches(attribute, vars(imported), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        where = getattr(imported, "__file__", None) or f"the module {module}"
+        raise InputError(f"{path} is {name!r}, and {where} has no {attribute!r}{hint}") from error
     if not isinstance(found, kind):
         raise InputError(
-            f"{path} is {name!r}, which is of type {type(found).__name__}; it must be of type "
-            f"{kind.__name__}"
+            f"{path} is {name!r}, which is of type {type(found).__name__}; it must be "
+            f"{_KINDS.get(kind) or f'of type {kind.__name__}'}"
         )
     return found
+
+
+def _reason(error: Exception, module: str) -> str:
+    """Returns why a module cannot be imported, with the file and line that raised."""
+    words = f"{type(error).__name__}: {error}"
+    if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+        return f"{words}; Python looks in the current folder and those of PYTHONPATH"
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [f for f in frames if f.filename != __file__ and "importlib" not in f.filename]
+    return words + (f" ({theirs[-1].filename}, line {theirs[-1].lineno})" if theirs else "")

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds that each thread spends until XLA has compiled a program, or has loaded it from a cache.
 
-JAX reports them (`jax.monitoring`). Tracing and lowering are not among them. Where a version of
-JAX calls the event otherwise, there are none.
+And the number of these programs. JAX reports them (`jax.monitoring`). Tracing and lowering are not
+among them. Where a version of JAX calls the event otherwise, there are none.
 """
 
 import collections
@@ -23,6 +23,8 @@ class CompileClock:
         self._lock = threading.Lock()
         self._seconds = collections.defaultdict[int, float](float)
         self._taken: dict[int, float] = {}
+        # Since the last `take_number`.
+        self._programs = collections.Counter[int]()
         self._runs = False
 
     def start(self) -> None:
@@ -53,10 +55,17 @@ class CompileClock:
             new = {ident: s - before.get(ident, 0.0) for ident, s in self._taken.items()}
         return sum(seconds for ident, seconds in new.items() if but is None or ident != but.ident)
 
+    def take_number(self, but: threading.Thread | None) -> int:
+        """Returns the number of programs of all other threads since the last call."""
+        with self._lock:
+            programs, self._programs = self._programs, collections.Counter()
+        return sum(number for ident, number in programs.items() if not but or ident != but.ident)
+
     def _listen(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == EVENT:
             with self._lock:
                 self._seconds[threading.get_ident()] += duration_secs
+                self._programs[threading.get_ident()] += 1
 
 
 @functools.cache

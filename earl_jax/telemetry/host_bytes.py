@@ -57,24 +57,18 @@ class HostByteCounter:
     is entered again goes on counting.
 
     Example: `with HostByteCounter() as counter: jax.device_get(loss)` for a float32 scalar leaves
-    `counter.num_bytes` 4 and `counter.num_reads` 1.
+    `counter.num_bytes` 4.
     """
 
     def __init__(self, *, every_thread: bool = False):
         self._every_thread = every_thread
         self._thread: int | None = None
         self._num_bytes = 0
-        self._num_reads = 0
 
     @property
     def num_bytes(self) -> int | None:
         """Bytes read so far; None, never a made-up zero, where `available()` is False."""
         return self._num_bytes if available() else None
-
-    @property
-    def num_reads(self) -> int | None:
-        """Arrays read so far; None where `available()` is False."""
-        return self._num_reads if available() else None
 
     def __enter__(self) -> Self:
         if available():
@@ -104,7 +98,6 @@ class HostByteCounter:
         if self._thread in (None, threading.get_ident()):
             with _lock:
                 self._num_bytes += num_bytes
-                self._num_reads += 1
 
 
 def available() -> bool:
@@ -153,7 +146,7 @@ def _counting(read: Any) -> Any:
 
 
 def _count_is_right() -> bool:
-    """Reads 256 + 1 float32 and 3 bfloat16: 1034 bytes in three reads."""
+    """Reads 256 + 1 float32 and 3 bfloat16: 1034 bytes."""
     counter = HostByteCounter()
     counter._open()
     try:
@@ -163,7 +156,7 @@ def _count_is_right() -> bool:
             np.asarray(jnp.zeros((3,), jnp.bfloat16))
     finally:
         counter._close()
-    return (counter._num_bytes, counter._num_reads) == (1034, 3)
+    return counter._num_bytes == 1034
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ class Progress:
 
     With a terminal, one display is redrawn in place and notes scroll above it. Without one, about
     30 plain lines are printed for a run (the first and the last always, at least one in five
-    minutes) and every note.
+    minutes) and every note. The last step's line is printed at the end, with its evaluation.
 
     As a context manager it restores the terminal whatever happens. `stream` is standard output
     unless given; a `console` instead decides by itself whether it is a terminal. `clock` returns
@@ -97,14 +97,18 @@ class Progress:
 
     def _is_due(self) -> bool:
         every = max(1, math.ceil(self._num_steps / _PLAIN_LINES))
-        if self._printed_step is None or self._step >= self._num_steps:
+        if self._step >= self._num_steps:
+            return False
+        if self._printed_step is None:
             return True
         crossed = self._step // every > self._printed_step // every
         return crossed or self._clock() - self._printed_s >= _MAX_SILENCE_S
 
     def _print_line(self) -> None:
-        width = len(str(self._num_steps))
-        fields = [f"step {self._step:>{width}}/{self._num_steps}", *self._facts().values()]
+        width, facts = len(str(self._num_steps)), self._facts()
+        # Of a step whose line was printed only the evaluation is new.
+        new = [facts["eval"]] if self._step == self._printed_step else facts.values()
+        fields = [f"step {self._step:>{width}}/{self._num_steps}", *new]
         self._print("  ".join(field for field in fields if field))
         self._printed_step, self._printed_s, self._unprinted = self._step, self._clock(), False
 
@@ -122,11 +126,13 @@ class Progress:
         ]
         if newest.get("plan"):
             meshes.append(f"({newest['plan']})")
-        reward = newest.get("reward_mean")
+        reward, loss = newest.get("reward_mean"), newest.get("loss")
         speed, failed = newest.get("rollout_tokens_per_s"), newest.get("failed_share")
         left_s = self._time_left_s()
         return {
             "reward": "" if reward is None else f"reward {reward:+.3f}",
+            # A run that plays nothing has no other sign of what it learns.
+            "loss": f"loss {loss:.3f}" if reward is None and loss is not None else "",
             "failed": f"{failed:.1%} failed" if failed else "",
             "eval": f"eval@{evaluation['step']} {shown(evaluation)}" if evaluation else "",
             "speed": "" if speed is None else f"{format_count(speed)} tok/s",
@@ -154,7 +160,9 @@ class Progress:
             ProgressBar(total=max(1, self._num_steps), completed=self._step),
             Text(", ".join(filter(None, [elapsed, facts["left"]])), style="dim"),
         )
-        learning = [facts[key] for key in ("reward", "failed", "eval", "speed") if facts[key]]
+        learning = [
+            facts[key] for key in ("reward", "loss", "failed", "eval", "speed") if facts[key]
+        ]
         context = self._newest.get("context_tokens_max")
         if context is not None:
             learning.append(f"longest context {format_count(context)}")

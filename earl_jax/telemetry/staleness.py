@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the rule of an asynchronous run has cost: sentences for the end of a run and its report."""
+"""Sentences about the cost of an asynchronous run's rule, for the end of the run and its report."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence

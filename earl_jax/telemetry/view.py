@@ -36,7 +36,7 @@ _NO_CURVES = ("step", "eval/episodes")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a workdir holds now: the lines of its metrics, oldest first; `note` is what is wrong."""
+    """The contents of a workdir: its metrics' lines, oldest first; `note` says what is wrong."""
 
     workdir: Path
     num_steps: int | None

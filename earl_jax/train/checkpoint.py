@@ -31,6 +31,7 @@ from earl_jax.models.parameters import Params
 from earl_jax.selector.memory import is_out_of_memory, unless_out_of_memory
 from earl_jax.settings.differences import differences
 from earl_jax.settings.errors import InputError
+from earl_jax.sharding.placing import placed_shapes
 from earl_jax.train.disk_errors import say_disk_errors_once
 from earl_jax.train.state import TrainState
 
@@ -130,7 +131,7 @@ class Checkpoints:
         Raises:
             DamagedCheckpoint: they cannot be what was saved.
         """
-        placed = {field: _placed(shapes, shardings)}
+        placed = {field: placed_shapes(shapes, shardings)}
         part = ocp.args.PyTreeRestore(
             placed,
             restore_args=ocp.checkpoint_utils.construct_restore_args(placed),
@@ -163,7 +164,7 @@ class Checkpoints:
                 f"state: {'; '.join(different[:4])}. Use the versions of earl_jax and optax that "
                 "saved it, or name another --workdir"
             )
-        placed = _placed(_kept(shapes), _kept(shardings))
+        placed = placed_shapes(_kept(shapes), _kept(shardings))
         state = self._read(step, state=ocp.args.StandardRestore(placed))["state"]
         _check(saved, state)
         return TrainState(**state)
@@ -318,14 +319,6 @@ def shapes_by_name(shapes: Params) -> dict[str, tuple[int, ...]]:
 
 def _name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def _placed(shapes: Any, shardings: Any) -> Any:
-    return jax.tree.map(
-        lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
-        shapes,
-        shardings,
-    )
 
 
 def _kept(state: TrainState) -> dict[str, Any]:

@@ -27,7 +27,8 @@ _BOUNDS: dict[str, tuple[float, float | None]] = {
     "max_grad_norm": (1e-30, None),
     "adam_b1": (0.0, 0.999999),
     "adam_b2": (0.0, 0.999999),
-    "adam_eps": (0.0, None),
+    # Above 0: a parameter whose gradients have all been 0 would get 0 / 0.
+    "adam_eps": (1e-30, None),
     "importance_cap": (1.0, None),
     "entropy_coefficient": (0.0, None),
     "final_entropy_coefficient": (0.0, None),
@@ -118,7 +119,11 @@ class TrainConfig:
 
     `sft_steps`: in the first so many RL steps, the batch is followed by
     `sft_updates` supervised updates on games of random legal moves (a trail's steps are
-    right half the time), at `sft_learning_rate`. 0 turns them off.
+    right half the time), at `sft_learning_rate`, with an optimizer state of their own, which is
+    kept to the end of the run. 0 turns them off.
+
+    `sft_path` is a JSONL file of conversations, {"messages": [{"role": ..., "content": ...}]} a
+    line, which supervised updates learn from instead (docs/howto/conversations.md).
 
     `sft_weight` above 0 adds so many times the mean cross-entropy of example episodes to the loss
     of every update, in the same gradient: as many as the step's episodes, fresh in each step, and
@@ -170,6 +175,7 @@ class TrainConfig:
     sft_updates: int = 1
     sft_learning_rate: float = 1e-5
     sft_weight: float = 0.0
+    sft_path: str = ""
     lora: LoraConfig = LoraConfig()
     critic: CriticConfig = CriticConfig()
 

@@ -186,6 +186,7 @@ class Learner:
             importance_cap=0.0 if sft else self.importance_cap,
             networks=self.networks,
             has_versions=self.has_versions and not sft,
+            is_sft=sft,
         )
 
     @functools.cache  # noqa: B019

@@ -7,7 +7,6 @@ sharding: each device's shard goes to the memory of its own host. Offloading is 
 devices; moves between meshes are in sharding/reshard.py.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -20,10 +19,10 @@ HOST_MEMORY = "pinned_host"
 
 def offload_moments(state: TrainState) -> TrainState:
     """Moves the moments to host memory; deletes those on the devices."""
-    moments = jax.block_until_ready(to_memory(state.optimizer, HOST_MEMORY))
-    for leaf in jax.tree.leaves(state.optimizer):
+    moments = jax.block_until_ready(to_memory(state.moments, HOST_MEMORY))
+    for leaf in jax.tree.leaves(state.moments):
         leaf.delete()
-    return dataclasses.replace(state, optimizer=moments)
+    return state.with_moments(moments)
 
 
 def load_moments(state: TrainState) -> TrainState:
@@ -34,12 +33,12 @@ def load_moments(state: TrainState) -> TrainState:
     if not is_offloaded(state):
         return state
     kind = jax.tree.leaves(state.params)[0].sharding.memory_kind
-    return dataclasses.replace(state, optimizer=to_memory(state.optimizer, kind))
+    return state.with_moments(to_memory(state.moments, kind))
 
 
 def is_offloaded(state: TrainState) -> bool:
     """Returns True if the moments are in host memory."""
-    return HOST_MEMORY in {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.optimizer)}
+    return HOST_MEMORY in {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.moments)}
 
 
 def has_host_memory(device: Any) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -24,6 +25,13 @@ _INPUTS = "DFRV"
 # Root mean square of a Muon update, that of AdamW's (Moonlight, arXiv 2502.16982, section 2.2), so
 # that both have learning rates of one size.
 _MUON_RMS = 0.2
+# Adafactor (arXiv 1804.04235): the least inputs and outputs of a matrix that is factored, the
+# largest RMS of an update, what is added to squared gradients, and the power of the second moments'
+# decay, 1 - t^-0.8 at update t (algorithm 4).
+_LEAST_FACTORED = 128
+_MAX_RMS = 1.0
+_LEAST_SQUARE = 1e-30
+_DECAY_POWER = 0.8
 
 
 def make_optimizer(config: TrainConfig, specs: Any) -> optax.GradientTransformation:
@@ -40,7 +48,7 @@ def make_optimizer(config: TrainConfig, specs: Any) -> optax.GradientTransformat
         case "lion":
             scale = optax.scale_by_lion(b1, b2, mu_dtype=dtype)
         case "adafactor":
-            scale = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
+            scale = optax.chain(_factored(specs), _clipped(specs))
         case "muon":
             scale = _muon(specs, adam, dtype)
     decays = jax.tree.map(is_decayed, specs, is_leaf=is_spec)
@@ -49,6 +57,74 @@ def make_optimizer(config: TrainConfig, specs: Any) -> optax.GradientTransformat
         scale,
         optax.add_decayed_weights(config.weight_decay, mask=decays),
     )
+
+
+def _factored(specs: Any) -> optax.GradientTransformation:
+    """Returns Adafactor's scaling of gradients by second moments (arXiv 1804.04235, algorithm 4).
+
+    As optax's scale_by_factored_rms, but it factors the matrix of each layer and expert, inputs by
+    outputs whatever axes they have, in place of the two largest axes. Rows are the mean squares
+    over outputs, columns those over inputs, with the parameter's other axes.
+    """
+
+    def tree_of(one: Callable[..., Any], *trees: Any) -> list[Any]:
+        """Returns the trees of the results of `one`, a tuple for each parameter."""
+        leaves, structure = jax.tree.flatten(specs, is_leaf=is_spec)
+        found = map(one, leaves, *(structure.flatten_up_to(tree) for tree in trees))
+        return [structure.unflatten(part) for part in zip(*found, strict=True)]
+
+    def first(spec: ParameterSpec, param: jax.Array) -> tuple[Any, ...]:
+        sides, none = _factored_axes(spec), optax.MaskedNode()
+        if sides is None:
+            return none, none, jnp.zeros_like(param)
+        inputs, outputs = sides
+        return jnp.zeros_like(param.mean(outputs)), jnp.zeros_like(param.mean(inputs)), none
+
+    def init(params: Any) -> optax.FactoredState:
+        return optax.FactoredState(jnp.zeros((), jnp.int32), *tree_of(first, params))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        kept = 1.0 - (state.count + 1.0) ** -_DECAY_POWER
+
+        def one(spec: ParameterSpec, grad: jax.Array, *moments: Any) -> tuple[Any, ...]:
+            sides, squares = _factored_axes(spec), grad**2 + _LEAST_SQUARE
+
+            def mean(moment: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+                return kept * moment + (1.0 - kept) * squares.mean(axes)
+
+            row, column, full = moments
+            if sides is None:
+                full = mean(full, ())
+                return grad * full**-0.5, row, column, full
+            inputs, outputs = sides
+            row, column = mean(row, outputs), mean(column, inputs)
+            rows = jnp.expand_dims(row, outputs)
+            rows = rows / rows.mean(inputs, keepdims=True)
+            scaled = grad * rows**-0.5 * jnp.expand_dims(column, inputs) ** -0.5
+            return scaled, row, column, full
+
+        scaled, *moments = tree_of(one, updates, state.v_row, state.v_col, state.v)
+        return scaled, optax.FactoredState(optax.safe_increment(state.count), *moments)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _clipped(specs: Any) -> optax.GradientTransformation:
+    """Returns Adafactor's clip: updates of at most RMS 1 (section 6), of each layer and expert."""
+
+    def clip(spec: ParameterSpec, update: jax.Array) -> jax.Array:
+        own = tuple(at for at, letter in enumerate(spec.axes) if letter not in _STACKED)
+        rms = jnp.sqrt(jnp.mean(update**2, axis=own, keepdims=True))
+        return update / jnp.maximum(1.0, rms / _MAX_RMS)
+
+    return optax.stateless(lambda updates, _: jax.tree.map(clip, specs, updates, is_leaf=is_spec))
+
+
+def _factored_axes(spec: ParameterSpec) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Returns the places of a matrix's inputs and outputs; None for what is not factored."""
+    found = _matrix_places(spec)
+    sizes = [math.prod(spec.shape[axis] for axis in side) for side in found or ()]
+    return found if found and min(sizes) >= _LEAST_FACTORED else None
 
 
 def _muon(
@@ -92,6 +168,15 @@ def matrix_axes(axes: str) -> tuple[str, str] | None:
     return (own[0], own[1:]) if own[0] in _INPUTS else (own[:-1], own[-1])
 
 
+def _matrix_places(spec: ParameterSpec) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Returns the places of a matrix's inputs and outputs in the array; None for no matrix."""
+    found = matrix_axes(spec.axes)
+    if found is None:
+        return None
+    inputs, outputs = (tuple(map(spec.axes.index, letters)) for letters in found)
+    return inputs, outputs
+
+
 def is_decayed(spec: ParameterSpec) -> bool:
     """Returns True if weight decay applies: to matrices, not to norms, biases and embeddings."""
     found = matrix_axes(spec.axes)
@@ -103,18 +188,17 @@ def muon_axes(spec: ParameterSpec) -> optax.contrib.MuonDimensionNumbers | None:
 
     Those are vectors, the embedding and the head (Moonlight, section 2.2).
     """
-    found = matrix_axes(spec.axes)
+    found = _matrix_places(spec)
     if found is None or "V" in spec.axes:
         return None
-    inputs, outputs = (tuple(map(spec.axes.index, letters)) for letters in found)
-    return optax.contrib.MuonDimensionNumbers(inputs, outputs)
+    return optax.contrib.MuonDimensionNumbers(*found)
 
 
 def moment_axes(moments: Any, specs: Any) -> Any:
     """Returns the axes of each array of an optimizer's state, a letter per axis, as strings.
 
     `moments` are the state as shapes. An array belongs to the parameter whose path ends its own. A
-    factored moment lacks one of the parameter's axes; counters and placeholders have "".
+    factored moment lacks the inputs or the outputs of a matrix; counters have "".
     """
     leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
     by_path = {tuple(path): spec for path, spec in leaves}
@@ -124,11 +208,11 @@ def moment_axes(moments: Any, specs: Any) -> Any:
         spec = next((spec for spec in ends if spec is not None), None)
         if spec is None:
             return ""
-        kept = [(spec.shape, spec.axes)] + [
-            (spec.shape[:at] + spec.shape[at + 1 :], spec.axes[:at] + spec.axes[at + 1 :])
-            for at in range(len(spec.shape))
-        ]
-        return next((letters for shape, letters in kept if shape == leaf.shape), "")
+        sizes, lacking = dict(zip(spec.axes, spec.shape, strict=True)), matrix_axes(spec.axes) or ()
+        kept = ("".join(each for each in spec.axes if each not in lost) for lost in ("", *lacking))
+        return next(
+            letters for letters in kept if leaf.shape == tuple(sizes[each] for each in letters)
+        )
 
     return jax.tree_util.tree_map_with_path(axes, moments)
 

@@ -1,8 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of example episodes, for the supervised updates of a run's first steps.
+"""Batches of examples for supervised updates.
 
-They teach what a reply looks like (envs/examples.py).
+Those of an environment (envs/examples.py) teach what a reply looks like; conversations of a file
+(envs/chat_dataset.py) teach what they say.
 """
 
 from collections.abc import Sequence
@@ -17,9 +18,9 @@ from earl_jax.trajectory import TrajectoryBatch
 def sft_batch(
     examples: Sequence[tuple[Sequence[int], Sequence[int]]], layout: Layout, length: int
 ) -> TrajectoryBatch:
-    """Returns the batch on the devices, in rows of `length` tokens; longer episodes are cut there.
+    """Returns the batch on the devices, in rows of `length` tokens; longer examples are cut there.
 
-    So supervised updates never need longer rows than the policy's own episodes.
+    So an environment's never need longer rows than the policy's own episodes.
 
     Args:
         examples: for each row its token ids, and who wrote each: 0 or the policy's turn.

@@ -40,7 +40,8 @@ class TrainState:
     pass rounds every weight to that type first, so that its log-probs are those of the fp32
     weights. `critic` are the parameters of the value network; `optimizer` is
     `(of params, of critic)` then. Both are None unless the algorithm needs them (`Networks`). `ema`
-    is the moving average of `params`, None without `config.ema_decay`.
+    is the moving average of `params`, None without `config.ema_decay`. `sft_optimizer` is the
+    optimizer state of `params` in supervised updates, None without `config.sft_steps`.
 
     Some functions return the same record of shapes or of shardings.
     """
@@ -52,6 +53,7 @@ class TrainState:
     reference: Params = None
     critic: Params = None
     ema: Params = None
+    sft_optimizer: Any = None
 
     @property
     def trained(self) -> tuple[Params, ...]:
@@ -60,13 +62,15 @@ class TrainState:
 
     @property
     def moments(self) -> tuple[Any, ...]:
-        """The optimizer state of each of `trained`."""
-        return (self.optimizer,) if self.critic is None else self.optimizer
+        """The optimizer state of each of `trained`, then that of supervised updates, if any."""
+        each = (self.optimizer,) if self.critic is None else self.optimizer
+        return each if self.sft_optimizer is None else (*each, self.sft_optimizer)
 
-
-def optimizer_of(moments: tuple[Any, ...]) -> Any:
-    """Returns the field `TrainState.optimizer` that has these `moments`."""
-    return moments[0] if len(moments) == 1 else moments
+    def with_moments(self, moments: tuple[Any, ...]) -> "TrainState":
+        """Returns the state with these `moments`."""
+        number = len(self.trained)
+        optimizer, sft = moments[0] if number == 1 else moments[:number], moments[number:]
+        return dataclasses.replace(self, optimizer=optimizer, sft_optimizer=sft[0] if sft else None)
 
 
 def trained_specs(model: ModelConfig, config: TrainConfig, vocab_size: int) -> tuple[Any, Any]:
@@ -78,9 +82,10 @@ def trained_specs(model: ModelConfig, config: TrainConfig, vocab_size: int) -> t
 def optimized_specs(
     model: ModelConfig, config: TrainConfig, vocab_size: int, networks: Networks = _ALONE
 ) -> tuple[Any, ...]:
-    """Returns the specs of each tree that is updated (`TrainState.trained`)."""
+    """Returns the specs of the parameters that each of `TrainState.moments` belongs to."""
     trained, _ = trained_specs(model, config, vocab_size)
-    return (trained, critic_specs(model, vocab_size)) if networks.critic else (trained,)
+    critic = (critic_specs(model, vocab_size),) if networks.critic else ()
+    return (trained, *critic, trained) if config.sft_steps else (trained, *critic)
 
 
 def reference_specs(model: ModelConfig, vocab_size: int, networks: Networks) -> Any:
@@ -113,7 +118,7 @@ def state_shapes(
     moments = jax.eval_shape(
         lambda trees: _first_moments(model, config, vocab_size, networks, trees), state.trained
     )
-    return dataclasses.replace(state, optimizer=moments)
+    return state.with_moments(moments)
 
 
 def state_shardings(
@@ -138,8 +143,8 @@ def state_shardings(
     )
     specs = optimized_specs(model, config, vocab_size, networks)
     shapes = state_shapes(model, config, vocab_size, networks).moments
-    axes = optimizer_of(tuple(map(moment_axes, shapes, specs)))
-    return dataclasses.replace(state, optimizer=jax.tree.map(layout.parameters, axes))
+    axes = tuple(map(moment_axes, shapes, specs))
+    return state.with_moments(jax.tree.map(layout.parameters, axes))
 
 
 def init_state(
@@ -185,9 +190,9 @@ def state_of(
     state = dataclasses.replace(state, reference=reference, critic=critic)
     init = jax.jit(
         lambda trees: _first_moments(model, config, vocab_size, networks, trees),
-        out_shardings=shardings.optimizer,
+        out_shardings=shardings.moments,
     )
-    return dataclasses.replace(state, optimizer=init(state.trained))
+    return state.with_moments(init(state.trained))
 
 
 def with_first_average(config: TrainConfig, state: TrainState) -> TrainState:
@@ -224,10 +229,12 @@ def _first_moments(
     vocab_size: int,
     networks: Networks,
     trees: tuple[Params, ...],
-) -> Any:
+) -> tuple[Any, ...]:
+    """Returns the first `TrainState.moments` of these `trained` trees."""
+    trees = (*trees, trees[0]) if config.sft_steps else trees
     specs = optimized_specs(model, config, vocab_size, networks)
     optimizers = [make_optimizer(config, each) for each in specs]
-    return optimizer_of(tuple(o.init(tree) for o, tree in zip(optimizers, trees, strict=True)))
+    return tuple(o.init(tree) for o, tree in zip(optimizers, trees, strict=True))
 
 
 @functools.lru_cache(maxsize=64)
@@ -255,7 +262,7 @@ def _init_program(
             ema=jax.tree.map(jnp.copy, params) if config.ema_decay else None,
         )
         moments = _first_moments(model, config, vocab_size, networks, state.trained)
-        return dataclasses.replace(state, optimizer=moments)
+        return state.with_moments(moments)
 
     shardings = state_shardings(model, config, vocab_size, layout, networks)
     return jax.jit(init, out_shardings=shardings)

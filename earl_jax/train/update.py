@@ -30,10 +30,10 @@ from earl_jax.train.config import TrainConfig
 from earl_jax.train.critic import critic_values
 from earl_jax.train.optimizer import make_optimizer
 from earl_jax.train.scoring import score_routed, split_rows
+from earl_jax.train.spread import Spread, explained_variance, joined, spread_of
 from earl_jax.train.state import (
     TrainState,
     optimized_specs,
-    optimizer_of,
     policy_parameters,
     state_shardings,
 )
@@ -44,18 +44,19 @@ _DIVISOR, _RATIO, _RATIO_SQUARED = "divisor", "ratio", "ratio_squared"
 _NEWEST = "newest"
 # Of a supervised stream: its mean loss, which is a metric, and the number of its tokens.
 _SUPERVISED, _SUPERVISED_TOKENS = "supervised_loss", "supervised_tokens"
-_RETURN, _RETURN_SQUARED, _ERROR, _ERROR_SQUARED = "return", "return_squared", "error", "error_sq"
+# Of a critic's values, a `Spread` of each.
+_RETURNS, _ERRORS = "returns", "errors"
 
 
 class Totals(NamedTuple):
     """Sums over the tokens of one or more batches that an update is made of.
 
-    `grads` are those of each network that is updated, `sums` of metrics by name, `routing` of a
-    mixture of experts. `count` i32 is the number of the policy's tokens.
+    `grads` are those of each network that is updated, `sums` of metrics by name (some are a
+    `Spread`), `routing` of a mixture of experts. `count` i32 is the number of the policy's tokens.
     """
 
     grads: tuple[Params, ...]
-    sums: dict[str, jax.Array]
+    sums: dict[str, Any]
     routing: Routing | None
     count: jax.Array
 
@@ -79,6 +80,9 @@ class Update:
     than one update a batch, give the batch what `make_scorer` computes, unless config.proximal is
     "log_linear", which needs versions. Where the update `has_versions`, the last of its controls is
     the version of the weights that the step begins with.
+
+    With `is_sft` it is a supervised update: it changes the policy alone, by `sft_optimizer`, and
+    leaves the state's `optimizer` as it is, as other updates leave `sft_optimizer`.
     """
 
     model: ModelConfig
@@ -91,6 +95,7 @@ class Update:
     importance_cap: float = 0.0
     networks: Networks = Networks()
     has_versions: bool = False
+    is_sft: bool = False
 
     @property
     def trains_critic(self) -> bool:
@@ -104,7 +109,7 @@ class Update:
 
     @functools.cached_property
     def optimizers(self) -> list[optax.GradientTransformation]:
-        """The optimizer of each network."""
+        """The optimizer of each of `TrainState.moments`."""
         specs = optimized_specs(self.model, self.config, self.vocab_size, self.networks)
         return [make_optimizer(self.config, each) for each in specs]
 
@@ -127,26 +132,31 @@ class Update:
         del sums[_DIVISOR]
         streams = {_SUPERVISED: sums.pop(_SUPERVISED)} if _SUPERVISED in sums else {}
         num_learnt = count + sums.pop(_SUPERVISED_TOKENS, 0)
+        spreads = [sums.pop(name) for name in (_RETURNS, _ERRORS) if name in sums]
         tokens = jnp.maximum(count, 1).astype(jnp.float32)
         ratios, squares = sums.pop(_RATIO), sums.pop(_RATIO_SQUARED)
         # Kish's (sum w)^2 / sum w^2, as a fraction of the tokens.
         sample_size = ratios**2 / (tokens * jnp.maximum(squares, 1e-30))
         scale = jnp.where(count > 0, sample_size, 1.0)
         rates = _scaled(controls[0], scale, self.config.ess_scaling), *controls[2:]
-        optimizers = self.optimizers
-        each_network = (optimizers, grads, state.moments, state.trained, rates, (divisor, tokens))
+        # Supervised updates have the last of the moments, the others those before.
+        first = len(state.trained) if self.is_sft else 0
+        others, moments = state.moments[:first], state.moments[first:]
+        assert moments, "supervised updates need config.train.sft_steps"
+        optimizers = self.optimizers[first:]
+        each_network = (optimizers, grads, moments, state.trained, rates, (divisor, tokens))
         steps = [_network_step(*each) for each in zip(*each_network, strict=False)]
         norms = [sums["loss"], *streams.values(), *(norm for each in steps for norm in each.norms)]
         is_finite = jnp.isfinite(jnp.stack(norms)).all()
         # Without a token the moments alone would move the parameters: the policy's, which a stream
         # has too, or the critic's.
         is_taken, has_values = is_finite & (num_learnt > 0), is_finite & (count > 0)
-        before = zip(state.trained, state.moments, strict=False)
+        before = zip(state.trained, moments, strict=False)
         taken = [
             jax.tree.map(functools.partial(jnp.where, takes), (step.params, step.moments), old)
             for takes, step, old in zip((is_taken, has_values), steps, before, strict=False)
         ]
-        trained, moments = zip(*taken, strict=True)
+        trained, new = zip(*taken, strict=True)
         metrics = {
             name: jnp.where(count > 0, value, 0.0) if _is_maximum(name) else value / tokens
             for name, value in sums.items()
@@ -163,15 +173,14 @@ class Update:
         }
         if self.trains_critic:
             metrics["critic_grad_norm"] = steps[1].norms[0]
-            metrics["explained_variance"] = _explained_variance(metrics)
+            metrics["explained_variance"] = explained_variance(*spreads)
         state = dataclasses.replace(
             state,
             updates=state.updates + is_taken,
             params=trained[0],
             critic=trained[1] if self.trains_critic else state.critic,
-            optimizer=optimizer_of(moments + state.moments[len(steps) :]),
             ema=self._average(state.ema, trained[0], is_taken),
-        )
+        ).with_moments(others + new + moments[len(new) :])
         return state, metrics | streams | _routing_metrics(self.model, routing)
 
     def _average(self, ema: Params, params: Params, is_taken: jax.Array) -> Params:
@@ -315,10 +324,11 @@ def _network_step(
     return _NetworkStep(params, moments, norms)
 
 
-def value_sums(
-    algorithm: Algorithm, values: jax.Array, batch: TrajectoryBatch
-) -> dict[str, jax.Array]:
-    """Returns sums over the policy's tokens: "value_loss" of the critic's values, and metrics."""
+def value_sums(algorithm: Algorithm, values: jax.Array, batch: TrajectoryBatch) -> dict[str, Any]:
+    """Returns sums over the policy's tokens: "value_loss" of the critic's values, and metrics.
+
+    Beside them the spreads of returns and of their differences from the values before the updates.
+    """
     assert algorithm.critic and batch.values is not None and batch.returns is not None
     mask = batch.turn_ids > 0
     fields = {"values": values, "old": batch.values, "returns": batch.returns}
@@ -327,26 +337,11 @@ def value_sums(
     )
     losses, metrics, aggregation = algorithm.critic.loss(facts, algorithm.settings)
     assert aggregation is None, "a critic's loss is the mean over tokens"
-    error = facts.returns - facts.old
-    metrics = metrics | {
-        "value_loss": losses,
-        _RETURN: facts.returns,
-        _RETURN_SQUARED: facts.returns**2,
-        _ERROR: error,
-        _ERROR_SQUARED: error**2,
+    metrics = metrics | {"value_loss": losses}
+    return {name: _total(name, field, mask) for name, field in metrics.items()} | {
+        _RETURNS: spread_of(facts.returns, mask),
+        _ERRORS: spread_of(facts.returns - facts.old, mask),
     }
-    return {name: _total(name, field, mask) for name, field in metrics.items()}
-
-
-def _explained_variance(means: dict[str, jax.Array]) -> jax.Array:
-    """Returns 1 - Var[return - value] / Var[return] of the values before the first update.
-
-    Takes the means that it is made of from `means`. 0 where all returns are equal.
-    """
-    of_returns = means.pop(_RETURN_SQUARED) - means.pop(_RETURN) ** 2
-    of_errors = means.pop(_ERROR_SQUARED) - means.pop(_ERROR) ** 2
-    is_any = of_returns > 1e-6
-    return jnp.where(is_any, 1.0 - of_errors / jnp.where(is_any, of_returns, 1.0), 0.0)
 
 
 def token_facts(
@@ -396,11 +391,13 @@ def _total(name: str, values: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(mask, values, 0.0))
 
 
-def _combined(total: dict[str, jax.Array], part: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return {
-        name: (jnp.maximum if _is_maximum(name) else jnp.add)(total[name], part[name])
-        for name in total
-    }
+def _combined(total: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
+    def one(name: str) -> Any:
+        if isinstance(total[name], Spread):
+            return joined(total[name], part[name])
+        return (jnp.maximum if _is_maximum(name) else jnp.add)(total[name], part[name])
+
+    return {name: one(name) for name in total}
 
 
 def _routing_metrics(model: ModelConfig, routing: Routing | None) -> dict[str, jax.Array]:

@@ -1,16 +1,29 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""A paged cache as tests look at it, row by row; and slots with pages for their max tokens."""
+"""Paged caches as tests make and look at them; and slots with pages for their max tokens."""
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 
 from earl_jax.engine import decode_state
 from earl_jax.engine.decode_state import DecodeState
 from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import PageTable, dense_pool, pages_for
-from earl_jax.models.kv_cache import PagedCache
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.kv_cache import PagedCache, empty_pages
+
+
+def empty_cache(
+    config: ModelConfig, rows: int, max_tokens: int, page_size: int = 64, kv_dtype: str = "compute"
+) -> PagedCache:
+    """Pages of zeros, and a table that gives every row its own pages for `max_tokens`."""
+    per_row = pages_for(max_tokens, page_size)
+    return PagedCache(
+        layers=empty_pages(config, rows * per_row, page_size, kv_dtype),
+        table=jnp.arange(rows * per_row, dtype=jnp.int32).reshape(rows, per_row),
+    )
 
 
 def rows_of(cache: PagedCache) -> list[dict[str, np.ndarray]]:

@@ -16,9 +16,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from earl_jax.telemetry.metrics import read_metrics
+from benchmarks.runs import free_port
 from tests.support import ROOT, python_path
-from tests.support.processes import free_port
 from tests.support.runs import TINY
 
 # The config that TINY is of.
@@ -163,7 +162,3 @@ def final_parameters(workdir: Path) -> list[np.ndarray]:
         wanted = ocp.args.Composite(state=ocp.args.StandardRestore(shapes))
         state = manager.restore(step, args=wanted)["state"]
         return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
-
-
-def steps_of(workdir: Path) -> list[dict]:
-    return [row for row in read_metrics(workdir / "metrics.jsonl") if "eval" not in row]

@@ -15,6 +15,7 @@ from earl_jax.engine.session import Policy
 from earl_jax.models.decoder import forward_rows
 from earl_jax.models.parameters import is_spec, parameter_specs, unstack_layers
 from earl_jax.serving.config import ServingConfig
+from earl_jax.serving.driver import Driver
 from earl_jax.serving.served_engine import ServedEngine, build_engine, rollout_config
 from earl_jax.serving.tokenizer import ServedTokenizer
 from earl_jax.sharding.layout import MeshShape, make_layout
@@ -110,3 +111,9 @@ def _step(sampling: Sampling):
         return tokens, logprobs, model_logprobs(logits, tokens)
 
     return step
+
+
+def pages_in_use(driver: Driver) -> int:
+    """Pages of requests that play, shared ones counted once, in the row shard with the most."""
+    pages = driver._service.session.pages
+    return pages.least_pages(pages.pool.shards)

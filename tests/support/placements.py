@@ -136,7 +136,6 @@ def standing(
         "train": [str(train), 1, False],
         "max_tokens": max_tokens,
         "calm_steps": 0,
-        "cache_tokens": 0,
         "most_tokens": max_tokens,
         "most_length": max_tokens,
         **changes,

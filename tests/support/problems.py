@@ -68,7 +68,7 @@ class HandProblem(Problem):
     trainer_move_s: float = 0.0
     cache_byte_s: float = 0.0
 
-    def all_meshes(self, stage: Stage, tokens: int = 0) -> list[MeshShape]:
+    def meshes(self, stage: Stage, tokens: int = 0) -> list[MeshShape]:
         speeds = self.rollout_speeds if stage == "rollout" else self.train_speeds
         found = [mesh for mesh in speeds if mesh.num_devices == self.num_devices(stage)]
         if not found:

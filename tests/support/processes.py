@@ -10,22 +10,15 @@ import importlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from typing import Any
 
+from benchmarks.runs import free_port
 from tests.support import ROOT, python_path
 
 RESULT = "result: "
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 class Processes:

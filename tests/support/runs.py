@@ -47,6 +47,8 @@ TIMES = {
     "stage_s",
     "switch_s",
     "compile_s",
+    "compiles",
+    "checkpoint_s",
     "env_wait_s",
     "rollout_tokens_per_s",
     "train_tokens_per_s",
@@ -114,8 +116,10 @@ def assert_equal(ones, others):
         np.testing.assert_array_equal(one, other)
 
 
-def steps_of(workdir):
-    return [line for line in read_metrics(workdir / "metrics.jsonl") if "reward_mean" in line]
+def steps_of(workdir: Path) -> list[dict]:
+    """The metrics of the steps so far, without those of evaluations."""
+    path = workdir / "metrics.jsonl"
+    return [row for row in read_metrics(path) if "eval" not in row] if path.exists() else []
 
 
 def episodes_of(workdir) -> collections.Counter:

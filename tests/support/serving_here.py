@@ -28,6 +28,7 @@ from earl_jax.serving.server import Endpoints, most_request_bytes, serve
 from earl_jax.serving.texts import Texts
 from earl_jax.serving.tokenizer import ServedTokenizer
 from earl_jax.sharding.layout import MeshShape, make_layout
+from tests.support.continuations import pages_in_use
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class Here:
         return {
             "threads": threading.active_count(),
             "descriptors": len(os.listdir("/proc/self/fd")) - len(self.texts._idle),
-            "pages": self.driver.num_pages_in_use(),
+            "pages": pages_in_use(self.driver),
         }
 
     def rss_bytes(self) -> int:

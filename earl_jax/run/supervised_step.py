@@ -1,0 +1,117 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""A step of a run of supervised updates alone (config.algorithm "sft"), and its record."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from earl_jax.placement.delivery import fill_of
+from earl_jax.placement.moves import move_state
+from earl_jax.placement.placement import Placement
+from earl_jax.placement.updates import StepUpdate, supervised_parts
+from earl_jax.run.build import Run
+from earl_jax.run.step_record import count_skipped
+from earl_jax.run.workdir import Position
+from earl_jax.telemetry.compile_clock import compile_clock
+from earl_jax.telemetry.load import Load
+from earl_jax.telemetry.metrics import Metrics
+from earl_jax.telemetry.timing import StageTimer
+from earl_jax.telemetry.trace import Trace
+from earl_jax.trajectory import TrajectoryBatch
+
+# Metrics of an update that say something of examples that nobody sampled.
+_OF_UPDATE = (
+    "loss", "entropy", "policy_tokens", "grad_norm",
+    "balance_loss", "expert_load_max", "expert_load_entropy",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SupervisedRecord:
+    """The record of one supervised step, of all processes; times are this process's.
+
+    `lengths` are the tokens of its examples; the `batches` are kept where the update was skipped.
+    """
+
+    step: int
+    lengths: list[int]
+    updates: list[Metrics]
+    batches: list[TrajectoryBatch]
+    learning_rate: float
+    packing_fill: float
+    stage_s: dict[str, float]
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns its part of a line of metrics.jsonl."""
+        tokens, update = sum(self.lengths), self.updates[0]
+        return {
+            "step": self.step,
+            "context_tokens_mean": float(np.mean(self.lengths)),
+            "context_tokens_max": max(self.lengths),
+            "train_tokens": tokens,
+            "train_tokens_per_s": tokens / self.stage_s["train"],
+            "packing_fill": self.packing_fill,
+            "stage_s": self.stage_s,
+            **{name: update[name] for name in _OF_UPDATE if name in update},
+            "learning_rate": self.learning_rate,
+            "skipped_updates": self.skipped_updates,
+        }
+
+    @property
+    def skipped_updates(self) -> int:
+        """The number of updates that were skipped, because they were not finite."""
+        return count_skipped(self.updates)
+
+
+def supervised_step(
+    run: Run, placement: Placement, position: Position, trace: Trace | None = None
+) -> tuple[Position, SupervisedRecord]:
+    """Makes one update on the next conversations; nothing is played.
+
+    Its stages are written to the `trace`. Where the devices have too little memory, the update is
+    made again with another plan (`Placement.attempt`).
+    """
+    config, step, conversations = run.config, position.step, run.tasks.conversations
+    assert conversations is not None, "the run was built by build_run alone"
+    load = Load(
+        context_tokens_max=conversations.max_tokens,
+        context_tokens_mean=conversations.mean_tokens,
+        tokens_in_flight_max=0,
+        rollout_tokens=0,
+    )
+    timer = StageTimer(trace, step + 1)
+    with timer("select"):
+        decision = placement.choose_training(load)
+        log = placement.log
+        log.choices, log.expected_s = decision.choices, decision.seconds
+        log.bytes_per_device = max(choice.num_bytes for choice in decision.choices)
+        state = move_state(placement, position.state)
+    with timer("dispatch"):
+        (examples,) = run.tasks.examples(step, 1)
+        parts = supervised_parts(placement, examples, 1, 1)
+        controls = run.learner.controls(step, config.num_steps)
+        update = StepUpdate(placement=placement, controls=controls, parts=parts)
+    plan, compiled_s = placement.train, compile_clock().own_seconds()
+    with timer("train"):
+        state, updates = update.finish(state)
+    # An update in which a program was compiled or loaded says nothing of its speed.
+    is_timed = plan == placement.train and compile_clock().own_seconds() == compiled_s
+    (part,) = update.parts
+    # All processes choose by the times of the first.
+    own = (timer.seconds["train"], is_timed)
+    train_s, is_timed = run.cluster.gather(own, "the end of a step")[0]
+    if is_timed:
+        speed = part.batch.tokens.size / train_s
+        placement.observations.add_speed(plan, part.length, speed)
+    record = SupervisedRecord(
+        step=step + 1,
+        lengths=[len(ids) for ids, _ in examples],
+        updates=updates,
+        batches=[part.batch] if count_skipped(updates) else [],
+        learning_rate=float(controls[0]),
+        packing_fill=fill_of(update.parts),
+        stage_s={**timer.seconds, "train": train_s},
+    )
+    return dataclasses.replace(position, step=step + 1, state=state), record

@@ -1,0 +1,432 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Supervised updates on a file of conversations: their ids, order, errors, and a run of them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from earl_jax.envs.chat import ChatRenderer
+from earl_jax.envs.chat_dataset import ChatDataset
+from earl_jax.envs.tokenizer import build_tokenizer, load_tokenizer, save_tokenizer
+from earl_jax.loop import rl_step
+from earl_jax.models.decoder import forward_rows, head_weights
+from earl_jax.placement.updates import supervised_parts
+from earl_jax.run.build import build_run, with_conversations
+from earl_jax.run.supervised_step import supervised_step
+from earl_jax.run.workdir import restore_tasks, tasks_state
+from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.telemetry.metrics import read_metrics
+from earl_jax.training import train
+from tests.support.placements import TINY, begin, place
+from tests.support.runs import final_parameters, timeless
+from tests.support.settings import make_config
+
+FOLDERS = Path(__file__).parent / "tokenizers"
+PAD, USER, ASSISTANT, END = range(4)
+OURS = build_tokenizer([], 260)
+
+
+def said(*pairs, **others) -> str:
+    """A line of ("user", "1"), ... and other keys; ("assistant", "1", 0) has that weight."""
+    messages = []
+    for role, content, *weight in pairs:
+        messages.append({"role": role, "content": content})
+        if weight:
+            messages[-1]["weight"] = weight[0]
+    return json.dumps({"messages": messages, **others})
+
+
+def dataset(tmp_path, *lines, tokenizer=OURS, most_tokens=1000, **others) -> ChatDataset:
+    path = tmp_path / "talks.jsonl"
+    path.write_text("\n".join(lines))
+    arguments = {"seed": 3, "most_tokens": most_tokens, "limit": "a limit"} | others
+    return ChatDataset(str(path), ChatRenderer(tokenizer), **arguments)
+
+
+def first(tmp_path, line, **others):
+    (example,) = dataset(tmp_path, line, **others).batch(0, 1)
+    return example
+
+
+def ids_of(text: str) -> list[int]:
+    return OURS(text, add_special_tokens=False)["input_ids"]
+
+
+# Ids.
+
+
+def test_the_assistants_tokens_and_ends_of_turn_are_learnt_and_no_others(tmp_path):
+    (five,), (six,), (seven,), (eight,) = map(ids_of, "5678")
+    line = said(("user", "5"), ("assistant", "6"), ("user", "7"), ("assistant", "8"))
+    ids, turn_ids = first(tmp_path, line)
+    assert ids == [USER, five, END, ASSISTANT, six, END, USER, seven, END, ASSISTANT, eight, END]
+    assert turn_ids == [0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 2, 2]
+
+
+def test_a_weight_of_0_masks_a_message_and_what_follows_the_last_reply_is_left_out(tmp_path):
+    line = said(("user", "5"), ("assistant", "6", 0), ("user", "7"), ("assistant", "8", 1))
+    assert first(tmp_path, line)[1] == [0] * 10 + [2, 2]
+    line = said(("user", "5"), ("assistant", "6"), ("user", "7"))
+    assert first(tmp_path, line) == first(tmp_path, said(("user", "5"), ("assistant", "6")))
+
+
+def test_mask_is_the_templates_own_for_every_kind_of_message(tmp_path):
+    """By `transformers` and the marks of generation in our template; with a tool that is shown."""
+    tool = {"type": "function", "function": {"name": "clock", "parameters": {}}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Why?", "name": None},
+        {"role": "assistant", "content": "clock()"},
+        {"role": "tool", "content": "12:00", "tool_call_id": "7"},
+        {"role": "tool", "content": "late"},
+        {"role": "assistant", "content": "It is 12:00."},
+    ]
+    line = json.dumps({"messages": messages, "tools": [tool], "id": 7})
+    ids, turn_ids = first(tmp_path, line)
+    whole = OURS.apply_chat_template(
+        messages, tools=[tool], return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert ids == whole["input_ids"]
+    assert [int(turn > 0) for turn in turn_ids] == whole["assistant_masks"]
+    assert set(turn_ids) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama3", "mistral", "gemma3"])
+def test_ids_are_those_of_the_familys_template(tmp_path, name):
+    tokenizer = load_tokenizer(FOLDERS / name)
+    pairs = (
+        ("user", "Why not?"),
+        ("assistant", " So be it.\n"),
+        ("user", "Ha"),
+        ("assistant", "Yes"),
+    )
+    ids, turn_ids = first(tmp_path, said(*pairs), tokenizer=tokenizer)
+    # Not the last turn, where Qwen3's template writes an empty block of reasoning.
+    messages = [{"role": role, "content": content} for role, content in (*pairs, ("user", "x"))]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert ids == tokenizer(text, add_special_tokens=False)["input_ids"][: len(ids)]
+    learnt = [
+        ChatRenderer(tokenizer).decode(np.array(ids)[np.array(turn_ids) == turn]) for turn in (1, 2)
+    ]
+    end, trims = tokenizer.decode(ids[-1]), name in ("llama3", "mistral", "gemma3")
+    blank = " " if name == "mistral" else ""
+    assert learnt == [blank + ("So be it." if trims else " So be it.\n") + end, blank + "Yes" + end]
+
+
+def test_a_conversation_forks_where_an_episode_would(tmp_path):
+    """Qwen3's template drops reasoning where the user asks again."""
+    tokenizer = load_tokenizer(FOLDERS / "qwen3")
+    line = said(
+        ("user", "What?"),
+        ("assistant", "<think>\nhm\n</think>\n\nSunny."),
+        ("user", "Sure?"),
+        ("assistant", "Yes."),
+    )
+    found = dataset(tmp_path, line, tokenizer=tokenizer, history="fork")
+    texts = {
+        (tokenizer.decode(ids), tokenizer.decode([i for i, t in zip(ids, turns) if t]))  # noqa: B905
+        for ids, turns in found.batch(0, 2)
+    }
+    asked = "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"
+    reasoned, sure = "<think>\nhm\n</think>\n\nSunny.<|im_end|>", "Yes.<|im_end|>"
+    again = "Sunny.<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+    assert texts == {(asked + reasoned, reasoned), (asked + again + sure, sure)}
+    assert "1 conversations in 2 samples, of up to" in str(found)
+    # Appended to, it is one sample, as an episode is.
+    (whole,) = dataset(tmp_path, line, tokenizer=tokenizer).batch(0, 1)
+    assert tokenizer.decode(whole[0]).count("hm") == 1 and max(whole[1]) == 2
+
+
+# Order.
+
+
+def test_each_pass_has_every_conversation_once_in_an_order_of_seed_and_pass(tmp_path):
+    lines = [said(("user", "?"), ("assistant", str(number))) for number in range(5)]
+    found = dataset(tmp_path, *lines[:2], "", *lines[2:])
+
+    def order(found, updates) -> list[int]:
+        batches = [found.batch(number, 2) for number in updates]
+        return [int(OURS.decode(ids[-2])) for batch in batches for ids, _ in batch]
+
+    expected = [np.random.default_rng([3, number]).permutation(5).tolist() for number in range(2)]
+    assert order(found, range(5)) == expected[0] + expected[1]
+    assert expected[0] != expected[1]
+    # A function of the number of the update alone: that of a resumed run.
+    later = [*expected[1][1:3], expected[0][4], expected[1][0]]
+    assert order(dataset(tmp_path, *lines), (3, 2)) == later
+    other = np.random.default_rng([4, 0]).permutation(5).tolist()
+    assert order(dataset(tmp_path, *lines, seed=4), (0, 1)) == other[:4]
+
+
+def test_other_conversations_are_not_gone_on_with(tmp_path):
+    lines = [said(("user", "?"), ("assistant", str(number))) for number in range(3)]
+    kept = dataset(tmp_path, *lines).state()
+    dataset(tmp_path, *lines).restore(kept)
+    with pytest.raises(ValueError, match="whose 2 conversations are not the 3 that this run"):
+        dataset(tmp_path, *lines[:2]).restore(kept)
+
+
+# Errors.
+
+GOOD = said(("user", "5"), ("assistant", "6"))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "Expecting property name"),
+        ("\xff", "Expecting value"),
+        ("[1]", "it must be a JSON object"),
+        ('{"message": []}', "'messages' is None; it must be a list of messages such as"),
+        ('{"messages": []}', "'messages' is .*; it must be a list of messages"),
+        ('{"messages": ["x"]}', "message 1 of 1 is 'x'; it must be an object with a 'role', one"),
+        (said(("developer", "x")), "one of system, user, tool and assistant, and a 'content'"),
+        (said(("user", "x"), ("user", "y")), "no message is the assistant's, or all of them have"),
+        (said(("user", "x"), ("assistant", "y", 0)), "weight 0: there is nothing to learn"),
+        (said(("assistant", "y")), "message 1 of 1 is the assistant's with no message of another"),
+        (said(*[("user", "x")], *[("assistant", "y")] * 2), "message 3 of 3 is the assistant's"),
+        (said(("user", ["x"])), r"the content of message 1 of 1 is \['x'\]; give a text"),
+        (said(("user", "x"), ("assistant", None)), "the content of message 2 of 2 is None"),
+        (said(("user", "x"), ("assistant", "y", 2)), "weight of message 2 of 2 is 2; it must be 0"),
+        (said(("user", "x", 1)), "has the key 'weight'; the user's messages have role, content"),
+        (
+            '{"messages": [{"role": "assistant", "content": null, "tool_calls": [{}]}]}',
+            "has the key 'tool_calls'; .* role, content, weight .a call is a part of the content",
+        ),
+        (said(("user", "x"), ("assistant", "y"), tools="clock"), "'tools' is 'clock'; it must be"),
+        (said(("user", "\ud800"), ("assistant", "y")), "cannot be encoded as UTF-8"),
+    ],
+)
+def test_a_line_that_is_no_conversation_is_an_error_that_names_it(tmp_path, line, words):
+    with pytest.raises(ValueError, match=f"talks.jsonl, line 3: .*{words}.*sft_path"):
+        dataset(tmp_path, GOOD, "", line)
+
+
+def test_a_file_without_conversations_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="config.train.sft_path is .*, which holds no rows"):
+        dataset(tmp_path, "", "")
+    with pytest.raises(ValueError, match="config.train.sft_path is .*, which cannot be read"):
+        ChatDataset(
+            str(tmp_path / "none"), ChatRenderer(OURS), seed=0, most_tokens=1, limit="a limit"
+        )
+
+
+def test_a_conversation_that_is_too_long_is_an_error_that_names_it_and_counts_the_others(tmp_path):
+    """GOOD has 6 tokens; each digit more is one more."""
+    long = said(("user", "55"), ("assistant", "66"))
+    dataset(tmp_path, GOOD, long, most_tokens=8)
+    words = (
+        "line 2: the conversation has 8 tokens, more than a limit, and so have 2 of 4; shorten or "
+        "remove these lines"
+    )
+    with pytest.raises(ValueError, match=words):
+        dataset(tmp_path, GOOD, long, GOOD, long, most_tokens=7)
+
+
+# Settings.
+
+
+class Silent:
+    """An environment without example replies."""
+
+    def start(self):
+        raise NotImplementedError
+
+    def step(self, reply):
+        raise NotImplementedError
+
+
+SILENT = {"env": {"name": f"{__name__}:Silent"}}
+
+
+def test_an_environment_needs_no_examples_beside_conversations():
+    for train_by in ({"sft_steps": 3}, {"sft_weight": 0.5}):
+        with pytest.raises(ValueError, match="or name a file of conversations in config.train.sft"):
+            make_config({**SILENT, "train": train_by})
+        make_config({**SILENT, "train": {**train_by, "sft_path": "talks.jsonl"}})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"train": {"sft_path": "x"}}, "sft_path = 'x' has no effect .*sft_steps is 0 and"),
+        ({"algorithm": "sft"}, "'sft' with no config.train.sft_path; .*name a file of convers"),
+        (
+            {"algorithm": "sft", "train": {"sft_path": "x", "sft_steps": 2}},
+            "sft_steps is 2 with config.algorithm 'sft': all updates are supervised; set it to 0",
+        ),
+        (
+            {"algorithm": "sft", "train": {"sft_path": "x", "epochs": 2}},
+            "epochs is 2 with config.algorithm 'sft': a step is one update",
+        ),
+        (
+            {
+                "algorithm": "sft",
+                "train": {"sft_path": "x"},
+                "devices": {"num_rollout": 4},
+            },
+            "num_rollout is 4 with config.algorithm 'sft': nothing is played; set it to 0",
+        ),
+    ],
+)
+def test_settings_that_cannot_be(given, words):
+    with pytest.raises(ValueError, match=words):
+        make_config(given)
+
+
+def test_a_run_on_conversations_alone_scores_the_untempered_policy():
+    given = {"train": {"sft_path": "x"}, "rollout": {"temperature": 0.5}}
+    assert make_config({**given, "algorithm": "sft"}).train_temperature == 1.0
+    given["train"]["sft_steps"] = 1
+    assert make_config(given).train_temperature == 0.5
+
+
+# Updates.
+
+
+def settings(path, **others) -> dict:
+    given = {
+        "num_steps": 4,
+        "model": TINY,
+        "rollout": {
+            "num_slots": 8,
+            "episodes_per_step": 8,
+            "max_turn_tokens": 2,
+            "context_buckets": (32, 64),
+        },
+        "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "table": "model"},
+        "train": {"sft_path": str(path), "learning_rate": 3e-3, "entropy_coefficient": 0.0},
+        "eval": {"every_steps": 100, "games": 8, "final_games": 8},
+        "checkpoint": {"every_steps": 1, "keep": 5},
+    }
+    return {**given, **others, "train": given["train"] | others.get("train", {})}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """Eleven conversations, of which one is longer than any game of Tic-Tac-Toe."""
+    file = tmp_path_factory.mktemp("talks") / "talks.jsonl"
+    lines = [said(("user", f"{i} + 1?"), ("assistant", str(i + 1))) for i in range(10)]
+    file.write_text("\n".join([*lines, said(("user", "a" * 40), ("assistant", "Indeed."))]))
+    save_tokenizer(OURS, file.parent / "tokenizer")
+    return file
+
+
+def built(path, **others):
+    """A run from scratch whose tokens are bytes."""
+    return build_run(make_config(settings(path, **others)), path.parent / "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def world(path):
+    """A run on conversations alone, from scratch."""
+    return with_conversations(built(path, algorithm="sft"))
+
+
+def test_the_tokenizer_of_a_model_from_scratch_knows_the_conversations(path):
+    config = make_config(settings(path, algorithm="sft"))
+    texts = config.corpus()
+    assert texts[:4] == ["0 + 1?", "1", "1 + 1?", "2"] and len(texts) > 22
+
+
+def test_conversations_are_whole_and_the_selector_plans_for_the_longest(world, path):
+    """Rollouts have contexts of 32 tokens; the environment's examples are cut there.
+
+    The longest conversation has 40 bytes, 7 bytes and 4 control tokens.
+    """
+    longest = world.stages.example_tokens
+    assert longest == 51
+    placement, _ = begin(world)
+    assert placement.length == 64 and placement.max_tokens == 32
+    examples = [*world.tasks.examples(0, 1)[0], *world.tasks.examples(1, 1)[0]][:11]
+    long = [example for example in examples if len(example[0]) == longest]
+    assert len(long) == 1
+    (part,) = supervised_parts(placement, [*long * 2, *examples[:6]], 32, 1)
+    assert part.length == 64
+    assert part.num_tokens == 2 * longest + sum(len(ids) for ids, _ in examples[:6])
+    plain = built(path, train={"sft_path": ""})
+    placement = place(plain)
+    placement.choose_step(32, None)
+    assert placement.length == 32
+    (part,) = supervised_parts(placement, long * 8, 32, 1)
+    assert (part.length, part.num_tokens) == (32, 8 * 32)
+
+
+def test_a_step_is_an_update_by_the_cross_entropy_of_its_conversations(world):
+    """By the logits of the model's own forward pass, one conversation at a time."""
+    placement, position = begin(world)
+    examples = world.tasks.examples(0, 1)[0]
+    params = jax.tree.map(np.asarray, world.learner.policy(position.state))
+    layout = make_layout(MeshShape(), jax.devices()[:1])
+    row, segments = np.zeros((2, 8, 64), np.int32)
+    for index, (ids, _) in enumerate(examples):
+        row[index, : len(ids)], segments[index, : len(ids)] = ids, 1
+    model, head = world.learner.model, np.asarray(head_weights(params))
+    hidden = jax.jit(lambda *rows: forward_rows(model, layout, params, *rows))(row, segments)
+    logs = np.asarray(jax.nn.log_softmax(np.asarray(hidden) @ head))
+    found = [
+        logs[index, at - 1, ids[at]]
+        for index, (ids, turn_ids) in enumerate(examples)
+        for at, turn in enumerate(turn_ids)
+        if turn
+    ]
+    position, record = supervised_step(world, placement, position)
+    line = record.metrics()
+    assert abs(line["loss"] + np.mean(found)) < 1e-4
+    assert line["policy_tokens"] == len(found)
+    assert line["train_tokens"] == sum(len(ids) for ids, _ in examples)
+    assert line["context_tokens_max"] == max(len(ids) for ids, _ in examples)
+    assert (position.step, record.step, int(position.state.updates)) == (1, 1, 1)
+    # The rate of the config's schedule, and not sft_learning_rate.
+    np.testing.assert_allclose(line["learning_rate"], 3e-3 / 11, rtol=1e-5)
+
+
+def test_state_of_the_conversations_is_in_the_checkpoint(world):
+    kept = tasks_state(world)
+    assert kept["conversations"]["conversations"] == 11
+    restore_tasks(world, kept)
+    with pytest.raises(ValueError, match="are not the 0 that this run began with"):
+        restore_tasks(world, {})
+
+
+@pytest.mark.slow
+def test_a_warm_start_and_a_stream_take_the_conversations(path):
+    supervised = {"sft_steps": 1, "sft_updates": 2, "sft_weight": 0.5}
+    world = with_conversations(built(path, train=supervised))
+    placement, position = begin(world)
+    position, record = rl_step(world, placement, position)
+    numbers = [
+        sum(turn > 0 for _, turns in examples for turn in turns)
+        for examples in world.tasks.examples(0, 2)
+    ]
+    assert [update["policy_tokens"] for update in record.sft_updates] == numbers
+    assert record.updates[0]["supervised_loss"] > 0
+
+
+@pytest.mark.slow
+def test_a_run_on_conversations_alone_is_resumed_bit_for_bit_and_plays_nothing(path, tmp_path):
+    config = make_config(settings(path, algorithm="sft"))
+    end = train(config, tmp_path / "whole")
+    assert end.evaluation == {} and not end.stopped
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    for step in (3, 4):
+        shutil.rmtree(tmp_path / "again" / "checkpoints" / str(step))
+    train(config, tmp_path / "again")
+    ones, others = (final_parameters(tmp_path / name, 4) for name in ("again", "whole"))
+    for one, other in zip(ones, others, strict=True):
+        assert one.tobytes() == other.tobytes()
+    lines = [
+        [timeless(line) for line in read_metrics(tmp_path / name / "metrics.jsonl")]
+        for name in ("again", "whole")
+    ]
+    assert lines[0] == lines[1] and [line["step"] for line in lines[0]] == [1, 2, 3, 4]
+    assert not (tmp_path / "whole" / "trajectories").exists()
+    # A run with rollouts goes on from its weights.
+    rollouts = settings(path, train={"sft_path": ""}, num_steps=1)
+    rollouts["checkpoint"] = {"every_steps": 1, "keep": 2}
+    train(make_config(rollouts, [f"init_from={tmp_path / 'whole'}"]), tmp_path / "rl")
