@@ -189,9 +189,11 @@ class Chooser:
             if not may_leave or stays.cost_s <= (1.0 + self.problem.hysteresis) * pair.cost_s:
                 pair = stays
         rollout, train, tokens = pair.rollout, pair.train, step.max_tokens
-        play_s = self._play_s(step, rollout) if rollout else 0.0
-        train_s = self._train_s(step, train) if train else 0.0
-        play, update = (tokens, play_s, pair.resident), (step.length, train_s, 0)
+        played = [
+            self._play_s(step, each.rollout) if each.rollout else 0.0 for each in (pair, stays)
+        ]
+        trained = [self._train_s(step, each.train) if each.train else 0.0 for each in (pair, stays)]
+        play, update = (tokens, played, pair.resident), (step.length, trained, 0)
         return Decision(
             rollout=rollout and self._choice(rollout, current.rollout, play, stays.rollout),
             train=train and self._choice(train, current.train, update, stays.train),
@@ -203,14 +205,16 @@ class Chooser:
         self,
         found: Candidate[P],
         before: P | None,
-        work: tuple[int, float, int],
+        work: tuple[int, Sequence[float], int],
         stays: Candidate[P] | None,
     ) -> Choice[P]:
         """Returns a stage's choice; `work`: context bucket, seconds, and bytes that are beside.
 
-        `stays` is its candidate where as much stays of the plans in use as can.
+        `stays` is its candidate where as much stays of the plans in use as can; the second of the
+        seconds are its.
         """
-        tokens, seconds, beside = work
+        tokens, (seconds, stays_s), beside = work
+        gain = stays_s / seconds - 1 if seconds else 0.0
         num_bytes = found.num_bytes - self.candidates.surplus(found.plan, tokens) + beside
         return Choice(
             stage=found.plan.stage,
@@ -220,7 +224,7 @@ class Chooser:
             is_exact=found.is_exact,
             seconds=seconds,
             switched=before is not None and found.plan.mesh != before.mesh,
-            reason=reason_of(self.candidates, found, before, tokens, num_bytes, stays),
+            reason=reason_of(self.candidates, found, before, tokens, num_bytes, stays, gain),
         )
 
     def _best(self, pairs: Sequence[_Pair], current: Plans) -> _Pair:

@@ -28,11 +28,13 @@ def reason_of(
     tokens: int,
     num_bytes: int,
     stays: Candidate | None,
+    gain: float,
 ) -> str:
     """Returns why a plan was chosen at a context bucket of `tokens`.
 
     A device holds `num_bytes` meanwhile. `stays` is the stage's candidate where as much as can
-    stays of the plans in use. It is on another mesh than `current` where that one cannot stay.
+    stays of the plans in use, and `gain` the share by which the stage does more a second than so.
+    It is on another mesh than `current` where that one cannot stay.
     """
     plan, budget = chosen.plan, candidates.problem.budget_bytes
     size = f"{'' if chosen.is_exact else 'about '}{bytes_text(num_bytes)}/device"
@@ -45,11 +47,10 @@ def reason_of(
     why = _why_left(candidates, current, tokens)
     if stays is not None and stays.plan.mesh == current.mesh:
         tried = "never ran, tried: at best " if chosen.is_trial else ""
-        gain = percent(chosen.tokens_per_s / stays.tokens_per_s - 1)
         if (instead := stays.plan.words(current)) == str(current.mesh):
-            why = f"context {tokens}, {size}; {tried}{gain} tokens/s"
+            why = f"context {tokens}, {size}; {tried}{percent(gain)} tokens/s"
         else:
-            why += f"; {tried}{gain} tokens/s against {instead}"
+            why += f"; {tried}{percent(gain)} tokens/s against {instead}"
     return f"{current.mesh} -> {plan.words()} ({why})"
 
 
