@@ -11,10 +11,10 @@ better it then gets, the longer its walks: from 15 tokens to 247, and to a rewar
 is the whole trail.
 
 1.9 MB per device are enough for training on data=1,fsdp=8 and rollouts on data=8 while walks are
-short. Rows of 96 tokens would need 3.9 MB, and training moves to data=1,fsdp=2,context=4, which
+short. Rows of 96 tokens would need 2.7 MB, and training moves to data=1,fsdp=2,context=4, which
 splits each row over four devices; contexts of 256 tokens would need 2.4 MB, and the rollout moves
 to data=4,tensor=2. Both moves are printed with their reasons. The selector goes by bytes and the
-speed model, not by the clock: equal seeds are equal runs. benchmarks/growing.md has static meshes.
+speed model, not by the clock: equal seeds are equal runs.
 """
 
 from ml_collections import ConfigDict
