@@ -137,8 +137,14 @@ def _train_in(
     replay: Path | None,
 ) -> RunEnd:
     """Trains in a workdir that is this run's alone; `notes` are to be shown."""
-    folder, keep = workdir / "checkpoints", config.checkpoint.keep
-    checkpoints = Checkpoints(folder, keep=keep, gather=cluster.gather)
+    folder, kept = workdir / "checkpoints", config.checkpoint
+    checkpoints = Checkpoints(
+        folder,
+        keep=kept.keep,
+        keep_best=kept.keep_best,
+        keep_every_steps=kept.keep_every_steps,
+        gather=cluster.gather,
+    )
     is_new = not checkpoints.steps()
     run = build_from(config, workdir, cluster, stop, is_new=is_new, replay=replay)
     # Only the first process writes to the screen.
@@ -339,7 +345,7 @@ class Training:
             self._take_over()
             if self._is_due(position.step):
                 self._export(position)
-            has = self.recorder.has_evaluation(position.step)
+            has = self.recorder.evaluation(position.step) is not None
             if not run.cluster.gather(has, "the newest evaluation")[0]:
                 self._evaluate_if_due(position)
             if self._is_due(position.step):
@@ -450,7 +456,11 @@ class Training:
         if self.player is not None and run.cluster.plays:
             rules = _rules(run.config)
             write_episodes(workdir, step, run.cluster.index, position.open_episodes, rules)
-        save(run, self.placement, self.checkpoints, position, choices)
+        rating = None
+        if run.config.checkpoint.keep_best:
+            own = (self.recorder.evaluation(step) or {}).get("reward_mean")
+            rating = run.cluster.gather(own, "the newest evaluation")[0]
+        save(run, self.placement, self.checkpoints, position, choices, rating)
         if self.player is not None and run.cluster.is_first:
             drop_episodes(workdir, [*self.checkpoints.steps(), step])
         self.log.checkpoint_s += time.perf_counter() - start_s

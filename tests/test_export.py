@@ -242,7 +242,7 @@ def test_a_run_exports_at_its_end_or_with_every_checkpoint(given, path, steps, t
         training = Training(
             run=run,
             placement=place(run),
-            recorder=SimpleNamespace(note=notes.append, has_evaluation=lambda step: True),
+            recorder=SimpleNamespace(note=notes.append, evaluation=lambda step: {}),
             checkpoints=None,
             workdir=tmp_path,
             ahead=ahead,

@@ -72,6 +72,10 @@ class DispatchConfig:
 class CheckpointConfig:
     """A checkpoint every `every_steps` steps and at the end; the newest `keep` are kept.
 
+    Beside them the `keep_best` are kept whose evaluations had the highest mean rewards (a
+    checkpoint without an evaluation of its step counts as the lowest), and those of every
+    `keep_every_steps`-th step; 0: none.
+
     `export` writes the policy too, as a folder that `transformers` loads, in the type of the
     checkpoint in config.model.path, fp32 where there is none. "auto": at the end of a run that has
     such a path. True: with every checkpoint as well, except one caused by a signal, which must be
@@ -81,6 +85,8 @@ class CheckpointConfig:
 
     every_steps: int = 50
     keep: int = 3
+    keep_best: int = 0
+    keep_every_steps: int = 0
     export: Literal["auto", True, False] = "auto"
 
     def validate(self) -> None:
@@ -90,6 +96,11 @@ class CheckpointConfig:
             raise InputError(
                 f"config.checkpoint.every_steps is {self.every_steps} and config.checkpoint.keep "
                 f"is {self.keep}; at least 1 and 2: the one before the newest is the spare"
+            )
+        if min(self.keep_best, self.keep_every_steps) < 0:
+            raise InputError(
+                f"config.checkpoint.keep_best is {self.keep_best} and "
+                f"config.checkpoint.keep_every_steps is {self.keep_every_steps}; at least 0"
             )
 
 

@@ -192,11 +192,12 @@ def save(
     checkpoints: Checkpoints,
     position: Position,
     choices: dict[str, Any] | None = None,
+    rating: float | None = None,
 ) -> None:
     """Saves all that a run needs to go on as if it had never stopped; every process calls it.
 
     `choices` are those of the position (`choices_of`), where a step was begun since; None: those of
-    now.
+    now. `rating` is the mean reward of its evaluation; None: there is none.
     """
     # A resumed run has no kept session either, and the copy of the weights needs its memory.
     placement.sessions.forget()
@@ -219,6 +220,7 @@ def save(
             "averages": dict(position.averages),
             **({"base_fingerprint": prints[0]} if prints else {}),
         },
+        rating,
     )
     if not is_copy:
         # The next step donates these arrays.

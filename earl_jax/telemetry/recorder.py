@@ -106,9 +106,9 @@ class Recorder:
         """Returns the newest evaluation in metrics.jsonl; empty where there is none."""
         return next((row["eval"] for row in reversed(self._rows()) if "eval" in row), {})
 
-    def has_evaluation(self, step: int) -> bool:
-        """Returns True if metrics.jsonl has an evaluation of this step."""
-        return any(row["step"] == step and "eval" in row for row in self._rows())
+    def evaluation(self, step: int) -> dict[str, Any] | None:
+        """Returns the evaluation of this step in metrics.jsonl; None where there is none."""
+        return next((r["eval"] for r in self._rows() if r["step"] == step and "eval" in r), None)
 
     def _rows(self) -> list[dict[str, Any]]:
         path = self._workdir / "metrics.jsonl"

@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as managers
 
 from earl_jax.models.lora import FINGERPRINT_VERSION, fingerprint
 from earl_jax.models.parameters import Params
@@ -44,6 +45,14 @@ def of_one(item: Any, what: str) -> list[Any]:
     return [item]
 
 
+# The rating of a checkpoint that has none.
+_LOWEST = -1e30
+
+
+def _rating(metrics: dict[str, float]) -> float:
+    return metrics["rating"]
+
+
 class DamagedCheckpoint(ValueError):
     """Raised for a checkpoint whose files are not those that were saved."""
 
@@ -59,15 +68,31 @@ class Checkpoints:
         folder: Path,
         *,
         keep: int | None,
+        keep_best: int = 0,
+        keep_every_steps: int = 0,
         gather: Gather = of_one,
     ) -> None:
         """Opens the folder; the newest `keep` checkpoints are kept, or with None all: to read.
 
-        Of several processes all read alike; `gather` is their `Cluster.gather`.
+        Kept are the `keep_best` of the highest rating, too, and those of every
+        `keep_every_steps`-th step; 0: none. Of several processes all read alike; `gather` is their
+        `Cluster.gather`.
         """
         self._folder, self._reads_only = folder.absolute(), keep is None
+        self._rates = keep_best > 0
+        kept: list[managers.PreservationPolicy] = [managers.LatestN(n=keep)]
+        if keep_every_steps:
+            kept.append(managers.EveryNSteps(interval_steps=keep_every_steps))
+        if keep_best:
+            kept.append(
+                managers.BestN(
+                    get_metric_fn=_rating, n=keep_best, keep_checkpoints_without_metrics=False
+                )
+            )
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
+            preservation_policy=managers.AnyPreservationPolicy(kept),
+            # Without it ratings are not read again.
+            best_fn=_rating if keep_best else None,
             create=keep is not None,
             enable_async_checkpointing=keep is not None,
         )
@@ -80,8 +105,10 @@ class Checkpoints:
         """Returns the steps with a finished checkpoint, newest first."""
         return sorted(self._manager.all_steps(), reverse=True)
 
-    def save(self, step: int, state: TrainState, position: dict[str, Any]) -> None:
-        """Begins to save. `state` may be donated once this returns."""
+    def save(
+        self, step: int, state: TrainState, position: dict[str, Any], rating: float | None = None
+    ) -> None:
+        """Begins to save. `state` may be donated once this returns; `rating` None: the lowest."""
         kept = _kept(state)
         # As it will be read: keys of JSON are strings.
         values = json.loads(
@@ -99,6 +126,7 @@ class Checkpoints:
                 state=ocp.args.StandardSave(kept),
                 position=ocp.args.JsonSave({**values, "digest": _digest(values)}),
             ),
+            metrics={"rating": _LOWEST if rating is None else rating} if self._rates else None,
         )
 
     def position(self, step: int) -> dict[str, Any]:
