@@ -16,7 +16,7 @@ uv run python -m earl_jax.plan --config=configs/qwen3_30b_a3b.py \
     1,024  data=1,fsdp=16                               2  data=2,expert=2,tensor=4    16 s
     2,048  data=1,fsdp=16                               4  data=2,expert=2,tensor=4    36 s
     4,096  data=1,fsdp=16                               4  data=2,expert=2,tensor=4    90 s
-    8,192  data=1,fsdp=4,expert=2,tensor=2             32  data=4,tensor=4            219 s
+    8,192  data=1,fsdp=16                               8  data=4,tensor=4            215 s
 """
 
 from ml_collections import ConfigDict

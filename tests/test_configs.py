@@ -204,8 +204,9 @@ def test_every_context_of_a_published_model_fits_its_hardware_and_traces(name, t
 
 
 def assert_round_lowers(config, model, vocab_size, problem, stop, platform):
-    """A round of one process of the rollout."""
-    num, mesh = problem.num_players, stop.decision.rollout.plan.mesh
+    """A round of one process of the rollout, or of all where its mesh spans them."""
+    mesh = stop.decision.rollout.plan.mesh
+    num = problem.num_parts(mesh)
     own = dataclasses.replace(mesh, data=mesh.data // num)
     rollout = config.rollout.part(num)
     engine_config = make_engine_config(
