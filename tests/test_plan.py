@@ -687,7 +687,7 @@ def test_a_preset_for_chips_needs_no_other_flag(capsys):
         ("v5p:4x4x8", "qwen2.5-72b", 90),
         ("v6e:4x4", "qwen2.5-7b", 30),
         ("h100:16x8", "qwen3-30b-a3b", 60),
-        ("h200:1x8", "qwen2.5-32b", 100),
+        ("h200:1x8", "qwen2.5-32b", 120),
         ("b200:1x8", "qwen2.5-32b", 130),
     ],
 )
