@@ -40,7 +40,9 @@ def test_costs_are_those_of_the_slowest_process_and_each_is_written_once():
 def test_the_stall_of_a_save_is_measured(monkeypatch):
     monkeypatch.setattr(training, "save", lambda *_: time.sleep(0.05))
     log = types.SimpleNamespace(checkpoint_s=0.0)
-    parts = dict.fromkeys(("run", "placement", "checkpoints", "workdir", "player"))
+    kept = types.SimpleNamespace(checkpoint=types.SimpleNamespace(keep_best=0))
+    parts = dict.fromkeys(("placement", "checkpoints", "workdir", "player"))
+    parts["run"] = types.SimpleNamespace(config=kept)
     saving = types.SimpleNamespace(log=log, **parts)
     training.Training._save(saving, types.SimpleNamespace(step=1), {})
     assert 0.05 <= log.checkpoint_s < 5
