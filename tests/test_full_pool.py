@@ -47,13 +47,18 @@ def world():
 
 @pytest.fixture(scope="module")
 def table(world):
-    """XLA's bytes of a rollout on data=8 at SHORT tokens, and small ones at LONGEST tokens."""
+    """XLA's bytes of a rollout on data=8 up to LONG tokens, and small ones at LONGEST tokens.
+
+    Those that are computed for so small a model on a CPU are off by more than the reserve.
+    """
     plan, table = RolloutPlan(D8, SLOTS, PAGES), ThroughputTable()
-    num_bytes = compiled_bytes(world.stages, plan, SHORT)
-    assert num_bytes is not None
     for mesh in (D8, D4T2):
         table = table.with_bytes(rollout_key(mesh, LONGEST, SLOTS), 1)
-    return with_program_bytes(world.problem, table, plan, SHORT, num_bytes)
+    for tokens in (SHORT, LONG):
+        num_bytes = compiled_bytes(world.stages, plan, tokens)
+        assert num_bytes is not None
+        table = with_program_bytes(world.problem, table, plan, tokens, num_bytes)
+    return table
 
 
 def bytes_of(world, table, pages):
