@@ -275,6 +275,18 @@ def test_a_hang_among_waiting_calls_fails_in_its_time(released):
     pool.close()
 
 
+def test_a_call_is_overdue_though_it_ends_before_anybody_looks():
+    """Such as one that keeps the interpreter to itself: the time decides, not who looks first."""
+    pool = EnvironmentPool(1, timeout_s=0.2)
+    calls = pool.calls()
+    calls.submit({"late": lambda: time.sleep(0.4), "next": lambda: 1})
+    time.sleep(0.8)
+    outcomes = calls.take(30.0)
+    assert outcomes.pop("late").stop_reason == "environment_timeout"
+    assert outcomes == {"next": 1}
+    pool.close()
+
+
 def test_hung_calls_of_a_caller_that_waits_no_more_are_given_up(released):
     """Such as those of open episodes while others are evaluated, or of a rollout given up."""
     pool = EnvironmentPool(2, timeout_s=0.3)

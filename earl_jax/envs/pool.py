@@ -293,6 +293,10 @@ class Calls(Generic[K, T]):
                 began_s = time.monotonic() - used_s
                 self._running[thread] = (key, began_s)
             outcome = self._pool.make(call)
+            # A call that keeps the interpreter to itself may end before anyone sees it overdue.
+            took_s, timeout_s = time.monotonic() - began_s, self._pool.timeout_s
+            if took_s >= timeout_s and not isinstance(outcome, Awaits):
+                outcome = _failure(Overdue(timeout_s))
             with self._changed:
                 if self._running.pop(thread, None) is None:
                     return False
@@ -306,7 +310,7 @@ class Calls(Generic[K, T]):
                         self._changed.notify()
             if isinstance(outcome, Awaits):
                 go_on = functools.partial(self._go_on, outcome)
-                self._pool.run_coroutine(Waiting(outcome, time.monotonic() - began_s, go_on))
+                self._pool.run_coroutine(Waiting(outcome, took_s, go_on))
 
     def _next(self) -> tuple[K, Callable[[], T], float] | None:
         """Returns a call to make and the seconds that it has taken, one that was begun first."""
