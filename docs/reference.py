@@ -150,7 +150,9 @@ METRICS: dict[str, dict[str, str]] = {
         "expert_load_entropy": "Entropy of the experts' loads.",
     },
     "Evaluation": {
-        "eval": "An evaluation: its name, episodes, mean reward, and what the environment reports.",
+        "eval": "An evaluation: its name, episodes, mean reward, and what the environment reports; "
+        "with config.eval.sft_path `sft_loss`, the mean cross-entropy of the tokens to learn of "
+        "these conversations, and `sft_tokens`, their number.",
     },
 }
 

@@ -62,25 +62,31 @@ def evaluate_command(arguments: Sequence[str]) -> None:
             raise InputError(f"--config.{override} is of training; give --config.{other} instead")
     config = read_workdir_config(flags.workdir, overrides, learns=False)
     games = config.eval.final_games if flags.games is None else flags.games
-    if games < 1:
-        raise InputError(f"--games={games}; it must be at least 1")
+    if games < 1 and not (games == 0 and config.eval.sft_path):
+        raise InputError(
+            f"--games={games}; it must be at least 1 (0 with config.eval.sft_path: nothing is "
+            "played)"
+        )
     start_jax(config.devices.platform, config.devices.num_cpu_devices, config.distributed)
     import jax
 
     from earl_jax.launch.ending import end_together
     from earl_jax.loop import evaluate
+    from earl_jax.run.build import with_held_out
     from earl_jax.run.workdir import read_newest
 
     with end_together():
         run, position, placement = read_newest(config, flags.workdir)
-        step, evaluation = position.step, evaluate(run, placement, position, games=games)
+        run, step = with_held_out(run), position.step
+        evaluation = evaluate(run, placement, position, games=games)
     if jax.process_index():
         return
     if flags.json:
         print(json.dumps({"step": step, "eval": evaluation}))
         return
     plural = config.env.plural
-    print(f"{evaluation['name']}, {evaluation[plural]} {plural}, policy after step {step}")
+    played = f", {evaluation[plural]} {plural}" if games else ""
+    print(f"{evaluation['name']}{played}, policy after step {step}")
     for name, value in evaluation.items():
         if name not in ("name", "episodes", plural):
             print(f"  {name:<16} {value:8.3f}")

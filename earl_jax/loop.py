@@ -9,6 +9,7 @@ comes to its episodes.
 
 import contextlib
 import dataclasses
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from earl_jax.algorithms.advantages import next_averages
 from earl_jax.envs.registry import EnvConfig
 from earl_jax.placement.delivery import rows_of, send_parts
+from earl_jax.placement.held_out import held_out_loss
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import plans_kept, play_all, play_batches
@@ -152,7 +154,8 @@ def rl_step(
         with timer("sft"):
             if step < config.train.sft_steps:
                 examples = run.tasks.examples(step, config.train.sft_updates)
-                state, more = sft(placement, state, examples, length)
+                is_last = step + 1 == config.train.sft_steps
+                state, more = sft(placement, state, examples, length, is_last=is_last)
                 updates += more
     with timer("select"):
         state = move_state(placement, state, to_play=True)
@@ -333,18 +336,24 @@ def evaluate(
 ) -> dict[str, Any]:
     """Plays the first `games` evaluation tasks with the newest weights; nothing is learnt.
 
-    Or with their moving average (config.eval.averaged). With `beside_live` the plans of a rollout
-    that stays on the devices are in use again afterwards (`play_batches`).
+    Or with their moving average (config.eval.averaged). With 0 games nothing is played. With
+    `beside_live` the plans of a rollout that stays on the devices are in use again afterwards
+    (`play_batches`).
 
     Returns:
-        The summary of their outcomes, for metrics.jsonl (`summarize`).
+        The summary of their outcomes, for metrics.jsonl (`summarize`), with the loss on the
+        conversations of config.eval.sft_path (`held_out_loss`).
     """
+    state, held_out = run.judged_state(position.state), run.tasks.held_out
+    scored = held_out_loss(placement, state, held_out) if held_out else {}
+    if not games:
+        return {"name": Path(run.config.eval.sft_path).name, **scored}
     try:
         with plans_kept(placement) if beside_live else contextlib.nullcontext():
             outcomes = play_batches(
                 run.actor,
                 placement,
-                run.learner.policy(run.judged_state(position.state)),
+                run.learner.policy(state),
                 run.tasks.evaluation(games),
                 version=position.step,
                 load=position.history.recent(),
@@ -355,4 +364,6 @@ def evaluate(
         if run.config.eval.averaged:
             # Caches of the average, and the next step's episodes are played with other weights.
             placement.sessions.forget()
-    return summarize(outcomes, run.config.env.title, run.config.env.plural)
+    found = summarize(outcomes, run.config.env.title, run.config.env.plural)
+    # First, because a line shows a few only.
+    return {**scored, **found, **scored}

@@ -222,8 +222,11 @@ class AsyncPlayer:
             state = move_state(placement, position.state, to_play=True)
         return dataclasses.replace(position, state=state)
 
-    def _play(self, position: Position) -> PlayedStep:
-        """Plays until a batch can be taken; raises what a round beside the last update raised."""
+    def _play(self, position: Position) -> PlayedStep | None:
+        """Plays until a batch can be taken; raises what a round beside the last update raised.
+
+        None in a replay where memory was too short for it then.
+        """
         live, placement, cluster = self._live, self._placement, self._run.cluster
         groups = live.groups
         learn = placement.learn_programs
@@ -232,24 +235,29 @@ class AsyncPlayer:
         forbid = self._run.config.dispatch.forbid_host_bytes
         with self._timer("publish"), only_on_devices(forbid) as reads:
             num_bytes = live.publish(position)
+        if live.is_given_up():
+            return None
         live.note_checksum(position.step)
         taken = self._taken = self._taken or _Taken(update=self._new_update(position))
         number = groups.group_size * len(cluster.players)
         while (left := groups.size - taken.num_episodes // number) > 0:
             with self._timer("rollout"):
                 part, end = end_of(placement, functools.partial(live.take, left))
+                if live.is_given_up():
+                    return None
                 rollout, where = part and part.rollout, live.placement_of_rows()
                 played = gather_outcomes(cluster, rollout, where, end, learn)
             placement.adopt(played.placement)
-            taken.played.append(played)
-            if part is not None:
-                groups.copied(part.episodes)
-                taken.trajectories += part.rollout.trajectories
             experience = part and part.experience
             if taken.update is None:
                 taken.experience = experience
             else:
                 self._stream(taken.update, position, played.outcomes, experience)
+            # Where memory was too short to send its rows, a part is taken again.
+            taken.played.append(played)
+            if part is not None:
+                groups.copied(part.episodes)
+                taken.trajectories += part.rollout.trajectories
         self._taken = None
         live.count_from_here()
         trajectories, played = taken.in_order()

@@ -54,7 +54,8 @@ def train_command(arguments: Sequence[str]) -> int:
     evaluation = end.evaluation
     # The newest evaluation of a run that was stopped is of an earlier step.
     if evaluation and not end.stopped:
-        print(f"{evaluation['episodes']} episodes of {evaluation['name']}: {shown(evaluation)}")
+        played = f"{evaluation['episodes']} episodes of " if "episodes" in evaluation else ""
+        print(f"{played}{evaluation['name']}: {shown(evaluation)}")
     if end.is_replayed:
         print(f"{end.stopped}: the run that it replays came no further")
     elif end.stopped and flags.replay:

@@ -22,6 +22,7 @@ from earl_jax.placement.compile_ahead import CompileAhead, compiles_ahead
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
 from earl_jax.rollout.actor import Stopped
+from earl_jax.rollout.evaluation import rating_of
 from earl_jax.rollout.events import (
     Begun,
     Events,
@@ -259,7 +260,7 @@ def _train_until_lost(
             if run.cluster.disjoint:
                 raise
             tokens = placement.needed_tokens
-            words = smallest_words(smallest_hardware(run.problem, tokens), tokens)
+            words = smallest_words(smallest_hardware(placement.problem, tokens), tokens)
             raise BudgetTooSmall(f"{error}. {words}" if words else str(error)) from error
         except StateLost as lost:
             recorder.note(str(lost))
@@ -393,9 +394,12 @@ class Training:
         self.ahead.connect(self.placement)
         cluster, layouts = self.run.cluster, self.run.stages.layouts
         if cluster.num_hosts > 1:
-            rollout = across_in_words(layouts.rollout(self.placement.rollout.mesh), cluster.hosts)
             train = across_in_words(layouts.train(self.placement.train.mesh), cluster.hosts)
-            self.recorder.note(f"rollout {rollout}; train {train}")
+            words = f"train {train}"
+            if (plan := self.placement.plans.rollout) is not None:
+                rollout = across_in_words(layouts.rollout(plan.mesh), cluster.hosts)
+                words = f"rollout {rollout}; {words}"
+            self.recorder.note(words)
 
     def take_step(self, position: Position) -> Position:
         """Takes a step and records it. Returns the position behind it.
@@ -453,16 +457,18 @@ class Training:
         """Saves a checkpoint, and what the open episodes of this process have."""
         start_s = time.perf_counter()
         run, workdir, step = self.run, self.workdir, position.step
+        before: list[int] = []
         if self.player is not None and run.cluster.plays:
-            rules = _rules(run.config)
+            # While this one is written a killed run goes on from the one before, whatever is kept.
+            before, rules = self.checkpoints.steps(), _rules(run.config)
             write_episodes(workdir, step, run.cluster.index, position.open_episodes, rules)
         rating = None
         if run.config.checkpoint.keep_best:
-            own = (self.recorder.evaluation(step) or {}).get("reward_mean")
+            own = rating_of(self.recorder.evaluation(step) or {})
             rating = run.cluster.gather(own, "the newest evaluation")[0]
         save(run, self.placement, self.checkpoints, position, choices, rating)
         if self.player is not None and run.cluster.is_first:
-            drop_episodes(workdir, [*self.checkpoints.steps(), step])
+            drop_episodes(workdir, [*before, step])
         self.log.checkpoint_s += time.perf_counter() - start_s
 
     def _save_before(self, position: Position, choices: dict[str, Any]) -> None:
@@ -483,9 +489,11 @@ class Training:
             self._evaluate(position, config.final_games if last else config.games)
 
     def _evaluate(self, position: Position, games: int) -> None:
-        """Writes an evaluation down, unless a signal stops it, or the run plays nothing."""
+        """Writes an evaluation down, unless a signal stops it, or there is nothing to evaluate."""
         if not self.run.config.plays:
-            return
+            games = 0
+            if self.run.tasks.held_out is None:
+                return
         try:
             is_live = self.player is not None and self.player.is_live
             evaluation = evaluate(

@@ -13,6 +13,7 @@ import time
 import weakref
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -23,6 +24,7 @@ from earl_jax.loop import rl_step
 from earl_jax.loop_async import AsyncPlayer
 from earl_jax.placement.sessions import Sessions
 from earl_jax.rollout.events import EVENTS, Events, read_events
+from earl_jax.rollout.rounds import Rounds
 from earl_jax.run.build import build_run
 from earl_jax.run.live_service import since_version
 from earl_jax.settings.errors import InputError, RunError
@@ -30,7 +32,7 @@ from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.training import train
 from earl_jax.trajectory import FAILURES, Experience
 from tests.support.environments import Wanderer
-from tests.support.placements import begin
+from tests.support.placements import begin, hungry
 from tests.support.runs import (
     assert_equal,
     check_bound,
@@ -152,6 +154,32 @@ def test_a_run_keeps_the_bound_and_its_replay_is_the_same_bit_for_bit(
     if apart:
         # Rounds were played beside updates.
         assert any(line["stage_s"].get("overlap") for line in lines)
+
+
+@pytest.mark.slow
+def test_a_run_whose_rollout_ran_out_of_memory_is_replayed_bit_for_bit(tmp_path, monkeypatch):
+    """By XLA's own error in the twelfth round; the replay has the memory, and plays again too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    first, again, play, rounds = (
+        tmp_path / "run",
+        tmp_path / "again",
+        Rounds.play,
+        itertools.count(),
+    )
+
+    def short_once(own, session):
+        if next(rounds) == 11:
+            jax.block_until_ready(hungry(donated=0)(jnp.ones(4)))
+        return play(own, session)
+
+    config = make_config({**given_of(staleness=1), "num_steps": 2})
+    monkeypatch.setattr(Rounds, "play", short_once)
+    train(config, first)
+    assert [e["version"] for e in read_events(first) if e["event"] == "open"] == [0, 0]
+    assert episodes_of(first) == dict.fromkeys(range(2 * EPISODES), 1)
+    train(config, again, replay=first)
+    assert (again / EVENTS).read_text() == (first / EVENTS).read_text()
+    assert_equal(final_parameters(first, 2), final_parameters(again, 2))
 
 
 class Troubled(Wanderer):

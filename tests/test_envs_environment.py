@@ -127,6 +127,7 @@ class Unprintable:
         (StepResult(text="5", reward=True, done=False), "reward must be a number"),
         (StepResult(text="5", reward=float("nan"), done=False), "number from"),
         (StepResult(text="5", reward=0.0, done=1), "done must be a bool"),
+        (StepResult(reward=0.0, done=np.bool_(True), stop_reason="win"), "got a numpy.bool"),
         (StepResult(text="", reward=0.0, done=True), "exactly if done"),
         (StepResult(text="5", reward=0.0, done=False, stop_reason="win"), "exactly if"),
         (StepResult(text="5", reward=0.0, done=True, stop_reason="win"), "empty when"),

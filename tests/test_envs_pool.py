@@ -67,7 +67,9 @@ def test_exceptions_become_failures_and_workers_survive():
         isinstance(o, Failure) and o.stop_reason == "environment_error" for o in outcomes[:4]
     )
     details = [o.detail for o in outcomes[:4] if isinstance(o, Failure)]
-    assert details[:3] == ["ValueError: bad", "SystemExit: 3", "KeyError: 'k'"]
+    line = fail.__code__.co_firstlineno + 1
+    words = ["ValueError: bad", "SystemExit: 3", "KeyError: 'k'"]
+    assert details[:3] == [f"{each} ({__file__}, line {line})" for each in words]
     assert "UnprintableError" in details[3]
     assert outcomes[4] == "fine"
     pool.close()

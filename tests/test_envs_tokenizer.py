@@ -132,3 +132,9 @@ def test_saved_tokenizer_loads_as_itself_also_with_auto_tokenizer(tmp_path):
         assert set(loaded.all_special_tokens) == set(SPECIAL_TOKENS)
     with pytest.raises(ValueError, match=r"tokenizer\.json is missing"):
         load_tokenizer(tmp_path / "nowhere")
+
+
+def test_a_lone_surrogate_in_the_text_is_no_error():
+    assert ids_of(build_tokenizer(["x \ud800 y"], 300), "x") == [
+        TOKENIZER.convert_tokens_to_ids("x")
+    ]

@@ -13,8 +13,10 @@ import pytest
 from earl_jax.launch.agreement import open_shared_workdir
 from earl_jax.launch.cluster import processes_only
 from earl_jax.launch.start import exit_status
+from earl_jax.run.workdir import read_newest
 from earl_jax.settings.errors import InputError
 from tests.support import ROOT
+from tests.support.settings import make_config
 
 # A machine with a plugin for GPUs, and without one.
 ABSENT = """
@@ -114,6 +116,12 @@ def test_only_a_folder_that_may_not_be_written_is_the_mistake_of_a_workdir(tmp_p
 
 
 @pytest.mark.slow
+def test_a_run_under_way_without_a_checkpoint_says_so_before_anything_is_built(tmp_path):
+    (tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp").mkdir(parents=True)
+    with pytest.raises(InputError, match="holds no checkpoint yet: there is none in .*checkpoints"):
+        read_newest(make_config({}), tmp_path)
+
+
 def test_devices_that_an_installed_plugin_does_not_find_end_with_status_2():
     done = subprocess.run([sys.executable, "-c", ABSENT], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2

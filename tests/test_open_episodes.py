@@ -4,11 +4,14 @@
 
 import dataclasses
 import itertools
+import types
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from earl_jax import training
 from earl_jax.engine.config import Sampling
 from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import Start, StepResult
@@ -22,6 +25,7 @@ from earl_jax.rollout.open_episodes import (
     write_episodes,
 )
 from earl_jax.sharding.layout import MeshShape
+from earl_jax.train.checkpoint import Checkpoints
 from earl_jax.trajectory import Turn
 from tests.support.choices import BRANCHES, HOT, Words, engine_for
 from tests.support.environments import Talker
@@ -34,6 +38,7 @@ from tests.support.episodes import (
     open_service,
     tasks,
     tictactoe,
+    tokenizer,
     weights,
 )
 
@@ -91,8 +96,48 @@ def test_files_of_all_processes_are_read_as_they_were_written(tmp_path):
     path = tmp_path / FOLDER / "4.0.npz"
     path.write_bytes(path.read_bytes()[:200])
     assert read_episodes(tmp_path, 4, RULES).keys() == {7}
+    # What a process leaves that is killed while it writes.
+    path.with_name("4.0.npz.tmp").write_bytes(path.read_bytes())
+    assert read_episodes(tmp_path, 4, RULES).keys() == {7}
     drop_episodes(tmp_path, [6])
     assert [each.name for each in (tmp_path / FOLDER).iterdir()] == ["6.0.npz"]
+
+
+@dataclasses.dataclass
+class State:
+    """One of a checkpoint, as far as it counts here."""
+
+    params: Any
+
+
+def test_episodes_of_the_checkpoint_before_stay_while_the_next_one_is_written(
+    tmp_path, monkeypatch
+):
+    """One is kept, and a run that is killed meanwhile goes on from the one before."""
+
+    def save(run, placement, checkpoints, position, choices, rating):
+        checkpoints.save(position.step, State({"a": jnp.ones(8)}), {})
+
+    monkeypatch.setattr(training, "save", save)
+    asynchrony = types.SimpleNamespace(rule="in_order", max_staleness=1)
+    config = types.SimpleNamespace(
+        asynchrony=asynchrony, checkpoint=types.SimpleNamespace(keep_best=0)
+    )
+    cluster = types.SimpleNamespace(plays=True, index=0, is_first=True)
+    with Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints:
+        saving = types.SimpleNamespace(
+            run=types.SimpleNamespace(config=config, cluster=cluster),
+            log=types.SimpleNamespace(checkpoint_s=0.0),
+            placement=None,
+            workdir=tmp_path,
+            player=True,
+            checkpoints=checkpoints,
+        )
+        for step in (1, 2, 3):
+            position = types.SimpleNamespace(step=step, open_episodes={})
+            training.Training._save(saving, position, {})
+            found = sorted(each.name for each in (tmp_path / FOLDER).iterdir())
+            assert found == [f"{number}.0.npz" for number in (step - 1, step) if number]
 
 
 # A service goes on where another one stopped.
@@ -220,6 +265,84 @@ def test_an_episode_whose_environment_says_something_else_begins_anew(pool):
     assert {each.turns[0].text for each in found} == {"3."}
     assert {len(each.turns[1].token_ids) for each in found} == {16}
     assert all(set(turn.versions) <= {1} for each in found for turn in each.turns)
+
+
+class Restricted:
+    """Allows two tokens in task 0 and its like, and anything in others; takes one reply."""
+
+    def __init__(self, task):
+        self.only = tokenizer().convert_tokens_to_ids(["1", "2"]) if not task.episode else ()
+
+    def start(self):
+        return Start(text="go.", role="x", allowed_token_ids=tuple(self.only))
+
+    def step(self, reply: str) -> StepResult:
+        return StepResult(reward=1.0, done=True, stop_reason="win")
+
+
+def open_with_choices(pool, make):
+    """On the engine of the kind "choices"; replies are of 16 tokens."""
+    player = engine_for(BRANCHES, 1, MeshShape(data=8))
+    given = {"params": weights(ends_turns=False), "max_turn_tokens": 16, "max_tokens": 96}
+    return open_service(pool, make, player=player, num_slots=player.config.num_slots, **given)
+
+
+def test_a_reply_under_way_goes_on_freely_in_a_slot_that_was_restricted(pool):
+    """All slots play an episode of two tokens before."""
+    todo = [dataclasses.replace(task, args={}) for task in tasks(17)]
+    whole, first, second = (open_with_choices(pool, Restricted) for _ in range(3))
+    for service in (whole, first):
+        service.submit(todo[16:])
+    ((expected,), _), _ = play(whole), play(first, rounds=5)
+    episodes = first.open_episodes()
+    assert episodes[16].in_turn
+    second.submit([dataclasses.replace(todo[0], seed=seed) for seed in range(16)])
+    others, _ = play(second)
+    assert len(others) == 16
+    assert all(len({*each.turns[1].token_ids}) <= 2 for each in others)
+    second.submit([dataclasses.replace(todo[16], resumes=episodes[16])])
+    found, _ = play(second)
+    assert_same_episodes(found, [expected])
+
+
+class Moody:
+    """Says the same each time, and allows other replies from the second time on.
+
+    At first anything, or where it is `strict` "1" or "2" and then anything.
+    """
+
+    def __init__(self, seed: int, strict: bool, said: dict[int, list[list[str]]]):
+        self.strict, self.said = strict, said.setdefault(seed, [])
+
+    def start(self):
+        self.said.append([])
+        at_first = ("1", "2") if self.strict else ()
+        return Start(text="go.", choices=at_first if len(self.said) == 1 else ("3", "45"))
+
+    def step(self, reply: str) -> StepResult:
+        self.said[-1].append(reply)
+        if self.strict and len(self.said[-1]) == 1:
+            return StepResult(text="7.", reward=0.0, done=False)
+        return StepResult(reward=1.0, done=True, stop_reason="win")
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["under way", "ended"])
+def test_a_reply_that_its_environment_allows_no_more_is_not_given_to_it(pool, strict):
+    said: dict[int, list[list[str]]] = {}
+
+    def make(task):
+        return Moody(task.args["seed"], strict, said)
+
+    first, second = (open_with_choices(pool, make) for _ in range(2))
+    first.submit(tasks(4))
+    play(first, rounds=8)
+    episodes = first.open_episodes()
+    assert {(len(e.turns), e.in_turn) for e in episodes.values()} == {(4 if strict else 2, True)}
+    second.submit([dataclasses.replace(t, resumes=episodes[t.episode]) for t in tasks(4)])
+    play(second)
+    for each in said.values():
+        # The second time it was found to be another one than then.
+        assert not each[1] and each[2][0] in ("3", "45")
 
 
 class Ends(Talker):

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments, datasets and task sources of a user's own, by the config alone."""
 
+import asyncio
 import json
 import os
 import random
@@ -18,7 +19,9 @@ from earl_jax.config.file import given_config
 from earl_jax.config.file import make_config as make_config_of
 from earl_jax.config.train_flags import parse_flags
 from earl_jax.envs.environment import Message, Start, StepResult
+from earl_jax.envs.event_loop import settle
 from earl_jax.envs.examples import example_ids, play_example
+from earl_jax.envs.single_turn import SingleTurn
 from earl_jax.envs.tasks import Dataset, read_rows
 from earl_jax.rollout.evaluation import summarize
 from earl_jax.run.build import build_run
@@ -236,6 +239,13 @@ class Talker(Echo):
         return rng.choice((self.word, "no"))
 
 
+class Endless(Talker):
+    """Has no end."""
+
+    def step(self, reply):
+        return StepResult(text="again", reward=0.0, done=False)
+
+
 class Chooser(Echo):
     """Takes one of two words."""
 
@@ -355,6 +365,7 @@ def test_examples_may_be_of_several_messages():
             "test_own_environment.py has no 'Ecko'; did you mean 'Echo'",
         ),
         ({"name": f"{__name__}:ROOT"}, "ROOT', which is of type PosixPath; it must be a class$"),
+        ({"name": "own.py:Echo"}, "it is a file; write the module's name, 'own', before the :"),
         ({"name": "tic_tac_to"}, "config.env.name is 'tic_tac_to'; did you mean 'tic_tac_toe'"),
         (
             {"name": f"{__name__}:Echo", "args": {"wort": "x"}},
@@ -388,6 +399,8 @@ def test_an_environment_whose_start_is_wrong_has_no_tokenizer():
         own("Mute").corpus()
     with pytest.raises(RunError, match="trained on, failed: ConnectionError: nobody answers"):
         own("Gone").corpus()
+    with pytest.raises(InputError, match="trained on, failed: it is not done after 10000 replies"):
+        own("Endless").corpus()
 
 
 @pytest.mark.parametrize(
@@ -438,7 +451,7 @@ def paid(reply, *, prompt, answer):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{", "line 3: Expecting property name"),
+        ("{", "line 3: no JSON at column 2: Expecting property name"),
         ("[1]", "line 3: it must be a JSON object; got b'.1.'"),
         ('{"answer": "2"}', "line 3: 'prompt' is None; it must be a text, or a list of messages"),
         ('{"prompt": ""}', "line 3: 'prompt' is ''; it must be a text"),
@@ -470,6 +483,37 @@ def test_a_row_that_is_none_is_an_error_with_its_line(tmp_path, line, words):
 def test_tasks_that_cannot_be_are_an_error_that_says_why(tasks, words):
     with pytest.raises(ValueError, match=words):
         make_config({"env": {"name": "single_turn"}, "tasks": tasks})
+
+
+def test_a_reward_without_a_module_is_an_error_that_names_the_form(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(GOOD))
+    tasks = {"path": str(path), "reward": "paid"}
+    with pytest.raises(InputError, match="reward is 'paid'; give your own as 'module:name'"):
+        make_config({"env": {"name": "single_turn"}, "tasks": tasks})
+
+
+async def judge(reply, *, prompt, answer):
+    await asyncio.sleep(0)
+    return {"reward": float(reply == answer), "asked": 1.0}
+
+
+def step_of(function, reply="2"):
+    return settle(SingleTurn(row=GOOD, reward=function).step(reply))
+
+
+def test_a_reward_is_a_number_alone_or_in_a_dict_and_may_be_awaited():
+    assert [step_of(paid).reward, step_of(paid, "3").reward] == [1.0, 0.0]
+    for given, reward in ((True, 1.0), (np.float32(0.5), 0.5), (2, 2.0)):
+        assert step_of(lambda reply, given=given, **row: given).reward == reward
+    assert step_of(judge).reward == 1.0 and step_of(judge, "3").metrics == {"asked": 1.0}
+
+
+@pytest.mark.parametrize("given", [None, "1.0", [1.0], {"score": 1.0}, {"reward": None}])
+def test_what_is_no_reward_is_named_with_its_setting(given):
+    with pytest.raises(InputError, match="config.tasks.reward returned ") as error:
+        step_of(lambda reply, **row: given)
+    assert repr(given) in str(error.value)
 
 
 def bare(reply, *, answer):

@@ -153,8 +153,12 @@ def test_a_run_that_was_killed_in_its_first_save_begins_again(resume):
     checkpoints = Checkpoints(folder / "checkpoints", keep=2)
     assert workdir.resume(resume.run, checkpoints, folder, resume.notes.append) is None
     assert (folder / "export.dropped/step_000001").is_dir()
-    with Progress(2, io.StringIO()) as progress:
+    screen = io.StringIO()
+    with Progress(2, screen) as progress:
         Recorder(folder, progress).drop_after(-1)
+    assert f"what was written before is in {folder / 'metrics.dropped.jsonl'} and" in (
+        screen.getvalue()
+    )
     assert (folder / "metrics.jsonl").read_bytes() == b""
     assert (folder / "metrics.dropped.jsonl").read_bytes() == lines
     assert (folder / "trajectories.dropped/step_000001.jsonl").read_bytes() == b"episodes"

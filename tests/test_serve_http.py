@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 import time
+import urllib.parse
 
 import pytest
 
@@ -125,6 +126,11 @@ def test_health_and_models(server, model):
     status, models = send(server.http, "/v1/models")
     [found] = models["data"]
     assert status == 200 and (found["id"], found["max_model_len"]) == (str(model), CONTEXT)
+    for name in (str(model), urllib.parse.quote(str(model), safe="")):
+        assert send(server.http, f"/v1/models/{name}") == (200, found)
+    status, answer = send(server.http, "/v1/models/gpt-4o")
+    assert status == 404 and "'gpt-4o' is not served here" in answer["error"]["message"]
+    assert send(server.http, f"/v1/models/{model}", {})[0] == 405
     named = ask(server.http, COMPLETIONS, model=str(model), prompt="x")
     # Who says no max_tokens has 16, as OpenAI's completions do.
     assert named["model"] == str(model) and named["usage"]["completion_tokens"] == 16

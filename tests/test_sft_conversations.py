@@ -10,6 +10,9 @@ import jax
 import numpy as np
 import pytest
 
+from earl_jax.config import Config
+from earl_jax.config.file import DEFAULT_CONFIG, given_config, load_config_file
+from earl_jax.config.file import make_config as file_config
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.chat_dataset import ChatDataset
 from earl_jax.envs.tokenizer import build_tokenizer, load_tokenizer, save_tokenizer
@@ -22,6 +25,7 @@ from earl_jax.run.workdir import restore_tasks, tasks_state
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
+from tests.support import ROOT
 from tests.support.placements import TINY, begin, place
 from tests.support.runs import final_parameters, timeless
 from tests.support.settings import make_config
@@ -195,8 +199,8 @@ GOOD = said(("user", "5"), ("assistant", "6"))
         (said(("user", "x"), ("assistant", "y", 2)), "weight of message 2 of 2 is 2; it must be 0"),
         (said(("user", "x", 1)), "has the key 'weight'; the user's messages have role, content"),
         (
-            '{"messages": [{"role": "assistant", "content": null, "tool_calls": [{}]}]}',
-            "has the key 'tool_calls'; .* role, content, weight .a call is a part of the content",
+            '{"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}',
+            "has the key 'tool_calls'; the user's messages have role, content",
         ),
         (said(("user", "x"), ("assistant", "y"), tools="clock"), "'tools' is 'clock'; it must be"),
         (said(("user", "\ud800"), ("assistant", "y")), "cannot be encoded as UTF-8"),
@@ -241,6 +245,8 @@ class Silent:
         raise NotImplementedError
 
 
+# Instead of what the settings of tests have (SMALL).
+PLAIN = {"entropy_coefficient": 0.0}
 SILENT = {"env": {"name": f"{__name__}:Silent"}}
 
 
@@ -257,20 +263,19 @@ def test_an_environment_needs_no_examples_beside_conversations():
         ({"train": {"sft_path": "x"}}, "sft_path = 'x' has no effect .*sft_steps is 0 and"),
         ({"algorithm": "sft"}, "'sft' with no config.train.sft_path; .*name a file of convers"),
         (
-            {"algorithm": "sft", "train": {"sft_path": "x", "sft_steps": 2}},
-            "sft_steps is 2 with config.algorithm 'sft': all updates are supervised; set it to 0",
-        ),
-        (
-            {"algorithm": "sft", "train": {"sft_path": "x", "epochs": 2}},
-            "epochs is 2 with config.algorithm 'sft': a step is one update",
-        ),
-        (
             {
                 "algorithm": "sft",
-                "train": {"sft_path": "x"},
+                "train": {"sft_path": "x", "sft_steps": 2, "epochs": 2, **PLAIN},
                 "devices": {"num_rollout": 4},
             },
-            "num_rollout is 4 with config.algorithm 'sft': nothing is played; set it to 0",
+            "config.train.sft_steps = 2 has no effect in this run, because config.algorithm 'sft' "
+            "makes supervised updates alone; config.train.epochs = 2 has no effect in this run, "
+            r"because a step .*\(num_steps says how many\); config.devices.num_rollout = 4 has no "
+            "effect in this run, because config.algorithm 'sft' plays nothing; remove these",
+        ),
+        (
+            {"algorithm": "sft", "train": {"sft_path": "x", **PLAIN, "entropy_coefficient": 0.1}},
+            "entropy_coefficient = 0.1 has no effect .*cross-entropy of tokens that nobody sampled",
         ),
     ],
 )
@@ -279,8 +284,43 @@ def test_settings_that_cannot_be(given, words):
         make_config(given)
 
 
+FILES = sorted((ROOT / "configs").glob("*.py"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
+def test_two_overrides_make_a_run_on_conversations_of_any_config(file):
+    """What the file says of rollouts, rewards and further updates takes its default."""
+    supervised = ["algorithm=sft", "train.sft_path=x", "model.path=/here"]
+    config = file_config(load_config_file(file), supervised[: 3 if "qwen" in file.stem else 2])
+    train = config.train
+    assert not config.plays and config.algorithm_args == Config.defaults(config).algorithm_args
+    assert (train.sft_steps, train.sft_weight, train.epochs, train.mini_batches) == (0, 0, 1, 1)
+    assert train.entropy_coefficient == train.final_entropy_coefficient == 0
+    # What means the same for it stays.
+    as_given = load_config_file(file).get("train", {})
+    for name in {"learning_rate", "schedule", "micro_batches", "remat"} & set(as_given):
+        assert getattr(train, name) == as_given[name]
+
+
+def test_the_default_config_has_no_budget_for_conversations():
+    """Its own is for short walks; that of a file that is named stays."""
+    supervised = ["algorithm=sft", "train.sft_path=x"]
+    config = file_config(given_config(None, supervised)[0], supervised)
+    assert config.selector == Config().selector and config.train.learning_rate == 4e-3
+    given = given_config(DEFAULT_CONFIG, supervised)[0]
+    assert file_config(given, supervised).selector.budget_bytes_per_device == 1_900_000
+
+
+def test_what_is_given_beside_it_and_has_no_effect_is_named_all_at_once():
+    supervised = ["algorithm=sft", "train.sft_path=x", "train.epochs=3", "train.mini_batches=3"]
+    words = "config.train.epochs = 3 .*; config.train.mini_batches = 3 .*; remove these$"
+    with pytest.raises(ValueError, match=words) as error:
+        file_config(load_config_file(DEFAULT_CONFIG), supervised)
+    assert "sft_steps" not in str(error.value)
+
+
 def test_a_run_on_conversations_alone_scores_the_untempered_policy():
-    given = {"train": {"sft_path": "x"}, "rollout": {"temperature": 0.5}}
+    given = {"train": {"sft_path": "x", **PLAIN}, "rollout": {"temperature": 0.5}}
     assert make_config({**given, "algorithm": "sft"}).train_temperature == 1.0
     given["train"]["sft_steps"] = 1
     assert make_config(given).train_temperature == 0.5
@@ -335,14 +375,14 @@ def test_the_tokenizer_of_a_model_from_scratch_knows_the_conversations(path):
 
 
 def test_conversations_are_whole_and_the_selector_plans_for_the_longest(world, path):
-    """Rollouts have contexts of 32 tokens; the environment's examples are cut there.
+    """The environment's examples are cut at the rollouts' contexts of 32 tokens.
 
     The longest conversation has 40 bytes, 7 bytes and 4 control tokens.
     """
     longest = world.stages.example_tokens
     assert longest == 51
     placement, _ = begin(world)
-    assert placement.length == 64 and placement.max_tokens == 32
+    assert placement.length == 64
     examples = [*world.tasks.examples(0, 1)[0], *world.tasks.examples(1, 1)[0]][:11]
     long = [example for example in examples if len(example[0]) == longest]
     assert len(long) == 1

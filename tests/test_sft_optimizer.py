@@ -82,8 +82,8 @@ def test_each_kind_of_update_is_adam_by_its_own_gradients():
     """
     shared = {"vocab_size": VOCAB, "temperature": 1.0}
     made = [
-        Update(MODEL, WARM, make_layout(ONE), algorithm=ALGORITHMS[name], is_sft=is_sft, **shared)
-        for name, is_sft in (("grpo", False), ("sft", True))
+        Update(MODEL, COLD, make_layout(ONE), algorithm=ALGORITHMS[name], **shared)
+        for name in ("grpo", "sft")
     ]
     applies = [jax.jit(update.apply) for update in made]
     state = init_state(MODEL, WARM, VOCAB, make_layout(ONE), 0)
@@ -98,7 +98,10 @@ def test_each_kind_of_update_is_adam_by_its_own_gradients():
         grads = jax.tree.map(lambda leaf, g=gradient: jnp.full_like(leaf, 4 * g), state.params)
         four = {name: jnp.float32(4) for name in ("loss", "divisor", "ratio", "ratio_squared")}
         totals = Totals((grads,), four, None, jnp.int32(4))
-        state, _ = applies[is_sft](state, totals, jnp.array([rate, 0.0]))
+        own = state.for_sft() if is_sft else state.without_sft()
+        part, _ = applies[is_sft](own, totals, jnp.array([rate, 0.0]))
+        kept = dataclasses.replace(part, sft_optimizer=state.sft_optimizer)
+        state = state.after_sft(part) if is_sft else kept
         moved -= rate * direction
         for leaf, before in zip(*map(jax.tree.leaves, (state.params, first)), strict=True):
             np.testing.assert_allclose(leaf - before, moved, rtol=1e-4)
@@ -127,6 +130,59 @@ def test_an_update_leaves_the_other_optimizer_alone_on_a_mesh():
     assert bits(state.optimizer) == kept and bits(state.params) != params
     assert bits(state.sft_optimizer) != zero
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == shardings
+
+
+@pytest.mark.slow_except("grpo")
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_programs_and_their_results_are_the_same_without_it(algorithm):
+    """An update whole and in parts, and the passes before it; each is compiled once."""
+    learner = Learner(
+        MODEL,
+        dataclasses.replace(WARM, epochs=2),
+        ALGORITHMS[algorithm],
+        vocab_size=VOCAB,
+        temperature=1.0,
+        importance_cap=2.0,
+        layout=make_layout,
+    )
+    plan, controls = TrainPlan(F8, 1, "none"), learner.controls(0, 1)
+    batch = jax.device_put(make_turns(VOCAB, ROWS, LENGTH), make_layout(F8).activations("NS"))
+    found = []
+    for is_warm in (True, False):
+        state = learner.first_state(F8)
+        state = state if is_warm else state.without_sft()
+        (scored,) = learner.score([plan], state, [batch])
+        state, _ = learner.update(plan, state, scored, controls)
+        totals = learner.add_part(plan, state, scored, controls, None)
+        state, _ = learner.apply(plan, state, totals, controls)
+        assert (state.sft_optimizer is not None) == is_warm
+        found.append(bits(state.without_sft()))
+    assert found[0] == found[1] and learner.scored
+    steps = learner.part_steps(plan)
+    programs = (learner.program(plan, sft=False), *steps, learner.scorer(plan, learner.scored))
+    assert [program._cache_size() for program in programs] == [1] * 4
+
+
+def test_a_supervised_update_leaves_a_critic_and_a_reference_where_they_are():
+    config = dataclasses.replace(WARM, ema_decay=0.5)
+    given = Networks(critic=True, reference=True)
+    learner = Learner(
+        MODEL,
+        config,
+        ALGORITHMS["ppo"],
+        vocab_size=VOCAB,
+        temperature=1.0,
+        importance_cap=0.0,
+        layout=make_layout,
+        networks=given,
+    )
+    before = learner.first_state(F8)
+    kept = bits((before.critic, before.reference, before.optimizer))
+    after = step(learner, F8, before, sft=True)
+    assert after.critic is before.critic and after.reference is before.reference
+    assert bits((after.critic, after.reference, after.optimizer)) == kept
+    assert bits(after.ema) != bits(after.params) and int(after.updates) == 1
+    assert jax.tree.map(lambda leaf: leaf.sharding, after) == learner.state_shardings(F8)
 
 
 def test_only_a_run_with_supervised_updates_has_it():

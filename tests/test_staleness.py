@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from earl_jax.rollout.events import (
     EVENTS,
+    Begun,
     Events,
     begun_groups,
     drop_events,
@@ -590,6 +591,55 @@ def test_groups_whose_rows_could_not_be_copied_are_played_again(tmp_path, rule, 
     # Those that were trained on have no rows in another service.
     groups.open(run.new_service(1), 1)
     assert groups.numbers == [2, 3, 4, 5]
+
+
+def test_groups_that_were_taken_in_vain_are_open_where_the_run_goes_on(tmp_path):
+    """Memory was too short for the copies of 0 and 1, and behind it 2 and 3 were over first."""
+    events = Events(tmp_path / EVENTS)
+    for taken in ([0, 1], [2, 3]):
+        events.note("open", version=0)
+        events.note("submit", groups=[0, 1, 2, 3], round=0)
+        events.note("take", step=0, groups=taken, round=2)
+    events.note("trained", step=1, round=2)
+    assert begun_groups(tmp_path, 1) == Begun(0, 3, [0, 1])
+    # Another process had 2 before, when there were more of them.
+    other = Events(events_file(tmp_path, 1))
+    other.note("submit", groups=[2], round=0)
+    other.note("trained", step=1, round=2)
+    assert begun_groups(tmp_path, 1) == Begun(0, 3, [0, 1])
+
+
+@pytest.mark.parametrize("looks", [1, 3, None])
+def test_a_replay_gives_a_service_up_where_memory_was_too_short(tmp_path, looks):
+    """In the first round, in the third of six, or behind them, when groups were taken."""
+    run = driven(tmp_path / "run", fates=[Fate(rounds=6)])
+
+    def play(events: Events) -> list[int]:
+        source = Source(2, {"next": 0})
+        groups = OpenGroups(
+            tasks_of(source, size=2, group_size=1, num_steps=NUM_STEPS),
+            AsynchronyConfig(max_staleness=1),
+            events,
+        )
+        events.note("open", version=0)
+        service = run.new_service(0)
+        run.num_looks, run.kills = 0, [] if events.is_replay else [looks]
+        groups.open(service, 0)
+        if looks is None or events.is_replay:
+            assert len(groups.next_episodes(2)) == 2 * (not events.is_replay)
+        else:
+            with pytest.raises(Killed):
+                groups.next_episodes(2)
+        events.note("open", version=0)
+        groups.open(run.new_service(0), 0)
+        taken = groups.next_episodes(2)
+        groups.copied(taken)
+        groups.end_step(1, 0)
+        return [each.trajectory.group for each in taken]
+
+    play(Events(tmp_path / EVENTS))
+    events = Events(replayed=read_events(tmp_path))
+    assert play(events) == [0, 1] and events.is_over
 
 
 def test_a_run_that_goes_on_trains_on_groups_again_that_it_plays_itself(tmp_path):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from earl_jax import loop_async
 from earl_jax.loop import rl_step
 from earl_jax.loop_async import AsyncPlayer
 from earl_jax.placement.delivery import Part
@@ -172,6 +173,26 @@ def test_parts_that_run_out_of_memory_are_added_up_again_on_another_mesh(world, 
         jax.tree.leaves(after.params), jax.tree.leaves(expected.params), strict=True
     ):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=5e-5)
+
+
+@pytest.mark.slow
+def test_a_part_whose_rows_find_no_memory_on_their_way_is_taken_again(monkeypatch):
+    """The second of two; the update is that of both."""
+    run, send, sent = build_run(config_of(2)), loop_async.send_parts, []
+    placement, position = begin(run)
+
+    def short_once(*given, **settings):
+        sent.append(given)
+        if len(sent) == 2:
+            jax.block_until_ready(hungry(donated=0)(jnp.ones(4)))
+        return send(*given, **settings)
+
+    monkeypatch.setattr(loop_async, "send_parts", short_once)
+    position, record = rl_step(run, placement, position, AsyncPlayer(run, placement))
+    assert len(sent) == 3
+    assert [each.episode for each in record.outcomes] == list(range(16))
+    sampled = sum(outcome.num_policy_tokens for outcome in record.outcomes)
+    assert record.metrics()["policy_tokens"] == sampled
 
 
 @pytest.mark.slow

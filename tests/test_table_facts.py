@@ -80,10 +80,9 @@ def test_facts_say_model_devices_versions_and_what_changes_programs(run):
     [
         {"train": {"optimizer": "lion"}},
         {"train": {"momentum_dtype": "bfloat16"}},
-        {"train": {"sft_steps": 1}},
         {"asynchrony": {"max_staleness": 2}},
     ],
-    ids=["optimizer", "moments", "supervised", "rows"],
+    ids=["optimizer", "moments", "rows"],
 )
 def test_what_changes_the_bytes_of_a_program_is_a_fact(run, changes):
     assert facts_of(build_run(make_config(GIVEN | changes))) != facts_of(run)

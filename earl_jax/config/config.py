@@ -101,6 +101,7 @@ class Config:
                 f"config.rollout.episodes_per_step ({per_update})"
             )
         self._check_algorithm()
+        check_effects(self, self.defaults())
         self._check_mini_batches()
         self._check_split()
         self._check_parts()
@@ -114,7 +115,6 @@ class Config:
                 raise InputError(
                     f"config.checkpoint.export is True with no config.model.path, and {error}"
                 ) from error
-        check_effects(self, self.defaults())
 
     def defaults(self) -> "Config":
         """Returns the defaults of a run of this model and algorithm."""
@@ -141,8 +141,13 @@ class Config:
 
     def _check_algorithm(self) -> None:
         """Raises ValueError unless there is such an algorithm, with such settings."""
-        if not self.plays:
-            self._check_supervised()
+        if not self.plays and not self.train.sft_path:
+            raise InputError(
+                "config.algorithm is 'sft' with no config.train.sft_path; a run's episodes are the "
+                "policy's own samples, and it would learn to repeat them whatever their reward: "
+                "set config.train.sft_steps, for supervised updates on the environment's examples, "
+                "and take an algorithm of rewards, such as 'grpo'; or name a file of conversations"
+            )
         if self.algorithm == "distillation" and not self.reference_from:
             raise InputError(
                 "config.algorithm is 'distillation' with no config.reference_from; the teacher "
@@ -179,35 +184,6 @@ class Config:
                 f"episode, with config.algorithm {self.algorithm!r}, which computes with whole "
                 f"{whole}: set config.asynchrony.rule to 'in_order', 'wait' or 'drop'"
             )
-
-    def _check_supervised(self) -> None:
-        """Raises ValueError where a run of supervised updates alone has nothing to learn from.
-
-        And where a setting is of what it does not do.
-        """
-        if not self.train.sft_path:
-            raise InputError(
-                "config.algorithm is 'sft' with no config.train.sft_path; a run's episodes are the "
-                "policy's own samples, and it would learn to repeat them whatever their reward: "
-                "set config.train.sft_steps, for supervised updates on the environment's examples, "
-                "and take an algorithm of rewards, such as 'grpo'; or name a file of conversations"
-            )
-        one_update = "a step is one update on new conversations (num_steps says how many)"
-        for path, value, default, reason in (
-            ("train.sft_steps", self.train.sft_steps, 0, "all updates are supervised"),
-            ("train.sft_weight", self.train.sft_weight, 0.0, "all updates are supervised"),
-            ("train.epochs", self.train.epochs, 1, one_update),
-            ("train.mini_batches", self.train.mini_batches, 1, one_update),
-            ("asynchrony.max_staleness", self.asynchrony.max_staleness, 0, "nothing is played"),
-            ("asynchrony.parts", self.asynchrony.parts, 1, "nothing is played"),
-            ("asynchrony.refill", self.asynchrony.refill, 0, "nothing is played"),
-            ("devices.num_rollout", self.devices.num_rollout, 0, "nothing is played"),
-        ):
-            if value != default:
-                raise InputError(
-                    f"config.{path} is {value!r} with config.algorithm 'sft': {reason}; set it to "
-                    f"{default!r}"
-                )
 
     @property
     def plays(self) -> bool:
@@ -339,7 +315,7 @@ class Config:
         same = self.rollout.is_precise_as(self.model.compute_dtype)
         same = same and not self.asynchrony.max_staleness
         off = self.train.correction == "none" or (self.train.correction == "auto" and same)
-        off = off or self.make_algorithm().is_off_policy
+        off = off or self.make_algorithm().is_off_policy or not self.plays
         return 0.0 if off else self.train.importance_cap
 
     @property

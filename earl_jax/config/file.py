@@ -225,12 +225,15 @@ def given_config(path: Path | None, overrides: Sequence[str]) -> tuple[ConfigDic
     """Returns what a training command begins with, and the name of its workdir.
 
     That is the file at `path`. Without one it is DEFAULT_CONFIG, or nothing where the command line
-    names a model: the default's settings are for a model from scratch.
+    names a model: the default's settings are for a model from scratch. Its budget and meshes are
+    for its own episodes: without them where the command line names conversations to learn.
     """
     if path is None and (name := model_named(overrides)):
         return ConfigDict(), Path(name).name
-    path = path or DEFAULT_CONFIG
-    return load_config_file(path), path.stem
+    given = load_config_file(path or DEFAULT_CONFIG)
+    if path is None and any(each.startswith("train.sft_path=") for each in overrides):
+        del given["selector"]
+    return given, (path or DEFAULT_CONFIG).stem
 
 
 def _algorithm_settings(values: Mapping[str, Any]) -> Any:

@@ -19,12 +19,18 @@ _Idle = tuple[bool, str, str]
 
 
 def check_effects(config: "Config", defaults: "Config") -> None:
-    """Raises ValueError for a setting that differs from its default and has no effect here."""
+    """Raises ValueError for settings that differ from their defaults and have no effect here."""
+    found: dict[str, str] = {}
     for path, _, reason in idle_settings(config, defaults):
-        raise InputError(
-            f"config.{path} = {_get(config, path)!r} has no effect in this run, because {reason}; "
-            "remove it, or change the other"
-        )
+        found.setdefault(path, reason)
+    if not found:
+        return
+    each = [
+        f"config.{path} = {_get(config, path)!r} has no effect in this run, because {reason}"
+        for path, reason in found.items()
+    ]
+    advice = "remove it, or change the other" if len(each) == 1 else "remove these"
+    raise InputError(f"{'; '.join(each)}; {advice}")
 
 
 def idle_settings(config: "Config", defaults: "Config") -> Iterator[tuple[str, Any, str]]:
@@ -33,12 +39,34 @@ def idle_settings(config: "Config", defaults: "Config") -> Iterator[tuple[str, A
     Each with its default, and the reason in words.
     """
     for is_idle, path, reason in (
+        *_idle_supervised(config),
         *_idle_model(config),
         *_idle_rollout(config),
         *_idle_training(config),
     ):
         if is_idle and _get(config, path) != _get(defaults, path):
             yield path, _get(defaults, path), reason
+
+
+def _idle_supervised(config: "Config") -> Iterator[_Idle]:
+    """Yields what a run of supervised updates alone does not do (config.algorithm "sft")."""
+    reasons = {
+        "config.algorithm 'sft' makes supervised updates alone": ("sft_steps", "sft_weight"),
+        "a step of config.algorithm 'sft' is one update on new conversations (num_steps says how "
+        "many)": ("epochs", "mini_batches"),
+        "the loss of config.algorithm 'sft' is the cross-entropy of tokens that nobody sampled": (
+            *("entropy_coefficient", "final_entropy_coefficient"),
+            *("correction", "ess_scaling"),
+        ),
+    }
+    for reason, names in reasons.items():
+        for name in names:
+            yield not config.plays, f"train.{name}", reason
+    for path in (
+        *("asynchrony.max_staleness", "asynchrony.parts", "asynchrony.refill"),
+        "devices.num_rollout",
+    ):
+        yield not config.plays, path, "config.algorithm 'sft' plays nothing"
 
 
 def _idle_model(config: "Config") -> Iterator[_Idle]:

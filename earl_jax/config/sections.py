@@ -72,9 +72,9 @@ class DispatchConfig:
 class CheckpointConfig:
     """A checkpoint every `every_steps` steps and at the end; the newest `keep` are kept.
 
-    Beside them the `keep_best` are kept whose evaluations had the highest mean rewards (a
-    checkpoint without an evaluation of its step counts as the lowest), and those of every
-    `keep_every_steps`-th step; 0: none.
+    Beside them the `keep_best` are kept whose evaluations had the highest mean rewards, or with
+    config.algorithm "sft" the lowest held-out loss (a checkpoint without an evaluation of its step
+    counts as the worst), and those of every `keep_every_steps`-th step; 0: none.
 
     `export` writes the policy too, as a folder that `transformers` loads, in the type of the
     checkpoint in config.model.path, fp32 where there is none. "auto": at the end of a run that has
@@ -108,6 +108,9 @@ class CheckpointConfig:
 class EvalConfig:
     """Evaluation episodes: `games` every `every_steps` steps, `final_games` at the end.
 
+    `sft_path` is a JSONL file of conversations as config.train.sft_path, of which nothing is
+    learnt: each evaluation scores them too (docs/howto/conversations.md).
+
     `temperature`, `top_k`, `top_p` and `min_p` are settings of the sampling (see `Sampling`).
     `averaged`: the weights that are evaluated, exported and served, and that another run's
     --init_from begins with, are the moving average (config.train.ema_decay), not the trained ones.
@@ -116,6 +119,7 @@ class EvalConfig:
     every_steps: int = 50
     games: int = 128
     final_games: int = 512
+    sft_path: str = ""
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0

@@ -93,6 +93,8 @@ def _append(decoder: Decoder, state: DecodeState, inputs: RoundInputs) -> Decode
     """
     has_chunk = inputs.count > 0
     begins = inputs.begin_turn & has_chunk
+    # A turn that goes on in another slot than the one that it began in is unrestricted.
+    chooses = begins | inputs.restart
     speaks = begins | inputs.resume_turn & has_chunk
     appended = inputs.count - speaks
     last_B1 = jnp.maximum(inputs.count - 1, 0)[:, None]
@@ -109,7 +111,7 @@ def _append(decoder: Decoder, state: DecodeState, inputs: RoundInputs) -> Decode
         turn_tokens=jnp.where(begins, 0, state.turn_tokens),
         turn_limit=jnp.where(speaks, inputs.turn_limit, state.turn_limit),
         choices=jax.tree.map(
-            lambda new, old: jnp.where(begins.reshape(-1, *(1,) * (new.ndim - 1)), new, old),
+            lambda new, old: jnp.where(chooses.reshape(-1, *(1,) * (new.ndim - 1)), new, old),
             inputs.choices,
             state.choices,
         ),

@@ -176,6 +176,18 @@ class ChatRenderer:
         """Returns the ids of a policy turn with this text, end of turn included."""
         return self._kept_reply(text) if len(text) <= _SHORT else self._reply(text)
 
+    def reply_with_calls(
+        self, content: str, calls: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[int, ...]:
+        """Returns the ids of a policy turn that calls tools, as the chat template writes it.
+
+        Control tokens are those of the template. Raises as `ChatTemplate.with_calls`.
+        """
+        described = json.dumps(list(tools), ensure_ascii=False)
+        text = self._template.with_calls(content, calls, described)
+        _check_utf8(text)
+        return (*self._codec.encode_reply(text), self.end_of_turn_id)
+
     def ends_turn(self, ids: Sequence[int]) -> bool:
         """Returns True if the last id is an end of turn."""
         return len(ids) > 0 and int(ids[-1]) in self.end_of_turn_ids

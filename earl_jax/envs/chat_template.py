@@ -30,6 +30,15 @@ _REASON = "earl-reason"
 # tokenizers change: they compose or replace characters, lower them, or lose blanks.
 PROBE = '  \n"earl" \\ <probé> Ee\u0301 \u2581  \ufb01\u2167\t\U0001f642 \n'
 
+# A call of a tool by which a template is found to write calls down.
+_PROBE_WORDS = ("earl_name", "earl_key", "earl_value")
+_PROBE_CALL = {
+    "id": "earlcall0",
+    "type": "function",
+    "function": {"name": "earl_name", "arguments": {"earl_key": "earl_value"}},
+}
+_ANSWER = "earl-answer"
+
 Content = str | Sequence[Message]
 
 
@@ -59,10 +68,12 @@ class Kind:
 
     role: str
     call_id: str = ""
+    name: str = ""
 
     def filled(self, text: str) -> dict[str, str]:
         """Returns the message with this text, as chat templates expect it."""
-        named = {"tool_call_id": self.call_id} if self.call_id else {}
+        given = {"tool_call_id": self.call_id, "name": self.name}
+        named = {key: value for key, value in given.items() if value}
         return {"role": self.role, "content": text, **named}
 
 
@@ -83,7 +94,7 @@ class Place:
         cls, messages: Sequence[Message], tools: str = "[]", opening: "Place | None" = None
     ) -> "Place":
         """Returns the place of these messages, which open an episode or come after `opening`."""
-        kinds = tuple(Kind(message.role, message.call_id) for message in messages)
+        kinds = tuple(Kind(each.role, each.call_id, each.name) for each in messages)
         if opening is None:
             return cls(kinds=kinds, tools=tools)
         return cls(kinds=kinds, tools=opening.tools, opening=opening.kinds)
@@ -139,6 +150,8 @@ class ChatTemplate:
         self.end = self._find_end()
         self.frame = functools.lru_cache(maxsize=256)(self._take_apart)
         self.is_verbatim = functools.lru_cache(maxsize=256)(self._is_verbatim)
+        self._writes_calls = functools.lru_cache(maxsize=256)(self._find_calls)
+        self._heads = functools.lru_cache(maxsize=256)(self._find_heads)
 
     def shown(self, place: Place, index: int, text: str) -> str:
         """Returns the text of message `index` as the template shows it there.
@@ -173,6 +186,70 @@ class ChatTemplate:
                 stand_ins.append(f"{name}<{len(stand_ins)}>")
                 messages.append(kind.filled(stand_ins[-1]))
         return _split(self._write(messages, tools), stand_ins)
+
+    def with_calls(self, content: str, calls: Sequence[Mapping[str, Any]], tools: str) -> str:
+        """Returns a turn of the policy with calls of tools as the template writes it, but its end.
+
+        Calls are those of OpenAI's `tool_calls`, with arguments as objects; `tools` as of `Place`.
+
+        Raises ValueError where the template does not write calls, or leaves out the content beside
+        them, and for the name of a control token in either.
+        """
+        if not self._writes_calls(tools):
+            raise InputError(
+                "the chat template does not write tool_calls; write the calls into the content, as "
+                "the policy is to write them"
+            )
+        given = json.dumps([content, *calls], ensure_ascii=False)
+        for token in (*self._control, _ANSWER):
+            if token in given:
+                raise InputError(
+                    f"a message with tool_calls must not contain {token!r}, which means something "
+                    "of its own"
+                )
+        text = self._calling(content, calls, tools)
+        if "".join(content.split()) not in "".join(text.split()):
+            raise InputError(
+                f"the chat template leaves out the content beside tool_calls, {content!r:.60}; "
+                "make it null, or write the calls into it as the policy is to write them"
+            )
+        return text
+
+    def _find_calls(self, tools: str) -> bool:
+        try:
+            text = self._calling("", [_PROBE_CALL], tools)
+        except ValueError:
+            return False
+        return all(word in text for word in _PROBE_WORDS)
+
+    def _calling(self, content: str, calls: Sequence[Mapping[str, Any]], tools: str) -> str:
+        """Returns the text of a turn with calls that answers to a user, and has answers behind it.
+
+        Raises ValueError where there is none.
+        """
+        reply = {"role": "assistant", "content": content, "tool_calls": list(calls)}
+        answers = [
+            Kind("tool", each.get("id") or "", each["function"]["name"]).filled(_ANSWER)
+            for each in calls
+        ]
+        written = self._write([{"role": "user", "content": "earl"}, reply, *answers], tools)
+        head = next((head for head in self._heads(tools) if written.startswith(head)), None)
+        text, found, _ = written.removeprefix(head or "").partition(self.end)
+        if head is None or not found or _ANSWER in text:
+            raise InputError(
+                f"the chat template does not write a turn with tool_calls up to {self.end!r}: "
+                f"{written!r:.500}"
+            )
+        return text
+
+    def _find_heads(self, tools: str) -> tuple[str, ...]:
+        """Returns the texts that may stand before a turn: if it is asked for, or was answered.
+
+        Mistral's template writes a blank before words, and none before calls.
+        """
+        user, reply = {"role": "user", "content": "earl"}, {"role": "assistant", "content": _REPLY}
+        answered = self._write([user, reply, user], tools).split(_REPLY)[0]
+        return self._write([user], tools), answered, answered.rstrip(" ")
 
     def broken_prefix(self, opening: Place) -> str:
         """Returns how the template rewrites earlier text, in words; "" where it only appends.
@@ -211,12 +288,13 @@ class ChatTemplate:
 
     def _take_apart(self, place: Place) -> Frame:
         # These are written between what the template writes itself, and encoded with it.
-        for text in (place.tools, *(k.call_id for k in (*place.kinds, *(place.opening or ())))):
+        kinds = (*place.kinds, *(place.opening or ()))
+        for text in (place.tools, *(word for k in kinds for word in (k.call_id, k.name))):
             for token in (*self._control, "earl-message", "earl-opening", _REPLY):
                 if token in text:
                     raise InputError(
-                        f"descriptions of tools and ids of calls must not contain {token!r}, which "
-                        f"means something of its own; got {text!r:.200}"
+                        f"descriptions and names of tools and ids of calls must not contain "
+                        f"{token!r}, which means something of its own; got {text!r:.200}"
                     )
         opened = _stand_ins(place.opening or (), "earl-opening")
         stand_ins = _stand_ins(place.kinds, "earl-message")
@@ -255,7 +333,7 @@ class ChatTemplate:
             )
         return behind.removeprefix(self.end)
 
-    def _write(self, messages: Sequence[Mapping[str, str]], tools: str) -> str:
+    def _write(self, messages: Sequence[Mapping[str, Any]], tools: str) -> str:
         described: list[Any] = json.loads(tools)
         try:
             written = self._tokenizer.apply_chat_template(

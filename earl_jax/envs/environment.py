@@ -43,12 +43,13 @@ ROLES = ("system", "user", "tool")
 class Message:
     """A message of an environment in one of ROLES; "tool" is the response to a call of a tool.
 
-    `call_id` names that call, for chat templates that show it.
+    `call_id` names that call and `name` the tool, for chat templates that show them.
     """
 
     role: str
     text: str
     call_id: str = ""
+    name: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -245,6 +246,7 @@ def _check_messages(name: str, result: Start | StepResult) -> None:
             raise InputError(f"{name}.messages must hold Message; got {_brief(message)}")
         _check_text("Message.text", message.text)
         _check_text("Message.call_id", message.call_id)
+        _check_text("Message.name", message.name)
         if message.role not in ROLES:
             raise InputError(
                 f"Message.role is {_brief(message.role)}; it must be one of {', '.join(ROLES)}"
@@ -286,4 +288,6 @@ def _brief(value: object) -> str:
     # A garbage object's own repr may raise; the type alone is enough to find the mistake then.
     if isinstance(value, str | int | float | bool | None):
         return repr(value)[:80]
-    return f"a {type(value).__name__}"
+    kind = type(value)
+    # numpy's bool is called "bool" too.
+    return f"a {'numpy.' if kind.__module__ == 'numpy' else ''}{kind.__name__}"

@@ -168,18 +168,32 @@ class EventLoop:
         """Runs a coroutine, and delivers what it comes to in its time."""
         began_s, left_s = time.monotonic(), self._timeout_s - waiting.used_s
         task = asyncio.ensure_future(_settle(waiting.awaits))
-        done, _ = await asyncio.wait((task,), timeout=left_s)
+        is_done = await self._ends(task, left_s)
         del self._under_way[waiting.awaits]
-        if done:
+        if is_done:
             used_s = waiting.used_s + time.monotonic() - began_s
             waiting.deliver(task.result(), used_s)
             return
         waiting.deliver(functools.partial(_raise, Overdue(self._timeout_s)), 0.0)
         self._num_overdue += 1
-        while not done:
+        while not is_done:
             task.cancel()
-            done, _ = await asyncio.wait((task,), timeout=_AGAIN_S)
+            is_done = await self._ends(task, _AGAIN_S)
         self._num_overdue -= 1
+
+    async def _ends(self, task: asyncio.Task[Any], wait_s: float) -> bool:
+        """Returns whether the task ends within so many seconds.
+
+        An environment may cancel all tasks of the loop, which must not end this wait.
+        """
+        until_s = time.monotonic() + wait_s
+        while True:
+            try:
+                done, _ = await asyncio.wait((task,), timeout=until_s - time.monotonic())
+                return bool(done)
+            except asyncio.CancelledError:
+                if self._ended:
+                    raise
 
 
 async def _settle(awaits: Awaits) -> Callable[[], Any]:

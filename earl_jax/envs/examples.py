@@ -21,6 +21,10 @@ from earl_jax.envs.environment import (
 )
 from earl_jax.envs.event_loop import settle
 from earl_jax.envs.tasks import TaskArgs, TaskSource
+from earl_jax.settings.errors import InputError
+
+# An example that takes more replies has no end.
+_MOST_REPLIES = 10_000
 
 # Token ids of an example, and who wrote each: 0 or the number of the policy's turn.
 Ids = tuple[list[int], list[int]]
@@ -53,12 +57,15 @@ class Example:
 
 
 def play_example(environment: Environment, rng: random.Random) -> Example:
-    """Plays a fresh environment to its end with its own example replies (`OffersExamples`)."""
+    """Plays a fresh environment to its end with its own example replies (`OffersExamples`).
+
+    Raises ValueError where they lead to no end.
+    """
     assert isinstance(environment, OffersExamples), "the config was not validated"
     start = check_start(settle(environment.start()))
     turns: list[tuple[Author, Content]] = [("environment", start.messages or start.text)]
     roles = [start.role]
-    while True:
+    for _ in range(_MOST_REPLIES):
         reply = environment.example_reply(rng)
         turns.append(("policy", reply))
         roles.append(roles[-1])
@@ -73,6 +80,10 @@ def play_example(environment: Environment, rng: random.Random) -> Example:
             )
         turns.append(("environment", result.messages or result.text))
         roles.append(result.role or roles[-1])
+    raise InputError(
+        f"it is not done after {_MOST_REPLIES} replies of its example_reply, which must lead to an "
+        "end: supervised examples, and the text for a tokenizer, are whole episodes"
+    )
 
 
 def example_ids(example: Example, renderer: ChatRenderer, side: int = 0) -> Ids:
@@ -87,11 +98,14 @@ def example_ids(example: Example, renderer: ChatRenderer, side: int = 0) -> Ids:
 
 
 def sample_ids(
-    turns: Sequence[tuple[Author, Content]],
+    turns: Sequence[tuple[Author, Any]],
     tools: Sequence[Mapping[str, Any]],
     conversation: Conversation,
 ) -> list[Ids]:
     """Returns the token ids of an episode with these turns, the environment's first, by sample.
+
+    A turn of the environment is a `Content`, one of the policy a text, or its ids with an end of
+    turn.
 
     There are several samples where the fresh `conversation` forks. Raises ValueError for messages
     that the chat template does not take.
@@ -102,9 +116,9 @@ def sample_ids(
     turn = 0
     for author, content in others:
         if author == "policy":
-            assert isinstance(content, str)
             turn += 1
-            (written,) = conversation.choices((content,))
+            is_text = isinstance(content, str)
+            written = conversation.choices((content,))[0] if is_text else content
             conversation.reply(written)
         else:
             answer = conversation.answer(content)

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 
 from earl_jax.envs.environment import ENVIRONMENT_ERROR, ENVIRONMENT_TIMEOUT
 from earl_jax.envs.event_loop import Awaits, EventLoop, Overdue, Waiting
-from earl_jax.settings.errors import InputError, RunError
+from earl_jax.settings.errors import InputError, RunError, where_raised
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -363,7 +363,10 @@ def _outcome(call: Callable[[], T]) -> T | Failure | Awaits:
 def _failure(error: BaseException) -> Failure:
     if isinstance(error, Overdue):
         return Failure(stop_reason=ENVIRONMENT_TIMEOUT, detail=str(error))
-    is_ours = isinstance(error, InputError)
-    words = [str(error)] if is_ours else traceback.format_exception_only(error)
-    detail = "".join(words).strip()
+    if isinstance(error, InputError):
+        detail = str(error)
+    else:
+        # An error's own text may raise, which this outlives.
+        words = "".join(traceback.format_exception_only(error))
+        detail = words.strip() + where_raised(error)
     return Failure(stop_reason=ENVIRONMENT_ERROR, detail=detail)

@@ -2,14 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """An environment of one prompt of a dataset, one reply, and a reward function."""
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from earl_jax.envs.environment import Message, Start, StepResult
 from earl_jax.settings.errors import InputError
 
-# reward(reply, **row): the reward alone, or with it ("reward") metrics by name.
-Reward = Callable[..., float | Mapping[str, float]]
+# The reward alone, or with it ("reward") metrics by name.
+Paid = float | Mapping[str, float]
+# reward(reply, **row), which may be a coroutine.
+Reward = Callable[..., Paid | Awaitable[Paid]]
 
 
 class SingleTurn:
@@ -30,15 +33,31 @@ class SingleTurn:
         """Returns the prompt."""
         return prompt_of(self._row)
 
-    def step(self, reply: str) -> StepResult:
+    def step(self, reply: str) -> StepResult | Awaitable[StepResult]:
         """Returns the reward of the reply."""
         paid = self._reward(reply, **self._row)
-        metrics = dict(paid) if isinstance(paid, Mapping) else {"reward": paid}
-        if "reward" not in metrics:
-            raise InputError(f"the reward function returned {metrics}, without 'reward'")
-        reward = metrics.pop("reward")
-        # As numpy's numbers and bool: what equals a float is one.
-        return StepResult(reward=float(reward), done=True, stop_reason="answered", metrics=metrics)
+        return _awaited(paid) if inspect.isawaitable(paid) else _result(paid)
+
+
+async def _awaited(paid: Awaitable[Paid]) -> StepResult:
+    return _result(await paid)
+
+
+def _result(paid: Any) -> StepResult:
+    """Returns the result of a reply that the function paid so. Raises ValueError for no reward."""
+    metrics = dict(paid) if isinstance(paid, Mapping) else {"reward": paid}
+    given = metrics.pop("reward", None)
+    try:
+        # As numpy's numbers and bool: what equals a float is one; a text of one is none.
+        reward = None if isinstance(given, str | bytes) else float(given)
+    except (TypeError, ValueError):
+        reward = None
+    if reward is None:
+        raise InputError(
+            f"the function of config.tasks.reward returned {paid!r:.60}; it must return a number, "
+            "or a dict with one under 'reward'"
+        )
+    return StepResult(reward=reward, done=True, stop_reason="answered", metrics=metrics)
 
 
 def prompt_of(row: Mapping[str, Any]) -> Start:

@@ -243,7 +243,7 @@ def read_rows(
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = _json(line)
             if not isinstance(row, dict):
                 raise InputError(f"it must be a JSON object; got {line[:60]!r}")
             rows[number] = take(row)
@@ -252,6 +252,15 @@ def read_rows(
     if not rows:
         raise InputError(f"{setting} is {path!r}, which holds no rows")
     return rows, hashlib.sha256(data).hexdigest()
+
+
+def _json(line: bytes) -> Any:
+    """Returns the value of a line. Raises ValueError for one that is no JSON."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        # Its own words say "line 1", which is the file's line here.
+        raise InputError(f"no JSON at column {error.colno}: {error.msg}") from error
 
 
 def _task_row(row: dict[str, Any]) -> dict[str, Any]:

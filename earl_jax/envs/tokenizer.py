@@ -77,7 +77,8 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokeniz
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator(texts, trainer)
+    # A lone surrogate, which no text can have, ends its own episode later.
+    bpe.train_from_iterator((text.encode(errors="replace").decode() for text in texts), trainer)
     return tokenizer_from(bpe.to_str())
 
 

@@ -3,7 +3,9 @@
 """Compiles programs that a run will need soon, in the background while steps run.
 
 A thread compiles them from shapes alone and leaves them in JAX's persistent compilation cache
-(`launch.start.start_jax`), where the run's own call finds them. No array is touched.
+(`launch.start.start_jax`), where the run's own call finds them. No array is touched. Of several
+processes the first alone writes there; in the others JAX finds a round's program again in memory,
+beside the engine's jitted function.
 """
 
 import dataclasses
@@ -36,16 +38,26 @@ def wanted_programs(
     """Returns programs that may be needed soon, most urgent first, by `key_of` their plans.
 
     That for the last episodes of a rollout, if they would move to another mesh, those of the
-    config's next context bucket, and those of `promising_plans`.
+    config's next context bucket, and those of `promising_plans`. Of several processes only those
+    that this one runs alone.
     """
     load, plans, programs = history.recent(), list[tuple[Plan, int]](), dict[str, Lower]()
     if (tail := placement.sessions.tail_plan(load)) is not None:
         plans.append((tail, placement.max_tokens))
     plans += _next_bucket(placement, load, max_context)
-    for plan, tokens in plans + promising_plans(placement, load):
+    plans += promising_plans(placement, load)
+    for plan, tokens in (each for each in plans if _runs_alone(placement, each[0])):
         if (lower := _lowering(placement, plan, tokens)) is not None:
             programs[key_of(plan, tokens)] = lower
     return programs
+
+
+def _runs_alone(placement: Placement, plan: Plan) -> bool:
+    """Returns True if a plan's program is one of this process, which no other one runs with it."""
+    cluster = placement.stages.cluster
+    if cluster.count == 1:
+        return True
+    return isinstance(plan, RolloutPlan) and cluster.plays and not cluster.spans(plan.mesh)
 
 
 def promising_plans(placement: Placement, load: Load | None) -> list[tuple[Plan, int]]:
@@ -105,12 +117,12 @@ def _lowering(placement: Placement, plan: Plan, tokens: int) -> Lower | None:
 
 
 def compiles_ahead(setting: str, cluster: Cluster) -> bool:
-    """Returns True if a run with this config.selector.compile_ahead does; several processes do not.
+    """Returns True if a run with this config.selector.compile_ahead does.
 
     On CPUs the compiler would take its cores from the steps.
     """
     apart = cluster.devices[0].platform != "cpu"
-    return cluster.count == 1 and (setting == "on" or setting == "auto" and apart)
+    return setting == "on" or setting == "auto" and apart
 
 
 class CompileAhead:
@@ -135,7 +147,8 @@ class CompileAhead:
     def connect(self, placement: Placement) -> None:
         """Has the placement ask for programs here; waiting counts from now on."""
         placement.about_to_use, placement.is_compiled = self.hand_over, self.is_compiled
-        if self.is_on:
+        # Of several processes all must choose alike, whenever the compilers are done.
+        if self.is_on and placement.stages.cluster.count == 1:
             placement.may_try = self.may_try
         self.take_waited_s()
         self.take_compiles()

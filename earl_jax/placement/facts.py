@@ -82,8 +82,7 @@ def _settings(config: Config) -> dict[str, dict[str, Any]]:
         | {"model_logprobs": train.ratio == "model"},
         "train": {field: getattr(train, field) for field in updates}
         | {"lora": dataclasses.asdict(train.lora), "importance_cap": config.importance_cap}
-        | {"networks": held, "ema": train.ema_decay > 0, "stream": train.sft_weight > 0}
-        | {"sft": train.sft_steps > 0},
+        | {"networks": held, "ema": train.ema_decay > 0, "stream": train.sft_weight > 0},
     }
 
 
@@ -174,7 +173,7 @@ class Observations:
         Speeds of before are one of each plan then, so that an entry is trusted only when this run
         has observed it. `say` reports failures, and a table that cannot be kept.
         """
-        self._problem, self._say, self.is_fed = problem, say, is_fed
+        self.problem, self._say, self.is_fed = problem, say, is_fed
         self.table = table.as_prior() if is_fed else table
         # Plans left out in this run only: a move to them ran out of memory. In this rollout only:
         # that of its live episodes.
@@ -203,7 +202,7 @@ class Observations:
 
     def add_bytes(self, plan: Plan, tokens: int, program_bytes: int) -> None:
         """Adds XLA's bytes of a plan's program."""
-        self._keep(with_program_bytes(self._problem, self.table, plan, tokens, program_bytes))
+        self._keep(with_program_bytes(self.problem, self.table, plan, tokens, program_bytes))
 
     def add_wait(self, compile_s: float) -> None:
         """Adds the seconds that a step waited for new programs."""
@@ -218,7 +217,7 @@ class Observations:
         Later runs know it too, unless memory was short `in_move`, beside what was there before. If
         those were `live` episodes it is forgotten when their rollout ends.
         """
-        table = with_failure(self._problem, self.table, plan, tokens)
+        table = with_failure(self.problem, self.table, plan, tokens)
         words = f"{plan.stage} on {plan.mesh} {table.failures[-1]}{', in the move there' * in_move}"
         if not in_move:
             self._keep(table)

@@ -39,6 +39,11 @@ def plan_groups(
         ValueError: a number that cannot be, or a group that no mesh cuts evenly.
     """
     played, trained = map(parse_topology, topologies)
+    if not config.plays:
+        raise InputError(
+            "--train_topology with config.algorithm 'sft', which plays nothing: give --topology "
+            "alone, the devices that train"
+        )
     if config.devices.num_rollout:
         raise InputError(
             f"config.devices.num_rollout is {config.devices.num_rollout} beside --train_topology, "

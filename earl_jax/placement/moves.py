@@ -23,7 +23,8 @@ def move_state(placement: Placement, state: TrainState, *, to_play: bool = False
     Raises:
         BudgetTooSmall: no mesh is left.
     """
-    offload = to_play and placement.rollout.offload
+    rollout = placement.plans.rollout
+    offload = to_play and rollout is not None and rollout.offload
     where = placement.stages.learner.state_shardings(placement.train.mesh)
     if offload and is_offloaded(state) and is_placed(state.params, where.params):
         return state
@@ -40,11 +41,11 @@ def _to_mesh(placement: Placement, state: TrainState) -> TrainState:
         return moved
 
     while True:
-        shardings = stages.learner.state_shardings(placement.train.mesh)
+        shardings = stages.learner.state_shardings(placement.train.mesh).like(state)
         if is_placed(state, shardings):
             return state
         if not stages.cluster.trains:
-            return absent_tree(stages.learner.state_shapes(), shardings)
+            return absent_tree(stages.learner.state_shapes().like(state), shardings)
         start = time.perf_counter()
         if stages.cluster.count > 1:
             moved = placement.attempt("train", functools.partial(together, shardings))

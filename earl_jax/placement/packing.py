@@ -60,18 +60,20 @@ def plan_batch(
     lengths: Sequence[int],
     length: int,
     num_samples: Sequence[int] | None = None,
+    history: ShapeHistory | None = None,
 ) -> Packing:
     """Plans rows for the plan in use, in a shape that few batches of a run differ in.
 
     Every process calls it with the `lengths` and `num_samples` of all episodes (`plan_packing`),
-    and the context bucket `length`.
+    and the context bucket `length`. `history` None: that of the run's updates.
     """
     plan, problem = placement.train, placement.problem
     rule = row_rule(placement.stages, plan, length)
     rows = problem.packed_rows(length, sum(lengths), plan.mesh)
     tokens = rows * length * problem.work.num_batches * problem.work.epochs
     program_updates = PROGRAM_S * problem.update_speed(plan, length, rows) / tokens
-    history = placement.row_shapes.setdefault(str(length), ShapeHistory())
+    if history is None:
+        history = placement.row_shapes.setdefault(str(length), ShapeHistory())
     shape = history.choose(lengths, rule, program_updates)
     return plan_packing(lengths, rule, shape, num_samples)
 

@@ -111,7 +111,7 @@ class Placement:
         """Returns what a resumed run needs to go on choosing alike."""
         rollout, train = self.plans
         return {
-            "rollout": rollout and [str(rollout.mesh), *rollout[1:]],
+            "rollout": rollout and rollout.as_list(),
             "train": train and [str(train.mesh), *train[1:]],
             "row_shapes": {
                 length: [each.wasted, *map(list, each.shapes)]
@@ -123,8 +123,8 @@ class Placement:
     def restore(self, saved: dict[str, Any]) -> None:
         """Undoes `as_dict`. Raises ValueError where something is missing or no plan."""
         try:
-            mesh, num_slots, pages, offload = saved["rollout"]
-            rollout = RolloutPlan(MeshShape.parse(mesh), int(num_slots), int(pages), bool(offload))
+            has_rollout = self.problem.plays or saved["rollout"]
+            rollout = RolloutPlan.from_list(saved["rollout"]) if has_rollout else None
             mesh, micro_batches, remat = saved["train"]
             train = TrainPlan(MeshShape.parse(mesh), int(micro_batches), read_remat(remat))
             numbers = {name: int(saved[name]) for name in _NUMBERS}
@@ -166,18 +166,26 @@ class Placement:
     @property
     def words(self) -> str:
         """The differences from the config for lack of memory, in words; "" for none."""
-        (rollout, train), work = (self.rollout, self.train), self.problem.work
+        rollout, train, work = self.plans.rollout, self.train, self.problem.work
         first = TrainPlan(train.mesh, work.micro_batches, work.remat)
         moments = "the optimizer's moments wait in host memory during rollouts"
-        slots = f"rollout with {rollout.num_slots} of {work.num_slots} slots"
-        parts = [moments] * rollout.offload + [slots] * (rollout.num_slots != work.num_slots)
+        parts = []
+        if rollout is not None:
+            slots = f"rollout with {rollout.num_slots} of {work.num_slots} slots"
+            parts = [moments] * rollout.offload + [slots] * (rollout.num_slots != work.num_slots)
         return "; ".join(parts + [f"training on {train.words(first)}"] * (train != first))
 
     @property
     def needed_tokens(self) -> int:
         """The longest context that the run came to, or must hold from the start."""
+        if not self.problem.plays:
+            return self._length_for(1)
         configured = self.stages.rollout.context_buckets[-1]
         return max(configured, self.max_tokens, self.outgrown)
+
+    def end_warm_start(self) -> None:
+        """Counts the moments of supervised updates no more: states have none from here on."""
+        self.problem = self.observations.problem = self.problem.behind_warm_start()
 
     def take_log(self) -> SwitchLog:
         """Returns what changed since the last call."""
@@ -297,7 +305,9 @@ class Placement:
 
     def _length_for(self, tokens: int) -> int:
         """Returns the context bucket of training rows, of episodes of so many tokens."""
-        return self.stages.rollout.max_tokens_for(max(tokens, self.stages.example_tokens))
+        stages = self.stages
+        longest = max(tokens, stages.example_tokens, stages.held_out_tokens)
+        return stages.rollout.max_tokens_for(longest)
 
     def choose_rollout(self, tokens: int, load: Load | None) -> Decision:
         """Chooses a plan for a rollout beside the trainer; the one in use stays if it may."""
@@ -397,7 +407,9 @@ class Placement:
             length: the context bucket that is trained on, if not the chosen one.
             plan: the plan of an update with no larger micro-batches than the one in use.
             live: the work is that of one process within a rollout. Of several processes it raises
-                the error, tells the others at the rollout's end, and all play again alike.
+                the error, tells the others at the rollout's end, and all play again alike; but
+                where nothing is remembered, and no other is in a program with it, it stays as it
+                was.
 
         Raises:
             BudgetTooSmall: no plan is left.
@@ -412,13 +424,14 @@ class Placement:
         except RolloutShort as error:
             self._agree(error.shortage)
         except jax.errors.JaxRuntimeError as error:
-            if not is_out_of_memory(error) or (live and processes.count > 1):
+            is_alone = processes.count == 1 or (live and stage is None and not self.plays_together)
+            if not is_out_of_memory(error) or (live and not is_alone):
                 raise
             if stage is not None:
                 # A process that ends forgets what only this run knows.
                 in_move = isinstance(error, OutOfMemoryInMove) and processes.count == 1
                 self.fail(stage, length, plan, in_move=in_move, live=live)
-            if processes.count > 1:
+            if not is_alone:
                 raise RestartNeeded(
                     f"{self.log.failures[-1]}; it is remembered, and not tried again"
                 ) from error
@@ -473,12 +486,14 @@ class Placement:
             words=f"process {processes.index}: {str(error).splitlines()[0]}",
             failed=failed,
             placement=self.as_dict(),
+            tail=self.tail and self.tail.as_list(),
             outgrown=self.outgrown,
         )
 
     def _agree(self, shortage: Shortage) -> None:
         """Takes over the placement of the process that was short, and remembers the same."""
         self.restore(shortage.placement)
+        self.tail = RolloutPlan.from_list(shortage.tail) if shortage.tail else None
         self.outgrown = shortage.outgrown
         if shortage.failed:
             self.fail("rollout")

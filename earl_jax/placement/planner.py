@@ -178,6 +178,7 @@ def compiler_for(
                 jax.config.update("jax_optimization_level", "O1")
         else:
             lowered, computed = lowered_update(plan, tokens), problem.update_footprint(plan, tokens)
+        own_gib = (computed.total - computed.trainer) / 2**30
         try:
             num_bytes = unless_out_of_memory(lambda: program_bytes(lowered.compile()))
         finally:
@@ -185,7 +186,7 @@ def compiler_for(
         words = "does not fit" if num_bytes is None else f"{num_bytes / 2**30:.2f} GiB"
         print(
             f"compiled {plan.stage} on {plan.mesh}, context {tokens}: {words} per device (computed:"
-            f" {computed.total / 2**30:.2f}), in {time.perf_counter() - start_s:.0f} s",
+            f" {own_gib:.2f}), in {time.perf_counter() - start_s:.0f} s",
             file=sys.stderr,
             flush=True,
         )

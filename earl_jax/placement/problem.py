@@ -81,7 +81,8 @@ def model_sizes(
     trained, frozen = trained_specs(model, train, vocab_size)
     engine = engine_specs(model, vocab_size, weight_dtype)
     optimized = optimized_specs(model, train, vocab_size, networks)
-    moments = tuple(map(moment_axes, state.moments, optimized))
+    sft, state = state.sft_optimizer, state.without_sft()
+    moments = tuple(map(moment_axes, state.moments, optimized[: len(state.moments)]))
     is_mixture = model.num_experts > 0
     return ModelSizes(
         num_layers=model.num_layers,
@@ -99,6 +100,7 @@ def model_sizes(
         engine=_parameters(engine_shapes(engine, engine_dtype), engine),
         trained=_parameters(state.params, trained),
         moments=_parameters(state.moments, moments),
+        sft_moments=_parameters(sft, moment_axes(sft, trained)),
         frozen=_parameters(state.base, frozen),
         reference=_parameters(state.reference, reference_specs(model, vocab_size, networks)),
         critic=_parameters(
@@ -234,7 +236,8 @@ def make_problem(
         can_offload=offloads and has_host_memory and not apart and not stays,
         can_offload_inputs=has_host_memory and (config.train.remat == "offload" or not is_cpu),
         rollout_stays=stays,
-        preempted_bytes=int(rollout.preemption_host_gib * 2**30),
+        plays=config.plays,
+        preempted_bytes=int(rollout.preemption_host_gib * 2**30) if config.plays else 0,
     )
     batches = config.row_batches(problem.num_players)
     problem = dataclasses.replace(problem, work=dataclasses.replace(problem.work, batches=batches))
@@ -303,10 +306,11 @@ def planned_problem(
         num_processes=num_processes,
     )
     try:
-        assert problem.meshes("rollout") and problem.meshes("train")
+        problem.check_meshes()
     except ValueError as error:
         number, rollout = hardware.num_devices, config.rollout
-        sizes = {"num_slots": rollout.num_slots, "episodes_per_step": rollout.episodes_per_step}
+        sizes = {"num_slots": rollout.num_slots} if config.plays else {}
+        sizes["episodes_per_step"] = rollout.episodes_per_step
         named = config.selector.rollout_meshes or config.selector.train_meshes
         if named or all(size % number == 0 for size in sizes.values()):
             raise

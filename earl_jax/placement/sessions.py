@@ -146,14 +146,19 @@ class Sessions:
         return moved
 
     def shrink(self, session: Session, live: int, longest: int, load: Load | None) -> Session:
-        """Returns a session for the last `live` episodes of a rollout.
+        """Returns a session for the last `live` episodes that an engine has of a rollout.
 
         The longest has `longest` tokens. They go to another mesh if rounds of so few are so much
         faster there that the move is earned back until the longest is as long as episodes are
         expected to become. The next rollout begins where this one began.
+
+        Processes with an engine each move or stay by themselves. Those that share one all move, or
+        none: they know the same, and go only where they have played.
         """
         placement, plan, played = self._placement, self._placement.rollout, self._played
-        here = plan._replace(mesh=session.engine.layout.shape, pages=session.pool.pages)
+        here = (placement.tail or plan)._replace(pages=session.pool.pages)
+        # As if every engine had so many.
+        live *= placement.problem.num_parts(here.mesh)
 
         def move_s(mesh: MeshShape) -> float:
             # Nobody waits for a compiler in the middle of a rollout.
@@ -183,9 +188,12 @@ class Sessions:
         load: Load | None,
         move_s: Callable[[MeshShape], float],
     ) -> Choice[RolloutPlan] | None:
-        """Chooses for the last `live` episodes, of up to `longest` tokens; None: they stay."""
+        """Chooses for the last `live` episodes of all engines, of up to `longest` tokens.
+
+        None: they stay.
+        """
         left = load.context_tokens_max - longest if load else 0
-        if left <= 0 or self._stages.cluster.count > 1:
+        if left <= 0:
             return None
         step = dataclasses.replace(
             self._placement.step_of(max_tokens, load),

@@ -31,7 +31,7 @@ class Stages:
 
     `feeds_table`: real steps feed the throughput table. A move under way holds `chunk_bytes` of a
     device; None: all of it at once. The conversations that supervised updates learn from whole have
-    up to `example_tokens` tokens; 0: there are none.
+    up to `example_tokens` tokens, those that are held out `held_out_tokens`; 0: there are none.
     """
 
     problem: Problem
@@ -43,6 +43,7 @@ class Stages:
     feeds_table: bool = False
     chunk_bytes: int | None = None
     example_tokens: int = 0
+    held_out_tokens: int = 0
 
     def pool(self, plan: RolloutPlan) -> Any:
         """Returns the page pool of this process's part of a rollout."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from earl_jax.dispatch.packing import Shape, pack_rows
+from earl_jax.dispatch.packing import Shape, ShapeHistory, pack_rows
 from earl_jax.placement.delivery import Part
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.packing import move_batch, plan_batch, plan_of_shape, tightest_plan
@@ -207,9 +207,16 @@ class StepUpdate:
 
 
 def sft(
-    placement: Placement, state: TrainState, batches: Iterable[Sequence[Example]], length: int
+    placement: Placement,
+    state: TrainState,
+    batches: Iterable[Sequence[Example]],
+    length: int,
+    *,
+    is_last: bool = False,
 ) -> tuple[TrainState, list[Metrics]]:
     """Makes a supervised update of each batch of examples; `length` as of `supervised_parts`.
+
+    The moments of these updates go behind the step that `is_last` of the warm start.
 
     Returns:
         As `StepUpdate.finish`.
@@ -221,16 +228,23 @@ def sft(
         update = StepUpdate(placement=placement, controls=controls, sft=True, parts=parts)
         state, metrics = update.finish(state)
         updates += metrics
+    if is_last:
+        placement.end_warm_start()
+        state = state.without_sft()
     return state, updates
 
 
 def supervised_parts(
-    placement: Placement, examples: Sequence[Example], length: int, number: int
+    placement: Placement,
+    examples: Sequence[Example],
+    length: int,
+    number: int,
+    history: ShapeHistory | None = None,
 ) -> list[Part]:
     """Returns the examples, cut to `length` tokens, dealt out to `number` parts in turn.
 
     Conversations of a file are whole, in rows of a longer context bucket where they need it. There
-    are no parts in a process that does not train.
+    are no parts in a process that does not train. `history` as of `plan_batch`.
     """
     stages = placement.stages
     whole = min(max(len(ids) for ids, _ in examples), stages.example_tokens)
@@ -242,7 +256,7 @@ def supervised_parts(
     for index in range(number):
         own = [tokens * (row % number == index) for row, tokens in enumerate(lengths)]
         # In every process: all know the same shapes.
-        packing = plan_batch(placement, own, length)
+        packing = plan_batch(placement, own, length, history=history)
         if batch is not None:
             packed = pack_rows(batch, packing, layout)
             parts.append(Part(batch=packed, length=length, num_tokens=sum(own)))

@@ -69,13 +69,16 @@ def _check_programs(run: Run, say: Callable[[str], None]) -> None:
         check_weights(run.origin.checkpoint)
     placement = new_placement(run, say)
     placement.choose_step(expected_tokens(run.config.rollout, None), None)
-    plans: tuple[tuple[str, RolloutPlan | TrainPlan, int], ...] = (
-        ("rollout", placement.rollout, placement.max_tokens),
-        ("train", placement.train, placement.length),
-    )
-    for stage, plan, tokens in plans:
-        start_s = time.perf_counter()
+    rollout, train = placement.plans.rollout, placement.train
+    plans: list[tuple[RolloutPlan | TrainPlan, int]] = [(train, placement.length)]
+    if rollout is not None:
+        plans.insert(0, (rollout, placement.max_tokens))
+    for plan, tokens in plans:
+        start_s, stage = time.perf_counter(), plan.stage
         num_bytes = compiled_bytes(run.stages, plan, tokens)
+        if num_bytes is not None and plan is train:
+            # The moments of a warm start are no argument of the program.
+            num_bytes += placement.problem.update_footprint(train, tokens).trainer
         budget = run.problem.budget_bytes
         words = f"{stage} {plan.words()}, context {tokens}"
         if num_bytes is None or (budget is not None and num_bytes > budget):
@@ -93,5 +96,6 @@ def _check_programs(run: Run, say: Callable[[str], None]) -> None:
         )
     if run.cluster.num_hosts > 1:
         layouts, names = run.stages.layouts, run.cluster.hosts
-        say(f"rollout {across_in_words(layouts.rollout(placement.rollout.mesh), names)}")
-        say(f"train {across_in_words(layouts.train(placement.train.mesh), names)}")
+        if rollout is not None:
+            say(f"rollout {across_in_words(layouts.rollout(rollout.mesh), names)}")
+        say(f"train {across_in_words(layouts.train(train.mesh), names)}")

@@ -354,15 +354,17 @@ class LiveEpisode:
     def replay_turn(self) -> bool | None:
         """Takes the reply that it `resumes` with behind the newest message.
 
-        None: there is none, and it goes on. False: the message is not what it was then, or the
-        reply lacks log-probs.
+        None: there is none, and it goes on. False: the message is not what it was then, or does not
+        allow the reply, or the reply lacks log-probs.
         """
         assert self.resumes is not None, "it has turns to play again"
         number, turns = len(self.turns), self.resumes.turns
         if number >= len(turns):
             return None
         before, newest, turn = turns[number - 1], self.turns[-1], turns[number]
+        in_turn = self.resumes.in_turn and number == len(turns) - 1
         is_same = (before.token_ids, before.forks) == (newest.token_ids, newest.forks)
+        is_same &= self._allows(turn.token_ids, in_turn=in_turn)
         if not is_same or (self.scored and not turn.model_logprobs):
             return False
         self.queue, self.reply = [], list(turn.token_ids)
@@ -370,8 +372,16 @@ class LiveEpisode:
         self.logprobs, self.versions = list(turn.logprobs), list(turn.versions)
         self.model_logprobs = list(turn.model_logprobs)
         self.length += len(self.reply)
-        self.in_turn = self.resumes.in_turn and number == len(turns) - 1
+        self.in_turn = in_turn
         return True
+
+    def _allows(self, reply: tuple[int, ...], *, in_turn: bool) -> bool:
+        """Returns whether the newest message can have had this reply; one under way was free."""
+        if in_turn:
+            return not self.choices and not self.allowed
+        if self.choices:
+            return any(choice[: len(reply)] == reply for choice in self.choices)
+        return not self.allowed or {*reply} <= {*self.allowed}
 
     def end_replay(self) -> None:
         """Queues all of the sample that it is in, to be read by the slot as a prompt is."""

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Summaries of evaluations of a fixed set of tasks."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,3 +31,14 @@ def summarize(
     }
     found = mean_metrics(episodes) | {word: part for word, part in stopped.items() if part}
     return own | {key: value for key, value in found.items() if key not in own}
+
+
+def rating_of(evaluation: Mapping[str, Any]) -> float | None:
+    """Returns what the best checkpoints have most of: the mean reward; None where there is none.
+
+    Of an evaluation that played nothing it is the held-out loss, negative.
+    """
+    if "reward_mean" in evaluation:
+        return evaluation["reward_mean"]
+    loss = evaluation.get("sft_loss", math.nan)
+    return -loss if math.isfinite(loss) else None

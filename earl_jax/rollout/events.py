@@ -7,7 +7,7 @@ several processes each that plays has its events in a file of its own, and those
 nothing by the time. Each event is a JSON object on a line of its own, with its `event`:
 
 - "open": a rollout service was opened, with weights of `version`; rounds and calls are counted from
-  here.
+  here. Where a step has another one before, memory was too short for that.
 - "plans": plans were chosen (`Placement.as_dict`).
 - "split": behind round `round` both stages moved, before version `version` was published, to plans
   of a `placement` whose split of the devices is another one.
@@ -245,17 +245,22 @@ def begun_groups(workdir: Path, step: int) -> Begun | None:
     All numbers of groups in events are those of the run. None without events up to the end of this
     step, as where it was played in a synchronous run.
     """
-    numbers: dict[str, set[int]] = {"submit": set(), "take": set(), "drop": set()}
     files = [_whole_lines(path) for path in _files(workdir)]
     if not files or max(map(_last_step, files)) != step:
         return None
-    for event, _ in itertools.chain.from_iterable(files):
-        if event["event"] in numbers:
-            numbers[event["event"]].update(event["groups"])
-    if not numbers["submit"]:
+    submitted: set[int] = set()
+    over: set[int] = set()
+    for lines in files:
+        # Of one process: a group is submitted again where memory was too short for what took it.
+        own: dict[int, str] = {}
+        for event, _ in lines:
+            if event["event"] in ("submit", "take", "drop"):
+                own.update(dict.fromkeys(event["groups"], event["event"]))
+        submitted |= own.keys()
+        over |= {number for number, last in own.items() if last != "submit"}
+    if not submitted:
         return None
-    first, last = min(numbers["submit"]), max(numbers["submit"])
-    over = numbers["take"] | numbers["drop"]
+    first, last = min(submitted), max(submitted)
     return Begun(first, last, [n for n in range(first, last + 1) if n not in over])
 
 

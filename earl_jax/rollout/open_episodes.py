@@ -140,7 +140,7 @@ def _episodes(words: dict[str, Any], numbers: dict[str, Iterator[Any]]) -> dict[
 
 
 def drop_episodes(workdir: Path, kept: Sequence[int]) -> None:
-    """Removes the files of all checkpoints but these."""
-    for path in (workdir / FOLDER).glob("*.npz"):
+    """Removes the files of all checkpoints but these, half written ones too."""
+    for path in (workdir / FOLDER).glob("*.npz*"):
         if path.name.split(".")[0] not in map(str, kept):
             path.unlink(missing_ok=True)

@@ -10,7 +10,8 @@ from typing import Any
 class Shortage:
     """The end of a rollout in one process by a lack of memory, or of meshes for longer episodes.
 
-    Where it `failed`, the devices ran out of memory at `placement` (`Placement.as_dict`).
+    Where it `failed`, the devices ran out of memory at `placement` (`Placement.as_dict`), or on the
+    plan of its last episodes (`tail`, `RolloutPlan.as_list`).
     `outgrown` is the context bucket that it had come to, 0 where it had not grown.
     """
 
@@ -18,6 +19,7 @@ class Shortage:
     failed: bool
     placement: dict[str, Any]
     outgrown: int
+    tail: list[Any] | None = None
 
 
 class RolloutShort(RuntimeError):

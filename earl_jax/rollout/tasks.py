@@ -24,6 +24,7 @@ class Tasks:
     """Numbers the tasks of `played.tasks`; gives supervised updates their examples.
 
     These are `conversations`, or episodes with the environment's example replies without any.
+    Evaluations score the conversations that are `held_out`.
     """
 
     played: Played
@@ -32,6 +33,7 @@ class Tasks:
     seed: int
     num_steps: int
     conversations: ChatDataset | None = None
+    held_out: ChatDataset | None = None
 
     def training(self, step: int) -> list[Task]:
         """Returns the episodes of RL step `step`; those of a group play the same task.

@@ -178,10 +178,37 @@ def build_run(
 
 
 def with_conversations(run: Run) -> Run:
-    """Returns the run with the conversations of config.train.sft_path as its examples.
+    """Returns the run with the conversations of config.train.sft_path as its examples, if any.
 
     Raises ValueError for a file that cannot be, and for other files in other processes.
     """
+    found = _open_conversations(run, run.config.train.sft_path, "config.train.sft_path")
+    if found is None:
+        return run
+    return dataclasses.replace(
+        run,
+        stages=dataclasses.replace(run.stages, example_tokens=found.max_tokens),
+        tasks=dataclasses.replace(run.tasks, conversations=found),
+        notes=(*run.notes, str(found)),
+    )
+
+
+def with_held_out(run: Run) -> Run:
+    """Returns the run with the conversations of config.eval.sft_path, if any; raises likewise."""
+    found = _open_conversations(run, run.config.eval.sft_path, "config.eval.sft_path")
+    if found is None:
+        return run
+    return dataclasses.replace(
+        run,
+        stages=dataclasses.replace(run.stages, held_out_tokens=found.max_tokens),
+        tasks=dataclasses.replace(run.tasks, held_out=found),
+        notes=(*run.notes, f"held out: {found}"),
+    )
+
+
+def _open_conversations(run: Run, path: str, setting: str) -> ChatDataset | None:
+    if not path:
+        return None
     config, rollout = run.config, run.config.rollout
     most_tokens = rollout.max_context(run.origin.max_context)
     limit = f"config.rollout.max_episode_tokens (0, here {most_tokens})"
@@ -191,25 +218,21 @@ def with_conversations(run: Run) -> Run:
         most_tokens = rollout.max_episode_tokens
         limit = f"config.rollout.max_episode_tokens ({most_tokens})"
     conversations = ChatDataset(
-        config.train.sft_path,
+        path,
         run.tasks.renderer,
         history=config.chat.history,
         seed=config.seed,
         most_tokens=most_tokens,
         limit=limit,
+        setting=setting,
     )
-    states = run.cluster.gather(conversations.state(), "config.train.sft_path")
+    states = run.cluster.gather(conversations.state(), setting)
     if any(state != states[0] for state in states):
         raise InputError(
-            f"config.train.sft_path is {config.train.sft_path!r}, which is not the same file in "
-            "all processes; put the same one on each host"
+            f"{setting} is {path!r}, which is not the same file in all processes; put the same one "
+            "on each host"
         )
-    return dataclasses.replace(
-        run,
-        stages=dataclasses.replace(run.stages, example_tokens=conversations.max_tokens),
-        tasks=dataclasses.replace(run.tasks, conversations=conversations),
-        notes=(*run.notes, str(conversations)),
-    )
+    return conversations
 
 
 def _actor(
@@ -309,7 +332,7 @@ def _problem(config: Config, origin: Origin, cluster: Cluster) -> Problem:
         devices_a_player=len(cluster.rollout_devices) // len(cluster.players),
         has_host_memory=all(map(has_host_memory, own)),
     )
-    assert problem.meshes("rollout") and problem.meshes("train")
+    problem.check_meshes()
     return problem
 
 
@@ -332,13 +355,13 @@ def _attention_notes(
     config: Config, stages: Stages, origin: Origin, attention: tuple[Choice, ...]
 ) -> list[str]:
     """Returns what a user should know of kernels and precision at the start of a run."""
+    notes = [f"attention in training: {choice}" for choice in attention]
+    if not config.plays:
+        return notes
     layout, rollout = stages.layouts.rollout(stages.problem.meshes("rollout")[0]), config.rollout
     choice = choose_pages_kernel(rollout.attention, layout, origin.model, rollout.tokens_a_page)
     pages = pages_in_words(choice, str(layout.platform), rollout.tokens_a_page)
-    notes = [
-        *(f"attention in training: {choice}" for choice in attention),
-        f"attention in the rollout: {pages}",
-    ]
+    notes.append(f"attention in the rollout: {pages}")
     if not config.rollout.is_precise_as(config.model.compute_dtype):
         notes.append(f"rollout in another precision than training: {_precision(config)}")
     return notes

@@ -89,6 +89,15 @@ class LiveService:
         """True where the processes that play have a service."""
         return self._where is not None
 
+    def is_given_up(self) -> bool:
+        """Returns True in a replay where memory was too short for some process's service here.
+
+        Every process calls it.
+        """
+        own = self.service is not None and self.groups.is_given_up
+        any_of = self._run.cluster.any
+        return self._events.is_replay and any_of(own, "the end of a rollout that is replayed")
+
     def close(self) -> None:
         """Gives the service up: the next `publish` opens one, which plays its groups again."""
         self._where = self.service = None
@@ -229,12 +238,11 @@ class LiveService:
     def take(self, left: int) -> Part | None:
         """Plays until the step, which takes `left` more groups of this process, can take some.
 
-        None in a process that only trains.
+        None in a process that only trains, and in a replay where the service `is_given_up`.
         """
         service = self.service
-        if service is None:
+        if service is None or not (episodes := self.groups.next_episodes(left)):
             return None
-        episodes = self.groups.next_episodes(left)
         rows = [each.row for each in episodes]
         experience = service.session.engine.row_copies.gather(
             service.session.state.experience, rows

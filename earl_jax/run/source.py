@@ -29,7 +29,7 @@ from earl_jax.models.checkpoints.hf_read import (
 from earl_jax.models.checkpoints.hub import find_folder
 from earl_jax.models.lora import fingerprint
 from earl_jax.models.parameters import Params
-from earl_jax.run.build import Run, build_run, with_conversations
+from earl_jax.run.build import Run, build_run, with_conversations, with_held_out
 from earl_jax.run.workdir import tokenizer_folder
 from earl_jax.settings.differences import differences
 from earl_jax.settings.errors import InputError
@@ -273,8 +273,7 @@ def build_from(
     given = source or (teacher if isinstance(teacher, Source) else None)
     other = given.workdir if given else replay
     folder = other / "tokenizer" if other else tokenizer_folder(cluster, workdir)
-    run = build_run(config, folder, stop)
-    run = with_conversations(run) if config.train.sft_path else run
+    run = with_held_out(with_conversations(build_run(config, folder, stop)))
     if source:
         source.check(run)
     if teacher:

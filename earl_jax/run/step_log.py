@@ -104,8 +104,9 @@ class StepLog:
         # One process may have decided by itself within a rollout.
         notes = [note for part in switches for note in part["switch_notes"]]
         switched = [stage for part in switches for stage in part["switched"]]
+        failures = [words for part in switches for words in part["out_of_memory"] or ()]
         compile_s, compiles, checkpoint_s = map(max, costs)
-        if not self.ahead.is_on:
+        if not self.ahead.is_on or self.run.cluster.count > 1:
             self.placement.observations.add_wait(compile_s)
         return {
             **record.metrics(),
@@ -114,6 +115,7 @@ class StepLog:
             **switches[0],
             "switched": list(dict.fromkeys(switched)),
             "switch_notes": list(dict.fromkeys(notes)),
+            "out_of_memory": list(dict.fromkeys(failures)) or None,
             "switch_s": max(part["switch_s"] for part in switches),
             "peak_bytes_per_device": max(part["peak_bytes_per_device"] for part in switches),
             "budget_bytes_per_device": self.run.problem.budget_bytes,

@@ -236,8 +236,9 @@ def read_newest(config: Config, workdir: Path) -> tuple[Run, Position, Placement
         ValueError: there is no such checkpoint.
     """
     folder = workdir / "checkpoints"
-    if not folder.is_dir():
-        raise InputError(f"{workdir} holds no checkpoint yet: there is no {folder}")
+    # The folder comes with the run; one that is being saved has another name.
+    if not any(path.name.isdigit() for path in folder.glob("*")):
+        raise InputError(f"{workdir} holds no checkpoint yet: there is none in {folder}")
     run = build_run(config, workdir / "tokenizer")
     gather = run.cluster.gather
     checkpoints = Checkpoints(folder, keep=None, gather=gather)
@@ -338,17 +339,20 @@ def _restore(
             f"the checkpoint of step {step} is whole, and this version of earl_jax does not know "
             f"it ({error}); use the version that saved it, or name another --workdir"
         ) from error
-    history = LoadHistory.from_list(saved["history"])
+    history, is_warm = LoadHistory.from_list(saved["history"]), step < run.config.train.sft_steps
+    if not is_warm:
+        placement.end_warm_start()
     if not _is_possible(run, placement):
         placement.plans = Plans()
         load = expected_load(run.config.rollout, history)
         placement.choose_step(expected_tokens(run.config.rollout, load), load)
         say("the checkpoint's meshes are not possible here any more: they are chosen anew")
-    mesh = placement.train.mesh
+    shapes, where = run.learner.state_shapes(), run.stages.saved_shardings
+    shardings = run.learner.state_shardings(placement.train.mesh)
+    if not is_warm:
+        shapes, shardings = shapes.without_sft(), shardings.without_sft()
     state = from_checkpoint(
-        functools.partial(checkpoints.state, step, run.learner.state_shapes()),
-        run.learner.state_shardings(mesh),
-        run.stages.saved_shardings,
+        functools.partial(checkpoints.state, step, shapes), shardings, where and where.like(shapes)
     )
     state = _with_base(run, saved, state, placement)
     position = Position(
@@ -367,11 +371,10 @@ def _restore(
 def _is_possible(run: Run, placement: Placement) -> bool:
     """Returns True if the plans in use are of the devices and meshes of this run."""
     rollout, train = placement.plans
-    assert rollout is not None and train is not None
-    problem = run.problem.of(rollout)
-    return rollout.mesh in problem.meshes(
-        "rollout", placement.max_tokens
-    ) and train.mesh in problem.meshes("train", placement.most_length)
+    assert train is not None
+    problem = run.problem.of(train)
+    can_play = rollout is None or rollout.mesh in problem.meshes("rollout", placement.max_tokens)
+    return can_play and train.mesh in problem.meshes("train", placement.most_length)
 
 
 def _table_of(

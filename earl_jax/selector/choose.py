@@ -163,6 +163,8 @@ class Chooser:
     ) -> Decision:
         """Chooses both stages' plans for a step, or those of `only` one beside the other's in use.
 
+        Where nothing is played, those of a step are the trainer's alone.
+
         Plans that fit are left only for a step shorter by more than the hysteresis, and so is what
         can stay of them where something must go. Both stages' are left only after a window of steps
         (until then the load is in part other plans'), unless contexts are new or a trial begins or
@@ -171,7 +173,8 @@ class Chooser:
         Raises:
             BudgetTooSmall: nothing fits.
         """
-        ways = {None: self._pairs, "train": self._trainings, "rollout": self._rollouts}
+        both = self._pairs if self.problem.plays else self._trainings
+        ways = {None: both, "train": self._trainings, "rollout": self._rollouts}
         pairs = ways[only](step, current)
         most = max(pair.kept(current) for pair in pairs)
         here = [pair for pair in pairs if most and pair.kept(current) == most]

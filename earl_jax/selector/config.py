@@ -34,6 +34,7 @@ class SelectorConfig:
 
     With `compile_ahead` "on" a thread compiles the programs of longer contexts, and of meshes that
     may be faster and never ran, while steps run; "auto" does so where the devices are not CPUs.
+    Each of several processes compiles those of rollouts on its own devices.
     """
 
     budget_bytes_per_device: int = 0

@@ -42,9 +42,10 @@ class ModelSizes:
     """The sizes of a decoder.
 
     `engine` are the rollout's parameters, `trained` those of the policy that are updated (fp32),
-    `moments` the arrays of all optimizers, `frozen` the base of adapters, `reference` a frozen copy
-    of the policy or a teacher, `critic` a value network that is updated too, `average` the moving
-    average of `trained` (both fp32). `teacher` are the sizes of a reference that is another model.
+    `moments` the arrays of all optimizers, `sft_moments` those of the supervised updates of a warm
+    start while it lasts, `frozen` the base of adapters, `reference` a frozen copy of the policy or
+    a teacher, `critic` a value network that is updated too, `average` the moving average of
+    `trained` (both fp32). `teacher` are the sizes of a reference that is another model.
     `ffn_size` is that of one expert where `num_experts` is not 0.
     `windows` has a number for each layer, 0 for full attention. `compute_bytes` are those of a
     number in the trainer's products, `engine_bytes` in the engine's and its cache.
@@ -65,6 +66,7 @@ class ModelSizes:
     engine: tuple[Parameter, ...]
     trained: tuple[Parameter, ...]
     moments: tuple[Parameter, ...]
+    sft_moments: tuple[Parameter, ...] = ()
     frozen: tuple[Parameter, ...] = ()
     reference: tuple[Parameter, ...] = ()
     critic: tuple[Parameter, ...] = ()
@@ -152,7 +154,11 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Bytes of one device during a stage; `trainer` are parameters and moments during a rollout."""
+    """Bytes of one device during a stage.
+
+    `trainer` are those of the trainer's state that no program of the stage has as an argument:
+    parameters and moments during a rollout, moments of supervised updates during other updates.
+    """
 
     weights: int
     optimizer: int = 0
@@ -212,7 +218,7 @@ def trainer_bytes(sizes: ModelSizes, mesh: MeshShape) -> tuple[int, int]:
     """Returns the bytes per device of a trainer's parameters, of all kinds, and of moments."""
     trained = device_bytes(sizes.trained + sizes.critic + sizes.average, mesh)
     frozen = device_bytes(sizes.frozen + sizes.reference, mesh)
-    return trained + frozen, device_bytes(sizes.moments, mesh)
+    return trained + frozen, device_bytes(sizes.moments + sizes.sft_moments, mesh)
 
 
 def page_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape) -> int:
@@ -262,7 +268,7 @@ def train_footprint(
     gradient; a layer's gathered weights and activations with gradients in the compute type; all
     gradients in fp32. XLA may keep the activations of the policy and of a critic at once.
     """
-    weights, moments = trainer_bytes(sizes, mesh)
+    weights, _ = trainer_bytes(sizes, mesh)
     numbers = device_bytes(sizes.trained + sizes.critic, mesh) // 4
     # A base that is stored in the compute type is read as it is.
     cast = [p._replace(itemsize=1) for p in sizes.frozen if p.itemsize != sizes.compute_bytes]
@@ -293,7 +299,11 @@ def train_footprint(
         phases.append((0, _scoring_bytes(sizes, work, mesh, rows, length // mesh.context)))
     gradients, working = max(phases, key=sum)
     return Footprint(
-        weights=weights, optimizer=moments, gradients=gradients, activations=copies + working
+        weights=weights,
+        optimizer=device_bytes(sizes.moments, mesh),
+        gradients=gradients,
+        activations=copies + working,
+        trainer=device_bytes(sizes.sft_moments, mesh),
     )
 
 

@@ -210,9 +210,10 @@ class Candidates:
 
     def update_bytes(self, plan: TrainPlan, length: int) -> tuple[int, bool]:
         """Returns bytes per device of an update, and True if they are XLA's."""
+        footprint = self.problem.update_footprint(plan, length)
         if known := self._entry(plan, length).program_bytes:
-            return known, True
-        return int(self.caution * self.problem.update_footprint(plan, length).total), False
+            return known + footprint.trainer, True
+        return int(self.caution * footprint.total), False
 
     def surplus(self, plan: Plan, tokens: int) -> int:
         """Returns how many bytes per device `caution` adds to those of a plan's own program."""

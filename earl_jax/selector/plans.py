@@ -30,6 +30,16 @@ class RolloutPlan(NamedTuple):
     offload: bool = False
     stage = "rollout"
 
+    def as_list(self) -> list[Any]:
+        """Returns plain values, for checkpoints and other processes."""
+        return [str(self.mesh), *self[1:]]
+
+    @staticmethod
+    def from_list(values: Sequence[Any]) -> "RolloutPlan":
+        """Undoes `as_list`. Raises ValueError or TypeError for anything else."""
+        mesh, num_slots, pages, offload = values
+        return RolloutPlan(MeshShape.parse(mesh), int(num_slots), int(pages), bool(offload))
+
     def words(self, first: "RolloutPlan | None" = None) -> str:
         """Returns the mesh, and how the plan differs from `first`."""
         slots = first is not None and self.num_slots != first.num_slots
@@ -102,7 +112,8 @@ class Failure:
     `size` of a rollout is (tokens an episode, tokens that a row shard's pages hold, slots, 1 with
     the optimizer's moments on the devices); of training (tokens a row, rows at a time, 0 with
     remat, 1 of all but projections, 2 without, -1 with its inputs in host memory). Last in both is
-    minus the limit of bytes of a device, 0 where none was known: with more it may run.
+    minus the limit of bytes of a device, 0 where none was known, without what a warm start takes of
+    it (`ModelSizes.sft_moments`): with more it may run.
     """
 
     stage: str

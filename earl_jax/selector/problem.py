@@ -15,6 +15,7 @@ from earl_jax.selector.footprint import (
     Footprint,
     ModelSizes,
     Workload,
+    device_bytes,
     engine_bytes,
     kept_bytes,
     page_bytes,
@@ -67,6 +68,7 @@ class Problem:
         can_offload_inputs: layers' inputs may be during an update.
         preempted_bytes: host memory that preempted episodes may take beside the moments.
         rollout_stays: a rollout stays on the devices during an update, because it goes on then.
+        plays: False for a run of supervised updates alone: a step has no plan of a rollout.
         every: of a problem with one of several splits, that with all of them.
     """
 
@@ -89,7 +91,14 @@ class Problem:
     can_offload_inputs: bool = False
     preempted_bytes: int = 0
     rollout_stays: bool = False
+    plays: bool = True
     every: "Problem | None" = None
+
+    def behind_warm_start(self) -> "Problem":
+        """Returns the problem without the moments of supervised updates."""
+        if not self.sizes.sft_moments:
+            return self
+        return dataclasses.replace(self, sizes=dataclasses.replace(self.sizes, sft_moments=()))
 
     # Splits.
 
@@ -106,6 +115,10 @@ class Problem:
         return every.at(split) if split in every.splits else self
 
     # Meshes.
+
+    def check_meshes(self) -> None:
+        """Raises ValueError where a stage of a step has no mesh (`meshes`)."""
+        assert self.meshes("train") and (not self.plays or self.meshes("rollout"))
 
     @property
     def num_players(self) -> int:
@@ -225,7 +238,9 @@ class Problem:
 
     def size_of(self, plan: Plan, tokens: int) -> tuple[int, ...]:
         """Returns a plan's size at a context bucket, as in `Failure`."""
-        limit = self.budget_bytes or 0
+        # What a warm start takes of it is there again behind its last step.
+        taken = device_bytes(self.sizes.sft_moments, MeshShape()) // self.hardware.num_devices
+        limit = (self.budget_bytes or 0) - taken
         if isinstance(plan, RolloutPlan):
             cached = plan.pages * self.work.page_size
             return (tokens, cached, plan.num_slots, int(not plan.offload), -limit)

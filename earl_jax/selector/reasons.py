@@ -96,7 +96,8 @@ def too_small(
     candidates: Candidates, what: str, found: Sequence[Candidate], tokens: int, resident: int = 0
 ) -> BudgetTooSmall:
     """Returns the error where none of these fits beside `resident` bytes."""
-    advice = "more devices, or lower config.rollout.num_slots or the model's size"
+    slots = "config.rollout.num_slots or " if candidates.problem.plays else ""
+    advice = f"more devices, or lower {slots}the model's size"
     possible = [candidate for candidate in found if not candidate.failed]
     if not possible:
         tried = "; ".join(f"{c.plan.words()} {c.failed}" for c in found[:4])

@@ -113,7 +113,9 @@ def _stop(chooser: SplitChooser, context: int, plans: Plans) -> Stop:
         (candidates.resident_bytes(plan, offload, context) for plan in beside), default=0
     )
     free = problem.budget - resident
-    rollouts = candidates.rollouts(context, None, free, offload=offload) if beside else []
+    rollouts = []
+    if beside and problem.plays:
+        rollouts = candidates.rollouts(context, None, free, offload=offload)
     return Stop(
         context=context,
         decision=decision,
@@ -156,6 +158,7 @@ def schedule_values(problem: Problem, schedule: Sequence[Stop], *, exact: bool) 
         "vocab_size": sizes.vocab_size,
         "num_slots": work.num_slots,
         "episodes_per_step": work.num_rows,
+        "plays": problem.plays,
         "page_size": work.page_size,
         "mode": "exact" if exact else "quick",
         "expected_error": {"bytes": 0.10 if sizes.compute_bytes < 4 else 0.15, "words": _TRUST},
@@ -209,7 +212,9 @@ def _candidate(problem: Problem, stop: Stop, candidate: Candidate) -> Values:
         tokens = work.num_batches * work.num_rows * stop.context
         values["update_s"] = tokens / candidate.tokens_per_s
     if candidate.is_exact:
-        kinds = kinds.with_total(candidate.num_bytes)
+        kinds = kinds.with_total(candidate.num_bytes - kinds.trainer)
+    if isinstance(plan, TrainPlan):
+        kinds = dataclasses.replace(kinds, optimizer=kinds.optimizer + kinds.trainer)
     kinds = dataclasses.replace(kinds, trainer=beside)
     return values | {
         "plan": words,
@@ -237,15 +242,18 @@ def schedule_lines(values: Values) -> Iterator[str]:
         f"process{'es' * (values['processes'] > 1)}; budget {bytes_text(budget)} of the "
         f"{bytes_text(memory)} of a device"
     )
+    rows = f"{values['episodes_per_step']} episodes a step in {values['num_slots']} slots"
+    if not values["plays"]:
+        rows = f"{values['episodes_per_step']} conversations a step, and nothing is played"
     yield (
         f"model: {values['parameters'] / 1e9:,.3g} billion parameters, vocabulary "
-        f"{values['vocab_size']:,}; {values['episodes_per_step']} episodes a step in "
-        f"{values['num_slots']} slots\n{values['mode']} mode: {_TRUST}"
+        f"{values['vocab_size']:,}; {rows}\n{values['mode']} mode: {_TRUST}"
     )
-    for stage, title, speed in (
+    stages = (
         ("train", "training: an update on all episodes of a step; bytes per device", "s/update"),
         ("rollout", "rollout: episodes at the end of the context; bytes per device", "ms/token"),
-    ):
+    )
+    for stage, title, speed in stages[: 1 + values["plays"]]:
         yield f"\n{title}"
         found = [c for c in values["contexts"] if "mesh" in c.get(stage, {})]
         header = ["context", "mesh", *_KINDS[stage], "together", "of budget", speed, "tokens/s"]
@@ -301,7 +309,7 @@ def _others_words(budget: int, meshes: Sequence[Values]) -> str:
 
 
 def smallest_hardware(problem: Problem, max_tokens: int) -> list[tuple[str, int]]:
-    """Returns how many chips of each kind would hold both stages; the problem's kind first.
+    """Returns how many chips of each kind would hold all stages; the problem's kind first.
 
     Numbers are powers of two up to MOST_DEVICES, in full hosts of the kind where there are several,
     with a process each. Meshes that the config names do not count.
@@ -338,7 +346,7 @@ def smallest_words(found: list[tuple[str, int]], max_tokens: int) -> str:
 
 
 def fits(problem: Problem, max_tokens: int) -> bool:
-    """Returns True if plans of both stages fit at this context, by computed bytes."""
+    """Returns True if plans of all stages fit at this context, by computed bytes."""
     try:
         chooser = SplitChooser(Candidates(problem))
         chooser.step(full_step(problem, max_tokens), Plans())

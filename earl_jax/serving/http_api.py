@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
+import urllib.parse
 import uuid
 from collections.abc import (
     AsyncIterator,
@@ -55,6 +56,8 @@ _STATUS = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
     grpc.StatusCode.UNAVAILABLE: 503,
 }
+# Before the name of one model, in which a slash is %2F or as it is.
+_ONE_MODEL = "/v1/models/"
 # A prompt: its ids, or what `Service.encode` makes them of.
 Prompt = list[int] | Mapping[str, Any]
 
@@ -96,11 +99,13 @@ class HttpApi:
             await _fail(HttpError(500, "the server could not answer this request"), connection)
 
     async def _answer(self, request: HttpRequest, connection: Connection) -> None:
-        if request.path not in self._routes:
-            raise HttpError(
-                404, f"there is no {request.path} here; there are {', '.join(self._routes)}"
-            )
-        method, answer = self._routes[request.path]
+        path = request.path
+        if path.startswith(_ONE_MODEL):
+            self._check_name(urllib.parse.unquote(path.removeprefix(_ONE_MODEL)))
+            path = "/v1/models"
+        if path not in self._routes:
+            raise HttpError(404, f"there is no {path} here; there are {', '.join(self._routes)}")
+        method, answer = self._routes[path]
         if request.method != method:
             raise HttpError(405, f"{request.path} takes {method}, not {request.method}")
         await answer(request, connection)
@@ -110,7 +115,7 @@ class HttpApi:
         words = "ok" if is_live else "the server is ending"
         await connection.send_json(200 if is_live else 503, {"status": words})
 
-    async def _models(self, _: HttpRequest, connection: Connection) -> None:
+    async def _models(self, request: HttpRequest, connection: Connection) -> None:
         model = {
             "id": self._model.name,
             "object": "model",
@@ -119,7 +124,8 @@ class HttpApi:
             "max_model_len": self._service.limits.context_tokens,
             "policy_version": self._model.version,
         }
-        await connection.send_json(200, {"object": "list", "data": [model]})
+        is_one = request.path.startswith(_ONE_MODEL)
+        await connection.send_json(200, model if is_one else {"object": "list", "data": [model]})
 
     async def _completions(self, request: HttpRequest, connection: Connection) -> None:
         given = self._read(request)
@@ -155,12 +161,14 @@ class HttpApi:
 
     def _read(self, request: HttpRequest) -> dict[str, Any]:
         given = read_object(request)
-        name = take(given, "model", str, self._model.name)
+        self._check_name(take(given, "model", str, self._model.name))
+        return given
+
+    def _check_name(self, name: str) -> None:
         if name != self._model.name:
             raise HttpError(
                 404, f"the model {name!r} is not served here; {self._model.name!r} is", "model"
             )
-        return given
 
     def _reply_params(self, fields: Mapping[str, Any], where: str = "") -> ReplyParams:
         service = self._service

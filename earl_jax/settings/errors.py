@@ -5,6 +5,9 @@
 import errno
 import os
 import re
+import sysconfig
+import traceback
+from pathlib import Path
 
 # What a person puts right by naming another folder or by being allowed to write there.
 _MISTAKES = (
@@ -44,9 +47,25 @@ def disk_in_words(error: BaseException) -> str:
     )
 
 
+# Folders of code that is no user's: this package, and what is installed.
+_INSTALLED = (
+    str(Path(__file__).parents[1]) + os.sep,
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
+)
+
+
 def in_words(error: Exception) -> str:
-    """Returns the message of an error, behind its type where that is no ValueError."""
-    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    """Returns the message of an error; of one that is no ValueError, its type and place too."""
+    if isinstance(error, ValueError):
+        return str(error)
+    return f"{type(error).__name__}: {error}{where_raised(error)}"
+
+
+def where_raised(error: BaseException) -> str:
+    """Returns " (FILE, line N)" of the innermost call in a user's own code; "" without one."""
+    calls = ((f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__))
+    own = [call for call in calls if not call[0].startswith(("<", *_INSTALLED))]
+    return f" ({own[-1][0]}, line {own[-1][1]})" if own else ""
 
 
 class RunError(RuntimeError):

@@ -4,11 +4,10 @@
 
 import difflib
 import importlib
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.errors import InputError, where_raised
 
 # Types in words, for errors.
 _KINDS: dict[Any, str] = {type: "a class", Callable: "a function"}
@@ -32,8 +31,8 @@ def find_named(name: str, known: Mapping[str, Any], kind: type, path: str) -> An
     module, colon, attribute = name.partition(":")
     if not colon:
         near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(known)}, or"
-        hint += "" if near else " give your own as 'module:name'"
+        hint = f"choose one of {', '.join(known)}, or " if known else ""
+        hint = f"did you mean {near[0]!r}?" if near else f"{hint}give your own as 'module:name'"
         raise InputError(f"{path} is {name!r}; {hint}")
     try:
         imported = importlib.import_module(module)
@@ -59,10 +58,12 @@ def find_named(name: str, known: Mapping[str, Any], kind: type, path: str) -> An
 def _reason(error: Exception, module: str) -> str:
     """Returns why a module cannot be imported, with the file and line that raised."""
     words = f"{type(error).__name__}: {error}"
+    if module.endswith(".py"):
+        return (
+            f"it is a file; write the module's name, {module.removesuffix('.py')!r}, before the :"
+        )
     if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
         return f"{words}; Python looks in the current folder and those of PYTHONPATH"
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [f for f in frames if f.filename != __file__ and "importlib" not in f.filename]
-    return words + (f" ({theirs[-1].filename}, line {theirs[-1].lineno})" if theirs else "")
+    return words + where_raised(error)

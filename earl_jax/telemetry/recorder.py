@@ -89,7 +89,10 @@ class Recorder:
         return []
 
     def drop_after(self, step: int) -> None:
-        """Sets metrics and episodes of later steps aside, which a resumed run takes again."""
+        """Sets metrics and episodes of later steps aside, which a resumed run takes again.
+
+        -1: all of them, of a run that had no checkpoint yet.
+        """
         if not self._writes:
             return
         lines = truncate_after(self._workdir / "metrics.jsonl", step)
@@ -100,7 +103,8 @@ class Recorder:
             self._before_s = times[-1] if times else 0.0
         episodes = truncate_trajectories_after(self._workdir / "trajectories", step)
         if aside := [str(path) for path in (lines.get("dropped"), episodes) if path]:
-            self.note(f"what steps after {step} wrote is in {' and '.join(aside)} now")
+            what = f"what steps after {step} wrote" if step >= 0 else "what was written before"
+            self.note(f"{what} is in {' and '.join(aside)} now")
 
     def last_evaluation(self) -> dict[str, Any]:
         """Returns the newest evaluation in metrics.jsonl; empty where there is none."""

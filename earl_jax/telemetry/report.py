@@ -30,8 +30,8 @@ _MAX_TOKENS = 600  # of one episode, and
 _MAX_CHARACTERS = 6000  # of one message, so that the page stays light
 _RECENT_STEPS = 10
 _GIB = 2**30
-# Of an evaluation: what it is, and what every environment has.
-_OWN_KEYS = ("step", "name", "reward_mean", "turns_mean")
+# Of an evaluation: what it is, and what every environment has, or none.
+_OWN_KEYS = ("step", "name", "reward_mean", "turns_mean", "sft_loss")
 
 Row = Mapping[str, Any]
 
@@ -93,6 +93,11 @@ def _figures(
         ends = [a for a, b in itertools.pairwise(times) if b < a] + times[-1:]
         figures.append(_figure(format_duration(sum(ends)), "training time"))
     figures += _evaluation_figures(evaluations)
+    losses = [(y, x) for x, y in zip(*_held_out(evaluations), strict=True) if math.isfinite(y)]
+    if losses:
+        lowest, at = min(losses)
+        detail = f"lowest {lowest:.3f}, step {at}"
+        figures.append(_figure(f"{losses[-1][0]:.3f}", "held-out loss", detail))
     for key, name, form in (
         ("reward_mean", "reward", "{:+.3f}".format),
         ("rollout_tokens_per_s", "rollout tokens/s", format_count),
@@ -170,6 +175,7 @@ def _charts(steps: Sequence[Row], evaluations: Sequence[Row]) -> list[dict[str, 
         ),
         curves("Entropy", "nats per token", ("entropy", "entropy")),
         curves("Loss", "loss", ("loss", "loss")),
+        _held_out_chart(steps, evaluations),
         curves("KL to the sampler", "nats per token", ("kl", "k3 estimate")),
         curves(
             "Log-prob mismatch", "nats, rollout against training (log scale)",
@@ -213,6 +219,24 @@ def _evaluation_charts(evaluations: Sequence[Row]) -> list[dict[str, Any]]:
             svg = line_chart(series, label="mean of the episodes", y_range=y_range)
             cards.append(card(title, series, svg))
     return cards
+
+
+def _held_out_chart(steps: Sequence[Row], evaluations: Sequence[Row]) -> dict[str, Any]:
+    """Returns the loss on held-out conversations, beside that on those that are learnt."""
+    trained = "supervised_loss" if any("reward_mean" in row for row in steps) else "loss"
+    held_out = _held_out(evaluations)
+    pairs = (("held out", held_out), ("trained on", column(steps, trained)))
+    series = [
+        Series(name=name, xs=xs, ys=ys, color=color)
+        for color, (name, (xs, ys)) in enumerate(pairs)
+        if xs and held_out[0]
+    ]
+    return card("Loss on conversations", series, line_chart(series, label="nats per token"))
+
+
+def _held_out(evaluations: Sequence[Row]) -> tuple[list[int], list[float]]:
+    """Returns steps and losses of the evaluations that scored conversations."""
+    return column([{"step": row["step"], **row["eval"]} for row in evaluations], "sft_loss")
 
 
 def _reported(evaluations: Sequence[Row]) -> list[str]:

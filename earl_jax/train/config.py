@@ -120,7 +120,7 @@ class TrainConfig:
     `sft_steps`: in the first so many RL steps, the batch is followed by
     `sft_updates` supervised updates on games of random legal moves (a trail's steps are
     right half the time), at `sft_learning_rate`, with an optimizer state of their own, which is
-    kept to the end of the run. 0 turns them off.
+    dropped behind the last of these steps. 0 turns them off.
 
     `sft_path` is a JSONL file of conversations, {"messages": [{"role": ..., "content": ...}]} a
     line, which supervised updates learn from instead (docs/howto/conversations.md).

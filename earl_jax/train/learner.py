@@ -39,6 +39,7 @@ from earl_jax.train.state import (
 from earl_jax.train.step import (
     PartSteps,
     batch_shapes,
+    make_loss_sums,
     make_part_steps,
     make_stream_step,
     make_train_step,
@@ -160,7 +161,9 @@ class Learner:
         return spread_over(devices, self._shardings, is_possible)
 
     def _config_of(self, plan: TrainPlan) -> TrainConfig:
-        return dataclasses.replace(self.config, micro_batches=plan.micro_batches, remat=plan.remat)
+        # Programs take states without `sft_optimizer`: they are the same behind a warm start.
+        plan_says = {"micro_batches": plan.micro_batches, "remat": plan.remat}
+        return dataclasses.replace(self.config, **plan_says, sft_steps=0)
 
     @functools.cache  # noqa: B019
     def program(self, plan: TrainPlan, *, sft: bool = False) -> Any:
@@ -184,9 +187,8 @@ class Learner:
             temperature=self.temperature,
             algorithm=ALGORITHMS["sft"] if sft else self.algorithm,
             importance_cap=0.0 if sft else self.importance_cap,
-            networks=self.networks,
+            networks=Networks() if sft else self.networks,
             has_versions=self.has_versions and not sft,
-            is_sft=sft,
         )
 
     @functools.cache  # noqa: B019
@@ -194,6 +196,11 @@ class Learner:
         """Returns the jitted function that adds a supervised batch to the totals of an update."""
         supervised = self._update(plan, sft=True)
         return make_stream_step(self._update(plan), supervised, self.config.sft_weight)
+
+    @functools.cache  # noqa: B019
+    def loss_sums(self, plan: TrainPlan) -> Any:
+        """Returns the jitted sums of the losses of a supervised batch, see `make_loss_sums`."""
+        return make_loss_sums(self._update(plan, sft=True))
 
     @functools.cache  # noqa: B019
     def scorer(self, plan: TrainPlan, scored: tuple[str, ...]) -> Any:
@@ -220,8 +227,8 @@ class Learner:
         """
         state = jax.tree.map(
             lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
-            self.state_shapes(),
-            self.state_shardings(plan.mesh),
+            self.state_shapes().without_sft(),
+            self.state_shardings(plan.mesh).without_sft(),
         )
         batch = batch_shapes(rows, length, self.layout(plan.mesh), scored=self.scored)
         # Nothing is computed here: the default device may be of a chip that is only compiled for.
@@ -272,6 +279,7 @@ class Learner:
         """
         if not self.scored:
             return list(parts)
+        state = state.without_sft()
         each = zip(plans, parts, strict=True)
         scored = tuple(self.scorer(plan, self.scored)(state, part) for plan, part in each)
         if not {"advantages", "returns"} & set(self.scored):
@@ -287,8 +295,17 @@ class Learner:
         *,
         sft: bool = False,
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Makes one update; donates `state`. Metrics are on the devices (see `read_metrics`)."""
-        return self.program(plan, sft=sft)(state, batch, controls)
+        """Makes one update; donates what of `state` it changes, and passes on the rest.
+
+        Metrics are on the devices (see `read_metrics`).
+        """
+        program = self.program(plan, sft=sft)
+        if sft:
+            assert state.sft_optimizer is not None, "supervised updates need config.train.sft_steps"
+            part, metrics = program(state.for_sft(), batch, controls)
+            return state.after_sft(part), metrics
+        after, metrics = program(state.without_sft(), batch, controls)
+        return dataclasses.replace(after, sft_optimizer=state.sft_optimizer), metrics
 
     def add_part(
         self,
@@ -299,7 +316,7 @@ class Learner:
         totals: Totals | None,
     ) -> Totals:
         """Returns the totals with those of a further part of a batch; gives `totals` up."""
-        return self.part_steps(plan).accumulate(state, part, controls, totals)
+        return self.part_steps(plan).accumulate(state.without_sft(), part, controls, totals)
 
     def add_stream(
         self, plan: TrainPlan, state: TrainState, batch: TrajectoryBatch, totals: Totals
@@ -308,10 +325,11 @@ class Learner:
 
         Gives `totals` up, which are those of all parts.
         """
-        return self.stream_step(plan)(state, batch, self.sft_controls(), totals)
+        return self.stream_step(plan)(state.without_sft(), batch, self.sft_controls(), totals)
 
     def apply(
         self, plan: TrainPlan, state: TrainState, totals: Totals, controls: np.ndarray
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Makes the update of these totals; as `update`."""
-        return self.part_steps(plan).apply(state, totals, controls)
+        after, metrics = self.part_steps(plan).apply(state.without_sft(), totals, controls)
+        return dataclasses.replace(after, sft_optimizer=state.sft_optimizer), metrics

@@ -42,7 +42,7 @@ def to_checkpoint(state: TrainState, where: TrainState | None) -> TrainState:
     state = dataclasses.replace(load_moments(state), base=None)
     if where is None:
         return jax.tree.map(lambda array: jnp.copy(_first_replica(array)), state)
-    return reshard(state, dataclasses.replace(where, base=None))
+    return reshard(state, dataclasses.replace(where, base=None).like(state))
 
 
 def from_checkpoint(

@@ -41,7 +41,8 @@ class TrainState:
     weights. `critic` are the parameters of the value network; `optimizer` is
     `(of params, of critic)` then. Both are None unless the algorithm needs them (`Networks`). `ema`
     is the moving average of `params`, None without `config.ema_decay`. `sft_optimizer` is the
-    optimizer state of `params` in supervised updates, None without `config.sft_steps`.
+    optimizer state of `params` in the supervised updates of a warm start (`config.sft_steps`), None
+    without one and behind its last step.
 
     Some functions return the same record of shapes or of shardings.
     """
@@ -71,6 +72,27 @@ class TrainState:
         number = len(self.trained)
         optimizer, sft = moments[0] if number == 1 else moments[:number], moments[number:]
         return dataclasses.replace(self, optimizer=optimizer, sft_optimizer=sft[0] if sft else None)
+
+    def without_sft(self) -> "TrainState":
+        """Returns the state without the optimizer state of supervised updates."""
+        return dataclasses.replace(self, sft_optimizer=None)
+
+    def like(self, state: "TrainState") -> "TrainState":
+        """Returns this record of shapes or shardings for a state of before or behind a warm start.
+
+        It is the learner's, which is of before.
+        """
+        return self.without_sft() if state.sft_optimizer is None else self
+
+    def for_sft(self) -> "TrainState":
+        """Returns the part of the state that a supervised update changes, as a state of its own."""
+        parts = {"optimizer": self.sft_optimizer, "reference": None, "critic": None}
+        return dataclasses.replace(self, **parts).without_sft()
+
+    def after_sft(self, part: "TrainState") -> "TrainState":
+        """Returns the state behind a supervised update of its `for_sft`, which is `part` now."""
+        parts = {"optimizer": self.optimizer, "sft_optimizer": part.optimizer}
+        return dataclasses.replace(part, **parts, reference=self.reference, critic=self.critic)
 
 
 def trained_specs(model: ModelConfig, config: TrainConfig, vocab_size: int) -> tuple[Any, Any]:

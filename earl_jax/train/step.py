@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from earl_jax.models.parameters import Params
 from earl_jax.sharding.layout import Layout
-from earl_jax.train.state import TrainState
+from earl_jax.train.scoring import score_batch, split_rows
+from earl_jax.train.state import TrainState, policy_parameters
 from earl_jax.train.update import Totals, Update, add_stream, add_totals
 from earl_jax.trajectory import TrajectoryBatch
 
@@ -86,6 +88,27 @@ def make_stream_step(update: Update, supervised: Update, weight: float) -> Any:
 
     # Its bytes are counted with all of the state, which stays beside it: moments too.
     return jax.jit(add, donate_argnums=3, out_shardings=totals_shardings(update), keep_unused=True)
+
+
+def make_loss_sums(update: Update) -> Any:
+    """Returns the jitted `sums(params, base, batch)`: the sum of the losses of a batch, the tokens.
+
+    They are those of an update by `update`, without a gradient, in as many parts as an update has
+    micro-batches. `params` and `base` are of a TrainState. Donates nothing.
+    """
+    config, layout = update.config, update.layout
+
+    def sums(params: Params, base: Params, batch: TrajectoryBatch) -> tuple[jax.Array, jax.Array]:
+        policy = policy_parameters(config, params, base)
+
+        def one(part: TrajectoryBatch) -> jax.Array:
+            scores = score_batch(update.model, config, layout, update.temperature, policy, part)
+            return update.loss_sums(scores, part, jnp.zeros(2))["loss"]
+
+        losses = jax.lax.map(one, split_rows(batch, config.micro_batches, layout))
+        return jnp.sum(losses), jnp.sum(batch.turn_ids > 0)
+
+    return jax.jit(sums, out_shardings=layout.parameters(""))
 
 
 def read_metrics(metrics: dict[str, jax.Array]) -> dict[str, float]:

@@ -81,8 +81,7 @@ class Update:
     "log_linear", which needs versions. Where the update `has_versions`, the last of its controls is
     the version of the weights that the step begins with.
 
-    With `is_sft` it is a supervised update: it changes the policy alone, by `sft_optimizer`, and
-    leaves the state's `optimizer` as it is, as other updates leave `sft_optimizer`.
+    Its states have no `sft_optimizer`: a supervised update is one of `TrainState.for_sft`.
     """
 
     model: ModelConfig
@@ -95,7 +94,6 @@ class Update:
     importance_cap: float = 0.0
     networks: Networks = Networks()
     has_versions: bool = False
-    is_sft: bool = False
 
     @property
     def trains_critic(self) -> bool:
@@ -139,12 +137,8 @@ class Update:
         sample_size = ratios**2 / (tokens * jnp.maximum(squares, 1e-30))
         scale = jnp.where(count > 0, sample_size, 1.0)
         rates = _scaled(controls[0], scale, self.config.ess_scaling), *controls[2:]
-        # Supervised updates have the last of the moments, the others those before.
-        first = len(state.trained) if self.is_sft else 0
-        others, moments = state.moments[:first], state.moments[first:]
-        assert moments, "supervised updates need config.train.sft_steps"
-        optimizers = self.optimizers[first:]
-        each_network = (optimizers, grads, moments, state.trained, rates, (divisor, tokens))
+        moments = state.moments
+        each_network = (self.optimizers, grads, moments, state.trained, rates, (divisor, tokens))
         steps = [_network_step(*each) for each in zip(*each_network, strict=False)]
         norms = [sums["loss"], *streams.values(), *(norm for each in steps for norm in each.norms)]
         is_finite = jnp.isfinite(jnp.stack(norms)).all()
@@ -180,7 +174,7 @@ class Update:
             params=trained[0],
             critic=trained[1] if self.trains_critic else state.critic,
             ema=self._average(state.ema, trained[0], is_taken),
-        ).with_moments(others + new + moments[len(new) :])
+        ).with_moments(new + moments[len(new) :])
         return state, metrics | streams | _routing_metrics(self.model, routing)
 
     def _average(self, ema: Params, params: Params, is_taken: jax.Array) -> Params:

@@ -1,0 +1,186 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""A warm start ends: its moments leave the state, the selector's bytes and the checkpoints."""
+
+import dataclasses
+import gc
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from earl_jax.loop import rl_step
+from earl_jax.placement.placement import Placement
+from earl_jax.run.build import build_run
+from earl_jax.run.workdir import resume, save
+from earl_jax.selector.choose import Chooser, full_step
+from earl_jax.selector.footprint import device_bytes
+from earl_jax.selector.plan_candidates import Candidates
+from earl_jax.selector.plans import Plans, RolloutPlan, TrainPlan
+from earl_jax.selector.table import ThroughputTable, key_of
+from earl_jax.train.checkpoint import Checkpoints
+from earl_jax.training import train
+from tests.support.allocator import live_bytes
+from tests.support.commands import ALL, APART, Command, final_parameters
+from tests.support.placements import D8, F8, TINY, begin
+from tests.support.runs import final_state, steps_of
+from tests.support.settings import make_config
+
+SETTINGS = {
+    "num_steps": 4,
+    "model": TINY,
+    "rollout": {
+        "num_slots": 8,
+        "episodes_per_step": 8,
+        "max_turn_tokens": 2,
+        "context_buckets": (64,),
+    },
+    "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("fsdp=8",), "table": "model"},
+    "train": {"sft_steps": 2, "learning_rate": 3e-3},
+}
+
+
+@pytest.fixture(scope="module")
+def world():
+    return build_run(make_config(SETTINGS))
+
+
+def bits(tree) -> list[bytes]:
+    return [np.array(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def test_moments_go_and_a_run_goes_on_from_each_step_as_if_it_had_not_stopped(
+    world, tmp_path, monkeypatch
+):
+    """Bit for bit from before, at and behind the last step of a warm start of two."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    whole, (placement, position) = tmp_path / "whole", begin(world)
+    held = []
+    with Checkpoints(whole / "checkpoints", keep=5) as checkpoints:
+        while position.step < 4:
+            position, record = rl_step(world, placement, position)
+            assert len(record.sft_updates) == (position.step <= 2)
+            save(world, placement, checkpoints, position)
+            checkpoints.wait()
+            gc.collect()
+            held.append(live_bytes()[jax.devices()[0]])
+    own = device_bytes(world.problem.sizes.sft_moments, F8)
+    # With the counter of its updates.
+    assert own and held[0] - held[1] == own + 4 and held[1] == held[2] == held[3]
+    saved = [final_state(whole, step).keys() for step in (1, 2, 3, 4)]
+    assert ["sft_optimizer" in keys for keys in saved] == [True, False, False, False]
+    assert not placement.problem.sizes.sft_moments and world.problem.sizes.sft_moments
+    for step in (1, 2, 3):
+        folder = tmp_path / str(step)
+        for each in range(1, step + 1):
+            shutil.copytree(whole / "checkpoints" / str(each), folder / "checkpoints" / str(each))
+        with Checkpoints(folder / "checkpoints", keep=5) as checkpoints:
+            again, placement = resume(world, checkpoints, folder, print)
+        assert again.step == step and (again.state.sft_optimizer is not None) == (step < 2)
+        assert bool(placement.problem.sizes.sft_moments) == (step < 2)
+        while again.step < 4:
+            again, _ = rl_step(world, placement, again)
+        assert bits(again.state) == bits(position.state)
+    for sft in (False, True):
+        assert world.learner.program(placement.train, sft=sft)._cache_size() == 1
+
+
+@pytest.mark.slow
+def test_an_asynchronous_run_ends_its_warm_start_and_goes_on_from_each_step(tmp_path, monkeypatch):
+    """Its batches come in parts, to devices of their own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    given = SETTINGS | {
+        "algorithm": "grpo",
+        "algorithm_args": {},
+        "devices": {"num_rollout": 4},
+        "rollout": SETTINGS["rollout"] | {"patience_s": 10.0, "group_size": 2},
+        "selector": {"rollout_meshes": ("data=4",), "train_meshes": ("fsdp=4",), "table": "model"},
+        "asynchrony": {"max_staleness": 1, "parts": 2},
+        "eval": {"every_steps": 100, "games": 8, "final_games": 8},
+        "checkpoint": {"every_steps": 1, "keep": 5},
+    }
+    config, whole = make_config(given), tmp_path / "whole"
+    train(config, whole)
+    for step in (1, 2, 3):
+        again = shutil.copytree(whole, tmp_path / str(step))
+        for later in range(step + 1, 5):
+            shutil.rmtree(again / "checkpoints" / str(later))
+        train(config, again)
+    for folder in (whole, *(tmp_path / str(step) for step in (1, 2, 3))):
+        assert [line["step"] for line in steps_of(folder)] == [1, 2, 3, 4]
+        saved = [final_state(folder, step).keys() for step in (1, 2, 3, 4)]
+        assert ["sft_optimizer" in keys for keys in saved] == [True, False, False, False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [ALL, APART], ids=["all", "apart"])
+def test_processes_end_their_warm_start_alike_and_go_on(given, tmp_path):
+    """Two that play and train, or of which one trains: bit for bit as if they had not stopped."""
+    settings = given | {"train.sft_steps": 2, "num_steps": 3, "checkpoint.every_steps": 1}
+    settings |= {"checkpoint.keep": 5, "train.schedule": "constant"}
+    settings |= {"train.final_learning_rate": 0.0}
+    cache = tmp_path / "cache"
+    two = Command(cache, tmp_path / "two", 2, **settings).done()
+    again = shutil.copytree(two, tmp_path / "again")
+    shutil.rmtree(again / "checkpoints" / "2")
+    shutil.rmtree(again / "checkpoints" / "3")
+    Command(cache, again, 2, **settings).done()
+    for ours, repeated in zip(*map(final_parameters, (two, again)), strict=True):
+        assert ours.tobytes() == repeated.tobytes()
+    for folder in (two, again):
+        files = [folder / f"checkpoints/{step}/state/_METADATA" for step in (1, 2, 3)]
+        has = ["sft_optimizer" in file.read_text() for file in files]
+        assert has == [True, False, False]
+
+
+# The selector.
+
+
+def test_bytes_of_the_moments_count_while_they_are_there(world):
+    before, behind = world.problem, world.problem.behind_warm_start()
+    own, plan = device_bytes(before.sizes.sft_moments, F8), before.train_plans(64)[0]
+    assert plan.mesh == F8 and behind.behind_warm_start() is behind
+    cold = build_run(make_config(SETTINGS | {"train": {"sft_steps": 0}})).problem
+    assert behind.sizes == cold.sizes
+    for find in (
+        lambda problem: problem.trainer_bytes(F8),
+        lambda problem: problem.moments_bytes(F8),
+        lambda problem: problem.update_footprint(plan, 64).total,
+        lambda problem: Candidates(problem).update_bytes(plan, 64)[0],
+    ):
+        assert find(before) - find(behind) == own > 0
+    # Those of a program are without them, wherever it was compiled.
+    table = ThroughputTable().with_bytes(key_of(plan, 64), 1000)
+    found = [Candidates(each, table).update_bytes(plan, 64) for each in (before, behind)]
+    assert found == [(1000 + own, True), (1000, True)]
+
+
+def test_a_plan_that_ran_out_of_memory_beside_them_may_be_tried_behind_it(world):
+    plans = (TrainPlan(F8, 1, "none"), RolloutPlan(D8, 8, 2))
+    for plan in plans:
+        placement = Placement(world.stages, ThroughputTable())
+        placement.observations.add_failure(plan, 64)
+        known = placement.observations.known
+        assert known.failure_of(plan, placement.problem.size_of(plan, 64))
+        placement.end_warm_start()
+        assert not known.failure_of(plan, placement.problem.size_of(plan, 64))
+        # And one that did so without them fails beside them too.
+        placement.observations.add_failure(plan, 64)
+        assert placement.observations.known.failure_of(plan, world.problem.size_of(plan, 64))
+
+
+def test_another_plan_may_be_chosen_behind_it(world):
+    """The config's own, for which a device has too little memory beside the moments."""
+    behind = dataclasses.replace(world.problem.behind_warm_start(), budget_bytes=10**9)
+    (first, *_), step = behind.train_plans(64), full_step(behind, 64)
+    need = behind.update_footprint(first, 64).total
+    own = device_bytes(world.problem.sizes.sft_moments, F8)
+
+    def chosen(problem):
+        problem = dataclasses.replace(problem, budget_bytes=need + own // 2)
+        return Chooser(Candidates(problem)).step(step, Plans(), only="train").train
+
+    found = chosen(world.problem)
+    assert found.plan != first and found.num_bytes <= need + own // 2
+    assert chosen(behind).plan == first
