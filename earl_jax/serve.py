@@ -33,7 +33,7 @@ def run_policy(flags: argparse.Namespace) -> ServedPolicy:
         vocab_size=run.origin.vocab_size,
         tokenizer=run.origin.tokenizer,
         end_ids=run.actor.renderer.end_of_turn_ids,
-        max_context=run.origin.checkpoint and run.origin.checkpoint.max_context,
+        max_context=config.rollout.max_context(run.origin.max_context),
         weight_dtype=flags.weight_dtype or config.rollout.weight_dtype,
         kv_dtype=flags.kv_dtype or config.rollout.kv_dtype,
         load=lambda layout: params,

@@ -200,7 +200,7 @@ def test_another_template_gives_another_frame():
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (None, "needs a chat template"),
+        (None, "has no chat template; put"),
         ("{% for m in messages %}{{ m['content'] }}\n{% endfor %}", "does not end a policy turn"),
         (
             "{% for m in messages %}{{ m['content'] }}"

@@ -3,6 +3,7 @@
 """Environments, datasets and task sources of a user's own, by the config alone."""
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from earl_jax.config.config import CORPUS_EPISODES
 from earl_jax.config.file import given_config
 from earl_jax.config.file import make_config as make_config_of
 from earl_jax.config.train_flags import parse_flags
@@ -280,6 +282,17 @@ class Mute(Deaf):
         return super().step()
 
 
+class Flaky(Mute):
+    """Raises in every second episode, the first included."""
+
+    numbers = itertools.count()
+
+    def start(self) -> Start:
+        if next(self.numbers) % 2 == 0:
+            raise ConnectionError("nobody answers")
+        return Start(text="hello")
+
+
 class Gone(Mute):
     """Its start raises."""
 
@@ -399,6 +412,8 @@ def test_an_environment_whose_start_is_wrong_has_no_tokenizer():
         own("Mute").corpus()
     with pytest.raises(RunError, match="trained on, failed: ConnectionError: nobody answers"):
         own("Gone").corpus()
+    texts = own("Flaky").corpus()
+    assert 0 < len(texts) < CORPUS_EPISODES and set(texts) == {"hello"}, "those that failed are out"
     with pytest.raises(InputError, match="trained on, failed: it is not done after 10000 replies"):
         own("Endless").corpus()
 

@@ -780,3 +780,15 @@ def test_a_table_of_a_run_decides(capsys, tmp_path):
     (found,) = (mesh for mesh in chosen["meshes"] if mesh["mesh"] == fast)
     assert found["observed"] and found["tokens_per_s"] == 9e4
     assert any(f"--table={path}: its speeds are of other settings" in n for n in values["notes"])
+
+
+def test_sizes_that_are_advised_keep_groups_whole():
+    """Seven devices: 16 episodes become 28, a multiple of 7 and of a group of 4; not 21."""
+    given = ["rollout.group_size=4", "rollout.episodes_per_step=16"]
+    config, hardware = make_config(SMALL, given), parse_topology("cpu:7")
+    with pytest.raises(InputError, match="These divide evenly") as error:
+        planned_problem(config, config.model, 512, hardware, None)
+    advice = re.findall(r"--config\.(\S+)", str(error.value).partition("evenly: ")[2])
+    assert advice == ["rollout.num_slots=14", "rollout.episodes_per_step=28"]
+    config = make_config(SMALL, [*given, *advice])
+    assert planned_problem(config, config.model, 512, hardware, None).meshes("train")

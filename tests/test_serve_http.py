@@ -181,6 +181,16 @@ CONVERSATIONS = {
         {},
         "<|user|>u ab<|end|><|assistant|>",
     ),
+    "no tool is to be called": (
+        [("user", "a")],
+        {"tools": [TOOL], "tool_choice": "none"},
+        "<|user|>u a<|end|><|assistant|>",
+    ),
+    "developer": (
+        [("developer", "x"), ("user", "a")],
+        {},
+        "<|user|>s x<|end|><|user|>u a<|end|><|assistant|>",
+    ),
 }
 
 

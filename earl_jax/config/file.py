@@ -322,7 +322,8 @@ def _typed(kind: Any, value: Any, path: str) -> Any:
         return dict(value)
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise InputError(f"{path} is {value!r}; give a list, such as (1, 2)")
+            example = "('a', 'b')" if arguments[0] is str else "(1, 2)"
+            raise InputError(f"{path} is {value!r}; give a list, such as {example}")
         return tuple(_typed(arguments[0], entry, path) for entry in value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return _float(value, path)

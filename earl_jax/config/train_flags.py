@@ -103,6 +103,8 @@ def replayed_config(
         )
     if (workdir / "config.json").exists():
         raise InputError(f"--replay begins in a new workdir, and {workdir} holds a run")
+    if not (replay / "config.json").is_file():
+        raise InputError(f"--replay={replay} holds no run: there is no {replay / 'config.json'}")
     config, steps = read_workdir_config(replay, overrides), read_sources(replay)
     # The other runs that it began with may have gone on since.
     for name in ("init_from", "reference_from"):

@@ -135,7 +135,10 @@ class ChatTemplate:
         arguments: Mapping[str, Any] = MappingProxyType({}),
     ):
         if not tokenizer.chat_template:
-            raise InputError("the tokenizer needs a chat template")
+            raise InputError(
+                f"the tokenizer of {tokenizer.name_or_path or 'this run'} has no chat template; put "
+                "that of the model into a file chat_template.jinja beside its tokenizer.json"
+            )
         for name in arguments:
             if name in _given() or not re.search(
                 rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)

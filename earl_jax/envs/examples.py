@@ -143,20 +143,35 @@ def corpus(
 
     That is every message of their episodes with example replies, and each of `all_replies` once;
     of an environment that offers no examples, its first messages. The same arguments give the same
-    list.
+    list. An episode whose environment fails is left out.
+
+    Raises what the first episode raised where all fail, and InputError for what an environment must
+    not return.
     """
     rng = random.Random(seed)
     texts: list[str] = []
+    failures: list[Exception] = []
     for number, task in enumerate(_first_tasks(tasks, num_steps, num_episodes)):
-        environment = make(**task)
-        if not number:
-            texts += getattr(environment, "all_replies", list)()
-        if isinstance(environment, OffersExamples):
-            texts += play_example(environment, rng).texts
-        else:
-            start = check_start(settle(environment.start()))
-            texts += [message.text for message in messages_of(start.messages or start.text)]
+        try:
+            environment = make(**task)
+            if len(failures) == number:
+                texts += getattr(environment, "all_replies", list)()
+            texts += _texts_of(environment, rng)
+        except InputError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a user's own environment
+            failures.append(error)
+    if len(failures) == num_episodes:
+        raise failures[0]
     return texts
+
+
+def _texts_of(environment: Environment, rng: random.Random) -> Sequence[str]:
+    """Returns the messages of an episode with example replies, or the first ones."""
+    if isinstance(environment, OffersExamples):
+        return play_example(environment, rng).texts
+    start = check_start(settle(environment.start()))
+    return [message.text for message in messages_of(start.messages or start.text)]
 
 
 def _first_tasks(tasks: TaskSource, num_steps: int, number: int) -> Iterator[TaskArgs]:

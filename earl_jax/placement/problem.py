@@ -7,6 +7,7 @@ Nothing is started or placed: devices need not be here, nor weights.
 
 import collections
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -314,7 +315,11 @@ def planned_problem(
         named = config.selector.rollout_meshes or config.selector.train_meshes
         if named or all(size % number == 0 for size in sizes.values()):
             raise
-        even = (f"--config.rollout.{f}={-(-n // number) * number}" for f, n in sizes.items())
+        # Whole groups, in equal mini-batches and micro-batches.
+        groups = rollout.group_size * config.train.mini_batches
+        steps = {"episodes_per_step": math.lcm(number, groups, config.train.micro_batches)}
+        pairs = ((name, size, steps.get(name, number)) for name, size in sizes.items())
+        even = (f"--config.rollout.{f}={-(-size // each) * each}" for f, size, each in pairs)
         raise InputError(f"{error}. These divide evenly: {' '.join(even)}") from error
     return problem
 

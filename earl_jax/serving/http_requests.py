@@ -36,7 +36,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
-    "tool_choice": ("auto",),
+    "tool_choice": ("auto", "none"),
     "parallel_tool_calls": (True,),
     "store": (False,),
     "ignore_eos": (False,),
@@ -162,7 +162,7 @@ def read_completion(given: Mapping[str, Any]) -> list[Any]:
 def read_chat(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any], list[Any]]:
     """Returns the sampling fields of a chat request, its messages and its tools.
 
-    Raises HttpError.
+    With a tool_choice of "none" the template is shown no tools. Raises HttpError.
     """
     fields = {k: v for k, v in given.items() if k != "max_completion_tokens"}
     known = ("model", "messages", "tools", "stream", "stream_options", "user")
@@ -190,7 +190,8 @@ def read_chat(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any], list
                 '{"type": "function", "function": {"name": ..., ...}}',
                 "tools",
             )
-    return fields, [_message(number, each) for number, each in enumerate(messages)], tools
+    shown = [] if given.get("tool_choice") == "none" else tools
+    return fields, [_message(number, each) for number, each in enumerate(messages)], shown
 
 
 def read_generate(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
@@ -271,8 +272,13 @@ def _wants_logprobs(given: Mapping[str, Any], where: str) -> bool:
 
 
 def _message(number: int, given: Any) -> dict[str, Any]:
-    """Returns a message as chat templates expect it. Raises HttpError."""
+    """Returns a message as chat templates expect it, a developer's as one of the system's.
+
+    Raises HttpError.
+    """
     where = f"messages[{number}]"
+    if isinstance(given, dict) and given.get("role") == "developer":
+        given = {**given, "role": "system"}
     if not isinstance(given, dict) or given.get("role") not in ROLES:
         raise HttpError(
             400,
