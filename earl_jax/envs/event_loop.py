@@ -159,16 +159,29 @@ class EventLoop:
         while self._todo and not self._ended:
             waiting = self._todo.popleft()
             self._under_way[waiting.awaits] = waiting
-            # asyncio itself holds tasks weakly.
-            task = self._loop.create_task(self._limit(waiting))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._start(waiting)
+
+    def _start(self, waiting: Waiting) -> None:
+        # asyncio itself holds tasks weakly.
+        task = self._loop.create_task(self._limit(waiting))
+        self._tasks.add(task)
+        task.add_done_callback(functools.partial(self._finish, waiting))
+
+    def _finish(self, waiting: Waiting, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if waiting.awaits in self._under_way and not self._ended:
+            # An environment has cancelled all tasks, this one before it began.
+            self._start(waiting)
 
     async def _limit(self, waiting: Waiting) -> None:
         """Runs a coroutine, and delivers what it comes to in its time."""
-        began_s, left_s = time.monotonic(), self._timeout_s - waiting.used_s
-        task = asyncio.ensure_future(_settle(waiting.awaits))
-        is_done = await self._ends(task, left_s)
+        began_s = time.monotonic()
+        until_s = began_s + self._timeout_s - waiting.used_s
+        task = None
+        # One that is cancelled before it begins has not touched the coroutine.
+        while task is None or task.cancelled():
+            task = asyncio.ensure_future(_settle(waiting.awaits))
+            is_done = await self._ends(task, until_s)
         del self._under_way[waiting.awaits]
         if is_done:
             used_s = waiting.used_s + time.monotonic() - began_s
@@ -178,15 +191,14 @@ class EventLoop:
         self._num_overdue += 1
         while not is_done:
             task.cancel()
-            is_done = await self._ends(task, _AGAIN_S)
+            is_done = await self._ends(task, time.monotonic() + _AGAIN_S)
         self._num_overdue -= 1
 
-    async def _ends(self, task: asyncio.Task[Any], wait_s: float) -> bool:
-        """Returns whether the task ends within so many seconds.
+    async def _ends(self, task: asyncio.Task[Any], until_s: float) -> bool:
+        """Returns whether the task ends until then, by time.monotonic().
 
         An environment may cancel all tasks of the loop, which must not end this wait.
         """
-        until_s = time.monotonic() + wait_s
         while True:
             try:
                 done, _ = await asyncio.wait((task,), timeout=until_s - time.monotonic())

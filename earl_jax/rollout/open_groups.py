@@ -244,7 +244,7 @@ class OpenGroups:
         Returns:
             Their episodes, in the order of their tasks; the groups are open no longer. Their rows
             are held until they are `copied`; where another service is opened before that, the step
-            takes groups again. None in a replay where this service `is_given_up`.
+            takes groups again. [] in a replay where this service `is_given_up`.
         """
         self._expire()
         while not self.is_given_up:
