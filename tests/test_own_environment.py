@@ -341,10 +341,10 @@ def test_episodes_that_the_template_cannot_begin_say_so_and_end_nothing_else():
     failed = [e for e in record.trajectories if e.stop_reason == "unencodable"]
     assert len(failed) == 4 and all("<|end|>" in episode.detail for episode in failed)
     words = record.failures.in_words()
-    assert words.startswith("4 of 8 episodes failed as unencodable: descriptions of tools")
+    assert words.startswith("4 of 8 episodes failed as unencodable: descriptions and")
     assert failures_of(record.trajectories) == record.failures
     assert record.metrics()["failed_share"] == 0.5
-    assert record.metrics()["failure"].startswith("unencodable: descriptions of tools")
+    assert record.metrics()["failure"].startswith("unencodable: descriptions and")
     assert all(np.isfinite(update["loss"]) for update in record.updates)
 
 
