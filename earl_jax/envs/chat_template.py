@@ -136,8 +136,8 @@ class ChatTemplate:
     ):
         if not tokenizer.chat_template:
             raise InputError(
-                f"the tokenizer of {tokenizer.name_or_path or 'this run'} has no chat template; put "
-                "that of the model into a file chat_template.jinja beside its tokenizer.json"
+                f"the tokenizer of {tokenizer.name_or_path or 'this run'} has no chat template; "
+                "put the model's into a file chat_template.jinja beside its tokenizer.json"
             )
         for name in arguments:
             if name in _given() or not re.search(
