@@ -204,6 +204,31 @@ def test_plans_that_do_not_fit_any_more_are_left_at_once_with_the_reason():
     )
 
 
+def test_the_reason_says_what_a_mesh_that_is_left_needs_at_the_least():
+    """16 rows on eight devices: 16,000 bytes in one micro-batch, 8,000 in two, and no fewer."""
+    problem = hand_problem(
+        {D8: 200.0, F8: 100.0}, {D8: 100.0}, train_bytes={D8: 16_000}, budget_bytes=4000
+    )
+    work = dataclasses.replace(problem.work, num_rows=16, num_slots=16)
+    problem = dataclasses.replace(problem, work=work)
+    decision = choose(problem, current=Plans(rollout_on(D8, 16), train_on(D8)), calm=0)
+    assert decision.train.reason == (
+        "data=8 -> data=1,fsdp=8 (context 20 needs 7.81 KiB/device, budget 3.91 KiB)"
+    )
+
+
+def test_a_rollout_that_fits_beside_moments_in_host_memory_is_left_for_its_speed():
+    problem = hand_problem(
+        {D8: 200.0}, {D8: 100.0, D4T2: 200.0},
+        state_bytes={D8: 900}, budget_bytes=1900, can_offload=True,
+    )  # fmt: skip
+    current = Plans(rollout_on(D8)._replace(offload=True), train_on(D8))
+    assert choose(problem, current=current).rollout.reason == (
+        "data=8 -> data=4,tensor=2, moments in host memory (context 20, about 1.13 KiB/device, "
+        "budget 1.86 KiB; +100 % tokens/s against data=8, moments in host memory)"
+    )
+
+
 def test_a_stage_that_fits_stays_where_the_other_must_go():
     """A step of 1.6 s of training against 1.48 or 1.33 s, beside 0.08 s of a rollout."""
     for faster, mesh in ((108.0, F8), (120.0, D8)):

@@ -19,14 +19,17 @@ from earl_jax.engine.pages import pages_for
 from earl_jax.engine.round_inputs import RoundInputs
 from earl_jax.engine.sampling import sampling_rows
 from earl_jax.placement.moves import move_state
+from earl_jax.placement.placement import Placement
 from earl_jax.placement.updates import sft
 from earl_jax.rollout.load import expected_load, expected_tokens
 from earl_jax.run.build import build_run
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.plans import TrainPlan
+from earl_jax.selector.table import ThroughputTable
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.telemetry.load import WINDOW, LoadHistory
+from earl_jax.train.backup import StateLost
 from tests.support.caches import rows_of
 from tests.support.placements import (
     CUBE,
@@ -75,6 +78,27 @@ def stand(placement, rollout=D8, train=D8, pages=2):
 
 def on_host(tree):
     return jax.tree.map(np.array, tree)
+
+
+def test_a_backup_is_made_where_the_hosts_memory_holds_one(world):
+    """Of the state once, though all eight devices of data=8 have it, and of preempted episodes."""
+    first = world.learner.init_state(D8)
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(first) if leaf.ndim)
+    for missing in (0, 1):
+        state, held = world.learner.init_state(D8), whole + 4 * 2**30 - missing
+        hardware = dataclasses.replace(world.problem.hardware, host_memory_bytes=held)
+        problem = dataclasses.replace(world.problem, hardware=hardware)
+        backup = Placement(
+            dataclasses.replace(world.stages, problem=problem), ThroughputTable()
+        ).backup
+        backup.save("step", state)
+        for leaf in jax.tree.leaves(state):
+            leaf.delete()
+        if missing:
+            with pytest.raises(StateLost):
+                backup.restore(state)
+        else:
+            jax.tree.map(np.testing.assert_array_equal, backup.restore(state), first)
 
 
 # Choosing.

@@ -7,12 +7,14 @@ import math
 
 import pytest
 
+from benchmarks.choose import problem_on
 from benchmarks.speeds import cpu_problem
 from earl_jax.placement.facts import with_failure
-from earl_jax.selector.plan_candidates import Candidates
+from earl_jax.selector.plan_candidates import RESERVE, Candidates
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.selector.roofline import MODEL_ERROR
 from earl_jax.selector.table import ThroughputTable
+from earl_jax.sharding.layout import MeshShape
 from tests.support.placements import load_of
 from tests.support.problems import (
     D2T4,
@@ -250,6 +252,28 @@ def _many_slots() -> HandProblem:
     return dataclasses.replace(
         problem, work=dataclasses.replace(problem.work, num_slots=32, num_rows=32)
     )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "num_slots"),
+    [(MeshShape(data=8, context=2, tensor=4), 8), (MeshShape(16, tensor=4), 64)],
+)
+def test_slots_without_pages_are_left_out_where_pages_are_gathered_for_all(mesh, num_slots):
+    """Pages of a row shard for one episode of eight slots, and of four.
+
+    TPUs have no kernel for pages of 64 tokens: with eight slots each of eight rounds gathers eight.
+    """
+    problem = problem_on("v5e:8x8", "qwen2.5-7b")
+    free = problem.bare_footprint(mesh, 64, 131_072).total + RESERVE * problem.budget
+    free += problem.least_pages(131_072) * problem.page_bytes(mesh)
+
+    def found(**slots):
+        each = Candidates(problem).rollouts(131_072, None, free, **slots)
+        return next(candidate for candidate in each if candidate.plan.mesh == mesh)
+
+    assert found().plan.num_slots == num_slots
+    gain = found().tokens_per_s / found(num_slots=64).tokens_per_s
+    assert gain > 3.5 if num_slots < 64 else gain == 1.0
 
 
 def test_round_of_few_live_episodes_is_corrected_as_the_mesh_is():

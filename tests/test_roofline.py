@@ -88,6 +88,39 @@ def test_an_all_reduce_by_hand():
     assert all_reduce_s(H100, gigabyte, 1) == all_reduce_s(CPU, gigabyte, 1) == 0.0
 
 
+def test_a_ring_that_does_not_divide_its_hosts_waits_for_the_fewest_of_its_network_cards():
+    """Six devices of hosts of eight: the second such group has two on one host, four on the next.
+
+    Two cards of 50 GB/s, and two of five steps there and back go over the network.
+    """
+    hosts = parse_topology("h100:3x8")
+    expected = 6.6e-6 + (10 * 0.6 + 4 * 2.1) * 1e-6 + 10 / 6 * 10**9 / (0.8 * 100e9)
+    assert all_reduce_s(hosts, 10**9, 6) == pytest.approx(expected)
+    # Four divide a host, and sixteen are two whole hosts.
+    assert all_reduce_s(hosts, 10**9, 4) == all_reduce_s(H100, 10**9, 4)
+    expected = 6.6e-6 + (30 * 0.6 + 2 * 2.1) * 1e-6 + 30 / 16 * 10**9 / (0.8 * 400e9)
+    assert all_reduce_s(hosts, 10**9, 16) == pytest.approx(expected)
+
+
+def test_training_gathers_the_tokens_of_all_devices_that_share_experts():
+    """1,024 tokens of 64 bytes on four devices of experts, cut in two by heads.
+
+    In a pass, and again backward, a layer adds up 256 tokens twice over heads, and gathers and
+    scatters 1,024 over experts.
+    """
+    sizes = dataclasses.replace(SIZES, num_experts=4, experts_per_token=2)
+    mesh = MeshShape(expert=4, tensor=2)
+    heads_s = all_reduce_s(H100, 256 * 64, 2)
+    experts_s = 6.6e-6 + 6 * 0.6e-6 + 6 / 4 * 1024 * 64 / (0.8 * 450e9)
+    found = train_parts(H100, sizes, WORK, mesh, 16)
+    assert found.crossing_s == pytest.approx(2 * (2 * heads_s + experts_s))
+    # A row shard of the engine has its tokens whole on all of them: one sum over both axes.
+    step = decode_s(H100, sizes, WORK, mesh, 8, 16)
+    layer_s = all_reduce_s(H100, 8 * 64, 2) + all_reduce_s(H100, 8 * 64, 8)
+    ends_s = all_reduce_s(H100, 8 * 64, 2) + all_reduce_s(H100, 8 * 32 * 4, 2) / 2
+    assert step.collectives_s == pytest.approx(layer_s + ends_s)
+
+
 def test_an_update_of_one_layer_by_hand():
     """64 rows of 16 tokens on one H100, with remat and without."""
     tokens = 64 * 16

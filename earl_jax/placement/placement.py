@@ -91,7 +91,7 @@ class Placement:
         self.trained_tokens = 0
         # The bucket of a rollout that ran out of memory: it is played again from the start.
         self.outgrown = 0
-        self.backup = StateBackup(stages.cluster.count == 1)
+        self.backup = StateBackup(stages.cluster.count == 1 and stages.problem.holds_backup)
         self.sessions = Sessions(stages, self)
         # CompileAhead.hand_over and .is_compiled, where a thread compiles ahead.
         self.about_to_use: Callable[[str], None] = lambda key: None

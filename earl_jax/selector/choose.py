@@ -342,15 +342,15 @@ class Chooser:
         fitting = [c for c in self._plans(step, free, offload, current) if c.fits(free)]
         if not fitting:
             return []
-        play_s = {candidate: self._play_s(step, candidate) for candidate in fitting}
-        least_s = min(play_s.values())
-        ties = [c for c in fitting if play_s[c] <= (1.0 + TIE) * least_s]
-        best = min(ties, key=lambda candidate: max(candidate.wanted_bytes, AMPLE * free))
-        here = [c for c in fitting if current and c.plan.mesh == current.mesh]
-        ran = sorted((c for c in fitting if c.num_speeds), key=lambda c: play_s[c])
+        timed = [(self._play_s(step, candidate), candidate) for candidate in fitting]
+        most_s = (1.0 + TIE) * min(seconds for seconds, _ in timed)
+        ties = [each for each in timed if each[0] <= most_s]
+        best = min(ties, key=lambda each: max(each[1].wanted_bytes, AMPLE * free))
+        here = [each for each in timed if current and each[1].plan.mesh == current.mesh]
+        ran = sorted((each for each in timed if each[1].num_speeds), key=lambda each: each[0])
         pairs = []
-        for rollout in dict.fromkeys([best, *here, *ran[:1]]):
-            seconds = play_s[rollout] + problem.publish_s(rollout.plan.mesh)
+        for play_s, rollout in dict.fromkeys([best, *here, *ran[:1]]):
+            seconds = play_s + problem.publish_s(rollout.plan.mesh)
             cost_s = seconds + _compile_s(step, rollout, current)
             pairs.append(_Pair(rollout, None, resident, cost_s, seconds))
         return pairs

@@ -26,7 +26,9 @@ def all_reduce_s(hardware: Hardware, num_bytes: float, size: int, stride: int = 
         # All groups use the same memory: each device writes its part and reads the sum.
         rate = hardware.shared_cores * hardware.memory_bytes_per_s * MEMORY_REACHED
         return size * hardware.hop_s + 2 * num_bytes * hardware.num_devices / rate
-    here = max(1, min(size, hardware.devices_a_host // stride))
+    # A group that does not divide its hosts evenly has few members on some of them: six devices on
+    # hosts of eight lie together, or as two and four.
+    here = math.gcd(size, max(1, hardware.devices_a_host // stride))
     rate, hops = hardware.link_bytes_per_s, 2 * (size - 1)
     # Rings of TPUs run both ways at once, so that nothing is further than half a ring ("How to
     # Scale Your Model", Sharded Matrices: latency |X| / 2 hops for an all-gather).
@@ -53,10 +55,24 @@ def forward_collectives_s(
 def layers_collectives_s(
     hardware: Hardware, sizes: ModelSizes, mesh: MeshShape, tokens: int, itemsize: int
 ) -> float:
-    """Returns the seconds of a forward pass: all-reduces behind attention and each network."""
+    """Returns the seconds of an engine's layers: all-reduces behind attention and each network."""
     groups = mesh.tensor, mesh.tensor * mesh.expert
     num_bytes = tokens * sizes.width * itemsize
     return sizes.num_layers * sum(all_reduce_s(hardware, num_bytes, size) for size in groups)
+
+
+def rows_collectives_s(
+    hardware: Hardware, sizes: ModelSizes, mesh: MeshShape, tokens: int, itemsize: int
+) -> float:
+    """Returns the seconds of the trainer's layers in a forward pass over a device's `tokens`.
+
+    They are an engine's, except that rows are cut over `expert`: a mixture of experts gathers the
+    tokens of all devices of that axis, and scatters its results (models/moe/experts.py).
+    """
+    num_bytes = tokens * sizes.width * itemsize
+    layer_s = 2 * all_reduce_s(hardware, num_bytes, mesh.tensor)
+    layer_s += all_reduce_s(hardware, mesh.expert * num_bytes, mesh.expert, mesh.tensor)
+    return sizes.num_layers * layer_s
 
 
 def keys_s(

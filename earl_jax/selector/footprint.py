@@ -8,6 +8,7 @@ at once when most do.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -167,7 +168,7 @@ class Footprint:
     cache: int = 0
     trainer: int = 0
 
-    @property
+    @functools.cached_property
     def total(self) -> int:
         """Their sum."""
         resident = self.weights + self.optimizer + self.gradients + self.cache + self.trainer

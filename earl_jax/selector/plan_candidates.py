@@ -17,7 +17,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from earl_jax.selector.plans import Plan, RolloutPlan, Stage, TrainPlan
 from earl_jax.selector.problem import Problem
-from earl_jax.selector.roofline import MODEL_ERROR
+from earl_jax.selector.roofline import MODEL_ERROR, reads_in_place
 from earl_jax.selector.table import Entry, ThroughputTable, key_of, parse_key
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import Load
@@ -34,10 +34,10 @@ ERROR = 0.1
 FEWER = (0.9, 0.75, 0.5, 0.25)
 # Meshes that never ran and may be tried, of each stage at each context bucket.
 TRIALS = 2
+_NEVER_RAN = Entry()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Candidate(Generic[P]):
+class Candidate(NamedTuple, Generic[P]):
     """A plan with the bytes per device of its own program and its speed.
 
     `is_exact` bytes are XLA's. `wanted_bytes` are those of a rollout with pages for all tokens that
@@ -101,12 +101,14 @@ class Candidates:
         for mesh, group in itertools.groupby(every, lambda plan: plan.mesh):
             plans = list(group)
             rates_all = stays or current is not None and mesh == current.mesh
-            fitting = list[Candidate[TrainPlan]]()
+            fitting, remats = list[Candidate[TrainPlan]](), set[str]()
             for plan in plans:
-                is_first = rates_all or all(c.plan.remat != plan.remat for c in fitting)
+                is_first = rates_all or plan.remat not in remats
                 if is_first and self.update_bytes(plan, length)[0] <= free:
                     candidate = self._train(plan, length)
-                    fitting += [] if candidate.failed else [candidate]
+                    if not candidate.failed:
+                        fitting.append(candidate)
+                        remats.add(plan.remat)
             best = fitting[:1]
             for candidate in fitting:
                 if candidate.tokens_per_s > (1.0 + TIE) * best[0].tokens_per_s:
@@ -132,20 +134,39 @@ class Candidates:
         """Returns one plan of each mesh for a rollout in `free` bytes of a device.
 
         It has the most slots that fit, or as many as given, and all pages that fit then; the fewest
-        of both where nothing does. Fewer pages than hold `cache_tokens` make it slower.
+        of both where nothing does. Fewer pages than hold `cache_tokens` make it slower. Where on
+        all meshes that fit pages are gathered, for slots too whose episodes wait for some, it has
+        the slots that are fastest.
         """
-        found = []
-        for mesh in self.problem.meshes("rollout", max_tokens):
+        problem, sizes, found = self.problem, (max_tokens, cache_tokens, free), []
+        in_place = functools.partial(reads_in_place, problem.hardware, problem.work)
+        for mesh in problem.meshes("rollout", max_tokens):
             if num_slots is not None and num_slots % mesh.data:
                 continue
-            numbers = self.problem.slot_numbers(mesh) if num_slots is None else [num_slots]
+            numbers = problem.slot_numbers(mesh) if num_slots is None else [num_slots]
             for slots in numbers:
-                plan = RolloutPlan(mesh, slots, 0, offload)
-                candidate = self._rollout(plan, max_tokens, cache_tokens, free)
+                candidate = self._rollout(RolloutPlan(mesh, slots, 0, offload), *sizes)
                 if candidate.fits(free):
                     break
             found.append(candidate)
-        return found
+        if num_slots is not None or any(in_place(c.plan.mesh) for c in found if c.fits(free)):
+            return found
+        return [self._with_fastest_slots(candidate, *sizes) for candidate in found]
+
+    def _with_fastest_slots(
+        self,
+        found: Candidate[RolloutPlan],
+        max_tokens: int,
+        cache_tokens: int | None,
+        free: float,
+    ) -> Candidate[RolloutPlan]:
+        """Returns the fastest candidate that has as many slots or fewer, if some wait for pages."""
+        each, plan = [found], found.plan._replace(pages=0)
+        if found.fits(free) and found.num_bytes < found.wanted_bytes:
+            plans = (plan._replace(num_slots=n) for n in self.problem.slot_numbers(plan.mesh))
+            each += (self._rollout(fewer, max_tokens, cache_tokens, free) for fewer in plans)
+        fitting = (candidate for candidate in each if candidate.fits(free))
+        return max(fitting, key=lambda candidate: candidate.tokens_per_s, default=found)
 
     def moves(
         self, live: RolloutPlan, max_tokens: int, cache_tokens: int | None, free: float
@@ -158,7 +179,7 @@ class Candidates:
         theirs, their weights, and a copy of their pages
         (`relocate` in engine/session.py).
         """
-        problem, found = self.problem, []
+        problem, least, found = self.problem, self.problem.least_pages(max_tokens), []
         pool = live.pages * problem.page_bytes(live.mesh)
         weights = problem.bare_footprint(live.mesh, live.num_slots, max_tokens).weights
         for mesh in problem.meshes("rollout", max_tokens):
@@ -167,27 +188,34 @@ class Candidates:
             plan, sizes = live._replace(mesh=mesh, pages=0), (max_tokens, cache_tokens, free)
             beside = pool if mesh == live.mesh else weights + 2 * pool
             moved = self._rollout(plan, *sizes, beside)
-            if mesh == live.mesh and live.pages >= problem.least_pages(max_tokens):
+            if mesh == live.mesh and live.pages >= least:
                 stays, pages = self._rollout(live, *sizes), moved.plan.pages
                 over = stays.num_bytes - free
                 if not stays.is_exact and 0 < over <= ERROR * stays.num_bytes:
-                    stays = dataclasses.replace(stays, num_bytes=int(free))
-                wanted, dense = (self._wanted(live, max_tokens, n) for n in (cache_tokens, None))
+                    stays = stays._replace(num_bytes=int(free))
+                wanted, dense = (self._wanted(live, least, n) for n in (cache_tokens, None))
                 grows = moved.fits(free) and (pages == dense or wanted > live.pages)
                 moved = moved if grows and pages > live.pages else stays
             found.append(moved)
         return found
 
-    def in_use(self, plan: Plan, tokens: int, free: float) -> Candidate | None:
+    def in_use(
+        self, plan: Plan, tokens: int, free: float, *, least: bool = False
+    ) -> Candidate | None:
         """Returns the candidate of a plan in use; None where its mesh is no candidate.
 
-        A rollout has the pages that fit into `free` bytes, or where nothing does the fewest slots.
+        A rollout has the pages that fit into `free` bytes. With `least` the mesh is used in the way
+        that takes the fewest bytes: a rollout with the fewest slots, an update without layers'
+        inputs in host memory where they are not there.
         """
         if plan.mesh not in self.problem.meshes(plan.stage, tokens):
             return None
         if isinstance(plan, TrainPlan):
-            return self._train(plan, tokens)
-        slots = plan.num_slots if free else self.problem.slot_numbers(plan.mesh)[-1]
+            every = self.problem.train_plans(tokens) if least else [plan]
+            ways = [way for way in every if way.mesh == plan.mesh]
+            ways = [way for way in ways if plan.remat == "offload" or way.remat != "offload"]
+            return self._train(min(ways, key=lambda way: self.update_bytes(way, tokens)), tokens)
+        slots = self.problem.slot_numbers(plan.mesh)[-1] if least else plan.num_slots
         return self._rollout(plan._replace(num_slots=slots, pages=0), tokens, None, free)
 
     def live_token_s(self, plan: RolloutPlan, live: int, max_tokens: int) -> float:
@@ -240,8 +268,8 @@ class Candidates:
 
         A program's bytes but for its pages are the same with any number of pages.
         """
-        bare, _ = self._bare(plan._replace(pages=0), max_tokens)
-        return bare.num_bytes + plan.pages * self.problem.page_bytes(plan.mesh), bare.is_exact
+        bare, _, page_bytes = self._bare(plan.mesh, plan.num_slots, max_tokens)
+        return bare.num_bytes + plan.pages * page_bytes, bare.is_exact
 
     def _train(self, plan: TrainPlan, length: int) -> Candidate[TrainPlan]:
         known, computed = self.update_bytes(plan, length), self._update_speed(plan, length)
@@ -264,18 +292,22 @@ class Candidates:
         )
 
     @functools.cached_property
-    def _bare(self) -> "Callable[[RolloutPlan, int], tuple[Candidate[RolloutPlan], float]]":
+    def _bare(self) -> "Callable[[MeshShape, int, int], tuple[Candidate[RolloutPlan], float, int]]":
         """Returns a rollout without pages, with all slots at work, and its computed tokens/s.
 
-        Each is computed once.
+        And the bytes of a page. Each is computed once.
         """
 
-        def bare(plan: RolloutPlan, max_tokens: int) -> tuple[Candidate[RolloutPlan], float]:
+        def bare(
+            mesh: MeshShape, num_slots: int, max_tokens: int
+        ) -> tuple[Candidate[RolloutPlan], float, int]:
+            plan = RolloutPlan(mesh, num_slots, 0)
             known, full = self._entry(plan, max_tokens), self._full_speed(plan, max_tokens)
-            computed = self.problem.bare_footprint(plan.mesh, plan.num_slots, max_tokens).total
+            computed = self.problem.bare_footprint(mesh, num_slots, max_tokens).total
             num_bytes = known.program_bytes or int(self.caution * computed)
             size = (num_bytes, bool(known.program_bytes))
-            return self._candidate(plan, max_tokens, size, full), full
+            candidate = self._candidate(plan, max_tokens, size, full)
+            return candidate, full, self.problem.page_bytes(mesh)
 
         return functools.cache(bare)
 
@@ -292,47 +324,48 @@ class Candidates:
         They hold one episode at least, and where the plan failed they are fewer. `beside` bytes are
         there too, while live episodes move.
         """
-        problem, page_bytes = self.problem, self.problem.page_bytes(plan.mesh)
-        bare, full = self._bare(plan._replace(pages=0), max_tokens)
-        least = problem.least_pages(max_tokens)
-        wanted = self._wanted(plan, max_tokens, cache_tokens)
-        if not plan.pages:
-            dense = problem.dense_pages(plan.mesh, plan.num_slots, max_tokens)
-            room = free - beside - bare.num_bytes - RESERVE * (problem.budget_bytes or 0)
+        mesh, num_slots, pages, offload = plan
+        bare, full, page_bytes = self._bare(mesh, num_slots, max_tokens)
+        rows, least = num_slots // mesh.data, self.problem.least_pages(max_tokens)
+        wanted = self._wanted(plan, least, cache_tokens)
+        failed = self._failed(plan, max_tokens) if pages else ""
+        if not pages:
+            dense = rows * least
+            room = free - beside - bare.num_bytes - RESERVE * (self.problem.budget_bytes or 0)
             most = dense if math.isinf(room) else int(room // page_bytes)
             most = max(least, min(dense, most))
             for share in (1.0, *FEWER):
-                plan = plan._replace(pages=max(least, int(share * most)))
-                if not self._failed(plan, max_tokens):
+                pages = max(least, int(share * most))
+                plan = RolloutPlan(mesh, num_slots, pages, offload)
+                if not (failed := self._failed(plan, max_tokens)):
                     break
-        speed, rows = bare.tokens_per_s, plan.num_slots // plan.mesh.data
-        at_once = max(1, min(rows, rows * plan.pages // max(1, wanted)))
+        speed, at_once = bare.tokens_per_s, max(1, min(rows, rows * pages // max(1, wanted)))
         if at_once < rows:
             speed *= self._round_speed(plan, max_tokens, at_once) / full
-        # Thousands for a choice: `dataclasses.replace` takes three times as long.
+        # Thousands for a choice: `_replace` takes three times as long.
         return Candidate(
             plan=plan,
-            num_bytes=bare.num_bytes + plan.pages * page_bytes + beside,
+            num_bytes=bare.num_bytes + pages * page_bytes + beside,
             wanted_bytes=bare.num_bytes + wanted * page_bytes,
             is_exact=bare.is_exact,
             tokens_per_s=speed,
             num_speeds=bare.num_speeds,
             is_trial=bare.is_trial,
-            failed=self._failed(plan, max_tokens),
+            failed=failed,
         )
 
-    def _wanted(self, plan: RolloutPlan, max_tokens: int, cache_tokens: int | None) -> int:
+    def _wanted(self, plan: RolloutPlan, least: int, cache_tokens: int | None) -> int:
         """Returns the pages of a row shard for so many tokens of all, at least one episode's.
 
-        None: all slots' episodes at their longest, which is the most.
+        That is `least`. None: all slots' episodes at their longest, which is the most.
         """
-        problem, data = self.problem, plan.mesh.data
-        dense = problem.dense_pages(plan.mesh, plan.num_slots, max_tokens)
+        num_slots, data = plan.num_slots, plan.mesh.data
+        dense = num_slots // data * least
         if cache_tokens is None:
             return dense
         # Half of each episode's last page is empty.
-        pages = cache_tokens / problem.work.page_size / data + plan.num_slots / data / 2
-        return max(problem.least_pages(max_tokens), min(dense, math.ceil(pages)))
+        pages = cache_tokens / self.problem.work.page_size / data + num_slots / data / 2
+        return max(least, min(dense, math.ceil(pages)))
 
     def _failed(self, plan: Plan, tokens: int) -> str:
         if not self.table.failures:
@@ -353,7 +386,7 @@ class Candidates:
         return self.problem.work.appended if appended is None else appended
 
     def _entry(self, plan: Plan, tokens: int) -> Entry:
-        return self.table.entries.get(key_of(plan, tokens), Entry())
+        return self.table.entries.get(key_of(plan, tokens), _NEVER_RAN)
 
     def _speed(self, plan: Plan, tokens: int, computed: float) -> tuple[float, bool]:
         """Returns a plan's tokens/s, and True for those of a trial.

@@ -228,6 +228,12 @@ class Problem:
         held += self.preempted_bytes
         return self.can_offload_inputs and held <= self.hardware.host_memory_bytes
 
+    @property
+    def holds_backup(self) -> bool:
+        """True if a host's memory holds the trainer's state once, beside preempted episodes."""
+        state = sum(trainer_bytes(self.sizes, MeshShape()))
+        return state + self.preempted_bytes <= self.hardware.host_memory_bytes
+
     @functools.cache  # noqa: B019
     def slot_numbers(self, mesh: MeshShape) -> tuple[int, ...]:
         """Returns the numbers of slots for a rollout on this mesh: the config's, then halves."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from earl_jax.selector.plan_candidates import Candidate, Candidates
 from earl_jax.selector.plans import Plan
+from earl_jax.selector.table import key_of
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.plan_text import bytes_text
 
@@ -44,28 +45,30 @@ def reason_of(
         speed = f"{chosen.tokens_per_s:,.0f} tokens/s"
         speed += " observed" if chosen.num_speeds else " computed"
         return f"{verb} on {plan.words(current)} (context {tokens}, {size}; {speed})"
-    why = _why_left(candidates, current, tokens)
-    if stays is not None and stays.plan.mesh == current.mesh:
-        tried = "never ran, tried: at best " if chosen.is_trial else ""
-        if (instead := stays.plan.words(current)) == str(current.mesh):
-            why = f"context {tokens}, {size}; {tried}{percent(gain)} tokens/s"
-        else:
-            why += f"; {tried}{percent(gain)} tokens/s against {instead}"
-    return f"{current.mesh} -> {plan.words()} ({why})"
+    if stays is None or stays.plan.mesh != current.mesh:
+        why = _why_left(candidates, current, tokens, least=True)
+        return f"{current.mesh} -> {plan.words()} ({why})"
+    why = f"context {tokens}, {size}"
+    if key_of(stays.plan, tokens) != key_of(current, tokens):
+        why = _why_left(candidates, current, tokens, least=False)
+    tried = "never ran, tried: at best " if chosen.is_trial else ""
+    instead = stays.plan.words(current)
+    against = "" if instead == str(current.mesh) else f" against {instead}"
+    return f"{current.mesh} -> {plan.words()} ({why}; {tried}{percent(gain)} tokens/s{against})"
 
 
-def _why_left(candidates: Candidates, plan: Plan, tokens: int) -> str:
-    """Returns why a plan in use cannot stay."""
-    problem, least = candidates.problem, candidates.in_use(plan, tokens, 0.0)
+def _why_left(candidates: Candidates, plan: Plan, tokens: int, *, least: bool) -> str:
+    """Returns why a plan in use cannot stay as it is; with `least` in no way on its mesh."""
+    problem, found = candidates.problem, candidates.in_use(plan, tokens, 0.0, least=least)
     if failed := candidates.table.failure_of(plan, problem.size_of(plan, tokens)):
         return f"{plan.mesh} {failed}"
-    if least is None:
+    if found is None:
         return f"{plan.mesh} is no candidate for context {tokens}"
-    if least.num_bytes > problem.budget:
+    if found.num_bytes > problem.budget:
         # Computed bytes may be too few: a plan that is left for that may need so many.
-        need = least.num_bytes - candidates.surplus(least.plan, tokens)
+        need = found.num_bytes - candidates.surplus(found.plan, tokens)
         verb = "needs" if need > problem.budget else "may need"
-        need = need if need > problem.budget else least.num_bytes
+        need = need if need > problem.budget else found.num_bytes
         budget = bytes_text(int(problem.budget))
         return f"context {tokens} {verb} {bytes_text(need)}/device, budget {budget}"
     return f"{plan.mesh} does not fit beside the other stage at context {tokens}"

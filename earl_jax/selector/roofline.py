@@ -18,8 +18,8 @@ from earl_jax.selector.collectives import (
     all_reduce_s,
     forward_collectives_s,
     keys_s,
-    layers_collectives_s,
     ring_s,
+    rows_collectives_s,
     stride,
 )
 from earl_jax.selector.footprint import (
@@ -100,7 +100,7 @@ def decode_s(
     and the tokens of a chunk.
     """
     kernels, attended = hardware.kernels, rows if attended is None else attended
-    in_place = _reads_in_place(hardware, work, mesh)
+    in_place = reads_in_place(hardware, work, mesh)
     number = rows * tokens
     is_cut = tokens > 1 and tokens % mesh.context == 0
     own = number // mesh.context if is_cut else number
@@ -135,7 +135,8 @@ def loop_syncs(sizes: ModelSizes, blocks: int) -> int:
     return (sizes.num_layers * (3 * blocks + 4) if blocks else 0) + 3
 
 
-def _reads_in_place(hardware: Hardware, work: Workload, mesh: MeshShape) -> bool:
+def reads_in_place(hardware: Hardware, work: Workload, mesh: MeshShape) -> bool:
+    """Returns True if an engine reads pages where they are; else it gathers those of all slots."""
     return hardware.kernels.is_fused or mesh.context in work.in_place_contexts
 
 
@@ -148,7 +149,7 @@ def token_s(
     With `Kernels.fixed_rows` programs have rows for all slots. They read for all of them, unless in
     place.
     """
-    in_place, slots = _reads_in_place(hardware, work, mesh), rows
+    in_place, slots = reads_in_place(hardware, work, mesh), rows
     if hardware.kernels.fixed_rows:
         slots = max(rows, work.num_slots // mesh.data)
     together, tokens = work.rows_appended(slots)
@@ -236,7 +237,7 @@ def train_parts(
     gathered = parts * _gathers_s(hardware, sizes, work, mesh, backward)
     ring = parts * ring_s(hardware, sizes, work, mesh, each, backward)
     crossing = (1 + back / 2 + work.repeats_products) * parts
-    crossing *= layers_collectives_s(hardware, sizes, mesh, each, sizes.compute_bytes)
+    crossing *= rows_collectives_s(hardware, sizes, mesh, each, sizes.compute_bytes)
     beside = max(0.0, gathered - products_s - attention_s) + max(0.0, ring - attention_s)
     if hardware.shared_cores:
         # Nothing runs beside them: the same cores move the bytes.

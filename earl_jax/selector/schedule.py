@@ -296,12 +296,18 @@ def _row(budget: int, context: Values, stage: str) -> list[str]:
 
 
 def _others_words(budget: int, meshes: Sequence[Values]) -> str:
-    """Returns the next best mesh, and those that do not fit."""
+    """Returns the next best mesh, and those that do not fit.
+
+    It may be faster than the chosen one, by less of a whole step than ties or the hysteresis.
+    """
     words, second = "no other mesh fits", next((m for m in meshes[1:] if m["fits"]), None)
     if second:
         gain = second["tokens_per_s"] / meshes[0]["tokens_per_s"] - 1
-        words = f"next best {second['mesh']}, {second['plan']} ({percent(gain)} tokens/s, "
-        words += f"{second['bytes_per_device'] / budget:.0%} of budget)"
+        is_faster = gain >= 0.005
+        words = "faster by itself" if is_faster else "next best"
+        words += f" {second['mesh']}, {second['plan']} ({percent(gain)} tokens/s, "
+        words += f"{second['bytes_per_device'] / budget:.0%} of budget"
+        words += f"{'; the step would gain too little' * is_faster})"
     if lost := [mesh for mesh in meshes if not mesh["fits"]]:
         over = bytes_text(max(0, lost[0]["bytes_per_device"] - budget))
         words += f"; {len(lost)} do not fit, {lost[0]['mesh']} {lost[0]['failed'] or f'by {over}'}"
