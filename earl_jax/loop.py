@@ -149,14 +149,9 @@ def rl_step(
         # An update in which a program was compiled or loaded says nothing of its speed.
         is_timed = train_plan == placement.train and compile_clock().own_seconds() == compiled_s
         # Nor is that of the last parts of a batch that comes in parts.
-        is_streamed = done.update is not None
-        is_timed = is_timed and not is_streamed
+        is_timed = is_timed and done.update is None
         with timer("sft"):
-            if step < config.train.sft_steps:
-                examples = run.tasks.examples(step, config.train.sft_updates)
-                is_last = step + 1 == config.train.sft_steps
-                state, more = sft(placement, state, examples, length, is_last=is_last)
-                updates += more
+            state, more = _warm_up(run, placement, step, state, length)
     with timer("select"):
         state = move_state(placement, state, to_play=True)
     # Of the rows as they are computed, padding rows included, as the selector counts them.
@@ -165,7 +160,7 @@ def rl_step(
     train_speed = config.train.epochs * computed / train_s if train_s and is_timed else None
     updates, speeds, *host_bytes = gather_costs(
         run,
-        updates,
+        updates + more,
         (done.played.stats.tokens_per_s, train_speed, train_s),
         done.dispatch_host_bytes,
         done.publish_host_bytes,
@@ -193,6 +188,17 @@ def rl_step(
         averages=next_averages(run.learner.algorithm, done.played.outcomes, position.averages),
     )
     return after, record
+
+
+def _warm_up(
+    run: Run, placement: Placement, step: int, state: TrainState, length: int
+) -> tuple[TrainState, list[Metrics]]:
+    """Makes the supervised updates of a step of the warm start; returns as `sft`."""
+    num_steps = run.config.train.sft_steps
+    if step >= num_steps:
+        return state, []
+    examples = run.tasks.examples(step, run.config.train.sft_updates)
+    return sft(placement, state, examples, length, is_last=step + 1 == num_steps)
 
 
 def count_failed_steps(env: EnvConfig, failures: Failures, before: Position) -> int:
@@ -365,5 +371,5 @@ def evaluate(
             # Caches of the average, and the next step's episodes are played with other weights.
             placement.sessions.forget()
     found = summarize(outcomes, run.config.env.title, run.config.env.plural)
-    # First, because a line shows a few only.
+    # First, because a line shows a few only; an environment's metric of that name gives way.
     return {**scored, **found, **scored}

@@ -22,7 +22,7 @@ from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
-from tests.support.placements import TINY, begin
+from tests.support.placements import EIGHT_SLOTS, TINY, begin
 from tests.support.processes import Processes
 from tests.support.settings import make_config
 
@@ -58,12 +58,7 @@ def settings(folder: Path, **others) -> dict:
         "num_steps": 3,
         "algorithm": "sft",
         "model": TINY,
-        "rollout": {
-            "num_slots": 8,
-            "episodes_per_step": 8,
-            "max_turn_tokens": 2,
-            "context_buckets": (32, 64, 128),
-        },
+        "rollout": {**EIGHT_SLOTS, "context_buckets": (32, 64, 128)},
         "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "table": "model"},
         "train": {
             "sft_path": str(folder / "learnt.jsonl"),

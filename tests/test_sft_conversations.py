@@ -26,7 +26,7 @@ from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
 from tests.support import ROOT
-from tests.support.placements import TINY, begin, place
+from tests.support.placements import EIGHT_SLOTS, TINY, begin, place
 from tests.support.runs import final_parameters, timeless
 from tests.support.settings import make_config
 
@@ -333,12 +333,7 @@ def settings(path, **others) -> dict:
     given = {
         "num_steps": 4,
         "model": TINY,
-        "rollout": {
-            "num_slots": 8,
-            "episodes_per_step": 8,
-            "max_turn_tokens": 2,
-            "context_buckets": (32, 64),
-        },
+        "rollout": {**EIGHT_SLOTS, "context_buckets": (32, 64)},
         "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "table": "model"},
         "train": {"sft_path": str(path), "learning_rate": 3e-3, "entropy_coefficient": 0.0},
         "eval": {"every_steps": 100, "games": 8, "final_games": 8},

@@ -24,7 +24,7 @@ from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
 from tests.support.allocator import live_bytes, memory_limit
 from tests.support.commands import Command, final_parameters
-from tests.support.placements import TINY, begin, first_position, place
+from tests.support.placements import EIGHT_SLOTS, TINY, begin, first_position, place
 from tests.support.processes import Processes
 from tests.support.runs import timeless
 from tests.support.settings import make_config, small
@@ -60,12 +60,7 @@ def settings(path: Path, **others) -> dict:
         "num_steps": 4,
         "algorithm": "sft",
         "model": TINY,
-        "rollout": {
-            "num_slots": 8,
-            "episodes_per_step": 8,
-            "max_turn_tokens": 2,
-            "context_buckets": (32,),
-        },
+        "rollout": {**EIGHT_SLOTS, "context_buckets": (32,)},
         "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("fsdp=8",), "table": "model"},
         "train": {"sft_path": str(path), "entropy_coefficient": 0.0},
         "checkpoint": {"every_steps": 1, "keep": 5},

@@ -23,19 +23,14 @@ from earl_jax.train.checkpoint import Checkpoints
 from earl_jax.training import train
 from tests.support.allocator import live_bytes
 from tests.support.commands import ALL, APART, Command, final_parameters
-from tests.support.placements import D8, F8, TINY, begin
+from tests.support.placements import D8, EIGHT_SLOTS, F8, TINY, begin
 from tests.support.runs import final_state, steps_of
 from tests.support.settings import make_config
 
 SETTINGS = {
     "num_steps": 4,
     "model": TINY,
-    "rollout": {
-        "num_slots": 8,
-        "episodes_per_step": 8,
-        "max_turn_tokens": 2,
-        "context_buckets": (64,),
-    },
+    "rollout": {**EIGHT_SLOTS, "context_buckets": (64,)},
     "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("fsdp=8",), "table": "model"},
     "train": {"sft_steps": 2, "learning_rate": 3e-3},
 }

@@ -55,17 +55,17 @@ def _idle_supervised(config: "Config") -> Iterator[_Idle]:
         "a step of config.algorithm 'sft' is one update on new conversations (num_steps says how "
         "many)": ("epochs", "mini_batches"),
         "the loss of config.algorithm 'sft' is the cross-entropy of tokens that nobody sampled": (
-            *("entropy_coefficient", "final_entropy_coefficient"),
-            *("correction", "ess_scaling"),
+            "entropy_coefficient",
+            "final_entropy_coefficient",
+            "correction",
+            "ess_scaling",
         ),
     }
     for reason, names in reasons.items():
         for name in names:
             yield not config.plays, f"train.{name}", reason
-    for path in (
-        *("asynchrony.max_staleness", "asynchrony.parts", "asynchrony.refill"),
-        "devices.num_rollout",
-    ):
+    asynchrony = ("asynchrony.max_staleness", "asynchrony.parts", "asynchrony.refill")
+    for path in (*asynchrony, "devices.num_rollout"):
         yield not config.plays, path, "config.algorithm 'sft' plays nothing"
 
 

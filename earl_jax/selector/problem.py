@@ -118,7 +118,8 @@ class Problem:
 
     def check_meshes(self) -> None:
         """Raises ValueError where a stage of a step has no mesh (`meshes`)."""
-        assert self.meshes("train") and (not self.plays or self.meshes("rollout"))
+        for stage in ("rollout", "train") if self.plays else ("train",):
+            self.meshes(stage)
 
     @property
     def num_players(self) -> int:

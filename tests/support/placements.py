@@ -34,6 +34,8 @@ TINY = {
     "head_size": 8,
     "ffn_size": 16,
 }
+# A rollout of eight episodes of short replies, whose context buckets a test adds.
+EIGHT_SLOTS = {"num_slots": 8, "episodes_per_step": 8, "max_turn_tokens": 2}
 # Bytes per device that no budget of a test holds.
 TOO_LARGE = 10**12
 
