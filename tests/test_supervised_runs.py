@@ -200,6 +200,7 @@ def one(path, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_does_and_go_on_where_they_were_stopped(one, path, tmp_path):
     two = tmp_path / "two"
     ends = Processes(2, 4, "test_supervised_runs:in_one_of_two", str(path), str(two)).results()
