@@ -164,6 +164,10 @@ class AsyncPlayer:
         self._live.check_checksum(step)
         return self._live.groups.end_step(step, self._live.oldest_step)
 
+    def sync_events(self) -> None:
+        """Returns when the events of this process are on its disk."""
+        self._events.sync()
+
     @property
     def is_replayed(self) -> bool:
         """True where a run is replayed, and all of its events have come again."""

@@ -280,7 +280,7 @@ def _with_episodes(
     run: Run, position: Position, workdir: Path, say: Callable[[str], None]
 ) -> Position:
     """Returns the position with what the episodes of open groups had there."""
-    episodes = read_episodes(workdir, position.step, _rules(run.config))
+    episodes = read_episodes(workdir, position.step, _rules(run.config), say)
     if episodes:
         sampled = sum(each.num_sampled for each in episodes.values())
         say(f"{len(episodes)} open episodes go on behind the {sampled} tokens that they have")
@@ -462,6 +462,7 @@ class Training:
             # While this one is written a killed run goes on from the one before, whatever is kept.
             before, rules = self.checkpoints.steps(), _rules(run.config)
             write_episodes(workdir, step, run.cluster.index, position.open_episodes, rules)
+            self.player.sync_events()
         rating = None
         if run.config.checkpoint.keep_best:
             own = rating_of(self.recorder.evaluation(step) or {})

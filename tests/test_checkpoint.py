@@ -14,6 +14,7 @@ import resource
 import shutil
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -393,7 +394,8 @@ def test_a_damaged_config_is_an_error_that_names_the_file(tmp_path, damage):
 
 def test_a_folder_that_cannot_be_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
-    for workdir in (tmp_path / "file", tmp_path / "file" / "runs" / "one"):
+    impossible = Path("/proc/runs")
+    for workdir in (tmp_path / "file", tmp_path / "file" / "runs" / "one", impossible):
         with pytest.raises(ValueError, match=f"--workdir={workdir} cannot be used: .*may write"):
             open_workdir(workdir, CONFIG)
 

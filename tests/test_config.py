@@ -559,8 +559,11 @@ def test_a_config_file_is_loaded(tmp_path):
         ("raise RuntimeError('no luck')", "RuntimeError: no luck"),
         ("def get_config(:", "SyntaxError"),
         ("import no_such_module_of_mine", "ModuleNotFoundError: No module named"),
-        ("x = 1", "has no attribute 'get_config'"),
-        ("def get_config():\n    return {'num_steps': 3}", "must return an ml_collections.Config"),
+        ("x = 1", "it must have a function get_config() that returns an ml_collections.Config"),
+        (
+            "def get_config():\n    return {'num_steps': 3}",
+            "get_config() that returns an ml_collections.Config",
+        ),
         ("def get_config(needed): pass", "TypeError"),
     ],
 )

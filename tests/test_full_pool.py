@@ -136,6 +136,7 @@ def test_a_pool_that_cannot_grow_beside_itself_after_all_stays(world, table):
         allocator,
     ):
         grown = placement.sessions.grow(opened(), SHORT, PAGES + 1, None)
+        moved_to = placement.as_dict()
     assert grown.pool == Pool(8, PAGES)
     # 64 pages, 57 and 48.
     failures = placement.take_log().failures
@@ -146,3 +147,10 @@ def test_a_pool_that_cannot_grow_beside_itself_after_all_stays(world, table):
     assert [failure.size[1] for failure in known] == [64 * 16, 57 * 16, 48 * 16]
     assert placement.attempt("rollout", lambda: True)
     assert not placement.observations.known.failures
+    # A replay moves to the same plan, also where there is memory for more.
+    with rollout_in(world, table, large, PAGES) as (placement, opened, allocator):
+        again = placement.sessions.grow_as(opened(), moved_to)
+        assert placement.as_dict() == moved_to
+        more = placement.sessions.grow(opened(), SHORT, PAGES + 1, None)
+    assert again is not None and again.pool == grown.pool
+    assert more.pool.pages > grown.pool.pages and not allocator.refused

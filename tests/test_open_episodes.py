@@ -3,7 +3,9 @@
 """Episodes that another service goes on with, behind the tokens that they had."""
 
 import dataclasses
+import functools
 import itertools
+import os
 import types
 from typing import Any
 
@@ -15,6 +17,7 @@ from earl_jax import training
 from earl_jax.engine.config import Sampling
 from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import Start, StepResult
+from earl_jax.rollout.events import EVENTS, Events
 from earl_jax.rollout.open_episodes import (
     FOLDER,
     OpenEpisode,
@@ -81,7 +84,9 @@ def test_files_of_all_processes_are_read_as_they_were_written(tmp_path):
     write_episodes(tmp_path, 4, 0, ours, RULES)
     write_episodes(tmp_path, 4, 1, theirs, RULES)
     write_episodes(tmp_path, 6, 0, {}, RULES)
-    found = read_episodes(tmp_path, 4, RULES)
+    notes: list[str] = []
+    read = functools.partial(read_episodes, tmp_path, say=notes.append)
+    found = read(4, RULES)
     assert found.keys() == {5, 2, 7}
     for number, each in (ours | theirs).items():
         assert found[number].in_turn == each.in_turn
@@ -92,13 +97,19 @@ def test_files_of_all_processes_are_read_as_they_were_written(tmp_path):
                 for name in ("logprobs", "model_logprobs")
             }
             assert one == dataclasses.replace(other, text="", **exact)
-    assert read_episodes(tmp_path, 4, ["in_order", 1]) == read_episodes(tmp_path, 6, RULES) == {}
+    assert read(6, RULES) == {}
+    assert not notes
+    assert read(4, ["in_order", 1]) == {}
+    assert len(notes) == 2
+    assert "config.asynchrony.rule or max_staleness is another one than in" in notes[0]
     path = tmp_path / FOLDER / "4.0.npz"
     path.write_bytes(path.read_bytes()[:200])
-    assert read_episodes(tmp_path, 4, RULES).keys() == {7}
+    assert read(4, RULES).keys() == {7}
+    assert notes[2].startswith(f"{path} cannot be read (")
+    assert notes[2].endswith("): its open episodes are played from their beginning")
     # What a process leaves that is killed while it writes.
     path.with_name("4.0.npz.tmp").write_bytes(path.read_bytes())
-    assert read_episodes(tmp_path, 4, RULES).keys() == {7}
+    assert read(4, RULES).keys() == {7}
     drop_episodes(tmp_path, [6])
     assert [each.name for each in (tmp_path / FOLDER).iterdir()] == ["6.0.npz"]
 
@@ -113,9 +124,15 @@ class State:
 def test_episodes_of_the_checkpoint_before_stay_while_the_next_one_is_written(
     tmp_path, monkeypatch
 ):
-    """One is kept, and a run that is killed meanwhile goes on from the one before."""
+    """One is kept, and a run that is killed meanwhile goes on from the one before.
+
+    The events, without which a checkpoint cannot go on, are on the disk before it.
+    """
+    on_disk, events = [], Events(tmp_path / EVENTS)
+    monkeypatch.setattr(os, "fsync", lambda file: on_disk.append(os.fstat(file).st_size))
 
     def save(run, placement, checkpoints, position, choices, rating):
+        assert on_disk[-1] == (tmp_path / EVENTS).stat().st_size
         checkpoints.save(position.step, State({"a": jnp.ones(8)}), {})
 
     monkeypatch.setattr(training, "save", save)
@@ -130,10 +147,11 @@ def test_episodes_of_the_checkpoint_before_stay_while_the_next_one_is_written(
             log=types.SimpleNamespace(checkpoint_s=0.0),
             placement=None,
             workdir=tmp_path,
-            player=True,
+            player=types.SimpleNamespace(sync_events=events.sync),
             checkpoints=checkpoints,
         )
         for step in (1, 2, 3):
+            events.note("trained", step=step)
             position = types.SimpleNamespace(step=step, open_episodes={})
             training.Training._save(saving, position, {})
             found = sorted(each.name for each in (tmp_path / FOLDER).iterdir())
@@ -179,7 +197,7 @@ def interrupted(tmp_path, open_one, todo) -> tuple[list, int, int]:
         found, tokens = play(service, 3 * times)
         done, sampled = [*done, *found], sampled + tokens
         write_episodes(tmp_path, times, 0, service.open_episodes(), RULES)
-        episodes = read_episodes(tmp_path, times, RULES)
+        episodes = read_episodes(tmp_path, times, RULES, pytest.fail)
     check_nothing_is_held(service, service.session.max_tokens)
     return sorted(done, key=lambda each: each.episode), sampled, times
 

@@ -98,11 +98,14 @@ def load_config_file(path: str | Path) -> ConfigDict:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        given = module.get_config()
+        given = module.get_config() if hasattr(module, "get_config") else None
     except Exception as error:  # noqa: BLE001 - whatever a user's file raises is a user's mistake
         raise InputError(f"--config={path}: {type(error).__name__}: {error}") from error
     if not isinstance(given, ConfigDict):
-        raise InputError(f"--config={path}: get_config() must return an ml_collections.ConfigDict")
+        raise InputError(
+            f"--config={path}: it must have a function get_config() that returns an "
+            "ml_collections.ConfigDict"
+        )
     return given
 
 

@@ -132,6 +132,16 @@ class Sessions:
             grown = self._placement.attempt("rollout", move, live=True)
         return grown
 
+    def grow_as(self, session: Session, placement: dict[str, Any]) -> Session | None:
+        """Returns the session behind the same move in the run that is replayed.
+
+        `placement` is that of then (`Placement.as_dict`). None where memory is too short here.
+        """
+        self._placement.restore(placement)
+        self._placement.outgrown, self._placement.tail = self._placement.max_tokens, None
+        move = functools.partial(self._relocate, session, self._placement.rollout)
+        return self._placement.attempt("rollout", move, live=True)
+
     def move(self, session: Session) -> Session | None:
         """Moves a session's live episodes to the plan in use; None where memory is too short."""
         plan = self._placement.rollout

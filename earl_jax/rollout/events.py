@@ -11,7 +11,7 @@ nothing by the time. Each event is a JSON object on a line of its own, with its 
 - "plans": plans were chosen (`Placement.as_dict`).
 - "split": behind round `round` both stages moved, before version `version` was published, to plans
   of a `placement` whose split of the devices is another one.
-- "grow": a session moved to a roomier `plan` behind round `round`.
+- "grow": a session moved to the roomier plan of a `placement` behind round `round`.
 - "submit": the tasks of the groups `groups` were submitted behind round `round`.
 - "answers": in the `call`-th look for answers those of the tickets `tickets` were there; `failed`
   has the stop reason and detail of calls that hung or raised.
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from earl_jax.envs.pool import Failure
 from earl_jax.rollout.answers import Answer, Answers
 from earl_jax.settings.errors import InputError, RunError
-from earl_jax.telemetry.atomic import write_atomically
+from earl_jax.telemetry.atomic import sync, write_atomically
 from earl_jax.telemetry.episodes import set_file_aside
 
 
@@ -61,6 +61,11 @@ class Events:
                 file.write(json.dumps(line) + "\n")
         if event == "open":
             self._calls = 0
+
+    def sync(self) -> None:
+        """Returns when the events are on the disk: before a checkpoint that needs them is whole."""
+        if self._path is not None and self._path.exists():
+            sync(self._path)
 
     def _leave_out_a_round(self) -> None:
         """Goes past what a round beside an update noted that came to no end, as by a signal.

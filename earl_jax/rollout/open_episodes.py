@@ -11,7 +11,7 @@ import dataclasses
 import io
 import json
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ _FIELDS = {
     "logprobs": np.float32,
     "model_logprobs": np.float32,
 }
+# The end of the notes on a file that is not used.
+_ANEW = "its open episodes are played from their beginning"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,10 +111,12 @@ def write_episodes(
     write_atomically(folder / f"{step}.{process}.npz", file.getvalue())
 
 
-def read_episodes(workdir: Path, step: int, rules: Any) -> dict[int, OpenEpisode]:
+def read_episodes(
+    workdir: Path, step: int, rules: Any, say: Callable[[str], None]
+) -> dict[int, OpenEpisode]:
     """Returns the episodes that all processes have kept with the checkpoint of this step.
 
-    None of a file that is damaged, or whose episodes were played by other rules.
+    None of a file that is damaged, or whose episodes were played by other rules; `say` is told.
     """
     found: dict[int, OpenEpisode] = {}
     for path in sorted((workdir / FOLDER).glob(f"{step}.*.npz")):
@@ -120,10 +124,13 @@ def read_episodes(workdir: Path, step: int, rules: Any) -> dict[int, OpenEpisode
             with np.load(io.BytesIO(path.read_bytes())) as arrays:
                 words = json.loads(arrays["words"].tobytes())
                 numbers = {name: iter(arrays[name].tolist()) for name in _FIELDS}
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            say(f"{path} cannot be read ({error}): {_ANEW}")
             continue
         if words["rules"] == rules:
             found |= _episodes(words, numbers)
+        else:
+            say(f"config.asynchrony.rule or max_staleness is another one than in {path}: {_ANEW}")
     return found
 
 

@@ -228,9 +228,13 @@ class LiveService:
         return service
 
     def _grow(self, session: Session, tokens: int, pages: int, load: Load | None) -> Session:
-        grown = self._placement.sessions.grow(session, tokens, pages, load)
+        placement, event, grown = self._placement, self._events.coming("grow"), None
+        if event is not None:
+            grown = placement.sessions.grow_as(session, event["placement"])
+        grown = grown or placement.sessions.grow(session, tokens, pages, load)
         self._where = self._mesh_and_slots()
-        self._events.note("grow", plan=str(self._placement.rollout), round=self.groups.num_rounds)
+        facts = {"placement": placement.as_dict(), "round": self.groups.num_rounds}
+        self._events.note("grow", **facts)
         return grown
 
     # What a step takes.

@@ -19,6 +19,8 @@ _MISTAKES = (
     errno.EEXIST,
     errno.ENAMETOOLONG,
     errno.ELOOP,
+    # As where a file system takes no folders of users, such as /proc.
+    errno.ENOENT,
 )
 
 # A disk that is full, limited or broken, which no flag puts right.

@@ -25,12 +25,12 @@ def replacing(path: Path, *, writer: str = "") -> Iterator[Path]:
     try:
         yield temporary
         for each in (*temporary.rglob("*"), temporary):
-            _sync(each)
+            sync(each)
         os.replace(temporary, path)
     except BaseException:
         _remove(temporary)
         raise
-    _sync(path.parent)
+    sync(path.parent)
 
 
 def write_atomically(path: Path, data: str | bytes, *, writer: str = "") -> None:
@@ -45,7 +45,7 @@ def write_atomically(path: Path, data: str | bytes, *, writer: str = "") -> None
         temporary.write_bytes(data)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Returns when a file, or the names in a folder, are on the disk."""
     number = os.open(path, os.O_RDONLY)
     try:
