@@ -32,17 +32,11 @@ def rows_of(capsys, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "meshes"),
-    [("rollout", ["data=8", "data=4,tensor=2"]), ("train", ["data=8", "data=1,fsdp=8"])],
-)
-def test_stage_has_a_row_for_each_mesh(rows_of, stage, meshes):
-    rows = rows_of(stage)
-    assert [row["mesh"] for row in rows] == meshes
+def test_stage_has_a_row_for_each_mesh(rows_of):
+    rows = rows_of("rollout")
+    assert [row["mesh"] for row in rows] == ["data=8", "data=4,tensor=2"]
     for row in rows:
         assert row["tokens/s"] == pytest.approx(row["tokens"] / row["s"])
-    if stage == "train":
-        assert {row["tokens"] for row in rows} == {16 * 16}
 
 
 def test_dispatch_has_experience_and_weights_of_each_pair_of_meshes(rows_of):
@@ -74,7 +68,10 @@ def test_table_of_a_stage_is_markdown(capsys, monkeypatch):
     bench_command(["train", *TINY[1:]])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "| mesh | micro-batches | remat | s | tokens | tokens/s |"
-    assert len({line.count("|") for line in lines}) == 1 and len(lines) == 4
+    assert len({line.count("|") for line in lines}) == 1
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines[2:]]
+    assert [row[1] for row in rows] == ["data=8", "data=1,fsdp=8"]
+    assert {row[5] for row in rows} == {str(16 * 16)}
 
 
 def test_unknown_stage_and_setting_end_with_status_2(monkeypatch, capsys):

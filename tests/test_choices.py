@@ -306,7 +306,6 @@ def test_no_shard_waits_for_another_in_the_choices():
     assert "collective-permute" not in text
 
 
-@pytest.mark.slow
 def test_no_illegal_move_is_played_where_they_are_masked(pool):
     """Random play loses half of its games to illegal moves where they are not."""
     replies = tuple(map(renderer().reply, BoardGame(mask_illegal=True).all_choices()))

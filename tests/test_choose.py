@@ -484,8 +484,8 @@ def simulate(problem, table, true_speeds, steps, rng=None, noise=0.0, tries=Fals
 
 
 @pytest.mark.parametrize("start", [None, D4T2], ids=["anew", "resumed"])
-@pytest.mark.parametrize("others", [(), (D2T4,), (D2T4, T8)], ids=len)
-@pytest.mark.parametrize("advantage", [1.2, 1.4, 2.0])
+@pytest.mark.parametrize("others", [(), (D2T4, T8)], ids=len)
+@pytest.mark.parametrize("advantage", [1.2, 2.0])
 @pytest.mark.parametrize("times", [1, KEPT])
 @pytest.mark.parametrize("poison", [1.3, 1.49, 3.0])
 def test_run_whose_table_was_poisoned_for_its_best_mesh_finds_back_within_ten_steps(
@@ -611,12 +611,10 @@ def test_a_program_that_the_run_waits_for_pays_for_itself_in_the_steps_that_are_
     assert mesh(observed(table, D4T2, 134, 134, 134), compile_s=30.0, lasts=20) == D4T2
 
 
-@pytest.mark.parametrize(
-    ("noise", "tries"), [(0.0, True), (0.05, False), (0.2, True), (0.5, False), (0.5, True)]
-)
+@pytest.mark.parametrize(("noise", "tries"), [(0.05, False), (0.2, True), (0.5, True)])
 def test_noise_causes_no_storm_of_switches(noise, tries):
     switches = []
-    for seed in range(30):
+    for seed in range(12):
         rng = random.Random(seed)
         meshes = (D8, D4T2, D2T4, T8)
         true = {mesh: rng.uniform(50, 200) for mesh in meshes}

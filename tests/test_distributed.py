@@ -359,7 +359,7 @@ def test_an_address_that_is_none(monkeypatch):
             (f"127.0.0.1:{port}", f"cannot listen on port {port}"),
         ):
             config = DistributedConfig(coordinator=address, num_processes=2, process_id=0)
-            with pytest.raises(ValueError, match=words):
+            with pytest.raises(InputError, match=words):
                 start_processes(config)
 
 
@@ -498,8 +498,8 @@ def lose_one(how: str, lost: int, timeout_s: float, heartbeat_s: float) -> None:
 @pytest.mark.parametrize(
     ("how", "lost", "timeout_s", "words"),
     [
-        ("SIGKILL", 0, 60.0, "process {lost} on {host} has ended"),
         ("SIGSTOP", 0, 60.0, "process {lost} on {host} does not answer"),
+        ("SIGSTOP", 1, 60.0, "process {lost} on {host} does not answer"),
         ("raises", 0, 60.0, "{who}: in the stage rollout: there was too little memory"),
         ("bug", 1, 60.0, "{who}: in the stage rollout: OSError: the disk is full"),
         ("mistake", 0, 60.0, "{who}: config.seed is odd"),
@@ -511,7 +511,7 @@ def lose_one(how: str, lost: int, timeout_s: float, heartbeat_s: float) -> None:
     ids=lambda value: str(value).split()[0],
 )
 def test_a_lost_process_ends_the_other_with_a_message_that_names_it(how, lost, timeout_s, words):
-    """Runs that lose the second process are in test_faults.py."""
+    """Runs of which one process is killed are in test_faults.py."""
     address, host = f"127.0.0.1:{free_port()}", socket.gethostname()
     call = f"lose_one({how!r}, {lost}, {timeout_s}, 10.0)"
     program = f"import test_distributed; test_distributed.{call}"
@@ -561,6 +561,10 @@ def test_a_lost_process_ends_the_other_with_a_message_that_names_it(how, lost, t
         assert f"on {host}, in the stage rollout" in messages[0][0]
 
 
+# Of the words of both processes.
+LENGTHS = [[0, 0], [167, 168], [168, 3], [169, 169], [1, 40_000]]
+
+
 def gather_words(lengths: list[list[int]]) -> list[list[int]]:
     """Gathers words of these lengths, those of a process in its column. Returns their lengths."""
     cluster, found = processes_only(60.0), []
@@ -571,12 +575,23 @@ def gather_words(lengths: list[list[int]]) -> list[list[int]]:
     return found
 
 
+def in_a_pair(folder: str) -> tuple[list[list[int]], list[int]]:
+    """What two tests ask of two processes."""
+    return gather_words(LENGTHS), in_and_out(folder)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """What each of the two processes found, and the folder of their export."""
+    folder = tmp_path_factory.mktemp("pair")
+    results = RealProcesses(2, 2, "test_distributed:in_a_pair", str(folder)).results(250)
+    return list(zip(*results, strict=True)), folder
+
+
 @pytest.mark.slow
-def test_messages_of_every_length_are_gathered():
+def test_messages_of_every_length_are_gathered(pair):
     """Those that fit beside their size (1,020 bytes with what is around them) and longer ones."""
-    lengths = [[0, 0], [167, 168], [168, 3], [169, 169], [1, 40_000]]
-    got = RealProcesses(2, 1, "test_distributed:gather_words", lengths).results()
-    assert got == [lengths] * 2
+    assert pair[0][0] == (LENGTHS, LENGTHS)
     message = {"value": "é" * 168}
     assert len(json.dumps(message)) == HEAD_BYTES + 1
 
@@ -672,30 +687,29 @@ def test_two_processes_train_as_one_does(one, cache, tmp_path):
     assert_past_the_hosts(one, run.workdir)
 
 
-def play_unequally(slow: int, notes: str) -> None:
-    """Runs the command, whose process `slow` sleeps before each round of a rollout.
+def play_unequally(folder: str) -> list[list[int]]:
+    """In each process: two runs; in each of them one process sleeps before each round.
 
-    Each process notes how many episodes it played in each rollout.
+    Returns how many episodes this process played in each rollout of each run.
     """
-    from earl_jax.main import main
+    step, make_share, played = RolloutService.step, rollouts.share_of, []
+    config = config_of(SMALL | ALL | {"rollout.order": "queue"})
+    for slow in range(2):
+        shares = []
 
-    step, make_share, shares = RolloutService.step, rollouts.share_of, []
+        def sleepy(self, slow=slow):
+            if jax.process_index() == slow:
+                time.sleep(0.1)
+            return step(self)
 
-    def sleepy(self):
-        if jax.process_index() == slow:
-            time.sleep(0.1)
-        return step(self)
+        def noted(*given, shares=shares):
+            shares.append(make_share(*given))
+            return shares[-1]
 
-    def noted(*given):
-        shares.append(make_share(*given))
-        return shares[-1]
-
-    RolloutService.step, rollouts.share_of = sleepy, noted
-    try:
-        main()
-    finally:
-        played = [len(share.numbers) for share in shares]
-        Path(f"{notes}.{jax.process_index()}").write_text(json.dumps(played))
+        RolloutService.step, rollouts.share_of = sleepy, noted
+        train(config, Path(folder) / f"slow_{slow}")
+        played.append([len(share.numbers) for share in shares])
+    return played
 
 
 # What the engines did, and which rows changed device.
@@ -713,16 +727,12 @@ BY_WHO_PLAYS = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_no_bit_depends_on_which_process_plays_what(cache, tmp_path):
+def test_no_bit_depends_on_which_process_plays_what(cache, tmp_path, monkeypatch):
     """Sixteen of 32 episodes are in a queue; the process that does not sleep takes most."""
-    workdirs, played = [], []
-    for slow in range(2):
-        notes = tmp_path / f"played_{slow}"
-        program = f"import test_distributed as t; t.play_unequally({slow}, {str(notes)!r})"
-        given = ALL | {"rollout.order": "queue"}
-        run = Command(cache, tmp_path / f"slow_{slow}", 2, program=program, **given)
-        workdirs.append(run.done())
-        played.append([json.loads(Path(f"{notes}.{n}").read_text()) for n in range(2)])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    processes = RealProcesses(2, 4, "test_distributed:play_unequally", str(tmp_path))
+    played = list(zip(*processes.results(500), strict=True))
+    workdirs = [tmp_path / f"slow_{slow}" for slow in range(2)]
     for slow, each in enumerate(played):
         # Two steps; evaluations of sixteen games have a slot for each.
         steps = [pair for pair in zip(*each, strict=True) if sum(pair) == 32]
@@ -792,16 +802,16 @@ def in_and_out(folder: str) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_goes_in_and_out_over_two_processes(tmp_path):
+def test_a_checkpoint_goes_in_and_out_over_two_processes(pair):
     """Each reads its devices' slices, and the first writes every bit: new adapters change none."""
-    results = RealProcesses(2, 2, "test_distributed:in_and_out", str(tmp_path)).results(250)
-    assert results == [[8, 8], [8, 8]]
-    out = tmp_path / "export/step_000001"
+    (_, rows), folder = pair
+    assert rows == ([8, 8], [8, 8])
+    out = folder / "export/step_000001"
     there, back = (load_file(folder / "model.safetensors") for folder in (SOURCE, out))
     assert there.keys() == back.keys()
     for name, values in there.items():
         np.testing.assert_array_equal(back[name], values)
-    adapter = load_file(tmp_path / "export/step_000001_adapter/adapter_model.safetensors")
+    adapter = load_file(folder / "export/step_000001_adapter/adapter_model.safetensors")
     assert len(adapter) == 2 * 2 * 7
     for name, values in adapter.items():
         assert np.any(values) == ("lora_A" in name)
@@ -880,11 +890,12 @@ def spanning(mesh: str, train: str, num_devices: int, num: int) -> dict:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_processes_that_play_together_train_as_one_does(cache, tmp_path):
-    """With a process a device: of four, two have each row shard, and all read all slots."""
-    mesh, train = "data=2,tensor=2", "data=2,fsdp=2"
+    """Of four processes two have each row shard, and all read all slots."""
+    mesh, train = "data=2,tensor=4", "data=2,fsdp=4"
+    given = spanning(mesh, train, 8, 4) | {"model.num_kv_heads": 4}
     runs = [
-        Command(cache, tmp_path / f"{each}", each, **spanning(mesh, train, 4, each)).done(420)
-        for each in (1, 4)
+        train_here(cache, tmp_path / "one", given),
+        Command(cache, tmp_path / "four", 4, **given).done(420),
     ]
     assert_same_run(*runs)
     assert_past_the_hosts(*runs)
@@ -897,13 +908,14 @@ def test_processes_that_play_together_train_as_one_does(cache, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_processes_that_play_together_and_are_stopped_end_as_if_left_alone(cache, tmp_path):
-    """One is killed: the same bits, and no task twice.
+    """One is killed: the same bits as of one process that has both devices, and no task twice.
 
     The first process has the environments, and writes checkpoints, metrics and episodes.
     """
     given = spanning("data=1,tensor=2", "data=2", 2, 2) | {"num_steps": 5}
     given |= {"checkpoint.every_steps": 2, "log.trajectories_every_steps": 1}
-    whole = Command(cache, tmp_path / "whole", 2, **given).done()
+    alone = given | {"devices.num_cpu_devices": 2}
+    whole = Command(cache, tmp_path / "whole", 1, **alone).done()
 
     command = Command(cache, tmp_path / "run", 2, **given)
     command.after_step(3)
@@ -926,7 +938,8 @@ def test_processes_that_play_together_and_are_stopped_end_as_if_left_alone(cache
 
 
 CHANGES = {
-    "num_steps": 6,
+    # Behind the third step contexts need another mesh.
+    "num_steps": 4,
     "selector.budget_bytes_per_device": 2_460_000,
     "rollout.context_buckets": "(24,40)",
     "selector.rollout_meshes": "('data=8','data=4,tensor=2')",

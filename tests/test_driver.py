@@ -167,15 +167,13 @@ def expected(asked: tuple[tuple[int, int, int], ...]):
     return found
 
 
-@pytest.mark.slow_except("data=1-0")
-@pytest.mark.parametrize(
-    ("mesh", "draft"), [(MeshShape(), 0), (MeshShape(data=2, tensor=2), 3)], ids=str
-)
-def test_requests_have_the_tokens_of_the_policy_where_pages_are_short(mesh, draft):
-    """Twelve on eight slots, with pages for one context in each row shard: most wait."""
-    engine = served(mesh, draft=draft, cache_tokens=mesh.data * CONTEXT_TOKENS)
-    sizes = [(number, 5 + 4 * number, 40 - 2 * number) for number in range(12)]
-    asked = [Asked(*size) for size in sizes]
+# Twelve on eight slots.
+SIZES = tuple((number, 5 + 4 * number, 40 - 2 * number) for number in range(12))
+
+
+def answered(engine: ServedEngine) -> tuple[list[Asked], list]:
+    """Requests of SIZES, where pages are short, and the rounds of each."""
+    asked = [Asked(*size) for size in SIZES]
     with driving(engine) as driver:
         for each in asked:
             driver.submit(each.request)
@@ -183,12 +181,37 @@ def test_requests_have_the_tokens_of_the_policy_where_pages_are_short(mesh, draf
         assert until(lambda: not driver._playing and pages_in_use(driver) == 0)
         assert driver._service.stats.preempted_episodes > 0
         assert driver._service.session.pool == engine.first_pool
-    for rounds, (ids, *scores) in zip(played, expected(tuple(sizes)), strict=True):
+    return asked, played
+
+
+@pytest.fixture(scope="module")
+def short_of_pages():
+    """An engine on one device with pages for one context: most requests wait."""
+    engine = served(cache_tokens=CONTEXT_TOKENS)
+    return engine, *answered(engine)
+
+
+def check_answers(played, draft: int) -> None:
+    """The tokens are the policy's, as are their log-probs."""
+    for rounds, (ids, *scores) in zip(played, expected(SIZES), strict=True):
         assert [token for each in rounds for token in each.token_ids] == ids
         assert max(len(each.token_ids) for each in rounds) <= 4 * (1 + draft)
         for name, wanted in zip(("logprobs", "model_logprobs"), scores, strict=True):
             values = [value for each in rounds for value in getattr(each, name)]
             np.testing.assert_allclose(values, wanted, atol=2e-4)
+
+
+def test_requests_have_the_tokens_of_the_policy_where_pages_are_short(short_of_pages):
+    _, _, played = short_of_pages
+    check_answers(played, draft=0)
+
+
+@pytest.mark.slow
+def test_requests_have_them_with_guesses_on_a_mesh_too():
+    """Pages for one context in each row shard."""
+    mesh = MeshShape(data=2, tensor=2)
+    _, played = answered(served(mesh, draft=3, cache_tokens=mesh.data * CONTEXT_TOKENS))
+    check_answers(played, draft=3)
 
 
 def rollouts_engine(mesh: MeshShape) -> Engine:
@@ -206,15 +229,9 @@ def rollouts_engine(mesh: MeshShape) -> Engine:
     return Engine(dataclasses.replace(config, rules=rules), layout)
 
 
-def test_served_tasks_have_the_tokens_of_a_rollout_on_another_mesh():
+def test_served_tasks_have_the_tokens_of_a_rollout_on_another_mesh(short_of_pages):
     """On one device, where pages are short and requests are preempted; and on four."""
-    engine = served(cache_tokens=CONTEXT_TOKENS)
-    asked = [Asked(number, 5 + 4 * number, 40 - 2 * number) for number in range(12)]
-    with driving(engine) as driver:
-        for each in asked:
-            driver.submit(each.request)
-        replies = [each.rounds() for each in asked]
-        assert driver._service.stats.preempted_episodes > 0
+    engine, asked, replies = short_of_pages
     rollout = collect(
         None,
         [each.request.task for each in asked],
@@ -240,8 +257,7 @@ def test_served_tasks_have_the_tokens_of_a_rollout_on_another_mesh():
 def test_requests_that_are_withdrawn_leave_nothing_behind():
     """In slots and while they wait; those that stay are as they were."""
     engine = served(cache_tokens=CONTEXT_TOKENS)
-    sizes = [(number, 5 + 4 * number, 40 - 2 * number) for number in range(12)]
-    asked = [Asked(*size) for size in sizes]
+    asked = [Asked(*size) for size in SIZES]
     with driving(engine) as driver:
         for each in asked:
             driver.submit(each.request)
@@ -253,7 +269,7 @@ def test_requests_that_are_withdrawn_leave_nothing_behind():
         driver.withdraw(asked[0].request)
         assert until(lambda: not driver._playing and pages_in_use(driver) == 0)
         assert not driver._queue and not driver._queue._num_taken
-    assert stay == [ids for ids, *_ in expected(tuple(sizes))[2::2]]
+    assert stay == [ids for ids, *_ in expected(SIZES)[2::2]]
 
 
 # Its memory.

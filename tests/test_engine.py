@@ -57,7 +57,7 @@ def converse_on(shape: MeshShape):
 
 
 def test_the_selector_may_return_four_meshes():
-    """Shows that the tests below cover all meshes of these sizes."""
+    """Shows that the tests below play on all meshes of these sizes."""
     assert [str(shape) for shape in CANDIDATES] == [
         "data=8",
         "data=4,tensor=2",
@@ -84,14 +84,13 @@ def test_without_a_tensor_axis_a_round_has_no_collective():
     assert collectives(MeshShape(data=8)) == []
 
 
-@pytest.mark.slow_except("data=4,tensor=2")
-@pytest.mark.parametrize("shape", [shape for shape in CANDIDATES if shape.tensor > 1], ids=str)
-def test_with_a_tensor_axis_no_collective_crosses_a_data_shard(shape):
+def test_with_a_tensor_axis_no_collective_crosses_a_data_shard():
     """Shards decode unequally long, so that waiting for another one would be waiting for ever.
 
     Per forward pass: one all-reduce behind the embedding and two a layer, and one all-gather of the
     logits. A round has two: of the chunk, and of the loop over tokens.
     """
+    shape = MeshShape(data=4, tensor=2)
     lines = collectives(shape)
     kinds = [re.search(r"\b(all-[a-z]+|collective-[a-z]+)", line.split(" = ")[1]) for line in lines]
     counts = collections.Counter(kind[1] if kind else "other" for kind in kinds)
@@ -102,9 +101,9 @@ def test_with_a_tensor_axis_no_collective_crosses_a_data_shard(shape):
         assert replica_groups(line) == shards, line
 
 
-@pytest.mark.slow_except("data=4,tensor=2")
-@pytest.mark.parametrize("shape", [UNSHARDED, *CANDIDATES], ids=str)
-def test_every_mesh_samples_the_same_tokens_with_the_trainers_logprobs(shape):
+@pytest.mark.parametrize("shape", CANDIDATES[:2], ids=str)
+def test_a_mesh_samples_the_same_tokens_with_the_trainers_logprobs(shape):
+    """On the others live episodes go on, below."""
     state, transcripts = converse_on(shape)
     assert_same(transcripts, converse_on(UNSHARDED)[1])
     check_logprobs(transcripts)
@@ -240,26 +239,20 @@ def test_a_compute_type_of_bfloat16_keeps_weights_and_cache_in_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("shape", "num_slots"),
-    [(MeshShape(), 4), (MeshShape(data=4, tensor=2), NUM_SLOTS)],
-    ids=str,
-)
-def test_a_round_with_a_kernel_for_chips_says_the_same(shape, num_slots, monkeypatch):
+def test_a_round_with_a_kernel_for_chips_says_the_same(monkeypatch):
     """The kernel for GPUs, interpreted, on each device's own heads."""
-    used = []
+    shape, used = MeshShape(data=4, tensor=2), []
 
     def choose(setting, layout, model, page_size):
         used.append(layout.shape)
         return PagesChoice("triton", "of the test")
 
     monkeypatch.setattr(decoder, "choose_pages_kernel", choose)
-    config = dataclasses.replace(CONFIG, num_slots=num_slots)
-    engine = Engine(config, make_layout(shape, jax.devices()[: shape.num_devices]))
+    engine = Engine(CONFIG, make_layout(shape))
     play = functools.partial(engine.play, engine.load_params(params()))
-    played = {slot: scripts()[slot] for slot in range(num_slots)}
-    state, transcripts = converse(play, engine.empty_state(MAX_TOKENS), played, num_slots=num_slots)
+    state = engine.empty_state(MAX_TOKENS)
+    state, transcripts = converse(play, state, scripts(), num_slots=NUM_SLOTS)
     assert set(used) == {shape}
-    assert_same(transcripts, {slot: converse_on(UNSHARDED)[1][slot] for slot in transcripts})
+    assert_same(transcripts, converse_on(UNSHARDED)[1])
     check_logprobs(transcripts)
     check_rows(state.experience, transcripts, scripts())

@@ -25,7 +25,7 @@ def released():
     event.set()
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 5])
+@pytest.mark.parametrize("num_workers", [1, 5])
 def test_outcomes_are_in_the_order_of_the_calls(num_workers):
     pool = EnvironmentPool(num_workers, timeout_s=30.0)
     for size in (0, 1, 2, 3, 300):
@@ -145,10 +145,10 @@ def wait_until(happened) -> bool:
 
 def test_any_number_of_calls_may_hang_and_those_that_return_are_forgotten(released):
     pool = EnvironmentPool(8, timeout_s=0.1)
-    outcomes = pool.run([released.wait] * 150 + [lambda: 7] * 20)
-    assert [isinstance(o, Failure) for o in outcomes[:150]] == [True] * 150
-    assert outcomes[150:] == [7] * 20
-    assert pool.num_hung == 150
+    outcomes = pool.run([released.wait] * 80 + [lambda: 7] * 20)
+    assert [isinstance(o, Failure) for o in outcomes[:80]] == [True] * 80
+    assert outcomes[80:] == [7] * 20
+    assert pool.num_hung == 80
     released.set()
     assert wait_until(lambda: pool.num_hung == 0)
     assert pool.run([lambda: 1] * 10) == [1] * 10
@@ -183,7 +183,7 @@ def test_a_loop_without_end_is_ended():
 
 
 def test_calls_that_return_while_they_are_ended_leave_no_lock_held(monkeypatch):
-    """Hundreds of calls are ended at about the moment at which they return."""
+    """Many calls are ended at about the moment at which they return."""
     monkeypatch.setattr("earl_jax.envs.pool._END_S", 0.001)
     rng = random.Random(0)
 
@@ -194,7 +194,7 @@ def test_calls_that_return_while_they_are_ended_leave_no_lock_held(monkeypatch):
         return 1
 
     pool = EnvironmentPool(16, timeout_s=0.01)
-    for _ in range(10):
+    for _ in range(4):
         outcomes = pool.run([busy] * 32)
         assert {getattr(o, "stop_reason", o) for o in outcomes} <= {1, "environment_timeout"}
     assert wait_until(lambda: pool.num_hung == 0)
@@ -253,7 +253,7 @@ def test_outcomes_are_taken_as_they_come(released):
 def test_a_slow_call_is_waited_for_once(released):
     """The next look returns with the quick ones, and at once where there are none."""
     pool = EnvironmentPool(2, timeout_s=60.0)
-    calls, patience_s = pool.calls(), 2.0
+    calls, patience_s = pool.calls(), 1.0
     calls.submit({"slow": released.wait})
     assert calls.take(patience_s) == {}
     began = time.monotonic()

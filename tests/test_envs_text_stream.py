@@ -85,7 +85,7 @@ PARTS = st.sampled_from(
 TEXTS = st.lists(st.one_of(st.text(max_size=9), PARTS), max_size=5).map("".join)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(TEXTS, st.sampled_from(KINDS))
 def test_a_text_comes_in_characters(text, kind):
     """Whatever its tokens are; in the smallest pieces, one token a byte, too."""
@@ -103,7 +103,7 @@ def test_a_text_comes_in_characters(text, kind):
 BYTES = st.lists(st.sampled_from(b"ab\x80\x9f\x82\xac\xc3\xe2\xf0\xe0\xed\xff"), max_size=60)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(BYTES, st.sampled_from(KINDS), st.randoms(use_true_random=False))
 def test_garbage_comes_as_it_would_at_once(data, kind, rng):
     ids, chat = byte_ids(bytes(data), TOKENIZERS[kind]), CHATS[kind]
@@ -114,7 +114,7 @@ def test_garbage_comes_as_it_would_at_once(data, kind, rng):
     assert stream.push(ids[:cut]) + stream.push(ids[cut:]) + stream.flush() == "".join(pieces)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data(), st.sampled_from(KINDS))
 def test_any_ids_come_as_they_would_at_once(data, kind):
     size = len(TOKENIZERS[kind])

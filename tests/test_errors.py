@@ -115,7 +115,6 @@ def test_only_a_folder_that_may_not_be_written_is_the_mistake_of_a_workdir(tmp_p
     assert not isinstance(raised.value, InputError)
 
 
-@pytest.mark.slow
 def test_a_run_under_way_without_a_checkpoint_says_so_before_anything_is_built(tmp_path):
     (tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp").mkdir(parents=True)
     with pytest.raises(InputError, match="holds no checkpoint yet: there is none in .*checkpoints"):

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults of real runs of two processes: all end in words, and a restart goes on."""
 
-import contextlib
 import ctypes
 import os
 import resource
@@ -18,12 +17,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from earl_jax import loop, training
+from earl_jax import training
 from earl_jax.launch.start import exit_status
 from earl_jax.main import train_command
 from earl_jax.run import workdir
 from earl_jax.settings.errors import RunError
-from earl_jax.telemetry.timing import StageTimer
 from tests.support.commands import ALL, SMALL, Command, final_parameters
 from tests.support.runs import config_of, steps_of
 
@@ -35,49 +33,26 @@ SAVED = ALL | {
 HOST = socket.gethostname()
 
 
-class Fault:
-    """Sends this process a signal where it comes to a stage the `left`-th time, if it is the one.
-
-    Stages of a step: in its second.
-    """
-
-    def __init__(self, stage: str, lost: int, number: int) -> None:
-        self.stage, self.number = stage, number
-        self.left = 1 if stage == "restore" else 2
-        self.is_here = f"--config.distributed.process_id={lost}" in sys.argv
-
-    def enter(self, stage: str) -> None:
-        self.left -= stage == self.stage
-        if self.is_here and stage == self.stage and self.left == 0:
-            os.kill(os.getpid(), self.number)
-
-
-def fail_in(stage: str, lost: int, number: int) -> None:
-    """Runs the command with a fault in one process."""
-    fault = Fault(stage, lost, number)
-
-    class FaultyTimer(StageTimer):
-        @contextlib.contextmanager
-        def __call__(self, stage: str):
-            with super().__call__(stage):
-                fault.enter(stage)
-                yield
-
+def die_in(stage: str, lost: int) -> None:
+    """Runs the command; process `lost` is killed in its second save, or as it reads one."""
+    is_here, saved = f"--config.distributed.process_id={lost}" in sys.argv, []
     save, from_checkpoint = training.save, workdir.from_checkpoint
 
     def faulty_save(*arguments) -> None:
         save(*arguments)
-        fault.enter("save")
+        saved.append(1)
+        if is_here and stage == "save" and len(saved) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def faulty_restore(read, *arguments):
         def killed(*of):
-            fault.enter("restore")
+            if is_here and stage == "restore":
+                os.kill(os.getpid(), signal.SIGKILL)
             return read(*of)
 
         return from_checkpoint(killed, *arguments)
 
-    loop.StageTimer, training.save = FaultyTimer, faulty_save
-    workdir.from_checkpoint = faulty_restore
+    training.save, workdir.from_checkpoint = faulty_save, faulty_restore
     sys.exit(exit_status(lambda: train_command(sys.argv[1:])))
 
 
@@ -117,8 +92,8 @@ def have_it_turn_read_only() -> None:
     sys.exit(exit_status(lambda: train_command(sys.argv[1:])))
 
 
-def faulty(cache, workdir, stage: str, lost: int, number: int) -> Command:
-    program = f"import test_faults; test_faults.fail_in({stage!r}, {lost}, {int(number)})"
+def faulty(cache, workdir, stage: str, lost: int) -> Command:
+    program = f"import test_faults; test_faults.die_in({stage!r}, {lost})"
     return Command(cache, workdir, 2, program=program, **SAVED)
 
 
@@ -157,19 +132,34 @@ def whole(alone):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("stage", ["train", "save"])
-def test_a_run_that_lost_a_process_is_resumed(cache, tmp_path, whole, stage):
-    run = faulty(cache, tmp_path / "w", stage, 1, signal.SIGKILL)
+def test_a_run_that_lost_a_process_is_resumed(cache, tmp_path, alone, whole):
+    """In its second save; of runs that play together, one is lost in any stage of a step.
+
+    Where one process cannot read its part of the newest checkpoint both take the one before:
+    neither waits for the other, which has failed.
+    """
+    folder = tmp_path / "w"
+    run = faulty(cache, folder, "save", 1)
     run.all[1].wait(250)
     lost_s = time.monotonic()
     ends = run.ends(60)
     assert time.monotonic() - lost_s < 60
     assert ends[1][0] == -signal.SIGKILL
     assert_names(ends, 1)
-    if stage == "save":
-        again = Command(cache, tmp_path / "w", 2, **SAVED).done()
-        for left, right in zip(whole, final_parameters(again), strict=True):
-            np.testing.assert_array_equal(left, right)
+    # As if its second checkpoint had been finished, and were damaged.
+    shutil.rmtree(folder / "checkpoints/2", ignore_errors=True)
+    shutil.copytree(alone / "checkpoints/2", folder / "checkpoints/2")
+    files = list((folder / "checkpoints/2/state").glob("ocdbt.process_1/d/*"))
+    assert files
+    for path in files:
+        os.truncate(path, path.stat().st_size // 2)
+    ends = Command(cache, folder, 2, **SAVED).ends()
+    assert [status for status, _, _ in ends] == [0, 0], ends
+    assert not any("Exception ignored" in errors for _, _, errors in ends)
+    assert "the checkpoint of step 2 is damaged" in ends[0][1]
+    assert "after step 1 of 2" in ends[0][1] and (folder / "damaged_2").is_dir()
+    for left, right in zip(whole, final_parameters(folder), strict=True):
+        np.testing.assert_array_equal(left, right)
 
 
 @pytest.mark.slow
@@ -196,39 +186,13 @@ def assert_names(ends: list[tuple[int, str, str]], lost: int) -> None:
 @pytest.mark.slow
 def test_a_process_lost_while_a_checkpoint_is_read_does_not_damage_it(cache, tmp_path, alone):
     folder = shutil.copytree(alone, tmp_path / "w")
-    run = faulty(cache, folder, "restore", 0, signal.SIGKILL)
+    run = faulty(cache, folder, "restore", 0)
     run.all[0].wait(120)
     ends = run.ends(60)
     assert ends[0][0] == -signal.SIGKILL
     assert_names(ends, 0)
     assert not list(folder.glob("damaged_*"))
     assert sorted(path.name for path in (folder / "checkpoints").glob("[0-9]*")) == ["1", "2"]
-
-
-@pytest.mark.slow
-def test_checkpoint_of_which_one_process_cannot_read_its_part(cache, tmp_path, alone, whole):
-    """Both take the one before: neither waits for the other, which has failed."""
-    folder = shutil.copytree(alone, tmp_path / "w")
-    files = list((folder / "checkpoints/2/state").glob("ocdbt.process_1/d/*"))
-    assert files
-    for path in files:
-        os.truncate(path, path.stat().st_size // 2)
-    ends = Command(cache, folder, 2, **SAVED).ends(150)
-    assert [status for status, _, _ in ends] == [0, 0], ends
-    assert not any("Exception ignored" in errors for _, _, errors in ends)
-    assert "the checkpoint of step 2 is damaged" in ends[0][1]
-    assert "after step 1 of 2" in ends[0][1] and (folder / "damaged_2").is_dir()
-    for left, right in zip(whole, final_parameters(folder), strict=True):
-        np.testing.assert_array_equal(left, right)
-
-
-@pytest.mark.slow
-def test_a_process_that_is_stopped_is_named(cache, tmp_path):
-    run = faulty(cache, tmp_path / "w", "rollout", 1, signal.SIGSTOP)
-    run.all[0].wait(270)
-    run.all[1].kill()
-    message = message_of(run.ends(30)[0])
-    assert f"process 1 on {HOST} does not answer" in message
 
 
 @pytest.mark.slow
@@ -278,27 +242,3 @@ def test_a_workdir_that_is_removed_ends_the_run_with_one_message(
     # Orbax may have made the folder of a checkpoint again, and finished it; the run made nothing.
     assert not (workdir / "metrics.jsonl").exists()
     assert (workdir / ".saved").exists() <= any((workdir / "checkpoints").glob("[0-9]"))
-
-
-@pytest.mark.slow
-def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(cache, tmp_path, alone):
-    workdir = shutil.copytree(alone, tmp_path / "w")
-    shutil.rmtree(workdir / "checkpoints")
-    ends = Command(cache, workdir, 2, **SAVED).ends()
-    assert [status for status, _, _ in ends] == [2, 2], ends
-    assert ends[0][2].count("error: ") == 1 and "error: " not in ends[1][2]
-    assert "are gone" in ends[0][2] and "--restart" in ends[0][2]
-    assert steps_of(workdir) == steps_of(alone)
-    for path in (alone / "trajectories").iterdir():
-        assert (workdir / "trajectories" / path.name).read_bytes() == path.read_bytes()
-
-
-@pytest.mark.slow
-def test_a_mistake_of_one_process_ends_all_with_status_2_and_one_message(cache, tmp_path):
-    """Of the second alone; both find the checkpoints gone above."""
-    own = [[], [f"--workdir={tmp_path / 'own'}"]]
-    ends = Command(cache, tmp_path / "w", 2, *own, **ALL).ends(120)
-    assert [status for status, _, _ in ends] == [2, 2], ends
-    words = "is not the same folder in process 1 as in process 0"
-    assert words in ends[0][2] and "Traceback" not in ends[0][2] + ends[1][2]
-    assert ends[0][2].count("error: ") == 1 and "error: " not in ends[1][2]

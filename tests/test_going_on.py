@@ -18,6 +18,7 @@ from earl_jax.config.train_flags import parse_flags, replayed_config
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.tokenizer import build_tokenizer, save_tokenizer
+from earl_jax.launch.start import exit_status
 from earl_jax.loop import EpisodesFailed
 from earl_jax.rollout.config import MAX_TURNS
 from earl_jax.run.build import build_run
@@ -155,22 +156,21 @@ def test_a_run_that_was_given_a_mistake_leaves_a_workdir_for_the_right_one(tmp_p
 @pytest.mark.slow
 def test_a_moving_average_goes_on_where_it_was(tmp_path):
     """Each role's, from a checkpoint behind step 1; the run ends with the same bits."""
-    changes = ("num_steps=3", "checkpoint.every_steps=1", "algorithm=reinforce")
+    changes = ("checkpoint.every_steps=1", "algorithm=reinforce")
     changes += ("algorithm_args.baseline=ema", "algorithm_args.baseline_decay=0.5")
     # Games that end otherwise than by a first move that is not allowed.
     changes += ("env.args.mask_illegal=True", "train.ratio=model")
     config = config_of(*changes)
     train(config, tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
-    for step in (2, 3):
-        shutil.rmtree(tmp_path / "again/checkpoints" / str(step))
+    shutil.rmtree(tmp_path / "again/checkpoints/2")
     train(config, tmp_path / "again")
-    assert_equal(parameters(tmp_path / "again", 3), parameters(tmp_path / "whole", 3))
+    assert_equal(parameters(tmp_path / "again", 2), parameters(tmp_path / "whole", 2))
     ones, others = (
-        [averages_of(tmp_path / name, step) for step in (1, 2, 3)] for name in ("again", "whole")
+        [averages_of(tmp_path / name, step) for step in (1, 2)] for name in ("again", "whole")
     )
     assert ones == others and set(ones[0]) == {"x", "o"}
-    assert ones[0] != ones[1] != ones[2]
+    assert ones[0] != ones[1]
 
 
 def averages_of(workdir: Path, step: int) -> dict[str, float]:
@@ -216,8 +216,6 @@ def test_a_run_that_begins_again_takes_the_weights_that_it_took(finished, tmp_pa
     capsys.readouterr()
     train(config, tmp_path / "run")
     assert f"begins with the weights of {other} after step 2" in capsys.readouterr().out
-    train(config, tmp_path / "new")
-    assert f"begins with the weights of {other} after step 3" in capsys.readouterr().out
     flags = parse_flags([f"--replay={tmp_path / 'run'}", f"--workdir={tmp_path / 'again'}"])
     assert replayed_config(tmp_path / "run", *flags)[0].init_from == f"{other}@2"
 
@@ -342,22 +340,16 @@ MODEL = {"path": str(ROOT / "tests/reference/qwen2_tied")}
 
 
 @pytest.mark.slow
-def test_a_first_step_whose_episodes_all_fail_ends_the_run(tmp_path):
-    """At their first reply; the command below is ended by failures at the start."""
-    with pytest.raises(EpisodesFailed) as raised:
-        train(failing(MODEL, first=0, at_start=False), tmp_path / "run")
-    words = str(raised.value)
-    assert words.startswith("every episode of step 1 failed in its environment")
+def test_a_first_step_whose_episodes_all_fail_ends_the_run(tmp_path, capsys):
+    """At their first reply: status 1 of the command, and one message with the reasons."""
+    config = failing(MODEL, first=0, at_start=False)
+    assert exit_status(lambda: train(config, tmp_path / "run") and 0) == 1
+    words = capsys.readouterr().err
+    assert words.startswith("error: every episode of step 1 failed in its environment")
     assert words.count("\n  environment_error: OSError: the sandbox is down") == 1
+    assert words.count("the sandbox is down") == 1
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [row for row in rows if "eval" not in row] == [], "nothing was trained"
-
-
-@pytest.mark.slow
-def test_what_was_before_a_step_whose_episodes_all_fail_is_saved(tmp_path):
-    with pytest.raises(EpisodesFailed, match="every episode of step 2 failed"):
-        train(failing(MODEL, "env.max_failed_steps=1", first=16, at_start=True), tmp_path / "run")
-    assert final_parameters(tmp_path / "run", 1)
 
 
 class Hanging(Failing):
@@ -412,9 +404,12 @@ def test_calls_that_hang_end_their_episodes_and_are_counted(tmp_path):
 
 @pytest.mark.slow
 def test_a_share_of_failures_in_some_steps_in_a_row_ends_the_run(tmp_path):
-    """A quarter of the episodes fails from step 2 on; a streak outlives a resume."""
+    """A quarter of the episodes fails from step 2 on; a streak outlives a resume.
+
+    What was before the step that ends it is saved.
+    """
     share = ["env.max_failed_share=0.25", "env.max_failed_steps=3", "rollout.group_size=1"]
-    config = failing(MODEL, *share, "num_steps=3", first=16, at_start=True, one_in=4)
+    config = failing(MODEL, *share, "num_steps=2", first=16, at_start=True, one_in=4)
     assert not train(config, tmp_path / "run").stopped
     config = failing(MODEL, *share, "num_steps=9", first=16, at_start=True, one_in=4)
     with pytest.raises(EpisodesFailed) as raised:
@@ -454,13 +449,6 @@ def test_a_step_whose_episodes_all_fail_leaves_the_weights_as_they_are(tmp_path,
         )
     )
     assert capsys.readouterr().out.count("16 of 16 episodes failed as environment_error") == 1
-
-
-@pytest.mark.slow
-def test_the_command_ends_with_status_1_and_the_reasons(tmp_path):
-    done = main(tmp_path, failing(MODEL, first=0, at_start=True), tmp_path / "run")
-    assert done.returncode == 1
-    assert done.stderr.count("the sandbox is down") == 1 and "Traceback" not in done.stderr
 
 
 def test_an_environment_that_fails_before_there_is_a_tokenizer_says_so(tmp_path):

@@ -19,13 +19,13 @@ from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import init_parameters, parameter_specs
 from earl_jax.sharding.layout import MeshShape, make_layout
 from tests.support.references import (
-    EXPERT_MESHES,
-    MESHES,
+    KINDS,
     NAMES,
     REFERENCE,
     assert_equal_trees,
     checkpoint,
     loaded,
+    mixed,
     reference,
 )
 
@@ -54,11 +54,10 @@ def tensors(folder: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.slow_except("gemma3", "qwen3_moe")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*KINDS, "qwen2_tied"])
 def test_in_and_out_again_is_bitwise_equal(name, tmp_path):
-    mesh = EXPERT_MESHES[-1] if checkpoint(name).model.num_experts else MESHES[-1]
-    mixed = load_parameters(checkpoint(name), make_layout(mesh))
-    save(tmp_path / "out", name, params=mixed, max_shard_bytes=20_000)
+    params = load_parameters(checkpoint(name), make_layout(mixed(name)))
+    save(tmp_path / "out", name, params=params, max_shard_bytes=20_000)
     there, back = tensors(REFERENCE / name), tensors(tmp_path / "out")
     assert there.keys() == back.keys()
     for key, array in there.items():

@@ -72,7 +72,6 @@ def default_device_of(layout: Layout):
 CASES = [
     (40, None, 0.0),
     (200, 5, 1.5),
-    (200, 1, 0.0),
     (600, 300, 0.0),
 ]
 KERNELS = ["splash", pytest.param("tokamax", marks=need_tokamax)]
@@ -99,13 +98,11 @@ def test_a_kernel_is_the_reference_forward_and_backward(kernel, length, window, 
         without = plain(*arrays, segments)
         assert np.abs(np.asarray(without) - ours[0]).max() > 0.1
     across = reference(*arrays, jnp.ones_like(segments))
-    assert window == 1 or np.abs(np.asarray(across) - ours[0])[:, :-3].max() > 0.1
+    assert np.abs(np.asarray(across) - ours[0])[:, :-3].max() > 0.1
 
 
-# Every third layer looks over all, as some do in Gemma 3; scores are capped as in Gemma 2.
-WINDOWED = ModelConfig(
-    num_layers=3, windows=(5, 9, 0), window_rope_theta=100.0, attention_softcap=2.0
-)
+# Some layers look over all, as in Gemma 3; scores are capped as in Gemma 2.
+WINDOWED = ModelConfig(num_layers=2, windows=(5, 0), window_rope_theta=100.0, attention_softcap=2.0)
 
 
 @pytest.mark.slow
@@ -308,10 +305,10 @@ CUSTOM_CALLS = {"splash": "tpu_custom_call", "tokamax": "mosaic_gpu"}
         pytest.param("h100:2x8", GPU_KERNEL, marks=need_compiler("h100:2x8")),
     ],
 )
-@pytest.mark.parametrize("windows", [(), (100, 0)])
-def test_a_training_step_compiles_with_the_kernel_of_the_platform(name, kernel, windows):
+def test_a_training_step_compiles_with_the_kernel_of_the_platform(name, kernel):
+    """Of layers with a window and without."""
     layout = make_layout(MeshShape(data=2, fsdp=2, tensor=4), make_topology(name).devices())
-    model = dataclasses.replace(TINY, windows=windows)
+    model = dataclasses.replace(TINY, windows=(100, 0))
 
     def program_text(attention: str) -> str:
         config = TrainConfig(attention=attention, remat="full")  # pyright: ignore[reportArgumentType]
@@ -343,25 +340,28 @@ def test_a_training_step_compiles_with_the_kernel_of_the_platform(name, kernel, 
     assert not calls(program_text("blockwise"))
 
 
-COMPILED = [
-    pytest.param(name, "splash", marks=need_compiler(name))
-    for name in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
+# Head sizes of the families; lengths of one block, of many, and of a part.
+SIZES = [
+    (4096, 128, None, 0.0),
+    (4000, 64, None, 0.0),
+    (2048, 256, 1024, 50.0),
+    (40, 16, None, 0.0),
 ]
-COMPILED.append(
-    pytest.param("h100:1x4", "tokamax", marks=[need_compiler("h100:1x4"), need_tokamax])
-)
+GPU_MARKS = [need_compiler("h100:1x4"), need_tokamax]
+COMPILED = [
+    *(pytest.param("v5e:2x2", "splash", s, marks=need_compiler("v5e:2x2")) for s in SIZES),
+    *(
+        pytest.param(n, "splash", SIZES[2], marks=need_compiler(n))
+        for n in ("v5p:2x2x1", "v6e:2x2")
+    ),
+    *(pytest.param("h100:1x4", "tokamax", s, marks=GPU_MARKS) for s in SIZES),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "kernel"), COMPILED)
-# Head sizes of the families; lengths of one block, of many, and of a part.
-@pytest.mark.parametrize(
-    ("length", "head_size", "window", "softcap"),
-    [(4096, 128, None, 0.0), (4000, 64, None, 0.0), (2048, 256, 1024, 50.0), (40, 16, None, 0.0)],
-)
-def test_a_kernel_compiles_for_its_chips_and_makes_no_scores(
-    name, kernel, length, head_size, window, softcap
-):
+@pytest.mark.parametrize(("name", "kernel", "sizes"), COMPILED)
+def test_a_kernel_compiles_for_its_chips_and_makes_no_scores(name, kernel, sizes):
+    length, head_size, window, softcap = sizes
     layout = make_layout(SPLIT, make_topology(name).devices())
 
     def shape(letters: str, *sizes: int, dtype=jnp.bfloat16):

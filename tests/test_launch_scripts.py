@@ -22,7 +22,9 @@ from earl_jax.launch.distributed import DistributedConfig
 from earl_jax.launch.distributed import _find_place as find_place
 from tests.support import ROOT, python_path
 from tests.support.commands import ALL, SMALL
+from tests.support.placements import EIGHT_SLOTS, TINY
 from tests.support.runs import steps_of
+from tests.support.settings import small
 
 SCRIPTS = sorted(
     [*ROOT.glob("gpu_scripts/*.s*"), *ROOT.glob("tpu_scripts/*.sh")], key=lambda path: str(path)
@@ -177,10 +179,8 @@ def test_dry_run_prints_the_commands_and_the_config_and_runs_nothing(line, machi
     assert machine.records() == []
 
 
-@pytest.mark.slow_except("slurm")
-@pytest.mark.parametrize("line", [DRY["slurm"], DRY["tpu"]], ids=["slurm", "tpu"])
-def test_dry_run_of_a_config_that_is_none_is_a_mistake(line, machine):
-    done = machine.run(*line, CONFIG, "--workdir=/shared/w", "--config.rollout.num_slot=1")
+def test_dry_run_of_a_config_that_is_none_is_a_mistake(machine):
+    done = machine.run(*DRY["slurm"], CONFIG, "--workdir=/shared/w", "--config.rollout.num_slot=1")
     assert done.returncode == 2 and "did you mean 'num_slots'?" in done.stderr
 
 
@@ -194,12 +194,24 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.slow_except("lost twice-slurm", "*-ssh")
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.slow_except("ssh-*", "slurm-1,1,0-0")
 @pytest.mark.parametrize(
-    ("statuses", "expected"),
-    [("0", 0), ("2", 2), ("1,1,0", 0), ("1,255,2", 2), ("75,0", 0)],
-    ids=["done", "mistake", "lost twice", "lost and mistaken", "stopped"],
+    ("launcher", "statuses", "expected"),
+    [
+        # Done; a mistake; lost twice; lost, and then a mistake; stopped.
+        ("ssh", "0", 0),
+        ("ssh", "2", 2),
+        ("ssh", "1,1,0", 0),
+        ("ssh", "1,255,2", 2),
+        ("ssh", "75,0", 0),
+        ("slurm", "1,1,0", 0),
+        ("slurm", "1,255,2", 2),
+        ("slurm", "75,0", 0),
+        # These two have one loop, over different commands for their workers.
+        ("tpu", "1,255,2", 2),
+        ("tpu", "75,0", 0),
+        ("instances", "1,1,0", 0),
+    ],
 )
 def test_lost_run_starts_again_and_a_mistake_does_not(launcher, statuses, expected, machine):
     line = [*LAUNCHERS[launcher], CONFIG, "--workdir=/w"]
@@ -571,10 +583,6 @@ RUN = (
     }
 )
 FLAGS = [CONFIG, *(f"--config.{key}={value}" for key, value in RUN.items())]
-REAL = {
-    "launch.sh": ["gpu_scripts/launch.sh", "--hosts=127.0.0.1,localhost"],
-    "tpu": ["tpu_scripts/run.sh", *TPU],
-}
 
 
 def step_numbers(workdir: Path) -> list[int]:
@@ -582,22 +590,42 @@ def step_numbers(workdir: Path) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", REAL)
-def test_two_processes_train(launcher, machine):
-    """Those of Slurm train below."""
+def test_two_processes_train(machine):
+    """On TPU VMs; those of Slurm train below."""
     workdir = machine.home / "run"
-    port = [f"--port={free_port()}"] * REAL[launcher][0].endswith("launch.sh")
-    done = machine.run(*REAL[launcher], *port, *FLAGS, f"--workdir={workdir}")
+    done = machine.run("tpu_scripts/run.sh", *TPU, *FLAGS, f"--workdir={workdir}")
     assert done.returncode == 0, done.stderr[-4000:]
     assert step_numbers(workdir) == [1]
     # One process reports.
     assert done.stdout.count("done in ") == 1
 
 
+def supervised_config(folder: Path, num_steps: int) -> Path:
+    """The config of a run of two processes that plays nothing."""
+    talk = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    (folder / "talks.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 8)
+    given = {
+        "num_steps": num_steps,
+        "algorithm": "sft",
+        "model": TINY,
+        "devices": {"platform": "cpu", "num_cpu_devices": 4},
+        "rollout": {**EIGHT_SLOTS, "context_buckets": (32,)},
+        "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("fsdp=8",), "table": "model"},
+        "train": {"sft_path": str(folder / "talks.jsonl"), "entropy_coefficient": 0.0},
+        "checkpoint": {"every_steps": 1},
+    }
+    path = folder / "config.py"
+    path.write_text(
+        "from ml_collections import ConfigDict\n"
+        f"def get_config():\n    return ConfigDict({small(given)!r})\n"
+    )
+    return path
+
+
 @pytest.mark.slow
 def test_run_resumes_after_a_process_is_killed(machine):
-    workdir = machine.home / "run"
-    job = machine.start(*SBATCH, *FLAGS, "--config.num_steps=6", f"--workdir={workdir}")
+    workdir, config = machine.home / "run", supervised_config(machine.home, 16)
+    job = machine.start(*SBATCH, f"--config={config}", f"--workdir={workdir}")
     deadline_s = time.monotonic() + 270
     while 2 not in step_numbers(workdir):
         assert job.poll() is None and time.monotonic() < deadline_s, job.communicate()
@@ -607,7 +635,7 @@ def test_run_resumes_after_a_process_is_killed(machine):
     output, errors = job.communicate(timeout=270)
     assert job.returncode == 0, errors[-4000:]
     assert "starting the run again (1 of 10)" in errors
-    assert step_numbers(workdir) == [1, 2, 3, 4, 5, 6]
+    assert step_numbers(workdir) == list(range(1, 17))
     assert f"process 1 on {socket.gethostname()} has ended" in errors
     assert len(machine.calls("srun")) == 2 and "resum" in output
     # One process reports.

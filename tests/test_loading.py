@@ -22,12 +22,7 @@ from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import init_parameters, parameter_shardings, parameter_specs
 from earl_jax.sharding.layout import MeshShape, make_layout
 
-MESHES = [
-    MeshShape(data=8),
-    MeshShape(fsdp=8),
-    MeshShape(tensor=2, fsdp=4),
-    MeshShape(data=2, fsdp=4),
-]
+MESH = MeshShape(tensor=2, fsdp=4)
 BLOCK = 64 * 1024
 # Embedding, head and three projections are tensors of 2 MiB in bf16, 64 blocks of a whole one.
 MODEL = ModelConfig(
@@ -76,9 +71,9 @@ def counted():
 
 
 @functools.cache
-def made(mesh):
+def made():
     specs = parameter_specs(MODEL, VOCAB)
-    shardings = parameter_shardings(specs, make_layout(mesh))
+    shardings = parameter_shardings(specs, make_layout(MESH))
     init = jax.jit(lambda key: init_parameters(specs, key), out_shardings=shardings)
     return init(jax.random.key(0))
 
@@ -100,7 +95,7 @@ def save(folder, params, **changed):
 def checkpoint(tmp_path_factory):
     """In files of about two tensors."""
     folder = tmp_path_factory.mktemp("loading") / "checkpoint"
-    save(folder, made(MESHES[1]), max_shard_bytes=5 * 2**20)
+    save(folder, made(), max_shard_bytes=5 * 2**20)
     assert len(list(folder.glob("*.safetensors"))) == 3
     return open_checkpoint(folder)
 
@@ -111,10 +106,8 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(hf_read, "MAX_MAPPED_BYTES", BLOCK)
 
 
-@pytest.mark.slow_except("data=1,fsdp=4,tensor=2")
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_the_host_holds_a_few_blocks_while_it_loads(checkpoint, small_blocks, mesh):
-    layout = make_layout(mesh)
+def test_the_host_holds_a_few_blocks_while_it_loads(checkpoint, small_blocks):
+    layout = make_layout(MESH)
     load_parameters(checkpoint, layout)  # compiles
     with counted() as held:
         params = load_parameters(checkpoint, layout)
@@ -128,14 +121,12 @@ def test_the_host_holds_a_few_blocks_while_it_loads(checkpoint, small_blocks, me
     jax.tree.map(
         lambda left, right: np.testing.assert_array_equal(left, right.astype(jnp.bfloat16)),
         params,
-        made(mesh),
+        made(),
     )
 
 
-@pytest.mark.slow_except("data=1,fsdp=4,tensor=2")
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_the_host_holds_one_tensor_while_it_writes(small_blocks, tmp_path, mesh):
-    params = made(mesh)
+def test_the_host_holds_one_tensor_while_it_writes(small_blocks, tmp_path):
+    params = made()
     save(tmp_path / "first", params)
     with counted() as held:
         save(tmp_path / "second", params)
@@ -144,7 +135,7 @@ def test_the_host_holds_one_tensor_while_it_writes(small_blocks, tmp_path, mesh)
     assert file.stat().st_size > 5 * LARGEST
     assert LARGEST < held[0] < LARGEST + 2 * BLOCK + 1_000_000 < 2 * LARGEST
     assert held[1] < 1_000_000
-    again = load_parameters(open_checkpoint(tmp_path / "second"), make_layout(mesh))
+    again = load_parameters(open_checkpoint(tmp_path / "second"), make_layout(MESH))
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), params)
     jax.tree.map(np.testing.assert_array_equal, again, rounded)
 

@@ -239,14 +239,25 @@ def play_on_four_devices(moves: bool) -> list:
     ]
 
 
+def play_both() -> list[list]:
+    """Without moves, and with them."""
+    return [play_on_four_devices(moves) for moves in (False, True)]
+
+
+@pytest.fixture(scope="module")
+def played():
+    """What each of two processes has of both, and this one alone."""
+    processes = Processes(2, 2, "test_lockstep:play_both")
+    alone = json.loads(json.dumps(play_both()))
+    return *processes.results(800), alone
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("moves", [False, True], ids=["stays", "moves"])
-def test_preempted_and_moved_episodes_of_two_processes_are_those_of_one(moves):
+def test_preempted_and_moved_episodes_of_two_processes_are_those_of_one(played, moves):
     """Pages wait in the host memory of the process whose devices had them, or are read again."""
-    processes = Processes(2, 2, "test_lockstep:play_on_four_devices", moves)
-    alone = json.loads(json.dumps(play_on_four_devices(moves)))
-    one, other = processes.results(800)
+    one, other, alone = (each[moves] for each in played)
     assert one == other
     assert one[:2] == alone[:2]
     _, preempted, host_bytes = one[2]

@@ -34,6 +34,9 @@ def scores_by_hand(hidden, head, targets, temperature):
     return np.log(picked), -np.sum(probs * np.log(probs), axis=-1)
 
 
+jitted_score = jax.jit(score_logits)
+
+
 @functools.cache
 def jitted(chunk_size: int, temperature: float, shape: MeshShape = ONE_DEVICE):
     return jax.jit(
@@ -46,25 +49,25 @@ def jitted(chunk_size: int, temperature: float, shape: MeshShape = ONE_DEVICE):
 def test_scores_of_three_logits_by_hand():
     # Logits log(1), log(2), log(5): probabilities 1/8, 2/8, 5/8.
     logits = jnp.log(jnp.array([1.0, 2.0, 5.0]))
-    scores = score_logits(jnp.tile(logits, (3, 1)), jnp.array([0, 1, 2]), 1.0)
+    scores = jitted_score(jnp.tile(logits, (3, 1)), np.array([0, 1, 2]), 1.0)
     np.testing.assert_allclose(scores.logprobs, np.log([1 / 8, 2 / 8, 5 / 8]), rtol=1e-5)
     entropy = -(1 / 8 * math.log(1 / 8) + 2 / 8 * math.log(2 / 8) + 5 / 8 * math.log(5 / 8))
     np.testing.assert_allclose(scores.entropy, [entropy] * 3, rtol=1e-5)
     # Temperature 0.5 squares the odds: 1, 4, 25 of 30.
-    scores = score_logits(logits, jnp.array(2), 0.5)
+    scores = jitted_score(logits, np.array(2), 0.5)
     assert scores.logprobs == pytest.approx(math.log(25 / 30), abs=1e-6)
 
 
 def test_a_certain_distribution_has_no_entropy_and_stays_finite():
     logits = jnp.array([1e4, 0.0, -1e4])
-    scores = score_logits(jnp.tile(logits, (2, 1)), jnp.array([0, 1]), 1.0)
+    scores = jitted_score(jnp.tile(logits, (2, 1)), np.array([0, 1]), 1.0)
     np.testing.assert_array_equal(scores.entropy, [0, 0])
     np.testing.assert_array_equal(scores.logprobs, [0, -1e4])
 
 
-# 23 tokens: one chunk, 2 and 4 that do not divide, 23, and a chunk larger than the row.
+# 23 tokens: one chunk, 4 that do not divide, 23, and a chunk larger than the row.
 @pytest.mark.parametrize(
-    ("chunk_size", "temperature"), [(23, 1.0), (12, 0.7), (7, 1.0), (1, 0.7), (512, 0.7)]
+    ("chunk_size", "temperature"), [(23, 0.7), (7, 1.0), (7, 0.7), (1, 0.7), (512, 0.7)]
 )
 def test_scores_equal_numpy_for_every_chunk_and_temperature(chunk_size, temperature):
     inputs = make_inputs()
@@ -99,10 +102,9 @@ def test_gradients_do_not_depend_on_the_chunk():
     np.testing.assert_allclose(grad_head, by_hand, atol=1e-3)
 
 
-@pytest.mark.parametrize("chunk_size", [23, 7])
-def test_bf16_inputs_are_accumulated_in_fp32(chunk_size):
+def test_bf16_inputs_are_accumulated_in_fp32():
     inputs = make_inputs(jnp.bfloat16)
-    scores = jitted(chunk_size, 1.0)(*inputs)
+    scores = jitted(7, 1.0)(*inputs)
     assert scores.logprobs.dtype == scores.entropy.dtype == jnp.float32
     logprobs, entropy = scores_by_hand(*inputs, 1.0)
     np.testing.assert_allclose(scores.logprobs, logprobs, atol=1e-4)

@@ -16,12 +16,11 @@ import pytest
 
 from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.dispatch.weights import publish
-from earl_jax.models.config import LORA_TARGETS, LoraConfig, ModelConfig
+from earl_jax.models.config import LoraConfig, ModelConfig
 from earl_jax.models.decoder import forward_chunk, forward_rows, head_weights
 from earl_jax.models.lora import (
     PROJECTIONS,
     Adapted,
-    adapt,
     adapter_specs,
     fingerprint,
     is_adapted,
@@ -107,7 +106,7 @@ def make_batch() -> TrajectoryBatch:
 
 
 @functools.cache
-def compiled_step(shape: MeshShape, config: TrainConfig = CONFIG, algorithm="reinforce"):
+def compiled_step(shape: MeshShape, config: TrainConfig = CONFIG):
     layout = make_layout(shape)
     step = make_train_step(
         Update(
@@ -116,7 +115,7 @@ def compiled_step(shape: MeshShape, config: TrainConfig = CONFIG, algorithm="rei
             layout,
             vocab_size=VOCAB,
             temperature=1.0,
-            algorithm=ALGORITHMS[algorithm],
+            algorithm=ALGORITHMS["reinforce"],
         )
     )
     state = placed_shapes(
@@ -198,17 +197,6 @@ def test_heads_and_layers_are_merged_each_with_its_own():
         assert node.weight.ndim == 1 + len(inputs) + len(outputs)
 
 
-@pytest.mark.parametrize("name", LORA_TARGETS)
-def test_every_target_is_in_the_forward_pass(name):
-    state = on_host()
-    lora = dataclasses.replace(LORA, targets=(name,))
-    params = adapt(state.base, {"layers": {name: state.params["layers"][name]}}, lora)
-    adapted, base = logits_of(params), logits_of(state.base)
-    assert np.abs(adapted - base).max() > 0.05
-    whole = jax.tree.map(merged, params, is_leaf=is_adapted)
-    np.testing.assert_allclose(adapted, logits_of(whole), atol=1e-4)
-
-
 # The state.
 
 
@@ -252,13 +240,11 @@ def alone() -> tuple[Any, Any, Any]:
     return jax.tree.map(np.asarray, state.params), gradients(state), read_metrics(metrics)
 
 
-@pytest.mark.slow_except("data=2,fsdp=2,tensor=2")
-@pytest.mark.parametrize("shape", [MIXED, MeshShape(fsdp=8), MeshShape(tensor=8)], ids=str)
-def test_sharded_equals_unsharded(shape):
-    batch = jax.device_put(make_batch(), make_layout(shape).activations("NS"))
-    state, metrics = compiled_step(shape)(placed(shape), batch, CONTROLS)
+def test_sharded_equals_unsharded():
+    batch = jax.device_put(make_batch(), make_layout(MIXED).activations("NS"))
+    state, metrics = compiled_step(MIXED)(placed(MIXED), batch, CONTROLS)
     assert_as_alone(state, metrics)
-    shardings = state_shardings(MODEL, CONFIG, VOCAB, make_layout(shape))
+    shardings = state_shardings(MODEL, CONFIG, VOCAB, make_layout(MIXED))
     assert all(
         leaf.sharding.is_equivalent_to(where, leaf.ndim)
         for leaf, where in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
@@ -266,10 +252,8 @@ def test_sharded_equals_unsharded(shape):
     assert bits(state.base) == bits(on_host().base)
 
 
-@pytest.mark.slow_except("dots")
-@pytest.mark.parametrize("remat", ["dots", "full"])
-def test_remat_changes_nothing(remat):
-    step = compiled_step(ONE_DEVICE, dataclasses.replace(CONFIG, remat=remat))
+def test_remat_changes_nothing():
+    step = compiled_step(ONE_DEVICE, dataclasses.replace(CONFIG, remat="dots"))
     assert_as_alone(*step(placed(ONE_DEVICE), make_batch(), CONTROLS))
 
 
@@ -286,7 +270,10 @@ def assert_as_alone(state: TrainState, metrics: Any) -> None:
 
 
 def test_gradients_are_those_of_the_merged_model():
-    """dL/dA and dL/dB follow from dL/dW of the merged model, which is trained without adapters."""
+    """dL/dA and dL/dB follow from dL/dW of the merged model, which is trained without adapters.
+
+    None is 0 (`assert_as_alone`): every target is in the forward pass.
+    """
     full = TrainConfig(max_grad_norm=1e9)
     whole = jax.tree.map(merged, policy(on_host()), is_leaf=is_adapted)
     optimizer = jax.tree.map(
@@ -326,18 +313,6 @@ def test_the_base_stays_where_it_is():
     assert bits(state.params) != bits(on_host().params)
 
 
-@pytest.mark.slow
-def test_supervised_updates_of_the_adapters_alone_lower_the_loss():
-    state, step = placed(MIXED), compiled_step(MIXED, CONFIG, "sft")
-    batch = jax.device_put(make_batch(), make_layout(MIXED).activations("NS"))
-    losses = []
-    for _ in range(30):
-        state, metrics = step(state, batch, np.array([1e-2, 0.0], np.float32))
-        losses.append(read_metrics(metrics)["loss"])
-    assert losses[-1] < 0.5 * losses[0]
-    assert bits(state.base) == bits(on_host().base)
-
-
 # To the engine.
 
 
@@ -360,40 +335,26 @@ def published(state: TrainState, target: MeshShape, dtype=jnp.float32, config=CO
     return result
 
 
-PAIRS = [
-    (MeshShape(data=8), MeshShape(data=8)),
-    (MeshShape(fsdp=8), MeshShape(data=4, tensor=2)),
-    (MeshShape(data=2, tensor=4), MeshShape(data=1, tensor=8)),
-    (MIXED, MeshShape(data=2, tensor=4)),
-    (MIXED, MeshShape(data=2, tensor=2)),  # fewer devices: sent piece by piece
-]
-
-
-@pytest.mark.slow_except("data=2,fsdp=2,tensor=2-data=2,tensor=4")
-@pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
-def test_the_engine_samples_from_what_the_trainer_scores(source, target):
-    state = placed(source)
-    result = published(state, target)
+def test_the_engine_samples_from_what_the_trainer_scores():
+    """On fewer devices, to which parameters are sent piece by piece."""
+    result = published(placed(MIXED), MeshShape(data=2, tensor=2))
     cache, tokens = empty_cache(MODEL, ROWS, LENGTH), make_batch().tokens
     chunk = jax.jit(functools.partial(forward_chunk, MODEL))
     counts = np.full(ROWS, LENGTH, np.int32)
     logits, _ = chunk(result.params, cache, tokens, counts * 0, counts)
-    expected = logits_of(policy(placed(source)), source)[:, -1]
+    expected = logits_of(policy(placed(MIXED)), MIXED)[:, -1]
     base = logits_of(on_host().base)[:, -1]
     found, trained, base = (
         np.asarray(jax.nn.log_softmax(np.asarray(part))) for part in (logits, expected, base)
     )
-    error = float(np.abs(found - trained).max())
-    print(f"{source} -> {target}: largest difference of a log-prob {error:.1e}")
-    assert error <= 1e-4
+    assert np.abs(found - trained).max() <= 1e-4
     assert np.abs(found - base).max() > 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize(("source", "target"), PAIRS[1:4:2], ids=str)
-def test_fresh_adapters_publish_the_base_bit_for_bit(source, target, dtype):
-    state = init_state(MODEL, CONFIG, VOCAB, make_layout(source), 0)
+def test_fresh_adapters_publish_the_base_bit_for_bit():
+    target, dtype = MeshShape(data=2, tensor=4), jnp.bfloat16
+    state = init_state(MODEL, CONFIG, VOCAB, make_layout(MIXED), 0)
     result = published(state, target, dtype)
     base = jax.tree.map(np.asarray, state.base)
     for index, layer in enumerate(result.params["layers"]):
@@ -402,7 +363,7 @@ def test_fresh_adapters_publish_the_base_bit_for_bit(source, target, dtype):
     assert bits(result.params["embed"]) == bits(base["embed"].astype(dtype))
     # As many bytes change device as for a model that is trained whole.
     full = TrainConfig()
-    whole = init_state(MODEL, full, VOCAB, make_layout(source), 0)
+    whole = init_state(MODEL, full, VOCAB, make_layout(MIXED), 0)
     assert result.moved_bytes == published(whole, target, dtype, full).moved_bytes
 
 
@@ -569,8 +530,7 @@ def test_a_world_keeps_the_base_of_the_path_frozen():
 def test_a_base_from_the_seed_is_drawn_again_on_any_mesh():
     world = build_run(make_config({"model": {"num_layers": 1}, "train": {"lora": {"rank": 2}}}))
     first = world.learner.first_state(MeshShape(data=8)).base
-    for mesh in (MeshShape(data=8), MeshShape(data=2, fsdp=4)):
-        assert bits(world.learner.frozen_base(mesh)) == bits(first)
-    assert int(fingerprint(first)) == int(fingerprint(world.learner.frozen_base(MeshShape(fsdp=8))))
+    again = world.learner.frozen_base(MeshShape(data=2, fsdp=4))
+    assert bits(again) == bits(first) and int(fingerprint(again)) == int(fingerprint(first))
     plain = build_run(make_config({"model": {"num_layers": 1}}))
     assert plain.learner.frozen_base(MeshShape(data=8)) is None

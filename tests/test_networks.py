@@ -44,13 +44,17 @@ make_batch = functools.partial(make_turns, VOCAB, ROWS, LENGTH)
 
 @functools.cache
 def learner_with(
-    name: str, model: ModelConfig = MODEL, lora_rank: int = 0, sft_steps: int = 0, **settings
+    name: str,
+    model: ModelConfig = MODEL,
+    lora_rank: int = 0,
+    train: TrainConfig = TRAIN,
+    **settings,
 ) -> Learner:
     """A learner of which tests share the programs; none changes it."""
     algorithm = ALGORITHMS[name]
     return Learner(
         model,
-        dataclasses.replace(TRAIN, lora=LoraConfig(rank=lora_rank), sft_steps=sft_steps),
+        dataclasses.replace(train, lora=LoraConfig(rank=lora_rank)),
         dataclasses.replace(
             algorithm, settings=dataclasses.replace(algorithm.settings, **settings)
         ),
@@ -98,18 +102,17 @@ def test_the_reference_in_the_compute_type_scores_as_the_fp32_weights_did():
     np.testing.assert_array_equal(scored.reference, scorer(model, ONE)(state.params, make_batch()))
 
 
-@pytest.mark.slow_except("data=2,fsdp=2,tensor=2-loss")
+@pytest.mark.slow_except("loss")
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
-@pytest.mark.parametrize("mesh", [ONE, CUBE], ids=str)
-def test_a_penalty_without_adapters_is_that_of_the_first_weights(mesh, kl_in):
+def test_a_penalty_without_adapters_is_that_of_the_first_weights(kl_in):
     """Loss and metric by hand in numpy, from the log-probs of both policies; k1 and k3."""
     kind = "k3" if kl_in == "loss" else "k1"
     learner = learner_with("grpo", kl_coefficient=0.5, kl_estimator=kind, kl_in=kl_in)
-    layout, plan, batch = make_layout(mesh), TrainPlan(mesh, 2, "none"), make_batch()
-    first = learner.first_state(mesh)
+    layout, plan, batch = make_layout(CUBE), TrainPlan(CUBE, 2, "none"), make_batch()
+    first = learner.first_state(CUBE)
     kept, state = bits(first.reference), moved(first)
     policy, reference = (
-        np.asarray(scorer(MODEL, mesh)(params, batch), np.float64)
+        np.asarray(scorer(MODEL, CUBE)(params, batch), np.float64)
         for params in (state.params, first.params)
     )
     mask = batch.turn_ids > 0
@@ -132,7 +135,7 @@ def test_a_penalty_without_adapters_is_that_of_the_first_weights(mesh, kl_in):
     assert abs(found["reference_kl"]) > 1e-3
     # Frozen, in buffers of its own: the parameters that it was made of were donated.
     assert bits(after.reference) == kept
-    assert jax.tree.map(lambda x: x.sharding, after) == learner.state_shardings(mesh)
+    assert jax.tree.map(lambda x: x.sharding, after) == learner.state_shardings(CUBE)
 
 
 def test_a_state_of_given_weights_begins_with_them_as_reference():
@@ -165,29 +168,39 @@ def test_a_critic_begins_with_the_models_weights_and_a_head_of_zeros(lora_rank):
         )
 
 
+# Whatever a state can have.
+WHOLE = dataclasses.replace(
+    TRAIN, sft_steps=1, ema_decay=0.9, optimizer="muon", momentum_dtype="bfloat16"
+)
+
+
 def shardings_on(mesh: MeshShape) -> TrainState:
-    return state_shardings(MODEL, TRAIN, VOCAB, make_layout(mesh), BOTH)
+    return state_shardings(MODEL, WHOLE, VOCAB, make_layout(mesh), BOTH)
 
 
-def test_both_networks_move_offload_and_checkpoint_with_the_rest(tmp_path):
-    """Bit for bit, parameters and moments, and where the specs of all networks say."""
-    state = jax.tree.map(np.array, init_state(MODEL, TRAIN, VOCAB, make_layout(ONE), 3, BOTH))
-    moments = jax.tree.map(lambda x: x + np.asarray(x.size, x.dtype), state.optimizer)
-    state = jax.device_put(dataclasses.replace(state, optimizer=moments), shardings_on(CUBE))
-    assert state.critic["embed"].sharding.spec != ()
+def test_every_part_of_a_state_moves_is_offloaded_and_comes_back(tmp_path):
+    """Bit for bit, where the specs say: both networks, the average, the moments of Muon and AdamW.
+
+    Those of supervised updates are apart.
+    """
+    rng, shapes = np.random.default_rng(0), state_shapes(MODEL, WHOLE, VOCAB, BOTH)
+    values = jax.tree.map(
+        lambda leaf: (100 * rng.standard_normal(leaf.shape)).astype(leaf.dtype), shapes
+    )
+    state = jax.device_put(values, shardings_on(CUBE))
     expected = bits(state)
-    assert len(expected) == len(jax.tree.leaves(shardings_on(CUBE)))
+    assert None not in (state.reference, state.critic, state.ema, state.sft_optimizer)
     there = reshard(state, shardings_on(F8))
     assert bits(there) == expected
-    for name in ("reference", "critic"):
-        assert getattr(there, name)["embed"].sharding == getattr(shardings_on(F8), name)["embed"]
+    assert jax.tree.map(lambda leaf: leaf.sharding, there) == shardings_on(F8)
 
     away = offload_moments(there)
-    assert is_offloaded(away) and all(
-        leaf.sharding.memory_kind == "pinned_host" for leaf in jax.tree.leaves(away.optimizer)
-    )
+    moments = jax.tree.leaves((away.optimizer, away.sft_optimizer))
+    assert is_offloaded(away) and {x.sharding.memory_kind for x in moments} == {"pinned_host"}
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(there.sft_optimizer))
     there = load_moments(away)
     assert bits(there) == expected
+    assert jax.tree.map(lambda leaf: leaf.sharding, there) == shardings_on(F8)
 
     backup = StateBackup()
     backup.save("update", there)
@@ -198,12 +211,13 @@ def test_both_networks_move_offload_and_checkpoint_with_the_rest(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
     checkpoints.save(1, there, {})
     checkpoints.wait()
-    shapes = state_shapes(MODEL, TRAIN, VOCAB, BOTH)
     back = checkpoints.state(1, shapes, shardings_on(CUBE))
     checkpoints.close()
     assert bits(back) == expected
     assert jax.tree.structure(back) == jax.tree.structure(state)
-    assert back.critic["embed"].sharding.is_equivalent_to(shardings_on(CUBE).critic["embed"], 2)
+    for name in ("critic", "ema"):
+        where = getattr(shardings_on(CUBE), name)["embed"]
+        assert getattr(back, name)["embed"].sharding.is_equivalent_to(where, 2)
 
 
 # PPO's update.
@@ -328,8 +342,8 @@ def test_explained_variance_keeps_its_digits_over_parts(mean, distance, expected
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [CUBE, MeshShape(data=2, context=4)], ids=str)
-def test_ppo_is_the_same_on_every_mesh_and_in_parts(mesh):
+def test_ppo_is_the_same_on_a_mesh_and_in_parts():
+    mesh = MeshShape(fsdp=2, context=2, tensor=2)
     (scored, state), metrics = on_one_device()
     (other, there), found = ppo_updates(mesh, rewarded_batch(), parts=2, **SETTINGS)
     mask = scored.turn_ids > 0
@@ -367,21 +381,28 @@ def test_packed_ppo_is_unpacked_ppo():
 
 
 def test_an_update_without_values_leaves_the_critic_alone():
-    """A supervised one, and one of a batch without tokens: parameters and moments, bit for bit."""
-    learner, batch = learner_with("ppo", sft_steps=1), rewarded_batch()
-    plan = TrainPlan(ONE, 2, "none")
-    (scored,) = learner.score([plan], learner.first_state(ONE), [jax.device_put(batch)])
-    state, _ = learner.update(plan, learner.first_state(ONE), scored, RATES)
-    of_critic = lambda state: bits((state.critic, state.optimizer[1]))  # noqa: E731
-    kept, params = of_critic(state), bits(state.params)
-    policys = bits(state.optimizer[0])
-    state, _ = learner.update(plan, state, jax.device_put(batch), CONTROLS, sft=True)
-    assert of_critic(state) == kept and bits(state.params) != params
-    assert bits(state.optimizer[0]) == policys
-    params = bits(state.params)
-    empty = jax.device_put(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), scored))
+    """A supervised one, and one of a batch without tokens: parameters and moments, bit for bit.
+
+    A supervised one leaves the reference and the policy's other moments too; the average follows.
+    """
+    train = dataclasses.replace(TRAIN, sft_steps=1, ema_decay=0.5)
+    learner, plan = learner_with("ppo", train=train, kl_coefficient=0.1), TrainPlan(F8, 1, "none")
+    batch = jax.device_put(rewarded_batch(), make_layout(F8).activations("NS"))
+    (scored,) = learner.score([plan], learner.first_state(F8), [batch])
+    first, _ = learner.update(plan, learner.first_state(F8), scored, RATES)
+    kept = bits((first.critic, first.reference, first.optimizer))
+    params, average = bits(first.params), bits(first.ema)
+    state, _ = learner.update(plan, first, batch, CONTROLS, sft=True)
+    assert state.critic is first.critic and state.reference is first.reference
+    assert bits((state.critic, state.reference, state.optimizer)) == kept
+    assert bits(state.params) != params and average != bits(state.ema) != bits(state.params)
+    assert int(state.updates) == 2
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == learner.state_shardings(F8)
+    kept, params = bits((state.critic, state.optimizer[1])), bits(state.params)
+    empty = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), scored)
+    empty = jax.device_put(empty, make_layout(F8).activations("NS"))
     state, metrics = learner.update(plan, state, empty, RATES)
-    assert of_critic(state) == kept and bits(state.params) == params
+    assert bits((state.critic, state.optimizer[1])) == kept and bits(state.params) == params
     assert read_metrics(metrics)["skipped_updates"] == 0
 
 

@@ -40,7 +40,6 @@ from tests.support.episodes import (
     forgetful_renderer,
     open_service,
     tasks,
-    tictactoe,
     tokenizer,
     weights,
 )
@@ -211,7 +210,6 @@ KINDS: dict[str, dict[str, Any]] = {
         "stop_strings": ("12", "34", "5", "0"),
         "max_tokens": 96,
     },
-    "game": {"make": tictactoe, "max_tokens": 32},
     # Every answer begins a sample of its own.
     "fork": {
         "make": lambda task: Talker(task.args["seed"]),
@@ -228,12 +226,14 @@ KINDS: dict[str, dict[str, Any]] = {
         "max_tokens": 96,
     },
 }
-MESHES = [MeshShape(data=8), MeshShape(tensor=2)]
+D8 = MeshShape(data=8)
+# As the kind "talk" plays on it.
+SHORT_ROUNDS: dict[str, Any] = {"player": engine(8, D8, burst=2), "num_slots": 8, "max_tokens": 96}
 
 
-@pytest.mark.slow_except("data=8-talk", "data=1,tensor=2-fork", "data=8-choices")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "kind"), [(D8, "talk"), (MeshShape(tensor=2), "fork"), (D8, "choices")], ids=str
+)
 def test_episodes_are_those_of_a_service_that_nothing_interrupts(pool, tmp_path, kind, mesh):
     """Its tokens are drawn once, but for replies of choices; rows are as if it had played alone."""
     player = engine_for(BRANCHES, 1, mesh) if kind == "choices" else engine(8, mesh, burst=2)
@@ -265,13 +265,13 @@ class Fickle(Talker):
 def test_an_episode_whose_environment_says_something_else_begins_anew(pool):
     todo = tasks(8)
     given: dict[str, Any] = {
+        **SHORT_ROUNDS,
         "params": weights(ends_turns=False),
-        "num_slots": 8,
         "max_turn_tokens": 16,
     }
     first = open_service(pool, lambda task: Fickle(task.args["seed"]), **given)
     first.submit(todo)
-    play(first, rounds=2)
+    play(first, rounds=3)
     episodes = first.open_episodes()
     assert len(episodes) == 8
     second = open_service(pool, lambda task: Fickle(task.args["seed"]), version=1, **given)
@@ -300,7 +300,7 @@ class Restricted:
 
 def open_with_choices(pool, make):
     """On the engine of the kind "choices"; replies are of 16 tokens."""
-    player = engine_for(BRANCHES, 1, MeshShape(data=8))
+    player = engine_for(BRANCHES, 1, D8)
     given = {"params": weights(ends_turns=False), "max_turn_tokens": 16, "max_tokens": 96}
     return open_service(pool, make, player=player, num_slots=player.config.num_slots, **given)
 
@@ -377,7 +377,7 @@ class Ends(Talker):
 
 
 def test_an_environment_that_fails_while_it_is_given_its_replies_ends_its_episode(pool):
-    given: dict[str, Any] = {"num_slots": 8, "max_tokens": 64}
+    given = SHORT_ROUNDS
     first = open_service(pool, lambda task: Ends(task.args["seed"]), **given)
     first.submit(tasks(8))
     while sum(len(each.turns) >= 4 for each in first.open_episodes().values()) < 8:

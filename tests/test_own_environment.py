@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from earl_jax import training
 from earl_jax.config.config import CORPUS_EPISODES
 from earl_jax.config.file import given_config
 from earl_jax.config.file import make_config as make_config_of
@@ -172,13 +173,25 @@ def test_the_commands_of_the_readme_train(tmp_path, cache):
 
 
 @pytest.mark.slow
-def test_the_dataset_of_the_how_to_trains_and_resumes_exactly(tmp_path, cache):
+def test_the_dataset_of_the_how_to_trains_and_resumes_exactly(tmp_path, cache, monkeypatch, capsys):
+    """In this process, in the folder of the user's files."""
     write_examples((HOW_TO / "dataset.md").read_text(), tmp_path)
-    changes = {"rollout.group_size": 4, "algorithm": "grpo"}
-    train(tmp_path, cache, "sums_config.py", "whole", **changes)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    changes = {"rollout.group_size": 4, "algorithm": "grpo", "devices.num_cpu_devices": 8}
+    changes |= {f"selector.{stage}_meshes": "('data=8',)" for stage in ("rollout", "train")}
+    overrides = [f"{key}={value}" for key, value in (SMALL | changes).items()]
+
+    def train_here(workdir: str) -> None:
+        given, _ = given_config(Path("sums_config.py"), overrides)
+        training.train(make_config_of(given, overrides), Path(workdir))
+
+    train_here("whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "2")
-    assert "after step 1 of 2" in train(tmp_path, cache, "sums_config.py", "cut", **changes)
+    train_here("cut")
+    assert "after step 1 of 2" in capsys.readouterr().out
     whole, cut = (timeless(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut"))
     assert whole == cut
     assert all(row["env"].keys() == {"is_number"} for row in whole if "eval" not in row)
@@ -191,10 +204,8 @@ def test_the_dataset_of_the_how_to_trains_and_resumes_exactly(tmp_path, cache):
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "2")
     with (tmp_path / "sums.jsonl").open("a") as file:
         file.write('{"prompt": "5 + 1 =", "answer": "6"}\n')
-    flags = [f"--config.{key}={value}" for key, value in (SMALL | changes).items()]
-    done = command("main", tmp_path, cache, "--config=sums_config.py", "--workdir=cut", *flags)
-    assert done.returncode == 2
-    assert "4 rows are not the 3 that this run began with" in done.stderr
+    with pytest.raises(InputError, match="4 rows are not the 3 that this run began with"):
+        train_here("cut")
 
 
 # Environments of this file.
@@ -322,16 +333,6 @@ class Countdown:
 
 def own(name: str, **changes):
     return make_config(GIVEN | {"env": {"name": f"{__name__}:{name}"}} | changes)
-
-
-@pytest.mark.slow
-def test_a_rollout_of_ones_own_environment_reports_its_metrics():
-    record = one_step(build_run(own("Echo")))
-    for number, episode in enumerate(record.trajectories):
-        assert episode.metrics["odd"] == number % 2
-        assert 0 <= episode.metrics["hits"] <= 2
-    assert record.outcomes[0].metrics == record.trajectories[0].metrics
-    assert record.trajectories[0].turns[0].text == "say ab"
 
 
 @pytest.mark.slow

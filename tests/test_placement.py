@@ -104,7 +104,7 @@ def test_a_backup_is_made_where_the_hosts_memory_holds_one(world):
 # Choosing.
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_rows_that_grow_and_shrink_cause_no_storm_of_switches(seed):
     """Forty steps; a context that was never so long may move a stage at once, and back.
 
@@ -373,7 +373,6 @@ def train_on(placement, mesh):
 
 
 def test_trainer_moves_bit_for_bit_between_all_meshes_and_not_through_the_host(world, table):
-    meshes = (D8, CUBE, MeshShape(data=2, context=4))
     placement = stand(place(world, table))
     state = world.learner.init_state(D8)
     # Moments that are not zero, so that a mix-up would show.
@@ -384,10 +383,7 @@ def test_trainer_moves_bit_for_bit_between_all_meshes_and_not_through_the_host(w
     expected = [leaf.tobytes() for leaf in jax.tree.leaves(on_host(state))]
     assert move_state(placement, state) is state, "it is there already"
     assert placement.take_log().switch_s == 0.0
-    pairs = itertools.permutations(meshes, 2)
-    for there in itertools.chain.from_iterable(pairs):
-        if there == placement.train.mesh:
-            continue
+    for there in (CUBE, MeshShape(data=2, context=4), D8):
         with HostByteCounter() as counter:
             state = move_state(train_on(placement, there), state)
         assert counter.num_bytes == 0 and placement.take_log().switch_s > 0

@@ -285,25 +285,6 @@ def test_error_names_the_smallest_budget_and_hardware():
     assert found["v5p"] == 1
 
 
-@pytest.mark.parametrize("chip", ["v5e", "h100"])
-def test_the_smallest_hardware_fits_and_half_of_it_does_not(chip):
-    """By hand: 7.6 billion parameters of 16 bytes each in fp32; contexts of 32K."""
-
-    def problem(number):
-        hardware = parse_topology({"v5e": "v5e:4x4", "h100": "h100:2x8"}[chip])
-        hardware = hardware.with_devices(number)
-        config = make_config({}, ["model.preset=qwen2.5-7b", BF16, "rollout.num_slots=128"])
-        model, vocab_size = find_model(config, None)
-        return planned_problem(config, model, vocab_size, hardware, hardware.usable_bytes)
-
-    found = dict(smallest_hardware(problem(8), 32_768))
-    number = found[chip]
-    assert number * problem(8).budget_bytes > 16 * 7.6e9
-    assert make_schedule(problem(number), EMPTY, [32_768])[0].decision
-    assert not make_schedule(problem(number // 2), EMPTY, [32_768])[0].decision
-    assert found["b200"] <= found["h200"] <= found["h100"]
-
-
 def test_the_moments_leave_where_no_rollout_fits_beside_them():
     """By two bytes too little for the whole trainer; and only where hosts have memory for them."""
     problem = problem_on("h100:1x8", *HELD, *DEEP)
@@ -438,9 +419,7 @@ def test_live_episodes_stay_inside_processes_or_across_them():
     assert chosen.plan.mesh == across and "data=2,tensor=4 -> data=1,tensor=8" in chosen.reason
 
 
-@pytest.mark.parametrize(
-    ("topology", "processes", "seed"), [("cpu:8", 1, 0), ("cpu:2x4", 2, 1), ("cpu:8x1", 8, 0)]
-)
+@pytest.mark.parametrize(("topology", "processes", "seed"), [("cpu:8", 1, 0), ("cpu:2x4", 2, 1)])
 def test_a_plan_and_a_run_make_the_same_decisions(topology, processes, seed):
     """By the same table, at every context, whatever the budget."""
     draw = random.Random(seed)
@@ -561,7 +540,7 @@ def test_four_thousand_devices_are_planned_at_every_length():
     rows = ["rollout.num_slots=4096", "rollout.episodes_per_step=4096"]
     overrides = ("model.preset=qwen2.5-7b", BF16, *rows)
     problem = problem_on("v5e:64x64", *overrides, budget=15 * 2**30, vocab_size=None)
-    schedule = make_schedule(problem, EMPTY, [1024 * 2**power for power in range(8)])
+    schedule = make_schedule(problem, EMPTY, [1024, 16_384, 131_072])
     assert all(stop.decision for stop in schedule)
 
 
@@ -600,7 +579,7 @@ TICTACTOE = f"--config={ROOT / 'configs/tictactoe_tiny_cpu.py'}"
 
 @pytest.mark.parametrize(
     ("topology", "preset"),
-    [("h100:1x8", "qwen2.5-7b"), ("h100:1x1", "qwen2.5-0.5b"), ("v5e:8x8", "qwen3-8b")],
+    [("h100:1x8", "qwen2.5-7b"), ("h100:1x1", "qwen2.5-0.5b")],
 )
 def test_a_preset_alone_is_planned_by_the_defaults(capsys, topology, preset):
     plan_command([f"--topology={topology}", f"--config.model.preset={preset}", "--json"])
@@ -648,7 +627,8 @@ def test_whole_hosts_play_where_the_split_is_chosen():
 
 def test_the_plan_prints_the_split(capsys):
     flags = [f"--config.{setting}" for setting in (*SPLIT, *TWELVES)]
-    plan_command([*flags, "--topology=h100:4x8", "--config.model.preset=qwen2.5-7b"])
+    flags += ["--topology=h100:4x8", "--config.model.preset=qwen2.5-7b", "--contexts=1024,4096"]
+    plan_command(flags)
     words = r"split: \d+ play: rollout [\d.,]+ s, training [\d.,]+ s \(others: \d+ play, "
     assert len(re.findall(words, capsys.readouterr().out)) > 1
 
@@ -679,16 +659,12 @@ def test_a_preset_for_chips_needs_no_other_flag(capsys):
     assert "budget_bytes_per_device" not in values["notes"][0]
 
 
-@pytest.mark.slow_except("v*")
+@pytest.mark.slow_except("v6e:*")
 @pytest.mark.parametrize(
     ("topology", "model", "hbm_gib"),
     [
-        ("v5e:16x16", "qwen2.5-7b", 14),
-        ("v5p:4x4x8", "qwen2.5-72b", 90),
-        ("v6e:4x4", "qwen2.5-7b", 30),
-        ("h100:16x8", "qwen3-30b-a3b", 60),
-        ("h200:1x8", "qwen2.5-32b", 120),
-        ("b200:1x8", "qwen2.5-32b", 130),
+        ("v6e:2x4", "qwen2.5-7b", 30),
+        ("h100:2x8", "qwen3-30b-a3b", 75),
     ],
 )
 def test_the_plan_for_a_chip_says_in_text_what_it_has_in_json(topology, model, hbm_gib, capsys):

@@ -13,6 +13,7 @@ import sys
 
 import pytest
 
+from earl_jax.placement import planner
 from earl_jax.plan import plan_command
 from tests.support import ROOT
 from tests.support.compilers import need_compiler
@@ -63,19 +64,32 @@ def test_bytes_of_what_is_chosen_are_the_compilers(topology, model, tmp_path):
             assert both[0] == pytest.approx(both[1], rel=0.10), stage
 
 
+ON_CPU = ("--config=configs/tictactoe_tiny_cpu.py", "--topology=cpu:8", "--contexts=40", "--exact")
+ON_CPU += ("--config.model.num_layers=1",)
+
+
+@pytest.fixture
+def here(monkeypatch, capsys):
+    """`here(*flags)` is what the command prints, in this process: JAX has started."""
+    monkeypatch.setattr(planner, "start_jax", lambda platform, devices: None)
+    monkeypatch.chdir(ROOT)
+
+    def printed(*flags):
+        plan_command(["--json", *flags])
+        return json.loads(capsys.readouterr().out)
+
+    return printed
+
+
 @pytest.mark.slow
-def test_a_plan_whose_exact_bytes_break_the_budget_is_left(tmp_path):
-    """With this config's budget no update on data=8 fits as XLA compiles it."""
-    flags = ["--config=configs/tictactoe_tiny_cpu.py", "--topology=cpu:8", "--contexts=40"]
-    exact = command(tmp_path, *flags, "--exact")
+def test_a_plan_whose_exact_bytes_break_the_budget_is_left(tmp_path, here):
+    exact = command(tmp_path, *ON_CPU)
     chosen = exact["contexts"][0]["train"]
     found = mesh_of(exact, "train", chosen["mesh"])
     assert found["exact"] and found["bytes_per_device"] <= exact["budget_bytes_per_device"]
     tight = found["bytes_per_device"] - 1
     named = "--config.selector.train_meshes=('data=8','data=1,fsdp=8')"
-    less = command(
-        tmp_path, *flags, "--exact", named, f"--config.selector.budget_bytes_per_device={tight}"
-    )
+    less = here(*ON_CPU, named, f"--config.selector.budget_bytes_per_device={tight}")
     left = mesh_of(less, "train", less["contexts"][0]["train"]["mesh"])
     assert left["exact"] and left["bytes_per_device"] <= tight
     assert (left["mesh"], left["micro_batches"], left["remat"]) != (
@@ -84,15 +98,13 @@ def test_a_plan_whose_exact_bytes_break_the_budget_is_left(tmp_path):
 
 
 @pytest.mark.slow
-def test_rows_of_the_episodes_in_flight_are_in_the_compiled_round(tmp_path):
+def test_rows_of_the_episodes_in_flight_are_in_the_compiled_round(here):
     """An asynchronous run has rows for the episodes of several steps at once."""
-    flags = ["--config=configs/tictactoe_tiny_cpu.py", "--topology=cpu:8", "--contexts=40"]
-    flags += ["--exact", "--config.selector.budget_bytes_per_device=1000000000"]
-    flags += ["--config.model.num_layers=1"]
+    flags = [*ON_CPU, "--config.selector.budget_bytes_per_device=1000000000"]
     flags += [f"--config.selector.{stage}_meshes=('data=8',)" for stage in ("rollout", "train")]
     found = []
     for staleness in (0, 2):
-        values = command(tmp_path, *flags, f"--config.asynchrony.max_staleness={staleness}")
+        values = here(*flags, f"--config.asynchrony.max_staleness={staleness}")
         found.append(mesh_of(values, "rollout", "data=8")["bytes"]["activations"])
     # Of each step 16 rows a device, of 40 tokens with four numbers of four bytes.
     assert found[1] - found[0] >= 16 * 40 * 16

@@ -2,19 +2,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """`main --check`: what it says of hosts, links, storage and programs, and who does not fit."""
 
+import dataclasses
 import itertools
 import json
 import shutil
 import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
-from earl_jax.preflight import hosts
+from earl_jax.launch.agreement import open_shared_workdir
+from earl_jax.preflight import hosts, storage
 from earl_jax.preflight.links import Link, misfits, rounds_of_pairs
 from earl_jax.preflight.preflight import check
+from earl_jax.preflight.storage import check_storage
 from earl_jax.settings.errors import InputError
 from tests.support import ROOT
-from tests.support.commands import ALL, Command
+from tests.support.commands import ALL, SMALL, Command
+from tests.support.runs import config_of
 from tests.support.settings import make_config
 
 CHECK = ["--check"]
@@ -81,9 +88,10 @@ def test_the_host_whose_clock_memory_or_speed_does_not_fit_is_named(unlike, word
 
 
 @pytest.mark.slow
-def test_one_process_is_checked_and_leaves_nothing(cache, tmp_path):
-    status, output, errors = Command(cache, tmp_path / "a/b", 1, CHECK, **ALL).ends()[0]
-    assert status == 0, errors
+def test_one_process_is_checked_and_leaves_nothing(cache, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    check(config_of(SMALL | ALL), tmp_path / "a/b")
+    output = capsys.readouterr().out
     lines = output.splitlines()
     assert lines[0].startswith(f"process 0 of 1 on {socket.gethostname()}: 8 x cpu, host memory")
     for words in (
@@ -99,11 +107,11 @@ def test_one_process_is_checked_and_leaves_nothing(cache, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-def test_a_budget_that_is_too_small_is_a_mistake(cache, tmp_path):
+def test_a_budget_that_is_too_small_is_a_mistake(cache, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     budget = {"selector.budget_bytes_per_device": 100_000}
-    status, _, errors = Command(cache, tmp_path / "w", 1, CHECK, **ALL, **budget).ends()[0]
-    assert status == 2 and "config.selector.budget_bytes_per_device" in errors
+    with pytest.raises(InputError, match="config.selector.budget_bytes_per_device"):
+        check(config_of(SMALL | ALL | budget), tmp_path / "w")
     assert not (tmp_path / "w").exists()
 
 
@@ -138,24 +146,67 @@ def test_two_processes_are_checked_with_the_link_between_them(cache, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow_except("code")
-@pytest.mark.parametrize("what", ["code", "workdir"])
-def test_the_process_that_does_not_fit_is_named(cache, tmp_path, what):
+def test_the_process_with_other_code_is_named(cache, tmp_path):
     """One message, from the first process; both end with status 2, and leave nothing."""
-    own, folders, host = [], [ROOT, ROOT], socket.gethostname()
-    if what == "code":
-        folders[1] = tmp_path / "code"
-        shutil.copytree(ROOT / "earl_jax", folders[1] / "earl_jax")
-        shutil.copytree(ROOT / "configs", folders[1] / "configs")
-        with (folders[1] / "earl_jax/loop.py").open("a") as file:
-            file.write("# another version\n")
-        words = "versions.code is "
-    else:
-        own = [f"--workdir={tmp_path / 'other'}"]
-        words = f"in process 0 on {host}: it is not the folder that process 1 on {host} writes to"
-    run = Command(cache, tmp_path / "w", 2, CHECK, CHECK + own, folders=folders, **ALL)
+    code = tmp_path / "code"
+    for folder in ("earl_jax", "configs"):
+        shutil.copytree(ROOT / folder, code / folder)
+    with (code / "earl_jax/loop.py").open("a") as file:
+        file.write("# another version\n")
+    run = Command(cache, tmp_path / "w", 2, CHECK, CHECK, folders=[ROOT, code], **ALL)
     ends = run.ends()
     assert [status for status, _, _ in ends] == [2, 2], ends
-    assert words in ends[0][2] and "error: " not in ends[1][2]
+    assert "versions.code is " in ends[0][2] and "error: " not in ends[1][2]
     assert "Traceback" not in ends[0][2] + ends[1][2]
     assert not (tmp_path / "w").exists()
+
+
+@dataclasses.dataclass
+class OneOfTwo:
+    """A process of two, which are threads here."""
+
+    index: int
+    gathered: list[Any]
+    barrier: threading.Barrier
+    count: int = 2
+    hosts: tuple[str, ...] = ("a", "b")
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        self.gathered[self.index] = value
+        self.barrier.wait()
+        found = list(self.gathered)
+        self.barrier.wait()
+        return found
+
+
+@pytest.mark.parametrize(
+    ("open_it", "words"),
+    [
+        (check_storage, "in process 0 on a: it is not the folder that process 1 on b writes to"),
+        (
+            lambda cluster, workdir: open_shared_workdir(cluster, workdir, workdir.mkdir),
+            "is not the same folder in process 1 as in process 0; all processes write",
+        ),
+    ],
+    ids=["a check", "a run"],
+)
+def test_a_workdir_that_is_another_folder_in_one_process_is_a_mistake_of_all(
+    tmp_path, monkeypatch, open_it, words
+):
+    monkeypatch.setattr(storage, "_PATIENCE_S", 0.1)
+    gathered, barrier = [None, None], threading.Barrier(2, timeout=20)
+
+    def opened(index: int) -> str:
+        with pytest.raises(InputError) as raised:
+            open_it(OneOfTwo(index, gathered, barrier), tmp_path / f"of_process_{index}")
+        return str(raised.value)
+
+    with ThreadPoolExecutor(2) as threads:
+        messages = list(threads.map(opened, range(2)))
+    assert all(words in message for message in messages), messages
+    # The first process leaves none of its files.
+    assert not any(path.is_file() for path in tmp_path.glob("of_process_0/**/*"))

@@ -3,12 +3,10 @@
 """Tasks of a prompt alone: their tokens round by round, beside and instead of environments."""
 
 import collections
-import dataclasses
 
 import pytest
 
 from earl_jax.engine.config import Sampling
-from earl_jax.engine.engine import Engine
 from earl_jax.envs.conversation import Completion
 from earl_jax.rollout.config import Limits, Stops
 from earl_jax.rollout.episode import Prompt, Task
@@ -17,7 +15,6 @@ from tests.support.environments import Talker
 from tests.support.episodes import (
     GrowPool,
     check_nothing_is_held,
-    engine,
     open_service,
     renderer,
     tasks,
@@ -112,22 +109,6 @@ def test_a_turn_behind_a_prompt_ends_by_its_stops_and_limits(pool):
     assert len(found[1].turns[1].token_ids) == 1 and found[1].turns[1].text == ""
     assert len(found[2].turns[1].model_logprobs) == 1
     assert [turn.author for turn in found[3].turns] == []
-
-
-@pytest.mark.slow
-def test_a_prompt_may_restrict_its_turn(pool):
-    """To one of two replies, by ids; on an engine that was built for it."""
-    renders = renderer()
-    config = engine().config
-    rules = config.rules._replace(choice_branches=8)
-    player = Engine(dataclasses.replace(config, rules=rules), engine().layout)
-    ids = renders.render_opening(renders.opening("ab")).ids
-    choices = (renders.reply("tic"), renders.reply("tac"))
-    todo = [
-        Task(episode=i, group=i, prompt=Prompt(token_ids=ids, choices=choices)) for i in range(8)
-    ]
-    found = play(open_service(pool, talker, player=player), todo)
-    assert {each.turns[1].token_ids for each in found.values()} <= set(choices)
 
 
 def test_a_prompt_without_ids_is_refused(pool):

@@ -87,10 +87,7 @@ def test_each_output_has_a_scale_and_loses_half_a_step_at_most(axes, inputs, sca
     assert 0.4 < errors.max() < 0.5001
 
 
-@pytest.mark.parametrize(
-    "equation",
-    ["BTD,DKGH->BTKGH", "BTD,DKH->BTKH", "BTKGH,KGHD->BTD", "BTD,DF->BTF", "BTF,FD->BTD"],
-)
+@pytest.mark.parametrize("equation", ["BTD,DKGH->BTKGH", "BTKGH,KGHD->BTD", "BTF,FD->BTD"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_projection_is_that_of_the_dequantised_matrix(equation, dtype):
     sizes = dict(zip("BTDKGHF", (2, 3, 16, 2, 2, 4, 24), strict=True))
@@ -111,7 +108,7 @@ EXPERTS = [name for name in INPUTS if name.startswith("expert")]
 
 
 @pytest.mark.slow_except("shape1")
-@pytest.mark.parametrize("shape", [None, MeshShape(expert=4, tensor=2), MeshShape(tensor=4)])
+@pytest.mark.parametrize("shape", [None, MeshShape(expert=4, tensor=2)])
 def test_a_mixture_of_experts_is_that_of_the_dequantised_experts(shape):
     """Whole on one device, and with experts and their outputs cut."""
     model, layer = EXPERT_MODEL, dict(one_layer())
@@ -183,30 +180,17 @@ def by_hand(params: Any, num_layers: int, dtype: Any) -> Any:
     return jax.tree.map(make, specs, {**params, "layers": layers}, is_leaf=is_quantized)
 
 
-PAIRS = [
-    (MeshShape(), MeshShape()),
-    (MeshShape(fsdp=8), MeshShape(data=8)),
-    (MeshShape(data=2, fsdp=2, tensor=2), MeshShape(data=4, tensor=2)),
-    (MeshShape(tensor=8), MeshShape(data=2, tensor=4)),
-    (MeshShape(data=2, fsdp=4), MeshShape(fsdp=2, tensor=4)),
-    (MeshShape(data=2, fsdp=2, tensor=2), MeshShape(data=2, tensor=2)),  # fewer devices
-]
-
-
-@pytest.mark.slow_except("data=2,fsdp=2,tensor=2-data=4,tensor=2-bfloat16")
+@pytest.mark.slow_except("*-bfloat16")
 @pytest.mark.parametrize(
-    ("source", "target", "dtype"),
+    ("target", "dtype"),
     [
-        (*PAIRS[0], "bfloat16"),
-        (*PAIRS[1], "float32"),
-        (*PAIRS[2], "bfloat16"),
-        (*PAIRS[3], "float32"),
-        (*PAIRS[4], "bfloat16"),
-        (*PAIRS[5], "float32"),
+        (MeshShape(data=4, tensor=2), "bfloat16"),
+        (MeshShape(data=2, tensor=2), "float32"),  # fewer devices
     ],
     ids=str,
 )
-def test_publishing_rounds_on_any_layout_to_the_same_bytes(source, target, dtype):
+def test_publishing_rounds_on_any_layout_to_the_same_bytes(target, dtype):
+    source = MeshShape(data=2, fsdp=2, tensor=2)
     params = trainer_tree(stacked_params(), MODEL, source)
     shapes, shardings = engine_tree(MODEL, target, dtype)
     with HostByteCounter() as counter, jax.transfer_guard_device_to_host("disallow_explicit"):
@@ -227,11 +211,10 @@ def test_publishing_rounds_on_any_layout_to_the_same_bytes(source, target, dtype
             np.testing.assert_allclose(np.float32(leaf), np.float32(value), rtol=1e-6)
 
     jax.tree.map(check, published, shapes, shardings, expected)
-    if (source, target) != PAIRS[0]:
-        alone = publish(
-            trainer_tree(stacked_params(), MODEL, UNSHARDED), *engine_tree(MODEL, UNSHARDED, dtype)
-        ).params
-        jax.tree.map(np.testing.assert_array_equal, published, alone)
+    alone = publish(
+        trainer_tree(stacked_params(), MODEL, UNSHARDED), *engine_tree(MODEL, UNSHARDED, dtype)
+    ).params
+    jax.tree.map(np.testing.assert_array_equal, published, alone)
 
 
 def test_what_travels_is_a_byte_a_number():
@@ -300,6 +283,7 @@ def test_adapters_are_merged_before_they_are_rounded():
 # The engine.
 
 INT8 = dataclasses.replace(CONFIG, weight_dtype="int8")
+CUT = CANDIDATES[2]
 
 
 @functools.cache
@@ -358,10 +342,9 @@ def score(params: Any, transcripts: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [UNSHARDED, CANDIDATES[2]], ids=str)
-def test_every_mesh_plays_the_dequantised_policy(shape):
+def test_every_mesh_plays_the_dequantised_policy():
     """Records the log-probs of the policy that sampled, the rounded one."""
-    state, transcripts = converse_on(shape)
+    state, transcripts = converse_on(CUT)
     assert_same(transcripts, converse_on(UNSHARDED)[1])
     check_rows(state.experience, transcripts, scripts())
     ours, engines = score(dequantised_params(), transcripts)
@@ -373,10 +356,9 @@ def test_every_mesh_plays_the_dequantised_policy(shape):
     ("compute", "weights", "mean", "largest"),
     [
         # Twice what was seen on this model, whose distributions have two bits: 6e-7 and 3e-6,
-        # 1.4e-2 and 7.9e-2, 2.5e-2 and 0.13, 2.5e-2 and 0.15. Not below a tenth of
-        # that either: else nothing was rounded.
+        # 2.5e-2 and 0.13, 2.5e-2 and 0.15. Not below a tenth of that either: else nothing was
+        # rounded.
         ("float32", "compute", 1.2e-6, 7e-6),
-        ("bfloat16", "compute", 3e-2, 0.16),
         ("float32", "int8", 5e-2, 0.26),
         ("bfloat16", "int8", 5e-2, 0.3),
     ],
@@ -393,19 +375,18 @@ def test_the_error_of_log_probs_has_bounds(compute, weights, mean, largest):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", CANDIDATES[1:3], ids=str)
-def test_a_round_talks_as_much_as_one_without_int8_and_holds_less(shape):
+def test_a_round_talks_as_much_as_one_without_int8_and_holds_less():
     """The same collectives; arguments shrink by what the matrices do, byte for byte."""
     found = {}
     for config in (CONFIG, INT8):
-        compiled = engine_on(shape, config).lower_play(MAX_TOKENS).compile()
+        compiled = engine_on(CUT, config).lower_play(MAX_TOKENS).compile()
         lines = [line for line in compiled.as_text().splitlines() if COLLECTIVE.search(line)]
         kinds = [re.search(r"\b(all-[a-z]+|collective-[a-z]+)", line)[1] for line in lines]
         found[config.weight_dtype] = (collections.Counter(kinds), compiled.memory_analysis())
     assert found["int8"][0] == found["compute"][0]
     saved = [
         resident_bytes(engine.parameter_shapes, engine.parameter_shardings)
-        for engine in (engine_on(shape, CONFIG), engine_on(shape))
+        for engine in (engine_on(CUT, CONFIG), engine_on(CUT))
     ]
     arguments = [found[w][1].argument_size_in_bytes for w in ("compute", "int8")]
     assert arguments[0] - arguments[1] == saved[0] - saved[1] > 0

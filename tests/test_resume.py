@@ -134,11 +134,16 @@ def test_a_run_does_not_begin_again_where_all_checkpoints_are_damaged(resume):
 def test_a_run_does_not_begin_again_where_its_checkpoints_are_gone(resume):
     resume.call()
     shutil.rmtree(resume.workdir / "checkpoints")
+    written = resume.workdir / "metrics.jsonl", resume.workdir / "trajectories/step_000001.jsonl"
+    written[1].parent.mkdir()
+    for path in written:
+        path.write_bytes(b'{"step": 1}\n')
     checkpoints = Checkpoints(resume.workdir / "checkpoints", keep=2)
     words = f"are gone from .*give --restart .*or name another .*--workdir={resume.workdir}"
     with pytest.raises(InputError, match=words):
         workdir.resume(resume.run, checkpoints, resume.workdir, resume.notes.append)
     checkpoints.close()
+    assert {path.read_bytes() for path in written} == {b'{"step": 1}\n'}
 
 
 def test_a_run_that_was_killed_in_its_first_save_begins_again(resume):
@@ -215,7 +220,6 @@ def adapters_run():
     return make_run("train.lora.rank=1")
 
 
-@pytest.mark.slow_except("another")
 @pytest.mark.parametrize("found", [0, None], ids=["another", "none"])
 def test_adapters_without_their_base(adapters_run, tmp_path, monkeypatch, found):
     """Neither is damage: another base, and a position that names none."""
@@ -232,8 +236,9 @@ def test_adapters_without_their_base(adapters_run, tmp_path, monkeypatch, found)
             assert resume.steps() == [2, 1] and not resume.notes
 
 
-@pytest.mark.parametrize("kind", [TypeError, AttributeError, KeyError, ValueError, AssertionError])
-@pytest.mark.parametrize("where", ["state_shapes", "state_shardings"])
+@pytest.mark.parametrize(
+    ("kind", "where"), [(ValueError, "state_shapes"), (KeyError, "state_shardings")]
+)
 def test_a_defect_is_not_taken_for_damage(resume, monkeypatch, kind, where):
     def defect(self, *_):
         raise kind("a defect")

@@ -14,8 +14,6 @@ from earl_jax.placement.rollouts import play
 from earl_jax.rollout.share import Share
 from earl_jax.run.build import Run, build_run
 from earl_jax.run.workdir import Position
-from earl_jax.selector.table import ThroughputTable
-from earl_jax.telemetry.load import LoadHistory
 from tests.support.placements import begin
 from tests.support.settings import make_config
 
@@ -168,16 +166,3 @@ def test_meshes_whose_data_axis_does_not_divide_slots_and_episodes_are_not_used(
         ValueError, match=r"data=8: rollout.num_slots = 3 does not divide by data=8"
     ):
         build_run(make_config(odd))
-
-
-@pytest.mark.slow
-def test_a_step_with_one_slot_on_eight_devices():
-    config = make_config(FEW)
-    few = build_run(config)
-    placement = Placement(few.stages, ThroughputTable())
-    placement.choose_step(1, None)
-    state = few.learner.first_state(placement.train.mesh)
-    position = Position(step=0, state=state, history=LoadHistory())
-    _, record = rl_step(few, placement, position)
-    assert (placement.rollout.mesh.data, placement.rollout.mesh.tensor) == (1, 8)
-    assert len(record.trajectories) == 2 and record.updates[0]["logprob_mismatch_max"] < 1e-4

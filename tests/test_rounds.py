@@ -33,6 +33,7 @@ BUDGET, A_ROUND = 32, 2
 # Five chunks each; and a reply that goes on all the while.
 PROMPT_TOKENS, SPOKEN = 40, 100
 CONTEXT = 128
+MESH = MeshShape(data=2)
 
 
 @pytest.mark.parametrize(
@@ -89,10 +90,10 @@ def prompt_task(number: int, length: int, sampled: int) -> Task:
     )
 
 
-def play_beside_readers(mesh: MeshShape, num_speakers: int, **changes) -> list:
+def play_beside_readers(num_speakers: int, **changes) -> list:
     """Trajectories of some who speak for long, and of eight that come with long prompts."""
     changes |= {"params": weights(ends_turns=False), "max_tokens": CONTEXT}
-    service = open_service(None, None, player=engine(mesh=mesh), **changes)
+    service = open_service(None, None, player=engine(mesh=MESH), **changes)
     service.submit([prompt_task(number, 7, SPOKEN) for number in range(num_speakers)])
     found = service.step() if num_speakers else []
     service.submit([prompt_task(10 + number, PROMPT_TOKENS, 4) for number in range(READERS)])
@@ -102,20 +103,19 @@ def play_beside_readers(mesh: MeshShape, num_speakers: int, **changes) -> list:
     return [each.trajectory for each in found]
 
 
-@pytest.mark.parametrize("mesh", [MeshShape(), MeshShape(data=2)], ids=str)
-def test_long_prompts_hold_up_nobody_who_samples(mesh, rounds, monkeypatch):
+def test_long_prompts_hold_up_nobody_who_samples(rounds, monkeypatch):
     """Two sample their burst in each round, beside at most two chunks; no number is another."""
-    free = play_beside_readers(mesh, 2)
+    free = play_beside_readers(2)
     assert [sum(each.given > 1) for each in rounds[1:6]] == [READERS] * 5
     rounds.clear()
     monkeypatch.setattr(Engine, "append_budget", BUDGET)
-    capped = play_beside_readers(mesh, 2)
+    capped = play_beside_readers(2)
     assert capped == free
     speakers = np.flatnonzero(rounds[0].sampled)
     assert len(speakers) == 2
     reading = [each for each in rounds[1:] if each.given.any()]
     assert all((each.sampled[speakers] == CONFIG.burst).all() for each in reading)
-    by_shard = [each.given.reshape(mesh.data, -1) for each in reading]
+    by_shard = [each.given.reshape(MESH.data, -1) for each in reading]
     assert max((given > 0).sum(axis=1).max() for given in by_shard) == A_ROUND
     # Each has a chunk as often as the others of its row shard.
     for given in zip(*(each.given for each in reading), strict=True):
@@ -123,15 +123,15 @@ def test_long_prompts_hold_up_nobody_who_samples(mesh, rounds, monkeypatch):
         waits = np.diff(chunks, prepend=-1)
         assert len(chunks) in (0, PROMPT_TOKENS // CONFIG.chunk_size)
         assert (waits <= READERS // A_ROUND).all()
-    assert len(reading) >= READERS * PROMPT_TOKENS // CONFIG.chunk_size // (A_ROUND * mesh.data)
+    assert len(reading) >= READERS * PROMPT_TOKENS // CONFIG.chunk_size // (A_ROUND * MESH.data)
 
 
 def test_all_read_at_once_where_nobody_samples_or_reads_along(rounds, monkeypatch):
     monkeypatch.setattr(Engine, "append_budget", BUDGET)
-    play_beside_readers(MeshShape(), 0)
+    play_beside_readers(0)
     assert [sum(each.given > 0) for each in rounds] == [READERS] * 5
     rounds.clear()
-    play_beside_readers(MeshShape(), 2, on_tokens=None)
+    play_beside_readers(2, on_tokens=None)
     assert [sum(each.given > 1) for each in rounds[1:6]] == [READERS] * 5
 
 
@@ -145,7 +145,6 @@ class Lecture(Talker):
 
 CASES = {
     "shared": {"share_prefixes": True},
-    "preempted": {"pages": 12, "grow": GrowPool(most_pages=12), "preemption": "recompute"},
     "host": {"pages": 12, "grow": GrowPool(most_pages=12), "preemption": "host"},
     "forked": {"new_conversation": lambda: Conversation(forgetful_renderer(), "fork")},
 }
@@ -156,7 +155,7 @@ CASES = {
 def test_episodes_are_the_same_however_little_is_read_in_a_round(case, pool, rounds, monkeypatch):
     """With shared prompts, too few pages, and samples that begin anew; a slot begins, and waits."""
     # Bursts of one token, so that a turn takes several rounds.
-    settings = {"player": engine(mesh=MeshShape(data=2), burst=1), "burst": 1, "max_tokens": 64}
+    settings = {"player": engine(mesh=MESH, burst=1), "burst": 1, "max_tokens": 64}
     settings |= CASES[case]
 
     def play():

@@ -165,9 +165,9 @@ def test_an_update_adds_the_loss_and_says_how_even_the_loads_are():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["data=8", "data=2,expert=4", "data=1,fsdp=2,expert=2,tensor=2"])
-def test_the_update_is_the_same_on_every_mesh(mesh):
-    (grads, metrics), (expected, alone) = updated(mesh, **WEIGHTED), updated("data=1", **WEIGHTED)
+def test_the_update_is_the_same_on_a_mesh():
+    grads, metrics = updated("data=1,fsdp=2,expert=2,tensor=2", **WEIGHTED)
+    expected, alone = updated("data=1", **WEIGHTED)
     same_gradients(grads, expected)
     assert metrics == pytest.approx(alone, rel=2e-5, abs=1e-6)
 

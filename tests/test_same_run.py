@@ -21,6 +21,7 @@ GIVEN = {
         "episodes_per_step": 16,
         "group_size": 4,
         "max_turn_tokens": 4,
+        "chunk_size": 4,
         "context_buckets": (32, 64),
         "unfinished_reward": 0.0,
         # Every answer of an environment is waited for: rounds do not depend on the machine's load.
@@ -32,54 +33,41 @@ GIVEN = {
         "train_meshes": ("data=8", "data=2,fsdp=4"),
     },
     "train": {"ratio": "model"},
-    "checkpoint": {"every_steps": 3},
+    "checkpoint": {"every_steps": 2},
     "eval": {"every_steps": 2, "games": 8, "final_games": 8},
 }
 
 
+def stopped_in_its_evaluation(workdir) -> str:
+    """Names a signal when the second step is written down, and its evaluation is made."""
+    metrics = workdir / "metrics.jsonl"
+    return "SIGTERM" * (metrics.exists() and read_metrics(metrics)[-1]["step"] == 2)
+
+
 @pytest.mark.slow
 def test_two_runs_of_one_seed_are_the_same_run(tmp_path, monkeypatch):
-    """Metrics but for times, plans and their reasons included, and parameters to the bit."""
-    lines, parameters = [], []
+    """Metrics but for times, plans and their reasons included, and parameters to the bit.
+
+    The second one is stopped in an evaluation and makes it up. Its next step finds no caches of the
+    evaluation: behind a checkpoint there are none.
+    """
+    lines, parameters, config = [], [], make_config(GIVEN)
     for name in ("one", "other"):
         # No table, and nothing else, goes from one to the other.
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name / "cache"))
         workdir = tmp_path / name / "run"
-        train(make_config(GIVEN), workdir)
+        if name == "other":
+            end = train(config, workdir, lambda: stopped_in_its_evaluation(workdir))  # noqa: B023
+            assert "after step 2" in end.stopped
+            assert "eval" not in read_metrics(workdir / "metrics.jsonl")[-1]
+        train(config, workdir)
         lines.append([timeless(line) for line in read_metrics(workdir / "metrics.jsonl")])
         parameters.append(final_parameters(workdir, 3))
     one, other = lines
     assert one == other
-    assert [line["step"] for line in one if "eval" not in line] == [1, 2, 3]
-    assert len({line["rollout_tokens"] for line in one if "eval" not in line}) > 1
+    steps = [line for line in one if "eval" not in line]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert len({line["rollout_tokens"] for line in steps}) > 1
+    assert steps[-1]["shared_tokens"] > 0, "prefixes are shared"
     for mine, theirs in zip(*parameters, strict=True):
-        np.testing.assert_array_equal(mine, theirs)
-
-
-@pytest.mark.slow
-def test_a_run_that_makes_an_evaluation_up_goes_on_as_one_left_alone(cache, tmp_path, monkeypatch):
-    """Its next step finds no caches of the evaluation: behind a checkpoint there are none."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    one_mesh = {"table": "model", "rollout_meshes": ("data=8",), "train_meshes": ("data=8",)}
-    rollout = GIVEN["rollout"] | {"chunk_size": 4}
-    saved = {"checkpoint": {"every_steps": 2}, "selector": one_mesh, "rollout": rollout}
-    config, alone, resumed = make_config(GIVEN | saved), tmp_path / "alone", tmp_path / "resumed"
-
-    def stop() -> str:
-        """Names a signal when the second step is written down, and its evaluation is made."""
-        metrics = resumed / "metrics.jsonl"
-        return "SIGTERM" * (metrics.exists() and read_metrics(metrics)[-1]["step"] == 2)
-
-    train(config, alone)
-    assert "after step 2" in train(config, resumed, stop).stopped
-    assert "eval" not in read_metrics(resumed / "metrics.jsonl")[-1]
-    train(config, resumed)
-    names = ("step", "prefill_tokens", "shared_tokens", "eval")
-    one, other = (
-        [[line.get(name) for name in names] for line in read_metrics(folder / "metrics.jsonl")]
-        for folder in (alone, resumed)
-    )
-    assert one == other
-    assert one[-2][2] > 0, "prefixes are shared"
-    for mine, theirs in zip(*(final_parameters(each, 3) for each in (alone, resumed)), strict=True):
         np.testing.assert_array_equal(mine, theirs)

@@ -59,28 +59,6 @@ def draw(uniforms: np.ndarray, logits: np.ndarray, temperature: float) -> tuple[
     return tokens, logprobs
 
 
-@pytest.mark.slow_except("300-0.7")
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("vocab", [300, 1100])
-def test_draws_follow_the_tempered_softmax(vocab, temperature):
-    logits, num_draws = logits_with_holes(vocab), 40_000
-    uniforms = jax.random.uniform(jax.random.key(vocab), (num_draws,))
-    tokens, _ = draw(np.asarray(uniforms), logits, temperature)
-    expected = num_draws * softmax64(logits, temperature)
-    counts = np.bincount(tokens, minlength=vocab)
-    assert not counts[logits < -1e8].any()
-    # A chi-square test wants at least five expected draws a bin: rare tokens share one.
-    rare = expected < 5
-    counts = np.append(counts[~rare], counts[rare].sum())
-    expected = np.append(expected[~rare], expected[rare].sum())
-    assert len(counts) > 100
-    assert stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue > 1e-3
-    # The test can tell: the same draws do not come from another temperature.
-    other = num_draws * softmax64(logits, 1.7 - temperature)
-    other = np.append(other[~rare], other[rare].sum())
-    assert stats.chisquare(counts, other * counts.sum() / other.sum()).pvalue < 1e-9
-
-
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_an_even_grid_of_uniforms_gives_every_token_its_share(vocab):
     """No noise: of N evenly spaced uniforms a token of probability p gets N p, give or take one."""
@@ -157,7 +135,7 @@ def test_a_round_that_sampled_from_logits_that_are_not_finite_is_an_error():
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_the_ends_of_the_unit_interval_give_the_first_and_last_entry_with_mass(vocab):
-    for seed in range(6):
+    for seed in range(3):
         logits = logits_with_holes(vocab, seed)
         # Enough mass at both ends that a step of 2^-24 does not skip it.
         with_mass = np.flatnonzero(logits > -1e8)
@@ -166,11 +144,10 @@ def test_the_ends_of_the_unit_interval_give_the_first_and_last_entry_with_mass(v
         assert tokens.tolist() == [with_mass[0], with_mass[-1]]
 
 
-@pytest.mark.slow_except("300")
-@pytest.mark.parametrize("vocab", VOCABULARIES)
+@pytest.mark.parametrize("vocab", [300, BLOCK_SIZE + 1])
 def test_no_uniform_draws_an_entry_without_mass(vocab):
     """The running sums are rounded; it shows at the uniforms next to them."""
-    for seed in range(6):
+    for seed in range(3):
         logits = logits_with_holes(vocab, seed)
         sums = np.asarray(jnp.cumsum(jnp.exp(jnp.asarray(logits) - logits.max())))
         # `jax.random.uniform` gives multiples of 2^-23.

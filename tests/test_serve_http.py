@@ -7,10 +7,7 @@ import contextlib
 import json
 import re
 import shutil
-import signal
 import socket
-import threading
-import time
 import urllib.parse
 
 import pytest
@@ -22,15 +19,12 @@ from tests.support.references import reference
 from tests.support.served import (
     CONTEXT,
     MODEL,
-    SAYING,
     end_ids,
     expected,
     ids_of,
     prompt,
     request,
     sampling_metadata,
-    save_parrot,
-    saying,
     scores_of,
     serving,
 )
@@ -64,15 +58,6 @@ def server(cache, model):
         yield server
 
 
-@pytest.fixture(scope="module")
-def parrot(cache, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "parrot"
-    save_parrot(folder)
-    flags = ("--num_slots=2", "--max_waiting=2", "--temperature=0", "--max_prompt_tokens=16")
-    with serving(cache, f"--model={folder}", *flags, "--max_choice_tokens=0") as server:
-        yield server
-
-
 def generate(server, ids, count: int, **params):
     """Sampled ids, and the choice that they are of."""
     sampling = {"max_tokens": count, **params}
@@ -93,6 +78,9 @@ def test_tokens_are_those_of_grpc_of_transformers_and_of_the_decoder(server):
     count = len(continuation)
     assert generate(server, ids, count)[0] == continuation == expected(ids, count)
     assert ids_of(server.stub.Decode(request(ids, count))) == continuation
+    # A prompt that fills the whole context, and one token.
+    long = prompt(3, CONTEXT - 1)
+    assert ids_of(server.stub.Decode(request(long, 1))) == expected(long, 1)
     answer = ask(server.http, COMPLETIONS, prompt=ids, max_tokens=count)
     assert answer["object"] == "text_completion" and answer["policy_version"] == 0
     assert answer["choices"][0]["text"] == text_of(continuation)
@@ -271,37 +259,6 @@ def test_log_probs_are_those_of_grpc(server):
     assert generate(server, ids, 9, **drawn)[1]["logprobs"] is None
 
 
-def test_every_sampled_id_is_returned_and_the_last_ends_the_reply(parrot):
-    """The end of turn, with its log-prob; and a stop token id."""
-    [mark, eos] = [load_tokenizer(MODEL).encode("<")[0], load_tokenizer(MODEL).eos_token_id]
-    sampled, choice = generate(parrot, [mark], 100, logprobs=1)
-    assert sampled == [*saying(), eos] and choice["finish_reason"] == "stop"
-    assert choice["logprobs"]["content"][-1]["token"] == f"token_id:{eos}"
-    assert generate(parrot, [mark], 100)[0] == sampled
-    assert generate(parrot, [mark], 100, stop_token_ids=[sampled[4]])[0] == sampled[:5]
-    exact, choice = generate(parrot, [mark], len(sampled))
-    assert exact == sampled and choice["finish_reason"] == "stop"
-    short, choice = generate(parrot, [mark], len(sampled) - 1)
-    assert short == sampled[:-1] and choice["finish_reason"] == "length"
-
-
-def test_a_stop_string_ends_the_text(parrot):
-    for stop, text in ((["🙂"], "日"), ("ok", "日🙂é "), (["nothing", "é"], "日🙂")):
-        body = {"prompt": "<", "stop": stop, "max_tokens": 100}
-        [choice] = ask(parrot.http, COMPLETIONS, **body)["choices"]
-        assert (choice["text"], choice["finish_reason"]) == (text, "stop")
-        parts = [part["choices"][0] for part in events(parrot.http, COMPLETIONS, **body)]
-        assert "".join(part["text"] for part in parts) == text
-        assert parts[-1]["finish_reason"] == "stop"
-    parts = list(events(parrot.http, COMPLETIONS, prompt="<", max_tokens=100))
-    texts = [part["choices"][0]["text"] for part in parts]
-    assert "".join(texts) == SAYING[1:] and len(texts) > 1
-    assert not any("\ufffd" in text for text in texts)
-    # Cut in the middle of the first character.
-    [choice] = ask(parrot.http, COMPLETIONS, prompt="<", max_tokens=1)["choices"]
-    assert choice == {"index": 0, "text": "\ufffd", "logprobs": None, "finish_reason": "length"}
-
-
 # What is refused.
 
 USER = [{"role": "user", "content": "a"}]
@@ -318,6 +275,12 @@ BAD = {
     "empty prompt": (COMPLETIONS, {"prompt": ""}, 400, "the prompt has no tokens"),
     "mixed prompts": (COMPLETIONS, {"prompt": ["a", 5]}, 400, "prompt must be a text"),
     "long prompt": (COMPLETIONS, {"prompt": "\t" * 129}, 400, "has 129 tokens; .* at most 128"),
+    "no room": (
+        GENERATE,
+        {"token_ids": [5] * 128, "sampling_params": {"max_tokens": 1}},
+        400,
+        "this server has 128: shorten the prompt$",
+    ),
     "full": (COMPLETIONS, {"prompt": "\t" * 120}, 400, "max_tokens=16 .* at most 8"),
     "surrogate": (COMPLETIONS, b'{"prompt": "\\ud800"}', 400, "lone surrogate"),
     "max_tokens": (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens is 0; it must"),
@@ -472,71 +435,3 @@ def test_requests_of_both_protocols_share_the_slots(server):
     want = [expected(*each) for each in asked]
     assert [ids_of(call) for call in calls] == want[::2]
     assert [[i for i in ids if i not in end_ids()] for ids in sampled] == want[1::2]
-
-
-def forever(server, **options) -> socket.socket:
-    """A client of a reply without end, of which something has come where it is streamed."""
-    host, port = server.http.removeprefix("http://").split(":")
-    body = json.dumps({"prompt": "x", "max_tokens": 8000, **options})
-    client = socket.create_connection((host, int(port)), 60)
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
-    if options.get("stream"):
-        assert client.recv(2**10).startswith(b"HTTP/1.1 200")
-    return client
-
-
-def all_slots_answer(parrot, deadline_s: float = 60) -> None:
-    """As many requests as there are slots and places in the queue, none of which is refused."""
-    deadline = time.monotonic() + deadline_s
-    while True:
-        status, answer = send(parrot.http, COMPLETIONS, {"prompt": "<", "n": 4, "max_tokens": 50})
-        if status == 200:
-            assert [choice["text"] for choice in answer["choices"]] == [SAYING[1:]] * 4
-            return
-        assert status == 429 and time.monotonic() < deadline, answer
-
-
-def test_clients_that_go_away_give_their_slots_back(parrot):
-    """Long before their 8000 tokens, streamed or not; one too many is refused meanwhile."""
-    for options in ({"stream": True}, {}, {"stream": True, "n": 2}, {"n": 2}):
-        clients = [forever(parrot, **options) for _ in range(4 // options.get("n", 1))]
-        # Those that stream are in already.
-        while (found := send(parrot.http, COMPLETIONS, {"prompt": "<"}))[0] == 200:
-            assert "stream" not in options
-        assert found[0] == 429 and found[1]["error"]["type"] == "rate_limit_error"
-        assert re.search("4 requests are open, .*--max_waiting", found[1]["error"]["message"])
-        for client in clients:
-            client.close()
-        all_slots_answer(parrot)
-    assert parrot.errors == []
-
-
-# Its end.
-
-
-@pytest.mark.slow
-def test_a_signal_ends_open_requests_with_a_reason(cache, tmp_path):
-    save_parrot(tmp_path / "parrot")
-    flags = (f"--model={tmp_path / 'parrot'}", "--num_slots=2", "--temperature=0")
-    answers = []
-
-    def wait(server) -> None:
-        body = {"prompt": "x", "max_tokens": 5000}
-        answers.append(send(server.http, COMPLETIONS, body))
-
-    with serving(cache, *flags) as server:
-        idle = connect(server.http)
-        idle.connect()
-        thread = threading.Thread(target=wait, args=(server,))
-        thread.start()
-        streamed = forever(server, stream=True)
-        server.process.send_signal(signal.SIGTERM)
-        thread.join(30)
-        with streamed, streamed.makefile("rb") as file:
-            rest = file.read()
-        idle.close()
-    assert b'data: {"error": {"message": "the server is being stopped' in rest
-    assert rest.endswith(b"0\r\n\r\n")
-    [(status, answer)] = answers
-    assert status == 503 and "stopped; send the request again" in answer["error"]["message"]

@@ -1,12 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""python -m earl_jax.serve: its slots, its end, its failures; over gRPC, from real processes."""
+"""python -m earl_jax.serve: its slots, its end, its failures; from real processes."""
 
 import contextlib
+import json
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from jetstream.core.proto import jetstream_pb2
 from earl_jax.envs.tokenizer import load_tokenizer
 from earl_jax.serve import main
 from earl_jax.serving import served_engine
+from tests.support.http_client import ask, connect, events, send
 from tests.support.served import (
     MODEL,
     PORTS,
@@ -35,6 +39,7 @@ from tests.support.served import (
 )
 
 NUM_SLOTS, MAX_WAITING = 4, 4
+COMPLETIONS, GENERATE = "/v1/completions", "/inference/v1/generate"
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +93,44 @@ def test_a_stop_string_ends_a_reply_and_its_ids_say_where(parrot):
     # For ids the same ids, and no text.
     [mark] = tokenizer.encode("<")
     assert ask([mark], stop_strings=["🙂"]) == ("", ids_up_to("日🙂"), "stop_string")
+
+
+def generate(server, ids, count: int, **params):
+    """Sampled ids, and the choice that they are of."""
+    sampling = {"max_tokens": count, **params}
+    [choice] = ask(server.http, GENERATE, token_ids=ids, sampling_params=sampling)["choices"]
+    return choice["token_ids"], choice
+
+
+def test_over_http_every_sampled_id_is_returned_and_the_last_ends_the_reply(parrot):
+    """The end of turn, with its log-prob; and a stop token id."""
+    [mark, eos] = [load_tokenizer(MODEL).encode("<")[0], load_tokenizer(MODEL).eos_token_id]
+    sampled, choice = generate(parrot, [mark], 100, logprobs=1)
+    assert sampled == [*saying(), eos] and choice["finish_reason"] == "stop"
+    assert choice["logprobs"]["content"][-1]["token"] == f"token_id:{eos}"
+    assert generate(parrot, [mark], 100)[0] == sampled
+    assert generate(parrot, [mark], 100, stop_token_ids=[sampled[4]])[0] == sampled[:5]
+    exact, choice = generate(parrot, [mark], len(sampled))
+    assert exact == sampled and choice["finish_reason"] == "stop"
+    short, choice = generate(parrot, [mark], len(sampled) - 1)
+    assert short == sampled[:-1] and choice["finish_reason"] == "length"
+
+
+def test_over_http_a_stop_string_ends_the_text(parrot):
+    for stop, text in ((["🙂"], "日"), ("ok", "日🙂é "), (["nothing", "é"], "日🙂")):
+        body = {"prompt": "<", "stop": stop, "max_tokens": 100}
+        [choice] = ask(parrot.http, COMPLETIONS, **body)["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (text, "stop")
+        parts = [part["choices"][0] for part in events(parrot.http, COMPLETIONS, **body)]
+        assert "".join(part["text"] for part in parts) == text
+        assert parts[-1]["finish_reason"] == "stop"
+    parts = list(events(parrot.http, COMPLETIONS, prompt="<", max_tokens=100))
+    texts = [part["choices"][0]["text"] for part in parts]
+    assert "".join(texts) == SAYING[1:] and len(texts) > 1
+    assert not any("\ufffd" in text for text in texts)
+    # Cut in the middle of the first character.
+    [choice] = ask(parrot.http, COMPLETIONS, prompt="<", max_tokens=1)["choices"]
+    assert choice == {"index": 0, "text": "\ufffd", "logprobs": None, "finish_reason": "length"}
 
 
 def test_replies_that_stop_give_their_slots_back(parrot):
@@ -148,6 +191,34 @@ def test_clients_that_cancel_give_their_slots_back(parrot):
     all_slots_answer(parrot)
 
 
+def forever_over_http(server, **options) -> socket.socket:
+    """A client of a reply without end, of which something has come where it is streamed."""
+    host, port = server.http.removeprefix("http://").split(":")
+    body = json.dumps({"prompt": "x", "max_tokens": 8000, **options})
+    client = socket.create_connection((host, int(port)), 60)
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+    if options.get("stream"):
+        assert client.recv(2**10).startswith(b"HTTP/1.1 200")
+    return client
+
+
+def test_clients_that_go_away_over_http_give_their_slots_back(parrot):
+    """Long before their 8000 tokens, streamed or not; one too many is refused meanwhile."""
+    for options in ({"stream": True}, {"stream": True, "n": 2}, {"n": 2}):
+        number = (NUM_SLOTS + MAX_WAITING) // options.get("n", 1)
+        clients = [forever_over_http(parrot, **options) for _ in range(number)]
+        # Those that stream are in already.
+        while (found := send(parrot.http, COMPLETIONS, {"prompt": "<"}))[0] == 200:
+            assert "stream" not in options
+        assert found[0] == 429 and found[1]["error"]["type"] == "rate_limit_error"
+        assert re.search("8 requests are open, .*--max_waiting", found[1]["error"]["message"])
+        for client in clients:
+            client.close()
+        all_slots_answer(parrot)
+    assert parrot.errors == []
+
+
 CLIENT = """
 import sys, time, grpc
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
@@ -176,20 +247,34 @@ def test_a_client_that_is_killed_leaves_nothing_behind(parrot):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_and_its_requests(cache, tmp_path, number):
+def test_a_signal_ends_it_and_its_requests_with_a_reason(cache, tmp_path):
+    """SIGINT, over both protocols. SIGTERM, with the same handler, ends all other servers here."""
     save_parrot(tmp_path / "parrot")
-    flags = (f"--model={tmp_path / 'parrot'}", "--num_slots=2")
+    flags = (f"--model={tmp_path / 'parrot'}", "--num_slots=3")
     line = [sys.executable, "-m", "earl_jax.serve", *PORTS, "--temperature=0", *flags]
-    server = Server(line, cache)
+    server, found = Server(line, cache), []
     with contextlib.closing(server.channel):
-        calls = [forever(server, 5000) for _ in range(2)]
+        body = {"prompt": "x", "max_tokens": 5000}
+        thread = threading.Thread(target=lambda: found.append(send(server.http, COMPLETIONS, body)))
+        thread.start()
+        streamed = forever_over_http(server, stream=True)
+        idle = connect(server.http)
+        idle.connect()
+        calls = [forever(server, 5000)]
         calls += [server.stub.Decode(request("x", 5000)) for _ in range(3)]
-        server.process.send_signal(number)
+        server.process.send_signal(signal.SIGINT)
         answers = [refusal(call) for call in calls]
+        thread.join(30)
+        with streamed, streamed.makefile("rb") as file:
+            rest = file.read()
+        idle.close()
         assert server.end() == 0
     assert {code for code, _ in answers} == {Code.UNAVAILABLE}
     assert all("stopped; send the request again later" in words for _, words in answers)
+    assert b'data: {"error": {"message": "the server is being stopped' in rest
+    assert rest.endswith(b"0\r\n\r\n")
+    [(status, answer)] = found
+    assert status == 503 and "stopped; send the request again" in answer["error"]["message"]
     assert server.errors == []
 
 

@@ -77,7 +77,8 @@ def take(service: RolloutService, finished) -> list:
 
 def test_the_oldest_version_of_an_episode_is_known_until_it_is_handed_out(pool):
     """Also while what was sampled behind its last stop string is still to be discarded."""
-    service = open_service(pool, stop_strings=tuple("abcdefghijklmnopqrstuvwxyz0123456789"))
+    stops = tuple("abcdefghijklmnopqrstuvwxyz0123456789")
+    service = open_service(pool, stop_strings=stops, max_tokens=LONG)
     service.submit(tasks(24))
     known, held_back = set(), 0
     while service.is_busy:
@@ -90,8 +91,8 @@ def test_the_oldest_version_of_an_episode_is_known_until_it_is_handed_out(pool):
 
 
 def test_tasks_that_come_one_by_one_play_as_in_a_closed_list(pool):
-    closed = collect(pool, tasks(40))
-    service = open_service(pool)
+    closed = collect(pool, tasks(40), max_tokens=LONG)
+    service = open_service(pool, max_tokens=LONG)
     found, todo = [], tasks(40)
     while todo:
         assert service.submit([todo.pop(0)]) == [39 - len(todo)]
@@ -101,16 +102,14 @@ def test_tasks_that_come_one_by_one_play_as_in_a_closed_list(pool):
         found += take(service, finished)
     assert_same_episodes(closed.trajectories, in_order(found))
     assert not service.is_busy and service.step() == []
-    check_nothing_is_held(service)
+    check_nothing_is_held(service, LONG)
 
 
-@pytest.mark.slow_except("data=1,tensor=2")
-@pytest.mark.parametrize("mesh", [MeshShape(data=8), MeshShape(tensor=2)], ids=str)
-def test_more_tasks_than_rows_flow_through(pool, mesh):
+def test_more_tasks_than_rows_flow_through(pool):
     """Rows are used again, and prompts are shared though their rows are written anew."""
-    service = open_small(pool, mesh=mesh)
+    service = open_small(pool)
     expected = collect(pool, tasks(44), lecture, max_tokens=LONG)
-    assert service.rows.total == (16 if mesh.data == 8 else 8)
+    assert service.rows.total == 16
     service.submit(tasks(44))
     found, rows = [], []
     for finished in service.drain():
@@ -142,10 +141,9 @@ def test_a_client_that_holds_rows_holds_up_no_slot_that_can_have_another(pool):
     assert_same_episodes(expected.trajectories, in_order(held))
 
 
-@pytest.mark.parametrize("seed", [4, 5])
-def test_prompts_are_not_taken_over_from_rows_that_held_ones_moved_to(pool, seed):
+def test_prompts_are_not_taken_over_from_rows_that_held_ones_moved_to(pool):
     """A slot's last prompt is in a row that is free; a held row may move there meanwhile."""
-    rng, held, moved = random.Random(seed), [], 0
+    rng, held, moved = random.Random(4), [], 0
     service = open_small(pool)
     service.submit(tasks(80))
     while service.is_busy:
@@ -374,19 +372,19 @@ def test_unknown_kv_of_an_update_is_an_error(pool):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("seed", "mesh"), [(0, MeshShape(data=8)), (1, MeshShape(data=4)), (2, MeshShape())], ids=str
+    ("mesh", "pages", "preemption"),
+    [(MeshShape(data=4), 9, "host"), (MeshShape(), 20, "recompute")],
+    ids=str,
 )
-def test_random_clients_get_every_episode_once_and_exact(pool, seed, mesh):
+def test_random_clients_get_every_episode_once_and_exact(pool, mesh, pages, preemption):
     """They submit, abort, hold rows and change weights as they please, with few pages.
 
     On data=2 the soak does (test_soak.py).
     """
-    rng, version, found, held = random.Random(seed), 0, [], []
-    pages = {8: 8, 4: 9, 1: 20}[mesh.data]
+    rng, version, found, held = random.Random(mesh.data), 0, [], []
     service = open_small(
-        pool, mesh=mesh, pages=pages, grow=GrowPool(most_pages=pages),
-        preemption=("auto", "host", "recompute")[seed], copy_prefixes="on",
-        patience_s=rng.choice([0.0, 0.01]),
+        pool, mesh=mesh, pages=pages, grow=GrowPool(most_pages=pages), preemption=preemption,
+        copy_prefixes="on", patience_s=rng.choice([0.0, 0.01]),
     )  # fmt: skip
     todo, owner = tasks(150), {}
 

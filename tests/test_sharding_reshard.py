@@ -182,8 +182,10 @@ def test_errors_name_what_to_change():
         reshard(x, NamedSharding(AbstractMesh((2,), ("x",)), P()))
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 100, 700])
-@pytest.mark.parametrize(("source", "target"), PAIRS[1::3])
+@pytest.mark.parametrize(
+    ("source", "target", "chunk_bytes"),
+    [*((*pair, 100) for pair in PAIRS[1::3]), (*PAIRS[1], 1), ("last six", "1x8x1", 700)],
+)
 def test_chunks_arrive_bit_for_bit_without_the_host(source, target, chunk_bytes):
     values = {leaf: make_values()[leaf] for leaf in ("cache", "tokens", "mask")}
     if chunk_bytes == 1:  # an element at a time
@@ -200,13 +202,12 @@ def test_chunks_arrive_bit_for_bit_without_the_host(source, target, chunk_bytes)
     assert_same_bits(tree, values)
 
 
-@pytest.mark.slow_except("None")
-@pytest.mark.parametrize("chunk_bytes", [None, 100])
-def test_what_is_given_up_is_freed_but_not_what_is_shared(chunk_bytes):
+def test_what_is_given_up_is_freed_but_not_what_is_shared():
+    """In chunks too: test_carry.py."""
     values = make_values()
     for target, freed in (("4x1x2", True), ("last six", True), ("8x1x1", False)):
         tree = jax.device_put(values, make_shardings("8x1x1"))
-        moved = reshard(tree, make_shardings(target), donate=True, chunk_bytes=chunk_bytes)
+        moved = reshard(tree, make_shardings(target), donate=True)
         assert [array.is_deleted() for array in tree.values()] == [freed] * len(tree), target
         assert_same_bits(moved, values)
     with pytest.raises(ValueError, match="chunk_bytes is 0"):

@@ -32,7 +32,7 @@ from tests.support.episodes import (
     weights,
 )
 
-NUM_ROLLOUTS, EPISODES = 4, 320
+NUM_ROLLOUTS, EPISODES = 4, 200
 NUM_SLOTS = 32
 MAX_TOKENS = 128
 LONGEST = 120
@@ -215,7 +215,7 @@ def test_every_episode_ends_once_and_nothing_leaks():
         live.append(len(jax.live_arrays()))
     assert all(counts.values()), counts
     assert live[-1] == live[NUM_ROLLOUTS // 2], "arrays are left on the devices"
-    assert sum(reasons.values()) > 1100
+    assert sum(reasons.values()) > 650
     assert set(reasons) == {
         "win", "unencodable", "environment_error", "environment_timeout",
         "turn_too_long", "episode_too_long",
@@ -234,5 +234,5 @@ def test_every_token_of_a_client_that_does_everything_is_exact():
 
     What else holds is checked by `benchmarks.soak.Findings.check`.
     """
-    found = soak(4_000, seed=1)
-    assert found.stats.rollout_tokens >= 4_000
+    found = soak(2_000, seed=1)
+    assert found.stats.rollout_tokens >= 2_000

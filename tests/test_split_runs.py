@@ -140,7 +140,7 @@ def two_rounds(monkeypatch):
 
 @pytest.mark.slow
 def test_live_episodes_go_on_with_the_same_tokens_on_other_devices(two_rounds, monkeypatch):
-    """The split moves up, down and back: tokens, versions and weights are those without a move.
+    """The split moves up and down: tokens, versions and weights are those without a move.
 
     They go on from the pages that moved. Steps are learnt in two parts.
     """
@@ -154,7 +154,7 @@ def test_live_episodes_go_on_with_the_same_tokens_on_other_devices(two_rounds, m
 
     monkeypatch.setattr(Sessions, "move", watched)
     stays, moves = Steps(world), Steps(world)
-    for split, rollout, training in ((4, R4, T4), (6, R6, T2), (2, R2, T6), (4, R4, T4)):
+    for split, rollout, training in ((4, R4, T4), (6, R6, T2), (2, R2, T6)):
         there, here = stays.take(4), moves.take(split)
         assert stays.meshes == (R4, T4) and moves.meshes == (rollout, training)
         assert tokens_of(here) == tokens_of(there)
@@ -165,7 +165,7 @@ def test_live_episodes_go_on_with_the_same_tokens_on_other_devices(two_rounds, m
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
     # Some lagged, and pages of live episodes moved each time.
     assert any(record.metrics()["version_lag_max"] > 0 for record in moves.records)
-    assert len(live) == 3 and min(live) > 0
+    assert len(live) == 2 and min(live) > 0
     assert moves.placement.rollout.mesh.num_devices + moves.placement.train.mesh.num_devices == 8
 
 

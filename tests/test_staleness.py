@@ -351,7 +351,7 @@ def shapes(draw) -> Shape:
 
 
 @given(shape=shapes())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_every_task_is_trained_on_once_within_the_bound_through_failures_and_kills(shape):
     """Of any lengths, with hung, failed and slow episodes: it ends, and can be replayed."""
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
@@ -384,13 +384,13 @@ def test_every_task_is_trained_on_once_within_the_bound_through_failures_and_kil
 @pytest.mark.parametrize(
     ("players", "later", "rule"),
     [
-        *itertools.product([1, 2, 4], [(2,), (2, 1), (4, 2)], ["in_order", "drop"]),
-        *itertools.product([2, 4], [(1,)], ["wait", "mask", "admission"]),
+        *itertools.product([1, 2, 4], [(2, 1), (4, 2)], ["in_order", "drop"]),
+        *itertools.product([4], [(1,)], ["wait", "mask", "admission"]),
     ],
 )
 def test_a_run_goes_on_with_other_numbers_of_players(tmp_path, rule, players, later):
     """Killed at any of some moments: each task is played to its end once, within the bound."""
-    for first in range(5, 34, 4):
+    for first in range(5, 34, 7):
         run = driven(
             tmp_path / str(first),
             rule=rule,

@@ -86,25 +86,6 @@ def test_a_step_takes_its_own_groups_in_the_order_in_which_they_finished():
 
 
 @pytest.mark.slow
-def test_the_totals_of_parts_make_the_update_of_the_whole_batch(world):
-    """Parameters, moments and metrics, with parts of unequal sizes."""
-    learner, plan = world.learner, TrainPlan(F4, 1, "none")
-    whole = rows(learner, F4, 16)
-    expected, of_whole = learner.update(plan, learner.init_state(F4), whole, CONTROLS)
-    totals, state = None, learner.init_state(F4)
-    for start, end in ((0, 4), (4, 12), (12, 16)):
-        part = first_rows(whole, learner, F4, start, end)
-        totals = learner.add_part(plan, state, part, CONTROLS, totals)
-    after, metrics = learner.apply(plan, state, totals, CONTROLS)
-    assert int(after.updates) == 1
-    for name, value in read_metrics(of_whole).items():
-        assert float(metrics[name]) == pytest.approx(value, rel=2e-5, abs=1e-6), name
-    for one, other in zip(jax.tree.leaves(after), jax.tree.leaves(expected), strict=True):
-        # Adam divides small gradients by their own size, and so enlarges their rounding.
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
-
-
-@pytest.mark.slow
 def test_a_run_in_parts_learns_what_the_synchronous_run_learns(monkeypatch):
     """The same episodes to the token, nothing through the host, and gradients while it plays.
 
@@ -144,6 +125,7 @@ def test_a_run_in_parts_learns_what_the_synchronous_run_learns(monkeypatch):
 
 
 def test_parts_that_run_out_of_memory_are_added_up_again_on_another_mesh(world, monkeypatch):
+    """Parts of unequal sizes make the update of the whole batch: state and metrics."""
     placement, position = begin(world)
     before = jax.device_get(position.state)
     assert placement.train.mesh == F4
@@ -159,8 +141,8 @@ def test_parts_that_run_out_of_memory_are_added_up_again_on_another_mesh(world, 
     monkeypatch.setattr(world.learner, "part_steps", steps)
     whole = rows(world.learner, F4, 16, seed=1)
     update = StepUpdate(placement=placement, controls=CONTROLS)
-    for start in (0, 8):
-        update.add(position.state, part_of(first_rows(whole, world.learner, F4, start, start + 8)))
+    for start, end in ((0, 4), (4, 16)):
+        update.add(position.state, part_of(first_rows(whole, world.learner, F4, start, end)))
     after, (metrics,) = update.finish(position.state)
     assert placement.train.mesh == MeshShape(data=2, fsdp=2)
     assert placement.take_log().failures
@@ -168,11 +150,12 @@ def test_parts_that_run_out_of_memory_are_added_up_again_on_another_mesh(world, 
     plan = TrainPlan(F4, 1, "none")
     state = jax.device_put(before, world.learner.state_shardings(F4))
     expected, of_whole = world.learner.update(plan, state, whole, CONTROLS)
-    assert metrics["loss"] == pytest.approx(read_metrics(of_whole)["loss"], rel=1e-4)
-    for one, other in zip(
-        jax.tree.leaves(after.params), jax.tree.leaves(expected.params), strict=True
-    ):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=5e-5)
+    assert int(after.updates) == 1
+    for name, value in read_metrics(of_whole).items():
+        assert metrics[name] == pytest.approx(value, rel=2e-5, abs=1e-6), name
+    for one, other in zip(jax.tree.leaves(after), jax.tree.leaves(expected), strict=True):
+        # Adam divides small gradients by their own size, and so enlarges their rounding.
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.slow

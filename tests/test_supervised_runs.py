@@ -23,11 +23,11 @@ from earl_jax.selector.table import ThroughputTable
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
 from tests.support.allocator import live_bytes, memory_limit
-from tests.support.commands import Command, final_parameters
-from tests.support.placements import EIGHT_SLOTS, TINY, begin, first_position, place
+from tests.support.commands import final_parameters
+from tests.support.placements import EIGHT_SLOTS, TINY, first_position, place
 from tests.support.processes import Processes
 from tests.support.runs import timeless
-from tests.support.settings import make_config, small
+from tests.support.settings import make_config
 
 # Its weights, whole on every device, are most of what a rollout takes there.
 WIDE = {
@@ -156,80 +156,48 @@ def test_a_placement_without_a_rollout_is_restored(path):
         playing.restore(placement.as_dict())
 
 
-@pytest.mark.slow
-def test_its_policy_can_play_all_the_same(path):
-    world = built(path)
-    placement, position = begin(world)
-    found = evaluate(world, placement, position, games=8)
-    assert found["episodes"] == 8 and placement.plans.rollout is not None
-
-
 # Several processes.
 
 
-def in_one_of_two(path: str, workdir: str) -> list[str]:
-    """Trains in this process and the other until a signal after step 2, and then to the end."""
-    config, folder, ends = make_config(settings(Path(path))), Path(workdir), []
-    metrics = folder / "metrics.jsonl"
+def in_one_of_two(path: str, folder: str) -> list[str]:
+    """Trains in this process and the other: to the end; until a signal, and then to the end."""
+    config, ends = make_config(settings(Path(path))), []
+    workdir = Path(folder) / "stopped"
+    metrics = workdir / "metrics.jsonl"
 
     def stop() -> str:
         return "SIGTERM" if metrics.exists() and '"step": 2' in metrics.read_text() else ""
 
-    for stops in (stop, lambda: ""):
-        ends.append(train(config, folder, stops).stopped)
+    for where, stops in (
+        (Path(folder) / "steady", lambda: ""),
+        (workdir, stop),
+        (workdir, lambda: ""),
+    ):
+        ends.append(train(config, where, stops).stopped)
     return ends
 
 
-def assert_same(one: Path, other: Path) -> None:
-    """The same examples, and weights that differ by rounding."""
-    for ours, theirs in zip(final_parameters(one), final_parameters(other), strict=True):
+@pytest.mark.slow
+def test_two_processes_train_as_one_does_and_go_on_where_they_were_stopped(path, tmp_path):
+    """Bit for bit as if they had not been, and their policy can be evaluated by one process."""
+    one, steady, stopped = (tmp_path / name for name in ("one", "steady", "stopped"))
+    ends = Processes(2, 4, "test_supervised_runs:in_one_of_two", str(path), str(tmp_path)).results()
+    words = f"stopped by SIGTERM after step 2; saved in {stopped}/checkpoints/2"
+    assert ends == [["", words, ""]] * 2
+    for ours, theirs in zip(final_parameters(stopped), final_parameters(steady), strict=True):
+        assert ours.tobytes() == theirs.tobytes()
+    train(make_config(settings(path)), one)
+    # The same examples, and weights that differ by rounding.
+    for ours, theirs in zip(final_parameters(one), final_parameters(stopped), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
-    each = [[*read_metrics(folder / "metrics.jsonl")] for folder in (one, other)]
-    assert [[line["step"] for line in lines] for lines in each] == [[1, 2, 3, 4]] * 2
-    for ours, theirs in zip(*each, strict=True):
+    each = [read_metrics(folder / "metrics.jsonl") for folder in (steady, stopped, one)]
+    assert [[line["step"] for line in lines] for lines in each] == [[1, 2, 3, 4]] * 3
+    assert [*map(timeless, each[0])] == [*map(timeless, each[1])]
+    for ours, theirs in zip(each[2], each[1], strict=True):
         assert ours["train_tokens"] == theirs["train_tokens"]
         assert ours["policy_tokens"] == theirs["policy_tokens"]
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
-
-
-@pytest.fixture(scope="module")
-def one(path, tmp_path_factory) -> Path:
-    """A run of one process."""
-    folder = tmp_path_factory.mktemp("alone") / "one"
-    train(make_config(settings(path)), folder)
-    return folder
-
-
-@pytest.mark.slow
-def test_two_processes_train_as_one_does_and_go_on_where_they_were_stopped(one, path, tmp_path):
-    two = tmp_path / "two"
-    ends = Processes(2, 4, "test_supervised_runs:in_one_of_two", str(path), str(two)).results()
-    words = f"stopped by SIGTERM after step 2; saved in {two}/checkpoints/2"
-    assert ends == [[words, ""]] * 2
-    assert_same(one, two)
-
-
-@pytest.mark.slow
-def test_two_processes_that_are_killed_go_on(path, tmp_path):
-    """Bit for bit as if they had not been, and their policy can be evaluated by one process."""
-    given, config = small(settings(path, num_steps=20)), tmp_path / "config.py"
-    config.write_text(
-        "from ml_collections import ConfigDict\n"
-        f"def get_config():\n    return ConfigDict({given!r})\n"
-    )
-    steady = Command(tmp_path / "cache", tmp_path / "steady", 2, config=config).done()
-    killed = Command(tmp_path / "cache", tmp_path / "killed", 2, config=config)
-    killed.after_step(5)
-    for process in killed.all:
-        process.kill()
-    assert any(status == -9 for status, _, _ in killed.ends())
-    again = Command(tmp_path / "cache", tmp_path / "killed", 2, config=config).done()
-    for ours, theirs in zip(final_parameters(again), final_parameters(steady), strict=True):
-        assert ours.tobytes() == theirs.tobytes()
-    lines = [
-        [timeless(line) for line in read_metrics(folder / "metrics.jsonl")]
-        for folder in (again, steady)
-    ]
-    assert lines[0] == lines[1]
-    run, position, placement = read_newest(make_config(settings(path, num_steps=20)), again)
-    assert position.step == 20 and evaluate(run, placement, position, games=8)["episodes"] == 8
+    run, position, placement = read_newest(make_config(settings(path)), stopped)
+    assert position.step == 4 and placement.plans.rollout is None
+    assert evaluate(run, placement, position, games=8)["episodes"] == 8
+    assert placement.plans.rollout is not None

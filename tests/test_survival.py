@@ -3,6 +3,7 @@
 """Running out of memory for real: XLA's own error, donated arrays gone, and the run goes on."""
 
 import dataclasses
+import gc
 import json
 from typing import Any
 
@@ -59,14 +60,23 @@ TRAIN, PLAY = {D8: 4000.0, CUBE: 3900.0}, {D8: 4000.0, D4T2: 3900.0}
 CONTROLS = np.array([1e-2, 0.0], np.float32)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def few_objects():
+    """A lack of memory collects garbage, among all objects that a worker has by then."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="module")
 def world():
     return build_run(make_config(given(ROLLOUT, (D8, D4T2), (D8, CUBE))))
 
 
-def placed(world, say=lambda text: None, **changes):
+def placed(world, say=lambda text: None, speeds=TRAIN, **changes):
     """A placement that has chosen its first plans."""
-    table = table_of(world.problem, TRAIN, PLAY, (TOKENS,))
+    table = table_of(world.problem, speeds, PLAY, (TOKENS,))
     placement = place(world, table, say, **changes)
     placement.choose_step(TOKENS, None)
     return placement
@@ -98,10 +108,10 @@ def update(placement, state, batch, controls, length):
     return state, step.parts[0].batch, metrics
 
 
-def assert_updated_as_without_a_failure(world, after, plan):
+def assert_updated_as_without_a_failure(world, after, plan, batch):
     """Bit for bit: by the same program from the same state."""
-    program = Learner.program(world.learner, plan)
-    expected, _ = program(world.learner.init_state(plan.mesh), rows_on(world, plan.mesh), CONTROLS)
+    program = Learner.program(world.learner, plan, sft=False)
+    expected, _ = program(world.learner.init_state(plan.mesh), batch, CONTROLS)
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(np.array(a), np.array(b)), after, expected
     )
@@ -120,33 +130,45 @@ def test_error_of_the_device_is_known_and_takes_what_was_donated():
 
 
 def test_update_that_runs_out_of_memory_is_done_by_another_plan(world, monkeypatch):
-    """From the same state: what the failed program took with it comes from the backup."""
+    """From the same state: what the failed program took with it comes from the backup.
+
+    Four packed rows on the four row shards of a mesh get four of padding for the eight of another.
+    """
     notes = []
-    placement = placed(world, notes.append)
-    first = placement.train
-    assert first == TrainPlan(D8, 1, "none")
+    placement = placed(world, notes.append, speeds={CUBE: 4000.0, D8: 3900.0})
+    assert placement.train == TrainPlan(CUBE, 1, "none")
 
     def program(plan, *, sft=False):
-        if plan.mesh == D8:
+        if plan.mesh == CUBE:
             return hungry(donated=0)
         return Learner.program(world.learner, plan, sft=sft)
 
+    def packed(mesh, rows):
+        where = world.stages.layouts.train(mesh).activations("NS")
+        padding = ((0, rows - 4), (0, 0))
+        four = jax.tree.map(lambda field: np.asarray(field)[:4], rows_on(world, mesh))
+        return jax.tree.map(lambda field: jax.device_put(np.pad(field, padding), where), four)
+
     monkeypatch.setattr(world.learner, "program", program)
-    state, batch = world.learner.init_state(D8), rows_on(world, D8)
+    state, batch = world.learner.init_state(CUBE), packed(CUBE, 4)
     after, moved, metrics = update(placement, state, batch, CONTROLS, TOKENS)
     monkeypatch.undo()
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
-    assert placement.train.mesh == CUBE and np.isfinite(metrics["loss"])
-    where = world.stages.layouts.train(CUBE).activations("NS")
+    assert placement.train == TrainPlan(D8, 1, "none") and np.isfinite(metrics["loss"])
+    where = world.stages.layouts.train(D8).activations("NS")
     assert moved.tokens.sharding.is_equivalent_to(where, 2)
-    assert_updated_as_without_a_failure(world, after, placement.train)
+    assert moved.tokens.shape == (8, TOKENS)
+    np.testing.assert_array_equal(np.asarray(moved.tokens)[:4], batch.tokens)
+    assert not np.asarray(moved.segment_ids)[4:].any()
+    assert metrics["policy_tokens"] == (np.asarray(batch.turn_ids) > 0).sum()
+    assert_updated_as_without_a_failure(world, after, placement.train, packed(D8, 8))
 
     # It is said, logged, and remembered: here, in a resumed run, and in the next one.
-    words = f"train on {D8} ran out of memory with rows of {TOKENS} tokens, 16 at a time"
+    words = f"train on {CUBE} ran out of memory with rows of {TOKENS} tokens, 1 at a time"
     log = placement.take_log()
     assert log.failures[0] == words and f"{words}; it is not tried again" in notes
-    assert log.choices[-1].plan.mesh == CUBE and log.choices[-1].switched
-    assert f"{D8} ran out of memory" in log.choices[-1].reason
+    assert log.choices[-1].plan.mesh == D8 and log.choices[-1].switched
+    assert f"{CUBE} ran out of memory" in log.choices[-1].reason
     table = placement.observations.table
     again = ThroughputTable.from_dict(json.loads(json.dumps(table.as_dict())))
     assert again.failures == table.failures
@@ -155,31 +177,6 @@ def test_update_that_runs_out_of_memory_is_done_by_another_plan(world, monkeypat
     assert resumed.train == placement.train
     # A checkpoint from before the failure does not forget it.
     assert ThroughputTable().over(table).failures == table.failures
-
-
-def test_packed_rows_go_to_a_mesh_with_more_row_shards(world, monkeypatch):
-    """Four rows on the four row shards of a mesh get four of padding for the eight of another."""
-    placement = placed(world, train_meshes_named=(str(CUBE), str(D8)))
-    placement.plans = placement.plans._replace(train=TrainPlan(CUBE, 1, "none"))
-
-    def program(plan, *, sft=False):
-        if plan.mesh == CUBE:
-            return hungry(donated=0)
-        return Learner.program(world.learner, plan, sft=sft)
-
-    monkeypatch.setattr(world.learner, "program", program)
-    layout = world.stages.layouts.train(CUBE)
-    batch = jax.tree.map(
-        lambda field: jax.device_put(np.asarray(field)[:4], layout.activations("NS")),
-        rows_on(world, CUBE),
-    )
-    state = world.learner.init_state(CUBE)
-    _, moved, metrics = update(placement, state, batch, CONTROLS, TOKENS)
-    assert placement.train == TrainPlan(D8, 1, "none")
-    assert moved.tokens.shape == (8, TOKENS)
-    np.testing.assert_array_equal(np.asarray(moved.tokens)[:4], batch.tokens)
-    assert not np.asarray(moved.segment_ids)[4:].any()
-    assert metrics["policy_tokens"] == (np.asarray(batch.turn_ids) > 0).sum()
 
 
 def test_a_lack_of_memory_of_the_last_episodes_is_that_of_the_plan_they_moved_to(world):
@@ -197,11 +194,12 @@ def test_smaller_micro_batches_are_used_where_no_mesh_is_left_until_the_run_stop
 ):
     """One mesh, which has memory for 4 rows at a time: micro-batches of 4."""
     placement, tried = placed(world, train_meshes_named=(str(CUBE),)), []
+    failing = hungry(donated=0)
 
     def program(plan, *, sft=False):
         tried.append(plan)
         if plan.micro_batches < 4:
-            return hungry(donated=0)
+            return failing
         return Learner.program(world.learner, plan, sft=sft)
 
     monkeypatch.setattr(world.learner, "program", program)
@@ -209,12 +207,15 @@ def test_smaller_micro_batches_are_used_where_no_mesh_is_left_until_the_run_stop
     after, _, _ = update(placement, state, batch, CONTROLS, TOKENS)
     assert len(tried) == len(set(tried)) and {plan.mesh for plan in tried} == {CUBE}
     assert [plan.micro_batches for plan in tried[-1:]] == [4]
+    words = [failure.split(" tokens, ")[1] for failure in placement.take_log().failures]
+    assert [each.split(",")[0] for each in words] == 3 * ["16 at a time"] + 3 * ["8 at a time"]
     assert placement.train == tried[-1]
     assert placement.words.startswith(f"training on {CUBE} in 4 micro-batches")
-    assert_updated_as_without_a_failure(world, jax.tree.map(jnp.copy, after), tried[-1])
+    copied = jax.tree.map(jnp.copy, after)
+    assert_updated_as_without_a_failure(world, copied, tried[-1], rows_on(world, CUBE))
 
     # The program has run: next time there is no backup, and the state goes with it.
-    monkeypatch.setattr(world.learner, "program", lambda *_, sft: hungry(donated=0))
+    monkeypatch.setattr(world.learner, "program", lambda *_, sft: failing)
     with pytest.raises(StateLost, match="goes on from its newest checkpoint"):
         update(placement, after, batch, CONTROLS, TOKENS)
     # 16 rows on 4 row shards: no smaller parts than 4 rows.
@@ -250,24 +251,16 @@ def test_trainer_that_cannot_move_goes_to_another_mesh(world, monkeypatch):
         assert old.tobytes() == np.array(new).tobytes()
 
 
-@pytest.mark.slow_except("another mesh")
-@pytest.mark.parametrize("meshes", [(D8, D4T2), (D8,)], ids=["another mesh", "fewer slots"])
-def test_rollout_that_runs_out_of_memory_is_played_again(world, monkeypatch, meshes):
-    """The same episodes, token for token."""
-    placement = placed(world, rollout_meshes_named=tuple(map(str, meshes)))
+def test_rollout_that_runs_out_of_memory_is_played_again(world, monkeypatch):
+    """The same episodes on another mesh, token for token."""
+    placement = placed(world)
     position = first_position(world, placement)
     monkeypatch.setattr(world.stages.engines.engine(D8), "_play", hungry(donated=1))
     position, record = rl_step(world, placement, position)
     monkeypatch.undo()
-    failures = placement.take_log().failures
-    assert all(w.startswith(f"rollout on {D8} ran out of memory with 16 slots") for w in failures)
-    # All four pages of a row shard, nine tenths or three quarters of them, and one episode's two.
-    assert len(failures) == (1 if len(meshes) > 1 else 3)
-    if len(meshes) > 1:
-        assert (placement.rollout.mesh, record.rollout_mesh) == (D4T2, str(D4T2))
-    else:
-        assert (placement.rollout.mesh, placement.rollout.num_slots) == (D8, 8)
-        assert placement.words == "rollout with 8 of 16 slots"
+    (failure,) = placement.take_log().failures
+    assert failure.startswith(f"rollout on {D8} ran out of memory with 16 slots")
+    assert (placement.rollout.mesh, record.rollout_mesh) == (D4T2, str(D4T2))
 
     undisturbed = placed(world)
     _, expected = rl_step(world, undisturbed, first_position(world, undisturbed))
@@ -275,6 +268,24 @@ def test_rollout_that_runs_out_of_memory_is_played_again(world, monkeypatch, mes
         assert [t.token_ids for t in played.turns] == [t.token_ids for t in wanted.turns]
         assert (played.reward, played.stop_reason) == (wanted.reward, wanted.stop_reason)
     assert record.updates[0]["loss"] == pytest.approx(expected.updates[0]["loss"], abs=1e-4)
+
+
+def test_fewer_slots_play_where_no_mesh_is_left(world):
+    """Behind all four pages of a row shard, nine tenths or three quarters, and one episode's two.
+
+    test_relocate.py plays the same episodes with other numbers of slots.
+    """
+    placement = placed(world, rollout_meshes_named=(str(D8),))
+    program, plans = hungry(donated=0), []
+    while placement.rollout.num_slots == 16:
+        plans.append(placement.rollout)
+        assert placement.attempt("rollout", lambda: program(jnp.ones(1))) is None
+        placement.choose_step(TOKENS, None)
+    failures = placement.take_log().failures
+    assert all(w.startswith(f"rollout on {D8} ran out of memory with 16 slots") for w in failures)
+    assert [plan.pages for plan in plans] == [4, 3, 2] and len(failures) == 3
+    assert (placement.rollout.mesh, placement.rollout.num_slots) == (D8, 8)
+    assert placement.words == "rollout with 8 of 16 slots"
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["own program", "new weights"])

@@ -142,6 +142,12 @@ def assert_same_steps(one: dict[str, Any], other: dict[str, Any], *, queue: bool
     assert set(one["bytes_read"] + other["bytes_read"]) <= {0}
 
 
+def first_step_of(steps: dict[str, Any]) -> dict[str, Any]:
+    """Of two steps."""
+    num_rows = len(steps["rows"]) // 2
+    return {**steps, "steps": steps["steps"][:1], "rows": steps["rows"][:num_rows]}
+
+
 def tails_of(steps: dict[str, Any]) -> list[list[str]]:
     return [each["tails"] for each in steps["steps"]]
 
@@ -149,10 +155,8 @@ def tails_of(steps: dict[str, Any]) -> list[list[str]]:
 # An engine in each process.
 
 
-def steps_with_tails(order: str) -> dict[str, Any]:
-    """In each of two processes: steps whose tails move in none, in both, and in one of them."""
-    episodes = 2 * EPISODES if order == "queue" else EPISODES
-    run = run_on(D4, D2T2, D4, order=order, episodes_per_step=episodes)
+def with_tails(run: Run) -> dict[str, Any]:
+    """Steps whose tails move in no process, in both, and in the second one."""
     index, found = run.cluster.index, {}
     for name, moving in (("none", []), ("both", [0, 1]), ("second", [1])):
         placement = placed(run, D4, D2T2, D4)
@@ -161,10 +165,25 @@ def steps_with_tails(order: str) -> dict[str, Any]:
     return found
 
 
+def steps_of_two() -> dict[str, dict[str, Any]]:
+    """In each of two processes: steps with tails, with memory enough and short, and of a queue."""
+    run = run_on(D4, D2T2, D4)
+    found = {"fifo": with_tails(run), "short": that_are_short(run)}
+    queue = run_on(D4, D2T2, D4, order="queue", episodes_per_step=2 * EPISODES)
+    return {**found, "queue": with_tails(queue)}
+
+
+@pytest.fixture(scope="module")
+def two() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """What the first process has of these steps, and what the second one has."""
+    first, second = Processes(2, 2, "test_tail_processes:steps_of_two").results(550)
+    return {name: (first[name], second[name]) for name in first}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_each_process_moves_its_last_episodes_by_itself():
-    first, second = Processes(2, 2, "test_tail_processes:steps_with_tails", "fifo").results(550)
+def test_each_process_moves_its_last_episodes_by_itself(two):
+    first, second = two["fifo"]
     for each in (first, second):
         assert tails_of(each["none"]) == [[], []]
         # Two of each process to the other mesh, and the last one back.
@@ -180,9 +199,9 @@ def test_each_process_moves_its_last_episodes_by_itself():
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_rows_of_a_queue_are_in_order_whoever_moves():
+def test_rows_of_a_queue_are_in_order_whoever_moves(two):
     """Which process plays what depends on time; the rows that come to the trainer do not."""
-    first, second = Processes(2, 2, "test_tail_processes:steps_with_tails", "queue").results(550)
+    first, second = two["queue"]
     for each in (first, second):
         for name in ("both", "second"):
             assert_same_steps(each[name], each["none"], queue=True)
@@ -193,17 +212,16 @@ def test_rows_of_a_queue_are_in_order_whoever_moves():
         assert sorted(sum(played, [])) == list(range(first_of_step, first_of_step + 2 * EPISODES))
 
 
-def steps_that_are_short() -> dict[str, Any]:
-    """In each of two processes: the second has no memory for the move, and then for the tail."""
-    run, found = run_on(D4, D2T2, D4), {}
-    is_short = run.cluster.index == 1
+def that_are_short(run: Run) -> dict[str, Any]:
+    """Steps in which the second process has no memory for the move, and then for the tail."""
+    is_short, found = run.cluster.index == 1, {}
 
     def short(*arguments, **named):
         return jax.block_until_ready(hungry(donated=0)(jnp.ones(4)))
 
-    for name in ("none", "move", "round"):
+    for name in ("move", "round"):
         placement = placed(run, D4, D2T2, D4)
-        moves = name == "move" or name == "round" and is_short
+        moves = name == "move" or is_short
         placement.is_compiled = lambda key, moves=moves: moves
         with pytest.MonkeyPatch.context() as patch:
             if name == "move" and is_short:
@@ -217,11 +235,12 @@ def steps_that_are_short() -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_process_that_is_short_in_its_move_stays_and_in_its_tail_has_all_play_again():
-    first, second = Processes(2, 2, "test_tail_processes:steps_that_are_short").results(550)
-    for each in (first, second):
+def test_process_that_is_short_in_its_move_stays_and_in_its_tail_has_all_play_again(two):
+    first, second = two["short"]
+    for each, whole in zip(two["short"], two["fifo"], strict=True):
         for name in ("move", "round"):
-            assert_same_steps(each[name], each["none"])
+            # One step, of those that were taken without a move.
+            assert_same_steps(each[name], first_step_of(whole["none"]))
         (step,) = each["move"]["steps"]
         assert step["tails"][:1] == [str(D2T2)] and each["move"]["known"] == []
         # The plan of the tail, also in the process whose episodes stayed.

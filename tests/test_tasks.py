@@ -37,12 +37,12 @@ def test_each_episode_is_drawn_as_its_task_says(pool):
     ways = (*WAYS, None)
     todo = [
         dataclasses.replace(task, sampling=ways[index % len(ways)])
-        for index, task in enumerate(tasks(40))
+        for index, task in enumerate(tasks(20))
     ]
     mixed = collect(pool, todo, player=player)
-    check_rows(mixed, 40)
+    check_rows(mixed, 20)
     for index, way in enumerate(ways):
-        alike = collect(pool, tasks(40), player=player, sampling=way or Sampling())
+        alike = collect(pool, tasks(20), player=player, sampling=way or Sampling())
         drawn_so = slice(index, None, len(ways))
         assert_same_episodes(mixed.trajectories[drawn_so], alike.trajectories[drawn_so])
     # A cut makes what is kept likelier than the model says; a plain draw is the model's own.

@@ -2,13 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged caches as tests make and look at them; and slots with pages for their max tokens."""
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 
-from earl_jax.engine import decode_state
-from earl_jax.engine.decode_state import DecodeState
 from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import PageTable, dense_pool, pages_for
 from earl_jax.models.config import ModelConfig
@@ -56,20 +52,3 @@ def whole_pages_on(engine: Engine, max_tokens: int) -> PageTable:
     """`whole_pages` of an engine's slots."""
     config = engine.config
     return whole_pages(config.num_slots, max_tokens, config.page_size, engine.layout.num_row_shards)
-
-
-def grow(state: DecodeState, max_tokens: int) -> DecodeState:
-    """The same slots on one device that hold so many tokens, with pages of their own."""
-    before = state.experience.tokens.shape[1]
-    slots, size = state.cached.shape[0], state.cache.page_size
-    table, source = whole_pages(slots, before, size).regroup(dense_pool(1, slots, max_tokens, size))
-    for slot in range(slots):
-        table.hold(slot, max_tokens)
-    cache = dataclasses.replace(
-        state.cache,
-        layers=decode_state.repack(state.cache.layers, source.reshape(-1)),
-        table=table.as_array(pages_for(max_tokens, size)),
-    )
-    return dataclasses.replace(
-        state, cache=cache, experience=decode_state.widen(state.experience, max_tokens)
-    )

@@ -18,19 +18,6 @@ CHECKPOINT = REFERENCE / "qwen2_tied"
 NAMES = sorted(path.name for path in REFERENCE.iterdir() if (path / "config.json").is_file())
 # One of each kind of layers.
 KINDS = ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma3"]
-MESHES = [
-    MeshShape(data=8),
-    MeshShape(fsdp=8),
-    MeshShape(tensor=2),
-    MeshShape(data=2, fsdp=2, tensor=2),
-]
-EXPERT_MESHES = [MeshShape(expert=8), MeshShape(fsdp=2, expert=2, tensor=2)]
-# Every kind on the mesh that cuts most, and two on every mesh that can cut them.
-PLACED = [
-    *((name, MESHES[-1]) for name in KINDS),
-    *(("gemma3", mesh) for mesh in MESHES[:-1]),
-    *(("qwen3_moe", mesh) for mesh in EXPERT_MESHES),
-]
 
 
 @functools.cache
@@ -42,6 +29,12 @@ def reference(name: str) -> dict[str, np.ndarray]:
 @functools.cache
 def checkpoint(name: str) -> Checkpoint:
     return open_checkpoint(REFERENCE / name)
+
+
+def mixed(name: str) -> MeshShape:
+    """The mesh that cuts most of a checkpoint's axes."""
+    has_experts = checkpoint(name).model.num_experts > 0
+    return MeshShape(fsdp=2, tensor=2, **({"expert": 2} if has_experts else {"data": 2}))
 
 
 @functools.cache

@@ -135,14 +135,11 @@ def check_bound(lines, bound: int) -> None:
         assert sum(line["staleness_tokens"]) > 0
 
 
-def kill(
-    folder: Path, workdir: Path, given: dict, is_time: Callable[[], bool]
-) -> Callable[[], str]:
+def kill(folder: Path, workdir: Path, given: dict, is_time: Callable[[], bool]) -> None:
     """Kills a run of these settings with SIGKILL when it is time.
 
     `given` are settings as in a file of --config, with some steps behind that time: the programs
-    may be compiled already. `folder` is for that file and the caches. Returns a function that goes
-    on with the run to its end and returns what it printed.
+    may be compiled already. `folder` is for that file and the caches.
     """
     file = folder / "config.py"
     file.write_text(
@@ -159,10 +156,3 @@ def kill(
         time.sleep(0.005)
     process.kill()
     assert process.wait() == -signal.SIGKILL, "it was done before"
-
-    def go_on() -> str:
-        done = subprocess.run(line, cwd=ROOT, env=variables, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    return go_on
