@@ -164,6 +164,10 @@ class AsyncPlayer:
         self._live.check_checksum(step)
         return self._live.groups.end_step(step, self._live.oldest_step)
 
+    def give_up(self) -> None:
+        """Lets the open episodes go, for their memory: the next step plays their groups again."""
+        self._live.close()
+
     def sync_events(self) -> None:
         """Returns when the events of this process are on its disk."""
         self._events.sync()

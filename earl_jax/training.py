@@ -4,6 +4,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import io
 import time
 from collections.abc import Callable, Sequence
@@ -496,14 +497,24 @@ class Training:
             if self.run.tasks.held_out is None:
                 return
         try:
-            is_live = self.player is not None and self.player.is_live
-            evaluation = evaluate(
-                self.run, self.placement, position, games=games, beside_live=is_live
-            )
+            evaluation = self._evaluation(position, games)
         except Stopped:
             self.skipped_evaluation = True
             return
         self.recorder.write({"step": position.step, "eval": evaluation})
+
+    def _evaluation(self, position: Position, games: int) -> dict[str, Any]:
+        """Returns an evaluation; open episodes make way where memory is too short beside them."""
+        played = functools.partial(evaluate, self.run, self.placement, position, games=games)
+        if self.player is not None and self.player.is_live:
+            with contextlib.suppress(BudgetTooSmall):
+                return played(beside_live=True)
+            self.player.give_up()
+            self.recorder.note(
+                "memory is too short for an evaluation beside the open episodes: they are played "
+                "again behind it"
+            )
+        return played()
 
     def _is_due(self, step: int) -> bool:
         """Returns True for steps that are saved: the last, and one every so many."""

@@ -7,6 +7,7 @@ tests start do the same, but for two whole runs of configs.
 """
 
 import fnmatch
+import gc
 import importlib.metadata
 import os
 import signal
@@ -83,6 +84,12 @@ LONGEST = (
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One more than there are cores: tests of servers and runs wait for processes of their own."""
     return (os.cpu_count() or 1) + 1
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leaves modules and tests out of later garbage collections, of which tracing causes many."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from earl_jax import training
 from earl_jax.config import file as config_file
 from earl_jax.config.train_flags import parse_flags, replayed_config
 from earl_jax.envs.environment import ENVIRONMENT_ERROR, ENVIRONMENT_TIMEOUT
@@ -31,6 +32,7 @@ from earl_jax.run.build import build_run
 from earl_jax.run.live_service import since_version
 from earl_jax.settings.errors import InputError, RunError
 from earl_jax.telemetry.episodes import read_trajectories
+from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
 from earl_jax.trajectory import FAILURES, Experience
 from tests.support.environments import Wanderer
@@ -87,7 +89,7 @@ def lags_of(workdir, step: int) -> collections.Counter:
 
 @pytest.mark.slow
 def test_with_no_staleness_it_is_the_synchronous_loop_bit_for_bit():
-    run = build_run(config_of(staleness=0))
+    run = build_run(config_of(apart=False, staleness=0))
     results = []
     for make in (lambda run, placement: None, AsyncPlayer):
         placement, position = begin(run)
@@ -190,6 +192,53 @@ def test_a_run_whose_rollout_ran_out_of_memory_is_replayed_bit_for_bit(
     train(make_config(OF_TWO_STEPS), again, replay=short)
     assert (again / EVENTS).read_text() == (short / EVENTS).read_text()
     assert_equal(final_parameters(short, 2), final_parameters(again, 2))
+
+
+@pytest.mark.slow
+def test_open_episodes_make_way_for_an_evaluation_that_does_not_fit_beside_them(
+    tmp_path, monkeypatch
+):
+    """They are played again behind it; the replay, which has the memory, plays them again too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    first, again = tmp_path / "run", tmp_path / "again"
+    opened, evaluated, beside = Sessions.open, training.evaluate, []
+
+    def evaluate(*given, beside_live=False, **more):
+        beside.append(beside_live)
+        try:
+            return evaluated(*given, beside_live=beside_live, **more)
+        finally:
+            beside.append(False)
+
+    def short_beside_episodes(own, params, version):
+        if beside[-1]:
+            jax.block_until_ready(hungry(donated=0)(jnp.ones(4)))
+        return opened(own, params, version)
+
+    config = make_config(
+        {
+            **given_of(staleness=1),
+            "num_steps": 2,
+            "eval": {"every_steps": 1, "games": 8, "final_games": 8},
+        }
+    )
+    with monkeypatch.context() as short:
+        short.setattr(training, "evaluate", evaluate)
+        short.setattr(Sessions, "open", short_beside_episodes)
+        train(config, first)
+    # Before step 1 no episode is open; behind each step it is tried beside them, and then alone.
+    assert beside[::2] == [False, True, False, True, False]
+    assert [e["version"] for e in read_events(first) if e["event"] == "open"] == [0, 1]
+    assert episodes_of(first) == dict.fromkeys(range(2 * EPISODES), 1)
+    check_bound(steps_of(first), 1)
+    assert [line["step"] for line in read_metrics(first / "metrics.jsonl") if "eval" in line] == [
+        0,
+        1,
+        2,
+    ]
+    train(config, again, replay=first)
+    assert (again / EVENTS).read_text() == (first / EVENTS).read_text()
+    assert_equal(final_parameters(first, 2), final_parameters(again, 2))
 
 
 class Troubled(Wanderer):

@@ -89,6 +89,8 @@ class Placement:
         # Shapes of packed batches, by their context bucket, and the tokens of the last one.
         self.row_shapes: dict[str, ShapeHistory] = {}
         self.trained_tokens = 0
+        # A rollout is beside the live episodes of another one, whose plans will be in use again.
+        self.beside_live = False
         # The bucket of a rollout that ran out of memory: it is played again from the start.
         self.outgrown = 0
         self.backup = StateBackup(stages.cluster.count == 1 and stages.problem.holds_backup)
@@ -461,7 +463,7 @@ class Placement:
         For later runs too, unless it did so `in_move`: in a move to the plan, of `live` episodes
         for their rollout only.
         """
-        how = {"in_move": in_move, "live": live}
+        how = {"in_move": in_move, "live": live or self.beside_live}
         if stage == "rollout":
             self.outgrown = self.max_tokens
             self._remember(self.tail or self.rollout, self.max_tokens, **how)

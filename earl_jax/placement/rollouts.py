@@ -157,11 +157,17 @@ def play_batches(
 
 @contextlib.contextmanager
 def plans_kept(placement: Placement) -> Iterator[None]:
-    """Puts the plans in use back, however the rollout inside ends, and keeps none of its caches."""
+    """Puts the plans in use back, however the rollout inside ends, and keeps none of its caches.
+
+    Nor what was short beside another rollout.
+    """
     before, outgrown = placement.as_dict(), placement.outgrown
+    placement.beside_live = True
     try:
         yield
     finally:
+        placement.beside_live = False
         placement.sessions.forget()
+        placement.observations.end_rollout()
         placement.restore(before)
         placement.outgrown = outgrown

@@ -333,13 +333,19 @@ def _gathered_bytes(sizes: ModelSizes, mesh: MeshShape) -> float:
 def _gathers_s(
     hardware: Hardware, sizes: ModelSizes, work: Workload, mesh: MeshShape, backward: bool
 ) -> float:
-    """Returns the seconds of a micro-batch's gathers of weights and sums of gradients."""
+    """Returns the seconds of a micro-batch's gathers of weights and sums of gradients.
+
+    Layers are gathered one by one, so that each waits for its own ring.
+    """
     state, parts = device_bytes(sizes.trained, mesh), mesh.fsdp * mesh.context
-    copies, apart = _gathered_bytes(sizes, mesh), stride(mesh, "context")
-    gathers_s = (1 + work.repeats_products) * 0.5 * all_reduce_s(hardware, copies, parts, apart)
-    sums_s = 0.5 * all_reduce_s(hardware, state * parts, parts, apart)
+    copies, apart, layers = _gathered_bytes(sizes, mesh), stride(mesh, "context"), sizes.num_layers
+
+    def gathered_s(num_bytes: float) -> float:
+        return layers * 0.5 * all_reduce_s(hardware, num_bytes / layers, parts, apart)
+
+    sums_s = gathered_s(state * parts)
     sums_s += all_reduce_s(hardware, state, mesh.data, stride(mesh, "data"))
-    return gathers_s + backward * sums_s
+    return (1 + work.repeats_products) * gathered_s(copies) + backward * sums_s
 
 
 def weights_read(sizes: ModelSizes, mesh: MeshShape, tokens: int, int8_bytes: float = 1.0) -> float:
