@@ -440,7 +440,7 @@ class Placement:
         if result is None:
             # The arrays of the failed attempt are freed with its frames.
             gc.collect()
-        if stage == "rollout" and not live:
+        if stage == "rollout" and not (live or self.beside_live):
             self._end_rollout(played=result is not None)
         return result
 

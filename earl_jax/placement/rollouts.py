@@ -161,7 +161,7 @@ def plans_kept(placement: Placement) -> Iterator[None]:
 
     Nor what was short beside another rollout.
     """
-    before, outgrown = placement.as_dict(), placement.outgrown
+    before, outgrown, tail = placement.as_dict(), placement.outgrown, placement.tail
     placement.beside_live = True
     try:
         yield
@@ -170,4 +170,4 @@ def plans_kept(placement: Placement) -> Iterator[None]:
         placement.sessions.forget()
         placement.observations.end_rollout()
         placement.restore(before)
-        placement.outgrown = outgrown
+        placement.outgrown, placement.tail = outgrown, tail
