@@ -938,8 +938,7 @@ def test_processes_that_play_together_and_are_stopped_end_as_if_left_alone(cache
 
 
 CHANGES = {
-    # Behind the third step contexts need another mesh.
-    "num_steps": 4,
+    "num_steps": 6,
     "selector.budget_bytes_per_device": 2_460_000,
     "rollout.context_buckets": "(24,40)",
     "selector.rollout_meshes": "('data=8','data=4,tensor=2')",
