@@ -86,10 +86,24 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return (os.cpu_count() or 1) + 1
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Leaves modules and tests out of later garbage collections, of which tracing causes many."""
+def _leave_out_objects() -> None:
+    """Leaves the objects that there are out of later garbage collections."""
+    gc.unfreeze()
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leaves modules and tests out of garbage collections, of which tracing causes many."""
+    _leave_out_objects()
+
+
+@pytest.fixture(scope="module")
+def few_objects():
+    """For tests that collect garbage: without the objects that a worker has by then."""
+    _leave_out_objects()
+    yield
+    _leave_out_objects()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -18,15 +18,6 @@ P = PartitionSpec
 MATRIX = 256 * 256 * 4
 
 
-@pytest.fixture(autouse=True, scope="module")
-def few_objects():
-    """Those that a worker has by then are not looked at before every test."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
 def no_garbage(few_objects):
     """Frees the arrays of other tests before a limit is derived from those that are held."""

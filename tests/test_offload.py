@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer's moments wait in host memory where a rollout needs their memory."""
 
-import gc
 import json
 
 import jax
@@ -37,16 +36,8 @@ ROLLOUT = {
     "context_buckets": (TOKENS,),
     "patience_s": 60.0,
 }
+pytestmark = pytest.mark.usefixtures("few_objects")
 OFFLOADED = "the optimizer's moments wait in host memory during rollouts"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def few_objects():
-    """A lack of memory collects garbage, among all objects that a worker has by then."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 """Running out of memory for real: XLA's own error, donated arrays gone, and the run goes on."""
 
 import dataclasses
-import gc
 import json
 from typing import Any
 
@@ -56,17 +55,9 @@ ROLLOUT = {
     "patience_s": 60.0,
 }
 # data=8 is the fastest of both stages, so that the others are what is left.
+pytestmark = pytest.mark.usefixtures("few_objects")
 TRAIN, PLAY = {D8: 4000.0, CUBE: 3900.0}, {D8: 4000.0, D4T2: 3900.0}
 CONTROLS = np.array([1e-2, 0.0], np.float32)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def few_objects():
-    """A lack of memory collects garbage, among all objects that a worker has by then."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

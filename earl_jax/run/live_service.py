@@ -229,7 +229,7 @@ class LiveService:
 
     def _grow(self, session: Session, tokens: int, pages: int, load: Load | None) -> Session:
         placement, event, grown = self._placement, self._events.coming("grow"), None
-        if event is not None:
+        if event is not None and "placement" in event:
             grown = placement.sessions.grow_as(session, event["placement"])
         grown = grown or placement.sessions.grow(session, tokens, pages, load)
         self._where = self._mesh_and_slots()
