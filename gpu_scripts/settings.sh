@@ -5,8 +5,6 @@
 #
 # Settings of JAX, XLA and NCCL for training on GPUs. None was timed on GPUs by this project.
 
-# Programs get 92 % of a GPU's memory, not 75: nothing else runs there. The rest is NCCL's and CUDA's.
-export XLA_CLIENT_MEM_FRACTION=${XLA_CLIENT_MEM_FRACTION:-.92}
 # A lost node ends a collective with an error that is printed, instead of silence.
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 

@@ -334,7 +334,7 @@ def test_plans_no_smaller_than_one_that_ran_out_of_memory_are_not_chosen():
 @pytest.mark.parametrize(("times", "failures"), [(1.02, 0), (1.12, 1), (1.2, 2)])
 def test_rollouts_larger_than_computed_fail_at_most_twice_and_keep_their_slots(times, failures):
     """Not all of 64 episodes of 131,072 tokens fit at once, so that pages fill the budget."""
-    problem = problem_on("h100:1x8", "qwen2.5-7b")
+    problem = dataclasses.replace(problem_on("h100:1x8", "qwen2.5-7b"), budget_bytes=60 * 2**30)
     step, table, plans = full_step(problem, 131_072), ThroughputTable(), Plans()
     while True:
         decision = choose(problem, step, plans, table)

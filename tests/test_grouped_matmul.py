@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each row times the matrix of its group, in both directions, and at the cost of its rows."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,10 @@ from earl_jax.models.moe.grouped_matmul import (
     MAX_MASKED_ROWS,
     blocked_matmul,
     grouped_matmul,
+    kernel_matmul,
 )
+from earl_jax.sharding.topology import make_topology
+from tests.support.compilers import need_compiler, need_tokamax
 
 WIDTH, FFN = 12, 20
 # Groups that end inside blocks and with them, span several, share one, are empty; rows left over.
@@ -104,3 +109,65 @@ def test_memory_does_not_grow_with_groups_times_rows():
     masked, blocked = temporaries(jax.lax.ragged_dot), temporaries(grouped_matmul)
     print(f"{masked / 2**20:.1f} MiB masked, {blocked / 2**20:.1f} MiB by blocks")
     assert blocked < masked / 10
+
+
+@need_tokamax
+@pytest.mark.parametrize("name", ["all", "one", "none"])
+def test_the_kernel_for_gpus_has_the_same_contract(name):
+    """tokamax's own arithmetic in place of its kernel, which runs on no CPU."""
+    x, weights, sizes, _ = make(SIZES[name], 30)
+    cotangent = np.random.default_rng(5).normal(size=(len(x), FFN)).astype(np.float32)
+
+    def total(matmul, x, weights):
+        out = matmul(x, weights, sizes)
+        return jnp.sum(out * cotangent), out
+
+    def by_kernel(*inputs):
+        return kernel_matmul(*inputs, implementation="xla")
+
+    with jax.numpy_rank_promotion("allow"):
+        (gradients, out), (expected, reference) = (
+            jax.jit(jax.grad(functools.partial(total, matmul), (0, 1), has_aux=True))(x, weights)
+            for matmul in (by_kernel, blocked_matmul)
+        )
+    np.testing.assert_allclose(out, reference, atol=1e-5)
+    assert not np.any(out[sum(sizes) :])
+    for found, wanted in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+@pytest.mark.slow
+@need_tokamax
+@need_compiler("h100:1x8")
+@pytest.mark.parametrize("shape", [(128, 2048, 768), (8, 4096, 14336 // 8), (64, 2048, 1408)])
+def test_the_kernel_compiles_for_hopper_and_leaves_no_loop(shape):
+    """Qwen3 30B-A3B whole, Mixtral 8x7B cut over 8 devices, DeepSeek-MoE 16B whole."""
+    num_experts, width, ffn = shape
+    device = make_topology("h100:1x8").devices()[0]
+    placed = jax.sharding.SingleDeviceSharding(device)
+
+    def shaped(*sizes: int, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=placed)
+
+    arguments = shaped(32_768, width), shaped(num_experts, width, ffn)
+    sizes = shaped(num_experts, dtype=jnp.int32)
+
+    def program(matmul) -> str:
+        def total(x, weights, sizes):
+            return jnp.sum(matmul(x, weights, sizes).astype(jnp.float32) ** 2)
+
+        with jax.default_device(device):
+            grad = jax.jit(jax.grad(total, argnums=(0, 1)))
+            return grad.lower(*arguments, sizes).compile().as_text()
+
+    text = program(functools.partial(grouped_matmul, products="tokamax"))
+    assert text.count("mosaic_gpu") >= 3 and " while(" not in text
+    assert " while(" in program(grouped_matmul)
+
+
+def test_widths_that_the_kernel_has_no_tiles_for_go_in_blocks():
+    """352: DeepSeek-MoE 16B cut over 4 devices."""
+    x, weights = jnp.ones((MAX_MASKED_ROWS + 1, 64)), jnp.ones((2, 64, 352))
+    sizes = jnp.array([MAX_MASKED_ROWS, 1], jnp.int32)
+    out = jax.jit(functools.partial(grouped_matmul, products="tokamax"))(x, weights, sizes)
+    np.testing.assert_array_equal(out, np.full(out.shape, 64.0))

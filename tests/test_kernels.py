@@ -29,7 +29,7 @@ from earl_jax.train.scoring import score_batch
 from earl_jax.train.state import state_shapes, state_shardings
 from earl_jax.train.step import batch_shapes, make_train_step
 from earl_jax.train.update import Update
-from tests.support.compilers import need_compiler
+from tests.support.compilers import has_tokamax, need_compiler, need_tokamax
 from tests.support.rows import HEAD_SIZE, make_rows
 from tests.support.settings import make_config
 
@@ -45,8 +45,6 @@ TINY = ModelConfig(
 )
 # More than a block.
 LONG = 129
-has_tokamax = importlib.util.find_spec("tokamax") is not None
-need_tokamax = pytest.mark.skipif(not has_tokamax, reason="tokamax is an extra")
 
 
 def out_and_gradients(attend, query, key, value, segments):

@@ -3,12 +3,15 @@
 """Bytes per device: of compiled programs, of placed arrays, and what a device may hold."""
 
 import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from earl_jax.launch.start import host_memory_bytes
+from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.memory import (
     device_budget,
     is_out_of_memory,
@@ -136,3 +139,25 @@ def test_host_memory_is_limited_by_the_groups_of_the_process(tmp_path):
     old = f"{group}/memory/docker/1/memory.limit_in_bytes"
     assert host("9:cpu:/x\n8:memory:/docker/1", {old: "5000\n"}) == 5000
     assert host("8:memory:/docker/1", {old: f"{2**63 - 4096}\n"}) == physical
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"XLA_CLIENT_MEM_FRACTION": "0.92"}),
+        ({"XLA_CLIENT_MEM_FRACTION": ".5"}, {"XLA_CLIENT_MEM_FRACTION": ".5"}),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}),
+    ],
+)
+def test_a_run_takes_the_share_of_a_gpu_that_the_planner_counts(given, expected):
+    script = (
+        "from earl_jax.launch.start import start_jax; start_jax('cpu', 1); import os; "
+        "print({name: os.environ[name] for name in os.environ if 'CLIENT_MEM_FRACTION' in name})"
+    )
+    rest = {name: value for name, value in os.environ.items() if "MEM_FRACTION" not in name}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=rest | given, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == str(expected)
+    hardware = parse_topology("h100:1x8")
+    assert hardware.usable_bytes == int(0.92 * hardware.memory_bytes)

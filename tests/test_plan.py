@@ -166,7 +166,7 @@ def test_inputs_in_host_memory_are_those_of_as_few_rows_as_are_as_fast():
     problem = problem_on(
         "h100:1x8",
         *("model.preset=llama3.1-8b", BF16, "selector.train_meshes=('data=1,tensor=8',)"),
-        budget=parse_topology("h100:1x8").usable_bytes,
+        budget=60 * 2**30,
         vocab_size=128_256,
     )
     (plan,) = trains(make_schedule(problem, EMPTY, [131_072]))
@@ -488,7 +488,7 @@ def test_a_longer_context_alone_moves_no_trainer():
         "h100:1x8",
         *("model.preset=qwen2.5-7b", BF16, "rollout.num_slots=128", "rollout.page_size=128"),
         *("rollout.episodes_per_step=128", "rollout.chunk_size=128"),
-        budget=parse_topology("h100:1x8").usable_bytes,
+        budget=60 * 2**30,
         vocab_size=None,
     )
     schedule = make_schedule(problem, EMPTY, [1024, 4096, 32_768, 65_536])
@@ -648,9 +648,9 @@ def test_a_preset_for_chips_needs_no_other_flag(capsys):
     note = out.splitlines()[0]
     assert "tictactoe_tiny_cpu.py is for CPU devices; planned with selector.budget_bytes" in note
     assert "model.compute_dtype=bfloat16" in note
-    assert "budget 59.74 GiB of the 79.65 GiB" in out and "vocabulary 152,064" in out
+    assert "budget 73.28 GiB of the 79.65 GiB" in out and "vocabulary 152,064" in out
     assert {int(share) for share in re.findall(r"(\d+)%(?: \?)?  ", out)} <= set(range(101))
-    assert "131,072: next best" in out and "do not fit:" not in out
+    assert re.search("131,072: (next best|faster by itself)", out) and "do not fit:" not in out
     # What is given counts.
     given = "--config.selector.budget_bytes_per_device=40000000000"
     flags = ["--topology=h100:1x8", "--config.model.preset=qwen2.5-7b", given, "--contexts=1024"]

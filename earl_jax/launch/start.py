@@ -56,7 +56,11 @@ def start_jax(
 
     from earl_jax.launch.distributed import start_processes
     from earl_jax.settings.folders import cache_folder
+    from earl_jax.sharding.topology import GPU_MEMORY_FRACTION
 
+    # By the second name as well; JAX refuses both.
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
+        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(GPU_MEMORY_FRACTION))
     if platform != "auto":
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(platform, platform))
     jax.config.update("jax_num_cpu_devices", num_cpu_devices)

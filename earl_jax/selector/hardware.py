@@ -4,8 +4,8 @@
 
 Data sheets are those of `sharding.topology.CHIPS`. Sources of the other numbers:
 
-- `usable_fraction`: on GPUs JAX takes three quarters of the memory unless XLA_CLIENT_MEM_FRACTION
-  says otherwise (docs.jax.dev, "GPU memory allocation"). On TPUs the runtime keeps some hundred MiB
+- `usable_fraction`: on GPUs JAX takes what XLA_CLIENT_MEM_FRACTION says (docs.jax.dev, "GPU memory
+  allocation"), which `launch.start` sets. On TPUs the runtime keeps some hundred MiB
   (out-of-memory errors there speak of 15.75 of v5e's 16 GiB and of 31.25 of v6e's 32).
 - `start_s` and `hop_s` of a collective. GPUs: NCCL's own model of a ring in the LL protocol
   (src/graph/tuning.cc): 6.6 us, 0.6 us a step over NVLink, 2.7 over a network. TPUs: 1 us a step,
@@ -20,7 +20,7 @@ import dataclasses
 from typing import Literal
 
 from earl_jax.settings.errors import InputError
-from earl_jax.sharding.topology import Topology, make_topology
+from earl_jax.sharding.topology import GPU_MEMORY_FRACTION, Topology, make_topology
 
 _GB = 10**9
 
@@ -201,7 +201,7 @@ def hardware_of(topology: Topology) -> Hardware:
         num_devices=topology.num_devices,
         devices_a_host=devices_a_host,
         memory_bytes=chip.hbm_bytes,
-        usable_fraction=0.75 if gpu else 0.97,
+        usable_fraction=GPU_MEMORY_FRACTION if gpu else 0.97,
         flops_per_s=chip.bf16_flops_per_s,
         memory_bytes_per_s=chip.hbm_bytes_per_s,
         link_bytes_per_s=chip.link_bytes_per_s / (1 if gpu else chip.axes),

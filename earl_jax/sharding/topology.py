@@ -23,6 +23,10 @@ from jax.experimental import topologies
 
 from earl_jax.settings.errors import InputError
 
+# What programs get of a GPU's memory. The rest is CUDA's and NCCL's; JAX's own default is three
+# quarters.
+GPU_MEMORY_FRACTION = 0.92
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:

@@ -24,9 +24,10 @@ from earl_jax.models.attention.paged_attention import (
 from earl_jax.models.attention.ring import ring_attention
 from earl_jax.models.attention.rows import BLOCK_SIZE, Window
 from earl_jax.models.attention.segment_blocks import attend_packed_rows
-from earl_jax.models.attention.tokamax_rows import tokamax_obstacle, tokamax_rows
+from earl_jax.models.attention.tokamax_rows import CAPABILITIES, tokamax_rows
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.kv_cache import LayerCache, PagedCache
+from earl_jax.models.tokamax_extra import tokamax_obstacle
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import Layout, MeshShape
 
@@ -88,7 +89,9 @@ def _obstacle(kernel: Kernel, layout: Layout, model: ModelConfig) -> str | None:
         return obstacle
     if kernel == "splash" and layout.platform not in ("tpu", None):
         return f"its kernel is for TPUs and these are {layout.platform} devices"
-    return tokamax_obstacle(layout, model) if kernel == "tokamax" else None
+    if kernel == "tokamax":
+        return tokamax_obstacle(layout.platform, CAPABILITIES, model.compute_dtype)
+    return None
 
 
 def context_obstacle(setting: str, shape: MeshShape) -> str | None:

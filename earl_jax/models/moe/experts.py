@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec as P
 from earl_jax.models.activations import gated
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.contraction import mark_product
-from earl_jax.models.moe.grouped_matmul import grouped_matmul
+from earl_jax.models.moe.grouped_matmul import Products, choose_products, grouped_matmul
 from earl_jax.models.quantization import Quantized
 from earl_jax.sharding.axes import MESH_AXES
 from earl_jax.sharding.layout import PARAMETER_RULES, Layout
@@ -63,7 +63,11 @@ def route(
 
 
 def mix_experts(
-    config: ModelConfig, layer: Any, x_TD: jax.Array, experts_E: jax.Array
+    config: ModelConfig,
+    layer: Any,
+    x_TD: jax.Array,
+    experts_E: jax.Array,
+    products: Products = "xla",
 ) -> jax.Array:
     """Returns the sum over the experts `experts_E` (numbers, rising by one) for each token.
 
@@ -87,22 +91,29 @@ def mix_experts(
     # taken out here, and in results, below.
     x_MD = _with_gradients_of(local_M[order_M] < num_experts, x_MD)
     expert_M = jnp.minimum(local_M[order_M], num_experts - 1)
-    gate_MF = mark_product(_multiply(x_MD, layer["expert_gate"], sizes_E, expert_M))
-    up_MF = mark_product(_multiply(x_MD, layer["expert_up"], sizes_E, expert_M))
+
+    def multiply(x_MD: jax.Array, weight: str) -> jax.Array:
+        return mark_product(_multiply(x_MD, layer[weight], sizes_E, expert_M, products))
+
+    gate_MF, up_MF = multiply(x_MD, "expert_gate"), multiply(x_MD, "expert_up")
     hidden_MF = gated(config.activation, gate_MF, up_MF)
-    out_MD = mark_product(_multiply(hidden_MF, layer["expert_down"], sizes_E, expert_M))
+    out_MD = multiply(hidden_MF, "expert_down")
     out_TUD = _permute(out_MD, jnp.argsort(order_M)).reshape(x_TUD.shape)
     out_TUD = jnp.where(here_TU[..., None], out_TUD, 0).astype(jnp.float32)
     return jnp.einsum("TUD,TU->TD", out_TUD, weights_TU).astype(x_TD.dtype)
 
 
 def _multiply(
-    x_MD: jax.Array, weights_EDF: jax.Array | Quantized, sizes_E: jax.Array, expert_M: jax.Array
+    x_MD: jax.Array,
+    weights_EDF: jax.Array | Quantized,
+    sizes_E: jax.Array,
+    expert_M: jax.Array,
+    products: Products,
 ) -> jax.Array:
     """Runs `grouped_matmul`, also of int8. `expert_M` is each row's group, any after the last."""
     if not isinstance(weights_EDF, Quantized):
-        return grouped_matmul(x_MD, weights_EDF, sizes_E)
-    product_MF = grouped_matmul(x_MD, weights_EDF.values.astype(x_MD.dtype), sizes_E)
+        return grouped_matmul(x_MD, weights_EDF, sizes_E, products)
+    product_MF = grouped_matmul(x_MD, weights_EDF.values.astype(x_MD.dtype), sizes_E, products)
     scale_MF = weights_EDF.scale[expert_M]
     return (product_MF.astype(jnp.float32) * scale_MF).astype(x_MD.dtype)
 
@@ -158,6 +169,7 @@ def experts_of_rows(config: ModelConfig, layout: Layout, layer: Any, x_BTD: jax.
         axis for axis in _WITHIN_ROWS if axis in cut and not (rows_cut and axis == "expert")
     )
     specs = {name: layout.parameter_spec(letters) for name, letters in _WEIGHTS.items()}
+    products = choose_products(layout, config)
 
     def mix(weights: Any, x_BTD: jax.Array) -> jax.Array:
         if gathered:
@@ -168,8 +180,8 @@ def experts_of_rows(config: ModelConfig, layout: Layout, layer: Any, x_BTD: jax.
         if rows_cut:
             x_BTD = jax.lax.all_gather(x_BTD, "expert", tiled=True)
         experts_E = _own_experts(config, layout)
-        out_TD = mix_experts(config, weights, x_BTD.reshape(-1, x_BTD.shape[-1]), experts_E)
-        out_BTD = out_TD.reshape(x_BTD.shape)
+        x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
+        out_BTD = mix_experts(config, weights, x_TD, experts_E, products).reshape(x_BTD.shape)
         out_BTD = jax.lax.psum_scatter(out_BTD, "expert", tiled=True) if rows_cut else out_BTD
         return jax.lax.psum(out_BTD, adds) if adds else out_BTD
 
@@ -190,12 +202,19 @@ def experts_of_shard(
 ) -> jax.Array:
     """Computes the mixture inside the engine's `shard_map`; `layout` None: weights are whole."""
     weights = {name: layer[name] for name in _WEIGHTS}
+    products = choose_products(layout, config)
 
     def mix(experts_E: jax.Array, weights: Any, x_BTD: jax.Array) -> jax.Array:
-        out_TD = mix_experts(config, weights, x_BTD.reshape(-1, x_BTD.shape[-1]), experts_E)
-        return out_TD.reshape(x_BTD.shape)
+        x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
+        return mix_experts(config, weights, x_TD, experts_E, products).reshape(x_BTD.shape)
 
-    if layout is None or layout.shape.expert * layout.shape.tensor == 1:
+    axes: set[str] = set()
+    if products == "tokamax":
+        # XLA cannot split the kernel: whatever axis is left is by hand, those of size 1 too.
+        axes = set[str](MESH_AXES).difference(jax.sharding.get_abstract_mesh().manual_axes)
+    elif layout is not None and layout.shape.expert * layout.shape.tensor > 1:
+        axes = set[str](_WITHIN_ROWS)
+    if layout is None or not axes:
         return mix(jnp.arange(config.num_experts), weights, x_BTD)
 
     # Axes of rows are manual already, and so are no part of a specification here.
@@ -218,7 +237,7 @@ def experts_of_shard(
         mix_own,
         in_specs=(specs, P()),
         out_specs=P(),
-        axis_names=set(_WITHIN_ROWS),
+        axis_names=axes,
         check_vma=False,
     )
     return mixed(weights, x_BTD)

@@ -5,23 +5,50 @@
 `jax.lax.ragged_dot` is a kernel on TPU. Elsewhere XLA writes it as one product of every row with
 every matrix, most of it masked: as many times the arithmetic as there are groups, and a mask of
 groups x rows x D. For the few rows of a decode step that is as good as anything, since every matrix
-is read anyway; for the rows of a training step it is not. They go in blocks here: one product for
-each block and each group that it touches.
+is read anyway; for the rows of a training step or of a long prompt it is not. They go through
+tokamax's kernel on Hopper GPUs, and in blocks elsewhere: one product for each block and each group
+that it touches. That is made for CPUs: on a GPU each block is a few small kernels, and the host
+reads how many there are.
 """
 
+import importlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.tokamax_extra import quiet_tokamax, tokamax_obstacle
+from earl_jax.sharding.layout import Layout
+
+Products = Literal["xla", "tokamax"]
+
+# Compute capabilities that tokamax's kernel has a backward pass for: the first, the first beyond.
+CAPABILITIES = (9.0, 10.0)
+
+# Both widths of a matrix are multiples of this for tokamax's kernel.
+KERNEL_TILE = 64
 # Rows of one product.
 BLOCK_SIZE = 128
 # Up to so many rows the masked product is taken.
 MAX_MASKED_ROWS = 8 * BLOCK_SIZE
 
 
-def grouped_matmul(x_MD: jax.Array, weights_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def choose_products(layout: Layout | None, model: ModelConfig) -> Products:
+    """Returns what multiplies the rows of a mixture's experts on the layout's devices.
+
+    An abstract mesh, and `None`, have no devices: XLA.
+    """
+    if layout is None or layout.platform is None:
+        return "xla"
+    no_kernel = tokamax_obstacle(layout.platform, CAPABILITIES, model.compute_dtype)
+    return "xla" if no_kernel else "tokamax"
+
+
+def grouped_matmul(
+    x_MD: jax.Array, weights_EDF: jax.Array, sizes_E: jax.Array, products: Products = "xla"
+) -> jax.Array:
     """Multiplies the first `sizes_E[0]` rows with the first matrix, the next with the second, ...
 
     Rows behind the last group may come out as anything. Sums are in fp32.
@@ -31,9 +58,28 @@ def grouped_matmul(x_MD: jax.Array, weights_EDF: jax.Array, sizes_E: jax.Array) 
     """
     if len(x_MD) <= MAX_MASKED_ROWS:
         return jax.lax.ragged_dot(x_MD, weights_EDF, sizes_E)
+    if products == "tokamax" and not any(width % KERNEL_TILE for width in weights_EDF.shape[1:]):
+        return kernel_matmul(x_MD, weights_EDF, sizes_E)
     return jax.lax.platform_dependent(
         x_MD, weights_EDF, sizes_E, tpu=jax.lax.ragged_dot, default=blocked_matmul
     )
+
+
+def kernel_matmul(
+    x_MD: jax.Array, weights_EDF: jax.Array, sizes_E: jax.Array, implementation: str = "mosaic_gpu"
+) -> jax.Array:
+    """Computes `grouped_matmul` by tokamax; rows after the last group become 0.
+
+    It leaves whatever memory held in those rows, and its gradient of the weights multiplies rows of
+    other groups by 0, NaN among them.
+    """
+    quiet_tokamax()
+    # By name, and here: whoever does not use it need not have it, nor wait for its import.
+    multiply = importlib.import_module("tokamax._src.ops.ragged_dot.api").IMPLEMENTATIONS
+    # Its gradient of the weights wants whole tiles of rows.
+    out_MF = multiply[implementation](_padded(x_MD), weights_EDF, group_sizes=sizes_E)[: len(x_MD)]
+    is_of_group = jnp.arange(len(x_MD)) < jnp.sum(sizes_E)
+    return jnp.where(is_of_group[:, None], out_MF, 0)
 
 
 @jax.custom_vjp
