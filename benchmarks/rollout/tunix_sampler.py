@@ -50,24 +50,29 @@ class Ids:
         return self._pad_id
 
 
+def model_config(folder: str) -> qwen2.ModelConfig:
+    """Returns Tunix's settings of the checkpoint's model."""
+    hf = json.loads((Path(folder) / "config.json").read_text())
+    return qwen2.ModelConfig(
+        num_layers=hf["num_hidden_layers"],
+        vocab_size=hf["vocab_size"],
+        embed_dim=hf["hidden_size"],
+        hidden_dim=hf["intermediate_size"],
+        num_heads=hf["num_attention_heads"],
+        head_dim=hf["hidden_size"] // hf["num_attention_heads"],
+        num_kv_heads=hf["num_key_value_heads"],
+        rope_theta=hf["rope_parameters"]["rope_theta"],
+        norm_eps=hf["rms_norm_eps"],
+        use_tied_embedding=hf["tie_word_embeddings"],
+        dtype=jnp.float32,
+    )
+
+
 class Generator:
     """The model, and a sampler for each size of the cache."""
 
     def __init__(self, folder: str):
-        hf = json.loads((Path(folder) / "config.json").read_text())
-        self._config = qwen2.ModelConfig(
-            num_layers=hf["num_hidden_layers"],
-            vocab_size=hf["vocab_size"],
-            embed_dim=hf["hidden_size"],
-            hidden_dim=hf["intermediate_size"],
-            num_heads=hf["num_attention_heads"],
-            head_dim=hf["hidden_size"] // hf["num_attention_heads"],
-            num_kv_heads=hf["num_key_value_heads"],
-            rope_theta=hf["rope_parameters"]["rope_theta"],
-            norm_eps=hf["rms_norm_eps"],
-            use_tied_embedding=hf["tie_word_embeddings"],
-            dtype=jnp.float32,
-        )
+        self._config = model_config(folder)
         self._model = create_model_from_safe_tensors(folder, self._config, dtype=jnp.float32)
         self._samplers: dict[int, Sampler] = {}
 

@@ -1,8 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Updates of one model on one batch, side by side: ours, and `transformers` with torch.
+"""Updates of one model on one batch, side by side: ours, `transformers` with torch, and Tunix's.
 
-    uv run python -m benchmarks.updates --torch_python=PATH [--cores=1,2] [--repeats=4] [--write]
+    uv run python -m benchmarks.updates --torch_python=PATH --tunix_python=PATH \
+        [--cores=1,2] [--repeats=4] [--write]
 
 Forward and backward pass, PPO's clipped loss, AdamW in fp32; nothing is recomputed. Each trainer is
 a process of its own on the same cores; they take turns. Of each the fastest update counts. Exits
@@ -28,40 +29,41 @@ SAME = 1e-4
 
 
 def rows_of(
-    cores: Sequence[int], folder: Path, torch_python: str, repeats: int
+    cores: Sequence[int], folder: Path, torch_python: str, tunix_python: str, repeats: int
 ) -> tuple[list[dict[str, Any]], str]:
     """Returns the rows of trainers on these cores, and the versions."""
     # Processes that are started have the same.
     os.sched_setaffinity(0, cores)
     ours = Engine("ours", [sys.executable, "-m", "benchmarks.updates.ours", str(folder)])
-    versions = [ours.versions()]
+    # It writes the checkpoint before it answers.
+    ours.versions()
     script = str(HERE / "torch_updates.py")
     torch = Engine("torch", [torch_python, script, str(folder), str(len(cores))])
-    versions.append(torch.versions())
+    script = str(HERE / "tunix_updates.py")
+    tunix = Engine("Tunix", [tunix_python, script, str(folder)])
+    trainers = (ours, torch, tunix)
+    versions = [trainer.versions() for trainer in trainers]
     rows = []
     for count, length in SHAPES:
         job = {"rows": count, "length": length, "updates": UPDATES}
-        best = take_turns([Contestant(e.name, e, job, job) for e in (ours, torch)], repeats)
-        differences = [
-            abs(own - other)
-            for own, other in zip(*(best[name]["losses"] for name in best), strict=True)
-        ]
-        if max(differences) > SAME:
-            sys.exit(f"the losses differ by {differences}")
+        best = take_turns([Contestant(e.name, e, job, job) for e in trainers], repeats)
+        losses = [best[trainer.name]["losses"] for trainer in trainers]
+        difference = max(max(each) - min(each) for each in zip(*losses, strict=True))
+        if difference > SAME:
+            sys.exit(f"the losses differ: {losses}")
         seconds = {name: found["seconds"] for name, found in best.items()}
         rows.append(
-            {
-                "cores": len(cores),
-                "rows": f"{count} of {length}",
-                "ours, s": f"{seconds['ours']:.3f}",
-                "torch, s": f"{seconds['torch']:.3f}",
-                "torch / ours": f"{seconds['torch'] / seconds['ours']:.2f}",
-                "largest difference of losses": f"{max(differences):.0e}",
+            {"cores": len(cores), "rows": f"{count} of {length}"}
+            | {f"{name}, s": f"{spent:.3f}" for name, spent in seconds.items()}
+            | {
+                f"{other.name} / ours": f"{seconds[other.name] / seconds['ours']:.2f}"
+                for other in (torch, tunix)
             }
+            | {"largest difference of losses": f"{difference:.0e}"}
         )
         print(rows[-1], flush=True)
-    for engine in (ours, torch):
-        engine.close()
+    for trainer in trainers:
+        trainer.close()
     return rows, "; ".join(versions)
 
 
@@ -69,6 +71,7 @@ def main() -> None:
     """Measures, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--torch_python", required=True, help="Python with torch and transformers")
+    parser.add_argument("--tunix_python", required=True, help="Python with google-tunix")
     parser.add_argument("--cores", default="1,2")
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--write", action="store_true")
@@ -77,7 +80,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for number in map(int, flags.cores.split(",")):
             where = Path(folder) / "checkpoint"
-            found, versions = rows_of(every[:number], where, flags.torch_python, flags.repeats)
+            found, versions = rows_of(
+                every[:number], where, flags.torch_python, flags.tunix_python, flags.repeats
+            )
             rows += found
     text = table(rows)
     print(text, versions, machine(), sep="\n")
