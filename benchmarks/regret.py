@@ -137,7 +137,7 @@ def run_steps(world: Any, placement: Any, steps: int) -> list[tuple[Pair, float]
     from earl_jax.rollout.load import expected_tokens
     from earl_jax.telemetry.load import LoadHistory
 
-    placement.choose_step(expected_tokens(world.config.rollout, None), None)
+    placement.choose_step(expected_tokens(world.stages.rollout, None), None)
     state = world.learner.init_state(placement.train.mesh)
     position, taken = Position(step=0, state=state, history=LoadHistory()), []
     for _ in range(steps):

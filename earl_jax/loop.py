@@ -129,7 +129,7 @@ def rl_step(
     failed_steps = count_failed_steps(config.env, failures_of(done.played.outcomes), before)
     rollout_mesh, max_tokens = str(placement.rollout.mesh), placement.max_tokens
     history = position.history.add(done.load)
-    length = config.rollout.max_tokens_for(done.load.context_tokens_max)
+    length = run.stages.rollout.max_tokens_for(done.load.context_tokens_max)
     with timer("select"):
         placement.choose_training(history.recent())
         player.plans_chosen()
@@ -251,7 +251,7 @@ def choose_and_play(
 
     The engine's weights and KV caches have left the devices behind it.
     """
-    state, rollout = position.state, run.config.rollout
+    state, rollout = position.state, run.stages.rollout
     load = expected_load(rollout, position.history)
     tasks = run.tasks.training(position.step)
     if run.config.train.ratio == "behaviour":

@@ -224,7 +224,7 @@ class AsyncPlayer:
         """Chooses plans for a service that is opened anew. Returns the position, moved to them."""
         placement, load = self._placement, self._live.expected_load(position)
         with self._timer("select"):
-            placement.choose_step(expected_tokens(self._run.config.rollout, load), load)
+            placement.choose_step(expected_tokens(self._run.stages.rollout, load), load)
             # A prompt that is kept here would not be in a run that goes on from its checkpoint.
             placement.sessions.forget()
             state = move_state(placement, position.state, to_play=True)
@@ -301,7 +301,8 @@ class AsyncPlayer:
         """Sends these episodes to the trainer, which starts on their gradients."""
         config, taken = self._run.config, self._taken
         assert taken is not None, "the step has begun"
-        length = config.rollout.max_tokens_for(max(outcome.num_tokens for outcome in outcomes))
+        longest = max(outcome.num_tokens for outcome in outcomes)
+        length = self._run.stages.rollout.max_tokens_for(longest)
         forbid = config.dispatch.forbid_host_bytes
         with self._timer("dispatch"), only_on_devices(forbid) as reads:
             (part,) = send_parts(self._placement, experience, outcomes, length, {}, wait=False)

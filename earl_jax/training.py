@@ -230,7 +230,7 @@ def _train_until_lost(
     if position is not None and player is not None:
         position = _with_episodes(run, position, workdir, recorder.note)
     is_on = compiles_ahead(run.config.selector.compile_ahead, run.cluster) and run.config.plays
-    ahead = CompileAhead(recorder.note, is_on=is_on, max_context=run.origin.max_context)
+    ahead = CompileAhead(recorder.note, is_on=is_on)
     log = StepLog(
         run=run,
         placement=placement,
@@ -358,7 +358,7 @@ class Training:
         if run.origin.checkpoint:
             # Before any program is compiled, which takes minutes.
             check_weights(run.origin.checkpoint)
-        placement.choose_step(expected_tokens(run.config.rollout, None), None)
+        placement.choose_step(expected_tokens(run.stages.rollout, None), None)
         self._keep_config()
         self._take_over()
         state = first_state(run, placement.train.mesh, self.recorder.note)

@@ -11,7 +11,6 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from earl_jax.dispatch.packing import Shape
-from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.placement.compile_ahead import (
     CompileAhead,
     compiles_ahead,
@@ -68,7 +67,7 @@ def placed(run, max_tokens, table=None, **changes):
 
 def keys(run, max_tokens, history, **changes):
     placement = placed(run, max_tokens, **changes)
-    return list(wanted_programs(placement, history, NO_LIMIT))
+    return list(wanted_programs(placement, history))
 
 
 def test_programs_of_the_next_configured_context_are_always_wanted(run):
@@ -79,7 +78,7 @@ def test_programs_of_the_next_configured_context_are_always_wanted(run):
 def test_rows_of_a_packed_batch_are_known_after_the_first_step_and_stay(run):
     placement, plan = placed(run, SHORT), TrainPlan(D8, 1, "none")
     placement.trained_tokens = 0
-    (play,) = wanted_programs(placement, LoadHistory(), NO_LIMIT)
+    (play,) = wanted_programs(placement, LoadHistory())
     assert play == rollout_key(D8, LONG, 8)
     placement.trained_tokens = 160
     assert shape_ahead(placement, plan, LONG) == (8, LONG)
@@ -127,7 +126,7 @@ def test_mesh_that_never_ran_is_tried_when_its_programs_are_compiled():
     history, key, go = history_of(12, 12, 12), rollout_key(D4T2, SHORT, 8), threading.Event()
 
     def wanted():
-        return list(wanted_programs(placement, history, SHORT))
+        return list(wanted_programs(placement, history))
 
     def chosen():
         placement.choose_step(12, history.recent())

@@ -305,9 +305,31 @@ def test_no_episode_is_longer_than_the_checkpoint_is_made_for():
     assert longer.actor.max_context == 50000
 
 
+@pytest.mark.parametrize(
+    ("given", "tokens", "bucket"),
+    [
+        ({}, 41, 80),
+        ({}, 81, 128),
+        ({}, 128, 128),
+        ({}, 129, 160),
+        ({"max_episode_tokens": 30}, 1, 30),
+        ({"max_episode_tokens": 100}, 81, 100),
+    ],
+)
+def test_context_buckets_double_up_to_the_longest_episode(given, tokens, bucket):
+    """From 40 tokens, with a checkpoint made for 128; longer texts have whatever they need."""
+    rollout = {"context_buckets": (40,), **given}
+    run = build_run(make_config({**with_path("qwen2_tied"), "rollout": rollout}))
+    assert run.stages.rollout.max_tokens_for(tokens) == bucket
+    assert run.config.rollout.max_episode_tokens == given.get("max_episode_tokens", 0)
+
+
 @pytest.mark.slow
 def test_a_game_that_outgrows_the_checkpoint_ends_there(tmp_path):
-    """Connect Four by random legal moves, with a model that is made for 64 tokens."""
+    """Connect Four by random legal moves, with a model that is made for 64 tokens.
+
+    The context bucket of 40 tokens is outgrown, and the next is the model's and not 80.
+    """
     folder = shutil.copytree(REFERENCE / "qwen2_tied", tmp_path / "short")
     change_config(folder, max_position_embeddings=64)
     given = {
@@ -316,7 +338,7 @@ def test_a_game_that_outgrows_the_checkpoint_ends_there(tmp_path):
         "rollout": {
             "num_slots": 16,
             "episodes_per_step": 16,
-            "context_buckets": (64,),
+            "context_buckets": (40,),
         },
         "train": {"ratio": "model"},
         "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "table": "model"},
@@ -325,7 +347,7 @@ def test_a_game_that_outgrows_the_checkpoint_ends_there(tmp_path):
     tasks = run.tasks.training(0)
     share = Share(range(len(tasks)))
     trajectories = play(run.actor, placement, session, tasks, share, None).trajectories
-    assert max(t.num_tokens for t in trajectories) <= 64
+    assert max(t.num_tokens for t in trajectories) == 64 == placement.max_tokens
     ended = {t.stop_reason: t for t in trajectories}
     assert {"win", "episode_too_long"} <= set(ended)
     assert "within 64 tokens" in ended["episode_too_long"].detail

@@ -196,6 +196,23 @@ def test_a_run_says_once_what_it_may_choose(on_tpus, given, kernels):
     assert len(notes) == 1 and re.search(words, notes[0])
 
 
+@pytest.mark.parametrize(
+    ("platform", "words"),
+    [
+        ("cpu", "for each block of 128 rows, because its kernel is for GPUs .* cpu devices$"),
+        ("gpu", "for each block of 128 rows, because tokamax .*; expect slow updates"),
+        ("tpu", "jax.lax.ragged_dot, a kernel on TPUs$"),
+    ],
+)
+def test_a_run_says_what_multiplies_the_rows_of_experts(monkeypatch, platform, words):
+    monkeypatch.setattr(Layout, "platform", platform)
+    experts = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 32}
+    for model, count in (({}, 0), (experts, 1)):
+        notes = build_run(make_config({"model": model})).notes
+        notes = [note for note in notes if note.startswith("products of experts: ")]
+        assert len(notes) == count and all(re.search(words, note) for note in notes)
+
+
 def test_gpus_read_pages_with_our_kernel_where_it_runs_and_the_reason_is_given(monkeypatch):
     monkeypatch.setattr(Layout, "platform", "gpu")
     layout = make_layout(MeshShape(data=2, tensor=4))

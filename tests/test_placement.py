@@ -121,13 +121,13 @@ def test_rows_that_grow_and_shrink_cause_no_storm_of_switches(seed):
     for step in range(40):
         longest = max(4, min(120, int(longest * rng.choice([1.0, 1.0, 1.2, 0.8, 2.0, 0.5]))))
         plans = [placement.plans]
-        foreseen = expected_load(world.config.rollout, history)
-        placement.choose_step(expected_tokens(world.config.rollout, foreseen), foreseen)
+        foreseen = expected_load(world.stages.rollout, history)
+        placement.choose_step(expected_tokens(world.stages.rollout, foreseen), foreseen)
         plans.append(placement.plans)
         history = history.add(load_of(longest))
         placement.choose_training(history.recent())
         plans.append(placement.plans)
-        bucket = max(placement.max_tokens, world.config.rollout.max_tokens_for(longest))
+        bucket = max(placement.max_tokens, world.stages.rollout.max_tokens_for(longest))
         if bucket > most:
             most, news = bucket, news + 1
         for one, other in itertools.pairwise(plans):
@@ -183,8 +183,8 @@ def test_step_after_one_whose_episodes_all_failed_is_chosen(world, table):
     assert nothing.rollout_tokens == 0 and nothing.context_tokens_mean == 0
     history = LoadHistory().add(nothing)
     placement.choose_training(history.recent())
-    foreseen = expected_load(world.config.rollout, history)
-    placement.choose_step(expected_tokens(world.config.rollout, foreseen), foreseen)
+    foreseen = expected_load(world.stages.rollout, history)
+    placement.choose_step(expected_tokens(world.stages.rollout, foreseen), foreseen)
     assert placement.plans == before
     assert placement.sessions.tail_plan(history.recent()) is None
 

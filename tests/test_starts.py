@@ -119,7 +119,7 @@ def test_at_most_two_programs_of_a_stage_are_compiled_before_the_first_step(monk
     selector = {"budget_bytes_per_device": 17_000_000, "table": "model"}
     run = build_run(make_config({**WIDE, "selector": selector}))
     chosen = new_placement(run, print)
-    chosen.choose_step(expected_tokens(run.config.rollout, None), None)
+    chosen.choose_step(expected_tokens(run.stages.rollout, None), None)
     assert compiled and chosen.plans.rollout is not None
     stages = [type(plan) for plan in compiled]
     assert max(map(stages.count, stages)) <= 2

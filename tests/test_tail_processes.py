@@ -267,9 +267,9 @@ def steps_compiled_ahead() -> dict[str, Any]:
         compiled.append(compile_clock().own_seconds() - seconds)
         return result
 
-    with CompileAhead(print, max_context=TOKENS) as ahead:
+    with CompileAhead(print) as ahead:
         ahead.connect(placement)
-        wanted = list(wanted_programs(placement, history, 2 * TOKENS))
+        wanted = list(wanted_programs(placement, history))
         ahead.look(placement, history)
         ahead.settle()
         original, engine._play = engine._play, play
@@ -307,9 +307,8 @@ def steps_in_lockstep() -> dict[str, Any]:
         if name == "moves":
             placement.sessions._played.add(rollout_key(C2, TOKENS, SLOTS))
         found[name] = take_steps(run, placement)
-        found[name]["wanted"] = list(
-            wanted_programs(placement, LoadHistory(steps=(load_of(TOKENS),)), TOKENS)
-        )
+        history = LoadHistory(steps=(load_of(TOKENS),))
+        found[name]["wanted"] = list(wanted_programs(placement, history))
     with pytest.raises(jax.errors.JaxRuntimeError):
         # The other may be in a program with it.
         placement.attempt(None, lambda: hungry(donated=0)(jnp.ones(4)), live=True)

@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 
-from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.launch.cluster import Cluster
 from earl_jax.placement.packing import plan_of_shape, shape_ahead
 from earl_jax.placement.placement import MayTry, Placement
@@ -32,9 +31,7 @@ from earl_jax.telemetry.load import WINDOW, Load, LoadHistory
 Lower = Callable[[], Any]
 
 
-def wanted_programs(
-    placement: Placement, history: LoadHistory, max_context: int
-) -> dict[str, Lower]:
+def wanted_programs(placement: Placement, history: LoadHistory) -> dict[str, Lower]:
     """Returns programs that may be needed soon, most urgent first, by `key_of` their plans.
 
     That for the last episodes of a rollout, if they would move to another mesh, those of the
@@ -44,7 +41,7 @@ def wanted_programs(
     load, plans, programs = history.recent(), list[tuple[Plan, int]](), dict[str, Lower]()
     if (tail := placement.sessions.tail_plan(load)) is not None:
         plans.append((tail, placement.max_tokens))
-    plans += _next_bucket(placement, load, max_context)
+    plans += _next_bucket(placement, load)
     plans += promising_plans(placement, load)
     for plan, tokens in (each for each in plans if _runs_alone(placement, each[0])):
         if (lower := _lowering(placement, plan, tokens)) is not None:
@@ -74,16 +71,14 @@ def promising_plans(placement: Placement, load: Load | None) -> list[tuple[Plan,
     return [each for each in plans if not entries.get(key_of(*each), Entry()).speeds]
 
 
-def _next_bucket(
-    placement: Placement, load: Load | None, max_context: int
-) -> list[tuple[Plan, int]]:
+def _next_bucket(placement: Placement, load: Load | None) -> list[tuple[Plan, int]]:
     """Returns the plans that longer contexts would have, the trainer's first.
 
     Training batches have the tokens of `load` still.
     """
     rollout = placement.stages.rollout
     bucket = rollout.max_tokens_for(placement.max_tokens + 1)
-    if bucket > min(max_context, rollout.context_buckets[-1]):
+    if bucket > min(rollout.context_buckets[-1], rollout.max_episode_tokens):
         return []
     step = dataclasses.replace(
         placement.step_of(bucket, None), max_tokens=bucket, length=bucket, is_new=True
@@ -128,14 +123,12 @@ def compiles_ahead(setting: str, cluster: Cluster) -> bool:
 class CompileAhead:
     """A thread that compiles. To be closed: XLA must not outlive the process."""
 
-    def __init__(
-        self, say: Callable[[str], None], *, is_on: bool = True, max_context: int = NO_LIMIT
-    ) -> None:
+    def __init__(self, say: Callable[[str], None], *, is_on: bool = True) -> None:
         """Starts no thread yet; `say` reports programs that could not be compiled.
 
-        If `is_on`, `look` requests programs, for contexts of up to `max_context` tokens.
+        If `is_on`, `look` requests programs.
         """
-        self._say, self.is_on, self._max_context = say, is_on, max_context
+        self._say, self.is_on = say, is_on
         self._pool = ThreadPoolExecutor(1, "compile-ahead")
         self._thread: threading.Thread | None = None
         # Each requested program, False where it failed; no future once the run uses it.
@@ -156,7 +149,7 @@ class CompileAhead:
     def look(self, placement: Placement, history: LoadHistory) -> None:
         """Requests the programs that may be needed next; returns at once."""
         if self.is_on:
-            self.request(wanted_programs(placement, history, self._max_context))
+            self.request(wanted_programs(placement, history))
 
     def request(self, programs: Mapping[str, Lower]) -> None:
         """Compiles these programs, each once; reports earlier ones that failed."""

@@ -182,7 +182,8 @@ class Placement:
         """The longest context that the run came to, or must hold from the start."""
         if not self.problem.plays:
             return self._length_for(1)
-        configured = self.stages.rollout.context_buckets[-1]
+        rollout = self.stages.rollout
+        configured = min(rollout.context_buckets[-1], rollout.max_episode_tokens)
         return max(configured, self.max_tokens, self.outgrown)
 
     def end_warm_start(self) -> None:

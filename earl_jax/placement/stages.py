@@ -32,6 +32,7 @@ class Stages:
     `feeds_table`: real steps feed the throughput table. A move under way holds `chunk_bytes` of a
     device; None: all of it at once. The conversations that supervised updates learn from whole have
     up to `example_tokens` tokens, those that are held out `held_out_tokens`; 0: there are none.
+    In `rollout` the limit of an episode is the model's too.
     """
 
     problem: Problem

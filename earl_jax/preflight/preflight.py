@@ -68,7 +68,7 @@ def _check_programs(run: Run, say: Callable[[str], None]) -> None:
     if run.origin.checkpoint:
         check_weights(run.origin.checkpoint)
     placement = new_placement(run, say)
-    placement.choose_step(expected_tokens(run.config.rollout, None), None)
+    placement.choose_step(expected_tokens(run.stages.rollout, None), None)
     rollout, train = placement.plans.rollout, placement.train
     plans: list[tuple[RolloutPlan | TrainPlan, int]] = [(train, placement.length)]
     if rollout is not None:

@@ -136,15 +136,15 @@ class RolloutConfig:
     free slots take the groups that none has begun (share.py).
 
     **KV cache.** `context_buckets` are the max tokens per episode that programs are compiled for;
-    beyond the last they double. The cache comes in pages of `page_size` tokens, of which an episode
-    has as many as it needs: large ones are read faster, small ones waste less. 0 takes 128 where
-    the last of `context_buckets` is LONG_CONTEXT or more, else 16. Where the budget holds no more
-    pages, the shortest episodes are preempted: their pages are copied to host memory, of at most
-    `preemption_host_gib` GiB, and back, or their tokens are read again, whichever costs less
-    (preemption.py). With 0 GiB all are read again. `attention` is the kernel that reads pages:
-    "auto" takes one kernel of ours, "triton" on GPUs and "pallas_tpu" on TPUs, where it runs, and
-    "blockwise" elsewhere, which copies a few pages at a time and runs everywhere (kernels.py). The
-    log says which and why.
+    beyond the last they double, up to `max_episode_tokens`. The cache comes in pages of `page_size`
+    tokens, of which an episode has as many as it needs: large ones are read faster, small ones
+    waste less. 0 takes 128 where the last of `context_buckets` is LONG_CONTEXT or more, else 16.
+    Where the budget holds no more pages, the shortest episodes are preempted: their pages are
+    copied to host memory, of at most `preemption_host_gib` GiB, and back, or their tokens are read
+    again, whichever costs less (preemption.py). With 0 GiB all are read again. `attention` is the
+    kernel that reads pages: "auto" takes one kernel of ours, "triton" on GPUs and "pallas_tpu" on
+    TPUs, where it runs, and "blockwise" elsewhere, which copies a few pages at a time and runs
+    everywhere (kernels.py). The log says which and why.
 
     **Sampling.** `temperature`, `top_k`, `top_p` and `min_p` (see `Sampling`) hold for episodes
     that bring none of their own, and so do `stop_strings` and `stop_token_ids` (see `Stops`). A
@@ -300,6 +300,12 @@ class RolloutConfig:
             return of_checkpoint
         return self.max_episode_tokens or max(MAX_CONTEXT, self.context_buckets[-1])
 
+    def with_limit(self, of_checkpoint: int) -> "RolloutConfig":
+        """Returns the settings with a `max_episode_tokens` that is the most of a sample."""
+        most = self.max_context(of_checkpoint)
+        limit = min(self.max_episode_tokens or most, most)
+        return dataclasses.replace(self, max_episode_tokens=limit)
+
     @property
     def round_tokens(self) -> int:
         """The most tokens that a slot generates in a round."""
@@ -318,13 +324,17 @@ class RolloutConfig:
         return Stops(strings=self.stop_strings, token_ids=self.stop_token_ids)
 
     def max_tokens_for(self, tokens: int) -> int:
-        """Returns the smallest context bucket that holds so many tokens; the last may double."""
+        """Returns the smallest context bucket that holds so many tokens.
+
+        The last may double. None is above `max_episode_tokens`, unless so many are asked for.
+        """
         max_tokens = next(
             (b for b in self.context_buckets if b >= tokens), self.context_buckets[-1]
         )
         while max_tokens < tokens:
             max_tokens *= 2
-        return max_tokens
+        limit = self.max_episode_tokens
+        return limit if tokens <= limit < max_tokens else max_tokens
 
 
 def make_engine_config(

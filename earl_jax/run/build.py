@@ -31,6 +31,7 @@ from earl_jax.models.attention.kernels import (
     pages_in_words,
 )
 from earl_jax.models.attention.rows import BLOCK_SIZE
+from earl_jax.models.moe.grouped_matmul import products_in_words
 from earl_jax.placement.facts import facts_of, open_table
 from earl_jax.placement.problem import hardware_of_devices, make_problem
 from earl_jax.placement.stages import Stages, make_learner
@@ -154,7 +155,7 @@ def build_run(
             origin.checkpoint,
             trains=cluster.trains,
         ),
-        rollout=config.rollout,
+        rollout=config.rollout.with_limit(origin.max_context),
         feeds_table=config.selector.table == "auto",
         chunk_bytes=config.dispatch.chunk_bytes or None,
     )
@@ -173,7 +174,7 @@ def build_run(
         actor=_actor(config, origin, cluster, renderer, played.make, stop),
         tasks=tasks,
         attention=attention,
-        notes=(*origin.notes, *_attention_notes(config, stages, origin, attention)),
+        notes=(*origin.notes, *_kernel_notes(config, stages, origin, attention)),
     )
 
 
@@ -351,11 +352,14 @@ def _attention(config: Config, stages: Stages, origin: Origin) -> tuple[Choice, 
     return tuple(dict.fromkeys(choices))
 
 
-def _attention_notes(
+def _kernel_notes(
     config: Config, stages: Stages, origin: Origin, attention: tuple[Choice, ...]
 ) -> list[str]:
     """Returns what a user should know of kernels and precision at the start of a run."""
     notes = [f"attention in training: {choice}" for choice in attention]
+    if origin.model.num_experts:
+        platform = str(stages.layouts.train(stages.problem.meshes("train")[0]).platform)
+        notes.append(f"products of experts: {products_in_words(platform, origin.model)}")
     if not config.plays:
         return notes
     layout, rollout = stages.layouts.rollout(stages.problem.meshes("rollout")[0]), config.rollout

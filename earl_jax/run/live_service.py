@@ -118,7 +118,7 @@ class LiveService:
 
     def expected_load(self, position: Position) -> Load | None:
         """Returns the load to choose plans by; the split of the devices by the mean of steps."""
-        load = expected_load(self._run.config.rollout, position.history)
+        load = expected_load(self._run.stages.rollout, position.history)
         if load is None or not self._run.problem.splits:
             return load
         return position.history.averaged(load)
@@ -211,7 +211,7 @@ class LiveService:
 
     def _open(self, session: Session, position: Position) -> RolloutService:
         """Returns a service in which the open groups go on from the position."""
-        load = expected_load(self._run.config.rollout, position.history)
+        load = expected_load(self._run.stages.rollout, position.history)
         service = self._run.actor.open(
             session,
             grow=lambda session, tokens, pages: self._grow(session, tokens, pages, load),
@@ -296,7 +296,7 @@ class LiveService:
                 placement.restore(event["placement"])
             else:
                 load = self.expected_load(position)
-                tokens = expected_tokens(self._run.config.rollout, load)
+                tokens = expected_tokens(self._run.stages.rollout, load)
                 if events.is_replay or not placement.choose_split(tokens, load, service.session):
                     return position
             # New ones arrive behind the move.

@@ -344,8 +344,8 @@ def _restore(
         placement.end_warm_start()
     if not _is_possible(run, placement):
         placement.plans = Plans()
-        load = expected_load(run.config.rollout, history)
-        placement.choose_step(expected_tokens(run.config.rollout, load), load)
+        load = expected_load(run.stages.rollout, history)
+        placement.choose_step(expected_tokens(run.stages.rollout, load), load)
         say("the checkpoint's meshes are not possible here any more: they are chosen anew")
     shapes, where = run.learner.state_shapes(), run.stages.saved_shardings
     shardings = run.learner.state_shardings(placement.train.mesh)

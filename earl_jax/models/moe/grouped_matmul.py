@@ -42,8 +42,22 @@ def choose_products(layout: Layout | None, model: ModelConfig) -> Products:
     """
     if layout is None or layout.platform is None:
         return "xla"
-    no_kernel = tokamax_obstacle(layout.platform, CAPABILITIES, model.compute_dtype)
-    return "xla" if no_kernel else "tokamax"
+    return "xla" if _obstacle(layout.platform, model) else "tokamax"
+
+
+def products_in_words(platform: str, model: ModelConfig) -> str:
+    """Returns what multiplies the many rows of an update or of a long prompt, and why."""
+    if platform == "tpu":
+        return "jax.lax.ragged_dot, a kernel on TPUs"
+    if obstacle := _obstacle(platform, model):
+        slow = "; expect slow updates, which the speed model does not count"
+        blocks = f"one by one for each block of {BLOCK_SIZE} rows, because {obstacle}"
+        return blocks + slow * (platform == "gpu")
+    return f"tokamax's kernel, where a device's widths of an expert are multiples of {KERNEL_TILE}"
+
+
+def _obstacle(platform: str, model: ModelConfig) -> str | None:
+    return tokamax_obstacle(platform, CAPABILITIES, model.compute_dtype)
 
 
 def grouped_matmul(
