@@ -132,7 +132,7 @@ RUN_OF_TWO = given(ROLLOUT, (FOUR,), (FOUR, CUT)) | {
     "devices": {"platform": "cpu", "num_cpu_devices": 2},
     "train": {"sft_steps": 0},
     "checkpoint": {"every_steps": 1},
-    "distributed": {"heartbeat_s": 20},
+    "distributed": {"heartbeat_s": 15},
     "eval": {"every_steps": 100, "games": 8, "final_games": 8},
 }
 

@@ -154,7 +154,7 @@ def test_process_that_is_killed_ends_the_run_which_goes_on_and_is_replayed(
         "from ml_collections import ConfigDict\n"
         f"def get_config():\n    return ConfigDict({small(given)!r})\n"
     )
-    settings = {"distributed.heartbeat_s": 30.0}
+    settings = {"distributed.heartbeat_s": 15.0}
     command = Command(cache, workdir, 2, config=file, **settings)
     command.after_step(3)
     command.after((workdir / "checkpoints" / "2").exists)

@@ -913,7 +913,11 @@ def test_processes_that_play_together_and_are_stopped_end_as_if_left_alone(cache
     The first process has the environments, and writes checkpoints, metrics and episodes.
     """
     given = spanning("data=1,tensor=2", "data=2", 2, 2) | {"num_steps": 5}
-    given |= {"checkpoint.every_steps": 2, "log.trajectories_every_steps": 1}
+    given |= {
+        "distributed.heartbeat_s": 15,
+        "checkpoint.every_steps": 2,
+        "log.trajectories_every_steps": 1,
+    }
     alone = given | {"devices.num_cpu_devices": 2}
     whole = Command(cache, tmp_path / "whole", 1, **alone).done()
 

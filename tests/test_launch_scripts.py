@@ -613,6 +613,7 @@ def supervised_config(folder: Path, num_steps: int) -> Path:
         "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("fsdp=8",), "table": "model"},
         "train": {"sft_path": str(folder / "talks.jsonl"), "entropy_coefficient": 0.0},
         "checkpoint": {"every_steps": 1},
+        "distributed": {"heartbeat_s": 15.0},
     }
     path = folder / "config.py"
     path.write_text(

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -17,7 +17,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from benchmarks.runs import free_port
-from tests.support import ROOT, python_path
+from tests.support import ROOT
+from tests.support.forks import Fork, run_main, run_program
 from tests.support.runs import TINY
 
 # The config that TINY is of.
@@ -47,6 +48,15 @@ APART = {
 }
 
 
+def _begin_in(folder: Path, line: list[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
+    """Starts a process that imports from this folder what is there."""
+    unbuffered = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        line, cwd=folder, env={**env, **unbuffered}, stdout=pipe, stderr=pipe, text=True
+    )
+
+
 class Command:
     """`num` processes of `python -m earl_jax.main`, of eight devices in all."""
 
@@ -63,11 +73,12 @@ class Command:
     ):
         """`own` are further flags of each process; `folders` are those that it starts in.
 
-        `program` runs in place of the command, with its flags; it may import tests by their names.
+        `program` is Python that runs in place of the command, with its flags; it may import tests
+        by their names.
         With another `config` than CONFIG its own settings hold, and not `SMALL`.
         """
         port, self.workdir = free_port(), workdir
-        self.all = []
+        self.all: list[Fork | subprocess.Popen[str]] = []
         for number in range(num):
             settings = (
                 (SMALL if config == CONFIG else {})
@@ -80,26 +91,18 @@ class Command:
                     "distributed.num_processes": num,
                     "distributed.process_id": number,
                 }
-            line = [sys.executable, *(["-c", program] if program else ["-m", "earl_jax.main"])]
-            line += [f"--config={config}"]
-            line += [f"--workdir={workdir}"]
-            line += [f"--config.{key}={value}" for key, value in settings.items()]
-            self.all.append(
-                subprocess.Popen(
-                    line + (own[number] if own else []),
-                    cwd=folders[number] if folders else ROOT,
-                    env=os.environ
-                    | {
-                        "XDG_CACHE_HOME": str(cache),
-                        "PYTHONUNBUFFERED": "1",
-                        "PYTHONFAULTHANDLER": "1",
-                    }
-                    | ({"PYTHONPATH": python_path(ROOT, ROOT / "tests")} if program else {}),
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
+            flags = [f"--config={config}", f"--workdir={workdir}"]
+            flags += [f"--config.{key}={value}" for key, value in settings.items()]
+            flags += own[number] if own else []
+            line = [sys.executable, "-m", "earl_jax.main", *flags]
+            env = os.environ | {"XDG_CACHE_HOME": str(cache)}
+            if folders:
+                self.all.append(_begin_in(folders[number], line, env))
+            elif program:
+                call = run_program, (program,)
+                self.all.append(Fork(*call, args=line, env=env, cwd=ROOT / "tests"))
+            else:
+                self.all.append(Fork(run_main, ("earl_jax.main",), args=line, env=env, cwd=ROOT))
 
     def ends(self, timeout_s: float = 240.0) -> list[tuple[int, str, str]]:
         """Exit status, output and errors of each.

@@ -10,13 +10,13 @@ import importlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from typing import Any
 
 from benchmarks.runs import free_port
-from tests.support import ROOT, python_path
+from tests.support import ROOT
+from tests.support.forks import Fork
 
 RESULT = "result: "
 
@@ -29,16 +29,13 @@ class Processes:
         self.started_s = time.monotonic()
         self.errors: list[str] = []
         self.all = [
-            subprocess.Popen(
-                [sys.executable, "-m", __name__, address, str(num), str(n), str(devices), function]
-                + [json.dumps(argument) for argument in arguments],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
+            Fork(
+                begin,
+                (address, num, number, devices, function, arguments),
+                env=os.environ,
                 cwd=ROOT / "tests",
-                env={**os.environ, "PYTHONPATH": python_path(ROOT)},
             )
-            for n in range(num)
+            for number in range(num)
         ]
 
     def results(self, timeout_s: float = 120.0) -> list[Any]:
@@ -73,29 +70,27 @@ class Processes:
         return ends
 
 
-def main() -> None:
+def begin(
+    address: str, num: int, number: int, devices: int, name: str, arguments: tuple[Any, ...]
+) -> None:
     """A process of them."""
-    address, num, number, devices, name, *arguments = sys.argv[1:]
     os.environ["PJRT_NPROC"] = "32"  # see main.start_jax
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", int(devices))
+    jax.config.update("jax_num_cpu_devices", devices)
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.distributed.initialize(
         address,
-        num_processes=int(num),
-        process_id=int(number),
+        num_processes=num,
+        process_id=number,
         initialization_timeout=60,
         heartbeat_timeout_seconds=10,
         shutdown_timeout_seconds=100,
     )
     module, _, function = name.partition(":")
-    result = getattr(importlib.import_module(module), function)(*map(json.loads, arguments))
+    given = json.loads(json.dumps(arguments))
+    result = getattr(importlib.import_module(module), function)(*given)
     # In one write, because Gloo writes to the same stream.
     sys.stdout.write(f"\n{RESULT}{json.dumps(result)}\n")
     sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()

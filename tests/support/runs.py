@@ -17,7 +17,8 @@ from earl_jax.config import Config
 from earl_jax.config.file import load_config_file, make_config
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
-from tests.support import ROOT, environment_without, link_programs, python_path
+from tests.support import ROOT, environment_without, link_programs
+from tests.support.forks import Fork, run_main
 
 # Small enough for a second a step, with two meshes per stage and a budget that contexts outgrow.
 # By this table training on data=8 is fastest as long as it fits in one micro-batch without remat.
@@ -148,8 +149,8 @@ def kill(folder: Path, workdir: Path, given: dict, is_time: Callable[[], bool]) 
     )
     line = [sys.executable, "-m", "earl_jax.main", f"--config={file}", f"--workdir={workdir}"]
     link_programs(folder / "kill")
-    variables = environment(folder / "kill") | {"PYTHONPATH": python_path(ROOT)}
-    process = subprocess.Popen(line, cwd=ROOT, env=variables, stdout=subprocess.DEVNULL)
+    env = environment(folder / "kill")
+    process = Fork(run_main, ("earl_jax.main",), args=line, env=env, cwd=ROOT)
     deadline = time.monotonic() + 400
     while not is_time():
         assert process.poll() is None and time.monotonic() < deadline

@@ -1,0 +1,109 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that are forked from one that has imported a run's modules.
+
+To import them takes 4 s of a processor, and the tests start some two hundred processes.
+"""
+
+import atexit
+import faulthandler
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_FORKS = multiprocessing.get_context("forkserver")
+# None of them starts JAX's backend.
+_FORKS.set_forkserver_preload(
+    ["earl_jax.training", "earl_jax.preflight.preflight", "transformers", "tests.support.forks"]
+)
+
+
+class Fork:
+    """A process that calls `function(*arguments)`, with the interface of `subprocess.Popen`."""
+
+    def __init__(
+        self,
+        function: Callable[..., None],
+        arguments: Sequence[Any],
+        *,
+        args: Sequence[str] = (),
+        env: Mapping[str, str],
+        cwd: Path,
+    ) -> None:
+        self.args = list(args)
+        self._files = [tempfile.NamedTemporaryFile() for _ in range(2)]
+        names = [file.name for file in self._files]
+        given = (names, str(cwd), dict(env), self.args, function, tuple(arguments))
+        self._process = _FORKS.Process(target=_begin, args=given)
+        self._process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None and self._process.pid is not None:
+            os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Waits for its end. Returns its output and its errors."""
+        self.wait(timeout)
+        output, errors = (Path(file.name).read_text(errors="replace") for file in self._files)
+        return output, errors
+
+
+def run_main(module: str) -> None:
+    """Runs `python -m module`; its flags are in `sys.argv`."""
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def run_program(program: str) -> None:
+    """Runs `python -c program`, which may import from the folder that it is in."""
+    exec(program, {"__name__": "__main__"})
+
+
+def _begin(
+    names: list[str],
+    folder: str,
+    variables: dict[str, str],
+    line: list[str],
+    function: Callable[..., None],
+    arguments: tuple[Any, ...],
+) -> None:
+    for number, name in enumerate(names, 1):
+        file = os.open(name, os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdout.reconfigure(line_buffering=True)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.path[:0] = [folder, *variables.get("PYTHONPATH", "").split(os.pathsep)]
+    if line:
+        sys.argv, sys.orig_argv = line[2:], line
+    faulthandler.enable()
+    try:
+        function(*arguments)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        atexit._run_exitfuncs()
