@@ -23,7 +23,7 @@ import dataclasses
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,16 +126,18 @@ class Waits:
     """Counts the rounds that tasks wait for a slot, and episodes in slots for their pages.
 
     `overtaken`: the most tickets between a task that waits for a slot and one that had one before
-    it. `overtaken_in_slot`: the most episodes of a row shard that began to be read before one that
-    had come to its slot earlier, and had its prompt.
+    it. `in_slot_alone` are rounds in which no environment of the row shard hangs, whose episode
+    keeps its pages. `overtaken_in_slot`: the most episodes of a row shard that began to be read
+    before one that had come to its slot earlier, and had its prompt.
     """
 
     def __init__(self) -> None:
-        self.for_slot = self.in_slot = self.overtaken = self.overtaken_in_slot = 0
+        self.for_slot = self.overtaken = self.overtaken_in_slot = 0
+        self.in_slot = self.in_slot_alone = 0
         self._round = 0
         self._submitted: dict[int, int] = {}
-        # By ticket: what an episode has come to, and for how many rounds.
-        self._standing: dict[int, tuple[tuple[int, ...], int]] = {}
+        # By ticket: what an episode has come to, for how many rounds, and how many of them alone.
+        self._standing: dict[int, tuple[tuple[int, ...], int, int]] = {}
         # By ticket, of episodes that have their prompt and have read nothing: since which round, in
         # which row shard, and how many have overtaken them. And tickets of those that have begun.
         self._new: dict[int, tuple[int, int, int]] = {}
@@ -151,8 +153,10 @@ class Waits:
             self._submitted.pop(ticket, None)
             self._new.pop(ticket, None)
 
-    def end_round(self, slots: Sequence[LiveEpisode | None], over: Sequence[int]) -> None:
-        """Notes which episodes are in the slots behind a round, and which are over."""
+    def end_round(
+        self, slots: Sequence[LiveEpisode | None], over: Sequence[int], hung: Collection[int]
+    ) -> None:
+        """Notes which episodes are in the slots behind a round, which are over, and which hang."""
         self._round += 1
         live = {slot: each for slot, each in enumerate(slots) if each is not None}
         in_slots = [*over, *(each.ticket for each in live.values())]
@@ -165,14 +169,18 @@ class Waits:
             self._note_beginning(each, slot * MESH.data // SLOTS)
         for ticket in over:
             self._new.pop(ticket, None)
+        held = {slot * MESH.data // SLOTS for slot, each in live.items() if each.ticket in hung}
         before, self._standing = self._standing, {}
-        for each in live.values():
+        for slot, each in live.items():
             # Reading again takes ids off the queue, and sampling adds to the length.
             place = (each.num_written, each.length, len(each.queue))
-            last, rounds = before.get(each.ticket, ((), 0))
-            rounds = rounds + 1 if place == last and not each.waits else 0
-            self._standing[each.ticket] = place, rounds
-            self.in_slot = max(self.in_slot, rounds)
+            last, rounds, alone = before.get(each.ticket, ((), 0, 0))
+            if place != last or each.waits:
+                rounds = alone = -1
+            alone += slot * MESH.data // SLOTS not in held
+            self._standing[each.ticket] = place, rounds + 1, max(0, alone)
+            self.in_slot = max(self.in_slot, rounds + 1)
+            self.in_slot_alone = max(self.in_slot_alone, alone)
 
     def _note_beginning(self, episode: LiveEpisode, shard: int) -> None:
         """Notes that an episode has its prompt, or has begun to be read; once each."""
@@ -264,7 +272,13 @@ class Client:
     def _step(self) -> None:
         finished = self.service.step()
         self.recorder.look()
-        self.waits.end_round(self.service._slots, [each.ticket for each in finished])
+        slots = self.service._slots
+        hung = {
+            each.ticket
+            for each in slots
+            if each and each.waits and _end_of(self.owner[each.ticket].episode) == "hangs"
+        }
+        self.waits.end_round(slots, [each.ticket for each in finished], hung)
         for each in finished:
             del self.owner[each.ticket]
             self.recorder.check(each.ticket, each.trajectory)
@@ -292,7 +306,7 @@ class Findings:
         ended, stats, waits = self.client.ended, self.stats, self.client.waits
         assert sorted(ended) == list(range(self.client.counts["tasks"])), "each comes once"
         for episode, reason in ended.items():
-            end = Visitor(episode, threading.Event()).end
+            end = _end_of(episode)
             cut = reason in CUTS and end != "at start"
             assert cut or reason == REASONS.get(end, "environment_error"), (episode, reason)
         assert len(self.gaps) == stats.rollout_tokens
@@ -336,6 +350,7 @@ class Findings:
             ),
             "most rounds that a task waited for a slot": waits.for_slot,
             "most rounds that an episode with something to do stood still": waits.in_slot,
+            "- while no environment of its row shard hung": waits.in_slot_alone,
             "most tickets by which a task had a slot before an older one": waits.overtaken,
             "most episodes of a row shard that overtook one in its slot": waits.overtaken_in_slot,
             "seconds": round(self.seconds),
@@ -382,6 +397,11 @@ def soak(num_tokens: int, seed: int) -> Findings:
     )
     found.check()
     return found
+
+
+def _end_of(episode: int) -> str:
+    """Returns how the episode's environment ends, whose seed is its number."""
+    return Visitor(episode, threading.Event()).end
 
 
 def _exponent(number: float) -> str:

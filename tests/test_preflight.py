@@ -208,5 +208,6 @@ def test_a_workdir_that_is_another_folder_in_one_process_is_a_mistake_of_all(
     with ThreadPoolExecutor(2) as threads:
         messages = list(threads.map(opened, range(2)))
     assert all(words in message for message in messages), messages
-    # The first process leaves none of its files.
+    # None leaves files, and a check leaves none of the folders that it made.
     assert not any(path.is_file() for path in tmp_path.glob("of_process_0/**/*"))
+    assert open_it is not check_storage or list(tmp_path.iterdir()) == []

@@ -25,7 +25,7 @@ def check_storage(cluster: Cluster, workdir: Path) -> list[str]:
         OSError: the storage fails.
     """
     # Before another process makes them.
-    made = _folders_to_make(workdir) if cluster.is_first else []
+    made = _folders_to_make(workdir)
     token = cluster.gather(secrets.token_hex(4), "a name")[0]
     folder = workdir / f".check-{token}"
     try:
@@ -37,11 +37,11 @@ def check_storage(cluster: Cluster, workdir: Path) -> list[str]:
         unseen = cluster.gather(_unseen(folder, cluster, token), "what each process reads there")
         _raise_first(cluster, workdir, unseen)
     finally:
-        if cluster.is_first:
-            shutil.rmtree(folder, ignore_errors=True)
-            for path in made:
-                with contextlib.suppress(OSError):
-                    path.rmdir()
+        # Each does: the folder may not be the same.
+        shutil.rmtree(folder, ignore_errors=True)
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
     slowest = min(rate for _, rate in each)
     return [f"{workdir}: all processes write ({slowest / 1e6:.3g} MB/s or more) and read it"]
 
