@@ -6,11 +6,11 @@
 
 Kills: SIGKILL is sent to a run at random moments of its life, starting included, and the same
 command is given again. In the end the run is compared with one that was left alone: every array of
-the last checkpoint bit for bit, metrics but for times, and recorded episodes. A run that is done
-before it was killed so often is compared too, and the other kills are those of a new one. There is
-a run of a dense model, one of adapters, one of a mixture of experts, and one of two processes, of
-which one or both are killed. Of an asynchronous run, in which time decides who samples what, each
-task must have been trained on once, in its step, and no token beyond the bound.
+the last checkpoint bit for bit, metrics but for times and compiles, and recorded episodes. A run
+that is done before it was killed so often is compared too, and the other kills are those of a new
+one. There is a run of a dense model, one of adapters, one of a mixture of experts, and one of two
+processes, of which one or both are killed. Of an asynchronous run, in which time decides who
+samples what, each task must have been trained on once, in its step, and no token beyond the bound.
 
 Soak: many small steps with checkpoints, evaluations and reports between them. Memory, threads and
 open files of the process are read from /proc, and may grow little between the first quarter of the
@@ -38,7 +38,7 @@ from earl_jax.telemetry.metrics import read_metrics
 
 PAGE = Path(__file__).with_suffix(".md")
 # Kills of each kind of run, and steps of the soak.
-KILLS, STEPS = 10, 2000
+KILLS, STEPS = 20, 2000
 SMALL: Mapping[str, Any] = {
     "num_steps": 12,
     "model.width": 32,
@@ -101,8 +101,9 @@ GROWTH: Mapping[str, tuple[float, float]] = {
     "threads": (1.0, 8),
     "open files": (1.0, 8),
 }
-# Of a line of metrics: what may differ between two runs of the same thing.
-TIMES = ("_s", "_per_s")
+# Of a line of metrics: what may differ between two runs of the same thing. A process that goes on
+# compiles programs that the one before had.
+TIMES = ("_s", "_per_s", "compiles")
 
 
 def start(workdir: Path, settings: Mapping[str, Any], num: int = 1) -> list[subprocess.Popen[str]]:
