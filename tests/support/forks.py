@@ -8,6 +8,7 @@ To import them takes 4 s of a processor, and the tests start some two hundred pr
 import atexit
 import faulthandler
 import multiprocessing
+import multiprocessing.util  # Which waits for all of them at the end: before `_kill_all`.
 import os
 import runpy
 import signal
@@ -23,6 +24,14 @@ _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(
     ["earl_jax.training", "earl_jax.preflight.preflight", "transformers", "tests.support.forks"]
 )
+_STARTED: list["Fork"] = []
+
+
+@atexit.register
+def _kill_all() -> None:
+    """Ends those that a failed test has left: nobody waits for them any more."""
+    for fork in _STARTED:
+        fork.kill()
 
 
 class Fork:
@@ -43,6 +52,7 @@ class Fork:
         given = (names, str(cwd), dict(env), self.args, function, tuple(arguments))
         self._process = _FORKS.Process(target=_begin, args=given)
         self._process.start()
+        _STARTED.append(self)
 
     @property
     def returncode(self) -> int | None:
