@@ -19,10 +19,11 @@ from earl_jax.models.checkpoints import hf_read
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.parameters import parameter_shardings, parameter_specs
 from earl_jax.placement.rollouts import play
+from earl_jax.rollout.load import expected_tokens
 from earl_jax.rollout.share import Share
 from earl_jax.run.build import build_run
 from earl_jax.sharding.layout import MeshShape, make_layout
-from tests.support.placements import seated
+from tests.support.placements import load_of, seated
 from tests.support.references import (
     REFERENCE,
     assert_equal_trees,
@@ -306,21 +307,29 @@ def test_no_episode_is_longer_than_the_checkpoint_is_made_for():
 
 
 @pytest.mark.parametrize(
-    ("given", "tokens", "bucket"),
+    ("given", "history", "tokens", "bucket", "expected"),
     [
-        ({}, 41, 80),
-        ({}, 81, 128),
-        ({}, 128, 128),
-        ({}, 129, 160),
-        ({"max_episode_tokens": 30}, 1, 30),
-        ({"max_episode_tokens": 100}, 81, 100),
+        ({}, "append", 41, 80, 128),
+        ({}, "append", 81, 128, 128),
+        ({}, "append", 128, 128, 128),
+        ({}, "append", 129, 160, 128),
+        ({"max_episode_tokens": 30}, "append", 1, 30, 30),
+        ({"max_episode_tokens": 100}, "append", 81, 100, 100),
+        ({}, "fork", 81, 160, 404),
+        ({"max_episode_tokens": 150}, "fork", 81, 150, 150),
     ],
 )
-def test_context_buckets_double_up_to_the_longest_episode(given, tokens, bucket):
-    """From 40 tokens, with a checkpoint made for 128; longer texts have whatever they need."""
-    rollout = {"context_buckets": (40,), **given}
-    run = build_run(make_config({**with_path("qwen2_tied"), "rollout": rollout}))
+def test_context_buckets_double_up_to_the_longest_episode(given, history, tokens, bucket, expected):
+    """From 40 tokens, with a checkpoint made for 128; longer texts have whatever they need.
+
+    The expectation is after a step with an episode of 400, in rounds of four tokens. An episode
+    that forks may have several samples of 128.
+    """
+    rollout = {"context_buckets": (40,), "max_turn_tokens": 8, "burst": 4, **given}
+    settings = {"rollout": rollout, "chat": {"history": history}}
+    run = build_run(make_config({**with_path("qwen2_tied"), **settings}))
     assert run.stages.rollout.max_tokens_for(tokens) == bucket
+    assert expected_tokens(run.stages.rollout, load_of(400)) == expected
     assert run.config.rollout.max_episode_tokens == given.get("max_episode_tokens", 0)
 
 

@@ -274,8 +274,13 @@ def steps_compiled_ahead() -> dict[str, Any]:
         ahead.settle()
         original, engine._play = engine._play, play
         steps = take_steps(run, placement)
+    # Where episodes may come to the next context bucket.
+    buckets = {"context_buckets": (TOKENS, 2 * TOKENS), "max_episode_tokens": 2 * TOKENS}
+    longer = placed(run_on(D4, D2T2, D4, **buckets), D4, D2T2, D4, few=(2, 4))
+    longer.trained_tokens = 160
     return {
         "wanted": wanted,
+        "longer": list(wanted_programs(longer, history)),
         "tries": placement.may_try is not None,
         "tails": tails_of(steps),
         "compiled": compiled,
@@ -287,8 +292,10 @@ def steps_compiled_ahead() -> dict[str, Any]:
 def test_each_process_finds_the_tail_that_it_has_compiled_ahead():
     """The second, which writes no persistent cache, too."""
     for each in Processes(2, 2, "test_tail_processes:steps_compiled_ahead").results(550):
-        # No episode may come to the next context bucket.
-        assert each["wanted"] == [rollout_key(D2T2, TOKENS, SLOTS)]
+        tail, longer = rollout_key(D2T2, TOKENS, SLOTS), rollout_key(D4, 2 * TOKENS, SLOTS)
+        assert each["wanted"] == [tail]
+        # And the rollout of longer contexts, whose update is a program of both.
+        assert each["longer"] == [tail, longer]
         assert not each["tries"], "all must choose alike"
         assert each["tails"] == [[str(D2T2)]]
         assert each["compiled"] and not any(each["compiled"])

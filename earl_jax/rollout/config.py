@@ -300,9 +300,12 @@ class RolloutConfig:
             return of_checkpoint
         return self.max_episode_tokens or max(MAX_CONTEXT, self.context_buckets[-1])
 
-    def with_limit(self, of_checkpoint: int) -> "RolloutConfig":
-        """Returns the settings with a `max_episode_tokens` that is the most of a sample."""
-        most = self.max_context(of_checkpoint)
+    def with_limit(self, of_checkpoint: int, *, forks: bool) -> "RolloutConfig":
+        """Returns the settings with a `max_episode_tokens` that is the model's too.
+
+        An episode that `forks` is several samples, of which the model reads one at a time.
+        """
+        most = NO_LIMIT if forks else self.max_context(of_checkpoint)
         limit = min(self.max_episode_tokens or most, most)
         return dataclasses.replace(self, max_episode_tokens=limit)
 

@@ -155,7 +155,9 @@ def build_run(
             origin.checkpoint,
             trains=cluster.trains,
         ),
-        rollout=config.rollout.with_limit(origin.max_context),
+        rollout=config.rollout.with_limit(
+            origin.max_context, forks=config.chat.history != "append"
+        ),
         feeds_table=config.selector.table == "auto",
         chunk_bytes=config.dispatch.chunk_bytes or None,
     )
