@@ -27,6 +27,8 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "reinforce (each turn for itself)": ("reinforce", {"turn_discount": 0.0}, {}),
     "grpo": ("grpo", {}, {}),
     "dr_grpo": ("dr_grpo", {}, {}),
+    "gigpo": ("gigpo", {}, {}),
+    "gigpo (each turn for itself)": ("gigpo", {"turn_discount": 0.0}, {}),
     "dapo": ("dapo", {}, {}),
     "gspo": ("gspo", {}, {}),
     "cispo": ("cispo", {}, {}),

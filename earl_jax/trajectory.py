@@ -9,8 +9,9 @@ wrote, and what the trainer learns from. They never pass through the host.
 
 import collections
 import dataclasses
+import hashlib
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 from flax import struct
@@ -45,6 +46,16 @@ class Turn:
     messages: tuple[tuple[str, str], ...] = ()
     forks: bool = False
     model_logprobs: tuple[float, ...] = ()
+
+
+class TurnState(NamedTuple):
+    """Digests of what a turn of the policy answers: the newest message, and all that its side saw.
+
+    Equal texts have equal digests, of 32 bits; others hardly ever have.
+    """
+
+    message: int
+    history: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,6 +120,22 @@ class Trajectory:
         return next((turn.versions[0] for turn in self.turns if turn.versions), None)
 
     @property
+    def turn_states(self) -> tuple[TurnState, ...]:
+        """What each of the policy's turns answers."""
+        states, message = list[TurnState](), ""
+        histories: dict[str, Any] = collections.defaultdict(hashlib.blake2b)
+        for turn in self.turns:
+            if turn.author == "environment":
+                message = turn.text
+                continue
+            role = self.turn_roles[len(states)] if self.turn_roles else self.role
+            history = histories[role]
+            history.update(_marked(message))
+            states.append(TurnState(_digest(hashlib.blake2b(_marked(message))), _digest(history)))
+            history.update(_marked(turn.text))
+        return tuple(states)
+
+    @property
     def outcome(self) -> "Outcome":
         """The facts of the episode without its tokens."""
         versions = collections.Counter(v for turn in self.turns for v in turn.versions)
@@ -126,6 +153,7 @@ class Trajectory:
             detail=self.detail[:_DETAIL_SHOWN] if self.stop_reason in FAILURES else "",
             metrics=self.metrics,
             turn_roles=self.turn_roles,
+            turn_states=self.turn_states,
         )
 
 
@@ -150,6 +178,7 @@ class Outcome:
     detail: str = ""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     turn_roles: tuple[str, ...] = ()
+    turn_states: tuple[TurnState, ...] = ()
 
     @property
     def reward(self) -> float:
@@ -221,6 +250,15 @@ class TrajectoryBatch:
                     f"TrajectoryBatch.{field.name} has shape {shape}; every field must be "
                     f"[rows, tokens] like tokens {self.tokens.shape}"
                 )
+
+
+def _marked(text: str) -> bytes:
+    """Returns a text behind its length: so "a", "bc" are not "ab", "c"."""
+    return f"{len(text)}:{text}".encode(errors="replace")
+
+
+def _digest(hasher: Any) -> int:
+    return int.from_bytes(hasher.digest()[:4], "big")
 
 
 def mean_metrics(episodes: Iterable[Trajectory | Outcome]) -> dict[str, float]:

@@ -28,11 +28,12 @@ def pair(rollout: str, train: str, slots: int = 8) -> Pair:
 
 def test_regret_of_the_first_and_of_the_last_choice_by_hand():
     step_s = {pair("a", "x"): 3.0, pair("a", "y"): 2.0, pair("b", "x"): 5.0}
-    own = [pair("b", "x"), pair("b", "x"), pair("a", "x"), pair("a", "x")]
+    # Most of the last ten steps are with a + x; the last one is the first of a trial.
+    own = [*[pair("b", "x")] * 8, *[pair("a", "x")] * 6, pair("a", "y")]
     found = summary(step_s, own)
     assert (found["best"], found["best s"], found["worst, best = 1"]) == ("a + y", 2.0, 2.5)
     assert (found["first"], found["first slower by"]) == ("b + x", 1.5)
-    assert (found["settles on"], found["slower by"], found["switches"]) == ("a + x", 0.5, 1)
+    assert (found["settles on"], found["slower by"], found["switches"]) == ("a + x", 0.5, 2)
     assert summary(step_s, [pair("a", "y")])["slower by"] == 0.0
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from earl_jax.algorithms.algorithm import Algorithm, Episode
 from earl_jax.settings.errors import InputError
-from earl_jax.trajectory import FAILURES
+from earl_jax.trajectory import FAILURES, Trajectory
 
 # Values that differ by less than this part of the largest are equal: sums of rewards are rounded.
 _EQUAL = 1e-9
@@ -44,7 +44,8 @@ class Side(NamedTuple):
 def sides_of(episodes: Sequence[Episode]) -> list[Side]:
     """Returns the sides that the policy played, those of an episode of self-play one by one.
 
-    A side has its own role, turns and rewards; the number of tokens is that of the whole episode.
+    A side has its own role, turns, rewards and states; the number of tokens is that of the whole
+    episode.
     Turns x, o, x with rewards 0, -1, 1 are x with rewards 0, 1 and o with -1.
     """
     found = []
@@ -55,8 +56,12 @@ def sides_of(episodes: Sequence[Episode]) -> list[Side]:
             own.setdefault(role, []).append(turn)
         for role, turns in own.items():
             rewards = tuple(episode.turn_rewards[turn] for turn in turns)
-            view = dataclasses.replace(episode, role=role, turn_rewards=rewards, turn_roles=())
-            found.append(Side(view, index, turns))
+            given: dict[str, Any] = {"role": role, "turn_rewards": rewards, "turn_roles": ()}
+            view = episode
+            if episode.turn_roles:
+                view = episode.outcome if isinstance(episode, Trajectory) else episode
+                given["turn_states"] = tuple(view.turn_states[turn] for turn in turns)
+            found.append(Side(dataclasses.replace(view, **given), index, turns))
     return found
 
 
@@ -242,6 +247,35 @@ def group_relative(
         scale = deviation(values[indices], of_sample=of_sample) if normalize else 1.0
         values[indices] /= scale or 1.0
     return _at_every_turn(values, turn_rewards)
+
+
+def state_relative(
+    turn_rewards: Sequence[Sequence[float]],
+    states: Sequence[Sequence[Hashable]],
+    groups: Sequence[Hashable],
+    *,
+    discount: float,
+    normalize: bool,
+    of_sample: bool = False,
+) -> list[np.ndarray]:
+    """GiGPO's advantages of turns (arXiv 2505.10978, eq. 7 and 8).
+
+    The discounted return of a turn minus the mean of those of the group's turns in the same state,
+    with `normalize` divided by their standard deviation, that of a population or `of_sample`. A
+    turn whose state no other has gets 0.
+    """
+    rows = [discounted_returns(rewards, discount) for rewards in turn_rewards]
+    members_of: dict[Hashable, list[tuple[int, int]]] = {}
+    for index, row in enumerate(rows):
+        for turn in range(len(row)):
+            members_of.setdefault((groups[index], states[index][turn]), []).append((index, turn))
+    found = [np.zeros_like(row) for row in rows]
+    for members in members_of.values():
+        values = centred([rows[index][turn] for index, turn in members])
+        scale = deviation(values, of_sample=of_sample) if normalize else 1.0
+        for (index, turn), value in zip(members, values / (scale or 1.0), strict=True):
+            found[index][turn] = value
+    return found
 
 
 def leave_one_out(

@@ -22,6 +22,7 @@ from earl_jax.algorithms.advantages import (
     moving_means,
     overlong_penalty,
     reinforce,
+    state_relative,
 )
 from earl_jax.algorithms.algorithm import (
     Algorithm,
@@ -55,6 +56,7 @@ from earl_jax.algorithms.settings import (
     ClippedSettings,
     DapoSettings,
     DistillationSettings,
+    GigpoSettings,
     GrpoSettings,
     PolicySettings,
     PpoSettings,
@@ -86,6 +88,20 @@ def grpo_advantages(
         normalize=settings.normalize_advantages,
         of_sample=settings.deviation == "sample",
     )
+
+
+def gigpo_advantages(episodes: Sequence[Episode], settings: GigpoSettings) -> list[np.ndarray]:
+    """Returns `grpo_advantages` plus the weighted `state_relative` ones of turns (eq. 9)."""
+    turns = state_relative(
+        _rewards(episodes),
+        [[getattr(state, settings.anchor) for state in e.turn_states] for e in episodes],
+        _groups(episodes),
+        discount=settings.turn_discount,
+        normalize=settings.normalize_advantages,
+        of_sample=settings.deviation == "sample",
+    )
+    whole = grpo_advantages(episodes, settings)
+    return [one + settings.turn_weight * own for one, own in zip(whole, turns, strict=True)]
 
 
 def dapo_advantages(episodes: Sequence[Episode], settings: DapoSettings) -> list[np.ndarray]:
@@ -360,6 +376,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     ),
     "grpo": _GRPO,
     "dr_grpo": dataclasses.replace(_GRPO, settings=_DR_GRPO),
+    "gigpo": dataclasses.replace(_GRPO, settings=GigpoSettings(), advantages=gigpo_advantages),
     "dapo": Algorithm(
         settings=DapoSettings(clip_high=0.28),
         advantages=dapo_advantages,

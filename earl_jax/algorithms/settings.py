@@ -158,6 +158,26 @@ class GrpoSettings(ClippedSettings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class GigpoSettings(GrpoSettings):
+    """Settings of GiGPO (arXiv 2505.10978).
+
+    To GRPO's advantage of an episode comes `turn_weight` times that of each turn: its return, with
+    later rewards discounted by `turn_discount` a turn, compared with those of the group's turns in
+    the same state. `anchor` says what a state is: the "message" that the turn answers, or the whole
+    "history" before it. `normalize_advantages` and `deviation` hold for both parts.
+    """
+
+    turn_weight: float = 1.0
+    turn_discount: float = 0.95
+    anchor: Literal["message", "history"] = "message"
+
+    def validate(self, path: str) -> None:
+        """Raises ValueError naming the field that breaks a rule."""
+        super().validate(path)
+        check_bounds(self, path, {"turn_weight": (0.0, None), "turn_discount": (0.0, 1.0)})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DapoSettings(GrpoSettings):
     """Settings of DAPO (arXiv 2503.14476).
 

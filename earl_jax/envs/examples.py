@@ -4,6 +4,7 @@
 
 import dataclasses
 import itertools
+import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -142,8 +143,8 @@ def corpus(
     """Returns text to train a tokenizer on, from the tasks of a run of `num_steps` steps.
 
     That is every message of their episodes with example replies, and each of `all_replies` once;
-    of an environment that offers no examples, its first messages. The same arguments give the same
-    list. An episode whose environment fails is left out.
+    of an environment that offers no examples, its first messages and the tools' descriptions. The
+    same arguments give the same list. An episode whose environment fails is left out.
 
     Raises what the first episode raised where all fail, and InputError for what an environment must
     not return.
@@ -167,11 +168,13 @@ def corpus(
 
 
 def _texts_of(environment: Environment, rng: random.Random) -> Sequence[str]:
-    """Returns the messages of an episode with example replies, or the first ones."""
+    """Returns the messages of an episode with example replies, or the first ones and the tools."""
     if isinstance(environment, OffersExamples):
         return play_example(environment, rng).texts
     start = check_start(settle(environment.start()))
-    return [message.text for message in messages_of(start.messages or start.text)]
+    # A line each, as the template of `build_tokenizer` writes them.
+    tools = [f"\n{json.dumps(tool, ensure_ascii=False)}" for tool in start.tools]
+    return [*tools, *(message.text for message in messages_of(start.messages or start.text))]
 
 
 def _first_tasks(tasks: TaskSource, num_steps: int, number: int) -> Iterator[TaskArgs]:

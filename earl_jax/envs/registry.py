@@ -13,6 +13,7 @@ from earl_jax.envs.environment import Environment
 from earl_jax.envs.kuhn_poker import KuhnPoker
 from earl_jax.envs.single_turn import SingleTurn
 from earl_jax.envs.tasks import TaskArgs, TasksConfig, TaskSource, open_tasks
+from earl_jax.envs.tool_use import ToolUse
 from earl_jax.envs.trail import Trail
 from earl_jax.settings.arguments import (
     argument_names,
@@ -32,6 +33,7 @@ ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
     "kuhn_poker": KuhnPoker,
     "trail": Trail,
     "single_turn": SingleTurn,
+    "tools": ToolUse,
 }
 
 
@@ -166,7 +168,7 @@ def open_environment(env: EnvConfig, tasks: TasksConfig, *, seed: int, num_tasks
         if not callable(method):
             raise InputError(f"config.env.name is {env.name!r}, which has no method {call}")
         check_call(method, f"{call} of config.env.name {env.name!r}", *given)
-    if isinstance(made, SingleTurn) and "reward" in first:
+    if isinstance(made, SingleTurn | ToolUse) and "reward" in first:
         fields = "".join(f", {field}=..." for field in first["row"])
         call = f"reward(reply{fields}) of config.tasks.reward {tasks.reward!r}"
         check_call(first["reward"], call, "", **first["row"])

@@ -35,8 +35,15 @@ class SingleTurn:
 
     def step(self, reply: str) -> StepResult | Awaitable[StepResult]:
         """Returns the reward of the reply."""
-        paid = self._reward(reply, **self._row)
-        return _awaited(paid) if inspect.isawaitable(paid) else _result(paid)
+        return answered(self._reward(reply, **self._row))
+
+
+def answered(paid: Paid | Awaitable[Paid]) -> StepResult | Awaitable[StepResult]:
+    """Returns the end of an episode whose last reply was paid so.
+
+    Raises ValueError, or its result does, for what is no reward.
+    """
+    return _awaited(paid) if inspect.isawaitable(paid) else _result(paid)
 
 
 async def _awaited(paid: Awaitable[Paid]) -> StepResult:

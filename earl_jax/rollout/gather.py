@@ -17,7 +17,7 @@ from earl_jax.rollout.collect import Rollout
 from earl_jax.rollout.shortage import RolloutShort, Shortage
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.telemetry.metrics import mean_gap, sampling_gap
-from earl_jax.trajectory import Outcome
+from earl_jax.trajectory import Outcome, TurnState
 
 
 class RowOrder(NamedTuple):
@@ -177,7 +177,8 @@ def _outcome(fields: dict[str, Any]) -> Outcome:
     """Returns an outcome from its fields as JSON, in which tuples are lists."""
     tuples = {name: tuple(fields[name]) for name in ("turn_rewards", "turn_roles", "sample_starts")}
     versions = tuple((version, number) for version, number in fields["versions"])
-    return Outcome(**{**fields, **tuples, "versions": versions})
+    states = tuple(TurnState(*digests) for digests in fields["turn_states"])
+    return Outcome(**{**fields, **tuples, "versions": versions, "turn_states": states})
 
 
 def total_stats(parts: Sequence[RolloutStats]) -> RolloutStats:

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from earl_jax.envs.tool_calls import ToolCallStream
 from earl_jax.serving.service import Piece
-from earl_jax.serving.tool_calls import ToolCallStream
 
 FINISH = {
     "end_of_turn": "stop",

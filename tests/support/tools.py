@@ -1,0 +1,95 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Tools, and a reward function, for the environment "tools"."""
+
+import asyncio
+
+
+def add(a: int, b: int = 1) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a + b
+
+
+def fail(what: str) -> str:
+    """Raises an error.
+
+    Args:
+        what: its message
+    """
+    raise ValueError(what)
+
+
+def reach(host: str) -> str:
+    """Asks a host that is away.
+
+    Args:
+        host: its name
+    """
+    raise ConnectionError(f"{host} is away")
+
+
+def undescribed(a: int) -> int:
+    """Has no line for its argument."""
+    return a
+
+
+def exact(reply: str, *, prompt: str, answer: str) -> dict[str, float]:
+    """Pays 1 for the answer, and reports its length."""
+    return {"reward": float(reply == answer), "length": float(len(reply))}
+
+
+class Stock:
+    """A shop's stock, which buying makes smaller; the episode is paid by what is left."""
+
+    def __init__(self, *, row: dict, seed: int):
+        """`row["stock"]` are numbers by item."""
+        self.left, self.seed = dict(row["stock"]), seed
+
+    def count(self, item: str) -> int:
+        """Returns how many there are.
+
+        Args:
+            item: the name
+        """
+        return self.left[item]
+
+    def buy(self, item: str, number: int) -> dict:
+        """Takes some away.
+
+        Args:
+            item: the name
+            number: how many
+        """
+        self.left[item] -= number
+        return {"left": self.left[item]}
+
+    def reward(self, reply: str) -> float:
+        """Pays for a stock of nothing, if the reply says so."""
+        return float(reply == "done" and not any(self.left.values()))
+
+
+class Meeting:
+    """Two tools that each end only when the other was called too."""
+
+    def __init__(self) -> None:
+        """Begins with nobody there."""
+        self.there = asyncio.Event()
+
+    async def wait(self) -> str:
+        """Waits for the other."""
+        await self.there.wait()
+        return "met"
+
+    async def come(self) -> str:
+        """Lets the other go on."""
+        self.there.set()
+        return "came"
+
+    async def reward(self, reply: str) -> float:
+        """Pays for any reply."""
+        return 1.0

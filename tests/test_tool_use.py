@@ -1,0 +1,214 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The environment "tools": calls in each format, their answers, and what an episode is paid."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from earl_jax.envs.chat import ChatRenderer
+from earl_jax.envs.conversation import Conversation
+from earl_jax.envs.environment import Message, check_start, check_step
+from earl_jax.envs.event_loop import settle
+from earl_jax.envs.registry import EnvConfig, open_environment
+from earl_jax.envs.tasks import TasksConfig
+from earl_jax.envs.tokenizer import load_tokenizer
+from earl_jax.envs.tool_calls import CALL_FORMATS
+from earl_jax.envs.tool_use import ToolUse
+from tests.support import tools
+
+ADD, FAIL, REACH = (f"tests.support.tools:{name}" for name in ("add", "fail", "reach"))
+SUM = {"prompt": "1 + 2 =", "answer": "3"}
+STOCK = {"prompt": "buy all", "stock": {"pear": 2, "plum": 1}}
+
+
+# Calls as policies write them.
+WRITTEN_TWICE = '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>'
+NO_OBJECT = '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'
+MISTRAL = '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "a1b2c3d4e"}]'
+
+
+def call(name: str, **arguments) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def play(env: ToolUse, *replies: str) -> list:
+    """The checked start and the results of these replies."""
+    return [check_start(env.start()), *(check_step(settle(env.step(reply))) for reply in replies)]
+
+
+def texts(result) -> list[str]:
+    return [message.text for message in result.messages]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "calls"),
+    [
+        ("hermes", "3", []),
+        ("hermes", call("add", a=1), [("add", {"a": 1}, "")]),
+        ("hermes", f"I add. {call('add', a=1)}\n{call('now')}", [("add", {"a": 1}, ""), "now"]),
+        ("hermes", WRITTEN_TWICE, [("f", {"a": 1}, "")]),
+        ("hermes", "<tool_call>{</tool_call>", ["!the call is no JSON"]),
+        ("hermes", "<tool_call>[1]</tool_call>", ['!a call must be a JSON object with a "name"']),
+        ("hermes", NO_OBJECT, ['!"arguments" must be a JSON object']),
+        ("hermes", '<tool_call>{"name": "f"}', ["!the call has no </tool_call>"]),
+        ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", ["!the call is no JSON"]),
+        ("llama3", '{"name": "add", "parameters": {"a": 1}}', [("add", {"a": 1}, "")]),
+        ("llama3", '<|python_tag|>{"name": "now", "parameters": {}}', ["now"]),
+        ("llama3", '{"answer": 3}', []),
+        ("llama3", "3", []),
+        ("mistral", MISTRAL, [("add", {"a": 1}, "a1b2c3d4e")]),
+        ("mistral", '[TOOL_CALLS] [{"name": "now", "id": "?"}]', [("now", {}, "000000000")]),
+        ("mistral", "[TOOL_CALLS] {}", ["!what follows [TOOL_CALLS] must be"]),
+        ("mistral", "3", []),
+    ],
+)
+def test_calls_of_a_reply_in_each_format(name, text, calls):
+    found = CALL_FORMATS[name](text)
+    assert len(found) == len(calls)
+    for got, want in zip(found, calls, strict=True):
+        if isinstance(want, str) and want.startswith("!"):
+            assert got.error.startswith(want[1:])
+        elif isinstance(want, str):
+            assert (got.name, dict(got.arguments), got.error) == (want, {}, "")
+        else:
+            assert (got.name, got.arguments, got.call_id, got.error) == (*want, "")
+
+
+def test_a_call_is_answered_and_the_reply_without_one_is_paid():
+    env = ToolUse(tools=[ADD], row=SUM, reward=tools.exact)
+    start, answered, end = play(env, call("add", a=1, b=2), "3")
+    assert start.text == "1 + 2 =" and [t["function"]["name"] for t in start.tools] == ["add"]
+    assert start.tools[0]["function"]["description"] == "Adds two numbers."
+    assert answered.messages == (Message(role="tool", text="3", name="add"),)
+    assert (answered.reward, answered.done) == (0.0, False)
+    assert answered.metrics == {"tool_calls": 1, "failed_tool_calls": 0}
+    assert (end.reward, end.done, end.metrics) == (1.0, True, {"length": 1.0})
+
+
+def test_the_policy_is_told_of_its_mistakes_and_pays_for_them():
+    env = ToolUse(tools=[ADD, FAIL], row=SUM, reward=tools.exact, failed_call_reward=-0.25)
+    mistakes = [
+        call("sub", a=1),
+        call("add", c=1),
+        call("fail", what="no such city"),
+        "<tool_call>{</tool_call>",
+        call("add", a="x"),
+    ]
+    _, answered = play(env, "".join([*mistakes, call("add", a=1)]))
+    found = texts(answered)
+    assert found[0] == "error: no tool is called 'sub'; there are add, fail"
+    assert found[1].startswith("error: add: missing a required argument: 'a'")
+    assert found[2] == "error: ValueError: no such city"
+    assert found[3].startswith("error: the call is no JSON")
+    assert found[4].startswith("error: TypeError: ") and found[5] == "2"
+    assert answered.reward == -1.25
+    assert answered.metrics == {"tool_calls": 6, "failed_tool_calls": 5}
+    # A name of the policy's own is nothing that a chat template is to show.
+    assert [message.name for message in answered.messages] == ["", "add", "fail", "", "add", "add"]
+
+
+def test_a_tool_that_is_away_fails_the_episode():
+    env = ToolUse(tools=[ADD, REACH], row=SUM, reward=tools.exact)
+    with pytest.raises(ConnectionError, match="hub is away"):
+        play(env, call("reach", host="hub"))
+
+
+def test_each_episode_has_an_object_of_a_class_which_pays():
+    made = {"tools": ["tests.support.tools:Stock"], "row": STOCK, "seed": 3}
+    env, other = ToolUse(**made), ToolUse(**made)
+    start, *answers, end = play(
+        env,
+        call("count", item="pear"),
+        call("buy", item="pear", number=2) + call("buy", item="plum", number=1),
+        "done",
+    )
+    assert [tool["function"]["name"] for tool in start.tools] == ["buy", "count"]
+    assert [texts(answer) for answer in answers] == [["2"], ['{"left": 0}', '{"left": 0}']]
+    assert end.reward == 1.0
+    assert play(other, "done")[-1].reward == 0.0
+
+
+def test_tools_that_wait_wait_together():
+    env = ToolUse(tools=["tests.support.tools:Meeting", ADD], row=SUM)
+    _, answered, end = play(env, call("wait") + call("add", a=1) + call("come"), "bye")
+    assert texts(answered) == ["met", "2", "came"] and end.reward == 1.0
+
+
+def test_a_long_result_is_cut():
+    env = ToolUse(tools=[FAIL], row=SUM, reward=tools.exact, longest_result=10)
+    _, answered = play(env, call("fail", what="x" * 20))
+    assert texts(answered) == ["error: Val... (29 more characters)"]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama3", "mistral"])
+def test_an_episode_reads_as_its_template_writes_it(family):
+    """The ids of an episode with a call are those that the template gives to all of it."""
+    tokenizer = load_tokenizer(Path(__file__).parent / "tokenizers" / family)
+    form = family if family in CALL_FORMATS else "hermes"
+    env = ToolUse(tools=[ADD], call_format=form, row=SUM, reward=tools.exact)
+    reply, calls = _written(form)
+    start, answered = play(env, reply)
+    conversation = Conversation(ChatRenderer(tokenizer))
+    ids = list(conversation.open(start.text, start.tools).ids)
+    ids += (own := conversation.choices([reply])[0])
+    conversation.reply(own)
+    ids += conversation.answer(answered.messages).ids
+    messages = [
+        {"role": "user", "content": "1 + 2 ="},
+        calls,
+        {"role": "tool", "content": "3", "name": "add", "tool_call_id": "a1b2c3d4e"},
+    ]
+    asked = {"add_generation_prompt": True, "tokenize": False, "tools": list(start.tools)}
+    whole = tokenizer.apply_chat_template(messages, **asked)
+    assert tokenizer.decode(ids).split() == whole.split()
+
+
+def _written(form: str) -> tuple[str, dict]:
+    """A call of add as the policy writes it, and as the template is given it."""
+    arguments = {"a": 1, "b": 2}
+    given = {"name": "add", "arguments": arguments}
+    message = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "a1b2c3d4e", "type": "function", "function": given}],
+    }
+    text = {
+        "hermes": call("add", **arguments),
+        "llama3": json.dumps({"name": "add", "parameters": arguments}),
+        "mistral": f"[TOOL_CALLS] [{json.dumps({**given, 'id': 'a1b2c3d4e'})}]",
+    }
+    return text[form], message
+
+
+@pytest.mark.parametrize(
+    ("args", "tasks", "words"),
+    [
+        ({}, {}, "config.env.args.tools is ()"),
+        ({"tools": ADD}, {}, "must name functions or classes"),
+        ({"tools": ["tests.support.tools:subtract"]}, {}, "has no 'subtract'"),
+        ({"tools": [ADD, ADD]}, {}, "two tools of the name 'add'"),
+        ({"tools": ["tests.support.tools:undescribed"]}, {}, "no description for the argument 'a'"),
+        ({"tools": [ADD], "call_format": "hermse"}, {}, "did you mean 'hermes'?"),
+        ({"tools": [ADD], "longest_result": 0}, {}, "longest_result is 0"),
+        ({"tools": [ADD]}, {"reward": ""}, "give config.tasks.reward"),
+        ({"tools": [ADD]}, {"reward": "tests.support.tools:add"}, "reward(reply, prompt="),
+    ],
+)
+def test_a_tool_or_setting_that_cannot_be_is_an_error_at_the_start(tmp_path, args, tasks, words):
+    path = tmp_path / "sums.jsonl"
+    path.write_text(json.dumps(SUM))
+    given = {"path": str(path), "reward": "tests.support.tools:exact", **tasks}
+    with pytest.raises(ValueError) as error:
+        open_environment(
+            EnvConfig(name="tools", args=args), TasksConfig(**given), seed=0, num_tasks=1
+        )
+    assert words in str(error.value)
+
+
+def test_it_needs_a_dataset():
+    with pytest.raises(ValueError, match="needs config.tasks.path"):
+        open_environment(
+            EnvConfig(name="tools", args={"tools": [ADD]}), TasksConfig(), seed=0, num_tasks=1
+        )
