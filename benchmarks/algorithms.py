@@ -1,25 +1,35 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Each algorithm on one small task, with several seeds.
+"""Each algorithm on one small task with several seeds, and on Tic-Tac-Toe.
 
-    uv run python -m benchmarks.algorithms [--write]
+    uv run python -m benchmarks.algorithms [--only=NAME ...] [--game] [--write]
 
 The task of staleness.py, with episodes of 1 to 4 turns: a policy of one layer that knows nothing
 learns to answer one of eight letters with another. A step has 32 episodes, groups of eight that
 share a task; learning rates are those of `ALGORITHMS`, the other settings the defaults. The table
 has the mean reward of a turn over tenths of the steps (1 is perfect, 0.125 is chance): the mean
 over the seeds, and its standard deviation in the last tenth.
+
+With --game each plays configs/tictactoe_tiny_cpu.py instead, 400 steps in groups of eight with one
+seed on one device, two runs at once; the table has exact results (exact.py).
 """
 
+import concurrent.futures
 import functools
 import json
+import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.exact import exact_rows
 from benchmarks.pages import parser_of, show, table
-from benchmarks.staleness import SETTINGS, curve_row, play_cells
+from benchmarks.runs import ROOT, play
+from benchmarks.staleness import JOBS, SETTINGS, curve_row, play_cells
+from earl_jax.config.file import load_config_file
 
-STEPS = 80
+STEPS, GAME_STEPS = 80, 400
 # Names of the table: algorithm, its settings, and those of config.train.
 ALGORITHMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "reinforce (baseline of the batch)": ("reinforce", {}, {}),
@@ -62,14 +72,61 @@ def settings_of(name: str, seed: int) -> dict[str, Any]:
     }
 
 
+def game_settings_of(name: str) -> dict[str, Any]:
+    """Returns the settings of a run of Tic-Tac-Toe."""
+    algorithm, arguments, train = ALGORITHMS[name]
+    config = load_config_file(ROOT / "configs" / "tictactoe_tiny_cpu.py").to_dict()
+    turns = {"turn_discount": 0.7} | arguments if algorithm == "reinforce" else arguments
+    meshes = {f"{stage}_meshes": ("data=1",) for stage in ("rollout", "train")}
+    return config | {
+        "num_steps": GAME_STEPS,
+        "algorithm": algorithm,
+        "algorithm_args": turns,
+        "devices": {"platform": "cpu", "num_cpu_devices": 1},
+        "rollout": config["rollout"] | {"group_size": 8},
+        # Room for a critic, on one device.
+        "selector": {"table": "model", "budget_bytes_per_device": 2**30} | meshes,
+        "train": config["train"] | train,
+        "eval": {"every_steps": GAME_STEPS, "games": 128, "final_games": 512},
+    }
+
+
+def game_rows(names: Sequence[str], folder: Path) -> list[dict[str, Any]]:
+    """Plays Tic-Tac-Toe with each algorithm and returns the table's rows."""
+
+    def run(number: int) -> float:
+        start_s = time.monotonic()
+        play(game_settings_of(names[number]), folder / str(number))
+        return time.monotonic() - start_s
+
+    with concurrent.futures.ThreadPoolExecutor(JOBS) as pool:
+        seconds = list(pool.map(run, range(len(names))))
+    exact = exact_rows([folder / str(number) for number in range(len(names))])
+    found = [row for row in exact if row["opponent"] == "random"]
+    return [
+        {"algorithm": name}
+        | {key: row[key] for key in ("win %", "draw %", "loss %", "illegal %")}
+        | {"s": taken}
+        for name, row, taken in zip(names, found, seconds, strict=True)
+    ]
+
+
 def main() -> None:
-    """Runs all algorithms and prints the table."""
-    flags, rows = parser_of(__doc__).parse_args(), []
-    cells = {name: functools.partial(settings_of, name) for name in ALGORITHMS}
+    """Runs all algorithms, or those that are named, and prints the table."""
+    parser, rows = parser_of(__doc__), []
+    parser.add_argument("--only", action="append", choices=ALGORITHMS, help="of these alone")
+    parser.add_argument("--game", action="store_true", help="Tic-Tac-Toe")
+    flags = parser.parse_args()
+    names, page = flags.only or list(ALGORITHMS), Path(__file__).with_suffix(".md")
+    if flags.game:
+        with tempfile.TemporaryDirectory() as folder:
+            show(table(game_rows(names, Path(folder))), page, write=flags.write, name="game")
+        return
+    cells = {name: functools.partial(settings_of, name) for name in names}
     for name, runs in play_cells(cells):
         rows.append({"algorithm": name} | curve_row([run["rewards"] for run in runs]))
         print(json.dumps(rows[-1]), flush=True)
-    show(table(rows), Path(__file__).with_suffix(".md"), write=flags.write)
+    show(table(rows), page, write=flags.write)
 
 
 if __name__ == "__main__":

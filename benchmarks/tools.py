@@ -4,7 +4,7 @@
 
     uv run python -m benchmarks.tools [--write]
 
-A shop has four items, of each a number from 10 to 99 that only the tool `count` knows. The prompt
+A shop has four items, of each a number from 0 to 9 that only the tool `count` knows. The prompt
 asks for one of them; the answer is its number. In the conversations of the warm start half of the
 replies are a number at random, without a call, and half of the calls ask for an item at random: so
 a policy that does as they do answers right in one of eight episodes. The environment is "tools"
@@ -24,7 +24,7 @@ from benchmarks.runs import play
 from earl_jax.telemetry.metrics import read_metrics
 
 ITEMS = ("pears", "plums", "nuts", "figs")
-SEEDS, STEPS, SFT_STEPS, EVERY = 5, 200, 40, 40
+SEEDS, STEPS, SFT_STEPS, EVERY = 5, 160, 40, 40
 # Runs at once.
 JOBS = 2
 
@@ -61,7 +61,7 @@ class Shop:
 def make_row(rng: random.Random) -> dict[str, Any]:
     """Returns a task."""
     item = rng.choice(ITEMS)
-    stock = {each: rng.randint(10, 99) for each in ITEMS}
+    stock = {each: rng.randint(0, 9) for each in ITEMS}
     return {"prompt": f"how many {item}?", "item": item, "stock": stock}
 
 
@@ -70,7 +70,7 @@ def make_conversation(rng: random.Random) -> dict[str, Any]:
     row = make_row(rng)
     asked = {"role": "user", "content": row["prompt"]}
     if rng.random() < 0.5:
-        answer = {"role": "assistant", "content": str(rng.randint(10, 99))}
+        answer = {"role": "assistant", "content": str(rng.randint(0, 9))}
         return {"messages": [asked, answer], "tools": described()}
     item = rng.choice(ITEMS)
     call = json.dumps({"name": "count", "arguments": {"item": item}})
@@ -98,7 +98,10 @@ def settings_of(folder: Path, seed: int) -> dict[str, Any]:
         "seed": seed,
         "devices": {"platform": "cpu", "num_cpu_devices": 1},
         "model": {"num_layers": 2, "width": 64, "num_heads": 4, "head_size": 16, "ffn_size": 128},
-        "env": {"name": "tools", "args": {"tools": ("benchmarks.tools:Shop",)}},
+        "env": {
+            "name": "tools",
+            "args": {"tools": ("benchmarks.tools:Shop",), "failed_call_reward": -0.5},
+        },
         "tasks": {"path": str(folder / "tasks.jsonl"), "eval_path": str(folder / "others.jsonl")},
         "rollout": {
             "num_slots": 64,
@@ -113,7 +116,9 @@ def settings_of(folder: Path, seed: int) -> dict[str, Any]:
             "learning_rate": 2e-3,
             "sft_path": str(folder / "talks.jsonl"),
             "sft_steps": SFT_STEPS,
+            "sft_updates": 4,
             "sft_learning_rate": 4e-3,
+            "entropy_coefficient": 0.01,
         },
         "eval": {"every_steps": EVERY, "games": 256, "final_games": 256},
     }
