@@ -61,7 +61,7 @@ def lowered_for(traced, platform):
 
 def mesh_words(shape: MeshShape) -> str:
     """How the lowered program names its mesh."""
-    sizes = zip(MESH_AXES, shape.sizes, strict=True)
+    sizes = zip(MESH_AXES, shape, strict=True)
     return "[" + ", ".join(f'"{axis}"={size}' for axis, size in sizes) + "]"
 
 
@@ -196,7 +196,7 @@ def assert_round_lowers(config, model, vocab_size, problem, stop, platform):
     """A round of one process of the rollout, or of all where its mesh spans them."""
     mesh = stop.decision.rollout.plan.mesh
     num = problem.num_parts(mesh)
-    own = dataclasses.replace(mesh, data=mesh.data // num)
+    own = mesh._replace(data=mesh.data // num)
     rollout = config.rollout.part(num)
     engine_config = make_engine_config(
         rollout,

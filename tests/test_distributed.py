@@ -839,7 +839,7 @@ def test_tensor_and_context_stay_inside_a_host(num_hosts, a_process):
         outside = num_hosts * 8 // inner.num_devices
         for fsdp in (f for f in (1, 2, 8) if outside % f == 0):
             shape = dataclasses.replace(inner, data=outside // fsdp, fsdp=fsdp)
-            grid = np.array(ordered, dtype=object).reshape(shape.sizes)
+            grid = np.array(ordered, dtype=object).reshape(shape)
             across, inside = axes_across_hosts(grid, hosts)
             assert sorted((*across, *inside)) == sorted(
                 axis for axis, n in dataclasses.asdict(shape).items() if n > 1

@@ -164,7 +164,7 @@ class GigpoSettings(GrpoSettings):
     To GRPO's advantage of an episode comes `turn_weight` times that of each turn: its return, with
     later rewards discounted by `turn_discount` a turn, compared with those of the group's turns in
     the same state. `anchor` says what a state is: the "message" that the turn answers, or the whole
-    "history" before it. `normalize_advantages` and `deviation` hold for both parts.
+    "history" before it. Both parts are divided by deviations, or neither.
     """
 
     turn_weight: float = 1.0

@@ -163,12 +163,13 @@ def _open(
     tools, rewards = dict[str, Callable[..., Any]](), list[Reward]()
     for name in names:
         found = find_named(name, {}, _FUNCTION, "config.env.args.tools")
-        own = {found.__name__: found}
+        own: dict[str, Any] = {found.__name__: found}
         if isinstance(found, type):
             made = found(**accepted(found, task))
             methods = inspect.getmembers(made, callable)
             own = {key: value for key, value in methods if not key.startswith("_")}
-            rewards += [own.pop("reward")] if "reward" in own else []
+            if "reward" in own:
+                rewards.append(own.pop("reward"))
         if both := tools.keys() & own.keys():
             raise InputError(f"config.env.args.tools has two tools of the name {min(both)!r}")
         tools |= own

@@ -176,7 +176,7 @@ class Cluster:
 
     def own_mesh(self, shape: MeshShape) -> MeshShape:
         """Returns an engine's part of a rollout's mesh, which is cut over its data axis."""
-        return dataclasses.replace(shape, data=shape.data // self.num_parts(shape))
+        return shape._replace(data=shape.data // self.num_parts(shape))
 
     def own(self, items: Any) -> Any:
         """Returns this process's part, maybe none, of a sequence that has an item per episode."""

@@ -152,7 +152,7 @@ def compiler_for(
     def lowered_round(plan: RolloutPlan, max_tokens: int) -> Any:
         """Lowers a round of one engine, which plays its part of the episodes on its devices."""
         number = problem.of(plan).num_parts(plan.mesh)
-        mesh = dataclasses.replace(plan.mesh, data=plan.mesh.data // number)
+        mesh = plan.mesh._replace(data=plan.mesh.data // number)
         players = part(devices[: mesh.num_devices])
         slots = plan.num_slots // number
         # End-of-turn ids and allowed replies take next to no memory.

@@ -139,17 +139,13 @@ class Candidates:
         the slots that are fastest.
         """
         problem, sizes, found = self.problem, (max_tokens, cache_tokens, free), []
-        spare = free - RESERVE * (problem.budget_bytes or 0)
         in_place = functools.partial(reads_in_place, problem.hardware, problem.work)
         for mesh in problem.meshes("rollout", max_tokens):
             if num_slots is not None and num_slots % mesh.data:
                 continue
             numbers = problem.slot_numbers(mesh) if num_slots is None else [num_slots]
             for slots in numbers:
-                plan = RolloutPlan(mesh, slots, 0, offload)
-                candidate = self._unbound(plan, max_tokens, cache_tokens)
-                if candidate.num_bytes > spare:
-                    candidate = self._rollout(plan, *sizes)
+                candidate = self._rollout(RolloutPlan(mesh, slots, 0, offload), *sizes)
                 if candidate.fits(free):
                     break
             found.append(candidate)
@@ -314,14 +310,6 @@ class Candidates:
             return candidate, full, self.problem.page_bytes(mesh)
 
         return functools.cache(bare)
-
-    @functools.cached_property
-    def _unbound(self) -> Callable[[RolloutPlan, int, int | None], Candidate[RolloutPlan]]:
-        """Returns a rollout with all pages that are of use. Each is computed once.
-
-        A choice asks for a mesh's rollouts beside many trainers, and most leave room for all pages.
-        """
-        return functools.cache(lambda plan, *sizes: self._rollout(plan, *sizes, math.inf))
 
     def _rollout(
         self,

@@ -175,7 +175,7 @@ class Problem:
             if size % mesh.context:
                 return f"rollout.{field} = {size} does not divide by context={mesh.context}"
         # An engine's weights are not cut over `context`.
-        return self.weights_obstacle(dataclasses.replace(mesh, context=1))
+        return self.weights_obstacle(mesh._replace(context=1))
 
     @property
     def _span_obstacle(self) -> str:

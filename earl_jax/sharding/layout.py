@@ -5,7 +5,7 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -43,8 +43,7 @@ PARAMETER_RULES: Mapping[str, tuple[str, ...]] = {
 ROLLOUT_PARAMETER_RULES: Mapping[str, tuple[str, ...]] = {**PARAMETER_RULES, "D": ("fsdp",)}
 
 
-@dataclasses.dataclass(frozen=True, order=True)
-class MeshShape:
+class MeshShape(NamedTuple):
     """Sizes of the mesh axes. `str(MeshShape(data=4, tensor=2))` is "data=4,tensor=2"."""
 
     data: int = 1
@@ -54,18 +53,13 @@ class MeshShape:
     tensor: int = 1
 
     @property
-    def sizes(self) -> tuple[int, int, int, int, int]:
-        """The sizes in the order of MESH_AXES."""
-        return (self.data, self.fsdp, self.context, self.expert, self.tensor)
-
-    @property
     def num_devices(self) -> int:
         """The number of devices of the mesh."""
-        return math.prod(self.sizes)
+        return math.prod(self)
 
     def __str__(self) -> str:
         """Returns the axes that split something; `data` is always named."""
-        named = zip(MESH_AXES, self.sizes, strict=True)
+        named = zip(MESH_AXES, self, strict=True)
         return ",".join(f"{axis}={size}" for axis, size in named if size > 1 or axis == "data")
 
     @staticmethod
@@ -177,14 +171,14 @@ def make_layout(
             f"mesh {shape} needs {shape.num_devices} devices, this run has {len(devices)}; "
             "choose a smaller mesh or raise config.devices.num_cpu_devices"
         )
-    grid = np.asarray(devices[: shape.num_devices], dtype=object).reshape(shape.sizes)
+    grid = np.asarray(devices[: shape.num_devices], dtype=object).reshape(shape)
     mesh = Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
     return Layout(mesh, row_axes, _parameter_rules(row_axes))
 
 
 def make_abstract_layout(shape: MeshShape, *, row_axes: tuple[str, ...] = ROLLOUT_ROWS) -> Layout:
     """Returns a layout of this shape over devices that need not exist: for tracing and planning."""
-    mesh = AbstractMesh(shape.sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    mesh = AbstractMesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
     return Layout(mesh, row_axes, _parameter_rules(row_axes))
 
 
