@@ -10,13 +10,14 @@ share a task; learning rates are those of `ALGORITHMS`, the other settings the d
 has the mean reward of a turn over tenths of the steps (1 is perfect, 0.125 is chance): the mean
 over the seeds, and its standard deviation in the last tenth.
 
-With --game each plays configs/tictactoe_tiny_cpu.py instead, 400 steps in groups of eight with one
-seed on one device, two runs at once; the table has exact results (exact.py).
+With --game each plays configs/tictactoe_tiny_cpu.py instead, 240 steps in groups of eight with one
+seed on one device, two runs at once, a core each; the table has exact results (exact.py).
 """
 
 import concurrent.futures
 import functools
 import json
+import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from benchmarks.runs import ROOT, play
 from benchmarks.staleness import JOBS, SETTINGS, curve_row, play_cells
 from earl_jax.config.file import load_config_file
 
-STEPS, GAME_STEPS = 80, 400
+STEPS, GAME_STEPS = 80, 240
 # Names of the table: algorithm, its settings, and those of config.train.
 ALGORITHMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "reinforce (baseline of the batch)": ("reinforce", {}, {}),
@@ -99,7 +100,14 @@ def game_rows(names: Sequence[str], folder: Path) -> list[dict[str, Any]]:
         play(game_settings_of(names[number]), folder / str(number))
         return time.monotonic() - start_s
 
-    with concurrent.futures.ThreadPoolExecutor(JOBS) as pool:
+    # A thread's processes inherit its core.
+    cores = sorted(os.sched_getaffinity(0))
+
+    def pin() -> None:
+        os.sched_setaffinity(0, {cores.pop()})
+
+    jobs = min(JOBS, len(cores))
+    with concurrent.futures.ThreadPoolExecutor(jobs, initializer=pin) as pool:
         seconds = list(pool.map(run, range(len(names))))
     exact = exact_rows([folder / str(number) for number in range(len(names))])
     found = [row for row in exact if row["opponent"] == "random"]

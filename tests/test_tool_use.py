@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import tools as shop
+from earl_jax import training
+from earl_jax.config.file import make_config
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import Message, check_start, check_step
@@ -16,6 +19,8 @@ from earl_jax.envs.tasks import TasksConfig
 from earl_jax.envs.tokenizer import load_tokenizer
 from earl_jax.envs.tool_calls import CALL_FORMATS
 from earl_jax.envs.tool_use import ToolUse
+from earl_jax.telemetry.episodes import read_trajectories
+from earl_jax.telemetry.metrics import read_metrics
 from tests.support import tools
 
 ADD, FAIL, REACH = (f"tests.support.tools:{name}" for name in ("add", "fail", "reach"))
@@ -212,3 +217,33 @@ def test_it_needs_a_dataset():
         open_environment(
             EnvConfig(name="tools", args={"tools": [ADD]}), TasksConfig(), seed=0, num_tasks=1
         )
+
+
+@pytest.mark.slow
+def test_a_policy_from_scratch_calls_a_tool_and_reads_its_answer(tmp_path, monkeypatch):
+    """The benchmark's task: what the tool says is in the context, token for token, and learnt."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shop.write_files(tmp_path, 0)
+    given = shop.settings_of(tmp_path, 0)
+    given |= {"num_steps": 30, "devices": {"platform": "cpu", "num_cpu_devices": 8}}
+    given["rollout"] |= {"num_slots": 32, "episodes_per_step": 64}
+    given["train"] |= {"sft_updates": 8}
+    given["eval"] |= {"every_steps": 30, "games": 64, "final_games": 64}
+    given["log"] = {"trajectories_every_steps": 30}
+    given["selector"] = {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",)}
+    training.train(make_config(given), tmp_path / "run")
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    *_, last = (row for row in rows if "eval" not in row)
+    assert last["env"]["tool_calls"] > 0.2 and last["logprob_mismatch_max"] < 1e-3
+    episodes = read_trajectories(tmp_path / "run" / "trajectories" / "step_000030.jsonl")
+    answered = [e for e in episodes if any(m["role"] == "tool" for m in e["messages"])]
+    assert len(answered) > 0.1 * len(episodes)
+    called = [e for e in answered if e["metrics"]["failed_tool_calls"] == 0]
+    for episode in called:
+        roles = [message["role"] for message in episode["messages"]]
+        assert roles[:3] == ["user", "assistant", "tool"]
+        assert episode["messages"][2]["content"] in map(str, range(10))
+    # Of those that called without a mistake most repeat what the tool said.
+    ends = [e for e in called if e["stop_reason"] == "answered"]
+    repeated = [e["messages"][-1]["content"] == e["messages"][-2]["content"] for e in ends]
+    assert sum(repeated) > 0.5 * len(ends) > 0
