@@ -77,12 +77,13 @@ def game_settings_of(name: str) -> dict[str, Any]:
     """Returns the settings of a run of Tic-Tac-Toe."""
     algorithm, arguments, train = ALGORITHMS[name]
     config = load_config_file(ROOT / "configs" / "tictactoe_tiny_cpu.py").to_dict()
-    turns = {"turn_discount": 0.7} | arguments if algorithm == "reinforce" else arguments
+    # A reply is answered with the opponent's move alone: the state is the whole game so far.
+    own = {"reinforce": {"turn_discount": 0.7}, "gigpo": {"anchor": "history"}}
     meshes = {f"{stage}_meshes": ("data=1",) for stage in ("rollout", "train")}
     return config | {
         "num_steps": GAME_STEPS,
         "algorithm": algorithm,
-        "algorithm_args": turns,
+        "algorithm_args": own.get(algorithm, {}) | arguments,
         "devices": {"platform": "cpu", "num_cpu_devices": 1},
         "rollout": config["rollout"] | {"group_size": 8},
         # Room for a critic, on one device.
@@ -125,6 +126,8 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=ALGORITHMS, help="of these alone")
     parser.add_argument("--game", action="store_true", help="Tic-Tac-Toe")
     flags = parser.parse_args()
+    if flags.only and flags.write:
+        parser.error("--write replaces a whole table; leave --only out")
     names, page = flags.only or list(ALGORITHMS), Path(__file__).with_suffix(".md")
     if flags.game:
         with tempfile.TemporaryDirectory() as folder:

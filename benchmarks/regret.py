@@ -8,8 +8,9 @@ At each point (few slots and rows, long turns, wide models; 8 virtual CPU device
 rollout mesh and a training mesh runs real steps with nothing else to choose from, in rounds of all
 pairs; a pair's step is the median. Then the selector runs with an empty throughput table, which its
 own steps feed, and may choose from all pairs. `first` is the pair of its first step, by the speed
-model alone, `settles on` the one of its last; each is slower than the best by so much. Compiling
-counts for none: programs are the same for all. The policy is random, and learns next to nothing.
+model alone, `settles on` that of most of its last ten; each is slower than the best by so much.
+Compiling counts for none: programs are the same for all. The policy is random, and learns next to
+nothing.
 
 With --write the table goes into regret.md.
 """

@@ -9,6 +9,7 @@ wrote, and what the trainer learns from. They never pass through the host.
 
 import collections
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
@@ -119,20 +120,20 @@ class Trajectory:
         """The version that sampled its first token, which is the oldest; None: none was sampled."""
         return next((turn.versions[0] for turn in self.turns if turn.versions), None)
 
-    @property
+    @functools.cached_property
     def turn_states(self) -> tuple[TurnState, ...]:
         """What each of the policy's turns answers."""
-        states, message = list[TurnState](), ""
+        states, message = list[TurnState](), b""
         histories: dict[str, Any] = collections.defaultdict(hashlib.blake2b)
         for turn in self.turns:
             if turn.author == "environment":
-                message = turn.text
+                message = _as_bytes(turn)
                 continue
             role = self.turn_roles[len(states)] if self.turn_roles else self.role
             history = histories[role]
-            history.update(_marked(message))
-            states.append(TurnState(_digest(hashlib.blake2b(_marked(message))), _digest(history)))
-            history.update(_marked(turn.text))
+            history.update(message)
+            states.append(TurnState(_digest(hashlib.blake2b(message)), _digest(history)))
+            history.update(_as_bytes(turn))
         return tuple(states)
 
     @property
@@ -252,9 +253,10 @@ class TrajectoryBatch:
                 )
 
 
-def _marked(text: str) -> bytes:
-    """Returns a text behind its length: so "a", "bc" are not "ab", "c"."""
-    return f"{len(text)}:{text}".encode(errors="replace")
+def _as_bytes(turn: Turn) -> bytes:
+    """Returns a turn's messages, each behind its length: so "a", "bc" are not "ab", "c"."""
+    marked = (f"{role} {len(text)} {text}" for role, text in turn.messages or (("", turn.text),))
+    return "".join(marked).encode(errors="surrogatepass")
 
 
 def _digest(hasher: Any) -> int:

@@ -838,11 +838,11 @@ def test_tensor_and_context_stay_inside_a_host(num_hosts, a_process):
             continue
         outside = num_hosts * 8 // inner.num_devices
         for fsdp in (f for f in (1, 2, 8) if outside % f == 0):
-            shape = dataclasses.replace(inner, data=outside // fsdp, fsdp=fsdp)
+            shape = inner._replace(data=outside // fsdp, fsdp=fsdp)
             grid = np.array(ordered, dtype=object).reshape(shape)
             across, inside = axes_across_hosts(grid, hosts)
             assert sorted((*across, *inside)) == sorted(
-                axis for axis, n in dataclasses.asdict(shape).items() if n > 1
+                axis for axis, n in shape._asdict().items() if n > 1
             )
             if inner.num_devices <= 8:
                 assert set(across) <= {"data", "fsdp"}, shape

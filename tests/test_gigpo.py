@@ -99,9 +99,9 @@ def test_equal_returns_in_a_state_have_exactly_zero_at_any_scale():
 
 
 def test_a_turn_without_a_reward_is_none_and_its_state_is_not_another_s():
-    """An episode that a limit cut has a reward for each turn, one that failed one fewer."""
-    failed = dataclasses.replace(RIGHT, turn_rewards=(0.0,), stop_reason="turn_too_long")
-    _, table = assign_credit(with_settings(turn_discount=0.0), [failed, RIGHT, WRONG])
+    """Rewards are those of the first turns, states those of all."""
+    short = dataclasses.replace(RIGHT, turn_rewards=(0.0,))
+    _, table = assign_credit(with_settings(turn_discount=0.0), [short, RIGHT, WRONG])
     # Each turn in state a has the return 0: only the episodes differ.
     outcomes = np.array([0.0, 1.0, 0.0])
     expected = (outcomes - outcomes.mean()) / outcomes.std()
@@ -113,7 +113,11 @@ def test_states_are_equal_where_the_texts_are():
     states, others = RIGHT.turn_states, WRONG.turn_states
     assert states[0] == others[0] and states[0].message == others[1].message
     assert states[0].history != others[1].history
-    # Where a message ends is part of the history.
+    # Roles, and where a message ends, are part of a state.
+    spoken = [("tool", "1"), ("tool", "2")], [("tool", "1\n2")], [("user", "1\n2")]
+    said = [dataclasses.replace(RIGHT.turns[0], text="1\n2", messages=tuple(m)) for m in spoken]
+    asked = [dataclasses.replace(RIGHT, turns=(turn, *RIGHT.turns[1:])) for turn in said]
+    assert len({episode.turn_states[0].message for episode in asked}) == 3
     one, other = (
         played(0, ("a", "bc", 0.0), ("", "", 0.0)),
         played(0, ("a", "b", 0.0), ("c", "", 0)),

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The environment "tools": calls in each format, their answers, and what an episode is paid."""
 
+import asyncio
+import gc
 import json
 from pathlib import Path
 
@@ -139,6 +141,42 @@ def test_tools_that_wait_wait_together():
     env = ToolUse(tools=["tests.support.tools:Meeting", ADD], row=SUM)
     _, answered, end = play(env, call("wait") + call("add", a=1) + call("come"), "bye")
     assert texts(answered) == ["met", "2", "came"] and end.reward == 1.0
+
+
+def test_after_an_outage_the_other_calls_do_not_go_on():
+    env = ToolUse(tools=["tests.support.tools:Log"], row=SUM)
+
+    async def step() -> None:
+        with pytest.raises(TimeoutError, match="no answer"):
+            await env.step(call("work") + call("leave"))
+        await asyncio.sleep(0.1)
+
+    asyncio.run(step())
+    assert tools.Log.done == []
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_plain_tool_that_is_away_leaves_no_coroutine_behind():
+    env = ToolUse(tools=["tests.support.tools:Log", REACH], row=SUM)
+    with pytest.raises(ConnectionError):
+        env.step(call("work") + call("reach", host="hub"))
+    gc.collect()
+
+
+def test_a_result_that_cannot_be_written_is_told():
+    """JSON of more than 4,300 digits is refused, and a lone surrogate is no text."""
+    env = ToolUse(tools=["tests.support.tools:power", FAIL], row=SUM, reward=tools.exact)
+    _, answered = play(env, call("power", a=10, b=5000) + call("fail", what="\ud800"))
+    large, strange = texts(answered)
+    assert large.startswith("error: ValueError: ") and strange == "error: ValueError: ?"
+
+
+def test_a_tool_is_called_as_it_is_shown():
+    """The name is that of the setting, whatever a decorator made of the function's own."""
+    env = ToolUse(tools=["tests.support.tools:add_twice", ADD], row=SUM, reward=tools.exact)
+    start, answered = play(env, call("add_twice", a=1))
+    assert [tool["function"]["name"] for tool in start.tools] == ["add_twice", "add"]
+    assert texts(answered) == ["4"]
 
 
 def test_a_long_result_is_cut():

@@ -3,6 +3,7 @@
 """An environment of one prompt of a dataset, functions that the policy may call, and a reward."""
 
 import asyncio
+import dataclasses
 import functools
 import inspect
 import json
@@ -90,25 +91,29 @@ class ToolUse:
 
     def start(self) -> Start:
         """Returns the prompt and the descriptions of the tools."""
-        prompt, described = prompt_of(self._row), tuple(map(_described, self._tools.values()))
-        return Start(
-            text=prompt.text,
-            messages=prompt.messages,
-            tools=described,
-            metrics=dict(self._numbers),
-        )
+        prompt = prompt_of(self._row)
+        tools = tuple(_described(name, tool) for name, tool in self._tools.items())
+        return dataclasses.replace(prompt, tools=tools, metrics=dict(self._numbers))
 
     def step(self, reply: str) -> StepResult | Awaitable[StepResult]:
         """Returns the answers to a reply's calls; without calls the reward of the reply."""
         calls = self._calls_in(reply)
         if not calls:
             return answered(self._pay(reply))
-        answers = [self._call(call) for call in calls]
+        answers = list[Answer | Awaitable[Any]]()
+        try:
+            for call in calls:
+                answers.append(self._call(call))
+        except BaseException:
+            # Coroutines that were made and are not to run.
+            for answer in answers:
+                getattr(answer, "close", lambda: None)()
+            raise
         if any(inspect.isawaitable(answer) for answer in answers):
             return self._when_there(calls, answers)
         return self._result(calls, answers)
 
-    def _call(self, call: Call) -> Answer | Awaitable[Answer]:
+    def _call(self, call: Call) -> Answer | Awaitable[Any]:
         tool = self._tools.get(call.name)
         if call.error or tool is None:
             known = ", ".join(self._tools)
@@ -119,17 +124,23 @@ class ToolUse:
             return _failure(f"{call.name}: {error}")
         try:
             result = tool(**call.arguments)
+            return result if inspect.isawaitable(result) else Answer(_text_of(result))
         except OUTAGES:
             raise
         except Exception as error:  # noqa: BLE001 - a user's own function
             return _failure(_raised(error))
-        return _later(result) if inspect.isawaitable(result) else Answer(_text_of(result))
 
     async def _when_there(self, calls: Sequence[Call], answers: Sequence[Any]) -> StepResult:
-        waiting = [answer for answer in answers if inspect.isawaitable(answer)]
-        found = iter(await asyncio.gather(*waiting))
-        whole = [next(found) if inspect.isawaitable(each) else each for each in answers]
-        return self._result(calls, whole)
+        tasks = [
+            asyncio.ensure_future(_later(answer) if inspect.isawaitable(answer) else _now(answer))
+            for answer in answers
+        ]
+        try:
+            return self._result(calls, await asyncio.gather(*tasks))
+        finally:
+            # Where one is away, or the time is over, the others are not to go on.
+            for task in tasks:
+                task.cancel()
 
     def _result(self, calls: Sequence[Call], answers: Sequence[Any]) -> StepResult:
         failed = sum(answer.failed for answer in answers)
@@ -153,7 +164,7 @@ class ToolUse:
 
 _FUNCTION: Any = Callable
 # The descriptions of tools by their functions.
-_DESCRIBED = dict[Callable[..., Any], dict[str, Any]]()
+_DESCRIBED = dict[tuple[str, Callable[..., Any]], dict[str, Any]]()
 
 
 def _open(
@@ -163,7 +174,7 @@ def _open(
     tools, rewards = dict[str, Callable[..., Any]](), list[Reward]()
     for name in names:
         found = find_named(name, {}, _FUNCTION, "config.env.args.tools")
-        own: dict[str, Any] = {found.__name__: found}
+        own: dict[str, Any] = {name.rpartition(":")[2]: found}
         if isinstance(found, type):
             made = found(**accepted(found, task))
             methods = inspect.getmembers(made, callable)
@@ -173,21 +184,26 @@ def _open(
         if both := tools.keys() & own.keys():
             raise InputError(f"config.env.args.tools has two tools of the name {min(both)!r}")
         tools |= own
-    for tool in tools.values():
-        _described(tool)
+    for name, tool in tools.items():
+        _described(name, tool)
     return tools, rewards
 
 
-def _described(tool: Callable[..., Any]) -> dict[str, Any]:
-    """Returns a tool's description for `Start.tools`. Raises ValueError where it has none."""
+def _described(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
+    """Returns the description of the tool that is called `name`, for `Start.tools`.
+
+    Raises ValueError where it has none.
+    """
     # Methods are new objects in each episode; the function that they are of is not.
-    key = getattr(tool, "__func__", tool)
+    key = name, getattr(tool, "__func__", tool)
     if key not in _DESCRIBED:
-        _DESCRIBED[key] = _schema_of(tool)
+        schema = _schema_of(name, tool)
+        # A decorated function, or an alias, may have another name of its own.
+        _DESCRIBED[key] = {**schema, "function": {**schema["function"], "name": name}}
     return _DESCRIBED[key]
 
 
-def _schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
+def _schema_of(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
         TypeHintParsingException,
@@ -198,10 +214,14 @@ def _schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
         return get_json_schema(tool)
     except (DocstringParsingException, TypeHintParsingException) as error:
         raise InputError(
-            f"config.env.args.tools has {tool.__name__!r}, which cannot be described to the "
+            f"config.env.args.tools has {name!r}, which cannot be described to the "
             f"policy: {error}; it needs type hints, and a docstring with a line for each argument "
             'under "Args:"'
         ) from error
+
+
+async def _now(answer: Answer) -> Answer:
+    return answer
 
 
 async def _later(result: Awaitable[Any]) -> Answer:
@@ -228,6 +248,9 @@ def _text_of(result: Any) -> str:
 
 
 def _cut(text: str, longest: int) -> str:
-    """Returns the beginning of a text that is too long, with the number of those left out."""
-    over = len(text) - longest
+    """Returns the beginning of a text that is too long, with the number of those left out.
+
+    A lone surrogate, which no text can have and the JSON of a call can, becomes "?".
+    """
+    text, over = text.encode(errors="replace").decode(), len(text) - longest
     return text if over <= 0 else f"{text[:longest]}... ({over} more characters)"

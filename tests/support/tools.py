@@ -3,6 +3,7 @@
 """Tools, and a reward function, for the environment "tools"."""
 
 import asyncio
+from typing import ClassVar
 
 
 def add(a: int, b: int = 1) -> int:
@@ -43,6 +44,33 @@ def exact(reply: str, *, prompt: str, answer: str) -> dict[str, float]:
     return {"reward": float(reply == answer), "length": float(len(reply))}
 
 
+def power(a: int, b: int) -> dict:
+    """Returns a power.
+
+    Args:
+        a: the base
+        b: the exponent
+    """
+    return {"power": a**b}
+
+
+def twice(function):
+    """A decorator that does not keep the function's name."""
+
+    def wrapped(a: int) -> int:
+        """Doubles a result.
+
+        Args:
+            a: a number
+        """
+        return 2 * function(a)
+
+    return wrapped
+
+
+add_twice = twice(add)
+
+
 class Stock:
     """A shop's stock, which buying makes smaller; the episode is paid by what is left."""
 
@@ -71,6 +99,27 @@ class Stock:
     def reward(self, reply: str) -> float:
         """Pays for a stock of nothing, if the reply says so."""
         return float(reply == "done" and not any(self.left.values()))
+
+
+class Log:
+    """What happens after an outage is written down."""
+
+    done: ClassVar[list[str]] = []
+
+    async def leave(self) -> str:
+        """Asks someone who is away."""
+        await asyncio.sleep(0)
+        raise TimeoutError("no answer")
+
+    async def work(self) -> str:
+        """Works for a while."""
+        await asyncio.sleep(0.05)
+        self.done.append("worked")
+        return "worked"
+
+    def reward(self, reply: str) -> float:
+        """Pays for any reply."""
+        return 1.0
 
 
 class Meeting:
