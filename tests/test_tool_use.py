@@ -4,7 +4,9 @@
 
 import asyncio
 import gc
+import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,7 @@ from earl_jax.envs.tool_calls import CALL_FORMATS
 from earl_jax.envs.tool_use import ToolUse
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
-from tests.support import tools
+from tests.support import ROOT, tools
 
 ADD, FAIL, REACH = (f"tests.support.tools:{name}" for name in ("add", "fail", "reach"))
 SUM = {"prompt": "1 + 2 =", "answer": "3"}
@@ -64,6 +66,9 @@ def texts(result) -> list[str]:
         ("llama3", '{"name": "add", "parameters": {"a": 1}}', [("add", {"a": 1}, "")]),
         ("llama3", '<|python_tag|>{"name": "now", "parameters": {}}', ["now"]),
         ("llama3", '{"answer": 3}', []),
+        ("llama3", '{"name": "add", "parameters": {"a": }}', ["!the call is no JSON"]),
+        ("llama3", '{"name": "now", "parameters": {}}; {"name": "now"}', ["!the call is no JSON"]),
+        ("llama3", '{"name": "Ada"}', ['!a call must be a JSON object with "name" and "param']),
         ("llama3", "3", []),
         ("mistral", MISTRAL, [("add", {"a": 1}, "a1b2c3d4e")]),
         ("mistral", '[TOOL_CALLS] [{"name": "now", "id": "?"}]', [("now", {}, "000000000")]),
@@ -185,6 +190,56 @@ def test_a_long_result_is_cut():
     assert texts(answered) == ["error: Val... (29 more characters)"]
 
 
+@pytest.mark.parametrize("name", ["wrapped_outage", "grouped_outage"])
+def test_an_error_because_of_an_outage_is_one(name):
+    env = ToolUse(tools=[f"tests.support.tools:{name}"], row=SUM, reward=tools.exact)
+    with pytest.raises((RuntimeError, ExceptionGroup)):
+        play(env, call(name))
+
+
+def test_answers_are_json_and_an_error_has_a_text_of_some_kind():
+    env = ToolUse(
+        tools=[f"tests.support.tools:{name}" for name in ("numbers", "silent")],
+        row=SUM,
+        reward=tools.exact,
+    )
+    _, answered = play(env, call("numbers") + call("silent"))
+    found = [
+        '{"mean": 1.5, "count": 3, "all": [0, 1]}',
+        "error: SilentError: its text cannot be made",
+    ]
+    assert texts(answered) == found
+
+
+def test_tools_of_a_class_are_its_public_methods():
+    env = ToolUse(tools=["tests.support.tools:Careful"], row=SUM)
+    start, answered = play(env, call("one") + call("two"))
+    assert [tool["function"]["name"] for tool in start.tools] == ["one", "two"]
+    assert texts(answered) == ["1", "2"]
+
+
+def test_a_format_that_returns_no_calls_of_ours_is_an_error():
+    form = "tests.support.tools:dicts"
+    env = ToolUse(tools=[ADD], call_format=form, row=SUM, reward=tools.exact)
+    with pytest.raises(ValueError, match="call_format returned .* must return a list of"):
+        env.step("1")
+
+
+def test_the_tools_of_the_how_to_work_as_it_says(tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "howto" / "tools.md").read_text()
+    for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        (tmp_path / code.split("\n")[0].removeprefix("# ")).write_text(code)
+    days, stock = map(json.loads, re.findall(r"```json\n(.*?)```", page, re.DOTALL))
+    monkeypatch.syspath_prepend(tmp_path)
+    clock = importlib.import_module("clock")
+    env = ToolUse(tools=["clock:weekday"], row=days, reward=clock.reward)
+    _, answered, end = play(env, call("weekday", date="1969-07-20"), "a Sunday")
+    assert texts(answered) == ["Sunday"] and end.reward == 1.0
+    shop_env = ToolUse(tools=["shop:Shop"], row=stock)
+    _, answered, end = play(shop_env, call("count", item="plums"), "42")
+    assert texts(answered) == ["42"] and end.reward == 1.0
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama3", "mistral"])
 def test_an_episode_reads_as_its_template_writes_it(family):
     """The ids of an episode with a call are those that the template gives to all of it."""
@@ -232,6 +287,13 @@ def _written(form: str) -> tuple[str, dict]:
         ({"tools": ADD}, {}, "must name functions or classes"),
         ({"tools": ["tests.support.tools:subtract"]}, {}, "has no 'subtract'"),
         ({"tools": [ADD, ADD]}, {}, "two tools of the name 'add'"),
+        ({"tools": [1]}, {}, "must name functions or classes"),
+        ({"tools": ["tests.support.tools:no_function"]}, {}, "of type partial; it must be a func"),
+        ({"tools": ["tests.support.tools:positional"]}, {}, "which a call cannot give by name"),
+        ({"tools": ["tests.support.tools:many"]}, {}, "'**kwargs: int', which a call cannot"),
+        ({"tools": ["tests.support.tools:unresolved"]}, {}, "has 'unresolved', which cannot be"),
+        ({"tools": ["tests.support.tools:Private"]}, {}, "a class without a public method"),
+        ({"tools": ["tests.support.tools:Unpaid"]}, {}, "reward(reply), a method of"),
         ({"tools": ["tests.support.tools:undescribed"]}, {}, "no description for the argument 'a'"),
         ({"tools": [ADD], "call_format": "hermse"}, {}, "did you mean 'hermes'?"),
         ({"tools": [ADD], "longest_result": 0}, {}, "longest_result is 0"),

@@ -61,8 +61,8 @@ def _result(paid: Any) -> StepResult:
         reward = None
     if reward is None:
         raise InputError(
-            f"the function of config.tasks.reward returned {paid!r:.60}; it must return a number, "
-            "or a dict with one under 'reward'"
+            f"the reward function (config.tasks.reward) returned {paid!r:.60}; it must return a "
+            "number, or a dict with one under 'reward'"
         )
     return StepResult(reward=reward, done=True, stop_reason="answered", metrics=metrics)
 

@@ -52,14 +52,20 @@ def hermes_calls(text: str) -> list[Call]:
 
 
 def llama3_calls(text: str) -> list[Call]:
-    """Returns the call that a reply is, if it is a JSON object with "name" and "parameters"."""
-    text = text.strip().removeprefix(_LLAMA)
+    """Returns the call that a reply is, if it is a JSON object with "name" and "parameters".
+
+    One that begins as a call, with "name" or <|python_tag|>, and is none is an error.
+    """
+    text = text.strip()
+    inside = text.removeprefix(_LLAMA)
+    begins = inside != text or re.match(r'\{\s*"name"', inside) is not None
     try:
-        given = json.loads(text)
-    except (ValueError, RecursionError):
-        return []
+        given = json.loads(inside)
+    except (ValueError, RecursionError) as error:
+        return [Call(error=f"the call is no JSON: {error}")] if begins else []
     if not isinstance(given, dict) or not {"name", "parameters"} <= given.keys():
-        return []
+        why = 'a call must be a JSON object with "name" and "parameters", alone in its reply'
+        return [Call(error=why)] if begins else []
     return [_call_from(given, "parameters")]
 
 

@@ -5,27 +5,22 @@
 import asyncio
 import dataclasses
 import functools
-import inspect
-import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from earl_jax.envs.environment import Message, Start, StepResult
 from earl_jax.envs.single_turn import Reward, answered, prompt_of
 from earl_jax.envs.tool_calls import CALL_FORMATS, Call
-from earl_jax.settings.arguments import accepted
+from earl_jax.envs.tool_functions import (
+    Answer,
+    call_tool,
+    describe,
+    failure,
+    open_tools,
+    when_there,
+)
 from earl_jax.settings.errors import InputError
 from earl_jax.settings.named import find_named
-
-# A tool that raises one of these is away; the call was none of the policy's mistakes.
-OUTAGES = (ConnectionError, TimeoutError)
-
-
-class Answer(NamedTuple):
-    """The text that a call is answered with, and True if the call failed."""
-
-    text: str
-    failed: bool = False
 
 
 class ToolUse:
@@ -35,14 +30,14 @@ class ToolUse:
     has an object, made with those of `row`, `seed` and `index` that the constructor names, whose
     public methods are tools. The chat template shows their names, arguments and docstrings, as
     `transformers.utils.get_json_schema` reads them: arguments have type hints, and lines in the
-    docstring's "Args:". Tools that are coroutines wait together; the calls of others are made one
-    after the other.
+    docstring's "Args:". Of a reply's calls those of plain functions are made one after the other;
+    then those of coroutines wait together.
 
     A reply's calls are found by `call_format`, one of `CALL_FORMATS` or a "module:function" that
     returns the `Call`s in a text. Each is answered by a message of the role "tool" with what the
     function returned, a text or else its JSON, of which `longest_result` characters are kept. A
     call that cannot be read, of an unknown tool or with other arguments, and one that raises, is
-    answered with the error, and paid `failed_call_reward`. A tool that raises one of OUTAGES fails
+    answered with the error, and paid `failed_call_reward`. A tool that is away (`is_outage`) fails
     the episode.
 
     The reply without calls ends the episode, paid by `reward(reply, **row)`, the function of
@@ -67,20 +62,15 @@ class ToolUse:
     ):
         if row is None:
             raise InputError("it needs config.tasks.path")
-        if isinstance(tools, str) or not tools:
-            raise InputError(
-                f"config.env.args.tools is {tools!r}; it must name functions or classes, such as "
-                '("module:function", "module:Class")'
-            )
         if longest_result < 1:
             raise InputError(
                 f"config.env.args.longest_result is {longest_result}; it must be at least 1"
             )
         self._row, self._longest = row, longest_result
         self._failed_call_reward = failed_call_reward
-        path = "config.env.args.call_format"
-        self._calls_in = find_named(call_format, CALL_FORMATS, _FUNCTION, path)
-        self._tools, rewards = _open(tools, {"row": row, "seed": seed, "index": index})
+        kind: Any = Callable
+        self._read = find_named(call_format, CALL_FORMATS, kind, "config.env.args.call_format")
+        self._tools, rewards = open_tools(tools, {"row": row, "seed": seed, "index": index})
         if reward is None and len(rewards) != 1:
             raise InputError(
                 f"{len(rewards) or 'none'} of the tools' classes has a method reward(reply); give "
@@ -92,7 +82,7 @@ class ToolUse:
     def start(self) -> Start:
         """Returns the prompt and the descriptions of the tools."""
         prompt = prompt_of(self._row)
-        tools = tuple(_described(name, tool) for name, tool in self._tools.items())
+        tools = tuple(describe(name, tool) for name, tool in self._tools.items())
         return dataclasses.replace(prompt, tools=tools, metrics=dict(self._numbers))
 
     def step(self, reply: str) -> StepResult | Awaitable[StepResult]:
@@ -103,38 +93,34 @@ class ToolUse:
         answers = list[Answer | Awaitable[Any]]()
         try:
             for call in calls:
-                answers.append(self._call(call))
+                answers.append(self._answer(call))
         except BaseException:
             # Coroutines that were made and are not to run.
             for answer in answers:
                 getattr(answer, "close", lambda: None)()
             raise
-        if any(inspect.isawaitable(answer) for answer in answers):
-            return self._when_there(calls, answers)
-        return self._result(calls, answers)
+        if all(isinstance(answer, Answer) for answer in answers):
+            return self._result(calls, answers)
+        return self._when_there(calls, answers)
 
-    def _call(self, call: Call) -> Answer | Awaitable[Any]:
+    def _calls_in(self, reply: str) -> list[Call]:
+        calls = self._read(reply)
+        if not isinstance(calls, list) or not all(isinstance(call, Call) for call in calls):
+            raise InputError(
+                f"the function of config.env.args.call_format returned {calls!r:.60}; it must "
+                "return a list of earl_jax.envs.tool_calls.Call, [] for a reply without calls"
+            )
+        return calls
+
+    def _answer(self, call: Call) -> Answer | Awaitable[Any]:
         tool = self._tools.get(call.name)
         if call.error or tool is None:
             known = ", ".join(self._tools)
-            return _failure(call.error or f"no tool is called {call.name!r:.80}; there are {known}")
-        try:
-            inspect.signature(tool).bind(**call.arguments)
-        except TypeError as error:
-            return _failure(f"{call.name}: {error}")
-        try:
-            result = tool(**call.arguments)
-            return result if inspect.isawaitable(result) else Answer(_text_of(result))
-        except OUTAGES:
-            raise
-        except Exception as error:  # noqa: BLE001 - a user's own function
-            return _failure(_raised(error))
+            return failure(call.error or f"no tool is called {call.name!r:.80}; there are {known}")
+        return call_tool(call.name, tool, call.arguments)
 
     async def _when_there(self, calls: Sequence[Call], answers: Sequence[Any]) -> StepResult:
-        tasks = [
-            asyncio.ensure_future(_later(answer) if inspect.isawaitable(answer) else _now(answer))
-            for answer in answers
-        ]
+        tasks = [asyncio.ensure_future(when_there(answer)) for answer in answers]
         try:
             return self._result(calls, await asyncio.gather(*tasks))
         finally:
@@ -160,91 +146,6 @@ class ToolUse:
             ),
             metrics=dict(self._numbers),
         )
-
-
-_FUNCTION: Any = Callable
-# The descriptions of tools by their functions.
-_DESCRIBED = dict[tuple[str, Callable[..., Any]], dict[str, Any]]()
-
-
-def _open(
-    names: Sequence[str], task: Mapping[str, Any]
-) -> tuple[dict[str, Callable[..., Any]], list[Reward]]:
-    """Returns the tools by name, and the `reward` methods of classes among them."""
-    tools, rewards = dict[str, Callable[..., Any]](), list[Reward]()
-    for name in names:
-        found = find_named(name, {}, _FUNCTION, "config.env.args.tools")
-        own: dict[str, Any] = {name.rpartition(":")[2]: found}
-        if isinstance(found, type):
-            made = found(**accepted(found, task))
-            methods = inspect.getmembers(made, callable)
-            own = {key: value for key, value in methods if not key.startswith("_")}
-            if "reward" in own:
-                rewards.append(own.pop("reward"))
-        if both := tools.keys() & own.keys():
-            raise InputError(f"config.env.args.tools has two tools of the name {min(both)!r}")
-        tools |= own
-    for name, tool in tools.items():
-        _described(name, tool)
-    return tools, rewards
-
-
-def _described(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the description of the tool that is called `name`, for `Start.tools`.
-
-    Raises ValueError where it has none.
-    """
-    # Methods are new objects in each episode; the function that they are of is not.
-    key = name, getattr(tool, "__func__", tool)
-    if key not in _DESCRIBED:
-        schema = _schema_of(name, tool)
-        # A decorated function, or an alias, may have another name of its own.
-        _DESCRIBED[key] = {**schema, "function": {**schema["function"], "name": name}}
-    return _DESCRIBED[key]
-
-
-def _schema_of(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
-    from transformers.utils.chat_template_utils import (
-        DocstringParsingException,
-        TypeHintParsingException,
-        get_json_schema,
-    )
-
-    try:
-        return get_json_schema(tool)
-    except (DocstringParsingException, TypeHintParsingException) as error:
-        raise InputError(
-            f"config.env.args.tools has {name!r}, which cannot be described to the "
-            f"policy: {error}; it needs type hints, and a docstring with a line for each argument "
-            'under "Args:"'
-        ) from error
-
-
-async def _now(answer: Answer) -> Answer:
-    return answer
-
-
-async def _later(result: Awaitable[Any]) -> Answer:
-    try:
-        return Answer(_text_of(await result))
-    except OUTAGES:
-        raise
-    except Exception as error:  # noqa: BLE001 - a user's own function
-        return _failure(_raised(error))
-
-
-def _failure(why: str) -> Answer:
-    return Answer(f"error: {why}", failed=True)
-
-
-def _raised(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _text_of(result: Any) -> str:
-    if isinstance(result, str):
-        return result
-    return json.dumps(result, ensure_ascii=False, default=str)
 
 
 def _cut(text: str, longest: int) -> str:

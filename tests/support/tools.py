@@ -3,7 +3,10 @@
 """Tools, and a reward function, for the environment "tools"."""
 
 import asyncio
+import functools
 from typing import ClassVar
+
+import numpy as np
 
 
 def add(a: int, b: int = 1) -> int:
@@ -69,6 +72,122 @@ def twice(function):
 
 
 add_twice = twice(add)
+
+
+def wrapped_outage() -> str:
+    """Asks as a client of HTTP does, which raises an error of its own."""
+    try:
+        raise ConnectionRefusedError("port 7000")
+    except OSError as error:
+        raise RuntimeError("request failed") from error
+
+
+async def grouped_outage() -> str:
+    """Asks two at once."""
+    raise ExceptionGroup("two", [ValueError("a"), TimeoutError("b")])
+
+
+class SilentError(Exception):
+    """An error without a text."""
+
+    def __str__(self) -> str:
+        """Raises."""
+        raise ValueError("no text")
+
+
+def silent() -> str:
+    """Raises an error without a text."""
+    raise SilentError
+
+
+def numbers() -> dict:
+    """Returns numbers of numpy."""
+    return {"mean": np.float64(1.5), "count": np.int64(3), "all": np.arange(2)}
+
+
+def positional(a: int, /) -> int:
+    """Takes a number by position.
+
+    Args:
+        a: a number
+    """
+    return a
+
+
+def many(**kwargs: int) -> int:
+    """Takes any.
+
+    Args:
+        kwargs: numbers
+    """
+    return len(kwargs)
+
+
+def unresolved(a: "Nothing") -> int:  # noqa: F821
+    """Has a type that nobody knows.
+
+    Args:
+        a: a number
+    """
+    return 0
+
+
+class Private:
+    """A class without a tool."""
+
+    def reward(self, reply: str) -> float:
+        """Pays for any reply."""
+        return 1.0
+
+
+class Unpaid(Private):
+    """A class whose reward takes no reply."""
+
+    def count(self) -> int:
+        """Counts."""
+        return 1
+
+    def reward(self) -> float:
+        """Takes no reply."""
+        return 1.0
+
+
+class Careful:
+    """A class with more than methods, and tools of every kind."""
+
+    class Item:
+        """No tool."""
+
+    def __init__(self) -> None:
+        """Has a function that is no tool."""
+        self.helper = add
+
+    @property
+    def price(self) -> float:
+        """No tool either, and not asked for."""
+        raise RuntimeError("not ready")
+
+    @staticmethod
+    def one() -> int:
+        """Returns 1."""
+        return 1
+
+    @classmethod
+    def two(cls) -> int:
+        """Returns 2."""
+        return 2
+
+    def reward(self, reply: str) -> float:
+        """Pays for any reply."""
+        return 1.0
+
+
+no_function = functools.partial(add, 1)
+
+
+def dicts(text: str) -> list:
+    """Calls of a format that are none."""
+    return [{"name": "add"}]
 
 
 class Stock:
