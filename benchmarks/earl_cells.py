@@ -116,7 +116,8 @@ def candidates(chooser: Chooser, cell: Cell) -> dict[str, Candidate[RolloutPlan]
 def predicted(chooser: Chooser, cell: Cell) -> Found:
     """Returns a cell's gain in per cent, and whether it fits on four GPUs."""
     four, eight = (candidates(chooser, cell)[name] for name in (TP4, TP8))
-    dense = chooser.problem.dense_pages(four.plan.mesh, four.plan.num_slots, cell.context)
+    slots = four.plan.num_slots // four.plan.mesh.data
+    dense = slots * chooser.problem.least_pages(cell.context)
     gain = 100 * (eight.tokens_per_s / four.tokens_per_s - 1)
     return Found(gain, four.plan.pages == dense)
 

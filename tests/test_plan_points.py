@@ -73,7 +73,7 @@ def exact_programs() -> Iterator[tuple[Program, str]]:
         if cells[1] == "update":
             trainer, computed = mesh, update_bytes(problem, mesh, max_tokens)
         else:
-            dense = problem.dense_pages(mesh, work.num_slots, max_tokens)
+            dense = work.num_slots // mesh.data * problem.least_pages(max_tokens)
             plan = RolloutPlan(mesh, work.num_slots, dense)
             computed = problem.round_footprint(plan, max_tokens).total
             computed += sum(trainer_bytes(sizes, trainer))

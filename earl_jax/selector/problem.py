@@ -303,10 +303,6 @@ class Problem:
         """Returns the pages of a row shard that hold one whole episode."""
         return -(-max_tokens // self.work.page_size)
 
-    def dense_pages(self, mesh: MeshShape, num_slots: int, max_tokens: int) -> int:
-        """Returns the pages of a row shard with which every slot can be full."""
-        return num_slots // mesh.data * self.least_pages(max_tokens)
-
     # Seconds, by the speed model.
 
     def packed_rows(self, length: int, tokens: int | None, mesh: MeshShape) -> int:
