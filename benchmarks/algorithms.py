@@ -86,7 +86,7 @@ def game_settings_of(name: str) -> dict[str, Any]:
         "algorithm_args": own.get(algorithm, {}) | arguments,
         "devices": {"platform": "cpu", "num_cpu_devices": 1},
         "rollout": config["rollout"] | {"group_size": 8},
-        # Room for a critic, on one device.
+        # Memory for a critic, on one device.
         "selector": {"table": "model", "budget_bytes_per_device": 2**30} | meshes,
         "train": config["train"] | train,
         "eval": {"every_steps": GAME_STEPS, "games": 128, "final_games": 512},

@@ -20,14 +20,14 @@ GIGPO = ALGORITHMS["gigpo"]
 
 def played(episode, *turns, group=0, role="", turn_roles=()) -> Trajectory:
     """An episode of (message, reply, reward) for each turn."""
-    said = [(m, r) for m, r, _ in turns]
+    texts = [(m, r) for m, r, _ in turns]
     return Trajectory(
         episode=episode,
         group=group,
         role=role,
         turns=tuple(
             turn
-            for message, reply in said
+            for message, reply in texts
             for turn in (
                 Turn(author="environment", text=message, token_ids=(1,)),
                 Turn(author="policy", text=reply, token_ids=(2,)),
@@ -115,8 +115,8 @@ def test_states_are_equal_where_the_texts_are():
     assert states[0].history != others[1].history
     # Roles, and where a message ends, are part of a state.
     spoken = [("tool", "1"), ("tool", "2")], [("tool", "1\n2")], [("user", "1\n2")]
-    said = [dataclasses.replace(RIGHT.turns[0], text="1\n2", messages=tuple(m)) for m in spoken]
-    asked = [dataclasses.replace(RIGHT, turns=(turn, *RIGHT.turns[1:])) for turn in said]
+    each = [dataclasses.replace(RIGHT.turns[0], text="1\n2", messages=tuple(m)) for m in spoken]
+    asked = [dataclasses.replace(RIGHT, turns=(turn, *RIGHT.turns[1:])) for turn in each]
     assert len({episode.turn_states[0].message for episode in asked}) == 3
     one, other = (
         played(0, ("a", "bc", 0.0), ("", "", 0.0)),

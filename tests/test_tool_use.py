@@ -99,7 +99,7 @@ def test_a_call_is_answered_and_the_reply_without_one_is_paid():
     assert (end.reward, end.done, end.metrics) == (1.0, True, {"length": 1.0})
 
 
-def test_the_policy_is_told_of_its_mistakes_and_pays_for_them():
+def test_a_mistake_of_the_policy_is_answered_and_paid():
     env = ToolUse(tools=[ADD, FAIL], row=SUM, reward=tools.exact, failed_call_reward=-0.25)
     mistakes = [
         call("sub", a=1),
@@ -168,7 +168,7 @@ def test_a_plain_tool_that_is_away_leaves_no_coroutine_behind():
     gc.collect()
 
 
-def test_a_result_that_cannot_be_written_is_told():
+def test_a_result_that_cannot_be_written_is_an_error_of_the_call():
     """JSON of more than 4,300 digits is refused, and a lone surrogate is no text."""
     env = ToolUse(tools=["tests.support.tools:power", FAIL], row=SUM, reward=tools.exact)
     _, answered = play(env, call("power", a=10, b=5000) + call("fail", what="\ud800"))
@@ -321,7 +321,7 @@ def test_it_needs_a_dataset():
 
 @pytest.mark.slow
 def test_a_policy_from_scratch_calls_a_tool_and_reads_its_answer(tmp_path, monkeypatch):
-    """The benchmark's task: what the tool says is in the context, token for token, and learnt."""
+    """The benchmark's task: the answer of the tool is in the context, token for token, and learnt."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     shop.write_files(tmp_path, 0)
     given = shop.settings_of(tmp_path, 0)
@@ -343,7 +343,7 @@ def test_a_policy_from_scratch_calls_a_tool_and_reads_its_answer(tmp_path, monke
         roles = [message["role"] for message in episode["messages"]]
         assert roles[:3] == ["user", "assistant", "tool"]
         assert episode["messages"][2]["content"] in map(str, range(10))
-    # Of those that called without a mistake most repeat what the tool said.
+    # Of those that called without a mistake most repeat the answer of the tool.
     ends = [e for e in called if e["stop_reason"] == "answered"]
     repeated = [e["messages"][-1]["content"] == e["messages"][-2]["content"] for e in ends]
     assert sum(repeated) > 0.5 * len(ends) > 0

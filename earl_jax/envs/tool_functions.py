@@ -130,7 +130,7 @@ def call_tool(name: str, tool: Callable[..., Any], arguments: Mapping[str, Any])
         result = tool(**arguments)
         return result if inspect.isawaitable(result) else Answer(_text_of(result))
     except Exception as error:  # noqa: BLE001 - a user's own function
-        return _told(error)
+        return _failed(error)
 
 
 async def when_there(answer: Answer | Awaitable[Any]) -> Answer:
@@ -140,7 +140,7 @@ async def when_there(answer: Answer | Awaitable[Any]) -> Answer:
     try:
         return Answer(_text_of(await answer))
     except Exception as error:  # noqa: BLE001 - a user's own function
-        return _told(error)
+        return _failed(error)
 
 
 def failure(why: str) -> Answer:
@@ -159,7 +159,7 @@ def is_outage(error: BaseException | None) -> bool:
     return False
 
 
-def _told(error: Exception) -> Answer:
+def _failed(error: Exception) -> Answer:
     """Returns the answer to a call that raised this. Raises it if it is an outage."""
     if is_outage(error):
         raise error
