@@ -321,7 +321,7 @@ def test_it_needs_a_dataset():
 
 @pytest.mark.slow
 def test_a_policy_from_scratch_calls_a_tool_and_reads_its_answer(tmp_path, monkeypatch):
-    """The benchmark's task: the answer of the tool is in the context, token for token, and learnt."""
+    """The benchmark's task: the answer of the tool is in the context, and is learnt."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     shop.write_files(tmp_path, 0)
     given = shop.settings_of(tmp_path, 0)
