@@ -145,7 +145,7 @@ def measure(seed: int) -> list[Evaluation]:
         for row in read_metrics(Path(name) / "run" / "metrics.jsonl"):
             if found := row.get("eval"):
                 numbers = (found[name] for name in ("tool_calls", "failed_tool_calls"))
-                evaluations.append(Evaluation(row["step"], 100 * found["reward"], *numbers))
+                evaluations.append(Evaluation(row["step"], 100 * found["reward_mean"], *numbers))
     return evaluations
 
 
