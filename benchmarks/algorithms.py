@@ -11,7 +11,7 @@ has the mean reward of a turn over tenths of the steps (1 is perfect, 0.125 is c
 over the seeds, and its standard deviation in the last tenth.
 
 With --game each plays configs/tictactoe_tiny_cpu.py instead, 240 steps in groups of eight with one
-seed on one device, two runs at once, a core each; the table has exact results (exact.py).
+seed on one device, two runs at once, a core each; the table has the last evaluation.
 """
 
 import concurrent.futures
@@ -24,11 +24,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.exact import exact_rows
 from benchmarks.pages import parser_of, show, table
 from benchmarks.runs import ROOT, play
 from benchmarks.staleness import JOBS, SETTINGS, curve_row, play_cells
 from earl_jax.config.file import load_config_file
+from earl_jax.telemetry.metrics import read_metrics
 
 STEPS, GAME_STEPS = 80, 240
 # Names of the table: algorithm, its settings, and those of config.train.
@@ -110,14 +110,16 @@ def game_rows(names: Sequence[str], folder: Path) -> list[dict[str, Any]]:
     jobs = min(JOBS, len(cores))
     with concurrent.futures.ThreadPoolExecutor(jobs, initializer=pin) as pool:
         seconds = list(pool.map(run, range(len(names))))
-    exact = exact_rows([folder / str(number) for number in range(len(names))])
-    found = [row for row in exact if row["opponent"] == "random"]
     return [
-        {"algorithm": name}
-        | {key: row[key] for key in ("win %", "draw %", "loss %", "illegal %")}
-        | {"s": taken}
-        for name, row, taken in zip(names, found, seconds, strict=True)
+        {"algorithm": name} | last_games(folder / str(number)) | {"s": taken}
+        for number, (name, taken) in enumerate(zip(names, seconds, strict=True))
     ]
+
+
+def last_games(workdir: Path) -> dict[str, float]:
+    """Returns the results of a run's last evaluation in per cent."""
+    *_, last = (row["eval"] for row in read_metrics(workdir / "metrics.jsonl") if "eval" in row)
+    return {f"{name} %": 100 * last[name] for name in ("win", "draw", "loss", "illegal")}
 
 
 def main() -> None:
