@@ -7,7 +7,7 @@
 A shop has four items, of each a number from 0 to 9 that only the tool `count` knows. The prompt
 asks for one of them; the answer is its number. In the conversations of the warm start half of the
 replies are a number at random, without a call, and half of the calls ask for an item at random: so
-a policy that does as they do answers right in one of eight episodes. The environment is "tools"
+a policy that does as they do answers right in one of five episodes. The environment is "tools"
 (docs/howto/tools.md). An evaluation plays 256 tasks of another file.
 """
 
@@ -30,10 +30,10 @@ JOBS = 2
 
 
 class Evaluation(NamedTuple):
-    """An evaluation: % of the answers that are right, and calls an episode."""
+    """An evaluation: means over its episodes. The reward is 1 for a right answer."""
 
     step: int
-    right: float
+    reward: float
     calls: float
     failed_calls: float
 
@@ -145,16 +145,16 @@ def measure(seed: int) -> list[Evaluation]:
         for row in read_metrics(Path(name) / "run" / "metrics.jsonl"):
             if found := row.get("eval"):
                 numbers = (found[name] for name in ("tool_calls", "failed_tool_calls"))
-                evaluations.append(Evaluation(row["step"], 100 * found["reward_mean"], *numbers))
+                evaluations.append(Evaluation(row["step"], found["reward_mean"], *numbers))
     return evaluations
 
 
 def rows_of(found: Sequence[Sequence[Evaluation]]) -> list[dict[str, Any]]:
-    """Returns the table: of each seed the share that is right by step, and the calls at the end."""
+    """Returns the table: of each seed the mean reward by step, and the calls at the end."""
     return [
         {
             "seed": seed,
-            **{f"right % at {one.step}": one.right for one in each},
+            **{f"reward at {one.step}": one.reward for one in each},
             "calls": each[-1].calls,
             "failed calls": each[-1].failed_calls,
         }
