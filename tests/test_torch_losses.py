@@ -25,7 +25,7 @@ from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.scoring import with_estimates
 from earl_jax.train.update import Update, value_sums
-from earl_jax.trajectory import Outcome, TrajectoryBatch
+from earl_jax.trajectory import Outcome, TrajectoryBatch, TurnState
 from tests.support import ROOT
 
 REFERENCE = json.loads((ROOT / "tests/support/torch_reference.json").read_text())
@@ -65,6 +65,7 @@ def make_outcome(number: int, episode: dict) -> Outcome:
         num_policy_tokens=np.count_nonzero(turns),
         sample_starts=(0,),
         versions=(),
+        turn_states=tuple(TurnState(state, state) for state in episode["states"]),
     )
 
 

@@ -76,23 +76,44 @@ def rloo(episodes: list[dict], args: dict) -> list[list[float]]:
     return rows
 
 
+def returns(episode: dict, args: dict) -> list[float]:
+    """The discounted return of each turn."""
+    rewards, discount = episode["rewards"], args["turn_discount"]
+    return [
+        sum(discount ** (later - turn) * rewards[later] for later in range(turn, len(rewards)))
+        for turn in range(len(rewards))
+    ]
+
+
+def gigpo(episodes: list[dict], args: dict) -> list[list[float]]:
+    """2505.10978, eq. 6 to 9: that of the episode, and of each turn among those in its state."""
+    rows = grpo(episodes, args)
+    for row, episode in zip(rows, episodes, strict=True):
+        for turn, own in enumerate(returns(episode, args)):
+            values = [
+                value
+                for other in episodes
+                if other["group"] == episode["group"]
+                for state, value in zip(other["states"], returns(other, args), strict=True)
+                if state == episode["states"][turn]
+            ]
+            if are_equal(values):
+                continue
+            every = torch.tensor(values, dtype=torch.float64)
+            scale = every.std(correction=int(args.get("deviation") == "sample"))
+            advantage = (own - every.mean()) / scale
+            row[turn] += args.get("turn_weight", 1.0) * float(advantage)
+    return rows
+
+
 def reinforce(episodes: list[dict], args: dict) -> list[list[float]]:
     """Williams 1992: return minus a baseline; SPIRAL, 2506.24119, eq. 4 with "ema"."""
-    discount = args["turn_discount"]
-
-    def returns(episode: dict) -> list[float]:
-        rewards = episode["rewards"]
-        return [
-            sum(discount ** (later - turn) * rewards[later] for later in range(turn, len(rewards)))
-            for turn in range(len(rewards))
-        ]
-
     baseline, rows = args.get("baseline", "batch"), []
     for episode in episodes:
-        row = returns(episode)
+        row = returns(episode, args)
         for turn in range(len(row)):
             compared = [
-                returns(other)[turn]
+                returns(other, args)[turn]
                 for other in episodes
                 if len(other["rewards"]) > turn
                 and other["role"] == episode["role"]
@@ -148,6 +169,7 @@ ADVANTAGES = {
     "spiral": reinforce,
     "grpo": grpo,
     "dr_grpo": grpo,
+    "gigpo": gigpo,
     "dapo": grpo,
     "gspo": grpo,
     "cispo": grpo,

@@ -4,7 +4,7 @@
 
     uv run --no-project --with torch --with numpy python tests/support/torch_reference.py
 
-Made with torch 2.13.0 (CPU), 2026-11. An algorithm without a case here fails its test.
+Made with torch 2.15.0 (CPU), 2026-11. An algorithm without a case here fails its test.
 """
 
 import json
@@ -43,6 +43,8 @@ HUGE = (25 * 1024, -25 * 1024, 1000 * 1024, -1000 * 1024, 19 * 1024, -19 * 1024)
 def make_episode(rng: random.Random, gaps, group, rewards, turns, **fields) -> dict:
     episode = {"group": group, "role": "x", "stop_reason": "done", "rewards": rewards}
     episode |= {"turns": turns, "samples": [1] * len(turns)} | fields
+    # What each turn answers: one of two messages in turns.
+    episode["states"] = [(len(rewards) + turn) % 2 for turn in range(len(rewards))]
     drawn = {name: [] for name in PER_TOKEN}
     for _ in filter(None, turns):
         behaviour = rng.randint(-4 * 1024, -64)
@@ -104,6 +106,7 @@ DEFAULTS = {
     },
     "grpo": {"aggregation": "sequence"},
     "dr_grpo": {"normalize_advantages": False, "aggregation": "constant"},
+    "gigpo": {"turn_discount": 0.95},
     "dapo": {"clip_high": 0.28},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence"},
     "reinforce_plus_plus": {"kl_estimator": "k1", "kl_in": "reward"},
@@ -136,7 +139,7 @@ def make_cases() -> list[dict]:
         case(name, averages=AVERAGES) if name == "spiral" else case(name) for name in ADVANTAGES
     ]
     for batch in ("equal", "alone", "failed"):
-        names = ("reinforce", "grpo", "gspo", "rloo", "reinforce_plus_plus", "ppo")
+        names = ("reinforce", "grpo", "gigpo", "gspo", "rloo", "reinforce_plus_plus", "ppo")
         cases += [case(name, batch) for name in names]
     cases += [case("tba", each) for each in ("equal", "alone", "failed", "huge")]
     cases.append(case("tba", kl_coefficient=2.0, entropy_coefficient=0.01))
@@ -158,6 +161,7 @@ def make_cases() -> list[dict]:
         case("spiral", averages={"o": 0.125}),
         case("grpo", deviation="sample"),
         case("grpo", **PLAIN),
+        case("gigpo", deviation="sample", turn_weight=0.5, turn_discount=0.5),
         case("dapo", overlong_tokens=7, overlong_buffer=4, deviation="sample"),
         case("ppo", gamma=0.9, gae_lambda=0.8, value_clip=0.0, **PLAIN),
         case("ppo", gae_level="turn", gamma=0.9, gae_lambda=0.8),
