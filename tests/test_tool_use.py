@@ -325,17 +325,17 @@ def test_a_policy_from_scratch_calls_a_tool_and_reads_its_answer(tmp_path, monke
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     shop.write_files(tmp_path, 0)
     given = shop.settings_of(tmp_path, 0)
-    given |= {"num_steps": 30, "devices": {"platform": "cpu", "num_cpu_devices": 8}}
+    given |= {"num_steps": 16, "devices": {"platform": "cpu", "num_cpu_devices": 8}}
     given["rollout"] |= {"num_slots": 32, "episodes_per_step": 64}
     given["train"] |= {"sft_updates": 8}
-    given["eval"] |= {"every_steps": 30, "games": 64, "final_games": 64}
-    given["log"] = {"trajectories_every_steps": 30}
+    given["eval"] |= {"every_steps": 16, "games": 8, "final_games": 8}
+    given["log"] = {"trajectories_every_steps": 16}
     given["selector"] = {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",)}
     training.train(make_config(given), tmp_path / "run")
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     *_, last = (row for row in rows if "eval" not in row)
     assert last["env"]["tool_calls"] > 0.2 and last["logprob_mismatch_max"] < 1e-3
-    episodes = read_trajectories(tmp_path / "run" / "trajectories" / "step_000030.jsonl")
+    episodes = read_trajectories(tmp_path / "run" / "trajectories" / "step_000016.jsonl")
     answered = [e for e in episodes if any(m["role"] == "tool" for m in e["messages"])]
     assert len(answered) > 0.1 * len(episodes)
     called = [e for e in answered if e["metrics"]["failed_tool_calls"] == 0]
