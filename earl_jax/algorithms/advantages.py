@@ -45,8 +45,7 @@ def sides_of(episodes: Sequence[Episode]) -> list[Side]:
     """Returns the sides that the policy played, those of an episode of self-play one by one.
 
     A side has its own role, turns, rewards and states; the number of tokens is that of the whole
-    episode.
-    Turns x, o, x with rewards 0, -1, 1 are x with rewards 0, 1 and o with -1.
+    episode. Turns x, o, x with rewards 0, -1, 1 are x with rewards 0, 1 and o with -1.
     """
     found = []
     for index, episode in enumerate(episodes):

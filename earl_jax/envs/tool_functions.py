@@ -75,7 +75,7 @@ def open_tools(
 
 
 def _methods_of(found: type) -> list[str]:
-    """Returns the names of a class's public methods, its parents' first."""
+    """Returns the names of a class's public methods, those of its parents too, in their order."""
     kinds = (staticmethod, classmethod)
     return [
         name
