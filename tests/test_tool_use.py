@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import tools as shop
 from earl_jax import training
-from earl_jax.config.file import make_config
+from earl_jax.config.file import load_config_file, make_config
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import Message, check_start, check_step
@@ -235,6 +235,11 @@ def test_the_tools_of_the_how_to_work_as_it_says(tmp_path, monkeypatch):
     env = ToolUse(tools=["clock:weekday"], row=days, reward=clock.reward)
     _, answered, end = play(env, call("weekday", date="1969-07-20"), "a Sunday")
     assert texts(answered) == ["Sunday"] and end.reward == 1.0
+    (tmp_path / "days.jsonl").write_text(json.dumps(days))
+    monkeypatch.chdir(tmp_path)
+    config = make_config(load_config_file(tmp_path / "clock_config.py"))
+    played = open_environment(config.env, config.tasks, seed=0, num_tasks=1)
+    assert isinstance(played.make(**played.first_args), ToolUse)
     shop_env = ToolUse(tools=["shop:Shop"], row=stock)
     _, answered, end = play(shop_env, call("count", item="plums"), "42")
     assert texts(answered) == ["42"] and end.reward == 1.0
