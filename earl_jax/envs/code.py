@@ -1,0 +1,90 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""A policy's own Python: as a tool that runs it, and as a reply that tests judge."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from earl_jax.envs.sandbox import check_sandbox, run_python
+from earl_jax.settings.errors import InputError
+
+# A block, with its language; the last one may be open.
+_BLOCK = re.compile(r"^```([^\n]*)\n(.*?)(?:^```|\Z)", re.S | re.M)
+_LANGUAGES = ("", "python", "python3", "py")
+
+
+class Python:
+    """The tool `python`, for config.env.args.tools: "earl_jax.envs.code:Python"."""
+
+    def __init__(self) -> None:
+        """Raises InputError where there is no sandbox."""
+        check_sandbox()
+
+    async def python(self, code: str) -> str:
+        """Runs a Python program and returns what it prints and the value of its last expression.
+
+        Each program begins anew. It has no files and no network.
+
+        Args:
+            code: the program
+        """
+        ran = await run_python(code, show_last=True)
+        if ran.ended:
+            return f"{ran.output}\n[the program {ran.ended}]".lstrip("\n")
+        return ran.output or "[the program printed nothing]"
+
+
+async def passes(
+    reply: str,
+    *,
+    tests: str = "",
+    inputs: Sequence[str] = (),
+    outputs: Sequence[str] = (),
+    **row: Any,
+) -> dict[str, float]:
+    """Pays 1 for a program that passes all tests, else 0; for config.tasks.reward.
+
+    The program is the last block of code in the reply, or all of the reply. It passes `tests`,
+    Python such as "assert add(1, 2) == 3", if it and they run to their end, and an input if it
+    prints the output that belongs to it, but for space at the ends of lines and of the whole. The
+    metric `passed` is the share of the tests before the first that fails: `tests` is one, and each
+    input is.
+
+    `tests` run beside the program, which might look for what shows their end; what is compared
+    with `outputs` it never sees.
+
+    Raises ValueError for a row without tests, or with other numbers of inputs and outputs.
+    """
+    del row
+    if not tests and not inputs:
+        raise InputError(
+            "a row of config.tasks has neither 'tests' nor 'inputs'; earl_jax.envs.code:passes "
+            "needs one of them"
+        )
+    if len(inputs) != len(outputs):
+        raise InputError(
+            f"a row of config.tasks has {len(inputs)} inputs and {len(outputs)} outputs; each "
+            "input needs an output"
+        )
+    code, passed, total = program_of(reply), 0, len(inputs) + bool(tests)
+    if tests:
+        passed += (await run_python(code, tests=tests)).completed
+    if passed == bool(tests):
+        for given, wanted in zip(inputs, outputs, strict=True):
+            ran = await run_python(code, stdin=given)
+            if not ran.completed or _lines(ran.output) != _lines(wanted):
+                break
+            passed += 1
+    return {"reward": float(passed == total), "passed": passed / total}
+
+
+def program_of(reply: str) -> str:
+    """Returns the last block of Python of a reply, or the reply if it has none."""
+    found = _BLOCK.findall(reply)
+    blocks = [text for language, text in found if language.strip().lower() in _LANGUAGES]
+    return blocks[-1] if blocks else reply
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]

@@ -1,0 +1,190 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs Python that a policy wrote, in a process that may do nothing but compute."""
+
+import asyncio
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import platform
+import secrets
+import signal
+import sys
+import sysconfig
+import weakref
+from pathlib import Path
+from typing import NamedTuple
+
+from earl_jax.envs import _sandbox_child
+from earl_jax.settings.errors import InputError
+
+# A process may take so many times as long as it may use a processor.
+_PATIENCE = 4
+_CHUNK_BYTES = 2**16
+# Python's own libraries may be there.
+_LIBRARIES = "LD_LIBRARY_PATH"
+# The libraries of the system, time zones, and devices that do nothing.
+_SYSTEM = (
+    *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache"),
+    *("/usr/share/zoneinfo", "/dev/null", "/dev/zero", "/dev/urandom"),
+)
+_GATES = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
+
+
+class Limits(NamedTuple):
+    """What a program may use: seconds of the processor, bytes of memory, and bytes that it prints.
+
+    It may take four times the seconds in all, so that a busy machine makes no difference.
+    """
+
+    seconds: int = 2
+    memory_bytes: int = 2**29
+    output_bytes: int = 2**18
+
+
+class Ran(NamedTuple):
+    """What a program printed, its traceback included, and True if it came to its end.
+
+    `ended` says why it was ended before, if it was.
+    """
+
+    output: str
+    completed: bool
+    ended: str = ""
+
+
+async def run_python(
+    code: str,
+    *,
+    stdin: str = "",
+    tests: str = "",
+    show_last: bool = False,
+    limits: Limits = Limits(),  # noqa: B008 - a tuple
+) -> Ran:
+    """Runs a program, then `tests` among its names, and returns what came of it.
+
+    It is Python as installed here, with its packages, and may read `stdin`. It is completed if it
+    raised nothing and did not exit; without tests it may exit with status 0. With `show_last` the
+    value of a last expression is printed, as an interpreter does.
+
+    The process may read the files of Python, its packages and the system's libraries, and no
+    others; it writes none. It has no network, starts no process, sends no signal, and inherits
+    neither variables nor open files. Hashes and `random` begin alike each time. As many run at a
+    time as there are processors; others wait.
+
+    Raises InputError as `check_sandbox`, and ConnectionError where the process could not start.
+    """
+    check_sandbox()
+    marker = secrets.token_hex(16)
+    request = {
+        "marker": marker,
+        "parts": [code, tests] if tests else [code],
+        "stdin": stdin,
+        "show_last": show_last,
+        "paths": _readable(),
+        "seconds": limits.seconds,
+        "memory_bytes": limits.memory_bytes,
+    }
+    loop = asyncio.get_running_loop()
+    gate = _GATES.setdefault(loop, asyncio.Semaphore(len(os.sched_getaffinity(0))))
+    output, ended = bytearray(), ""
+    async with gate:
+        process = await _start()
+        try:
+            async with asyncio.timeout(_PATIENCE * limits.seconds):
+                most = limits.output_bytes + 2 * len(marker) + 1
+                if await _exchange(process, json.dumps(request).encode(), output, most):
+                    ended = _ending(await process.wait(), limits.seconds)
+                else:
+                    ended = f"printed more than {limits.output_bytes} bytes"
+        except TimeoutError:
+            ended = f"took longer than {_PATIENCE * limits.seconds} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+    return _result(output.decode("utf-8", "replace"), marker, ended)
+
+
+@functools.cache
+def check_sandbox() -> None:
+    """Raises InputError where this system cannot confine a process.
+
+    It can on Linux of version 5.13 or newer with Landlock, on x86-64 and AArch64.
+    """
+    name = f"{platform.system()} {platform.release()} on {platform.machine()}"
+    if platform.system() == "Linux" and platform.machine() in _sandbox_child.MACHINES:
+        version = ctypes.CDLL(None, use_errno=True).syscall(
+            _sandbox_child.CREATE_RULESET, None, 0, 1
+        )
+        if version > 0:
+            return
+        name += f", where Landlock says: {os.strerror(ctypes.get_errno())}"
+    raise InputError(
+        f"a policy's code cannot be confined here ({name}); it needs Linux 5.13 or newer with "
+        "Landlock, on x86-64 or AArch64"
+    )
+
+
+async def _start() -> asyncio.subprocess.Process:
+    # Not -I: it would ignore PYTHONHASHSEED.
+    command = (sys.executable, "-P", "-s", "-X", "utf8", _sandbox_child.__file__)
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    variables = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "LANG": "C.UTF-8"}
+    if _LIBRARIES in os.environ:
+        variables[_LIBRARIES] = os.environ[_LIBRARIES]
+    try:
+        return await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+            cwd="/",
+            env=variables | threads,
+        )
+    except OSError as error:
+        raise ConnectionError(f"no process for a policy's code: {error}") from error
+
+
+async def _exchange(
+    process: asyncio.subprocess.Process, request: bytes, output: bytearray, most: int
+) -> bool:
+    """Sends the request and adds to the output what comes. Returns False beyond `most` bytes."""
+    assert process.stdin is not None and process.stdout is not None
+    # It may have ended before it read all.
+    with contextlib.suppress(ConnectionError):
+        process.stdin.write(request)
+        await process.stdin.drain()
+    process.stdin.close()
+    while chunk := await process.stdout.read(_CHUNK_BYTES):
+        output += chunk
+        if len(output) > most:
+            del output[most:]
+            return False
+    return True
+
+
+def _ending(status: int, seconds: int) -> str:
+    if status == -signal.SIGXCPU:
+        return f"used the processor for more than {seconds} s"
+    if status < 0:
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"ended with status {status}" if status else ""
+
+
+def _result(text: str, marker: str, ended: str) -> Ran:
+    first, _, rest = text.partition(f"{marker}\n")
+    if first or not text.startswith(f"{marker}\n"):
+        raise ConnectionError(f"no sandbox for a policy's code: {ended}: {text[-500:]}")
+    completed = not ended and rest.endswith(marker)
+    return Ran(rest.removesuffix(marker), completed, ended)
+
+
+@functools.cache
+def _readable() -> list[str]:
+    own = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    libraries = [path for path in os.environ.get(_LIBRARIES, "").split(":") if path]
+    return sorted({*own, str(Path(sys.base_prefix) / "lib"), *libraries, *_SYSTEM})
