@@ -354,22 +354,17 @@ def evaluate(
     scored = held_out_loss(placement, state, held_out) if held_out else {}
     if not games:
         return {"name": Path(run.config.eval.sft_path).name, **scored}
-    try:
-        with plans_kept(placement) if beside_live else contextlib.nullcontext():
-            outcomes = play_batches(
-                run.actor,
-                placement,
-                run.learner.policy(state),
-                run.tasks.evaluation(games),
-                version=position.step,
-                load=position.history.recent(),
-                sampling=run.config.eval.sampling,
-                beside_live=beside_live,
-            )
-    finally:
-        if run.config.eval.averaged:
-            # Caches of the average, and the next step's episodes are played with other weights.
-            placement.sessions.forget()
+    with plans_kept(placement) if beside_live else contextlib.nullcontext():
+        outcomes = play_batches(
+            run.actor,
+            placement,
+            run.learner.policy(state),
+            run.tasks.evaluation(games),
+            version=position.step,
+            load=position.history.recent(),
+            sampling=run.config.eval.sampling,
+            beside_live=beside_live,
+        )
     found = summarize(outcomes, run.config.env.title, run.config.env.plural)
     # First, because a line shows a few only; an environment's metric of that name gives way.
     return {**scored, **found, **scored}

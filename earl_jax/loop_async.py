@@ -225,8 +225,6 @@ class AsyncPlayer:
         placement, load = self._placement, self._live.expected_load(position)
         with self._timer("select"):
             placement.choose_step(expected_tokens(self._run.stages.rollout, load), load)
-            # A prompt that is kept here would not be in a run that goes on from its checkpoint.
-            placement.sessions.forget()
             state = move_state(placement, position.state, to_play=True)
         return dataclasses.replace(position, state=state)
 

@@ -265,8 +265,6 @@ def _train_until_lost(
             raise BudgetTooSmall(f"{error}. {words}" if words else str(error)) from error
         except StateLost as lost:
             recorder.note(str(lost))
-            # The kept session leaves its memory to the state from the checkpoint.
-            placement.sessions.forget()
             return None, "", placement.observations.table
     is_done = position.step == run.config.num_steps and not training.skipped_evaluation
     return position, "" if is_done else training.stopped, None
@@ -350,9 +348,6 @@ class Training:
             has = self.recorder.evaluation(position.step) is not None
             if not run.cluster.gather(has, "the newest evaluation")[0]:
                 self._evaluate_if_due(position)
-            if self._is_due(position.step):
-                # As behind the checkpoint: the next rollout begins with empty caches.
-                placement.sessions.forget()
             self.log.write_report()
             return position
         if run.origin.checkpoint:

@@ -1,19 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts within a run: contexts beyond the configured buckets, and prompts that are kept."""
+"""Rollouts within a run: contexts beyond the configured buckets."""
 
-import dataclasses
 import functools
 
 import jax
 import pytest
 
 from earl_jax.loop import evaluate, rl_step
-from earl_jax.placement.placement import Placement
-from earl_jax.placement.rollouts import play
-from earl_jax.rollout.share import Share
 from earl_jax.run.build import Run, build_run
-from earl_jax.run.workdir import Position
 from tests.support.placements import begin
 from tests.support.settings import make_config
 
@@ -68,58 +63,8 @@ def test_episodes_outgrow_the_last_context_bucket_and_are_trained_on_whole(monke
         assert record.updates[0]["logprob_mismatch_max"] < 1e-4
 
 
-def open_session(placement: Placement, position: Position, version: int):
-    return placement.sessions.open(world().learner.policy(position.state), version=version)[0]
-
-
 @pytest.mark.slow
-def test_a_prompt_is_read_once_by_several_rollouts_of_one_policy_version():
-    """Eight games that begin with an empty board, one in each data shard, four in another's.
-
-    Then each again in the data shard that has read its prompt: all but its last token is taken
-    over.
-    """
-    placement, position = begin(world())
-    placement.choose_rollout(2 * MAX_TOKENS, None)
-    tasks = world().tasks.evaluation(16)[::2]
-
-    def played(session):
-        return play(world().actor, placement, session, tasks, Share(range(len(tasks))), None)
-
-    first = played(open_session(placement, position, 0))
-    (prompt,) = {trajectory.turns[0].token_ids for trajectory in first.trajectories}
-    assert first.stats.borrowed_slots == 4
-    assert first.stats.shared_tokens == 0 and len(prompt) > world().config.rollout.chunk_size
-    placement.sessions.keep(first.session)
-    second = played(open_session(placement, position, 0))
-    taken = 8 * (len(prompt) - 1)
-    assert second.stats.shared_tokens == taken
-    assert first.stats.prefill_tokens - second.stats.prefill_tokens == taken
-    assert second.trajectories == first.trajectories, "to the last bit of each log-prob"
-
-    # It is good for one rollout of the same weights, on a mesh and with max tokens that it fits.
-    assert open_session(placement, position, 0).kept is None
-    for spoil in (
-        lambda: open_session(placement, position, 1),
-        placement.sessions.forget,
-        lambda: placement.choose_rollout(MAX_TOKENS, None),
-    ):
-        placement.choose_rollout(2 * MAX_TOKENS, None)
-        session = open_session(placement, position, 0)
-        placement.sessions.keep(dataclasses.replace(session, kept=second.session.kept))
-        spoil()
-        assert open_session(placement, position, 0).kept is None
-    # Evaluation leaves what it has read to the step behind it.
-    evaluate(world(), placement, position, games=16)
-    assert open_session(placement, position, position.step).kept is not None
-    # Nothing is kept where there is too little memory for another session.
-    placement.problem = dataclasses.replace(placement.problem, budget_bytes=1)
-    placement.sessions.keep(session)
-    assert placement.sessions._kept is None
-
-
-@pytest.mark.slow
-def test_an_evaluation_beside_a_live_rollout_leaves_its_plan_and_keeps_no_caches(monkeypatch):
+def test_an_evaluation_beside_a_live_rollout_leaves_its_plan(monkeypatch):
     """Memory is too short for a second session of so many pages: fewer are taken.
 
     They do not hold the longest episode, which fewer slots play from the start.
@@ -138,7 +83,7 @@ def test_an_evaluation_beside_a_live_rollout_leaves_its_plan_and_keeps_no_caches
     monkeypatch.setattr(placement.sessions, "open", short_of_memory)
     evaluate(run, placement, position, games=8, beside_live=True)
     assert slots == [16, 16, 8], "or the test shows nothing"
-    assert placement.as_dict() == before and placement.sessions._kept is None
+    assert placement.as_dict() == before
 
 
 # One slot, on eight heads that divide over eight devices.

@@ -204,14 +204,6 @@ class Engine:
         """
         return self._empty(max_tokens, pool)
 
-    def renew(self, state: DecodeState) -> DecodeState:
-        """Returns empty slots and rows over the caches of `state`, whose other parts are void then.
-
-        Its experience stays as it is.
-        """
-        slots = self._empty_slots(state.experience.tokens.shape[1])
-        return dataclasses.replace(slots, cache=state.cache)
-
     def repack(
         self, state: DecodeState, max_tokens: int, old: Pool, source: np.ndarray | None = None
     ) -> DecodeState:

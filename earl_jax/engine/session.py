@@ -11,7 +11,6 @@ import jax
 from earl_jax.engine.decode_state import DecodeState
 from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import PageTable, Pool, pages_for
-from earl_jax.engine.prefixes import PrefixIndex
 from earl_jax.models.parameters import Params
 from earl_jax.sharding.reshard import reshard
 
@@ -25,23 +24,11 @@ class Policy:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Kept:
-    """The prompts in a session's caches behind a rollout, read by weights of this version.
-
-    The next rollout takes them over and changes them, so they can be used once.
-    """
-
-    prefixes: PrefixIndex
-    version: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Session:
     """An engine, the policy on its layout, and the state of its slots: where a rollout runs.
 
     The state has `max_tokens` tokens an episode. `pages` is the host's table of the state's cache,
-    whose pool has as many parts as the layout has row shards. `kept` are the prompts in pages of
-    idle slots; None: none that count.
+    whose pool has as many parts as the layout has row shards.
     """
 
     engine: Engine
@@ -49,7 +36,6 @@ class Session:
     state: DecodeState
     max_tokens: int
     pages: PageTable
-    kept: Kept | None = None
 
     def __post_init__(self) -> None:
         """Checks that the pool is cut as the layout is."""
@@ -64,50 +50,14 @@ class Session:
 
 def empty_session(engine: Engine, policy: Policy, max_tokens: int, pool: Pool) -> Session:
     """Returns a session with empty slots."""
+    config = engine.config
     return Session(
         engine=engine,
         policy=policy,
         state=engine.empty_state(max_tokens, pool),
         max_tokens=max_tokens,
-        pages=_no_pages(engine, pool),
+        pages=PageTable(pool, num_slots=config.num_slots, page_size=config.page_size),
     )
-
-
-def _no_pages(engine: Engine, pool: Pool) -> PageTable:
-    config = engine.config
-    return PageTable(pool, num_slots=config.num_slots, page_size=config.page_size)
-
-
-def vacate(session: Session) -> Session:
-    """Returns the caches of a rollout for the next under the same weights, without weights or rows.
-
-    `session` is void then, but its experience stays as it is.
-    """
-    policy = dataclasses.replace(session.policy, params=None)
-    return dataclasses.replace(session, policy=policy, state=session.engine.renew(session.state))
-
-
-def open_session(
-    engine: Engine,
-    policy: Policy,
-    max_tokens: int,
-    pool: Pool,
-    vacant: Session | None = None,
-) -> Session:
-    """Returns a session for a rollout: the vacant one (`vacate`) where it fits, else an empty one.
-
-    The vacant one fits the same version of the policy on the same engine, if it is not larger.
-    """
-    if (
-        vacant is None
-        or vacant.kept is None
-        or vacant.engine is not engine
-        or vacant.policy.version != policy.version
-        or vacant.max_tokens > max_tokens
-        or vacant.pool.pages > pool.pages
-    ):
-        return empty_session(engine, policy, max_tokens, pool)
-    return dataclasses.replace(relocate(vacant, engine, max_tokens, pool), policy=policy)
 
 
 def relocate(
@@ -151,8 +101,7 @@ def relocate(
         return on.give_pages(state, pages.as_array(pages_for(max_tokens, engine.config.page_size)))
 
     def move(tree: Any, shardings: Any) -> Any:
-        # Weights may have been let go, for others that arrive behind the move.
-        same = engine is session.engine or tree is None
+        same = engine is session.engine
         return tree if same else reshard(tree, shardings, chunk_bytes=chunk_bytes)
 
     params = move(session.policy.params, engine.parameter_shardings)

@@ -141,11 +141,7 @@ def play_batches(
         def attempt(batch: Sequence[Task] = tasks[first : first + rows]) -> list[Outcome]:
             with moving() if beside_live else contextlib.nullcontext():
                 session, _ = placement.sessions.open(params, version=version)
-                own, played = play_all(actor, placement, session, batch, load, sampling)
-            if own:
-                # The next batch, and the next step's episodes, are played with the same weights.
-                placement.sessions.keep(own.session)
-            return played.outcomes
+                return play_all(actor, placement, session, batch, load, sampling)[1].outcomes
 
         found = None
         while found is None:
@@ -157,9 +153,9 @@ def play_batches(
 
 @contextlib.contextmanager
 def plans_kept(placement: Placement) -> Iterator[None]:
-    """Puts the plans in use back, however the rollout inside ends, and keeps none of its caches.
+    """Puts the plans in use back, however the rollout inside ends.
 
-    Nor what was short beside another rollout.
+    What was short beside another rollout is forgotten.
     """
     before, outgrown, tail = placement.as_dict(), placement.outgrown, placement.tail
     placement.beside_live = True
@@ -167,7 +163,6 @@ def plans_kept(placement: Placement) -> Iterator[None]:
         yield
     finally:
         placement.beside_live = False
-        placement.sessions.forget()
         placement.observations.end_rollout()
         placement.restore(before)
         placement.outgrown, placement.tail = outgrown, tail

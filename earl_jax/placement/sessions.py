@@ -17,13 +17,12 @@ from earl_jax.engine.engine import Engine
 from earl_jax.engine.session import (
     Policy,
     Session,
-    open_session,
+    empty_session,
     reachable_pool,
     relocate,
-    vacate,
 )
 from earl_jax.selector.choose import BudgetTooSmall, Choice
-from earl_jax.selector.memory import moving, resident_bytes
+from earl_jax.selector.memory import moving
 from earl_jax.selector.plans import Plans, RolloutPlan
 from earl_jax.selector.table import key_of
 from earl_jax.sharding.layout import MeshShape
@@ -38,12 +37,10 @@ LOADING_S = 1.0
 
 
 class Sessions:
-    """Opens, keeps and moves sessions for one placement. Host-side state only."""
+    """Opens and moves sessions for one placement. Host-side state only."""
 
     def __init__(self, stages: "Stages", placement: "Placement") -> None:
         self._stages, self._placement = stages, placement
-        # Caches of the rollout before, for another under the same weights.
-        self._kept: Session | None = None
         # Rounds that this process has played: elsewhere programs are compiled or loaded first.
         self._played: set[str] = set()
 
@@ -63,8 +60,7 @@ class Sessions:
         if not stages.cluster.plays:
             return None, moved_bytes
         self._play_on(plan)
-        kept, self._kept = self._kept, None
-        session = open_session(engine, policy, self._placement.max_tokens, stages.pool(plan), kept)
+        session = empty_session(engine, policy, self._placement.max_tokens, stages.pool(plan))
         return session, moved_bytes
 
     def publish(
@@ -90,22 +86,6 @@ class Sessions:
         key = key_of(plan, self._placement.max_tokens)
         self._played.add(key)
         self._placement.about_to_use(key)
-
-    def keep(self, session: Session) -> None:
-        """Keeps this session's caches for the next session with the same weights.
-
-        They are dropped if there is too little memory for another session beside them.
-        """
-        engine = session.engine
-        taken = resident_bytes(session.state, engine.state_shardings)
-        taken += resident_bytes(session.policy.params, engine.parameter_shardings)
-        need = self._placement.problem.trainer_bytes(self._placement.train.mesh) + 2 * taken
-        if not self._placement.rollout.offload and need <= self._placement.problem.budget:
-            self._kept = vacate(session)
-
-    def forget(self) -> None:
-        """Lets the kept caches go."""
-        self._kept = None
 
     def grow(self, session: Session, tokens: int, pages: int, load: Load | None) -> Session:
         """Returns a session whose rows hold `tokens` tokens; the live episodes move along.

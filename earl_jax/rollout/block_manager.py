@@ -28,7 +28,7 @@ from earl_jax.engine.host_pages import HostPages
 from earl_jax.engine.pages import pages_for
 from earl_jax.engine.prefixes import PrefixIndex, Shared
 from earl_jax.engine.round_inputs import NO_PAGE
-from earl_jax.engine.session import Kept, Session
+from earl_jax.engine.session import Session
 from earl_jax.rollout.config import CacheRules, RolloutConfig
 from earl_jax.rollout.episode import LiveEpisode
 from earl_jax.rollout.host_sessions import IdleSessions
@@ -79,10 +79,7 @@ class BlockManager:
         self._prompts = SharedPrompts(self._open_prefixes(session), slots)
 
     def _open_prefixes(self, session: Session) -> PrefixIndex:
-        """Returns the prompts that the session keeps, if its weights have read them; else none."""
-        kept = session.kept
-        if kept is not None and kept.version == session.policy.version:
-            return kept.prefixes
+        """Returns an index of no prompts. No slot has pages then."""
         for slot in range(len(self._slots)):
             self._pages.keep(slot, 0)
         return PrefixIndex(
@@ -448,7 +445,3 @@ class BlockManager:
         self._pages.end(slot, self._prompts.end(slot, replies))
         self._ended.pop(slot, None)
         self._ended[slot] = None
-
-    def keep(self, version: int) -> Kept:
-        """Ends the rollout. Returns its prompts for the next one under the same weights."""
-        return self._prompts.keep(version)

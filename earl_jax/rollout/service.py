@@ -295,13 +295,9 @@ class RolloutService:
         self._blocks.change_weights(recompute=kv == "recompute")
 
     def close(self) -> Session:
-        """Aborts what plays. Returns the session, with its prompts for another under its weights.
-
-        The service is void then.
-        """
+        """Aborts what plays. Returns the session; the service is void then."""
         self.abort()
-        kept = self._blocks.keep(self.session.policy.version)
-        return dataclasses.replace(self.session, kept=kept)
+        return self.session
 
     # A step.
 

@@ -16,7 +16,7 @@ from earl_jax.engine.pages import PageTable
 from earl_jax.engine.prefixes import PrefixIndex, Shared
 from earl_jax.engine.round_inputs import NO_PAGE
 from earl_jax.engine.row_copies import RowIds
-from earl_jax.engine.session import Kept, Session
+from earl_jax.engine.session import Session
 from earl_jax.engine.shard_copies import ShardCopies
 from earl_jax.rollout.episode import LiveEpisode
 
@@ -165,8 +165,3 @@ class SharedPrompts:
     def forget(self, slot: int) -> None:
         """Forgets the prompt of a slot that gives up its pages."""
         self._prefixes.forget(slot)
-
-    def keep(self, version: int) -> Kept:
-        """Ends the rollout. Returns its prompts for the next one under the same weights."""
-        self._prefixes.lose_rows()
-        return Kept(prefixes=self._prefixes, version=version)

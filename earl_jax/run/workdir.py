@@ -199,8 +199,6 @@ def save(
     `choices` are those of the position (`choices_of`), where a step was begun since; None: those of
     now. `rating` is the mean reward of its evaluation; None: there is none.
     """
-    # A resumed run has no kept session either, and the copy of the weights needs its memory.
-    placement.sessions.forget()
     base = position.state.base
     prints: list[int | None] = []
     if base is not None:

@@ -15,7 +15,7 @@ from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import Pool, pages_for
 from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.engine.rows import make_rows
-from earl_jax.engine.session import Policy, Session, open_session, relocate
+from earl_jax.engine.session import Policy, Session, empty_session, relocate
 from earl_jax.envs.board_game import BoardGame
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.conversation import Conversation
@@ -192,7 +192,6 @@ def open_service(
     num_devices=NUM_DEVICES,
     max_context=NO_LIMIT,
     shrink=None,
-    vacant=None,
     new_conversation=lambda: Conversation(renderer()),
     on_tokens=lambda ticket, tokens: None,
     more=lambda num_free: (),
@@ -206,7 +205,7 @@ def open_service(
     pages = pages or pages_for(max_tokens, size) * num_slots // shards
     policy = Policy(params=player.load_params(params or weights()), version=version)
     return RolloutService(
-        open_session(player, policy, max_tokens, Pool(shards, pages), vacant),
+        empty_session(player, policy, max_tokens, Pool(shards, pages)),
         dataclasses.replace(CONFIG, num_slots=num_slots, **changes),
         new_conversation,
         pool,
