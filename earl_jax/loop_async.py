@@ -253,7 +253,7 @@ class AsyncPlayer:
                     return None
                 rollout, where = part and part.rollout, live.placement_of_rows()
                 played = gather_outcomes(cluster, rollout, where, end, learn)
-            placement.adopt(played.placement)
+            placement.restore(played.placement)
             experience = part and part.experience
             if taken.update is None:
                 taken.experience = experience

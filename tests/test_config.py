@@ -646,12 +646,6 @@ def test_what_an_override_leaves_without_effect_takes_its_default():
         make_config({"train": {"sft_updates": 3}})
 
 
-@pytest.mark.parametrize(("stored", "policy"), [(True, "full"), (False, "none"), ("dots", "dots")])
-def test_a_run_from_before_there_were_three_remat_policies_is_read(tmp_path, stored, policy):
-    (tmp_path / "config.json").write_text(json.dumps({"train": {"remat": stored}}))
-    assert read_workdir_config(tmp_path).train.remat == policy
-
-
 def test_a_run_reads_the_defaults_of_its_environment_as_they_are(tmp_path):
     """Its config.json has them too, as far as JSON can hold them."""
     env = {"name": "tests.support.environments:WithDefaults", "args": {"word": "b"}}

@@ -117,7 +117,7 @@ def test_given_table_is_read_and_not_changed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", [None, "{", "[]", '{"entries": {"a": 1}}', '{"entries": {}, "failures": [3]}']
+    "text", [None, "", "{", "{}", "[]", '{"entries": {"a": 1}}', '{"entries": {}, "failures": [3]}']
 )
 def test_path_of_something_else_is_an_error_that_names_the_setting(tmp_path, text):
     path = tmp_path / "mine.json"

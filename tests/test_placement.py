@@ -23,7 +23,7 @@ from earl_jax.placement.placement import Placement
 from earl_jax.placement.updates import sft
 from earl_jax.rollout.load import expected_load, expected_tokens
 from earl_jax.run.build import build_run
-from earl_jax.selector.choose import BudgetTooSmall
+from earl_jax.selector.choose import HORIZON_STEPS, BudgetTooSmall
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.sharding.layout import MeshShape
@@ -168,7 +168,7 @@ def test_contexts_count_as_they_are_if_their_expected_growth_fits_nowhere(world,
 
 
 def test_a_choice_lasts_no_longer_than_the_run(world, table):
-    placement, horizon = place(world, table), world.problem.horizon_steps
+    placement, horizon = place(world, table), HORIZON_STEPS
     lasts = []
     for placement.steps_left in (None, 1000, horizon - 1, 1):
         lasts.append(placement.step_of(SHORT, None).lasts)
@@ -230,7 +230,8 @@ def test_restored_placement_chooses_alike(world, table):
         {"rollout": None},
         {"rollout": ["data=8", 16]},
         {"rollout": ["dbta=8", 16, 2, False]},
-        {"train": ["data=8", "many", False]},
+        {"train": ["data=8", "many", "none"]},
+        {"train": ["data=8", 1, False]},
         {"max_tokens": "long"},
         {"calm_steps": None},
     ],

@@ -29,8 +29,7 @@ D8 = MeshShape(data=8)
 POSITION = {
     "placement": {
         "rollout": ["data=8", 64, 4, False],
-        # From before there were three policies of remat: False is "none" now.
-        "train": ["data=8", 1, False],
+        "train": ["data=8", 1, "none"],
         "max_tokens": 24,
         "row_shapes": {},
         "calm_steps": 3,

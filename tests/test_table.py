@@ -150,12 +150,6 @@ def test_keys_parse_to_what_they_were_made_of():
         assert key_of(*parse_key(key)) == key
 
 
-def test_a_file_from_before_remat_had_names_is_read():
-    old = ThroughputTable().with_speed(TRAIN, 5.0).as_dict()
-    old["entries"] = {TRAIN.replace("remat=full", "remat=True"): old["entries"][TRAIN]}
-    assert ThroughputTable.from_dict(old).entries[TRAIN].speeds == (5.0,)
-
-
 NO_KEYS = [
     "",
     "train data=8 48",

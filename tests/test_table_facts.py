@@ -46,12 +46,6 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def asks_for(run: Run, table: str) -> Run:
-    """The run with this config.selector.table."""
-    selector = dataclasses.replace(run.config.selector, table=table)
-    return dataclasses.replace(run, config=dataclasses.replace(run.config, selector=selector))
-
-
 def facts_of(run: Run) -> dict[str, Any]:
     return run.open_table()[0].facts
 
@@ -115,40 +109,6 @@ def test_table_is_not_read_where_programs_may_differ(run, monkeypatch, changed):
         run = dataclasses.replace(run, attention=(Choice(kernel="splash", reason=""),))
     table, note = run.open_table()
     assert (dict(table.entries), note) == ({}, None)
-
-
-def test_model_takes_no_speeds_but_remembers_what_ran_out_of_memory(run):
-    keep(run.open_table()[0])
-    run = asks_for(run, "model")
-    table, note = run.open_table()
-    assert (dict(table.entries), table.failures, note) == ({}, (), None)
-    keep(table)
-    table, _ = run.open_table()
-    assert (dict(table.entries), table.failures) == ({}, (FAILED,))
-
-
-def test_path_is_read_whole_and_never_written(run, tmp_path):
-    path = tmp_path / "given.json"
-    given = ThroughputTable(path=path, entries={}).with_speed(KEY, 1.0).with_speed(KEY, 3.0)
-    given.write()
-    run = asks_for(run, str(path))
-    table, note = run.open_table()
-    assert (table.entries, note) == (given.entries, None) and table.path != path
-    before = path.read_bytes()
-    keep(table)
-    assert path.read_bytes() == before
-    # What ran out of memory is remembered all the same, and no other speed.
-    again, _ = run.open_table()
-    assert (again.entries, again.failures) == (given.entries, (FAILED,))
-
-
-@pytest.mark.parametrize("text", [None, "", "{}", "[1, 2]"])
-def test_path_of_something_else_is_a_mistake_of_the_users(run, tmp_path, text):
-    path = tmp_path / "given.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(ValueError, match=f"config.selector.table={path} cannot be read"):
-        asks_for(run, str(path)).open_table()
 
 
 def test_resumed_run_leaves_what_other_versions_have_observed():

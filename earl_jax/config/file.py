@@ -30,7 +30,6 @@ from earl_jax.envs.registry import EnvConfig
 from earl_jax.models.presets import fill_section
 from earl_jax.settings.choices import check_choice
 from earl_jax.settings.errors import InputError
-from earl_jax.settings.remat import read_remat
 
 # A wheel has configs/ in the package, a checkout beside it.
 _PACKAGE = Path(__file__).parents[1]
@@ -123,9 +122,6 @@ def read_workdir_config(
         given = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
-    train = given.get("train", {})
-    if isinstance(train.get("remat"), bool):
-        given["train"] = train | {"remat": read_remat(train["remat"])}
     return make_config(given, overrides, learns=learns)
 
 

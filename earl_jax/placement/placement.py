@@ -21,7 +21,7 @@ from earl_jax.placement.facts import Observations
 from earl_jax.placement.sessions import Sessions
 from earl_jax.placement.stages import Stages, compiled_bytes
 from earl_jax.rollout.shortage import RolloutShort, Shortage
-from earl_jax.selector.choose import BudgetTooSmall, Choice, Decision, Step
+from earl_jax.selector.choose import HORIZON_STEPS, BudgetTooSmall, Choice, Decision, Step
 from earl_jax.selector.memory import OutOfMemoryInMove, is_out_of_memory
 from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import Plan, Plans, RolloutPlan, Stage, TrainPlan
@@ -130,23 +130,17 @@ class Placement:
             mesh, micro_batches, remat = saved["train"]
             train = TrainPlan(MeshShape.parse(mesh), int(micro_batches), read_remat(remat))
             numbers = {name: int(saved[name]) for name in _NUMBERS}
-            # Runs of before batches were packed have none.
             row_shapes = {
                 length: ShapeHistory(
                     wasted=float(wasted), shapes=[Shape(*map(int, shape)) for shape in shapes]
                 )
-                for length, (wasted, *shapes) in saved.get("row_shapes", {}).items()
+                for length, (wasted, *shapes) in saved["row_shapes"].items()
             }
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InputError(f"its placement is not one: {error}") from error
         self.plans, self.row_shapes = Plans(rollout, train), row_shapes
         for name, number in numbers.items():
             setattr(self, name, number)
-
-    def adopt(self, other: dict[str, Any]) -> None:
-        """Takes over the plans and numbers of another process (`as_dict`), unless they are ours."""
-        if other != self.as_dict():
-            self.restore(other)
 
     @property
     def rollout(self) -> RolloutPlan:
@@ -284,7 +278,7 @@ class Placement:
 
     def _lasts(self, max_tokens: int, length: int, load: Load | None) -> int:
         """Returns the steps until contexts outgrow these buckets, within horizon and run."""
-        horizon = self.problem.horizon_steps
+        horizon = HORIZON_STEPS
         if self.steps_left is not None:
             horizon = max(1, min(horizon, self.steps_left))
         if load is None or load.growth_tokens <= 0:

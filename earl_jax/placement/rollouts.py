@@ -86,7 +86,7 @@ def play_all(
         numbers,
         together=placement.plays_together,
     )
-    placement.adopt(played.placement)
+    placement.restore(played.placement)
     return rollout, played
 
 

@@ -341,7 +341,7 @@ class LiveService:
         self.open_groups = tuple(sorted(number for one in each for number in one["groups"]))
         self.oldest_step = min(one["oldest_step"] for one in each)
         chosen = each[furthest([one["placement"] for one in each])]
-        placement.adopt(chosen["placement"])
+        placement.restore(chosen["placement"])
         placement.outgrown = chosen["outgrown"]
         before, (mesh, slots) = self._where, chosen["live"]
         self._where = MeshShape.parse(mesh), slots

@@ -25,6 +25,8 @@ from earl_jax.telemetry.load import WINDOW
 # Of equally fast pairs those that leave this share of the budget are equal in memory too, and the
 # least cut wins.
 AMPLE = 0.5
+# A switch has to pay for itself over at most so many steps.
+HORIZON_STEPS = 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,10 +63,14 @@ class Step:
 
 def full_step(problem: Problem, context: int) -> Step:
     """Returns a step whose episodes all fill `context`, with appended and sampled tokens."""
-    work, lasts = problem.work, problem.horizon_steps
+    work = problem.work
     tokens = round(work.num_rows * context / (1.0 + work.appended))
     return Step(
-        max_tokens=context, length=context, cache_tokens=None, rollout_tokens=tokens, lasts=lasts
+        max_tokens=context,
+        length=context,
+        cache_tokens=None,
+        rollout_tokens=tokens,
+        lasts=HORIZON_STEPS,
     )
 
 

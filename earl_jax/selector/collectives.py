@@ -46,19 +46,12 @@ def forward_collectives_s(
     hardware: Hardware, sizes: ModelSizes, mesh: MeshShape, tokens: int, rows: int
 ) -> float:
     """Returns the seconds of an engine's forward pass: its layers, embedding and logits."""
-    seconds = layers_collectives_s(hardware, sizes, mesh, tokens, sizes.engine_bytes)
-    embedded = tokens * sizes.width * sizes.engine_bytes
-    seconds += all_reduce_s(hardware, embedded, mesh.tensor)
-    return seconds + 0.5 * all_reduce_s(hardware, rows * sizes.vocab_size * 4, mesh.tensor)
-
-
-def layers_collectives_s(
-    hardware: Hardware, sizes: ModelSizes, mesh: MeshShape, tokens: int, itemsize: int
-) -> float:
-    """Returns the seconds of an engine's layers: all-reduces behind attention and each network."""
+    # Behind attention and behind each network of a layer.
     groups = mesh.tensor, mesh.tensor * mesh.expert
-    num_bytes = tokens * sizes.width * itemsize
-    return sizes.num_layers * sum(all_reduce_s(hardware, num_bytes, size) for size in groups)
+    num_bytes = tokens * sizes.width * sizes.engine_bytes
+    seconds = sizes.num_layers * sum(all_reduce_s(hardware, num_bytes, size) for size in groups)
+    seconds += all_reduce_s(hardware, num_bytes, mesh.tensor)
+    return seconds + 0.5 * all_reduce_s(hardware, rows * sizes.vocab_size * 4, mesh.tensor)
 
 
 def rows_collectives_s(

@@ -20,8 +20,8 @@ class SelectorConfig:
     devices and the model allow, and for long rows and contexts those too that cut them over
     `context`. Plans that fit are left only for a pair whose step is shorter by more than the
     fraction `hysteresis`, with the switch spread over the steps that it will last (at most
-    `horizon_steps`), and only when they have been in use for 8 steps. By the same fraction the last
-    episodes of a rollout move to another mesh.
+    20), and only when they have been in use for 8 steps. By the same fraction the last episodes of
+    a rollout move to another mesh.
 
     `table` selects the speeds by which plans are chosen. "auto": observed in the steps of this run
     and of earlier ones, kept in the user's cache folder; for a plan that never ran, by the speed
@@ -41,7 +41,6 @@ class SelectorConfig:
     rollout_meshes: tuple[str, ...] = ()
     train_meshes: tuple[str, ...] = ()
     hysteresis: float = 0.1
-    horizon_steps: int = 20
     table: str = "auto"
     offload: Literal["auto", "on", "off"] = "auto"
     compile_ahead: Literal["auto", "on", "off"] = "auto"
@@ -65,10 +64,9 @@ class SelectorConfig:
                         "layers on a device or cuts them over expert or tensor: use data, context "
                         "and those"
                     )
-        for field in ("budget_bytes_per_device", "hysteresis", "horizon_steps"):
-            value, least = getattr(self, field), int(field == "horizon_steps")
-            if value < least:
-                raise InputError(f"config.selector.{field} is {value}; it must be at least {least}")
+        for field in ("budget_bytes_per_device", "hysteresis"):
+            if (value := getattr(self, field)) < 0:
+                raise InputError(f"config.selector.{field} is {value}; it must be at least 0")
         if not self.table:
             raise InputError(
                 "config.selector.table is empty; give 'auto', 'model', or the path of a table"

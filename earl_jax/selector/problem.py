@@ -51,7 +51,6 @@ class Problem:
         work: the slots, rows, chunks and pages of a step, by the config.
         budget_bytes: bytes of a device that a stage may use; None: no limit is known.
         hysteresis: a plan that fits is left only for a step shorter by more than this fraction.
-        horizon_steps: over at most so many steps a switch has to pay for itself.
         weights_obstacle: returns why parameters cannot be cut over a mesh.
         attention_obstacle: returns why the trainer's attention cannot.
         rollout_meshes_named: the candidates that the config names, "data=4,tensor=2"; () for all.
@@ -77,7 +76,6 @@ class Problem:
     work: Workload
     budget_bytes: int | None
     hysteresis: float = 0.1
-    horizon_steps: int = 20
     weights_obstacle: Check = lambda mesh: None
     attention_obstacle: Check = lambda mesh: None
     rollout_meshes_named: tuple[str, ...] = ()

@@ -17,11 +17,7 @@ REMATS: tuple[Remat, ...] = get_args(Remat)
 
 
 def read_remat(stored: object) -> Remat:
-    """Returns the policy in a stored plan, which was True or False before there were several.
-
-    Raises ValueError for anything else.
-    """
-    name = {"True": "full", "False": "none"}.get(str(stored), stored)
-    if name not in REMATS:
+    """Returns the policy in a stored plan. Raises ValueError for anything else."""
+    if stored not in REMATS:
         raise InputError(f"remat is {stored!r}; choose one of {', '.join(map(repr, REMATS))}")
-    return name
+    return stored

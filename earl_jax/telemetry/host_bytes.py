@@ -52,16 +52,14 @@ _open_counters: tuple["HostByteCounter", ...] = ()
 class HostByteCounter:
     """Counts device-to-host reads inside its `with` block.
 
-    Counts those of the thread that entered it, or with `every_thread` those of the whole process:
-    the first says what a stage did, the second what anybody did meanwhile. Counters nest. One that
-    is entered again goes on counting.
+    Counts those of the thread that entered it. Counters nest. One that is entered again goes on
+    counting.
 
     Example: `with HostByteCounter() as counter: jax.device_get(loss)` for a float32 scalar leaves
     `counter.num_bytes` 4.
     """
 
-    def __init__(self, *, every_thread: bool = False):
-        self._every_thread = every_thread
+    def __init__(self) -> None:
         self._thread: int | None = None
         self._num_bytes = 0
 
@@ -86,7 +84,7 @@ class HostByteCounter:
     def _open(self) -> None:
         global _open_counters
         with _lock:
-            self._thread = None if self._every_thread else threading.get_ident()
+            self._thread = threading.get_ident()
             _open_counters = (*_open_counters, self)
 
     def _close(self) -> None:
@@ -95,7 +93,7 @@ class HostByteCounter:
             _open_counters = tuple(other for other in _open_counters if other is not self)
 
     def _record(self, num_bytes: int) -> None:
-        if self._thread in (None, threading.get_ident()):
+        if self._thread == threading.get_ident():
             with _lock:
                 self._num_bytes += num_bytes
 

@@ -135,8 +135,9 @@ def standing(
     """Returns `Placement.as_dict` of a run on these meshes."""
     return {
         "rollout": [str(rollout), num_slots, pages, False],
-        "train": [str(train), 1, False],
+        "train": [str(train), 1, "none"],
         "max_tokens": max_tokens,
+        "row_shapes": {},
         "calm_steps": 0,
         "most_tokens": max_tokens,
         "most_length": max_tokens,

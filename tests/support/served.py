@@ -278,7 +278,7 @@ def save_run(folder: Path, rank: int):
     checkpoints = Checkpoints(folder / "checkpoints", keep=2)
     placement = {
         "rollout": ["data=4", 16, 8, False],
-        "train": ["data=4", 1, False],
+        "train": ["data=4", 1, "none"],
         "max_tokens": 32,
         "calm_steps": 0,
         "cache_tokens": 512,
