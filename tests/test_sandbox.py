@@ -80,6 +80,18 @@ def eventually(holds, within_s: float = 20.0) -> bool:
         ("print(input(), input())", "é 2\n"),
         ("import sys\nsys.stdin.buffer.read()", r"b'\xc3\xa9\n2\n'" + "\n"),
         ("import sys\nsys.exit()", ""),
+        ("exit(0)", ""),
+        (
+            "import threading as t, time\nf = lambda: (time.sleep(0.1), print(1))\n"
+            "t.Thread(target=f).start()",
+            "1\n",
+        ),
+        ("import atexit\natexit.register(print, 'end')\nprint('a')", "a\nend\n"),
+        ("import io, sys\nsys.stdout = io.StringIO()\nprint('lost')", ""),
+        ("f = open(1, 'w', closefd=False)\nf.write('late')\nNone", "late"),
+        ("import resource as r\nr.setrlimit(r.RLIMIT_STACK, r.getrlimit(r.RLIMIT_STACK))", ""),
+        ("import socket\na, b = socket.socketpair()\na.send(b'x')\nb.recv(1)", "b'x'\n"),
+        ("import os\nos.write(1, os.read(0, 2)) and None", "é"),
         ("print('é', end='')", "é"),
     ],
 )
@@ -98,7 +110,6 @@ def test_a_program_begins_alike_each_time():
     [
         ("def f():\n    1 / 0\nf()", "ZeroDivisionError: division by zero\n"),
         ("print(", "SyntaxError: '(' was never closed\n"),
-        ("import sys\nsys.exit('bad')", "bad\n"),
         ("raise KeyboardInterrupt", "KeyboardInterrupt\n"),
         ("x = bytearray(10**10)", "MemoryError\n"),
         ("def f(n):\n    f(n)\nf(0)", "RecursionError: maximum recursion depth exceeded\n"),
@@ -127,6 +138,8 @@ def test_the_lines_of_a_traceback_are_the_programs():
         ("while True: print('a' * 1000)", "printed more than 2000 bytes"),
         ("import ctypes; ctypes.string_at(0)", "was ended by SIGSEGV"),
         ("import os; os._exit(3)", "ended with status 3"),
+        ("import sys; sys.exit(3)", "ended with status 3"),
+        ("import sys; print(1); sys.exit('bad')", "ended with status 1"),
         (
             "import signal as s\ns.signal(s.SIGXCPU, s.SIG_IGN)\nwhile True: pass",
             "was ended by SIGKILL",
@@ -181,6 +194,16 @@ RAW_FORK = {"x86_64": "libc.syscall(57)", "aarch64": "libc.syscall(220, 17, 0, 0
         LIBC + "if libc.ptrace(16, {pid}, 0, 0) < 0: raise OSError(ctypes.get_errno(), 'ptrace')",
         LIBC + "if libc.unshare(0x10000000) < 0: raise OSError(ctypes.get_errno(), 'unshare')",
         LIBC + "if libc.shmget(0, 4096, 0o1600) < 0: raise OSError(ctypes.get_errno(), 'shmget')",
+        LIBC + "if libc.shmctl(0, 13, 0) < 0: raise OSError(ctypes.get_errno(), 'shmctl')",
+        LIBC + "if libc.prctl(1, 0, 0, 0, 0) < 0: raise OSError(ctypes.get_errno(), 'prctl')",
+        LIBC + "if libc.inotify_init1(0) < 0: raise OSError(ctypes.get_errno(), 'inotify')",
+        LIBC + "if libc.timer_create(0, 0, 0) < 0: raise OSError(ctypes.get_errno(), 'timer')",
+        "import socket as s; s.socketpair(s.AF_UNIX, s.SOCK_DGRAM)",
+        "import fcntl; fcntl.fcntl(0, fcntl.F_SETOWN, {pid})",
+        "import fcntl; fcntl.fcntl(0, fcntl.F_SETSIG, 9)",
+        "import fcntl; fcntl.ioctl(0, 0x40086602, 0)",
+        "import os; os.open(os.__file__, os.O_RDONLY | os.O_TRUNC)",
+        "import os; os.open('/proc/self/fd/1', os.O_RDONLY)",
     ],
 )
 def test_a_program_reaches_nothing_outside(attack, tmp_path):
@@ -199,6 +222,15 @@ def test_a_program_reaches_nothing_outside(attack, tmp_path):
         *(stood.st_mode, stood.st_uid),
         stood.st_mtime_ns,
     )
+
+
+def test_calls_newer_than_the_list_are_not_there():
+    code = LIBC + "print(libc.syscall(463), ctypes.get_errno() == 38)"
+    assert run(code) == ("-1 True\n", True, "")
+
+
+def test_a_program_that_a_signal_without_a_name_ends_is_no_outage():
+    assert sandbox._ending(-40, 1) == "was ended by signal 40"
 
 
 def test_a_program_inherits_no_variables_and_no_files(monkeypatch):
@@ -235,8 +267,6 @@ def test_a_program_ends_with_the_process_that_runs_it(tmp_path):
 
     assert eventually(lambda: bool(started()))
     (pid,) = started()
-    # It is confined once it sleeps in Python's own code; before that it ends at its closed input.
-    time.sleep(1.0)
     runner.send_signal(signal.SIGKILL)
     runner.wait()
     assert eventually(lambda: is_gone(pid))
@@ -301,6 +331,9 @@ def test_the_tool_answers_with_what_a_program_prints():
     assert texts[:2] == ["42\n", "[the program printed nothing]"]
     assert texts[2].endswith("ZeroDivisionError: division by zero\n")
     assert texts[3] == "[the program ended with status 3]"
+    wrong = '<tool_call>{"name": "python", "arguments": {"code": 5}}</tool_call>'
+    (answer,) = check_step(settle(env.step(wrong))).messages
+    assert answer.text == "error: TypeError: code must be a text"
 
 
 @pytest.mark.parametrize(

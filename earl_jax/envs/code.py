@@ -29,6 +29,8 @@ class Python:
         Args:
             code: the program
         """
+        if not isinstance(code, str):
+            raise TypeError("code must be a text")
         ran = await run_python(code, show_last=True)
         if ran.ended:
             return f"{ran.output}\n[the program {ran.ended}]".lstrip("\n")
@@ -51,8 +53,9 @@ async def passes(
     metric `passed` is the share of the tests before the first that fails: `tests` is one, and each
     input is.
 
-    `tests` run beside the program, which might look for what shows their end; what is compared
-    with `outputs` it never sees.
+    `tests` run in the process of the program, which may deceive them: it may replace what they
+    call, return what equals everything, or read them. What is compared with `outputs` it never
+    sees.
 
     Raises ValueError for a row without tests, or with other numbers of inputs and outputs.
     """

@@ -13,7 +13,6 @@ import secrets
 import signal
 import sys
 import sysconfig
-import weakref
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,7 +29,9 @@ _SYSTEM = (
     *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache"),
     *("/usr/share/zoneinfo", "/dev/null", "/dev/zero", "/dev/urandom"),
 )
-_GATES = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
+_GATES = dict[asyncio.AbstractEventLoop, asyncio.Semaphore]()
+# Those in real time have no names.
+_SIGNALS = {int(each): each.name for each in signal.Signals}
 
 
 class Limits(NamedTuple):
@@ -71,14 +72,16 @@ async def run_python(
 
     The process may read the files of Python, its packages and the system's libraries, and no
     others; it writes none. It has no network, starts no process, sends no signal, and inherits
-    neither variables nor open files. Hashes and `random` begin alike each time. As many run at a
-    time as there are processors; others wait.
+    neither variables nor open files; it may ask for the size, dates and name of any file. Hashes of
+    texts and `random` begin alike each time. Of one event loop as many run at a time as there are
+    processors; others wait.
 
     Raises InputError as `check_sandbox`, and ConnectionError where the process could not start.
     """
     check_sandbox()
     marker = secrets.token_hex(16)
     request = {
+        "parent": os.getpid(),
         "marker": marker,
         "parts": [code, tests] if tests else [code],
         "stdin": stdin,
@@ -87,10 +90,8 @@ async def run_python(
         "seconds": limits.seconds,
         "memory_bytes": limits.memory_bytes,
     }
-    loop = asyncio.get_running_loop()
-    gate = _GATES.setdefault(loop, asyncio.Semaphore(len(os.sched_getaffinity(0))))
     output, ended = bytearray(), ""
-    async with gate:
+    async with _gate():
         process = await _start()
         try:
             async with asyncio.timeout(_PATIENCE * limits.seconds):
@@ -126,6 +127,14 @@ def check_sandbox() -> None:
         f"a policy's code cannot be confined here ({name}); it needs Linux 5.13 or newer with "
         "Landlock, on x86-64 or AArch64"
     )
+
+
+def _gate() -> asyncio.Semaphore:
+    """Returns the semaphore of the running loop, and forgets those of loops that are closed."""
+    for loop in [loop for loop in list(_GATES) if loop.is_closed()]:
+        _GATES.pop(loop, None)
+    size = len(os.sched_getaffinity(0))
+    return _GATES.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(size))
 
 
 async def _start() -> asyncio.subprocess.Process:
@@ -171,7 +180,7 @@ def _ending(status: int, seconds: int) -> str:
     if status == -signal.SIGXCPU:
         return f"used the processor for more than {seconds} s"
     if status < 0:
-        return f"was ended by {signal.Signals(-status).name}"
+        return f"was ended by {_SIGNALS.get(-status, f'signal {-status}')}"
     return f"ended with status {status}" if status else ""
 
 
@@ -179,12 +188,13 @@ def _result(text: str, marker: str, ended: str) -> Ran:
     first, _, rest = text.partition(f"{marker}\n")
     if first or not text.startswith(f"{marker}\n"):
         raise ConnectionError(f"no sandbox for a policy's code: {ended}: {text[-500:]}")
-    completed = not ended and rest.endswith(marker)
-    return Ran(rest.removesuffix(marker), completed, ended)
+    # Behind it is what Python writes when it ends.
+    output, end, more = rest.partition(marker)
+    return Ran(output + more, bool(end) and not ended, ended)
 
 
 @functools.cache
 def _readable() -> list[str]:
     own = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    libraries = [path for path in os.environ.get(_LIBRARIES, "").split(":") if path]
+    libraries = [path for path in os.environ.get(_LIBRARIES, "").split(":") if os.path.isabs(path)]
     return sorted({*own, str(Path(sys.base_prefix) / "lib"), *libraries, *_SYSTEM})
