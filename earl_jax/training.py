@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from earl_jax.config import Config
+from earl_jax.config.resume import check_replayed
 from earl_jax.launch.agreement import check_same, open_shared_workdir
 from earl_jax.launch.cluster import Cluster, find_cluster
 from earl_jax.launch.layouts import across_in_words
@@ -125,6 +126,7 @@ def train(
                 "replayed that was asynchronous from its first step to its last"
             )
         events = read_events(replay, cluster.index) if replay else ()
+        check_replayed(events, config)
         held.enter_context(named_where_removed(workdir))
         return _train_in(workdir, cluster, config, stop, notes, events, replay)
 

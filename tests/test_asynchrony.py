@@ -20,6 +20,7 @@ import pytest
 
 from earl_jax import training
 from earl_jax.config import file as config_file
+from earl_jax.config.resume import check_replayed, replayed_settings
 from earl_jax.config.train_flags import parse_flags, replayed_config
 from earl_jax.envs.environment import ENVIRONMENT_ERROR, ENVIRONMENT_TIMEOUT
 from earl_jax.envs.pool import EnvironmentPool
@@ -161,6 +162,27 @@ def test_a_run_keeps_the_bound_and_its_replay_is_the_same_bit_for_bit(
 
 
 OF_TWO_STEPS = {**given_of(staleness=1), "num_steps": 2}
+
+
+def test_a_run_that_went_on_with_other_settings_is_not_replayed():
+    """Its events are those of both, and its config is that of the last."""
+    config = make_config(OF_TWO_STEPS)
+    opened = [
+        {"event": "open", "version": step, "settings": json.loads(json.dumps(settings))}
+        for step, settings in enumerate([replayed_settings(config)] * 2)
+    ]
+    check_replayed([opened[0], {"event": "trained"}, opened[1]], config)
+    for change, what in [
+        ({"num_steps": 3}, "config.num_steps is 2 then, 3 at its end"),
+        (
+            {"asynchrony": OF_TWO_STEPS["asynchrony"] | {"kv": "keep"}},
+            "config.asynchrony.kv is 'recompute' then, 'keep' at its end",
+        ),
+    ]:
+        with pytest.raises(InputError, match=rf"{what} \(from step 1\)"):
+            check_replayed(opened, make_config(OF_TWO_STEPS | change))
+    # That which says nothing about what was played.
+    check_replayed(opened, make_config(OF_TWO_STEPS | {"checkpoint": {"every_steps": 7}}))
 
 
 @pytest.fixture(scope="module")
@@ -386,7 +408,7 @@ def test_killed_at_any_moment_it_uses_each_task_as_often_and_can_be_replayed(
     assert len(opened) == 2 and opened[1] in range(2, steps, 2)
     # What was sampled before the checkpoint is trained on behind it.
     assert max(lags_of(first, opened[1] + 1)) > 0
-    end = events.index({"event": "open", "version": opened[1]}, 1)
+    end = events.index({**events[0], "version": opened[1]}, 1)
     assert before is None or events[:end] == before[:end]
     config, _ = replayed_config(first, *parse_flags([f"--replay={first}", f"--workdir={again}"]))
     train(config, again, replay=first)

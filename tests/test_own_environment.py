@@ -468,6 +468,7 @@ def paid(reply, *, prompt, answer):
     ("line", "words"),
     [
         ("{", "line 3: no JSON at column 2: Expecting property name"),
+        ("[" * 100_000, "line 3: arrays or objects of too many levels"),
         ("[1]", "line 3: it must be a JSON object; got b'.1.'"),
         ('{"answer": "2"}', "line 3: 'prompt' is None; it must be a text, or a list of messages"),
         ('{"prompt": ""}', "line 3: 'prompt' is ''; it must be a text"),
@@ -523,6 +524,8 @@ def test_a_reward_is_a_number_alone_or_in_a_dict_and_may_be_awaited():
     for given, reward in ((True, 1.0), (np.float32(0.5), 0.5), (2, 2.0)):
         assert step_of(lambda reply, given=given, **row: given).reward == reward
     assert step_of(judge).reward == 1.0 and step_of(judge, "3").metrics == {"asked": 1.0}
+    numbers = {"reward": np.float64(1.0), "ok": np.bool_(True), "size": np.array(3)}
+    assert step_of(lambda reply, **row: numbers).metrics == {"ok": 1.0, "size": 3.0}
 
 
 @pytest.mark.parametrize("given", [None, "1.0", [1.0], {"score": 1.0}, {"reward": None}])

@@ -2,9 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings that may change when a run is resumed."""
 
+import dataclasses
+import json
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from earl_jax.settings.differences import differences
+from earl_jax.settings.errors import InputError
 
 # Settings, or whole sections, that may change in a workdir; and what a change means. The section
 # `distributed` is not in config.json: it may change always.
@@ -31,6 +36,35 @@ MAY_CHANGE: dict[str, str] = {
     "rollout.preemption_host_gib": "From the next step on.",
     "train.remat": "From the next step on. Results differ by rounding.",
 }  # fmt: skip
+
+
+# Those of MAY_CHANGE on which the events of an asynchronous run depend, and what it makes of them.
+_REPLAYED = (
+    "num_steps",
+    "asynchrony",
+    "devices.num_rollout",
+    "rollout.attention",
+    "rollout.preemption_host_gib",
+    "train.remat",
+)
+
+
+def replayed_settings(config: Any) -> dict[str, Any]:
+    """Returns the settings that may change in a run, and that a replay has to share with it."""
+    found = {name: operator.attrgetter(name)(config) for name in _REPLAYED}
+    return found | {"asynchrony": dataclasses.asdict(config.asynchrony)}
+
+
+def check_replayed(events: Sequence[Mapping[str, Any]], config: Any) -> None:
+    """Raises InputError where the run of these events had other settings than at its end."""
+    own = json.loads(json.dumps(replayed_settings(config)))
+    for event in events:
+        if lines := differences(event.get("settings", own), own, "config", ("then", "at its end")):
+            raise InputError(
+                f"the run that is replayed went on with other settings: {'; '.join(lines)} (from "
+                f"step {event['version'] + 1}); a run can be replayed whose settings stayed the "
+                "same"
+            )
 
 
 def changes(saved: dict[str, Any], given: dict[str, Any]) -> tuple[list[str], list[str]]:

@@ -101,7 +101,8 @@ def relocate(
         return on.give_pages(state, pages.as_array(pages_for(max_tokens, engine.config.page_size)))
 
     def move(tree: Any, shardings: Any) -> Any:
-        same = engine is session.engine
+        # Weights may have been let go, for others that arrive behind the move.
+        same = engine is session.engine or tree is None
         return tree if same else reshard(tree, shardings, chunk_bytes=chunk_bytes)
 
     params = move(session.policy.params, engine.parameter_shardings)

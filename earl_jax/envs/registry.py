@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from earl_jax.envs.board_game import BoardGame
 from earl_jax.envs.environment import Environment
 from earl_jax.envs.kuhn_poker import KuhnPoker
+from earl_jax.envs.reasoning_gym import ReasoningGym
 from earl_jax.envs.single_turn import SingleTurn
 from earl_jax.envs.tasks import TaskArgs, TasksConfig, TaskSource, open_tasks
 from earl_jax.envs.tool_use import ToolUse
@@ -34,6 +35,7 @@ ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
     "trail": Trail,
     "single_turn": SingleTurn,
     "tools": ToolUse,
+    "reasoning_gym": ReasoningGym,
 }
 
 

@@ -53,18 +53,23 @@ async def _awaited(paid: Awaitable[Paid]) -> StepResult:
 def _result(paid: Any) -> StepResult:
     """Returns the result of a reply that the function paid so. Raises ValueError for no reward."""
     metrics = dict(paid) if isinstance(paid, Mapping) else {"reward": paid}
-    given = metrics.pop("reward", None)
-    try:
-        # As numpy's numbers and bool: what equals a float is one; a text of one is none.
-        reward = None if isinstance(given, str | bytes) else float(given)
-    except (TypeError, ValueError):
-        reward = None
-    if reward is None:
+    # What is no number is refused with the metrics of every environment.
+    metrics = {name: _as_float(value) for name, value in metrics.items()}
+    reward = metrics.pop("reward", None)
+    if not isinstance(reward, float):
         raise InputError(
             f"the reward function (config.tasks.reward) returned {paid!r:.60}; it must return a "
             "number, or a dict with one under 'reward'"
         )
     return StepResult(reward=reward, done=True, stop_reason="answered", metrics=metrics)
+
+
+def _as_float(value: Any) -> Any:
+    """Returns a number, also numpy's and its bool, as a float; others and texts as they are."""
+    try:
+        return value if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return value
 
 
 def prompt_of(row: Mapping[str, Any]) -> Start:

@@ -261,6 +261,8 @@ def _json(line: bytes) -> Any:
     except json.JSONDecodeError as error:
         # Its own words say "line 1", which is the file's line here.
         raise InputError(f"no JSON at column {error.colno}: {error.msg}") from error
+    except RecursionError:
+        raise InputError("arrays or objects of too many levels") from None
 
 
 def _task_row(row: dict[str, Any]) -> dict[str, Any]:

@@ -6,8 +6,9 @@ One thread plays and trains, or plays in a process of its own, so that events ha
 several processes each that plays has its events in a file of its own, and those that train decide
 nothing by the time. Each event is a JSON object on a line of its own, with its `event`:
 
-- "open": a rollout service was opened, with weights of `version`; rounds and calls are counted from
-  here. Where a step has another one before, memory was too short for that.
+- "open": a rollout service was opened, with weights of `version`, by a run with these `settings`
+  (config/resume.py); rounds and calls are counted from here. Where a step has another one before,
+  memory was too short for that.
 - "plans": plans were chosen (`Placement.as_dict`).
 - "split": behind round `round` both stages moved, before version `version` was published, to plans
   of a `placement` whose split of the devices is another one.

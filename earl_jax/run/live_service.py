@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from earl_jax.algorithms.advantages import is_useless
+from earl_jax.config.resume import replayed_settings
 from earl_jax.dispatch.weights import program_of
 from earl_jax.engine.session import Session
 from earl_jax.models.lora import fingerprint
@@ -133,7 +134,8 @@ class LiveService:
         placement, version = self._placement, position.step
         params = self._run.learner.policy(position.state)
         if self._where is None:
-            self._events.note("open", version=version)
+            settings = replayed_settings(self._run.config)
+            self._events.note("open", version=version, settings=settings)
             self.note_plans()
             self._sum_up(params, *self._mesh_and_slots())
             session, num_bytes = placement.sessions.open(params, version)

@@ -1,0 +1,124 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Questions of reasoning-gym's generators (arXiv 2505.24760), paid by its verifiers."""
+
+import functools
+import importlib
+import random
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from earl_jax.envs.environment import Start, StepResult
+from earl_jax.settings.choices import check_choice
+from earl_jax.settings.errors import InputError
+
+TAGGED = (
+    "\n\nThink step by step, then give the final answer, and nothing else, between <answer> and "
+    "</answer>."
+)
+_OPEN, _CLOSE = "<answer>", "</answer>"
+
+
+class ReasoningGym:
+    """An episode of one question and one reply.
+
+    `generators` names those of reasoning-gym ("chain_sum"); each episode has a question of one of
+    them, which depends on `seed` alone. `settings` are keyword arguments of a generator by its
+    name, such as `{"chain_sum": {"max_terms": 3}}`. With `tags` the question ends with the request
+    for an answer between <answer> and </answer>, and what the last of these hold is the answer;
+    otherwise all of the reply is.
+
+    The reward is the verifier's score, from 0 to 1, and 0 for a reply without an answer, or with
+    one that the verifier cannot read. Metrics are `answered`, and the score as `score_NAME` where
+    there are several generators. An example reply is the answer of the generator, where it has one.
+
+    Raises ValueError where reasoning-gym is not installed, for a generator that it does not have,
+    and for settings that the generator does not take.
+    """
+
+    def __init__(
+        self,
+        *,
+        generators: Sequence[str] = (),
+        settings: Mapping[str, Mapping[str, Any]] = {},  # noqa: B006 - it is not changed
+        tags: bool = True,
+        seed: int = 0,
+    ):
+        library = _library()
+        if isinstance(generators, str) or not generators:
+            raise InputError(
+                f"config.env.args.generators is {generators!r}; it must name generators of "
+                'reasoning-gym, such as ("chain_sum", "leg_counting")'
+            )
+        known = library.factory.DATASETS
+        for name in generators:
+            check_choice(name, tuple(known), "config.env.args.generators")
+        if unused := settings.keys() - set(generators):
+            raise InputError(
+                f"config.env.args.settings has {min(unused)!r}, which is none of "
+                f"config.env.args.generators: {', '.join(generators)}"
+            )
+        # The word keeps the draw apart from those of a generator, which has the same seed.
+        self._name = random.Random(f"generator {seed}").choice(list(generators))
+        self._has_several, self._tags = len(generators) > 1, tags
+        given = settings.get(self._name, {})
+        try:
+            self._generator = library.create_dataset(self._name, **given, seed=seed, size=1)
+        except (AssertionError, TypeError, ValueError) as error:
+            raise InputError(
+                f"config.env.args.settings of {self._name!r} are {dict(given)}, and the generator "
+                f"cannot be made: {type(error).__name__}: {error}"
+            ) from error
+        self._entry: dict[str, Any] = {}
+
+    def start(self) -> Start:
+        """Returns the question."""
+        self._entry = self._generator[0]
+        text = self._entry["question"]
+        return Start(text=text + TAGGED if self._tags else text, metrics=self._metrics(False, 0.0))
+
+    def step(self, reply: str) -> StepResult:
+        """Returns the score of the reply."""
+        answer, score = self._answer_in(reply), 0.0
+        if answer:
+            try:
+                score = float(self._generator.score_answer(answer, self._entry))
+            except Exception:  # noqa: BLE001 - some verifiers raise for what is no answer
+                score = 0.0
+        return StepResult(
+            reward=score,
+            done=True,
+            stop_reason="answered",
+            metrics=self._metrics(bool(answer), score),
+        )
+
+    def example_reply(self, rng: random.Random) -> str:
+        """Returns the right answer; raises ValueError where the generator has none."""
+        del rng
+        answer = self._entry["answer"]
+        if not isinstance(answer, str):
+            raise InputError(f"reasoning-gym's {self._name} has no answers of its own")
+        return f"{_OPEN}{answer}{_CLOSE}" if self._tags else answer
+
+    def _answer_in(self, reply: str) -> str:
+        if not self._tags:
+            return reply.strip()
+        _, opened, rest = reply.rpartition(_OPEN)
+        answer, closed, _ = rest.partition(_CLOSE)
+        return answer.strip() if opened and closed else ""
+
+    def _metrics(self, answered: bool, score: float) -> dict[str, float]:
+        own = {f"score_{self._name}": score} if self._has_several else {}
+        return {"answered": float(answered)} | own
+
+
+@functools.cache
+def _library() -> ModuleType:
+    try:
+        return importlib.import_module("reasoning_gym")
+    except ImportError as error:
+        raise InputError(
+            f"reasoning-gym is not installed ({error}); uv sync --extra reasoning-gym, or pip "
+            "install reasoning-gym"
+        ) from error

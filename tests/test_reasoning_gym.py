@@ -1,0 +1,124 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Questions of reasoning-gym: drawn by the seed, and paid by its verifiers."""
+
+import random
+import sys
+import warnings
+
+import pytest
+
+from earl_jax import training
+from earl_jax.envs import reasoning_gym
+from earl_jax.envs.environment import check_start, check_step
+from earl_jax.envs.reasoning_gym import ReasoningGym
+from earl_jax.settings.errors import InputError
+from earl_jax.telemetry.metrics import read_metrics
+from tests.support.settings import make_config
+
+SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+
+
+def test_without_the_library_the_error_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    reasoning_gym._library.cache_clear()
+    with pytest.raises(InputError, match="reasoning-gym is not installed .* uv sync --extra"):
+        ReasoningGym(generators=("chain_sum",))
+
+
+@pytest.fixture
+def library():
+    """reasoning-gym; `uv run --extra reasoning-gym pytest -m slow` has it."""
+    # Of packages that it imports.
+    with warnings.catch_warnings(action="ignore"):
+        found = pytest.importorskip("reasoning_gym")
+    reasoning_gym._library.cache_clear()
+    return found
+
+
+@pytest.mark.slow
+def test_the_right_answer_is_paid_and_others_are_not(library):
+    env = ReasoningGym(generators=("chain_sum",), settings={"chain_sum": SUM}, seed=5)
+    start = check_start(env.start())
+    entry = library.create_dataset("chain_sum", **SUM, seed=5, size=1)[0]
+    assert start.text == entry["question"] + reasoning_gym.TAGGED
+    example = env.example_reply(random.Random(0))
+    assert example == f"<answer>{entry['answer']}</answer>"
+    wrong = str(int(entry["answer"]) + 1)
+    for reply, score, answered in [
+        (example, 1.0, 1.0),
+        (f"<answer>{wrong}</answer> no: {example}", 1.0, 1.0),
+        (f"<answer>{wrong}</answer>", 0.0, 1.0),
+        (entry["answer"], 0.0, 0.0),
+        ("<answer></answer>", 0.0, 0.0),
+        (f"<answer>{entry['answer']}", 0.0, 0.0),
+    ]:
+        end = check_step(env.step(reply))
+        assert (end.reward, end.done, end.metrics) == (score, True, {"answered": answered})
+
+
+@pytest.mark.slow
+def test_questions_depend_on_the_seed_alone_and_come_from_all_generators(library):
+    names = ("chain_sum", "leg_counting", "prime_factorization")
+    texts, drawn = {}, set()
+    for seed in (*range(20), *range(20)):
+        env = ReasoningGym(generators=names, tags=False, seed=seed)
+        text = env.start().text
+        assert texts.setdefault(seed, text) == text
+        answer = env.example_reply(random.Random(0))
+        end = check_step(env.step(answer))
+        (name,) = (key for key in end.metrics if key != "answered")
+        drawn.add(name)
+        assert (end.reward, end.metrics[name]) == (1.0, 1.0)
+        # The verifier of prime_factorization raises for it.
+        assert check_step(env.step("]")).reward <= 0.02
+    assert drawn == {f"score_{name}" for name in names} and len(set(texts.values())) == 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, r"generators is \(\); it must name generators"),
+        ({"generators": "chain_sum"}, "it must name generators"),
+        ({"generators": ("chain_sun",)}, "chain_sun"),
+        ({"generators": ("chain_sum",), "settings": {"ab": {}}}, "has 'ab', which is none of"),
+        ({"generators": ("chain_sum",), "settings": {"chain_sum": {"a": 1}}}, "unexpected keyword"),
+        (
+            {"generators": ("chain_sum",), "settings": {"chain_sum": {"min_terms": 0}}},
+            "cannot be made: AssertionError: min_terms must be positive",
+        ),
+    ],
+)
+def test_what_the_library_does_not_have_is_an_error(library, arguments, message):
+    with pytest.raises(InputError, match=message):
+        ReasoningGym(**arguments)
+
+
+@pytest.mark.slow
+def test_a_run_learns_from_its_answers(library, tmp_path):
+    """Supervised steps show the answers; the reward of what is played then is above chance."""
+    env = {
+        "name": "reasoning_gym",
+        "args": {"generators": ("chain_sum",), "settings": {"chain_sum": SUM}, "tags": False},
+    }
+    config = make_config(
+        {
+            "num_steps": 60,
+            "env": env,
+            "model": {"num_layers": 2, "width": 64, "num_heads": 4},
+            "devices": {"num_cpu_devices": 1},
+            "selector": {"table": "model"},
+            "rollout": {
+                "num_slots": 32,
+                "episodes_per_step": 64,
+                "max_turn_tokens": 8,
+                "context_buckets": (64, 128),
+            },
+            "train": {"learning_rate": 1e-3, "sft_steps": 40, "sft_learning_rate": 3e-3},
+            "eval": {"every_steps": 60, "games": 64, "final_games": 64},
+        }
+    )
+    training.train(config, tmp_path)
+    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if "reward_mean" in row]
+    assert rows[-1]["reward_mean"] > 0.1
