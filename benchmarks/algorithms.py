@@ -10,14 +10,16 @@ share a task; learning rates are those of `ALGORITHMS`, the other settings the d
 has the mean reward of a turn over tenths of the steps (1 is perfect, 0.125 is chance): the mean
 over the seeds, and its standard deviation in the last tenth.
 
-With --game each plays configs/tictactoe_tiny_cpu.py instead, 240 steps in groups of eight with one
-seed on one device, two runs at once, a core each; the table has the last evaluation.
+With --game each plays configs/tictactoe_tiny_cpu.py instead, 240 steps in groups of eight with each
+of GAME_SEEDS on one device, two runs at once, a core each; the table has the means of the last
+evaluation, and the wins of each seed.
 """
 
 import concurrent.futures
 import functools
 import json
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -31,6 +33,7 @@ from earl_jax.config.file import load_config_file
 from earl_jax.telemetry.metrics import read_metrics
 
 STEPS, GAME_STEPS = 80, 240
+GAME_SEEDS = (0, 1)
 # Names of the table: algorithm, its settings, and those of config.train.
 ALGORITHMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "reinforce (baseline of the batch)": ("reinforce", {}, {}),
@@ -73,7 +76,7 @@ def settings_of(name: str, seed: int) -> dict[str, Any]:
     }
 
 
-def game_settings_of(name: str) -> dict[str, Any]:
+def game_settings_of(name: str, seed: int) -> dict[str, Any]:
     """Returns the settings of a run of Tic-Tac-Toe."""
     algorithm, arguments, train = ALGORITHMS[name]
     config = load_config_file(ROOT / "configs" / "tictactoe_tiny_cpu.py").to_dict()
@@ -82,6 +85,7 @@ def game_settings_of(name: str) -> dict[str, Any]:
     meshes = {f"{stage}_meshes": ("data=1",) for stage in ("rollout", "train")}
     return config | {
         "num_steps": GAME_STEPS,
+        "seed": seed,
         "algorithm": algorithm,
         "algorithm_args": own.get(algorithm, {}) | arguments,
         "devices": {"platform": "cpu", "num_cpu_devices": 1},
@@ -95,11 +99,12 @@ def game_settings_of(name: str) -> dict[str, Any]:
 
 def game_rows(names: Sequence[str], folder: Path) -> list[dict[str, Any]]:
     """Plays Tic-Tac-Toe with each algorithm and returns the table's rows."""
+    runs = [(name, seed) for name in names for seed in GAME_SEEDS]
 
-    def run(number: int) -> float:
-        start_s = time.monotonic()
-        play(game_settings_of(names[number]), folder / str(number))
-        return time.monotonic() - start_s
+    def run(number: int) -> dict[str, float]:
+        workdir, start_s = folder / str(number), time.monotonic()
+        play(game_settings_of(*runs[number]), workdir)
+        return last_games(workdir) | {"s": time.monotonic() - start_s}
 
     # A thread's processes inherit its core.
     cores = sorted(os.sched_getaffinity(0))
@@ -109,11 +114,16 @@ def game_rows(names: Sequence[str], folder: Path) -> list[dict[str, Any]]:
 
     jobs = min(JOBS, len(cores))
     with concurrent.futures.ThreadPoolExecutor(jobs, initializer=pin) as pool:
-        seconds = list(pool.map(run, range(len(names))))
-    return [
-        {"algorithm": name} | last_games(folder / str(number)) | {"s": taken}
-        for number, (name, taken) in enumerate(zip(names, seconds, strict=True))
-    ]
+        found = list(pool.map(run, range(len(runs))))
+    size = len(GAME_SEEDS)
+    return [game_row(name, found[size * i : size * (i + 1)]) for i, name in enumerate(names)]
+
+
+def game_row(name: str, runs: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """Returns the means over an algorithm's runs, one with each seed, and the wins of each."""
+    means = {key: statistics.fmean(run[key] for run in runs) for key in runs[0]}
+    wins = ", ".join(f"{run['win %']:.1f}" for run in runs)
+    return {"algorithm": name, "win %": means["win %"], "of each seed": wins} | means
 
 
 def last_games(workdir: Path) -> dict[str, float]:

@@ -3,18 +3,20 @@
 """Questions of reasoning-gym: drawn by the seed, and paid by its verifiers."""
 
 import random
+import re
 import sys
 import warnings
 
 import pytest
 
 from earl_jax import training
+from earl_jax.config.file import load_config_file, make_config
 from earl_jax.envs import reasoning_gym
 from earl_jax.envs.environment import check_start, check_step
 from earl_jax.envs.reasoning_gym import ReasoningGym
 from earl_jax.settings.errors import InputError
 from earl_jax.telemetry.metrics import read_metrics
-from tests.support.settings import make_config
+from tests.support import ROOT
 
 SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
@@ -96,29 +98,14 @@ def test_what_the_library_does_not_have_is_an_error(library, arguments, message)
 
 
 @pytest.mark.slow
-def test_a_run_learns_from_its_answers(library, tmp_path):
+def test_the_how_to_learns_from_answers(library, tmp_path, monkeypatch):
     """Supervised steps show the answers; the reward of what is played then is above chance."""
-    env = {
-        "name": "reasoning_gym",
-        "args": {"generators": ("chain_sum",), "settings": {"chain_sum": SUM}, "tags": False},
-    }
-    config = make_config(
-        {
-            "num_steps": 60,
-            "env": env,
-            "model": {"num_layers": 2, "width": 64, "num_heads": 4},
-            "devices": {"num_cpu_devices": 1},
-            "selector": {"table": "model"},
-            "rollout": {
-                "num_slots": 32,
-                "episodes_per_step": 64,
-                "max_turn_tokens": 8,
-                "context_buckets": (64, 128),
-            },
-            "train": {"learning_rate": 1e-3, "sft_steps": 40, "sft_learning_rate": 3e-3},
-            "eval": {"every_steps": 60, "games": 64, "final_games": 64},
-        }
-    )
-    training.train(config, tmp_path)
-    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if "reward_mean" in row]
-    assert rows[-1]["reward_mean"] > 0.1
+    page = (ROOT / "docs" / "howto" / "environment.md").read_text()
+    (code,) = re.findall(r"```python\n(# reasoning_config.py.*?)```", page, re.DOTALL)
+    (tmp_path / "reasoning_config.py").write_text(code)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    given = load_config_file(tmp_path / "reasoning_config.py")
+    changes = ["num_steps=110", "devices.num_cpu_devices=1", "eval.games=32"]
+    training.train(make_config(given, [*changes, "eval.final_games=32"]), tmp_path / "run")
+    rows = [row for row in read_metrics(tmp_path / "run/metrics.jsonl") if "reward_mean" in row]
+    assert len(rows) == 110 and rows[-1]["reward_mean"] > 0.2
