@@ -16,7 +16,7 @@ Plays evaluation episodes with the newest checkpoint of a workdir and prints the
 means of what the environment reports: of games, the fractions won, drawn and lost. Nothing in the
 workdir is changed. The settings are those of the run, in WORKDIR/config.json, which
 python -m earl_jax.main --help explains; those of episodes can be given here too: another opponent,
-other tasks, another temperature.
+other tasks, another temperature, several samples of each task.
 
 It takes as many devices as the run had: of a run over several hosts, start it on each of them by
 Slurm or Open MPI, or with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID set.
@@ -24,6 +24,7 @@ Slurm or Open MPI, or with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PR
 example:
   python -m earl_jax.evaluate --workdir=runs/tictactoe_tiny_cpu --games=1000
   python -m earl_jax.evaluate --workdir=runs/connect_four_tiny_cpu --config.env.args.opponent=mcts
+  python -m earl_jax.evaluate --workdir=runs/math --config.eval.samples=32
 """
 # Sections of the config that do not say which policy it is.
 _SECTIONS = ("env", "tasks", "eval", "rollout", "selector", "devices", "distributed")
@@ -44,7 +45,7 @@ def evaluate_command(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--workdir", type=Path, required=True, help="the folder of a run")
     parser.add_argument(
-        "--games", type=int, help="number of episodes (default: config.eval.final_games)"
+        "--games", type=int, help="number of tasks (default: config.eval.final_games)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     from earl_jax.config.file import read_workdir_config

@@ -342,15 +342,16 @@ def evaluate(
 ) -> dict[str, Any]:
     """Plays the first `games` evaluation tasks with the newest weights; nothing is learnt.
 
-    Or with their moving average (config.eval.averaged). With 0 games nothing is played. With
-    `beside_live` the plans of a rollout that stays on the devices are in use again afterwards
-    (`play_batches`).
+    Each is played config.eval.samples times, by the weights' moving average with
+    config.eval.averaged. With 0 games nothing is played. With `beside_live` the plans of a rollout
+    that stays on the devices are in use again afterwards (`play_batches`).
 
     Returns:
         The summary of their outcomes, for metrics.jsonl (`summarize`), with the loss on the
         conversations of config.eval.sft_path (`held_out_loss`).
     """
     state, held_out = run.judged_state(position.state), run.tasks.held_out
+    samples = run.config.eval.samples
     scored = held_out_loss(placement, state, held_out) if held_out else {}
     if not games:
         return {"name": Path(run.config.eval.sft_path).name, **scored}
@@ -359,12 +360,12 @@ def evaluate(
             run.actor,
             placement,
             run.learner.policy(state),
-            run.tasks.evaluation(games),
+            run.tasks.evaluation(games, samples),
             version=position.step,
             load=position.history.recent(),
             sampling=run.config.eval.sampling,
             beside_live=beside_live,
         )
-    found = summarize(outcomes, run.config.env.title, run.config.env.plural)
+    found = summarize(outcomes, run.config.env.title, run.config.env.plural, samples)
     # First, because a line shows a few only; an environment's metric of that name gives way.
     return {**scored, **found, **scored}

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from earl_jax import training
+from earl_jax import loop, training
 from earl_jax.config.config import CORPUS_EPISODES
 from earl_jax.config.file import given_config
 from earl_jax.config.file import make_config as make_config_of
@@ -26,7 +26,7 @@ from earl_jax.envs.event_loop import settle
 from earl_jax.envs.examples import example_ids, play_example
 from earl_jax.envs.single_turn import SingleTurn
 from earl_jax.envs.tasks import Dataset, read_rows
-from earl_jax.rollout.evaluation import summarize
+from earl_jax.rollout.evaluation import best_of, summarize
 from earl_jax.run.build import build_run
 from earl_jax.settings.errors import InputError, RunError
 from earl_jax.telemetry.episodes import failures_of, read_trajectories
@@ -34,7 +34,7 @@ from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.trajectory import Trajectory
 from tests.support import ROOT, python_path
 from tests.support.episodes import renderer
-from tests.support.placements import TINY, one_step
+from tests.support.placements import TINY, begin, one_step
 from tests.support.settings import make_config
 
 HOW_TO = ROOT / "docs" / "howto"
@@ -584,6 +584,45 @@ def test_an_epoch_has_each_row_once_and_its_order_is_that_of_the_step(tmp_path):
     assert [t["row"]["prompt"] for t in source().evaluation(9)] == list("012345601")
     assert source().batch(0)[0].keys() == {"row", "seed", "index"}
     assert read_rows(str(path), "x", dict)[1] == source().state()["digest"]
+
+
+def test_the_best_of_some_samples_is_that_of_all_their_choices():
+    """Of four, one or two of which are right: pass@2 is 1 - C(wrong, 2) / C(4, 2)."""
+    right = np.array([[0, 1, 0, 1], [0, 0, 0, 1.0]])
+    assert best_of(right, 1) == right.mean() and best_of(right, 4) == 1.0
+    assert best_of(right, 2) == pytest.approx((5 / 6 + 1 / 2) / 2)
+    # The best of (1, 2), (1, 3) and (2, 3).
+    assert best_of(np.array([[3.0, 1.0, 2.0]]), 2) == pytest.approx((2 + 3 + 3) / 3)
+    rewards = np.random.default_rng(0).normal(size=(3, 6))
+    pairs = itertools.combinations(range(6), 2)
+    expected = np.mean([rewards[:, list(pair)].max(1) for pair in pairs])
+    assert best_of(rewards, 2) == pytest.approx(expected)
+
+
+@pytest.mark.slow
+def test_an_evaluation_plays_each_task_as_often_as_it_says(monkeypatch):
+    """Five tasks in two batches; the samples of a task come one after the other."""
+    evaluation, played = {"samples": 3, "temperature": 1.0}, []
+    run = build_run(own("Echo", eval=evaluation))
+
+    def noted(outcomes, *rest):
+        played.extend(outcomes)
+        return summarize(outcomes, *rest)
+
+    monkeypatch.setattr(loop, "summarize", noted)
+    found = loop.evaluate(run, *begin(run), games=5)
+    assert found["episodes"] == 15
+    names = [name for name in found if name.startswith("reward")]
+    assert names == ["reward_mean", "reward_best_of_2", "reward_best_of_3"]
+    assert [each.metrics["odd"] for each in played] == [0] * 3 + [1] * 3 + [0] * 3 + [1] * 3 + [
+        0
+    ] * 3
+    rewards = np.array([each.reward for each in played]).reshape(5, 3)
+    assert found["reward_best_of_3"] == pytest.approx(rewards.max(1).mean())
+    # They are other episodes, with other draws.
+    assert len({task.episode for task in run.tasks.evaluation(5, 3)}) == 15
+    with pytest.raises(InputError, match="samples is 3 and config.eval.temperature is 0: all"):
+        own("Echo", eval=evaluation | {"temperature": 0.0})
 
 
 def test_a_mean_is_over_the_episodes_that_have_the_metric():

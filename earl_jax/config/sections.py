@@ -106,7 +106,10 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Evaluation episodes: `games` every `every_steps` steps, `final_games` at the end.
+    """Evaluation tasks: `games` every `every_steps` steps, `final_games` at the end.
+
+    Each is played `samples` times. With several the summary also has the best reward of two, four
+    ... of them that is to be expected (pass@k where rewards are 0 and 1).
 
     `sft_path` is a JSONL file of conversations as config.train.sft_path, of which nothing is
     learnt: each evaluation scores them too (docs/howto/conversations.md).
@@ -119,6 +122,7 @@ class EvalConfig:
     every_steps: int = 50
     games: int = 128
     final_games: int = 512
+    samples: int = 1
     sft_path: str = ""
     temperature: float = 1.0
     top_k: int = 0
@@ -135,7 +139,7 @@ class EvalConfig:
 
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
-        for field in ("games", "final_games"):
+        for field in ("games", "final_games", "samples"):
             if getattr(self, field) < 1:
                 raise InputError(
                     f"config.eval.{field} is {getattr(self, field)}; it must be at least 1"
@@ -145,6 +149,11 @@ class EvalConfig:
                 f"config.eval.every_steps is {self.every_steps}; it must be at least 1"
             )
         self.sampling.validate("config.eval.")
+        if self.samples > 1 and not self.temperature:
+            raise InputError(
+                f"config.eval.samples is {self.samples} and config.eval.temperature is 0: all "
+                "samples of a task would be the same; give a temperature, or 1 sample"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

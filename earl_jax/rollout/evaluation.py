@@ -13,12 +13,13 @@ from earl_jax.trajectory import Outcome, Trajectory, mean_metrics
 
 
 def summarize(
-    episodes: Sequence[Trajectory | Outcome], name: str, plural: str = "episodes"
+    episodes: Sequence[Trajectory | Outcome], name: str, plural: str = "episodes", samples: int = 1
 ) -> dict[str, Any]:
     """Returns their number, mean reward and turns, and the means of what environments reported.
 
     And the fraction of episodes for each reason that is not the environment's, such as
-    turn_too_long. Their number is there under `plural`, such as "games", too.
+    turn_too_long. Their number is there under `plural`, such as "games", too. Each `samples`
+    episodes in a row are of one task: with several there is the mean of `best_of` too.
     """
     reasons = [episode.stop_reason for episode in episodes]
     stopped = {reason: reasons.count(reason) / len(reasons) for reason in STOPPED}
@@ -29,8 +30,25 @@ def summarize(
         "reward_mean": float(np.mean([episode.reward for episode in episodes])),
         "turns_mean": float(np.mean([episode.num_turns for episode in episodes])),
     }
+    if samples > 1:
+        rewards = np.array([episode.reward for episode in episodes]).reshape(-1, samples)
+        sizes = [size for size in (2**power for power in range(1, 31)) if size < samples]
+        own |= {f"reward_best_of_{n}": best_of(rewards, n) for n in (*sizes, samples)}
     found = mean_metrics(episodes) | {word: part for word, part in stopped.items() if part}
     return own | {key: value for key, value in found.items() if key not in own}
+
+
+def best_of(rewards_TS: np.ndarray, size: int) -> float:
+    """Returns the mean over tasks of the best reward of `size` of their samples, as expected.
+
+    Without bias, over all choices of so many of the S samples of each of T tasks: of the sorted
+    samples the i-th (from 1) is the best of C(i - 1, size - 1) of C(S, size) choices. For rewards
+    of 0 and 1 this is pass@k of arXiv 2107.03374, eq. 1.
+    """
+    num_samples = rewards_TS.shape[1]
+    total = math.comb(num_samples, size)
+    shares = [math.comb(i, size - 1) / total for i in range(num_samples)]
+    return float(np.mean(np.sort(rewards_TS, axis=1) @ np.array(shares)))
 
 
 def rating_of(evaluation: Mapping[str, Any]) -> float | None:

@@ -55,11 +55,12 @@ class Tasks:
             for i in range(count)
         ]
 
-    def evaluation(self, number: int) -> list[Task]:
-        """Returns the evaluation episodes, the same every time."""
+    def evaluation(self, number: int, samples: int = 1) -> list[Task]:
+        """Returns `samples` episodes of each of so many evaluation tasks, the same every time."""
+        tasks = [args for args in self.played.tasks.evaluation(number) for _ in range(samples)]
         return [
             Task(episode=FIRST_EVAL_EPISODE + i, group=FIRST_EVAL_EPISODE + i, args=args)
-            for i, args in enumerate(self.played.tasks.evaluation(number))
+            for i, args in enumerate(tasks)
         ]
 
     def examples(self, step: int, updates: int) -> list[list[Ids]]:
