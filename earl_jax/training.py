@@ -166,10 +166,14 @@ def _train_in(
         for note in (*notes, *run.notes):
             progress.note(note)
         recorder = Recorder(
-            workdir, progress, writes=cluster.is_first, tensorboard=config.log.tensorboard
+            workdir,
+            progress,
+            writes=cluster.is_first,
+            trackers=config.log.trackers,
+            config=config.as_dict(),
         )
         position, known, begun = None, None, tasks_state(run)
-        with checkpoints:
+        with checkpoints, recorder.trackers:
             while position is None:
                 position, stopped, known = _train_until_lost(
                     run, recorder, checkpoints, workdir, stop, known, events, begun

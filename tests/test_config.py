@@ -94,7 +94,7 @@ def test_a_file_s_values_arrive_and_the_rest_keeps_its_default():
         ("seed=2147483647", "seed", 2**31 - 1),
         ("train.learning_rate=1e-3", "train.learning_rate", 1e-3),
         ("train.learning_rate=1", "train.learning_rate", 1.0),
-        ("log.tensorboard=true", "log.tensorboard", True),
+        ("log.trace=true", "log.trace", True),
         ("dispatch.forbid_host_bytes=False", "dispatch.forbid_host_bytes", False),
         ("env.name=connect_four", "env.name", "connect_four"),
         ("env.args.show_board=True", "env.args", {"show_board": True}),
@@ -141,7 +141,7 @@ def test_as_dict_is_json_and_builds_the_same_config_again():
         "env.args.opponent=mcts",
         "env.args.mcts_simulations=7",
         "train.learning_rate=0.1",
-        "log.tensorboard=true",
+        "log.trace=true",
     )
     saved = json.loads(json.dumps(config.as_dict(), allow_nan=False))
     # Which process this is says nothing about the run.
@@ -268,7 +268,7 @@ def test_a_key_of_an_earlier_version_is_none_now_and_those_that_it_names_are(key
         ("num_steps=many", "config.num_steps is 'many', a str; it must be of type int"),
         ("train.learning_rate=fast", "config.train.learning_rate is 'fast'"),
         ("train.learning_rate=None", "config.train.learning_rate is None, a NoneType"),
-        ("log.tensorboard=1", "config.log.tensorboard is 1, a int; it must be of type bool"),
+        ("log.trace=1", "config.log.trace is 1, a int; it must be of type bool"),
         ("rollout.context_buckets=32", "config.rollout.context_buckets is 32; give a list"),
         ("rollout.context_buckets=(32,'a')", "config.rollout.context_buckets is 'a'"),
         ("rollout.context_buckets=(32,4.5)", "config.rollout.context_buckets is 4.5"),

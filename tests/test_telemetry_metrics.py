@@ -13,6 +13,7 @@ import pytest
 from earl_jax.algorithms.advantages import counted
 from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.run.step_record import lag_metrics
+from earl_jax.settings.errors import InputError
 from earl_jax.telemetry.metrics import (
     MetricsLog,
     read_metrics,
@@ -248,23 +249,80 @@ def _tensorboard_scalars(folder):
     return found
 
 
+def recorded(workdir, lines, **given):
+    """What a recorder with these arguments shows while it writes the lines."""
+    shown = io.StringIO()
+    with Progress(1, shown) as progress:
+        recorder = Recorder(workdir, progress, **given)
+        with recorder, recorder.trackers:
+            for line in lines:
+                recorder.write(line)
+    return shown.getvalue()
+
+
+LINES = [
+    {"step": 4, "reward_mean": 0.5, "stage_s": {"train": 2.0}, "decision": "stay"},
+    {"step": 4, "eval": {"name": "random", "win": 0.25}},
+    {"step": 5, "loss": math.nan},
+]
+
+
 def test_tensorboard_gets_every_number_under_its_path(tmp_path):
     pytest.importorskip("tensorboardX")
-    with MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tb") as log:
-        log.write({"step": 4, "reward_mean": 0.5, "stage_s": {"train": 2.0}, "decision": "stay"})
-        log.write({"step": 4, "eval": {"name": "random", "win": 0.25}})
-        log.write({"step": 5, "loss": math.nan})
-    *finite, (tag, step, value) = _tensorboard_scalars(tmp_path / "tb")
+    recorded(tmp_path, LINES, trackers=("tensorboard",))
+    found = _tensorboard_scalars(tmp_path / "tensorboard")
+    *finite, (tag, step, value) = [each for each in found if each[0] != "time_s"]
     assert finite == [("reward_mean", 4, 0.5), ("stage_s/train", 4, 2.0), ("eval/win", 4, 0.25)]
     assert (tag, step) == ("loss", 5) and math.isnan(value)
 
 
-def test_missing_tensorboard_names_the_extra_and_the_field(tmp_path, monkeypatch):
+class Noting:
+    """A tracker that notes what it gets, and fails where it is told to."""
+
+    got = []
+
+    def __init__(self, *, config):
+        self.got.append(("opened", config))
+        if config.get("seed") == 13:
+            raise ConnectionError("the service is away")
+
+    def log(self, step, values):
+        if "loss" in values:
+            raise OSError("no route to host")
+        self.got.append((step, values.keys() - {"time_s"}))
+
+    def close(self):
+        self.got.append("closed")
+
+
+def test_a_tracker_of_ones_own_gets_numbers_and_what_fails_in_it_ends_nothing(tmp_path):
+    Noting.got.clear()
+    name = f"{__name__}:Noting"
+    lines = [*LINES, {"step": 6, "loss": 1.0}, {"step": 7, "reward_mean": 1.0}]
+    shown = recorded(tmp_path, lines, trackers=(name,), config={"seed": 3})
+    assert Noting.got == [
+        ("opened", {"seed": 3}),
+        (4, {"reward_mean", "stage_s/train"}),
+        (4, {"eval/win"}),
+        (7, {"reward_mean"}),
+        "closed",
+    ]
+    assert shown.count("no route to host") == shown.count("metrics.jsonl has all") == 1
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [4, 4, 5, 6, 7]
+
+
+def test_a_tracker_that_cannot_be_opened_is_an_error_before_anything_compiles(
+    tmp_path, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(ValueError, match=r"log\.tensorboard.*earl_jax\[tensorboard\]"):
-        MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tb")
-    # Before a run compiles anything, in the process that writes.
-    with Progress(1, io.StringIO()) as progress:
-        with pytest.raises(ValueError, match=r"earl_jax\[tensorboard\]"):
-            Recorder(tmp_path, progress, tensorboard=True)
-        Recorder(tmp_path, progress, tensorboard=True, writes=False)
+    own = f"{__name__}:Noting"
+    for names, config, words in [
+        (("tensorboard",), {}, r"'tensorboard'.*cannot be opened: .*earl_jax\[tensorboard\]"),
+        ((own,), {"seed": 13}, "cannot be opened: ConnectionError: the service is away"),
+        (("tensorbord",), {}, "did you mean 'tensorboard'"),
+        (("no.such:Tracker",), {}, "config.log.trackers is 'no.such:Tracker', which cannot be"),
+    ]:
+        with pytest.raises(InputError, match=words):
+            recorded(tmp_path, (), trackers=names, config=config)
+        # Another process than the first has none.
+        recorded(tmp_path, (), trackers=names, config=config, writes=False)

@@ -70,6 +70,7 @@ RENAMED_KEYS = {
     "config.train.normalize_advantages": "config.algorithm_args.normalize_advantages",
     "config.train.clip_low": "config.algorithm_args.clip_low",
     "config.train.clip_high": "config.algorithm_args.clip_high",
+    "config.log.tensorboard": 'config.log.trackers=("tensorboard",)',
     "config.env.game": (
         "config.env.name (or config.env.args.game with config.env.name='board_game')"
     ),

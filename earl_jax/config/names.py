@@ -155,7 +155,7 @@ NAMES_ELSEWHERE = {
         ("output_dir", "save_path", "ckpt_path", "logdir", "log_dir", "default_local_dir"),
         "the flag --workdir=DIR says where the run lives",
     ),
-    **dict.fromkeys(("report_to",), "config.log.tensorboard"),
+    **dict.fromkeys(("report_to",), "config.log.trackers"),
 }  # fmt: skip
 # The same for words that mean one thing in this place alone, by their whole path.
 _PATHS_ELSEWHERE = {

@@ -161,15 +161,16 @@ class LogConfig:
     """Settings of the log: intervals in steps.
 
     Episodes are written of the first step, of the last and of every `trajectories_every_steps`-th;
-    report.html is made anew at every `report_every_steps`-th and at the end. `tensorboard` writes
-    the metrics for TensorBoard too; it needs the extra of that name. `trace` writes the stages of
+    report.html is made anew at every `report_every_steps`-th and at the end. `trackers` get the
+    metrics too: "tensorboard" (the extra of that name), or "module:Class" of the user's own
+    (docs/quickstart.md). `trace` writes the stages of
     every step, with their times, to trace.json of the workdir (trace.N.json of process N), which
     https://ui.perfetto.dev shows.
     """
 
     trajectories_every_steps: int = 10
     report_every_steps: int = 25
-    tensorboard: bool = False
+    trackers: tuple[str, ...] = ()
     trace: bool = False
 
     def validate(self) -> None:

@@ -27,24 +27,22 @@ NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class MetricsLog:
-    """Appends lines to `path`, and its scalars to TensorBoard where `tensorboard_dir` is given.
+    """Appends lines to `path`.
 
     Each line is flushed as it is written, so a SIGKILL can cut the last line only. Opening removes
     such a cut line of an earlier run; call `truncate_after` before it to drop steps that a resumed
     run will take again.
-
-    Raises ValueError when `tensorboard_dir` is given and tensorboardX is not installed.
     """
 
-    def __init__(self, path: Path, tensorboard_dir: Path | None = None):
-        self._tensorboard = None if tensorboard_dir is None else _TensorBoard(tensorboard_dir)
+    def __init__(self, path: Path):
         if path.exists():
             remove_cut_line(path)
         self._path, self._file = path, path.open("a", encoding="utf-8", errors="replace")
 
-    def write(self, metrics: Mapping[str, Any]) -> None:
-        """Appends one line. It needs "step"; its values may be numpy or jax numbers, and nested.
+    def write(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Appends one line, and returns it.
 
+        It needs "step"; its values may be numpy or jax numbers, and nested.
         Values on a device are fetched one by one here: fetch a step's metrics in one
         `jax.device_get` before.
 
@@ -57,14 +55,11 @@ class MetricsLog:
         self._path.stat()
         self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
         self._file.flush()
-        if self._tensorboard is not None:
-            self._tensorboard.write(line)
+        return line
 
     def close(self) -> None:
-        """Closes the files. A second call does nothing."""
+        """Closes the file. A second call does nothing."""
         self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -206,40 +201,6 @@ def remove_cut_line(path: Path) -> None:
     whole = data[: data.rfind(b"\n") + 1]
     if whole != data:
         write_atomically(path, whole)
-
-
-def summary_writer() -> Any:
-    """Returns tensorboardX's class. Raises ValueError where it is not installed."""
-    try:
-        import tensorboardX
-    except ImportError as error:
-        raise InputError(
-            "config.log.tensorboard is on, but tensorboardX is not installed: "
-            "pip install 'earl_jax[tensorboard]', or set config.log.tensorboard to False"
-        ) from error
-    return tensorboardX.SummaryWriter
-
-
-class _TensorBoard:
-    """The scalars of metric lines as TensorBoard events; nested names are joined by "/"."""
-
-    def __init__(self, folder: Path):
-        self._open = summary_writer()
-        self._folder = folder
-        self._writer = None
-
-    def write(self, line: dict[str, Any]) -> None:
-        if self._writer is None:
-            # purge_step hides the events of steps that a resumed run takes again.
-            self._writer = self._open(str(self._folder), purge_step=line["step"])
-        for tag, value in scalars(line):
-            if tag != "step":
-                self._writer.add_scalar(tag, value, line["step"])
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
 
 
 def scalars(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

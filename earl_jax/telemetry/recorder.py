@@ -18,9 +18,10 @@ from earl_jax.telemetry.episodes import (
     truncate_trajectories_after,
     write_trajectories,
 )
-from earl_jax.telemetry.metrics import MetricsLog, read_metrics, summary_writer, truncate_after
+from earl_jax.telemetry.metrics import MetricsLog, read_metrics, truncate_after
 from earl_jax.telemetry.progress import Progress
 from earl_jax.telemetry.report import write_report
+from earl_jax.telemetry.trackers import Trackers
 
 REPORT_EPISODES = 12
 
@@ -28,18 +29,25 @@ REPORT_EPISODES = 12
 class Recorder:
     """Writes metrics.jsonl, trajectories/ and report.html of a workdir, and shows progress.
 
-    `writes` is False in all processes but the first: these show and write nothing. As a context
-    manager it closes its files.
+    `writes` is False in all processes but the first: these show and write nothing. `trackers` are
+    those of config.log, and get the `config`; who makes the recorder closes them. As a context
+    manager it closes its own files.
+
+    Raises ValueError where a tracker cannot be opened.
     """
 
     def __init__(
-        self, workdir: Path, progress: Progress, *, writes: bool = True, tensorboard: bool = False
+        self,
+        workdir: Path,
+        progress: Progress,
+        *,
+        writes: bool = True,
+        trackers: Sequence[str] = (),
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         self._workdir, self._progress, self._writes = workdir, progress, writes
-        if tensorboard and writes:
-            # Before any program is compiled.
-            summary_writer()
-        self._tensorboard = workdir / "tensorboard" if tensorboard else None
+        # Before any program is compiled.
+        self.trackers = Trackers(trackers if writes else (), workdir, config or {}, progress.note)
         self._metrics: MetricsLog | None = None
         self._start_s = time.perf_counter()
         # Seconds that the run took before this process; None until they are known.
@@ -52,8 +60,8 @@ class Recorder:
             line = {"step": line["step"], "time_s": seconds} | dict(line)
         if self._writes:
             if self._metrics is None:
-                self._metrics = MetricsLog(self._workdir / "metrics.jsonl", self._tensorboard)
-            self._metrics.write(line)
+                self._metrics = MetricsLog(self._workdir / "metrics.jsonl")
+            self.trackers.log(self._metrics.write(line))
         self._progress.update(line)
 
     def note(self, text: str) -> None:
