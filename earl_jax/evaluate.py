@@ -7,9 +7,15 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from earl_jax.launch.start import exit_status, start_jax
 from earl_jax.settings.errors import InputError
+
+if TYPE_CHECKING:
+    from earl_jax.config import Config
+    from earl_jax.run.build import Run
+    from earl_jax.trajectory import Trajectory
 
 _HELP = """\
 Plays evaluation episodes with the newest checkpoint of a workdir and prints the mean reward and the
@@ -24,7 +30,7 @@ Slurm or Open MPI, or with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PR
 example:
   python -m earl_jax.evaluate --workdir=runs/tictactoe_tiny_cpu --games=1000
   python -m earl_jax.evaluate --workdir=runs/connect_four_tiny_cpu --config.env.args.opponent=mcts
-  python -m earl_jax.evaluate --workdir=runs/math --config.eval.samples=32
+  python -m earl_jax.evaluate --workdir=runs/math --config.eval.samples=32 --episodes=math.jsonl
 """
 # Sections of the config that do not say which policy it is.
 _SECTIONS = ("env", "tasks", "eval", "rollout", "selector", "devices", "distributed")
@@ -37,6 +43,39 @@ _OF_TRAINING = {
 
 def evaluate_command(arguments: Sequence[str]) -> None:
     """Runs the whole command, from its flags to its last line. Raises ValueError for bad input."""
+    flags, config = _parse(arguments)
+    start_jax(config.devices.platform, config.devices.num_cpu_devices, config.distributed)
+    import jax
+
+    from earl_jax.launch.ending import end_together
+    from earl_jax.loop import evaluate
+    from earl_jax.run.build import with_held_out
+    from earl_jax.run.workdir import read_newest
+    from earl_jax.telemetry.atomic import write_atomically
+
+    own: list[Trajectory] = []
+    with end_together():
+        run, position, placement = read_newest(config, flags.workdir)
+        run, step = with_held_out(run), position.step
+        evaluation = evaluate(run, placement, position, games=flags.games, keep=own.append)
+        lines = _lines_of_all(run, own) if flags.episodes else []
+    if jax.process_index():
+        return
+    if flags.episodes:
+        write_atomically(flags.episodes, "".join(f"{line}\n" for line in lines))
+    if flags.json:
+        print(json.dumps({"step": step, "eval": evaluation}))
+        return
+    plural = config.env.plural
+    played = f", {evaluation[plural]} {plural}" if flags.games else ""
+    print(f"{evaluation['name']}{played}, policy after step {step}")
+    for name, value in evaluation.items():
+        if name not in ("name", "episodes", plural):
+            print(f"  {name:<16} {value:8.3f}")
+
+
+def _parse(arguments: Sequence[str]) -> "tuple[argparse.Namespace, Config]":
+    """Returns the flags, with the number of games, and the run's config with what was given."""
     parser = argparse.ArgumentParser(
         prog="python -m earl_jax.evaluate",
         description=_HELP,
@@ -48,6 +87,12 @@ def evaluate_command(arguments: Sequence[str]) -> None:
         "--games", type=int, help="number of tasks (default: config.eval.final_games)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--episodes",
+        type=Path,
+        metavar="FILE",
+        help="write the episodes down, one JSON object a line",
+    )
     from earl_jax.config.file import read_workdir_config
     from earl_jax.config.flags import parse_with_overrides
 
@@ -62,35 +107,28 @@ def evaluate_command(arguments: Sequence[str]) -> None:
         if other := _OF_TRAINING.get(name):
             raise InputError(f"--config.{override} is of training; give --config.{other} instead")
     config = read_workdir_config(flags.workdir, overrides, learns=False)
-    games = config.eval.final_games if flags.games is None else flags.games
-    if games < 1 and not (games == 0 and config.eval.sft_path):
+    if flags.games is None:
+        flags.games = config.eval.final_games
+    if flags.games < 1 and not (flags.games == 0 and config.eval.sft_path):
         raise InputError(
-            f"--games={games}; it must be at least 1 (0 with config.eval.sft_path: nothing is "
-            "played)"
+            f"--games={flags.games}; it must be at least 1 (0 with config.eval.sft_path: nothing "
+            "is played)"
         )
-    start_jax(config.devices.platform, config.devices.num_cpu_devices, config.distributed)
-    import jax
+    if flags.episodes and not flags.episodes.parent.is_dir():
+        raise InputError(f"--episodes={flags.episodes}: there is no folder {flags.episodes.parent}")
+    return flags, config
 
-    from earl_jax.launch.ending import end_together
-    from earl_jax.loop import evaluate
-    from earl_jax.run.build import with_held_out
-    from earl_jax.run.workdir import read_newest
 
-    with end_together():
-        run, position, placement = read_newest(config, flags.workdir)
-        run, step = with_held_out(run), position.step
-        evaluation = evaluate(run, placement, position, games=games)
-    if jax.process_index():
-        return
-    if flags.json:
-        print(json.dumps({"step": step, "eval": evaluation}))
-        return
-    plural = config.env.plural
-    played = f", {evaluation[plural]} {plural}" if games else ""
-    print(f"{evaluation['name']}{played}, policy after step {step}")
-    for name, value in evaluation.items():
-        if name not in ("name", "episodes", plural):
-            print(f"  {name:<16} {value:8.3f}")
+def _lines_of_all(run: "Run", own: "Sequence[Trajectory]") -> list[str]:
+    """Returns the episodes of all processes as lines, in their order."""
+    from earl_jax.telemetry.episodes import trajectory_lines
+
+    keys = [(each.episode, each.role) for each in own]
+    lines = list(zip(keys, trajectory_lines(own), strict=True))
+    parts = run.cluster.gather(lines, "the episodes to write down")
+    # Processes that share an engine have the same ones.
+    found = {tuple(key): line for part in parts for key, line in part}
+    return [found[key] for key in sorted(found)]
 
 
 def main() -> None:

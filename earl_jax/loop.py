@@ -9,6 +9,7 @@ comes to its episodes.
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,6 +39,7 @@ from earl_jax.telemetry.metrics import Metrics
 from earl_jax.telemetry.timing import StageTimer
 from earl_jax.telemetry.trace import Trace
 from earl_jax.train.state import TrainState
+from earl_jax.trajectory import Trajectory
 
 # Reasons of failed episodes that end a run.
 REASONS_SHOWN = 3
@@ -339,12 +341,14 @@ def evaluate(
     *,
     games: int,
     beside_live: bool = False,
+    keep: Callable[[Trajectory], None] | None = None,
 ) -> dict[str, Any]:
     """Plays the first `games` evaluation tasks with the newest weights; nothing is learnt.
 
     Each is played config.eval.samples times, by the weights' moving average with
     config.eval.averaged. With 0 games nothing is played. With `beside_live` the plans of a rollout
-    that stays on the devices are in use again afterwards (`play_batches`).
+    that stays on the devices are in use again afterwards; `keep` is given this process's episodes
+    (`play_batches`).
 
     Returns:
         The summary of their outcomes, for metrics.jsonl (`summarize`), with the loss on the
@@ -365,6 +369,7 @@ def evaluate(
             load=position.history.recent(),
             sampling=run.config.eval.sampling,
             beside_live=beside_live,
+            keep=keep,
         )
     found = summarize(outcomes, run.config.env.title, run.config.env.plural, samples)
     # First, because a line shows a few only; an environment's metric of that name gives way.

@@ -166,7 +166,7 @@ def test_killed_at_any_moment_ends_the_same(uninterrupted, cache, tmp_path, monk
         assert (workdir / "trajectories" / path.name).read_text() == path.read_text()
 
 
-def test_evaluate_plays_the_newest_checkpoint(uninterrupted, cache, monkeypatch, capsys):
+def test_evaluate_plays_the_newest_checkpoint(uninterrupted, cache, monkeypatch, capsys, tmp_path):
     """As the run itself did at its end."""
     before = {path: path.stat().st_mtime for path in uninterrupted.rglob("*") if path.is_file()}
     flags = [f"--workdir={uninterrupted}", "--games=32", "--json"]
@@ -181,7 +181,14 @@ def test_evaluate_plays_the_newest_checkpoint(uninterrupted, cache, monkeypatch,
     outcomes = {k: v for k, v in answer["eval"].items() if k in ("win", "draw", "loss", "illegal")}
     assert answer["eval"]["games"] == 32
     assert 0.9 < sum(outcomes.values()) + answer["eval"].get("turn_too_long", 0.0) <= 1.0001
-    evaluate_command([*flags, "--config.env.args.opponent=minimax"])
+    episodes = tmp_path / "episodes.jsonl"
+    own = ["--config.env.args.opponent=minimax", "--config.eval.samples=2"]
+    evaluate_command([*flags[:1], "--games=8", "--json", *own, f"--episodes={episodes}"])
+    lines = read_trajectories(episodes)
+    assert [line["group"] for line in lines] == [2**30 + i // 2 for i in range(16)]
+    evaluation = json.loads(capsys.readouterr().out)["eval"]
+    assert evaluation["reward_mean"] == pytest.approx(np.mean([line["reward"] for line in lines]))
+    evaluate_command([*flags, own[0]])
     assert json.loads(capsys.readouterr().out)["eval"] != answer["eval"]
     after = {path: path.stat().st_mtime for path in uninterrupted.rglob("*") if path.is_file()}
     assert after == before

@@ -21,7 +21,7 @@ from earl_jax.rollout.share import Share, share_of
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.memory import moving
 from earl_jax.telemetry.load import Load
-from earl_jax.trajectory import Outcome
+from earl_jax.trajectory import Outcome, Trajectory
 
 Item = TypeVar("Item")
 
@@ -128,26 +128,34 @@ def play_batches(
     load: Load | None,
     sampling: Sampling,
     beside_live: bool = False,
+    keep: Callable[[Trajectory], None] | None = None,
 ) -> list[Outcome]:
     """Plays any number of tasks with one policy; returns their outcomes, and keeps no rows.
 
-    A batch that memory is too short for is played again with another plan; with `beside_live`
-    another rollout stays on the devices, and later runs do not know of what is short beside it.
+    `keep` is given the episodes that this process has played. A batch that memory is too short for
+    is played again with another plan; with `beside_live` another rollout stays on the devices, and
+    later runs do not know of what is short beside it.
     """
     rollout = placement.stages.rollout
     rows, outcomes = rollout.episodes_per_step, []
     for first in range(0, len(tasks), rows):
 
-        def attempt(batch: Sequence[Task] = tasks[first : first + rows]) -> list[Outcome]:
+        def attempt(
+            batch: Sequence[Task] = tasks[first : first + rows],
+        ) -> tuple[Rollout | None, Played]:
             with moving() if beside_live else contextlib.nullcontext():
                 session, _ = placement.sessions.open(params, version=version)
-                return play_all(actor, placement, session, batch, load, sampling)[1].outcomes
+                return play_all(actor, placement, session, batch, load, sampling)
 
         found = None
         while found is None:
             placement.choose_rollout(expected_tokens(rollout, load), load)
             found = placement.attempt("rollout", attempt)
-        outcomes += found
+        own, played = found
+        outcomes += played.outcomes
+        if own and keep:
+            for trajectory in own.trajectories:
+                keep(trajectory)
     return outcomes
 
 

@@ -57,10 +57,10 @@ class Tasks:
 
     def evaluation(self, number: int, samples: int = 1) -> list[Task]:
         """Returns `samples` episodes of each of so many evaluation tasks, the same every time."""
-        tasks = [args for args in self.played.tasks.evaluation(number) for _ in range(samples)]
+        tasks, first = self.played.tasks.evaluation(number), FIRST_EVAL_EPISODE
         return [
-            Task(episode=FIRST_EVAL_EPISODE + i, group=FIRST_EVAL_EPISODE + i, args=args)
-            for i, args in enumerate(tasks)
+            Task(episode=first + i, group=first + i // samples, args=tasks[i // samples])
+            for i in range(samples * len(tasks))
         ]
 
     def examples(self, step: int, updates: int) -> list[list[Ids]]:
