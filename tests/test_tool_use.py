@@ -22,7 +22,9 @@ from earl_jax.envs.registry import EnvConfig, open_environment
 from earl_jax.envs.tasks import TasksConfig
 from earl_jax.envs.tokenizer import load_tokenizer
 from earl_jax.envs.tool_calls import CALL_FORMATS
+from earl_jax.envs.tool_functions import is_outage
 from earl_jax.envs.tool_use import ToolUse
+from earl_jax.settings.errors import InputError
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
 from tests.support import ROOT, tools
@@ -86,6 +88,55 @@ def test_calls_of_a_reply_in_each_format(name, text, calls):
             assert (got.name, dict(got.arguments), got.error) == (want, {}, "")
         else:
             assert (got.name, got.arguments, got.call_id, got.error) == (*want, "")
+
+
+def served(name: str, **parameters: dict) -> dict:
+    schema = {"type": "object", "properties": parameters, "required": [*parameters]}
+    return {"type": "function", "function": {"name": name, "description": "", "parameters": schema}}
+
+
+class Served:
+    """Tools with descriptions of their own; one of them waits."""
+
+    DESCRIBED = (served("shout", text={"type": "string"}), served("wait"))
+
+    def describe(self):
+        return list(self.DESCRIBED)
+
+    def call(self, name, arguments):
+        if name == "wait":
+            return self.later()
+        return arguments["text"].upper()
+
+    async def later(self):
+        return {"waited": True}
+
+
+def test_a_class_may_describe_its_tools_itself():
+    env = ToolUse(tools=[f"{__name__}:Served", ADD], row=SUM, reward=tools.exact)
+    replies = [call("shout", text="a") + call("wait") + call("shout", words="a"), "3"]
+    start, answered, end = play(env, *replies)
+    assert start.tools[:2] == Served.DESCRIBED and start.tools[2]["function"]["name"] == "add"
+    assert texts(answered) == ["A", '{"waited": true}', "error: KeyError: 'text'"]
+    assert answered.metrics == {"tool_calls": 3, "failed_tool_calls": 1} and end.reward == 1.0
+
+
+@pytest.mark.parametrize("given", [None, {}, [3], [{"name": "a"}], [{"function": {"name": "a"}}]])
+def test_what_is_no_description_of_a_tool_is_an_error(given, monkeypatch):
+    monkeypatch.setattr(Served, "describe", lambda self: given)
+    with pytest.raises(InputError, match="whose describe.. returned .*; it must return a list of"):
+        ToolUse(tools=[f"{__name__}:Served"], row=SUM, reward=tools.exact)
+
+
+def test_an_error_of_httpx_is_an_outage_though_it_hides_its_reason():
+    class TransportError(Exception):
+        """As httpx has it."""
+
+    class ConnectError(TransportError):
+        pass
+
+    assert is_outage(ConnectError()) and is_outage(ExceptionGroup("", [ConnectError()]))
+    assert not is_outage(ValueError())
 
 
 def test_a_call_is_answered_and_the_reply_without_one_is_paid():

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions that a policy may call: found by name, described to it, called, and their answers."""
 
+import functools
 import inspect
 import json
 import socket
@@ -16,10 +17,23 @@ from earl_jax.settings.named import find_named
 # A tool that raises one of these, or something because of one, is away: that was no mistake of the
 # policy's. Clients of HTTP raise errors of their own because of one.
 OUTAGES = (ConnectionError, TimeoutError, socket.gaierror)
+# Bases of what httpx and httpcore raise for these: they hide the error that was the reason.
+_OUTAGE_NAMES = frozenset(("TransportError", "NetworkError", "TimeoutException"))
 _SETTING = "config.env.args.tools"
 _CALLABLE: Any = Callable
 # The descriptions of tools, by name and function.
 _DESCRIBED = dict[tuple[str, Callable[..., Any]], dict[str, Any]]()
+
+
+class Tool(NamedTuple):
+    """A function that the policy may call, and its description for `Start.tools`.
+
+    It is called with the arguments by name; with `takes_all`, with all of them as one mapping.
+    """
+
+    function: Callable[..., Any]
+    description: dict[str, Any]
+    takes_all: bool = False
 
 
 class Answer(NamedTuple):
@@ -31,16 +45,17 @@ class Answer(NamedTuple):
 
 def open_tools(
     names: Sequence[str], task: Mapping[str, Any]
-) -> tuple[dict[str, Callable[..., Any]], list[Reward]]:
+) -> tuple[dict[str, Tool], list[Reward]]:
     """Returns the tools by name, and the methods `reward` of classes among them.
 
     Of a class it makes an object, with those of the `task`'s arguments that the constructor names;
-    its public methods are tools.
+    its public methods are tools. Where it has `describe` and `call`, the tools are those that
+    `describe()` returns, and are called by `call(name, arguments)`.
 
     Raises ValueError for a name of no function or class, a class without a tool, and a function
     that cannot be described to the policy, or that no call could reach.
     """
-    tools, rewards = dict[str, Callable[..., Any]](), list[Reward]()
+    tools, rewards = dict[str, Tool](), list[Reward]()
     if isinstance(names, str) or not names or not all(isinstance(name, str) for name in names):
         raise InputError(
             f"{_SETTING} is {names!r:.80}; it must name functions or classes, such as "
@@ -50,17 +65,22 @@ def open_tools(
         found = find_named(name, {}, _CALLABLE, _SETTING)
         if isinstance(found, type):
             made = found(**accepted(found, task))
-            own = {each: getattr(made, each) for each in _methods_of(found)}
-            if "reward" in own:
+            methods = {each: getattr(made, each) for each in _methods_of(found)}
+            if "reward" in methods:
                 call = f"reward(reply), a method of {_SETTING} {name!r},"
-                check_call(own["reward"], call, "")
-                rewards.append(own.pop("reward"))
+                check_call(methods["reward"], call, "")
+                rewards.append(methods.pop("reward"))
+            if methods.keys() >= {"describe", "call"}:
+                own = _served_tools(name, methods["describe"], methods["call"])
+            else:
+                own = {key: Tool(each, describe(key, each)) for key, each in methods.items()}
             if not own:
                 raise InputError(
                     f"{_SETTING} has {name!r}, a class without a public method that could be a tool"
                 )
         elif inspect.isfunction(found):
-            own = {name.rpartition(":")[2]: found}
+            short = name.rpartition(":")[2]
+            own = {short: Tool(found, describe(short, found))}
         else:
             raise InputError(
                 f"{_SETTING} has {name!r}, which is of type {type(found).__name__}; it must be a "
@@ -69,9 +89,27 @@ def open_tools(
         if both := tools.keys() & own.keys():
             raise InputError(f"{_SETTING} has two tools of the name {min(both)!r}")
         tools |= own
-    for name, tool in tools.items():
-        describe(name, tool)
     return tools, rewards
+
+
+def _served_tools(
+    name: str, describe_all: Callable[[], Any], call: Callable[..., Any]
+) -> dict[str, Tool]:
+    """Returns the tools that a class describes itself. Raises ValueError for no descriptions."""
+    check_call(call, f"call(name, arguments), a method of {_SETTING} {name!r},", "", {})
+    found, descriptions = dict[str, Tool](), describe_all()
+    for each in descriptions if isinstance(descriptions, list | tuple) else (descriptions,):
+        function = each.get("function") if isinstance(each, Mapping) else None
+        function = function if isinstance(function, Mapping) else {}
+        own = function.get("name")
+        if not isinstance(own, str) or not own or "parameters" not in function:
+            raise InputError(
+                f"{_SETTING} has {name!r}, whose describe() returned {each!r:.80}; it must return "
+                'a list of {"type": "function", "function": {"name": ..., "description": ..., '
+                '"parameters": a JSON schema}}'
+            )
+        found[own] = Tool(functools.partial(call, own), dict(each), takes_all=True)
+    return found
 
 
 def _methods_of(found: type) -> list[str]:
@@ -85,7 +123,7 @@ def _methods_of(found: type) -> list[str]:
 
 
 def describe(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the description of the tool that is called `name`, for `Start.tools`.
+    """Returns the description of a function or method as the tool that is called `name`.
 
     Raises ValueError where it has none.
     """
@@ -117,17 +155,18 @@ def _schema_of(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
         ) from error
 
 
-def call_tool(name: str, tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+def call_tool(name: str, tool: Tool, arguments: Mapping[str, Any]) -> Any:
     """Returns the `Answer` of a call, or the coroutine of a tool that is one (`when_there`).
 
     Raises what the tool raises if it is away (`is_outage`).
     """
     try:
-        inspect.signature(tool).bind(**arguments)
+        if not tool.takes_all:
+            inspect.signature(tool.function).bind(**arguments)
     except TypeError as error:
         return failure(f"{name}: {error}")
     try:
-        result = tool(**arguments)
+        result = tool.function(arguments) if tool.takes_all else tool.function(**arguments)
         return result if inspect.isawaitable(result) else Answer(_text_of(result))
     except Exception as error:  # noqa: BLE001 - a user's own function
         return _failed(error)
@@ -152,7 +191,8 @@ def is_outage(error: BaseException | None) -> bool:
     """Returns True if this, what it was raised because of, or one of a group is in OUTAGES."""
     while error is not None:
         group = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-        if isinstance(error, OUTAGES) or any(map(is_outage, group)):
+        names = {base.__name__ for base in type(error).__mro__}
+        if isinstance(error, OUTAGES) or names & _OUTAGE_NAMES or any(map(is_outage, group)):
             return True
         hidden = error.__suppress_context__
         error = error.__cause__ or (None if hidden else error.__context__)

@@ -14,7 +14,6 @@ from earl_jax.envs.tool_calls import CALL_FORMATS, Call
 from earl_jax.envs.tool_functions import (
     Answer,
     call_tool,
-    describe,
     failure,
     open_tools,
     when_there,
@@ -28,10 +27,11 @@ class ToolUse:
 
     `tools` names functions, "module:function", or classes, "module:Class": of these each episode
     has an object, made with those of `row`, `seed` and `index` that the constructor names, whose
-    public methods are tools. The chat template shows their names, arguments and docstrings, as
-    `transformers.utils.get_json_schema` reads them: arguments have type hints, and lines in the
-    docstring's "Args:". Of a reply's calls those of plain functions are made one after the other;
-    then those of coroutines wait together.
+    public methods are tools; or which has `describe()` and `call(name, arguments)`, for tools with
+    descriptions of their own. The chat template shows the names, arguments and docstrings of
+    functions and methods, as `transformers.utils.get_json_schema` reads them: arguments have type
+    hints, and lines in the docstring's "Args:". Calls of plain functions are made in their order,
+    one after the other; then coroutines wait together.
 
     A reply's calls are found by `call_format`, one of `CALL_FORMATS` or a "module:function" that
     returns the `Call`s in a text. Each is answered by a message of the role "tool" with what the
@@ -82,7 +82,7 @@ class ToolUse:
     def start(self) -> Start:
         """Returns the prompt and the descriptions of the tools."""
         prompt = prompt_of(self._row)
-        tools = tuple(describe(name, tool) for name, tool in self._tools.items())
+        tools = tuple(tool.description for tool in self._tools.values())
         return dataclasses.replace(prompt, tools=tools, metrics=dict(self._numbers))
 
     def step(self, reply: str) -> StepResult | Awaitable[StepResult]:
