@@ -151,8 +151,8 @@ METRICS: dict[str, dict[str, str]] = {
     },
     "Evaluation": {
         "eval": "An evaluation: its name, episodes, mean reward, and what the environment reports; "
-        "with several samples of each task (config.eval.samples) `reward_best_of_N`, the best of N "
-        "of them as expected; "
+        "with several samples of each task (config.eval.samples) `reward_best_of_N`, the "
+        "expected best reward of N samples of a task; "
         "with config.eval.sft_path `sft_loss`, the mean cross-entropy of the tokens to learn of "
         "these conversations, and `sft_tokens`, their number.",
     },

@@ -3,11 +3,12 @@
 """Lets a checkpoint play: python -m earl_jax.evaluate --workdir=DIR [--config.KEY=VALUE ...]."""
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from earl_jax.launch.start import exit_status, start_jax
 from earl_jax.settings.errors import InputError
@@ -51,18 +52,24 @@ def evaluate_command(arguments: Sequence[str]) -> None:
     from earl_jax.loop import evaluate
     from earl_jax.run.build import with_held_out
     from earl_jax.run.workdir import read_newest
-    from earl_jax.telemetry.atomic import write_atomically
 
-    own: list[Trajectory] = []
+    lines: list[str] = []
     with end_together():
         run, position, placement = read_newest(config, flags.workdir)
         run, step = with_held_out(run), position.step
-        evaluation = evaluate(run, placement, position, games=flags.games, keep=own.append)
-        lines = _lines_of_all(run, own) if flags.episodes else []
+        keep = functools.partial(_add_lines, lines, run) if flags.episodes else None
+        evaluation = evaluate(run, placement, position, games=flags.games, keep=keep)
     if jax.process_index():
         return
+    _show(flags, config, step, evaluation)
     if flags.episodes:
-        write_atomically(flags.episodes, "".join(f"{line}\n" for line in lines))
+        # Behind what took long: this may fail.
+        flags.episodes.write_text("".join(f"{line}\n" for line in lines))
+
+
+def _show(
+    flags: argparse.Namespace, config: "Config", step: int, evaluation: dict[str, Any]
+) -> None:
     if flags.json:
         print(json.dumps({"step": step, "eval": evaluation}))
         return
@@ -114,21 +121,25 @@ def _parse(arguments: Sequence[str]) -> "tuple[argparse.Namespace, Config]":
             f"--games={flags.games}; it must be at least 1 (0 with config.eval.sft_path: nothing "
             "is played)"
         )
-    if flags.episodes and not flags.episodes.parent.is_dir():
-        raise InputError(f"--episodes={flags.episodes}: there is no folder {flags.episodes.parent}")
+    if (path := flags.episodes) and (path.is_dir() or not path.parent.is_dir()):
+        raise InputError(f"--episodes={path} must be a file in a folder that is there")
     return flags, config
 
 
-def _lines_of_all(run: "Run", own: "Sequence[Trajectory]") -> list[str]:
-    """Returns the episodes of all processes as lines, in their order."""
+def _add_lines(lines: list[str], run: "Run", own: "Sequence[Trajectory]") -> None:
+    """Adds the episodes that all processes have of a batch, in their order, to the first's lines.
+
+    Every process calls it, with its own.
+    """
     from earl_jax.telemetry.episodes import trajectory_lines
 
     keys = [(each.episode, each.role) for each in own]
-    lines = list(zip(keys, trajectory_lines(own), strict=True))
-    parts = run.cluster.gather(lines, "the episodes to write down")
-    # Processes that share an engine have the same ones.
-    found = {tuple(key): line for part in parts for key, line in part}
-    return [found[key] for key in sorted(found)]
+    given = list(zip(keys, trajectory_lines(own), strict=True))
+    parts = run.cluster.gather(given, "the episodes to write down")
+    if run.cluster.is_first:
+        # Processes that share an engine have the same ones.
+        found = {tuple(key): line for part in parts for key, line in part}
+        lines += [found[key] for key in sorted(found)]
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ comes to its episodes.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -341,14 +341,14 @@ def evaluate(
     *,
     games: int,
     beside_live: bool = False,
-    keep: Callable[[Trajectory], None] | None = None,
+    keep: Callable[[Sequence[Trajectory]], None] | None = None,
 ) -> dict[str, Any]:
     """Plays the first `games` evaluation tasks with the newest weights; nothing is learnt.
 
     Each is played config.eval.samples times, by the weights' moving average with
     config.eval.averaged. With 0 games nothing is played. With `beside_live` the plans of a rollout
-    that stays on the devices are in use again afterwards; `keep` is given this process's episodes
-    (`play_batches`).
+    that stays on the devices are in use again afterwards; `keep` is given its own episodes
+    in every process (`play_batches`).
 
     Returns:
         The summary of their outcomes, for metrics.jsonl (`summarize`), with the loss on the

@@ -181,6 +181,8 @@ def test_a_run_that_went_on_with_other_settings_is_not_replayed():
     ]:
         with pytest.raises(InputError, match=rf"{what} \(from step 1\)"):
             check_replayed(opened, make_config(OF_TWO_STEPS | change))
+    with pytest.raises(InputError, match="events of a version that did not write its settings"):
+        check_replayed([opened[0], {"event": "open", "version": 1}], config)
     # That which says nothing about what was played.
     check_replayed(opened, make_config(OF_TWO_STEPS | {"checkpoint": {"every_steps": 7}}))
 

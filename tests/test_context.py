@@ -19,7 +19,6 @@ from earl_jax.models.config import LoraConfig, ModelConfig
 from earl_jax.models.parameters import is_spec, unstack_layers
 from earl_jax.models.quantization import engine_shapes, engine_specs
 from earl_jax.run.build import build_run
-from earl_jax.selector.memory import resident_bytes
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.sharding.reshard import reshard
 from earl_jax.train.config import TrainConfig
@@ -30,6 +29,7 @@ from earl_jax.trajectory import TrajectoryBatch
 from tests.support.meshes import train_candidates
 from tests.support.rows import make_rows
 from tests.support.settings import make_config
+from tests.support.shardings import resident_bytes
 
 HEADS, GROUPS, HEAD_SIZE = 2, 2, 8
 

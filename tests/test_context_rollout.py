@@ -21,7 +21,6 @@ from earl_jax.models.decoder import forward_drafts
 from earl_jax.models.kv_cache import place_pages
 from earl_jax.models.parameters import init_parameters, parameter_specs, unstack_layers
 from earl_jax.run.build import build_run
-from earl_jax.selector.memory import resident_bytes
 from earl_jax.sharding.axes import MESH_AXES
 from earl_jax.sharding.layout import MeshShape, make_abstract_layout, make_layout
 from earl_jax.sharding.reshard import reshard
@@ -29,6 +28,7 @@ from tests.support.caches import empty_cache
 from tests.support.engines import NUM_ROWS, NUM_SLOTS
 from tests.support.hlo import COLLECTIVE, replica_groups
 from tests.support.settings import make_config
+from tests.support.shardings import resident_bytes
 from tests.support.slots import (
     MAX_TOKENS,
     MODEL,

@@ -35,7 +35,7 @@ from earl_jax.selector.footprint import (
     trainer_bytes,
 )
 from earl_jax.selector.hardware import hardware_of, parse_topology
-from earl_jax.selector.memory import program_bytes, resident_bytes
+from earl_jax.selector.memory import program_bytes
 from earl_jax.settings.remat import Remat
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_abstract_layout, make_layout
 from earl_jax.sharding.placing import placed_shapes
@@ -44,6 +44,7 @@ from earl_jax.train.config import TrainConfig
 from earl_jax.train.state import state_shapes, state_shardings
 from earl_jax.train.step import batch_shapes, make_train_step
 from earl_jax.train.update import Update
+from tests.support.shardings import resident_bytes
 
 # Two layers of width 8, 4 heads on 2 key/value heads of size 4, a network of 16, 32 entries.
 TINY = ModelConfig(

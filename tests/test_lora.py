@@ -35,7 +35,6 @@ from earl_jax.models.parameters import (
     unstacked_specs,
 )
 from earl_jax.run.build import build_run
-from earl_jax.selector.memory import resident_bytes
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.sharding.placing import placed_shapes
@@ -55,6 +54,7 @@ from earl_jax.train.update import Update
 from earl_jax.trajectory import TrajectoryBatch
 from tests.support.caches import empty_cache
 from tests.support.settings import make_config
+from tests.support.shardings import resident_bytes
 
 REFERENCE = Path(__file__).parent / "reference"
 VOCAB, ROWS, LENGTH = 64, 16, 12

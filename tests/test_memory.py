@@ -16,10 +16,10 @@ from earl_jax.selector.memory import (
     device_budget,
     is_out_of_memory,
     program_bytes,
-    resident_bytes,
     unless_out_of_memory,
 )
 from earl_jax.sharding.layout import MeshShape, make_layout
+from tests.support.shardings import resident_bytes
 
 
 def test_program_bytes_are_arguments_and_results_with_a_donated_argument_once():

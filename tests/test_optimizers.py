@@ -16,7 +16,6 @@ from earl_jax.models.config import LoraConfig, ModelConfig
 from earl_jax.models.parameters import is_spec
 from earl_jax.placement.problem import model_sizes
 from earl_jax.selector.footprint import trainer_bytes
-from earl_jax.selector.memory import resident_bytes
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
@@ -27,6 +26,7 @@ from earl_jax.train.state import state_shapes, state_shardings, trained_specs
 from earl_jax.trajectory import TrajectoryBatch
 from tests.support.optimizers import specs_of
 from tests.support.settings import make_config
+from tests.support.shardings import resident_bytes
 
 NAMES = ("adamw", "adafactor", "lion", "muon")
 # All matrices but key and value are large enough for Adafactor to factor: 16 heads of 8 make 128.

@@ -3,6 +3,7 @@
 """Environments, datasets and task sources of a user's own, by the config alone."""
 
 import asyncio
+import gc
 import itertools
 import json
 import os
@@ -11,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -610,8 +612,20 @@ def test_an_evaluation_plays_each_task_as_often_as_it_says(monkeypatch):
         return summarize(outcomes, *rest)
 
     monkeypatch.setattr(loop, "summarize", noted)
-    found = loop.evaluate(run, *begin(run), games=5)
-    assert found["episodes"] == 15
+    placement, position = begin(run)
+    opened, open_session = [], placement.sessions.open
+
+    def only_one(*given, **named):
+        gc.collect()
+        assert not any(each() for each in opened), "the session of the batch before is there yet"
+        session, moved = open_session(*given, **named)
+        opened.append(weakref.ref(session))
+        return session, moved
+
+    monkeypatch.setattr(placement.sessions, "open", only_one)
+    episodes = []
+    found = loop.evaluate(run, placement, position, games=5, keep=episodes.extend)
+    assert found["episodes"] == 15 and len(opened) == 2
     names = [name for name in found if name.startswith("reward")]
     assert names == ["reward_mean", "reward_best_of_2", "reward_best_of_3"]
     assert [each.metrics["odd"] for each in played] == [0] * 3 + [1] * 3 + [0] * 3 + [1] * 3 + [
@@ -620,7 +634,8 @@ def test_an_evaluation_plays_each_task_as_often_as_it_says(monkeypatch):
     rewards = np.array([each.reward for each in played]).reshape(5, 3)
     assert found["reward_best_of_3"] == pytest.approx(rewards.max(1).mean())
     # They are other episodes, with other draws.
-    assert len({task.episode for task in run.tasks.evaluation(5, 3)}) == 15
+    assert len({each.episode for each in episodes}) == 15
+    assert len({each.turns[-1].token_ids for each in episodes[:3]}) > 1
     with pytest.raises(InputError, match="samples is 3 and config.eval.temperature is 0: all"):
         own("Echo", eval=evaluation | {"temperature": 0.0})
 

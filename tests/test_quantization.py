@@ -39,7 +39,6 @@ from earl_jax.models.quantization import (
     is_quantized,
     quantize,
 )
-from earl_jax.selector.memory import resident_bytes
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from tests.support.engines import CANDIDATES, CONFIG, NUM_SLOTS, UNSHARDED, scripts
@@ -47,6 +46,7 @@ from tests.support.experts import MODEL as EXPERT_MODEL
 from tests.support.experts import by_hand as layer_by_hand
 from tests.support.experts import one_layer, tokens_TD
 from tests.support.hlo import COLLECTIVE
+from tests.support.shardings import resident_bytes
 from tests.support.slots import (
     MAX_TOKENS,
     MODEL,

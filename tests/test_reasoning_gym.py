@@ -78,6 +78,25 @@ def test_questions_depend_on_the_seed_alone_and_come_from_all_generators(library
 
 
 @pytest.mark.slow
+def test_an_answer_that_a_verifier_evaluates_reaches_nothing(library, tmp_path):
+    env = ReasoningGym(generators=("countdown",), tags=False, seed=3)
+    env.start()
+    path = tmp_path / "new"
+    for reply in (f"open({str(path)!r}, 'w')", "__import__('os').kill(1, 9)", "9**9**9**9"):
+        assert check_step(env.step(reply)).reward <= 0.05
+    assert not path.exists()
+    assert check_step(env.step(env.example_reply(random.Random(0)))).reward == 1.0
+
+
+@pytest.mark.slow
+def test_a_generator_without_answers_has_a_question_mark_as_example(library):
+    env = ReasoningGym(generators=("rubiks_cube",), seed=0)
+    env.start()
+    example = env.example_reply(random.Random(0))
+    assert example == "<answer>?</answer>" and check_step(env.step(example)).reward < 1.0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -88,7 +107,17 @@ def test_questions_depend_on_the_seed_alone_and_come_from_all_generators(library
         ({"generators": ("chain_sum",), "settings": {"chain_sum": {"a": 1}}}, "unexpected keyword"),
         (
             {"generators": ("chain_sum",), "settings": {"chain_sum": {"min_terms": 0}}},
-            "cannot be made: AssertionError: min_terms must be positive",
+            "cannot make a question by them: AssertionError: min_terms must be positive",
+        ),
+        # Of any of them, whichever the seed draws.
+        (
+            {"generators": ("ab", "chain_sum"), "settings": {"chain_sum": {"max_terms": 2.5}}},
+            "settings of 'chain_sum' are .*cannot make a question",
+        ),
+        ({"generators": ("composite",)}, "'composite': name several generators instead"),
+        (
+            {"generators": ("game_of_life_halting",)},
+            "its verifier pays any reply in full",
         ),
     ],
 )

@@ -25,7 +25,7 @@ from earl_jax.engine.session import (
 from earl_jax.envs.environment import Start
 from earl_jax.models.config import ModelConfig
 from earl_jax.rollout.service import RolloutService
-from earl_jax.selector.memory import program_bytes, resident_bytes
+from earl_jax.selector.memory import program_bytes
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from tests.support.environments import Talker
@@ -40,6 +40,7 @@ from tests.support.episodes import (
     weights,
 )
 from tests.support.episodes import engine as make_engine
+from tests.support.shardings import resident_bytes
 
 MESHES = [
     MeshShape(data=8),

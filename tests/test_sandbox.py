@@ -37,6 +37,7 @@ pytestmark = pytest.mark.skipif(bool(OBSTACLE), reason=OBSTACLE)
 SHORT = Limits(seconds=1)
 ADD = "def add(a, b):\n    return a + b\n"
 DENIED = "PermissionError: "
+ERRS = "import sys\nprint(9, file=sys.stderr)\n"
 
 
 def run(code: str, **arguments) -> sandbox.Ran:
@@ -344,7 +345,13 @@ def test_the_tool_answers_with_what_a_program_prints():
     [
         ("x = 1", "x = 1"),
         ("So:\n```python\nx = 1\n```\nDone.", "x = 1\n"),
-        ("```py\nx = 1\n```\nBetter:\n```\nx = 2\n```", "x = 2\n"),
+        ("```py\nx = 1\n```\nBetter:\n```python\nx = 2\n```", "x = 2\n"),
+        ("```python\nx = 1\n```\nIt prints:\n```\n3\n```", "x = 1\n"),
+        ("```\nx = 1\n```\n```\nx = 2\n```", "x = 2\n"),
+        ("1. So:\n   ```python\n   if x:\n       y\n   ```", "if x:\n    y\n"),
+        ("~~~python\nx = 1\n~~~", "x = 1\n"),
+        ('````python title="a"\nx = "```"\n````', 'x = "```"\n'),
+        ("```python3.11 {.line}\nx = 1\n```", "x = 1\n"),
         ("```python3 \nx = '```'\n```", "x = '```'\n"),
         ("```python\nx = 1", "x = 1"),
         ("```json\n{}\n```\n```python\nx = 1\n```", "x = 1\n"),
@@ -367,6 +374,12 @@ def test_the_program_of_a_reply_is_its_last_block_of_python(reply, code):
         ("print(2 * int(input()))", {"inputs": ["1", "2"], "outputs": ["2", "4 \n\n"]}, 1, 1),
         ("print(2)", {"inputs": ["1", "2", "1"], "outputs": ["2", "4", "2"]}, 0, 1 / 3),
         ("print(2)\nexit(0)", {"inputs": ["1"], "outputs": ["2"]}, 1, 1),
+        (
+            f"{ERRS}print(2)",
+            {"inputs": [""], "outputs": ["2"]},
+            1,
+            1,
+        ),
         ("print(2)\nexit(1)", {"inputs": ["1"], "outputs": ["2"]}, 0, 0),
         ("print(2)", {"tests": "assert True", "inputs": ["1"], "outputs": ["3"]}, 0, 0.5),
     ],
@@ -383,6 +396,20 @@ def test_a_row_without_tests_is_an_error():
         asyncio.run(passes("x"))
     with pytest.raises(InputError, match="has 1 inputs and 0 outputs"):
         asyncio.run(passes("x", inputs=["1"]))
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"tests": ["assert True"]}, "'tests' of a row of config.tasks is .*; it must be a text"),
+        ({"inputs": [1], "outputs": ["1"]}, "'inputs' of a row .* is .1.; it must be a list of"),
+        ({"inputs": ["1"], "outputs": [2]}, "'outputs' of a row .* must be a list of texts"),
+        ({"inputs": "12", "outputs": "24"}, "'inputs' of a row .* must be a list of texts"),
+    ],
+)
+def test_a_row_of_other_types_is_an_error_that_names_the_field(row, words):
+    with pytest.raises(InputError, match=words):
+        asyncio.run(passes("x", **row))
 
 
 def test_the_how_to_works_as_it_says(tmp_path, monkeypatch):

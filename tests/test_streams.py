@@ -27,7 +27,6 @@ from earl_jax.placement.updates import StepUpdate
 from earl_jax.run.build import build_run
 from earl_jax.run.source import open_reference, open_source
 from earl_jax.selector.footprint import trainer_bytes
-from earl_jax.selector.memory import resident_bytes
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape, make_layout
@@ -45,6 +44,7 @@ from tests.support.batches import make_turns
 from tests.support.placements import TINY, begin, hungry
 from tests.support.runs import final_parameters, final_state, timeless
 from tests.support.settings import make_config
+from tests.support.shardings import resident_bytes
 
 VOCAB, ROWS, LENGTH = 32, 8, 16
 MODEL = ModelConfig(**TINY)

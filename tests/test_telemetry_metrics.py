@@ -22,6 +22,7 @@ from earl_jax.telemetry.metrics import (
 )
 from earl_jax.telemetry.progress import Progress
 from earl_jax.telemetry.recorder import Recorder
+from earl_jax.telemetry.trackers import TensorBoard
 from earl_jax.trajectory import Outcome, Trajectory, Turn
 
 STEP_1 = b'{"step": 1, "reward_mean": 0.5}\n'
@@ -236,15 +237,20 @@ def test_a_kill_while_truncating_leaves_the_old_file(tmp_path, monkeypatch):
 
 
 def _tensorboard_scalars(folder):
-    """(tag, step, value) of all events: each is a length, its checksum, the event, a checksum."""
+    """(tag, step, value) of all events."""
+    events = _tensorboard_events(folder)
+    return [(v.tag, event.step, v.simple_value) for event in events for v in event.summary.value]
+
+
+def _tensorboard_events(folder):
+    """All events: each is a length, its checksum, the event, a checksum."""
     event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
     found = []
     for file in sorted(folder.iterdir()):
         data, at = file.read_bytes(), 0
         while at < len(data):
             (length,) = struct.unpack_from("<Q", data, at)
-            event = event_pb2.Event.FromString(data[at + 12 : at + 12 + length])
-            found += [(v.tag, event.step, v.simple_value) for v in event.summary.value]
+            found.append(event_pb2.Event.FromString(data[at + 12 : at + 12 + length]))
             at += 16 + length
     return found
 
@@ -274,6 +280,17 @@ def test_tensorboard_gets_every_number_under_its_path(tmp_path):
     *finite, (tag, step, value) = [each for each in found if each[0] != "time_s"]
     assert finite == [("reward_mean", 4, 0.5), ("stage_s/train", 4, 2.0), ("eval/win", 4, 0.25)]
     assert (tag, step) == ("loss", 5) and math.isnan(value)
+
+
+def test_tensorboard_hides_steps_that_a_run_takes_again(tmp_path):
+    tracker = TensorBoard(workdir=tmp_path)
+    for step in (1, 2, 3, 2):
+        tracker.log(step, {"loss": float(step)})
+    tracker.close()
+    # What is in a file from a start on counts instead of steps as late, of before.
+    found = [(e.step, e.session_log.status) for e in _tensorboard_events(tmp_path / "tensorboard")]
+    assert [step for step, status in found if status == 1] == [1, 2]
+    assert _tensorboard_scalars(tmp_path / "tensorboard")[-1] == ("loss", 2, 2.0)
 
 
 class Noting:

@@ -45,6 +45,8 @@ _PREEMPTED = (
     "the cheaper way is taken; to read all again, set config.rollout.preemption_host_gib to 0"
 )
 _SPEEDS = "plans are chosen by the speeds of config.selector.table, and nothing is timed beforehand"
+# Keys that earlier versions wrote into each config.json, and that are no more.
+_FORMER = (("selector", "horizon_steps"), ("log", "tensorboard"))
 # Keys of earlier versions: the key that took their place, or a sentence.
 RENAMED_KEYS = {
     "config.rollout.append_rows": "it is fixed (APPEND_TOKENS in engine/config.py)",
@@ -58,6 +60,7 @@ RENAMED_KEYS = {
     "config.rollout.speculation": (
         "set config.rollout.num_draft_tokens, such as 4 (0: no speculation)"
     ),
+    "config.selector.horizon_steps": "a switch has to pay for itself over 20 steps",
     "config.selector.measure": _SPEEDS,
     "config.selector.measure_rounds": _SPEEDS,
     "config.selector.order": f"{_SPEEDS}; 'model' there is the same on every machine",
@@ -123,6 +126,8 @@ def read_workdir_config(
         given = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
+    for section, key in _FORMER:
+        given.get(section, {}).pop(key, None)
     return make_config(given, overrides, learns=learns)
 
 

@@ -38,7 +38,7 @@ MAY_CHANGE: dict[str, str] = {
 }  # fmt: skip
 
 
-# Those of MAY_CHANGE on which the events of an asynchronous run depend, and what it makes of them.
+# Settings of MAY_CHANGE that change the events or the weights of an asynchronous run.
 _REPLAYED = (
     "num_steps",
     "asynchrony",
@@ -58,8 +58,13 @@ def replayed_settings(config: Any) -> dict[str, Any]:
 def check_replayed(events: Sequence[Mapping[str, Any]], config: Any) -> None:
     """Raises InputError where the run of these events had other settings than at its end."""
     own = json.loads(json.dumps(replayed_settings(config)))
-    for event in events:
-        if lines := differences(event.get("settings", own), own, "config", ("then", "at its end")):
+    for event in (each for each in events if each["event"] == "open"):
+        if "settings" not in event:
+            raise InputError(
+                "the run that is replayed has events of a version that did not write its settings "
+                "down; replay it with that version"
+            )
+        if lines := differences(event["settings"], own, "config", ("then", "at its end")):
             raise InputError(
                 f"the run that is replayed went on with other settings: {'; '.join(lines)} (from "
                 f"step {event['version'] + 1}); a run can be replayed whose settings stayed the "

@@ -108,8 +108,8 @@ class CheckpointConfig:
 class EvalConfig:
     """Evaluation tasks: `games` every `every_steps` steps, `final_games` at the end.
 
-    Each is played `samples` times. With several the summary also has the best reward of two, four
-    ... of them that is to be expected (pass@k where rewards are 0 and 1).
+    Each is played `samples` times. With several the summary also has the expected best reward
+    of two, four ... samples of a task (pass@k where rewards are 0 and 1).
 
     `sft_path` is a JSONL file of conversations as config.train.sft_path, of which nothing is
     learnt: each evaluation scores them too (docs/howto/conversations.md).

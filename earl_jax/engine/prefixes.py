@@ -74,7 +74,7 @@ class _Sought:
 class PrefixIndex:
     """The prompt in every slot's cache: the tokens read, and those still to be appended.
 
-    All are of one policy version: the index lives as long as weights do, over several rollouts.
+    All are of one policy version: where weights change, what they have not read is forgotten.
     """
 
     def __init__(

@@ -78,16 +78,18 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def main() -> int:
     """Confines the process, runs the code of the request, and returns its exit status."""
-    _call("prctl", _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
+    _end_with_parent()
     request = json.loads(sys.stdin.buffer.read())
     if os.getppid() != request["parent"]:
         return 1
     with _memory_file(request["stdin"]) as given:
         os.dup2(given, 0)
     sys.stdin = open(0, encoding="utf-8", closefd=False)
+    if not request["stderr"]:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     # Nobody opens the output to read from it.
     os.fchmod(1, 0)
-    _confine(request["paths"], request["seconds"], request["memory_bytes"])
+    confine(request["paths"], request["seconds"], request["memory_bytes"])
     marker = request["marker"].encode()
     os.write(1, marker + b"\n")
     completed = [False]
@@ -119,8 +121,13 @@ def _memory_file(text: str) -> Iterator[int]:
         os.close(file)
 
 
-def _confine(paths: list[str], seconds: int, memory_bytes: int) -> None:
+def _end_with_parent() -> None:
+    _call("prctl", _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
+
+
+def confine(paths: list[str], seconds: int, memory_bytes: int) -> None:
     """Takes all rights from this process but those to compute and to read the paths."""
+    _end_with_parent()
     if len(os.listdir("/proc/self/task")) > 1:
         # What follows holds for this thread and those that it starts.
         raise RuntimeError("a package starts a thread together with Python")
@@ -250,7 +257,8 @@ def _run(parts: list[str], *, show_last: bool) -> tuple[int, bool]:
                 inner = inner.tb_next
             # The code may have replaced what this needs.
             with contextlib.suppress(Exception):
-                traceback.print_exception(error.with_traceback(inner), file=sys.stdout)
+                sys.stdout.flush()
+                traceback.print_exception(error.with_traceback(inner))
             return 0, False
     return 0, True
 

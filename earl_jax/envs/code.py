@@ -3,15 +3,20 @@
 """A policy's own Python: as a tool that runs it, and as a reply that tests judge."""
 
 import re
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 from earl_jax.envs.sandbox import check_sandbox, run_python
 from earl_jax.settings.errors import InputError
 
-# A block, with its language; the last one may be open.
-_BLOCK = re.compile(r"^```([^\n]*)\n(.*?)(?:^```|\Z)", re.S | re.M)
-_LANGUAGES = ("", "python", "python3", "py")
+# A block with its mark and language; the last one may be open.
+_BLOCK = re.compile(
+    r"^[ \t]*(?P<mark>`{3,}|~{3,})[ \t]*(?P<language>[\w.+-]*)[^\n]*\n(?P<text>.*?)"
+    r"(?:^[ \t]*(?P=mark)[ \t]*$|\Z)",
+    re.S | re.M,
+)
+_PYTHON = re.compile(r"py(thon)?[\d.]*", re.I)
 
 
 class Python:
@@ -47,7 +52,7 @@ async def passes(
 ) -> dict[str, float]:
     """Pays 1 for a program that passes all tests, else 0; for config.tasks.reward.
 
-    The program is the last block of code in the reply, or all of the reply. It passes `tests`,
+    The program is the last block of Python in the reply (`program_of`). It passes `tests`,
     Python such as "assert add(1, 2) == 3", if it and they run to their end, and an input if it
     prints the output that belongs to it, but for space at the ends of lines and of the whole. The
     metric `passed` is the share of the tests before the first that fails: `tests` is one, and each
@@ -65,6 +70,7 @@ async def passes(
             "a row of config.tasks has neither 'tests' nor 'inputs'; earl_jax.envs.code:passes "
             "needs one of them"
         )
+    _check_texts(tests, inputs, outputs)
     if len(inputs) != len(outputs):
         raise InputError(
             f"a row of config.tasks has {len(inputs)} inputs and {len(outputs)} outputs; each "
@@ -75,18 +81,38 @@ async def passes(
         passed += (await run_python(code, tests=tests)).completed
     if passed == bool(tests):
         for given, wanted in zip(inputs, outputs, strict=True):
-            ran = await run_python(code, stdin=given)
+            ran = await run_python(code, stdin=given, stderr=False)
             if not ran.completed or _lines(ran.output) != _lines(wanted):
                 break
             passed += 1
     return {"reward": float(passed == total), "passed": passed / total}
 
 
+def _check_texts(tests: object, inputs: object, outputs: object) -> None:
+    """Raises InputError unless `tests` is a text, and the others are lists of texts."""
+    if not isinstance(tests, str):
+        raise InputError(
+            f"'tests' of a row of config.tasks is {tests!r:.60}; it must be a text, lines of Python"
+        )
+    for name, given in (("inputs", inputs), ("outputs", outputs)):
+        if isinstance(given, str) or not (
+            isinstance(given, Sequence) and all(isinstance(each, str) for each in given)
+        ):
+            raise InputError(
+                f"{name!r} of a row of config.tasks is {given!r:.60}; it must be a list of texts"
+            )
+
+
 def program_of(reply: str) -> str:
-    """Returns the last block of Python of a reply, or the reply if it has none."""
-    found = _BLOCK.findall(reply)
-    blocks = [text for language, text in found if language.strip().lower() in _LANGUAGES]
-    return blocks[-1] if blocks else reply
+    """Returns the last block of Python of a reply; without any its last block without a language.
+
+    Without blocks the reply is the program.
+    """
+    blocks = [(each["language"], textwrap.dedent(each["text"])) for each in _BLOCK.finditer(reply)]
+    for is_meant in (_PYTHON.fullmatch, lambda language: not language):
+        if texts := [text for language, text in blocks if is_meant(language)]:
+            return texts[-1]
+    return reply
 
 
 def _lines(text: str) -> list[str]:

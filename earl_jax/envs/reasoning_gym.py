@@ -4,12 +4,16 @@
 
 import functools
 import importlib
+import json
 import random
+import warnings
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 from earl_jax.envs.environment import Start, StepResult
+from earl_jax.envs.sandbox import check_sandbox
+from earl_jax.envs.scorers import Scorer
 from earl_jax.settings.choices import check_choice
 from earl_jax.settings.errors import InputError
 
@@ -18,6 +22,21 @@ TAGGED = (
     "</answer>."
 )
 _OPEN, _CLOSE = "<answer>", "</answer>"
+# Generators that are none for training, and why.
+_REFUSED = {
+    "composite": "name several generators instead",
+    "complex_arithmetic": 'its verifier pays "nan" in full',
+    "game_of_life_halting": "its verifier pays any reply in full",
+}
+# Those whose verifiers evaluate an answer: in a process that may do nothing else, which takes some
+# 15 ms.
+_EVALUATING = frozenset(
+    (
+        *("binary_matrix", "countdown", "intermediate_integration", "n_queens", "puzzle24"),
+        *("polynomial_multiplication", "simple_integration", "spiral_matrix", "string_insertion"),
+    )
+)
+_score_elsewhere = Scorer("reasoning_gym")
 
 
 class ReasoningGym:
@@ -29,12 +48,14 @@ class ReasoningGym:
     for an answer between <answer> and </answer>, and what the last of these hold is the answer;
     otherwise all of the reply is.
 
-    The reward is the verifier's score, from 0 to 1, and 0 for a reply without an answer, or with
-    one that the verifier cannot read. Metrics are `answered`, and the score as `score_NAME` where
-    there are several generators. An example reply is the answer of the generator, where it has one.
+    The reward is the verifier's score, from 0 to 1, and 0 for a reply without an answer, with one
+    that the verifier cannot read, or that takes it more than a few seconds. Verifiers that evaluate
+    an answer run in processes that may do nothing else. Metrics are `answered`, and the score
+    as `score_NAME` where there are several generators. An example reply is the answer of the
+    generator, or "?" where it has none.
 
-    Raises ValueError where reasoning-gym is not installed, for a generator that it does not have,
-    and for settings that the generator does not take.
+    Raises ValueError where reasoning-gym is not installed or there is no sandbox, for a generator
+    that it does not have or that is none for training, and for settings that it does not take.
     """
 
     def __init__(
@@ -54,6 +75,10 @@ class ReasoningGym:
         known = library.factory.DATASETS
         for name in generators:
             check_choice(name, tuple(known), "config.env.args.generators")
+            if why := _REFUSED.get(name):
+                raise InputError(f"config.env.args.generators has {name!r}: {why}")
+            if name in _EVALUATING:
+                check_sandbox()
         if unused := settings.keys() - set(generators):
             raise InputError(
                 f"config.env.args.settings has {min(unused)!r}, which is none of "
@@ -62,30 +87,24 @@ class ReasoningGym:
         # The word keeps the draw apart from those of a generator, which has the same seed.
         self._name = random.Random(f"generator {seed}").choice(list(generators))
         self._has_several, self._tags = len(generators) > 1, tags
-        given = settings.get(self._name, {})
-        try:
-            self._generator = library.create_dataset(self._name, **given, seed=seed, size=1)
-        except (AssertionError, TypeError, ValueError) as error:
-            raise InputError(
-                f"config.env.args.settings of {self._name!r} are {dict(given)}, and the generator "
-                f"cannot be made: {type(error).__name__}: {error}"
-            ) from error
+        for name, given in settings.items():
+            _check_settings(name, json.dumps(given))
+        self._arguments = self._name, dict(settings.get(self._name, {})), seed
+        self._generator: Any = None
         self._entry: dict[str, Any] = {}
 
     def start(self) -> Start:
         """Returns the question."""
+        name, settings, seed = self._arguments
+        self._generator = _library().create_dataset(name, **settings, seed=seed, size=1)
         self._entry = self._generator[0]
         text = self._entry["question"]
         return Start(text=text + TAGGED if self._tags else text, metrics=self._metrics(False, 0.0))
 
     def step(self, reply: str) -> StepResult:
         """Returns the score of the reply."""
-        answer, score = self._answer_in(reply), 0.0
-        if answer:
-            try:
-                score = float(self._generator.score_answer(answer, self._entry))
-            except Exception:  # noqa: BLE001 - some verifiers raise for what is no answer
-                score = 0.0
+        answer = self._answer_in(reply)
+        score = self._score(answer) if answer else 0.0
         return StepResult(
             reward=score,
             done=True,
@@ -94,12 +113,18 @@ class ReasoningGym:
         )
 
     def example_reply(self, rng: random.Random) -> str:
-        """Returns the right answer; raises ValueError where the generator has none."""
+        """Returns the right answer, or "?" where the generator has none."""
         del rng
-        answer = self._entry["answer"]
-        if not isinstance(answer, str):
-            raise InputError(f"reasoning-gym's {self._name} has no answers of its own")
+        answer = self._entry["answer"] if isinstance(self._entry["answer"], str) else "?"
         return f"{_OPEN}{answer}{_CLOSE}" if self._tags else answer
+
+    def _score(self, answer: str) -> float:
+        if self._name in _EVALUATING:
+            return _score_elsewhere(*self._arguments, answer) or 0.0
+        try:
+            return float(self._generator.score_answer(answer, self._entry))
+        except Exception:  # noqa: BLE001 - some verifiers raise for what is no answer
+            return 0.0
 
     def _answer_in(self, reply: str) -> str:
         if not self._tags:
@@ -114,9 +139,24 @@ class ReasoningGym:
 
 
 @functools.cache
+def _check_settings(name: str, settings: str) -> None:
+    """Raises InputError where the generator does not take these settings, which are JSON."""
+    given = json.loads(settings)
+    try:
+        _library().create_dataset(name, **given, seed=0, size=1)[0]
+    except Exception as error:
+        raise InputError(
+            f"config.env.args.settings of {name!r} are {given}, and it cannot make a question by "
+            f"them: {type(error).__name__}: {error}"
+        ) from error
+
+
+@functools.cache
 def _library() -> ModuleType:
     try:
-        return importlib.import_module("reasoning_gym")
+        # Of packages that it imports.
+        with warnings.catch_warnings(action="ignore"):
+            return importlib.import_module("reasoning_gym")
     except ImportError as error:
         raise InputError(
             f"reasoning-gym is not installed ({error}); uv sync --extra reasoning-gym, or pip "

@@ -62,13 +62,15 @@ async def run_python(
     stdin: str = "",
     tests: str = "",
     show_last: bool = False,
+    stderr: bool = True,
     limits: Limits = Limits(),  # noqa: B008 - a tuple
 ) -> Ran:
     """Runs a program, then `tests` among its names, and returns what came of it.
 
     It is Python as installed here, with its packages, and may read `stdin`. It is completed if it
     raised nothing and did not exit; without tests it may exit with status 0. With `show_last` the
-    value of a last expression is printed, as an interpreter does.
+    value of a last expression is printed, as an interpreter does. What it writes to the standard
+    error, its traceback too, is among its output with `stderr`.
 
     The process may read the files of Python, its packages and the system's libraries, and no
     others; it writes none. It has no network, starts no process, sends no signal, and inherits
@@ -86,7 +88,8 @@ async def run_python(
         "parts": [code, tests] if tests else [code],
         "stdin": stdin,
         "show_last": show_last,
-        "paths": _readable(),
+        "stderr": stderr,
+        "paths": readable_paths(),
         "seconds": limits.seconds,
         "memory_bytes": limits.memory_bytes,
     }
@@ -194,7 +197,8 @@ def _result(text: str, marker: str, ended: str) -> Ran:
 
 
 @functools.cache
-def _readable() -> list[str]:
+def readable_paths() -> list[str]:
+    """Returns the files and folders that a confined process may read."""
     own = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     libraries = [path for path in os.environ.get(_LIBRARIES, "").split(":") if os.path.isabs(path)]
     return sorted({*own, str(Path(sys.base_prefix) / "lib"), *libraries, *_SYSTEM})

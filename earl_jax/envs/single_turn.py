@@ -53,7 +53,7 @@ async def _awaited(paid: Awaitable[Paid]) -> StepResult:
 def _result(paid: Any) -> StepResult:
     """Returns the result of a reply that the function paid so. Raises ValueError for no reward."""
     metrics = dict(paid) if isinstance(paid, Mapping) else {"reward": paid}
-    # What is no number is refused with the metrics of every environment.
+    # `check_step` refuses metrics that are not numbers.
     metrics = {name: _as_float(value) for name, value in metrics.items()}
     reward = metrics.pop("reward", None)
     if not isinstance(reward, float):

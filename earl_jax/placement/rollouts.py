@@ -24,6 +24,8 @@ from earl_jax.telemetry.load import Load
 from earl_jax.trajectory import Outcome, Trajectory
 
 Item = TypeVar("Item")
+# Outcomes of all processes, and the episodes of this one.
+_Batch = tuple[list[Outcome], list[Trajectory]]
 
 
 def play(
@@ -128,34 +130,32 @@ def play_batches(
     load: Load | None,
     sampling: Sampling,
     beside_live: bool = False,
-    keep: Callable[[Trajectory], None] | None = None,
+    keep: Callable[[Sequence[Trajectory]], None] | None = None,
 ) -> list[Outcome]:
     """Plays any number of tasks with one policy; returns their outcomes, and keeps no rows.
 
-    `keep` is given the episodes that this process has played. A batch that memory is too short for
-    is played again with another plan; with `beside_live` another rollout stays on the devices, and
-    later runs do not know of what is short beside it.
+    `keep` is given the episodes of a batch that this process has played. A batch that memory is too
+    short for is played again with another plan; with `beside_live` another rollout stays on the
+    devices, and later runs do not know of what is short beside it.
     """
     rollout = placement.stages.rollout
     rows, outcomes = rollout.episodes_per_step, []
     for first in range(0, len(tasks), rows):
 
-        def attempt(
-            batch: Sequence[Task] = tasks[first : first + rows],
-        ) -> tuple[Rollout | None, Played]:
+        def attempt(batch: Sequence[Task] = tasks[first : first + rows]) -> _Batch:
             with moving() if beside_live else contextlib.nullcontext():
                 session, _ = placement.sessions.open(params, version=version)
-                return play_all(actor, placement, session, batch, load, sampling)
+                own, played = play_all(actor, placement, session, batch, load, sampling)
+            # Not the rollout, whose session would be there beside the next.
+            return played.outcomes, own.trajectories if own else []
 
         found = None
         while found is None:
             placement.choose_rollout(expected_tokens(rollout, load), load)
             found = placement.attempt("rollout", attempt)
-        own, played = found
-        outcomes += played.outcomes
-        if own and keep:
-            for trajectory in own.trajectories:
-                keep(trajectory)
+        outcomes += found[0]
+        if keep:
+            keep(found[1])
     return outcomes
 
 

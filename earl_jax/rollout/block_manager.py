@@ -79,9 +79,7 @@ class BlockManager:
         self._prompts = SharedPrompts(self._open_prefixes(session), slots)
 
     def _open_prefixes(self, session: Session) -> PrefixIndex:
-        """Returns an index of no prompts. No slot has pages then."""
-        for slot in range(len(self._slots)):
-            self._pages.keep(slot, 0)
+        """Returns an index of no prompts."""
         return PrefixIndex(
             num_slots=len(self._slots),
             num_shards=self._pages.pool.shards,

@@ -39,7 +39,7 @@ def summarize(
 
 
 def best_of(rewards_TS: np.ndarray, size: int) -> float:
-    """Returns the mean over tasks of the best reward of `size` of their samples, as expected.
+    """Returns the mean over tasks of the expected best reward of `size` of their samples.
 
     Without bias, over all choices of so many of the S samples of each of T tasks: of the sorted
     samples the i-th (from 1) is the best of C(i - 1, size - 1) of C(S, size) choices. For rewards

@@ -3,7 +3,6 @@
 """Bytes per device of programs and arrays, the budget, and errors of a lack of memory."""
 
 import contextlib
-import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -27,14 +26,6 @@ def program_bytes(compiled: Any) -> int:
         + analysis.output_size_in_bytes
         - analysis.alias_size_in_bytes
         + analysis.temp_size_in_bytes
-    )
-
-
-def resident_bytes(shapes: Any, shardings: Any) -> int:
-    """Returns bytes per device of a tree of arrays in these shardings."""
-    return sum(
-        math.prod(where.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf, where in zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
     )
 
 

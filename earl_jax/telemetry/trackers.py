@@ -21,6 +21,7 @@ class Tracker(Protocol):
         """Takes the numbers of a line of metrics.jsonl; nested names are joined by "/".
 
         A step may come twice: with its metrics, and with those of its evaluation ("eval/...").
+        Steps go back where a run takes some again, as behind its last checkpoint.
         """
         ...
 
@@ -43,13 +44,18 @@ class TensorBoard:
                 "tensorboardX is not installed: pip install 'earl_jax[tensorboard]'"
             ) from error
         self._open, self._folder = tensorboardX.SummaryWriter, workdir / "tensorboard"
-        self._writer = None
+        self._writer, self._step = None, 0
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Writes the values as scalars of this step."""
+        if step < self._step:
+            self.close()
+        self._step = step
         if self._writer is None:
-            # purge_step hides the events of steps that a resumed run takes again.
-            self._writer = self._open(str(self._folder), purge_step=step)
+            # purge_step hides the events of steps that a run takes again. Without the suffix a file
+            # of the same second is written over.
+            suffix = f".{step}"
+            self._writer = self._open(str(self._folder), purge_step=step, filename_suffix=suffix)
         for tag, value in values.items():
             self._writer.add_scalar(tag, value, step)
 
@@ -73,7 +79,7 @@ class Trackers:
         config: Mapping[str, Any],
         note: Callable[[str], None],
     ):
-        """Opens them. Raises ValueError for a name of none, and where one cannot be made."""
+        """Opens the trackers. Raises ValueError for an unknown name and where one cannot open."""
         self._note, self._failed = note, set[str]()
         self._trackers = {name: _opened(name, workdir, config) for name in names}
 

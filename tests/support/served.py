@@ -281,7 +281,7 @@ def save_run(folder: Path, rank: int):
         "train": ["data=4", 1, "none"],
         "max_tokens": 32,
         "calm_steps": 0,
-        "cache_tokens": 512,
+        "row_shapes": {},
         "most_tokens": 32,
         "most_length": 32,
     }

@@ -3,7 +3,9 @@
 """Pairs of shardings between which arrays move, and a count of bytes read by the host."""
 
 import contextlib
+import math
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -109,3 +111,11 @@ def count_host_bytes() -> Iterator[list[int]]:
 
                 patch.setattr(jax_array.ArrayImpl, name, counted)
         yield reads
+
+
+def resident_bytes(shapes: Any, shardings: Any) -> int:
+    """Returns bytes per device of a tree of arrays in these shardings."""
+    return sum(
+        math.prod(where.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf, where in zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
+    )
