@@ -92,8 +92,10 @@ def _ask(process: subprocess.Popen[str], arguments: tuple[Any, ...]) -> str:
 
 def _line(process: subprocess.Popen[str], timeout_s: float) -> str:
     assert process.stdout is not None
-    is_there = select.select([process.stdout], [], [], timeout_s)[0]
-    return process.stdout.readline() if is_there else ""
+    # Not select, which knows 1,024 descriptors.
+    poll = select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    return process.stdout.readline() if poll.poll(1000 * timeout_s) else ""
 
 
 def _end(process: subprocess.Popen[str] | None) -> None:
