@@ -646,6 +646,15 @@ def test_what_an_override_leaves_without_effect_takes_its_default():
         make_config({"train": {"sft_updates": 3}})
 
 
+def test_a_run_of_before_is_read_without_the_settings_that_are_no_more(tmp_path):
+    given = {"selector": {"horizon_steps": 20, "hysteresis": 0.2}, "log": {"tensorboard": False}}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    assert read_workdir_config(tmp_path).selector.hysteresis == 0.2
+    for override in ("selector.horizon_steps=3", "log.tensorboard=True"):
+        with pytest.raises(InputError, match=override.partition("=")[0]):
+            read_workdir_config(tmp_path, [override])
+
+
 def test_a_run_reads_the_defaults_of_its_environment_as_they_are(tmp_path):
     """Its config.json has them too, as far as JSON can hold them."""
     env = {"name": "tests.support.environments:WithDefaults", "args": {"word": "b"}}

@@ -127,7 +127,8 @@ def read_workdir_config(
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
     for section, key in _FORMER:
-        given.get(section, {}).pop(key, None)
+        if isinstance(given, dict) and isinstance(given.get(section), dict):
+            given[section].pop(key, None)
     return make_config(given, overrides, learns=learns)
 
 
