@@ -76,7 +76,14 @@ def test_an_answer_is_scored_where_nothing_can_be_reached(tmp_path):
     """Neither files nor other processes, whatever a library does with an answer."""
     path = tmp_path / "new"
     evil = {
-        "1 + 1": "2",
+        "1 / 2": "0.5",
+        "[True, False, True]": "[true, false, true]",
+        # What is no score, or was written by what is evaluated.
+        "1e6": "null",
+        "'a'": "null",
+        "[True]": "null",
+        "[__import__('os').write(f, b'1.0\\n1.0') for f in range(3, 9)]": "null",
+        "[__import__('os').write(f, bytes([255])) for f in range(3, 9)]": "null",
         f"open({str(path)!r}, 'w')": "null",
         "__import__('os').fork()": "null",
         f"__import__('os').listdir({str(tmp_path)!r})": "null",
@@ -95,7 +102,7 @@ def test_an_answer_is_scored_where_nothing_can_be_reached(tmp_path):
     arguments = (scorers._scorer_child.__file__, json.dumps(limits), json.dumps([*evil]))
     command = (sys.executable, "-c", code, *arguments)
     found = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert found.stdout.split() == [*evil.values()]
+    assert found.stdout.splitlines() == [*evil.values()]
     assert not path.exists()
 
 

@@ -89,6 +89,16 @@ def test_an_answer_that_a_verifier_evaluates_reaches_nothing(library, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(reasoning_gym._EVALUATING))
+def test_right_answers_are_paid_that_are_scored_in_another_process(library, name):
+    for seed in range(4):
+        env = ReasoningGym(generators=(name,), tags=False, seed=seed)
+        env.start()
+        assert check_step(env.step(env.example_reply(random.Random(0)))).reward == 1.0
+        assert check_step(env.step("[entry['answer']]")).reward < 0.1
+
+
+@pytest.mark.slow
 def test_a_generator_without_answers_has_a_question_mark_as_example(library):
     env = ReasoningGym(generators=("rubiks_cube",), seed=0)
     env.start()

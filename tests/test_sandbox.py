@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -232,6 +233,28 @@ def test_a_program_reaches_nothing_outside(attack, tmp_path):
         *(stood.st_mode, stood.st_uid),
         stood.st_mtime_ns,
     )
+
+
+def test_threads_are_bounded_and_share_their_descriptors():
+    """So that a program takes neither the machine's processes nor its sockets' memory."""
+    code = """
+        import os, threading, time
+        count = 0
+        try:
+            for count in range(1000):
+                threading.Thread(target=time.sleep, args=(0.5,), daemon=True).start()
+        except RuntimeError:
+            pass
+        print(count)
+    """
+    ran = run(textwrap.dedent(code))
+    # Of another user than root only where the system lets it make a namespace.
+    assert ran.completed and (os.getuid() or int(ran.output) < 70)
+    raw = LIBC + "libc.syscall({number}, {arguments}) < 0 and print(ctypes.get_errno())"
+    clone = {"x86_64": 56, "aarch64": 220}[platform.machine()]
+    # CLONE_THREAD, CLONE_SIGHAND and CLONE_VM without CLONE_FILES; CLOSE_RANGE_UNSHARE.
+    for number, arguments in ((clone, "0x10900, 0, 0, 0, 0"), (436, "60, 63, 2")):
+        assert run(raw.format(number=number, arguments=arguments)).output == "1\n"
 
 
 def test_calls_newer_than_the_list_are_not_there():

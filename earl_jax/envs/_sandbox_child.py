@@ -28,7 +28,7 @@ from typing import Any
 # the process itself, the files that Landlock lets it open, and nothing that outlives it.
 _ALLOWED = """
 read 0 63; write 1 64; readv 19 65; writev 20 66; pread64 17 67; preadv 295 69; close 3 57
-close_range 436 436; stat 4 -; lstat 6 -; fstat 5 80; newfstatat 262 79; statx 332 291
+stat 4 -; lstat 6 -; fstat 5 80; newfstatat 262 79; statx 332 291
 statfs 137 43; fstatfs 138 44; lseek 8 62; getdents64 217 61; getcwd 79 17; access 21 -
 faccessat 269 48; faccessat2 439 439; readlink 89 -; readlinkat 267 78; fadvise64 221 223
 mmap 9 222; mprotect 10 226; munmap 11 215; mremap 25 216; brk 12 214; madvise 28 233
@@ -53,9 +53,11 @@ getpriority 140 141; wait4 61 260; waitid 247 95; exit 60 93; exit_group 231 94
 # Those that it may make with some arguments: the number of one, and then the values that are
 # allowed (=), bits that it must not have (&), or bits of which it must have one (|). Files are not
 # emptied; a process sets its own limits, and names its threads, which are the only processes that
-# it starts; a pair of sockets is a stream; of descriptors it asks and sets what is its own.
+# it starts, and share its descriptors; a pair of sockets is a stream; of descriptors it asks and
+# sets what is its own.
 _WITH_ARGUMENTS = """
-open 2 - 1 & 0x200; openat 257 56 2 & 0x200; clone 56 220 0 | 0x10000; prlimit64 302 261 0 = 0
+open 2 - 1 & 0x200; openat 257 56 2 & 0x200; clone 56 220 0 | 0x10000; clone 56 220 0 | 0x400
+prlimit64 302 261 0 = 0; close_range 436 436 2 & 2
 prctl 157 167 0 = 15 16 0x53564d41; socketpair 53 199 0 = 1; socketpair 53 199 1 & 6
 fcntl 72 25 1 = 0 1 2 3 4 1030 1032; ioctl 16 29 1 = 0x5401 0x5413 0x541B 0x5421 0x5450 0x5451
 """
@@ -68,6 +70,7 @@ _ALLOW, _KILL, _EPERM, _ENOSYS = 0x7FFF0000, 0x80000000, 0x50001, 0x50026
 _LOAD, _EQUAL, _AT_LEAST, _HAS_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
+_CLONE_NEWUSER, _OWN_USERS, _THREADS = 0x10000000, 0x40000000, 64
 CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _READ_FILE, _READ_FOLDER = 1 << 2, 1 << 3
 # Files have these many rights in a version of Landlock.
@@ -127,7 +130,6 @@ def _end_with_parent() -> None:
 
 def confine(paths: list[str], seconds: int, memory_bytes: int) -> None:
     """Takes all rights from this process but those to compute and to read the paths."""
-    _end_with_parent()
     if len(os.listdir("/proc/self/task")) > 1:
         # What follows holds for this thread and those that it starts.
         raise RuntimeError("a package starts a thread together with Python")
@@ -141,6 +143,7 @@ def confine(paths: list[str], seconds: int, memory_bytes: int) -> None:
     }
     for name, most in limits.items():
         resource.setrlimit(getattr(resource, name), (most, most))
+    _limit_threads()
     column, number, capset = MACHINES[platform.machine()]
     # Version 3 of the structure, this process; no capability, also where it runs as root.
     header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
@@ -148,6 +151,18 @@ def confine(paths: list[str], seconds: int, memory_bytes: int) -> None:
     _call("prctl", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     _read_only(paths)
     _filter_calls(column, number)
+
+
+def _limit_threads() -> None:
+    """Bounds the number of threads, where the system lets a process be counted for itself."""
+    # In a container it may not. Files are opened by the effective user, who stays.
+    with contextlib.suppress(OSError):
+        if os.getuid():
+            _call("unshare", _libc.unshare(_CLONE_NEWUSER))
+        else:
+            os.setresuid(_OWN_USERS + os.getpid(), -1, -1)
+        resource.setrlimit(resource.RLIMIT_NPROC, (_THREADS, _THREADS))
+    _end_with_parent()
 
 
 def _read_only(paths: list[str]) -> None:

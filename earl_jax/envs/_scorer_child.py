@@ -8,11 +8,14 @@ and says "ready", and forks for each answer: the child confines itself as a poli
 JSON array; each is answered with a line, null where the child was ended.
 """
 
+import ast
+import base64
 import contextlib
 import importlib
 import importlib.util
 import json
 import os
+import pickle
 import random
 import select
 import signal
@@ -43,10 +46,15 @@ def reasoning_gym() -> Callable[..., Any]:
     """Returns the score of an answer by the verifier of a generator of reasoning-gym."""
     with warnings.catch_warnings(action="ignore"):
         library = importlib.import_module("reasoning_gym")
+    # They mean lists, and would run anything, among it what gives itself a score.
+    for name in ("spiral_matrix", "binary_matrix", "string_insertion"):
+        module = sys.modules[library.factory.DATASETS[name][0].__module__]
+        vars(module)["eval"] = ast.literal_eval
 
-    def score(name: str, settings: dict[str, Any], seed: int, answer: str) -> float:
-        generator = library.create_dataset(name, **settings, seed=seed, size=1)
-        entry = generator[0]
+    def score(name: str, settings: dict[str, Any], entry_base64: str, answer: str) -> float:
+        generator = library.create_dataset(name, **settings, seed=0, size=1)
+        # Not made again by its seed: some depend on Python's hashes, too.
+        entry = pickle.loads(base64.b64decode(entry_base64))
         try:
             return float(generator.score_answer(answer, entry))
         except Exception:  # noqa: BLE001 - some verifiers raise for what is no answer
@@ -104,7 +112,22 @@ def _in_a_fork(
     os.close(reader)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return found.decode() or "null"
+    return json.dumps(_valid(found))
+
+
+def _valid(message: bytes) -> Any:
+    """Returns the score in a child's message; None where it is none.
+
+    The child is not trusted: what it evaluated may have written.
+    """
+    try:
+        score = json.loads(message)
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(score, list):
+        return score if len(score) == 3 and all(type(each) is bool for each in score) else None
+    is_score = type(score) in (int, float) and 0 <= score <= 1
+    return score if is_score else None
 
 
 if __name__ == "__main__":

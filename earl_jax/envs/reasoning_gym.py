@@ -2,9 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Questions of reasoning-gym's generators (arXiv 2505.24760), paid by its verifiers."""
 
+import base64
 import functools
 import importlib
 import json
+import pickle
 import random
 import warnings
 from collections.abc import Mapping, Sequence
@@ -120,7 +122,9 @@ class ReasoningGym:
 
     def _score(self, answer: str) -> float:
         if self._name in _EVALUATING:
-            return _score_elsewhere(*self._arguments, answer) or 0.0
+            name, settings, _ = self._arguments
+            entry = base64.b64encode(pickle.dumps(self._entry)).decode()
+            return _score_elsewhere(name, settings, entry, answer) or 0.0
         try:
             return float(self._generator.score_answer(answer, self._entry))
         except Exception:  # noqa: BLE001 - some verifiers raise for what is no answer

@@ -143,10 +143,6 @@ def _gate() -> asyncio.Semaphore:
 async def _start() -> asyncio.subprocess.Process:
     # Not -I: it would ignore PYTHONHASHSEED.
     command = (sys.executable, "-P", "-s", "-X", "utf8", _sandbox_child.__file__)
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    variables = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "LANG": "C.UTF-8"}
-    if _LIBRARIES in os.environ:
-        variables[_LIBRARIES] = os.environ[_LIBRARIES]
     try:
         return await asyncio.create_subprocess_exec(
             *command,
@@ -155,7 +151,7 @@ async def _start() -> asyncio.subprocess.Process:
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
             cwd="/",
-            env=variables | threads,
+            env=own_variables(),
         )
     except OSError as error:
         raise ConnectionError(f"no process for a policy's code: {error}") from error
@@ -194,6 +190,14 @@ def _result(text: str, marker: str, ended: str) -> Ran:
     # Behind it is what Python writes when it ends.
     output, end, more = rest.partition(marker)
     return Ran(output + more, bool(end) and not ended, ended)
+
+
+def own_variables() -> dict[str, str]:
+    """Returns the environment of a confined process."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    variables = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "LANG": "C.UTF-8"}
+    libraries = {name: os.environ[name] for name in (_LIBRARIES,) if name in os.environ}
+    return variables | threads | libraries
 
 
 @functools.cache

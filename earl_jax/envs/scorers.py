@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from earl_jax.envs import _scorer_child
-from earl_jax.envs.sandbox import readable_paths
+from earl_jax.envs.sandbox import own_variables, readable_paths
 
 # Seconds of a processor for an answer; it may take four times as long in all.
 SECONDS = 2
@@ -72,6 +72,7 @@ class Scorer:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             encoding="utf-8",
+            env=own_variables(),
         )
         if _line(process, _START_S) != "ready\n":
             _end(process)
