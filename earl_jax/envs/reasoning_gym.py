@@ -45,7 +45,7 @@ class ReasoningGym:
     """An episode of one question and one reply.
 
     `generators` names those of reasoning-gym ("chain_sum"); each episode has a question of one of
-    them, which depends on `seed` alone. `settings` are keyword arguments of a generator by its
+    them, which depends on `seed`, and of some on Python's hashes. `settings` are keyword arguments of a generator by its
     name, such as `{"chain_sum": {"max_terms": 3}}`. With `tags` the question ends with the request
     for an answer between <answer> and </answer>, and what the last of these hold is the answer;
     otherwise all of the reply is.
