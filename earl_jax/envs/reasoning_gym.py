@@ -45,10 +45,10 @@ class ReasoningGym:
     """An episode of one question and one reply.
 
     `generators` names those of reasoning-gym ("chain_sum"); each episode has a question of one of
-    them, which depends on `seed`, and of some on Python's hashes. `settings` are keyword arguments of a generator by its
-    name, such as `{"chain_sum": {"max_terms": 3}}`. With `tags` the question ends with the request
-    for an answer between <answer> and </answer>, and what the last of these hold is the answer;
-    otherwise all of the reply is.
+    them, which depends on `seed`, and of some on Python's hashes. `settings` are keyword arguments
+    of a generator by its name, such as `{"chain_sum": {"max_terms": 3}}`. With `tags` the question
+    ends with the request for an answer between <answer> and </answer>, and what the last of these
+    hold is the answer; otherwise all of the reply is.
 
     The reward is the verifier's score, from 0 to 1, and 0 for a reply without an answer, with one
     that the verifier cannot read, or that takes it more than a few seconds. Verifiers that evaluate
