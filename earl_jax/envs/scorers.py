@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores of a policy's answers by a library, in processes that may do nothing but compute."""
 
+import atexit
 import contextlib
 import json
 import queue
@@ -24,7 +25,7 @@ _NUM_PROCESSES = 2
 class Scorer:
     """Scores answers by one of `_scorer_child.SCORERS`, two at a time; threads may share it.
 
-    Its processes begin with the first answer, and end with this one.
+    Its processes begin with the first answer, and end with this one, however it ends.
     """
 
     def __init__(self, kind: str):
@@ -33,6 +34,12 @@ class Scorer:
         self._idle: queue.SimpleQueue[subprocess.Popen[str] | None] = queue.SimpleQueue()
         for _ in range(_NUM_PROCESSES):
             self._idle.put(None)
+        atexit.register(self._end_all)
+
+    def _end_all(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                _end(self._idle.get_nowait())
 
     def __call__(self, *arguments: Any) -> Any:
         """Returns the score; None where it took too long or too much memory, or ended its process.
