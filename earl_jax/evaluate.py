@@ -52,6 +52,7 @@ def evaluate_command(arguments: Sequence[str]) -> None:
     from earl_jax.loop import evaluate
     from earl_jax.run.build import with_held_out
     from earl_jax.run.workdir import read_newest
+    from earl_jax.telemetry.atomic import write_atomically
 
     lines: list[str] = []
     with end_together():
@@ -64,7 +65,7 @@ def evaluate_command(arguments: Sequence[str]) -> None:
     _show(flags, config, step, evaluation)
     if flags.episodes:
         # Behind what took long: this may fail.
-        flags.episodes.write_text("".join(f"{line}\n" for line in lines))
+        write_atomically(flags.episodes, "".join(f"{line}\n" for line in lines))
 
 
 def _show(

@@ -128,15 +128,21 @@ def test_what_is_no_description_of_a_tool_is_an_error(given, monkeypatch):
         ToolUse(tools=[f"{__name__}:Served"], row=SUM, reward=tools.exact)
 
 
-def test_an_error_of_httpx_is_an_outage_though_it_hides_its_reason():
-    class TransportError(Exception):
-        """As httpx has it."""
-
-    class ConnectError(TransportError):
-        pass
-
-    assert is_outage(ConnectError()) and is_outage(ExceptionGroup("", [ConnectError()]))
-    assert not is_outage(ValueError())
+@pytest.mark.parametrize(
+    ("module", "name", "outage"),
+    [
+        ("httpx", "NetworkError", True),
+        ("httpcore2", "TimeoutException", True),
+        ("httpx", "RemoteProtocolError", True),
+        # A call's mistake, such as an address without "http://", and another library's class.
+        ("httpx", "UnsupportedProtocol", False),
+        ("graphs", "NetworkError", False),
+    ],
+)
+def test_an_error_of_httpx_is_an_outage_though_it_hides_its_reason(module, name, outage):
+    base = type(name, (Exception,), {"__module__": module})
+    error = type("ConnectError", (base,), {"__module__": module})()
+    assert is_outage(error) == is_outage(ExceptionGroup("", [error])) == outage
 
 
 def test_a_call_is_answered_and_the_reply_without_one_is_paid():

@@ -17,8 +17,10 @@ from earl_jax.settings.named import find_named
 # A tool that raises one of these, or something because of one, is away: that was no mistake of the
 # policy's. Clients of HTTP raise errors of their own because of one.
 OUTAGES = (ConnectionError, TimeoutError, socket.gaierror)
-# Bases of what httpx and httpcore raise for these: they hide the error that was the reason.
-_OUTAGE_NAMES = frozenset(("TransportError", "NetworkError", "TimeoutException"))
+# Bases of what httpx and httpcore raise for these: they hide the error that was the reason. A
+# library of that name may have a number behind it.
+_HTTP_LIBRARIES = ("httpx", "httpcore")
+_HTTP_OUTAGES = frozenset(("NetworkError", "TimeoutException", "RemoteProtocolError"))
 _SETTING = "config.env.args.tools"
 _CALLABLE: Any = Callable
 # The descriptions of tools, by name and function.
@@ -191,8 +193,9 @@ def is_outage(error: BaseException | None) -> bool:
     """Returns True if this, what it was raised because of, or one of a group is in OUTAGES."""
     while error is not None:
         group = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-        names = {base.__name__ for base in type(error).__mro__}
-        if isinstance(error, OUTAGES) or names & _OUTAGE_NAMES or any(map(is_outage, group)):
+        bases = (base for base in type(error).__mro__ if base.__name__ in _HTTP_OUTAGES)
+        of_http = any(base.__module__.startswith(_HTTP_LIBRARIES) for base in bases)
+        if isinstance(error, OUTAGES) or of_http or any(map(is_outage, group)):
             return True
         hidden = error.__suppress_context__
         error = error.__cause__ or (None if hidden else error.__context__)
