@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from earl_jax.config import Config
-from earl_jax.config.resume import check_replayed
+from earl_jax.config.resume import replayed_parts
 from earl_jax.launch.agreement import check_same, open_shared_workdir
 from earl_jax.launch.cluster import Cluster, find_cluster
 from earl_jax.launch.layouts import across_in_words
@@ -96,7 +96,8 @@ def train(
 
     With `restart` the run begins again from step 0, and what was there is kept beside the workdir.
     With `replay` an asynchronous run decides by the events in that workdir, of a run of the same
-    config, and comes to the same parameters; the workdir is a new one.
+    config, and comes to the same parameters; the workdir is a new one. Where that run went on with
+    other settings, so does its replay.
     A rollout is given up then, and played again when the run goes on; a step behind its rollout is
     finished. Of several processes `stop` of one is enough: all stop after the same step.
 
@@ -109,6 +110,14 @@ def train(
     """
     cluster = find_cluster(0, config.distributed.timeout_s)
     check_same(cluster, config.as_dict())
+    if replay and not config.asynchrony.is_on:
+        raise InputError(
+            f"--replay={replay} ended as a synchronous run, without events; a run can be "
+            "replayed that was asynchronous from its first step to its last"
+        )
+    parts: list[tuple[Config, list[dict[str, Any]]]] = [(config, [])]
+    if replay:
+        parts = replayed_parts(read_events(replay, cluster.index), config)
     notes: list[str] = []
     with contextlib.ExitStack() as held:
 
@@ -120,15 +129,14 @@ def train(
             held.enter_context(locked(workdir))
 
         open_shared_workdir(cluster, workdir, open_and_lock)
-        if replay and not config.asynchrony.is_on:
-            raise InputError(
-                f"--replay={replay} ended as a synchronous run, without events; a run can be "
-                "replayed that was asynchronous from its first step to its last"
-            )
-        events = read_events(replay, cluster.index) if replay else ()
-        check_replayed(events, config)
         held.enter_context(named_where_removed(workdir))
-        return _train_in(workdir, cluster, config, stop, notes, events, replay)
+        end = RunEnd(evaluation={}, stopped="")
+        for part, events in parts:
+            end = _train_in(workdir, cluster, part, stop, notes, events, replay)
+            if end.stopped and not end.is_replayed:
+                break
+            notes = ["the run that is replayed went on with other settings here"]
+    return end
 
 
 def _train_in(

@@ -146,7 +146,8 @@ def test_process_that_is_killed_ends_the_run_which_goes_on_and_is_replayed(
     """SIGKILL behind the first checkpoint, between the third step and the last.
 
     Where processes take turns, live episodes stay open over the updates, which both make on the
-    same devices; its replay, of the events of both, ends with the same bits.
+    same devices; it goes on with another setting, and its replay, of the events of both, ends with
+    the same bits.
     """
     workdir, again, steps = tmp_path / "run", tmp_path / "again", 6
     file, given = tmp_path / "config.py", given_of(num_steps=steps, **changes)
@@ -163,7 +164,8 @@ def test_process_that_is_killed_ends_the_run_which_goes_on_and_is_replayed(
     assert ends[killed][0] == -9, "it was done before"
     status, _, errors = ends[1 - killed]
     assert status == 1 and f"process {killed} on" in errors and "has ended" in errors, errors
-    Command(cache, workdir, 2, config=file, **settings).done(500)
+    more = {"asynchrony.kv": "keep"} if changes else {}
+    Command(cache, workdir, 2, config=file, **settings, **more).done(500)
     # Rows of data=8, where processes take turns, lie where fsdp=8 has them.
     moved, players = (("publish",), (0, 1)) if changes else (("dispatch", "publish"), (0,))
     check_run(workdir, steps, moved=moved)
@@ -181,7 +183,8 @@ def test_process_that_is_killed_ends_the_run_which_goes_on_and_is_replayed(
         sums = {event["version"]: event["sum"] for event in events if event["event"] == "checksum"}
         assert list(sums) == list(range(steps)) and len(set(sums.values())) == steps
         return
-    in_processes(2, 4, again, workdir, num_steps=steps, **changes)
+    asynchrony = given["asynchrony"] | {"kv": "keep"}
+    in_processes(2, 4, again, workdir, num_steps=steps, asynchrony=asynchrony, **changes)
     for process in players:
         one, other = (events_file(each, process).read_text() for each in (workdir, again))
         assert one == other

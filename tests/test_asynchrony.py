@@ -20,7 +20,7 @@ import pytest
 
 from earl_jax import training
 from earl_jax.config import file as config_file
-from earl_jax.config.resume import check_replayed, replayed_settings
+from earl_jax.config.resume import replayed_parts, replayed_settings
 from earl_jax.config.train_flags import parse_flags, replayed_config
 from earl_jax.envs.environment import ENVIRONMENT_ERROR, ENVIRONMENT_TIMEOUT
 from earl_jax.envs.pool import EnvironmentPool
@@ -164,27 +164,53 @@ def test_a_run_keeps_the_bound_and_its_replay_is_the_same_bit_for_bit(
 OF_TWO_STEPS = {**given_of(staleness=1), "num_steps": 2}
 
 
-def test_a_run_that_went_on_with_other_settings_is_not_replayed():
-    """Its events are those of both, and its config is that of the last."""
-    config = make_config(OF_TWO_STEPS)
-    opened = [
-        {"event": "open", "version": step, "settings": json.loads(json.dumps(settings))}
-        for step, settings in enumerate([replayed_settings(config)] * 2)
-    ]
-    check_replayed([opened[0], {"event": "trained"}, opened[1]], config)
-    for change, what in [
-        ({"num_steps": 3}, "config.num_steps is 2 then, 3 at its end"),
-        (
-            {"asynchrony": OF_TWO_STEPS["asynchrony"] | {"kv": "keep"}},
-            "config.asynchrony.kv is 'recompute' then, 'keep' at its end",
-        ),
-    ]:
-        with pytest.raises(InputError, match=rf"{what} \(from step 1\)"):
-            check_replayed(opened, make_config(OF_TWO_STEPS | change))
-    with pytest.raises(InputError, match="events of a version that did not write its settings"):
-        check_replayed([opened[0], {"event": "open", "version": 1}], config)
-    # That which says nothing about what was played.
-    check_replayed(opened, make_config(OF_TWO_STEPS | {"checkpoint": {"every_steps": 7}}))
+def opened(version: int, config) -> dict:
+    settings = json.loads(json.dumps(replayed_settings(config)))
+    return {"event": "open", "version": version, "settings": settings}
+
+
+def test_a_replay_has_a_part_for_each_change_of_the_settings():
+    first, other = make_config(OF_TWO_STEPS), {"train": {"remat": "full"}}
+    kept = {"asynchrony": OF_TWO_STEPS["asynchrony"] | {"kv": "keep"}}
+    last = make_config(OF_TWO_STEPS | kept | other | {"num_steps": 3, "eval": {"games": 7}})
+    own, more = [opened(0, first), {"event": "trained"}, opened(1, first)], [opened(2, last)]
+    # What says nothing about what is played is that of its end.
+    begun = dataclasses.replace(first, eval=last.eval)
+    assert replayed_parts(own + more, last) == [(begun, own), (last, more)]
+    for events in ([{"event": "open", "version": 1}], [{**own[0], "settings": {"num_steps": 2}}]):
+        with pytest.raises(InputError, match="events of a version that wrote other settings"):
+            replayed_parts(events, first)
+
+
+@pytest.mark.slow
+def test_a_run_that_went_on_with_other_settings_is_replayed(tmp_path, monkeypatch, capsys):
+    """More steps, over which the learning rate falls; and then, in a rollout, another treatment."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    first, again = tmp_path / "run", tmp_path / "again"
+    falls = {"train": {"schedule": "linear"}}
+    given = given_of(staleness=1) | falls
+    train(make_config(given | {"num_steps": 2}), first)
+    looks = itertools.count()
+
+    def stop() -> str:
+        """Names a signal in the fourth step's rollout; the first look is between the steps."""
+        return "SIGTERM" * (len(steps_of(first)) == 3 and next(looks) > 0)
+
+    assert train(make_config(given | {"num_steps": 5}), first, stop).stopped
+    more = {"asynchrony": {"max_staleness": 2, "kv": "keep", "rule": "drop"}, "num_steps": 6}
+    train(make_config(given | more), first)
+    versions = [e["version"] for e in read_events(first) if e["event"] == "open"]
+    assert versions == [0, 2, 3]
+    flags, overrides = parse_flags([f"--replay={first}", f"--workdir={again}"])
+    config, workdir = replayed_config(first, flags, overrides)
+    capsys.readouterr()
+    end = train(config, workdir, replay=first)
+    assert not end.stopped
+    assert capsys.readouterr().out.count("went on with other settings here") == 2
+    assert (again / EVENTS).read_text() == (first / EVENTS).read_text()
+    rates = [[line["learning_rate"] for line in steps_of(run)] for run in (first, again)]
+    assert rates[0] == rates[1] and rates[0][1] < rates[0][2], "it fell to 0 over two steps first"
+    assert_equal(final_parameters(first, 6), final_parameters(again, 6))
 
 
 @pytest.fixture(scope="module")

@@ -210,13 +210,14 @@ def _without_idle(config: Config, given: Collection[str]) -> Config:
     ]:
         # One that takes its default may leave others without effect.
         for path, default in left:
-            config = _replaced(config, path.split("."), default)
+            config = with_setting(config, path.split("."), default)
     return config
 
 
-def _replaced(config: Any, names: Sequence[str], value: Any) -> Any:
+def with_setting(config: Any, names: Sequence[str], value: Any) -> Any:
+    """Returns the config with one value replaced; `names` are those of its path. Checks nothing."""
     name, *rest = names
-    value = _replaced(getattr(config, name), rest, value) if rest else value
+    value = with_setting(getattr(config, name), rest, value) if rest else value
     return dataclasses.replace(config, **{name: value})
 
 

@@ -3,11 +3,13 @@
 """The settings that may change when a run is resumed."""
 
 import dataclasses
-import json
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
+from earl_jax.config.config import Config
+from earl_jax.config.file import with_setting
+from earl_jax.rollout.staleness import AsynchronyConfig
 from earl_jax.settings.differences import differences
 from earl_jax.settings.errors import InputError
 
@@ -49,27 +51,40 @@ _REPLAYED = (
 )
 
 
-def replayed_settings(config: Any) -> dict[str, Any]:
-    """Returns the settings that may change in a run, and that a replay has to share with it."""
+def replayed_settings(config: Config) -> dict[str, Any]:
+    """Returns the settings that may change in a run, and that its replay takes from its events."""
     found = {name: operator.attrgetter(name)(config) for name in _REPLAYED}
     return found | {"asynchrony": dataclasses.asdict(config.asynchrony)}
 
 
-def check_replayed(events: Sequence[Mapping[str, Any]], config: Any) -> None:
-    """Raises InputError where the run of these events had other settings than at its end."""
-    own = json.loads(json.dumps(replayed_settings(config)))
-    for event in (each for each in events if each["event"] == "open"):
-        if "settings" not in event:
-            raise InputError(
-                "the run that is replayed has events of a version that did not write its settings "
-                "down; replay it with that version"
-            )
-        if lines := differences(event["settings"], own, "config", ("then", "at its end")):
-            raise InputError(
-                f"the run that is replayed went on with other settings: {'; '.join(lines)} (from "
-                f"step {event['version'] + 1}); a run can be replayed whose settings stayed the "
-                "same"
-            )
+def replayed_parts(
+    events: Iterable[dict[str, Any]], config: Config
+) -> list[tuple[Config, list[dict[str, Any]]]]:
+    """Returns the parts of a run between changes of its settings: the config and events of each.
+
+    `config` is that of its end. Raises InputError for events that do not say their settings.
+    """
+    parts: list[tuple[Config, list[dict[str, Any]]]] = []
+    settings: Any = {}
+    for event in events:
+        if event["event"] == "open" and event.get("settings") != settings:
+            settings = event.get("settings")
+            parts.append((_with_settings(config, settings), []))
+        parts[-1][1].append(event)
+    return parts
+
+
+def _with_settings(config: Config, settings: Any) -> Config:
+    if set(settings or ()) != set(_REPLAYED):
+        raise InputError(
+            "the run that is replayed has events of a version that wrote other settings down; "
+            "replay it with that version"
+        )
+    for name, value in settings.items():
+        if name == "asynchrony":
+            value = AsynchronyConfig(**value)
+        config = with_setting(config, name.split("."), value)
+    return config
 
 
 def changes(saved: dict[str, Any], given: dict[str, Any]) -> tuple[list[str], list[str]]:
