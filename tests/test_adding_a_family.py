@@ -34,7 +34,7 @@ from tests.support.references import REFERENCE, assert_equal_trees
 
 TULIP = Family(
     architecture="TulipForCausalLM",
-    layers={**_PLAIN, "attention_bias": True, "query_key_norm": True},
+    layers={**_PLAIN, "attention_bias": True, "query_key_norm": "head"},
     required={"hidden_act": "silu"},
     weights={
         **_WEIGHTS,

@@ -15,7 +15,7 @@ from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.dispatch.weights import publish
 from earl_jax.models.attention.folding import fold, part_length, unfold
 from earl_jax.models.attention.kernels import attend_rows, context_obstacle
-from earl_jax.models.config import LoraConfig, ModelConfig
+from earl_jax.models.config import LoraConfig, ModelConfig, RopeScaling
 from earl_jax.models.parameters import is_spec, unstack_layers
 from earl_jax.models.quantization import engine_shapes, engine_specs
 from earl_jax.run.build import build_run
@@ -177,14 +177,27 @@ GEMMA = ModelConfig(
     window_rope_theta=100.0,
     attention_softcap=2.0,
     final_softcap=3.0,
-    query_key_norm=True,
+    query_key_norm="head",
     post_norms=True,
     tie_embeddings=True,
     scale_embeddings=True,
     norm_from_one=True,
 )
+# Norms over all heads and behind alone, and a layer that does not rotate beside stretched ones.
+OLMO = ModelConfig(
+    **SIZES | {"num_layers": 3},
+    windows=(5, 9, 0),
+    rope_scaling=RopeScaling(
+        kind="yarn", factor=4.0, high_freq_factor=32.0, original_max_position=16
+    ),
+    no_rope_every=2,
+    query_key_norm="all",
+    pre_norms=False,
+    post_norms=True,
+)
 MODELS = {
     "gemma": GEMMA,
+    "olmo": OLMO,
     "mistral": ModelConfig(**SIZES, windows=(7,)),
     "mixture": ModelConfig(**SIZES, num_experts=4, experts_per_token=2, expert_ffn_size=16),
     "adapters": ModelConfig(**SIZES, attention_bias=True),
@@ -193,6 +206,7 @@ MODELS = {
 PLAIN = TrainConfig(logprob_chunk=2, max_grad_norm=1e9, remat="full")
 CONFIGS = {
     "gemma": PLAIN,
+    "olmo": PLAIN,
     "mistral": dataclasses.replace(PLAIN, remat="none", logprob_chunk=512),
     "mixture": dataclasses.replace(PLAIN, balance_coefficient=0.1, micro_batches=2),
     "adapters": dataclasses.replace(PLAIN, lora=LoraConfig(rank=2, alpha=12.0)),
@@ -265,6 +279,7 @@ def update(family: str, mesh: str) -> tuple[Any, dict[str, float]]:
     ("family", "mesh"),
     [
         pytest.param("gemma", "fsdp=2,context=2,tensor=2", marks=pytest.mark.slow),
+        pytest.param("olmo", "fsdp=2,context=2,tensor=2", marks=pytest.mark.slow),
         ("mistral", "data=2,context=2,tensor=2"),
         pytest.param("mixture", "fsdp=2,context=2,expert=2", marks=pytest.mark.slow),
         pytest.param("adapters", "fsdp=2,context=2,tensor=2", marks=pytest.mark.slow),

@@ -3,6 +3,7 @@
 """config.json: read in all spellings, refused where it would be computed wrongly, written back."""
 
 import dataclasses
+import math
 import shutil
 from pathlib import Path
 
@@ -34,12 +35,14 @@ def test_a_config_written_from_the_model_alone_describes_it(name):
 
 def test_layers_of_no_known_family_cannot_be_written():
     with pytest.raises(ValueError, match="attention_bias=True.*qwen2 has attention_bias=True"):
-        family_of(ModelConfig(attention_bias=True, query_key_norm=True))
+        family_of(ModelConfig(attention_bias=True, query_key_norm="head"))
     # `transformers` reads no Llama of such sizes, but a Qwen.
     odd = ModelConfig(width=100, num_heads=3, num_kv_heads=1)
     with pytest.raises(ValueError, match="width=100 is no multiple of num_heads=3.*LlamaFor"):
         family_of(odd)
-    assert family_of(dataclasses.replace(odd, query_key_norm=True)).architecture.startswith("Qwen3")
+    assert family_of(dataclasses.replace(odd, query_key_norm="head")).architecture.startswith(
+        "Qwen3"
+    )
 
 
 def test_how_a_family_computes_is_no_setting():
@@ -67,7 +70,18 @@ def test_how_a_family_computes_is_no_setting():
         ),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is None"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling .*'dynamic'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters .*'yarn'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters .*'longrope'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": None}}, "parameters.factor is None"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}},
+            "rope_parameters.truncate is False",
+        ),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers is .* each layer"),
+        (
+            {"model_type": "smollm3", "no_rope_layers": [0, 1]},
+            "no_rope_layers is .*only every n-th layer",
+        ),
+        ({"model_type": "smollm3", "use_sliding_window": True}, "use_sliding_window is True"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is None"),
         ({"rope_scaling": {"type": "linear", "factor": "x"}}, "rope_scaling.factor is 'x'"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; it must be an object"),
@@ -165,6 +179,41 @@ def test_rotary_settings_that_gemma_reads_otherwise_are_refused():
         read_settings(GEMMA3_1B | both)
     with pytest.raises(ValueError, match="rope_parameters is .* for each layer type"):
         read_settings(GEMMA3_1B | {"rope_parameters": {"rope_theta": 5e5}})
+
+
+QWEN_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+
+
+def test_yarn_is_read_as_qwen_and_olmo_publish_it():
+    settings = dict(checkpoint("qwen2").settings)
+    del settings["rope_parameters"]
+    model, _ = read_settings(settings | {"rope_theta": 1e6, "rope_scaling": QWEN_YARN})
+    assert (model.rope_theta, model.rope_scaling) == (
+        1e6,
+        RopeScaling(
+            kind="yarn",
+            factor=4.0,
+            low_freq_factor=1.0,
+            high_freq_factor=32.0,
+            original_max_position=32_768,
+        ),
+    )
+    assert model.rope_scaling.magnitude == pytest.approx(1 + 0.1 * math.log(4))
+    scales = {"mscale": 2.0, "mscale_all_dim": 1.0, "beta_fast": 16, "attention_factor": None}
+    scaling = read_settings(settings | {"rope_scaling": QWEN_YARN | scales})[0].rope_scaling
+    assert scaling.high_freq_factor == 16
+    assert scaling.magnitude == pytest.approx((1 + 0.2 * math.log(4)) / (1 + 0.1 * math.log(4)))
+    # OLMo 3 in its older spelling: layers with a window have the same base, not stretched.
+    settings = dict(checkpoint("olmo3").settings) | {"rope_theta": 500_000}
+    del settings["rope_parameters"]
+    scaling = {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.2079441541679836}
+    longest = {"original_max_position_embeddings": 8192, "beta_fast": 32.0, "beta_slow": 1.0}
+    model, _ = read_settings(settings | {"rope_scaling": scaling | longest})
+    assert (model.rope_theta, model.window_rope_theta) == (5e5, 5e5)
+    assert model.rope_scaling.magnitude == pytest.approx(1 + 0.1 * math.log(8))
+    assert model.windows == (16, 16, 16, 0)
+    plain, _ = read_settings(settings)
+    assert (plain.rope_scaling.factor, plain.window_rope_theta) == (1, 0)
 
 
 def test_llama3_stretches_from_the_longest_context_where_no_other_is_given():

@@ -14,7 +14,7 @@ import pytest
 
 from earl_jax.models.attention.kernels import Kernel
 from earl_jax.models.attention.rows import BLOCK_SIZE, Positions, _attend, attention
-from earl_jax.models.config import ModelConfig
+from earl_jax.models.config import ModelConfig, RopeScaling
 from earl_jax.models.decoder import (
     forward_chunk,
     forward_rows,
@@ -122,6 +122,30 @@ def test_rotary_is_a_turn_of_pairs(axes_between):
             index = (row, slice(None), *place)
             expected = rotate_by_hand(x[index], positions[row].tolist(), 100.0)
             np.testing.assert_allclose(out[index], expected, atol=3e-5)
+
+
+def test_yarn_keeps_fast_pairs_divides_slow_ones_and_lengthens():
+    """By hand: pair i of 4 turns 32 * 10 ** (-i / 4) / (2 pi) times over 32 positions.
+
+    32 times would be pair -4.25, below the first; once is pair 2.83, so that the third is the last.
+    """
+    scaling = RopeScaling(
+        kind="yarn",
+        factor=4.0,
+        low_freq_factor=1.0,
+        high_freq_factor=32.0,
+        original_max_position=32,
+    )
+    plain = 10.0 ** (-np.arange(4) / 4)
+    divided = np.array([0, 1 / 3, 2 / 3, 1])
+    expected = plain * (1 - divided) + plain / 4 * divided
+    np.testing.assert_allclose(rope_frequencies(8, 10.0, scaling), expected, rtol=1e-6)
+    x = jnp.ones((1, 2, 1, 8))
+    turned = rotate(x, jnp.arange(2)[None], rope_frequencies(8, 10.0, scaling), scaling.magnitude)
+    lengths = np.linalg.norm(turned, axis=-1)
+    np.testing.assert_allclose(lengths, (1 + 0.1 * math.log(4)) * math.sqrt(8), rtol=1e-6)
+    given = dataclasses.replace(scaling, attention_factor=1.5)
+    assert given.magnitude == 1.5 and dataclasses.replace(given, factor=1.0).magnitude == 1
 
 
 def attention_by_hand(query, key, value, may_look, *, scale, softcap=math.inf) -> np.ndarray:

@@ -32,7 +32,7 @@ DENSE = ModelConfig(
     head_size=8,
     ffn_size=48,
     windows=(4, 0),
-    query_key_norm=True,
+    query_key_norm="head",
     tie_embeddings=True,
     final_softcap=5.0,
 )
@@ -172,7 +172,7 @@ def test_parameters_of_another_model_are_refused():
     with pytest.raises(ValueError, match=r"\['head'\] is missing and should be \(32, 40\)"):
         Decoder(dataclasses.replace(DENSE, tie_embeddings=False), params)
     with pytest.raises(ValueError, match=r"\['layers'\]\['key_norm'\] is \(3, 8\)"):
-        Decoder(dataclasses.replace(DENSE, query_key_norm=False), params)
+        Decoder(dataclasses.replace(DENSE, query_key_norm=""), params)
     with pytest.raises(ValueError, match=r"\['down'\] is \(3, 48, 32\).*\(3, 50, 32\)"):
         Decoder(dataclasses.replace(DENSE, ffn_size=50), params)
     adapters = init_parameters(

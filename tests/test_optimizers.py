@@ -38,7 +38,7 @@ MODEL = ModelConfig(
     head_size=8,
     ffn_size=128,
     attention_bias=True,
-    query_key_norm=True,
+    query_key_norm="head",
 )
 VOCAB = 128
 CUBE = MeshShape(data=2, fsdp=2, tensor=2)

@@ -38,6 +38,10 @@ PUBLISHED = {
     "llama3.1-8b": (128_256, 8_030_261_248),
     "llama3.1-70b": (128_256, 70_553_706_496),
     "mistral-7b": (32_000, 7_241_732_096),
+    "mixtral-8x7b": (32_000, 46_702_792_704),
+    "olmo3-7b": (100_278, 7_298_011_136),
+    "olmo3-32b": (100_278, 32_233_522_176),
+    "smollm3-3b": (128_256, 3_075_098_624),
     "gemma3-1b": (262_144, 999_885_952),
     "gemma3-4b": (262_208, 3_880_263_168),
     "gemma3-12b": (262_208, 11_766_034_176),
@@ -50,6 +54,9 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
 }
 
@@ -85,6 +92,9 @@ SHRUNK = {
     "qwen3-30b-a3b": EXPERTS,
     "llama3.2-1b": {"ffn_size": 64},
     "mistral-7b": {"ffn_size": 64},
+    "mixtral-8x7b": EXPERTS,
+    "olmo3-7b": {"ffn_size": 64},
+    "smollm3-3b": {"ffn_size": 64},
     "gemma3-1b": {"ffn_size": 64},
 }
 

@@ -20,14 +20,24 @@ class RopeScaling:
     `kind` "linear": all waves turn `factor` times slower. "llama3": those longer than
     `original_max_position / low_freq_factor` tokens do, those shorter than
     `original_max_position / high_freq_factor` turn as before, and between the two the frequencies
-    are interpolated. `factor` 1 stretches nothing.
+    are interpolated. "yarn" (arXiv 2309.00071): the same two bounds (its beta_slow and beta_fast),
+    with an interpolation by the number of the pair, and queries and keys are `attention_factor`
+    times as long; 0 means 0.1 ln(`factor`) + 1. `factor` 1 stretches nothing.
     """
 
-    kind: Literal["llama3", "linear"] = "llama3"
+    kind: Literal["llama3", "linear", "yarn"] = "llama3"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    attention_factor: float = 0.0
+
+    @property
+    def magnitude(self) -> float:
+        """The length of rotated queries and keys, of 1 before."""
+        if self.kind != "yarn" or self.factor == 1:
+            return 1.0
+        return self.attention_factor or 0.1 * math.log(self.factor) + 1.0
 
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
@@ -44,6 +54,11 @@ class RopeScaling:
             raise InputError(
                 f"{path}.low_freq_factor is {self.low_freq_factor} and {path}.high_freq_factor is "
                 f"{self.high_freq_factor}; both must be positive, the second the larger"
+            )
+        if not 0 <= self.attention_factor < math.inf:
+            raise InputError(
+                f"{path}.attention_factor is {self.attention_factor}; it must be a positive "
+                "number, or 0 for 0.1 ln(factor) + 1"
             )
 
 
@@ -80,14 +95,17 @@ class ModelConfig:
     What a layer has:
 
     - `attention_bias`: biases in the projections of queries, keys and values.
-    - `query_key_norm`: queries and keys are normalised per head before they are rotated.
+    - `query_key_norm`: queries and keys are normalised before they are rotated, "head": each head,
+      "all": all heads at once.
     - `norm_from_one`: norms multiply by 1 + w, and w begins at 0; else by w, which begins at 1.
-    - `post_norms`: what attention and feed-forward add to the residual stream is normalised too.
+    - `pre_norms`, `post_norms`: what attention and feed-forward read is normalised, and what they
+      add to the residual stream.
     - `activation` of the gate of the feed-forward network.
     - `windows`: layer i looks back over `windows[i % len(windows)]` tokens, itself among them; 0
       means over all. Empty: every layer over all.
     - `window_rope_theta`: the rotary base of layers with a window, which are not stretched then; 0
       means that they rotate as the others.
+    - `no_rope_every`: every so many-th layer rotates nothing (NoPE, arXiv 2501.18795); 0: all do.
     - `query_pre_attn_scalar`: attention scores are divided by its square root; 0 means the size of
       a head.
     - `attention_softcap`, `final_softcap`: attention scores and logits x become c * tanh(x / c);
@@ -123,8 +141,9 @@ class ModelConfig:
     rope_scaling: RopeScaling = RopeScaling()
     windows: tuple[int, ...] = ()
     window_rope_theta: float = 0.0
+    no_rope_every: int = 0
     attention_bias: bool = False
-    query_key_norm: bool = False
+    query_key_norm: Literal["", "head", "all"] = ""
     query_pre_attn_scalar: int = 0
     attention_softcap: float = 0.0
     final_softcap: float = 0.0
@@ -134,6 +153,7 @@ class ModelConfig:
     normalize_expert_weights: bool = True
     norm_eps: float = 1e-6
     norm_from_one: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
     tie_embeddings: bool = False
@@ -156,6 +176,11 @@ class ModelConfig:
         """The window of each layer: with windows (4, 0) and three layers 4, 0, 4."""
         windows = self.windows or (0,)
         return tuple(windows[layer % len(windows)] for layer in range(self.num_layers))
+
+    @property
+    def layers_differ(self) -> bool:
+        """True where not all layers have the same window and rotation."""
+        return len(set(self.layer_windows)) > 1 or self.no_rope_every > 0
 
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""

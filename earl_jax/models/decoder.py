@@ -67,14 +67,15 @@ WITHOUT_END = 2**30
 def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
     """Root mean square normalisation (arXiv 1910.07467) in fp32, in the type of the input.
 
-    Over the last axis, whatever axes are before it.
+    Over the axes of the scale, which are the last ones, whatever axes are before them.
     """
+    axes = tuple(range(-scale_D.ndim, 0))
 
     @recompute_backward
     def normalised(x_BTD: jax.Array, scale_D: jax.Array) -> jax.Array:
         x32 = x_BTD.astype(jnp.float32)
-        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-        scale = jnp.expand_dims(scale_D.astype(jnp.float32), range(x32.ndim - 1))
+        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=axes, keepdims=True) + eps)
+        scale = jnp.expand_dims(scale_D.astype(jnp.float32), range(x32.ndim - scale_D.ndim))
         return (x32 * scale).astype(x_BTD.dtype)
 
     return normalised(x_BTD, scale_D)
@@ -89,20 +90,23 @@ def _norm(config: ModelConfig, x_BTD: jax.Array, weight_D: jax.Array) -> jax.Arr
 class LayerKind(NamedTuple):
     """The settings in which layers of one model may differ.
 
-    `window` is that of `attention`, `frequencies` those of `rotate`.
+    `window` is that of `attention`, `frequencies` and `magnitude` those of `rotate`.
     """
 
     window: Window
     frequencies: jax.Array
+    magnitude: float | jax.Array = 1.0
 
 
 def layer_kind(config: ModelConfig, index: int) -> LayerKind:
     """Returns the kind of layer `index`."""
     window = config.layer_windows[index] or None
+    if config.no_rope_every and (index + 1) % config.no_rope_every == 0:
+        return LayerKind(window, jnp.zeros(config.head_size // 2))
     if window and config.window_rope_theta:
         return LayerKind(window, rope_frequencies(config.head_size, config.window_rope_theta))
     frequencies = rope_frequencies(config.head_size, config.rope_theta, config.rope_scaling)
-    return LayerKind(window, frequencies)
+    return LayerKind(window, frequencies, config.rope_scaling.magnitude)
 
 
 def _windows_to_scan(config: ModelConfig) -> tuple[int, ...]:
@@ -111,13 +115,18 @@ def _windows_to_scan(config: ModelConfig) -> tuple[int, ...]:
 
 
 def _kinds_to_scan(config: ModelConfig) -> LayerKind | None:
-    """Returns the kinds of all layers, stacked; None where all are alike."""
-    if len(set(config.layer_windows)) == 1:
+    """Returns the kinds of all layers, stacked; None where all are alike.
+
+    A window that all share is not in it, so that kernels know it.
+    """
+    if not config.layers_differ:
         return None
+    is_one_window = len(set(config.layer_windows)) == 1
     kinds = [layer_kind(config, index) for index in range(config.num_layers)]
     return LayerKind(
-        jnp.array(_windows_to_scan(config), jnp.int32),
+        None if is_one_window else jnp.array(_windows_to_scan(config), jnp.int32),
         jnp.stack([kind.frequencies for kind in kinds]),
+        jnp.array([kind.magnitude for kind in kinds], jnp.float32),
     )
 
 
@@ -143,10 +152,11 @@ def _attention_half(
     parts: Parts,
 ) -> jax.Array:
     """Returns what attention adds to the residual stream."""
-    normed_BTD = _norm(config, x_BTD, layer["attention_norm"])
-    query_BTKGH = parts.project("BTD,DKGH->BTKGH", normed_BTD, layer["query"])
-    key_BTKH = parts.project("BTD,DKH->BTKH", normed_BTD, layer["key"])
-    value_BTKH = parts.project("BTD,DKH->BTKH", normed_BTD, layer["value"])
+    if config.pre_norms:
+        x_BTD = _norm(config, x_BTD, layer["attention_norm"])
+    query_BTKGH = parts.project("BTD,DKGH->BTKGH", x_BTD, layer["query"])
+    key_BTKH = parts.project("BTD,DKH->BTKH", x_BTD, layer["key"])
+    value_BTKH = parts.project("BTD,DKH->BTKH", x_BTD, layer["value"])
     if config.attention_bias:
         query_BTKGH += layer["query_bias"][None, None]
         key_BTKH += layer["key_bias"][None, None]
@@ -154,8 +164,8 @@ def _attention_half(
     if config.query_key_norm:
         query_BTKGH = _norm(config, query_BTKGH, layer["query_norm"])
         key_BTKH = _norm(config, key_BTKH, layer["key_norm"])
-    query_BTKGH = rotate(query_BTKGH, positions_BT, kind.frequencies)
-    key_BTKH = rotate(key_BTKH, positions_BT, kind.frequencies)
+    query_BTKGH = rotate(query_BTKGH, positions_BT, kind.frequencies, kind.magnitude)
+    key_BTKH = rotate(key_BTKH, positions_BT, kind.frequencies, kind.magnitude)
     mixed_BTKGH = parts.attend(query_BTKGH, key_BTKH, value_BTKH)
     added_BTD = parts.project("BTKGH,KGHD->BTD", mixed_BTKGH, layer["out"])
     return (
@@ -167,12 +177,13 @@ def _feed_forward_half(
     config: ModelConfig, layer: Any, x_BTD: jax.Array, parts: Parts
 ) -> jax.Array:
     """Returns what the feed-forward network or the experts add to the residual stream."""
-    normed_BTD = _norm(config, x_BTD, layer["ffn_norm"])
+    if config.pre_norms:
+        x_BTD = _norm(config, x_BTD, layer["ffn_norm"])
     if config.num_experts:
-        added_BTD = parts.mix_experts(layer, normed_BTD)
+        added_BTD = parts.mix_experts(layer, x_BTD)
     else:
-        gate_BTF = parts.project("BTD,DF->BTF", normed_BTD, layer["gate"])
-        up_BTF = parts.project("BTD,DF->BTF", normed_BTD, layer["up"])
+        gate_BTF = parts.project("BTD,DF->BTF", x_BTD, layer["gate"])
+        up_BTF = parts.project("BTD,DF->BTF", x_BTD, layer["up"])
         hidden_BTF = gated(config.activation, gate_BTF, up_BTF)
         added_BTD = parts.project("BTF,FD->BTD", hidden_BTF, layer["down"])
     return _norm(config, added_BTD, layer["post_ffn_norm"]) if config.post_norms else added_BTD
@@ -239,7 +250,10 @@ def forward_rows_routed(
     def block(x_BTD: jax.Array, xs: tuple[Any, LayerKind | None]) -> tuple[jax.Array, Any]:
         layer, kind = xs
         routing = None
-        kind = layer_kind(config, 0) if kind is None else kind
+        if kind is None:
+            kind = layer_kind(config, 0)
+        elif kind.window is None:
+            kind = kind._replace(window=layer_kind(config, 0).window)
 
         def attend(query_BTKGH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Array) -> jax.Array:
             return attend_rows(

@@ -62,12 +62,10 @@ def parameter_specs(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
         # Embeddings of deviation 1/sqrt(width) are rescaled to unit size by the first norm.
         "embed": spec("VD", "D"),
         "layers": {
-            "attention_norm": norm("LD"),
             "query": spec("LDKGH", "D"),
             "key": spec("LDKH", "D"),
             "value": spec("LDKH", "D"),
             "out": spec("LKGHD", "KGH", residual),
-            "ffn_norm": norm("LD"),
         },
         "final_norm": norm("D"),
     }
@@ -89,7 +87,10 @@ def parameter_specs(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
             bias = dataclasses.replace(spec(axes), constant=0.0)
             specs["layers"][f"{name}_bias"] = bias
     if config.query_key_norm:
-        specs["layers"] |= {"query_norm": norm("LH"), "key_norm": norm("LH")}
+        heads = {"head": ("LH", "LH"), "all": ("LKGH", "LKH")}[config.query_key_norm]
+        specs["layers"] |= {"query_norm": norm(heads[0]), "key_norm": norm(heads[1])}
+    if config.pre_norms:
+        specs["layers"] |= {"attention_norm": norm("LD"), "ffn_norm": norm("LD")}
     if config.post_norms:
         specs["layers"] |= {"post_attention_norm": norm("LD"), "post_ffn_norm": norm("LD")}
     if not config.tie_embeddings:

@@ -40,7 +40,7 @@ def _experts(number: int, per_token: int, ffn_size: int) -> dict[str, Any]:
 
 
 _QWEN2: Mapping[str, Any] = {"rope_theta": 1e6, "attention_bias": True}
-_QWEN3: Mapping[str, Any] = {"rope_theta": 1e6, "query_key_norm": True}
+_QWEN3: Mapping[str, Any] = {"rope_theta": 1e6, "query_key_norm": "head"}
 _LLAMA3: Mapping[str, Any] = {
     "rope_theta": 5e5,
     "norm_eps": 1e-5,
@@ -56,7 +56,7 @@ _GEMMA3: Mapping[str, Any] = {
     "rope_scaling": RopeScaling(kind="linear", factor=8.0),
     "windows": (1024,) * 5 + (0,),
     "window_rope_theta": 1e4,
-    "query_key_norm": True,
+    "query_key_norm": "head",
     "norm_from_one": True,
     "post_norms": True,
     "activation": "gelu_tanh",
@@ -67,6 +67,18 @@ _GEMMA3_1B: Mapping[str, Any] = {
     **_GEMMA3,
     "rope_scaling": RopeScaling(),
     "windows": (512,) * 5 + (0,),
+}
+
+_OLMO3: Mapping[str, Any] = {
+    "rope_theta": 5e5,
+    "rope_scaling": RopeScaling(
+        kind="yarn", factor=8.0, high_freq_factor=32.0, attention_factor=1.2079441541679836
+    ),
+    "windows": (4096,) * 3 + (0,),
+    "window_rope_theta": 5e5,
+    "query_key_norm": "all",
+    "pre_norms": False,
+    "post_norms": True,
 }
 
 PRESETS: Mapping[str, ModelConfig] = {
@@ -91,6 +103,14 @@ PRESETS: Mapping[str, ModelConfig] = {
     "llama3.1-70b": _config(80, 8192, (64, 8, 128), 28672, **_LLAMA3),
     # Version 0.1, the one with a window.
     "mistral-7b": _config(32, 4096, (32, 8, 128), 14336, norm_eps=1e-5, windows=(4096,)),
+    "mixtral-8x7b": _config(
+        32, 4096, (32, 8, 128), 14336, rope_theta=1e6, norm_eps=1e-5, **_experts(8, 2, 14336)
+    ),
+    "olmo3-7b": _config(32, 4096, (32, 32, 128), 11008, **_OLMO3),
+    "olmo3-32b": _config(64, 5120, (40, 8, 128), 27648, **_OLMO3),
+    "smollm3-3b": _config(
+        36, 2048, (16, 4, 128), 11008, rope_theta=5e6, no_rope_every=4, tie_embeddings=True
+    ),
     "gemma3-1b": _config(26, 1152, (4, 1, 256), 6912, **_GEMMA3_1B),
     "gemma3-4b": _config(34, 2560, (8, 4, 256), 10240, **_GEMMA3),
     "gemma3-12b": _config(48, 3840, (16, 8, 256), 15360, **_GEMMA3),
@@ -107,6 +127,9 @@ VOCAB_SIZES: Mapping[str, int] = {
     "qwen3-": 151_936,
     "llama3.": 128_256,
     "mistral-7b": 32_000,
+    "mixtral-": 32_000,
+    "olmo3-": 100_278,
+    "smollm3-": 128_256,
     "gemma3-1b": 262_144,
     "gemma3-": 262_208,
 }

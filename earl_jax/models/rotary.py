@@ -22,21 +22,51 @@ def rope_frequencies(
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
+    if scaling.kind == "yarn":
+        kept = 1 - _ramp(half, *_yarn_pairs(half, theta, scaling))
+        return kept * frequencies + (1 - kept) * frequencies / scaling.factor
     turns = scaling.original_max_position * frequencies / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
     kept = jnp.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
     return kept * frequencies + (1 - kept) * frequencies / scaling.factor
 
 
-def rotate(x_BTAH: jax.Array, positions_BT: jax.Array, frequencies: jax.Array) -> jax.Array:
+def _yarn_pairs(half: int, theta: float, scaling: RopeScaling) -> tuple[int, int]:
+    """Returns the pair up to which YaRN keeps frequencies, and the one from which it divides them.
+
+    Pair i turns `original_max_position * theta ** (-i / half) / (2 pi)` times.
+    """
+
+    def pair_that_turns(times: float) -> float:
+        waves = scaling.original_max_position / (times * 2 * math.pi)
+        return half * math.log(waves) / math.log(theta)
+
+    first = max(math.floor(pair_that_turns(scaling.high_freq_factor)), 0)
+    last = min(math.ceil(pair_that_turns(scaling.low_freq_factor)), 2 * half - 1)
+    return first, last
+
+
+def _ramp(size: int, first: int, last: int) -> jax.Array:
+    """Returns f32[size] that rises from 0 at `first` to 1 at `last`."""
+    # Equal ends are one step, as in `transformers`.
+    width = last - first or 0.001
+    return jnp.clip((jnp.arange(size, dtype=jnp.float32) - first) / width, 0.0, 1.0)
+
+
+def rotate(
+    x_BTAH: jax.Array,
+    positions_BT: jax.Array,
+    frequencies: jax.Array,
+    magnitude: float | jax.Array = 1.0,
+) -> jax.Array:
     """Turns pair i of each head by its position times `frequencies[i]`, in fp32.
 
-    `x_BTAH` may have any number of axes between T and H.
+    The result is `magnitude` times as long. `x_BTAH` may have any number of axes between T and H.
     """
     angles = positions_BT.astype(jnp.float32)[..., None] * frequencies[None, None, :]
     between = (1,) * (x_BTAH.ndim - 3)
     angles = angles.reshape(*positions_BT.shape, *between, frequencies.size)
     first, second = jnp.split(x_BTAH.astype(jnp.float32), 2, axis=-1)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_BTAH.dtype)

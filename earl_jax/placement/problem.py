@@ -96,6 +96,7 @@ def model_sizes(
         experts_per_token=model.experts_per_token if is_mixture else 1,
         vocab_size=vocab_size,
         windows=model.layer_windows,
+        layers_differ=model.layers_differ,
         compute_bytes=jnp.dtype(model.compute_dtype).itemsize,
         engine_bytes=jnp.dtype(engine_dtype).itemsize,
         engine=_parameters(engine_shapes(engine, engine_dtype), engine),

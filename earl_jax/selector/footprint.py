@@ -48,7 +48,8 @@ class ModelSizes:
     a teacher, `critic` a value network that is updated too, `average` the moving average of
     `trained` (both fp32). `teacher` are the sizes of a reference that is another model.
     `ffn_size` is that of one expert where `num_experts` is not 0.
-    `windows` has a number for each layer, 0 for full attention. `compute_bytes` are those of a
+    `windows` has a number for each layer, 0 for full attention. Where `layers_differ`, each layer
+    has its own rotation (`ModelConfig.layers_differ`). `compute_bytes` are those of a
     number in the trainer's products, `engine_bytes` in the engine's and its cache.
     """
 
@@ -73,6 +74,7 @@ class ModelSizes:
     critic: tuple[Parameter, ...] = ()
     average: tuple[Parameter, ...] = ()
     teacher: "ModelSizes | None" = None
+    layers_differ: bool = False
 
     @property
     def is_tied(self) -> bool:
@@ -370,7 +372,7 @@ def kept_width(sizes: ModelSizes, mesh: MeshShape, length: int, remat: Remat, pl
             inside = sizes.experts_per_token * mesh.expert * (inside + sizes.width)
         return width + inside
     # Queries, keys, values, and attention's result.
-    width = 2 * (1 + 1) * sizes.width + 2 * heads + 2 * kv_heads
+    width = 2 * (1 + ("ffn_norm" in names)) * sizes.width + 2 * heads + 2 * kv_heads
     # Attention's weights in fp32 and in the compute type; or a kernel's result.
     weights = (fp32 + 1) * sizes.num_heads // mesh.tensor * length
     width += weights if length <= BLOCK_TOKENS else heads
@@ -378,7 +380,7 @@ def kept_width(sizes: ModelSizes, mesh: MeshShape, length: int, remat: Remat, pl
         width += 2 * sizes.width
     if "query_norm" in names:
         width += heads + kv_heads
-    if len(set(sizes.windows)) > 1:
+    if sizes.layers_differ:
         # Sines and cosines of each layer, for queries and for keys.
         width += 2 * fp32 * sizes.head_size
     inside = 3 * sizes.ffn_size // mesh.tensor

@@ -2,15 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the folders beside it: small random models, and what `transformers` computes with them.
 
-    uv venv --python 3.11 torchenv
-    uv pip install --python torchenv/bin/python torch transformers==5.23.0 open-spiel jinja2
-    PYTHONPATH=. torchenv/bin/python tests/reference/make_reference.py
+    PYTHONPATH=. uv run --with torch python tests/reference/make_reference.py [NAME ...]
 
 Each folder is a checkpoint as `save_pretrained` writes it, and `reference.npz`: `tokens` i32[2, 48]
 with their `logits` f32[2, 48, V], and `prompt` i32[8] with its greedy `continuation` i32[64]. All
-in fp32 arithmetic, from the weights as they are stored. Made with torch 2.13.0 (CPU),
-2026-11. `transformers` reads Gemma 3's attn_logit_softcapping and computes nothing with it; here
-its own attention is told to.
+in fp32 arithmetic, from the weights as they are stored. Made with transformers 5.23.0 and torch
+2.13.0 (mixtral, olmo2, olmo3 and smollm3: 2.15.0) on CPU, 2026-11. `transformers` reads Gemma 3's
+attn_logit_softcapping and computes nothing with it; here its own attention is told to.
 """
 
 import shutil
@@ -24,10 +22,14 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 from earl_jax.config import Config
@@ -60,6 +62,13 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+# Of the four pairs one is kept, one is divided, and two are between them.
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 THETA = {"rope_type": "default", "rope_theta": 1_000_000.0}
 # A third of the tokens, and less than a quarter of the prompt with its continuation.
 WINDOW = 16
@@ -79,6 +88,15 @@ GEMMA3 = {
     },
 }
 
+OLMO3 = {
+    "num_hidden_layers": 4,
+    "sliding_window": WINDOW,
+    "rope_parameters": {
+        "full_attention": YARN | {"attention_factor": 1.2},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
+SMOLLM3 = {"num_hidden_layers": 3, "no_rope_layer_interval": 2}
 EXPERTS = {
     "head_dim": 16,
     "num_experts": 8,
@@ -143,6 +161,36 @@ MODELS: dict[str, tuple[PreTrainedConfig, torch.dtype, str]] = {
         torch.bfloat16,
         "1GB",
     ),
+    "mixtral": (
+        MixtralConfig(**SIZES, num_local_experts=4, rope_parameters=THETA),
+        torch.bfloat16,
+        "1GB",
+    ),
+    "mixtral_tied": (
+        MixtralConfig(
+            **SIZES | {"num_hidden_layers": 1},
+            num_local_experts=4,
+            num_experts_per_tok=3,
+            sliding_window=WINDOW,
+            tie_word_embeddings=True,
+        ),
+        torch.float32,
+        "1GB",
+    ),
+    "olmo2": (Olmo2Config(**SIZES, rope_parameters=YARN), torch.float32, "1GB"),
+    "olmo2_tied": (Olmo2Config(**SIZES, tie_word_embeddings=True), torch.bfloat16, "1GB"),
+    "olmo3": (Olmo3Config(**SIZES | OLMO3), torch.float32, "1GB"),
+    "olmo3_tied": (
+        Olmo3Config(**SIZES | OLMO3, tie_word_embeddings=True),
+        torch.bfloat16,
+        "1GB",
+    ),
+    "smollm3": (
+        SmolLM3Config(**SIZES | SMOLLM3, tie_word_embeddings=False, rope_parameters=YARN),
+        torch.float32,
+        "1GB",
+    ),
+    "smollm3_tied": (SmolLM3Config(**SIZES | SMOLLM3), torch.bfloat16, "1GB"),
     "qwen2_window": (
         Qwen2Config(
             **SIZES | {"num_hidden_layers": 3},

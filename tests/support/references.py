@@ -17,7 +17,18 @@ REFERENCE = ROOT / "tests/reference"
 CHECKPOINT = REFERENCE / "qwen2_tied"
 NAMES = sorted(path.name for path in REFERENCE.iterdir() if (path / "config.json").is_file())
 # One of each kind of layers.
-KINDS = ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma3"]
+KINDS = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "olmo3",
+    "smollm3",
+    "gemma3",
+]
 
 
 @functools.cache

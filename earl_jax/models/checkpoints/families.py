@@ -74,6 +74,20 @@ _EXPERTS: Mapping[str, Weight] = {
 }
 
 
+_MIXTRAL_EXPERTS: Mapping[str, Weight] = {
+    "layers.router": Weight("model.layers.{layer}.block_sparse_moe.gate.weight", "X D"),
+    "layers.expert_gate": Weight(
+        "model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight", "F D"
+    ),
+    "layers.expert_up": Weight(
+        "model.layers.{layer}.block_sparse_moe.experts.{expert}.w3.weight", "F D"
+    ),
+    "layers.expert_down": Weight(
+        "model.layers.{layer}.block_sparse_moe.experts.{expert}.w2.weight", "D F"
+    ),
+}
+
+
 # What Llama calls the norm after attention stands before the feed-forward network.
 _GEMMA3_NORMS: Mapping[str, Weight] = {
     "layers.post_attention_norm": Weight(
@@ -81,6 +95,19 @@ _GEMMA3_NORMS: Mapping[str, Weight] = {
     ),
     "layers.ffn_norm": Weight("model.layers.{layer}.pre_feedforward_layernorm.weight", "D"),
     "layers.post_ffn_norm": Weight("model.layers.{layer}.post_feedforward_layernorm.weight", "D"),
+}
+
+
+_OLMO_NORMS: Mapping[str, Weight] = {
+    "layers.query_norm": Weight("model.layers.{layer}.self_attn.q_norm.weight", "KGH"),
+    "layers.key_norm": Weight("model.layers.{layer}.self_attn.k_norm.weight", "KH"),
+    "layers.post_attention_norm": _GEMMA3_NORMS["layers.post_attention_norm"],
+    "layers.post_ffn_norm": _GEMMA3_NORMS["layers.post_ffn_norm"],
+}
+_EXPERT_KEYS: Mapping[str, str] = {
+    "num_experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "expert_ffn_size": "moe_intermediate_size",
 }
 
 
@@ -95,6 +122,8 @@ class Family:
     `windows` selects the layers with a sliding window: "none"; "all", where there is a
     sliding_window; "by_flag", those from max_window_layers where use_sliding_window; "by_pattern",
     all but every sliding_window_pattern-th. With the last two layer_types may say otherwise.
+    `window_rope_key` has the rotary base of these layers in an older config.json; "": that of all.
+    `expert_keys` are the keys of settings of experts, which a family without them never reads.
     Where `width_by_heads`, `transformers` reads only models whose heads divide their width.
     """
 
@@ -103,18 +132,22 @@ class Family:
     required: Mapping[str, Any]
     weights: Mapping[str, Weight]
     windows: Literal["none", "all", "by_flag", "by_pattern"] = "none"
+    window_rope_key: str = ""
+    expert_keys: Mapping[str, str] = dataclasses.field(default_factory=lambda: _EXPERT_KEYS)
     width_by_heads: bool = False
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 _PLAIN: Mapping[str, Any] = {
     "attention_bias": False,
-    "query_key_norm": False,
+    "query_key_norm": "",
     "norm_from_one": False,
+    "pre_norms": True,
     "post_norms": False,
     "scale_embeddings": False,
     "activation": "silu",
     "window_rope_theta": 0.0,
+    "no_rope_every": 0,
     "query_pre_attn_scalar": 0,
     "attention_softcap": 0.0,
     "final_softcap": 0.0,
@@ -123,6 +156,17 @@ _PLAIN: Mapping[str, Any] = {
 _SILU = {"hidden_act": "silu"}
 # A bias of these would be one of the output projection too.
 _NO_BIAS = {"attention_bias": False}
+_OLMO2: Mapping[str, Any] = {
+    **_PLAIN,
+    "query_key_norm": "all",
+    "pre_norms": False,
+    "post_norms": True,
+}
+
+
+def _without(settings: Mapping[str, Any], *fields: str) -> dict[str, Any]:
+    return {field: value for field, value in settings.items() if field not in fields}
+
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(
@@ -150,7 +194,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "qwen3": Family(
         architecture="Qwen3ForCausalLM",
-        layers={**_PLAIN, "query_key_norm": True},
+        layers={**_PLAIN, "query_key_norm": "head"},
         required=_SILU | _NO_BIAS,
         weights={**_WEIGHTS, **_NORMS},
         windows="by_flag",
@@ -159,8 +203,8 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": Family(
         architecture="Qwen3MoeForCausalLM",
         layers={
-            **{field: value for field, value in _PLAIN.items() if field != "num_experts"},
-            "query_key_norm": True,
+            **_without(_PLAIN, "num_experts"),
+            "query_key_norm": "head",
         },
         required=_SILU
         | _NO_BIAS
@@ -169,13 +213,64 @@ FAMILIES: Mapping[str, Family] = {
         weights={**_WEIGHTS, **_NORMS, **_EXPERTS},
         defaults={"num_key_value_heads": 4, "norm_topk_prob": False},
     ),
+    "mixtral": Family(
+        architecture="MixtralForCausalLM",
+        layers={**_without(_PLAIN, "num_experts"), "normalize_expert_weights": True},
+        required=_SILU,
+        weights={**_WEIGHTS, **_MIXTRAL_EXPERTS},
+        windows="all",
+        expert_keys={
+            "num_experts": "num_local_experts",
+            "experts_per_token": "num_experts_per_tok",
+            "expert_ffn_size": "intermediate_size",
+        },
+        defaults={"num_key_value_heads": 8, "sliding_window": None, "rms_norm_eps": 1e-5},
+    ),
+    "olmo2": Family(
+        architecture="Olmo2ForCausalLM",
+        layers=_OLMO2,
+        required=_SILU | _NO_BIAS,
+        weights={**_without(_WEIGHTS, "layers.attention_norm", "layers.ffn_norm"), **_OLMO_NORMS},
+        width_by_heads=True,
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    "olmo3": Family(
+        architecture="Olmo3ForCausalLM",
+        layers=_without(_OLMO2, "window_rope_theta"),
+        required=_SILU | _NO_BIAS,
+        weights={**_without(_WEIGHTS, "layers.attention_norm", "layers.ffn_norm"), **_OLMO_NORMS},
+        windows="by_pattern",
+        window_rope_key="rope_theta",
+        width_by_heads=True,
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+        },
+    ),
+    "smollm3": Family(
+        architecture="SmolLM3ForCausalLM",
+        layers=_without(_PLAIN, "no_rope_every"),
+        required=_SILU | _NO_BIAS | {"mlp_bias": False, "use_sliding_window": False},
+        weights=_WEIGHTS,
+        width_by_heads=True,
+        defaults={
+            "num_key_value_heads": 4,
+            "no_rope_layer_interval": 4,
+            "rope_theta": 2_000_000.0,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gemma3_text": Family(
         architecture="Gemma3ForCausalLM",
         layers={
             "attention_bias": False,
-            "query_key_norm": True,
+            "query_key_norm": "head",
             "norm_from_one": True,
+            "pre_norms": True,
             "post_norms": True,
+            "no_rope_every": 0,
             "scale_embeddings": True,
             "activation": "gelu_tanh",
             "num_experts": 0,
@@ -184,6 +279,7 @@ FAMILIES: Mapping[str, Family] = {
         | {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False},
         weights={**_WEIGHTS, **_NORMS, **_GEMMA3_NORMS},
         windows="by_pattern",
+        window_rope_key="rope_local_base_freq",
         width_by_heads=True,
         defaults={
             "head_dim": 256,
@@ -252,7 +348,7 @@ def _has_windows(family: Family, model: ModelConfig) -> bool:
 def _particular(family: Family) -> list[str]:
     """Returns the features of a family beyond plain layers, in words."""
     words = [
-        f"{field}={value!r}" for field, value in family.layers.items() if value != _PLAIN[field]
+        f"{field}={value!r}" for field, value in family.layers.items() if value != _PLAIN.get(field)
     ]
     free = [f"any {field}" for field in _PLAIN if field not in family.layers]
     windows = {"none": "no windows", "all": "windows in all layers"}

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """config.json of `transformers` <-> ModelConfig, in its older and newer spellings."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,11 +19,6 @@ _KINDS = _SLIDING, _FULL = "sliding_attention", "full_attention"
 _SOFTCAPS = {
     "attention_softcap": "attn_logit_softcapping",
     "final_softcap": "final_logit_softcapping",
-}
-_EXPERTS = {
-    "num_experts": "num_experts",
-    "experts_per_token": "num_experts_per_tok",
-    "expert_ffn_size": "moe_intermediate_size",
 }
 
 
@@ -41,23 +37,12 @@ def read_settings(settings: Mapping[str, Any]) -> tuple[ModelConfig, int]:
     head_size = family.defaults.get("head_dim") or width // heads
     if settings.get("head_dim") is not None:
         head_size = _size(settings, "head_dim")
-    layers = dict(family.layers)
     windows = _read_windows(settings, family)
     theta, scaling, window_theta = _read_rope(settings, family)
     window_theta = window_theta if windows else 0.0
+    layers = _read_layers(settings, family, head_size)
     if layers.setdefault("window_rope_theta", window_theta) != window_theta:
         raise InputError("layers with a window cannot rotate otherwise in this model_type")
-    if "query_pre_attn_scalar" not in layers:
-        scalar = _size(settings, "query_pre_attn_scalar")
-        layers["query_pre_attn_scalar"] = 0 if scalar == head_size else scalar
-    for field, key in _SOFTCAPS.items():
-        if field not in layers:
-            layers[field] = float(settings.get(key) or 0.0)
-    if "num_experts" not in layers:
-        # `transformers` 5 writes the second name of it, and reads both.
-        settings = {"num_experts": settings.get("num_local_experts"), **settings}
-        layers |= {field: _size(settings, key) for field, key in _EXPERTS.items()}
-        layers["normalize_expert_weights"] = _flag(settings, "norm_topk_prob")
     model = ModelConfig(
         num_layers=_size(settings, "num_hidden_layers"),
         width=width,
@@ -76,6 +61,26 @@ def read_settings(settings: Mapping[str, Any]) -> tuple[ModelConfig, int]:
     )
     model.validate()
     return model, _size(settings, "vocab_size")
+
+
+def _read_layers(settings: Mapping[str, Any], family: Family, head_size: int) -> dict[str, Any]:
+    """Returns what the family's layers have, and what of it the file says."""
+    layers = dict(family.layers)
+    if "query_pre_attn_scalar" not in layers:
+        scalar = _size(settings, "query_pre_attn_scalar")
+        layers["query_pre_attn_scalar"] = 0 if scalar == head_size else scalar
+    for field, key in _SOFTCAPS.items():
+        if field not in layers:
+            layers[field] = float(settings.get(key) or 0.0)
+    if "num_experts" not in layers:
+        # `transformers` 5 writes the second name of it, and reads both.
+        settings = {"num_experts": settings.get("num_local_experts"), **settings}
+        layers |= {field: _size(settings, key) for field, key in family.expert_keys.items()}
+        if "normalize_expert_weights" not in layers:
+            layers["normalize_expert_weights"] = _flag(settings, "norm_topk_prob")
+    if "no_rope_every" not in layers:
+        layers["no_rope_every"] = _read_no_rope(settings)
+    return layers
 
 
 def _size(settings: Mapping[str, Any], key: str, least: int = 1) -> int:
@@ -140,6 +145,24 @@ def _usual_kinds(settings: Mapping[str, Any], family: Family, num_layers: int) -
     return [_FULL] * num_layers
 
 
+def _read_no_rope(settings: Mapping[str, Any]) -> int:
+    """Returns ModelConfig.no_rope_every: no_rope_layers has 0 for a layer that does not rotate."""
+    num_layers = _size(settings, "num_hidden_layers")
+    flags = settings.get("no_rope_layers")
+    if flags is None:
+        return _size(settings, "no_rope_layer_interval")
+    if not isinstance(flags, list) or len(flags) < num_layers:
+        raise InputError(f"no_rope_layers is {flags!r}; it must have a flag for each layer")
+    flags = [bool(flag) for flag in flags[:num_layers]]
+    every = flags.index(False) + 1 if False in flags else 0
+    if flags != [not every or bool((i + 1) % every) for i in range(num_layers)]:
+        raise InputError(
+            f"no_rope_layers is {settings['no_rope_layers']!r}; only every n-th layer can be "
+            "without rotation"
+        )
+    return every
+
+
 def _read_rope(settings: Mapping[str, Any], family: Family) -> tuple[float, RopeScaling, float]:
     """Returns ModelConfig's rope_theta, rope_scaling, window_rope_theta.
 
@@ -148,7 +171,7 @@ def _read_rope(settings: Mapping[str, Any], family: Family) -> tuple[float, Rope
     """
     key = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
     rope = settings.get(key) or {}
-    by_layer_type = "rope_local_base_freq" in family.defaults
+    by_layer_type = bool(family.window_rope_key)
     kinds = [rope] if not isinstance(rope, Mapping) else [rope.get(kind) for kind in _KINDS]
     if not all(kind is None or isinstance(kind, Mapping) for kind in kinds):
         raise InputError(f"{key} is {rope!r}; it must be an object, with one for each layer type")
@@ -164,7 +187,7 @@ def _read_rope(settings: Mapping[str, Any], family: Family) -> tuple[float, Rope
         (rope.get(_FULL) or {}) if is_nested else rope, settings, "rope_theta", key
     )
     sliding = (rope.get(_SLIDING) or {}) if is_nested else {}
-    local = _one_rope(sliding, settings, "rope_local_base_freq", key)
+    local = _one_rope(sliding, settings, family.window_rope_key, key)
     if local == (theta, scaling):
         return theta, scaling, 0.0
     if local[1].factor != 1:
@@ -191,18 +214,42 @@ def _one_rope(
         return theta, RopeScaling()
     if kind == "linear":
         return theta, RopeScaling(kind="linear", factor=_number(rope, "factor", f"{key}."))
+    # `transformers` takes the longest context of the model where the file says nothing else.
+    rope = {"original_max_position_embeddings": settings.get("max_position_embeddings"), **rope}
     if kind == "llama3":
-        # `transformers` takes the longest context of the model where the file says nothing else.
-        usual = settings.get("max_position_embeddings")
-        rope = {"original_max_position_embeddings": usual, **rope}
         return theta, RopeScaling(
             factor=_number(rope, "factor", f"{key}."),
             low_freq_factor=_number(rope, "low_freq_factor", f"{key}."),
             high_freq_factor=_number(rope, "high_freq_factor", f"{key}."),
             original_max_position=_size(rope, "original_max_position_embeddings"),
         )
+    if kind == "yarn":
+        return theta, _read_yarn(rope, key)
     raise InputError(
-        f"{key} is of the type {kind!r}; only 'default', 'linear' and 'llama3' can be computed"
+        f"{key} is of the type {kind!r}; only 'default', 'linear', 'llama3' and 'yarn' can be "
+        "computed"
+    )
+
+
+def _read_yarn(rope: Mapping[str, Any], key: str) -> RopeScaling:
+    """Returns YaRN's scaling; a key that is null is absent."""
+    rope = {name: value for name, value in rope.items() if value is not None}
+    if rope.get("truncate", True) is not True:
+        raise InputError(f"{key}.truncate is {rope['truncate']!r}; only true can be computed")
+    usual = {"attention_factor": 0.0, "beta_slow": 1.0, "beta_fast": 32.0}
+    attention_factor, slow, fast = (_number(usual | rope, name, f"{key}.") for name in usual)
+    factor = _number(rope, "factor", f"{key}.")
+    if not attention_factor and rope.get("mscale") and rope.get("mscale_all_dim"):
+        scales = (_number(rope, name, f"{key}.") for name in ("mscale", "mscale_all_dim"))
+        above, below = (0.1 * scale * math.log(max(factor, 1.0)) + 1.0 for scale in scales)
+        attention_factor = above / below
+    return RopeScaling(
+        kind="yarn",
+        factor=factor,
+        low_freq_factor=slow,
+        high_freq_factor=fast,
+        original_max_position=_size(rope, "original_max_position_embeddings"),
+        attention_factor=attention_factor,
     )
 
 
@@ -229,6 +276,7 @@ def write_settings(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
         **_written_windows(model, family),
         **_written_scores(model, family),
         **_written_experts(model, family),
+        **_written_no_rope(model, family),
         **family.required,
     }
 
@@ -238,12 +286,15 @@ def _written_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
     if scaling.factor > 1:
         rope |= {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling.kind == "llama3":
+        if scaling.kind != "linear":
+            yarn = scaling.kind == "yarn"
             rope |= {
-                "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor,
+                "beta_slow" if yarn else "low_freq_factor": scaling.low_freq_factor,
+                "beta_fast" if yarn else "high_freq_factor": scaling.high_freq_factor,
                 "original_max_position_embeddings": scaling.original_max_position,
             }
+            if scaling.attention_factor:
+                rope["attention_factor"] = scaling.attention_factor
     if "window_rope_theta" in family.layers:
         return {"rope_parameters": rope}
     local = {"rope_type": "default", "rope_theta": model.window_rope_theta}
@@ -278,5 +329,14 @@ def _written_scores(model: ModelConfig, family: Family) -> dict[str, Any]:
 def _written_experts(model: ModelConfig, family: Family) -> dict[str, Any]:
     if "num_experts" in family.layers:
         return {}
-    sizes = {key: getattr(model, field) for field, key in _EXPERTS.items()}
-    return sizes | {"norm_topk_prob": model.normalize_expert_weights}
+    written = {key: getattr(model, field) for field, key in family.expert_keys.items()}
+    if "normalize_expert_weights" not in family.layers:
+        written["norm_topk_prob"] = model.normalize_expert_weights
+    return written
+
+
+def _written_no_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
+    if "no_rope_every" in family.layers:
+        return {}
+    every, layers = model.no_rope_every, range(model.num_layers)
+    return {"no_rope_layers": [int(not every or (i + 1) % every != 0) for i in layers]}
