@@ -62,7 +62,7 @@ def test_every_family_has_a_reference_tied_and_untied():
     assert found == {(name, tied) for name in FAMILIES for tied in (True, False)}
     assert {checkpoint(name).dtype for name in NAMES} == {"float32", "float16", "bfloat16"}
     size = sum(path.stat().st_size for path in REFERENCE.rglob("*") if path.is_file())
-    assert size < 4e6
+    assert size < 5e6
 
 
 @pytest.mark.slow_except(*KINDS, "qwen2_tied")

@@ -27,6 +27,7 @@ from tests.support.references import (
     loaded,
     mixed,
     reference,
+    told_cap,
 )
 
 TOKENIZERS = Path(__file__).parent / "tokenizers"
@@ -185,8 +186,6 @@ def test_transformers_computes_the_same_from_what_is_written(name, tmp_path):
         assert not any(report.values()), report
         tokens = torch.from_numpy(reference(name)["tokens"]).long()
         with torch.no_grad():
-            # See make_reference.py for the cap.
-            softcap = given.model.attention_softcap
-            logits = model(tokens, **({"softcap": softcap} if softcap else {})).logits.numpy()
+            logits = model(tokens, **told_cap(name)).logits.numpy()
         np.testing.assert_allclose(logits, reference(name)["logits"], atol=1e-5)
         assert model.generation_config.eos_token_id == 3

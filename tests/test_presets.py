@@ -42,6 +42,10 @@ PUBLISHED = {
     "olmo3-7b": (100_278, 7_298_011_136),
     "olmo3-32b": (100_278, 32_233_522_176),
     "smollm3-3b": (128_256, 3_075_098_624),
+    "olmoe-1b-7b": (50_304, 6_919_161_856),
+    "gemma2-2b": (256_000, 2_614_341_888),
+    "gemma2-9b": (256_000, 9_241_705_984),
+    "gemma2-27b": (256_000, 27_227_128_320),
     "gemma3-1b": (262_144, 999_885_952),
     "gemma3-4b": (262_208, 3_880_263_168),
     "gemma3-12b": (262_208, 11_766_034_176),
@@ -56,6 +60,8 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
 }
@@ -94,6 +100,8 @@ SHRUNK = {
     "mistral-7b": {"ffn_size": 64},
     "mixtral-8x7b": EXPERTS,
     "olmo3-7b": {"ffn_size": 64},
+    "olmoe-1b-7b": EXPERTS,
+    "gemma2-2b": {"ffn_size": 64},
     "smollm3-3b": {"ffn_size": 64},
     "gemma3-1b": {"ffn_size": 64},
 }

@@ -51,17 +51,26 @@ _LLAMA32: Mapping[str, Any] = {
     "rope_scaling": RopeScaling(factor=32.0),
     "tie_embeddings": True,
 }
-_GEMMA3: Mapping[str, Any] = {
-    "rope_theta": 1e6,
-    "rope_scaling": RopeScaling(kind="linear", factor=8.0),
-    "windows": (1024,) * 5 + (0,),
-    "window_rope_theta": 1e4,
-    "query_key_norm": "head",
+_GEMMA: Mapping[str, Any] = {
     "norm_from_one": True,
     "post_norms": True,
     "activation": "gelu_tanh",
     "tie_embeddings": True,
     "scale_embeddings": True,
+}
+_GEMMA2: Mapping[str, Any] = {
+    **_GEMMA,
+    "windows": (4096, 0),
+    "attention_softcap": 50.0,
+    "final_softcap": 30.0,
+}
+_GEMMA3: Mapping[str, Any] = {
+    **_GEMMA,
+    "rope_theta": 1e6,
+    "rope_scaling": RopeScaling(kind="linear", factor=8.0),
+    "windows": (1024,) * 5 + (0,),
+    "window_rope_theta": 1e4,
+    "query_key_norm": "head",
 }
 _GEMMA3_1B: Mapping[str, Any] = {
     **_GEMMA3,
@@ -108,9 +117,21 @@ PRESETS: Mapping[str, ModelConfig] = {
     ),
     "olmo3-7b": _config(32, 4096, (32, 32, 128), 11008, **_OLMO3),
     "olmo3-32b": _config(64, 5120, (40, 8, 128), 27648, **_OLMO3),
+    "olmoe-1b-7b": _config(
+        16,
+        2048,
+        (16, 16, 128),
+        1024,
+        norm_eps=1e-5,
+        query_key_norm="all",
+        **_experts(64, 8, 1024) | {"normalize_expert_weights": False},
+    ),
     "smollm3-3b": _config(
         36, 2048, (16, 4, 128), 11008, rope_theta=5e6, no_rope_every=4, tie_embeddings=True
     ),
+    "gemma2-2b": _config(26, 2304, (8, 4, 256), 9216, **_GEMMA2),
+    "gemma2-9b": _config(42, 3584, (16, 8, 256), 14336, **_GEMMA2),
+    "gemma2-27b": _config(46, 4608, (32, 16, 128), 36864, **_GEMMA2, query_pre_attn_scalar=144),
     "gemma3-1b": _config(26, 1152, (4, 1, 256), 6912, **_GEMMA3_1B),
     "gemma3-4b": _config(34, 2560, (8, 4, 256), 10240, **_GEMMA3),
     "gemma3-12b": _config(48, 3840, (16, 8, 256), 15360, **_GEMMA3),
@@ -129,7 +150,9 @@ VOCAB_SIZES: Mapping[str, int] = {
     "mistral-7b": 32_000,
     "mixtral-": 32_000,
     "olmo3-": 100_278,
+    "olmoe-": 50_304,
     "smollm3-": 128_256,
+    "gemma2-": 256_000,
     "gemma3-1b": 262_144,
     "gemma3-": 262_208,
 }

@@ -7,7 +7,7 @@
 Each folder is a checkpoint as `save_pretrained` writes it, and `reference.npz`: `tokens` i32[2, 48]
 with their `logits` f32[2, 48, V], and `prompt` i32[8] with its greedy `continuation` i32[64]. All
 in fp32 arithmetic, from the weights as they are stored. Made with transformers 5.23.0 and torch
-2.13.0 (mixtral, olmo2, olmo3 and smollm3: 2.15.0) on CPU, 2026-11. `transformers` reads Gemma 3's
+2.13.0 (gemma2, mixtral, olmo*, smollm3: 2.15.0) on CPU, 2026-11. `transformers` reads Gemma 3's
 attn_logit_softcapping and computes nothing with it; here its own attention is told to.
 """
 
@@ -19,12 +19,14 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -191,6 +193,39 @@ MODELS: dict[str, tuple[PreTrainedConfig, torch.dtype, str]] = {
         "1GB",
     ),
     "smollm3_tied": (SmolLM3Config(**SIZES | SMOLLM3), torch.bfloat16, "1GB"),
+    "olmoe": (
+        OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=3, norm_topk_prob=True),
+        torch.float32,
+        "1GB",
+    ),
+    "olmoe_tied": (
+        OlmoeConfig(
+            **SIZES | {"num_hidden_layers": 1},
+            num_experts=4,
+            num_experts_per_tok=2,
+            tie_word_embeddings=True,
+        ),
+        torch.bfloat16,
+        "1GB",
+    ),
+    "gemma2": (
+        Gemma2Config(
+            **SIZES,
+            head_dim=16,
+            sliding_window=WINDOW,
+            tie_word_embeddings=False,
+            query_pre_attn_scalar=8,
+            final_logit_softcapping=5.0,
+            attn_logit_softcapping=2.0,
+        ),
+        torch.float32,
+        "1GB",
+    ),
+    "gemma2_tied": (
+        Gemma2Config(**SIZES, head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=16),
+        torch.bfloat16,
+        "1GB",
+    ),
     "qwen2_window": (
         Qwen2Config(
             **SIZES | {"num_hidden_layers": 3},
@@ -241,7 +276,7 @@ def compute(folder: Path, vocab_size: int) -> tuple[dict[str, np.ndarray], float
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     softcap = getattr(model.config, "attn_logit_softcapping", None)
-    capped = {} if softcap is None else {"softcap": softcap}
+    capped = {} if softcap is None or model.config.model_type == "gemma2" else {"softcap": softcap}
     tokens = np.random.default_rng(0).integers(0, vocab_size, (2, LENGTH))
     logits = model(torch.from_numpy(tokens), **capped).logits.numpy()
     ids, margins = torch.from_numpy(tokens[:1, :PROMPT]), []

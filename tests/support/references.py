@@ -26,7 +26,9 @@ KINDS = [
     "mixtral",
     "olmo2",
     "olmo3",
+    "olmoe",
     "smollm3",
+    "gemma2",
     "gemma3",
 ]
 
@@ -40,6 +42,12 @@ def reference(name: str) -> dict[str, np.ndarray]:
 @functools.cache
 def checkpoint(name: str) -> Checkpoint:
     return open_checkpoint(REFERENCE / name)
+
+
+def told_cap(name: str) -> dict[str, float]:
+    """Returns what `transformers` has to be told of a soft cap (see make_reference.py)."""
+    softcap = checkpoint(name).model.attention_softcap
+    return {"softcap": softcap} if softcap and name.startswith("gemma3") else {}
 
 
 def mixed(name: str) -> MeshShape:

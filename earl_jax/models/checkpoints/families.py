@@ -89,7 +89,7 @@ _MIXTRAL_EXPERTS: Mapping[str, Weight] = {
 
 
 # What Llama calls the norm after attention stands before the feed-forward network.
-_GEMMA3_NORMS: Mapping[str, Weight] = {
+_GEMMA_NORMS: Mapping[str, Weight] = {
     "layers.post_attention_norm": Weight(
         "model.layers.{layer}.post_attention_layernorm.weight", "D"
     ),
@@ -98,11 +98,14 @@ _GEMMA3_NORMS: Mapping[str, Weight] = {
 }
 
 
-_OLMO_NORMS: Mapping[str, Weight] = {
+_WHOLE_NORMS: Mapping[str, Weight] = {
     "layers.query_norm": Weight("model.layers.{layer}.self_attn.q_norm.weight", "KGH"),
     "layers.key_norm": Weight("model.layers.{layer}.self_attn.k_norm.weight", "KH"),
-    "layers.post_attention_norm": _GEMMA3_NORMS["layers.post_attention_norm"],
-    "layers.post_ffn_norm": _GEMMA3_NORMS["layers.post_ffn_norm"],
+}
+_OLMO_NORMS: Mapping[str, Weight] = {
+    **_WHOLE_NORMS,
+    "layers.post_attention_norm": _GEMMA_NORMS["layers.post_attention_norm"],
+    "layers.post_ffn_norm": _GEMMA_NORMS["layers.post_ffn_norm"],
 }
 _EXPERT_KEYS: Mapping[str, str] = {
     "num_experts": "num_experts",
@@ -156,6 +159,20 @@ _PLAIN: Mapping[str, Any] = {
 _SILU = {"hidden_act": "silu"}
 # A bias of these would be one of the output projection too.
 _NO_BIAS = {"attention_bias": False}
+_GEMMA: Mapping[str, Any] = {
+    "attention_bias": False,
+    "norm_from_one": True,
+    "pre_norms": True,
+    "post_norms": True,
+    "no_rope_every": 0,
+    "scale_embeddings": True,
+    "activation": "gelu_tanh",
+    "num_experts": 0,
+}
+_GEMMA_REQUIRED: Mapping[str, Any] = _NO_BIAS | {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "use_bidirectional_attention": False,
+}
 _OLMO2: Mapping[str, Any] = {
     **_PLAIN,
     "query_key_norm": "all",
@@ -249,6 +266,15 @@ FAMILIES: Mapping[str, Family] = {
             "sliding_window_pattern": 4,
         },
     ),
+    "olmoe": Family(
+        architecture="OlmoeForCausalLM",
+        layers={**_without(_PLAIN, "num_experts"), "query_key_norm": "all"},
+        required=_SILU | _NO_BIAS | {"clip_qkv": None},
+        weights={**_WEIGHTS, **_WHOLE_NORMS, **_EXPERTS},
+        expert_keys={**_EXPERT_KEYS, "expert_ffn_size": "intermediate_size"},
+        width_by_heads=True,
+        defaults={"rms_norm_eps": 1e-5, "norm_topk_prob": False},
+    ),
     "smollm3": Family(
         architecture="SmolLM3ForCausalLM",
         layers=_without(_PLAIN, "no_rope_every"),
@@ -262,22 +288,29 @@ FAMILIES: Mapping[str, Family] = {
             "tie_word_embeddings": True,
         },
     ),
+    "gemma2": Family(
+        architecture="Gemma2ForCausalLM",
+        layers={**_GEMMA, "query_key_norm": "", "window_rope_theta": 0.0},
+        required=_GEMMA_REQUIRED,
+        weights={**_WEIGHTS, **_GEMMA_NORMS},
+        windows="by_pattern",
+        width_by_heads=True,
+        defaults={
+            "head_dim": 256,
+            "num_key_value_heads": 4,
+            "query_pre_attn_scalar": 256,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gemma3_text": Family(
         architecture="Gemma3ForCausalLM",
-        layers={
-            "attention_bias": False,
-            "query_key_norm": "head",
-            "norm_from_one": True,
-            "pre_norms": True,
-            "post_norms": True,
-            "no_rope_every": 0,
-            "scale_embeddings": True,
-            "activation": "gelu_tanh",
-            "num_experts": 0,
-        },
-        required=_NO_BIAS
-        | {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False},
-        weights={**_WEIGHTS, **_NORMS, **_GEMMA3_NORMS},
+        layers={**_GEMMA, "query_key_norm": "head"},
+        required=_GEMMA_REQUIRED,
+        weights={**_WEIGHTS, **_NORMS, **_GEMMA_NORMS},
         windows="by_pattern",
         window_rope_key="rope_local_base_freq",
         width_by_heads=True,
