@@ -293,6 +293,33 @@ def test_tensorboard_hides_steps_that_a_run_takes_again(tmp_path):
     assert _tensorboard_scalars(tmp_path / "tensorboard")[-1] == ("loss", 2, 2.0)
 
 
+def test_weights_and_biases_gets_every_number_with_its_step(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    shown = recorded(tmp_path, LINES[:2], trackers=("wandb",), config={"seed": 3})
+    assert "wandb" not in shown
+    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    data, at, found = path.read_bytes(), 7, []
+    # A header, and records: a checksum, a length and a type before each.
+    while at < len(data):
+        _, length, _ = struct.unpack_from("<IHB", data, at)
+        record = Record()
+        record.ParseFromString(data[at + 7 : at + 7 + length])
+        at += 7 + length
+        items = {
+            "/".join(item.nested_key) or item.key: json.loads(item.value_json)
+            for item in record.history.item
+        }
+        found.append({name: value for name, value in items.items() if name[0] != "_"})
+    found = [{k: v for k, v in each.items() if k != "time_s"} for each in found if each]
+    assert found == [
+        {"reward_mean": 0.5, "stage_s/train": 2.0, "step": 4},
+        {"eval/win": 0.25, "step": 4},
+    ]
+
+
 class Noting:
     """A tracker that notes what it gets, and fails where it is told to."""
 
@@ -332,9 +359,11 @@ def test_a_tracker_that_cannot_be_opened_is_an_error_before_anything_compiles(
     tmp_path, monkeypatch
 ):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
     own = f"{__name__}:Noting"
     for names, config, words in [
         (("tensorboard",), {}, r"'tensorboard'.*cannot be opened: .*earl_jax\[tensorboard\]"),
+        (("wandb",), {}, "'wandb'.*cannot be opened: .*pip install wandb"),
         ((own,), {"seed": 13}, "cannot be opened: ConnectionError: the service is away"),
         (("tensorbord",), {}, "did you mean 'tensorboard'"),
         (("no.such:Tracker",), {}, "config.log.trackers is 'no.such:Tracker', which cannot be"),

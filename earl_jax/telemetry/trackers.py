@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trackers: other places that a run's metrics go to, such as TensorBoard."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -66,7 +67,41 @@ class TensorBoard:
             self._writer = None
 
 
-TRACKERS: dict[str, Callable[..., Tracker]] = {"tensorboard": TensorBoard}
+class WandB:
+    """Sends a run to Weights & Biases, under the path of its workdir, which goes on as one run.
+
+    `wandb`'s own settings come from the environment, as WANDB_PROJECT ("earl_jax" without it) and
+    WANDB_MODE do. Raises ValueError where `wandb` is not installed.
+    """
+
+    def __init__(self, *, workdir: Path, config: Mapping[str, Any]):
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise InputError("wandb is not installed: pip install wandb") from error
+        name = str(workdir.resolve()).strip("/").replace("/", "-")
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "earl_jax"),
+            id=name[-128:],
+            name=name,
+            dir=str(workdir),
+            resume="allow",
+            config=dict(config),
+        )
+        # W&B's own steps never go back, and those of a run may.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Sends the values of this step."""
+        self._run.log({**values, "step": step})
+
+    def close(self) -> None:
+        """Sends what is left."""
+        self._run.finish()
+
+
+TRACKERS: dict[str, Callable[..., Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB}
 
 
 class Trackers:
