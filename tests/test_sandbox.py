@@ -384,6 +384,11 @@ def test_the_program_of_a_reply_is_its_last_block_of_python(reply, code):
     assert program_of(reply) == code
 
 
+CALLS = {"fn_name": "add", "inputs": [[1, 2], ["a", "b"]], "outputs": [3, "ab"]}
+PAIRS = {"fn_name": "add", "inputs": [[1, 2]], "outputs": [[1, 2]]}
+ANY = "class Any(int):\n    def __eq__(self, other):\n        return True\n"
+
+
 @pytest.mark.parametrize(
     ("reply", "row", "reward", "passed"),
     [
@@ -405,6 +410,16 @@ def test_the_program_of_a_reply_is_its_last_block_of_python(reply, code):
         ),
         ("print(2)\nexit(1)", {"inputs": ["1"], "outputs": ["2"]}, 0, 0),
         ("print(2)", {"tests": "assert True", "inputs": ["1"], "outputs": ["3"]}, 0, 0.5),
+        (f"print('[5]')\n{ADD}print(7)", CALLS, 1, 1),
+        ("class Solution:\n    def add(self, a, b):\n        return a + b", CALLS, 1, 1),
+        ("def add(a, b):\n    return (a, b)", PAIRS, 1, 1),
+        (ADD, CALLS | {"outputs": [3, "ba"]}, 0, 0.5),
+        # What is wanted is nowhere in the program's process, and what equals all is no JSON.
+        (f"{ANY}def add(a, b):\n    return Any()", CALLS, 0, 0),
+        ("def sub(a, b):\n    return a - b", CALLS, 0, 0),
+        ("print(3)\nimport os\nos._exit(0)", CALLS, 0, 0),
+        ("def add(a, b):\n    return {1, 2}", CALLS, 0, 0),
+        (f"{ADD}print('x'", CALLS, 0, 0),
     ],
 )
 def test_a_program_is_paid_if_it_passes_all_tests(reply, row, reward, passed):
@@ -428,6 +443,8 @@ def test_a_row_without_tests_is_an_error():
         ({"inputs": [1], "outputs": ["1"]}, "'inputs' of a row .* is .1.; it must be a list of"),
         ({"inputs": ["1"], "outputs": [2]}, "'outputs' of a row .* must be a list of texts"),
         ({"inputs": "12", "outputs": "24"}, "'inputs' of a row .* must be a list of texts"),
+        ({"fn_name": 1, "inputs": ["1"], "outputs": ["1"]}, "'fn_name' .* a function's name"),
+        ({"fn_name": "f", "inputs": [1], "outputs": [1]}, "'inputs' .* list of lists of argum"),
     ],
 )
 def test_a_row_of_other_types_is_an_error_that_names_the_field(row, words):
@@ -444,15 +461,15 @@ def test_the_how_to_works_as_it_says(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     config = make_config(load_config_file(tmp_path / "code_config.py"))
-    played = open_environment(config.env, config.tasks, seed=0, num_tasks=2)
+    played = open_environment(config.env, config.tasks, seed=0, num_tasks=3)
     tasks = [json.loads(row) for row in rows.splitlines()]
     assert config.tasks.reward == "earl_jax.envs.code:passes"
     assert isinstance(played.make(**played.first_args), SingleTurn)
-    programs = [f"```python\n{ADD}```", "```python\nprint(2 * int(input()))\n```"]
+    programs = [f"```python\n{ADD}```", "```python\nprint(2 * int(input()))\n```", ADD]
     paid = [
         asyncio.run(passes(program, **task)) for program, task in zip(programs, tasks, strict=True)
     ]
-    assert paid == [{"reward": 1.0, "passed": 1.0}] * 2
+    assert paid == [{"reward": 1.0, "passed": 1.0}] * 3
     env = ToolUse(tools=["calculator:calculate"], row=tasks[0], reward=passes)
     call = '<tool_call>{"name": "calculate", "arguments": {"expression": "2**10"}}</tool_call>'
     (answer,) = check_step(settle(env.step(call))).messages

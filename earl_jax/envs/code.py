@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A policy's own Python: as a tool that runs it, and as a reply that tests judge."""
 
+import json
 import re
 import textwrap
 from collections.abc import Sequence
@@ -17,6 +18,17 @@ _BLOCK = re.compile(
     re.S | re.M,
 )
 _PYTHON = re.compile(r"py(thon)?[\d.]*", re.I)
+# Behind a program: calls a function of it, or a method of its class Solution.
+_CALL = """
+def _call(names, name, arguments):
+    import json
+
+    function = names[name] if name in names else getattr(names["Solution"](), name)
+    print("\\n" + json.dumps(function(*json.loads(arguments))))
+
+
+_call(globals(), {name!r}, {arguments!r})
+"""
 
 
 class Python:
@@ -46,15 +58,18 @@ async def passes(
     reply: str,
     *,
     tests: str = "",
-    inputs: Sequence[str] = (),
-    outputs: Sequence[str] = (),
+    inputs: Sequence[Any] = (),
+    outputs: Sequence[Any] = (),
+    fn_name: str | None = None,
     **row: Any,
 ) -> dict[str, float]:
     """Pays 1 for a program that passes all tests, else 0; for config.tasks.reward.
 
     The program is the last block of Python in the reply (`program_of`). It passes `tests`,
     Python such as "assert add(1, 2) == 3", if it and they run to their end, and an input if it
-    prints the output that belongs to it, but for space at the ends of lines and of the whole. The
+    prints the output that belongs to it, but for space at the ends of lines and of the whole. With
+    `fn_name` an input is a list of arguments, and the output what that function, or that method of
+    a class Solution, returns for them, both as JSON has them (tuples are lists). The
     metric `passed` is the share of the tests before the first that fails: `tests` is one, and each
     input is.
 
@@ -70,7 +85,7 @@ async def passes(
             "a row of config.tasks has neither 'tests' nor 'inputs'; earl_jax.envs.code:passes "
             "needs one of them"
         )
-    _check_texts(tests, inputs, outputs)
+    _check_row(tests, inputs, outputs, fn_name)
     if len(inputs) != len(outputs):
         raise InputError(
             f"a row of config.tasks has {len(inputs)} inputs and {len(outputs)} outputs; each "
@@ -81,25 +96,45 @@ async def passes(
         passed += (await run_python(code, tests=tests)).completed
     if passed == bool(tests):
         for given, wanted in zip(inputs, outputs, strict=True):
-            ran = await run_python(code, stdin=given, stderr=False)
-            if not ran.completed or _lines(ran.output) != _lines(wanted):
+            if not await _is_answered(code, given, wanted, fn_name):
                 break
             passed += 1
     return {"reward": float(passed == total), "passed": passed / total}
 
 
-def _check_texts(tests: object, inputs: object, outputs: object) -> None:
-    """Raises InputError unless `tests` is a text, and the others are lists of texts."""
+async def _is_answered(code: str, given: Any, wanted: Any, fn_name: str | None) -> bool:
+    """Returns True if a program makes of an input what is wanted, which it does not see."""
+    if not fn_name:
+        ran = await run_python(code, stdin=given, stderr=False)
+        return ran.completed and _lines(ran.output) == _lines(wanted)
+    call = _CALL.format(name=fn_name, arguments=json.dumps(given))
+    ran = await run_python(code, tests=call, stderr=False)
+    try:
+        return ran.completed and json.loads(ran.output.rstrip().rpartition("\n")[2]) == wanted
+    except ValueError:
+        return False
+
+
+def _check_row(tests: object, inputs: object, outputs: object, fn_name: object) -> None:
+    """Raises InputError unless the fields are of their types: see `passes`."""
     if not isinstance(tests, str):
         raise InputError(
             f"'tests' of a row of config.tasks is {tests!r:.60}; it must be a text, lines of Python"
         )
-    for name, given in (("inputs", inputs), ("outputs", outputs)):
+    if not isinstance(fn_name, str | None):
+        raise InputError(
+            f"'fn_name' of a row of config.tasks is {fn_name!r:.60}; it must be a function's name"
+        )
+    kinds = (list, object) if fn_name else (str, str)
+    words = ("lists of arguments", "results") if fn_name else ("texts", "texts")
+    for name, given, kind, what in zip(
+        ("inputs", "outputs"), (inputs, outputs), kinds, words, strict=True
+    ):
         if isinstance(given, str) or not (
-            isinstance(given, Sequence) and all(isinstance(each, str) for each in given)
+            isinstance(given, Sequence) and all(isinstance(each, kind) for each in given)
         ):
             raise InputError(
-                f"{name!r} of a row of config.tasks is {given!r:.60}; it must be a list of texts"
+                f"{name!r} of a row of config.tasks is {given!r:.60}; it must be a list of {what}"
             )
 
 
