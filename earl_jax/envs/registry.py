@@ -14,6 +14,7 @@ from earl_jax.envs.kuhn_poker import KuhnPoker
 from earl_jax.envs.reasoning_gym import ReasoningGym
 from earl_jax.envs.single_turn import SingleTurn
 from earl_jax.envs.tasks import TaskArgs, TasksConfig, TaskSource, open_tasks
+from earl_jax.envs.text_arena import TextArena
 from earl_jax.envs.tool_use import ToolUse
 from earl_jax.envs.trail import Trail
 from earl_jax.settings.arguments import (
@@ -36,6 +37,7 @@ ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
     "single_turn": SingleTurn,
     "tools": ToolUse,
     "reasoning_gym": ReasoningGym,
+    "textarena": TextArena,
 }
 
 
