@@ -49,7 +49,9 @@ class TextArena:
     ):
         _check_game(game, num_players, json.dumps(dict(settings)))
         self._game, self._num_players, self._settings = game, num_players, dict(settings)
-        self._seed, self._random = seed, _seeded(seed)
+        # As much as numpy takes, and other ones for evaluation tasks, whose seeds are large.
+        self._seed = random.Random(f"game {seed}").getrandbits(32)
+        self._random = _seeded(self._seed)
         self._env: Any = None
         self._player = 0
 
@@ -118,7 +120,7 @@ def _random(state: tuple[Any, Any]) -> Iterator[None]:
 
 
 def _seeded(seed: int) -> tuple[Any, Any]:
-    return random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state()
+    return random.Random(seed).getstate(), np.random.RandomState(seed).get_state()
 
 
 def _begun(game: str, num_players: int, settings: Mapping[str, Any], seed: int) -> Any:
