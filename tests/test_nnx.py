@@ -45,7 +45,11 @@ EXPERTS = dataclasses.replace(
     num_experts=4,
     expert_ffn_size=16,
 )
-FAMILIES = {"dense": DENSE, "experts": EXPERTS}
+# Norms behind alone, and over all heads.
+OLMO = dataclasses.replace(
+    DENSE, query_key_norm="all", pre_norms=False, post_norms=True, no_rope_every=2
+)
+FAMILIES = {"dense": DENSE, "experts": EXPERTS, "olmo": OLMO}
 TOKENS = jax.random.randint(jax.random.key(1), (4, 12), 0, VOCAB)
 # Two samples in a row, padding behind, padding before.
 SEGMENTS = jnp.array([[1] * 12, [1] * 5 + [2] * 7, [1] * 9 + [0] * 3, [0] * 4 + [1] * 8])
@@ -72,7 +76,9 @@ def weigh(logits, segments):
 
 
 @pytest.mark.slow_except("dense-*")
-@pytest.mark.parametrize(("family", "stacked"), [("dense", True), ("experts", False)])
+@pytest.mark.parametrize(
+    ("family", "stacked"), [("dense", True), ("experts", False), ("olmo", True)]
+)
 def test_logits_and_gradients_are_those_of_the_functions(family, stacked):
     config, layout = FAMILIES[family], make_layout(MeshShape())
     params = make_params(config)
