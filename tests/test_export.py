@@ -33,7 +33,7 @@ from earl_jax.train.export import keep_exports, set_exports_aside
 from earl_jax.train.state import TrainState
 from earl_jax.training import Training
 from tests.support.placements import place
-from tests.support.references import NAMES, REFERENCE, checkpoint, reference, told_cap
+from tests.support.references import NAMES, REFERENCE, checkpoint, given_softcap, reference
 from tests.support.settings import make_config
 
 MIXED = make_layout(MeshShape(data=2, fsdp=2, tensor=2))
@@ -161,7 +161,7 @@ def test_peft_computes_the_same_from_what_is_written(name, tmp_path):
     tokens = torch.from_numpy(reference(name)["tokens"]).long()
     # The soft cap of attention is passed over by "sdpa", and by "eager" unless it is told.
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
-    capped = told_cap(name)
+    capped = given_softcap(name)
     base = AutoModelForCausalLM.from_pretrained(REFERENCE / name, **options)
     with torch.no_grad():
         unchanged = base(tokens, **capped).logits.numpy()

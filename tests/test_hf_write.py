@@ -24,10 +24,10 @@ from tests.support.references import (
     REFERENCE,
     assert_equal_trees,
     checkpoint,
+    given_softcap,
     loaded,
     mixed,
     reference,
-    told_cap,
 )
 
 TOKENIZERS = Path(__file__).parent / "tokenizers"
@@ -186,6 +186,6 @@ def test_transformers_computes_the_same_from_what_is_written(name, tmp_path):
         assert not any(report.values()), report
         tokens = torch.from_numpy(reference(name)["tokens"]).long()
         with torch.no_grad():
-            logits = model(tokens, **told_cap(name)).logits.numpy()
+            logits = model(tokens, **given_softcap(name)).logits.numpy()
         np.testing.assert_allclose(logits, reference(name)["logits"], atol=1e-5)
         assert model.generation_config.eos_token_id == 3

@@ -44,8 +44,8 @@ def checkpoint(name: str) -> Checkpoint:
     return open_checkpoint(REFERENCE / name)
 
 
-def told_cap(name: str) -> dict[str, float]:
-    """Returns what `transformers` has to be told of a soft cap (see make_reference.py)."""
+def given_softcap(name: str) -> dict[str, float]:
+    """Returns the soft cap as an argument, where `transformers` needs it (see make_reference.py)."""
     softcap = checkpoint(name).model.attention_softcap
     return {"softcap": softcap} if softcap and name.startswith("gemma3") else {}
 
