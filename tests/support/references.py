@@ -45,7 +45,7 @@ def checkpoint(name: str) -> Checkpoint:
 
 
 def given_softcap(name: str) -> dict[str, float]:
-    """Returns the soft cap as an argument, where `transformers` needs it (see make_reference.py)."""
+    """Returns the soft cap where `transformers` needs it as an argument (make_reference.py)."""
     softcap = checkpoint(name).model.attention_softcap
     return {"softcap": softcap} if softcap and name.startswith("gemma3") else {}
 
