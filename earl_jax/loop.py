@@ -51,7 +51,7 @@ class EpisodesFailed(RunError):
     def __init__(self, env: EnvConfig, failures: Failures, position: Position) -> None:
         step, failed, number = position.step + 1, failures.num_failed, failures.num_episodes
         which = "every episode" if failed == number else f"{failed} of {number} episodes"
-        words = f"{which} of step {step} failed in its environment (config.env)"
+        words = f"{which} of step {step} failed (config.env)"
         if position.failed_steps or env.max_failed_share < 1:
             words += (
                 f", the last of {position.failed_steps + 1} steps in a row "

@@ -240,7 +240,7 @@ def _train_until_lost(
         if position is None:
             recorder.note("there is no checkpoint yet: the run begins again")
             restore_tasks(run, begun)
-    player = _player(run, placement, checkpoints, workdir, position.step if position else 0, events)
+    player = _player(run, placement, checkpoints, workdir, position, events)
     if position is not None and player is not None:
         position = _with_episodes(run, position, workdir, recorder.note)
     is_on = compiles_ahead(run.config.selector.compile_ahead, run.cluster) and run.config.plays
@@ -305,23 +305,36 @@ def _player(
     placement: Placement,
     checkpoints: Checkpoints,
     workdir: Path,
-    step: int,
+    position: Position | None,
     replayed: Sequence[dict[str, Any]],
 ) -> AsyncPlayer | None:
-    """Returns what plays ahead of the steps from this step on; None in a synchronous run."""
-    cluster, begun = run.cluster, None
-    if not run.config.asynchrony.is_on:
-        if cluster.is_first:
-            # A run that goes on asynchronously later begins as behind these steps.
-            set_events_aside(workdir, step)
-            drop_episodes(workdir, ())
-        return None
+    """Returns what plays ahead of the steps from this one on; None in a synchronous run."""
+    cluster, step = run.cluster, position.step if position else 0
+    has_open = bool(position and position.open_groups) and run.config.asynchrony.rule != "in_order"
+    # In words where there is something wrong.
+    begun: Begun | str | None = None
     if cluster.is_first:
         drop_episodes(workdir, [each for each in checkpoints.steps() if each <= step])
-        # Those of all processes, of which there may have been others.
-        drop_events(workdir, step)
-        begun = begun_groups(workdir, step)
+        try:
+            # Those of all processes, of which there may have been others.
+            drop_events(workdir, step)
+            begun = begun_groups(workdir, step)
+        except InputError as error:
+            begun = str(error)
+    if not run.config.asynchrony.is_on:
+        return None
+    if cluster.is_first and begun is None and has_open:
+        begun = (
+            f"{workdir} has no events of step {step}, behind which groups of episodes were open; "
+            "put events*.jsonl back, or begin again (--restart)"
+        )
+    elif cluster.is_first and begun is None and position:
+        # Those of before synchronous steps.
+        set_events_aside(workdir, step)
+        drop_episodes(workdir, ())
     begun = cluster.gather(begun, "the groups that are open")[0]
+    if isinstance(begun, str):
+        raise InputError(begun)
     path = events_file(workdir, cluster.index) if cluster.plays else None
     return AsyncPlayer(run, placement, Events(path, replayed), begun and Begun(*begun))
 

@@ -366,6 +366,47 @@ def test_a_run_may_go_on_synchronously_and_asynchronously_again(tmp_path, monkey
 
 
 @pytest.mark.slow
+def test_a_synchronous_step_that_was_not_saved_leaves_what_was_open(tmp_path, monkeypatch):
+    """With "drop", whose next group does not follow from the number of the step."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run, given = tmp_path / "run", given_of(apart=False, staleness=1, rule="drop", reuse=2)
+    train(make_config(given | {"num_steps": 2}), run)
+    before, looks = (run / EVENTS).read_text(), itertools.count()
+
+    def stop() -> str:
+        """Names a signal in the third step's rollout; the first look is between the steps."""
+        return "SIGTERM" * (next(looks) > 0)
+
+    synchronous = make_config(given | {"num_steps": 4, "asynchrony": {}})
+    assert train(synchronous, run, stop).stopped
+    assert len(steps_of(run)) == 2 and (run / EVENTS).read_text() == before
+    train(make_config(given | {"num_steps": 4}), run)
+    assert (run / EVENTS).read_text().startswith(before) and not (run / "until_2").exists()
+    assert len(steps_of(run)) == 4 and max(episodes_of(run).values()) <= 2
+
+
+@pytest.mark.slow
+def test_events_that_are_damaged_or_gone_end_a_run_in_words(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run, given = tmp_path / "run", given_of(apart=False, staleness=1, rule="drop")
+    train(make_config(given | {"num_steps": 2}), run)
+    lines = (run / EVENTS).read_bytes().splitlines(keepends=True)
+    for damage, words in [
+        ([*lines[:2], lines[2][:9] + b"\n", *lines[3:]], "events.jsonl is damaged in line 3"),
+        ([*lines[:2], b"17\n", *lines[3:]], "line 3: 17 is no event"),
+        ([*lines[:2], b"\xff\n", *lines[3:]], "events.jsonl is damaged in line 3"),
+        (lines[: len(lines) // 2], "has no events of step 2, behind which groups .* were open"),
+        ([], "has no events of step 2"),
+    ]:
+        (run / EVENTS).write_bytes(b"".join(damage))
+        with pytest.raises(InputError, match=words):
+            train(make_config(given | {"num_steps": 3}), run)
+    (run / EVENTS).write_bytes(b"".join(lines))
+    train(make_config(given | {"num_steps": 3}), run)
+    assert len(steps_of(run)) == 3
+
+
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_within_the_bound_and_is_replayed(tmp_path, monkeypatch):
     """Up to where it was stopped; whole runs that went on are replayed where they were killed."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

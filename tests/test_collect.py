@@ -324,7 +324,7 @@ def test_an_episode_ends_at_its_own_limit_of_tokens(pool):
     assert lengths == [prompt, turn, answer, turn, answer, turn] and turn == 2
     first, second = prompt + turn, prompt + 2 * turn + answer
     expected = {
-        prompt: ("", [], "episode_too_long", ()),
+        prompt: ("", [], "prompt_too_long", ()),
         prompt + 1: ("ep", [prompt, 1], "episode_too_long", (-0.5,)),
         first: ("ep", [prompt, 2], "episode_too_long", (-0.25,)),
         first + answer: ("ep", [prompt, 2], "episode_too_long", (-0.25,)),

@@ -418,6 +418,16 @@ def test_ctrl_c_while_the_others_are_waited_for_is_one_line():
     assert errors.split("\n") == ["", words, ""]
 
 
+def test_text_that_cannot_be_written_ends_no_command():
+    """Half of an emoji, as a policy's JSON may have it, on any terminal."""
+    code = "from earl_jax.launch.start import exit_status\n"
+    code += "exit_status(lambda: print('\\ud83d \\u00e9'))"
+    for encoding, shown in (("utf-8", "\\ud83d \u00e9\n"), ("ascii", "\\ud83d \\xe9\n")):
+        environment = os.environ | {"PYTHONIOENCODING": encoding}
+        ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+        assert (ran.returncode, ran.stdout.decode(encoding)) == (0, shown), ran.stderr
+
+
 def test_ctrl_c_that_no_run_handles_is_one_line(capsys):
     def command() -> None:
         os.kill(os.getpid(), signal.SIGINT)

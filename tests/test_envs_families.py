@@ -679,6 +679,25 @@ def test_a_tokenizer_that_changes_text_is_refused(changed, message):
         ChatRenderer(lossy)
 
 
+def test_a_tokenizer_that_leaves_letters_out_is_refused():
+    """As a byte-level one is whose trainer was given no alphabet."""
+    lossy = build_tokenizer([], 260)
+    content = json.loads(lossy.backend_tokenizer.to_str())
+    vocab = content["model"]["vocab"]
+    vocab["unused"] = vocab.pop("z")
+    lossy = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(content)))
+    lossy.chat_template = CHAT_TEMPLATE
+    with pytest.raises(ValueError, match="has no tokens for 'z', and none that says so"):
+        ChatRenderer(lossy)
+
+
+def test_a_template_that_fails_at_all_refuses_the_messages():
+    broken = build_tokenizer([], 260)
+    broken.chat_template = "{{ 1 / 0 }}" + CHAT_TEMPLATE
+    with pytest.raises(ValueError, match="refuses the messages: ZeroDivisionError"):
+        ChatRenderer(broken)
+
+
 @pytest.mark.parametrize(
     ("name", "first", "answer"),
     [

@@ -345,7 +345,7 @@ def test_a_first_step_whose_episodes_all_fail_ends_the_run(tmp_path, capsys):
     config = failing(MODEL, first=0, at_start=False)
     assert exit_status(lambda: train(config, tmp_path / "run") and 0) == 1
     words = capsys.readouterr().err
-    assert words.startswith("error: every episode of step 1 failed in its environment")
+    assert words.startswith("error: every episode of step 1 failed (config.env)")
     assert words.count("\n  environment_error: OSError: the sandbox is down") == 1
     assert words.count("the sandbox is down") == 1
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
@@ -415,7 +415,7 @@ def test_a_share_of_failures_in_some_steps_in_a_row_ends_the_run(tmp_path):
     with pytest.raises(EpisodesFailed) as raised:
         train(config, tmp_path / "run")
     words = str(raised.value)
-    assert words.startswith("4 of 16 episodes of step 4 failed in its environment")
+    assert words.startswith("4 of 16 episodes of step 4 failed (config.env)")
     assert "the last of 3 steps in a row" in words and "at least 25% failed" in words
     rows = steps_of(tmp_path / "run")
     assert [row["failed_share"] for row in rows] == [0.0, 0.25, 0.25]

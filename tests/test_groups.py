@@ -4,6 +4,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -127,6 +128,15 @@ def test_the_table_has_prices_only_where_they_are_known(capsys):
     text = capsys.readouterr().out
     assert "rollouts on h20:4x8, 1 a device-hour; training on h800:2x8, 2.85" in text
     assert "the cheapest tokens" in text
+
+
+def test_what_does_not_fit_is_said_with_its_stage_and_what_it_lacks(capsys):
+    small = ("--train_topology=h800:1x2", "--contexts=1024")
+    (words,) = planned(capsys, *small)["unfit"]["1024"]
+    assert re.fullmatch(r"training on 2 x h800 needs about .* GiB a device, .* more than .*", words)
+    plan_command([*PLAN, *small, "--topology=h800:1x1"])
+    text = capsys.readouterr().out
+    assert "1,024 tokens do not fit: training on 2 x h800 needs about" in text
 
 
 def test_prices_are_of_two_groups():

@@ -40,6 +40,7 @@ from earl_jax.sharding.plan_text import bytes_text
 from tests.support import ROOT
 from tests.support.placements import load_of
 from tests.support.problems import rollout_key, train_key
+from tests.support.references import CHECKPOINT
 from tests.support.settings import make_config
 
 EMPTY = ThroughputTable()
@@ -728,6 +729,21 @@ def test_bad_input_is_answered_with_what_to_change(arguments, words):
     with pytest.raises(ValueError) as error:
         plan_command([TICTACTOE, *arguments])
     assert words in str(error.value)
+
+
+def test_contexts_are_those_that_a_checkpoints_model_is_made_for(capsys):
+    model = f"--config.model.path={CHECKPOINT}"
+    flags = ["--config=configs/connect_four_qwen2_cpu.py", "--topology=h100:1x8", model]
+    plan_command([*flags, "--json"])
+    values = json.loads(capsys.readouterr().out)
+    assert [each["context"] for each in values["contexts"]] == [128]
+    with pytest.raises(InputError, match="--contexts has 129, .* made for 128"):
+        plan_command([*flags, "--contexts=64,129"])
+
+
+def test_memory_beyond_a_devices_is_noted(capsys):
+    out = run(capsys, "--topology=h100:1x8", "--hbm_gib=1000", "--contexts=1024")
+    assert "--hbm_gib=1000 is more than the 79.65 GiB of a device" in out
 
 
 def test_a_table_of_a_run_decides(capsys, tmp_path):

@@ -103,7 +103,7 @@ def test_a_turn_behind_a_prompt_ends_by_its_stops_and_limits(pool):
     ]  # fmt: skip
     found = play(service, todo)
     reasons = [found[ticket].stop_reason for ticket in range(4)]
-    assert reasons == ["replied", "replied", "turn_too_long", "episode_too_long"]
+    assert reasons == ["replied", "replied", "turn_too_long", "prompt_too_long"]
     digit, end = found[0].turns[1].token_ids
     assert (end, tokenizer().decode([digit])) == (renders.end_of_turn_id, found[0].turns[1].text)
     assert len(found[1].turns[1].token_ids) == 1 and found[1].turns[1].text == ""

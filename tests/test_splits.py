@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The split of devices between rollout and training, chosen by times that are computed by hand."""
 
+import dataclasses
+
 import pytest
 
 from earl_jax.selector.choose import Step
@@ -76,6 +78,16 @@ def test_the_first_choice_balances_both_stages(rollout_tokens, split, seconds):
     assert decision.seconds == pytest.approx(seconds)
     assert [time.num_rollout for time in decision.splits][0] == split[0].num_devices
     assert len(decision.splits) == 3
+
+
+def test_a_split_that_is_given_overlaps_its_stages_where_the_run_is_asynchronous():
+    """With 4 devices each 1.6 s of rollout, and 0.4 s of training."""
+    given = hand_problem(TRAIN, ROLLOUT, num_rollout=4)
+    for batches, parts, seconds in ((1, 1, 2.0), (2, 1, 1.6), (1, 2, 1.6)):
+        work = dataclasses.replace(given.work, batches=batches, parts=parts)
+        decision = chosen(320, Plans(), of=dataclasses.replace(given, work=work))
+        assert meshes(decision) == (R4, T4)
+        assert decision.seconds == pytest.approx(seconds)
 
 
 def test_the_split_moves_both_ways_and_says_why():

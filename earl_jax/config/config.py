@@ -94,7 +94,12 @@ class Config:
             value = getattr(self, section.name)
             if dataclasses.is_dataclass(value) and section.name != "algorithm_args":
                 typing.cast(Any, value).validate()
-        per_update = self.rollout.episodes_per_step
+        per_update, size = self.rollout.episodes_per_step, self.rollout.group_size
+        if self.plays and per_update % size:
+            raise InputError(
+                f"config.rollout.episodes_per_step is {per_update}; it must be a multiple of "
+                f"config.rollout.group_size ({size})"
+            )
         if per_update % self.train.micro_batches:
             raise InputError(
                 f"config.train.micro_batches is {self.train.micro_batches}, which does not divide "
@@ -215,7 +220,7 @@ class Config:
                 num_episodes=CORPUS_EPISODES,
                 seed=0,
             )
-        except Exception as error:  # noqa: BLE001 - a user's own environment
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's own environment
             kind = InputError if isinstance(error, InputError) else RunError
             raise kind(
                 f"an episode of config.env.name {self.env.name!r}, whose text the tokenizer is "

@@ -102,7 +102,8 @@ def load_config_file(path: str | Path) -> ConfigDict:
     try:
         spec.loader.exec_module(module)
         given = module.get_config() if hasattr(module, "get_config") else None
-    except Exception as error:  # noqa: BLE001 - whatever a user's file raises is a user's mistake
+    # Whatever a user's file raises is a user's mistake.
+    except (Exception, SystemExit) as error:  # noqa: BLE001
         raise InputError(f"--config={path}: {type(error).__name__}: {error}") from error
     if not isinstance(given, ConfigDict):
         raise InputError(
@@ -126,8 +127,10 @@ def read_workdir_config(
         given = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
+    if not isinstance(given, dict):
+        raise InputError(f"{path} is damaged: it is {given!r:.60}, and no object of settings")
     for section, key in _FORMER:
-        if isinstance(given, dict) and isinstance(given.get(section), dict):
+        if isinstance(given.get(section), dict):
             given[section].pop(key, None)
     return make_config(given, overrides, learns=learns)
 

@@ -29,6 +29,7 @@ _logger = logging.getLogger(__name__)
 
 # Texts up to this long are cached with their ids; longer ones are rarely repeated.
 _SHORT = 1024
+_PRINTABLE = "".join(map(chr, range(33, 127)))
 _ONE_USER = Place(kinds=(Kind("user"),))
 
 
@@ -264,6 +265,14 @@ class ChatRenderer:
                 "the policy reads another text than the environment's. See normalizer, "
                 "pre_tokenizer and decoder in tokenizer.json"
             )
+        lost = "".join(each for each in _PRINTABLE if self._loses(each))
+        if lost:
+            raise InputError(
+                f"the tokenizer has no tokens for {lost!r}, and none that says so (unk_token): it "
+                "would leave these out of texts without a word. Give it an unk_token, or tokens "
+                "for all bytes (pre_tokenizers.ByteLevel.alphabet() as the initial alphabet of its "
+                "trainer)"
+            )
         if self._codec.encode_control(probe.text) != probe.ids:
             raise InputError(
                 f"the tokenizer gives {probe.text!r} other ids as a whole than in parts, and a "
@@ -271,6 +280,12 @@ class ChatRenderer:
                 "are not found everywhere (see lstrip, rstrip, single_word and normalized of "
                 "added_tokens in tokenizer.json; these must be false)"
             )
+
+    def _loses(self, letter: str) -> bool:
+        try:
+            return not self._encode(letter)
+        except InputError:
+            return False
 
     def _check_opening(self, opening: Place) -> None:
         """Warns if the template rewrites earlier turns. Raises as `ChatTemplate.broken_prefix`."""

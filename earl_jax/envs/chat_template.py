@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from earl_jax.envs.environment import Message
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.errors import InputError, in_words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -346,8 +346,10 @@ class ChatTemplate:
                 add_generation_prompt=True,
                 **self._arguments,
             )
-        except (TemplateError, TypeError) as error:
-            raise TemplateRefusal(f"the chat template refuses the messages: {error}") from error
+        except Exception as error:
+            # A template is a program: it may divide by zero.
+            words = str(error) if isinstance(error, TemplateError) else in_words(error)
+            raise TemplateRefusal(f"the chat template refuses the messages: {words}") from error
         assert isinstance(written, str)
         return written
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from earl_jax.settings.errors import InputError
 
 # Why an episode ended that its environment did not end; an environment has words of its own.
+PROMPT_TOO_LONG = "prompt_too_long"
 TURN_TOO_LONG = "turn_too_long"
 EPISODE_TOO_LONG = "episode_too_long"
 TOO_MANY_TURNS = "too_many_turns"
@@ -23,6 +24,7 @@ ENVIRONMENT_ERROR = "environment_error"
 ENVIRONMENT_TIMEOUT = "environment_timeout"
 UNENCODABLE = "unencodable"
 STOPPED = (
+    PROMPT_TOO_LONG,
     TURN_TOO_LONG,
     EPISODE_TOO_LONG,
     TOO_MANY_TURNS,

@@ -61,7 +61,8 @@ def settle(value: Any) -> Any:
     """Returns `value`, or what it comes to if it is awaitable; waits without a time limit."""
     if not inspect.isawaitable(value):
         return value
-    return asyncio.run_coroutine_threadsafe(_result(value), _shared_loop()).result()
+    settled = _settle(Awaits(value, lambda result: result))
+    return asyncio.run_coroutine_threadsafe(settled, _shared_loop()).result()()
 
 
 @functools.cache
@@ -215,10 +216,6 @@ async def _settle(awaits: Awaits) -> Callable[[], Any]:
     # As in `pool`: an environment is not our code, and SystemExit would end the loop.
     except BaseException as error:  # noqa: BLE001
         return functools.partial(_raise, error)
-
-
-async def _result(awaitable: Awaitable[T]) -> T:
-    return await awaitable
 
 
 def _raise(error: BaseException) -> Any:

@@ -151,7 +151,7 @@ def corpus(
     """
     rng = random.Random(seed)
     texts: list[str] = []
-    failures: list[Exception] = []
+    failures: list[Exception | SystemExit] = []
     for number, task in enumerate(_first_tasks(tasks, num_steps, num_episodes)):
         try:
             environment = make(**task)
@@ -160,7 +160,7 @@ def corpus(
             texts += _texts_of(environment, rng)
         except InputError:
             raise
-        except Exception as error:  # noqa: BLE001 - a user's own environment
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's own environment
             failures.append(error)
     if len(failures) == num_episodes:
         raise failures[0]

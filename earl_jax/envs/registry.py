@@ -162,7 +162,7 @@ def open_environment(env: EnvConfig, tasks: TasksConfig, *, seed: int, num_tasks
     _check_task(env.name, make, first)
     try:
         made = make(**first)
-    except Exception as error:  # noqa: BLE001 - a user's own environment
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's own environment
         raise InputError(
             f"config.env.name is {env.name!r} with config.env.args {dict(env.args)}, and its "
             f"environment cannot be made: {in_words(error)}"

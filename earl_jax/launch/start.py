@@ -4,6 +4,7 @@
 
 import contextlib
 import importlib.util
+import io
 import os
 import select
 import signal
@@ -142,6 +143,9 @@ def exit_status(command: Callable[[], int | None]) -> int:
     as `head`, has left, it ends without a word, with status 141. Every other error passes: Python
     prints its traceback and ends with status 1.
     """
+    # What a policy or an environment says may be no text that can be written.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = command() or 0
         sys.stdout.flush()

@@ -63,7 +63,11 @@ def plan_groups(
         "link_bytes_per_s": link,
         "all": [step.values() for step in steps if step],
         "cheapest": [step.values() for step in least if step],
-        "unfit": [c for c, step in zip(contexts, steps, strict=True) if step is None],
+        "unfit": {
+            context: list(filter(None, (rollouts[-1].lack(context), trains[-1].lack(context))))
+            for context, step in zip(contexts, steps, strict=True)
+            if step is None
+        },
     }
     return values, list(groups_lines(values))
 

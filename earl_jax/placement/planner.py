@@ -21,6 +21,8 @@ from earl_jax.config.file import load_config_file, make_config
 from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import Pool
 from earl_jax.launch.start import start_jax
+from earl_jax.models.checkpoints.hf_read import open_checkpoint
+from earl_jax.models.checkpoints.hub import find_folder
 from earl_jax.models.config import ModelConfig
 from earl_jax.placement.facts import table_for_plan, with_failure, with_program_bytes
 from earl_jax.placement.group_planner import plan_groups
@@ -42,6 +44,7 @@ from earl_jax.selector.schedule import (
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import TRAINING_ROWS, make_layout
+from earl_jax.sharding.plan_text import bytes_text
 from earl_jax.sharding.topology import make_topology, missing_compiler
 
 
@@ -68,14 +71,11 @@ def plan_run(
         contexts += [c for c in _contexts(chip_contexts) if c > contexts[-1]]
     if flags.vocab_size is not None and flags.vocab_size < 1:
         raise InputError(f"--vocab_size={flags.vocab_size}; give a number of at least 1")
-    budget = config.selector.budget_bytes_per_device or hardware.usable_bytes
-    if flags.hbm_gib is not None:
-        if not 0 < flags.hbm_gib < math.inf:
-            raise InputError(f"--hbm_gib={flags.hbm_gib}; give GiB of a device's memory, above 0")
-        budget = int(flags.hbm_gib * 2**30)
+    budget = _budget(flags.hbm_gib, config, hardware, notes)
+    contexts = _within_model(config, wanted, contexts)
     model, vocab_size = find_model(config, flags.vocab_size)
     if flags.train_topology or flags.prices or flags.link_gb is not None:
-        return _plan_groups(flags, config, model, vocab_size, wanted or contexts)
+        return _plan_groups(flags, config, model, vocab_size, contexts)
     problem = planned_problem(config, model, vocab_size, hardware, budget)
     table, compiled = ThroughputTable(), None
     if flags.table:
@@ -83,7 +83,7 @@ def plan_run(
         notes += [f"--table={flags.table}: {note}" for note in found]
     if flags.exact:
         compiled = compiler_for(problem, config, model, vocab_size, flags.topology)
-    schedule = make_schedule(problem, table, wanted or contexts, compiled)
+    schedule = make_schedule(problem, table, contexts, compiled)
     values = schedule_values(problem, schedule, exact=flags.exact) | {"notes": notes}
     lines = [*notes, *schedule_lines(values)]
     broken = next((stop.context for stop in schedule if stop.decision is None), None)
@@ -109,6 +109,35 @@ def _plan_groups(
     topologies = (flags.topology, flags.train_topology)
     link, prices = flags.link_gb, flags.prices
     return plan_groups(config, model, vocab_size, topologies, contexts, link_gb=link, prices=prices)
+
+
+def _budget(hbm_gib: float | None, config: Config, hardware: Hardware, notes: list[str]) -> int:
+    """Returns the bytes of a device to plan for; notes where these are more than it has."""
+    if hbm_gib is None:
+        return config.selector.budget_bytes_per_device or hardware.usable_bytes
+    if not 0 < hbm_gib < math.inf:
+        raise InputError(f"--hbm_gib={hbm_gib}; give GiB of a device's memory, above 0")
+    budget, have = int(hbm_gib * 2**30), hardware.memory_bytes
+    if budget > have:
+        notes.append(f"--hbm_gib={hbm_gib:g} is more than the {bytes_text(have)} of a device")
+    return budget
+
+
+def _within_model(config: Config, wanted: list[int], usual: list[int]) -> list[int]:
+    """Returns the contexts to plan: those wanted, or the usual ones that the model reads.
+
+    Raises ValueError where one that is wanted is beyond what a checkpoint's model is made for.
+    """
+    path = config.model.path
+    most = open_checkpoint(find_folder(path)).max_context if path else None
+    if most is None:
+        return wanted or usual
+    if wanted and wanted[-1] > most:
+        raise InputError(
+            f"--contexts has {wanted[-1]}, and the model of config.model.path ({path!r}) is made "
+            f"for {most} (max_position_embeddings)"
+        )
+    return wanted or [context for context in usual if context <= most] or [most]
 
 
 def _contexts(text: str) -> list[int]:

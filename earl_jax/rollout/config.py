@@ -220,11 +220,6 @@ class RolloutConfig:
         self._check_sizes()
         self.limits.validate("config.rollout.")
         self.stops.validate("config.rollout.stop_")
-        if self.episodes_per_step % self.group_size:
-            raise InputError(
-                f"config.rollout.episodes_per_step is {self.episodes_per_step}; it must be a "
-                f"multiple of config.rollout.group_size ({self.group_size})"
-            )
         if not abs(self.unfinished_reward) <= LARGEST_REWARD:
             raise InputError(
                 f"config.rollout.unfinished_reward is {self.unfinished_reward}; it must be finite "

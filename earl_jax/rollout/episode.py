@@ -12,6 +12,7 @@ from earl_jax.envs.chat_template import Content, messages_of
 from earl_jax.envs.conversation import Completion, Conversation, Observation
 from earl_jax.envs.environment import (
     EPISODE_TOO_LONG,
+    PROMPT_TOO_LONG,
     REPLIED,
     TOO_MANY_TURNS,
     TURN_TOO_LONG,
@@ -440,6 +441,11 @@ class LiveEpisode:
 
         Returns the stop reason, and a sentence.
         """
+        if all(turn.author != "policy" for turn in self.turns):
+            return PROMPT_TOO_LONG, (
+                f"the first message leaves no token of {self.most_tokens} for a reply "
+                "(config.rollout.max_episode_tokens, or the model's or the longest context)"
+            )
         answered = len(self.rewards) == sum(turn.author == "policy" for turn in self.turns)
         if not answered:
             self.rewards.append(0.0)

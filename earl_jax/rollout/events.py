@@ -209,8 +209,6 @@ def read_events(workdir: Path, process: int = 0) -> list[dict[str, Any]]:
             f"{path} cannot be read ({error.strerror or error}); a run has events with "
             "config.asynchrony.max_staleness, parts or refill"
         ) from error
-    except ValueError as error:
-        raise InputError(f"{path} is damaged: {error}") from error
     if not events:
         raise InputError(f"{path} has no step that has ended; there is nothing to replay")
     if first := next((e["version"] for e in events if e["event"] == "open"), 0):
@@ -278,15 +276,18 @@ def _files(workdir: Path) -> list[Path]:
 def _whole_lines(path: Path) -> list[tuple[dict[str, Any], str]]:
     """Returns the events of a file and their lines, without a last one that was cut short.
 
-    Raises ValueError for another line that is no event.
+    Raises InputError for another line that is no event.
     """
-    lines, found = path.read_text().splitlines(), []
+    lines, found = path.read_bytes().splitlines(), []
     for number, line in enumerate(lines, start=1):
         try:
-            found.append((json.loads(line), line))
-        except ValueError:
+            event = json.loads(line)
+            if not isinstance(event, dict) or "event" not in event:
+                raise ValueError(f"{event!r:.60} is no event")
+            found.append((event, line.decode()))
+        except ValueError as error:
             if number < len(lines):
-                raise
+                raise InputError(f"{path} is damaged in line {number}: {error}") from error
     return found
 
 

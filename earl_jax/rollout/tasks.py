@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.chat_dataset import ChatDataset
-from earl_jax.envs.examples import Ids, example_ids, play_example
+from earl_jax.envs.examples import Example, Ids, example_ids, play_example
 from earl_jax.envs.registry import Played
 from earl_jax.envs.tasks import TaskArgs
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.episode import Task
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.errors import InputError, RunError, in_words
 
 # Evaluation episodes have numbers, and so seeds, that no training episode reaches.
 FIRST_EVAL_EPISODE = 2**30
@@ -75,8 +75,26 @@ class Tasks:
     def _examples(self, tasks: Sequence[TaskArgs], number: int) -> list[Ids]:
         rng = random.Random(f"examples {self.seed} {number}")
         rows = range(self.rollout.episodes_per_step)
-        environments = (self.played.make(**tasks[row % len(tasks)]) for row in rows)
         return [
-            example_ids(play_example(each, rng), self.renderer, side=row)
-            for row, each in enumerate(environments)
+            example_ids(self._example(tasks, row, rng), self.renderer, side=row) for row in rows
         ]
+
+    def _example(self, tasks: Sequence[TaskArgs], row: int, rng: random.Random) -> Example:
+        """Returns an example of a task, or of the next one whose environment does not fail.
+
+        Raises RunError where all fail, and InputError for what an environment must not return.
+        """
+        failed: BaseException | None = None
+        for offset in range(len(tasks)):
+            try:
+                environment = self.played.make(**tasks[(row + offset) % len(tasks)])
+                return play_example(environment, rng)
+            except InputError:
+                raise
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's own environment
+                failed = error if failed is None else failed
+        assert failed is not None, "a step without tasks"
+        raise RunError(
+            f"no task of the supervised examples could be played (config.train.sft_steps): "
+            f"{in_words(failed)}"
+        ) from failed

@@ -348,6 +348,8 @@ def open_source(text: str, setting: str = "--init_from", pin: int | None = None)
         config = json.loads(path.read_text())
     except ValueError as error:
         raise InputError(f"{setting}={text}: {path} cannot be read: {error}") from error
+    if not isinstance(config, dict) or not {"train", "model"} <= config.keys():
+        raise InputError(f"{setting}={text}: {path} is damaged: it is no config of a run")
     return Source(
         workdir=workdir,
         step=step if step is not None else pin if pin in steps else steps[0],

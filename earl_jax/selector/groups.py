@@ -9,6 +9,7 @@ that of the other; and the two may be in different datacenters (StreamRL, arXiv 
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from earl_jax.selector.plan_candidates import Candidate, Candidates
 from earl_jax.selector.plans import Stage
 from earl_jax.selector.problem import Problem
 from earl_jax.sharding.layout import MeshShape
-from earl_jax.sharding.plan_text import table_lines
+from earl_jax.sharding.plan_text import bytes_text, table_lines
 
 # Of a token in training data: id, log-prob, advantage, position, segment and version.
 TOKEN_BYTES = 24
@@ -39,13 +40,30 @@ class Group:
 
     def best(self, context: int) -> Candidate | None:
         """Returns the fastest plan that fits with episodes of `context` tokens; None: none fits."""
-        candidates, budget = Candidates(self.problem), self.problem.budget
-        if self.stage == "train":
-            found: Sequence[Candidate] = candidates.train(context)
-        else:
-            found = candidates.rollouts(context, None, budget)
-        fitting = [candidate for candidate in found if candidate.fits(budget)]
+        budget = self.problem.budget
+        fitting = [each for each in self._candidates(context, budget) if each.fits(budget)]
         return max(fitting, key=lambda candidate: candidate.tokens_per_s, default=None)
+
+    def lack(self, context: int) -> str:
+        """Returns why no plan fits, in words; "" where one does."""
+        if self.best(context) is not None:
+            return ""
+        sizes = [each.num_bytes for each in self._candidates(context, 0.0)]
+        if not sizes:
+            return f"no mesh for {self.stage} on {self.problem.hardware.name}"
+        least = min(sizes)
+        what = {"train": "training", "rollout": "a rollout"}[self.stage]
+        budget = self.problem.budget
+        return (
+            f"{what} on {self.problem.hardware.name} needs about {bytes_text(least)} a device, "
+            f"{bytes_text(math.ceil(least - budget))} more than the budget"
+        )
+
+    def _candidates(self, context: int, budget: float) -> Sequence[Candidate]:
+        candidates = Candidates(self.problem)
+        if self.stage == "train":
+            return candidates.train(context)
+        return candidates.rollouts(context, None if budget else 0, budget)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,8 +163,8 @@ def groups_lines(values: Mapping[str, Any]) -> Iterator[str]:
         if rows:
             yield f"\n{title}"
             yield from table_lines(header, rows)
-    for context in values["unfit"]:
-        yield f"  {context:,} tokens do not fit"
+    for context, lacks in values["unfit"].items():
+        yield f"  {context:,} tokens do not fit: {'; '.join(lacks)}"
 
 
 def _row(step: Mapping[str, Any], has_prices: bool) -> list[str]:

@@ -86,7 +86,8 @@ class SplitChooser:
         stage's factor by which it differs would weigh it against the other.
         """
         if not self.problem.splits:
-            return self.at(self.problem.num_rollout).step(step, current, calm_steps, only)
+            decision = self.at(self.problem.num_rollout).step(step, current, calm_steps, only)
+            return self._with_overlap(decision, step)
         here = current.rollout.mesh.num_devices if current.rollout else None
         if only is not None:
             assert here is not None, "a stage is chosen beside the other in use"
@@ -111,6 +112,18 @@ class SplitChooser:
             before = next((time for time in times if time.num_rollout == here), None)
             decision = _with_reasons(decision, current, chosen, before)
         return dataclasses.replace(decision, seconds=chosen.step_s, splits=(chosen, *others))
+
+    def _with_overlap(self, decision: Decision, step: Step) -> Decision:
+        """Returns the decision with the seconds of a step whose stages run at the same time.
+
+        As they do on devices of their own, in an asynchronous or streaming run.
+        """
+        work, apart = self.problem.work, self.problem.num_rollout
+        if not apart or None in (decision.rollout, decision.train):
+            return decision
+        if work.batches == 1 and work.parts == 1:
+            return decision
+        return dataclasses.replace(decision, seconds=self._time(apart, decision, step, None).step_s)
 
     def at(self, split: int, *, tries: bool = True) -> Chooser:
         """Returns the chooser with so many devices for rollouts; nothing new if not `tries`."""

@@ -95,7 +95,7 @@ def check_names(given: Mapping[str, Any], known: Sequence[str], where: str = "")
         if name in known:
             continue
         if name not in _FIXED:
-            near = difflib.get_close_matches(name, [*known, *_FIXED], 1)
+            near = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean '{near[0]}'?" if near else f"known are {', '.join(known)}"
             raise HttpError(400, f"{where}{name} is not known here; {hint}", where + name)
         if value not in _FIXED[name]:

@@ -56,7 +56,7 @@ _INSTALLED = (
 )
 
 
-def in_words(error: Exception) -> str:
+def in_words(error: BaseException) -> str:
     """Returns the message of an error; of one that is no ValueError, its type and place too."""
     if isinstance(error, ValueError):
         return str(error)
