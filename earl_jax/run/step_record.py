@@ -13,7 +13,7 @@ from earl_jax.rollout.stats import RolloutStats
 from earl_jax.telemetry.episodes import Failures, failures_of
 from earl_jax.telemetry.load import Load
 from earl_jax.telemetry.metrics import Metrics
-from earl_jax.trajectory import Outcome, Trajectory, TrajectoryBatch, mean_metrics
+from earl_jax.trajectory import FAILURES, Outcome, Trajectory, TrajectoryBatch, mean_metrics
 
 # Metrics of a step's first epoch: with one update, measured before it has changed the policy.
 _OF_FIRST_EPOCH = ("entropy", "logprob_mismatch_mean", "logprob_mismatch_max")
@@ -69,15 +69,15 @@ class StepRecord:
         """Returns its part of a line of metrics.jsonl."""
         outcomes, load, stage_s = self.outcomes, self.load, self.stage_s
         failures = self.failures
-        rewards = np.array([outcome.reward for outcome in outcomes])
+        whole = [outcome.reward for outcome in outcomes if outcome.stop_reason not in FAILURES]
         train_tokens = sum(o.num_tokens for o in self.trained) * self.num_epochs
         in_epoch = len(self.updates) // self.num_epochs
         first, last = of_epoch(self.updates[:in_epoch]), of_epoch(self.updates[-in_epoch:])
         return {
             "step": self.step,
-            "reward_mean": rewards.mean(),
-            "reward_std": rewards.std(),
-            "episodes": len(rewards),
+            "reward_mean": np.mean(whole) if whole else None,
+            "reward_std": np.std(whole) if whole else None,
+            "episodes": len(outcomes),
             "failed_share": failures.share,
             "failure": failures.reasons[0] if failures.reasons else None,
             **self.group_shares,
