@@ -223,7 +223,7 @@ def test_replies_are_drawn_as_grpc_draws_them(server):
     """Each of n replies has the seed after the one before."""
     ids = prompt(50, 12)
     for options in (
-        {"temperature": 1, "top_k": 0, "seed": 7},
+        {"temperature": 1, "top_k": 0, "seed": 7 + 2**62},
         {"temperature": 3, "top_k": 20, "min_p": 0.01, "seed": 7},
         {"temperature": 0.5, "top_k": 0, "top_p": 0.9, "seed": 7},
         {"temperature": 3, "allowed_token_ids": [7, 40, 41], "top_k": 0, "seed": 7},

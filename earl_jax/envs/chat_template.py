@@ -282,7 +282,12 @@ class ChatTemplate:
         written = self._write([user, reply, user], "[]")
         _, found, behind = written.partition(_REPLY)
         ends = [token for token in self._control if behind.startswith(token)]
-        if not found or not ends:
+        if not found:
+            raise InputError(
+                f"the chat template does not show a reply as it is: of {_REPLY!r} it makes "
+                f"{written!r}"
+            )
+        if not ends:
             raise InputError(
                 "the chat template does not end a policy turn with a control token of the "
                 f"tokenizer: {written!r}"

@@ -229,6 +229,8 @@ def _options(
     fields = {name: given[name] for name in (*_DRAWN, *_IDS) if name in given}
     if fields.get("top_k") == -1:
         fields["top_k"] = 0  # as vLLM names "all tokens"
+    if type(seed := fields.get("seed")) is int and seed > MAX_SEED:
+        fields["seed"] = seed % (MAX_SEED + 1)  # clients of OpenAI draw larger ones
     vocab_size = limits.vocab_size
     if fields.get("temperature", default.temperature) == 0:
         make_options({**fields, "temperature": 1.0}, Sampling(), vocab_size, where)
