@@ -402,7 +402,7 @@ def test_a_mixture_that_cannot_be_computed_is_an_error(tmp_path, changes, words)
         (["model.experts_per_token=1"], "experts_per_token = 1 has no effect.*num_experts is 0"),
         (["model.num_experts=4", "model.ffn_size=64"], "model.ffn_size = 64 has no effect"),
         (
-            ["model.num_experts=4", "checkpoint.export=True"],
+            ["model.num_experts=4", "model.windows=(8,0)", "checkpoint.export=True"],
             "config.checkpoint.export is True .*config.model.num_experts=4.*qwen3_moe has",
         ),
     ],
