@@ -9,6 +9,7 @@ comes to its episodes.
 
 import contextlib
 import dataclasses
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from earl_jax.algorithms.advantages import next_averages
+from earl_jax.envs.examples import Ids
 from earl_jax.envs.registry import EnvConfig
 from earl_jax.placement.delivery import rows_of, send_parts
 from earl_jax.placement.held_out import held_out_loss
@@ -142,7 +144,7 @@ def rl_step(
         update.wait = player.wait
     if config.train.sft_weight:
         with timer("sft"):
-            (examples,) = run.tasks.examples(step, 1)
+            (examples,) = _examples(run, step, 1)
             update.mix_in(examples, length)
     train_plan, compiled_s = placement.train, compile_clock().own_seconds()
     with player.updates():
@@ -199,8 +201,24 @@ def _warm_up(
     num_steps = run.config.train.sft_steps
     if step >= num_steps:
         return state, []
-    examples = run.tasks.examples(step, run.config.train.sft_updates)
+    examples = _examples(run, step, run.config.train.sft_updates)
     return sft(placement, state, examples, length, is_last=step + 1 == num_steps)
+
+
+def _examples(run: Run, step: int, updates: int) -> list[list[Ids]]:
+    """Returns the supervised examples of a step. Raises RunError where processes differ in them.
+
+    An environment may have failed in one process, which then took the example of another task.
+    """
+    examples = run.tasks.examples(step, updates)
+    if run.cluster.count > 1:
+        digests = run.cluster.gather(zlib.crc32(repr(examples).encode()), "supervised examples")
+        if len(set(digests)) > 1:
+            raise RunError(
+                f"the supervised examples of step {step + 1} are not the same in all processes: an "
+                "environment failed in some, or does not follow from its seed"
+            )
+    return examples
 
 
 def count_failed_steps(env: EnvConfig, failures: Failures, before: Position) -> int:

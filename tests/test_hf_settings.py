@@ -76,6 +76,10 @@ def test_how_a_family_computes_is_no_setting():
             {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}},
             "rope_parameters.truncate is False",
         ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.3}},
+            "attention_factor is 1.3 with a factor of 1",
+        ),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers is .* each layer"),
         (
             {"model_type": "smollm3", "no_rope_layers": [0, 1]},

@@ -414,6 +414,9 @@ ANY = "class Any(int):\n    def __eq__(self, other):\n        return True\n"
         ("class Solution:\n    def add(self, a, b):\n        return a + b", CALLS, 1, 1),
         ("def add(a, b):\n    return (a, b)", PAIRS, 1, 1),
         (ADD, CALLS | {"outputs": [3, "ba"]}, 0, 0.5),
+        (ADD, CALLS | {"outputs": [[3], ["ab"]]}, 1, 1),
+        (ADD, CALLS | {"inputs": ["1\n2", '"a"\n"b"'], "outputs": ["3", '"ab"']}, 1, 1),
+        (f"import atexit\natexit.register(lambda: print('[' * 200000))\n{ADD}", CALLS, 0, 0),
         # What is wanted is nowhere in the program's process, and what equals all is no JSON.
         (f"{ANY}def add(a, b):\n    return Any()", CALLS, 0, 0),
         ("def sub(a, b):\n    return a - b", CALLS, 0, 0),
@@ -445,6 +448,7 @@ def test_a_row_without_tests_is_an_error():
         ({"inputs": "12", "outputs": "24"}, "'inputs' of a row .* must be a list of texts"),
         ({"fn_name": 1, "inputs": ["1"], "outputs": ["1"]}, "'fn_name' .* a function's name"),
         ({"fn_name": "f", "inputs": [1], "outputs": [1]}, "'inputs' .* list of lists of argum"),
+        ({"fn_name": "f", "inputs": ["a"], "outputs": ["1"]}, "is 'a', .* they must be JSON"),
     ],
 )
 def test_a_row_of_other_types_is_an_error_that_names_the_field(row, words):

@@ -293,6 +293,7 @@ def test_tensorboard_hides_steps_that_a_run_takes_again(tmp_path):
     assert _tensorboard_scalars(tmp_path / "tensorboard")[-1] == ("loss", 2, 2.0)
 
 
+@pytest.mark.slow
 def test_weights_and_biases_gets_every_number_with_its_step(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     from wandb.proto.wandb_internal_pb2 import Record
@@ -363,7 +364,7 @@ def test_a_tracker_that_cannot_be_opened_is_an_error_before_anything_compiles(
     own = f"{__name__}:Noting"
     for names, config, words in [
         (("tensorboard",), {}, r"'tensorboard'.*cannot be opened: .*earl_jax\[tensorboard\]"),
-        (("wandb",), {}, "'wandb'.*cannot be opened: .*pip install wandb"),
+        (("wandb",), {}, "'wandb'.*cannot be opened: .*pip install 'earl_jax.wandb"),
         ((own,), {"seed": 13}, "cannot be opened: ConnectionError: the service is away"),
         (("tensorbord",), {}, "did you mean 'tensorboard'"),
         (("no.such:Tracker",), {}, "config.log.trackers is 'no.such:Tracker', which cannot be"),

@@ -82,6 +82,15 @@ def test_what_a_game_refuses_is_shown_and_ends_it_the_second_time(library):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("game", ["Countdown-v0", "Cryptarithm-v0", "Slitherlink-v0"])
+def test_games_that_name_no_author_of_a_message_refuse_as_others_do(library, game):
+    env = TextArena(game=game, seed=1)
+    assert len(check_start(env.start()).text) > 100
+    result = check_step(env.step("it is seven"))
+    assert "invalid move" in (result.text or check_step(env.step("eight")).text)
+
+
+@pytest.mark.slow
 def test_each_side_of_a_game_is_shown_its_own_and_paid_its_own(library):
     """First wins at once: 0, 1 and 2 are a row."""
     env = TextArena(game="TicTacToe-v0", num_players=2, seed=3)

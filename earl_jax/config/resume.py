@@ -70,12 +70,14 @@ def replayed_parts(
         if event["event"] == "open" and event.get("settings") != settings:
             settings = event.get("settings")
             parts.append((_with_settings(config, settings), []))
+        if not parts:
+            raise InputError(f"the events of the run that is replayed begin with {event!r:.80}")
         parts[-1][1].append(event)
     return parts
 
 
 def _with_settings(config: Config, settings: Any) -> Config:
-    if set(settings or ()) != set(_REPLAYED):
+    if set(settings or ()) != set(_REPLAYED) or not _is_asynchrony(settings["asynchrony"]):
         raise InputError(
             "the run that is replayed has events of a version that wrote other settings down; "
             "replay it with that version"
@@ -85,6 +87,11 @@ def _with_settings(config: Config, settings: Any) -> Config:
             value = AsynchronyConfig(**value)
         config = with_setting(config, name.split("."), value)
     return config
+
+
+def _is_asynchrony(settings: Any) -> bool:
+    names = {field.name for field in dataclasses.fields(AsynchronyConfig)}
+    return isinstance(settings, dict) and set(settings) == names
 
 
 def changes(saved: dict[str, Any], given: dict[str, Any]) -> tuple[list[str], list[str]]:

@@ -162,7 +162,7 @@ class LogConfig:
 
     Episodes are written of the first step, of the last and of every `trajectories_every_steps`-th;
     report.html is made anew at every `report_every_steps`-th and at the end. `trackers` get the
-    metrics too: "tensorboard" (the extra of that name), "wandb" (pip install wandb), or
+    metrics too: "tensorboard" (the extra of that name), "wandb" (likewise), or
     "module:Class" of the user's own (docs/quickstart.md). `trace` writes the stages of every step,
     with their times, to trace.json of the workdir (trace.N.json of process N), which
     https://ui.perfetto.dev shows.

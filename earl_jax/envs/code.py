@@ -69,9 +69,9 @@ async def passes(
     Python such as "assert add(1, 2) == 3", if it and they run to their end, and an input if it
     prints the output that belongs to it, but for space at the ends of lines and of the whole. With
     `fn_name` an input is a list of arguments, and the output what that function, or that method of
-    a class Solution, returns for them, both as JSON has them (tuples are lists). The
-    metric `passed` is the share of the tests before the first that fails: `tests` is one, and each
-    input is.
+    a class Solution, returns for them, or a list of that alone (as in APPS); or both are texts of
+    JSON, with an argument a line (as in LiveCodeBench). Tuples are lists. The metric `passed` is
+    the share of the tests before the first that fails: `tests` is one, and each input is.
 
     `tests` run in the process of the program, which may deceive them: it may replace what they
     call, return what equals everything, or read them. What is compared with `outputs` it never
@@ -107,15 +107,19 @@ async def _is_answered(code: str, given: Any, wanted: Any, fn_name: str | None) 
     if not fn_name:
         ran = await run_python(code, stdin=given, stderr=False)
         return ran.completed and _lines(ran.output) == _lines(wanted)
+    if isinstance(given, str):
+        given, wanted = [json.loads(line) for line in given.splitlines()], json.loads(wanted)
     call = _CALL.format(name=fn_name, arguments=json.dumps(given))
     ran = await run_python(code, tests=call, stderr=False)
     try:
-        return ran.completed and json.loads(ran.output.rstrip().rpartition("\n")[2]) == wanted
-    except ValueError:
+        result = json.loads(ran.output.rstrip().rpartition("\n")[2])
+    # What a program prints may be nested without end.
+    except (ValueError, RecursionError):
         return False
+    return ran.completed and wanted in (result, [result])
 
 
-def _check_row(tests: object, inputs: object, outputs: object, fn_name: object) -> None:
+def _check_row(tests: object, inputs: Any, outputs: Any, fn_name: object) -> None:
     """Raises InputError unless the fields are of their types: see `passes`."""
     if not isinstance(tests, str):
         raise InputError(
@@ -125,17 +129,35 @@ def _check_row(tests: object, inputs: object, outputs: object, fn_name: object) 
         raise InputError(
             f"'fn_name' of a row of config.tasks is {fn_name!r:.60}; it must be a function's name"
         )
-    kinds = (list, object) if fn_name else (str, str)
-    words = ("lists of arguments", "results") if fn_name else ("texts", "texts")
-    for name, given, kind, what in zip(
-        ("inputs", "outputs"), (inputs, outputs), kinds, words, strict=True
-    ):
+    for name, given in (("inputs", inputs), ("outputs", outputs)):
+        kind = ((list, str) if name == "inputs" else object) if fn_name else str
         if isinstance(given, str) or not (
             isinstance(given, Sequence) and all(isinstance(each, kind) for each in given)
         ):
+            what = "a list of lists of arguments" if fn_name else "a list of texts"
             raise InputError(
-                f"{name!r} of a row of config.tasks is {given!r:.60}; it must be a list of {what}"
+                f"{name!r} of a row of config.tasks is {given!r:.60}; it must be {what}"
             )
+    for given, wanted in zip(inputs, outputs, strict=False):
+        is_text = fn_name is not None and isinstance(given, str)
+        if is_text and not (_is_json(given) and _is_json(wanted)):
+            raise InputError(
+                f"an input of a row of config.tasks with 'fn_name' is {given!r:.60}, and its "
+                f"output {wanted!r:.60}; as texts they must be JSON, with an argument a line"
+            )
+
+
+def _is_json(text: object) -> bool:
+    """Returns True for a text each of whose lines is JSON."""
+    try:
+        return isinstance(text, str) and all(map(_parsed, text.splitlines()))
+    except ValueError:
+        return False
+
+
+def _parsed(line: str) -> bool:
+    json.loads(line)
+    return True
 
 
 def program_of(reply: str) -> str:

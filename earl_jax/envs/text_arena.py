@@ -21,7 +21,15 @@ from earl_jax.settings.errors import InputError
 
 # Its games draw from the one generator of `random` and of numpy, whatever thread they run in.
 _LOCK = threading.Lock()
-_REFUSED = {"MarketEntryGame-v0": "it loops for ever where it has too few players"}
+_REFUSED = {
+    "MarketEntryGame-v0": "it loops for ever where it has too few players",
+    "ThreeCardMonte-v0": "it fails at replies that it should refuse",
+    **dict.fromkeys(
+        ("CharacterConclave-v0", "CharacterConclave-v0-long", "CharacterConclave-v0-extreme"),
+        "it fails at replies that it should refuse",
+    ),
+}
+_MOST_PLAYERS = 100
 
 
 class TextArena:
@@ -134,7 +142,8 @@ def _shown(env: Any) -> tuple[int, str]:
     """Returns the player on the move, and what is new to it, without its own reply."""
     player, messages = env.get_observation()
     texts = [
-        text if author < 0 else f"[Player {author}] {text}"
+        # Some games give a kind of message for the author, which is the game then.
+        f"[Player {author}] {text}" if author in range(_MOST_PLAYERS) else str(text)
         for author, text, _ in messages
         if author != player
     ]

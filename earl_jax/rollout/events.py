@@ -177,6 +177,14 @@ class _Recorded:
 
 # The file of a run's events in its workdir.
 EVENTS = "events.jsonl"
+# What is read of events when a run goes on.
+_KEYS = {
+    "open": {"version"},
+    "submit": {"groups"},
+    "take": {"groups"},
+    "drop": {"groups"},
+    "trained": {"step"},
+}
 # The events of a process that only trains: those that all processes have.
 _SHARED = ("open", "plans")
 
@@ -282,7 +290,8 @@ def _whole_lines(path: Path) -> list[tuple[dict[str, Any], str]]:
     for number, line in enumerate(lines, start=1):
         try:
             event = json.loads(line)
-            if not isinstance(event, dict) or "event" not in event:
+            name = event.get("event") if isinstance(event, dict) else None
+            if name is None or not _KEYS.get(name, set()) <= event.keys():
                 raise ValueError(f"{event!r:.60} is no event")
             found.append((event, line.decode()))
         except ValueError as error:

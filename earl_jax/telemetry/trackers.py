@@ -3,6 +3,7 @@
 """Trackers: other places that a run's metrics go to, such as TensorBoard."""
 
 import os
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 from earl_jax.settings.arguments import accepted
 from earl_jax.settings.errors import InputError, in_words
 from earl_jax.settings.named import find_named
+from earl_jax.telemetry.atomic import write_atomically
 from earl_jax.telemetry.metrics import scalars
 
 _SETTING = "config.log.trackers"
@@ -68,22 +70,24 @@ class TensorBoard:
 
 
 class WandB:
-    """Sends a run to Weights & Biases, under the path of its workdir, which goes on as one run.
+    """Sends a run to Weights & Biases, named by its workdir; one that goes on is one run there.
 
-    `wandb`'s own settings come from the environment, as WANDB_PROJECT ("earl_jax" without it) and
-    WANDB_MODE do. Raises ValueError where `wandb` is not installed.
+    Its id is in the workdir's file wandb_id. Settings of `wandb` come from the environment, as
+    WANDB_PROJECT ("earl_jax" without it) and WANDB_MODE do. Raises ValueError where it is not
+    installed.
     """
 
     def __init__(self, *, workdir: Path, config: Mapping[str, Any]):
         try:
             import wandb  # pyright: ignore[reportMissingImports]
         except ImportError as error:
-            raise InputError("wandb is not installed: pip install wandb") from error
-        name = str(workdir.resolve()).strip("/").replace("/", "-")
+            raise InputError("wandb is not installed: pip install 'earl_jax[wandb]'") from error
+        if not (path := workdir / "wandb_id").exists():
+            write_atomically(path, uuid.uuid4().hex)
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "earl_jax"),
-            id=name[-128:],
-            name=name,
+            id=path.read_text(),
+            name=workdir.resolve().name,
             dir=str(workdir),
             resume="allow",
             config=dict(config),

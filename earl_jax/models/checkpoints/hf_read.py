@@ -57,7 +57,12 @@ class Checkpoint:
     def max_context(self) -> int | None:
         """The longest context of the model in tokens; None where config.json has none."""
         context = self.settings.get("max_position_embeddings")
-        return context if isinstance(context, int) and context > 0 else None
+        if not isinstance(context, int) or context <= 0:
+            return None
+        scaling = self.model.rope_scaling
+        # YaRN is written into files that keep the length of before.
+        stretched = scaling.factor * scaling.original_max_position * (scaling.kind == "yarn")
+        return max(context, int(stretched))
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

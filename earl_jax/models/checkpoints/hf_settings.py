@@ -243,6 +243,11 @@ def _read_yarn(rope: Mapping[str, Any], key: str) -> RopeScaling:
         scales = (_number(rope, name, f"{key}.") for name in ("mscale", "mscale_all_dim"))
         above, below = (0.1 * scale * math.log(max(factor, 1.0)) + 1.0 for scale in scales)
         attention_factor = above / below
+    if factor == 1 and attention_factor not in (0, 1):
+        raise InputError(
+            f"{key}.attention_factor is {attention_factor} with a factor of 1; only 1 can be "
+            "computed"
+        )
     return RopeScaling(
         kind="yarn",
         factor=factor,
