@@ -449,6 +449,7 @@ def test_a_row_without_tests_is_an_error():
         ({"fn_name": 1, "inputs": ["1"], "outputs": ["1"]}, "'fn_name' .* a function's name"),
         ({"fn_name": "f", "inputs": [1], "outputs": [1]}, "'inputs' .* list of lists of argum"),
         ({"fn_name": "f", "inputs": ["a"], "outputs": ["1"]}, "is 'a', .* they must be JSON"),
+        ({"fn_name": "f", "inputs": ["1"], "outputs": ["1\n2"]}, "is '1', .* they must be JSON"),
     ],
 )
 def test_a_row_of_other_types_is_an_error_that_names_the_field(row, words):

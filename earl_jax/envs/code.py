@@ -108,7 +108,7 @@ async def _is_answered(code: str, given: Any, wanted: Any, fn_name: str | None) 
         ran = await run_python(code, stdin=given, stderr=False)
         return ran.completed and _lines(ran.output) == _lines(wanted)
     if isinstance(given, str):
-        given, wanted = [json.loads(line) for line in given.splitlines()], json.loads(wanted)
+        given, wanted = _values(given), json.loads(wanted)
     call = _CALL.format(name=fn_name, arguments=json.dumps(given))
     ran = await run_python(code, tests=call, stderr=False)
     try:
@@ -140,24 +140,24 @@ def _check_row(tests: object, inputs: Any, outputs: Any, fn_name: object) -> Non
             )
     for given, wanted in zip(inputs, outputs, strict=False):
         is_text = fn_name is not None and isinstance(given, str)
-        if is_text and not (_is_json(given) and _is_json(wanted)):
+        if is_text and not _is_json(given, wanted):
             raise InputError(
                 f"an input of a row of config.tasks with 'fn_name' is {given!r:.60}, and its "
                 f"output {wanted!r:.60}; as texts they must be JSON, with an argument a line"
             )
 
 
-def _is_json(text: object) -> bool:
-    """Returns True for a text each of whose lines is JSON."""
+def _values(text: str) -> list[Any]:
+    """Returns the values of a text with one of JSON a line. Raises ValueError for another text."""
+    return [json.loads(line) for line in text.split("\n") if line.strip()]
+
+
+def _is_json(given: str, wanted: object) -> bool:
+    """Returns True for an input of values of JSON, and an output of one."""
     try:
-        return isinstance(text, str) and all(map(_parsed, text.splitlines()))
+        return isinstance(wanted, str) and len([_values(given), *_values(wanted)]) == 2
     except ValueError:
         return False
-
-
-def _parsed(line: str) -> bool:
-    json.loads(line)
-    return True
 
 
 def program_of(reply: str) -> str:
