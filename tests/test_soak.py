@@ -90,7 +90,7 @@ class Shape:
         for index, words in enumerate(reversed(self.lengths)):
             length += sampled_tokens(words, first=not index)
             if length >= most:
-                return "episode_too_long"
+                return "episode_too_long" if index else "prompt_too_long"
             turn = min(limits.max_turn_tokens, most - length)
             if self.endless or turn < TURN:
                 cut = turn == limits.max_turn_tokens
@@ -218,7 +218,7 @@ def test_every_episode_ends_once_and_nothing_leaks():
     assert sum(reasons.values()) > 650
     assert set(reasons) == {
         "win", "unencodable", "environment_error", "environment_timeout",
-        "turn_too_long", "episode_too_long",
+        "turn_too_long", "episode_too_long", "prompt_too_long",
     }  # fmt: skip
     # Those that hung have been let go.
     deadline = time.monotonic() + 60
