@@ -33,7 +33,7 @@ from earl_jax.config.file import load_config_file
 from earl_jax.telemetry.metrics import read_metrics
 
 STEPS, GAME_STEPS = 80, 240
-GAME_SEEDS = (0, 1, 2)
+GAME_SEEDS = (0, 1, 2, 3, 4)
 # Names of the table: algorithm, its settings, and those of config.train.
 ALGORITHMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "reinforce (baseline of the batch)": ("reinforce", {}, {}),
