@@ -11,7 +11,6 @@ from collections.abc import Hashable
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from earl_jax.train.offload import HOST_MEMORY, has_host_memory
@@ -68,7 +67,7 @@ class StateBackup:
         """
         leaves, structure = jax.tree.flatten(state)
         copy, self._copy = self._copy, None
-        if not any(leaf.is_deleted() for leaf in leaves):
+        if not any(map(_is_gone, leaves)):
             return state
         if copy is None:
             raise StateLost(
@@ -77,10 +76,15 @@ class StateBackup:
                 "with less memory"
             )
         restored = [
-            on_host.to_devices() if leaf.is_deleted() else leaf
+            on_host.to_devices() if _is_gone(leaf) else leaf
             for leaf, on_host in zip(leaves, copy, strict=True)
         ]
         return jax.tree.unflatten(structure, jax.block_until_ready(restored))
+
+
+def _is_gone(leaf: jax.Array) -> bool:
+    """Returns True if a program has taken any part of an array; `is_deleted` looks at one alone."""
+    return leaf.is_deleted() or any(s.data.is_deleted() for s in leaf.addressable_shards)
 
 
 class _HostArray:
@@ -117,7 +121,9 @@ class _HostArray:
 def _to_host(shard: jax.Array, device: Any) -> Any:
     if _has_pinned_memory(device):
         return jax.device_put(shard, SingleDeviceSharding(device, memory_kind=HOST_MEMORY))
-    return np.array(jax.device_get(shard))
+    # Of a copy: a device gives away no memory that the host has looked at (jax 0.11), so that a
+    # program could not take the state whole.
+    return jax.device_get(jax.device_put(shard, device, may_alias=False))
 
 
 def _has_pinned_memory(device: Any) -> bool:
