@@ -11,6 +11,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from earl_jax.train.offload import HOST_MEMORY, has_host_memory
@@ -121,9 +122,10 @@ class _HostArray:
 def _to_host(shard: jax.Array, device: Any) -> Any:
     if _has_pinned_memory(device):
         return jax.device_put(shard, SingleDeviceSharding(device, memory_kind=HOST_MEMORY))
-    # Of a copy: a device gives away no memory that the host has looked at (jax 0.11), so that a
-    # program could not take the state whole.
-    return jax.device_get(jax.device_put(shard, device, may_alias=False))
+    # An array keeps what the host has read of it, and its device gives that memory to no program
+    # then (jax 0.11): read another array of the same memory, which is dropped.
+    other = jax.make_array_from_single_device_arrays(shard.shape, shard.sharding, [shard])
+    return np.array(jax.device_get(other))
 
 
 def _has_pinned_memory(device: Any) -> bool:
