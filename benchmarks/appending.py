@@ -27,6 +27,7 @@ from earl_jax.engine.round_inputs import RoundInputs, idle_inputs
 from earl_jax.engine.session import Policy, empty_session
 from earl_jax.envs.conversation import Completion
 from earl_jax.models.config import ModelConfig
+from earl_jax.models.layer_groups import PageRule
 from earl_jax.models.parameters import is_spec, parameter_specs, unstacked_specs
 from earl_jax.rollout.collect import collect
 from earl_jax.rollout.config import CacheRules, Limits, RolloutConfig
@@ -180,7 +181,7 @@ def open_service(
         context_buckets=(max_tokens,),
         page_size=PAGE,
     )
-    pool = dense_pool(1, num_slots, max_tokens, PAGE)
+    pool = dense_pool(1, num_slots, max_tokens, PageRule(PAGE))
     return RolloutService(
         empty_session(engine, Policy(params=params, version=0), max_tokens, pool),
         config,

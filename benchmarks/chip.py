@@ -296,10 +296,10 @@ def filled(engine: Engine, max_tokens: int) -> tuple[Any, Any]:
     """Returns random weights, and a state with random pages."""
     params = jax.tree.map(_random, engine.parameter_shapes, engine.parameter_shardings)
     state = engine.empty_state(max_tokens)
-    jax.tree.map(lambda leaf: leaf.delete(), state.cache.layers)
-    shapes = engine.state_shapes(max_tokens).cache.layers
-    layers = jax.tree.map(_random, shapes, engine.state_shardings.cache.layers)
-    cache = dataclasses.replace(state.cache, layers=layers)
+    jax.tree.map(lambda leaf: leaf.delete(), state.cache.pools)
+    shapes = engine.state_shapes(max_tokens).cache.pools
+    layers = jax.tree.map(_random, shapes, engine.state_shardings.cache.pools)
+    cache = dataclasses.replace(state.cache, pools=layers)
     return params, dataclasses.replace(state, cache=cache)
 
 
@@ -347,7 +347,7 @@ def decode_round(point: Point) -> dict[str, Any]:
         row=place(slots),
     )
     inputs = idle_inputs(point.rows, 16, 0, Sampling(), 0)
-    read = {**params, "embed": []}, state.cache.layers
+    read = {**params, "embed": []}, state.cache.pools
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(read))
     state, times = play(engine, params, state, inputs)
     step_s = statistics.median(times) / BURST

@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 
 from benchmarks import earl_cells
 from earl_jax.engine.config import append_tokens_for
+from earl_jax.models.layer_groups import group_layers, pages_for
 from earl_jax.models.presets import PRESETS
 from earl_jax.placement.problem import model_sizes
 from earl_jax.selector.footprint import (
@@ -132,7 +133,7 @@ def predicted_gib(point: Point) -> float:
     sizes, mesh = sizes_of(point.model, point.weight_dtype), point.mesh
     if point.is_update:
         return train_footprint(sizes, work, mesh, point.length, platform).total / GIB
-    pages = point.rows * -(-point.length // PAGE)
+    pages = point.rows * pages_for(point.length, PAGE) * len(group_layers(sizes.windows).windows)
     bare = rollout_footprint(sizes, work, mesh, point.length, platform).total
     return (bare + pages * page_bytes(sizes, work, mesh)) / GIB
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A soak of the rollout service by a client that does everything, in any order: soak.md.
 
-    uv run python -m benchmarks.soak [--tokens=100000] [--seed=0] [--write]
+    uv run python -m benchmarks.soak [--tokens=100000] [--seed=0] [--windows=4,4,0] [--write]
 
 The client submits tasks, aborts some and gives them again, holds rows, changes the weights with
 `kv="keep"` and "recompute", and pauses. Environments are slow, raise, answer garbage or hang. The
@@ -12,6 +12,7 @@ and host memory for the pages of few of them. Then:
 - Each sampled token, of aborted tasks too, has the log-prob of a full forward pass of the trainer's
   decoder. Where several versions of the weights wrote its context, each position of that pass has
   the weights that wrote it (tests/support/contexts.py).
+- With `--windows` layers have these windows, and episodes give up the pages behind them.
 - Episodes come once, each as its row has it, and end as their environments do; all pages are free.
 - What waits is counted in rounds (steps of the service).
 
@@ -35,6 +36,7 @@ from earl_jax.engine.session import Policy
 from earl_jax.envs.environment import EPISODE_TOO_LONG, TURN_TOO_LONG, Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.launch.start import start_jax
+from earl_jax.models.config import ModelConfig
 from earl_jax.rollout.episode import LiveEpisode, Task
 from earl_jax.rollout.row_pool import Finished
 from earl_jax.rollout.service import RolloutService
@@ -53,8 +55,8 @@ from tests.support.episodes import (
 
 PAGE = Path(__file__).with_suffix(".md")
 SLOTS, MESH = 8, MeshShape(data=2)
-# Tokens of an episode, and pages of a row shard: 80 tokens for four slots.
-LONGEST, PAGES = 64, 10
+# Tokens of an episode, and pages of a row shard of four slots, as a multiple of the longest's.
+LONGEST, PAGES = 64, 1.25
 # Host memory for the pages of few preempted episodes: the others are read again.
 HOST_GIB = 3 * 2**16 / 2**30
 # Sets of weights, which versions take in turn.
@@ -114,9 +116,9 @@ class Visitor:
         return StepResult(text="", reward=0.5, done=True, stop_reason="end")
 
 
-def talkative(seed: int) -> Any:
+def talkative(seed: int, model: ModelConfig = MODEL) -> Any:
     """Returns a policy that says random digits, and ends its turn after some of them."""
-    values = weight_values(seed, ends_turns=False, model=MODEL)
+    values = weight_values(seed, ends_turns=False, model=model)
     head = values["head"].copy()
     head[0, renderer().end_of_turn_id] = 0
     return {**values, "head": head}
@@ -358,12 +360,17 @@ class Findings:
         return [{"what": name, "number": value} for name, value in found.items()]
 
 
-def soak(num_tokens: int, seed: int) -> Findings:
-    """Plays until so many tokens are sampled, and all tasks are over. Returns what was found."""
+def soak(num_tokens: int, seed: int, windows: tuple[int, ...] = ()) -> Findings:
+    """Plays until so many tokens are sampled, and all tasks are over. Returns what was found.
+
+    The model has a layer for each of these `windows`, 0 for full attention.
+    """
+    model = dataclasses.replace(MODEL, num_layers=len(windows) or 1, windows=windows)
     start_s, recorder, released = time.perf_counter(), Recorder(), threading.Event()
     pool = EnvironmentPool(16, timeout_s=TIMEOUT_S)
-    player = engine(SLOTS, MESH, draft=2, episodes=SLOTS)
-    values = [talkative(number) for number in range(NUM_WEIGHTS)]
+    player = engine(SLOTS, MESH, draft=2, episodes=SLOTS, model=model)
+    rule = player.config.page_rule
+    values = [talkative(number, model) for number in range(NUM_WEIGHTS)]
     policies = [player.load_params(jax.tree.map(jnp.asarray, each)) for each in values]
     service = recorder.service = open_service(
         pool,
@@ -371,7 +378,7 @@ def soak(num_tokens: int, seed: int) -> Findings:
         params=policies[0],
         max_tokens=LONGEST,
         num_slots=SLOTS,
-        pages=PAGES,
+        pages=int(PAGES * rule.most_pages(LONGEST)),
         grow=lambda session, tokens, pages: session,
         player=player,
         num_devices=MESH.data,
@@ -391,7 +398,7 @@ def soak(num_tokens: int, seed: int) -> Findings:
     released.set()
     pool.close()
     check_nothing_is_held(service, LONGEST)
-    gaps = gaps_of(MODEL, [trainer_params(each) for each in values], recorder.all(), LONGEST)
+    gaps = gaps_of(model, [trainer_params(each) for each in values], recorder.all(), LONGEST)
     found = Findings(
         client=client, stats=service.stats, gaps=gaps, seconds=time.perf_counter() - start_s
     )
@@ -413,9 +420,11 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=100_000, help="to sample at least")
     parser.add_argument("--seed", type=int, default=0, help="of the client")
+    parser.add_argument("--windows", default="", help="of the model's layers; 0: full attention")
     flags = parser.parse_args()
     start_jax("cpu", MESH.num_devices)
-    show(table(soak(flags.tokens, flags.seed).rows()), PAGE, write=flags.write)
+    windows = tuple(map(int, flags.windows.split(","))) if flags.windows else ()
+    show(table(soak(flags.tokens, flags.seed, windows).rows()), PAGE, write=flags.write)
 
 
 if __name__ == "__main__":

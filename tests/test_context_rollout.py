@@ -111,8 +111,8 @@ def test_every_device_has_as_many_keys_of_any_context(length):
 def test_the_cache_is_cut_and_weights_are_not():
     def bytes_on(shape: MeshShape) -> tuple[int, int]:
         engine = engine_on(shape)
-        cache = engine.state_shapes(MAX_TOKENS).cache.layers
-        pages = resident_bytes(cache, engine.state_shardings.cache.layers)
+        cache = engine.state_shapes(MAX_TOKENS).cache.pools
+        pages = resident_bytes(cache, engine.state_shardings.cache.pools)
         return pages, resident_bytes(engine.parameter_shapes, engine.parameter_shardings)
 
     # On half as many row shards there are twice the rows on each, and a half of each page.
@@ -218,7 +218,7 @@ def test_every_token_is_read_as_on_one_device():
 
     pages = [
         place_pages(layer, lambda axes: P(*("context" if a == "T" else None for a in axes)))
-        for layer in cache.layers
+        for layer in cache.pools
     ]
     placed = dataclasses.replace(cache, table=P(), layers=pages)
     cut = jax.shard_map(

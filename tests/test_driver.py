@@ -321,7 +321,7 @@ def test_the_cache_grows_for_a_long_request_and_is_small_again_behind_it():
         assert last.request.ticket == again.request.ticket
         session = driver._service.session
         assert (session.max_tokens, session.pool.pages) == (48, 6)
-        assert jax.tree.leaves(session.state.cache.layers)[0].shape[0] == 6
+        assert jax.tree.leaves(session.state.cache.pools)[0].shape[0] == 6
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ import pytest
 
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.engine import Engine
-from earl_jax.engine.pages import pages_for
 from earl_jax.engine.round_inputs import idle_inputs
 from earl_jax.engine.session import Policy, Session, relocate
 from earl_jax.models import decoder
 from earl_jax.models.attention.kernels import PagesChoice
+from earl_jax.models.layer_groups import pages_for
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from tests.support.caches import rows_of, whole_pages_on
@@ -179,12 +179,14 @@ def test_longer_rows_keep_every_number_and_add_zeros(pages):
     after_all = grown.state
     assert jax.tree.map(lambda leaf: leaf.sharding, after_all) == engine.state_shardings
     assert after_all.cache.num_pages == 8 * (pages or 10)
-    assert after_all.cache.table.shape == (NUM_SLOTS, 6)
-    for before, after in zip(rows_of(state.cache), rows_of(after_all.cache), strict=True):
+    assert after_all.cache.table.shape == (NUM_SLOTS, 1, 6)
+    for before, after in zip(
+        rows_of(MODEL, state.cache), rows_of(MODEL, after_all.cache), strict=True
+    ):
         for side, values in before.items():
             np.testing.assert_array_equal(after[side][:, :, : values.shape[2]], values)
     if pages:
-        for pool in jax.tree.leaves(after_all.cache.layers):
+        for pool in jax.tree.leaves(after_all.cache.pools):
             assert not np.asarray(pool).reshape(8, 13, -1)[:, 10:].any()
     rest = [dataclasses.replace(s, cache=None) for s in (state, after_all)]
     for before, after in zip(*map(jax.tree.leaves, rest), strict=True):
@@ -212,9 +214,7 @@ def test_a_round_brings_one_small_array_to_the_host_and_reuses_the_state():
     # Tokens and log-probs of a burst, a count and a flag: 4 bytes each.
     assert counter.num_bytes == NUM_SLOTS * (2 * RULES.burst + 2) * 4
     assert not report.count.any() and not report.active.any()
-    assert all(
-        leaf.is_deleted() for leaf in jax.tree.leaves((state.cache.layers, state.experience))
-    )
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.cache.pools, state.experience)))
     assert not np.asarray(after.experience.tokens).any()
 
 
@@ -233,7 +233,7 @@ def test_a_compute_type_of_bfloat16_keeps_weights_and_cache_in_it():
     engine = Engine(dataclasses.replace(CONFIG, model=model), make_layout(MeshShape(data=8)))
     types = {leaf.dtype for leaf in jax.tree.leaves(engine.parameter_shapes)}
     shapes = engine.state_shapes(MAX_TOKENS)
-    types |= {leaf.dtype for leaf in jax.tree.leaves(shapes.cache.layers)}
+    types |= {leaf.dtype for leaf in jax.tree.leaves(shapes.cache.pools)}
     assert types == {jnp.dtype(jnp.bfloat16)}
     assert shapes.experience.logprobs.dtype == jnp.float32
 

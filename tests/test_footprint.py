@@ -150,8 +150,8 @@ def test_parameters_are_cut_as_the_rules_say():
 def test_a_token_of_context_has_a_key_and_a_value_in_every_layer():
     assert cache_token_bytes(SIZES, WORK, D1) == 2 * 2 * 2 * 4 * 4
     assert cache_token_bytes(SIZES, WORK, D4T2) == 2 * 2 * 2 * 4 * 4 // 2
-    # A page has four of them.
-    assert page_bytes(SIZES, WORK, D1) == 4 * 128
+    # A page has four of them, of one of its two groups of layers.
+    assert page_bytes(SIZES, WORK, D1) == 4 * 64
     # In int8 with a scale of 4 bytes for each head.
     eight = dataclasses.replace(WORK, kv_itemsize=1)
     assert cache_token_bytes(SIZES, eight, D1) == 2 * 2 * 2 * (4 + 4)
@@ -202,10 +202,10 @@ def test_resident_bytes_are_those_of_placed_shapes(family):
             continue
         engine = Engine(_engine_config(model, weight_dtype), make_abstract_layout(mesh))
         parameters = resident_bytes(engine.parameter_shapes, engine.parameter_shardings)
-        cache = engine.state_shapes(12).cache.layers
-        pages = resident_bytes(cache, engine.state_shardings.cache.layers)
-        # Three pages of each row hold 12 tokens.
-        number = 16 // mesh.data * 3
+        cache = engine.state_shapes(12).cache.pools
+        pages = resident_bytes(cache, engine.state_shardings.cache.pools)
+        # Three pages of each row and group hold 12 tokens.
+        number = 16 // mesh.data * 2 * 3
         planned = rollout_footprint(sizes, WORK, mesh, 12, "cpu")
         assert (planned.weights, planned.cache) == (parameters, 0)
         assert number * page_bytes(sizes, WORK, mesh) == pages

@@ -90,7 +90,7 @@ def play(session):
 
 
 def pool_address(session):
-    first = jax.tree.leaves(session.state.cache.layers)[0]
+    first = jax.tree.leaves(session.state.cache.pools)[0]
     return first.addressable_shards[0].data.unsafe_buffer_pointer()
 
 

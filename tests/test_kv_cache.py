@@ -13,12 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 from earl_jax.models.attention import paged_triton
 from earl_jax.models.attention.page_shares import own_share
-from earl_jax.models.attention.paged_attention import Tile, attend_pages, plan_reading
+from earl_jax.models.attention.paged_attention import Tile, attend_pages
 from earl_jax.models.attention.rows import Positions, attention
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.kv_cache import LayerCache, PagedCache, place_pages, write
 from earl_jax.sharding.layout import MeshShape, make_layout
-from tests.support.caches import empty_cache
+from tests.support.caches import empty_cache, reading_of
 
 MODEL = ModelConfig(num_layers=2, width=32, num_heads=4, num_kv_heads=2, head_size=8, ffn_size=64)
 
@@ -56,9 +56,11 @@ def test_pages_are_written_as_their_places_are():
     rng, length, page_size = np.random.default_rng(7), 7, 3
     for kv_dtype in ("compute", "int8"):
         cache = empty_cache(MODEL, 4, 24, page_size, kv_dtype)
-        table = jnp.asarray(rng.permutation(cache.num_pages), jnp.int32).reshape(cache.table.shape)
+        table = jnp.asarray(rng.permutation(cache.num_pages), jnp.int32).reshape(
+            cache.table[:, 0].shape
+        )
         layer = jax.tree.map(
-            lambda pool: jnp.asarray(rng.integers(-9, 9, pool.shape), pool.dtype), cache.layers[0]
+            lambda pool: jnp.asarray(rng.integers(-9, 9, pool.shape), pool.dtype), cache.pools[0]
         )
         key, value = (
             jnp.asarray(rng.normal(size=(4, length, 2, 8)), jnp.float32) for _ in range(2)
@@ -87,10 +89,10 @@ def test_cache_bytes_are_the_bytes_of_an_empty_cache(dtype):
     cache = empty_cache(model, 3, 10, page_size=4)
     # 2 layers x (key, value) x 3 rows x 3 pages x 4 tokens x 2 heads x 8 numbers.
     num_bytes = 2 * 2 * 3 * 3 * 4 * 2 * 8 * jnp.dtype(dtype).itemsize
-    assert sum(leaf.nbytes for leaf in jax.tree.leaves(cache.layers)) == num_bytes
-    assert cache.layers[0].key.shape == (9, 2, 8, 4)
-    assert cache.layers[0].value.shape == (9, 2, 4, 8)
-    assert cache.table.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(cache.pools)) == num_bytes
+    assert cache.pools[0].key.shape == (9, 2, 8, 4)
+    assert cache.pools[0].value.shape == (9, 2, 4, 8)
+    assert cache.table.tolist() == [[[0, 1, 2]], [[3, 4, 5]], [[6, 7, 8]]]
 
 
 ROWS, MAX_TOKENS, SIZE = 11, 40, 8
@@ -110,13 +112,13 @@ def filled():
             pools[0][table[row, page]] = key[row, :, positions].swapaxes(-1, -2)
             pools[1][table[row, page]] = value[row, :, positions].swapaxes(-1, -2)
     layer = LayerCache(key=jnp.asarray(pools[0]), value=jnp.asarray(pools[1].swapaxes(-1, -2)))
-    return PagedCache(layers=[layer], table=jnp.asarray(table)), key, value, cached
+    return PagedCache(pools=[layer], table=jnp.asarray(table)[:, None]), key, value, cached
 
 
 def attend(cache, query, cached, counts, *, tile=Tile(4, 1), **settings):  # noqa: B008
     window = settings.get("window")
-    reading = plan_reading(cache, cached, counts, query.shape[1], window, tile)
-    return attend_pages(query, cache.layers[0], reading, scale=0.4, **settings)
+    reading = reading_of(cache, cached, counts, query.shape[1], window, tile)
+    return attend_pages(query, cache.pools[0], reading, scale=0.4, **settings)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +159,7 @@ def test_a_row_gets_the_same_bits_whoever_its_neighbours_are(filled):
     ones = np.ones(ROWS, np.int32)
     whole = np.asarray(run(cache, query, cached, ones))
     order = np.random.default_rng(2).permutation(ROWS)
-    shuffled = PagedCache(layers=cache.layers, table=cache.table[order])
+    shuffled = PagedCache(pools=cache.pools, table=cache.table[order])
     np.testing.assert_array_equal(run(shuffled, query[order], cached[order], ones), whole[order])
     some = np.array([1, 0, 1, 0, 0, 1, 1, 0, 1, 0, 0], np.int32)
     np.testing.assert_array_equal(run(cache, query, cached, some)[some == 1], whole[some == 1])
@@ -187,26 +189,26 @@ def test_what_is_read_is_what_is_there(filled):
     cache, _, _, cached = filled
     ones = np.ones(ROWS, np.int32)
     ends = cached + 1
-    reading = plan_reading(cache, cached, ones, 1, None, Tile(4, 1))
+    reading = reading_of(cache, cached, ones, 1, None, Tile(4, 1))
     order = np.asarray(reading.order)
     assert reading.blocks.tolist() == [*-(-ends[order] // SIZE), 0]
     assert sorted(order) == list(range(ROWS)) and not np.asarray(reading.first).any()
-    reading = plan_reading(cache, cached, ones, 1, 3, Tile(4, 1))
+    reading = reading_of(cache, cached, ones, 1, 3, Tile(4, 1))
     order = np.asarray(reading.order)
     first = np.maximum(0, ends[order] - 3) // SIZE
     assert reading.first.tolist() == [*first, 0]
     assert reading.blocks.tolist() == [*-(-ends[order] // SIZE) - first, 0]
     assert reading.blocks.max() == 2
-    reading = plan_reading(cache, cached, ones, 1, None, Tile(4, 2))
+    reading = reading_of(cache, cached, ones, 1, None, Tile(4, 2))
     order = np.asarray(reading.order)
     assert reading.blocks.tolist() == [*-(-ends[order] // (2 * SIZE)), 0]
     # Blocks of two pages, and of one where the window is no longer.
     for window, pages in ((20, 2), (12, 1)):
-        reading = plan_reading(cache, cached, ones, 1, window, Tile(4, 4 if pages == 1 else 2))
+        reading = reading_of(cache, cached, ones, 1, window, Tile(4, 4 if pages == 1 else 2))
         order = np.asarray(reading.order)
         first = np.maximum(0, ends[order] - window) // (pages * SIZE) * pages
         assert reading.tile.pages == pages and reading.first.tolist() == [*first, 0]
-    idle = plan_reading(cache, cached, 0 * ones, 1, None, Tile(4, 1))
+    idle = reading_of(cache, cached, 0 * ones, 1, None, Tile(4, 1))
     assert not np.asarray(idle.blocks).any()
 
 
@@ -217,8 +219,8 @@ def test_in_int8_each_head_of_a_token_has_its_own_scale(whole_pages):
     cache = empty_cache(model, 1, 2, page_size=2, kv_dtype="int8")
     new = jnp.array([[[[1.27, -0.5, 0.004], [0.0, 0.0, 0.0]]]])
     out = jitted_write(
-        cache.layers[0],
-        cache.table,
+        cache.pools[0],
+        cache.table[:, 0],
         new,
         2 * new,
         jnp.array([1]),
@@ -243,14 +245,14 @@ def test_attention_over_int8_pages_is_that_over_what_they_stand_for(filled):
     )
     rounded = empty_cache(model, ROWS, MAX_TOKENS, SIZE, "int8")
     layer = jitted_write(
-        rounded.layers[0],
-        rounded.table,
+        rounded.pools[0],
+        rounded.table[:, 0],
         jnp.asarray(key.swapaxes(1, 2)),
         jnp.asarray(value.swapaxes(1, 2)),
         jnp.zeros(ROWS, jnp.int32),
         jnp.full(ROWS, MAX_TOKENS, jnp.int32),
     )
-    rounded = PagedCache(layers=[layer], table=rounded.table)
+    rounded = PagedCache(pools=[layer], table=rounded.table)
     out = np.asarray(jax.jit(attend)(rounded, query, cached, counts))
     # What the whole numbers stand for, in a cache that does not round.
     assert layer.key_scale is not None and layer.value_scale is not None
@@ -258,7 +260,7 @@ def test_attention_over_int8_pages_is_that_over_what_they_stand_for(filled):
         key=layer.key * layer.key_scale[:, :, None],
         value=layer.value * layer.value_scale[..., None],
     )
-    exact = PagedCache(layers=[same], table=rounded.table)
+    exact = PagedCache(pools=[same], table=rounded.table)
     np.testing.assert_allclose(
         out, jax.jit(attend)(exact, query, cached, counts), atol=2e-6, rtol=0
     )
@@ -272,7 +274,14 @@ def test_attention_over_int8_pages_is_that_over_what_they_stand_for(filled):
 
 def by_triton(cache, query, cached, counts, **settings):
     return paged_triton.attend(
-        query, cache.layers[0], cache.table, cached, counts, scale=0.4, interpret=True, **settings
+        query,
+        cache.pools[0],
+        cache.table[:, 0],
+        cached,
+        counts,
+        scale=0.4,
+        interpret=True,
+        **settings,
     )
 
 
@@ -317,7 +326,7 @@ def test_where_pages_are_cut_devices_with_the_kernel_for_gpus_add_up_what_they_s
     query = jnp.asarray(rng.normal(size=(ROWS, length, 2, 3, 8)), jnp.float32)
     counts = np.minimum(rng.integers(0, length + 1, ROWS), MAX_TOKENS - cached).astype(np.int32)
     layout = make_layout(MeshShape(context=2), jax.devices()[:2])
-    pages, whole = place_pages(cache.layers[0], layout.activation_spec), P()
+    pages, whole = place_pages(cache.pools[0], layout.activation_spec), P()
 
     def on_devices(cache, query, cached, counts):
         share, scatter = own_share(cache.parts), length > 1
@@ -326,7 +335,7 @@ def test_where_pages_are_cut_devices_with_the_kernel_for_gpus_add_up_what_they_s
     run = jax.shard_map(
         on_devices,
         mesh=layout.mesh,
-        in_specs=(PagedCache(layers=[pages], table=whole, parts=2), whole, whole, whole),
+        in_specs=(PagedCache(pools=[pages], table=whole, parts=2), whole, whole, whole),
         out_specs=P(None, "context") if length > 1 else whole,
         check_vma=False,
     )
@@ -364,7 +373,7 @@ def test_a_row_of_the_kernel_for_gpus_gets_the_same_bits_whoever_its_neighbours_
     ones = np.ones(ROWS, np.int32)
     whole = np.asarray(run(cache, query, cached, ones))
     order = np.random.default_rng(2).permutation(ROWS)
-    shuffled = PagedCache(layers=cache.layers, table=cache.table[order])
+    shuffled = PagedCache(pools=cache.pools, table=cache.table[order])
     np.testing.assert_array_equal(run(shuffled, query[order], cached[order], ones), whole[order])
     some = np.array([1, 0, 1, 0, 0, 1, 1, 0, 1, 0, 0], np.int32)
     np.testing.assert_array_equal(run(cache, query, cached, some)[some == 1], whole[some == 1])

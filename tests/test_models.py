@@ -440,11 +440,11 @@ def decode(model, params, tokens, lengths, counts_of, full, tolerance):
     """Decodes rows of `lengths` tokens in chunks and compares each step with the full forward."""
     width = counts_of.width
     cache = empty_cache(model, ROWS, LENGTH + 3, page_size=4)
-    capacity = cache.table.shape[1] * 4
+    capacity = cache.table.shape[2] * 4
     # Garbage in the pages must not be seen, whoever had them before; nor is their order any.
     table = np.random.default_rng(5).permutation(cache.num_pages).reshape(cache.table.shape)
-    layers = jax.tree.map(lambda leaf: leaf + 7.0, cache.layers)
-    cache = PagedCache(layers=layers, table=jnp.asarray(table, jnp.int32))
+    layers = jax.tree.map(lambda leaf: leaf + 7.0, cache.pools)
+    cache = PagedCache(pools=layers, table=jnp.asarray(table, jnp.int32))
     cached = np.zeros(ROWS, np.int32)
     num_idle = 0
     while (cached < lengths).any():
@@ -456,7 +456,7 @@ def decode(model, params, tokens, lengths, counts_of, full, tolerance):
         logits = np.asarray(logits)
         idle = counts == 0
         num_idle += idle.sum()
-        for old_layer, new_layer in zip(rows_of(cache), rows_of(new), strict=True):
+        for old_layer, new_layer in zip(rows_of(model, cache), rows_of(model, new), strict=True):
             for side in ("key", "value"):
                 np.testing.assert_array_equal(new_layer[side][idle], old_layer[side][idle])
                 behind = np.arange(capacity)[None, :] >= (cached + counts)[:, None]

@@ -14,12 +14,12 @@ from jax.sharding import PartitionSpec as P
 from earl_jax.models.attention import paged_tpu
 from earl_jax.models.attention.kernels import attention_over_pages
 from earl_jax.models.attention.page_shares import own_share
-from earl_jax.models.attention.paged_attention import Tile, attend_pages, plan_reading
+from earl_jax.models.attention.paged_attention import Tile, attend_pages
 from earl_jax.models.attention.paged_tpu import Shape, plan_work, plan_works, shape_of
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.kv_cache import PagedCache, place_pages, write
 from earl_jax.sharding.layout import MeshShape, make_layout
-from tests.support.caches import empty_cache
+from tests.support.caches import empty_cache, reading_of
 
 ROWS, MAX_TOKENS, SIZE = 7, 40, 8
 CACHED = np.array([0, 39, 7, 8, 16, 25, 12], np.int32)
@@ -31,11 +31,11 @@ def filled(kv_dtype: str = "compute") -> PagedCache:
     """Full rows in pages that are all over the pool, beside pages of garbage."""
     rng = np.random.default_rng(0)
     cache = empty_cache(MODEL, ROWS + 1, MAX_TOKENS, SIZE, kv_dtype)
-    pages = jnp.asarray(rng.permutation(cache.num_pages)[: ROWS * 5], jnp.int32).reshape(ROWS, 5)
-    layer = jax.tree.map(lambda pool: (pool + 100).astype(pool.dtype), cache.layers[0])
+    pages = jnp.asarray(rng.permutation(cache.num_pages)[: ROWS * 5], jnp.int32).reshape(ROWS, 1, 5)
+    layer = jax.tree.map(lambda pool: (pool + 100).astype(pool.dtype), cache.pools[0])
     key, value = (rng.normal(size=(ROWS, MAX_TOKENS, 2, 8)).astype(np.float32) for _ in range(2))
     whole = jnp.full(ROWS, MAX_TOKENS, jnp.int32)
-    return PagedCache(layers=[write(layer, pages, key, value, 0 * whole, whole)], table=pages)
+    return PagedCache(pools=[write(layer, pages[:, 0], key, value, 0 * whole, whole)], table=pages)
 
 
 @pytest.fixture(autouse=True)
@@ -51,13 +51,13 @@ def by_kernel(cache, query, cached, counts, *, window=None, softcap=0.0, scatter
     settings = (model, cache, cached, counts, query.shape[1])
     readings, attend = attention_over_pages("pallas_tpu", "cpu", *settings)
     share = own_share(cache.parts)
-    return attend(query, cache.layers[0], readings[window], window, share, scatter)
+    return attend(query, cache.pools[0], readings[0], window, share, scatter)
 
 
 def by_reference(cache, query, cached, counts, *, window=None, **settings):
-    reading = plan_reading(cache, cached, counts, query.shape[1], window, Tile(4, 1))
+    reading = reading_of(cache, cached, counts, query.shape[1], window, Tile(4, 1))
     settings |= {"window": window, "share": own_share(cache.parts)}
-    return attend_pages(query, cache.layers[0], reading, scale=MODEL.attention_scale, **settings)
+    return attend_pages(query, cache.pools[0], reading, scale=MODEL.attention_scale, **settings)
 
 
 jitted_plan = jax.jit(plan_work, static_argnums=(0, 4, 5))
@@ -102,7 +102,7 @@ def test_a_row_gets_the_same_bits_whoever_its_neighbours_are_and_in_whichever_li
     whole = np.asarray(jax.jit(by_kernel)(cache, query, CACHED, ones))
     # A row has at most three steps, each of a block of queries and two pages.
     monkeypatch.setattr(paged_tpu, "MOST_SCALARS", 4 * 3 * 3)
-    assert len(plan_works(shape_of(1, 3, SIZE), cache.table, CACHED, ones, SIZE, None)) == 2
+    assert len(plan_works(shape_of(1, 3, SIZE), cache.table[:, 0], CACHED, ones, SIZE, None)) == 2
     order, some = np.random.default_rng(2).permutation(ROWS), np.array([1, 0, 1, 1, 0, 1, 1])
     shuffled = dataclasses.replace(cache, table=cache.table[order])
     run = jax.jit(functools.partial(by_kernel))  # Traced anew.
@@ -116,8 +116,8 @@ def test_where_pages_are_cut_devices_add_up_what_they_see(length):
     query, counts = queries(length)
     cache = filled()
     layout = make_layout(MeshShape(context=2), jax.devices()[:2])
-    pages, whole = place_pages(cache.layers[0], layout.activation_spec), P()
-    specs = PagedCache(layers=[pages], table=whole, parts=2)
+    pages, whole = place_pages(cache.pools[0], layout.activation_spec), P()
+    specs = PagedCache(pools=[pages], table=whole, parts=2)
 
     def on_devices(cache, query, cached, counts):
         return by_kernel(cache, query, cached, counts, window=12, scatter=length > 1)

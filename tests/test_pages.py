@@ -6,21 +6,22 @@ import random
 
 import pytest
 
-from earl_jax.engine.pages import PageCopy, PageTable, Pool, dense_pool, pages_for
+from earl_jax.engine.pages import PageCopy, PageTable, Pool, dense_pool
+from earl_jax.models.layer_groups import PageRule, pages_for
 
 
 @pytest.fixture
 def table():
-    return PageTable(Pool(shards=2, pages=5), num_slots=6, page_size=4)
+    return PageTable(Pool(shards=2, pages=5), num_slots=6, rule=PageRule(4))
 
 
 def rows(table, width=3):
-    return table.as_array(width).tolist()
+    return table.as_array(width)[:, 0].tolist()
 
 
 def test_a_dense_pool_is_enough_for_every_slot():
     assert [pages_for(tokens, 4) for tokens in (0, 1, 4, 5)] == [0, 1, 1, 2]
-    pool = dense_pool(shards=2, slots=6, max_tokens=10, page_size=4)
+    pool = dense_pool(shards=2, slots=6, max_tokens=10, rule=PageRule(4))
     assert pool == Pool(shards=2, pages=9) and pool.total == 18
 
 
@@ -29,7 +30,7 @@ def test_pages_behind_whole_ones_are_a_slots_alone_until_another_takes_them_over
     assert table.has_alone(0, 0) and table.has_alone(0, 7)
     table.begin(1, 0, 4)
     assert not table.has_alone(0, 3) and table.has_alone(0, 4) and table.has_alone(0, 8)
-    assert table.begin(0, 0, 6) is None, "what a slot has alone is not copied"
+    assert table.begin(0, 0, 6) == [None], "what a slot has alone is not copied"
 
 
 def test_pinned_pages_are_not_given_away_until_the_round_is_over(table):
@@ -59,9 +60,9 @@ def test_slots_get_pages_of_their_row_shard_in_order_as_they_need_them(table):
 
 def test_whole_pages_are_shared_and_the_page_behind_them_is_copied(table):
     table.hold(0, 10)
-    assert table.begin(1, 0, 8) is None
+    assert table.begin(1, 0, 8) == [None]
     assert rows(table)[1] == [0, 1, 0]
-    assert table.begin(2, 0, 6) == PageCopy(source=1, target=3)
+    assert table.begin(2, 0, 6) == [PageCopy(source=1, target=3)]
     assert rows(table)[2] == [0, 3, 0]
     assert table.holders()[0] == [3, 3, 1, 1, 0], "the copied page is held for the round"
     table.end_round()
@@ -76,28 +77,28 @@ def test_whole_pages_are_shared_and_the_page_behind_them_is_copied(table):
 
 def test_a_page_that_is_filled_in_the_same_round_is_copied_from_its_origin(table):
     table.hold(0, 4)
-    assert table.begin(1, 0, 3) == PageCopy(source=0, target=1)
-    assert table.begin(2, 1, 2) == PageCopy(source=0, target=2)
+    assert table.begin(1, 0, 3) == [PageCopy(source=0, target=1)]
+    assert table.begin(2, 1, 2) == [PageCopy(source=0, target=2)]
     table.end_round()
     # Its own page is free by then.
-    assert table.begin(0, 2, 1) == PageCopy(source=2, target=0)
+    assert table.begin(0, 2, 1) == [PageCopy(source=2, target=0)]
 
 
 def test_in_the_second_row_shard_numbers_are_those_of_the_whole_pool(table):
     table.hold(4, 4)
-    assert table.begin(5, 4, 1) == PageCopy(source=5, target=6)
+    assert table.begin(5, 4, 1) == [PageCopy(source=5, target=6)]
     assert rows(table, 1) == [[0], [0], [0], [5], [5], [6]]
 
 
 def test_what_begins_with_its_own_beginning_copies_nothing_unless_others_have_it_too(table):
     table.hold(0, 10)
-    assert table.begin(0, 0, 6) is None
+    assert table.begin(0, 0, 6) == [None]
     assert (rows(table)[0], table.num_free(0)) == ([0, 1, 0], 3)
-    assert table.begin(1, 0, 6) == PageCopy(source=1, target=2)
-    assert table.begin(0, 0, 6) == PageCopy(source=1, target=3), "slot 1 copies it in this round"
+    assert table.begin(1, 0, 6) == [PageCopy(source=1, target=2)]
+    assert table.begin(0, 0, 6) == [PageCopy(source=1, target=3)], "slot 1 copies it in this round"
     table.end_round()
     assert table.holders()[0] == [2, 0, 1, 1, 0]
-    assert table.begin(0, 0, 0) is None
+    assert table.begin(0, 0, 0) == [None]
     assert table.num_held(0) == 0 and table.holders()[0] == [1, 0, 1, 0, 0]
 
 
@@ -115,7 +116,7 @@ def test_new_pages_come_behind_the_old_ones_of_each_shard(table):
 
 def test_whatever_happens_every_page_is_free_or_held_by_those_who_list_it():
     rng = random.Random(0)
-    table = PageTable(Pool(shards=2, pages=40), num_slots=6, page_size=4)
+    table = PageTable(Pool(shards=2, pages=40), num_slots=6, rule=PageRule(4))
     lengths = [0] * 6
     for _ in range(2000):
         slot = rng.randrange(6)

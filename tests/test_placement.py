@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from earl_jax.engine.config import Sampling
-from earl_jax.engine.pages import pages_for
 from earl_jax.engine.round_inputs import RoundInputs
 from earl_jax.engine.sampling import sampling_rows
+from earl_jax.models.layer_groups import pages_for
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.updates import sft
@@ -311,8 +311,8 @@ def test_live_episodes_that_outgrow_the_budget_go_on_elsewhere_with_the_same_tok
     assert log.choices[0].reason.startswith(f"{D8} -> {D4T2} (context {LONG} needs ")
 
     jax.tree.map(np.testing.assert_array_equal, weights, on_host(moved.policy.params))
-    after = on_host(moved.state)
-    for old, new in zip(rows_of(before.cache), rows_of(after.cache), strict=True):
+    after, model = on_host(moved.state), moved.engine.config.model
+    for old, new in zip(rows_of(model, before.cache), rows_of(model, after.cache), strict=True):
         for side in ("key", "value"):
             # Two prompt tokens and one that was sampled are in the cache.
             np.testing.assert_array_equal(old[side][:, :, :3], new[side][:, :, :3])

@@ -17,6 +17,7 @@ from earl_jax.engine.host_pages import HostPages
 from earl_jax.engine.pages import PageTable, Pool
 from earl_jax.engine.session import Policy, Session
 from earl_jax.envs.environment import Start
+from earl_jax.models.layer_groups import PageRule
 from earl_jax.rollout import preemption as preemption
 from earl_jax.rollout import service as service_module
 from earl_jax.rollout.block_manager import BlockManager
@@ -135,19 +136,19 @@ def session_with_noise(mesh: MeshShape, kv_dtype: str) -> Session:
         values = rng.integers(-127, 127, leaf.shape).astype(leaf.dtype)
         return jax.device_put(values, leaf.sharding)
 
-    layers = jax.tree.map(noise, state.cache.layers)
+    layers = jax.tree.map(noise, state.cache.pools)
     state = dataclasses.replace(
         state,
-        cache=dataclasses.replace(state.cache, layers=layers),
+        cache=dataclasses.replace(state.cache, pools=layers),
         active=jax.device_put(jnp.ones_like(state.active), state.active.sharding),
     )
     policy = Policy(params=None, version=0)
-    pages = PageTable(pool, num_slots=16, page_size=64)
+    pages = PageTable(pool, num_slots=16, rule=PageRule(64))
     return Session(engine=made, policy=policy, state=state, max_tokens=64 * 12, pages=pages)
 
 
 def pools(session: Session) -> list[np.ndarray]:
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(session.state.cache.layers)]
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(session.state.cache.pools)]
 
 
 def numbers(slot: int, pages) -> list[int]:
@@ -179,10 +180,10 @@ def test_pages_come_back_to_other_pages_as_they_left(mesh, kv_dtype, pinned):
     assert host.slots == sorted(SLOT_PAGES) and 5 in host
     assert np.flatnonzero(~np.asarray(session.state.active)).tolist() == host.slots
     # Their pages are others' by then.
-    cleared = jax.tree.map(jnp.zeros_like, session.state.cache.layers)
-    cleared = jax.device_put(cleared, session.engine.state_shardings.cache.layers)
+    cleared = jax.tree.map(jnp.zeros_like, session.state.cache.pools)
+    cleared = jax.device_put(cleared, session.engine.state_shardings.cache.pools)
     state = dataclasses.replace(
-        session.state, cache=dataclasses.replace(session.state.cache, layers=cleared)
+        session.state, cache=dataclasses.replace(session.state.cache, pools=cleared)
     )
     session = dataclasses.replace(session, state=state)
     host.settle()
@@ -233,7 +234,7 @@ def test_pages_come_back_on_another_mesh():
 def test_no_collective_is_in_the_copies():
     mesh = MESHES[2]
     session = session_with_noise(mesh, "int8")
-    copies, layers = session.engine.page_copies, session.state.cache.layers
+    copies, layers = session.engine.page_copies, session.state.cache.pools
     block = copies.blank(session.state)
     pages = jnp.zeros(copies.num_shards * copies.pages_a_call, jnp.int32)
     counts = jnp.zeros(copies.num_shards, jnp.int32)

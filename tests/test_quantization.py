@@ -414,7 +414,7 @@ def test_an_int8_cache_plays_the_same_episodes_on_a_mesh():
     state, transcripts = converse_on(shape, INT8_CACHE)
     assert_same(transcripts, converse_on(UNSHARDED, INT8_CACHE)[1], atol=2e-2)
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == engine.state_shardings
-    assert {leaf.dtype for leaf in jax.tree.leaves(state.cache.layers)} == {
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.cache.pools)} == {
         jnp.dtype(jnp.int8),
         jnp.dtype(jnp.float32),
     }
@@ -428,6 +428,6 @@ def test_an_int8_cache_is_near_and_not_the_same_and_takes_the_bytes_it_says():
     far = np.abs(expected - got)
     assert 1e-4 < far.mean() < 2e-2 and far.max() < 0.2
     exact = converse_on(UNSHARDED, CONFIG)[0]
-    pages = [sum(leaf.nbytes for leaf in jax.tree.leaves(s.cache.layers)) for s in (state, exact)]
+    pages = [sum(leaf.nbytes for leaf in jax.tree.leaves(s.cache.pools)) for s in (state, exact)]
     # A head of 4 numbers: 4 bytes and a scale of 4, against 16.
     assert pages[0] * 2 == pages[1]

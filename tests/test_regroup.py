@@ -13,12 +13,13 @@ import pytest
 from hypothesis import strategies as st
 
 from earl_jax.engine.pages import NO_SOURCE, PageTable, Pool
+from earl_jax.models.layer_groups import PageRule
 
 
 @pytest.fixture
 def table():
     """Slots 0 and 1 share their first page, of three; slot 4 has two."""
-    table = PageTable(Pool(shards=2, pages=5), num_slots=6, page_size=4)
+    table = PageTable(Pool(shards=2, pages=5), num_slots=6, rule=PageRule(4))
     table.hold(0, 8)
     table.begin(1, 0, 4)
     table.hold(1, 8)
@@ -28,7 +29,7 @@ def table():
 
 def rows(table: PageTable) -> list[list[int]]:
     """The pages of every slot, numbered in the whole pool."""
-    wide = table.as_array(table.pool.pages)
+    wide = table.as_array(table.pool.pages)[:, 0]
     return [row[: table.num_held(slot)].tolist() for slot, row in enumerate(wide)]
 
 
@@ -90,7 +91,7 @@ def test_idle_slots_keep_their_prompts_where_pages_are_left(table):
 
 
 def test_neither_number_of_shards_need_divide_the_other():
-    table = PageTable(Pool(shards=2, pages=3), num_slots=6, page_size=4)
+    table = PageTable(Pool(shards=2, pages=3), num_slots=6, rule=PageRule(4))
     for slot in range(6):
         table.hold(slot, 4)
     thirds, source = table.regroup(Pool(shards=3, pages=2))
@@ -140,7 +141,7 @@ STEPS = st.lists(
 @hypothesis.given(STEPS)
 def test_whatever_happens_slots_keep_their_contents(steps):
     """Twelve slots; a step names a slot, another (or a number of shards), and tokens."""
-    table = PageTable(Pool(shards=2, pages=30), num_slots=12, page_size=4)
+    table = PageTable(Pool(shards=2, pages=30), num_slots=12, rule=PageRule(4))
     model = Model(table, np.zeros(60, np.int64))
     for what, slot, other, tokens in steps:
         table = model.table

@@ -14,7 +14,7 @@ import pytest
 
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.engine import Engine
-from earl_jax.engine.pages import PageTable, Pool, pages_for
+from earl_jax.engine.pages import PageTable, Pool
 from earl_jax.engine.rows import make_rows
 from earl_jax.engine.session import (
     Policy,
@@ -24,6 +24,7 @@ from earl_jax.engine.session import (
 )
 from earl_jax.envs.environment import Start
 from earl_jax.models.config import ModelConfig
+from earl_jax.models.layer_groups import pages_for
 from earl_jax.rollout.service import RolloutService
 from earl_jax.selector.memory import program_bytes
 from earl_jax.sharding.layout import MeshShape, make_layout
@@ -32,6 +33,7 @@ from tests.support.environments import Talker
 from tests.support.episodes import (
     CONFIG,
     MODEL,
+    WINDOWED,
     GrowPool,
     assert_same_episodes,
     check_rows,
@@ -52,9 +54,9 @@ MESHES = [
 TOUR = [0, 1, 0, 2, 0, 3, 1, 2, 1, 3, 2, 3]
 
 
-def player(mesh: MeshShape) -> Engine:
+def player(mesh: MeshShape, model: ModelConfig = MODEL) -> Engine:
     """The engine of tests.support.episodes, on this mesh."""
-    return make_engine(mesh=mesh)
+    return make_engine(mesh=mesh, model=model)
 
 
 def test_the_tour_goes_from_every_mesh_to_every_other():
@@ -71,7 +73,7 @@ class Moving(RolloutService):
 
     def _move_the_last(self, session: Session) -> Session:
         self.rounds += 1
-        there = player(MESHES[TOUR[self.rounds % len(TOUR)]])
+        there = player(MESHES[TOUR[self.rounds % len(TOUR)]], session.engine.config.model)
         shards = there.layout.num_row_shards
         least = session.pages.least_pages(shards)
         with HostByteCounter() as counter:
@@ -95,20 +97,24 @@ def lecture(task):
 
 
 @pytest.mark.slow
-def test_episodes_that_move_every_round_sample_the_same_tokens(pool, monkeypatch):
+@pytest.mark.parametrize("model", [MODEL, WINDOWED], ids=["", "windows"])
+def test_episodes_that_move_every_round_sample_the_same_tokens(pool, monkeypatch, model):
     """Over every pair of meshes. Some are preempted on one and come back from the host on another.
 
-    Prompts are taken over.
+    Prompts are taken over. Episodes give up their pages behind windows.
     """
+    monkeypatch.setattr(
+        Moving, "pages", player(MESHES[0], model).config.page_rule.most_pages(64) * 8
+    )
     given = {"sampling": Sampling(temperature=0.0), "max_tokens": 64, "share_prefixes": True}
-    still = collect(pool, tasks(44), lecture, player=player(MESHES[0]), **given)
+    given |= {"player": player(MESHES[0], model), "params": weights(model=model)}
+    still = collect(pool, tasks(44), lecture, **given)
     monkeypatch.setattr("tests.support.episodes.RolloutService", Moving)
     services = []
     moved = collect(
         pool,
         tasks(44),
         lecture,
-        player=player(MESHES[0]),
         pages=Moving.pages // 8,
         grow=lambda session, tokens, pages: session,
         services=services,
@@ -190,10 +196,10 @@ def numbered_session(engine: Engine, pool: Pool) -> Session:
         full = jax.numpy.broadcast_to(values.reshape(-1, *(1,) * (leaf.ndim - 1)), leaf.shape)
         return jax.device_put(full, leaf.sharding)
 
-    layers = jax.tree.map(number, state.cache.layers)
-    state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=layers))
+    layers = jax.tree.map(number, state.cache.pools)
+    state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, pools=layers))
     config = engine.config
-    pages = PageTable(pool, num_slots=config.num_slots, page_size=config.page_size)
+    pages = PageTable(pool, num_slots=config.num_slots, rule=config.page_rule)
     params = jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape), engine.parameter_shapes)
     policy = Policy(params=engine.load_params(params), version=0)
     return Session(engine=engine, policy=policy, state=state, max_tokens=32, pages=pages)
@@ -202,10 +208,10 @@ def numbered_session(engine: Engine, pool: Pool) -> Session:
 def contents(session: Session) -> list[list[float]]:
     """By slot, what is in its pages of the first layer."""
     table = session.pages.as_array(pages_for(session.max_tokens, session.engine.config.page_size))
-    keys = jax.device_get(session.state.cache.layers[0].key)
+    keys = jax.device_get(session.state.cache.pools[0].key)
     return [
         [float(keys[page].mean()) for page in row[: session.pages.num_held(slot)]]
-        for slot, row in enumerate(table)
+        for slot, row in enumerate(table[:, 0])
     ]
 
 
@@ -270,8 +276,8 @@ def test_one_episode_of_eight_devices_memory_is_played_in_one_slot(pool):
     engine = large_engine(mesh, num_slots, 16)
 
     def pool_bytes(on: Engine, cut: Pool) -> int:
-        layers = on.state_shapes(16, cut).cache.layers
-        return resident_bytes(layers, on.state_shardings.cache.layers)
+        layers = on.state_shapes(16, cut).cache.pools
+        return resident_bytes(layers, on.state_shardings.cache.pools)
 
     whole = Pool(1, 8)
     assert pool_bytes(engine, whole) == pool_bytes(large_engine(CUTS[0], 8, 16), Pool(8, 1))

@@ -16,6 +16,7 @@ from earl_jax.rollout.episode import Prompt, Task
 from earl_jax.serving.served_engine import NoMemory
 from earl_jax.sharding.layout import MeshShape
 from tests.support.continuations import CONTEXT_TOKENS, continuations, policy, prompt, served
+from tests.support.episodes import MODEL, WINDOWED
 
 # Pages have 8 tokens and chunks 16: less than a chunk is not taken over.
 REPLY, SLOTS = 12, 4
@@ -24,12 +25,12 @@ SHORT = CONTEXT_TOKENS + 16
 
 
 @functools.cache
-def player(mesh=MeshShape()):  # noqa: B008
-    return served(mesh, num_slots=SLOTS)
+def player(mesh=MeshShape(), model=MODEL):  # noqa: B008
+    return served(mesh, num_slots=SLOTS, model=model)
 
 
-def open_served(mesh=MeshShape(), **serving):  # noqa: B008
-    engine = player(mesh)
+def open_served(mesh=MeshShape(), model=MODEL, **serving):  # noqa: B008
+    engine = player(mesh, model)
     sizes = dataclasses.replace(engine.serving, **serving)
     engine = dataclasses.replace(engine, serving=sizes)
     return engine.open(policy(engine), lambda ticket, tokens: None)
@@ -322,10 +323,14 @@ def test_a_conversation_for_which_the_cache_cannot_grow_stays_in_host_memory(mon
     assert say(service, first)[1:] == (16, 31)
 
 
-def test_random_conversations_go_on_as_without_a_cache():
-    """Ten, some at once, one of them aborted at times, with few pages and little host memory."""
+@pytest.mark.parametrize(("model", "cache_tokens"), [(MODEL, SHORT), (WINDOWED, 48)])
+def test_random_conversations_go_on_as_without_a_cache(model, cache_tokens):
+    """Ten, some at once, one of them aborted at times, with few pages and little host memory.
+
+    With windows pages hold 48 tokens in all layers, and one conversation of 96.
+    """
     rng = random.Random(0)
-    service = open_served(keep_replies=True, cache_tokens=SHORT)
+    service = open_served(model=model, keep_replies=True, cache_tokens=cache_tokens)
     blocks, chats = service._blocks, {number: Chat(number) for number in range(10)}
     longest = CONTEXT_TOKENS - REPLY - 6
     for turn in range(25):
@@ -344,7 +349,8 @@ def test_random_conversations_go_on_as_without_a_cache():
                 continue
             chat = chats[finished.trajectory.episode]
             reply = finished.trajectory.turns[-1]
-            [expected] = continuations([np.array(chat.ids)], [chat.number], len(reply.token_ids))
+            ids, steps = [np.array(chat.ids)], len(reply.token_ids)
+            [expected] = continuations(ids, [chat.number], steps, model=model)
             assert list(reply.token_ids) == expected.tolist()
             chat.take(reply)
             if len(chat.ids) > longest:

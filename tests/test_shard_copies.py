@@ -12,6 +12,7 @@ from earl_jax.engine.page_copies import PageCopies
 from earl_jax.engine.shard_copies import _waves
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.kv_cache import PagedCache, empty_pages, place_pages
+from earl_jax.models.layer_groups import PageRule
 from earl_jax.sharding.layout import MeshShape, make_layout
 
 PAGE_SIZE, PAGES = 4, 6
@@ -45,8 +46,8 @@ def test_pages_go_to_the_shards_that_want_them_and_no_bit_changes(dtype, kv_dtyp
     )  # fmt: skip
     layout, before = make_layout(MeshShape(data=2, tensor=2)), pools(model, kv_dtype)
     shardings = [place_pages(layer, layout.activations) for layer in before]
-    copies = PageCopies(layout, shardings, PAGE_SIZE)
-    state = State(PagedCache(layers=jax.device_put(before, shardings), table=np.zeros((2, 1))))
+    copies = PageCopies(layout, shardings, PageRule(PAGE_SIZE))
+    state = State(PagedCache(pools=jax.device_put(before, shardings), table=np.zeros((2, 1))))
     after = copies.send(
         state,  # pyright: ignore
         1,
@@ -54,8 +55,8 @@ def test_pages_go_to_the_shards_that_want_them_and_no_bit_changes(dtype, kv_dtyp
         np.array([[5, 2, 0], [1, 4, 0]])[:, np.arange(copies.pages_a_call) % 3],
         np.array([2, 1]),
     )
-    assert jax.tree.map(lambda side: side.sharding, after.cache.layers) == shardings
-    for old, new in zip(*map(jax.tree.leaves, (before, after.cache.layers)), strict=True):
+    assert jax.tree.map(lambda side: side.sharding, after.cache.pools) == shardings
+    for old, new in zip(*map(jax.tree.leaves, (before, after.cache.pools)), strict=True):
         expected = old.copy()
         expected[[5, 2, PAGES + 1]] = old[[PAGES + 3, PAGES, PAGES + 3]]
         np.testing.assert_array_equal(np.asarray(new), expected)

@@ -125,7 +125,7 @@ def test_the_cache_after_many_turns_is_that_of_one_prefill(played):
         np.zeros_like(lengths),
         lengths,
     )
-    for layer, reference in zip(rows_of(state.cache), rows_of(cache), strict=True):
+    for layer, reference in zip(rows_of(MODEL, state.cache), rows_of(MODEL, cache), strict=True):
         for side in ("key", "value"):
             for slot, length in enumerate(lengths):
                 np.testing.assert_allclose(
@@ -416,8 +416,8 @@ def test_what_is_taken_over_from_another_slot_is_as_if_it_had_been_read():
     state, _ = say(empty(), prompt[:CHUNK], at_reader * CHUNK, begin_turn=zeros, row=before)
     sources = np.array([2, 1, 0, -1, -1, -3, -4, -2])
     # What is taken over is less than a page: the reader keeps its own, the others copy it.
-    own = np.asarray(state.cache.table)[reader, 0]
-    copied = np.where(np.arange(NUM_SLOTS) == reader, NO_PAGE, own)
+    own = np.asarray(state.cache.table)[reader, 0, 0]
+    copied = np.where(np.arange(NUM_SLOTS) == reader, NO_PAGE, own)[:, None]
     chunk = prompt[CHUNK:]
     state, report = say(
         state, chunk, ones * CHUNK, source=sources, shared=ones * CHUNK, copied=copied
@@ -427,7 +427,7 @@ def test_what_is_taken_over_from_another_slot_is_as_if_it_had_been_read():
     np.testing.assert_allclose(report.logprobs, expected.logprobs, atol=1e-5)
     np.testing.assert_array_equal(state.cached, read.cached)
     np.testing.assert_array_equal(state.experience.tokens, read.experience.tokens)
-    for ours, theirs in zip(rows_of(state.cache), rows_of(read.cache), strict=True):
+    for ours, theirs in zip(rows_of(MODEL, state.cache), rows_of(MODEL, read.cache), strict=True):
         length = int(read.cached.min())
         np.testing.assert_allclose(
             ours["key"][:, :, :length], theirs["key"][:, :, :length], atol=1e-5
@@ -457,13 +457,13 @@ def test_prefix_of_a_slot_that_begins_in_the_same_round_is_its_new_one():
     state = say(empty(), {5: prompt, 2: other}, {5: 6, 2: 7})
     source, shared, copied = zeros.copy(), zeros.copy(), zeros + NO_PAGE
     source[[2, 3]], shared[[2, 3]] = (3, -1), CHUNK
-    copied[[2, 3]] = np.asarray(state.cache.table)[5, 0]
+    copied[[2, 3]] = np.asarray(state.cache.table)[5, 0, 0]
     tails = {2: [20], 3: [21]}
-    state = say(state, tails, {2: 1, 3: 4}, source=source, shared=shared, copied=copied)
+    state = say(state, tails, {2: 1, 3: 4}, source=source, shared=shared, copied=copied[:, None])
     for row, tail in ((1, 20), (4, 21)):
         ids = np.asarray(state.experience.tokens)[row, : CHUNK + 1]
         assert ids.tolist() == [*prompt.tolist(), tail]
-    sides = rows_of(state.cache)[0]
+    sides = rows_of(MODEL, state.cache)[0]
     for slot in (2, 3):
         np.testing.assert_array_equal(sides["key"][slot, :, :CHUNK], sides["key"][5, :, :CHUNK])
 

@@ -14,10 +14,10 @@ import jax
 import pytest
 
 from benchmarks.soak import soak
-from earl_jax.engine.pages import pages_for
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.models.config import ModelConfig
+from earl_jax.models.layer_groups import pages_for
 from earl_jax.rollout.config import Limits
 from earl_jax.sharding.layout import MeshShape
 from tests.support.episodes import (
@@ -229,10 +229,12 @@ def test_every_episode_ends_once_and_nothing_leaks():
 
 
 @pytest.mark.slow
-def test_every_token_of_a_client_that_does_everything_is_exact():
+@pytest.mark.parametrize(("num_tokens", "windows"), [(2_000, ()), (4_000, (4, 0, 0))])
+def test_every_token_of_a_client_that_does_everything_is_exact(num_tokens, windows):
     """It submits, aborts, swaps weights and pauses; environments are slow and fail; pages are few.
 
-    What else holds is checked by `benchmarks.soak.Findings.check`.
+    With windows episodes give up the pages behind them. What else holds is checked by
+    `benchmarks.soak.Findings.check`.
     """
-    found = soak(2_000, seed=1)
-    assert found.stats.rollout_tokens >= 2_000
+    found = soak(num_tokens, seed=1, windows=windows)
+    assert found.stats.rollout_tokens >= num_tokens

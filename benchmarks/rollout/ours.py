@@ -32,6 +32,7 @@ from earl_jax.launch.start import start_jax
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.checkpoints.hf_write import save_checkpoint
 from earl_jax.models.config import ModelConfig
+from earl_jax.models.layer_groups import PageRule
 from earl_jax.models.parameters import init_parameters, parameter_shardings, parameter_specs
 from earl_jax.rollout.collect import Rollout, collect
 from earl_jax.rollout.config import Limits, RolloutConfig
@@ -178,7 +179,7 @@ class Player:
         engine = self.engine(script.num_slots, number)
         engine.rounds.clear()
         max_tokens = CONTEXT_BUCKETS[0]
-        every = dense_pool(1, script.num_slots, max_tokens, PAGE_SIZE)
+        every = dense_pool(1, script.num_slots, max_tokens, PageRule(PAGE_SIZE))
         session = empty_session(engine, self.policy(engine), max_tokens, every)
         tasks = [
             Task(episode=i, group=i, args={"seed": i}, limits=Limits(max_turn_tokens=tokens))
@@ -220,7 +221,7 @@ def _grow_pool(config: RolloutConfig, session: Session, tokens: int, pages: int)
     pool = session.pool
     if pages > pool.pages:
         # As a run with memory for them.
-        most = dense_pool(1, config.num_slots, max_tokens, PAGE_SIZE).pages
+        most = dense_pool(1, config.num_slots, max_tokens, PageRule(PAGE_SIZE)).pages
         pool = pool._replace(pages=max(pages, most))
     return relocate(session, session.engine, max_tokens, pool)
 

@@ -75,13 +75,13 @@ def append_chunks(
     some = max(1, min(most // width, -(-slots * chunk_size // width)))
     passes = (jnp.sum(num_tiles(cached_B, count_B, width)) + some - 1) // some
 
-    def append_some(number: jax.Array, layers: list[LayerCache]) -> list[LayerCache]:
+    def append_some(number: jax.Array, pools: list[LayerCache]) -> list[LayerCache]:
         tiles = tiles_at(number * some + jnp.arange(some), cached_B, count_B, width)
         place_NT = tiles.offset[:, None] + jnp.arange(width)[None, :]
         tokens_NT = chunk_BC[tiles.slot[:, None], jnp.minimum(place_NT, chunk_size - 1)]
         table = cache.table[tiles.slot]
-        part = PagedCache(layers=layers, table=table, parts=cache.parts)
-        return decoder.fill(part, tokens_NT, tiles.start, tiles.count).layers
+        part = PagedCache(pools=pools, table=table, parts=cache.parts)
+        return decoder.fill(part, tokens_NT, tiles.start, tiles.count).pools
 
-    layers = jax.lax.fori_loop(0, passes, append_some, cache.layers)
-    return PagedCache(layers=layers, table=cache.table, parts=cache.parts)
+    pools = jax.lax.fori_loop(0, passes, append_some, cache.pools)
+    return PagedCache(pools=pools, table=cache.table, parts=cache.parts)

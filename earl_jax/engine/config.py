@@ -3,9 +3,11 @@
 """The settings of an engine: its programs' sizes, the rules of a round, sampling."""
 
 import dataclasses
+import functools
 from typing import Literal, NamedTuple
 
 from earl_jax.models.config import ModelConfig
+from earl_jax.models.layer_groups import PageRule, make_page_rule
 from earl_jax.settings.errors import InputError
 
 # Stop ids that a slot holds on the devices.
@@ -125,3 +127,9 @@ class EngineConfig:
     page_size: int = 64
     weight_dtype: Literal["compute", "int8"] = "compute"
     kv_dtype: Literal["compute", "int8"] = "compute"
+
+    @functools.cached_property
+    def page_rule(self) -> PageRule:
+        """The pages of an episode."""
+        windows, round_tokens = self.model.layer_windows, self.rules.round_tokens
+        return make_page_rule(windows, self.page_size, self.chunk_size, round_tokens)

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 
 from earl_jax.engine.choices import Choices, no_choices
 from earl_jax.engine.config import MAX_STOP_IDS, Sampling
-from earl_jax.engine.pages import NO_SOURCE, Pool, dense_pool, pages_for
+from earl_jax.engine.pages import NO_SOURCE, Pool
 from earl_jax.engine.round_inputs import NO_ID, NO_LIMIT, NO_ROW
 from earl_jax.engine.sampling import SamplingRows, sampling_rows
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.kv_cache import LayerCache, PagedCache, empty_pages
+from earl_jax.models.layer_groups import group_layers, pages_for
 from earl_jax.trajectory import Experience
 
 
@@ -67,11 +68,13 @@ def empty_state(
     def numbers(*shape: int) -> jax.Array:
         return jnp.zeros(shape, jnp.int32)
 
-    pool = pool or dense_pool(slots, slots, max_tokens, page_size)
+    groups = len(group_layers(config.layer_windows).windows)
+    pages = pages_for(max_tokens, page_size)
+    pool = pool or Pool(slots, groups * pages)
     return DecodeState(
         cache=PagedCache(
-            layers=empty_pages(config, pool.total, page_size, kv_dtype),
-            table=_first_table(pool, slots, pages_for(max_tokens, page_size)),
+            pools=empty_pages(config, pool.total, page_size, kv_dtype),
+            table=_first_table(pool, slots, groups, pages),
         ),
         experience=Experience(
             tokens=numbers(rows, max_tokens),
@@ -98,13 +101,14 @@ def empty_state(
     )
 
 
-def _first_table(pool: Pool, slots: int, pages: int) -> jax.Array:
+def _first_table(pool: Pool, slots: int, groups: int, pages: int) -> jax.Array:
     """Returns the first pages of every slot's row shard: its own, if each slot is a shard."""
     first = jnp.arange(slots, dtype=jnp.int32) // (slots // pool.shards) * pool.pages
-    return first[:, None] + jnp.arange(pages, dtype=jnp.int32)[None, :]
+    own = jnp.arange(groups * pages, dtype=jnp.int32).reshape(1, groups, pages)
+    return first[:, None, None] + own
 
 
-def repack(layers: list[LayerCache], source_Z: jax.Array) -> list[LayerCache]:
+def repack(pools: list[LayerCache], source_Z: jax.Array) -> list[LayerCache]:
     """Returns pools whose page z has the contents of page `source_Z[z]`; zeros for NO_SOURCE."""
 
     def gather(pool: jax.Array) -> jax.Array:
@@ -112,7 +116,7 @@ def repack(layers: list[LayerCache], source_Z: jax.Array) -> list[LayerCache]:
         index_Z = jnp.where(source_Z == NO_SOURCE, pool.shape[0], source_Z)
         return pool.at[index_Z].get(mode="fill", fill_value=0)
 
-    return jax.tree.map(gather, layers)
+    return jax.tree.map(gather, pools)
 
 
 def widen(experience: Experience, max_tokens: int) -> Experience:

@@ -80,9 +80,9 @@ class Engine:
         self.state_shardings = self._place_state(layout.activations)
         # All of a state but its cache is cut by rows.
         rows: Any = P(layout.row_axes)
-        pages = self._place_state(self.manual_spec).cache.layers
+        pages = self._place_state(self.manual_spec).cache.pools
         fields = dict.fromkeys((field.name for field in dataclasses.fields(DecodeState)), rows)
-        cache = PagedCache(layers=pages, table=rows)
+        cache = PagedCache(pools=pages, table=rows)
         self.state_specs = DecodeState(**{**fields, "cache": cache})
         self._build_programs()
 
@@ -97,9 +97,9 @@ class Engine:
     def _place_state(self, place: Callable[[str], Any]) -> DecodeState:
         """Returns `place` of the axes of each array of a state."""
         shapes = self.state_shapes(1)
-        pages = [place_pages(layer, place) for layer in shapes.cache.layers]
+        pages = [place_pages(layer, place) for layer in shapes.cache.pools]
         by_rows = jax.tree.map(lambda leaf: place("B"), shapes)
-        return dataclasses.replace(by_rows, cache=dataclasses.replace(by_rows.cache, layers=pages))
+        return dataclasses.replace(by_rows, cache=dataclasses.replace(by_rows.cache, pools=pages))
 
     def manual_spec(self, letters: str) -> P:
         """Returns the part of an array's partition spec that is over the manual axes."""
@@ -130,14 +130,14 @@ class Engine:
             out_shardings=dataclasses.replace(self.state_shardings, cache=None),
         )
         # Not donated: live episodes survive a lack of memory.
-        layers = self.state_specs.cache.layers
+        pools = self.state_specs.cache.pools
         repack = {
-            True: self.over_rows(decode_state.repack, (layers, P(self.layout.row_axes)), layers),
+            True: self.over_rows(decode_state.repack, (pools, P(self.layout.row_axes)), pools),
             False: decode_state.repack,
         }
         # By whether no page goes from one row shard to another.
         self._repack = {
-            is_local: jax.jit(function, out_shardings=self.state_shardings.cache.layers)
+            is_local: jax.jit(function, out_shardings=self.state_shardings.cache.pools)
             for is_local, function in repack.items()
         }
         self._widen = jax.jit(
@@ -213,15 +213,15 @@ class Engine:
         are. The number of this layout's row shards should divide that of both pools: then no page
         leaves its row shard. The table of pages is that of the next `give_pages`. Donates nothing.
         """
-        experience, layers = state.experience, state.cache.layers
+        experience, pools = state.experience, state.cache.pools
         if experience.tokens.shape[1] != max_tokens:
             experience = self._widen(experience, max_tokens)
         if source is not None:
             is_local = self._is_local(old.shards, len(source))
             placed = place(self._local_source(old, source), self.row_sharding)
-            layers = self._repack[is_local](layers, placed)
+            pools = self._repack[is_local](pools, placed)
         return dataclasses.replace(
-            state, experience=experience, cache=dataclasses.replace(state.cache, layers=layers)
+            state, experience=experience, cache=dataclasses.replace(state.cache, pools=pools)
         )
 
     def _is_local(self, *shards: int) -> bool:
@@ -238,14 +238,14 @@ class Engine:
         return np.where(apart == NO_SOURCE, NO_SOURCE, apart - first).astype(np.int32).reshape(-1)
 
     def give_pages(self, state: DecodeState, table: np.ndarray) -> DecodeState:
-        """Returns the state in which slots have the pages of `table` i32[num_slots, Y]."""
+        """Returns the state in which slots have the pages of `table` i32[num_slots, G, Y]."""
         placed = place(table, self.row_sharding)
         return dataclasses.replace(state, cache=dataclasses.replace(state.cache, table=placed))
 
     @functools.cached_property
     def page_copies(self) -> PageCopies:
         """The programs that copy pages out of the pools, and back."""
-        return PageCopies(self.layout, self.state_shardings.cache.layers, self.config.page_size)
+        return PageCopies(self.layout, self.state_shardings.cache.pools, self.config.page_rule)
 
     @functools.cached_property
     def row_copies(self) -> RowCopies:
@@ -296,7 +296,10 @@ class Engine:
 
     def lower_play(self, max_tokens: int, pool: Pool | None = None) -> Any:
         """Returns a round's program lowered from shapes alone, for memory analysis and tests."""
-        width = inputs_width(self.config.chunk_size, self.config.rules.choice_branches)
+        config = self.config
+        width = inputs_width(
+            config.chunk_size, config.page_rule.num_groups, config.rules.choice_branches
+        )
         return self._play.lower(
             placed_shapes(self.parameter_shapes, self.parameter_shardings),
             placed_shapes(self.state_shapes(max_tokens, pool), self.state_shardings),

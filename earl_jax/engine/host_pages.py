@@ -67,7 +67,7 @@ class HostPages:
 
     def block_bytes(self, session: Session) -> int:
         """Returns the bytes of a block of one row shard, over all of that shard's devices."""
-        pools = jax.tree.leaves(session.state.cache.layers)
+        pools = jax.tree.leaves(session.state.cache.pools)
         page_bytes = sum(pool.size // pool.shape[0] * pool.dtype.itemsize for pool in pools)
         return session.engine.page_copies.pages_a_call * page_bytes
 

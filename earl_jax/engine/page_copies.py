@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from earl_jax.engine.decode_state import DecodeState
 from earl_jax.models.kv_cache import LayerCache, place_pages
+from earl_jax.models.layer_groups import PageRule
 from earl_jax.sharding.layout import Layout
 from earl_jax.sharding.placing import place
 
@@ -28,29 +29,29 @@ TOKENS_A_CALL = 256
 LEAVE, SLEEP, WAKE = 0, 1, 2
 
 
-def take_pages(layers: list[LayerCache], pages_P: jax.Array) -> LayerCache:
+def take_pages(pools: list[LayerCache], pages_P: jax.Array) -> LayerCache:
     """Returns the contents of these pages of every layer, stacked: [L,P,K,...]."""
     return jax.tree.map(
-        lambda *pools: jnp.stack([pool.at[pages_P].get(mode="clip") for pool in pools]), *layers
+        lambda *sides: jnp.stack([side.at[pages_P].get(mode="clip") for side in sides]), *pools
     )
 
 
 def put_pages(
-    layers: list[LayerCache], block: list[LayerCache], pages_P: jax.Array, count: jax.Array
+    pools: list[LayerCache], block: list[LayerCache], pages_P: jax.Array, count: jax.Array
 ) -> list[LayerCache]:
     """Returns the pools with the first `count` pages of a block, [P,K,...] a layer, at `pages_P`.
 
     The pages are written one after the other, because then they are written in place.
     """
 
-    def put_one(index: jax.Array, layers: list[LayerCache]) -> list[LayerCache]:
+    def put_one(index: jax.Array, pools: list[LayerCache]) -> list[LayerCache]:
         def put(pool: jax.Array, some: jax.Array) -> jax.Array:
             page = jax.lax.dynamic_slice_in_dim(some, index, 1, 0)
             return jax.lax.dynamic_update_slice_in_dim(pool, page, pages_P[index], 0)
 
-        return jax.tree.map(put, layers, block)
+        return jax.tree.map(put, pools, block)
 
-    return jax.lax.fori_loop(0, count, put_one, layers)
+    return jax.lax.fori_loop(0, count, put_one, pools)
 
 
 def _from_one(block: LayerCache, is_source: jax.Array, row_axes: tuple[str, ...]) -> LayerCache:
@@ -74,11 +75,11 @@ def _unstack(block: LayerCache, number: int) -> list[LayerCache]:
 class PageCopies:
     """The programs for one engine; each is compiled once for a pool's size."""
 
-    def __init__(self, layout: Layout, pool_shardings: list[LayerCache], page_size: int) -> None:
-        """Builds the programs; `pool_shardings` as of `DecodeState.cache.layers`."""
+    def __init__(self, layout: Layout, pool_shardings: list[LayerCache], rule: PageRule) -> None:
+        """Builds the programs; `pool_shardings` as of `DecodeState.cache.pools`."""
         self.layout = layout
         self.num_shards = layout.num_row_shards
-        self.pages_a_call = max(1, TOKENS_A_CALL // page_size)
+        self.pages_a_call = max(1, TOKENS_A_CALL // rule.page_size) * rule.num_groups
         self.block_shardings = place_pages(
             pool_shardings[0], lambda letters: layout.activations("." + letters)
         )
@@ -94,14 +95,14 @@ class PageCopies:
                 check_vma=False,
             )
 
-        def put_block(layers: Any, block: LayerCache, pages: jax.Array, count: jax.Array) -> Any:
-            return put_pages(layers, _unstack(block, len(layers)), pages, count[0])
+        def put_block(pools: Any, block: LayerCache, pages: jax.Array, count: jax.Array) -> Any:
+            return put_pages(pools, _unstack(block, len(pools)), pages, count[0])
 
         def send(
-            layers: Any, sent: jax.Array, is_source: jax.Array, pages: jax.Array, count: jax.Array
+            pools: Any, sent: jax.Array, is_source: jax.Array, pages: jax.Array, count: jax.Array
         ) -> Any:
-            block = _from_one(take_pages(layers, sent), is_source[0], layout.row_axes)
-            return put_pages(layers, _unstack(block, len(layers)), pages, count[0])
+            block = _from_one(take_pages(pools, sent), is_source[0], layout.row_axes)
+            return put_pages(pools, _unstack(block, len(pools)), pages, count[0])
 
         by_page = P(None, layout.row_axes)
         self._take = jax.jit(
@@ -123,20 +124,20 @@ class PageCopies:
             out_shardings=self._rows,
         )
         self._blank = jax.jit(
-            lambda layers: jax.tree.map(jnp.zeros_like, self._block_of(layers)),
+            lambda pools: jax.tree.map(jnp.zeros_like, self._block_of(pools)),
             out_shardings=self.block_shardings,
         )
 
-    def _block_of(self, layers: list[LayerCache]) -> LayerCache:
-        return take_pages(layers, jnp.zeros(self.num_shards * self.pages_a_call, jnp.int32))
+    def _block_of(self, pools: list[LayerCache]) -> LayerCache:
+        return take_pages(pools, jnp.zeros(self.num_shards * self.pages_a_call, jnp.int32))
 
     def blank(self, state: DecodeState) -> LayerCache:
         """Returns a block of zeros."""
-        return self._blank(state.cache.layers)
+        return self._blank(state.cache.pools)
 
     def take(self, state: DecodeState, pages: np.ndarray) -> LayerCache:
         """Returns a block with these pages, i32[R,P], each numbered within its row shard."""
-        return self._take(state.cache.layers, self._placed(pages.reshape(-1)))
+        return self._take(state.cache.pools, self._placed(pages.reshape(-1)))
 
     def put(
         self, state: DecodeState, block: LayerCache, pages: np.ndarray, counts: np.ndarray
@@ -146,8 +147,8 @@ class PageCopies:
         Donates the pools of `state`.
         """
         placed = self._placed(pages.reshape(-1)), self._placed(counts)
-        layers = self._put(state.cache.layers, block, *placed)
-        return dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=layers))
+        pools = self._put(state.cache.pools, block, *placed)
+        return dataclasses.replace(state, cache=dataclasses.replace(state.cache, pools=pools))
 
     def send(
         self,
@@ -164,14 +165,14 @@ class PageCopies:
         """
         numbers = np.zeros(self.pages_a_call, np.int32)
         numbers[: len(sent)] = sent
-        layers = self._send(
-            state.cache.layers,
+        pools = self._send(
+            state.cache.pools,
             place(numbers, self._everywhere),
             self._placed(np.arange(self.num_shards) == source),
             self._placed(pages.reshape(-1)),
             self._placed(counts),
         )
-        return dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=layers))
+        return dataclasses.replace(state, cache=dataclasses.replace(state.cache, pools=pools))
 
     def mark(self, state: DecodeState, marks: np.ndarray) -> DecodeState:
         """Returns the state with slots in a turn (WAKE), in none (SLEEP), or as before (LEAVE)."""

@@ -83,12 +83,16 @@ class PrefixIndex:
         num_slots: int,
         num_shards: int,
         least_tokens: int,
+        least_shared: np.ndarray | None = None,
         is_worth_sending: Callable[[int], bool] = lambda tokens: False,
     ) -> None:
         """Begins empty. Beginnings of fewer than `least_tokens` are not shared.
 
-        `is_worth_sending` decides on copies of so many tokens between shards.
+        Nor are those of a slot of fewer than its `least_shared` (`PageTable`; the array is the
+        caller's, who goes on to write it). `is_worth_sending` decides on copies of so many tokens
+        between shards.
         """
+        self._least_shared = np.zeros(num_slots, np.int32) if least_shared is None else least_shared
         self._is_worth_sending = is_worth_sending
         self._num_slots, self._slots_a_shard = num_slots, num_slots // num_shards
         self._least_tokens = least_tokens
@@ -105,8 +109,9 @@ class PrefixIndex:
         # Slots that begin in this round: their shared tokens are there behind it.
         self._beginning: set[int] = set()
 
-    def regroup(self, num_shards: int) -> None:
+    def regroup(self, num_shards: int, least_shared: np.ndarray) -> None:
         """Changes the number of row shards; the caches stay the same."""
+        self._least_shared = least_shared
         for sought in self._sought:
             if sought is not None:
                 sought.wait = None
@@ -126,9 +131,9 @@ class PrefixIndex:
         common = np.minimum(self._tree.common(sought.node), len(prompt) - 1)
         # What can be taken over from every slot now, and behind its whole prompt; that is 0 where
         # the slot has read it.
-        have = self._worth(np.minimum(common, self._num_cached))
+        have = self._worth(self._usable(np.minimum(common, self._num_cached)))
         coming = self._num_cached < self._lengths
-        ahead = self._worth(np.minimum(common, self._lengths) * coming)
+        ahead = self._worth(self._usable(np.minimum(common, self._lengths)) * coming)
         first = slot - slot % self._slots_a_shard
         shard = slice(first, first + self._slots_a_shard)
         source = first + int(have[shard].argmax())
@@ -232,18 +237,18 @@ class PrefixIndex:
         """
         node = self._seek(slot, prompt).node
         common = np.minimum(self._tree.common(node), len(prompt) - 1)
-        have = np.minimum(common, self._num_cached)
+        have = self._usable(np.minimum(common, self._num_cached))
         first = slot - slot % self._slots_a_shard
         return int(have[slot]), int(have[first : first + self._slots_a_shard].max())
 
     def ids(self, slot: int) -> np.ndarray:
         """Returns the ids in the slot's cache that others could take over."""
         node = self._nodes[slot]
-        return np.zeros(0, np.int32) if node is None else node.ids[: self._num_cached[slot]]
+        return np.zeros(0, np.int32) if node is None else node.ids[: self.num_kept(slot)]
 
     def num_kept(self, slot: int) -> int:
         """Returns how many tokens in the slot's cache others could take over."""
-        return int(self._num_cached[slot])
+        return int(self._usable(self._num_cached)[slot])
 
     def forget(self, slot: int) -> None:
         """Forgets the slot's cache."""
@@ -261,6 +266,10 @@ class PrefixIndex:
     def has_row(self, slot: int) -> bool:
         """Returns whether the ids in the slot's cache are in a row on the devices, too."""
         return slot not in self._unwritten
+
+    def _usable(self, tokens: np.ndarray) -> np.ndarray:
+        """Returns the numbers of tokens by slot, and 0 where pages that they need are gone."""
+        return tokens * (tokens >= self._least_shared)
 
     def _worth(self, tokens: np.ndarray) -> np.ndarray:
         """Returns the numbers of tokens that are worth it, and 0 for others."""

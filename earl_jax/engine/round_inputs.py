@@ -36,7 +36,7 @@ class RoundInputs(NamedTuple):
       the same data shard; 0 is the slot itself), and the chunk follows. Its table has their whole
       pages already; `copied` is the page of the whole pool to copy the tokens behind these from,
       NO_PAGE if there are none. Sources are read slot by slot, in their order: a slot that took
-      tokens over has them for the slots behind it.
+      tokens over has them for the slots behind it. `copied` is [B,G], one of each group of layers.
     - `written`: the ids of the shared tokens are in the slot's row already, so none are copied.
     - `begin_turn`: a turn of at most `turn_limit` tokens begins behind the chunk. `resume_turn`: it
       goes on that the sample was in when it was rewound, or its run was interrupted. A slot without
@@ -73,7 +73,12 @@ class RoundInputs(NamedTuple):
 
 
 def idle_inputs(
-    num_slots: int, chunk_size: int, choice_branches: int, sampling: Sampling, version: int
+    num_slots: int,
+    chunk_size: int,
+    choice_branches: int,
+    sampling: Sampling,
+    version: int,
+    num_groups: int = 1,
 ) -> RoundInputs:
     """Returns inputs that append nothing, as numpy arrays to write into."""
 
@@ -87,7 +92,7 @@ def idle_inputs(
     return RoundInputs(
         chunk=full(0, chunk_size),
         row=full(NO_ROW),
-        copied=full(NO_PAGE),
+        copied=full(NO_PAGE, num_groups),
         turn_limit=full(NO_LIMIT),
         stop_ids=full(NO_ID, MAX_STOP_IDS),
         sampling=sampling_rows(sampling, num_slots),
@@ -113,26 +118,29 @@ def pack_inputs(inputs: RoundInputs) -> np.ndarray:
     columns = [np.broadcast_to(number, num_slots) for number in numbers]
     columns += [np.asarray(column).view(np.int32) for column in inputs.sampling]
     stops = np.broadcast_to(inputs.stop_ids, (num_slots, MAX_STOP_IDS))
+    copied = inputs.copied if np.ndim(inputs.copied) == 2 else np.full((num_slots, 1), NO_PAGE)
     trees = inputs.choices
     trees = () if trees is None else (trees.parents, trees.tokens, trees.node[:, None])
-    packed = [np.stack(columns, axis=1), stops, inputs.chunk, *trees]
+    packed = [np.stack(columns, axis=1), stops, copied, inputs.chunk, *trees]
     return np.concatenate(packed, axis=1).astype(np.int32)
 
 
 # Where a slot's episode stands that begins in it.
 _EPISODE = ("origin", "turns", "turn_tokens")
 _COLUMNS = ("count", "seed", "row", "version", "source", "shared")
-_COLUMNS += ("copied", "turn_limit", "discarded", *_EPISODE)
-# In front of a packed chunk: the flags, the columns, the fields of SamplingRows, the stop ids.
+_COLUMNS += ("turn_limit", "discarded", *_EPISODE)
+# In front of a packed chunk and what it copies: the flags, the columns, the fields of
+# SamplingRows, the stop ids.
 INPUT_COLUMNS = 1 + len(_COLUMNS) + len(SamplingRows._fields) + MAX_STOP_IDS
 
 
-def inputs_width(chunk_size: int, choice_branches: int = 0) -> int:
-    """Returns the number of columns of packed inputs."""
-    return INPUT_COLUMNS + chunk_size + (2 * choice_branches + 1 if choice_branches else 0)
+def inputs_width(chunk_size: int, num_groups: int = 1, choice_branches: int = 0) -> int:
+    """Returns the number of columns of packed inputs, for so many groups of layers."""
+    chooses = 2 * choice_branches + 1 if choice_branches else 0
+    return INPUT_COLUMNS + num_groups + chunk_size + chooses
 
 
-def unpack_inputs(packed: jax.Array, choice_branches: int = 0) -> RoundInputs:
+def unpack_inputs(packed: jax.Array, num_groups: int = 1, choice_branches: int = 0) -> RoundInputs:
     """Returns the inverse of `pack_inputs`, on the devices."""
     choices = None
     if choice_branches:
@@ -145,7 +153,8 @@ def unpack_inputs(packed: jax.Array, choice_branches: int = 0) -> RoundInputs:
     numbers = dict(zip(_COLUMNS, columns, strict=False))
     bits = SamplingRows(*columns[len(_COLUMNS) :])
     return RoundInputs(
-        chunk=packed[:, INPUT_COLUMNS:],
+        chunk=packed[:, INPUT_COLUMNS + num_groups :],
+        copied=packed[:, INPUT_COLUMNS : INPUT_COLUMNS + num_groups],
         **{name: (flags >> bit) & 1 > 0 for bit, name in enumerate(_FLAGS)},
         **numbers,
         stop_ids=packed[:, first_stop:INPUT_COLUMNS],

@@ -10,7 +10,8 @@ import jax
 
 from earl_jax.engine.decode_state import DecodeState
 from earl_jax.engine.engine import Engine
-from earl_jax.engine.pages import PageTable, Pool, pages_for
+from earl_jax.engine.pages import PageTable, Pool
+from earl_jax.models.layer_groups import pages_for
 from earl_jax.models.parameters import Params
 from earl_jax.sharding.reshard import reshard
 
@@ -56,7 +57,7 @@ def empty_session(engine: Engine, policy: Policy, max_tokens: int, pool: Pool) -
         policy=policy,
         state=engine.empty_state(max_tokens, pool),
         max_tokens=max_tokens,
-        pages=PageTable(pool, num_slots=config.num_slots, page_size=config.page_size),
+        pages=PageTable(pool, num_slots=config.num_slots, rule=config.page_rule),
     )
 
 

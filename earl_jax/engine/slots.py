@@ -51,7 +51,7 @@ def play(
         The new state, and the packed RoundOutputs.
     """
     rules = decoder.rules
-    inputs = unpack_inputs(packed_inputs, rules.choice_branches)
+    inputs = unpack_inputs(packed_inputs, state.cache.table.shape[1], rules.choice_branches)
     first_row = shard * state.experience.tokens.shape[0]
     state = shift_rows_and_pages(state, -first_row, -shard * state.cache.num_pages)
     state = _discard(rules, state, inputs)
@@ -187,7 +187,7 @@ def _new_origin_and_row(
 
 
 def _take_over(state: DecodeState, inputs: RoundInputs, shard: jax.Array | int) -> DecodeState:
-    """Records the ids that are taken over, and copies the page that they end in.
+    """Records the ids that are taken over, and copies the pages that they end in.
 
     Whole pages are not copied: the slot's table has them already. The copies are made one slot
     after the other, because then the pages are written in place.
@@ -197,21 +197,23 @@ def _take_over(state: DecodeState, inputs: RoundInputs, shard: jax.Array | int) 
     first_row = shard * state.experience.tokens.shape[0]
     origins, rows = _new_origin_and_row(state, inputs, first_row)
     offsets = jnp.arange(state.experience.tokens.shape[1])
-    table, page_size = state.cache.table, state.cache.page_size
-    copied_B = inputs.copied - shard * state.cache.num_pages
+    table_BGY, page_size = state.cache.table, state.cache.page_size
+    copied_BG = inputs.copied - shard * state.cache.num_pages
 
     def copy(index: jax.Array, carry: Any) -> Any:
-        layers, tokens = carry
+        pools, tokens = carry
         slot = order_B[index]
         source = slot + inputs.source[slot]
         # Where nothing is to be copied the page is copied to itself.
-        last = jnp.minimum(inputs.shared[slot] // page_size, table.shape[1] - 1)
-        target = table[slot, last]
-        page = jnp.where(inputs.copied[slot] == NO_PAGE, target, copied_B[slot])
+        last = jnp.minimum(inputs.shared[slot] // page_size, table_BGY.shape[2] - 1)
+        target_G = table_BGY[slot, :, last]
+        page_G = jnp.where(inputs.copied[slot] == NO_PAGE, target_G, copied_BG[slot])
 
         def copy_side(side: jax.Array) -> jax.Array:
-            taken = jax.lax.dynamic_index_in_dim(side, page, 0)
-            return jax.lax.dynamic_update_slice_in_dim(side, taken, target, 0)
+            for group in range(len(target_G)):
+                taken = jax.lax.dynamic_index_in_dim(side, page_G[group], 0)
+                side = jax.lax.dynamic_update_slice_in_dim(side, taken, target_G[group], 0)
+            return side
 
         # A slot before this one has begun anew by now, where it does so in this round.
         begun = source < slot
@@ -222,14 +224,14 @@ def _take_over(state: DecodeState, inputs: RoundInputs, shard: jax.Array | int) 
         inside &= (rows[slot] >= 0) & (source_row >= 0) & ~inputs.written[slot]
         read = jnp.take(tokens[source_row], max_tokens + source_origin, mode="clip")
         row = jnp.where(inside, read, tokens[rows[slot]])
-        return jax.tree.map(copy_side, layers), tokens.at[rows[slot]].set(row)
+        return jax.tree.map(copy_side, pools), tokens.at[rows[slot]].set(row)
 
-    layers, tokens = jax.lax.fori_loop(
-        0, jnp.sum(takes), copy, (state.cache.layers, state.experience.tokens)
+    pools, tokens = jax.lax.fori_loop(
+        0, jnp.sum(takes), copy, (state.cache.pools, state.experience.tokens)
     )
     return dataclasses.replace(
         state,
-        cache=dataclasses.replace(state.cache, layers=layers),
+        cache=dataclasses.replace(state.cache, pools=pools),
         experience=dataclasses.replace(state.experience, tokens=tokens),
     )
 

@@ -35,6 +35,7 @@ from earl_jax.models.contraction import (
     recomputed,
 )
 from earl_jax.models.kv_cache import PagedCache, write, writes_whole_pages
+from earl_jax.models.layer_groups import group_layers
 from earl_jax.models.lora import project
 from earl_jax.models.moe.experts import experts_of_rows, experts_of_shard
 from earl_jax.models.moe.routing import Routing, routing_of_rows
@@ -386,7 +387,7 @@ def _chunk_states(
     positions_BT = tokens.take(cached_B[:, None] + jnp.arange(length)[None, :])
     x_BTD = _embed(config, params["embed"], tokens.take(tokens_BT))
     mix_experts = functools.partial(experts_of_shard, config, layout)
-    windows = [window or None for window in config.layer_windows]
+    groups = group_layers(config.layer_windows)
     platform = layout and layout.platform
     whole_pages = writes_whole_pages(platform)
     kernel = choose_pages_kernel(attention, layout, config, cache.page_size).kernel
@@ -394,11 +395,12 @@ def _chunk_states(
         kernel, platform, config, cache, cached_B, counts_B, length
     )
     on_heads_of = functools.partial(on_own_heads, layout, by_hand=kernel != "blockwise")
-    new_layers = []
-    for index, (layer, pages) in enumerate(zip(params["layers"], cache.layers, strict=True)):
+    pools = list(cache.pools)
+    for index, layer in enumerate(params["layers"]):
         kind = layer_kind(config, index)
+        group, place = groups.place(index)
 
-        def on_heads(new, pages, numbers, window=windows[index]):
+        def on_heads(new, pages, numbers, window=groups.windows[group] or None):
             query_BTKGH, key_BTKH, value_BTKH = map(tokens.gather, new)
             table_BY, starts_B, counts_B, reading = numbers
             share = own_share(cache.parts)
@@ -415,15 +417,14 @@ def _chunk_states(
             mixed_BTKGH = look(query_BTKGH, pages, reading, window, share, tokens.is_cut)
             return mixed_BTKGH, pages
 
-        def attend(*new, pages=pages, on_heads=on_heads, reading=readings[windows[index]]):
-            numbers = cache.table, cached_B, counts_B, reading
-            mixed_BTKGH, pages = on_heads_of(on_heads)(new, pages, numbers)
-            new_layers.append(pages)
+        def attend(*new, group=group, place=place, on_heads=on_heads):
+            numbers = cache.table[:, group], cached_B, counts_B, readings[group]
+            mixed_BTKGH, pools[place] = on_heads_of(on_heads)(new, pools[place], numbers)
             return mixed_BTKGH
 
         parts = Parts(attend, mix_experts, contract_flat)
         x_BTD = _block(config, kind, layer, x_BTD, positions_BT, parts)
-    return x_BTD, tokens, dataclasses.replace(cache, layers=new_layers)
+    return x_BTD, tokens, dataclasses.replace(cache, pools=pools)
 
 
 def _logits(config: ModelConfig, params: Params, x_BTD: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The KV cache in pages: a pool of pages a layer, and a table of the pages of each row.
+"""The KV cache in pages: pools of pages, and a table of the pages of each row.
 
 A page holds `page_size` consecutive tokens of one row; page j of a row holds the positions from
 j * page_size on, at any index of the pool. So memory follows the tokens in use, rows with a common
@@ -20,11 +20,14 @@ from flax import struct
 
 from earl_jax.models.attention.page_shares import WHOLE, PageShare
 from earl_jax.models.config import ModelConfig
+from earl_jax.models.layer_groups import group_layers
 
 
 @struct.dataclass(frozen=True, kw_only=True)
 class LayerCache:
-    """The pages of one layer, key_ZKHS and value_ZKSH, in the model's compute type or in int8.
+    """The pages of one layer of every group: key_ZKHS and value_ZKSH.
+
+    They are in the model's compute type, or in int8.
 
     In int8 each token's key and value of a head have a scale, f32 key_scale_ZKS and
     value_scale_ZKS: numbers are round(x / scale), the largest 127 (symmetric, no zero point).
@@ -38,31 +41,33 @@ class LayerCache:
 
 @struct.dataclass(frozen=True, kw_only=True)
 class PagedCache:
-    """Pools of Z pages, one a layer, and `table` i32[B,Y]: the pages of each of B rows.
+    """Pools of Z pages, and `table` i32[B,G,Y]: each row's pages, by group of layers.
 
-    Every layer has the same table. Entries behind a row's length are not read, nor written. Inside
-    a `shard_map` that cuts pages over `context` a device has one of `parts` of each page, else all.
+    There is a pool for each layer of a group: page z has the tokens of one group's layers, in all
+    pools (layer_groups.py). Entries behind a row's length are not read, nor written, nor are those
+    of pages behind a group's window read. Inside a `shard_map` that cuts pages over `context` a
+    device has one of `parts` of each page, else all.
     """
 
-    layers: list[LayerCache]
+    pools: list[LayerCache]
     table: jax.Array
     parts: int = struct.field(default=1, pytree_node=False)
 
     @property
     def page_size(self) -> int:
         """Positions of a page, in all its parts."""
-        return self.layers[0].value.shape[2] * self.parts
+        return self.pools[0].value.shape[2] * self.parts
 
     @property
     def num_pages(self) -> int:
         """Pages of a pool."""
-        return self.layers[0].value.shape[0]
+        return self.pools[0].value.shape[0]
 
 
 def empty_pages(
     config: ModelConfig, pages: int, page_size: int, kv_dtype: str = "compute"
 ) -> list[LayerCache]:
-    """Returns pools of zeros, one a layer; `kv_dtype` is "compute" or "int8"."""
+    """Returns pools of zeros, one a layer of a group; `kv_dtype` is "compute" or "int8"."""
     dtype = jnp.dtype(config.compute_dtype if kv_dtype == "compute" else kv_dtype)
     heads, size = config.num_kv_heads, config.head_size
 
@@ -78,7 +83,7 @@ def empty_pages(
             key_scale=scales(),
             value_scale=scales(),
         )
-        for _ in range(config.num_layers)
+        for _ in range(group_layers(config.layer_windows).size)
     ]
 
 

@@ -272,9 +272,8 @@ class Placement:
         )
 
     def tokens_of(self, num_pages: int) -> int:
-        """Returns the tokens that so many pages hold; half of each slot's last page is empty."""
-        page_size = self.problem.work.page_size
-        return max(0, num_pages * page_size - -(-self.rollout.num_slots * page_size // 2))
+        """Returns the tokens that all slots' episodes have together in so many pages."""
+        return self.problem.page_rule.tokens_in(num_pages, self.rollout.num_slots)
 
     def _lasts(self, max_tokens: int, length: int, load: Load | None) -> int:
         """Returns the steps until contexts outgrow these buckets, within horizon and run."""

@@ -143,6 +143,7 @@ def workload(config: Config, model: ModelConfig, hardware: Hardware) -> Workload
         epochs=train.epochs,
         chunk_size=rollout.chunk_size,
         burst=rollout.burst,
+        sampled_tokens=rollout.round_tokens,
         append_tokens=append_tokens_for(hardware.platform, model),
         # A chunk for each turn, until a load says more.
         appended=rollout.chunk_size / rollout.max_turn_tokens,

@@ -20,8 +20,9 @@ import numpy as np
 from earl_jax.dispatch.pack import dispatch
 from earl_jax.dispatch.plan import plan_dispatch
 from earl_jax.dispatch.weights import publish
-from earl_jax.engine.pages import Pool, dense_pool, pages_for
+from earl_jax.engine.pages import Pool, dense_pool
 from earl_jax.engine.session import Policy, Session, empty_session, relocate
+from earl_jax.models.layer_groups import pages_for
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import play_all
@@ -208,10 +209,8 @@ def _live(session: Session) -> tuple[Any, Any]:
 
 
 def _full_pool(run: Run, mesh: MeshShape) -> Pool:
-    rollout = run.config.rollout
-    return dense_pool(
-        mesh.data, rollout.num_slots, rollout.context_buckets[-1], rollout.tokens_a_page
-    )
+    rollout, rule = run.config.rollout, run.stages.engines.engine(mesh).config.page_rule
+    return dense_pool(mesh.data, rollout.num_slots, rollout.context_buckets[-1], rule)
 
 
 def _full_session(run: Run, mesh: MeshShape, params: Any) -> Session:
@@ -221,6 +220,7 @@ def _full_session(run: Run, mesh: MeshShape, params: Any) -> Session:
     policy = Policy(params=weights, version=0)
     session = empty_session(engine, policy, max_tokens, _full_pool(run, mesh))
     for slot in range(engine.config.num_slots):
+        session.pages.skip(slot, session.pages.rule.num_gone(max_tokens))
         session.pages.hold(slot, max_tokens)
     table = session.pages.as_array(pages_for(max_tokens, engine.config.page_size))
     return dataclasses.replace(session, state=engine.give_pages(session.state, table))

@@ -3,9 +3,10 @@
 """The block manager of a rollout: pages of the KV cache for its episodes, and preemption.
 
 Every round each episode that takes part gets the pages that it may need. Where a row shard has too
-few, slots without an episode give up the prompts that they keep; then the cache grows; and where
-the budget does not let it grow, episodes are preempted: they give up their pages, and go on when
-there are some. The tokens that they had read are in host memory until then, or are read again
+few, slots without an episode give up the prompts that they keep; then episodes give up their
+pages behind the windows of layers that have one; then the cache grows; and where
+the budget does not let it grow, episodes are preempted: they give up all their pages, and go on
+when there are some. The tokens that they had read are in host memory until then, or are read again
 (preemption.py).
 
 Priority decides which episodes go on: one that has begun comes before one that has not; of those
@@ -25,10 +26,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from earl_jax.engine.host_pages import HostPages
-from earl_jax.engine.pages import pages_for
 from earl_jax.engine.prefixes import PrefixIndex, Shared
 from earl_jax.engine.round_inputs import NO_PAGE
 from earl_jax.engine.session import Session
+from earl_jax.models.layer_groups import pages_for
 from earl_jax.rollout.config import CacheRules, RolloutConfig
 from earl_jax.rollout.episode import LiveEpisode
 from earl_jax.rollout.host_sessions import IdleSessions
@@ -61,7 +62,7 @@ class BlockManager:
     ) -> None:
         """`slots` is the caller's list of the live episodes."""
         self._config, self._rules, self._slots, self._grow = config, rules, slots, grow
-        self._page_size = session.engine.config.page_size
+        self._rule = session.engine.config.page_rule
         self._pages, self._layout = session.pages, session.engine.layout
         self._given: np.ndarray | None = None
         # Pages of each row shard that no episode needs in this round.
@@ -73,6 +74,8 @@ class BlockManager:
         self._host = HostPages(int(config.preemption_host_gib * 2**30))
         # Pages of slots that are copied to the host before the next round.
         self._leaving: dict[int, list[int]] = {}
+        # By slot whose episode is in host memory: its pages that were gone before, by group.
+        self._gone: dict[int, list[int]] = {}
         self._least_tokens = min(config.chunk_size, session.engine.tile_width)
         self._idle = IdleSessions(self._host, self._leaving, self._least_tokens)
         self._num_preempted, self._recomputed_tokens, self._preemption = 0, 0, ""
@@ -84,6 +87,7 @@ class BlockManager:
             num_slots=len(self._slots),
             num_shards=self._pages.pool.shards,
             least_tokens=self._least_tokens,
+            least_shared=self._pages.least_shared,
             is_worth_sending=functools.partial(
                 is_worth_sending,
                 setting=self._rules.copy_prefixes,
@@ -192,10 +196,17 @@ class BlockManager:
                 # A new sample needs nothing of the old cache.
                 self._host.drop(slot)
             elif not episode.preempted:
-                self._pages.hold(slot, episode.num_written)
-                coming[slot] = self._pages.pages_of(slot, episode.num_written)
+                coming[slot] = self._hold_again(slot, episode)
                 awake[slot] = episode.in_turn and not episode.queue
         return self._host.copy_back(session, coming, awake)
+
+    def _hold_again(self, slot: int, episode: LiveEpisode) -> list[int]:
+        """Gives an episode from the host pages for the next round. Returns those to write back."""
+        pages, tokens, before = self._pages, episode.num_written, self._gone.pop(slot)
+        gone = self._rule.num_gone(self._tokens_wanted(slot, episode))
+        pages.skip(slot, [max(each) for each in zip(before, gone, strict=True)])
+        pages.hold(slot, tokens)
+        return pages.pages_again(slot, tokens, before)
 
     def _tokens_after_round(self, episode: LiveEpisode) -> int:
         return min(episode.length + self._most_sampled(episode), episode.most_tokens)
@@ -205,15 +216,19 @@ class BlockManager:
         left = episode.limits.max_turn_tokens - len(episode.reply)
         return min(self._config.round_tokens, left)
 
-    def _wanted(self, slot: int, episode: LiveEpisode) -> int:
-        """Returns how many pages the episode may need for a round beyond those that it has."""
+    def _tokens_wanted(self, slot: int, episode: LiveEpisode) -> int:
+        """Returns the most tokens that the episode may have in its cache behind the next round."""
         own = self._idle.own(slot)
         there = own or episode.num_cached
         tokens = there + min(len(episode.queue) - own, self._config.chunk_size)
-        tokens = min(tokens + self._most_sampled(episode), episode.most_tokens)
-        if episode.begins and not own:
-            return pages_for(tokens, self._page_size)
-        return self._pages.missing(slot, tokens)
+        return min(tokens + self._most_sampled(episode), episode.most_tokens)
+
+    def _wanted(self, slot: int, episode: LiveEpisode) -> int:
+        """Returns how many pages the episode may need for a round beyond those that it has."""
+        tokens = self._tokens_wanted(slot, episode)
+        if episode.begins and not self._idle.own(slot):
+            return self._rule.most_pages(tokens)
+        return self._pages.needed(slot, tokens)
 
     def _in_full(self, slot: int) -> int:
         """Returns how many pages the episode lacks for all it has to read, and for two rounds."""
@@ -221,8 +236,8 @@ class BlockManager:
         tokens = episode.num_cached + len(episode.queue) + 2 * self._most_sampled(episode)
         tokens = min(tokens, episode.most_tokens)
         if episode.begins:
-            return pages_for(tokens, self._page_size)
-        return self._pages.missing(slot, tokens)
+            return self._rule.most_pages(tokens)
+        return self._pages.needed(slot, tokens)
 
     def _short(self, shard: int, resuming: int | None = None) -> int:
         """Returns how many pages the row shard lacks for the next round, idle slots' included.
@@ -243,7 +258,17 @@ class BlockManager:
             )
         if wanted > self._pages.num_free(shard):
             self._free_kept(shard, wanted)
+        if wanted > self._pages.num_free(shard):
+            for slot in slots:
+                self._trim(slot)
         return wanted - self._pages.num_free(shard)
+
+    def _trim(self, slot: int) -> None:
+        """Frees the slot's pages behind windows; from now on fewer others can begin with them."""
+        episode = self._slots[slot]
+        # One that is to begin anew, but not from what it has, has pages of an episode before.
+        if episode is not None and not (episode.begins and not self._idle.own(slot)):
+            self._pages.trim(slot, self._tokens_wanted(slot, episode))
 
     def _free_kept(self, shard: int, wanted: int) -> None:
         """Gives up what slots without an episode keep until so many pages are free, if it can."""
@@ -295,12 +320,17 @@ class BlockManager:
             # It was about to come back.
             return
         self._num_preempted += not self._is_new(slot)
-        if self._goes_to_host(session, slot):
-            self._leaving[slot] = self._pages.pages_of(slot, episode.num_written)
-        else:
+        self._trim(slot)
+        if not self._goes_to_host(session, slot):
             self._recomputed_tokens += episode.rewind()
             self.stopped.add(slot)
+            self._give_up(slot)
+            return
+        self._leaving[slot] = self._pages.pages_of(slot, episode.num_written)
+        self._gone[slot] = self._pages.num_gone(slot)
         self._give_up(slot)
+        # It comes back without those that are gone.
+        self._pages.skip(slot, self._gone[slot])
 
     def _priority(self, slot: int) -> tuple[bool, int, int]:
         """Returns the priority of the slot's episode in its row shard."""
@@ -317,7 +347,7 @@ class BlockManager:
         tokens = self._episode(slot).num_written
         if self._rules.preemption == "recompute" or not tokens:
             return False
-        pages = [*map(len, self._leaving.values()), pages_for(tokens, self._page_size)]
+        pages = [*map(len, self._leaving.values()), len(self._pages.pages_of(slot, tokens))]
         if not self._idle.store.make_room(*self._host.block(session), pages):
             return False
         if self._rules.preemption == "host":
@@ -327,7 +357,8 @@ class BlockManager:
         return choice.where == "host"
 
     def _work(self, session: Session) -> Work:
-        block_tokens = session.engine.page_copies.pages_a_call * self._page_size
+        block_pages = session.engine.page_copies.pages_a_call
+        block_tokens = block_pages * self._rule.page_size // self._rule.num_groups
         return work_of(session.engine, self._host.block_bytes(session), block_tokens)
 
     def _episode(self, slot: int) -> LiveEpisode:
@@ -347,7 +378,7 @@ class BlockManager:
                 self._supersede(begins.source, begins.shared)
             return begins
         self._pages.begin(slot, slot, 0)
-        return Beginning(slot, 0, NO_PAGE, written=False)
+        return Beginning(slot, 0, [NO_PAGE] * self._rule.num_groups, written=False)
 
     def _supersede(self, source: int, shared: int) -> None:
         """Lets a free slot be used next if another slot has taken over all that it keeps."""
@@ -366,15 +397,18 @@ class BlockManager:
         if shared.source == slot and self._pages.has_alone(slot, length):
             # Nothing is copied, and the slot's other pages serve it too.
             return True
-        is_whole = not length % self._page_size
+        page_size, groups = self._rule.page_size, self._rule.num_groups
+        is_whole = not length % page_size
         if is_whole and not is_far and not self._idle.own(slot):
             return True
         part = min(len(episode.queue) - length, config.chunk_size)
         tokens = min(length + part + self._most_sampled(episode), episode.most_tokens)
-        needed = pages_for(tokens, self._page_size)
-        if not is_far:
-            # The page that is copied stays for the round, even if its slot gives it up.
-            needed += (not is_whole) - length // self._page_size
+        needed = groups * pages_for(tokens, page_size)
+        if is_far:
+            needed -= sum(self._pages.num_gone(shared.source))
+        else:
+            # The pages that are copied stay for the round, even if their slot gives them up.
+            needed += groups * ((not is_whole) - length // page_size)
         more = needed - self._wanted(slot, episode)
         if more > self._spare[shard]:
             return False
@@ -400,7 +434,7 @@ class BlockManager:
     def give(self, session: Session) -> Session:
         """Returns the session in which slots have their pages, and the ids of shared prompts."""
         session = self._prompts.carry_out(session)
-        table = self._pages.as_array(pages_for(session.max_tokens, self._page_size))
+        table = self._pages.as_array(pages_for(session.max_tokens, self._rule.page_size))
         if self._given is not None and np.array_equal(table, self._given):
             return session
         self._given = table

@@ -20,10 +20,16 @@ from earl_jax.rollout.shared_prompts import SharedPrompts
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IdleSession:
-    """The ids in a session's cache, and its pages."""
+    """The ids in a session's cache, and its pages.
+
+    The first `gone` pages of each group of layers are not there, so that no prompt goes on from
+    fewer than `least` tokens of it.
+    """
 
     ids: np.ndarray
     parts: list[Part]
+    gone: Sequence[int]
+    least: int
 
 
 class HostSessions:
@@ -54,7 +60,7 @@ class HostSessions:
             length = min(len(ids), len(theirs))
             equal = ids[:length] == theirs[:length]
             common = length if equal.all() else int(equal.argmin())
-            if common > most:
+            if common > most and common >= self._sessions[number].least:
                 best, most = number, common
         return best, most
 
@@ -106,7 +112,7 @@ class IdleSessions:
         self.store = HostSessions(host, least_tokens)
         # By slot: the ids of what leaves; the session that comes; and how many tokens of the prompt
         # that is to begin are in the slot's own cache, or will be.
-        self._aside: dict[int, np.ndarray] = {}
+        self._aside: dict[int, tuple[np.ndarray, list[int], int]] = {}
         self._coming: dict[int, IdleSession] = {}
         self._own: dict[int, int] = {}
         self._block = 0, 1
@@ -147,10 +153,14 @@ class IdleSessions:
             idle = self.store.remove(number)
             self.move_aside(slot, 0, pages, shared)
             give_up(slot)
+            # What the prompt goes on from needs no more.
+            gone = pages.rule.num_gone(common)
+            pages.skip(slot, [max(each) for each in zip(idle.gone, gone, strict=True)])
             shard, missing = pages.shard(slot), pages.missing(slot, len(idle.ids))
             if missing > pages.num_free(shard):
                 free(shard, missing)
             if missing > pages.num_free(shard):
+                pages.keep(slot, 0)
                 self.store.add(idle)
                 continue
             pages.hold(slot, len(idle.ids))
@@ -163,7 +173,8 @@ class IdleSessions:
             return
         leaving = pages.pages_of(slot, len(ids))
         if self.store.make_room(*self._block, [*map(len, self._leaving.values()), len(leaving)]):
-            self._leaving[slot], self._aside[slot] = leaving, ids
+            least = int(pages.least_shared[slot])
+            self._leaving[slot], self._aside[slot] = leaving, (ids, pages.num_gone(slot), least)
 
     def cancel(self, slot: int) -> None:
         """Notes that the slot gives up its pages: no session comes back to it."""
@@ -176,10 +187,13 @@ class IdleSessions:
 
         The host has the pages of these slots then, and the prefix index their ids.
         """
-        for slot, ids in self._aside.items():
-            self.store.add(IdleSession(ids=ids, parts=self._host.give(slot)))
+        for slot, (ids, gone, least) in self._aside.items():
+            parts = self._host.give(slot)
+            self.store.add(IdleSession(ids=ids, parts=parts, gone=gone, least=least))
         coming, self._aside, self._coming = self._coming, {}, {}
         for slot, idle in coming.items():
             self._host.take_back(slot, idle.parts)
             shared.restore(slot, idle.ids)
-        return {slot: pages.pages_of(slot, len(idle.ids)) for slot, idle in coming.items()}
+        return {
+            slot: pages.pages_again(slot, len(idle.ids), idle.gone) for slot, idle in coming.items()
+        }

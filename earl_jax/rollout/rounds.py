@@ -98,6 +98,7 @@ class Rounds:
             config.rules.choice_branches,
             self._sampling,
             session.policy.version,
+            config.page_rule.num_groups,
         )
         inputs.rewind[list(blocks.stopped)] = 1
         blocks.stopped.clear()

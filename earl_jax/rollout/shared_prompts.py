@@ -22,7 +22,7 @@ from earl_jax.rollout.episode import LiveEpisode
 
 
 class Beginning(NamedTuple):
-    """The first tokens of a slot: `shared` tokens of slot `source`, page `copied` among them.
+    """The first tokens of a slot: `shared` tokens of slot `source`, pages `copied` among them.
 
     Where `source` is the slot itself, the tokens may have come from elsewhere. With `written` their
     ids are in the slot's row already.
@@ -30,7 +30,7 @@ class Beginning(NamedTuple):
 
     source: int
     shared: int
-    copied: int
+    copied: list[int]
     written: bool
 
 
@@ -55,7 +55,7 @@ class SharedPrompts:
 
     def move(self, before: PageTable, pages: PageTable) -> None:
         """Goes on with other pages; prompts whose pages were dropped are forgotten."""
-        self._prefixes.regroup(pages.pool.shards)
+        self._prefixes.regroup(pages.pool.shards, pages.least_shared)
         for slot in range(len(self._slots)):
             if before.num_held(slot) and not pages.num_held(slot):
                 self._prefixes.forget(slot)
@@ -93,13 +93,14 @@ class SharedPrompts:
         self._row_of[slot] = self._episode(slot).buffer_row
         written = slot in self._ids
         if is_far:
-            pages.begin(slot, slot, 0)
+            pages.skip(slot, pages.num_gone(source))
             pages.hold(slot, length)
             copied, targets = pages.pin(source, length), pages.pages_of(slot, length)
             self._shard_copies.plan(source, copied, slot, targets, length)
-            return Beginning(slot, length, NO_PAGE, written)
-        copy = pages.begin(slot, source, length)
-        return Beginning(source, length, NO_PAGE if copy is None else copy.source, written)
+            return Beginning(slot, length, [NO_PAGE] * pages.rule.num_groups, written)
+        copies = pages.begin(slot, source, length)
+        copied = [NO_PAGE if copy is None else copy.source for copy in copies]
+        return Beginning(source, length, copied, written)
 
     def _episode(self, slot: int) -> LiveEpisode:
         episode = self._slots[slot]
@@ -144,7 +145,11 @@ class SharedPrompts:
         """
         self._prefixes.stop(slot)
         self._prefixes.extend(slot, cached)
-        return self._prefixes.num_kept(slot)
+        kept = self._prefixes.num_kept(slot)
+        if not kept:
+            # The pages that its prompt needs may be gone.
+            self._prefixes.forget(slot)
+        return kept
 
     def common(self, slot: int, prompt: list[int]) -> tuple[int, int]:
         """Returns `PrefixIndex.common`."""

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from earl_jax.models.layer_groups import group_layers
 from earl_jax.settings.remat import Remat
 from earl_jax.sharding.layout import PARAMETER_RULES, ROLLOUT_PARAMETER_RULES, MeshShape
 
@@ -94,7 +95,8 @@ class Workload:
     computes each field of `scored` (`algorithms.requirements.scored_passes`).
     `kv_itemsize` 1 is a cache of int8, with a scale of 4 bytes for each token and head. On meshes
     whose `context` axis is among `in_place_contexts` a kernel reads pages where they are. Rows are
-    cut for `row_devices` (`Cluster.num_row_devices`), 0: those of the mesh.
+    cut for `row_devices` (`Cluster.num_row_devices`), 0: those of the mesh. A round samples up to
+    `sampled_tokens` of an episode, in `burst` forward passes.
     """
 
     num_slots: int
@@ -116,6 +118,7 @@ class Workload:
     in_place_contexts: tuple[int, ...] = ()
     row_devices: int = 0
     burst: int = 16
+    sampled_tokens: int = 16
 
     @property
     def num_batches(self) -> int:
@@ -225,8 +228,12 @@ def trainer_bytes(sizes: ModelSizes, mesh: MeshShape) -> tuple[int, int]:
 
 
 def page_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape) -> int:
-    """Returns the bytes of a device's part of a page, which is cut over tensor and context."""
-    return work.page_size // mesh.context * cache_token_bytes(sizes, work, mesh)
+    """Returns the bytes of a device's part of a page, which is cut over tensor and context.
+
+    It has the tokens of one group of layers.
+    """
+    own_size, group = work.page_size // mesh.context, group_layers(sizes.windows).size
+    return own_size * cache_token_bytes(sizes, work, mesh) * group // sizes.num_layers
 
 
 def rollout_footprint(

@@ -363,8 +363,7 @@ class Candidates:
         dense = num_slots // data * least
         if cache_tokens is None:
             return dense
-        # Half of each episode's last page is empty.
-        pages = cache_tokens / self.problem.work.page_size / data + num_slots / data / 2
+        pages = self.problem.page_rule.pages_of(cache_tokens / data, num_slots / data)
         return max(least, min(dense, math.ceil(pages)))
 
     def _failed(self, plan: Plan, tokens: int) -> str:

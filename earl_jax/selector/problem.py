@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 
+from earl_jax.models.layer_groups import PageRule, make_page_rule
 from earl_jax.selector.footprint import (
     Footprint,
     ModelSizes,
@@ -299,7 +300,15 @@ class Problem:
 
     def least_pages(self, max_tokens: int) -> int:
         """Returns the pages of a row shard that hold one whole episode."""
-        return -(-max_tokens // self.work.page_size)
+        return self.page_rule.most_pages(max_tokens)
+
+    @functools.cached_property
+    def page_rule(self) -> PageRule:
+        """The pages of an episode, as the engine has them."""
+        work = self.work
+        return make_page_rule(
+            self.sizes.windows, work.page_size, work.chunk_size, work.sampled_tokens
+        )
 
     # Seconds, by the speed model.
 

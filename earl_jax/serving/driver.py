@@ -259,7 +259,7 @@ class Driver:
     def _end_longest(self, error: NoMemory) -> None:
         """Ends the request for which the KV cache would have had to grow."""
         session = self._service.session
-        held = session.pool.pages * self.served.engine.config.page_size
+        held = session.pages.rule.most_tokens(session.pool.pages)
         with self._changed:
             request = max(self._playing.values(), key=lambda request: request.num_tokens)
             self._abort([request])

@@ -66,7 +66,8 @@ def ready_line(
     prompt_tokens = min(serving.max_prompt_tokens, serving.context_tokens)
     short = limit and not flags.max_context and serving.context_tokens < limit
     cut = f" (the model takes {limit}; memory holds no more)" if short else ""
-    cache_tokens = engine.first_pool.total * engine.engine.config.page_size
+    rule = engine.engine.config.page_rule
+    cache_tokens = engine.first_pool.total * rule.page_size // rule.num_groups
     return (
         f"serving {policy.name}{step} at {http} (gRPC: {grpc}): prompts of up to {prompt_tokens} "
         f"tokens, {serving.context_tokens} with their replies{cut}, {flags.num_slots} at once on "

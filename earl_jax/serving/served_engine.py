@@ -8,7 +8,7 @@ import jax
 
 from earl_jax.engine.config import SlotRules
 from earl_jax.engine.engine import Engine
-from earl_jax.engine.pages import Pool, dense_pool, pages_for
+from earl_jax.engine.pages import Pool, dense_pool
 from earl_jax.engine.session import Policy, Session, empty_session, relocate
 from earl_jax.envs.conversation import Completion
 from earl_jax.models.config import ModelConfig
@@ -84,13 +84,14 @@ class ServedEngine:
     @property
     def first_pool(self) -> Pool:
         """The pages that the KV cache begins with."""
-        serving, size = self.serving, self.engine.config.page_size
+        serving, rule = self.serving, self.engine.config.page_rule
         shards = self.engine.layout.num_row_shards
-        pool = dense_pool(shards, self.rollout.num_slots, serving.context_tokens, size)
+        pool = dense_pool(shards, self.rollout.num_slots, serving.context_tokens, rule)
         if not serving.cache_tokens:
             return pool
-        least = pages_for(serving.first_slot_tokens, size)
-        pages = max(least, serving.cache_tokens // (shards * size))
+        least = rule.most_pages(serving.first_slot_tokens)
+        tokens = serving.cache_tokens // shards
+        pages = max(least, rule.num_groups * tokens // rule.page_size)
         return pool._replace(pages=min(pool.pages, pages))
 
     def open(self, policy: Policy, on_tokens: OnTokens) -> RolloutService:
@@ -127,7 +128,7 @@ class ServedEngine:
         if tokens <= session.max_tokens:
             return session
         max_tokens = min(max(tokens, 2 * session.max_tokens), self.serving.context_tokens)
-        whole = pages_for(max_tokens, self.engine.config.page_size)
+        whole = self.engine.config.page_rule.most_pages(max_tokens)
         pool = session.pool._replace(pages=max(session.pool.pages, whole))
         try:
             # Waits: a lack of memory is raised here, and `session` is as it was.

@@ -113,15 +113,20 @@ def _cache_tokens(flags: argparse.Namespace, engine: Any) -> tuple[int, int]:
         free = CACHE_SHARE * stats["bytes_limit"] - stats["bytes_in_use"]
     else:
         free = CACHE_SHARE * _host_bytes() / jax.local_device_count()
-    size, shards = engine.config.page_size, engine.layout.num_row_shards
-    pages = engine.state_shapes(size, Pool(shards, 1)).cache.layers
-    token_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages))
+    rule, shards = engine.config.page_rule, engine.layout.num_row_shards
+    pools = engine.state_shapes(rule.page_size, Pool(shards, 1)).cache.pools
+    # Of a token in all layers: a page has those of one group.
+    token_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pools))
     shape = engine.layout.shape
-    token_bytes /= shards * size * shape.tensor * shape.context
+    token_bytes *= rule.num_groups / (shards * rule.page_size * shape.tensor * shape.context)
     shard_tokens = max(1, int(free / token_bytes))
     first = shards * shard_tokens if is_known else DEFAULT_SLOT_TOKENS * engine.config.num_slots
     first = flags.cache_tokens or first
-    return first, min(MOST_TOKENS, max(first // shards, shard_tokens // WHILE_GROWING))
+    most = max(first // shards, shard_tokens // WHILE_GROWING)
+    if any(rule.windows):
+        # Layers with a window leave their pages to the others.
+        most = rule.most_tokens(rule.num_groups * most // rule.page_size)
+    return first, min(MOST_TOKENS, most)
 
 
 def _host_bytes() -> int:

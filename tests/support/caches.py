@@ -2,32 +2,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged caches as tests make and look at them; and slots with pages for their max tokens."""
 
+import math
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
 from earl_jax.engine.engine import Engine
-from earl_jax.engine.pages import PageTable, dense_pool, pages_for
+from earl_jax.engine.pages import PageTable, dense_pool
+from earl_jax.models.attention.paged_attention import Reading, plan_reading
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.kv_cache import PagedCache, empty_pages
+from earl_jax.models.layer_groups import PageRule, group_layers, pages_for
 
 
 def empty_cache(
     config: ModelConfig, rows: int, max_tokens: int, page_size: int = 64, kv_dtype: str = "compute"
 ) -> PagedCache:
     """Pages of zeros, and a table that gives every row its own pages for `max_tokens`."""
-    per_row = pages_for(max_tokens, page_size)
+    groups = len(group_layers(config.layer_windows).windows)
+    shape = rows, groups, pages_for(max_tokens, page_size)
+    pages = math.prod(shape)
     return PagedCache(
-        layers=empty_pages(config, rows * per_row, page_size, kv_dtype),
-        table=jnp.arange(rows * per_row, dtype=jnp.int32).reshape(rows, per_row),
+        pools=empty_pages(config, pages, page_size, kv_dtype),
+        table=jnp.arange(pages, dtype=jnp.int32).reshape(shape),
     )
 
 
-def rows_of(cache: PagedCache) -> list[dict[str, np.ndarray]]:
+def reading_of(cache: PagedCache, *sizes: Any) -> Reading:
+    """`plan_reading` of the first group of layers, with the arguments behind the page size."""
+    return plan_reading(cache.table[:, 0], cache.page_size, *sizes)
+
+
+def rows_of(config: ModelConfig, cache: PagedCache) -> list[dict[str, np.ndarray]]:
     """For every layer its keys and values as [B, K, S, H], read through the table, in fp32."""
-    table = np.asarray(cache.table)
-    rows, pages = table.shape
-    found = []
-    for layer in cache.layers:
+    rows, _, pages = cache.table.shape
+    groups, found = group_layers(config.layer_windows), []
+    for group, place in map(groups.place, range(config.num_layers)):
+        table, layer = np.asarray(cache.table)[:, group], cache.pools[place]
         key = np.asarray(layer.key, np.float32)[table].swapaxes(-1, -2)
         value = np.asarray(layer.value, np.float32)[table]
         sides = {}
@@ -38,11 +50,12 @@ def rows_of(cache: PagedCache) -> list[dict[str, np.ndarray]]:
     return found
 
 
-def whole_pages(slots: int, max_tokens: int, page_size: int, shards: int = 1) -> PageTable:
+def whole_pages(
+    slots: int, max_tokens: int, page_size: int, shards: int = 1, windows: tuple[int, ...] = (0,)
+) -> PageTable:
     """The pages of `empty_state` without a pool: every slot has its own, in order."""
-    table = PageTable(
-        dense_pool(shards, slots, max_tokens, page_size), num_slots=slots, page_size=page_size
-    )
+    rule = PageRule(page_size, windows, max_tokens)
+    table = PageTable(dense_pool(shards, slots, max_tokens, rule), num_slots=slots, rule=rule)
     for slot in range(slots):
         table.hold(slot, max_tokens)
     return table
@@ -50,5 +63,6 @@ def whole_pages(slots: int, max_tokens: int, page_size: int, shards: int = 1) ->
 
 def whole_pages_on(engine: Engine, max_tokens: int) -> PageTable:
     """`whole_pages` of an engine's slots."""
-    config = engine.config
-    return whole_pages(config.num_slots, max_tokens, config.page_size, engine.layout.num_row_shards)
+    config, shards = engine.config, engine.layout.num_row_shards
+    windows = config.page_rule.windows
+    return whole_pages(config.num_slots, max_tokens, config.page_size, shards, windows)

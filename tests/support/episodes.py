@@ -12,7 +12,7 @@ import numpy as np
 
 from earl_jax.engine.config import EngineConfig, Sampling, SlotRules
 from earl_jax.engine.engine import Engine
-from earl_jax.engine.pages import Pool, pages_for
+from earl_jax.engine.pages import Pool
 from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.engine.rows import make_rows
 from earl_jax.engine.session import Policy, Session, empty_session, relocate
@@ -22,6 +22,7 @@ from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.examples import play_example
 from earl_jax.envs.tokenizer import ASSISTANT, CHAT_TEMPLATE, build_tokenizer
 from earl_jax.models.config import ModelConfig
+from earl_jax.models.layer_groups import pages_for
 from earl_jax.models.parameters import is_spec, parameter_specs, unstacked_specs
 from earl_jax.rollout import collect as closed
 from earl_jax.rollout.config import CacheRules, RolloutConfig
@@ -31,6 +32,8 @@ from earl_jax.sharding.layout import MeshShape, make_layout
 
 NUM_DEVICES = 8
 MODEL = ModelConfig(num_layers=1, width=32, num_heads=4, num_kv_heads=2, head_size=8, ffn_size=64)
+# Two of three layers have a window.
+WINDOWED = dataclasses.replace(MODEL, num_layers=3, windows=(4, 0, 4))
 CONFIG = RolloutConfig(
     num_slots=16,
     episodes_per_step=48,
@@ -237,7 +240,7 @@ def check_nothing_is_held(service: RolloutService, longest: int = MAX_TOKENS) ->
     assert service.num_live == 0
     blocks, pages = service._blocks, service._blocks._pages
     for slot in range(service.session.engine.config.num_slots):
-        assert pages.num_held(slot) <= pages_for(longest, CONFIG.page_size)
+        assert pages.num_held(slot) <= pages.rule.num_groups * pages_for(longest, CONFIG.page_size)
         pages.keep(slot, 0)
     assert not np.array(pages.holders()).any()
     free = [pages.num_free(shard) for shard in range(pages.pool.shards)]

@@ -27,6 +27,7 @@ from earl_jax.models.attention.segment_blocks import attend_packed_rows
 from earl_jax.models.attention.tokamax_rows import CAPABILITIES, tokamax_rows
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.kv_cache import LayerCache, PagedCache
+from earl_jax.models.layer_groups import group_layers
 from earl_jax.models.tokamax_extra import tokamax_obstacle
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import Layout, MeshShape
@@ -262,17 +263,18 @@ def attention_over_pages(
     cached_B: jax.Array,
     counts_B: jax.Array,
     length: int,
-) -> tuple[dict[int | None, Any], AttendCache]:
+) -> tuple[list[Any], AttendCache]:
     """Plans attention of `length` queries after the first `cached_B` tokens of each row.
 
     The first `counts_B` queries of a row count; rows with a count of 0 get zeros.
 
     Returns:
-        The arrays that say what to read, by window (None: all), made once for all layers that have
-        it; and `attend` with those of a layer's window. The layer's pages hold the queries' own
-        tokens already; of `share` and `scatter` see `attend_pages`.
+        The arrays that say what to read, by group of layers, and `attend` with those of a layer's
+        group and its window (None: all). The layer's pages hold the queries' own tokens already; of
+        `share` and `scatter` see `attend_pages`.
     """
-    windows = dict.fromkeys(window or None for window in model.layer_windows)
+    windows = [window or None for window in group_layers(model.layer_windows).windows]
+    tables = [cache.table[:, group] for group in range(len(windows))]
     settings = {"scale": model.attention_scale, "softcap": model.attention_softcap}
     interpret = platform in (None, "cpu")
     if kernel == "pallas_tpu":
@@ -280,12 +282,10 @@ def attention_over_pages(
 
         group = model.num_heads // model.num_kv_heads
         shape = paged_tpu.shape_of(length, group, cache.page_size // cache.parts)
-        works = {
-            window: paged_tpu.plan_works(
-                shape, cache.table, cached_B, counts_B, cache.page_size, window
-            )
-            for window in windows
-        }
+        works = [
+            paged_tpu.plan_works(shape, table, cached_B, counts_B, cache.page_size, window)
+            for table, window in zip(tables, windows, strict=True)
+        ]
 
         def attend_by_list(query_BTKGH, layer, reading, window, share, scatter):
             return paged_tpu.attend(
@@ -299,7 +299,7 @@ def attention_over_pages(
                 **settings,
             )
 
-        return {window: (work, counts_B) for window, work in works.items()}, attend_by_list
+        return [(work, counts_B) for work in works], attend_by_list
     if kernel == "triton":
         from earl_jax.models.attention.paged_triton import attend as attend_by_triton
 
@@ -315,11 +315,12 @@ def attention_over_pages(
                 **settings,
             )
 
-        return dict.fromkeys(windows, (cache.table, cached_B, counts_B)), attend_own_pages
+        return [(table, cached_B, counts_B) for table in tables], attend_own_pages
     tile = tile_for(platform, len(cached_B), cache.page_size // cache.parts)
-    readings = {
-        window: plan_reading(cache, cached_B, counts_B, length, window, tile) for window in windows
-    }
+    readings = [
+        plan_reading(table, cache.page_size, cached_B, counts_B, length, window, tile)
+        for table, window in zip(tables, windows, strict=True)
+    ]
 
     def attend(query_BTKGH, layer, reading, window, share, scatter):
         return attend_pages(

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from earl_jax.models.attention.page_shares import WHOLE, PageShare, add_up
 from earl_jax.models.attention.rows import cap
-from earl_jax.models.kv_cache import LayerCache, PagedCache
+from earl_jax.models.kv_cache import LayerCache
 
 
 @jax.tree_util.register_static
@@ -70,7 +70,8 @@ class Reading(NamedTuple):
 
 
 def plan_reading(
-    cache: PagedCache,
+    table_BY: jax.Array,
+    size: int,
     cached_B: jax.Array,
     counts_B: jax.Array,
     length: int,
@@ -79,11 +80,12 @@ def plan_reading(
 ) -> Reading:
     """Returns the pages to read for `length` queries behind `cached_B` positions of each row.
 
-    Rows with a count of 0 read nothing; with a window, whole blocks before that of a row's first
-    query are left out. Blocks begin at the same positions whichever part of a row is appended, so
-    that the result does not depend on how it was cut. The same for all layers of one window.
+    `size` are the positions of a page in all its parts. Rows with a count of 0 read nothing; with a
+    window, whole blocks before that of a row's first query are left out. Blocks begin at the same
+    positions whichever part of a row is appended, so that the result does not depend on how it was
+    cut. The same for all layers of one group.
     """
-    size, rows = cache.page_size, cached_B.shape[0]
+    rows = cached_B.shape[0]
     ends_B = jnp.where(counts_B > 0, cached_B + counts_B, 0)
     first_B = jnp.zeros_like(cached_B)
     if window is not None:
@@ -98,7 +100,7 @@ def plan_reading(
         order=order_B,
         first=jnp.pad(first_B[order_B], pad),
         blocks=jnp.pad(blocks_B[order_B], pad),
-        table=jnp.pad(cache.table[order_B], [*pad, (0, 0)]),
+        table=jnp.pad(table_BY[order_B], [*pad, (0, 0)]),
         positions=jnp.pad(cached_B[order_B], pad)[:, None] + jnp.arange(length)[None, :],
         tile=tile,
     )

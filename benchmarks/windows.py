@@ -1,0 +1,182 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Long episodes of models whose layers have windows: bytes of published ones, and a rollout.
+
+    uv run python -m benchmarks.windows [--write]
+
+The rollout is one of prompts on one device, in a pool of pages for three whole episodes. Beside it
+one in the same pool whose pages are kept, as they are where all layers have full attention.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.pages import parser_of, show, table
+from earl_jax.engine.config import EngineConfig, Sampling, SlotRules
+from earl_jax.engine.engine import Engine
+from earl_jax.engine.pages import PageTable, Pool
+from earl_jax.engine.session import Policy, empty_session
+from earl_jax.envs.conversation import Completion
+from earl_jax.launch.start import start_jax
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.layer_groups import group_layers, make_page_rule
+from earl_jax.models.parameters import is_spec, parameter_specs, unstacked_specs
+from earl_jax.models.presets import PRESETS
+from earl_jax.rollout.collect import Rollout, collect
+from earl_jax.rollout.config import CacheRules, Limits, RolloutConfig
+from earl_jax.rollout.episode import Prompt, Task
+from earl_jax.rollout.service import RolloutService
+from earl_jax.sharding.layout import MeshShape, make_layout
+
+PAGE = Path(__file__).with_suffix(".md")
+PUBLISHED = ("gemma2-27b", "olmo3-32b", "gemma3-27b", "qwen2.5-7b")
+CONTEXTS = (8_192, 32_768, 131_072)
+# Three windows before each layer of full attention, as OLMo 3.
+MODEL = ModelConfig(
+    num_layers=8, width=128, num_heads=4, num_kv_heads=2, head_size=32, ffn_size=384,
+    windows=(128, 128, 128, 0),
+)  # fmt: skip
+VOCAB, CHUNK, PAGE_SIZE, BURST, REPEATS = 512, 128, 16, 16, 3
+PROMPT, SAMPLED, SLOTS, EPISODES, WHOLE = 1_024, 256, 16, 32, 3
+MAX_TOKENS = PROMPT + SAMPLED
+
+
+def bytes_rows() -> list[dict[str, Any]]:
+    """Returns the GiB of an episode's pages in bf16, in all layers and as they are needed."""
+    rows = []
+    for name in PUBLISHED:
+        model = PRESETS[name]
+        rule = make_page_rule(model.layer_windows, 128, 512, BURST)
+        size = group_layers(model.layer_windows).size
+        of_layer = 2 * 2 * model.num_kv_heads * model.head_size * 128
+        for context in CONTEXTS:
+            every = context // 128 * model.num_layers * of_layer / 2**30
+            needed = rule.most_pages(context) * size * of_layer / 2**30
+            rows.append(
+                {
+                    "model": name,
+                    "tokens": f"{context:,}",
+                    "GiB in all layers": every,
+                    "GiB as needed": needed,
+                    "episodes in the same memory": every / needed,
+                }
+            )
+    return rows
+
+
+def make_engine() -> Engine:
+    """Returns an engine on one device, in which no token ends a turn."""
+    config = EngineConfig(
+        model=MODEL,
+        vocab_size=VOCAB,
+        num_slots=SLOTS,
+        num_rows=EPISODES,
+        chunk_size=CHUNK,
+        rules=SlotRules(burst=BURST, end_of_turn_ids=()),
+        seed=0,
+        page_size=PAGE_SIZE,
+    )
+    return Engine(config, make_layout(MeshShape()))
+
+
+def make_weights(engine: Engine) -> Any:
+    """Returns random weights."""
+    rng = np.random.default_rng(0)
+
+    def draw(spec: Any) -> Any:
+        noise = rng.normal(size=spec.shape) * spec.deviation if spec.deviation else np.ones(1)
+        return jnp.asarray(np.broadcast_to(noise, spec.shape), jnp.float32)
+
+    specs = unstacked_specs(parameter_specs(MODEL, VOCAB), MODEL.num_layers)
+    return engine.load_params(jax.tree.map(draw, specs, is_leaf=is_spec))
+
+
+def play(engine: Engine, params: Any, pool: Pool, *, kept: bool) -> tuple[Rollout, float]:
+    """Plays the prompts. Returns the rollout and its seconds."""
+    session = empty_session(engine, Policy(params=params, version=0), MAX_TOKENS, pool)
+    if kept:
+        # No token is so far behind that its pages are needed no more.
+        rule = engine.config.page_rule._replace(round_tokens=2**30)
+        session = dataclasses.replace(session, pages=PageTable(pool, num_slots=SLOTS, rule=rule))
+    config = RolloutConfig(
+        num_slots=SLOTS,
+        episodes_per_step=EPISODES,
+        chunk_size=CHUNK,
+        burst=BURST,
+        context_buckets=(MAX_TOKENS,),
+        page_size=PAGE_SIZE,
+    )
+    service = RolloutService(
+        session,
+        config,
+        lambda: Completion(lambda ids: "", ()),
+        None,
+        None,
+        lambda session, tokens, pages: session,
+        num_devices=1,
+        sampling=Sampling(),
+        cache_rules=CacheRules(share_prefixes=False),
+    )
+    rng, limits = np.random.default_rng(2), Limits(max_turn_tokens=SAMPLED)
+    prompts = [Prompt(token_ids=tuple(rng.integers(0, VOCAB, PROMPT))) for _ in range(EPISODES)]
+    tasks = [
+        Task(episode=i, group=i, prompt=prompt, limits=limits) for i, prompt in enumerate(prompts)
+    ]
+    start_s = time.perf_counter()
+    rollout = collect(service, tasks)
+    jax.block_until_ready(rollout.session.state)
+    return rollout, time.perf_counter() - start_s
+
+
+def rollout_rows() -> list[dict[str, Any]]:
+    """Returns the rollouts in a pool of three whole episodes, and in one of all slots'."""
+    engine = make_engine()
+    params = make_weights(engine)
+    whole = engine.config.page_rule._replace(round_tokens=2**30).most_pages(MAX_TOKENS)
+    few, all_slots = Pool(1, WHOLE * whole), Pool(1, SLOTS * whole)
+    cases = {
+        "pages for three whole episodes, all are kept": (few, True),
+        "the same, those behind windows are given up": (few, False),
+        "pages for all slots": (all_slots, True),
+    }
+    found: dict[str, list[tuple[Rollout, float]]] = {name: [] for name in cases}
+    for repeat in range(REPEATS + 1):
+        for name, (pool, kept) in cases.items():
+            played = play(engine, params, pool, kept=kept)
+            if repeat:
+                found[name].append(played)
+    return [_row(name, found[name], cases[name][0].pages // whole) for name in cases]
+
+
+def _row(name: str, played: Sequence[tuple[Rollout, float]], whole: int) -> dict[str, Any]:
+    stats = played[0][0].stats
+    seconds = statistics.median(each[1] for each in played)
+    return {
+        "rollout": name,
+        "whole episodes of pages": whole,
+        "most tokens at once": f"{stats.tokens_in_flight_max:,}",
+        "sampled tokens/s": stats.rollout_tokens / seconds,
+        "rounds": stats.rounds,
+        "preemptions": stats.preempted_episodes,
+        "tokens read again": f"{stats.recomputed_tokens:,}",
+    }
+
+
+def main() -> None:
+    """Prints the tables."""
+    flags = parser_of(__doc__).parse_args()
+    start_jax("cpu", 1)
+    show(table(bytes_rows()), PAGE, write=flags.write, name="bytes")
+    show(table(rollout_rows()), PAGE, write=flags.write)
+
+
+if __name__ == "__main__":
+    main()
