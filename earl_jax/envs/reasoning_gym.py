@@ -4,11 +4,9 @@
 
 import base64
 import functools
-import importlib
 import json
 import pickle
 import random
-import warnings
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -18,6 +16,7 @@ from earl_jax.envs.sandbox import check_sandbox
 from earl_jax.envs.scorers import Scorer
 from earl_jax.settings.choices import check_choice
 from earl_jax.settings.errors import InputError
+from earl_jax.settings.extras import import_extra
 
 TAGGED = (
     "\n\nThink step by step, then give the final answer, and nothing else, between <answer> and "
@@ -155,14 +154,5 @@ def _check_settings(name: str, settings: str) -> None:
         ) from error
 
 
-@functools.cache
 def _library() -> ModuleType:
-    try:
-        # Of packages that it imports.
-        with warnings.catch_warnings(action="ignore"):
-            return importlib.import_module("reasoning_gym")
-    except ImportError as error:
-        raise InputError(
-            f"reasoning-gym is not installed ({error}); uv sync --extra reasoning-gym, or pip "
-            "install reasoning-gym"
-        ) from error
+    return import_extra("reasoning_gym", "reasoning-gym")

@@ -5,11 +5,9 @@
 import contextlib
 import difflib
 import functools
-import importlib
 import json
 import random
 import threading
-import warnings
 from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -18,6 +16,7 @@ import numpy as np
 
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.settings.errors import InputError
+from earl_jax.settings.extras import import_extra
 
 # Its games draw from the one generator of `random` and of numpy, whatever thread they run in.
 _LOCK = threading.Lock()
@@ -172,14 +171,5 @@ def _check_game(game: str, num_players: int, settings: str) -> None:
         ) from error
 
 
-@functools.cache
 def _library() -> ModuleType:
-    try:
-        # Of packages that it imports.
-        with warnings.catch_warnings(action="ignore"):
-            return importlib.import_module("textarena")
-    except ImportError as error:
-        raise InputError(
-            f"textarena is not installed ({error}); uv sync --extra textarena, or pip install "
-            "textarena"
-        ) from error
+    return import_extra("textarena", "textarena")

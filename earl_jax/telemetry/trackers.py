@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from earl_jax.settings.arguments import accepted
 from earl_jax.settings.errors import InputError, in_words
+from earl_jax.settings.extras import import_extra
 from earl_jax.settings.named import find_named
 from earl_jax.telemetry.atomic import write_atomically
 from earl_jax.telemetry.metrics import scalars
@@ -40,12 +41,7 @@ class TensorBoard:
     """
 
     def __init__(self, *, workdir: Path):
-        try:
-            import tensorboardX
-        except ImportError as error:
-            raise InputError(
-                "tensorboardX is not installed: pip install 'earl_jax[tensorboard]'"
-            ) from error
+        tensorboardX = import_extra("tensorboardX", "tensorboard")
         self._open, self._folder = tensorboardX.SummaryWriter, workdir / "tensorboard"
         self._writer, self._step = None, 0
 
@@ -78,10 +74,7 @@ class WandB:
     """
 
     def __init__(self, *, workdir: Path, config: Mapping[str, Any]):
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise InputError("wandb is not installed: pip install 'earl_jax[wandb]'") from error
+        wandb = import_extra("wandb", "wandb")
         if not (path := workdir / "wandb_id").exists():
             write_atomically(path, uuid.uuid4().hex)
         self._run = wandb.init(
