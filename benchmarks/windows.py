@@ -162,7 +162,6 @@ def _row(name: str, played: Sequence[tuple[Rollout, float]], whole: int) -> dict
     return {
         "rollout": name,
         "whole episodes of pages": whole,
-        "most tokens at once": f"{stats.tokens_in_flight_max:,}",
         "sampled tokens/s": stats.rollout_tokens / seconds,
         "rounds": stats.rounds,
         "preemptions": stats.preempted_episodes,
