@@ -73,8 +73,8 @@ def test_how_a_family_computes_is_no_setting():
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters .*'longrope'"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": None}}, "parameters.factor is None"),
         (
-            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}},
-            "rope_parameters.truncate is False",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": "no"}},
+            "rope_parameters.truncate is 'no'; it must be true or false",
         ),
         (
             {"rope_parameters": {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.3}},
@@ -100,7 +100,14 @@ def test_how_a_family_computes_is_no_setting():
             "max_window_layers is None; it must be a whole number of at least 0",
         ),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config .*; only None can be read"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config .*; only None"),
+        (
+            {"model_type": "gpt_oss", "quantization_config": {"quant_method": "fp8"}},
+            "quantization_config .*; only the quant_method 'mxfp4' can be read",
+        ),
+        ({"model_type": "gpt_oss", "swiglu_limit": 5.0}, "swiglu_limit is 5.0; only 7.0"),
+        ({"model_type": "gpt_oss", "attention_bias": False}, "attention_bias is False; only True"),
         ({"num_hidden_layers": None}, "num_hidden_layers is None"),
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
         ({"num_attention_heads": 3}, "num_heads is 3"),

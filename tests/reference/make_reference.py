@@ -11,16 +11,19 @@ in fp32 arithmetic, from the weights as they are stored. Made with transformers 
 attn_logit_softcapping and computes nothing with it; here its own attention is told to.
 """
 
+import json
 import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -99,6 +102,14 @@ OLMO3 = {
     },
 }
 SMOLLM3 = {"num_hidden_layers": 3, "no_rope_layer_interval": 2}
+# One wave is kept, and one divided; the bounds of both are no whole numbers.
+GPT_OSS = {
+    "intermediate_size": 32,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "sliding_window": WINDOW,
+    "rope_parameters": YARN | {"truncate": False},
+}
 EXPERTS = {
     "head_dim": 16,
     "num_experts": 8,
@@ -187,6 +198,22 @@ MODELS: dict[str, tuple[PreTrainedConfig, torch.dtype, str]] = {
         torch.bfloat16,
         "1GB",
     ),
+    "gpt_oss": (
+        GptOssConfig(**SIZES | GPT_OSS, num_experts_per_tok=3),
+        torch.float32,
+        "40KB",
+    ),
+    "gpt_oss_tied": (
+        GptOssConfig(**SIZES | GPT_OSS, num_experts_per_tok=2, tie_word_embeddings=True),
+        torch.bfloat16,
+        "1GB",
+    ),
+    # As openai publishes it.
+    "gpt_oss_mxfp4": (
+        GptOssConfig(**SIZES | GPT_OSS, num_experts_per_tok=2),
+        torch.bfloat16,
+        "1GB",
+    ),
     "smollm3": (
         SmolLM3Config(**SIZES | SMOLLM3, tie_word_embeddings=False, rope_parameters=YARN),
         torch.float32,
@@ -265,8 +292,26 @@ def make_model(config: PreTrainedConfig, seed: int) -> torch.nn.Module:
             gemma = config.model_type.startswith("gemma")
             # Large scaled embeddings, tied, would repeat one token for ever.
             size = 0.15 if gemma and "embed" in name else 0.3
+            # Of gpt-oss some are clamped.
+            size = 1.0 if "gate_up_proj" in name and config.model_type == "gpt_oss" else size
             parameter.copy_(size * noise + ("norm" in name and not gemma))
     return model
+
+
+def pack_experts(folder: Path, seed: int) -> None:
+    """Puts random packed numbers in the place of the experts' weights."""
+    tensors, random = load_file(folder / "model.safetensors"), np.random.default_rng(seed)
+    for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        groups, least = (experts, outputs, inputs // 32), 122 + 2 * ("gate_up" in name)
+        blocks = random.integers(0, 256, (*groups, 16), np.uint8)
+        scales = random.integers(least, least + 3, groups, np.uint8)
+        tensors[f"{name}_blocks"] = torch.from_numpy(blocks)
+        tensors[f"{name}_scales"] = torch.from_numpy(scales)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 @torch.no_grad()
@@ -303,6 +348,8 @@ def main() -> None:
             shutil.rmtree(folder, ignore_errors=True)
             model = make_model(config, seed).to(dtype)
             model.save_pretrained(folder, max_shard_size=max_shard_size)
+            if name.endswith("_mxfp4"):
+                pack_experts(folder, seed)
             arrays, margin = compute(folder, config.vocab_size)
             varied = len(set(arrays["continuation"].tolist()))
             if margin > MARGIN and varied >= 8:
