@@ -7,7 +7,8 @@
 Each folder is a checkpoint as `save_pretrained` writes it, and `reference.npz`: `tokens` i32[2, 48]
 with their `logits` f32[2, 48, V], and `prompt` i32[8] with its greedy `continuation` i32[64]. All
 in fp32 arithmetic, from the weights as they are stored. Made with transformers 5.23.0 and torch
-2.13.0 (gemma2, mixtral, olmo*, smollm3: 2.15.0) on CPU, 2026-11. `transformers` reads Gemma 3's
+2.13.0 (gemma2, mixtral, olmo*, smollm3: 2.15.0) on CPU, 2026-11; gpt_oss_mxfp4 needs accelerate
+1.15.0 too (`--with accelerate`). Beside them mxfp4.npz. `transformers` reads Gemma 3's
 attn_logit_softcapping and computes nothing with it; here its own attention is told to.
 """
 
@@ -36,6 +37,7 @@ from transformers import (
     Qwen3MoeConfig,
     SmolLM3Config,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from earl_jax.config import Config
 from earl_jax.envs.tokenizer import build_tokenizer
@@ -314,6 +316,16 @@ def pack_experts(folder: Path, seed: int) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+def unpack() -> dict[str, np.ndarray]:
+    """The arrays of mxfp4.npz: every byte and exponents from end to end, and their numbers."""
+    blocks = np.arange(256, dtype=np.uint8).reshape(2, 4, 2, 16)
+    scales = np.array([0, 1, 2, 63, 120, 126, 127, 128, 129, 130, 140, 190, 200, 250, 251, 252])
+    scales = scales.astype(np.uint8).reshape(2, 4, 2)
+    given = torch.from_numpy(blocks), torch.from_numpy(scales)
+    values = convert_moe_packed_tensors(*given, dtype=torch.float32).numpy()
+    return {"blocks": blocks, "scales": scales, "values": values}
+
+
 @torch.no_grad()
 def compute(folder: Path, vocab_size: int) -> tuple[dict[str, np.ndarray], float]:
     """The arrays of reference.npz, and the smallest margin of the greedy choices."""
@@ -341,6 +353,7 @@ def compute(folder: Path, vocab_size: int) -> tuple[dict[str, np.ndarray], float
 def main() -> None:
     """Writes all folders, or those named; the first seed with clear, varied choices is taken."""
     tokenizer = build_tokenizer(Config().corpus(), 4096)
+    np.savez_compressed(HERE / "mxfp4.npz", **unpack())
     for name in sys.argv[1:] or MODELS:
         config, dtype, max_shard_size = MODELS[name]
         folder = HERE / name

@@ -43,9 +43,9 @@ class PackedTensor:
         return [experts, groups * _GROUP, outputs]
 
     def get_dtype(self) -> str:
-        """Returns a type that holds each number exactly, by safetensors' name."""
+        """Returns the type that holds each number exactly, by its name in safetensors."""
         types = {self._blocks.get_dtype(), self._scales.get_dtype()}
-        return "BF16" if types == {"U8"} else max(types)
+        return "BF16" if types == {"U8"} else " and ".join(sorted(types))
 
     def __getitem__(self, cuts: tuple[slice, slice, slice]) -> np.ndarray:
         """Returns a part in fp32."""
