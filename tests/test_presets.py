@@ -117,13 +117,14 @@ def test_a_preset_at_a_small_size_is_of_its_family(name):
 
 
 @pytest.mark.slow
-def test_a_preset_trains_from_scratch_on_a_mixed_mesh():
+@pytest.mark.parametrize("preset", ["qwen3-30b-a3b", "gpt-oss-20b"])
+def test_a_preset_trains_from_scratch_on_a_mixed_mesh(preset):
     """One RL step of a preset at a small size: what samples is what is trained.
 
     test_families.py samples with every family on a mesh, and has gradients of each.
     """
     sections = {
-        "model": {**SMALL, **EXPERTS, "preset": "qwen3-30b-a3b"},
+        "model": {**SMALL, **EXPERTS, "preset": preset},
         "rollout": {"num_slots": 8, "episodes_per_step": 16},
         "selector": {
             "rollout_meshes": ("data=4,tensor=2",),

@@ -257,12 +257,10 @@ def _make_file(path: Path, shard: list[_Planned], dtype: str) -> dict[str, tuple
 def _put(file: BinaryIO, part: _Planned, values: np.ndarray) -> None:
     """Writes a tensor, or its half beside the other one, at the file's position."""
     if part.weight.is_shared:
-        start = file.tell()
-        pairs = np.fromfile(file, values.dtype, 2 * len(values)).reshape(-1, 2)
+        pairs = np.memmap(file, values.dtype, "r+", file.tell(), (len(values), 2))
         pairs[:, part.weight.entry] = values
-        values = pairs
-        file.seek(start)
-    file.write(values.data)
+    else:
+        file.write(values.data)
 
 
 def _tensor(leaf: Leaf, tensor: _Planned, dtype: np.dtype) -> np.ndarray:
