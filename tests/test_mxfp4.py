@@ -71,7 +71,7 @@ def test_a_slice_is_that_of_the_whole(stored):
     for cuts in (
         (slice(0, 2), slice(0, 64), slice(0, 4)),
         (slice(1, 2), slice(5, 37), slice(1, 3)),
-        (slice(0, 1), slice(32, 40), slice(2, 4)),
+        (slice(0, 1), slice(32, 40), slice(1, 4, 2)),
     ):
         np.testing.assert_array_equal(packed[cuts], stored["values"][cuts])
 

@@ -333,20 +333,21 @@ def _read(
 ) -> np.ndarray:
     """Reads a region of the parameter, of one tensor only, in this type and our order of axes."""
     sizes, _ = tensor_sizes(spec, weight)
-    ranges = dict(zip(spec.axes, region, strict=True)) | {"2": (0, 2)}
+    ranges = dict(zip(spec.axes, region, strict=True))
     cuts, lengths, inner = [], [], []
     for group in weight.axes.split():
         # The first letter of a group is cut in the file; the others are beside it, whole.
-        step = math.prod(sizes[letter] for letter in group[1:])
-        start, stop = ranges[group[0]]
+        first, others = group[0], group[1:].removesuffix("2")
+        step = math.prod(sizes[letter] for letter in others)
+        start, stop = ranges[first]
         cuts.append(slice(start * step, stop * step))
-        lengths += [stop - start, *(sizes[letter] for letter in group[1:])]
-        inner += [slice(None), *(slice(*ranges[letter]) for letter in group[1:])]
-    num_stacked = len(spec.axes) - len(weight.letters)
+        if group.endswith("2"):
+            cuts[-1] = slice(2 * start * step + weight.entry, 2 * stop * step, 2)
+        lengths += [stop - start, *(sizes[letter] for letter in others)]
+        inner += [slice(None), *(slice(*ranges[letter]) for letter in others)]
+    num_stacked = len(spec.axes) - len(lengths)
     name = names[tuple(start for start, _ in region[:num_stacked])]
     values = tensors.read(name, tuple(cuts))
-    values = values.reshape(lengths)[tuple(inner)]
-    values = values[..., weight.entry] if weight.is_shared else values
-    values = values.transpose(axes_order(weight, spec.axes))
+    values = values.reshape(lengths)[tuple(inner)].transpose(axes_order(weight, spec.axes))
     shape = [stop - start for start, stop in region]
     return np.ascontiguousarray(values, dtype=DTYPES[dtype]).reshape(shape)
