@@ -55,7 +55,7 @@ def tensors(folder: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.slow_except("gemma3", "qwen3_moe", "gpt_oss")
-@pytest.mark.parametrize("name", [*(set(KINDS) - {"gpt_oss_mxfp4"}), "qwen2_tied"])
+@pytest.mark.parametrize("name", [*(n for n in KINDS if n != "gpt_oss_mxfp4"), "qwen2_tied"])
 def test_in_and_out_again_is_bitwise_equal(name, tmp_path):
     params = load_parameters(checkpoint(name), make_layout(mixed(name)))
     save(tmp_path / "out", name, params=params, max_shard_bytes=20_000)
