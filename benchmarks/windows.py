@@ -37,7 +37,7 @@ from earl_jax.rollout.service import RolloutService
 from earl_jax.sharding.layout import MeshShape, make_layout
 
 PAGE = Path(__file__).with_suffix(".md")
-PUBLISHED = ("gemma2-27b", "olmo3-32b", "gemma3-27b", "qwen2.5-7b")
+PUBLISHED = ("gemma2-27b", "gpt-oss-120b", "olmo3-32b", "gemma3-27b", "qwen2.5-7b")
 CONTEXTS = (8_192, 32_768, 131_072)
 # Three windows before each layer of full attention, as OLMo 3.
 MODEL = ModelConfig(

@@ -195,9 +195,23 @@ OLMO = ModelConfig(
     pre_norms=False,
     post_norms=True,
 )
+# Attention sinks, biases everywhere, and experts.
+GPT_OSS = ModelConfig(
+    **SIZES,
+    windows=(5, 0),
+    attention_bias=True,
+    out_bias=True,
+    attention_sinks=True,
+    num_experts=4,
+    experts_per_token=2,
+    expert_ffn_size=16,
+    expert_bias=True,
+    activation="swiglu_clamped",
+)
 MODELS = {
     "gemma": GEMMA,
     "olmo": OLMO,
+    "gpt_oss": GPT_OSS,
     "mistral": ModelConfig(**SIZES, windows=(7,)),
     "mixture": ModelConfig(**SIZES, num_experts=4, experts_per_token=2, expert_ffn_size=16),
     "adapters": ModelConfig(**SIZES, attention_bias=True),
@@ -207,6 +221,7 @@ PLAIN = TrainConfig(logprob_chunk=2, max_grad_norm=1e9, remat="full")
 CONFIGS = {
     "gemma": PLAIN,
     "olmo": PLAIN,
+    "gpt_oss": PLAIN,
     "mistral": dataclasses.replace(PLAIN, remat="none", logprob_chunk=512),
     "mixture": dataclasses.replace(PLAIN, balance_coefficient=0.1, micro_batches=2),
     "adapters": dataclasses.replace(PLAIN, lora=LoraConfig(rank=2, alpha=12.0)),
@@ -282,6 +297,7 @@ def update(family: str, mesh: str) -> tuple[Any, dict[str, float]]:
         pytest.param("olmo", "fsdp=2,context=2,tensor=2", marks=pytest.mark.slow),
         ("mistral", "data=2,context=2,tensor=2"),
         pytest.param("mixture", "fsdp=2,context=2,expert=2", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "context=2,expert=2,tensor=2", marks=pytest.mark.slow),
         pytest.param("adapters", "fsdp=2,context=2,tensor=2", marks=pytest.mark.slow),
     ],
 )

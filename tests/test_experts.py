@@ -39,7 +39,15 @@ from earl_jax.train.state import state_of
 from earl_jax.train.step import make_train_step, read_metrics
 from earl_jax.train.update import Update
 from earl_jax.trajectory import TrajectoryBatch
-from tests.support.experts import MODEL, by_hand, one_layer, params, tokens_TD
+from tests.support.experts import (
+    BIASED,
+    MODEL,
+    by_hand,
+    one_biased_layer,
+    one_layer,
+    params,
+    tokens_TD,
+)
 from tests.support.hlo import COLLECTIVE, replica_groups
 from tests.support.settings import make_config
 from tests.support.slots import CHUNK, MAX_TOKENS, RULES, VOCAB, assert_same, converse, make_scripts
@@ -48,6 +56,8 @@ REFERENCE = Path(__file__).parent / "reference" / "qwen3_moe"
 
 
 EVERY_EXPERT = np.arange(MODEL.num_experts)
+GATED = ("expert_gate", "expert_up")
+BOTH = [(MODEL, one_layer), (BIASED, one_biased_layer)]
 
 
 # One layer.
@@ -81,6 +91,19 @@ def test_the_mixture_is_its_formula(normalize, count):
     np.testing.assert_allclose(out, by_hand(model, one_layer(), tokens_TD(count)), atol=2e-5)
 
 
+def test_biases_and_a_clamped_gate_are_their_formula():
+    layer, x_TD = one_biased_layer(), tokens_TD(50)
+    out = jax.jit(lambda *a: mix_experts(BIASED, *a, EVERY_EXPERT))(layer, x_TD)
+    expected = by_hand(BIASED, layer, x_TD)
+    np.testing.assert_allclose(out, expected, atol=2e-5 * np.abs(expected).max())
+    # Each of them matters, and so does what is clamped.
+    for name in ("router", "expert_gate", "expert_up", "expert_down"):
+        other = by_hand(BIASED, layer | {f"{name}_bias": 0 * layer[f"{name}_bias"]}, x_TD)
+        assert np.abs(out - other).max() > 0.1, name
+    gates = np.einsum("TD,EDF->TEF", x_TD, layer["expert_gate"])
+    assert 0.01 < np.mean(gates > 7) < 0.5
+
+
 def test_all_tokens_may_want_the_same_experts():
     """Nothing is dropped: no expert has a capacity."""
     x_TD = jnp.tile(tokens_TD(1), (40, 1)) * (1 + 1e-3 * jnp.arange(40)[:, None])
@@ -90,20 +113,27 @@ def test_all_tokens_may_want_the_same_experts():
     np.testing.assert_allclose(out, by_hand(MODEL, one_layer(), x_TD), atol=2e-5)
 
 
-def test_the_parts_of_the_experts_add_up_to_the_mixture():
+@pytest.mark.parametrize(("model", "layer"), BOTH, ids=["plain", "biased"])
+def test_the_parts_of_the_experts_add_up_to_the_mixture(model, layer):
     """Cut over experts and over their feed-forward, as devices have them."""
-    x_TD, layer = tokens_TD(20), one_layer()
+    x_TD, layer = tokens_TD(20), layer()
     total = np.zeros(x_TD.shape)
     for first in range(0, 8, 2):
+        own = slice(first, first + 2)
         for half in (slice(0, 8), slice(8, 16)):
-            part = {
-                "router": layer["router"],
-                "expert_gate": layer["expert_gate"][first : first + 2, :, half],
-                "expert_up": layer["expert_up"][first : first + 2, :, half],
-                "expert_down": layer["expert_down"][first : first + 2, half],
+            part = {name: layer[name] for name in ("router", "router_bias") if name in layer}
+            part |= {
+                "expert_gate": layer["expert_gate"][own, :, half],
+                "expert_up": layer["expert_up"][own, :, half],
+                "expert_down": layer["expert_down"][own, half],
             }
-            total += mix_experts(MODEL, part, x_TD, EVERY_EXPERT[first : first + 2])
-    np.testing.assert_allclose(total, by_hand(MODEL, layer, x_TD), atol=2e-5)
+            if model.expert_bias:
+                part |= {f"{name}_bias": layer[f"{name}_bias"][own, half] for name in GATED}
+                # Of one half only, because halves are added up.
+                part["expert_down_bias"] = layer["expert_down_bias"][own] * (half.start == 0)
+            total += mix_experts(model, part, x_TD, EVERY_EXPERT[own])
+    expected = by_hand(model, layer, x_TD)
+    np.testing.assert_allclose(total, expected, atol=2e-5 * max(1, np.abs(expected).max()))
 
 
 def test_gradients_are_those_of_every_expert_on_every_token():
@@ -133,7 +163,10 @@ def test_gradients_are_those_of_every_expert_on_every_token():
         np.testing.assert_allclose(left, right, atol=2e-6 * float(np.max(np.abs(right))))
 
 
-def test_no_value_or_gradient_takes_what_a_backend_leaves_behind_the_last_group(monkeypatch):
+@pytest.mark.parametrize(("model", "layer"), BOTH, ids=["plain", "biased"])
+def test_no_value_or_gradient_takes_what_a_backend_leaves_behind_the_last_group(
+    monkeypatch, model, layer
+):
     """With products that have NaN there, as they may, and gradients that do."""
 
     def behind(x_MD, sizes_E):
@@ -155,12 +188,11 @@ def test_no_value_or_gradient_takes_what_a_backend_leaves_behind_the_last_group(
         return jnp.where(none, jnp.nan, x), weights, None
 
     product.defvjp(forward, backward)
-    layer, x_TD = one_layer(), tokens_TD(12)
-    part = {name: layer[name][2:4] for name in ("expert_gate", "expert_up", "expert_down")}
-    part["router"] = layer["router"]
+    layer, x_TD = layer(), tokens_TD(12)
+    part = {name: leaf if "router" in name else leaf[2:4] for name, leaf in layer.items()}
 
     def loss(part, x_TD):
-        return jnp.sum(mix_experts(MODEL, part, x_TD, EVERY_EXPERT[2:4]) ** 2)
+        return jnp.sum(mix_experts(model, part, x_TD, EVERY_EXPERT[2:4]) ** 2)
 
     expected = jax.value_and_grad(loss, argnums=(0, 1))(part, x_TD)
     monkeypatch.setattr(experts, "grouped_matmul", lambda *inputs: product(*inputs[:3]))

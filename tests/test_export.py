@@ -97,7 +97,7 @@ def tensors(folder: Path) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gemma3", "gpt_oss"])
 def test_the_adapter_folder_is_what_peft_reads(name, tmp_path):
     """Names, shapes and values: base + alpha / r * lora_B @ lora_A is the merged folder."""
     lora = adapters_of(name)

@@ -374,6 +374,13 @@ def test_a_layer_keeps_as_much_of_our_own_attention(remat):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "dots"])
+def test_a_layer_with_sinks_and_biases_of_experts_keeps_as_much(remat):
+    """No kernel but our own attention has sinks."""
+    assert_it_keeps_what_jax_saves("gpt-oss-20b", "bfloat16", "blockwise", 512, remat)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_attention_weights_of_rows_of_one_block_are_kept(dtype):
     assert BLOCK_TOKENS == BLOCK_SIZE

@@ -13,6 +13,7 @@ from earl_jax.models.checkpoints.families import family_of
 from earl_jax.models.checkpoints.hf_read import open_checkpoint
 from earl_jax.models.checkpoints.hf_settings import read_settings, write_settings
 from earl_jax.models.config import ModelConfig, RopeScaling
+from earl_jax.models.presets import PRESETS
 from tests.support.references import NAMES, REFERENCE, change_config, checkpoint
 from tests.support.settings import make_config
 
@@ -73,8 +74,8 @@ def test_how_a_family_computes_is_no_setting():
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters .*'longrope'"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": None}}, "parameters.factor is None"),
         (
-            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}},
-            "rope_parameters.truncate is False",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": "no"}},
+            "rope_parameters.truncate is 'no'; it must be true or false",
         ),
         (
             {"rope_parameters": {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.3}},
@@ -100,7 +101,14 @@ def test_how_a_family_computes_is_no_setting():
             "max_window_layers is None; it must be a whole number of at least 0",
         ),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config .*; only None can be read"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config .*; only None"),
+        (
+            {"model_type": "gpt_oss", "quantization_config": {"quant_method": "fp8"}},
+            "quantization_config .*; only the quant_method 'mxfp4' can be read",
+        ),
+        ({"model_type": "gpt_oss", "swiglu_limit": 5.0}, "swiglu_limit is 5.0; only 7.0"),
+        ({"model_type": "gpt_oss", "attention_bias": False}, "attention_bias is False; only True"),
         ({"num_hidden_layers": None}, "num_hidden_layers is None"),
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
         ({"num_attention_heads": 3}, "num_heads is 3"),
@@ -183,6 +191,56 @@ def test_rotary_settings_that_gemma_reads_otherwise_are_refused():
         read_settings(GEMMA3_1B | both)
     with pytest.raises(ValueError, match="rope_parameters is .* for each layer type"):
         read_settings(GEMMA3_1B | {"rope_parameters": {"rope_theta": 5e5}})
+
+
+GPT_OSS_20B = {
+    "attention_bias": True,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131_072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "quantization_config": {
+        "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150_000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201_088,
+}
+
+
+def test_gpt_oss_is_read_as_openai_publishes_it():
+    assert read_settings(GPT_OSS_20B) == (PRESETS["gpt-oss-20b"], 201_088)
+    # What a key left out means is as in transformers.
+    left_out = ("head_dim", "layer_types", "num_key_value_heads", "rms_norm_eps", "rope_scaling")
+    left_out += ("rope_theta", "sliding_window", "swiglu_limit", "attention_bias")
+    sparse = {key: value for key, value in GPT_OSS_20B.items() if key not in left_out}
+    for rope in ({}, {"rope_parameters": None}):
+        assert read_settings(sparse | rope) == (PRESETS["gpt-oss-20b"], 201_088)
+    # Layers of both kinds may come in any order.
+    kinds = ["full_attention"] * 12 + ["sliding_attention"] * 12
+    assert read_settings(GPT_OSS_20B | {"layer_types": kinds})[0].windows == (0,) * 12 + (128,) * 12
 
 
 QWEN_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}

@@ -148,6 +148,19 @@ def test_yarn_keeps_fast_pairs_divides_slow_ones_and_lengthens():
     assert given.magnitude == 1.5 and dataclasses.replace(given, factor=1.0).magnitude == 1
 
 
+def test_yarn_without_truncation_has_its_bounds_between_pairs():
+    """By hand: one turn is pair 4 log10(16 / pi) = 2.83, and four are pair 0.42."""
+    scaling = RopeScaling(
+        kind="yarn", factor=4.0, high_freq_factor=4.0, original_max_position=32, truncate=False
+    )
+    first, last = (4 * math.log10(16 / math.pi / turns) for turns in (4, 1))
+    assert (first, last) == pytest.approx((0.42, 2.83), abs=0.01)
+    divided = np.clip((np.arange(4) - first) / (last - first), 0, 1)
+    plain = 10.0 ** (-np.arange(4) / 4)
+    expected = plain * (1 - divided) + plain / 4 * divided
+    np.testing.assert_allclose(rope_frequencies(8, 10.0, scaling), expected, rtol=1e-6)
+
+
 def attention_by_hand(query, key, value, may_look, *, scale, softcap=math.inf) -> np.ndarray:
     """Softmax attention one query at a time in float64; query head (k, g) reads key head k."""
     rows, length, kv_heads, groups, _ = query.shape

@@ -43,6 +43,8 @@ PUBLISHED = {
     "olmo3-32b": (100_278, 32_233_522_176),
     "smollm3-3b": (128_256, 3_075_098_624),
     "olmoe-1b-7b": (50_304, 6_919_161_856),
+    "gpt-oss-20b": (201_088, 20_914_757_184),
+    "gpt-oss-120b": (201_088, 116_829_156_672),
     "gemma2-2b": (256_000, 2_614_341_888),
     "gemma2-9b": (256_000, 9_241_705_984),
     "gemma2-27b": (256_000, 27_227_128_320),
@@ -61,6 +63,7 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
     "olmoe": "OlmoeForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
@@ -101,6 +104,7 @@ SHRUNK = {
     "mixtral-8x7b": EXPERTS,
     "olmo3-7b": {"ffn_size": 64},
     "olmoe-1b-7b": EXPERTS,
+    "gpt-oss-20b": EXPERTS,
     "gemma2-2b": {"ffn_size": 64},
     "smollm3-3b": {"ffn_size": 64},
     "gemma3-1b": {"ffn_size": 64},
@@ -113,13 +117,14 @@ def test_a_preset_at_a_small_size_is_of_its_family(name):
 
 
 @pytest.mark.slow
-def test_a_preset_trains_from_scratch_on_a_mixed_mesh():
+@pytest.mark.parametrize("preset", ["qwen3-30b-a3b", "gpt-oss-20b"])
+def test_a_preset_trains_from_scratch_on_a_mixed_mesh(preset):
     """One RL step of a preset at a small size: what samples is what is trained.
 
     test_families.py samples with every family on a mesh, and has gradients of each.
     """
     sections = {
-        "model": {**SMALL, **EXPERTS, "preset": "qwen3-30b-a3b"},
+        "model": {**SMALL, **EXPERTS, "preset": preset},
         "rollout": {"num_slots": 8, "episodes_per_step": 16},
         "selector": {
             "rollout_meshes": ("data=4,tensor=2",),

@@ -21,8 +21,9 @@ class RopeScaling:
     `original_max_position / low_freq_factor` tokens do, those shorter than
     `original_max_position / high_freq_factor` turn as before, and between the two the frequencies
     are interpolated. "yarn" (arXiv 2309.00071): the same two bounds (its beta_slow and beta_fast),
-    with an interpolation by the number of the pair, and queries and keys are `attention_factor`
-    times as long; 0 means 0.1 ln(`factor`) + 1. `factor` 1 stretches nothing.
+    with an interpolation by the number of the pair, between whole numbers unless `truncate` is
+    False, and queries and keys are `attention_factor` times as long; 0 means 0.1 ln(`factor`) + 1.
+    `factor` 1 stretches nothing.
     """
 
     kind: Literal["llama3", "linear", "yarn"] = "llama3"
@@ -31,6 +32,7 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
     attention_factor: float = 0.0
+    truncate: bool = True
 
     @property
     def magnitude(self) -> float:
@@ -94,13 +96,17 @@ class ModelConfig:
 
     What a layer has:
 
-    - `attention_bias`: biases in the projections of queries, keys and values.
+    - `attention_bias`: biases in the projections of queries, keys and values; `out_bias`: in that
+      of their result; `expert_bias`: in the router and the projections of experts.
+    - `attention_sinks`: each query head has a learned score that takes part in the softmax and has
+      no value (arXiv 2309.17453; gpt-oss).
     - `query_key_norm`: queries and keys are normalised before they are rotated, "head": each head,
       "all": all heads at once.
     - `norm_from_one`: norms multiply by 1 + w, and w begins at 0; else by w, which begins at 1.
     - `pre_norms`, `post_norms`: what attention and feed-forward read is normalised, and what they
       add to the residual stream.
-    - `activation` of the gate of the feed-forward network.
+    - `activation` of the gate of the feed-forward network; "swiglu_clamped" is that of gpt-oss
+      (activations.py).
     - `windows`: layer i looks back over `windows[i % len(windows)]` tokens, itself among them; 0
       means over all. Empty: every layer over all.
     - `window_rope_theta`: the rotary base of layers with a window, which are not stretched then; 0
@@ -143,6 +149,8 @@ class ModelConfig:
     window_rope_theta: float = 0.0
     no_rope_every: int = 0
     attention_bias: bool = False
+    out_bias: bool = False
+    attention_sinks: bool = False
     query_key_norm: Literal["", "head", "all"] = ""
     query_pre_attn_scalar: int = 0
     attention_softcap: float = 0.0
@@ -151,11 +159,12 @@ class ModelConfig:
     experts_per_token: int = 2
     expert_ffn_size: int = 96
     normalize_expert_weights: bool = True
+    expert_bias: bool = False
     norm_eps: float = 1e-6
     norm_from_one: bool = False
     pre_norms: bool = True
     post_norms: bool = False
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "swiglu_clamped"] = "silu"
     tie_embeddings: bool = False
     scale_embeddings: bool = False
     init_scale: float = 1.0

@@ -48,11 +48,12 @@ from earl_jax.sharding.layout import Layout
 class Parts(NamedTuple):
     """The functions of a layer that training and decoding differ in.
 
-    `attend(query, key, value)`; `mix_experts(layer, x)`, which is not called for a dense model;
-    `contract(equation, x, weight)` computes the products of projections (contraction.py).
+    `attend(query, key, value, sinks)`, sinks being None without attention sinks;
+    `mix_experts(layer, x)`, which is not called for a dense model; `contract(equation, x, weight)`
+    computes the products of projections (contraction.py).
     """
 
-    attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    attend: Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
     mix_experts: Callable[[Any, jax.Array], jax.Array]
     contract: Contract
 
@@ -167,8 +168,11 @@ def _attention_half(
         key_BTKH = _norm(config, key_BTKH, layer["key_norm"])
     query_BTKGH = rotate(query_BTKGH, positions_BT, kind.frequencies, kind.magnitude)
     key_BTKH = rotate(key_BTKH, positions_BT, kind.frequencies, kind.magnitude)
-    mixed_BTKGH = parts.attend(query_BTKGH, key_BTKH, value_BTKH)
+    sinks_KG = layer["sinks"] if config.attention_sinks else None
+    mixed_BTKGH = parts.attend(query_BTKGH, key_BTKH, value_BTKH, sinks_KG)
     added_BTD = parts.project("BTKGH,KGHD->BTD", mixed_BTKGH, layer["out"])
+    if config.out_bias:
+        added_BTD += layer["out_bias"][None, None]
     return (
         _norm(config, added_BTD, layer["post_attention_norm"]) if config.post_norms else added_BTD
     )
@@ -256,7 +260,7 @@ def forward_rows_routed(
         elif kind.window is None:
             kind = kind._replace(window=layer_kind(config, 0).window)
 
-        def attend(query_BTKGH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Array) -> jax.Array:
+        def attend(query_BTKGH, key_BTKH, value_BTKH, sinks_KG):
             return attend_rows(
                 kernel,
                 layout,
@@ -268,11 +272,12 @@ def forward_rows_routed(
                 softcap=config.attention_softcap,
                 window=kind.window,
                 windows=_windows_to_scan(config),
+                sinks_KG=sinks_KG,
             )
 
         def mix_experts(layer: Any, x_BTD: jax.Array) -> jax.Array:
             nonlocal routing
-            routing = routing_of_rows(config, layout, x_BTD, layer["router"], real_BT)
+            routing = routing_of_rows(config, layout, x_BTD, layer, real_BT)
             return experts_of_rows(config, layout, layer, x_BTD)
 
         parts = Parts(attend, mix_experts, contract)
@@ -400,7 +405,7 @@ def _chunk_states(
         kind = layer_kind(config, index)
         group, place = groups.place(index)
 
-        def on_heads(new, pages, numbers, window=groups.windows[group] or None):
+        def on_heads(new, pages, sinks_KG, numbers, window=groups.windows[group] or None):
             query_BTKGH, key_BTKH, value_BTKH = map(tokens.gather, new)
             table_BY, starts_B, counts_B, reading = numbers
             share = own_share(cache.parts)
@@ -414,12 +419,15 @@ def _chunk_states(
                 whole_pages=whole_pages,
                 share=share,
             )
-            mixed_BTKGH = look(query_BTKGH, pages, reading, window, share, tokens.is_cut)
+            mixed_BTKGH = look(query_BTKGH, pages, reading, window, share, tokens.is_cut, sinks_KG)
             return mixed_BTKGH, pages
 
         def attend(*new, group=group, place=place, on_heads=on_heads):
+            *new, sinks_KG = new
             numbers = cache.table[:, group], cached_B, counts_B, readings[group]
-            mixed_BTKGH, pools[place] = on_heads_of(on_heads)(new, pools[place], numbers)
+            mixed_BTKGH, pools[place] = on_heads_of(on_heads)(
+                tuple(new), pools[place], sinks_KG, numbers
+            )
             return mixed_BTKGH
 
         parts = Parts(attend, mix_experts, contract_flat)

@@ -82,10 +82,8 @@ def parameter_specs(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
             "up": spec("LDF", "D"),
             "down": spec("LFD", "F", residual),
         }
-    if config.attention_bias:
-        for name, axes in (("query", "LKGH"), ("key", "LKH"), ("value", "LKH")):
-            bias = dataclasses.replace(spec(axes), constant=0.0)
-            specs["layers"][f"{name}_bias"] = bias
+    for name, axes in _from_zero(config).items():
+        specs["layers"][name] = dataclasses.replace(spec(axes), constant=0.0)
     if config.query_key_norm:
         heads = {"head": ("LH", "LH"), "all": ("LKGH", "LKH")}[config.query_key_norm]
         specs["layers"] |= {"query_norm": norm(heads[0]), "key_norm": norm(heads[1])}
@@ -96,6 +94,21 @@ def parameter_specs(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
     if not config.tie_embeddings:
         specs["head"] = spec("DV", "D")
     return specs
+
+
+def _from_zero(config: ModelConfig) -> dict[str, str]:
+    """Returns the axes of a layer's biases and attention sinks, which begin at 0."""
+    axes: dict[str, str] = {}
+    if config.attention_bias:
+        axes |= {"query_bias": "LKGH", "key_bias": "LKH", "value_bias": "LKH"}
+    if config.out_bias:
+        axes["out_bias"] = "LD"
+    if config.num_experts and config.expert_bias:
+        axes |= {"router_bias": "LX", "expert_gate_bias": "LEF", "expert_up_bias": "LEF"}
+        axes["expert_down_bias"] = "LED"
+    if config.attention_sinks:
+        axes["sinks"] = "LKG"
+    return axes
 
 
 def is_spec(node: Any) -> bool:

@@ -90,6 +90,24 @@ _OLMO3: Mapping[str, Any] = {
     "post_norms": True,
 }
 
+_GPT_OSS: Mapping[str, Any] = {
+    "rope_theta": 150_000.0,
+    "rope_scaling": RopeScaling(
+        kind="yarn",
+        factor=32.0,
+        high_freq_factor=32.0,
+        original_max_position=4096,
+        truncate=False,
+    ),
+    "windows": (128, 0),
+    "attention_bias": True,
+    "out_bias": True,
+    "attention_sinks": True,
+    "expert_bias": True,
+    "activation": "swiglu_clamped",
+    "norm_eps": 1e-5,
+}
+
 PRESETS: Mapping[str, ModelConfig] = {
     "qwen2.5-0.5b": _config(24, 896, (14, 2, 64), 4864, **_QWEN2, tie_embeddings=True),
     "qwen2.5-1.5b": _config(28, 1536, (12, 2, 128), 8960, **_QWEN2, tie_embeddings=True),
@@ -126,6 +144,8 @@ PRESETS: Mapping[str, ModelConfig] = {
         query_key_norm="all",
         **_experts(64, 8, 1024) | {"normalize_expert_weights": False},
     ),
+    "gpt-oss-20b": _config(24, 2880, (64, 8, 64), 2880, **_GPT_OSS, **_experts(32, 4, 2880)),
+    "gpt-oss-120b": _config(36, 2880, (64, 8, 64), 2880, **_GPT_OSS, **_experts(128, 4, 2880)),
     "smollm3-3b": _config(
         36, 2048, (16, 4, 128), 11008, rope_theta=5e6, no_rope_every=4, tie_embeddings=True
     ),
@@ -151,6 +171,7 @@ VOCAB_SIZES: Mapping[str, int] = {
     "mixtral-": 32_000,
     "olmo3-": 100_278,
     "olmoe-": 50_304,
+    "gpt-oss-": 201_088,
     "smollm3-": 128_256,
     "gemma2-": 256_000,
     "gemma3-1b": 262_144,

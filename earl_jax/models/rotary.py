@@ -31,22 +31,25 @@ def rope_frequencies(
     return kept * frequencies + (1 - kept) * frequencies / scaling.factor
 
 
-def _yarn_pairs(half: int, theta: float, scaling: RopeScaling) -> tuple[int, int]:
+def _yarn_pairs(half: int, theta: float, scaling: RopeScaling) -> tuple[float, float]:
     """Returns the pair up to which YaRN keeps frequencies, and the one from which it divides them.
 
-    Pair i turns `original_max_position * theta ** (-i / half) / (2 pi)` times.
+    Pair i turns `original_max_position * theta ** (-i / half) / (2 pi)` times. They are whole
+    numbers, unless `scaling.truncate` is False.
     """
 
     def pair_that_turns(times: float) -> float:
         waves = scaling.original_max_position / (times * 2 * math.pi)
         return half * math.log(waves) / math.log(theta)
 
-    first = max(math.floor(pair_that_turns(scaling.high_freq_factor)), 0)
-    last = min(math.ceil(pair_that_turns(scaling.low_freq_factor)), 2 * half - 1)
-    return first, last
+    first = pair_that_turns(scaling.high_freq_factor)
+    last = pair_that_turns(scaling.low_freq_factor)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    return max(first, 0), min(last, 2 * half - 1)
 
 
-def _ramp(size: int, first: int, last: int) -> jax.Array:
+def _ramp(size: int, first: float, last: float) -> jax.Array:
     """Returns f32[size] that rises from 0 at `first` to 1 at `last`."""
     # Equal ends are one step, as in `transformers`.
     width = last - first or 0.001

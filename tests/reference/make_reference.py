@@ -7,20 +7,24 @@
 Each folder is a checkpoint as `save_pretrained` writes it, and `reference.npz`: `tokens` i32[2, 48]
 with their `logits` f32[2, 48, V], and `prompt` i32[8] with its greedy `continuation` i32[64]. All
 in fp32 arithmetic, from the weights as they are stored. Made with transformers 5.23.0 and torch
-2.13.0 (gemma2, mixtral, olmo*, smollm3: 2.15.0) on CPU, 2026-11. `transformers` reads Gemma 3's
+2.13.0 (gemma2, mixtral, olmo*, smollm3: 2.15.0) on CPU, 2026-11; gpt_oss_mxfp4 needs accelerate
+1.15.0 too (`--with accelerate`). Beside them mxfp4.npz. `transformers` reads Gemma 3's
 attn_logit_softcapping and computes nothing with it; here its own attention is told to.
 """
 
+import json
 import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -33,6 +37,7 @@ from transformers import (
     Qwen3MoeConfig,
     SmolLM3Config,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from earl_jax.config import Config
 from earl_jax.envs.tokenizer import build_tokenizer
@@ -99,6 +104,14 @@ OLMO3 = {
     },
 }
 SMOLLM3 = {"num_hidden_layers": 3, "no_rope_layer_interval": 2}
+# One wave is kept, and one divided; the bounds of both are no whole numbers.
+GPT_OSS = {
+    "intermediate_size": 32,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "sliding_window": WINDOW,
+    "rope_parameters": YARN | {"truncate": False},
+}
 EXPERTS = {
     "head_dim": 16,
     "num_experts": 8,
@@ -187,6 +200,22 @@ MODELS: dict[str, tuple[PreTrainedConfig, torch.dtype, str]] = {
         torch.bfloat16,
         "1GB",
     ),
+    "gpt_oss": (
+        GptOssConfig(**SIZES | GPT_OSS, num_experts_per_tok=3),
+        torch.float32,
+        "40KB",
+    ),
+    "gpt_oss_tied": (
+        GptOssConfig(**SIZES | GPT_OSS, num_experts_per_tok=2, tie_word_embeddings=True),
+        torch.bfloat16,
+        "1GB",
+    ),
+    # As openai publishes it.
+    "gpt_oss_mxfp4": (
+        GptOssConfig(**SIZES | GPT_OSS, num_experts_per_tok=2),
+        torch.bfloat16,
+        "1GB",
+    ),
     "smollm3": (
         SmolLM3Config(**SIZES | SMOLLM3, tie_word_embeddings=False, rope_parameters=YARN),
         torch.float32,
@@ -265,8 +294,36 @@ def make_model(config: PreTrainedConfig, seed: int) -> torch.nn.Module:
             gemma = config.model_type.startswith("gemma")
             # Large scaled embeddings, tied, would repeat one token for ever.
             size = 0.15 if gemma and "embed" in name else 0.3
+            # Of gpt-oss some are clamped.
+            size = 1.0 if "gate_up_proj" in name and config.model_type == "gpt_oss" else size
             parameter.copy_(size * noise + ("norm" in name and not gemma))
     return model
+
+
+def pack_experts(folder: Path, seed: int) -> None:
+    """Puts random packed numbers in the place of the experts' weights."""
+    tensors, random = load_file(folder / "model.safetensors"), np.random.default_rng(seed)
+    for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        groups, least = (experts, outputs, inputs // 32), 122 + 2 * ("gate_up" in name)
+        blocks = random.integers(0, 256, (*groups, 16), np.uint8)
+        scales = random.integers(least, least + 3, groups, np.uint8)
+        tensors[f"{name}_blocks"] = torch.from_numpy(blocks)
+        tensors[f"{name}_scales"] = torch.from_numpy(scales)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def unpack() -> dict[str, np.ndarray]:
+    """The arrays of mxfp4.npz: every byte and exponents from end to end, and their numbers."""
+    blocks = np.arange(256, dtype=np.uint8).reshape(2, 4, 2, 16)
+    scales = np.array([0, 1, 2, 63, 120, 126, 127, 128, 129, 130, 140, 190, 200, 250, 251, 252])
+    scales = scales.astype(np.uint8).reshape(2, 4, 2)
+    given = torch.from_numpy(blocks), torch.from_numpy(scales)
+    values = convert_moe_packed_tensors(*given, dtype=torch.float32).numpy()
+    return {"blocks": blocks, "scales": scales, "values": values}
 
 
 @torch.no_grad()
@@ -296,6 +353,7 @@ def compute(folder: Path, vocab_size: int) -> tuple[dict[str, np.ndarray], float
 def main() -> None:
     """Writes all folders, or those named; the first seed with clear, varied choices is taken."""
     tokenizer = build_tokenizer(Config().corpus(), 4096)
+    np.savez_compressed(HERE / "mxfp4.npz", **unpack())
     for name in sys.argv[1:] or MODELS:
         config, dtype, max_shard_size = MODELS[name]
         folder = HERE / name
@@ -303,6 +361,8 @@ def main() -> None:
             shutil.rmtree(folder, ignore_errors=True)
             model = make_model(config, seed).to(dtype)
             model.save_pretrained(folder, max_shard_size=max_shard_size)
+            if name.endswith("_mxfp4"):
+                pack_experts(folder, seed)
             arrays, margin = compute(folder, config.vocab_size)
             varied = len(set(arrays["continuation"].tolist()))
             if margin > MARGIN and varied >= 8:

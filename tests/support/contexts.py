@@ -225,7 +225,7 @@ def _mixed_scores(model: ModelConfig):
             layers = [take(each["layers"]) for each in params]
             kind, own = layer_kind(model, index), []
 
-            def note(query, key, value, own=own):
+            def note(query, key, value, sinks, own=own):
                 own.append((key, value))
                 return query
 
@@ -239,11 +239,11 @@ def _mixed_scores(model: ModelConfig):
                 pick(each).transpose(0, 2, 1, 3) for each in zip(*own, strict=True)
             )
 
-            def attend(query, key, value, kind=kind, mixed=(key_BKTH, value_BKTH)):
+            def attend(query, key, value, sinks, kind=kind, mixed=(key_BKTH, value_BKTH)):
                 return attend_rows(
                     "blockwise", layout, query, *mixed, segments_BT,
                     scale=model.attention_scale, softcap=model.attention_softcap,
-                    window=kind.window,
+                    window=kind.window, sinks_KG=sinks,
                 )  # fmt: skip
 
             x_BTD = pick([block(layer, x_BTD, attend) for layer in layers])

@@ -27,6 +27,8 @@ KINDS = [
     "olmo2",
     "olmo3",
     "olmoe",
+    "gpt_oss",
+    "gpt_oss_mxfp4",
     "smollm3",
     "gemma2",
     "gemma3",

@@ -12,31 +12,36 @@ from earl_jax.sharding.layout import Layout
 
 
 def on_each_shard(layout: Layout, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Runs `attend(query_BTKGH, key_BKSH, value_BKSH, numbers_BT)` on each device's rows and heads.
+    """Runs `attend` on each device's rows and heads.
 
-    No collective: no head looks at another's keys.
+    Its arguments are query_BTKGH, key_BKSH, value_BKSH, numbers_BT, and sinks_KG where there are
+    some. No collective: no head looks at another's keys.
     """
-    sides = layout.activation_spec("BKSH")
-    queries = layout.activation_spec("BTKGH")
-    return jax.shard_map(
-        attend,
-        mesh=layout.mesh,
-        in_specs=(queries, sides, sides, layout.activation_spec("BT")),
-        out_specs=queries,
-        check_vma=False,
-    )
+    letters = ("BTKGH", "BKSH", "BKSH", "BT", "KG")
+    specs = tuple(layout.activation_spec(axes) for axes in letters)
+
+    def run(*inputs: jax.Array) -> jax.Array:
+        return jax.shard_map(
+            attend,
+            mesh=layout.mesh,
+            in_specs=specs[: len(inputs)],
+            out_specs=specs[0],
+            check_vma=False,
+        )(*inputs)
+
+    return run
 
 
 def on_own_heads(
     layout: Layout | None, attend: Callable[..., Any], *, by_hand: bool = False
 ) -> Callable[..., Any]:
-    """Runs `attend(new, pages, numbers)` on each device's heads, inside the engine's `shard_map`.
+    """Runs `attend(new, pages, sinks, numbers)` on a device's heads, in the engine's `shard_map`.
 
-    `new` are BTK..., `pages` ZK..., `numbers` the same for all heads; it returns what is BTKGH and
-    the pages. Between heads there is no collective; but where there are some over `context`, XLA
-    would gather all heads before each of them, unless `tensor` is written by hand as well. A kernel
-    that XLA cannot split is run `by_hand` on whatever axes are left, those of size 1 too, which
-    Mosaic asks for.
+    `new` are BTK..., `pages` ZK..., `sinks` KG or None, `numbers` the same for all heads; it
+    returns what is BTKGH and the pages. Between heads there is no collective; but where there are
+    some over `context`, XLA would gather all heads before each of them, unless `tensor` is written
+    by hand as well. A kernel that XLA cannot split is run `by_hand` on whatever axes are left,
+    those of size 1 too, which Mosaic asks for.
     """
     if layout is None:
         return attend
@@ -53,7 +58,7 @@ def on_own_heads(
     tokens, pages = P(None, None, "tensor"), P(None, "tensor")
     return jax.shard_map(
         attend,
-        in_specs=(tokens, pages, P()),
+        in_specs=(tokens, pages, P("tensor"), P()),
         out_specs=(tokens, pages),
         axis_names=axes,
         check_vma=False,

@@ -88,6 +88,8 @@ def _obstacle(kernel: Kernel, layout: Layout, model: ModelConfig) -> str | None:
     """Returns why the kernel does not run there, in words; None where it does."""
     if obstacle := context_obstacle(kernel, layout.shape):
         return obstacle
+    if kernel != "blockwise" and model.attention_sinks:
+        return "its kernel has no attention sinks, as this model's softmax has"
     if kernel == "splash" and layout.platform not in ("tpu", None):
         return f"its kernel is for TPUs and these are {layout.platform} devices"
     if kernel == "tokamax":
@@ -117,6 +119,7 @@ def attend_rows(
     softcap: float = 0.0,
     window: Window = None,
     windows: Sequence[int] = (),
+    sinks_KG: jax.Array | None = None,
 ) -> jax.Array:
     """Computes `attention` of whole rows over themselves by this kernel, placed by `layout`.
 
@@ -138,11 +141,15 @@ def attend_rows(
             scale=scale,
             softcap=softcap,
             window=window,
+            sinks_KG=sinks_KG,
         )
     key_BKSH = layout.constrain(key_BKSH, "BKSH")
     value_BKSH = layout.constrain(value_BKSH, "BKSH")
     attend = {"blockwise": attend_packed_rows, "splash": _splash, "tokamax": tokamax_rows}[kernel]
     attend = functools.partial(attend, layout, scale=scale, softcap=softcap)
+    if sinks_KG is not None:
+        assert kernel == "blockwise", kernel
+        attend = functools.partial(attend, sinks_KG=sinks_KG)
     inputs = query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT
     if kernel != "splash" or not isinstance(window, jax.Array):
         return attend(*inputs, window=window)
@@ -251,8 +258,10 @@ def _pages_obstacle(
     return None
 
 
-# attend(query_BTKGH, layer, reading, window, share, scatter) -> out_BTKGH
-AttendCache = Callable[[jax.Array, LayerCache, Any, int | None, PageShare, bool], jax.Array]
+# attend(query_BTKGH, layer, reading, window, share, scatter, sinks_KG) -> out_BTKGH
+AttendCache = Callable[
+    [jax.Array, LayerCache, Any, int | None, PageShare, bool, jax.Array | None], jax.Array
+]
 
 
 def attention_over_pages(
@@ -271,7 +280,7 @@ def attention_over_pages(
     Returns:
         The arrays that say what to read, by group of layers, and `attend` with those of a layer's
         group and its window (None: all). The layer's pages hold the queries' own tokens already; of
-        `share` and `scatter` see `attend_pages`.
+        `share`, `scatter` and `sinks_KG` see `attend_pages`.
     """
     windows = [window or None for window in group_layers(model.layer_windows).windows]
     tables = [cache.table[:, group] for group in range(len(windows))]
@@ -287,7 +296,7 @@ def attention_over_pages(
             for table, window in zip(tables, windows, strict=True)
         ]
 
-        def attend_by_list(query_BTKGH, layer, reading, window, share, scatter):
+        def attend_by_list(query_BTKGH, layer, reading, window, share, scatter, sinks_KG=None):
             return paged_tpu.attend(
                 query_BTKGH,
                 layer,
@@ -295,6 +304,7 @@ def attention_over_pages(
                 window=window,
                 share=share,
                 scatter=scatter,
+                sinks_KG=sinks_KG,
                 interpret=interpret,
                 **settings,
             )
@@ -303,7 +313,7 @@ def attention_over_pages(
     if kernel == "triton":
         from earl_jax.models.attention.paged_triton import attend as attend_by_triton
 
-        def attend_own_pages(query_BTKGH, layer, reading, window, share, scatter):
+        def attend_own_pages(query_BTKGH, layer, reading, window, share, scatter, sinks_KG=None):
             return attend_by_triton(
                 query_BTKGH,
                 layer,
@@ -311,6 +321,7 @@ def attention_over_pages(
                 window=window,
                 share=share,
                 scatter=scatter,
+                sinks_KG=sinks_KG,
                 interpret=interpret,
                 **settings,
             )
@@ -322,9 +333,16 @@ def attention_over_pages(
         for table, window in zip(tables, windows, strict=True)
     ]
 
-    def attend(query_BTKGH, layer, reading, window, share, scatter):
+    def attend(query_BTKGH, layer, reading, window, share, scatter, sinks_KG=None):
         return attend_pages(
-            query_BTKGH, layer, reading, window=window, share=share, scatter=scatter, **settings
+            query_BTKGH,
+            layer,
+            reading,
+            window=window,
+            share=share,
+            scatter=scatter,
+            sinks_KG=sinks_KG,
+            **settings,
         )
 
     return readings, attend

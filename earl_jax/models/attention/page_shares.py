@@ -110,18 +110,34 @@ def add_up(
     value_BKMH: jax.Array,
     *,
     scatter: bool,
+    sinks_KG: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sums weights and weighted values over devices, each relative to its own largest score.
 
-    With `scatter` each device gets its part of M, else all of it.
+    With `scatter` each device gets its part of M, else all of it. Among the weights are those of
+    `sinks_KG` (`attention`); M has positions, and innermost the queries that share keys.
     """
     if share.parts == 1:
-        return weight_BKM, value_BKMH
-    kept_BKM = jnp.exp(top_BKM - jax.lax.pmax(top_BKM, _AXIS))
+        return _with_sinks(share, sinks_KG, top_BKM, weight_BKM), value_BKMH
+    most_BKM = jax.lax.pmax(top_BKM, _AXIS)
+    kept_BKM = jnp.exp(top_BKM - most_BKM)
 
     def total(of_device: jax.Array) -> jax.Array:
         if scatter:
             return jax.lax.psum_scatter(of_device, _AXIS, scatter_dimension=2, tiled=True)
         return jax.lax.psum(of_device, _AXIS)
 
-    return total(weight_BKM * kept_BKM), total(value_BKMH * kept_BKM[..., None])
+    weight_BKM = _with_sinks(share, sinks_KG, most_BKM, weight_BKM * kept_BKM)
+    return total(weight_BKM), total(value_BKMH * kept_BKM[..., None])
+
+
+def _with_sinks(
+    share: PageShare, sinks_KG: jax.Array | None, most_BKM: jax.Array, weight_BKM: jax.Array
+) -> jax.Array:
+    """Returns weights, relative to the largest score of a key, with those of sinks among them."""
+    if sinks_KG is None:
+        return weight_BKM
+    positions = most_BKM.shape[-1] // sinks_KG.shape[-1]
+    sinks_BKM = jnp.tile(sinks_KG.astype(jnp.float32), (1, positions))[None]
+    # On one device of all. An infinite weight leaves 0 of the values, as a far higher score does.
+    return weight_BKM + jnp.where(share.index == 0, jnp.exp(sinks_BKM - most_BKM), 0.0)

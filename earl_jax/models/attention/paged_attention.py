@@ -124,6 +124,7 @@ def attend_pages(
     window: int | None = None,
     share: PageShare = WHOLE,
     scatter: bool = False,
+    sinks_KG: jax.Array | None = None,
 ) -> jax.Array:
     """Causal grouped-query attention of T queries a row over the row's pages, softmax in fp32.
 
@@ -136,6 +137,7 @@ def attend_pages(
         window: a query at position i attends to positions > i - window only; None: to all before.
         share: the part of each page that this device has; what others see is added to it.
         scatter: each of these devices gets what its own part of T attended to.
+        sinks_KG: a score of each query head that takes part in the softmax and has no value.
 
     Returns:
         out_BTKGH in the type of the query; zeros for rows that read nothing.
@@ -170,7 +172,7 @@ def attend_pages(
         jnp.zeros(query_BKMH.shape, jnp.float32),
     )
     sums = jax.lax.fori_loop(0, reading.blocks[0], read_all, sums)
-    weight_BKM, value_BKMH = add_up(share, *sums, scatter=scatter)
+    weight_BKM, value_BKMH = add_up(share, *sums, scatter=scatter, sinks_KG=sinks_KG)
     out_BKMH = value_BKMH / jnp.maximum(weight_BKM, 1e-30)[..., None]
     # Rows that read nothing may have been in a tile with others.
     out_BKMH = jnp.where((reading.blocks > 0)[:, None, None, None], out_BKMH, 0)

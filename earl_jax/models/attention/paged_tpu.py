@@ -149,6 +149,7 @@ def attend(
     window: int | None = None,
     share: PageShare = WHOLE,
     scatter: bool = False,
+    sinks_KG: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Causal grouped-query attention of T queries a row over the row's pages, softmax in fp32.
@@ -163,6 +164,7 @@ def attend(
         window: a query at position i attends to positions > i - window only; None: to all before.
         share: the part of each page that this device has; what others see is added to it.
         scatter: each of these devices gets what its own part of T attended to.
+        sinks_KG: a score of each query head that takes part in the softmax and has no value.
         interpret: the kernel's steps run as ordinary operations, which is slow: for tests on CPUs.
 
     Returns:
@@ -174,12 +176,14 @@ def attend(
     queries, padded = length * group, shape.queries * shape.blocks_a_row
     query_BKMH = query_BTKGH.transpose(0, 2, 1, 3, 4).reshape(rows, heads, queries, size)
     query_BKMH = jnp.pad(query_BKMH, ((0, 0), (0, 0), (0, padded - queries), (0, 0)))
+    # A part of the weights is added behind the kernel.
+    is_part = share.parts > 1 or sinks_KG is not None
     sums, start = [], 0
     for work in works:
         some = len(work.cached)
         settings = {"scale": scale, "softcap": softcap, "window": window}
         of_these = jax.lax.slice_in_dim(query_BKMH, start, start + some)
-        sums.append(_sums(of_these, layer, work, shape, share, interpret, settings))
+        sums.append(_sums(of_these, layer, work, shape, share, is_part, interpret, settings))
         start += some
     value_BKMH, *rest = (jnp.concatenate(parts) for parts in zip(*sums, strict=True))
     # Behind what counts nothing was written.
@@ -190,7 +194,9 @@ def attend(
         top_BKM, weight_BKM = (sums_BKM[:, :, :queries, 0] for sums_BKM in rest)
         top_BKM = jnp.where(seen_BM, top_BKM, FLOOR)
         weight_BKM = jnp.where(seen_BM, weight_BKM, 0)
-        weight_BKM, value_BKMH = add_up(share, top_BKM, weight_BKM, value_BKMH, scatter=scatter)
+        weight_BKM, value_BKMH = add_up(
+            share, top_BKM, weight_BKM, value_BKMH, scatter=scatter, sinks_KG=sinks_KG
+        )
         value_BKMH = value_BKMH / jnp.maximum(weight_BKM, 1e-30)[..., None]
     out_BKMH = value_BKMH.astype(query_BTKGH.dtype)
     return out_BKMH.reshape(rows, heads, -1, group, size).transpose(0, 2, 1, 3, 4)
@@ -202,13 +208,14 @@ def _sums(
     work: Work,
     shape: Shape,
     share: PageShare,
+    is_part: bool,
     interpret: bool,
     settings: dict[str, Any],
 ) -> list[jax.Array]:
     """Runs the kernel over one list of work.
 
     Returns:
-        out_BKMH in the type of the query; of a part of each page instead, in fp32, its weighted
+        out_BKMH in the type of the query; of a part of the softmax instead, in fp32, its weighted
         values, and behind them the largest scores and the sums of weights, BKM1.
     """
     heads, size = query_BKMH.shape[1], query_BKMH.shape[3]
@@ -229,7 +236,6 @@ def _sums(
 
     pools = [layer.key, layer.value, layer.key_scale, layer.value_scale]
     pools = [pool for pool in pools if pool is not None]
-    is_part = share.parts > 1
     sums = [of_block(1), of_block(1)]
     shapes = [query_BKMH.shape, *[(*query_BKMH.shape[:3], 1)] * 2]
     state = [(heads, shape.queries, last) for last in (size, 1, 1)]
@@ -239,6 +245,7 @@ def _sums(
             _kernel,
             shape=shape,
             parts=share.parts,
+            is_part=is_part,
             num_pools=len(pools),
             **settings,
         ),
@@ -277,6 +284,7 @@ def _kernel(
     *refs: Any,
     shape: Shape,
     parts: int,
+    is_part: bool,
     num_pools: int,
     scale: float,
     softcap: float,
@@ -316,7 +324,7 @@ def _kernel(
 
     @pl.when(step == blocks_ref[x] - 1)
     def _end() -> None:
-        if parts > 1:
+        if is_part:
             for output, state in zip(outputs, (sum_ref, top_ref, weight_ref), strict=True):
                 output[...] = state[...]
         else:

@@ -48,6 +48,7 @@ def attend(
     window: int | None = None,
     share: PageShare = WHOLE,
     scatter: bool = False,
+    sinks_KG: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Causal grouped-query attention of T queries a row over the row's pages, softmax in fp32.
@@ -63,6 +64,7 @@ def attend(
         window: a query at position i attends to positions > i - window only; None: to all before.
         share: the part of each page that this device has; what others see is added to it.
         scatter: each of these devices gets what its own part of T attended to.
+        sinks_KG: a score of each query head that takes part in the softmax and has no value.
         interpret: the kernel's steps run as ordinary operations, which is slow: for tests on CPUs.
 
     Returns:
@@ -120,7 +122,9 @@ def attend(
         sums.reshape(rows, heads, padded, *sums.shape[2:])[:, :, :queries]
         for sums in _combined(value_CXMH, top_CXM, weight_CXM)
     )
-    weight_BKM, value_BKMH = add_up(share, top_BKM, weight_BKM, value_BKMH, scatter=scatter)
+    weight_BKM, value_BKMH = add_up(
+        share, top_BKM, weight_BKM, value_BKMH, scatter=scatter, sinks_KG=sinks_KG
+    )
     out_BKMH = (value_BKMH / jnp.maximum(weight_BKM, 1e-30)[..., None]).astype(query_BTKGH.dtype)
     return out_BKMH.reshape(rows, heads, -1, group, size).transpose(0, 2, 1, 3, 4)
 

@@ -4,7 +4,8 @@
 
 What was seen of some keys and of others adds up to what was seen of all (online softmax, arXiv
 1805.02867). The backward pass is written out: differentiated by JAX, a loop over parts would keep
-every part that came by. Arithmetic only, on one device.
+every part that came by. Attention sinks are a score of each query head that has no value: a softmax
+that begins with them instead of with nothing. Arithmetic only, on one device.
 """
 
 import functools
@@ -59,10 +60,14 @@ class Outcome(NamedTuple):
     projected: jax.Array
 
 
-def nothing_seen(query_BTKGH: jax.Array) -> Seen:
-    """Returns the state before the first keys. Any axes before."""
+def nothing_seen(query_BTKGH: jax.Array, sinks_KG: jax.Array | None = None) -> Seen:
+    """Returns the state before the first keys: that of the sinks alone. Any axes before."""
     sums = jnp.moveaxis(jnp.zeros(query_BTKGH.shape[:-1], jnp.float32), -3, -1)
-    return Seen(jnp.zeros(query_BTKGH.shape, jnp.float32), sums, jnp.full_like(sums, _FLOOR))
+    weighted = jnp.zeros(query_BTKGH.shape, jnp.float32)
+    if sinks_KG is None:
+        return Seen(weighted, sums, jnp.full_like(sums, _FLOOR))
+    most = jnp.broadcast_to(sinks_KG.astype(jnp.float32)[..., None], sums.shape)
+    return Seen(weighted, jnp.ones_like(sums), most)
 
 
 def look(
@@ -113,6 +118,20 @@ def outcome(out_BTKGH: jax.Array, grad_BTKGH: jax.Array, log_total_BKGT: jax.Arr
     f32 = jnp.float32
     projected_BTKG = jnp.sum(grad_BTKGH.astype(f32) * out_BTKGH.astype(f32), axis=-1)
     return Outcome(grad_BTKGH, log_total_BKGT, projected_BTKG.transpose(0, 2, 3, 1))
+
+
+def gradient_of_sinks(
+    sinks_KG: jax.Array | None, out_BTKGH: jax.Array, grad_BTKGH: jax.Array, log_total: jax.Array
+) -> jax.Array | None:
+    """Returns the gradient of the sinks by rows, f32 BKG; `log_total` is f32 BKGT.
+
+    That of any score (`look_back`), of a key whose value is 0.
+    """
+    if sinks_KG is None:
+        return None
+    weights_BKGT = jnp.exp(sinks_KG.astype(jnp.float32)[None, ..., None] - log_total)
+    known = outcome(out_BTKGH, grad_BTKGH, log_total)
+    return -jnp.sum(weights_BKGT * known.projected, axis=-1)
 
 
 def look_back(

@@ -41,6 +41,7 @@ from earl_jax.models.attention.partial_attention import (
     Rules,
     Sides,
     conclude,
+    gradient_of_sinks,
     joined,
     look,
     look_back,
@@ -79,11 +80,12 @@ def ring_attention(
     scale: float,
     softcap: float = 0.0,
     window: Window = None,
+    sinks_KG: jax.Array | None = None,
 ) -> jax.Array:
     """Computes `attention` of folded rows over themselves, on a layout with a `context` axis.
 
     Queries, keys and values are folded; `segment_ids_BS` are of whole rows, as they were before. A
-    query of segment 0 sees nothing, and gets zeros.
+    query of segment 0 sees nothing, and gets zeros. `sinks_KG` are those of `attention`.
 
     Returns:
         out_BTKGH, folded, in the type of the query.
@@ -94,37 +96,44 @@ def ring_attention(
     segment_ids_BS = jnp.pad(segment_ids_BS, ((0, 0), (0, missing)))
     window = jnp.asarray(length if window is None else window, jnp.int32)
     known = _Known(layout, scale, softcap)
-    return _attend(known, query_BTKGH, key_BKTH, value_BKTH, segment_ids_BS, window)
+    return _attend(known, query_BTKGH, key_BKTH, value_BKTH, segment_ids_BS, window, sinks_KG)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(known: _Known, query, key, value, segments, window) -> jax.Array:
-    return _forward(known, query, key, value, segments, window)[0]
+def _attend(known: _Known, query, key, value, segments, window, sinks) -> jax.Array:
+    return _forward(known, query, key, value, segments, window, sinks)[0]
 
 
-def _forward(known: _Known, query, key, value, segments, window) -> tuple[jax.Array, Any]:
+def _forward(known: _Known, query, key, value, segments, window, sinks) -> tuple[jax.Array, Any]:
     """Returns the attention output and the residuals of the backward pass."""
     inputs, (queries, sums) = _specs(known.layout)
     run = _on_shards(_forward_shard, known, inputs, (queries, sums))
-    out, log_total = mark_attention(*run(query, key, value, segments, window))
-    return out, (query, key, value, segments, window, out, log_total)
+    out, log_total = mark_attention(*run(query, key, value, segments, window, sinks))
+    return out, (query, key, value, segments, window, sinks, out, log_total)
 
 
 def _backward(known: _Known, kept: Any, grad_out: jax.Array) -> tuple[Any, ...]:
     inputs, (queries, sums) = _specs(known.layout)
-    run = _on_shards(_backward_shard, known, (*inputs, queries, sums, queries), inputs[:3])
+    # Each shard has a part of the gradient of its heads' sinks, by its rows and tokens.
+    parts = P((*known.layout.row_axes, _AXIS), *inputs[-1])
+    run = _on_shards(
+        _backward_shard, known, (*inputs, queries, sums, queries), (*inputs[:3], parts)
+    )
+    *gradients, of_sinks = run(*kept, grad_out)
+    if of_sinks is not None:
+        of_sinks = jnp.sum(of_sinks, axis=0).astype(kept[5].dtype)
     # Segments and the window are whole numbers, which have no gradient.
-    return *run(*kept, grad_out), None, None
+    return *gradients, None, None, of_sinks
 
 
 _attend.defvjp(_forward, _backward)
 
 
 def _specs(layout: Layout) -> tuple[tuple[P, ...], tuple[P, P]]:
-    """Returns the specs of queries, keys, values, segments, window; of BTKGH and BKGT arrays."""
+    """Returns the specs of `_attend`'s arrays; of BTKGH and BKGT arrays."""
     queries, sides = layout.activation_spec("BTKGH"), layout.activation_spec("BKTH")
     inputs = (queries, sides, sides, layout.activation_spec("BS"), P())
-    return inputs, (queries, layout.activation_spec("BKGT"))
+    return (*inputs, layout.activation_spec("KG")), (queries, layout.activation_spec("BKGT"))
 
 
 def _on_shards(shard: Callable[..., Any], known: _Known, inputs: Any, outputs: Any) -> Any:
@@ -141,7 +150,7 @@ def _on_shards(shard: Callable[..., Any], known: _Known, inputs: Any, outputs: A
 
 
 def _forward_shard(
-    known: _Known, query_BTKGH, key_BKTH, value_BKTH, segments_BS, window
+    known: _Known, query_BTKGH, key_BKTH, value_BKTH, segments_BS, window, sinks_KG
 ) -> tuple[jax.Array, jax.Array]:
     """One shard: its queries' out_BTKGH, and the logarithms of their softmax's sums, BKGT."""
     queries, own = pieces(query_BTKGH, 1, 2), _parts_of(key_BKTH, value_BKTH)
@@ -152,7 +161,7 @@ def _forward_shard(
         found = look(rules, query, keys, pair.own, pair.others)
         return _put(seen, pair.mine, merge(_pick(seen, pair.mine), found))
 
-    seen = _go_round(known, segments_BS, window, own, nothing_seen(queries), see)
+    seen = _go_round(known, segments_BS, window, own, nothing_seen(queries, sinks_KG), see)
     out, log_total = conclude(seen)
     return joined(out, 1).astype(query_BTKGH.dtype), joined(log_total, 3)
 
@@ -164,11 +173,15 @@ def _backward_shard(
     value_BKTH,
     segments_BS,
     window,
+    sinks_KG,
     out_BTKGH,
     log_total_BKGT,
     grad_BTKGH,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One shard: gradients of its queries, and of its keys and values, which others added up."""
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """One shard: gradients of its queries, and of its keys and values, which others added up.
+
+    And of sinks, by its rows.
+    """
     queries, own = pieces(query_BTKGH, 1, 2), _parts_of(key_BKTH, value_BKTH)
     rules = Rules(known.scale, known.softcap, window)
     whole = outcome(out_BTKGH, grad_BTKGH, log_total_BKGT)
@@ -198,6 +211,7 @@ def _backward_shard(
         joined(of_query, 1).astype(query_BTKGH.dtype),
         joined(of_sides.key, 2).astype(key_BKTH.dtype),
         joined(of_sides.value, 2).astype(value_BKTH.dtype),
+        gradient_of_sinks(sinks_KG, out_BTKGH, grad_BTKGH, log_total_BKGT),
     )
 
 

@@ -35,6 +35,7 @@ def attention(
     scale: float,
     softcap: float = 0.0,
     window: Window = None,
+    sinks_KG: jax.Array | None = None,
 ) -> jax.Array:
     """Causal grouped-query attention of T queries over S keys, softmax in fp32.
 
@@ -53,13 +54,16 @@ def attention(
         softcap: scores x become softcap * tanh(x / softcap); 0 leaves them.
         window: a query of order i looks at keys of order > i - window only; None: at all before it.
             It may be an i32 scalar on the device, where layers of a scan differ.
+        sinks_KG: a score of each query head that takes part in the softmax and has no value.
 
     Returns:
         out_BTKGH in the type of the query.
     """
     rows, length = query_BTKGH.shape[:2]
 
-    attend = functools.partial(_attend, scale=scale, softcap=softcap, window=window)
+    attend = functools.partial(
+        _attend, scale=scale, softcap=softcap, window=window, sinks_KG=sinks_KG
+    )
     if length <= BLOCK_SIZE:
         return attend(query_BTKGH, key_BKSH, value_BKSH, query_positions, key_positions)
     blocks = -(-length // BLOCK_SIZE)
@@ -94,6 +98,7 @@ def _attend(
     scale: float,
     softcap: float = 0.0,
     window: Window = None,
+    sinks_KG: jax.Array | None = None,
 ) -> jax.Array:
     """Computes `attention` with all scores at once."""
     behind_BTS = query_positions.order[:, :, None] - key_positions.order[:, None, :]
@@ -110,8 +115,13 @@ def _attend(
     scores_BKGTS = cap(scores_BKGTS * scale, softcap)
     # A finite floor, because -inf everywhere in a row of padding would make NaN.
     scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, -1e30)
-    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(value_BKSH.dtype)
-    return jnp.einsum("BKGTS,BKSH->BTKGH", weights_BKGTS, value_BKSH)
+    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)
+    if sinks_KG is not None:
+        # The share of all keys in the softmax.
+        log_total_BKGT = jax.nn.logsumexp(scores_BKGTS, axis=-1)
+        sinks_BKGT = sinks_KG.astype(jnp.float32)[None, ..., None]
+        weights_BKGTS *= jax.nn.sigmoid(log_total_BKGT - sinks_BKGT)[..., None]
+    return jnp.einsum("BKGTS,BKSH->BTKGH", weights_BKGTS.astype(value_BKSH.dtype), value_BKSH)
 
 
 def cap(x: jax.Array, softcap: float) -> jax.Array:

@@ -20,6 +20,7 @@ from earl_jax.models.attention.partial_attention import (
     Rules,
     Sides,
     conclude,
+    gradient_of_sinks,
     look,
     look_back,
     merge,
@@ -48,6 +49,7 @@ def attend_packed_rows(
     scale: float,
     softcap: float = 0.0,
     window: Window = None,
+    sinks_KG: jax.Array | None = None,
 ) -> jax.Array:
     """Computes `attention` of whole rows over themselves (S = T), token t of a row at position t.
 
@@ -63,29 +65,33 @@ def attend_packed_rows(
     if length <= BLOCK_SIZE or layout.platform == "gpu":
         order_BT = jax.lax.broadcasted_iota(jnp.int32, segment_ids_BT.shape, 1)
         positions = Positions(order_BT, segment_ids_BT)
-        settings = {"scale": scale, "softcap": softcap, "window": window}
+        settings = {"scale": scale, "softcap": softcap, "window": window, "sinks_KG": sinks_KG}
         return attention(query_BTKGH, key_BKSH, value_BKSH, positions, positions, **settings)
     settings = _Settings(scale, softcap)
     reach = jnp.asarray(length if window is None else window, jnp.int32)
     more = -length % BLOCK_SIZE
 
-    def attend_shard(query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT):
+    def attend_shard(query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT, sinks_KG=None):
         def pad(array: jax.Array, axis: int) -> jax.Array:
             return jnp.pad(array, [(0, more * (i == axis)) for i in range(array.ndim)])
 
         rows = (pad(query_BTKGH, 1), pad(key_BKSH, 2), pad(value_BKSH, 2), pad(segment_ids_BT, 1))
-        return jax.lax.map(lambda row: _attend(settings, *row, reach), rows)[:, :length]
+        return jax.lax.map(lambda row: _attend(settings, *row, reach, sinks_KG), rows)[:, :length]
 
-    return on_each_shard(layout, attend_shard)(query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT)
+    sinks = () if sinks_KG is None else (sinks_KG,)
+    inputs = query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT
+    return on_each_shard(layout, attend_shard)(*inputs, *sinks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(settings: _Settings, query_TKGH, key_KSH, value_KSH, segments_T, window) -> jax.Array:
-    return _forward(settings, query_TKGH, key_KSH, value_KSH, segments_T, window)[0]
+def _attend(
+    settings: _Settings, query_TKGH, key_KSH, value_KSH, segments_T, window, sinks_KG
+) -> jax.Array:
+    return _forward(settings, query_TKGH, key_KSH, value_KSH, segments_T, window, sinks_KG)[0]
 
 
 def _forward(
-    settings: _Settings, query_TKGH, key_KSH, value_KSH, segments_T, window
+    settings: _Settings, query_TKGH, key_KSH, value_KSH, segments_T, window, sinks_KG
 ) -> tuple[jax.Array, Any]:
     """Returns the attention output and the residuals of the backward pass."""
     rules, first_Q = Rules(*settings, window), _first_blocks(segments_T, window)
@@ -98,18 +104,19 @@ def _forward(
             others = _positions(segments_T, theirs)
             return merge(seen, look(rules, query, _blocks_of(sides, theirs), own, others))
 
-        seen = jax.lax.fori_loop(first_Q[number], number + 1, see, nothing_seen(query))
+        seen = nothing_seen(query, sinks_KG)
+        seen = jax.lax.fori_loop(first_Q[number], number + 1, see, seen)
         out, log_total = conclude(seen)
         return out[0].astype(query.dtype), log_total[0]
 
     out_QTKGH, log_total_QKGT = jax.lax.map(block, jnp.arange(len(first_Q)))
     out_TKGH, log_total_QKGT = mark_attention(out_QTKGH.reshape(query_TKGH.shape), log_total_QKGT)
-    kept = (query_TKGH, key_KSH, value_KSH, segments_T, window, out_TKGH, log_total_QKGT)
+    kept = (query_TKGH, key_KSH, value_KSH, segments_T, window, sinks_KG, out_TKGH, log_total_QKGT)
     return out_TKGH, kept
 
 
 def _backward(settings: _Settings, kept: Any, grad_TKGH: jax.Array) -> tuple[Any, ...]:
-    query_TKGH, key_KSH, value_KSH, segments_T, window, out_TKGH, log_total_QKGT = kept
+    query_TKGH, key_KSH, value_KSH, segments_T, window, sinks_KG, out_TKGH, log_total_QKGT = kept
     rules, first_Q = Rules(*settings, window), _first_blocks(segments_T, window)
     sides = Sides(key_KSH, value_KSH)
 
@@ -132,12 +139,15 @@ def _backward(settings: _Settings, kept: Any, grad_TKGH: jax.Array) -> tuple[Any
 
     zeros = jax.tree.map(lambda side: jnp.zeros(side.shape, jnp.float32), sides)
     of_sides, of_query_QTKGH = jax.lax.scan(block, zeros, jnp.arange(len(first_Q)))
+    out_QTKGH, grad_QTKGH = (array.reshape(of_query_QTKGH.shape) for array in (out_TKGH, grad_TKGH))
+    of_sinks_QKG = gradient_of_sinks(sinks_KG, out_QTKGH, grad_QTKGH, log_total_QKGT)
     return (
         of_query_QTKGH.reshape(query_TKGH.shape).astype(query_TKGH.dtype),
         of_sides.key.astype(key_KSH.dtype),
         of_sides.value.astype(value_KSH.dtype),
         None,
         None,
+        None if of_sinks_QKG is None else jnp.sum(of_sinks_QKG, axis=0).astype(sinks_KG.dtype),
     )
 
 

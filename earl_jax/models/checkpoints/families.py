@@ -23,6 +23,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from earl_jax.models.activations import SWIGLU_ALPHA, SWIGLU_LIMIT
 from earl_jax.models.config import ModelConfig
 from earl_jax.settings.errors import InputError
 
@@ -32,10 +33,23 @@ class Weight:
     """A tensor of a checkpoint: its name, and its axes ("KGH D").
 
     "{layer}" and "{expert}" in the name are numbers; each layer and expert is a tensor of its own.
+    Where two parameters share a tensor, it has a last axis "2", of which this one is number
+    `entry`: of "D F2" the columns `entry`, `entry` + 2, ...
     """
 
     name: str
     axes: str
+    entry: int = 0
+
+    @property
+    def letters(self) -> str:
+        """The axes that the parameter has too, in the order of the tensor."""
+        return self.axes.replace(" ", "").removesuffix("2")
+
+    @property
+    def is_shared(self) -> bool:
+        """True if the tensor has another parameter too."""
+        return self.axes.endswith("2")
 
 
 # Keyed by where parameters.py has the parameter.
@@ -88,6 +102,25 @@ _MIXTRAL_EXPERTS: Mapping[str, Weight] = {
 }
 
 
+# Biases of attention and experts, attention sinks, and the experts' gate and up in one tensor.
+_GPT_OSS: Mapping[str, Weight] = {
+    "layers.out_bias": Weight("model.layers.{layer}.self_attn.o_proj.bias", "D"),
+    "layers.sinks": Weight("model.layers.{layer}.self_attn.sinks", "KG"),
+    "layers.router": Weight("model.layers.{layer}.mlp.router.weight", "X D"),
+    "layers.router_bias": Weight("model.layers.{layer}.mlp.router.bias", "X"),
+    "layers.expert_gate": Weight("model.layers.{layer}.mlp.experts.gate_up_proj", "E D F2", 0),
+    "layers.expert_up": Weight("model.layers.{layer}.mlp.experts.gate_up_proj", "E D F2", 1),
+    "layers.expert_down": Weight("model.layers.{layer}.mlp.experts.down_proj", "E F D"),
+    "layers.expert_gate_bias": Weight(
+        "model.layers.{layer}.mlp.experts.gate_up_proj_bias", "E F2", 0
+    ),
+    "layers.expert_up_bias": Weight(
+        "model.layers.{layer}.mlp.experts.gate_up_proj_bias", "E F2", 1
+    ),
+    "layers.expert_down_bias": Weight("model.layers.{layer}.mlp.experts.down_proj_bias", "E D"),
+}
+
+
 # What Llama calls the norm after attention stands before the feed-forward network.
 _GEMMA_NORMS: Mapping[str, Weight] = {
     "layers.post_attention_norm": Weight(
@@ -112,6 +145,11 @@ _EXPERT_KEYS: Mapping[str, str] = {
     "experts_per_token": "num_experts_per_tok",
     "expert_ffn_size": "moe_intermediate_size",
 }
+_LOCAL_EXPERT_KEYS: Mapping[str, str] = {
+    "num_experts": "num_local_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "expert_ffn_size": "intermediate_size",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,6 +166,7 @@ class Family:
     `window_rope_key` has the rotary base of these layers in an older config.json; "": that of all.
     `expert_keys` are the keys of settings of experts, which a family without them never reads.
     Where `width_by_heads`, `transformers` reads only models whose heads divide their width.
+    `quantization` is the quant_method of weights that are read (quantised ones are never written).
     """
 
     architecture: str
@@ -139,10 +178,14 @@ class Family:
     expert_keys: Mapping[str, str] = dataclasses.field(default_factory=lambda: _EXPERT_KEYS)
     width_by_heads: bool = False
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    quantization: str = ""
 
 
 _PLAIN: Mapping[str, Any] = {
     "attention_bias": False,
+    "out_bias": False,
+    "attention_sinks": False,
+    "expert_bias": False,
     "query_key_norm": "",
     "norm_from_one": False,
     "pre_norms": True,
@@ -161,6 +204,9 @@ _SILU = {"hidden_act": "silu"}
 _NO_BIAS = {"attention_bias": False}
 _GEMMA: Mapping[str, Any] = {
     "attention_bias": False,
+    "out_bias": False,
+    "attention_sinks": False,
+    "expert_bias": False,
     "norm_from_one": True,
     "pre_norms": True,
     "post_norms": True,
@@ -236,11 +282,7 @@ FAMILIES: Mapping[str, Family] = {
         required=_SILU,
         weights={**_WEIGHTS, **_MIXTRAL_EXPERTS},
         windows="all",
-        expert_keys={
-            "num_experts": "num_local_experts",
-            "experts_per_token": "num_experts_per_tok",
-            "expert_ffn_size": "intermediate_size",
-        },
+        expert_keys=_LOCAL_EXPERT_KEYS,
         defaults={"num_key_value_heads": 8, "sliding_window": None, "rms_norm_eps": 1e-5},
     ),
     "olmo2": Family(
@@ -274,6 +316,38 @@ FAMILIES: Mapping[str, Family] = {
         expert_keys={**_EXPERT_KEYS, "expert_ffn_size": "intermediate_size"},
         width_by_heads=True,
         defaults={"rms_norm_eps": 1e-5, "norm_topk_prob": False},
+    ),
+    "gpt_oss": Family(
+        architecture="GptOssForCausalLM",
+        layers={
+            **_without(_PLAIN, "num_experts"),
+            "attention_bias": True,
+            "out_bias": True,
+            "attention_sinks": True,
+            "expert_bias": True,
+            "normalize_expert_weights": True,
+            "activation": "swiglu_clamped",
+        },
+        required=_SILU
+        | {"attention_bias": True, "swiglu_alpha": SWIGLU_ALPHA, "swiglu_limit": SWIGLU_LIMIT},
+        weights={**_WEIGHTS, **_BIASES, **_GPT_OSS},
+        windows="by_pattern",
+        expert_keys=_LOCAL_EXPERT_KEYS,
+        defaults={
+            "head_dim": 64,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150_000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+        },
+        quantization="mxfp4",
     ),
     "smollm3": Family(
         architecture="SmolLM3ForCausalLM",

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from earl_jax.models.blocks import BLOCK_BYTES, Region, block_shape, fill
 from earl_jax.models.checkpoints.families import Family, Weight, family_named
 from earl_jax.models.checkpoints.hf_settings import read_settings
+from earl_jax.models.checkpoints.mxfp4 import BLOCKS, SCALES, PackedTensor
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import ParameterSpec, Params, is_spec, parameter_specs
 from earl_jax.settings.errors import InputError
@@ -168,6 +169,13 @@ class _Tensors:
             self.files = dict.fromkeys(keys, folder / SINGLE)
         else:
             raise InputError(f"{folder} holds neither {SINGLE} nor {INDEX}")
+        # A packed tensor is two in the files, and read as one.
+        self._scales: dict[str, Path] = {}
+        names = [name.removesuffix(BLOCKS) for name in self.files if name.endswith(BLOCKS)]
+        for name in names if checkpoint.settings.get("quantization_config") else ():
+            if name + SCALES in self.files:
+                self.files[name] = self.files.pop(name + BLOCKS)
+                self._scales[name] = self.files.pop(name + SCALES)
 
     def __enter__(self) -> "_Tensors":
         return self
@@ -201,6 +209,12 @@ class _Tensors:
     def slice_of(self, name: str) -> Any:
         """Returns the tensor, lazily: nothing is read before it is indexed."""
         file = self.files[name]
+        if name not in self._scales:
+            return self._stored(name, file)
+        blocks = self._stored(name + BLOCKS, file)
+        return PackedTensor(name, blocks, self._stored(name + SCALES, self._scales[name]))
+
+    def _stored(self, name: str, file: Path) -> Any:
         try:
             return self._handle(name, file).get_slice(name)
         except SafetensorError as error:
@@ -229,7 +243,7 @@ def _where_cut(file: Path, name: str) -> tuple[str, str]:
 
 def tensor_sizes(spec: ParameterSpec, weight: Weight) -> tuple[dict[str, int], tuple[int, ...]]:
     """Returns the size of each letter, and the shape that the tensor has in its file."""
-    sizes = dict(zip(spec.axes, spec.shape, strict=True))
+    sizes = dict(zip(spec.axes, spec.shape, strict=True)) | {"2": 2}
     shape = tuple(math.prod(sizes[letter] for letter in group) for group in weight.axes.split())
     return sizes, shape
 
@@ -245,7 +259,7 @@ def tensor_names(weight: Weight, model: ModelConfig) -> Iterator[tuple[str, tupl
 
 def tensor_blocks(weight: Weight, axes: str, local_shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the blocks of a device's part: of one tensor each, cut along axes of its file."""
-    num_stacked = len(axes) - len(weight.axes.replace(" ", ""))
+    num_stacked = len(axes) - len(weight.letters)
     # Of letters that are one axis of the tensor, the first can be cut.
     outer = "".join(group[0] for group in weight.axes.split())
     return block_shape(axes, local_shape, num_stacked, outer)
@@ -253,8 +267,7 @@ def tensor_blocks(weight: Weight, axes: str, local_shape: tuple[int, ...]) -> tu
 
 def axes_order(weight: Weight, axes: str) -> list[int]:
     """Returns the position of each of our axes in the tensor; stacked axes are not in it."""
-    theirs = weight.axes.replace(" ", "")
-    return [theirs.index(letter) for letter in axes if letter in theirs]
+    return [weight.letters.index(letter) for letter in axes if letter in weight.letters]
 
 
 def _check(tensors: _Tensors, specs: Any, checkpoint: Checkpoint) -> None:
@@ -324,11 +337,14 @@ def _read(
     cuts, lengths, inner = [], [], []
     for group in weight.axes.split():
         # The first letter of a group is cut in the file; the others are beside it, whole.
-        step = math.prod(sizes[letter] for letter in group[1:])
-        start, stop = ranges[group[0]]
+        first, others = group[0], group[1:].removesuffix("2")
+        step = math.prod(sizes[letter] for letter in others)
+        start, stop = ranges[first]
         cuts.append(slice(start * step, stop * step))
-        lengths += [stop - start, *(sizes[letter] for letter in group[1:])]
-        inner += [slice(None), *(slice(*ranges[letter]) for letter in group[1:])]
+        if group.endswith("2"):
+            cuts[-1] = slice(2 * start * step + weight.entry, 2 * stop * step, 2)
+        lengths += [stop - start, *(sizes[letter] for letter in others)]
+        inner += [slice(None), *(slice(*ranges[letter]) for letter in others)]
     num_stacked = len(spec.axes) - len(lengths)
     name = names[tuple(start for start, _ in region[:num_stacked])]
     values = tensors.read(name, tuple(cuts))

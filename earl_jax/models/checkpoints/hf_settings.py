@@ -10,7 +10,7 @@ from earl_jax.models.checkpoints.families import FAMILIES, Family, family_named,
 from earl_jax.models.config import ModelConfig, RopeScaling
 from earl_jax.settings.errors import InputError
 
-_REQUIRED = {"quantization_config": None, "partial_rotary_factor": 1.0}
+_REQUIRED = {"partial_rotary_factor": 1.0}
 # Defaults of `transformers` for keys that config.json lacks.
 _DEFAULTS = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 _KINDS = _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -32,6 +32,7 @@ def read_settings(settings: Mapping[str, Any]) -> tuple[ModelConfig, int]:
     for key, value in {**_REQUIRED, **family.required}.items():
         if settings.get(key) not in (None, value):
             raise InputError(f"{key} is {settings[key]!r}; only {value!r} can be computed")
+    _check_quantization(settings.get("quantization_config"), family)
     settings = {**_DEFAULTS, **family.defaults, **settings}
     heads, width = _size(settings, "num_attention_heads"), _size(settings, "hidden_size")
     head_size = family.defaults.get("head_dim") or width // heads
@@ -61,6 +62,15 @@ def read_settings(settings: Mapping[str, Any]) -> tuple[ModelConfig, int]:
     )
     model.validate()
     return model, _size(settings, "vocab_size")
+
+
+def _check_quantization(quantized: Any, family: Family) -> None:
+    """Raises ValueError for weights of a type that is not read."""
+    method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
+    if quantized is None or (family.quantization and method == family.quantization):
+        return
+    known = f"the quant_method {family.quantization!r}" if family.quantization else "None"
+    raise InputError(f"quantization_config is {quantized!r}; only {known} can be read")
 
 
 def _read_layers(settings: Mapping[str, Any], family: Family, head_size: int) -> dict[str, Any]:
@@ -97,9 +107,9 @@ def _number(settings: Mapping[str, Any], key: str, where: str = "") -> float:
     return float(value)
 
 
-def _flag(settings: Mapping[str, Any], key: str) -> bool:
+def _flag(settings: Mapping[str, Any], key: str, where: str = "") -> bool:
     if not isinstance(value := settings.get(key), bool):
-        raise InputError(f"{key} is {value!r}; it must be true or false")
+        raise InputError(f"{where}{key} is {value!r}; it must be true or false")
     return value
 
 
@@ -170,7 +180,7 @@ def _read_rope(settings: Mapping[str, Any], family: Family) -> tuple[float, Rope
     rope_parameters, for each type of layer where a family's differ.
     """
     key = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
-    rope = settings.get(key) or {}
+    rope = settings.get(key) or family.defaults.get(key) or {}
     by_layer_type = bool(family.window_rope_key)
     kinds = [rope] if not isinstance(rope, Mapping) else [rope.get(kind) for kind in _KINDS]
     if not all(kind is None or isinstance(kind, Mapping) for kind in kinds):
@@ -234,8 +244,6 @@ def _one_rope(
 def _read_yarn(rope: Mapping[str, Any], key: str) -> RopeScaling:
     """Returns YaRN's scaling; a key that is null is absent."""
     rope = {name: value for name, value in rope.items() if value is not None}
-    if rope.get("truncate", True) is not True:
-        raise InputError(f"{key}.truncate is {rope['truncate']!r}; only true can be computed")
     usual = {"attention_factor": 0.0, "beta_slow": 1.0, "beta_fast": 32.0}
     attention_factor, slow, fast = (_number(usual | rope, name, f"{key}.") for name in usual)
     factor = _number(rope, "factor", f"{key}.")
@@ -255,6 +263,7 @@ def _read_yarn(rope: Mapping[str, Any], key: str) -> RopeScaling:
         high_freq_factor=fast,
         original_max_position=_size(rope, "original_max_position_embeddings"),
         attention_factor=attention_factor,
+        truncate=_flag({"truncate": True} | rope, "truncate", f"{key}."),
     )
 
 
@@ -300,6 +309,8 @@ def _written_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
             }
             if scaling.attention_factor:
                 rope["attention_factor"] = scaling.attention_factor
+            if not scaling.truncate:
+                rope["truncate"] = False
     if "window_rope_theta" in family.layers:
         return {"rope_parameters": rope}
     local = {"rope_type": "default", "rope_theta": model.window_rope_theta}

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import jax
 import numpy as np
@@ -123,7 +123,8 @@ def _texts(
     """Returns config.json and generation_config.json."""
     if source is not None:
         # The code that auto_map names is not copied, nor needed: `transformers` has these families.
-        left_out = ("torch_dtype", "auto_map")
+        # Weights are written in the type `dtype`, whatever they were read in.
+        left_out = ("torch_dtype", "auto_map", "quantization_config")
         kept = {key: value for key, value in source.settings.items() if key not in left_out}
         path = source.folder / "generation_config.json"
         if path.is_file():
@@ -166,21 +167,31 @@ def _write_weights(
     dtype: str,
     max_bytes: int,
 ) -> None:
-    plan = _shards(model, vocab_size, np.dtype(DTYPES[dtype]).itemsize, max_bytes)
-    files: dict[str, str] = {}
+    parts = list(_planned(model, vocab_size, np.dtype(DTYPES[dtype]).itemsize))
+    plan = _shards({part.name: part for part in parts}, max_bytes)
+    places: dict[str, tuple[Path, int]] = {}
     for number, shard in enumerate(plan, start=1):
         file = f"model-{number:05d}-of-{len(plan):05d}.safetensors" if len(plan) > 1 else SINGLE
-        _write_file(folder / file, shard, leaf_of, dtype)
-        files |= {tensor.name: file for tensor in shard}
+        places |= _make_file(folder / file, shard, dtype)
+    for part in parts:
+        path, start = places[part.name]
+        with path.open("r+b") as file:
+            file.seek(start)
+            # Not bound to a name, so that it is freed before the next.
+            _put(file, part, _tensor(leaf_of(part.key), part, np.dtype(DTYPES[dtype])))
     if len(plan) > 1:
         total = sum(tensor.num_bytes for shard in plan for tensor in shard)
+        files = {name: path.name for name, (path, _) in places.items()}
         index = {"metadata": {"total_size": total}, "weight_map": files}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Planned:
-    """A tensor to write: the part at `index` (see `tensor_names`) of the parameter `key`."""
+    """A tensor to write: the part at `index` (see `tensor_names`) of the parameter `key`.
+
+    Or half of a tensor that two parameters share.
+    """
 
     name: str
     key: str
@@ -209,12 +220,10 @@ def _planned(model: ModelConfig, vocab_size: int, itemsize: int) -> Iterator[_Pl
             )
 
 
-def _shards(
-    model: ModelConfig, vocab_size: int, itemsize: int, max_bytes: int
-) -> list[list[_Planned]]:
+def _shards(tensors: dict[str, _Planned], max_bytes: int) -> list[list[_Planned]]:
     """Returns tensors in files of at most `max_bytes`; a larger one has a file of its own."""
     shards: list[list[_Planned]] = [[]]
-    for tensor in _planned(model, vocab_size, itemsize):
+    for tensor in tensors.values():
         held = sum(other.num_bytes for other in shards[-1])
         if shards[-1] and held + tensor.num_bytes > max_bytes:
             shards.append([])
@@ -222,10 +231,11 @@ def _shards(
     return shards
 
 
-def _write_file(
-    path: Path, shard: list[_Planned], leaf_of: Callable[[str], Leaf], dtype: str
-) -> None:
-    """Writes a file of safetensors, tensor by tensor; its library would hold all of them, twice."""
+def _make_file(path: Path, shard: list[_Planned], dtype: str) -> dict[str, tuple[Path, int]]:
+    """Writes a file of safetensors that are zeros, and returns each one's file and place there.
+
+    They are filled one by one: the library of safetensors would hold all of them, twice.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in shard:
@@ -237,15 +247,24 @@ def _write_file(
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    begin = 8 + len(text)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in shard:
-            # Not bound to a name, so that it is freed before the next.
-            file.write(_tensor(leaf_of(tensor.key), tensor, np.dtype(DTYPES[dtype])).data)
+        file.truncate(begin + end)
+    return {t.name: (path, begin + header[t.name]["data_offsets"][0]) for t in shard}
+
+
+def _put(file: BinaryIO, part: _Planned, values: np.ndarray) -> None:
+    """Writes a tensor, or its half beside the other one, at the file's position."""
+    if part.weight.is_shared:
+        pairs = np.memmap(file, values.dtype, "r+", file.tell(), (len(values), 2))
+        pairs[:, part.weight.entry] = values
+    else:
+        file.write(values.data)
 
 
 def _tensor(leaf: Leaf, tensor: _Planned, dtype: np.dtype) -> np.ndarray:
-    """Returns the bytes of the tensor in the form of its file."""
+    """Returns the numbers of the tensor in the order of its file, as bits in unsigned numbers."""
     axes, weight, index = tensor.axes, tensor.weight, tensor.index
     if isinstance(leaf, Adapted):
         array, index = _merged_layer(leaf, index[0]), (0, *index[1:])
@@ -257,11 +276,11 @@ def _tensor(leaf: Leaf, tensor: _Planned, dtype: np.dtype) -> np.ndarray:
         array = jax.device_put(array, device.parameters(axes))
     block = tensor_blocks(weight, axes, array.sharding.shard_shape(array.shape))
     sizes = dict(zip(axes, array.shape, strict=True))
-    values = np.empty([sizes[letter] for letter in weight.axes.replace(" ", "")], dtype)
+    values = np.empty([sizes[letter] for letter in weight.letters], dtype)
     ours = values.transpose(axes_order(weight, axes))
     for region, part in drain(array, block, index):
         ours[tuple(slice(*cut) for cut in region[len(index) :])] = part[(0,) * len(index)]
-    return values.reshape(-1).view(np.uint8)
+    return values.reshape(-1).view(f"u{dtype.itemsize}")
 
 
 def _merged_layer(leaf: Adapted, layer: int) -> jax.Array:

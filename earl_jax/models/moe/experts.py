@@ -38,24 +38,40 @@ from earl_jax.sharding.layout import PARAMETER_RULES, Layout
 
 # Letters of a layer's weights, without L.
 _WEIGHTS = {"router": "DX", "expert_gate": "EDF", "expert_up": "EDF", "expert_down": "EFD"}
+_BIASES = {
+    "router_bias": "X",
+    "expert_gate_bias": "EF",
+    "expert_up_bias": "EF",
+    "expert_down_bias": "ED",
+}
 _WITHIN_ROWS = ("expert", "tensor")
 
 
-def router_probabilities(x_TD: jax.Array, router_DX: jax.Array) -> jax.Array:
+def _letters(config: ModelConfig) -> dict[str, str]:
+    """Returns the letters of the weights that a layer of this model has."""
+    return _WEIGHTS | _BIASES if config.expert_bias else _WEIGHTS
+
+
+def router_probabilities(
+    x_TD: jax.Array, router_DX: jax.Array, bias_X: jax.Array | None = None
+) -> jax.Array:
     """Returns a softmax over all experts, f32[..., X] for any compute type; D is the last axis."""
     logits_TX = jnp.einsum("...D,DX->...X", x_TD, router_DX, preferred_element_type=jnp.float32)
+    if bias_X is not None:
+        bias_X = bias_X.astype(jnp.float32)
+        logits_TX += jnp.expand_dims(bias_X, range(logits_TX.ndim - 1))
     return jax.nn.softmax(logits_TX, axis=-1)
 
 
 def route(
-    config: ModelConfig, x_TD: jax.Array, router_DX: jax.Array
+    config: ModelConfig, x_TD: jax.Array, router_DX: jax.Array, bias_X: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the experts of each token, likeliest first, and their weights.
 
     Returns:
         weights_TU f32 and experts_TU i32.
     """
-    probabilities_TX = router_probabilities(x_TD, router_DX)
+    probabilities_TX = router_probabilities(x_TD, router_DX, bias_X)
     weights_TU, experts_TU = jax.lax.top_k(probabilities_TX, config.experts_per_token)
     if config.normalize_expert_weights:
         weights_TU = weights_TU / jnp.sum(weights_TU, axis=-1, keepdims=True)
@@ -72,13 +88,13 @@ def mix_experts(
     """Returns the sum over the experts `experts_E` (numbers, rising by one) for each token.
 
     `layer` has their weights, of which F may be a part, and the whole router: over all parts of E
-    and F, these sums add up to the mixture. For `expert_gate`, `expert_up` and `expert_down`, E is
-    that of `experts_E`.
+    and F, these sums add up to the mixture, if only one part of F has a bias of `expert_down`. For
+    weights and biases of experts, E is that of `experts_E`.
 
     Returns:
         out_TD in the type of `x_TD`.
     """
-    weights_TU, chosen_TU = route(config, x_TD, layer["router"])
+    weights_TU, chosen_TU = route(config, x_TD, layer["router"], layer.get("router_bias"))
     num_experts, per_token = len(experts_E), config.experts_per_token
     here_TU = (chosen_TU >= experts_E[0]) & (chosen_TU <= experts_E[-1])
     # Pairs of other devices' experts are sorted behind all of ours, and belong to no group.
@@ -89,11 +105,17 @@ def mix_experts(
     x_MD = _permute(x_TUD.reshape(-1, x_TD.shape[-1]), order_M)
     # Behind the last group a backend may leave anything, NaN included: in gradients, which are
     # taken out here, and in results, below.
-    x_MD = _with_gradients_of(local_M[order_M] < num_experts, x_MD)
+    is_ours_M = local_M[order_M] < num_experts
+    x_MD = _with_gradients_of(is_ours_M, x_MD)
     expert_M = jnp.minimum(local_M[order_M], num_experts - 1)
 
     def multiply(x_MD: jax.Array, weight: str) -> jax.Array:
-        return mark_product(_multiply(x_MD, layer[weight], sizes_E, expert_M, products))
+        product_MF = mark_product(_multiply(x_MD, layer[weight], sizes_E, expert_M, products))
+        if not config.expert_bias:
+            return product_MF
+        bias_EF = layer[f"{weight}_bias"]
+        bias_MF = bias_EF.at[expert_M].get(mode="promise_in_bounds", indices_are_sorted=True)
+        return product_MF + _with_gradients_of(is_ours_M, bias_MF)
 
     gate_MF, up_MF = multiply(x_MD, "expert_gate"), multiply(x_MD, "expert_up")
     hidden_MF = gated(config.activation, gate_MF, up_MF)
@@ -156,6 +178,18 @@ def _own_experts(config: ModelConfig, layout: Layout) -> jax.Array:
     return jax.lax.axis_index("expert") * num_local + jnp.arange(num_local)
 
 
+def _adding_once(layout: Layout, weights: Any) -> Any:
+    """Returns the weights with a bias of `expert_down` on one device of the `tensor` axis only.
+
+    Results are added up over it; all mesh axes of the weights must be manual.
+    """
+    name = "expert_down_bias"
+    if name not in weights or layout.shape.tensor == 1:
+        return weights
+    is_first = jax.lax.axis_index("tensor") == 0
+    return {**weights, name: jnp.where(is_first, weights[name], 0)}
+
+
 def experts_of_rows(config: ModelConfig, layout: Layout, layer: Any, x_BTD: jax.Array) -> jax.Array:
     """Computes the mixture for whole rows on the trainer's layout.
 
@@ -168,15 +202,19 @@ def experts_of_rows(config: ModelConfig, layout: Layout, layer: Any, x_BTD: jax.
     adds = tuple(
         axis for axis in _WITHIN_ROWS if axis in cut and not (rows_cut and axis == "expert")
     )
-    specs = {name: layout.parameter_spec(letters) for name, letters in _WEIGHTS.items()}
+    of_weights = _letters(config)
+    specs = {name: layout.parameter_spec(letters) for name, letters in of_weights.items()}
     products = choose_products(layout, config)
 
     def mix(weights: Any, x_BTD: jax.Array) -> jax.Array:
         if gathered:
             weights = {
-                name: jax.lax.all_gather(leaf, gathered, axis=_WEIGHTS[name].index("D"), tiled=True)
+                name: jax.lax.all_gather(leaf, gathered, axis=letters.index("D"), tiled=True)
+                if "D" in (letters := of_weights[name])
+                else leaf
                 for name, leaf in weights.items()
             }
+        weights = _adding_once(layout, weights)
         if rows_cut:
             x_BTD = jax.lax.all_gather(x_BTD, "expert", tiled=True)
         experts_E = _own_experts(config, layout)
@@ -201,7 +239,8 @@ def experts_of_shard(
     config: ModelConfig, layout: Layout | None, layer: Any, x_BTD: jax.Array
 ) -> jax.Array:
     """Computes the mixture inside the engine's `shard_map`; `layout` None: weights are whole."""
-    weights = {name: layer[name] for name in _WEIGHTS}
+    of_weights = _letters(config)
+    weights = {name: layer[name] for name in of_weights}
     products = choose_products(layout, config)
 
     def mix(experts_E: jax.Array, weights: Any, x_BTD: jax.Array) -> jax.Array:
@@ -223,11 +262,11 @@ def experts_of_shard(
         return P(*(axis if axis in _WITHIN_ROWS else None for axis in spec))
 
     specs = {
-        name: _placed(weights[name], letters, within_rows) for name, letters in _WEIGHTS.items()
+        name: _placed(weights[name], letters, within_rows) for name, letters in of_weights.items()
     }
 
     def mix_own(weights: Any, x_BTD: jax.Array) -> jax.Array:
-        out_BTD = mix(_own_experts(config, layout), weights, x_BTD)
+        out_BTD = mix(_own_experts(config, layout), _adding_once(layout, weights), x_BTD)
         # XLA for CPU ends the process at this sum of bf16 (jaxlib 0.10.2: "Invalid binary
         # instruction opcode copy"; since meshes have a `context` axis, of size 1 here).
         dtype = jnp.float32 if layout.platform == "cpu" else out_BTD.dtype

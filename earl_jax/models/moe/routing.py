@@ -3,7 +3,7 @@
 """Statistics of how routers spread tokens over experts, and the loss that evens it out."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,10 +33,10 @@ def routing_of_rows(
     config: ModelConfig,
     layout: Layout,
     x_BTD: jax.Array,
-    router_DX: jax.Array,
+    layer: Any,
     real_BT: jax.Array,
 ) -> Routing:
-    """`count_routing` of one layer on the trainer's layout; nothing is added up over rows.
+    """`count_routing` of a layer's router on the trainer's layout; nothing is added up over rows.
 
     The first axis has rows, of each shard of the `context` axis for itself.
 
@@ -48,19 +48,23 @@ def routing_of_rows(
     count = jax.shard_map(
         functools.partial(count_routing, config),
         mesh=layout.mesh,
-        in_specs=(layout.activation_spec("BT."), P(), layout.activation_spec("BT")),
+        in_specs=(layout.activation_spec("BT."), P(), layout.activation_spec("BT"), P()),
         out_specs=P((*layout.row_axes, "context")),
         axis_names=set(MESH_AXES),
         check_vma=False,
     )
-    return count(x_BTD, router_DX, real_BT)
+    return count(x_BTD, layer["router"], real_BT, layer.get("router_bias"))
 
 
 def count_routing(
-    config: ModelConfig, x_BTD: jax.Array, router_DX: jax.Array, real_BT: jax.Array
+    config: ModelConfig,
+    x_BTD: jax.Array,
+    router_DX: jax.Array,
+    real_BT: jax.Array,
+    bias_X: jax.Array | None = None,
 ) -> Routing:
     """Returns the statistics of a router over the `real` tokens of each row, f32[B, X] each."""
-    probability_BTX = router_probabilities(x_BTD, router_DX)
+    probability_BTX = router_probabilities(x_BTD, router_DX, bias_X)
     _, experts_BTU = jax.lax.top_k(probability_BTX, config.experts_per_token)
     hit_BTUX = jax.nn.one_hot(experts_BTU, config.num_experts, dtype=bool)
     hit_BTUX &= real_BT[:, :, None, None]
