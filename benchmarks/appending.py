@@ -59,9 +59,9 @@ def make_engine(num_slots: int, *, burst: int = 1, num_rows: int = 0) -> Engine:
 
 
 def make_weights(engine: Engine) -> Any:
-    """Returns random weights."""
-    rng = np.random.default_rng(0)
-    specs = unstacked_specs(parameter_specs(MODEL, VOCAB), MODEL.num_layers)
+    """Returns random weights of an engine's model."""
+    rng, model = np.random.default_rng(0), engine.config.model
+    specs = unstacked_specs(parameter_specs(model, engine.config.vocab_size), model.num_layers)
 
     def draw(spec: Any) -> Any:
         noise = rng.normal(size=spec.shape) * spec.deviation if spec.deviation else np.ones(1)

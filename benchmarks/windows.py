@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.appending import make_task, make_weights
 from benchmarks.pages import parser_of, show, table
 from earl_jax.engine.config import EngineConfig, Sampling, SlotRules
 from earl_jax.engine.engine import Engine
@@ -28,11 +28,9 @@ from earl_jax.envs.conversation import Completion
 from earl_jax.launch.start import start_jax
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.layer_groups import group_layers, make_page_rule
-from earl_jax.models.parameters import is_spec, parameter_specs, unstacked_specs
 from earl_jax.models.presets import PRESETS
 from earl_jax.rollout.collect import Rollout, collect
-from earl_jax.rollout.config import CacheRules, Limits, RolloutConfig
-from earl_jax.rollout.episode import Prompt, Task
+from earl_jax.rollout.config import CacheRules, RolloutConfig
 from earl_jax.rollout.service import RolloutService
 from earl_jax.sharding.layout import MeshShape, make_layout
 
@@ -87,18 +85,6 @@ def make_engine() -> Engine:
     return Engine(config, make_layout(MeshShape()))
 
 
-def make_weights(engine: Engine) -> Any:
-    """Returns random weights."""
-    rng = np.random.default_rng(0)
-
-    def draw(spec: Any) -> Any:
-        noise = rng.normal(size=spec.shape) * spec.deviation if spec.deviation else np.ones(1)
-        return jnp.asarray(np.broadcast_to(noise, spec.shape), jnp.float32)
-
-    specs = unstacked_specs(parameter_specs(MODEL, VOCAB), MODEL.num_layers)
-    return engine.load_params(jax.tree.map(draw, specs, is_leaf=is_spec))
-
-
 def play(engine: Engine, params: Any, pool: Pool, *, kept: bool) -> tuple[Rollout, float]:
     """Plays the prompts. Returns the rollout and its seconds."""
     session = empty_session(engine, Policy(params=params, version=0), MAX_TOKENS, pool)
@@ -125,11 +111,9 @@ def play(engine: Engine, params: Any, pool: Pool, *, kept: bool) -> tuple[Rollou
         sampling=Sampling(),
         cache_rules=CacheRules(share_prefixes=False),
     )
-    rng, limits = np.random.default_rng(2), Limits(max_turn_tokens=SAMPLED)
-    prompts = [Prompt(token_ids=tuple(rng.integers(0, VOCAB, PROMPT))) for _ in range(EPISODES)]
-    tasks = [
-        Task(episode=i, group=i, prompt=prompt, limits=limits) for i, prompt in enumerate(prompts)
-    ]
+    rng = np.random.default_rng(2)
+    prompts = [rng.integers(0, VOCAB, PROMPT).tolist() for _ in range(EPISODES)]
+    tasks = [make_task(i, ids, SAMPLED, group=i) for i, ids in enumerate(prompts)]
     start_s = time.perf_counter()
     rollout = collect(service, tasks)
     jax.block_until_ready(rollout.session.state)
