@@ -248,7 +248,7 @@ class Problem:
         taken = device_bytes(self.sizes.sft_moments, MeshShape()) // self.hardware.num_devices
         limit = (self.budget_bytes or 0) - taken
         if isinstance(plan, RolloutPlan):
-            cached = plan.pages * self.work.page_size
+            cached = plan.pages * self.work.page_size // self.page_rule.num_groups
             return (tokens, cached, plan.num_slots, int(not plan.offload), -limit)
         rows = self.work.num_rows // plan.micro_batches
         return (tokens, rows, 2 - REMATS.index(plan.remat), -limit)
