@@ -35,7 +35,7 @@ from earl_jax.sharding.layout import MeshShape
 GIB = 2**30
 # Entries of the published embeddings, by family.
 VOCAB_SIZES = {"qwen2.5": 152_064, "qwen3": 151_936, "llama3.1": 128_256, "mistral": 32_768}
-VOCAB_SIZES |= {"llama3.2": 128_256, "gemma3": 262_144}
+VOCAB_SIZES |= {"llama3.2": 128_256, "gemma3": 262_144, "gpt": 201_088}
 # Of every round of the engine, unless the program says otherwise.
 CHUNK, BURST, PAGE = 128, 16, 128
 # How far computed bytes may be off.

@@ -230,7 +230,7 @@ def test_adapters_come_from_another_run_of_the_same_base(tmp_path):
     with pytest.raises(InputError, match="has adapters of another base than"):
         train(other, tmp_path / "third")
     full = config_of(*STILL, f"init_from={tmp_path / 'first'}")
-    with pytest.raises(InputError, match="config.train.lora.rank is 2 there, 0 here"):
+    with pytest.raises(InputError, match="rank=2, and this one has .*rank=0: name .* export as"):
         train(full, tmp_path / "fourth")
 
 
@@ -240,6 +240,7 @@ def test_adapters_come_from_another_run_of_the_same_base(tmp_path):
         ("{run}@7", [], "there is no such checkpoint; the steps of .* are 2$"),
         ("{run}/nowhere", [], "holds no checkpoint of a run; name the workdir"),
         ("{run}", ["model.width=32"], "config.model.width is 16 there, 32 here"),
+        ("{run}", ["train.lora.rank=2"], "rank=0, and this one has .*rank=2: name .* export as"),
         ("{run}", ["model.path={model}"], "config.model.path is '' there, '.*' here"),
     ],
 )

@@ -63,9 +63,15 @@ class Source:
     def check(self, run: Run) -> None:
         """Raises ValueError unless the run has the source's adapters, model and tokenizer."""
         theirs, ours = self.config, json.loads(json.dumps(run.config.as_dict()))
-        different = []
-        if theirs["train"]["lora"]["rank"] or ours["train"]["lora"]["rank"]:
-            lora = theirs["train"]["lora"], ours["train"]["lora"]
+        lora, different = (theirs["train"]["lora"], ours["train"]["lora"]), []
+        if bool(lora[0]["rank"]) != bool(lora[1]["rank"]):
+            kinds = [f"config.train.lora.rank={each['rank']}" for each in lora]
+            raise InputError(
+                f"{self._flag} is a run with {kinds[0]}, and this one has {kinds[1]}: name a "
+                "folder of its export as config.model.path (in WORKDIR/export, or written by that "
+                "run with --config.checkpoint.export=True)"
+            )
+        if lora[0]["rank"]:
             different = differences(*lora, "config.train.lora")
         self._check_same(different + self._other_model(run, ours))
         self._check_shapes(shapes_by_name(run.learner.state_shapes().params))
