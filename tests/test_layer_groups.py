@@ -70,8 +70,8 @@ def test_pages_of_an_episode_by_hand():
         assert held <= RULE.most_pages(tokens)
     assert [RULE.most_tokens(pages) for pages in (1, 2, 8, 9, 29)] == [0, 4, 16, 20, 100]
     assert PageRule(4).most_tokens(7) == 28
-    # Two episodes of 10 tokens: 3 pages each and group on the average; of 100 tokens 25.5 and 3.25.
-    assert RULE.pages_of(20, 2) == 12 and RULE.pages_of(200, 2) == 2 * (25.5 + 3.25)
+    # Two episodes of 10 tokens: 3 pages each and group on the average; of 100 tokens 25.5 and 4.
+    assert RULE.pages_of(20, 2) == 12 and RULE.pages_of(200, 2) == 2 * (25.5 + 4)
     for tokens in (1, 20, 200):
         number = RULE.pages_of(tokens, 2)
         assert tokens <= RULE.tokens_in(int(np.ceil(number)), 2)
@@ -155,6 +155,17 @@ def test_another_slot_begins_with_what_is_left_of_a_trimmed_one(table):
     assert table.pages_again(2, 14, [0, 2]) == pages
     table.trim(2, 21)
     assert table.pages_again(2, 14, [0, 2]) == [*pages[:3], pages[5], *pages[4:]]
+
+
+def test_a_slot_that_gave_up_its_first_pages_still_shares_later_ones():
+    """Slot 1 has the pages of slot 0 up to 40 tokens, without the first, which it has given up."""
+    table = PageTable(Pool(shards=1, pages=40), num_slots=3, rule=PageRule(2, (4,), 21))
+    table.hold(0, 44)
+    table.begin(1, 0, 40)
+    table.hold(1, 60)
+    table.trim(1, 60)
+    assert table.num_gone(1) == [17] and table.holders()[0][16:20] == [1, 2, 2, 2]
+    assert not table.has_alone(0, 24) and table.has_alone(0, 40)
 
 
 def test_prompts_are_not_found_in_slots_that_gave_up_their_pages(table):

@@ -15,7 +15,6 @@ from earl_jax.envs import reasoning_gym
 from earl_jax.envs.environment import check_start, check_step
 from earl_jax.envs.reasoning_gym import ReasoningGym
 from earl_jax.settings.errors import InputError
-from earl_jax.settings.extras import import_extra
 from earl_jax.telemetry.metrics import read_metrics
 from tests.support import ROOT
 
@@ -24,7 +23,6 @@ SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
 def test_without_the_library_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    import_extra.cache_clear()
     with pytest.raises(InputError, match="reasoning_gym is not installed .* uv sync --extra"):
         ReasoningGym(generators=("chain_sum",))
 
@@ -35,7 +33,6 @@ def library():
     # Of packages that it imports.
     with warnings.catch_warnings(action="ignore"):
         found = pytest.importorskip("reasoning_gym")
-    import_extra.cache_clear()
     return found
 
 

@@ -15,13 +15,11 @@ from earl_jax.config.file import make_config
 from earl_jax.envs.environment import check_start, check_step
 from earl_jax.envs.text_arena import TextArena
 from earl_jax.settings.errors import InputError
-from earl_jax.settings.extras import import_extra
 from tests.support.runs import episodes_of, steps_of
 
 
 def test_without_the_library_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "textarena", None)
-    import_extra.cache_clear()
     with pytest.raises(InputError, match="textarena is not installed .* uv sync --extra"):
         TextArena(game="GuessTheNumber-v0")
 
@@ -32,7 +30,6 @@ def library():
     # Of packages that it imports.
     with warnings.catch_warnings(action="ignore"):
         found = pytest.importorskip("textarena")
-    import_extra.cache_clear()
     return found
 
 

@@ -126,6 +126,8 @@ class PageTable:
 
     def needed(self, slot: int, tokens: int) -> int:
         """Returns `missing` without pages that the slot gives up on the way to so many tokens."""
+        if not self.rule.has_windows:
+            return self.missing(slot, tokens)
         number, gone = pages_for(tokens, self.rule.page_size), self.rule.num_gone(tokens)
         there = (max(len(own), n) for own, n in zip(self._pages[slot], gone, strict=True))
         return sum(max(0, number - n) for n in there)
@@ -133,8 +135,8 @@ class PageTable:
     def has_alone(self, slot: int, tokens: int) -> bool:
         """Returns whether the slot alone has its pages that its first so many do not fill."""
         whole, holders = tokens // self.rule.page_size, self._holders[self.shard(slot)]
-        # Other slots have a page only with all of those before it.
-        return all(whole >= len(own) or holders[own[whole]] == 1 for own in self._pages[slot])
+        pages = (page for own in self._pages[slot] for page in own[whole:])
+        return all(page == _GONE or holders[page] == 1 for page in pages)
 
     def hold(self, slot: int, tokens: int) -> None:
         """Gives the slot pages for so many tokens. There must be pages enough (`missing`)."""
@@ -317,10 +319,10 @@ class PageTable:
         shape = (len(self._pages), self.rule.num_groups, pages_per_row)
         table = np.zeros(shape, np.int32)
         for slot, pages in enumerate(self._pages):
-            for group, own in enumerate(pages):
-                table[slot, group, : len(own)] = own
+            for group, (own, gone) in enumerate(zip(pages, self._gone[slot], strict=True)):
+                table[slot, group, gone : len(own)] = own[gone:] if gone else own
         first = np.arange(len(self._pages), dtype=np.int32) // self._slots_a_shard * self.pool.pages
-        return np.maximum(table, 0) + first[:, None, None]
+        return table + first[:, None, None]
 
     def holders(self) -> Sequence[Sequence[int]]:
         """Returns how many slots hold each page, shard by shard; for checks."""

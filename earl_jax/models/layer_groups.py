@@ -45,12 +45,14 @@ def group_layers(windows: Sequence[int]) -> LayerGroups:
     A group has as many layers as have full attention, where no window has fewer: the arrays of a
     page that a group leaves empty are then those of windows. Else as many as divide all numbers.
     """
-    kinds = {window: [n for n, own in enumerate(windows) if own == window] for window in windows}
+    kinds: dict[int, tuple[int, ...]] = {window: () for window in windows}
+    for layer, window in enumerate(windows):
+        kinds[window] = (*kinds[window], layer)
     numbers = [len(layers) for layers in kinds.values()]
     full = len(kinds.get(0, ()))
     size = full if full and full == min(numbers) else math.gcd(*numbers)
     groups = [
-        (tuple(layers[first : first + size]), window)
+        (layers[first : first + size], window)
         for window, layers in sorted(kinds.items())
         for first in range(0, len(layers), size)
     ]
@@ -78,6 +80,11 @@ class PageRule(NamedTuple):
         """Groups of layers."""
         return len(self.windows)
 
+    @property
+    def has_windows(self) -> bool:
+        """True if not all groups keep all tokens."""
+        return self.windows != (0,)
+
     def num_gone(self, tokens: int) -> list[int]:
         """Returns how many of its first pages an episode of so many tokens needs no more."""
         behind = tokens - self.round_tokens
@@ -87,10 +94,7 @@ class PageRule(NamedTuple):
 
     def most_pages(self, tokens: int) -> int:
         """Returns the most pages, of all groups, that an episode needs while it grows so long."""
-        whole = pages_for(tokens, self.page_size)
-        kept = [pages_for(w + self.round_tokens, self.page_size) + 1 for w in self.windows]
-        numbers = zip(self.windows, kept, strict=True)
-        return sum(min(whole, number) if window else whole for window, number in numbers)
+        return int(self._sum_of(pages_for(tokens, self.page_size), 1))
 
     def most_tokens(self, pages: int) -> int:
         """Returns how long an episode may become with so many pages; at most MOST_TOKENS."""
@@ -105,10 +109,15 @@ class PageRule(NamedTuple):
 
         Half of each episode's last page is empty.
         """
-        whole = tokens / self.page_size + episodes / 2
-        kept = (episodes * (1 + (w + self.round_tokens) / self.page_size) for w in self.windows)
+        return self._sum_of(tokens / self.page_size + episodes / 2, episodes)
+
+    def _sum_of(self, whole: float, episodes: float) -> float:
+        """Returns the pages of all groups, of `whole` a group but for what windows need no more."""
+        if not self.has_windows:
+            return whole
+        kept = (pages_for(w + self.round_tokens, self.page_size) + 1 for w in self.windows)
         numbers = zip(self.windows, kept, strict=True)
-        return sum(min(whole, number) if window else whole for window, number in numbers)
+        return sum(min(whole, episodes * most) if window else whole for window, most in numbers)
 
     def tokens_in(self, pages: int, episodes: int) -> int:
         """Returns the most tokens that so many episodes have together in so many pages."""

@@ -221,6 +221,8 @@ class BlockManager:
         own = self._idle.own(slot)
         there = own or episode.num_cached
         tokens = there + min(len(episode.queue) - own, self._config.chunk_size)
+        # Behind a sample that is read again while its environment is at work.
+        tokens += episode.rewinds and episode.waits
         return min(tokens + self._most_sampled(episode), episode.most_tokens)
 
     def _wanted(self, slot: int, episode: LiveEpisode) -> int:
@@ -230,14 +232,20 @@ class BlockManager:
             return self._rule.most_pages(tokens)
         return self._pages.needed(slot, tokens)
 
+    def _to_peak(self, slot: int, tokens: int) -> int:
+        """Returns how many pages the slot lacks of the most that so many tokens may need.
+
+        Behind a window it may have one page less a group now than in another round.
+        """
+        peak = self._rule.most_pages(tokens) - self._pages.num_held(slot)
+        return max(peak, self._pages.needed(slot, tokens))
+
     def _in_full(self, slot: int) -> int:
         """Returns how many pages the episode lacks for all it has to read, and for two rounds."""
         episode = self._episode(slot)
         tokens = episode.num_cached + len(episode.queue) + 2 * self._most_sampled(episode)
         tokens = min(tokens, episode.most_tokens)
-        if episode.begins:
-            return self._rule.most_pages(tokens)
-        return self._pages.needed(slot, tokens)
+        return self._rule.most_pages(tokens) if episode.begins else self._to_peak(slot, tokens)
 
     def _short(self, shard: int, resuming: int | None = None) -> int:
         """Returns how many pages the row shard lacks for the next round, idle slots' included.
@@ -249,19 +257,29 @@ class BlockManager:
         playing = [
             (slot, e) for slot in slots if (e := self._slots[slot]) and self._needs_pages(slot)
         ]
-        wanted = sum(self._wanted(slot, episode) for slot, episode in playing)
-        if resuming is not None:
-            wanted += resuming + sum(
-                max(0, self._in_full(slot) - self._wanted(slot, episode))
-                for slot, episode in playing
-                if episode.again or slot in self._host
-            )
+
+        def total() -> int:
+            if resuming is None:
+                return sum(self._wanted(slot, episode) for slot, episode in playing)
+            return resuming + sum(self._at_most(slot, episode) for slot, episode in playing)
+
+        wanted = total()
         if wanted > self._pages.num_free(shard):
             self._free_kept(shard, wanted)
-        if wanted > self._pages.num_free(shard):
+        if self._rule.has_windows and wanted > self._pages.num_free(shard):
             for slot in slots:
                 self._trim(slot)
+            wanted = total()
         return wanted - self._pages.num_free(shard)
+
+    def _at_most(self, slot: int, episode: LiveEpisode) -> int:
+        """Returns how many more pages the episode may need before another goes on beside it."""
+        wanted = self._wanted(slot, episode)
+        if not episode.begins:
+            wanted = max(wanted, self._to_peak(slot, self._tokens_wanted(slot, episode)))
+        if episode.again or slot in self._host:
+            wanted = max(wanted, self._in_full(slot))
+        return wanted
 
     def _trim(self, slot: int) -> None:
         """Frees the slot's pages behind windows; from now on fewer others can begin with them."""

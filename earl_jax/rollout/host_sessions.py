@@ -68,6 +68,7 @@ class HostSessions:
         """Returns whether a session's cache begins with these ids."""
         return any(
             np.array_equal(self._sessions[number].ids[: len(ids)], ids)
+            and self._sessions[number].least <= len(ids)
             for number in self._begin.get(self._key(ids), ())
         )
 

@@ -298,6 +298,7 @@ class Problem:
 
     # Pages.
 
+    @functools.cache  # noqa: B019
     def least_pages(self, max_tokens: int) -> int:
         """Returns the pages of a row shard that hold one whole episode."""
         return self.page_rule.most_pages(max_tokens)

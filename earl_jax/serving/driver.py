@@ -260,6 +260,7 @@ class Driver:
         """Ends the request for which the KV cache would have had to grow."""
         session = self._service.session
         held = session.pages.rule.most_tokens(session.pool.pages)
+        held = min(held, self.served.serving.context_tokens)
         with self._changed:
             request = max(self._playing.values(), key=lambda request: request.num_tokens)
             self._abort([request])

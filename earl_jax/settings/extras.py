@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optional packages, each an extra of this one."""
 
-import functools
 import importlib
 import warnings
 from types import ModuleType
@@ -10,7 +9,6 @@ from types import ModuleType
 from earl_jax.settings.errors import InputError
 
 
-@functools.cache
 def import_extra(module: str, extra: str) -> ModuleType:
     """Returns an optional module. Raises ValueError that names its extra where it is missing."""
     try:
