@@ -21,6 +21,8 @@ from earl_jax.models.layer_groups import PageRule
 from earl_jax.rollout import preemption as preemption
 from earl_jax.rollout import service as service_module
 from earl_jax.rollout.block_manager import BlockManager
+from earl_jax.rollout.config import Limits
+from earl_jax.rollout.episode import Prompt, Task
 from earl_jax.rollout.preemption import (
     Choice,
     Rates,
@@ -33,7 +35,18 @@ from earl_jax.rollout.preemption import (
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.sharding.topology import CHIPS, chip_of
 from tests.support.environments import Talker
-from tests.support.episodes import CONFIG, NUM_DEVICES, GrowPool, check_rows, collect, engine, tasks
+from tests.support.episodes import (
+    CONFIG,
+    MODEL,
+    NUM_DEVICES,
+    WINDOWED,
+    GrowPool,
+    check_rows,
+    collect,
+    engine,
+    tasks,
+    weights,
+)
 from tests.support.hlo import COLLECTIVE
 
 MESHES = [MeshShape(data=8), MeshShape(data=2, tensor=2), MeshShape(data=4, tensor=2)]
@@ -383,12 +396,14 @@ class LoggedBlocks(BlockManager):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", [MODEL, WINDOWED], ids=["", "windows"])
 @pytest.mark.parametrize(("preemption", "patience_s"), [("host", 0.0), ("recompute", 60.0)])
 def test_preemption_spares_the_longest_and_takes_none_twice_between_changes(
-    pool, monkeypatch, preemption, patience_s
+    pool, monkeypatch, preemption, patience_s, model
 ):
-    """Four slots a data shard, which has pages for one whole episode."""
-    managers, pages = [], 7
+    """Four slots a data shard, which has pages for one whole episode; with windows some more."""
+    player = engine(32, burst=1, model=model)
+    managers, pages = [], player.config.page_rule.most_pages(56) + 2 * (model is WINDOWED)
     monkeypatch.setattr(
         service_module,
         "BlockManager",
@@ -402,7 +417,8 @@ def test_preemption_spares_the_longest_and_takes_none_twice_between_changes(
         max_tokens=56,
         pages=pages,
         grow=GrowPool(most_pages=pages),
-        player=engine(32, burst=1),
+        player=player,
+        params=weights(model=model),
         burst=1,
         preemption=preemption,
         patience_s=patience_s,
@@ -418,3 +434,52 @@ def test_preemption_spares_the_longest_and_takes_none_twice_between_changes(
             times += len(rows)
     assert times == rollout.stats.preempted_episodes > 0
     assert (rollout.stats.preempted_host_bytes > 0) == (preemption == "host")
+
+
+class LoggedEnds(LoggedBlocks):
+    """Records no beginnings."""
+
+    def begin(self, slot):
+        return BlockManager.begin(self, slot)
+
+
+def test_episodes_in_step_are_preempted_at_most_once_until_one_ends(pool, monkeypatch):
+    """Eight of the same length. Behind a window each has a page less in some rounds than in others.
+
+    All have it at once, and what is free then is no reason to go on.
+    """
+    model = dataclasses.replace(MODEL, num_layers=6, windows=(4, 4, 4, 4, 4, 0))
+    config = engine(8, MeshShape(data=1), burst=1, model=model, episodes=8).config
+    player = Engine(
+        dataclasses.replace(config, page_size=16), make_layout(MeshShape(), jax.devices()[:1])
+    )
+    managers, pages = [], 4 * config.page_rule._replace(page_size=16).most_pages(160)
+    monkeypatch.setattr(
+        service_module,
+        "BlockManager",
+        lambda *given: managers.append(LoggedEnds(*given)) or managers[-1],
+    )
+    prompt = Prompt(token_ids=tuple(range(20, 60)))
+    limits = Limits(max_turn_tokens=100)
+    rollout = collect(
+        pool,
+        [Task(episode=i, group=i, prompt=prompt, limits=limits) for i in range(8)],
+        num_slots=8,
+        num_devices=1,
+        max_tokens=160,
+        context_buckets=(160,),
+        max_turn_tokens=100,
+        page_size=16,
+        episodes_per_step=8,
+        pages=pages,
+        grow=lambda session, tokens, pages: session,
+        player=player,
+        params=weights(model=model, ends_turns=False),
+        burst=1,
+        preemption="recompute",
+    )
+    [[log, *_]] = [manager.log for manager in managers]
+    groups = itertools.groupby(log, key=lambda entry: entry == "change")
+    preempted = [list(entries) for is_change, entries in groups if not is_change]
+    assert all(len(set(some)) == len(some) for some in preempted), preempted
+    assert 1 < sum(map(len, preempted)) == rollout.stats.preempted_episodes
