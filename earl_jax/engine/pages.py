@@ -79,6 +79,8 @@ class PageTable:
         self._pinned: list[tuple[int, int]] = []
         self._copied: dict[tuple[int, int], int] = {}
         self._idle: set[int] = set()
+        # The table as an array, and slots whose pages have changed since it was written.
+        self._array, self._changed = np.zeros((0, 0, 0), np.int32), set[int]()
 
     def shard(self, slot: int) -> int:
         """Returns the row shard of a slot."""
@@ -135,8 +137,12 @@ class PageTable:
     def has_alone(self, slot: int, tokens: int) -> bool:
         """Returns whether the slot alone has its pages that its first so many do not fill."""
         whole, holders = tokens // self.rule.page_size, self._holders[self.shard(slot)]
-        pages = (page for own in self._pages[slot] for page in own[whole:])
-        return all(page == _GONE or holders[page] == 1 for page in pages)
+        for own, window in zip(self._pages[slot], self.rule.windows, strict=True):
+            # Without a window other slots have a page only with all of those before it.
+            pages = own[whole:] if window else own[whole : whole + 1]
+            if any(page != _GONE and holders[page] > 1 for page in pages):
+                return False
+        return True
 
     def hold(self, slot: int, tokens: int) -> None:
         """Gives the slot pages for so many tokens. There must be pages enough (`missing`)."""
@@ -146,6 +152,7 @@ class PageTable:
         number = pages_for(tokens, self.rule.page_size)
         for own in self._pages[slot]:
             while len(own) < number:
+                self._changed.add(slot)
                 page = self._free[shard].pop()
                 self._holders[shard, page] = 1
                 own.append(page)
@@ -317,12 +324,16 @@ class PageTable:
         Entries of no page are the row shard's first.
         """
         shape = (len(self._pages), self.rule.num_groups, pages_per_row)
-        table = np.zeros(shape, np.int32)
-        for slot, pages in enumerate(self._pages):
-            for group, (own, gone) in enumerate(zip(pages, self._gone[slot], strict=True)):
-                table[slot, group, gone : len(own)] = own[gone:] if gone else own
-        first = np.arange(len(self._pages), dtype=np.int32) // self._slots_a_shard * self.pool.pages
-        return table + first[:, None, None]
+        if self._array.shape != shape:
+            self._array, self._changed = np.zeros(shape, np.int32), set(range(len(self._pages)))
+        for slot in self._changed:
+            self._array[slot] = 0
+            for group, own in enumerate(self._pages[slot]):
+                gone = self._gone[slot][group]
+                self._array[slot, group, gone : len(own)] = own[gone:]
+            self._array[slot] += self._number(self.shard(slot), 0)
+        self._changed.clear()
+        return self._array.copy()
 
     def holders(self) -> Sequence[Sequence[int]]:
         """Returns how many slots hold each page, shard by shard; for checks."""
@@ -340,7 +351,8 @@ class PageTable:
         return [[_GONE] * gone + own[gone:] for gone, own in pages]
 
     def _set_gone(self, slot: int, gone: Sequence[int]) -> None:
-        """Notes how many first pages of each group are gone."""
+        """Notes how many first pages of each group are gone, and that the slot has changed."""
+        self._changed.add(slot)
         self._gone[slot] = list(gone)
         read = zip(gone, self.rule.windows, strict=True)
         least = (number * self.rule.page_size + window - 1 for number, window in read if number)
