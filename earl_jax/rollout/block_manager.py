@@ -170,6 +170,8 @@ class BlockManager:
         if session.pages is self._pages:
             return
         before, self._pages, self._given = self._pages, session.pages, None
+        same = before.pool.shards == session.pool.shards
+        assert same or not self._leaving, "pages that leave are numbered within their row shard"
         self._prompts.move(before, session.pages)
         layout, self._layout = self._layout, session.engine.layout
         if layout.spans_processes and self._layout != layout:

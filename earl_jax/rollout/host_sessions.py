@@ -173,6 +173,8 @@ class IdleSessions:
         if len(ids) - own < self._least or slot in self._leaving or self.store.holds(ids):
             return
         leaving = pages.pages_of(slot, len(ids))
+        if not leaving:
+            return  # all of them are behind windows
         if self.store.make_room(*self._block, [*map(len, self._leaving.values()), len(leaving)]):
             least = int(pages.least_shared[slot])
             self._leaving[slot], self._aside[slot] = leaving, (ids, pages.num_gone(slot), least)

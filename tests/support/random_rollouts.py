@@ -28,7 +28,7 @@ from tests.support.simulated_devices import Devices, SimulatedEngine, ids_of
 
 NUM_TASKS, MOST_STEPS, NUM_DEVICES = 30, 6000, 4
 WINDOWS = (
-    (0,), (2,), (4,), (16,), (0, 2), (0, 4), (0, 6), (0, 200), (4, 9), (5, 30), (0, 4, 4),
+    (0,), (1,), (4,), (16,), (0, 1), (0, 4), (0, 6), (0, 200), (4, 9), (5, 30), (0, 4, 4),
     (0, 0, 4), (0, 3, 12),
 )  # fmt: skip
 
