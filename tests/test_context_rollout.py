@@ -220,7 +220,7 @@ def test_every_token_is_read_as_on_one_device():
         place_pages(layer, lambda axes: P(*("context" if a == "T" else None for a in axes)))
         for layer in cache.pools
     ]
-    placed = dataclasses.replace(cache, table=P(), layers=pages)
+    placed = dataclasses.replace(cache, table=P(), pools=pages)
     cut = jax.shard_map(
         functools.partial(read, 4),
         mesh=layout.mesh,

@@ -97,9 +97,10 @@ def listen(call, sampled: list) -> None:
 
 @pytest.mark.slow
 def test_a_prompt_longer_than_the_first_cache_is_served(cache, tmp_path):
-    """A prompt of 40,000 tokens: the slot and the cache begin with 32,768 tokens, and grow.
+    """A prompt of 40,000 tokens: the slot begins with 32,768 tokens, and grows.
 
-    While two of 4,000 are read a reply beside them goes on.
+    The cache has what the window needs in each of three slots: 7 pages of 64 tokens. While two
+    prompts of 4,000 are read a reply beside them goes on.
     """
     save_parrot(tmp_path / "parrot", windows=(64,), max_positions=70_000)
     [x] = load_tokenizer(MODEL).encode("x")
@@ -108,7 +109,7 @@ def test_a_prompt_longer_than_the_first_cache_is_served(cache, tmp_path):
         cache, f"--model={tmp_path / 'parrot'}", *flags, "--max_prompt_tokens=65536"
     ) as server:
         assert "prompts of up to 65536 tokens, 70000 with their replies" in server.ready_line
-        assert server.ready_line.endswith("32768 tokens of KV cache\n")
+        assert server.ready_line.endswith(f" {3 * 7 * 64} tokens of KV cache\n")
         beside, sampled = server.stub.Decode(request("x", 60_000)), []
         sampled.append(next(beside))
         listener = threading.Thread(target=listen, args=(beside, sampled))

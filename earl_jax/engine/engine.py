@@ -270,7 +270,8 @@ class Engine:
         play = (
             self._play_scored if model_logprobs and not self._rules.model_logprobs else self._play
         )
-        sent = place(pack_inputs(inputs), self.row_sharding)
+        columns = pack_inputs(inputs, self.config.page_rule.num_groups)
+        sent = place(columns, self.row_sharding)
         state, packed = play(params, state, sent, self.key_data)
         # Reading what a failed round left ends the process (jaxlib 0.10.2); waiting for it raises.
         wait(packed)

@@ -107,10 +107,10 @@ def idle_inputs(
 _FLAGS = ("restart", "begin_turn", "fork", "rewind", "resume_turn", "end_turn", "written")
 
 
-def pack_inputs(inputs: RoundInputs) -> np.ndarray:
+def pack_inputs(inputs: RoundInputs, num_groups: int = 1) -> np.ndarray:
     """Returns i32[B, inputs_width]: one array a round, because an array costs more than its bytes.
 
-    The first columns are `_COLUMNS`.
+    The first columns are `_COLUMNS`. There are so many groups of layers.
     """
     num_slots = len(inputs.count)
     flags = sum(np.asarray(getattr(inputs, name)) << bit for bit, name in enumerate(_FLAGS))
@@ -118,7 +118,7 @@ def pack_inputs(inputs: RoundInputs) -> np.ndarray:
     columns = [np.broadcast_to(number, num_slots) for number in numbers]
     columns += [np.asarray(column).view(np.int32) for column in inputs.sampling]
     stops = np.broadcast_to(inputs.stop_ids, (num_slots, MAX_STOP_IDS))
-    copied = inputs.copied if np.ndim(inputs.copied) == 2 else np.full((num_slots, 1), NO_PAGE)
+    copied = np.broadcast_to(inputs.copied, (num_slots, num_groups))
     trees = inputs.choices
     trees = () if trees is None else (trees.parents, trees.tokens, trees.node[:, None])
     packed = [np.stack(columns, axis=1), stops, copied, inputs.chunk, *trees]
