@@ -24,10 +24,9 @@ from earl_jax.engine.config import EngineConfig, Sampling, SlotRules
 from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import dense_pool
 from earl_jax.engine.round_inputs import RoundInputs, idle_inputs
-from earl_jax.engine.session import Policy, empty_session
+from earl_jax.engine.session import Policy, Session, empty_session
 from earl_jax.envs.conversation import Completion
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.layer_groups import PageRule
 from earl_jax.models.parameters import is_spec, parameter_specs, unstacked_specs
 from earl_jax.rollout.collect import collect
 from earl_jax.rollout.config import CacheRules, Limits, RolloutConfig
@@ -169,21 +168,20 @@ def _lengthen(rounds: Rounds, lengths: Sequence[int]) -> Rounds:
 
 
 def open_service(
-    engine: Engine, params: Any, max_tokens: int, rules: CacheRules, on_tokens: OnTokens | None
+    session: Session, rules: CacheRules, on_tokens: OnTokens | None = None
 ) -> RolloutService:
-    """Returns a service of prompts alone."""
-    num_slots, burst = engine.config.num_slots, engine.config.rules.burst
+    """Returns a service of prompts alone, on one device."""
+    engine = session.engine.config
     config = RolloutConfig(
-        num_slots=num_slots,
-        episodes_per_step=num_slots,
-        chunk_size=CHUNK,
-        burst=burst,
-        context_buckets=(max_tokens,),
-        page_size=PAGE,
+        num_slots=engine.num_slots,
+        episodes_per_step=engine.num_rows,
+        chunk_size=engine.chunk_size,
+        burst=engine.rules.burst,
+        context_buckets=(session.max_tokens,),
+        page_size=engine.page_size,
     )
-    pool = dense_pool(1, num_slots, max_tokens, PageRule(PAGE))
     return RolloutService(
-        empty_session(engine, Policy(params=params, version=0), max_tokens, pool),
+        session,
         config,
         lambda: Completion(lambda ids: "", ()),
         None,
@@ -194,6 +192,13 @@ def open_service(
         cache_rules=rules,
         on_tokens=on_tokens,
     )
+
+
+def full_session(engine: Engine, params: Any, max_tokens: int) -> Session:
+    """Returns a session with pages for every slot to be full."""
+    config = engine.config
+    pool = dense_pool(1, config.num_slots, max_tokens, config.page_rule)
+    return empty_session(engine, Policy(params=params, version=0), max_tokens, pool)
 
 
 def make_task(episode: int, ids: Sequence[int], sampled: int, *, group: int) -> Task:
@@ -210,7 +215,8 @@ def sharing_rows() -> list[dict[str, Any]]:
     params = make_weights(engine)
 
     def play(share: bool) -> tuple[float, int]:
-        service = open_service(engine, params, 1024, CacheRules(share_prefixes=share), None)
+        session = full_session(engine, params, 1024)
+        service = open_service(session, CacheRules(share_prefixes=share))
         tasks = [make_task(i, prompts[i // 8], 1, group=i // 8) for i in range(32)]
         start_s = time.perf_counter()
         rollout = collect(service, tasks)
@@ -247,7 +253,7 @@ def budget_rows() -> list[dict[str, Any]]:
     def play(on_tokens: OnTokens | None) -> tuple[list[float], list[float]]:
         """Returns the seconds of rounds before the prompts come, and until they are read."""
         rules = CacheRules(share_prefixes=False)
-        service = open_service(engine, params, 2560, rules, on_tokens)
+        service = open_service(full_session(engine, params, 2560), rules, on_tokens)
         service.submit(speakers)
 
         def step() -> tuple[float, int]:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A soak of the rollout service by a client that does everything, in any order: soak.md.
 
-    uv run python -m benchmarks.soak [--tokens=100000] [--seed=0] [--windows=4,4,0] [--write]
+    uv run python -m benchmarks.soak [--tokens=100000] [--seed=0] [--windows=4,0,0] [--write]
 
 The client submits tasks, aborts some and gives them again, holds rows, changes the weights with
 `kv="keep"` and "recompute", and pauses. Environments are slow, raise, answer garbage or hang. The

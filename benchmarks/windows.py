@@ -9,6 +9,7 @@ one in the same pool whose pages are kept, as they are where all layers have ful
 """
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Sequence
@@ -18,20 +19,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.appending import make_task, make_weights
+from benchmarks.appending import make_task, make_weights, open_service
 from benchmarks.pages import parser_of, show, table
-from earl_jax.engine.config import EngineConfig, Sampling, SlotRules
+from earl_jax.engine.config import EngineConfig, SlotRules
 from earl_jax.engine.engine import Engine
-from earl_jax.engine.pages import PageTable, Pool
+from earl_jax.engine.pages import Pool
 from earl_jax.engine.session import Policy, empty_session
-from earl_jax.envs.conversation import Completion
 from earl_jax.launch.start import start_jax
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.layer_groups import group_layers, make_page_rule
+from earl_jax.models.layer_groups import PageRule, group_layers, make_page_rule
 from earl_jax.models.presets import PRESETS
 from earl_jax.rollout.collect import Rollout, collect
-from earl_jax.rollout.config import CacheRules, RolloutConfig
-from earl_jax.rollout.service import RolloutService
+from earl_jax.rollout.config import CacheRules
 from earl_jax.sharding.layout import MeshShape, make_layout
 
 PAGE = Path(__file__).with_suffix(".md")
@@ -70,9 +69,19 @@ def bytes_rows() -> list[dict[str, Any]]:
     return rows
 
 
-def make_engine() -> Engine:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeepsAll(EngineConfig):
+    """Settings of an engine whose episodes keep the pages of all tokens."""
+
+    @functools.cached_property
+    def page_rule(self) -> PageRule:
+        """No token is so far behind that its pages are needed no more."""
+        return super().page_rule._replace(round_tokens=2**30)
+
+
+def make_engine(kind: type[EngineConfig]) -> Engine:
     """Returns an engine on one device, in which no token ends a turn."""
-    config = EngineConfig(
+    config = kind(
         model=MODEL,
         vocab_size=VOCAB,
         num_slots=SLOTS,
@@ -85,32 +94,10 @@ def make_engine() -> Engine:
     return Engine(config, make_layout(MeshShape()))
 
 
-def play(engine: Engine, params: Any, pool: Pool, *, kept: bool) -> tuple[Rollout, float]:
+def play(engine: Engine, params: Any, pool: Pool) -> tuple[Rollout, float]:
     """Plays the prompts. Returns the rollout and its seconds."""
     session = empty_session(engine, Policy(params=params, version=0), MAX_TOKENS, pool)
-    if kept:
-        # No token is so far behind that its pages are needed no more.
-        rule = engine.config.page_rule._replace(round_tokens=2**30)
-        session = dataclasses.replace(session, pages=PageTable(pool, num_slots=SLOTS, rule=rule))
-    config = RolloutConfig(
-        num_slots=SLOTS,
-        episodes_per_step=EPISODES,
-        chunk_size=CHUNK,
-        burst=BURST,
-        context_buckets=(MAX_TOKENS,),
-        page_size=PAGE_SIZE,
-    )
-    service = RolloutService(
-        session,
-        config,
-        lambda: Completion(lambda ids: "", ()),
-        None,
-        None,
-        lambda session, tokens, pages: session,
-        num_devices=1,
-        sampling=Sampling(),
-        cache_rules=CacheRules(share_prefixes=False),
-    )
+    service = open_service(session, CacheRules(share_prefixes=False))
     rng = np.random.default_rng(2)
     prompts = [rng.integers(0, VOCAB, PROMPT).tolist() for _ in range(EPISODES)]
     tasks = [make_task(i, ids, SAMPLED, group=i) for i, ids in enumerate(prompts)]
@@ -122,22 +109,22 @@ def play(engine: Engine, params: Any, pool: Pool, *, kept: bool) -> tuple[Rollou
 
 def rollout_rows() -> list[dict[str, Any]]:
     """Returns the rollouts in a pool of three whole episodes, and in one of all slots'."""
-    engine = make_engine()
-    params = make_weights(engine)
-    whole = engine.config.page_rule._replace(round_tokens=2**30).most_pages(MAX_TOKENS)
+    keeps, gives_up = make_engine(KeepsAll), make_engine(EngineConfig)
+    params = make_weights(keeps)
+    whole = keeps.config.page_rule.most_pages(MAX_TOKENS)
     few, all_slots = Pool(1, WHOLE * whole), Pool(1, SLOTS * whole)
     cases = {
-        "pages for three whole episodes, all are kept": (few, True),
-        "the same, those behind windows are given up": (few, False),
-        "pages for all slots": (all_slots, True),
+        "pages for three whole episodes, all are kept": (keeps, few),
+        "the same, those behind windows are given up": (gives_up, few),
+        "pages for all slots": (keeps, all_slots),
     }
     found: dict[str, list[tuple[Rollout, float]]] = {name: [] for name in cases}
     for repeat in range(REPEATS + 1):
-        for name, (pool, kept) in cases.items():
-            played = play(engine, params, pool, kept=kept)
+        for name, (engine, pool) in cases.items():
+            played = play(engine, params, pool)
             if repeat:
                 found[name].append(played)
-    return [_row(name, found[name], cases[name][0].pages // whole) for name in cases]
+    return [_row(name, found[name], cases[name][1].pages // whole) for name in cases]
 
 
 def _row(name: str, played: Sequence[tuple[Rollout, float]], whole: int) -> dict[str, Any]:
