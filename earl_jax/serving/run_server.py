@@ -68,8 +68,9 @@ def ready_line(
     cut = f" (the model takes {limit}; memory holds no more)" if short else ""
     rule = engine.engine.config.page_rule
     cache_tokens = engine.first_pool.total * rule.page_size // rule.num_groups
+    behind = " in all layers (those behind windows are given up)" if rule.has_windows else ""
     return (
         f"serving {policy.name}{step} at {http} (gRPC: {grpc}): prompts of up to {prompt_tokens} "
         f"tokens, {serving.context_tokens} with their replies{cut}, {flags.num_slots} at once on "
-        f"{engine.engine.layout.shape}, {cache_tokens} tokens of KV cache"
+        f"{engine.engine.layout.shape}, {cache_tokens} tokens of KV cache{behind}"
     )
