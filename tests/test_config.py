@@ -33,16 +33,6 @@ from tests.support.settings import make_config as make_small_config
 SECTIONS = [f.name for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.default)]
 
 
-REMOVED = (
-    "append_rows",
-    "step_rows",
-    "copy_prefixes",
-    "model_logprobs",
-    "preemption",
-    "share_prefixes",
-)
-
-
 def with_overrides(*overrides, given=()):
     return make_small_config(dict(given), overrides)
 
@@ -72,12 +62,6 @@ def test_pages_are_large_for_long_contexts_unless_their_size_is_given(given, siz
 def test_nothing_given_is_the_default():
     assert make_config({}) == Config()
     assert make_config(ConfigDict()) == Config()
-
-
-@pytest.mark.parametrize("section", SECTIONS)
-def test_every_section_builds_from_all_of_its_own_fields(section):
-    everything = Config().as_dict().get(section) or dataclasses.asdict(getattr(Config(), section))
-    assert make_config(ConfigDict({section: everything})).as_dict() == Config().as_dict()
 
 
 def test_a_file_s_values_arrive_and_the_rest_keeps_its_default():
@@ -233,18 +217,13 @@ def test_every_section_refuses_a_key_that_it_does_not_have(section):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"env": {"game": "connect_four"}}, "config.env.game is now config.env.name (or"),
         ({"env": {"trail": {"num_steps": 4}}}, "config.env.trail is now config.env.args"),
-        ({"env": {"mask_illegal": True}}, "is now config.env.args.mask_illegal"),
-        ({"train": {"demonstration_steps": 3}}, "is now config.train.sft_steps"),
-        ({"rollout": {"parking": "host"}}, "no setting any more: the cheaper way is taken"),
         ({"rollout": {"parking_host_gib": 1.0}}, "is now config.rollout.preemption_host_gib"),
         ({"selector": {"order": "listed"}}, "no setting any more: .* config.selector.table"),
-        ({"selector": {"page_sizes": (16,)}}, "is now config.rollout.page_size (one"),
     ],
 )
 def test_a_key_of_an_earlier_version_is_an_error_that_names_the_new_one(given, message):
-    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+    with pytest.raises(ValueError, match=message):
         make_config(given)
 
 
@@ -305,13 +284,6 @@ def test_a_value_of_the_wrong_type_is_an_error(override, words):
         with_overrides(override)
 
 
-def test_a_section_given_as_a_value_is_an_error():
-    with pytest.raises(ValueError, match="config.rollout is 64; it is a section"):
-        make_config({"rollout": 64})
-    with pytest.raises(ValueError, match="config.num_steps.x: num_steps is a value, not a section"):
-        make_config({"num_steps": 3}, ["num_steps.x=4"])
-
-
 # Rules of one number by examples; rules between keys all.
 RULES = [
     ("num_steps=0", "config.num_steps is 0; it must be at least 1"),
@@ -336,7 +308,7 @@ RULES = [
     ("selector.rollout_meshes=('fsdp=8',)", "config.selector.rollout_meshes has 'fsdp=8'"),
     ("selector.table=", "config.selector.table is empty; give 'auto', 'model', or the path"),
     ("rollout.preemption_host_gib=-1", "preemption_host_gib is -1.0; it must be finite"),
-    *((f"rollout.{key}=1", f"rollout.{key} is no setting any more: ") for key in REMOVED),
+    ("num_steps=3;num_steps.x=4", "config.num_steps.x: num_steps is a value, not a section"),
     (
         "rollout.weight_dtype=int8;train.importance_cap=0.5",
         "config.train.importance_cap is 0.5; it must be at least 1.0",
@@ -390,19 +362,9 @@ def test_the_number_of_devices_that_play_may_be_the_selectors():
             "config.train.sft_steps is 0",
         ),
         (
-            ["train.sft_learning_rate=0.5"],
-            "train.sft_learning_rate",
-            "config.train.sft_steps is 0",
-        ),
-        (
             ["devices.num_cpu_devices=4", "devices.platform=gpu"],
             "devices.num_cpu_devices",
             "config.devices.platform is 'gpu'",
-        ),
-        (
-            ["devices.num_cpu_devices=4", "devices.platform=tpu"],
-            "devices.num_cpu_devices",
-            "config.devices.platform is 'tpu'",
         ),
         (
             ["selector.offload=on", "devices.num_rollout=4"],
@@ -543,13 +505,6 @@ from ml_collections import ConfigDict, config_dict
 def get_config():
     return ConfigDict({"num_steps": 3})
 """
-
-
-def test_a_config_file_is_loaded(tmp_path):
-    path = tmp_path / "tiny.py"
-    path.write_text(GOOD_FILE)
-    assert make_config(load_config_file(path)).num_steps == 3
-    assert make_config(load_config_file(str(path))).num_steps == 3
 
 
 @pytest.mark.parametrize(

@@ -100,13 +100,12 @@ def test_well_formed_results_pass():
     ):
         assert check_start(start) is start
     for result in (
-        StepResult(messages=MESSAGES, reward=0.0, done=False),
-        StepResult(reward=0.0, done=False),
-        StepResult(text="5", reward=0.0, done=False, choices=("1", "")),
-        StepResult(text="5", reward=0.0, done=False, allowed_token_ids=(1, 0)),
-        StepResult(text="5", reward=0.0, done=False),
-        StepResult(text="", reward=np.float32(1), done=True, stop_reason="win"),
-        StepResult(text="", reward=-1, done=True, stop_reason="illegal", detail="x"),
+        step(messages=MESSAGES),
+        step(),
+        step(text="5", choices=("1", "")),
+        step(text="5", allowed_token_ids=(1, 0)),
+        end(reward=np.float32(1)),
+        end(reward=-1, stop_reason="illegal", detail="x"),
     ):
         assert check_step(result) is result
 
@@ -116,73 +115,54 @@ class Unprintable:
         raise ZeroDivisionError
 
 
+def step(**given) -> StepResult:
+    return StepResult(**{"reward": 0.0, "done": False, **given})
+
+
+def end(**given) -> StepResult:
+    return step(**{"done": True, "stop_reason": "win", **given})
+
+
 @pytest.mark.parametrize(
     ("result", "message"),
     [
         (None, "step.. must return a StepResult; got None"),
         (("5", 0.0, False), "got a tuple"),
         (Unprintable(), "got a Unprintable"),
-        (StepResult(text=b"5", reward=0.0, done=False), "text must be a str"),
-        (StepResult(text="5", reward="1", done=False), "reward must be a number"),
-        (StepResult(text="5", reward=True, done=False), "reward must be a number"),
-        (StepResult(text="5", reward=float("nan"), done=False), "number from"),
-        (StepResult(text="5", reward=0.0, done=1), "done must be a bool"),
-        (StepResult(reward=0.0, done=np.bool_(True), stop_reason="win"), "got a numpy.bool"),
-        (StepResult(text="", reward=0.0, done=True), "exactly if done"),
-        (StepResult(text="5", reward=0.0, done=False, stop_reason="win"), "exactly if"),
-        (StepResult(text="5", reward=0.0, done=True, stop_reason="win"), "empty when"),
+        (step(text=b"5"), "text must be a str"),
+        (step(reward="1"), "reward must be a number"),
+        (step(reward=True), "reward must be a number"),
+        (step(reward=float("nan")), "number from"),
+        (step(done=1), "done must be a bool"),
+        (end(done=np.bool_(True)), "got a numpy.bool"),
+        (step(done=True), "exactly if done"),
+        (step(stop_reason="win"), "exactly if"),
+        (end(text="5"), "empty when"),
+        (end(messages=MESSAGES), "choices and allowed_token_ids must be empty when done, .* 2 mes"),
+        (step(text="5", messages=MESSAGES), "both a text"),
+        (step(choices=["1"]), "choices must be"),
+        (step(choices=(1,)), "choices must be"),
+        (step(allowed_token_ids=[1]), "allowed_token_ids must be a tuple; got a list"),
+        (step(allowed_token_ids=(1, True)), "allowed_token_ids must hold int; got True"),
         (
-            StepResult(messages=MESSAGES, reward=0.0, done=True, stop_reason="win"),
-            "choices and allowed_token_ids must be empty when done, .* 2 messages",
-        ),
-        (
-            StepResult(text="5", messages=MESSAGES, reward=0.0, done=False),
-            "both a text",
-        ),
-        (StepResult(text="5", reward=0.0, done=False, choices=["1"]), "choices must be"),
-        (StepResult(text="5", reward=0.0, done=False, choices=(1,)), "choices must be"),
-        (
-            StepResult(text="5", reward=0.0, done=False, allowed_token_ids=[1]),
-            "allowed_token_ids must be a tuple; got a list",
-        ),
-        (
-            StepResult(text="5", reward=0.0, done=False, allowed_token_ids=(1, True)),
-            "allowed_token_ids must hold int; got True",
-        ),
-        (
-            StepResult(text="5", reward=0.0, done=False, choices=("1",), allowed_token_ids=(1,)),
+            step(choices=("1",), allowed_token_ids=(1,)),
             "both choices and allowed_token_ids, .* give one of them",
         ),
+        (end(allowed_token_ids=(1,)), "must be empty when done, .* 0 choices and 1 tokens"),
+        (end(choices=("1",)), "must be empty when done, .* 1 choices and 0 tokens"),
+        (step(metrics=1), "metrics must be a mapping"),
+        (step(metrics={1: 1}), "name in StepResult.metr"),
+        (step(metrics={"a": float("nan")}), r"StepResult.metrics\['a'\] must be a number; got nan"),
+        (step(messages="hi"), "messages must be a tuple"),
+        (step(role=1), "role must be a str"),
+        (end(role="o"), "StepResult.role must be empty when done; got 'o'"),
+        (step(side_rewards=1), "must be a mapping; got 1"),
+        (step(side_rewards={1: 1.0}), "a role in StepResult.side_rewards must be a str"),
         (
-            StepResult(reward=0.0, done=True, stop_reason="win", allowed_token_ids=(1,)),
-            "must be empty when done, .* 0 choices and 1 tokens",
+            step(side_rewards={"o": float("inf")}),
+            r"rewards\[.o.\] must be a number from .* inf",
         ),
-        (
-            StepResult(reward=0.0, done=True, stop_reason="win", choices=("1",)),
-            "must be empty when done, .* 1 choices and 0 tokens",
-        ),
-        (StepResult(reward=0.0, done=False, metrics=1), "metrics must be a mapping"),
-        (StepResult(reward=0.0, done=False, metrics={1: 1}), "name in StepResult.metr"),
-        (
-            StepResult(reward=0.0, done=False, metrics={"a": float("nan")}),
-            r"StepResult.metrics\['a'\] must be a number; got nan",
-        ),
-        (StepResult(messages="hi", reward=0.0, done=False), "messages must be a tuple"),
-        (StepResult(reward=0.0, done=False, role=1), "role must be a str"),
-        (
-            StepResult(reward=0.0, done=True, stop_reason="win", role="o"),
-            "StepResult.role must be empty when done; got 'o'",
-        ),
-        (StepResult(reward=0.0, done=False, side_rewards=1), "must be a mapping; got 1"),
-        (
-            StepResult(reward=0.0, done=False, side_rewards={1: 1.0}),
-            "a role in StepResult.side_rewards must be a str",
-        ),
-        (
-            StepResult(reward=0.0, done=False, side_rewards={"o": float("inf")}),
-            r"StepResult.side_rewards\['o'\] must be a number from .* got inf",
-        ),
-        (StepResult(messages=("hi",), reward=0.0, done=False), "must hold Message"),
+        (step(messages=("hi",)), "must hold Message"),
     ],
 )
 def test_garbage_steps_are_named(result, message):
@@ -202,7 +182,7 @@ def test_garbage_messages_are_named(message, words):
     with pytest.raises(InputError, match=words):
         check_start(Start(messages=(message,), role="x"))
     with pytest.raises(InputError, match=words):
-        check_step(StepResult(messages=(message,), reward=0.0, done=False))
+        check_step(step(messages=(message,)))
 
 
 @pytest.mark.parametrize("tools", [[{}], ("look",), ({"parameters": {1, 2}},)])

@@ -416,25 +416,20 @@ ASK = Message(role="user", text=" Hi \n")
 ANSWER = Message(role="tool", text='sunny "☀"\n', call_id="a1b2c3d4e")
 
 
+QWEN = (
+    "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n Hi \n<|im_end|>\n"
+    "<|im_start|>assistant\n",
+    "\n<|im_start|>user\n Hi \n<|im_end|>\n<|im_start|>assistant\n",
+    '\n<|im_start|>user\n<tool_response>\nsunny "☀"\n\n</tool_response><|im_end|>\n'
+    "<|im_start|>assistant\n",
+)
+
+
 @pytest.mark.parametrize(
     ("name", "first", "user", "tool"),
     [
-        (
-            "qwen2",
-            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n Hi \n<|im_end|>\n"
-            "<|im_start|>assistant\n",
-            "\n<|im_start|>user\n Hi \n<|im_end|>\n<|im_start|>assistant\n",
-            '\n<|im_start|>user\n<tool_response>\nsunny "☀"\n\n</tool_response><|im_end|>\n'
-            "<|im_start|>assistant\n",
-        ),
-        (
-            "qwen3",
-            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n Hi \n<|im_end|>\n"
-            "<|im_start|>assistant\n",
-            "\n<|im_start|>user\n Hi \n<|im_end|>\n<|im_start|>assistant\n",
-            '\n<|im_start|>user\n<tool_response>\nsunny "☀"\n\n</tool_response><|im_end|>\n'
-            "<|im_start|>assistant\n",
-        ),
+        ("qwen2", *QWEN),
+        ("qwen3", *QWEN),
         (
             "llama3",
             "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
