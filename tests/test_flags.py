@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags of the commands: --help lists every setting, and a mistake says what to write."""
 
+import importlib
 import os
 import re
 import signal
@@ -122,6 +123,27 @@ def test_console_hands_on_to_each_command(name, monkeypatch, capsys):
         console.main()
     assert ended.value.code == 0
     assert f"usage: python -m earl_jax.{console.COMMANDS[name][0]} " in capsys.readouterr().out
+
+
+MISTAKES = {
+    "train": ["--confg=x"],
+    "evaluate": ["--workdir=nowhere"],
+    "serve": ["--model=nowhere"],
+    "plan": ["--topology=v9:4x4"],
+    "bench": ["train", "--config.train.micro_batchs=1"],
+    "view": ["nowhere"],
+}
+
+
+@pytest.mark.parametrize("name", console.COMMANDS)
+def test_a_mistake_ends_each_command_with_status_2_and_one_line(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["earl_jax", *MISTAKES[name]])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"earl_jax.{console.COMMANDS[name][0]}").main()
+    output, errors = capsys.readouterr()
+    assert ended.value.code == 2 and not output
+    assert errors.startswith("error: ") and errors.count("\n") == 1
 
 
 @pytest.mark.parametrize("override", ["train.learning_rate=1", "seed=3", "model.width=8"])

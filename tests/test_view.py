@@ -134,10 +134,3 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path):
         finally:
             process.send_signal(signal.SIGINT)
         assert process.wait(timeout=30) == 0
-
-
-def test_the_command_ends_with_status_2_where_there_is_no_run(tmp_path):
-    command = [sys.executable, "-m", "earl_jax.view", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {tmp_path} holds no run")
