@@ -29,10 +29,6 @@ def make_single() -> jax.Array:
     return jax.device_put(np.arange(32, dtype=np.float32), jax.devices()[1])
 
 
-def test_it_works_on_the_installed_jax():
-    assert available()
-
-
 @pytest.mark.parametrize(
     ("read", "make", "num_bytes"),
     [

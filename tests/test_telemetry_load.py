@@ -26,11 +26,6 @@ def history(*loads):
     return made
 
 
-def test_nothing_is_expected_before_the_first_step():
-    assert LoadHistory().recent() is None
-    assert LoadHistory().as_list() == []
-
-
 def test_recent_is_the_newest_step_with_the_longest_and_fullest_of_the_window():
     seen = history(load(30, 20.0, 500, 100), load(42, 25.5, 400, 110), load(28, 18.0, 450, 90))
     assert seen.recent() == load(42, 18.0, 500, 90)

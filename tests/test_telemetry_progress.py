@@ -61,20 +61,43 @@ def test_a_plain_line_says_what_matters():
     )
 
 
-def test_a_line_says_what_is_done_otherwise_than_the_config_says():
-    stream = io.StringIO()
-    with Progress(9, stream) as progress:
-        progress.update({"step": 1, "train_mesh": "fsdp=8", "plan": "training in 2 micro-batches"})
-    assert stream.getvalue() == "step 1/9  train fsdp=8  (training in 2 micro-batches)\n"
+REWARD, WIN = {"reward_mean": 0.5}, {"eval": {"win": 1.0}}
 
 
-def test_a_line_says_which_share_of_the_episodes_failed():
+@pytest.mark.parametrize(
+    ("num_steps", "updates", "lines"),
+    [
+        # What is done otherwise than the config says.
+        (
+            9,
+            [{"step": 1, "train_mesh": "fsdp=8", "plan": "training in 2 micro-batches"}],
+            ["step 1/9  train fsdp=8  (training in 2 micro-batches)"],
+        ),
+        (
+            9,
+            [{"step": n, "failed_share": 0.125 * (n == 1), **REWARD} for n in (1, 2)],
+            ["step 1/9  reward +0.500  12.5% failed", "step 2/9  reward +0.500  0 s left"],
+        ),
+        # The last step's line comes once, with its evaluation.
+        (
+            2,
+            [{"step": 1, **REWARD}, {"step": 2, **REWARD}, {"step": 2, **WIN}],
+            ["step 1/2  reward +0.500", "step 2/2  reward +0.500  eval@2 win 1"],
+        ),
+        # Stopped by a signal, or an error, behind an evaluation.
+        (
+            9,
+            [{"step": 1, **REWARD}, {"step": 1, **WIN}],
+            ["step 1/9  reward +0.500", "step 1/9  eval@1 win 1"],
+        ),
+    ],
+)
+def test_lines_of_a_run(num_steps, updates, lines):
     stream = io.StringIO()
-    with Progress(9, stream) as progress:
-        progress.update({"step": 1, "reward_mean": 0.5, "failed_share": 0.125})
-        progress.update({"step": 2, "reward_mean": 0.5, "failed_share": 0.0})
-    first, second = stream.getvalue().splitlines()
-    assert first == "step 1/9  reward +0.500  12.5% failed" and "failed" not in second
+    with Progress(num_steps, stream, clock=Clock()) as progress:
+        for update in updates:
+            progress.update(update)
+    assert stream.getvalue().splitlines() == lines
 
 
 def test_plain_notes_are_printed_at_once_and_an_evaluation_after_the_last_step_is_shown():
@@ -85,27 +108,6 @@ def test_plain_notes_are_printed_at_once_and_an_evaluation_after_the_last_step_i
         assert stream.getvalue().endswith("* step 1: rollout data=8 -> data=4,tensor=2 [why]\n")
         progress.update({"step": 1, "eval": {"win": 1.0}})
     assert stream.getvalue().splitlines()[-1] == "step 1/1  eval@1 win 1"
-
-
-def test_the_last_steps_line_comes_once_with_its_evaluation():
-    stream = io.StringIO()
-    with Progress(2, stream) as progress:
-        for step in (1, 2):
-            progress.update({"step": step, "reward_mean": 0.5})
-        progress.update({"step": 2, "eval": {"win": 1.0}})
-    assert stream.getvalue().splitlines() == [
-        "step 1/2  reward +0.500",
-        "step 2/2  reward +0.500  eval@2 win 1",
-    ]
-
-
-def test_a_run_that_ends_behind_an_evaluation_shows_no_step_twice():
-    """Stopped by a signal, or an error, before the next line."""
-    stream = io.StringIO()
-    with Progress(9, stream) as progress:
-        progress.update({"step": 1, "reward_mean": 0.5})
-        progress.update({"step": 1, "eval": {"win": 1.0}})
-    assert stream.getvalue().splitlines() == ["step 1/9  reward +0.500", "step 1/9  eval@1 win 1"]
 
 
 def test_a_file_gets_no_escape_sequences_whatever_the_environment_says(monkeypatch):
