@@ -448,7 +448,7 @@ def test_episodes_in_step_are_preempted_at_most_once_until_one_ends(pool, monkey
 
     All have it at once, and what is free then is no reason to go on.
     """
-    model = dataclasses.replace(MODEL, num_layers=6, windows=(4, 4, 4, 4, 4, 0))
+    model = dataclasses.replace(MODEL, num_layers=3, windows=(4, 4, 0))
     config = engine(8, MeshShape(data=1), burst=1, model=model, episodes=8).config
     player = Engine(
         dataclasses.replace(config, page_size=16), make_layout(MeshShape(), jax.devices()[:1])

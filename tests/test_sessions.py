@@ -323,7 +323,10 @@ def test_a_conversation_for_which_the_cache_cannot_grow_stays_in_host_memory(mon
     assert say(service, first)[1:] == (16, 31)
 
 
-@pytest.mark.parametrize(("model", "cache_tokens"), [(MODEL, SHORT), (WINDOWED, 48)])
+@pytest.mark.slow_except("full")
+@pytest.mark.parametrize(
+    ("model", "cache_tokens"), [(MODEL, SHORT), (WINDOWED, 48)], ids=["full", "windows"]
+)
 def test_random_conversations_go_on_as_without_a_cache(model, cache_tokens):
     """Ten, some at once, one of them aborted at times, with few pages and little host memory.
 

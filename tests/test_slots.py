@@ -174,7 +174,10 @@ def test_some_append_beside_others_in_the_middle_of_a_turn(played):
     check_rows(state.experience, others, scripts)
 
 
-@pytest.mark.parametrize(("rules", "chunk_size"), [(LONG, CHUNK), (RULES, 9)])
+@pytest.mark.slow_except("bursts")
+@pytest.mark.parametrize(
+    ("rules", "chunk_size"), [(LONG, CHUNK), (RULES, 9)], ids=["bursts", "chunks"]
+)
 def test_sizes_of_bursts_tiles_and_chunks_change_nothing(played, rules, chunk_size):
     scripts, _, transcripts = played
     play = play_on_one_device(rules)

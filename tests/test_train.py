@@ -291,14 +291,6 @@ def test_micro_batches_add_up_to_one_batch(reference):
     assert_adams_first_update(got.params, grads)
 
 
-def test_offloaded_inputs_of_layers_change_nothing(reference):
-    """With full remat gradients are the same to the bit: test_models.py. Dots: test_lora.py."""
-    grads, numbers = reference
-    got = update(make_batch(), ALL_AXES, config=dataclasses.replace(CONFIG, remat="offload"))
-    assert_same_metrics(got.metrics, numbers)
-    assert_same_gradients(got.grads, grads)
-
-
 # The correction for who sampled.
 
 CAP = 1.3
@@ -339,6 +331,7 @@ def corrected_batch(with_proximal: bool) -> TrajectoryBatch:
     return dataclasses.replace(batch, proximal=proximal)
 
 
+@pytest.mark.slow_except("True")
 @pytest.mark.parametrize("with_proximal", [False, True])
 def test_a_corrected_update_is_its_formula_sharded_and_in_parts(with_proximal):
     grads, numbers = corrected_reference(with_proximal)
