@@ -213,7 +213,6 @@ MODELS = {
     "olmo": OLMO,
     "gpt_oss": GPT_OSS,
     "mistral": ModelConfig(**SIZES, windows=(7,)),
-    "mixture": ModelConfig(**SIZES, num_experts=4, experts_per_token=2, expert_ffn_size=16),
     "adapters": ModelConfig(**SIZES, attention_bias=True),
 }
 # Several chunks of log-probs a shard, of which the last is filled up. No gradient is clipped.
@@ -221,9 +220,8 @@ PLAIN = TrainConfig(logprob_chunk=2, max_grad_norm=1e9, remat="full")
 CONFIGS = {
     "gemma": PLAIN,
     "olmo": PLAIN,
-    "gpt_oss": PLAIN,
+    "gpt_oss": dataclasses.replace(PLAIN, balance_coefficient=0.1, micro_batches=2),
     "mistral": dataclasses.replace(PLAIN, remat="none", logprob_chunk=512),
-    "mixture": dataclasses.replace(PLAIN, balance_coefficient=0.1, micro_batches=2),
     "adapters": dataclasses.replace(PLAIN, lora=LoraConfig(rank=2, alpha=12.0)),
 }
 CONTROLS = np.array([1e-3, 0.05], np.float32)
@@ -296,7 +294,6 @@ def update(family: str, mesh: str) -> tuple[Any, dict[str, float]]:
         pytest.param("gemma", "fsdp=2,context=2,tensor=2", marks=pytest.mark.slow),
         pytest.param("olmo", "fsdp=2,context=2,tensor=2", marks=pytest.mark.slow),
         ("mistral", "data=2,context=2,tensor=2"),
-        pytest.param("mixture", "fsdp=2,context=2,expert=2", marks=pytest.mark.slow),
         pytest.param("gpt_oss", "context=2,expert=2,tensor=2", marks=pytest.mark.slow),
         pytest.param("adapters", "fsdp=2,context=2,tensor=2", marks=pytest.mark.slow),
     ],
