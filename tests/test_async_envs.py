@@ -3,7 +3,6 @@
 """Environments whose methods are coroutines: on one event loop, and otherwise as plain ones."""
 
 import asyncio
-import dataclasses
 import random
 import re
 import subprocess
@@ -18,9 +17,8 @@ from earl_jax.envs.environment import Start, StepResult, check_start, check_step
 from earl_jax.envs.event_loop import Awaits, after
 from earl_jax.envs.examples import corpus, play_example
 from earl_jax.envs.pool import EnvironmentPool, Failure
-from earl_jax.rollout.episode import Task
 from earl_jax.run.build import build_run
-from tests.support import ROOT
+from tests.support import ROOT, wait_until
 from tests.support.environments import Talker
 from tests.support.episodes import assert_same_episodes, check_rows, collect, tasks
 from tests.support.placements import TINY, one_step
@@ -55,13 +53,6 @@ def open_pool():
 async def answer(value=1, wait_s=0.0):
     await asyncio.sleep(wait_s)
     return value
-
-
-def wait_until(happened) -> bool:
-    deadline_s = time.monotonic() + 30
-    while not happened() and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    return happened()
 
 
 def test_a_thousand_environments_wait_at_once_in_one_thread(open_pool):
@@ -338,67 +329,6 @@ def test_episodes_are_those_of_the_same_environment_with_plain_functions(pool):
     check_rows(mixed, 40)
     assert {t.stop_reason for t in mixed.trajectories} == {"win"}
     assert_same_episodes(plain.trajectories, mixed.trajectories)
-
-
-class Faulty(AsyncBoth):
-    """Its second step goes wrong."""
-
-    def __init__(self, seed: int, fault):
-        super().__init__(seed)
-        self.fault = fault
-
-    async def step(self, reply: str):
-        result = await super().step(reply)
-        return await self.fault(result) if self.replies == 2 else result
-
-
-def test_coroutines_that_misbehave_end_their_own_episode_only():
-    cancelled = []
-
-    async def crash(result):
-        raise OSError("the game server is gone")
-
-    async def hang(result):
-        try:
-            await asyncio.sleep(1000)
-        finally:
-            cancelled.append(True)
-
-    async def unwritable(result):
-        return dataclasses.replace(result, text="\ud800")
-
-    async def garbage(result):
-        return Start(text="hello")
-
-    faults = {
-        0: (crash, "environment_error", "OSError: the game server is gone"),
-        5: (hang, "environment_timeout", "no answer within 2.0 s (config.env.timeout_s)"),
-        11: (unwritable, "unencodable", None),
-        16: (garbage, "environment_error", "step() must return a StepResult; got a"),
-    }
-
-    def make(task: Task):
-        seed = task.args["seed"]
-        return Faulty(seed, faults[task.episode][0]) if task.episode in faults else AsyncBoth(seed)
-
-    pool = EnvironmentPool(2, timeout_s=2.0)
-    try:
-        healthy = collect(pool, tasks(24), lambda task: Talker(task.args["seed"]))
-        rollout = collect(pool, tasks(24), make)
-        assert wait_until(lambda: pool.num_hung == 0)
-    finally:
-        pool.close()
-    assert cancelled == [True]
-    check_rows(rollout, 24)
-    for one, other in zip(healthy.trajectories, rollout.trajectories, strict=True):
-        if other.episode not in faults:
-            assert_same_episodes([one], [other])
-            continue
-        _, reason, detail = faults[other.episode]
-        assert (other.stop_reason, len(other.turns)) == (reason, 4)
-        assert other.detail.startswith(detail or "")
-        for turn, same in zip(other.turns, one.turns, strict=False):
-            assert turn.token_ids == same.token_ids
 
 
 class Shows(Talker):

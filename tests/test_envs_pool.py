@@ -12,9 +12,8 @@ from functools import partial
 
 import pytest
 
-from earl_jax.envs.board_game import BoardGame
-from earl_jax.envs.environment import StepResult, check_step
 from earl_jax.envs.pool import EnvironmentPool, Failure
+from tests.support import wait_until
 
 
 @pytest.fixture
@@ -32,22 +31,6 @@ def test_outcomes_are_in_the_order_of_the_calls(num_workers):
         assert pool.run([partial(lambda i: i * i, i) for i in range(size)]) == [
             i * i for i in range(size)
         ]
-    pool.close()
-
-
-def test_games_in_the_pool_are_the_games_outside():
-    def episodes(run):
-        environments = [BoardGame(seed=s, index=s % 2) for s in range(50)]
-        rng = random.Random(0)
-        answers = [run([e.start for e in environments])]
-        for _ in range(3):
-            live = [e for e in environments if e.legal_replies()]
-            replies = [rng.choice(e.legal_replies()) for e in live]
-            answers.append(run([partial(e.step, r) for e, r in zip(live, replies, strict=True)]))
-        return answers
-
-    pool = EnvironmentPool(2, timeout_s=30.0)
-    assert episodes(pool.run) == episodes(lambda calls: [call() for call in calls])
     pool.close()
 
 
@@ -75,19 +58,6 @@ def test_exceptions_become_failures_and_workers_survive():
     pool.close()
 
 
-def test_garbage_of_an_environment_is_named():
-    class Garbage:
-        def step(self, reply: str) -> StepResult:
-            return {"text": reply}  # pyright: ignore[reportReturnType]
-
-    environment = Garbage()
-    (outcome,) = EnvironmentPool(1, timeout_s=30.0).run([lambda: check_step(environment.step("4"))])
-    assert outcome == Failure(
-        stop_reason="environment_error",
-        detail="step() must return a StepResult; got a dict",
-    )
-
-
 def test_hang_costs_one_timeout_and_delays_no_other_call(released):
     pool = EnvironmentPool(2, timeout_s=1.0)
     finished = []
@@ -109,38 +79,6 @@ def test_hang_costs_one_timeout_and_delays_no_other_call(released):
     assert max(finished) - began < 1.0, "the other worker made the other calls meanwhile"
     assert pool.run([lambda: 1] * 10) == [1] * 10, "the thread was replaced"
     pool.close()
-
-
-def test_all_workers_hanging_are_replaced_within_the_burst(released):
-    pool = EnvironmentPool(2, timeout_s=0.3)
-    outcomes = pool.run([released.wait] * 4 + [lambda: 7] * 20)
-    assert [isinstance(o, Failure) for o in outcomes[:4]] == [True] * 4
-    assert outcomes[4:] == [7] * 20
-    pool.close()
-
-
-def test_a_late_result_is_dropped_and_its_thread_ends(released):
-    pool = EnvironmentPool(1, timeout_s=0.3)
-    threads = []
-
-    def late() -> str:
-        threads.append(threading.current_thread())
-        released.wait()
-        return "late"
-
-    outcomes = pool.run([late, lambda: "in time"])
-    released.set()
-    threads[0].join(timeout=30)
-    assert not threads[0].is_alive()
-    assert isinstance(outcomes[0], Failure) and outcomes[1] == "in time"
-    pool.close()
-
-
-def wait_until(happened) -> bool:
-    deadline_s = time.monotonic() + 30
-    while not happened() and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    return happened()
 
 
 def test_any_number_of_calls_may_hang_and_those_that_return_are_forgotten(released):
@@ -263,17 +201,6 @@ def test_a_slow_call_is_waited_for_once(released):
     assert 0.2 <= time.monotonic() - began < patience_s
     released.set()
     assert calls.take(at_least_one=True) == {"slow": True}
-    pool.close()
-
-
-def test_a_hang_among_waiting_calls_fails_in_its_time(released):
-    pool = EnvironmentPool(1, timeout_s=0.3)
-    calls = pool.calls()
-    calls.submit({"hung": released.wait, "next": lambda: 1})
-    first = calls.take(at_least_one=True)
-    assert isinstance(first["hung"], Failure)
-    assert first["hung"].stop_reason == "environment_timeout"
-    assert first | calls.take(30.0) == {**first, "next": 1}
     pool.close()
 
 

@@ -3,6 +3,8 @@
 """Fixtures, instruments and reference computations that several test files share."""
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -25,3 +27,11 @@ def link_programs(cache: Path) -> None:
     """Has runs with this cache folder ($XDG_CACHE_HOME) use and add to PROGRAMS."""
     (cache / "earl_jax").mkdir(parents=True)
     (cache / "earl_jax/xla").symlink_to(PROGRAMS)
+
+
+def wait_until(happened: Callable[[], bool]) -> bool:
+    """Waits until it has happened, but no longer than half a minute. Returns whether it has."""
+    deadline_s = time.monotonic() + 30
+    while not happened() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return happened()
