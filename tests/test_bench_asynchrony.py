@@ -88,10 +88,3 @@ def test_a_streaming_step_has_the_rounds_of_its_longest_episode():
     found = beside_simulation(line, ROWS, calls, EPISODES, 2.0)
     assert found["rounds a step"] == found["simulated"] == 6.0
     assert found["tokens/s, simulated"] is found["s an update"] is None
-
-
-@pytest.mark.parametrize(
-    "line", ["asynchronous, shared, staleness 2", "staleness 4, streaming in 4 parts"]
-)
-def test_the_simulation_stands_beside_lines_that_it_has(line):
-    assert set(beside_simulation(LINES[line], [], {}, [], 1.0).values()) == {None}

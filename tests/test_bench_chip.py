@@ -19,7 +19,6 @@ TINY = dataclasses.replace(PRESETS["qwen2.5-7b"], **SIZES, ffn_size=128)
     ("point", "near"),
     [
         (Point("paged attention", "tiny-1", 3, 256, "int8"), ["distance"]),
-        (Point("paged attention", "tiny-1", 2, 640, "chunks of 512"), ["distance"]),
         (
             Point("attention of rows", "tiny-1", 1, 2048, "documents of 1,024"),
             ["distance", "gradient"],

@@ -144,15 +144,6 @@ def test_the_longest_reply_is_sixteen_times_the_median(engine):
     assert collections.Counter(lengths) == {16: 96, 32: 96, 64: 32, 128: 24, 256: 6, 512: 2}
 
 
-def test_the_best_other_is_the_best_of_all_threads_and_batches(engine, capsys):
-    from benchmarks.rollout.parts import _print_best
-
-    found = {"ours, 16 slots": 2.0, "transformers, 1 thread": 9.0, "transformers, 2 threads": 8.0}
-    _print_best({label: {"seconds": seconds} for label, seconds in found.items()}, 2.0)
-    sampled = "The best other, transformers, 2 threads, takes 4.00 times as long."
-    assert sampled in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_replies_are_equally_long(play):
     table, (warm_up, found, *_) = play("equal")

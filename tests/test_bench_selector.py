@@ -7,8 +7,7 @@ import pytest
 from benchmarks import capacity, start
 from benchmarks.capacity import GIVEN, MESHES, longest, plan_for, row_of
 from benchmarks.regret import POINTS, Pair, Point, measure, summary
-from benchmarks.runs import steps_of
-from benchmarks.start import command, count_programs
+from benchmarks.start import count_programs
 from earl_jax.placement.problem import find_model, make_problem
 from earl_jax.placement.stages import Stages
 from earl_jax.run.build import build_run
@@ -143,30 +142,6 @@ def test_programs_are_counted_by_what_jax_says_of_them():
         "of these loaded": 0,
         "s of these": 0.51,
     }
-
-
-def test_first_step_is_no_evaluation(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    assert not steps_of(tmp_path)
-    path.write_text('{"step": 0, "eval": {"win": 0.5}}\n')
-    assert not steps_of(tmp_path)
-    path.write_text(path.read_text() + '{"step": 1, "stage_s": {"train": 1.0}}\n')
-    assert steps_of(tmp_path)
-
-
-def test_start_is_measured_cold_and_warm(monkeypatch, capsys):
-    asked = []
-
-    def fake(config, overrides, workdir, caches):
-        asked.append((config.stem, tuple(overrides), workdir.name, caches))
-        return {"s to the first step": 2.0}
-
-    monkeypatch.setattr(start, "start", fake)
-    command(["--config=configs/trail_tiny_cpu.py", "--config.seed=3"])
-    (cold, warm) = asked
-    assert (cold[:3], warm[2]) == (("trail_tiny_cpu", ("--config.seed=3",), "cold"), "warm")
-    assert cold[3] == warm[3]
-    assert "| trail_tiny_cpu | cold | 2 |" in capsys.readouterr().out
 
 
 @pytest.mark.slow

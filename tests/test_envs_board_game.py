@@ -299,10 +299,6 @@ def test_calls_out_of_order_are_errors():
         environment.step("4")
 
 
-def test_game_is_loaded_once():
-    assert load_game("tic_tac_toe") is load_game("tic_tac_toe")
-
-
 def test_corpus_is_the_same_for_the_same_seed_and_has_both_sides():
     corpus = game_corpus(20, seed=3)
     assert corpus == game_corpus(20, seed=3)

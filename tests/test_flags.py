@@ -130,7 +130,7 @@ MISTAKES = {
     "evaluate": ["--workdir=nowhere"],
     "serve": ["--model=nowhere"],
     "plan": ["--topology=v9:4x4"],
-    "bench": ["train", "--config.train.micro_batchs=1"],
+    "bench": ["train", "--repeats=0"],
     "view": ["nowhere"],
 }
 

@@ -9,12 +9,11 @@ import pytest
 
 from benchmarks import growing
 from benchmarks.growing import Arm, Run, page_rows, read_run
-from benchmarks.pages import replace_table, table
+from benchmarks.pages import table
 from earl_jax.config.file import load_config_file, make_config
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.load import expected_load
 from earl_jax.telemetry.load import Load, LoadHistory
-from earl_jax.telemetry.metrics import read_metrics
 
 
 def history(*longest: int) -> LoadHistory:
@@ -143,32 +142,3 @@ def test_static_pairs_that_fit_to_the_end_are_those_that_cut_both_stages():
     fitting = [arm.name for arm in growing.arms() if growing.fits_to_the_end(arm)]
     rollout, trains = growing.ROLLOUT_MESHES[1], growing.TRAIN_MESHES[1:]
     assert fitting == ["ours", *(f"static {rollout} + {train}" for train in trains)]
-
-
-def test_command_keeps_its_runs_and_makes_none_twice(tmp_path, monkeypatch, capsys):
-    made, (ours, other) = [], growing.arms()[:2]
-
-    def play(arm, folder):
-        made.append(arm.name)
-        for cache in growing.CACHES:
-            yield dataclasses.replace(RUN, arm=arm.name, cache=cache)
-
-    monkeypatch.setattr(growing, "play", play)
-    for arms in ([ours], [ours, other]):
-        monkeypatch.setattr(growing, "arms", lambda arms=arms: arms)
-        growing.command([f"--folder={tmp_path}"])
-    assert made == [ours.name, other.name]
-    assert len(read_metrics(tmp_path / "rows.jsonl")) == 2 * len(made)
-    assert capsys.readouterr().out.count("| ours | 0 | warm |") == 3
-
-
-def test_table_goes_between_its_marks(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("before\n<!-- table -->\nold\n<!-- end of table -->\nafter\n")
-    replace_table(page, table([{"a": 1.5, "b": None}]))
-    text = page.read_text()
-    assert text.startswith("before\n<!-- table -->\n| a | b |\n| --- | --- |\n| 1.5 |  |\n")
-    assert text.endswith("<!-- end of table -->\nafter\n") and "old" not in text
-    page.write_text("no marks")
-    with pytest.raises(ValueError, match="has no lines"):
-        replace_table(page, "")

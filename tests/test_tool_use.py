@@ -360,6 +360,7 @@ def _written(form: str) -> tuple[str, dict]:
         ({"tools": [ADD], "call_format": "hermse"}, {}, "did you mean 'hermes'?"),
         ({"tools": [ADD], "longest_result": 0}, {}, "longest_result is 0"),
         ({"tools": [ADD]}, {"reward": ""}, "give config.tasks.reward"),
+        ({"tools": [ADD]}, {"path": "", "reward": ""}, "needs config.tasks.path"),
         ({"tools": [ADD]}, {"reward": "tests.support.tools:add"}, "reward(reply, prompt="),
     ],
 )
@@ -372,13 +373,6 @@ def test_a_tool_or_setting_that_cannot_be_is_an_error_at_the_start(tmp_path, arg
             EnvConfig(name="tools", args=args), TasksConfig(**given), seed=0, num_tasks=1
         )
     assert words in str(error.value)
-
-
-def test_it_needs_a_dataset():
-    with pytest.raises(ValueError, match="needs config.tasks.path"):
-        open_environment(
-            EnvConfig(name="tools", args={"tools": [ADD]}), TasksConfig(), seed=0, num_tasks=1
-        )
 
 
 @pytest.mark.slow
