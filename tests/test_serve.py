@@ -42,7 +42,6 @@ from tests.support.served import (
     scores_of,
     serving,
 )
-from tests.support.serving_here import serving_here
 
 NUM_SLOTS = 4
 
@@ -441,16 +440,6 @@ def test_bytes_that_are_no_grpc_and_silent_clients_disturb_no_other_client(serve
         assert ids_of(server.stub.Decode(request(ids, 20))) == expected(ids, 20)
     assert ids_of(server.stub.Decode(request(ids, 20))) == expected(ids, 20)
     assert server.process.poll() is None
-
-
-@pytest.mark.slow
-def test_short_requests_one_after_the_other_are_all_answered():
-    """On one slot, which is free again behind each."""
-    with serving_here(MODEL, num_slots=1) as server:
-        ids = prompt(7, 3)
-        sampled = expected(ids, 2)
-        for _ in range(300):
-            assert ids_of(server.stub.Decode(request(ids, 2))) == sampled
 
 
 # Mistakes in what is given.
