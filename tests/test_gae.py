@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""PPO's advantages, returns and value loss: by hand, and against a plain loop."""
+"""PPO's advantages, returns and value loss by hand; against torch: test_torch_losses.py."""
 
 import dataclasses
 
@@ -85,95 +85,6 @@ def test_nothing_crosses_from_episode_to_episode_and_a_fork_is_no_end(settings):
     for name in ("advantages", "returns"):
         expected = np.concatenate([getattr(alone, name), getattr(other, name)], axis=1)
         np.testing.assert_allclose(getattr(found, name), expected, rtol=1e-6)
-
-
-def episode(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """An episode of a few turns; it may fork before any of them but the first."""
-    turns, sequences = [0], [1]
-    for turn in range(1, rng.integers(2, 5)):
-        reply = [turn] * rng.integers(1, 4)
-        sample = sequences[-1] + int(turn > 1 and rng.random() < 0.4)
-        turns += [0] * rng.integers(1, 3) + reply
-        sequences += [sample] * (len(turns) - len(sequences))
-    size = len(turns)
-    return {
-        "turns": np.array(turns),
-        "sequences": np.array(sequences),
-        "rewards": rng.normal(size=9)[turns],
-        "values": rng.normal(size=size),
-        "old": -rng.random(size),
-        "reference": -rng.random(size),
-    }
-
-
-def by_a_loop(one: dict[str, np.ndarray], settings: PpoSettings) -> tuple[np.ndarray, np.ndarray]:
-    """Advantages and returns of an episode, step by step from its end."""
-    turns, size = one["turns"], len(one["turns"])
-    penalties = settings.kl_coefficient * (one["old"] - one["reference"])
-    advantages, returns = np.zeros(size), np.zeros(size)
-    if settings.gae_level == "token":
-        steps = [[t] for t in range(size) if turns[t]]
-    else:
-        steps = [list(np.flatnonzero(turns == turn)) for turn in range(1, turns.max() + 1)]
-    following = following_value = 0.0
-    for step in reversed(steps):
-        own = turns == turns[step[0]]
-        ends = np.flatnonzero(own)[-1] in step
-        reward = one["rewards"][step[0]] * ends - penalties[step].sum()
-        value = one["values"][step[0]]
-        error = reward + settings.gamma * following_value - value
-        following = error + settings.gamma * settings.gae_lambda * following
-        following_value = value
-        advantages[step], returns[step] = following, following + value
-    return advantages, returns
-
-
-@pytest.mark.parametrize("level", ["token", "turn"])
-def test_rows_of_several_episodes_against_a_plain_loop(level):
-    """With forks, a penalty in the reward (k1), padding, and advantages normalised by numpy."""
-    rng = np.random.default_rng(5)
-    settings = PpoSettings(
-        gamma=0.97,
-        gae_lambda=0.8,
-        gae_level=level,
-        kl_coefficient=0.3,
-        kl_estimator="k1",
-        kl_in="reward",
-    )
-    rows, expected = [], []
-    for _ in range(6):
-        row, own = [], []
-        samples = 0
-        for _ in range(3):
-            one = episode(rng)
-            own.append(by_a_loop(one, settings))
-            one["sequences"] = one["sequences"] + samples
-            samples = one["sequences"].max()
-            row.append(one)
-        rows.append({name: np.concatenate([one[name] for one in row]) for name in row[0]})
-        expected.append([np.concatenate(part) for part in zip(*own, strict=True)])
-    length = max(len(row["turns"]) for row in rows) + 3
-
-    def table(arrays) -> np.ndarray:
-        return np.stack([np.pad(array, (0, length - len(array))) for array in arrays])
-
-    fields = {name: table([row[name] for row in rows]) for name in rows[0]}
-    mask = fields["turns"] > 0
-    real = {
-        name: np.where(mask, fields[name], 0).astype(np.float32)
-        for name in ("rewards", "values", "old", "reference")
-    }
-    facts = RewardFacts(
-        mask=mask,
-        sequences=fields["sequences"].astype(np.int32),
-        turns=fields["turns"].astype(np.int32),
-        **real,
-    )
-    found = estimate(facts, settings)
-    advantages, returns = (table([pair[i] for pair in expected]) for i in (0, 1))
-    advantages[mask] = (advantages[mask] - advantages[mask].mean()) / advantages[mask].std()
-    np.testing.assert_allclose(found.advantages, advantages, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(found.returns, returns, rtol=1e-4, atol=1e-5)
 
 
 def test_a_batch_without_tokens_and_one_of_equal_advantages_give_zeros():
