@@ -16,25 +16,21 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.engine.config import EngineConfig, SlotRules
 from earl_jax.engine.engine import Engine
 from earl_jax.models.attention import paged_tpu
 from earl_jax.models.attention.kernels import choose_kernel
-from earl_jax.models.config import ModelConfig
 from earl_jax.models.kv_cache import LayerCache
 from earl_jax.models.presets import PRESETS
 from earl_jax.sharding.layout import TRAINING_ROWS, Layout, MeshShape, make_layout
-from earl_jax.sharding.placing import placed_shapes
 from earl_jax.sharding.topology import make_topology
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.state import state_shapes, state_shardings
-from earl_jax.train.step import batch_shapes, make_train_step
-from earl_jax.train.update import Update
 from tests.support.caches import empty_cache
 from tests.support.compiled_publish import times_the_plan
 from tests.support.compilers import need_compiler
 from tests.support.hlo import COLLECTIVE
+from tests.support.updates import lowered_update
 
 MAX_TOKENS, SLOTS, VOCAB = 4096, 32, 1024
 CHUNK, BURST = 16, 8
@@ -252,26 +248,6 @@ def test_publishing_sends_what_engines_lack_in_their_type_and_hardly_more(family
 TPU_AND_GPU = [("v5e:2x4", 0.7), ("h100:1x8", 0.9)]
 
 
-def lowered_update(model: ModelConfig, config: TrainConfig, layout: Layout, rows: int, length: int):
-    step = make_train_step(
-        Update(
-            model,
-            config,
-            layout,
-            vocab_size=VOCAB,
-            temperature=1.0,
-            algorithm=ALGORITHMS["reinforce"],
-        )
-    )
-    state = placed_shapes(
-        state_shapes(model, config, VOCAB), state_shardings(model, config, VOCAB, layout)
-    )
-    # Kernels ask it which chip they are for.
-    with jax.default_device(layout.mesh.devices.flat[0]):  # pyright: ignore
-        controls = jax.ShapeDtypeStruct((2,), jnp.float32)
-        return step.lower(state, batch_shapes(rows, length, layout), controls)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "least"), [pytest.param(*c, marks=need_compiler(c[0])) for c in TPU_AND_GPU]
@@ -281,7 +257,9 @@ def test_layers_inputs_leave_the_device_for_its_host(name, least):
     model = dataclasses.replace(FAMILIES["qwen3-8b"], num_layers=32)
     layout = make_layout(MeshShape(fsdp=8), make_topology(name).devices(), row_axes=TRAINING_ROWS)
     full, offload = (
-        lowered_update(model, TrainConfig(remat=remat), layout, 8, 4096).compile().memory_analysis()
+        lowered_update(model, TrainConfig(remat=remat), layout, VOCAB, (8, 4096))
+        .compile()
+        .memory_analysis()
         for remat in ("full", "offload")
     )
     kept = 32 * 4096 * model.width * 2
@@ -299,7 +277,7 @@ def assert_an_update_compiles(family: str, layout: Layout, kernel: str) -> None:
         )
     shapes = state_shapes(model, config, VOCAB)
     shardings = state_shardings(model, config, VOCAB, layout)
-    lowered = lowered_update(model, config, layout, 4, 1000)
+    lowered = lowered_update(model, config, layout, VOCAB, (4, 1000))
     analysis = lowered.compile().memory_analysis()
     parts = jax.tree.map(
         lambda shape, where: 4 * math.prod(where.shard_shape(shape.shape)), shapes, shardings

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.dispatch.weights import publish
 from earl_jax.models.attention.folding import fold, part_length, unfold
 from earl_jax.models.attention.kernels import attend_rows, context_obstacle
@@ -23,13 +22,13 @@ from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.sharding.reshard import reshard
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.state import TrainState, init_state, state_shapes, state_shardings
-from earl_jax.train.step import make_train_step, read_metrics
-from earl_jax.train.update import Update
+from earl_jax.train.step import read_metrics
 from earl_jax.trajectory import TrajectoryBatch
 from tests.support.meshes import train_candidates
 from tests.support.rows import make_rows
 from tests.support.settings import make_config
 from tests.support.shardings import resident_bytes
+from tests.support.updates import train_step
 
 HEADS, GROUPS, HEAD_SIZE = 2, 2, 8
 
@@ -273,16 +272,7 @@ def placed_on(family: str, layout) -> tuple[TrainState, TrajectoryBatch]:
 def update(family: str, mesh: str) -> tuple[Any, dict[str, float]]:
     """Gradients, read from Adam's first moment, and metrics of one update."""
     model, config, layout = MODELS[family], CONFIGS[family], layout_of(mesh)
-    step = make_train_step(
-        Update(
-            model,
-            config,
-            layout,
-            vocab_size=VOCAB,
-            temperature=0.8,
-            algorithm=ALGORITHMS["reinforce"],
-        )
-    )
+    step = train_step(model, config, layout, VOCAB, temperature=0.8)
     state, metrics = step(*placed_on(family, layout), CONTROLS)
     grads = jax.tree.map(lambda m: np.asarray(m) / (1 - config.adam_b1), state.optimizer[1].mu)
     return grads, read_metrics(metrics)

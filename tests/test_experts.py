@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.engine.config import EngineConfig
 from earl_jax.engine.engine import Engine
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
@@ -36,8 +35,7 @@ from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.sharding.placing import placed_shapes
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.state import state_of
-from earl_jax.train.step import make_train_step, read_metrics
-from earl_jax.train.update import Update
+from earl_jax.train.step import read_metrics
 from earl_jax.trajectory import TrajectoryBatch
 from tests.support.experts import (
     BIASED,
@@ -51,6 +49,7 @@ from tests.support.experts import (
 from tests.support.hlo import COLLECTIVE, replica_groups
 from tests.support.settings import make_config
 from tests.support.slots import CHUNK, MAX_TOKENS, RULES, VOCAB, assert_same, converse, make_scripts
+from tests.support.updates import train_step
 
 REFERENCE = Path(__file__).parent / "reference" / "qwen3_moe"
 
@@ -392,9 +391,7 @@ def test_adapters_of_attention_are_trained_beside_frozen_experts():
         assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(base))
         sizes = {"vocab_size": given.vocab_size, "layout": layout}
         state = state_of(base, given.model, config, seed=0, **sizes)
-        step = make_train_step(
-            Update(given.model, config, temperature=1.0, algorithm=ALGORITHMS["reinforce"], **sizes)
-        )
+        step = train_step(given.model, config, **sizes)
         arguments = (state, batch, np.array([1e-3, 0.0], np.float32))
         state, metrics = step.lower(*arguments).compile()(*arguments)
         assert read_metrics(metrics)["grad_norm"] > 0

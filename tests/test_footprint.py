@@ -38,18 +38,17 @@ from earl_jax.selector.hardware import hardware_of, parse_topology
 from earl_jax.selector.memory import program_bytes
 from earl_jax.settings.remat import Remat
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_abstract_layout, make_layout
-from earl_jax.sharding.placing import placed_shapes
 from earl_jax.sharding.topology import CHIPS, make_topology
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.state import state_shapes, state_shardings
-from earl_jax.train.step import batch_shapes, make_train_step
-from earl_jax.train.update import Update
 from tests.support.shardings import resident_bytes
+from tests.support.updates import lowered_update
 
 # Two layers of width 8, 4 heads on 2 key/value heads of size 4, a network of 16, 32 entries.
 TINY = ModelConfig(
     num_layers=2, width=8, num_heads=4, num_kv_heads=2, head_size=4, ffn_size=16, windows=(6, 0)
 )
+
 # Of a layer: two norms of 8, queries and outputs of 8 x 16, keys and values of 8 x 8, three
 # matrices of 8 x 16.
 LAYER = 2 * 8 + 2 * 8 * 16 + 2 * 8 * 8 + 3 * 8 * 16
@@ -310,27 +309,18 @@ def test_an_update_takes_what_xla_says(networks, ema_decay):
     model = dataclasses.replace(model, ffn_size=768, windows=(0,))
     rows, length, vocab_size = 4, 512, 2048
     layout = make_layout(D1, row_axes=TRAINING_ROWS)
-    name = "ppo" if networks.critic else "grpo"
     config = TrainConfig(ema_decay=ema_decay)
-    step = make_train_step(
-        Update(
-            model,
-            config,
-            layout,
-            vocab_size=vocab_size,
-            temperature=1.0,
-            algorithm=ALGORITHMS[name],
-            networks=networks,
-        )
+    lowered = lowered_update(
+        model,
+        config,
+        layout,
+        vocab_size,
+        (rows, length),
+        scored=("values", "returns") if networks.critic else (),
+        algorithm=ALGORITHMS["ppo" if networks.critic else "grpo"],
+        networks=networks,
     )
-    state = placed_shapes(
-        state_shapes(model, config, vocab_size, networks),
-        state_shardings(model, config, vocab_size, layout, networks),
-    )
-    scored = ("values", "returns") if networks.critic else ()
-    batch = batch_shapes(rows, length, layout, scored=scored)
-    controls = jax.ShapeDtypeStruct((2 + networks.critic,), jnp.float32)
-    found = program_bytes(step.lower(state, batch, controls).compile())
+    found = program_bytes(lowered.compile())
     sizes = model_sizes(model, vocab_size, engine_dtype="float32", train=config, networks=networks)
     work = dataclasses.replace(
         WORK, num_rows=rows, micro_batches=1, remat="none", logprob_chunk=512

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.models.attention.kernels import attend_rows, choose_kernel, choose_pages_kernel
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows
@@ -22,16 +21,15 @@ from earl_jax.placement.problem import workload
 from earl_jax.run.build import build_run
 from earl_jax.selector.hardware import parse_topology
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
-from earl_jax.sharding.placing import placed_shapes
 from earl_jax.sharding.topology import make_topology
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.scoring import score_batch
-from earl_jax.train.state import state_shapes, state_shardings
-from earl_jax.train.step import batch_shapes, make_train_step
-from earl_jax.train.update import Update
+from earl_jax.train.state import state_shapes
+from earl_jax.train.step import batch_shapes
 from tests.support.compilers import has_tokamax, need_compiler, need_tokamax
 from tests.support.rows import HEAD_SIZE, make_rows
 from tests.support.settings import make_config
+from tests.support.updates import lowered_update
 
 SPLIT = MeshShape(data=2, tensor=2)
 TINY = ModelConfig(
@@ -43,6 +41,7 @@ TINY = ModelConfig(
     ffn_size=256,
     compute_dtype="bfloat16",
 )
+
 # More than a block.
 LONG = 129
 
@@ -327,26 +326,11 @@ def test_a_training_step_compiles_with_the_kernel_of_the_platform(name, kernel):
 
     def program_text(attention: str) -> str:
         config = TrainConfig(attention=attention, remat="full")  # pyright: ignore[reportArgumentType]
-        step = make_train_step(
-            Update(
-                model,
-                config,
-                layout,
-                vocab_size=256,
-                temperature=1.0,
-                algorithm=ALGORITHMS["reinforce"],
-            )
-        )
-        state = placed_shapes(
-            state_shapes(model, config, 256), state_shardings(model, config, 256, layout)
-        )
-        controls = jax.ShapeDtypeStruct((2,), jnp.float32)
         with default_device_of(layout):
             assert (
                 attention != "auto" or choose_kernel("auto", layout, model, 1000).kernel == kernel
             )
-            lowered = step.lower(state, batch_shapes(8, 1000, layout), controls)
-        return lowered.compile().as_text()
+        return lowered_update(model, config, layout, 256, (8, 1000)).compile().as_text()
 
     def calls(text: str) -> set[str]:
         return {kernel for kernel, target in CUSTOM_CALLS.items() if target in text}

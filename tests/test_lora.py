@@ -14,7 +14,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.dispatch.weights import publish
 from earl_jax.models.config import LoraConfig, ModelConfig
 from earl_jax.models.decoder import forward_chunk, forward_rows, head_weights
@@ -37,7 +36,6 @@ from earl_jax.models.parameters import (
 from earl_jax.run.build import build_run
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape, make_layout
-from earl_jax.sharding.placing import placed_shapes
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.train import checkpoint
 from earl_jax.train.checkpoint import Checkpoints
@@ -49,12 +47,12 @@ from earl_jax.train.state import (
     state_shapes,
     state_shardings,
 )
-from earl_jax.train.step import batch_shapes, make_train_step, read_metrics
-from earl_jax.train.update import Update
+from earl_jax.train.step import read_metrics
 from earl_jax.trajectory import TrajectoryBatch
 from tests.support.caches import empty_cache
 from tests.support.settings import make_config
 from tests.support.shardings import resident_bytes
+from tests.support.updates import lowered_update
 
 REFERENCE = Path(__file__).parent / "reference"
 VOCAB, ROWS, LENGTH = 64, 16, 12
@@ -62,6 +60,7 @@ VOCAB, ROWS, LENGTH = 64, 16, 12
 MODEL = ModelConfig(
     num_layers=2, width=32, num_heads=16, num_kv_heads=8, head_size=4, ffn_size=32, init_scale=4.0
 )
+
 SPECS = parameter_specs(MODEL, VOCAB)
 LORA = LoraConfig(rank=4, alpha=12.0)
 CONFIG = TrainConfig(lora=LORA, max_grad_norm=1e9)
@@ -107,23 +106,7 @@ def make_batch() -> TrajectoryBatch:
 
 @functools.cache
 def compiled_step(shape: MeshShape, config: TrainConfig = CONFIG):
-    layout = make_layout(shape)
-    step = make_train_step(
-        Update(
-            MODEL,
-            config,
-            layout,
-            vocab_size=VOCAB,
-            temperature=1.0,
-            algorithm=ALGORITHMS["reinforce"],
-        )
-    )
-    state = placed_shapes(
-        state_shapes(MODEL, config, VOCAB), state_shardings(MODEL, config, VOCAB, layout)
-    )
-    controls = jax.ShapeDtypeStruct((2,), jnp.float32)
-    lowered = step.lower(state, batch_shapes(ROWS, LENGTH, layout), controls)
-    return lowered.compile()
+    return lowered_update(MODEL, config, make_layout(shape), VOCAB, (ROWS, LENGTH)).compile()
 
 
 def logits_of(params: Any, shape: MeshShape = ONE_DEVICE) -> np.ndarray:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.models.decoder import forward_rows_routed
 from earl_jax.models.moe.routing import Routing, balance_loss, count_routing, load_of_experts
 from earl_jax.models.parameters import parameter_shardings, parameter_specs
@@ -18,13 +17,13 @@ from earl_jax.run.build import build_run
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.state import state_of
-from earl_jax.train.step import make_train_step, read_metrics
-from earl_jax.train.update import Update
+from earl_jax.train.step import read_metrics
 from earl_jax.trajectory import TrajectoryBatch
 from tests.support.experts import MODEL, params
 from tests.support.references import CHECKPOINT
 from tests.support.settings import make_config
 from tests.support.slots import VOCAB
+from tests.support.updates import train_step
 
 PAIR = dataclasses.replace(MODEL, num_experts=2, experts_per_token=1)
 ROWS, LENGTH = 8, 12
@@ -111,16 +110,7 @@ def updated(mesh: str, **settings):
     # A copy, because a state is donated.
     placed = jax.device_put(jax.tree.map(np.array, params()), shardings)
     state = state_of(placed, MODEL, config, VOCAB, layout, seed=0)
-    step = make_train_step(
-        Update(
-            MODEL,
-            config,
-            layout,
-            vocab_size=VOCAB,
-            temperature=1.0,
-            algorithm=ALGORITHMS["reinforce"],
-        )
-    )
+    step = train_step(MODEL, config, layout, VOCAB)
     state, metrics = step(state, make_batch(), np.array([1e-3, 0.0], np.float32))
     # Adam's first moment is (1 - b1) times the gradient.
     grads = jax.tree.map(lambda m: np.asarray(m) / (1 - config.adam_b1), state.optimizer[1].mu)
@@ -188,16 +178,7 @@ def test_updates_with_the_loss_even_out_a_crowded_router():
     config = TrainConfig(balance_coefficient=1.0)
     layout = make_layout(MeshShape())
     state = state_of(jax.tree.map(jnp.copy, lopsided), MODEL, config, VOCAB, layout, seed=0)
-    step = make_train_step(
-        Update(
-            MODEL,
-            config,
-            layout,
-            vocab_size=VOCAB,
-            temperature=1.0,
-            algorithm=ALGORITHMS["reinforce"],
-        )
-    )
+    step = train_step(MODEL, config, layout, VOCAB)
     batch = dataclasses.replace(make_batch(), advantages=np.zeros((ROWS, LENGTH), np.float32))
     rows = []
     for _ in range(20):
