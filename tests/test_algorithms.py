@@ -37,6 +37,7 @@ from earl_jax.trajectory import Outcome, TrajectoryBatch
 from tests.support.batches import make_turns
 from tests.support.placements import TINY, begin
 from tests.support.settings import make_config
+from tests.support.updates import plain_learner
 
 VOCAB, ROWS, LENGTH = 32, 8, 16
 MODEL = ModelConfig(**TINY)
@@ -52,15 +53,7 @@ def make_batch(rows: int = ROWS) -> TrajectoryBatch:
 @functools.cache
 def make_learner(algorithm: Algorithm, **train) -> Learner:
     """A learner of which tests share the programs; none changes it."""
-    return Learner(
-        MODEL,
-        TrainConfig(max_grad_norm=1e9, **train),
-        algorithm,
-        vocab_size=VOCAB,
-        temperature=1.0,
-        importance_cap=0.0,
-        layout=make_layout,
-    )
+    return plain_learner(MODEL, TrainConfig(max_grad_norm=1e9, **train), algorithm, VOCAB)
 
 
 def updated(learner: Learner, batch: TrajectoryBatch, mesh: MeshShape = ONE, parts: int = 1):
@@ -497,16 +490,8 @@ def test_a_setting_that_a_run_cannot_use_is_an_error(overrides, words):
 
 def corrected_learner(config, **changes):
     """A learner of REINFORCE whose importance weights are cut at 2."""
-    return Learner(
-        MODEL,
-        config,
-        ALGORITHMS["reinforce"],
-        vocab_size=VOCAB,
-        temperature=1.0,
-        importance_cap=2.0,
-        layout=make_layout,
-        **changes,
-    )
+    given = {"importance_cap": 2.0, **changes}
+    return plain_learner(MODEL, config, ALGORITHMS["reinforce"], VOCAB, **given)
 
 
 @pytest.mark.parametrize("correction", ["truncated", "truncated_sequence", "masked"])

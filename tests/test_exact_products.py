@@ -19,8 +19,8 @@ from earl_jax.selector.plans import TrainPlan
 from earl_jax.sharding.layout import ROLLOUT_ROWS, TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.sharding.placing import placed_shapes
 from earl_jax.train.config import TrainConfig
-from earl_jax.train.learner import Learner
 from earl_jax.train.step import batch_shapes
+from tests.support.updates import plain_learner
 
 MODEL = ModelConfig(num_layers=2, width=32, num_heads=4, num_kv_heads=2, head_size=8, ffn_size=48)
 VOCAB = 64
@@ -31,13 +31,11 @@ PRODUCT = re.compile(
 
 def lowered_update(dtype: str, mesh: MeshShape, length: int) -> str:
     layout = functools.partial(make_layout, row_axes=TRAINING_ROWS)
-    learner = Learner(
+    learner = plain_learner(
         dataclasses.replace(MODEL, compute_dtype=dtype),
         TrainConfig(),
         ALGORITHMS["grpo"],
-        vocab_size=VOCAB,
-        temperature=1.0,
-        importance_cap=0.0,
+        VOCAB,
         layout=lambda shape: layout(shape, jax.devices()[: shape.num_devices]),
     )
     state = placed_shapes(learner.state_shapes(), learner.state_shardings(mesh))

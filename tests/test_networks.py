@@ -32,6 +32,7 @@ from earl_jax.train.update import Totals, add_totals, value_sums
 from earl_jax.trajectory import TrajectoryBatch
 from tests.support.batches import make_turns
 from tests.support.placements import TINY
+from tests.support.updates import plain_learner
 
 VOCAB, ROWS, LENGTH = 32, 8, 16
 MODEL = ModelConfig(**TINY)
@@ -52,16 +53,13 @@ def learner_with(
 ) -> Learner:
     """A learner of which tests share the programs; none changes it."""
     algorithm = ALGORITHMS[name]
-    return Learner(
+    return plain_learner(
         model,
         dataclasses.replace(train, lora=LoraConfig(rank=lora_rank)),
         dataclasses.replace(
             algorithm, settings=dataclasses.replace(algorithm.settings, **settings)
         ),
-        vocab_size=VOCAB,
-        temperature=1.0,
-        importance_cap=0.0,
-        layout=make_layout,
+        VOCAB,
     )
 
 

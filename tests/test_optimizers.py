@@ -20,13 +20,13 @@ from earl_jax.selector.plans import TrainPlan
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
-from earl_jax.train.learner import Learner
 from earl_jax.train.optimizer import is_decayed, make_optimizer, matrix_axes, moment_axes, muon_axes
 from earl_jax.train.state import state_shapes, state_shardings, trained_specs
 from earl_jax.trajectory import TrajectoryBatch
 from tests.support.optimizers import specs_of
 from tests.support.settings import make_config
 from tests.support.shardings import resident_bytes
+from tests.support.updates import plain_learner
 
 NAMES = ("adamw", "adafactor", "lion", "muon")
 # All matrices but key and value are large enough for Adafactor to factor: 16 heads of 8 make 128.
@@ -341,13 +341,11 @@ def updated(name: str, mesh: MeshShape):
     layout = functools.partial(make_layout, row_axes=TRAINING_ROWS)
     # Adafactor alone treats large matrices in another way than small ones.
     small = dataclasses.replace(MODEL, width=32, ffn_size=32)
-    learner = Learner(
+    learner = plain_learner(
         MODEL if name == "adafactor" else small,
         TrainConfig(optimizer=name, weight_decay=0.1),
         dataclasses.replace(ALGORITHMS["reinforce"]),
-        vocab_size=VOCAB,
-        temperature=1.0,
-        importance_cap=0.0,
+        VOCAB,
         layout=layout,
     )
     batch = jax.device_put(batch_of(16, 12), layout(mesh).activations("NS"))

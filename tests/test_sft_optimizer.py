@@ -27,6 +27,7 @@ from earl_jax.train.state import TrainState, init_state, state_of, state_shapes,
 from earl_jax.train.update import Totals, Update
 from tests.support.batches import make_turns
 from tests.support.placements import TINY
+from tests.support.updates import plain_learner
 
 VOCAB, ROWS, LENGTH = 32, 8, 16
 MODEL = ModelConfig(**TINY)
@@ -45,15 +46,7 @@ def bits(tree) -> list[bytes]:
 @functools.cache
 def learner_with(config: TrainConfig = WARM) -> Learner:
     """A learner of which tests share the programs; none changes it."""
-    return Learner(
-        MODEL,
-        config,
-        ALGORITHMS["grpo"],
-        vocab_size=VOCAB,
-        temperature=1.0,
-        importance_cap=0.0,
-        layout=make_layout,
-    )
+    return plain_learner(MODEL, config, ALGORITHMS["grpo"], VOCAB)
 
 
 def step(learner: Learner, mesh: MeshShape, state: TrainState, *, sft: bool) -> TrainState:
@@ -133,14 +126,8 @@ def test_an_update_leaves_the_other_optimizer_alone_on_a_mesh():
 
 def test_programs_and_their_results_are_the_same_without_it():
     """An update whole and in parts, and the passes before it; each is compiled once."""
-    learner = Learner(
-        MODEL,
-        dataclasses.replace(WARM, epochs=2),
-        ALGORITHMS["grpo"],
-        vocab_size=VOCAB,
-        temperature=1.0,
-        importance_cap=2.0,
-        layout=make_layout,
+    learner = plain_learner(
+        MODEL, dataclasses.replace(WARM, epochs=2), ALGORITHMS["grpo"], VOCAB, importance_cap=2.0
     )
     plan, controls = TrainPlan(F8, 1, "none"), learner.controls(0, 1)
     batch = jax.device_put(make_turns(VOCAB, ROWS, LENGTH), make_layout(F8).activations("NS"))

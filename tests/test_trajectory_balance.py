@@ -21,7 +21,6 @@ from earl_jax.selector.plans import TrainPlan
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
-from earl_jax.train.learner import Learner
 from earl_jax.train.scoring import score_batch, with_estimates
 from earl_jax.train.state import init_state
 from earl_jax.train.step import read_metrics
@@ -29,6 +28,7 @@ from earl_jax.train.update import token_facts
 from earl_jax.trajectory import Outcome, TrajectoryBatch
 from tests.support.placements import TINY
 from tests.support.settings import make_config
+from tests.support.updates import plain_learner
 
 TBA = ALGORITHMS["tba"]
 VOCAB, ROWS, LENGTH = 32, 8, 16
@@ -216,15 +216,7 @@ def whole_batch():
 def test_an_update_is_that_of_the_whole_batch():
     """Sequences of a group are in several rows, micro-batches and shards, and cut over devices."""
     config = TrainConfig(max_grad_norm=1e9, micro_batches=2)
-    learner = Learner(
-        MODEL,
-        config,
-        TBA,
-        vocab_size=VOCAB,
-        temperature=1.0,
-        importance_cap=0.0,
-        layout=make_layout,
-    )
+    learner = plain_learner(MODEL, config, TBA, VOCAB)
     assert learner.networks == Networks(reference=True)
     batch, layout = ragged_batch(), make_layout(MESH)
     loss, expected, other = whole_batch()
