@@ -78,6 +78,7 @@ def test_a_model_in_fp32_has_no_product_that_chips_would_round(program):
 
 
 # But for rows of one block, whose few scores have a gradient in fp32.
+@pytest.mark.slow_except("blocks")
 @pytest.mark.parametrize("program", sorted({*PROGRAMS} - {"one block"}))
 def test_a_model_in_bf16_multiplies_bf16_backward_too(program):
     """A gradient in fp32 would make the head's two largest products those of fp32."""

@@ -112,6 +112,7 @@ def test_all_tokens_may_want_the_same_experts():
     np.testing.assert_allclose(out, by_hand(MODEL, one_layer(), x_TD), atol=2e-5)
 
 
+@pytest.mark.slow_except("biased")
 @pytest.mark.parametrize(("model", "layer"), BOTH, ids=["plain", "biased"])
 def test_the_parts_of_the_experts_add_up_to_the_mixture(model, layer):
     """Cut over experts and over their feed-forward, as devices have them."""
@@ -162,6 +163,7 @@ def test_gradients_are_those_of_every_expert_on_every_token():
         np.testing.assert_allclose(left, right, atol=2e-6 * float(np.max(np.abs(right))))
 
 
+@pytest.mark.slow_except("biased")
 @pytest.mark.parametrize(("model", "layer"), BOTH, ids=["plain", "biased"])
 def test_no_value_or_gradient_takes_what_a_backend_leaves_behind_the_last_group(
     monkeypatch, model, layer

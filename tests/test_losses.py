@@ -462,7 +462,7 @@ def test_penalties_in_the_reward_are_of_the_policy_that_the_step_begins_with():
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("garbage", [1e30, -math.inf, math.nan])
+@pytest.mark.parametrize("garbage", [1e30, math.nan])
 def test_tokens_outside_the_mask_count_neither_in_a_value_nor_in_a_gradient(name, garbage):
     algorithm, turn_ids = ALGORITHMS[name], [0, 1, 0, 2, 0]
 

@@ -121,6 +121,7 @@ def test_split_and_merge_return_the_same_arrays_in_our_tree(stacked):
     assert all(a is b for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(own), strict=True))
 
 
+@pytest.mark.slow_except("list")
 @pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "list"])
 def test_partition_specs_of_the_metadata_are_those_of_the_layout(stacked):
     shape = MeshShape(data=1, fsdp=2, expert=2, tensor=2)

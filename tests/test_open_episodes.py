@@ -231,6 +231,7 @@ D8 = MeshShape(data=8)
 SHORT_ROUNDS: dict[str, Any] = {"player": engine(8, D8, burst=2), "num_slots": 8, "max_tokens": 96}
 
 
+@pytest.mark.slow_except("*fork", "*choices")
 @pytest.mark.parametrize(
     ("mesh", "kind"), [(D8, "talk"), (MeshShape(tensor=2), "fork"), (D8, "choices")], ids=str
 )

@@ -481,6 +481,7 @@ def updated_in_order(name: str, order: np.ndarray):
     return grads, read_metrics(metrics), np.asarray(packed.tokens)
 
 
+@pytest.mark.slow_except("ppo")
 @pytest.mark.parametrize("name", ["rloo", "ppo"])
 def test_the_order_of_episodes_and_groups_does_not_matter(name):
     """The groups in another order, and the episodes of each group apart."""

@@ -67,9 +67,8 @@ def test_the_tour_goes_from_every_mesh_to_every_other():
 class Moving(RolloutService):
     """Moves all live episodes to the next mesh of its tour before each round."""
 
-    rounds = host_bytes = 0
-    # A whole episode is eight pages; sixteen live at once.
-    pages = 64
+    # As many that sixteen live episodes are short of them.
+    rounds = host_bytes = pages = 0
 
     def _move_the_last(self, session: Session) -> Session:
         self.rounds += 1
@@ -97,17 +96,15 @@ def lecture(task):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [MODEL, WINDOWED], ids=["", "windows"])
-def test_episodes_that_move_every_round_sample_the_same_tokens(pool, monkeypatch, model):
+def test_episodes_that_move_every_round_sample_the_same_tokens(pool, monkeypatch):
     """Over every pair of meshes. Some are preempted on one and come back from the host on another.
 
     Prompts are taken over. Episodes give up their pages behind windows.
     """
-    monkeypatch.setattr(
-        Moving, "pages", player(MESHES[0], model).config.page_rule.most_pages(64) * 8
-    )
+    first = player(MESHES[0], WINDOWED)
+    monkeypatch.setattr(Moving, "pages", first.config.page_rule.most_pages(64) * 8)
     given = {"sampling": Sampling(temperature=0.0), "max_tokens": 64, "share_prefixes": True}
-    given |= {"player": player(MESHES[0], model), "params": weights(model=model)}
+    given |= {"player": first, "params": weights(model=WINDOWED)}
     still = collect(pool, tasks(44), lecture, **given)
     monkeypatch.setattr("tests.support.episodes.RolloutService", Moving)
     services = []
