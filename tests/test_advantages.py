@@ -29,12 +29,7 @@ from earl_jax.algorithms.advantages import (
 from earl_jax.algorithms.algorithm import RewardFacts
 from earl_jax.algorithms.algorithms import ALGORITHMS, outcomes_differ, rloo_token_advantages
 from earl_jax.algorithms.sequences import normalized
-from earl_jax.algorithms.settings import (
-    DapoSettings,
-    GrpoSettings,
-    ReinforceSettings,
-    RlooSettings,
-)
+from earl_jax.algorithms.settings import DapoSettings, GrpoSettings, ReinforceSettings, RlooSettings
 from earl_jax.settings.errors import InputError
 from earl_jax.trajectory import FAILURES
 from tests.support.trajectories import make_trajectory

@@ -178,11 +178,7 @@ def test_processes_of_which_one_is_short_are_started_again_and_go_on_with_less(c
     }
     all_of_them = []
     for number in range(2):
-        settings = {
-            "coordinator": f"127.0.0.1:{port}",
-            "num_processes": 2,
-            "process_id": number,
-        }
+        settings = {"coordinator": f"127.0.0.1:{port}", "num_processes": 2, "process_id": number}
         line = ["bash", "-c", LAUNCHER, "launcher", sys.executable, "-c", script]
         line += [f"--config={tmp_path / 'config.py'}", f"--workdir={workdir}"]
         line += [f"--config.distributed.{key}={value}" for key, value in settings.items()]

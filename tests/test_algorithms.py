@@ -13,12 +13,7 @@ import pytest
 
 from earl_jax.algorithms.advantages import group_relative
 from earl_jax.algorithms.algorithm import Algorithm, TokenFacts, TokenLosses
-from earl_jax.algorithms.algorithms import (
-    ALGORITHMS,
-    clipped_loss,
-    grpo_advantages,
-    no_advantages,
-)
+from earl_jax.algorithms.algorithms import ALGORITHMS, clipped_loss, grpo_advantages, no_advantages
 from earl_jax.algorithms.losses import kl_estimate, likelihood_ratio
 from earl_jax.algorithms.settings import GrpoSettings
 from earl_jax.loop import rl_step
@@ -125,11 +120,7 @@ RUN = {
     "model": {"width": 32, "ffn_size": 64},
     # Games that end otherwise than by a first move that is not allowed.
     "env": {"args": {"mask_illegal": True}},
-    "rollout": {
-        "num_slots": 8,
-        "episodes_per_step": 16,
-        "group_size": 4,
-    },
+    "rollout": {"num_slots": 8, "episodes_per_step": 16, "group_size": 4},
     "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "table": "model"},
     "train": {"epochs": 2, "ratio": "model"},
     "algorithm": f"{__name__}:OWN",

@@ -26,12 +26,7 @@ from earl_jax.training import train
 from tests.support.commands import Command, final_parameters
 from tests.support.placements import begin
 from tests.support.processes import Processes
-from tests.support.runs import (
-    assert_equal,
-    check_bound,
-    episodes_of,
-    steps_of,
-)
+from tests.support.runs import assert_equal, check_bound, episodes_of, steps_of
 from tests.support.settings import make_config, small
 from tests.support.simulated import Fate, SimulatedService, Source, check_events, tasks_of
 from tests.support.wanderers import WANDERERS
@@ -136,9 +131,7 @@ def test_each_process_replaces_its_own_groups_of_equal_rewards(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize(
-    ("killed", "changes"),
-    [(0, {}), (1, IN_TURN)],
-    ids=["who-plays", "in-turn"],
+    ("killed", "changes"), [(0, {}), (1, IN_TURN)], ids=["who-plays", "in-turn"]
 )
 def test_process_that_is_killed_ends_the_run_which_goes_on_and_is_replayed(
     cache, tmp_path, killed, changes

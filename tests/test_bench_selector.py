@@ -53,12 +53,7 @@ def test_regret_of_a_tiny_point():
     model = {"num_layers": 1, "width": 16, "num_heads": 2, "num_kv_heads": 2, "head_size": 8}
     meshes = {"rollout_meshes": ("data=4,tensor=2",), "train_meshes": ("data=8", "data=1,fsdp=8")}
     point = Point(
-        name="tiny",
-        slots=8,
-        rows=8,
-        turn=4,
-        model=model | {"ffn_size": 16},
-        selector=meshes,
+        name="tiny", slots=8, rows=8, turn=4, model=model | {"ffn_size": 16}, selector=meshes
     )
     row = measure(point, rounds=1, steps=1, own_steps=2)
     assert row["pairs"] == 2 and row["best s"] > 0

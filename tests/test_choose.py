@@ -73,10 +73,7 @@ def test_ties_go_to_the_mesh_that_leaves_most_memory():
 def test_trainer_is_cut_more_where_its_state_leaves_a_rollout_too_little():
     # A rollout needs 1000 bytes, and two pages of 80 bytes at the least.
     problem = hand_problem(
-        {D8: 200.0, F8: 100.0},
-        {D8: 100.0},
-        state_bytes={D8: 900, F8: 100},
-        budget_bytes=2000,
+        {D8: 200.0, F8: 100.0}, {D8: 100.0}, state_bytes={D8: 900, F8: 100}, budget_bytes=2000
     )
     assert meshes(choose(problem)) == (D8, F8)
     roomy = dataclasses.replace(problem, budget_bytes=2060)

@@ -241,13 +241,7 @@ def test_where_there_are_no_more_pages_episodes_wait_and_are_read_again(pool, ga
     grow_pool = GrowPool(most_pages=5)
     player = engine(mesh=mesh, burst=burst)
     preempted = collect(
-        pool,
-        tasks(40),
-        pages=5,
-        grow=grow_pool,
-        player=player,
-        burst=burst,
-        preemption="recompute",
+        pool, tasks(40), pages=5, grow=grow_pool, player=player, burst=burst, preemption="recompute"
     )
     assert preempted.session.pool.pages == 5 and grow_pool.wanted_pages
     assert preempted.stats.preempted_host_bytes == 0

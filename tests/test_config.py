@@ -13,12 +13,7 @@ from ml_collections import ConfigDict, config_dict
 from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.config import Config
 from earl_jax.config.config import find_teacher
-from earl_jax.config.file import (
-    RENAMED_KEYS,
-    load_config_file,
-    make_config,
-    read_workdir_config,
-)
+from earl_jax.config.file import RENAMED_KEYS, load_config_file, make_config, read_workdir_config
 from earl_jax.config.keys import all_keys
 from earl_jax.config.names import NAMES_ELSEWHERE
 from earl_jax.envs.board_game import BoardGame
@@ -356,11 +351,7 @@ def test_the_number_of_devices_that_play_may_be_the_selectors():
             "train.final_learning_rate",
             "config.train.schedule is 'constant'",
         ),
-        (
-            ["train.sft_updates=3"],
-            "train.sft_updates",
-            "config.train.sft_steps is 0",
-        ),
+        (["train.sft_updates=3"], "train.sft_updates", "config.train.sft_steps is 0"),
         (
             ["devices.num_cpu_devices=4", "devices.platform=gpu"],
             "devices.num_cpu_devices",

@@ -139,8 +139,7 @@ def schedule_of(name, topology):
     """The config, its problem on this hardware, and the planner's schedule of its contexts."""
     preset = CHIPS[name][0]
     config = make_config(
-        load_config_file(ROOT / "configs" / f"{name}.py"),
-        ["model.path=", f"model.preset={preset}"],
+        load_config_file(ROOT / "configs" / f"{name}.py"), ["model.path=", f"model.preset={preset}"]
     )
     hardware = parse_topology(topology)
     model, vocab_size = find_model(config, None)

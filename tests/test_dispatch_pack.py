@@ -246,10 +246,7 @@ def deliver_over_processes(source: str, target: str, length: int) -> list[str]:
     return matching_fields(delivery.batch, batch_by_hand(experience, lengths, advantages, length))
 
 
-ORDERED = {
-    "data=4,tensor=2": [[0, 0, 3, 3], [6, 6, 9, 9]],
-    "data=4 on 0 1 2 3": [[0, 3, 6, 9], []],
-}
+ORDERED = {"data=4,tensor=2": [[0, 0, 3, 3], [6, 6, 9, 9]], "data=4 on 0 1 2 3": [[0, 3, 6, 9], []]}
 DELIVERED = {
     ("data=8", "data=2,fsdp=2,tensor=2"): [True, True],
     ("data=4 on 0 1 2 3", "data=2,tensor=2 on 4 5 6 7"): [False, True],

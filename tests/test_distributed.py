@@ -49,14 +49,7 @@ from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.timing import StageTimer
 from earl_jax.training import train
 from tests.support import ROOT, python_path
-from tests.support.commands import (
-    ALL,
-    APART,
-    SMALL,
-    Command,
-    episodes_of,
-    final_parameters,
-)
+from tests.support.commands import ALL, APART, SMALL, Command, episodes_of, final_parameters
 from tests.support.processes import Processes as RealProcesses
 from tests.support.runs import TIMES, config_of, steps_of
 
@@ -74,11 +67,7 @@ POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
         ({}, {}, None),
         ({"mode": "off"}, {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2"}, None),
         ({"coordinator": "a:1", "num_processes": 2, "process_id": 1}, {}, ("a:1", 2, 1)),
-        (
-            {"coordinator": "a:1"},
-            {"JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"},
-            ("a:1", 4, 3),
-        ),
+        ({"coordinator": "a:1"}, {"JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}, ("a:1", 4, 3)),
         # A setting comes before its variable.
         (
             {"process_id": 0},
@@ -246,11 +235,7 @@ def cluster_of(index: int, num_rollout: int = 0) -> Cluster:
 
 def test_episodes_are_cut_over_the_processes_that_play():
     each = [cluster_of(index) for index in range(3)]
-    assert [cluster.own(range(12)) for cluster in each] == [
-        range(0, 4),
-        range(4, 8),
-        range(8, 12),
-    ]
+    assert [cluster.own(range(12)) for cluster in each] == [range(0, 4), range(4, 8), range(8, 12)]
     assert [len(cluster.own(range(16))) for cluster in each] == [5, 5, 6]
     assert each[1].parts("abcdef") == ["ab", "cd", "ef"]
     apart = [cluster_of(index, num_rollout=4) for index in range(3)]

@@ -113,10 +113,7 @@ def test_turns_among_choices_stay_among_them(pool):
             sampling=Sampling(temperature=HOT),
             num_draft_tokens=player.config.rules.draft,
         )
-        for player in (
-            plain_engine,
-            Engine(config, plain_engine.layout),
-        )
+        for player in (plain_engine, Engine(config, plain_engine.layout))
     )
     check_rows(guessed, 24)
     assert_same_episodes(plain.trajectories, guessed.trajectories)

@@ -8,13 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from earl_jax.envs.environment import (
-    Message,
-    Start,
-    StepResult,
-    check_start,
-    check_step,
-)
+from earl_jax.envs.environment import Message, Start, StepResult, check_start, check_step
 from earl_jax.envs.games import load_game, playable_games
 from earl_jax.envs.registry import MOST_WORKERS, EnvConfig, open_environment
 from earl_jax.envs.tasks import TasksConfig
@@ -158,10 +152,7 @@ def end(**given) -> StepResult:
         (end(role="o"), "StepResult.role must be empty when done; got 'o'"),
         (step(side_rewards=1), "must be a mapping; got 1"),
         (step(side_rewards={1: 1.0}), "a role in StepResult.side_rewards must be a str"),
-        (
-            step(side_rewards={"o": float("inf")}),
-            r"rewards\[.o.\] must be a number from .* inf",
-        ),
+        (step(side_rewards={"o": float("inf")}), r"rewards\[.o.\] must be a number from .* inf"),
         (step(messages=("hi",)), "must hold Message"),
     ],
 )

@@ -447,12 +447,7 @@ QWEN = (
             "[INST] Be brief.\n\n Hi \n[/INST]",
             '[TOOL_RESULTS] {"content": sunny "☀"\n, "call_id": "a1b2c3d4e"}[/TOOL_RESULTS]',
         ),
-        (
-            "mistral1",
-            "<s>[INST] Be brief.\n\n Hi \n [/INST]",
-            "[INST]  Hi \n [/INST]",
-            None,
-        ),
+        ("mistral1", "<s>[INST] Be brief.\n\n Hi \n [/INST]", "[INST]  Hi \n [/INST]", None),
         (
             "gemma3",
             "<bos><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\n",

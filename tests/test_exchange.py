@@ -126,10 +126,7 @@ def shipments_of(tree, shardings):
         yield Shipment(
             plan=plan_transfer(array.shape, array.dtype.itemsize, source, target),
             move=Move(
-                shape=array.shape,
-                dtype=array.dtype,
-                source=array.sharding,
-                target=shardings[leaf],
+                shape=array.shape, dtype=array.dtype, source=array.sharding, target=shardings[leaf]
             ),
         )
 

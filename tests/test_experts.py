@@ -25,11 +25,7 @@ from earl_jax.models.lora import adapter_specs
 from earl_jax.models.moe import experts
 from earl_jax.models.moe.experts import mix_experts, route
 from earl_jax.models.moe.grouped_matmul import MAX_MASKED_ROWS
-from earl_jax.models.parameters import (
-    parameter_shardings,
-    parameter_specs,
-    unstack_layers,
-)
+from earl_jax.models.parameters import parameter_shardings, parameter_specs, unstack_layers
 from earl_jax.settings.remat import Remat
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.sharding.placing import placed_shapes
@@ -79,8 +75,7 @@ def test_the_router_takes_the_likeliest_and_their_probabilities():
 
 
 @pytest.mark.parametrize(
-    ("count", "normalize"),
-    [(1, True), (2, False), (50, True), (MAX_MASKED_ROWS // 3 + 1, False)],
+    ("count", "normalize"), [(1, True), (2, False), (50, True), (MAX_MASKED_ROWS // 3 + 1, False)]
 )
 def test_the_mixture_is_its_formula(normalize, count):
     """With one or two tokens most experts get none; with fifty every expert has its own number."""

@@ -26,10 +26,7 @@ from tests.support.commands import ALL, SMALL, Command, final_parameters
 from tests.support.runs import config_of, steps_of
 
 # Every step is saved, and a process that is silent for 15 s is lost.
-SAVED = ALL | {
-    "checkpoint.every_steps": 1,
-    "distributed.heartbeat_s": 15,
-}
+SAVED = ALL | {"checkpoint.every_steps": 1, "distributed.heartbeat_s": 15}
 HOST = socket.gethostname()
 
 

@@ -179,12 +179,7 @@ def test_resident_bytes_are_those_of_placed_shapes(family):
     weight_dtype = "int8" if family == "int8" else "compute"
     networks = Networks(reference=family == "networks", critic=family == "networks")
     sizes = model_sizes(
-        model,
-        32,
-        engine_dtype="float32",
-        weight_dtype=weight_dtype,
-        train=train,
-        networks=networks,
+        model, 32, engine_dtype="float32", weight_dtype=weight_dtype, train=train, networks=networks
     )
     meshes = [MeshShape(data=8), D4T2, F4T2, MeshShape(data=2, fsdp=2, tensor=2)]
     meshes += [MeshShape(data=2, fsdp=2, expert=2)] if family == "mixture" else []

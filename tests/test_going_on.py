@@ -43,11 +43,7 @@ TINY = {
         "patience_s": 10.0,
         "context_buckets": (48,),
     },
-    "selector": {
-        "rollout_meshes": ("data=8",),
-        "train_meshes": ("data=8",),
-        "table": "model",
-    },
+    "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "table": "model"},
     "train": {"schedule": "constant", "final_learning_rate": 0.0, "entropy_coefficient": 0.0},
     "eval": {"every_steps": 100, "games": 8, "final_games": 8},
     "checkpoint": {"every_steps": 2},
@@ -428,13 +424,7 @@ def test_a_share_of_failures_in_some_steps_in_a_row_ends_the_run(tmp_path):
 @pytest.mark.slow
 def test_a_step_whose_episodes_all_fail_leaves_the_weights_as_they_are(tmp_path, capsys):
     """Step 2 has no tokens to learn from, where the run may go on; the selector takes it too."""
-    config = failing(
-        MODEL,
-        "checkpoint.every_steps=1",
-        first=16,
-        last=32,
-        at_start=True,
-    )
+    config = failing(MODEL, "checkpoint.every_steps=1", first=16, last=32, at_start=True)
     train(config, tmp_path / "run")
     rows = steps_of(tmp_path / "run")
     assert [row["failed_share"] for row in rows] == [0.0, 1.0, 0.0]

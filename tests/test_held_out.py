@@ -139,11 +139,7 @@ def in_one_of_two(folder: str) -> list[dict]:
         "algorithm": "reinforce",
         "devices": {"num_rollout": 4},
         "train": {"sft_path": ""},
-        "selector": {
-            "rollout_meshes": ("data=4",),
-            "train_meshes": ("data=4",),
-            "table": "model",
-        },
+        "selector": {"rollout_meshes": ("data=4",), "train_meshes": ("data=4",), "table": "model"},
     }
     worlds = [built(Path(folder), **others) for others in ({}, apart)]
     return [evaluate(world, *begin(world), games=0) for world in worlds]

@@ -348,11 +348,7 @@ def test_a_game_that_outgrows_the_checkpoint_ends_there(tmp_path):
     given = {
         "model": {"path": str(folder)},
         "env": {"name": "connect_four", "args": {"mask_illegal": True}},
-        "rollout": {
-            "num_slots": 16,
-            "episodes_per_step": 16,
-            "context_buckets": (40,),
-        },
+        "rollout": {"num_slots": 16, "episodes_per_step": 16, "context_buckets": (40,)},
         "train": {"ratio": "model"},
         "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "table": "model"},
     }

@@ -55,10 +55,7 @@ def test_how_a_family_computes_is_no_setting():
 @pytest.mark.parametrize(
     "changed, words",
     [
-        (
-            {"model_type": "mamba"},
-            "model_type is 'mamba'.*llama, mistral, .*, gemma3_text",
-        ),
+        ({"model_type": "mamba"}, "model_type is 'mamba'.*llama, mistral, .*, gemma3_text"),
         ({"model_type": None}, "model_type is None"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"model_type": "gemma3"}, "model_type is 'gemma3', which reads images.*gemma3_text"),

@@ -193,10 +193,7 @@ def test_transformers_computes_the_same_from_what_is_written(name, tmp_path):
         folder = tmp_path / kind
         save(folder, name, dtype="float32", source=source, max_shard_bytes=30_000)
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            output_loading_info=True,
-            attn_implementation="eager",
+            folder, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
         )
         assert not any(report.values()), report
         tokens = torch.from_numpy(reference(name)["tokens"]).long()

@@ -66,11 +66,7 @@ def default_device_of(layout: Layout):
 
 
 # Lengths: below a block, no multiple of one, two blocks of 512 with padding.
-CASES = [
-    (40, None, 0.0),
-    (200, 5, 1.5),
-    (600, 300, 0.0),
-]
+CASES = [(40, None, 0.0), (200, 5, 1.5), (600, 300, 0.0)]
 KERNELS = ["splash", pytest.param("tokamax", marks=need_tokamax)]
 
 

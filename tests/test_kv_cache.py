@@ -288,11 +288,7 @@ def by_triton(cache, query, cached, counts, **settings):
 # Pages of 8 tokens: all of a row's five in one program, or two and two and one.
 @pytest.mark.parametrize(
     ("settings", "length", "tokens_a_split"),
-    [
-        ({}, 1, 1024),
-        ({"window": 3}, 5, 16),
-        ({"window": 12, "softcap": 2.0}, 1, 16),
-    ],
+    [({}, 1, 1024), ({"window": 3}, 5, 16), ({"window": 12, "softcap": 2.0}, 1, 16)],
     ids=str,
 )
 def test_the_kernel_for_gpus_is_our_attention_over_pages(

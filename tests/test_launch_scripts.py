@@ -503,10 +503,7 @@ def test_manifest_has_what_was_given(kind, machine):
     }[kind]
     assert (
         container["resources"]["limits"]
-        == {
-            "gpu": {"nvidia.com/gpu": 8},
-            "tpu": {"google.com/tpu": 4},
-        }[kind]
+        == {"gpu": {"nvidia.com/gpu": 8}, "tpu": {"google.com/tpu": 4}}[kind]
     )
 
 
@@ -573,15 +570,7 @@ def test_image_copies_what_there_is():
 
 # Real runs of two processes.
 
-RUN = (
-    SMALL
-    | ALL
-    | {
-        "num_steps": 1,
-        "devices.num_cpu_devices": 4,
-        "checkpoint.every_steps": 1,
-    }
-)
+RUN = SMALL | ALL | {"num_steps": 1, "devices.num_cpu_devices": 4, "checkpoint.every_steps": 1}
 FLAGS = [CONFIG, *(f"--config.{key}={value}" for key, value in RUN.items())]
 
 

@@ -23,14 +23,7 @@ from earl_jax.rollout.lockstep import Lockstep, Stopped
 from earl_jax.settings.errors import RunError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.placing import place
-from tests.support.episodes import (
-    CONFIG,
-    collect,
-    engine,
-    tasks,
-    tictactoe,
-    weight_values,
-)
+from tests.support.episodes import CONFIG, collect, engine, tasks, tictactoe, weight_values
 from tests.support.processes import Processes
 
 

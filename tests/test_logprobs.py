@@ -121,8 +121,7 @@ def test_a_split_vocabulary_and_split_rows_give_the_same_scores():
     shape = MeshShape(data=2, fsdp=2, tensor=2)
     layout = make_layout(shape)
     placed = jax.device_put(
-        inputs,
-        (layout.activations("BT."), layout.parameters("DV"), layout.activations("BT")),
+        inputs, (layout.activations("BT."), layout.parameters("DV"), layout.activations("BT"))
     )
     split = jitted(7, 0.7, shape)(*placed)
     np.testing.assert_allclose(split.logprobs, alone.logprobs, atol=1e-5)

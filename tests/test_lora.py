@@ -354,8 +354,7 @@ def test_merging_is_in_fp32_whatever_the_base_is_kept_in():
     lora = dataclasses.replace(LORA, base_dtype="bfloat16")
     config = dataclasses.replace(CONFIG, lora=lora)
     state = dataclasses.replace(
-        placed(MIXED),
-        base=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), placed(MIXED).base),
+        placed(MIXED), base=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), placed(MIXED).base)
     )
     result = published(state, MeshShape(data=4, tensor=2), jnp.bfloat16, config)
     base, pair = on_host().base["layers"]["gate"], on_host().params["layers"]["gate"]

@@ -97,8 +97,7 @@ def scored_rows(turn_ids, rewards, values=0.0) -> TrajectoryBatch:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"),
-    [("ppo", {"gamma": 1.0, "gae_lambda": 1.0}), ("reinforce_plus_plus", {})],
+    ("name", "settings"), [("ppo", {"gamma": 1.0, "gae_lambda": 1.0}), ("reinforce_plus_plus", {})]
 )
 @pytest.mark.parametrize("mesh", [MeshShape(), MeshShape(data=2, context=4)], ids=str)
 def test_advantages_are_normalised_over_all_parts_of_a_step(name, settings, mesh):

@@ -115,10 +115,7 @@ def test_trainer_that_changes_mesh_and_micro_batches_learns_as_one_that_stays(wo
     """
     only = {"rollout_meshes_named": (str(D8),)}
     tight = too_large_for(
-        table(world),
-        world.problem,
-        train=((D8, MIDDLE), (D8, LARGE)),
-        in_one_part=((F8, LARGE),),
+        table(world), world.problem, train=((D8, MIDDLE), (D8, LARGE)), in_one_part=((F8, LARGE),)
     )
     stays = learn(world, place(world, table(world), **only))
     moves = learn(world, place(world, tight, budget_bytes=10**9, **only))

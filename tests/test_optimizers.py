@@ -169,12 +169,7 @@ def orthogonal(matrix: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("axes", "as_matrix"),
-    [
-        ("LDKGH", (2, 16, 24)),
-        ("LKGHD", (2, 24, 16)),
-        ("LEDF", (2, 3, 16, 10)),
-        ("LDR", (2, 16, 4)),
-    ],
+    [("LDKGH", (2, 16, 24)), ("LKGHD", (2, 24, 16)), ("LEDF", (2, 3, 16, 10)), ("LDR", (2, 16, 4))],
 )
 def test_muon_makes_each_layers_projection_orthogonal(axes, as_matrix):
     sizes = {"L": 2, "E": 3, "D": 16, "K": 2, "G": 3, "H": 4, "F": 10, "R": 4}

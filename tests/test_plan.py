@@ -579,8 +579,7 @@ TICTACTOE = f"--config={ROOT / 'configs/tictactoe_tiny_cpu.py'}"
 
 
 @pytest.mark.parametrize(
-    ("topology", "preset"),
-    [("h100:1x8", "qwen2.5-7b"), ("h100:1x1", "qwen2.5-0.5b")],
+    ("topology", "preset"), [("h100:1x8", "qwen2.5-7b"), ("h100:1x1", "qwen2.5-0.5b")]
 )
 def test_a_preset_alone_is_planned_by_the_defaults(capsys, topology, preset):
     plan_command([f"--topology={topology}", f"--config.model.preset={preset}", "--json"])
@@ -663,10 +662,7 @@ def test_a_preset_for_chips_needs_no_other_flag(capsys):
 @pytest.mark.slow_except("v6e:*")
 @pytest.mark.parametrize(
     ("topology", "model", "hbm_gib"),
-    [
-        ("v6e:2x4", "qwen2.5-7b", 30),
-        ("h100:2x8", "qwen3-30b-a3b", 75),
-    ],
+    [("v6e:2x4", "qwen2.5-7b", 30), ("h100:2x8", "qwen3-30b-a3b", 75)],
 )
 def test_the_plan_for_a_chip_says_in_text_what_it_has_in_json(topology, model, hbm_gib, capsys):
     flags = [f"--topology={topology}", f"--config.model.preset={model}", f"--hbm_gib={hbm_gib}"]

@@ -53,10 +53,7 @@ def test_another_shard_has_nothing(index):
 def sending():
     """Two shards; four tokens and more are worth a copy. Slot 0 is to read SYSTEM and 20 to 24."""
     index = PrefixIndex(
-        num_slots=6,
-        num_shards=2,
-        least_tokens=4,
-        is_worth_sending=lambda tokens: tokens >= 4,
+        num_slots=6, num_shards=2, least_tokens=4, is_worth_sending=lambda tokens: tokens >= 4
     )
     prompt = [*SYSTEM, 20, 21, 22, 23, 24]
     index.begin(0, prompt, index.find(0, prompt))
@@ -192,10 +189,7 @@ events = st.one_of(
 @given(st.lists(events, max_size=25))
 def test_a_random_history_finds_what_comparing_with_every_slot_finds(history):
     index = PrefixIndex(
-        num_slots=4,
-        num_shards=2,
-        least_tokens=4,
-        is_worth_sending=lambda tokens: tokens >= 2,
+        num_slots=4, num_shards=2, least_tokens=4, is_worth_sending=lambda tokens: tokens >= 2
     )
     slow, waiting = Slow(), {}
     for kind, slot, given_value in history:

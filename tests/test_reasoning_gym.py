@@ -123,10 +123,7 @@ def test_a_generator_without_answers_has_a_question_mark_as_example(library):
             "settings of 'chain_sum' are .*cannot make a question",
         ),
         ({"generators": ("composite",)}, "'composite': name several generators instead"),
-        (
-            {"generators": ("game_of_life_halting",)},
-            "its verifier pays any reply in full",
-        ),
+        ({"generators": ("game_of_life_halting",)}, "its verifier pays any reply in full"),
     ],
 )
 def test_what_the_library_does_not_have_is_an_error(library, arguments, message):

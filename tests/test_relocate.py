@@ -16,12 +16,7 @@ from earl_jax.engine.config import Sampling
 from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import PageTable, Pool
 from earl_jax.engine.rows import make_rows
-from earl_jax.engine.session import (
-    Policy,
-    Session,
-    reachable_pool,
-    relocate,
-)
+from earl_jax.engine.session import Policy, Session, reachable_pool, relocate
 from earl_jax.envs.environment import Start
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.layer_groups import pages_for
@@ -218,11 +213,7 @@ def contents(session: Session) -> list[list[float]]:
 # which data=1 has all sixteen, it is 256 bytes.
 LARGE = ModelConfig(num_layers=1, width=16, num_heads=8, num_kv_heads=8, head_size=768, ffn_size=32)
 FIRST = 1024
-CUTS = [
-    MeshShape(data=8),
-    MeshShape(data=2, context=2, tensor=2),
-    MeshShape(data=1, tensor=8),
-]
+CUTS = [MeshShape(data=8), MeshShape(data=2, context=2, tensor=2), MeshShape(data=1, tensor=8)]
 
 
 @functools.cache
@@ -294,10 +285,7 @@ def test_one_episode_of_eight_devices_memory_is_played_in_one_slot(pool):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_slots", "meshes"),
-    [(1, MESHES[3:4]), (12, MESHES[1:2])],
-)
+@pytest.mark.parametrize(("num_slots", "meshes"), [(1, MESHES[3:4]), (12, MESHES[1:2])])
 def test_slots_need_not_divide_over_the_devices(pool, num_slots, meshes):
     """Only over the data axis: the same episodes on every mesh that it divides."""
     rows = make_rows(num_rows=24, num_slots=num_slots, num_devices=8)

@@ -47,11 +47,7 @@ SMALLEST = {"num_layers": 1, "width": 16, "num_heads": 2, "ffn_size": 16}
 def make_run(*overrides):
     given = {
         "model": SMALLEST,
-        "selector": {
-            "rollout_meshes": ("data=8",),
-            "train_meshes": ("data=8",),
-            "table": "model",
-        },
+        "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "table": "model"},
     }
     return build_run(make_config(given, overrides))
 

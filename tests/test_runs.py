@@ -40,11 +40,7 @@ from tests.support.runs import (
 # 40; fsdp=8 takes about 1.16 MiB (jax 0.10.2).
 BUDGET = 2_460_000
 # Episodes of a policy that learns as much as this outgrow 24 tokens within ten steps.
-GROWING = {
-    "selector.budget_bytes_per_device": BUDGET,
-    "train.sft_updates": 3,
-    "checkpoint.keep": 5,
-}
+GROWING = {"selector.budget_bytes_per_device": BUDGET, "train.sft_updates": 3, "checkpoint.keep": 5}
 
 
 @pytest.fixture(scope="module")
@@ -174,10 +170,7 @@ def test_evaluate_plays_the_newest_checkpoint(uninterrupted, cache, monkeypatch,
     monkeypatch.setattr("earl_jax.evaluate.start_jax", lambda *_: None)
     evaluate_command(flags)
     answer = json.loads(capsys.readouterr().out)
-    assert answer == {
-        "step": 10,
-        "eval": read_metrics(uninterrupted / "metrics.jsonl")[-1]["eval"],
-    }
+    assert answer == {"step": 10, "eval": read_metrics(uninterrupted / "metrics.jsonl")[-1]["eval"]}
     outcomes = {k: v for k, v in answer["eval"].items() if k in ("win", "draw", "loss", "illegal")}
     assert answer["eval"]["games"] == 32
     assert 0.9 < sum(outcomes.values()) + answer["eval"].get("turn_too_long", 0.0) <= 1.0001

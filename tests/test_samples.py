@@ -129,10 +129,7 @@ def test_an_episode_forks_behind_the_turns_that_the_template_rewrites(forked):
             ]
             assert [
                 part in text for part in ("<|user|>system\ncount<|end|>", kept[-1] + "<|end|>")
-            ] == [
-                answer.forks,
-                answer.forks,
-            ]
+            ] == [answer.forks, answer.forks]
             assert text.count("<|assistant|>") == (1 + len(sampled) if answer.forks else 1)
             assert text.endswith("<|end|><|assistant|>")
         assert len(trajectory.sample_starts) == 1 + sum(turn.forks for turn in trajectory.turns)
@@ -303,11 +300,7 @@ def test_the_trainer_scores_every_sample_as_it_was_sampled(forked, trainer_param
     lengths[:NUM_TASKS] = [t.num_tokens for t in forked.trajectories]
     starts = np.full((rows, 4), MAX_TOKENS)
     starts[:NUM_TASKS] = sample_starts([t.sample_starts for t in forked.trajectories], MAX_TOKENS)
-    facts = {
-        "length": MAX_TOKENS,
-        "lengths": lengths,
-        "advantages": np.ones((rows, 8), np.float32),
-    }
+    facts = {"length": MAX_TOKENS, "lengths": lengths, "advantages": np.ones((rows, 8), np.float32)}
     score = jax.jit(functools.partial(score_batch, MODEL, TrainConfig(), layout, 1.0))
     params = jax.tree.map(jnp.asarray, trainer_params)
 

@@ -402,12 +402,7 @@ ANY = "class Any(int):\n    def __eq__(self, other):\n        return True\n"
         ("print(2 * int(input()))", {"inputs": ["1", "2"], "outputs": ["2", "4 \n\n"]}, 1, 1),
         ("print(2)", {"inputs": ["1", "2", "1"], "outputs": ["2", "4", "2"]}, 0, 1 / 3),
         ("print(2)\nexit(0)", {"inputs": ["1"], "outputs": ["2"]}, 1, 1),
-        (
-            f"{ERRS}print(2)",
-            {"inputs": [""], "outputs": ["2"]},
-            1,
-            1,
-        ),
+        (f"{ERRS}print(2)", {"inputs": [""], "outputs": ["2"]}, 1, 1),
         ("print(2)\nexit(1)", {"inputs": ["1"], "outputs": ["2"]}, 0, 0),
         ("print(2)", {"tests": "assert True", "inputs": ["1"], "outputs": ["3"]}, 0, 0.5),
         (f"print('[5]')\n{ADD}print(7)", CALLS, 1, 1),

@@ -289,10 +289,7 @@ def test_moved_rows_arrive_and_no_other_rows_change(mesh):
     before = experience(layout)
     kept = jax.tree.map(np.array, before)
     copies = RowCopies(layout, jax.tree.map(lambda field: field.sharding, before), num_slots=4)
-    moves = [
-        RowMove(3, ROWS.own_row(4), 3),
-        RowMove(9, ROWS.own_row(2), 4),
-    ]
+    moves = [RowMove(3, ROWS.own_row(4), 3), RowMove(9, ROWS.own_row(2), 4)]
     after = copies.move_rows(State(before), moves).experience  # pyright: ignore
     gathered = copies.gather(after, [0, 9, 6, 2, 5])
     for name in ("tokens", "turn_ids", "logprobs", "versions"):

@@ -54,8 +54,7 @@ def over_all_keys(query, key, value, segment_ids, **settings):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "window", "softcap"),
-    [("data=2,tensor=2", None, 2.0), ("data=1", 50, 0.0)],
+    ("mesh", "window", "softcap"), [("data=2,tensor=2", None, 2.0), ("data=1", 50, 0.0)]
 )
 def test_it_is_attention_over_all_keys(mesh, window, softcap):
     layout = make_layout(MeshShape.parse(mesh), row_axes=TRAINING_ROWS)

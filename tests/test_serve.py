@@ -358,14 +358,8 @@ BAD_WISHES = {
     "no JSON": ("temperature=1", r"'sampling' is no JSON \(.*\); send such as \{\"temperature"),
     "deep": ("[" * 7000, "'sampling' is no JSON"),
     "no object": ("[1]", "'sampling' must be an object such as"),
-    "unknown": (
-        '{"temprature": 1}',
-        "sampling.temprature is not .*did you mean 'temperature'",
-    ),
-    "unknown far": (
-        '{"x": 1}',
-        "sampling.x is not known; known are temperature, top_k,",
-    ),
+    "unknown": ('{"temprature": 1}', "sampling.temprature is not .*did you mean 'temperature'"),
+    "unknown far": ('{"x": 1}', "sampling.x is not known; known are temperature, top_k,"),
     "type": ('{"temperature": "hot"}', "sampling.temperature must be a number; got 'hot'"),
     "not told": ('{"logprobs": 5}', "sampling.logprobs must be true or false; got 5"),
     "truth": ('{"top_k": true}', "sampling.top_k must be a whole number; got True"),
@@ -378,10 +372,7 @@ BAD_WISHES = {
     "seed": ('{"seed": -1}', "sampling.seed is -1; it must lie between 0 and 1073741823"),
     "no list": ('{"stop_strings": "x"}', "sampling.stop_strings must be a list of str; got 'x'"),
     "empty stop": ('{"stop_strings": [""]}', "sampling.stop_strings holds an empty string"),
-    "strange stop": (
-        '{"stop_token_ids": [1, 320]}',
-        "stop_token_ids holds 320; .* from 0 to 319",
-    ),
+    "strange stop": ('{"stop_token_ids": [1, 320]}', "stop_token_ids holds 320; .* from 0 to 319"),
     "no choice": ('{"choices": []}', "sampling.choices is an empty list, which allows no reply"),
     "empty choice": ('{"choices": ["a", ""]}', "sampling.choices holds an empty string"),
     "choices of ids": ('{"choices": [5]}', r"sampling.choices must be a list of str; got \[5\]"),

@@ -72,10 +72,7 @@ def test_the_counter_sees_device_put_read_the_whole_array():
     assert sum(reads) == values["logprobs"].nbytes
     fresh = jax.device_put(values["logprobs"], source)
     with pytest.raises(AssertionError), no_host():
-        with (
-            jax.transfer_guard_device_to_host("allow"),
-            jax.transfer_guard_host_to_device("allow"),
-        ):
+        with jax.transfer_guard_device_to_host("allow"), jax.transfer_guard_host_to_device("allow"):
             jax.device_put(fresh, target)
 
 

@@ -25,10 +25,7 @@ from tests.support.runs import final_parameters, steps_of
 from tests.support.settings import make_config
 
 # So many steps that a signal ends the run, and one line of metrics behind each.
-LONG = ALL | {
-    "num_steps": 1000,
-    "log.trajectories_every_steps": 1000,
-}
+LONG = ALL | {"num_steps": 1000, "log.trajectories_every_steps": 1000}
 
 
 def last_line(output: str) -> str:

@@ -49,11 +49,7 @@ ENDS = {
     "hangs": 0.3,
     "hangs at start": 0.3,
 }
-REASONS = {
-    "done": "win",
-    "unencodable": "unencodable",
-    "hangs": "environment_timeout",
-}
+REASONS = {"done": "win", "unencodable": "unencodable", "hangs": "environment_timeout"}
 
 
 class Shape:

@@ -154,11 +154,7 @@ def test_an_episode_is_the_same_whatever_shares_the_batch(plain):
     for slot in (0, 3):
         alone = {0: dataclasses.replace(make_scripts(8, turns=2)[slot], row=5)}
         _, transcripts = converse(
-            play,
-            empty(),
-            alone,
-            turn_limits={0: LIMITS[slot]},
-            temperature={0: TEMPERATURE[slot]},
+            play, empty(), alone, turn_limits={0: LIMITS[slot]}, temperature={0: TEMPERATURE[slot]}
         )
         assert_same({0: plain[slot]}, transcripts)
 

@@ -31,16 +31,7 @@ from earl_jax.train.backup import StateLost
 from earl_jax.train.learner import Learner
 from earl_jax.train.offload import is_offloaded, load_moments, offload_moments
 from earl_jax.train.step import batch_shapes
-from tests.support.placements import (
-    CUBE,
-    D4T2,
-    D8,
-    first_position,
-    given,
-    hungry,
-    place,
-    table_of,
-)
+from tests.support.placements import CUBE, D4T2, D8, first_position, given, hungry, place, table_of
 from tests.support.processes import Processes
 from tests.support.settings import make_config
 

@@ -190,11 +190,7 @@ def nothing(facts):
 @pytest.mark.parametrize(
     ("topology", "change", "words"),
     [
-        (
-            "cpu:8",
-            other_model,
-            "another model: model.num_layers is 28 there, 1 here. Plan with",
-        ),
+        ("cpu:8", other_model, "another model: model.num_layers is 28 there, 1 here. Plan with"),
         ("cpu:8", other_vocabulary, "another model: vocab_size is 152064 there, "),
         ("cpu:8", a_gpu, "is of NVIDIA H100 80GB HBM3 devices, and the plan"),
         ("h100:1x8", nothing, "is of cpu devices, and the plan"),

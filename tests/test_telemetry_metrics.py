@@ -14,12 +14,7 @@ from earl_jax.algorithms.advantages import counted
 from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.run.step_record import lag_metrics
 from earl_jax.settings.errors import InputError
-from earl_jax.telemetry.metrics import (
-    MetricsLog,
-    read_metrics,
-    sampling_kl,
-    truncate_after,
-)
+from earl_jax.telemetry.metrics import MetricsLog, read_metrics, sampling_kl, truncate_after
 from earl_jax.telemetry.progress import Progress
 from earl_jax.telemetry.recorder import Recorder
 from earl_jax.telemetry.trackers import TensorBoard

@@ -8,10 +8,7 @@ from earl_jax.telemetry.staleness import staleness_words
 
 
 def words_of(rule: str, steps: list[dict], *, bound: int = 1) -> list[str]:
-    config = {
-        "asynchrony": {"rule": rule, "max_staleness": bound},
-        "rollout": {"group_size": 2},
-    }
+    config = {"asynchrony": {"rule": rule, "max_staleness": bound}, "rollout": {"group_size": 2}}
     return staleness_words(config, steps)
 
 

@@ -22,10 +22,7 @@ from earl_jax.train.config import TrainConfig
 from earl_jax.train.optimizer import entropy_coefficient, learning_rate, make_optimizer
 from earl_jax.train.scoring import make_scorer, score_batch
 from earl_jax.train.state import TrainState, state_shapes, state_shardings
-from earl_jax.train.step import (
-    batch_shapes,
-    read_metrics,
-)
+from earl_jax.train.step import batch_shapes, read_metrics
 from earl_jax.trajectory import TrajectoryBatch
 from tests.support.meshes import train_candidates
 from tests.support.optimizers import specs_of
@@ -72,7 +69,7 @@ def make_params() -> Any:
 def own_scores():
     """`score_batch` on one device, jitted: batch -> (logprobs, entropy) on the host."""
     score = jax.jit(
-        functools.partial(score_batch, MODEL, CONFIG, make_layout(ONE_DEVICE), TEMPERATURE),
+        functools.partial(score_batch, MODEL, CONFIG, make_layout(ONE_DEVICE), TEMPERATURE)
     )
     return lambda batch: [np.asarray(part) for part in score(make_params(), batch)]
 
@@ -593,12 +590,7 @@ def test_traced_shapes_are_those_of_a_batch():
 
 
 @pytest.mark.parametrize(
-    ("shape", "what"),
-    [
-        (ONE_DEVICE, "the learning rate"),
-        (ALL_AXES, "an advantage"),
-    ],
-    ids=str,
+    ("shape", "what"), [(ONE_DEVICE, "the learning rate"), (ALL_AXES, "an advantage")], ids=str
 )
 def test_an_update_that_is_not_finite_is_skipped(shape, what):
     """Parameters and moments keep every bit; the next batch is learnt from as if nothing was."""

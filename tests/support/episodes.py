@@ -332,12 +332,7 @@ def assert_same_episodes(ours, theirs) -> None:
 # Sections of a run whose ratio is against the model, as its cut sampling needs.
 RATIO_RUN = {
     "model": {"width": 32, "ffn_size": 64},
-    "rollout": {
-        "num_slots": 8,
-        "episodes_per_step": 16,
-        "temperature": 1.5,
-        "top_k": 3,
-    },
+    "rollout": {"num_slots": 8, "episodes_per_step": 16, "temperature": 1.5, "top_k": 3},
     "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "table": "model"},
     "train": {"ratio": "model", "epochs": 2},
 }

@@ -36,9 +36,7 @@ def made(seed):
 
 def restored(checkpoints, step, layout=D8):
     return checkpoints.state(
-        step,
-        state_shapes(MODEL, TRAIN, VOCAB),
-        state_shardings(MODEL, TRAIN, VOCAB, layout),
+        step, state_shapes(MODEL, TRAIN, VOCAB), state_shardings(MODEL, TRAIN, VOCAB, layout)
     )
 
 

@@ -198,9 +198,7 @@ def play_on_one_device(rules: SlotRules = RULES, weights: Any = None):
         key = jax.random.key(7)
         state, packed = jitted_play(rules)(weights or params(), state, pack_inputs(inputs), key)
         report = unpack_outputs(
-            np.asarray(packed),
-            model_logprobs=rules.model_logprobs,
-            drafts=rules.draft > 0,
+            np.asarray(packed), model_logprobs=rules.model_logprobs, drafts=rules.draft > 0
         )
         return state, report
 
