@@ -58,10 +58,14 @@ async def answer(value=1, wait_s=0.0):
 def test_a_thousand_environments_wait_at_once_in_one_thread(open_pool):
     """What they come to is checked in the threads of the workers."""
     loops, workers, threads = set(), set(), []
+    waiting, everybody = [], asyncio.Event()
 
     async def step(number):
         loops.add(threading.get_ident())
-        await asyncio.sleep(0.3)
+        waiting.append(number)
+        if len(waiting) == 1000:
+            everybody.set()
+        await everybody.wait()
         threads.append(threading.active_count())
         return StepResult(text=f"{number}", reward=0.0, done=False)
 
@@ -71,9 +75,7 @@ def test_a_thousand_environments_wait_at_once_in_one_thread(open_pool):
 
     pool, before = open_pool(30.0), threading.active_count()
     calls = [lambda number=number: after(step(number), check) for number in range(1000)]
-    began = time.monotonic()
     assert pool.run(calls) == [str(number) for number in range(1000)]
-    assert 0.3 <= time.monotonic() - began < 3.0, "a hundred at a time would take 3 s"
     assert len(loops) == 1 and not loops & workers
     assert max(threads) <= before + 1
 
