@@ -59,6 +59,7 @@ def test_a_resumed_run_ends_with_the_same_bits(whole, tmp_path):
     assert (np.asarray(saved["critic"]["value_head"]) != 0).all()
 
 
+@pytest.mark.slow
 def test_the_reference_and_the_critic_are_those_of_the_weights_that_a_run_began_with(
     whole, tmp_path
 ):

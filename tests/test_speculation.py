@@ -149,6 +149,7 @@ def test_nothing_is_guessed_beyond_the_limit_of_a_turn():
         assert (play.drafted > 0) == drafted
 
 
+@pytest.mark.slow
 def test_an_episode_is_the_same_whatever_shares_the_batch(plain):
     play = play_on_one_device(GUESSING)
     for slot in (0, 3):
