@@ -82,6 +82,11 @@ class ModelSizes:
         """True if the embedding is the head too."""
         return not any(parameter.name == "head" for parameter in self.engine)
 
+    @property
+    def has_sinks(self) -> bool:
+        """True if attention has sinks, which kernels over whole rows have not."""
+        return any(parameter.name == "sinks" for parameter in self.engine)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:

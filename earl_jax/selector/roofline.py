@@ -302,9 +302,7 @@ def _rows_attention_s(
     flops = tokens * _attention_flops(sizes, length / 2) / mesh.tensor
     seconds = forward * flops / (peak * kernels.attention_forward)
     seconds += backward * flops / (peak * kernels.attention_backward)
-    if mesh.context == 1:
-        return seconds
-    if not kernels.is_fused:
+    if not kernels.is_fused and (mesh.context > 1 or sizes.has_sinks):
         rate = hardware.memory_bytes_per_s * share * MEMORY_REACHED
         scores_s = SCORE_BYTES * flops / (4 * sizes.head_size) / rate
         seconds = (forward + backward) * max(scores_s, flops / (peak * MATMUL_REACHED))

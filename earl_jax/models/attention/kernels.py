@@ -126,8 +126,8 @@ def attend_rows(
     On a layout with a `context` axis queries, keys and values are folded (folding.py), while
     `segment_ids_BT` are those of whole rows, and what is returned is folded too.
 
-    A `window` on the device must be one of `windows`: splash is made for a window, and the kernels
-    of all of them stand in the program.
+    A `window` on the device must be one of `windows`: splash, and the blockwise attention of GPUs,
+    are made for a window, and the kernels of all of them stand in the program.
     """
     query_BTKGH = layout.constrain(query_BTKGH, "BTKGH")
     if layout.shape.context > 1:
@@ -151,7 +151,8 @@ def attend_rows(
         assert kernel == "blockwise", kernel
         attend = functools.partial(attend, sinks_KG=sinks_KG)
     inputs = query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT
-    if kernel != "splash" or not isinstance(window, jax.Array):
+    is_made_for_one = kernel == "splash" or (kernel == "blockwise" and layout.platform == "gpu")
+    if not is_made_for_one or not isinstance(window, jax.Array):
         return attend(*inputs, window=window)
     known = sorted(set(windows))
     branches = [functools.partial(attend, window=size) for size in known]
