@@ -27,12 +27,19 @@ from earl_jax.settings.errors import InputError
 # The letters that each projection reads and writes. One with other axes cannot be adapted here.
 PROJECTIONS = {
     "query": ("D", "KGH"),
+    "query_down": ("D", "A"),
+    "query_up": ("A", "KGH"),
+    "latent": ("D", "A"),
+    "latent_up": ("A", "KH"),
     "key": ("D", "KH"),
     "value": ("D", "KH"),
     "out": ("KGH", "D"),
     "gate": ("D", "F"),
     "up": ("D", "F"),
     "down": ("F", "D"),
+    "shared_gate": ("D", "F"),
+    "shared_up": ("D", "F"),
+    "shared_down": ("F", "D"),
 }
 
 
