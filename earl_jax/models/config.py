@@ -98,6 +98,11 @@ MODEL_SETTINGS = (
     "experts_per_token",
     "expert_ffn_size",
     "num_dense_layers",
+    "shared_ffn_size",
+    "latent_size",
+    "query_latent_size",
+    "rope_size",
+    "value_size",
     "compute_dtype",
 )
 

@@ -407,20 +407,34 @@ def kept_width(sizes: ModelSizes, mesh: MeshShape, length: int, remat: Remat, pl
     They are JAX's residuals, in units of the compute type. Without remat: of a norm its input, and
     its result where a matrix reads it; of a gated network both inputs of its gate, and the result.
     """
-    fp32 = 4 // sizes.compute_bytes
+    if remat in ("full", "offload"):
+        return sizes.width
+    width = _kept_of_attention(sizes, mesh, length, remat, platform)
+    # Layers without experts are the first of a mixture.
+    dense = sizes.num_dense_layers if sizes.num_experts else sizes.num_layers
+    dense_size = sizes.dense_ffn_size if sizes.num_experts else sizes.ffn_size
+    networks = dense * (2 + (remat == "none")) * (dense_size // mesh.tensor)
+    if sizes.num_experts:
+        networks += (sizes.num_layers - dense) * _kept_of_mixture(sizes, mesh, remat)
+    return width + networks // sizes.num_layers
+
+
+def _kept_of_attention(
+    sizes: ModelSizes, mesh: MeshShape, length: int, remat: Remat, platform: str
+) -> int:
+    """Returns what `kept_width` counts before and behind the network."""
+    fp32, latents = 4 // sizes.compute_bytes, sizes.latents
     names = {parameter.name for parameter in sizes.engine}
     heads = sizes.num_heads * sizes.head_size // mesh.tensor
     kv_heads = sizes.num_kv_heads * sizes.head_size // mesh.tensor
-    if remat in ("full", "offload"):
-        return sizes.width
     if remat == "dots":
         # The layer's input, and the products that its gradient needs.
-        width = (3 if "post_ffn_norm" in names else 2) * sizes.width + heads + 2 * kv_heads
-        width += heads * keeps_attention(mesh, length, platform)
-        inside = 2 * sizes.ffn_size // mesh.tensor
-        if sizes.num_experts:
-            inside = sizes.experts_per_token * mesh.expert * (inside + sizes.width)
-        return width + inside
+        width = (3 if "post_ffn_norm" in names else 2) * sizes.width
+        width += heads + heads * keeps_attention(mesh, length, platform)
+        if latents:
+            both = sizes.num_heads * (sizes.head_size - latents.rope + latents.value)
+            return width + latents.query + latents.row + both // mesh.tensor
+        return width + 2 * kv_heads
     # Queries, keys, values, and attention's result.
     width = 2 * (1 + ("ffn_norm" in names)) * sizes.width + 2 * heads + 2 * kv_heads
     # Attention's weights in fp32 and in the compute type; or a kernel's result.
@@ -433,12 +447,26 @@ def kept_width(sizes: ModelSizes, mesh: MeshShape, length: int, remat: Remat, pl
     if sizes.layers_differ:
         # Sines and cosines of each layer, for queries and for keys.
         width += 2 * fp32 * sizes.head_size
-    inside = 3 * sizes.ffn_size // mesh.tensor
-    if not sizes.num_experts:
-        return width + inside
+    if latents:
+        # Both sides of the latents' norms; the result is without the zeros behind its values.
+        width += 2 * (latents.query + latents.latent)
+        width -= sizes.num_heads * (sizes.head_size - latents.value) // mesh.tensor
+    return width
+
+
+def _kept_of_mixture(sizes: ModelSizes, mesh: MeshShape, remat: Remat) -> int:
+    """Returns what `kept_width` counts of experts, and of a network beside them."""
+    fp32, pairs = 4 // sizes.compute_bytes, sizes.experts_per_token * mesh.expert
+    products = 2 + (remat == "none")
+    inside = products * sizes.ffn_size // mesh.tensor
+    shared = products * sizes.shared_ffn_size // mesh.tensor
+    if remat == "dots":
+        return pairs * (inside + sizes.width) + shared
     # The experts' inputs and results, these in fp32 too, and the routing.
     stream = (2 + fp32) * sizes.width + sizes.width // sizes.compute_bytes
-    return width + sizes.experts_per_token * mesh.expert * (stream + inside)
+    # What the shared network reads.
+    shared += sizes.width if sizes.shared_ffn_size else 0
+    return pairs * (stream + inside) + shared
 
 
 def _head_bytes(
