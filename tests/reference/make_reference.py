@@ -366,10 +366,15 @@ def make_model(config: PreTrainedConfig, seed: int) -> torch.nn.Module:
             # Of gpt-oss some are clamped.
             size = 1.0 if "gate_up_proj" in name and config.model_type == "gpt_oss" else size
             parameter.copy_(size * noise + ("norm" in name and not gemma))
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+        for buffer in corrections(model):
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     return model
+
+
+def corrections(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The corrections of routers, which are no parameters."""
+    buffers = model.named_buffers()
+    return [buffer for name, buffer in buffers if name.endswith("e_score_correction_bias")]
 
 
 def pack_experts(folder: Path, seed: int) -> None:
@@ -432,6 +437,9 @@ def main() -> None:
         for seed in range(1000):
             shutil.rmtree(folder, ignore_errors=True)
             model = make_model(config, seed).to(dtype)
+            for buffer in corrections(model):
+                # As `transformers` keeps it.
+                buffer.data = buffer.data.float()
             model.save_pretrained(folder, max_shard_size=max_shard_size)
             if name.endswith("_mxfp4"):
                 pack_experts(folder, seed)
