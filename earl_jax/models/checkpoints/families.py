@@ -457,6 +457,7 @@ FAMILIES: Mapping[str, Family] = {
             "first_k_dense_replace": 3,
             "routed_scaling_factor": 2.5,
         },
+        quantization="fp8",
     ),
     "smollm3": Family(
         architecture="SmolLM3ForCausalLM",

@@ -21,9 +21,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from earl_jax.models.blocks import BLOCK_BYTES, Region, block_shape, fill
+from earl_jax.models.checkpoints import fp8, mxfp4
 from earl_jax.models.checkpoints.families import Family, Weight, family_named
 from earl_jax.models.checkpoints.hf_settings import read_settings
-from earl_jax.models.checkpoints.mxfp4 import BLOCKS, SCALES, PackedTensor
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import (
     ParameterSpec,
@@ -41,6 +41,11 @@ DTYPES: Mapping[str, Any] = {
     "float32": np.float32,
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,
+}
+# By quant_method, how the names of a tensor's numbers and of their scales end.
+_ENDINGS: Mapping[str, tuple[str, str]] = {
+    "mxfp4": (mxfp4.BLOCKS, mxfp4.SCALES),
+    "fp8": ("", fp8.SCALES),
 }
 # Bytes read of a mapped file count as this process's memory until the file is closed.
 MAX_MAPPED_BYTES = 32 * 2**20
@@ -175,13 +180,16 @@ class _Tensors:
             self.files = dict.fromkeys(keys, folder / SINGLE)
         else:
             raise InputError(f"{folder} holds neither {SINGLE} nor {INDEX}")
-        # A packed tensor is two in the files, and read as one.
+        # A quantised tensor is two in the files, and read as one.
         self._scales: dict[str, Path] = {}
-        names = [name.removesuffix(BLOCKS) for name in self.files if name.endswith(BLOCKS)]
-        for name in names if checkpoint.settings.get("quantization_config") else ():
-            if name + SCALES in self.files:
-                self.files[name] = self.files.pop(name + BLOCKS)
-                self._scales[name] = self.files.pop(name + SCALES)
+        self._quantized = checkpoint.settings.get("quantization_config") or {}
+        if self._quantized:
+            numbers, scales = _ENDINGS[self._quantized["quant_method"]]
+            names = [name.removesuffix(numbers) for name in self.files if name.endswith(numbers)]
+            for name in names:
+                if name + scales in self.files:
+                    self.files[name] = self.files.pop(name + numbers)
+                    self._scales[name] = self.files.pop(name + scales)
 
     def __enter__(self) -> "_Tensors":
         return self
@@ -217,8 +225,15 @@ class _Tensors:
         file = self.files[name]
         if name not in self._scales:
             return self._stored(name, file)
-        blocks = self._stored(name + BLOCKS, file)
-        return PackedTensor(name, blocks, self._stored(name + SCALES, self._scales[name]))
+        method = self._quantized["quant_method"]
+        numbers, scales = (
+            self._stored(name + ending, place)
+            for ending, place in zip(_ENDINGS[method], (file, self._scales[name]), strict=True)
+        )
+        if method == "fp8":
+            block = self._quantized["weight_block_size"]
+            return fp8.ScaledTensor(name, file, numbers, scales, block)
+        return mxfp4.PackedTensor(name, numbers, scales)
 
     def _stored(self, name: str, file: Path) -> Any:
         try:

@@ -79,7 +79,16 @@ def read_settings(settings: Mapping[str, Any]) -> tuple[ModelConfig, int]:
 def _check_quantization(quantized: Any, family: Family) -> None:
     """Raises ValueError for weights of a type that is not read."""
     method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
-    if quantized is None or (family.quantization and method == family.quantization):
+    if quantized is None:
+        return
+    if family.quantization and method == family.quantization:
+        block = quantized.get("weight_block_size")
+        is_block = isinstance(block, list) and [isinstance(n, int) and n > 0 for n in block]
+        if method == "fp8" and is_block != [True, True]:
+            raise InputError(
+                f"quantization_config.weight_block_size is {block!r}; fp8 can be read where it is "
+                "two whole numbers, as in [128, 128]"
+            )
         return
     known = f"the quant_method {family.quantization!r}" if family.quantization else "None"
     raise InputError(f"quantization_config is {quantized!r}; only {known} can be read")
