@@ -18,6 +18,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from earl_jax.engine.engine import Engine
+from earl_jax.models.attention.folding import unfold
 from earl_jax.models.attention.kernels import attend_rows, choose_pages_kernel
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.config import ModelConfig
@@ -97,10 +98,11 @@ def test_pages_are_whole_on_every_device_of_the_tensor_axis_and_cut_over_context
     }
 
 
-# Six devices in three data shards of two slots, each with the latents whole on both of its devices.
+# Four data shards of four slots, each with the latents whole on both of its devices.
 MESH = MeshShape(data=4, tensor=2)
 
 
+@pytest.mark.slow_except("host")
 @pytest.mark.parametrize("preemption", ["host", "recompute"])
 def test_episodes_play_alike_in_a_pool_that_holds_one_of_them(pool, preemption):
     """Prompts are taken over; episodes are preempted, and their latents come back."""
@@ -143,8 +145,6 @@ def test_values_smaller_than_keys_are_attended_to_by_every_kernel():
 )
 def test_rows_cut_over_context_score_as_whole_ones(mesh):
     """Beside experts and heads that are cut; the ring has values as long as keys."""
-    from earl_jax.models.attention.folding import unfold
-
     name = "deepseek_v3"
     given, layout = checkpoint(name), make_layout(mesh, row_axes=TRAINING_ROWS)
     tokens = np.tile(reference(name)["tokens"], (2, 1))

@@ -9,11 +9,10 @@ from typing import Literal
 from earl_jax.settings.choices import check_choices
 from earl_jax.settings.errors import InputError
 
-# The projections of a layer, by the names that parameters.py gives them; and those that layers with
-# latent attention and shared experts have in the place of some, or beside them.
+# The projections of a layer, by the names that parameters.py gives them; and those that latent
+# attention has in the place of some.
 LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
 LATENT_TARGETS = ("query_down", "query_up", "latent", "latent_up")
-SHARED_TARGETS = ("shared_gate", "shared_up", "shared_down")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -391,7 +390,7 @@ class LoraConfig:
             raise InputError(f"{path}.rank is {self.rank}; it must be at least 0 (0: no adapters)")
         if not 0 < self.alpha < math.inf:
             raise InputError(f"{path}.alpha is {self.alpha}; it must be a positive number")
-        known = (*LORA_TARGETS, *LATENT_TARGETS, *SHARED_TARGETS)
+        known = (*LORA_TARGETS, *LATENT_TARGETS)
         unknown = [name for name in self.targets if name not in known]
         if unknown or not self.targets or len(set(self.targets)) < len(self.targets):
             raise InputError(

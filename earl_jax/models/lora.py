@@ -37,9 +37,6 @@ PROJECTIONS = {
     "gate": ("D", "F"),
     "up": ("D", "F"),
     "down": ("F", "D"),
-    "shared_gate": ("D", "F"),
-    "shared_up": ("D", "F"),
-    "shared_down": ("F", "D"),
 }
 
 
@@ -73,14 +70,16 @@ def adapter_specs(specs: Any, lora: LoraConfig) -> dict[str, Any]:
         ValueError: a target that this model has not, or a rank above what it could use.
     """
     layers = specs["layers"]
+    # PEFT takes the names of a network's projections for those of experts too.
+    networks = ("gate", "up", "down") if "router" in layers else ()
     possible = [
         name
         for name, (inputs, outputs) in PROJECTIONS.items()
-        if name in layers and layers[name].axes == f"L{inputs}{outputs}"
+        if name in layers and name not in networks and layers[name].axes == f"L{inputs}{outputs}"
     ]
     for name in lora.targets:
         if name not in possible:
-            experts = " (projections of experts take no adapters)" if "router" in layers else ""
+            experts = " (networks of a mixture take no adapters)" if "router" in layers else ""
             raise InputError(
                 f"config.train.lora.targets has {name!r}, which cannot be adapted in this model"
                 f"{experts}; choose from {', '.join(possible)}"
