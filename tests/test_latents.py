@@ -21,12 +21,14 @@ from earl_jax.engine.engine import Engine
 from earl_jax.models.attention.folding import unfold
 from earl_jax.models.attention.kernels import attend_rows, choose_pages_kernel
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
+from earl_jax.models.checkpoints.hf_settings import read_settings
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_drafts, forward_rows, head_weights
 from earl_jax.models.kv_cache import empty_pages
 from earl_jax.models.moe.experts import route
 from earl_jax.models.moe.routing import count_routing
 from earl_jax.models.parameters import layers_with, stack_layers, uniform_stacks, unstack_layers
+from earl_jax.models.presets import PRESETS, preset_vocab_size
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from tests.support.caches import empty_cache
 from tests.support.episodes import (
@@ -280,6 +282,114 @@ def test_what_would_be_computed_otherwise_is_refused(tmp_path, name, changed, wo
     (tmp_path / "config.json").write_text(json.dumps(settings | changed))
     with pytest.raises(ValueError, match=words):
         open_checkpoint(tmp_path)
+
+
+# The keys of published files that say what is computed.
+PUBLISHED: dict[str, dict] = {
+    "deepseek-v3": {
+        "model_type": "deepseek_v3",
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "first_k_dense_replace": 3,
+        "moe_layer_freq": 1,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 1,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000,
+        "rope_scaling": {
+            "type": "yarn",
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+        "max_position_embeddings": 163840,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "quantization_config": {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+        },
+    },
+    "deepseek-v2-lite": {
+        "model_type": "deepseek_v2",
+        "vocab_size": 102400,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000,
+        "rope_scaling": {
+            "type": "yarn",
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096,
+        },
+        "max_position_embeddings": 163840,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_is_its_preset(name):
+    assert read_settings(PUBLISHED[name]) == (PRESETS[name], preset_vocab_size(name))
+
+
+def test_scores_are_scaled_by_the_square_of_mscale():
+    """DeepSeek-V3: (0.1 ln 40 + 1)^2 times 1 / sqrt(192)."""
+    scale = PRESETS["deepseek-v3"].attention_scale
+    assert scale == pytest.approx((0.1 * np.log(40) + 1) ** 2 / np.sqrt(192), rel=1e-12)
+    assert PRESETS["moonlight-16b-a3b"].attention_scale == 192**-0.5
 
 
 def test_kernels_over_pages_have_keys_and_values():

@@ -63,10 +63,13 @@ class RopeScaling:
                 f"{path}.original_max_position is {self.original_max_position}; it must be at "
                 "least 1"
             )
-        if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
+        low, high = self.low_freq_factor, self.high_freq_factor
+        # YaRN's bounds, which are rounded to pairs, may be one.
+        are_apart = low < high or (self.kind == "yarn" and low == high)
+        if not (0 < low and are_apart and high < math.inf):
             raise InputError(
-                f"{path}.low_freq_factor is {self.low_freq_factor} and {path}.high_freq_factor is "
-                f"{self.high_freq_factor}; both must be positive, the second the larger"
+                f"{path}.low_freq_factor is {low} and {path}.high_freq_factor is {high}; both must "
+                "be positive, the second the larger"
             )
         if not 0 <= self.attention_factor < math.inf:
             raise InputError(

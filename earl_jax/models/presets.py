@@ -132,11 +132,11 @@ def _deepseek(
     return _config(num_layers, width, heads, ffn_size, **given | settings)
 
 
-def _deepseek_yarn(score_mscale: float) -> RopeScaling:
+def _deepseek_yarn(score_mscale: float, factor: float = 40.0, high: float = 32.0) -> RopeScaling:
     return RopeScaling(
         kind="yarn",
-        factor=40.0,
-        high_freq_factor=32.0,
+        factor=factor,
+        high_freq_factor=high,
         original_max_position=4096,
         attention_factor=1.0,
         score_mscale=score_mscale,
@@ -224,6 +224,19 @@ PRESETS: Mapping[str, ModelConfig] = {
         rope_scaling=_deepseek_yarn(1.0),
         **_DEEPSEEK3,
     ),
+    "kimi-k2": _deepseek(
+        61,
+        7168,
+        64,
+        18432,
+        _experts(384, 8, 2048),
+        shared=1,
+        query_latent_size=1536,
+        expert_scale=2.827,
+        rope_theta=5e4,
+        rope_scaling=_deepseek_yarn(1.0, factor=32.0, high=1.0),
+        **_DEEPSEEK3,
+    ),
     "moonlight-16b-a3b": _deepseek(
         27,
         2048,
@@ -265,6 +278,7 @@ VOCAB_SIZES: Mapping[str, int] = {
     "smollm3-": 128_256,
     "deepseek-v2": 102_400,
     "deepseek-v3": 129_280,
+    "kimi-": 163_840,
     "moonlight-": 163_840,
     "gemma2-": 256_000,
     "gemma3-1b": 262_144,
