@@ -32,6 +32,7 @@ from earl_jax.telemetry.host_bytes import HostByteCounter
 from tests.support.environments import Talker
 from tests.support.episodes import (
     CONFIG,
+    LATENT,
     MODEL,
     WINDOWED,
     GrowPool,
@@ -97,7 +98,7 @@ def lecture(task):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [MODEL, WINDOWED], ids=["", "windows"])
+@pytest.mark.parametrize("model", [MODEL, WINDOWED, LATENT], ids=["", "windows", "latents"])
 def test_episodes_that_move_every_round_sample_the_same_tokens(pool, monkeypatch, model):
     """Over every pair of meshes. Some are preempted on one and come back from the host on another.
 
