@@ -84,6 +84,7 @@ LINES: dict[str, dict[str, Any]] = {
     "asynchronous, apart, staleness 1": {"apart": True, "staleness": 1},
     "asynchronous, apart, staleness 4": {"apart": True, "staleness": 4},
     "the same, kv kept": {"apart": True, "staleness": 4, "kv": "keep"},
+    "staleness 4, not interrupted": {"apart": True, "staleness": 4, "kv": "finish"},
     "asynchronous, apart, staleness 12": {"apart": True, "staleness": 12},
     "staleness 4, streaming in 4 parts": {"apart": True, "staleness": 4, "parts": 4},
     "asynchronous, apart, staleness 4, wait": {"apart": True, "staleness": 4, "rule": "wait"},
@@ -99,6 +100,7 @@ PINNED: dict[str, dict[str, Any]] = {
             ("staleness 1", {"staleness": 1}),
             ("staleness 4", {"staleness": 4}),
             ("staleness 4, kv kept", {"staleness": 4, "kv": "keep"}),
+            ("staleness 4, not interrupted", {"staleness": 4, "kv": "finish"}),
             ("staleness 4, wait", {"staleness": 4, "rule": "wait"}),
             ("staleness 12", {"staleness": 12}),
         )
@@ -296,7 +298,10 @@ def beside_simulation(
         lengths=tuple(number for number, _ in episodes),
         saturation=math.inf,
         burst=1,
-        read=0.0 if line.get("kv") == "keep" else rollout["chunk_size"] / tokens_a_round,
+        read=0.0
+        if line.get("kv") in ("keep", "finish")
+        else rollout["chunk_size"] / tokens_a_round,
+        interrupts=line.get("kv") != "finish",
         publish=times.rest_s / times.round_s,
         beside=times.beside_s / times.round_s,
         num_steps=rows[-1]["step"],

@@ -339,11 +339,10 @@ def run(
 
 
 class Line(NamedTuple):
-    """A run of a table; `interrupts` and `read` are those of its `Setup`."""
+    """A run of a table; `read` is that of its `Setup`."""
 
     settings: AsynchronyConfig
     order: Order = "fifo"
-    interrupts: bool = True
     read: float = 0.0
 
 
@@ -353,12 +352,10 @@ LINES = {
     "streaming": Line(AsynchronyConfig(parts=8), "longest"),
     "asynchronous": Line(AsynchronyConfig(max_staleness=1, parts=8), "longest"),
     "the same, not interrupted": Line(
-        AsynchronyConfig(max_staleness=1, parts=8), "longest", interrupts=False
+        AsynchronyConfig(max_staleness=1, parts=8, kv="finish"), "longest"
     ),
     "staleness 4": Line(AsynchronyConfig(max_staleness=4, parts=8)),
-    "staleness 4, not interrupted": Line(
-        AsynchronyConfig(max_staleness=4, parts=8), interrupts=False
-    ),
+    "staleness 4, not interrupted": Line(AsynchronyConfig(max_staleness=4, parts=8, kv="finish")),
 }
 
 
@@ -370,7 +367,7 @@ def speed_of(setup: Setup, line: Line, train_s: float) -> float:
     ahead = line.settings.max_staleness
     setup = dataclasses.replace(
         setup,
-        interrupts=line.interrupts,
+        interrupts=line.settings.interrupts,
         read=line.read,
         num_steps=BEHIND + setup.num_steps + ahead,
     )
@@ -402,7 +399,7 @@ MEASURED = {
     "staleness 1": Line(AsynchronyConfig(max_staleness=1), read=CHUNK),
     "staleness 4": Line(AsynchronyConfig(max_staleness=4), read=CHUNK),
     "staleness 4, kv kept": Line(AsynchronyConfig(max_staleness=4)),
-    "staleness 4, not interrupted": Line(AsynchronyConfig(max_staleness=4), interrupts=False),
+    "staleness 4, not interrupted": Line(AsynchronyConfig(max_staleness=4, kv="finish")),
     "staleness 12": Line(AsynchronyConfig(max_staleness=12), read=CHUNK),
 }
 

@@ -145,8 +145,9 @@ class AsyncPlayer:
         return self._live.open_groups
 
     def open_episodes(self) -> dict[int, OpenEpisode]:
-        """Returns what open episodes of this process have."""
-        return self._live.groups.open_episodes()
+        """Returns what open episodes of this process have, if they may go on with other weights."""
+        interrupts = self._run.config.asynchrony.interrupts
+        return self._live.groups.open_episodes() if interrupts else {}
 
     @property
     def oldest_step(self) -> int:
@@ -236,8 +237,9 @@ class AsyncPlayer:
         live, placement, cluster = self._live, self._placement, self._run.cluster
         groups = live.groups
         learn = placement.learn_programs
-        _, end = end_of(placement, live.raise_error)
-        gather_ends(cluster, None, "the rounds beside an update", end, learn)
+        with self._timer("rollout"):
+            _, end = end_of(placement, live.end_rounds)
+        gather_ends(cluster, None, "the rounds with the weights before", end, learn)
         forbid = self._run.config.dispatch.forbid_host_bytes
         with self._timer("publish"), only_on_devices(forbid) as reads:
             num_bytes = live.publish(position)

@@ -285,8 +285,9 @@ def _train_until_lost(
 
 
 def _rules(config: Config) -> list[Any]:
-    """Returns the rules that bound the staleness of open episodes."""
-    return [config.asynchrony.rule, config.asynchrony.max_staleness]
+    """Returns the rules by which open episodes may go on."""
+    settings = config.asynchrony
+    return [settings.rule, settings.max_staleness, *([] if settings.interrupts else ["finish"])]
 
 
 def _with_episodes(

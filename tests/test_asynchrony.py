@@ -127,7 +127,7 @@ def test_devices_never_hold_two_policies_of_the_rollout(monkeypatch):
 
 
 @pytest.mark.slow_except("True-recompute")
-@pytest.mark.parametrize(("apart", "kv"), [(True, "recompute"), (False, "keep")])
+@pytest.mark.parametrize(("apart", "kv"), [(True, "recompute"), (False, "keep"), (True, "finish")])
 def test_a_run_keeps_the_bound_and_its_replay_is_the_same_bit_for_bit(
     tmp_path, monkeypatch, apart, kv
 ):
@@ -141,7 +141,9 @@ def test_a_run_keeps_the_bound_and_its_replay_is_the_same_bit_for_bit(
     assert episodes_of(first) == dict.fromkeys(range(STEPS * EPISODES), 1)
     # KV that is computed anew leaves rounding; what older weights wrote is another distribution.
     gap = max(line["kept_kv_gap_max"] for line in lines)
-    assert gap < 1e-5 if kv == "recompute" else gap > 1e-4
+    assert gap > 1e-4 if kv == "keep" else gap < 1e-5
+    policies = [len(set(versions) - {None}) for versions in versions_of(first)]
+    assert max(policies) == 1 if kv == "finish" else max(policies) > 1
     # Nothing that was trained on went through the host.
     assert {line["dispatch_host_bytes"] for line in lines} == {0}
     assert {line["publish_host_bytes"] for line in lines} == {0}
@@ -159,6 +161,12 @@ def test_a_run_keeps_the_bound_and_its_replay_is_the_same_bit_for_bit(
     if apart:
         # Rounds were played beside updates.
         assert any(line["stage_s"].get("overlap") for line in lines)
+
+
+def versions_of(workdir) -> list[list[int | None]]:
+    """The versions of each episode's tokens."""
+    files = (workdir / "trajectories").glob("*")
+    return [each["versions"] for file in files for each in read_trajectories(file)]
 
 
 OF_TWO_STEPS = {**given_of(staleness=1), "num_steps": 2}
@@ -441,8 +449,9 @@ def episodes_by_step(workdir) -> dict[str, list[int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kv", ["recompute", "finish"])
 def test_killed_at_any_moment_it_uses_each_task_as_often_and_can_be_replayed(
-    tmp_path, monkeypatch, capsys
+    tmp_path, monkeypatch, capsys, kv
 ):
     """SIGKILL in a process of its own, at a random moment behind its third step.
 
@@ -450,7 +459,7 @@ def test_killed_at_any_moment_it_uses_each_task_as_often_and_can_be_replayed(
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     first, again, steps = tmp_path / "run", tmp_path / "again", 10
-    given = small({**given_of(), "num_steps": steps})
+    given = small({**given_of(kv=kv), "num_steps": steps})
     saved, metrics = first / "checkpoints" / "2", first / "metrics.jsonl"
 
     def is_behind_its_third_step() -> bool:
@@ -463,7 +472,8 @@ def test_killed_at_any_moment_it_uses_each_task_as_often_and_can_be_replayed(
     before = read_events(first) if (first / EVENTS).read_text().endswith("\n") else None
     train(config_file.make_config(given), first)
     said = capsys.readouterr().out
-    assert "resuming" in said and "open episodes go on behind the" in said
+    assert "resuming" in said
+    assert ("open episodes go on behind the" in said) == (kv != "finish")
     # Each task in the step in which a run left alone trains on it, and within the bound.
     assert episodes_by_step(first) == {
         f"step_{step + 1:06d}.jsonl": list(range(step * EPISODES, (step + 1) * EPISODES))
@@ -475,8 +485,12 @@ def test_killed_at_any_moment_it_uses_each_task_as_often_and_can_be_replayed(
     # What was before the checkpoint is as it was; what was behind it has come in another way.
     opened = [event["version"] for event in events if event["event"] == "open"]
     assert len(opened) == 2 and opened[1] in range(2, steps, 2)
-    # What was sampled before the checkpoint is trained on behind it.
-    assert max(lags_of(first, opened[1] + 1)) > 0
+    if kv == "finish":
+        # What was open is played again: no episode is of two policies.
+        assert max(len(set(versions) - {None}) for versions in versions_of(first)) == 1
+    else:
+        # What was sampled before the checkpoint is trained on behind it.
+        assert max(lags_of(first, opened[1] + 1)) > 0
     end = events.index({**events[0], "version": opened[1]}, 1)
     assert before is None or events[:end] == before[:end]
     config, _ = replayed_config(first, *parse_flags([f"--replay={first}", f"--workdir={again}"]))

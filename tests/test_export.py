@@ -46,14 +46,20 @@ PEFT_NAMES = {
     "gate": "mlp.gate_proj",
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
+    "query_down": "self_attn.q_a_proj",
+    "query_up": "self_attn.q_b_proj",
+    "latent": "self_attn.kv_a_proj_with_mqa",
+    "latent_up": "self_attn.kv_b_proj",
 }
 
 
 def adapters_of(name: str) -> LoraConfig:
-    """Beside every projection; experts are none."""
-    if not checkpoint(name).model.num_experts:
-        return LORA
-    return dataclasses.replace(LORA, targets=("query", "key", "value", "out"))
+    """Beside every projection; networks of a mixture are none."""
+    model = checkpoint(name).model
+    layers = parameter_specs(model, 1)["layers"]
+    networks = ("gate", "up", "down") if model.num_experts else ()
+    targets = tuple(each for each in PEFT_NAMES if each in layers and each not in networks)
+    return dataclasses.replace(LORA, targets=targets)
 
 
 def some_adapters(name: str, lora: LoraConfig) -> Any:
@@ -97,7 +103,7 @@ def tensors(folder: Path) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gemma3", "gpt_oss", "deepseek_v3"])
 def test_the_adapter_folder_is_what_peft_reads(name, tmp_path):
     """Names, shapes and values: base + alpha / r * lora_B @ lora_A is the merged folder."""
     lora = adapters_of(name)
@@ -107,7 +113,7 @@ def test_the_adapter_folder_is_what_peft_reads(name, tmp_path):
     assert settings["peft_type"] == "LORA" and settings["task_type"] == "CAUSAL_LM"
     assert (settings["r"], settings["lora_alpha"]) == (3, 6.0)
     assert settings["base_model_name_or_path"] == str(REFERENCE / name)
-    modules = {path.split(".")[1] for path in paths}
+    modules = {path.rsplit(".", 1)[1] for path in paths}
     assert set(settings["target_modules"]) == modules
     adapter, base, after = tensors(folder), tensors(REFERENCE / name), tensors(whole)
     model = checkpoint(name).model

@@ -167,11 +167,28 @@ def test_base_of_adapters_in_the_compute_type_is_not_copied():
     assert wide.activations - narrow.activations == 128 * 2
 
 
-@pytest.mark.parametrize("family", ["dense", "mixture", "adapters", "int8", "networks"])
+# The first of two layers is dense; heads read rows of 6 + 2 numbers.
+LATENT = {
+    "num_kv_heads": 4,
+    "windows": (),
+    "latent_size": 6,
+    "query_latent_size": 10,
+    "rope_size": 2,
+    "value_size": 3,
+    "num_dense_layers": 1,
+    "shared_ffn_size": 24,
+    "router_scores": "sigmoid",
+    "router_correction": True,
+}
+
+
+@pytest.mark.parametrize("family", ["dense", "mixture", "latents", "adapters", "int8", "networks"])
 def test_resident_bytes_are_those_of_placed_shapes(family):
     """On every mesh of eight devices, exactly."""
     mixture = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 16}
-    model = dataclasses.replace(TINY, **(mixture if family == "mixture" else {}))
+    has_experts = family in ("mixture", "latents")
+    model = dataclasses.replace(TINY, **(mixture if has_experts else {}))
+    model = dataclasses.replace(model, **(LATENT if family == "latents" else {}))
     train = TrainConfig()
     if family == "adapters":
         lora = dataclasses.replace(train.lora, rank=2, base_dtype="bfloat16")
@@ -182,7 +199,7 @@ def test_resident_bytes_are_those_of_placed_shapes(family):
         model, 32, engine_dtype="float32", weight_dtype=weight_dtype, train=train, networks=networks
     )
     meshes = [MeshShape(data=8), D4T2, F4T2, MeshShape(data=2, fsdp=2, tensor=2)]
-    meshes += [MeshShape(data=2, fsdp=2, expert=2)] if family == "mixture" else []
+    meshes += [MeshShape(data=2, fsdp=2, expert=2)] if has_experts else []
     meshes += [MeshShape(data=2, context=2, tensor=2)]
     for mesh in meshes:
         layout = make_abstract_layout(mesh, row_axes=TRAINING_ROWS)
@@ -199,7 +216,7 @@ def test_resident_bytes_are_those_of_placed_shapes(family):
         cache = engine.state_shapes(12).cache.pools
         pages = resident_bytes(cache, engine.state_shardings.cache.pools)
         # Three pages of each row and group hold 12 tokens.
-        number = 16 // mesh.data * 2 * 3
+        number = 16 // mesh.data * (1 if family == "latents" else 2) * 3
         planned = rollout_footprint(sizes, WORK, mesh, 12, "cpu")
         assert (planned.weights, planned.cache) == (parameters, 0)
         assert number * page_bytes(sizes, WORK, mesh) == pages
@@ -338,6 +355,9 @@ FAMILIES = [
     "olmo3-7b",
     "smollm3-3b",
 ]
+# Of latent attention, every head of which has a key and a value.
+LATENTS = {"num_kv_heads": 4, "latent_size": 64, "rope_size": 32, "value_size": 96}
+LATENTS |= {"query_latent_size": 80, "shared_ffn_size": 128, "num_dense_layers": 0}
 # All families in bf16, and those with arrays that are of fp32 in both types.
 KEPT = [*((remat, preset, "bfloat16") for preset in FAMILIES for remat in ("none", "dots"))]
 KEPT += [("none", "gemma3-12b", "float32")]
@@ -365,6 +385,14 @@ def test_a_layer_with_sinks_and_biases_of_experts_keeps_as_much(remat):
     assert_it_keeps_what_jax_saves("gpt-oss-20b", "bfloat16", "blockwise", 512, remat)
 
 
+@pytest.mark.slow_except("dots-bfloat16")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("remat", ["none", "dots"])
+def test_a_layer_of_latents_keeps_what_jax_saves(remat, dtype):
+    """With queries from a latent, and a network beside the experts."""
+    assert_it_keeps_what_jax_saves("moonlight-16b-a3b", dtype, "splash", 512, remat)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_attention_weights_of_rows_of_one_block_are_kept(dtype):
@@ -381,6 +409,7 @@ def assert_it_keeps_what_jax_saves(
     """
     model = dataclasses.replace(PRESETS[preset], **SMALL, compute_dtype=dtype)
     model = dataclasses.replace(model, **(EXPERTS if model.num_experts else {}))
+    model = dataclasses.replace(model, **(LATENTS if model.latent_size else {}))
     sizes = model_sizes(model, VOCAB, engine_dtype=dtype)
     computed = kept_width(sizes, MeshShape(), length, remat, "tpu") * jnp.dtype(dtype).itemsize
     # Of more rows and more layers, so that neither weights count nor what is there once.

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from earl_jax.dispatch.weights import publish
-from earl_jax.models.config import LoraConfig, ModelConfig
+from earl_jax.models.config import LORA_TARGETS, LoraConfig, ModelConfig
 from earl_jax.models.decoder import forward_chunk, forward_rows, head_weights
 from earl_jax.models.lora import (
     PROJECTIONS,
@@ -166,7 +166,8 @@ def test_a_rank_1_adapter_by_hand():
 def test_heads_and_layers_are_merged_each_with_its_own():
     """Against plain matrices: query_DKGH as [D, KGH], out_KGHD as [KGH, D], layer by layer."""
     state = on_host()
-    for name, (inputs, outputs) in PROJECTIONS.items():
+    for name in LORA_TARGETS:
+        inputs, outputs = PROJECTIONS[name]
         node = policy(state)["layers"][name]
         for layer in range(MODEL.num_layers):
             weight, a, b = (np.asarray(part[layer], np.float64) for part in jax.tree.leaves(node))
@@ -266,7 +267,8 @@ def test_gradients_are_those_of_the_merged_model():
     state = jax.device_put(state, state_shardings(MODEL, full, VOCAB, make_layout(ONE_DEVICE)))
     state, _ = compiled_step(ONE_DEVICE, full)(state, make_batch(), CONTROLS)
     by_weight, (_, by_adapter, _) = gradients(state), alone()
-    for name, (inputs, outputs) in PROJECTIONS.items():
+    for name in LORA_TARGETS:
+        inputs, outputs = PROJECTIONS[name]
         pair, grad = on_host().params["layers"][name], by_weight["layers"][name]
         grad_a = 3.0 * np.einsum(f"L{inputs}{outputs},LR{outputs}->L{inputs}R", grad, pair["b"])
         grad_b = 3.0 * np.einsum(f"L{inputs}{outputs},L{inputs}R->LR{outputs}", grad, pair["a"])

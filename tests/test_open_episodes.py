@@ -27,6 +27,7 @@ from earl_jax.rollout.open_episodes import (
     read_episodes,
     write_episodes,
 )
+from earl_jax.rollout.staleness import AsynchronyConfig
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.train.checkpoint import Checkpoints
 from earl_jax.trajectory import Turn
@@ -100,7 +101,7 @@ def test_files_of_all_processes_are_read_as_they_were_written(tmp_path):
     assert not notes
     assert read(4, ["in_order", 1]) == {}
     assert len(notes) == 2
-    assert "config.asynchrony.rule or max_staleness is another one than in" in notes[0]
+    assert "config.asynchrony.rule, max_staleness or kv is another one than in" in notes[0]
     path = tmp_path / FOLDER / "4.0.npz"
     path.write_bytes(path.read_bytes()[:200])
     assert read(4, RULES).keys() == {7}
@@ -135,7 +136,7 @@ def test_episodes_of_the_checkpoint_before_stay_while_the_next_one_is_written(
         checkpoints.save(position.step, State({"a": jnp.ones(8)}), {})
 
     monkeypatch.setattr(training, "save", save)
-    asynchrony = types.SimpleNamespace(rule="in_order", max_staleness=1)
+    asynchrony = AsynchronyConfig(max_staleness=1)
     config = types.SimpleNamespace(
         asynchrony=asynchrony, checkpoint=types.SimpleNamespace(keep_best=0)
     )

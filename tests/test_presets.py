@@ -45,6 +45,12 @@ PUBLISHED = {
     "olmoe-1b-7b": (50_304, 6_919_161_856),
     "gpt-oss-20b": (201_088, 20_914_757_184),
     "gpt-oss-120b": (201_088, 116_829_156_672),
+    # Without layers for multi-token prediction.
+    "deepseek-v2-lite": (102_400, 15_706_484_224),
+    "deepseek-v2": (102_400, 235_741_434_880),
+    "deepseek-v3": (129_280, 671_026_419_200),
+    "moonlight-16b-a3b": (163_840, 15_960_110_208),
+    "kimi-k2": (163_840, 1_026_408_232_448),
     "gemma2-2b": (256_000, 2_614_341_888),
     "gemma2-9b": (256_000, 9_241_705_984),
     "gemma2-27b": (256_000, 27_227_128_320),
@@ -64,6 +70,10 @@ ARCHITECTURES = {
     "olmo3": "Olmo3ForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
+    "deepseek-v2": "DeepseekV2ForCausalLM",
+    "deepseek-v3": "DeepseekV3ForCausalLM",
+    "moonlight": "DeepseekV3ForCausalLM",
+    "kimi": "DeepseekV3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
@@ -86,7 +96,8 @@ def test_a_preset_is_of_its_family_and_of_the_published_size(name):
 
 
 def test_a_mixture_is_named_by_what_it_stores_and_what_a_token_uses():
-    for name, billions in (("qwen3-30b-a3b", 3.3), ("qwen3-235b-a22b", 22)):
+    given = ("qwen3-30b-a3b", 3.3), ("qwen3-235b-a22b", 22), ("deepseek-v3", 37.5)
+    for name, billions in given:
         used = dataclasses.replace(PRESETS[name], num_experts=PRESETS[name].experts_per_token)
         count = num_parameters(parameter_specs(used, PUBLISHED[name][0]))
         assert count / 1e9 == pytest.approx(billions, rel=0.02)
@@ -94,6 +105,10 @@ def test_a_mixture_is_named_by_what_it_stores_and_what_a_token_uses():
 
 SMALL = {"num_layers": 2, "width": 32, "num_heads": 4, "num_kv_heads": 2, "head_size": 8}
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 16}
+# Eight groups of experts; heads of 4 numbers from the latent and 4 that are rotated.
+LATENTS = {**EXPERTS, "num_experts": 16, "shared_ffn_size": 16, "ffn_size": 64}
+LATENTS |= {"num_kv_heads": 4, "latent_size": 12, "query_latent_size": 10, "rope_size": 4}
+LATENTS |= {"value_size": 6, "num_dense_layers": 1}
 # One of each family, and what beside the sizes has to shrink for a model of its kind to be left.
 SHRUNK = {
     "qwen2.5-0.5b": {"ffn_size": 64},
@@ -105,6 +120,8 @@ SHRUNK = {
     "olmo3-7b": {"ffn_size": 64},
     "olmoe-1b-7b": EXPERTS,
     "gpt-oss-20b": EXPERTS,
+    "deepseek-v2-lite": LATENTS,
+    "deepseek-v3": LATENTS,
     "gemma2-2b": {"ffn_size": 64},
     "smollm3-3b": {"ffn_size": 64},
     "gemma3-1b": {"ffn_size": 64},
@@ -113,18 +130,19 @@ SHRUNK = {
 
 @pytest.mark.parametrize("name", SHRUNK)
 def test_a_preset_at_a_small_size_is_of_its_family(name):
-    assert family_of(model(**SMALL, **SHRUNK[name], preset=name)) is family_of(PRESETS[name])
+    small = model(**SMALL | SHRUNK[name], preset=name)
+    assert family_of(small) is family_of(PRESETS[name])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["qwen3-30b-a3b", "gpt-oss-20b"])
+@pytest.mark.parametrize("preset", ["qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v3"])
 def test_a_preset_trains_from_scratch_on_a_mixed_mesh(preset):
     """One RL step of a preset at a small size: what samples is what is trained.
 
     test_families.py samples with every family on a mesh, and has gradients of each.
     """
     sections = {
-        "model": {**SMALL, **EXPERTS, "preset": preset},
+        "model": {**SMALL, **SHRUNK[preset], "preset": preset},
         "rollout": {"num_slots": 8, "episodes_per_step": 16},
         "selector": {
             "rollout_meshes": ("data=4,tensor=2",),

@@ -27,6 +27,7 @@ from earl_jax.telemetry.host_bytes import HostByteCounter
 from tests.support.environments import Talker
 from tests.support.episodes import (
     CONFIG,
+    LATENT,
     MODEL,
     WINDOWED,
     GrowPool,
@@ -91,15 +92,16 @@ def lecture(task):
 
 
 @pytest.mark.slow
-def test_episodes_that_move_every_round_sample_the_same_tokens(pool, monkeypatch):
+@pytest.mark.parametrize("model", [WINDOWED, LATENT], ids=["windows", "latents"])
+def test_episodes_that_move_every_round_sample_the_same_tokens(pool, monkeypatch, model):
     """Over every pair of meshes. Some are preempted on one and come back from the host on another.
 
     Prompts are taken over. Episodes give up their pages behind windows.
     """
-    first = player(MESHES[0], WINDOWED)
+    first = player(MESHES[0], model)
     monkeypatch.setattr(Moving, "pages", first.config.page_rule.most_pages(64) * 8)
     given = {"sampling": Sampling(temperature=0.0), "max_tokens": 64, "share_prefixes": True}
-    given |= {"player": first, "params": weights(model=WINDOWED)}
+    given |= {"player": first, "params": weights(model=model)}
     still = collect(pool, tasks(44), lecture, **given)
     monkeypatch.setattr("tests.support.episodes.RolloutService", Moving)
     services = []

@@ -31,6 +31,8 @@ from tests.support.served import (
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 NUM_SLOTS, MAX_WAITING = 4, 28
+# A name of several parts, as on a hub.
+NAME = "team/parrot"
 # One that shows tools and their calls, reads an argument, and refuses a tool's text without a call.
 TEMPLATE = """\
 {%- if tools %}<|user|>{{ tools | tojson }}<|end|>{% endif -%}
@@ -53,8 +55,9 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(cache, model):
     """A temperature at which nearly all is noise, of which top_k leaves the likeliest token."""
-    flags = (f"--num_slots={NUM_SLOTS}", f"--max_waiting={MAX_WAITING}", "--temperature=5")
-    with serving(cache, f"--model={model}", *flags, "--top_k=1") as server:
+    flags = (f"--num_slots={NUM_SLOTS}", f"--max_waiting={MAX_WAITING}", f"--name={NAME}")
+    with serving(cache, f"--model={model}", *flags, "--temperature=5", "--top_k=1") as server:
+        assert server.ready_line.startswith(f"serving {model} as {NAME} at ")
         yield server
 
 
@@ -109,19 +112,19 @@ def test_several_prompts_have_several_replies_each(server):
     assert [choice["text"] for choice in both] == alone
 
 
-def test_health_and_models(server, model):
+def test_health_and_models(server):
     assert send(server.http, "/health") == (200, {"status": "ok"})
     status, models = send(server.http, "/v1/models")
     [found] = models["data"]
-    assert status == 200 and (found["id"], found["max_model_len"]) == (str(model), CONTEXT)
-    for name in (str(model), urllib.parse.quote(str(model), safe="")):
+    assert status == 200 and (found["id"], found["max_model_len"]) == (NAME, CONTEXT)
+    for name in (NAME, urllib.parse.quote(NAME, safe="")):
         assert send(server.http, f"/v1/models/{name}") == (200, found)
     status, answer = send(server.http, "/v1/models/gpt-4o")
     assert status == 404 and "'gpt-4o' is not served here" in answer["error"]["message"]
-    assert send(server.http, f"/v1/models/{model}", {})[0] == 405
-    named = ask(server.http, COMPLETIONS, model=str(model), prompt="x")
+    assert send(server.http, f"/v1/models/{NAME}", {})[0] == 405
+    named = ask(server.http, COMPLETIONS, model=NAME, prompt="x")
     # Who says no max_tokens has 16, as OpenAI's completions do.
-    assert named["model"] == str(model) and named["usage"]["completion_tokens"] == 16
+    assert named["model"] == NAME and named["usage"]["completion_tokens"] == 16
 
 
 def test_the_pieces_of_a_stream_join_to_the_whole(server):

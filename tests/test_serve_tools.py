@@ -18,6 +18,12 @@ from tests.support.served import MODEL
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
 OTHER = '<tool_call>{"name": "now"}</tool_call>'
+TAGGED = (
+    "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\né\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
+TYPES = {"a": {"type": "integer"}, "b": {"type": "string"}}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": TYPES}}}]
 ADDED = ("add", {"a": 1, "b": "é"})
 NOW = ("now", {})
 
@@ -39,7 +45,7 @@ def whole(text: str) -> dict:
     reply, codec = reply_of(text)
     choice = Choice(0)
     asyncio.run(_collect(reply, choice))
-    return ChatForm(codec.decode, has_tools=True).whole(choice)
+    return ChatForm(codec.decode, tools=TOOLS).whole(choice)
 
 
 def streamed(text: str, size: int = 1) -> list[dict]:
@@ -49,7 +55,7 @@ def streamed(text: str, size: int = 1) -> list[dict]:
     async def send(part) -> None:
         parts.append(part)
 
-    form = ChatForm(codec.decode, has_tools=True)
+    form = ChatForm(codec.decode, tools=TOOLS)
     asyncio.run(_stream(reply, Choice(0), form, send))
     return parts
 
@@ -68,6 +74,7 @@ def called(calls) -> list[tuple]:
         (CALL, None, [ADDED]),
         (f"I add. {CALL}\n{OTHER}", "I add. \n", [ADDED, NOW]),
         (f"a < b <tool {OTHER} end", "a < b <tool  end", [NOW]),
+        (f"I add. {TAGGED}", "I add. ", [ADDED]),
         # None of these is a call, and all of them stay as they are.
         ("<tool_call>{</tool_call>", "<tool_call>{</tool_call>", []),
         ("<tool_call>[1]</tool_call>!", "<tool_call>[1]</tool_call>!", []),

@@ -125,12 +125,14 @@ def test_sinks_are_an_extra_column_of_the_softmax(mesh, length, window):
     assert np.all(np.abs(of_sinks[0]) > 1e-2)
 
 
-@pytest.mark.parametrize("length", [40, BLOCK_SIZE + 9])
-def test_on_gpus_keys_of_a_row_are_looked_at_together(length, monkeypatch):
+@pytest.mark.parametrize("window", [None, 30, BLOCK_SIZE + 5])
+@pytest.mark.parametrize("length", [40, BLOCK_SIZE + 9, 9 * BLOCK_SIZE + 9])
+def test_on_gpus_spans_of_queries_look_at_the_keys_before_them(length, window, monkeypatch):
     monkeypatch.setattr(Layout, "platform", "gpu")
     arrays, segments = make_rows(length)
-    ours = out_and_gradients(by_rows("data=1", scale=0.25), *arrays, SINKS, segments)
-    plain = functools.partial(extra_column, scale=0.25)
+    settings = {"scale": 0.25, "window": window}
+    ours = out_and_gradients(by_rows("data=1", **settings), *arrays, SINKS, segments)
+    plain = functools.partial(extra_column, **settings)
     theirs = out_and_gradients(plain, *arrays, SINKS, segments)
     for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5 * max(1, float(np.abs(other).max())))

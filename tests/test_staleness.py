@@ -126,6 +126,7 @@ class Shape:
     checkpoint_every: int
     refill: int = 0
     reuse: int = 1
+    kv: str = "keep"
     num_steps: int = NUM_STEPS
     # Of group g whether nothing is learnt from it is the g-th, modulo their number.
     useless: tuple[bool, ...] = (False,)
@@ -198,6 +199,7 @@ class Driven:
             parts=shape.parts,
             refill=shape.refill,
             reuse=shape.reuse,
+            kv=shape.kv,
         )
         settings.validate()
         tasks = tasks_of(
@@ -226,6 +228,8 @@ class Driven:
                     groups.open(service, version, resumed, oldest)
             else:
                 for groups, service in zip(players, services, strict=True):
+                    if shape.kv == "finish":
+                        groups.finish_live()
                     groups.publish(version)
                     service.version = version
             self.taken.append([])
@@ -311,6 +315,7 @@ def check_episode(trajectory, task, version: int, shape: Shape) -> None:
     assert versions == sorted(versions) and all(v <= version for v in versions)
     assert trajectory.episode == task.episode and trajectory.group == task.group
     assert task.args == {"number": task.group}
+    assert shape.kv == "keep" or len(set(versions)) <= 1, "new weights interrupted it"
     if shape.is_bounded and versions:
         assert version - versions[0] <= shape.bound
 
@@ -345,6 +350,7 @@ def shapes(draw) -> Shape:
         checkpoint_every=draw(st.integers(1, 3)),
         refill=draw(st.integers(0, 2)) if rule == "drop" and reuse == 1 else 0,
         reuse=reuse,
+        kv=draw(st.sampled_from(["keep", "keep", "finish"])),
         useless=tuple(draw(useless)),
         players=draw(st.sampled_from([1, 1, 2] if is_long else [1, 1, 2, 3])),
     )

@@ -21,7 +21,7 @@ from earl_jax.envs.event_loop import settle
 from earl_jax.envs.registry import EnvConfig, open_environment
 from earl_jax.envs.tasks import TasksConfig
 from earl_jax.envs.tokenizer import load_tokenizer
-from earl_jax.envs.tool_calls import CALL_FORMATS
+from earl_jax.envs.tool_calls import CALL_FORMATS, typed
 from earl_jax.envs.tool_functions import is_outage
 from earl_jax.envs.tool_use import ToolUse
 from earl_jax.settings.errors import InputError
@@ -42,6 +42,12 @@ MISTRAL = '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "a1b2c3d4e
 
 def call(name: str, **arguments) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def tagged(name: str, **arguments: str) -> str:
+    """A call as Qwen3-Coder and Qwen3.5 write it."""
+    given = [f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in arguments.items()]
+    return f"<tool_call>\n<function={name}>\n{''.join(given)}</function>\n</tool_call>"
 
 
 def play(env: ToolUse, *replies: str) -> list:
@@ -65,6 +71,14 @@ def texts(result) -> list[str]:
         ("hermes", NO_OBJECT, ['!"arguments" must be a JSON object']),
         ("hermes", '<tool_call>{"name": "f"}', ["!the call has no </tool_call>"]),
         ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", ["!the call is no JSON"]),
+        ("hermes", tagged("add", a="1", b="x\ny"), [("add", {"a": "1", "b": "x\ny"}, "")]),
+        ("hermes", f"I look. {tagged('now')}", ["now"]),
+        (
+            "hermes",
+            "<tool_call><function=f>1</function></tool_call>",
+            ["!between <parameter=NAME>"],
+        ),
+        ("hermes", "<tool_call><function=f></tool_call>", ["!the call is no JSON"]),
         ("llama3", '{"name": "add", "parameters": {"a": 1}}', [("add", {"a": 1}, "")]),
         ("llama3", '<|python_tag|>{"name": "now", "parameters": {}}', ["now"]),
         ("llama3", '{"answer": 3}', []),
@@ -88,6 +102,27 @@ def test_calls_of_a_reply_in_each_format(name, text, calls):
             assert (got.name, dict(got.arguments), got.error) == (want, {}, "")
         else:
             assert (got.name, got.arguments, got.call_id, got.error) == (*want, "")
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "integer"}, "42", 42),
+        ({"type": "string"}, "42", "42"),
+        ({"type": "string", "nullable": True}, "null", "null"),
+        ({"type": ["integer", "string"]}, "42", "42"),
+        ({"anyOf": [{"type": "integer"}, {"type": "boolean"}]}, "true", True),
+        ({"type": "array", "items": {"type": "number"}}, "[1, 2.5]", [1, 2.5]),
+        ({"type": "object"}, '{"b": null}', {"b": None}),
+        ({"type": "integer"}, "four", "four"),
+        (None, "42", "42"),
+    ],
+)
+def test_arguments_between_tags_are_read_as_the_tool_describes_them(schema, text, value):
+    [found] = CALL_FORMATS["hermes"](tagged("f", a=text))
+    description = served("f", **({} if schema is None else {"a": schema}))
+    assert typed(found, description) == {"a": value}
+    assert typed(found, None) == {"a": text}
 
 
 def served(name: str, **parameters: dict) -> dict:

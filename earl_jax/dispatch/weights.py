@@ -11,6 +11,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from earl_jax.models.lora import is_adapted, merged
+from earl_jax.models.parameters import unstack_layers
 from earl_jax.models.quantization import is_quantized, quantize
 from earl_jax.sharding.layout import Layout
 from earl_jax.sharding.placing import absent_tree, same_shards
@@ -134,19 +135,12 @@ def _unstack_to(
         return weight.astype(want)
 
     def unstack(params: Any) -> Any:
-        made = jax.tree.map(make, wanted, _unstacked(params, wanted), is_leaf=is_quantized)
+        layers = unstack_layers(params, len(wanted["layers"]))
+        made = jax.tree.map(make, wanted, layers, is_leaf=is_quantized)
         sent = map(travel, jax.tree.leaves(made), sources, targets)
         return jax.tree.unflatten(tree, list(sent))
 
     return jax.jit(unstack, out_shardings=jax.tree.unflatten(tree, targets))
-
-
-def _unstacked(params: Any, wanted: Any) -> Any:
-    layers = [
-        jax.tree.map(lambda leaf, index=index: leaf[index], params["layers"])
-        for index in range(len(wanted["layers"]))
-    ]
-    return {**params, "layers": layers}
 
 
 def _where_made(params: Any, shapes: Any) -> Any:
@@ -180,7 +174,10 @@ def _where_made(params: Any, shapes: Any) -> Any:
     others = {
         name: describe_all(shapes[name], params[name], 0) for name in shapes if name != "layers"
     }
-    layers = [describe_all(layer, params["layers"], 1) for layer in shapes["layers"]]
+    layers = [
+        {name: describe_all(shape, params["layers"][name], 1) for name, shape in layer.items()}
+        for layer in shapes["layers"]
+    ]
     return {**others, "layers": layers}
 
 

@@ -8,6 +8,16 @@ Qwen's and Hermes':
     {"name": "add", "arguments": {"a": 1}}
     </tool_call>
 
+and, between the same tags, that of Qwen3-Coder and Qwen3.5, whose arguments are texts:
+
+    <tool_call>
+    <function=add>
+    <parameter=a>
+    1
+    </parameter>
+    </function>
+    </tool_call>
+
 Llama 3's, which is the whole reply: {"name": "add", "parameters": {"a": 1}}
 
 Mistral's: [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "a1b2c3d4e"}]
@@ -21,6 +31,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _MISTRAL = "[TOOL_CALLS]"
 _LLAMA = "<|python_tag|>"
 
@@ -28,13 +40,15 @@ _LLAMA = "<|python_tag|>"
 class Call(NamedTuple):
     """A call of a tool as the policy wrote it; `call_id` is "" where the format has none.
 
-    `error` says why the text is no call, "" where it is one.
+    `error` says why the text is no call, "" where it is one. With `is_texts` the arguments are
+    texts, which the types in the tool's description tell how to read (`typed`).
     """
 
     name: str = ""
     arguments: Mapping[str, Any] = MappingProxyType({})
     call_id: str = ""
     error: str = ""
+    is_texts: bool = False
 
 
 def hermes_calls(text: str) -> list[Call]:
@@ -100,6 +114,12 @@ CALL_FORMATS: dict[str, Callable[[str], list[Call]]] = {
 
 
 def _call_of(text: str) -> Call:
+    if (function := _FUNCTION.fullmatch(text)) is not None:
+        name, inside = function.groups()
+        arguments = dict(_PARAMETER.findall(inside))
+        if _PARAMETER.sub("", inside).strip():
+            return Call(error="between <parameter=NAME> ... </parameter> there is other text")
+        return Call(name, arguments, is_texts=True)
     try:
         return _call_from(json.loads(text))
     except (ValueError, RecursionError) as error:
@@ -122,15 +142,38 @@ def _call_from(given: Any, key: str = "arguments") -> Call:
     return Call(given["name"], arguments, call_id if isinstance(call_id, str) else "")
 
 
+def typed(call: Call, description: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Returns a call's arguments; those that are texts as their types in a tool's description say.
+
+    A text stays one where the description allows a text, or says nothing of the argument, and where
+    it is no JSON.
+    """
+    schema = (description or {}).get("function", {}).get("parameters")
+    known = schema.get("properties") if isinstance(schema, Mapping) else None
+    if not call.is_texts or not isinstance(known, Mapping):
+        return call.arguments
+    return {name: _typed(text, known.get(name)) for name, text in call.arguments.items()}
+
+
+def _typed(text: Any, schema: Any) -> Any:
+    if not isinstance(schema, Mapping) or '"string"' in json.dumps(schema, default=str):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
 class ToolCallStream:
     """Takes the calls out of a text that comes in parts. `count` is their number.
 
-    What looks like a call and is none (no JSON, no name) stays text.
+    What looks like a call and is none (no JSON, no name) stays text. `tools` are descriptions, by
+    name, of those that may be called.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tools: Mapping[str, Any] = MappingProxyType({})) -> None:
         """Begins before the text."""
-        self.count, self._held = 0, ""
+        self.count, self._held, self._tools = 0, "", tools
 
     def push(self, text: str) -> tuple[str, list[dict[str, Any]]]:
         """Returns the text that is certainly outside of calls, and the calls that are complete."""
@@ -149,7 +192,7 @@ class ToolCallStream:
             if not closed:
                 self._held = opened + behind
                 return outside, calls
-            call = _read_call(inside, self.count)
+            call = _read_call(inside, self.count, self._tools)
             if call is None:
                 outside += opened + inside + closed
             else:
@@ -168,20 +211,17 @@ def _possible_start(text: str) -> int:
     return max(n for n in range(len(OPEN)) if OPEN.startswith(text[len(text) - n :] if n else ""))
 
 
-def _read_call(text: str, index: int) -> dict[str, Any] | None:
+def _read_call(text: str, index: int, tools: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns a call in OpenAI's form; None for a text that is none."""
-    try:
-        call = json.loads(text)
-    except (ValueError, RecursionError):
+    call = _call_of(text)
+    if call.error:
         return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", {})
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
     return {
         "index": index,
         "id": f"call_{uuid.uuid4().hex}",
         "type": "function",
-        "function": {"name": call["name"], "arguments": arguments},
+        "function": {
+            "name": call.name,
+            "arguments": json.dumps(typed(call, tools.get(call.name)), ensure_ascii=False),
+        },
     }

@@ -10,7 +10,7 @@ from typing import Any
 
 from earl_jax.envs.environment import Message, Start, StepResult
 from earl_jax.envs.single_turn import Reward, answered, prompt_of
-from earl_jax.envs.tool_calls import CALL_FORMATS, Call
+from earl_jax.envs.tool_calls import CALL_FORMATS, Call, typed
 from earl_jax.envs.tool_functions import (
     Answer,
     call_tool,
@@ -117,7 +117,7 @@ class ToolUse:
         if call.error or tool is None:
             known = ", ".join(self._tools)
             return failure(call.error or f"no tool is called {call.name!r:.80}; there are {known}")
-        return call_tool(call.name, tool, call.arguments)
+        return call_tool(call.name, tool, typed(call, tool.description))
 
     async def _when_there(self, calls: Sequence[Call], answers: Sequence[Any]) -> StepResult:
         tasks = [asyncio.ensure_future(when_there(answer)) for answer in answers]

@@ -9,8 +9,10 @@ from typing import Literal
 from earl_jax.settings.choices import check_choices
 from earl_jax.settings.errors import InputError
 
-# The projections of a layer, by the names that parameters.py gives them.
+# The projections of a layer, by the names that parameters.py gives them; and those that latent
+# attention has in the place of some.
 LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
+LATENT_TARGETS = ("query_down", "query_up", "latent", "latent_up")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +25,8 @@ class RopeScaling:
     are interpolated. "yarn" (arXiv 2309.00071): the same two bounds (its beta_slow and beta_fast),
     with an interpolation by the number of the pair, between whole numbers unless `truncate` is
     False, and queries and keys are `attention_factor` times as long; 0 means 0.1 ln(`factor`) + 1.
-    `factor` 1 stretches nothing.
+    Attention scores are multiplied by (0.1 `score_mscale` ln(`factor`) + 1)^2, which is 1 for 0
+    (DeepSeek's mscale_all_dim). `factor` 1 stretches nothing.
     """
 
     kind: Literal["llama3", "linear", "yarn"] = "llama3"
@@ -33,6 +36,14 @@ class RopeScaling:
     original_max_position: int = 8192
     attention_factor: float = 0.0
     truncate: bool = True
+    score_mscale: float = 0.0
+
+    @property
+    def score_factor(self) -> float:
+        """The factor of attention scores."""
+        if self.kind != "yarn":
+            return 1.0
+        return (0.1 * self.score_mscale * math.log(self.factor) + 1.0) ** 2
 
     @property
     def magnitude(self) -> float:
@@ -52,15 +63,23 @@ class RopeScaling:
                 f"{path}.original_max_position is {self.original_max_position}; it must be at "
                 "least 1"
             )
-        if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
+        low, high = self.low_freq_factor, self.high_freq_factor
+        # YaRN's bounds, which are rounded to pairs, may be one.
+        are_apart = low < high or (self.kind == "yarn" and low == high)
+        if not (0 < low and are_apart and high < math.inf):
             raise InputError(
-                f"{path}.low_freq_factor is {self.low_freq_factor} and {path}.high_freq_factor is "
-                f"{self.high_freq_factor}; both must be positive, the second the larger"
+                f"{path}.low_freq_factor is {low} and {path}.high_freq_factor is {high}; both must "
+                "be positive, the second the larger"
             )
         if not 0 <= self.attention_factor < math.inf:
             raise InputError(
                 f"{path}.attention_factor is {self.attention_factor}; it must be a positive "
                 "number, or 0 for 0.1 ln(factor) + 1"
+            )
+        if not 0 <= self.score_mscale < math.inf:
+            raise InputError(
+                f"{path}.score_mscale is {self.score_mscale}; it must be a positive number, or 0 "
+                "for none"
             )
 
 
@@ -80,6 +99,12 @@ MODEL_SETTINGS = (
     "num_experts",
     "experts_per_token",
     "expert_ffn_size",
+    "num_dense_layers",
+    "shared_ffn_size",
+    "latent_size",
+    "query_latent_size",
+    "rope_size",
+    "value_size",
     "compute_dtype",
 )
 
@@ -119,10 +144,28 @@ class ModelConfig:
 
     `scale_embeddings` multiplies embeddings by sqrt(width).
 
+    With `latent_size` attention is multi-head latent attention (MLA, arXiv 2405.04434): of a token
+    there is one latent of so many numbers, normalised, from which each head's key and value are
+    projected, and one key of `rope_size` numbers for all heads, which is rotated. These are the
+    last numbers of a head, and the others those from the latent; values have `value_size` numbers.
+    The KV cache has latents and rotated keys. Queries come from a normalised latent of
+    `query_latent_size` numbers; 0: from the residual stream. `rope_interleaved` pairs neighbours
+    of a head, 2i and 2i + 1, else i and i + n / 2.
+
     With `num_experts` each layer has so many feed-forward networks, of `expert_ffn_size` each
     instead of one of `ffn_size`. A router sends every token to `experts_per_token` of them, and
     what they make of it is added up, weighted by the router's probabilities of these experts;
-    `normalize_expert_weights` scales the weights to a sum of 1. 0 is a dense model.
+    `normalize_expert_weights` scales the weights to a sum of 1. 0 is a dense model. A mixture may
+    have beside it:
+
+    - `num_dense_layers`: the first layers, which have a network of `ffn_size` instead.
+    - `shared_ffn_size`: a network of this size that every token goes through too; 0: none.
+    - `router_scores`: probabilities are a "softmax" over experts, or each a "sigmoid".
+    - `router_correction`: numbers that are added to probabilities where experts are chosen, and
+      only there (arXiv 2408.15664). They are not trained.
+    - `expert_groups`: experts are so many groups of neighbours, of which a token uses
+      `groups_per_token`, those with the largest sum of their `group_score` best probabilities.
+    - `expert_scale`: the factor of weights, behind everything else.
 
     `compute_dtype` is the type of matrix work and of the KV cache, in the rollout too unless
     config.rollout.compute_dtype is another: by default bfloat16 for a model of `path` or `preset`,
@@ -145,6 +188,11 @@ class ModelConfig:
     ffn_size: int = 192
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling = RopeScaling()
+    rope_interleaved: bool = False
+    latent_size: int = 0
+    query_latent_size: int = 0
+    rope_size: int = 0
+    value_size: int = 0
     windows: tuple[int, ...] = ()
     window_rope_theta: float = 0.0
     no_rope_every: int = 0
@@ -160,6 +208,14 @@ class ModelConfig:
     expert_ffn_size: int = 96
     normalize_expert_weights: bool = True
     expert_bias: bool = False
+    num_dense_layers: int = 0
+    shared_ffn_size: int = 0
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    router_correction: bool = False
+    expert_groups: int = 1
+    groups_per_token: int = 1
+    group_score: Literal[1, 2] = 1
+    expert_scale: float = 1.0
     norm_eps: float = 1e-6
     norm_from_one: bool = False
     pre_norms: bool = True
@@ -178,7 +234,25 @@ class ModelConfig:
     @property
     def attention_scale(self) -> float:
         """The factor of attention scores."""
-        return (self.query_pre_attn_scalar or self.head_size) ** -0.5
+        scale = (self.query_pre_attn_scalar or self.head_size) ** -0.5
+        return scale * self.rope_scaling.score_factor
+
+    @property
+    def rotated_size(self) -> int:
+        """The numbers of a head that are rotated."""
+        return self.rope_size if self.latent_size else self.head_size
+
+    @property
+    def value_head_size(self) -> int:
+        """The size of a head of values."""
+        return self.value_size if self.latent_size else self.head_size
+
+    @property
+    def cached_size(self) -> int:
+        """The numbers of a token and layer in the KV cache, of all heads."""
+        if self.latent_size:
+            return self.latent_size + self.rope_size
+        return 2 * self.num_kv_heads * self.head_size
 
     @property
     def layer_windows(self) -> tuple[int, ...]:
@@ -200,7 +274,9 @@ class ModelConfig:
                 f"config.model.num_kv_heads ({self.num_kv_heads}); each key/value head serves the "
                 "same number of query heads"
             )
-        if self.head_size % 2:
+        if self.latent_size:
+            self._check_latents()
+        elif self.head_size % 2:
             raise InputError(
                 f"config.model.head_size is {self.head_size}; rotary embeddings need an even size"
             )
@@ -219,8 +295,53 @@ class ModelConfig:
                 f"config.model.experts_per_token is {self.experts_per_token}, more than "
                 f"config.model.num_experts ({self.num_experts}); a token uses each expert once"
             )
+        if self.num_experts:
+            self._check_mixture()
         self.rope_scaling.validate()
         check_choices(self, "config.model")
+
+    def _check_latents(self) -> None:
+        if self.num_kv_heads != self.num_heads:
+            raise InputError(
+                f"config.model.num_kv_heads is {self.num_kv_heads} and config.model.num_heads "
+                f"{self.num_heads}; with latent attention every head has a key and a value of its "
+                "own, so set both to the same number"
+            )
+        if self.rope_size < 2 or self.rope_size % 2 or self.rope_size >= self.head_size:
+            raise InputError(
+                f"config.model.rope_size is {self.rope_size}; it must be even, and at least 2 less "
+                f"than config.model.head_size ({self.head_size})"
+            )
+        if not 0 < self.value_size <= self.head_size:
+            raise InputError(
+                f"config.model.value_size is {self.value_size}; it must be from 1 to "
+                f"config.model.head_size ({self.head_size})"
+            )
+        for field in ("attention_bias", "attention_sinks", "query_key_norm", "windows"):
+            if getattr(self, field):
+                raise InputError(
+                    f"config.model.{field} is {getattr(self, field)!r}; latent attention "
+                    "(config.model.latent_size) is computed without"
+                )
+
+    def _check_mixture(self) -> None:
+        if not 0 <= self.num_dense_layers < self.num_layers:
+            raise InputError(
+                f"config.model.num_dense_layers is {self.num_dense_layers}; it must be less than "
+                f"config.model.num_layers ({self.num_layers}), and 0 where all layers have experts"
+            )
+        groups, chosen = self.expert_groups, self.groups_per_token
+        size = self.num_experts // max(groups, 1)
+        if groups < 1 or self.num_experts % groups or (groups > 1 and size < self.group_score):
+            raise InputError(
+                f"config.model.num_experts is {self.num_experts}, which are not "
+                f"config.model.expert_groups ({groups}) groups of as many experts"
+            )
+        if not 1 <= chosen <= groups or self.experts_per_token > chosen * size:
+            raise InputError(
+                f"config.model.groups_per_token is {chosen}; a token's {self.experts_per_token} "
+                f"experts must be in so many of {groups} groups of {size}"
+            )
 
     def _check_numbers(self) -> None:
         sizes = ("num_layers", "width", "num_heads", "num_kv_heads", "head_size", "ffn_size")
@@ -229,12 +350,15 @@ class ModelConfig:
                 raise InputError(
                     f"config.model.{field} is {getattr(self, field)}; it must be at least 1"
                 )
-        for field in ("rope_theta", "norm_eps", "init_scale"):
+        for field in ("rope_theta", "norm_eps", "init_scale", "expert_scale"):
             if not 0 < getattr(self, field) < math.inf:
                 raise InputError(
                     f"config.model.{field} is {getattr(self, field)}; it must be a positive number"
                 )
         for field, none in (
+            ("latent_size", "keys and values of heads"),
+            ("query_latent_size", "queries from the residual stream"),
+            ("shared_ffn_size", "no shared network"),
             ("window_rope_theta", "config.model.rope_theta"),
             ("query_pre_attn_scalar", "config.model.head_size"),
             ("attention_softcap", "no cap"),
@@ -269,10 +393,11 @@ class LoraConfig:
             raise InputError(f"{path}.rank is {self.rank}; it must be at least 0 (0: no adapters)")
         if not 0 < self.alpha < math.inf:
             raise InputError(f"{path}.alpha is {self.alpha}; it must be a positive number")
-        unknown = [name for name in self.targets if name not in LORA_TARGETS]
+        known = (*LORA_TARGETS, *LATENT_TARGETS)
+        unknown = [name for name in self.targets if name not in known]
         if unknown or not self.targets or len(set(self.targets)) < len(self.targets):
             raise InputError(
                 f"{path}.targets is {self.targets!r}; name at least one of "
-                f"{', '.join(LORA_TARGETS)}, each once"
+                f"{', '.join(known)}, each once"
             )
         check_choices(self, path)

@@ -39,7 +39,7 @@ from earl_jax.models.layer_groups import group_layers
 from earl_jax.models.lora import project
 from earl_jax.models.moe.experts import experts_of_rows, experts_of_shard
 from earl_jax.models.moe.routing import Routing, routing_of_rows
-from earl_jax.models.parameters import Params
+from earl_jax.models.parameters import Params, cast_parameters, uniform_stacks
 from earl_jax.models.rotary import rope_frequencies, rotate
 from earl_jax.settings.remat import Remat
 from earl_jax.sharding.layout import Layout
@@ -49,13 +49,15 @@ class Parts(NamedTuple):
     """The functions of a layer that training and decoding differ in.
 
     `attend(query, key, value, sinks)`, sinks being None without attention sinks;
-    `mix_experts(layer, x)`, which is not called for a dense model; `contract(equation, x, weight)`
-    computes the products of projections (contraction.py).
+    `mix_experts(layer, x)`, which is not called for a dense layer; `contract(equation, x, weight)`
+    computes the products of projections (contraction.py). With `reads_latents` keys are latents of
+    latent attention with a rotated key behind, values None, and results latents.
     """
 
-    attend: Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
+    attend: Callable[[jax.Array, jax.Array, jax.Array | None, jax.Array | None], jax.Array]
     mix_experts: Callable[[Any, jax.Array], jax.Array]
     contract: Contract
+    reads_latents: bool = False
 
     def project(self, equation: str, x: jax.Array, weight: Any) -> jax.Array:
         """Computes a projection (lora.py), whose result remat may keep."""
@@ -64,6 +66,8 @@ class Parts(NamedTuple):
 
 # A window that reaches over any row, for layers without one beside layers that have one.
 WITHOUT_END = 2**30
+# Of the norms of latents, whatever that of others is, as in `transformers`.
+_LATENT_EPS = 1e-6
 
 
 def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
@@ -83,10 +87,12 @@ def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
     return normalised(x_BTD, scale_D)
 
 
-def _norm(config: ModelConfig, x_BTD: jax.Array, weight_D: jax.Array) -> jax.Array:
+def _norm(
+    config: ModelConfig, x_BTD: jax.Array, weight_D: jax.Array, eps: float | None = None
+) -> jax.Array:
     if config.norm_from_one:
         weight_D = 1.0 + weight_D.astype(jnp.float32)
-    return rms_norm(x_BTD, weight_D, config.norm_eps)
+    return rms_norm(x_BTD, weight_D, eps or config.norm_eps)
 
 
 class LayerKind(NamedTuple):
@@ -104,10 +110,10 @@ def layer_kind(config: ModelConfig, index: int) -> LayerKind:
     """Returns the kind of layer `index`."""
     window = config.layer_windows[index] or None
     if config.no_rope_every and (index + 1) % config.no_rope_every == 0:
-        return LayerKind(window, jnp.zeros(config.head_size // 2))
+        return LayerKind(window, jnp.zeros(config.rotated_size // 2))
     if window and config.window_rope_theta:
-        return LayerKind(window, rope_frequencies(config.head_size, config.window_rope_theta))
-    frequencies = rope_frequencies(config.head_size, config.rope_theta, config.rope_scaling)
+        return LayerKind(window, rope_frequencies(config.rotated_size, config.window_rope_theta))
+    frequencies = rope_frequencies(config.rotated_size, config.rope_theta, config.rope_scaling)
     return LayerKind(window, frequencies, config.rope_scaling.magnitude)
 
 
@@ -156,6 +162,25 @@ def _attention_half(
     """Returns what attention adds to the residual stream."""
     if config.pre_norms:
         x_BTD = _norm(config, x_BTD, layer["attention_norm"])
+    attend = _attend_latents if config.latent_size else _attend_heads
+    mixed_BTKGH = attend(config, kind, layer, x_BTD, positions_BT, parts)
+    added_BTD = parts.project("BTKGH,KGHD->BTD", mixed_BTKGH, layer["out"])
+    if config.out_bias:
+        added_BTD += layer["out_bias"][None, None]
+    return (
+        _norm(config, added_BTD, layer["post_attention_norm"]) if config.post_norms else added_BTD
+    )
+
+
+def _attend_heads(
+    config: ModelConfig,
+    kind: LayerKind,
+    layer: Any,
+    x_BTD: jax.Array,
+    positions_BT: jax.Array,
+    parts: Parts,
+) -> jax.Array:
+    """Returns what heads with keys and values of their own attended to, BTKGH."""
     query_BTKGH = parts.project("BTD,DKGH->BTKGH", x_BTD, layer["query"])
     key_BTKH = parts.project("BTD,DKH->BTKH", x_BTD, layer["key"])
     value_BTKH = parts.project("BTD,DKH->BTKH", x_BTD, layer["value"])
@@ -166,16 +191,67 @@ def _attention_half(
     if config.query_key_norm:
         query_BTKGH = _norm(config, query_BTKGH, layer["query_norm"])
         key_BTKH = _norm(config, key_BTKH, layer["key_norm"])
-    query_BTKGH = rotate(query_BTKGH, positions_BT, kind.frequencies, kind.magnitude)
-    key_BTKH = rotate(key_BTKH, positions_BT, kind.frequencies, kind.magnitude)
-    sinks_KG = layer["sinks"] if config.attention_sinks else None
-    mixed_BTKGH = parts.attend(query_BTKGH, key_BTKH, value_BTKH, sinks_KG)
-    added_BTD = parts.project("BTKGH,KGHD->BTD", mixed_BTKGH, layer["out"])
-    if config.out_bias:
-        added_BTD += layer["out_bias"][None, None]
-    return (
-        _norm(config, added_BTD, layer["post_attention_norm"]) if config.post_norms else added_BTD
+    query_BTKGH, key_BTKH = (
+        _rotate(config, kind, x, positions_BT) for x in (query_BTKGH, key_BTKH)
     )
+    sinks_KG = layer["sinks"] if config.attention_sinks else None
+    return parts.attend(query_BTKGH, key_BTKH, value_BTKH, sinks_KG)
+
+
+def _rotate(
+    config: ModelConfig, kind: LayerKind, x_BTAH: jax.Array, positions_BT: jax.Array
+) -> jax.Array:
+    return rotate(
+        x_BTAH,
+        positions_BT,
+        kind.frequencies,
+        kind.magnitude,
+        interleaved=config.rope_interleaved,
+    )
+
+
+def _attend_latents(
+    config: ModelConfig,
+    kind: LayerKind,
+    layer: Any,
+    x_BTD: jax.Array,
+    positions_BT: jax.Array,
+    parts: Parts,
+) -> jax.Array:
+    """Returns what heads of latent attention attended to, BTKGH (arXiv 2405.04434, section 2.1).
+
+    Training projects a key and a value of each head from the latents (eq. 10 to 18). To read cached
+    latents as they are, the projection to keys is taken to the queries, and that to values to the
+    results (appendix C): of latents there is one head, so that all heads of queries are its group.
+    """
+    inside = config.head_size - config.rope_size
+    if config.query_latent_size:
+        low_BTA = parts.project("BTD,DA->BTA", x_BTD, layer["query_down"])
+        low_BTA = _norm(config, low_BTA, layer["query_down_norm"], _LATENT_EPS)
+        query_BTKGH = parts.project("BTA,AKGH->BTKGH", low_BTA, layer["query_up"])
+    else:
+        query_BTKGH = parts.project("BTD,DKGH->BTKGH", x_BTD, layer["query"])
+    query_BTKGH, turned_BTKGH = jnp.split(query_BTKGH, [inside], axis=-1)
+    row_BTA = parts.project("BTD,DA->BTA", x_BTD, layer["latent"])
+    latent_BTA, key_BTH = jnp.split(row_BTA, [config.latent_size], axis=-1)
+    latent_BTA = _norm(config, latent_BTA, layer["latent_norm"], _LATENT_EPS)
+    turned_BTKGH, key_BTH = (
+        _rotate(config, kind, x, positions_BT) for x in (turned_BTKGH, key_BTH)
+    )
+    if not parts.reads_latents:
+        both_BTKH = parts.project("BTA,AKH->BTKH", latent_BTA, layer["latent_up"])
+        own_BTKH, value_BTKH = jnp.split(both_BTKH, [inside], axis=-1)
+        shape = *own_BTKH.shape[:-1], config.rope_size
+        key_BTKH = jnp.broadcast_to(key_BTH[:, :, None], shape)
+        key_BTKH = jnp.concatenate([own_BTKH, key_BTKH], axis=-1)
+        query_BTKGH = jnp.concatenate([query_BTKGH, turned_BTKGH], axis=-1)
+        return parts.attend(query_BTKGH, key_BTKH, value_BTKH, None)
+    key_AKH, value_AKH = jnp.split(layer["latent_up"], [inside], axis=-1)
+    query_BTGKA = jnp.einsum("BTKGH,AKH->BTGKA", query_BTKGH, key_AKH)
+    query_BTGKA = jnp.concatenate([query_BTGKA, turned_BTKGH.swapaxes(2, 3)], axis=-1)
+    row_BTA = jnp.concatenate([latent_BTA, key_BTH], axis=-1)
+    mixed_BTGKA = parts.attend(query_BTGKA, row_BTA[:, :, None], None, None)
+    return jnp.einsum("BTGKA,AKH->BTKGH", mixed_BTGKA, value_AKH)
 
 
 def _feed_forward_half(
@@ -184,13 +260,18 @@ def _feed_forward_half(
     """Returns what the feed-forward network or the experts add to the residual stream."""
     if config.pre_norms:
         x_BTD = _norm(config, x_BTD, layer["ffn_norm"])
-    if config.num_experts:
-        added_BTD = parts.mix_experts(layer, x_BTD)
-    else:
-        gate_BTF = parts.project("BTD,DF->BTF", x_BTD, layer["gate"])
-        up_BTF = parts.project("BTD,DF->BTF", x_BTD, layer["up"])
+
+    def network(prefix: str) -> jax.Array:
+        gate_BTF = parts.project("BTD,DF->BTF", x_BTD, layer[f"{prefix}gate"])
+        up_BTF = parts.project("BTD,DF->BTF", x_BTD, layer[f"{prefix}up"])
         hidden_BTF = gated(config.activation, gate_BTF, up_BTF)
-        added_BTD = parts.project("BTF,FD->BTD", hidden_BTF, layer["down"])
+        return parts.project("BTF,FD->BTD", hidden_BTF, layer[f"{prefix}down"])
+
+    if "router" not in layer:
+        added_BTD = network("")
+    else:
+        added_BTD = parts.mix_experts(layer, x_BTD)
+        added_BTD = added_BTD + network("shared_") if config.shared_ffn_size else added_BTD
     return _norm(config, added_BTD, layer["post_ffn_norm"]) if config.post_norms else added_BTD
 
 
@@ -246,7 +327,7 @@ def forward_rows_routed(
         x_BTD, and a Routing of f32[L, X]; None for a dense model.
     """
     dtype = jnp.dtype(config.compute_dtype)
-    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    params = cast_parameters(params, dtype)
     # Rows come whole, and so what looks along them is done before they are folded.
     positions_BT = fold(layout, positions_in_segments(segment_ids_BT))
     real_BT = fold(layout, segment_ids_BT) > 0
@@ -261,6 +342,7 @@ def forward_rows_routed(
             kind = kind._replace(window=layer_kind(config, 0).window)
 
         def attend(query_BTKGH, key_BTKH, value_BTKH, sinks_KG):
+            assert value_BTKH is not None
             return attend_rows(
                 kernel,
                 layout,
@@ -288,8 +370,12 @@ def forward_rows_routed(
     # to every device.
     embed_VD = layout.constrain(params["embed"], "V.")
     x_BTD = layout.constrain(_embed(config, embed_VD, fold(layout, tokens_BT)), "BT.")
-    layers = (params["layers"], _kinds_to_scan(config))
-    x_BTD, routing = jax.lax.scan(recomputed(block, remat), x_BTD, layers)
+    dense = config.num_dense_layers if config.num_experts else 0
+    kinds, routing = _kinds_to_scan(config), None
+    # The last ones are those with experts.
+    for which, layers in uniform_stacks(params["layers"], config.num_layers, dense):
+        some = jax.tree.map(lambda kind, which=which: kind[which], kinds)
+        x_BTD, routing = jax.lax.scan(recomputed(block, remat), x_BTD, (layers, some))
     # Rows add up here and not in the loop: one exchange between row shards instead of one a layer.
     routing = jax.tree.map(lambda sums_LBX: jnp.sum(sums_LBX, axis=1), routing)
     return _norm(config, x_BTD, params["final_norm"]), routing
@@ -399,14 +485,16 @@ def _chunk_states(
     readings, look = attention_over_pages(
         kernel, platform, config, cache, cached_B, counts_B, length
     )
-    on_heads_of = functools.partial(on_own_heads, layout, by_hand=kernel != "blockwise")
+    on_heads_of = functools.partial(
+        on_own_heads, layout, by_hand=kernel != "blockwise", one_key=config.latent_size > 0
+    )
     pools = list(cache.pools)
     for index, layer in enumerate(params["layers"]):
         kind = layer_kind(config, index)
         group, place = groups.place(index)
 
         def on_heads(new, pages, sinks_KG, numbers, window=groups.windows[group] or None):
-            query_BTKGH, key_BTKH, value_BTKH = map(tokens.gather, new)
+            query_BTKGH, key_BTKH, value_BTKH = jax.tree.map(tokens.gather, new)
             table_BY, starts_B, counts_B, reading = numbers
             share = own_share(cache.parts)
             pages = write(
@@ -430,7 +518,7 @@ def _chunk_states(
             )
             return mixed_BTKGH
 
-        parts = Parts(attend, mix_experts, contract_flat)
+        parts = Parts(attend, mix_experts, contract_flat, config.latent_size > 0)
         x_BTD = _block(config, kind, layer, x_BTD, positions_BT, parts)
     return x_BTD, tokens, dataclasses.replace(cache, pools=pools)
 

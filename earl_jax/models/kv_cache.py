@@ -21,22 +21,30 @@ from flax import struct
 from earl_jax.models.attention.page_shares import WHOLE, PageShare
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.layer_groups import group_layers
+from earl_jax.settings.errors import InputError
 
 
 @struct.dataclass(frozen=True, kw_only=True)
 class LayerCache:
     """The pages of one layer of every group: key_ZKHS and value_ZKSH.
 
-    They are in the model's compute type, or in int8.
+    They are in the model's compute type, or in int8. Of latent attention there are no values: a
+    token has one row for all heads, a latent and a rotated key behind it, and values are the first
+    numbers of keys.
 
     In int8 each token's key and value of a head have a scale, f32 key_scale_ZKS and
     value_scale_ZKS: numbers are round(x / scale), the largest 127 (symmetric, no zero point).
     """
 
     key: jax.Array
-    value: jax.Array
+    value: jax.Array | None
     key_scale: jax.Array | None = None
     value_scale: jax.Array | None = None
+
+    @property
+    def own_size(self) -> int:
+        """Positions of a page that a device has."""
+        return self.key.shape[3]
 
 
 @struct.dataclass(frozen=True, kw_only=True)
@@ -56,20 +64,26 @@ class PagedCache:
     @property
     def page_size(self) -> int:
         """Positions of a page, in all its parts."""
-        return self.pools[0].value.shape[2] * self.parts
+        return self.pools[0].own_size * self.parts
 
     @property
     def num_pages(self) -> int:
         """Pages of a pool."""
-        return self.pools[0].value.shape[0]
+        return self.pools[0].key.shape[0]
 
 
 def empty_pages(
     config: ModelConfig, pages: int, page_size: int, kv_dtype: str = "compute"
 ) -> list[LayerCache]:
-    """Returns pools of zeros, one a layer of a group; `kv_dtype` is "compute" or "int8"."""
+    """Returns pools of zeros, one a layer of a group; `kv_dtype` is "compute" or "int8".
+
+    Raises ValueError for latents in int8.
+    """
+    check_kv_dtype(config, kv_dtype)
     dtype = jnp.dtype(config.compute_dtype if kv_dtype == "compute" else kv_dtype)
     heads, size = config.num_kv_heads, config.head_size
+    if config.latent_size:
+        heads, size = 1, config.cached_size
 
     def scales() -> jax.Array | None:
         if kv_dtype == "compute":
@@ -79,7 +93,7 @@ def empty_pages(
     return [
         LayerCache(
             key=jnp.zeros((pages, heads, size, page_size), dtype),
-            value=jnp.zeros((pages, heads, page_size, size), dtype),
+            value=None if config.latent_size else jnp.zeros((pages, heads, page_size, size), dtype),
             key_scale=scales(),
             value_scale=scales(),
         )
@@ -87,9 +101,24 @@ def empty_pages(
     ]
 
 
+def check_kv_dtype(config: ModelConfig, kv_dtype: str) -> None:
+    """Raises ValueError for a type that this model's KV cache cannot have."""
+    if config.latent_size and kv_dtype != "compute":
+        raise InputError(
+            f"config.rollout.kv_dtype is {kv_dtype!r}, but this model caches latents "
+            "(config.model.latent_size), of which one scale a token is too coarse; set it to "
+            "'compute'"
+        )
+
+
 def place_pages(layer: LayerCache, place: Callable[[str], Any]) -> LayerCache:
-    """Returns `place` of each array by its letters; positions of a page are split as tokens (T)."""
+    """Returns `place` of each array by its letters; positions of a page are split as tokens (T).
+
+    Latents, which all heads read, are whole on each device of the `tensor` axis.
+    """
     letters = {"key": "ZKHT", "value": "ZKTH", "key_scale": "ZKT", "value_scale": "ZKT"}
+    if layer.value is None:
+        return LayerCache(key=place("Z.HT"), value=None)
     return LayerCache(
         **{name: place(axes) for name, axes in letters.items() if getattr(layer, name) is not None}
     )
@@ -99,7 +128,7 @@ def write(
     layer: LayerCache,
     table_BY: jax.Array,
     key_BTKH: jax.Array,
-    value_BTKH: jax.Array,
+    value_BTKH: jax.Array | None,
     starts_B: jax.Array,
     counts_B: jax.Array,
     *,
@@ -109,19 +138,21 @@ def write(
     """Writes row b's first `counts_B[b]` new keys and values at its positions from `starts_B[b]`.
 
     Tokens past the table's last page are dropped, and those in another device's `share` of a page.
-    With `whole_pages` changed pages are read, changed and written as a whole; no two rows may then
-    write to one page.
+    Pages of latents have no values. With `whole_pages` changed pages are read, changed and written
+    as a whole; no two rows may then write to one page.
     """
     new = _NewTokens(
         table_BY,
         starts_B,
         counts_B,
         length=key_BTKH.shape[1],
-        num_pages=layer.value.shape[0],
-        own_size=layer.value.shape[2],
+        num_pages=layer.key.shape[0],
+        own_size=layer.own_size,
         share=share,
     )
     put = new.put_pages if whole_pages else new.put_tokens
+    if layer.value is None or value_BTKH is None:
+        return LayerCache(key=put(layer.key, key_BTKH, 3), value=None)
     if layer.key_scale is None or layer.value_scale is None:
         return LayerCache(key=put(layer.key, key_BTKH, 3), value=put(layer.value, value_BTKH, 2))
     (key_BTKH, key_scale_BTK), (value_BTKH, value_scale_BTK) = map(_round, (key_BTKH, value_BTKH))

@@ -27,6 +27,10 @@ from earl_jax.settings.errors import InputError
 # The letters that each projection reads and writes. One with other axes cannot be adapted here.
 PROJECTIONS = {
     "query": ("D", "KGH"),
+    "query_down": ("D", "A"),
+    "query_up": ("A", "KGH"),
+    "latent": ("D", "A"),
+    "latent_up": ("A", "KH"),
     "key": ("D", "KH"),
     "value": ("D", "KH"),
     "out": ("KGH", "D"),
@@ -66,14 +70,16 @@ def adapter_specs(specs: Any, lora: LoraConfig) -> dict[str, Any]:
         ValueError: a target that this model has not, or a rank above what it could use.
     """
     layers = specs["layers"]
+    # PEFT takes the names of a network's projections for those of experts too.
+    networks = ("gate", "up", "down") if "router" in layers else ()
     possible = [
         name
         for name, (inputs, outputs) in PROJECTIONS.items()
-        if name in layers and layers[name].axes == f"L{inputs}{outputs}"
+        if name in layers and name not in networks and layers[name].axes == f"L{inputs}{outputs}"
     ]
     for name in lora.targets:
         if name not in possible:
-            experts = " (projections of experts take no adapters)" if "router" in layers else ""
+            experts = " (networks of a mixture take no adapters)" if "router" in layers else ""
             raise InputError(
                 f"config.train.lora.targets has {name!r}, which cannot be adapted in this model"
                 f"{experts}; choose from {', '.join(possible)}"

@@ -26,6 +26,7 @@ from earl_jax.models.parameters import (
     Params,
     is_spec,
     parameter_specs,
+    stack_layers,
     unstacked_specs,
 )
 from earl_jax.settings.errors import InputError
@@ -107,8 +108,7 @@ class Decoder(nnx.Module):
             segments = jnp.diagonal(attention_mask, axis1=-2, axis2=-1).astype(jnp.int32)
         params = to_tree(nnx.state(self, nnx.Param))
         if isinstance(params["layers"], list):
-            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])
-            params = {**params, "layers": stacked}
+            params = {**params, "layers": stack_layers(params["layers"])}
         x_BTD = forward_rows(self.config, self.layout, params, tokens, segments)
         head_DV = head_weights(params).astype(x_BTD.dtype)
         logits_BTV = jnp.einsum("BTD,DV->BTV", x_BTD, head_DV, preferred_element_type=jnp.float32)

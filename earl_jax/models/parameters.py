@@ -9,6 +9,7 @@ of layers and unrolls (carrying weights or a cache through a scan copies them at
 import dataclasses
 import math
 import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,13 @@ from earl_jax.models.config import ModelConfig
 from earl_jax.sharding.layout import Layout
 
 Params = Any
+
+# Parameters that keep fp32 where others are in the compute type: experts are chosen by differences
+# of these that bf16 has not.
+FP32_PARAMETERS = ("router_correction",)
+# The network of the first layers of a mixture (`num_dense_layers`). Whatever else not all layers
+# have is of those behind them.
+_DENSE = ("gate", "up", "down")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,81 +42,133 @@ class ParameterSpec:
 
 
 def parameter_specs(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Returns the tree of parameter specs, layers stacked."""
-    sizes = {
-        "L": config.num_layers,
-        "D": config.width,
-        "K": config.num_kv_heads,
-        "G": config.num_query_groups,
-        "H": config.head_size,
-        "F": config.expert_ffn_size if config.num_experts else config.ffn_size,
-        "E": config.num_experts,
-        "X": config.num_experts,
-        "V": vocab_size,
-    }
-
-    def spec(axes: str, inputs: str = "", scale: float = 1.0) -> ParameterSpec:
-        fan_in = math.prod(sizes[letter] for letter in inputs)
-        deviation = scale / math.sqrt(fan_in) if inputs else 0.0
-        return ParameterSpec(
-            shape=tuple(sizes[letter] for letter in axes), axes=axes, deviation=deviation
-        )
-
-    def norm(axes: str) -> ParameterSpec:
-        return dataclasses.replace(spec(axes), constant=0.0 if config.norm_from_one else 1.0)
-
-    residual = config.init_scale / math.sqrt(2 * config.num_layers)
+    """Returns the tree of parameter specs, layers stacked: of each parameter those that have it."""
+    make = _Maker(config, vocab_size)
+    layers = _attention_specs(config, make)
+    if config.num_experts:
+        layers |= _mixture_specs(config, make)
+    else:
+        layers |= _network_specs(make, "")
+    if config.pre_norms:
+        layers |= {"attention_norm": make.norm("LD"), "ffn_norm": make.norm("LD")}
+    if config.post_norms:
+        layers |= {"post_attention_norm": make.norm("LD"), "post_ffn_norm": make.norm("LD")}
     specs: dict[str, Any] = {
         # Embeddings of deviation 1/sqrt(width) are rescaled to unit size by the first norm.
-        "embed": spec("VD", "D"),
-        "layers": {
-            "query": spec("LDKGH", "D"),
-            "key": spec("LDKH", "D"),
-            "value": spec("LDKH", "D"),
-            "out": spec("LKGHD", "KGH", residual),
-        },
-        "final_norm": norm("D"),
+        "embed": make.matrix("VD", "D"),
+        "layers": layers,
+        "final_norm": make.norm("D"),
     }
-    if config.num_experts:
-        specs["layers"] |= {
-            "router": spec("LDX", "D"),
-            "expert_gate": spec("LEDF", "D"),
-            "expert_up": spec("LEDF", "D"),
-            "expert_down": spec("LEFD", "F", residual),
-        }
-    else:
-        specs["layers"] |= {
-            "gate": spec("LDF", "D"),
-            "up": spec("LDF", "D"),
-            "down": spec("LFD", "F", residual),
-        }
-    for name, axes in _from_zero(config).items():
-        specs["layers"][name] = dataclasses.replace(spec(axes), constant=0.0)
-    if config.query_key_norm:
-        heads = {"head": ("LH", "LH"), "all": ("LKGH", "LKH")}[config.query_key_norm]
-        specs["layers"] |= {"query_norm": norm(heads[0]), "key_norm": norm(heads[1])}
-    if config.pre_norms:
-        specs["layers"] |= {"attention_norm": norm("LD"), "ffn_norm": norm("LD")}
-    if config.post_norms:
-        specs["layers"] |= {"post_attention_norm": norm("LD"), "post_ffn_norm": norm("LD")}
     if not config.tie_embeddings:
-        specs["head"] = spec("DV", "D")
+        specs["head"] = make.matrix("DV", "D")
     return specs
 
 
-def _from_zero(config: ModelConfig) -> dict[str, str]:
-    """Returns the axes of a layer's biases and attention sinks, which begin at 0."""
-    axes: dict[str, str] = {}
+class _Maker:
+    """Makes specs of a model's parameters; `own` are sizes of axes that only this one has."""
+
+    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+        self._sizes = {
+            "L": config.num_layers,
+            "D": config.width,
+            "K": config.num_kv_heads,
+            "G": config.num_query_groups,
+            "H": config.head_size,
+            "F": config.expert_ffn_size if config.num_experts else config.ffn_size,
+            "E": config.num_experts,
+            "X": config.num_experts,
+            "V": vocab_size,
+        }
+        # Of projections that write into the residual stream.
+        self.residual = config.init_scale / math.sqrt(2 * config.num_layers)
+        self._norm = 0.0 if config.norm_from_one else 1.0
+
+    def matrix(self, axes: str, inputs: str, scale: float = 1.0, **own: int) -> ParameterSpec:
+        sizes = self._sizes | own
+        fan_in = math.prod(sizes[letter] for letter in inputs)
+        shape = tuple(sizes[letter] for letter in axes)
+        return ParameterSpec(shape=shape, axes=axes, deviation=scale / math.sqrt(fan_in))
+
+    def constant(self, axes: str, value: float = 0.0, **own: int) -> ParameterSpec:
+        shape = tuple((self._sizes | own)[letter] for letter in axes)
+        return ParameterSpec(shape=shape, axes=axes, deviation=0.0, constant=value)
+
+    def norm(self, axes: str, **own: int) -> ParameterSpec:
+        return self.constant(axes, self._norm, **own)
+
+
+def _attention_specs(config: ModelConfig, make: _Maker) -> dict[str, ParameterSpec]:
+    out = make.matrix("LKGHD", "KGH", make.residual, H=config.value_head_size)
+    if config.latent_size:
+        return {"out": out, **_latent_specs(config, make)}
+    specs = {
+        "query": make.matrix("LDKGH", "D"),
+        "key": make.matrix("LDKH", "D"),
+        "value": make.matrix("LDKH", "D"),
+        "out": out,
+    }
+    biases: dict[str, str] = {}
     if config.attention_bias:
-        axes |= {"query_bias": "LKGH", "key_bias": "LKH", "value_bias": "LKH"}
+        biases |= {"query_bias": "LKGH", "key_bias": "LKH", "value_bias": "LKH"}
     if config.out_bias:
-        axes["out_bias"] = "LD"
-    if config.num_experts and config.expert_bias:
-        axes |= {"router_bias": "LX", "expert_gate_bias": "LEF", "expert_up_bias": "LEF"}
-        axes["expert_down_bias"] = "LED"
+        biases["out_bias"] = "LD"
     if config.attention_sinks:
-        axes["sinks"] = "LKG"
-    return axes
+        biases["sinks"] = "LKG"
+    specs |= {name: make.constant(axes) for name, axes in biases.items()}
+    if config.query_key_norm:
+        heads = {"head": ("LH", "LH"), "all": ("LKGH", "LKH")}[config.query_key_norm]
+        specs |= {"query_norm": make.norm(heads[0]), "key_norm": make.norm(heads[1])}
+    return specs
+
+
+def _latent_specs(config: ModelConfig, make: _Maker) -> dict[str, ParameterSpec]:
+    """Returns what latent attention has: `latent` makes a latent with a rotated key behind it."""
+    of_head = config.head_size - config.rope_size + config.value_size
+    specs = {
+        "latent": make.matrix("LDA", "D", A=config.cached_size),
+        "latent_norm": make.norm("LA", A=config.latent_size),
+        "latent_up": make.matrix("LAKH", "A", A=config.latent_size, H=of_head),
+    }
+    low = config.query_latent_size
+    if not low:
+        return {**specs, "query": make.matrix("LDKGH", "D")}
+    return {
+        **specs,
+        "query_down": make.matrix("LDA", "D", A=low),
+        "query_down_norm": make.norm("LA", A=low),
+        "query_up": make.matrix("LAKGH", "A", A=low),
+    }
+
+
+def _network_specs(make: _Maker, prefix: str, **own: int) -> dict[str, ParameterSpec]:
+    return {
+        f"{prefix}gate": make.matrix("LDF", "D", **own),
+        f"{prefix}up": make.matrix("LDF", "D", **own),
+        f"{prefix}down": make.matrix("LFD", "F", make.residual, **own),
+    }
+
+
+def _mixture_specs(config: ModelConfig, make: _Maker) -> dict[str, ParameterSpec]:
+    """Returns the experts' parameters, and those of networks before and beside them."""
+    dense = config.num_dense_layers
+    layers = config.num_layers - dense
+    specs = {
+        "router": make.matrix("LDX", "D", L=layers),
+        "expert_gate": make.matrix("LEDF", "D", L=layers),
+        "expert_up": make.matrix("LEDF", "D", L=layers),
+        "expert_down": make.matrix("LEFD", "F", make.residual, L=layers),
+    }
+    if dense:
+        specs |= _network_specs(make, "", L=dense, F=config.ffn_size)
+    if config.shared_ffn_size:
+        specs |= _network_specs(make, "shared_", L=layers, F=config.shared_ffn_size)
+    from_zero: dict[str, str] = {}
+    if config.expert_bias:
+        from_zero |= {"router_bias": "LX", "expert_gate_bias": "LEF", "expert_up_bias": "LEF"}
+        from_zero["expert_down_bias"] = "LED"
+    if config.router_correction:
+        from_zero["router_correction"] = "LX"
+    return specs | {name: make.constant(axes, L=layers) for name, axes in from_zero.items()}
 
 
 def is_spec(node: Any) -> bool:
@@ -140,17 +200,77 @@ def parameter_shapes(specs: Any, dtype: Any = jnp.float32) -> Any:
     )
 
 
+def compute_dtype_of(name: str, dtype: Any) -> Any:
+    """Returns the type that the parameter of this name is computed in, where others are in `dtype`.
+
+    `name` is the last key of its path.
+    """
+    return jnp.float32 if name in FP32_PARAMETERS else dtype
+
+
+def cast_parameters(params: Params, dtype: Any) -> Params:
+    """Returns parameters in the types that they are computed in."""
+
+    def cast(path: Any, leaf: jax.Array) -> jax.Array:
+        return leaf.astype(compute_dtype_of(getattr(path[-1], "key", ""), dtype))
+
+    return jax.tree_util.tree_map_with_path(cast, params)
+
+
+def layers_with(name: str, num_stacked: int, num_layers: int) -> range:
+    """Returns the layers that have this parameter, of which so many are stacked, in their order."""
+    return range(num_stacked) if name in _DENSE else range(num_layers - num_stacked, num_layers)
+
+
 def unstack_layers(tree: Any, num_layers: int, take: Any = None) -> Any:
     """Returns `layers` as a list of trees instead of a stacked tree; `take(leaf, i)` is layer i.
 
-    The default `take` slices arrays; pass another for descriptions or shardings.
+    The default `take` slices arrays; pass another for descriptions or shardings. A layer has the
+    parameters that are stacked for it.
     """
     take = take or (lambda leaf, index: leaf[index])
-    layers = [
-        jax.tree.map(lambda leaf, index=index: take(leaf, index), tree["layers"], is_leaf=is_spec)
-        for index in range(num_layers)
-    ]
+    layers: list[dict[str, Any]] = [{} for _ in range(num_layers)]
+    for name, stacked in tree["layers"].items():
+        first = jax.tree.leaves(stacked, is_leaf=is_spec)[0]
+        number = getattr(first, "shape", (num_layers,))[0]
+        for place, index in enumerate(layers_with(name, number, num_layers)):
+            layers[index][name] = jax.tree.map(
+                lambda leaf, place=place: take(leaf, place), stacked, is_leaf=is_spec
+            )
     return {**tree, "layers": layers}
+
+
+def stack_layers(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the inverse: of each parameter an array of the layers that have it."""
+    names = {name: None for layer in layers for name in layer}
+    return {
+        name: jax.tree.map(
+            lambda *leaves: jnp.stack(leaves), *(layer[name] for layer in layers if name in layer)
+        )
+        for name in names
+    }
+
+
+def uniform_stacks(
+    layers: Mapping[str, Any], num_layers: int, num_dense: int
+) -> list[tuple[slice, Any]]:
+    """Returns stacked layers as one tree, or two where the first `num_dense` have other parameters.
+
+    Before each tree is which layers it has; all its parameters are of all of them.
+    """
+    if not num_dense:
+        return [(slice(0, num_layers), layers)]
+
+    def part(first: int, stop: int) -> tuple[slice, dict[str, Any]]:
+        found = {}
+        for name, stacked in layers.items():
+            having = layers_with(name, jax.tree.leaves(stacked)[0].shape[0], num_layers)
+            if first in having:
+                own = slice(having.index(first), having.index(stop - 1) + 1)
+                found[name] = jax.tree.map(lambda leaf, own=own: leaf[own], stacked)
+        return slice(first, stop), found
+
+    return [part(0, num_dense), part(num_dense, num_layers)]
 
 
 def unstacked_specs(specs: Any, num_layers: int) -> Any:
@@ -174,10 +294,14 @@ def check_tensor_axis(
             f"model.num_experts = 0, so that there are no experts to be cut in {expert}; "
             "use data, fsdp or tensor"
         )
-    ffn = "model.expert_ffn_size" if config.num_experts else "model.ffn_size"
+    networks = [("model.ffn_size", config.ffn_size)]
+    if config.num_experts:
+        networks = networks if config.num_dense_layers else []
+        networks.append(("model.expert_ffn_size", config.expert_ffn_size))
+        networks.append(("model.shared_ffn_size", config.shared_ffn_size))
     for name, size, parts in (
         ("model.num_kv_heads", config.num_kv_heads, tensor),
-        (ffn, config.expert_ffn_size if config.num_experts else config.ffn_size, tensor),
+        *((name, size, tensor) for name, size in networks),
         ("model.num_experts", config.num_experts, expert),
         ("vocabulary", vocab_size, tensor),
         ("model.width", config.width, fsdp * context),

@@ -108,6 +108,53 @@ _GPT_OSS: Mapping[str, Any] = {
     "norm_eps": 1e-5,
 }
 
+
+def _deepseek(
+    num_layers: int,
+    width: int,
+    num_heads: int,
+    ffn_size: int,
+    experts: Mapping[str, Any],
+    *,
+    shared: int,
+    **settings: Any,
+) -> ModelConfig:
+    """Returns a preset with latent attention; `shared` experts are used by every token."""
+    given = {
+        "latent_size": 512,
+        "rope_size": 64,
+        "value_size": 128,
+        "num_dense_layers": 1,
+        "shared_ffn_size": shared * experts["expert_ffn_size"],
+        **experts,
+    }
+    heads = num_heads, num_heads, 192
+    return _config(num_layers, width, heads, ffn_size, **given | settings)
+
+
+def _deepseek_yarn(score_mscale: float, factor: float = 40.0, high: float = 32.0) -> RopeScaling:
+    return RopeScaling(
+        kind="yarn",
+        factor=factor,
+        high_freq_factor=high,
+        original_max_position=4096,
+        attention_factor=1.0,
+        score_mscale=score_mscale,
+    )
+
+
+_DEEPSEEK2: Mapping[str, Any] = {
+    "rope_interleaved": True,
+    "rope_scaling": _deepseek_yarn(0.707),
+    "normalize_expert_weights": False,
+}
+_DEEPSEEK3: Mapping[str, Any] = {
+    "rope_interleaved": True,
+    "router_scores": "sigmoid",
+    "router_correction": True,
+    "group_score": 2,
+}
+
 PRESETS: Mapping[str, ModelConfig] = {
     "qwen2.5-0.5b": _config(24, 896, (14, 2, 64), 4864, **_QWEN2, tie_embeddings=True),
     "qwen2.5-1.5b": _config(28, 1536, (12, 2, 128), 8960, **_QWEN2, tie_embeddings=True),
@@ -146,6 +193,62 @@ PRESETS: Mapping[str, ModelConfig] = {
     ),
     "gpt-oss-20b": _config(24, 2880, (64, 8, 64), 2880, **_GPT_OSS, **_experts(32, 4, 2880)),
     "gpt-oss-120b": _config(36, 2880, (64, 8, 64), 2880, **_GPT_OSS, **_experts(128, 4, 2880)),
+    "deepseek-v2-lite": _deepseek(
+        27, 2048, 16, 10944, _experts(64, 6, 1408), shared=2, **_DEEPSEEK2
+    ),
+    "deepseek-v2": _deepseek(
+        60,
+        5120,
+        128,
+        12288,
+        _experts(160, 6, 1536),
+        shared=2,
+        query_latent_size=1536,
+        expert_groups=8,
+        groups_per_token=3,
+        expert_scale=16.0,
+        **_DEEPSEEK2,
+    ),
+    "deepseek-v3": _deepseek(
+        61,
+        7168,
+        128,
+        18432,
+        _experts(256, 8, 2048),
+        shared=1,
+        num_dense_layers=3,
+        query_latent_size=1536,
+        expert_groups=8,
+        groups_per_token=4,
+        expert_scale=2.5,
+        rope_scaling=_deepseek_yarn(1.0),
+        **_DEEPSEEK3,
+    ),
+    "kimi-k2": _deepseek(
+        61,
+        7168,
+        64,
+        18432,
+        _experts(384, 8, 2048),
+        shared=1,
+        query_latent_size=1536,
+        expert_scale=2.827,
+        rope_theta=5e4,
+        rope_scaling=_deepseek_yarn(1.0, factor=32.0, high=1.0),
+        **_DEEPSEEK3,
+    ),
+    "moonlight-16b-a3b": _deepseek(
+        27,
+        2048,
+        16,
+        11264,
+        _experts(64, 6, 1408),
+        shared=2,
+        expert_scale=2.446,
+        rope_theta=5e4,
+        norm_eps=1e-5,
+        **_DEEPSEEK3,
+    ),
     "smollm3-3b": _config(
         36, 2048, (16, 4, 128), 11008, rope_theta=5e6, no_rope_every=4, tie_embeddings=True
     ),
@@ -173,6 +276,10 @@ VOCAB_SIZES: Mapping[str, int] = {
     "olmoe-": 50_304,
     "gpt-oss-": 201_088,
     "smollm3-": 128_256,
+    "deepseek-v2": 102_400,
+    "deepseek-v3": 129_280,
+    "kimi-": 163_840,
+    "moonlight-": 163_840,
     "gemma2-": 256_000,
     "gemma3-1b": 262_144,
     "gemma3-": 262_208,

@@ -8,7 +8,8 @@ behind the contraction: activations are not rounded, and no matrix is kept in an
 error of a weight is at most half a step of its channel, which is 1/254 of the largest there.
 
 Made by `weights.publish` from what the trainer has, at every step anew. Norms, biases, routers and
-embeddings, the head among them, stay in the compute type.
+embeddings, the head among them, stay in the compute type, and so do projections from latents to
+keys and values, which the engine contracts over either side.
 """
 
 import dataclasses
@@ -20,18 +21,30 @@ from flax import struct
 
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.contraction import contract_flat
-from earl_jax.models.parameters import ParameterSpec, parameter_specs, unstacked_specs
+from earl_jax.models.parameters import (
+    ParameterSpec,
+    compute_dtype_of,
+    is_spec,
+    parameter_specs,
+    unstacked_specs,
+)
 
 # What each matrix of a layer contracts over. Each place of its other letters has its own scale: an
 # output has one in every expert.
 INPUTS = {
     "query": "D",
+    "query_down": "D",
+    "query_up": "A",
+    "latent": "D",
     "key": "D",
     "value": "D",
     "out": "KGH",
     "gate": "D",
     "up": "D",
     "down": "F",
+    "shared_gate": "D",
+    "shared_up": "D",
+    "shared_down": "F",
     "expert_gate": "D",
     "expert_up": "D",
     "expert_down": "F",
@@ -116,11 +129,15 @@ def _quantized_spec(spec: ParameterSpec, inputs: str) -> Quantized:
 def engine_shapes(specs: Any, compute_dtype: str) -> Any:
     """Returns the engine's parameters as shapes and types, from `engine_specs`."""
 
-    def shape(node: Any) -> Any:
+    def shape(path: Any, node: Any) -> Any:
         if is_quantized(node):
             values = jax.ShapeDtypeStruct(node.values.shape, jnp.int8)
             scale = jax.ShapeDtypeStruct(node.scale.shape, jnp.float32)
             return dataclasses.replace(node, values=values, scale=scale)
-        return jax.ShapeDtypeStruct(node.shape, jnp.dtype(compute_dtype))
+        dtype = compute_dtype_of(getattr(path[-1], "key", ""), jnp.dtype(compute_dtype))
+        return jax.ShapeDtypeStruct(node.shape, dtype)
 
-    return jax.tree.map(shape, specs, is_leaf=is_quantized)
+    def is_leaf(node: Any) -> bool:
+        return is_quantized(node) or is_spec(node)
+
+    return jax.tree_util.tree_map_with_path(shape, specs, is_leaf=is_leaf)

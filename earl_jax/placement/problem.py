@@ -23,11 +23,12 @@ from earl_jax.models.attention.kernels import context_obstacle, reads_pages_in_p
 from earl_jax.models.checkpoints.hf_read import open_checkpoint
 from earl_jax.models.checkpoints.hub import find_folder
 from earl_jax.models.config import ModelConfig
+from earl_jax.models.kv_cache import check_kv_dtype
 from earl_jax.models.parameters import check_tensor_axis, is_spec
 from earl_jax.models.presets import preset_vocab_size
 from earl_jax.models.quantization import engine_shapes, engine_specs
 from earl_jax.rollout.origin import MAX_VOCAB_SIZE, VOCAB_MULTIPLE
-from earl_jax.selector.footprint import ModelSizes, Parameter, Workload
+from earl_jax.selector.footprint import LatentSizes, ModelSizes, Parameter, Workload
 from earl_jax.selector.hardware import Hardware, hardware_of, parse_topology
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.splits import with_splits
@@ -95,6 +96,14 @@ def model_sizes(
         num_experts=model.num_experts,
         experts_per_token=model.experts_per_token if is_mixture else 1,
         vocab_size=vocab_size,
+        latents=LatentSizes(
+            model.latent_size, model.query_latent_size, model.rope_size, model.value_size
+        )
+        if model.latent_size
+        else None,
+        num_dense_layers=model.num_dense_layers if is_mixture else 0,
+        dense_ffn_size=model.ffn_size if is_mixture else 0,
+        shared_ffn_size=model.shared_ffn_size if is_mixture else 0,
         windows=model.layer_windows,
         layers_differ=model.layers_differ,
         compute_bytes=jnp.dtype(model.compute_dtype).itemsize,
@@ -131,8 +140,12 @@ def _parameters(shapes: Any, specs: Any) -> tuple[Parameter, ...]:
 
 
 def workload(config: Config, model: ModelConfig, hardware: Hardware) -> Workload:
-    """Returns the work of a step of this config and model on such devices."""
+    """Returns the work of a step of this config and model on such devices.
+
+    Raises ValueError for a KV cache that this model cannot have.
+    """
     rollout, train = config.rollout, config.train
+    check_kv_dtype(model, rollout.kv_dtype)
     dtype = rollout.computes_as(config.model.compute_dtype)
     return Workload(
         num_slots=rollout.num_slots,

@@ -130,7 +130,8 @@ def read_episodes(
         if words["rules"] == rules:
             found |= _episodes(words, numbers)
         else:
-            say(f"config.asynchrony.rule or max_staleness is another one than in {path}: {_ANEW}")
+            changed = "config.asynchrony.rule, max_staleness or kv"
+            say(f"{changed} is another one than in {path}: {_ANEW}")
     return found
 
 

@@ -30,7 +30,14 @@ from earl_jax.trajectory import Outcome, Trajectory
 
 
 class Service(Protocol):
-    """The methods of a `RolloutService` that the groups use."""
+    """The parts of a `RolloutService` that the groups use."""
+
+    holds_tasks: bool
+
+    @property
+    def num_live(self) -> int:
+        """The number of episodes in slots."""
+        ...
 
     @property
     def is_busy(self) -> bool:
@@ -230,6 +237,14 @@ class OpenGroups:
     def close(self) -> None:
         """Lets the service go, with all that it has on the devices."""
         self._service = None
+
+    def finish_live(self) -> None:
+        """Plays live episodes to their end; tasks that wait begin with the next weights."""
+        service = self._playing
+        service.holds_tasks = True
+        while service.num_live and not self.is_given_up:
+            self.play_round()
+        service.holds_tasks = False
 
     def publish(self, version: int) -> None:
         """Notes that from now on the service plays with weights of `version`."""

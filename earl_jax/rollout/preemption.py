@@ -145,12 +145,16 @@ def work_of(engine: Engine, block_bytes: int, block_tokens: int) -> Work:
 
     itemsize = 1 if config.weight_dtype == "int8" else jax.numpy.dtype(model.compute_dtype).itemsize
     used = sum(numbers(spec) * (share if "E" in spec.axes else 1.0) for spec in specs)
-    cut = shape.tensor * shape.context
+    # Latents are whole on each device of the `tensor` axis.
+    cut = shape.context * (1 if model.latent_size else shape.tensor)
+    read = 2 * model.head_size
+    if model.latent_size:
+        read = model.cached_size + model.latent_size
     return Work(
         # A chunk's tokens, and each page, are cut over `context`.
         weights=used / shape.context,
         weight_bytes=itemsize * sum(map(numbers, specs)),
-        pair_flops=4.0 * model.num_layers * model.num_heads * model.head_size / cut,
+        pair_flops=2.0 * model.num_layers * model.num_heads * read / (shape.tensor * shape.context),
         chunk_tokens=config.chunk_size,
         block_bytes=block_bytes / cut,
         block_tokens=block_tokens,

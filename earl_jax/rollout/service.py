@@ -108,6 +108,8 @@ class RolloutService:
         self._calls: Answers = record_calls(NoCalls() if pool is None else pool.calls(look))
         self._slots: list[LiveEpisode | None] = [None] * config.num_slots
         self._num_submitted, self._is_draining = 0, False
+        # Set by a client between two rounds: tasks that wait begin when it is False again.
+        self.holds_tasks = False
         self._tasks: dict[int, Task] = {}
         # By slot: episodes that are over; and rows of aborted ones, which the next round leaves.
         self._ended: list[tuple[int, Finished]] = []
@@ -354,6 +356,8 @@ class RolloutService:
 
     def _refill(self) -> bool:
         """Gives free slots waiting tasks, whose environments begin. False if none came."""
+        if self.holds_tasks:
+            return False
         self._submit_more()
         free = self._blocks.by_age([slot for slot, e in enumerate(self._slots) if e is None])
         opened = {}

@@ -37,7 +37,9 @@ class AsynchronyConfig:
 
     `kv` is what live episodes do when the weights change. "recompute": they read all of their
     tokens again, so that log-probs are those of the new weights. "keep": they attend to what the
-    weights before have written, which costs nothing.
+    weights before have written, which costs nothing. "finish": they are played to their end first,
+    and no other one begins meanwhile, so that each episode is of one policy; slots are empty while
+    the longest of them is played. What AReaL compares with its interruptible generation.
 
     `parts` is the number of parts in which a step's groups go to the trainer's devices: each as
     soon as as many groups are finished as it has, while the others are played (streaming,
@@ -61,7 +63,7 @@ class AsynchronyConfig:
 
     max_staleness: int = 0
     rule: Rule = "in_order"
-    kv: Literal["recompute", "keep"] = "recompute"
+    kv: Literal["recompute", "keep", "finish"] = "recompute"
     parts: int = 1
     refill: int = 0
     reuse: int = 1
@@ -71,6 +73,11 @@ class AsynchronyConfig:
     def is_on(self) -> bool:
         """True if a step's episodes are not only those of its own tasks, played in turn."""
         return self.max_staleness > 0 or self.parts > 1 or self.refill > 0
+
+    @property
+    def interrupts(self) -> bool:
+        """True if new weights come while episodes are played."""
+        return self.kv != "finish"
 
     @property
     def batches(self) -> int:

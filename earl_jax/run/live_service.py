@@ -104,11 +104,16 @@ class LiveService:
         self._where = self.service = None
         self.groups.close()
 
-    def raise_error(self) -> None:
-        """Raises what a round beside the last update raised."""
+    def end_rounds(self) -> None:
+        """Ends the rounds with the weights before; raises what one beside the last update raised.
+
+        Where new weights interrupt no episode, live ones are played to their end.
+        """
         error, self.error = self.error, None
         if error is not None:
             raise error
+        if self.service is not None and not self._settings.interrupts:
+            self.groups.finish_live()
 
     def note_plans(self) -> None:
         """Notes the plans in use; in a replay they are those of then."""
@@ -152,7 +157,8 @@ class LiveService:
         policy, num_bytes = placement.sessions.publish(engine, mesh, params, version)
         if self.service is not None:
             self.groups.publish(version)
-            self.service.update_weights(policy, self._settings.kv)
+            recompute = self._settings.kv == "recompute"
+            self.service.update_weights(policy, "recompute" if recompute else "keep")
         return num_bytes
 
     def _sum_up(self, params: Any, mesh: MeshShape, num_slots: int) -> None:

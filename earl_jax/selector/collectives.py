@@ -77,15 +77,16 @@ def keys_s(
     and values are gathered before, and the sums scattered.
     """
     size, apart = mesh.context, stride(mesh, "context")
-    heads, kv_heads = sizes.num_heads // mesh.tensor, sizes.num_kv_heads // mesh.tensor
+    heads, latents = sizes.num_heads // mesh.tensor, sizes.latents
+    result = latents.latent if latents else sizes.head_size
 
     def whole_s(numbers: int, itemsize: int) -> float:
         return all_reduce_s(hardware, tokens * numbers * itemsize, size, apart)
 
-    sums = heads * (sizes.head_size + 1)
+    sums = heads * (result + 1)
     layer_s = whole_s(heads, 4) + (0.5 if is_cut else 1.0) * whole_s(sums, 4)
     if is_cut:
-        gathered = (heads + 2 * kv_heads) * sizes.head_size
+        gathered = heads * (sizes.read_size - result) + sizes.cached_size(mesh.tensor)
         layer_s += 0.5 * whole_s(gathered, sizes.engine_bytes)
     return sizes.num_layers * layer_s
 

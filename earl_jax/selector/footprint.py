@@ -17,6 +17,9 @@ from earl_jax.models.layer_groups import group_layers
 from earl_jax.settings.remat import Remat
 from earl_jax.sharding.layout import PARAMETER_RULES, ROLLOUT_PARAMETER_RULES, MeshShape
 
+# The network of the first layers of a mixture.
+_DENSE = ("gate", "up", "down")
+
 Rules = Mapping[str, tuple[str, ...]]
 
 # Tokens, turns, log-probs and versions: an i32 or f32 for each token of a row.
@@ -39,6 +42,20 @@ class Parameter(NamedTuple):
     count: int = 1
 
 
+class LatentSizes(NamedTuple):
+    """The sizes of latent attention, as ModelConfig has them; `query` 0: queries have no latent."""
+
+    latent: int
+    query: int
+    rope: int
+    value: int
+
+    @property
+    def row(self) -> int:
+        """The numbers of a token and layer in the cache, which all heads read."""
+        return self.latent + self.rope
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSizes:
     """The sizes of a decoder.
@@ -48,7 +65,8 @@ class ModelSizes:
     start while it lasts, `frozen` the base of adapters, `reference` a frozen copy of the policy or
     a teacher, `critic` a value network that is updated too, `average` the moving average of
     `trained` (both fp32). `teacher` are the sizes of a reference that is another model.
-    `ffn_size` is that of one expert where `num_experts` is not 0.
+    `ffn_size` is that of one expert where `num_experts` is not 0; of a mixture `shared_ffn_size` is
+    that of its shared network, and the first `num_dense_layers` have one of `dense_ffn_size`.
     `windows` has a number for each layer, 0 for full attention. Where `layers_differ`, each layer
     has its own rotation (`ModelConfig.layers_differ`). `compute_bytes` are those of a
     number in the trainer's products, `engine_bytes` in the engine's and its cache.
@@ -76,11 +94,31 @@ class ModelSizes:
     average: tuple[Parameter, ...] = ()
     teacher: "ModelSizes | None" = None
     layers_differ: bool = False
+    latents: LatentSizes | None = None
+    num_dense_layers: int = 0
+    dense_ffn_size: int = 0
+    shared_ffn_size: int = 0
 
     @property
     def is_tied(self) -> bool:
         """True if the embedding is the head too."""
         return not any(parameter.name == "head" for parameter in self.engine)
+
+    @property
+    def has_sinks(self) -> bool:
+        """True if attention has sinks, which kernels over whole rows have not."""
+        return any(parameter.name == "sinks" for parameter in self.engine)
+
+    @property
+    def read_size(self) -> int:
+        """The numbers of a query and of a result of one head over cached tokens."""
+        return self.latents.row + self.latents.latent if self.latents else 2 * self.head_size
+
+    def cached_size(self, tensor: int) -> int:
+        """The numbers of a token and layer in the cache of a device, of so many that cut heads."""
+        if self.latents:
+            return self.latents.row
+        return 2 * (self.num_kv_heads // tensor) * self.head_size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,9 +253,8 @@ def engine_bytes(parameters: Iterable[Parameter], mesh: MeshShape) -> int:
 
 def cache_token_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape) -> int:
     """Returns the bytes of a token's keys and values on a device that has them, in all layers."""
-    of_a_head = sizes.head_size * work.kv_itemsize + (4 if work.kv_itemsize == 1 else 0)
-    heads = sizes.num_kv_heads // mesh.tensor
-    return 2 * sizes.num_layers * heads * of_a_head
+    scales = 4 * 2 * (sizes.num_kv_heads // mesh.tensor) if work.kv_itemsize == 1 else 0
+    return sizes.num_layers * (sizes.cached_size(mesh.tensor) * work.kv_itemsize + scales)
 
 
 def trainer_bytes(sizes: ModelSizes, mesh: MeshShape) -> tuple[int, int]:
@@ -230,7 +267,7 @@ def trainer_bytes(sizes: ModelSizes, mesh: MeshShape) -> tuple[int, int]:
 def page_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape) -> int:
     """Returns the bytes of a device's part of a page, which is cut over tensor and context.
 
-    It has the tokens of one group of layers.
+    Latents are not cut over tensor. It has the tokens of one group of layers.
     """
     own_size, group = work.page_size // mesh.context, group_layers(sizes.windows).size
     return own_size * cache_token_bytes(sizes, work, mesh) * group // sizes.num_layers
@@ -244,7 +281,7 @@ def rollout_footprint(
     buffer_rows = work.num_rows * work.batches + work.spare_rows(mesh)
     buffers = buffer_rows // mesh.data * max_tokens * EXPERIENCE_BYTES
     at_a_time = min(TOKENS_AT_A_TIME, max_tokens // mesh.context)
-    blocks = 4 * at_a_time * sizes.num_kv_heads // mesh.tensor * sizes.head_size
+    blocks = 2 * at_a_time * sizes.cached_size(mesh.tensor)
     logits = LOGIT_COPIES * rows * sizes.vocab_size * 4
     decoding = rows * blocks * sizes.engine_bytes + logits
     tokens = math.prod(work.rows_appended(rows))
@@ -252,11 +289,17 @@ def rollout_footprint(
     scores = tokens * sizes.num_heads // mesh.tensor * at_a_time * (4 + sizes.engine_bytes)
     own = tokens // mesh.context * sizes.engine_bytes
     inside = own * _inside_width(sizes, mesh, mesh.expert)
-    appending = own * _stream_width(sizes, mesh) + max(scores, inside)
+    heads = sizes.num_heads // mesh.tensor
+    stream = 6 * sizes.width + heads * sizes.read_size
+    appending = own * stream + max(scores, inside)
     if mesh.context > 1:
         # Queries of all tokens, and attention's result twice in fp32.
-        width = sizes.num_heads * sizes.head_size // mesh.tensor
-        appending += tokens * width * (sizes.engine_bytes + 2 * 4)
+        result = sizes.latents.latent if sizes.latents else sizes.head_size
+        query = sizes.read_size - result
+        appending += tokens * heads * (query * sizes.engine_bytes + result * 2 * 4)
+    elif sizes.latents:
+        # Results are as large as four heads of queries, and sums of them are in fp32, twice.
+        appending += tokens * heads * sizes.latents.latent * 2 * 4
     beside = 0
     if platform == "tpu":
         # The query matrices once more, in the order of axes of the decode loop.
@@ -323,8 +366,13 @@ def _block_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:
 
 
 def _stream_width(sizes: ModelSizes, mesh: MeshShape) -> int:
-    """Returns the numbers of a token's stream: plain, normalised, queries, attention's result."""
-    return 6 * sizes.width + 2 * sizes.num_heads * sizes.head_size // mesh.tensor
+    """Returns the numbers of a token's stream: plain, normalised, queries, attention's result.
+
+    And of latent attention keys and values, of which each head has its own.
+    """
+    heads = sizes.num_heads // mesh.tensor
+    own = 2 * heads * sizes.head_size if sizes.latents else 0
+    return 6 * sizes.width + 2 * sizes.num_heads * sizes.head_size // mesh.tensor + own
 
 
 def _inside_width(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> int:
@@ -337,7 +385,7 @@ def _inside_width(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> int:
     if not sizes.num_experts:
         return inside
     pairs = sizes.experts_per_token * mesh.expert // experts_cut
-    return pairs * (6 * sizes.width + inside)
+    return pairs * (6 * sizes.width + inside) + 4 * sizes.shared_ffn_size // mesh.tensor
 
 
 def keeps_attention(mesh: MeshShape, length: int, platform: str) -> bool:
@@ -364,20 +412,34 @@ def kept_width(sizes: ModelSizes, mesh: MeshShape, length: int, remat: Remat, pl
     They are JAX's residuals, in units of the compute type. Without remat: of a norm its input, and
     its result where a matrix reads it; of a gated network both inputs of its gate, and the result.
     """
-    fp32 = 4 // sizes.compute_bytes
+    if remat in ("full", "offload"):
+        return sizes.width
+    width = _kept_of_attention(sizes, mesh, length, remat, platform)
+    # Layers without experts are the first of a mixture.
+    dense = sizes.num_dense_layers if sizes.num_experts else sizes.num_layers
+    dense_size = sizes.dense_ffn_size if sizes.num_experts else sizes.ffn_size
+    networks = dense * (2 + (remat == "none")) * (dense_size // mesh.tensor)
+    if sizes.num_experts:
+        networks += (sizes.num_layers - dense) * _kept_of_mixture(sizes, mesh, remat)
+    return width + networks // sizes.num_layers
+
+
+def _kept_of_attention(
+    sizes: ModelSizes, mesh: MeshShape, length: int, remat: Remat, platform: str
+) -> int:
+    """Returns what `kept_width` counts before and behind the network."""
+    fp32, latents = 4 // sizes.compute_bytes, sizes.latents
     names = {parameter.name for parameter in sizes.engine}
     heads = sizes.num_heads * sizes.head_size // mesh.tensor
     kv_heads = sizes.num_kv_heads * sizes.head_size // mesh.tensor
-    if remat in ("full", "offload"):
-        return sizes.width
     if remat == "dots":
         # The layer's input, and the products that its gradient needs.
-        width = (3 if "post_ffn_norm" in names else 2) * sizes.width + heads + 2 * kv_heads
-        width += heads * keeps_attention(mesh, length, platform)
-        inside = 2 * sizes.ffn_size // mesh.tensor
-        if sizes.num_experts:
-            inside = sizes.experts_per_token * mesh.expert * (inside + sizes.width)
-        return width + inside
+        width = (3 if "post_ffn_norm" in names else 2) * sizes.width
+        width += heads + heads * keeps_attention(mesh, length, platform)
+        if latents:
+            both = sizes.num_heads * (sizes.head_size - latents.rope + latents.value)
+            return width + latents.query + latents.row + both // mesh.tensor
+        return width + 2 * kv_heads
     # Queries, keys, values, and attention's result.
     width = 2 * (1 + ("ffn_norm" in names)) * sizes.width + 2 * heads + 2 * kv_heads
     # Attention's weights in fp32 and in the compute type; or a kernel's result.
@@ -390,12 +452,26 @@ def kept_width(sizes: ModelSizes, mesh: MeshShape, length: int, remat: Remat, pl
     if sizes.layers_differ:
         # Sines and cosines of each layer, for queries and for keys.
         width += 2 * fp32 * sizes.head_size
-    inside = 3 * sizes.ffn_size // mesh.tensor
-    if not sizes.num_experts:
-        return width + inside
+    if latents:
+        # Both sides of the latents' norms; the result is without the zeros behind its values.
+        width += 2 * (latents.query + latents.latent)
+        width -= sizes.num_heads * (sizes.head_size - latents.value) // mesh.tensor
+    return width
+
+
+def _kept_of_mixture(sizes: ModelSizes, mesh: MeshShape, remat: Remat) -> int:
+    """Returns what `kept_width` counts of experts, and of a network beside them."""
+    fp32, pairs = 4 // sizes.compute_bytes, sizes.experts_per_token * mesh.expert
+    products = 2 + (remat == "none")
+    inside = products * sizes.ffn_size // mesh.tensor
+    shared = products * sizes.shared_ffn_size // mesh.tensor
+    if remat == "dots":
+        return pairs * (inside + sizes.width) + shared
     # The experts' inputs and results, these in fp32 too, and the routing.
     stream = (2 + fp32) * sizes.width + sizes.width // sizes.compute_bytes
-    return width + sizes.experts_per_token * mesh.expert * (stream + inside)
+    # What the shared network reads.
+    shared += sizes.width if sizes.shared_ffn_size else 0
+    return pairs * (stream + inside) + shared
 
 
 def _head_bytes(
@@ -434,9 +510,11 @@ def _scoring_bytes(
 
 def _layer_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:
     """Returns the bytes of a layer's matrices, gathered, in the compute type."""
-    layers = [p for p in (*sizes.trained, *sizes.frozen) if p.axes[0] == "L"]
-    numbers = device_bytes([p._replace(itemsize=1) for p in layers], mesh)
-    return numbers * parts_of("D", mesh) * sizes.compute_bytes // sizes.num_layers
+    layers = [p._replace(itemsize=1) for p in (*sizes.trained, *sizes.frozen) if p.axes[0] == "L"]
+    # A dense layer of a mixture is the smaller one.
+    smaller = _DENSE if sizes.num_dense_layers else ()
+    numbers = sum(device_bytes([p], mesh) // p.shape[0] for p in layers if p.name not in smaller)
+    return numbers * parts_of("D", mesh) * sizes.compute_bytes
 
 
 def _largest_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:

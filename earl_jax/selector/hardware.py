@@ -32,10 +32,11 @@ class Kernels:
     `attention_forward` and `attention_backward` are the fractions of the peak that fused attention
     over whole rows reaches. The other fields are departures from the ideal:
 
-    - `is_fused`: attention over `context` is a fused kernel too, and decode and prefill read the
-      cache in place. Without it scores of the former go through memory, twelve bytes each in a
-      forward pass. Except on the meshes of `Workload.in_place_contexts` pages are then gathered, as
-      many for each row as for the longest: read, written, and read again; scores go through memory.
+    - `is_fused`: attention over `context`, and with sinks, is a fused kernel too, and decode and
+      prefill read the cache in place. Without it scores of the former go through memory, twelve
+      bytes each in a forward pass. Except on the meshes of `Workload.in_place_contexts` pages are
+      then gathered, as many for each row as for the longest: read, written, and read again; scores
+      go through memory.
     - `fixed_rows`: a decode step computes a row for each slot, and an append as many rows as it can
       take, however few are live.
     - `loop_sync_s`: time in which the host reads the condition of a loop.

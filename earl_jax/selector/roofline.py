@@ -107,11 +107,12 @@ def decode_s(
     flops = own * _layer_flops(sizes, mesh, experts_cut=mesh.expert)
     # A pass of several tokens a row only appends them.
     flops += (tokens == 1) * rows * 2 * sizes.width * sizes.vocab_size / mesh.tensor
-    attention = attended * tokens * _attention_flops(sizes, context) / (mesh.tensor * mesh.context)
+    attention = _attention_flops(sizes, context, sizes.read_size)
+    attention *= attended * tokens / (mesh.tensor * mesh.context)
     read = attended * cache_read(sizes, work, mesh, context)
     read *= kernels.int8_bytes if work.kv_itemsize == 1 else 1.0
     if not in_place:
-        read = GATHER_PASSES * read + SCORE_BYTES * attention / (4 * sizes.head_size)
+        read = GATHER_PASSES * read + SCORE_BYTES * attention / (2 * sizes.read_size)
     read += weights_read(sizes, mesh, own, kernels.int8_bytes)
     share = hardware.share(mesh.num_devices)
     peak, rate = hardware.flops_per_s * share, hardware.memory_bytes_per_s * share
@@ -299,12 +300,10 @@ def _rows_attention_s(
     """
     kernels, share = hardware.kernels, hardware.share(mesh.num_devices)
     peak = hardware.flops_per_s * share
-    flops = tokens * _attention_flops(sizes, length / 2) / mesh.tensor
+    flops = tokens * _attention_flops(sizes, length / 2, 2 * sizes.head_size) / mesh.tensor
     seconds = forward * flops / (peak * kernels.attention_forward)
     seconds += backward * flops / (peak * kernels.attention_backward)
-    if mesh.context == 1:
-        return seconds
-    if not kernels.is_fused:
+    if not kernels.is_fused and (mesh.context > 1 or sizes.has_sinks):
         rate = hardware.memory_bytes_per_s * share * MEMORY_REACHED
         scores_s = SCORE_BYTES * flops / (4 * sizes.head_size) / rate
         seconds = (forward + backward) * max(scores_s, flops / (peak * MATMUL_REACHED))
@@ -318,7 +317,9 @@ def _elementwise_bytes(sizes: ModelSizes, mesh: MeshShape) -> float:
     embeddings (queries and keys, there and back), and the gate (reads two arrays, writes one).
     """
     heads = 2 * (sizes.num_heads + sizes.num_kv_heads) * sizes.head_size
-    gate = 3 * sizes.ffn_size * (sizes.experts_per_token or 1)
+    dense = sizes.num_dense_layers / sizes.num_layers
+    networks = sizes.ffn_size * (sizes.experts_per_token or 1) + sizes.shared_ffn_size
+    gate = 3 * ((1 - dense) * networks + dense * sizes.dense_ffn_size)
     numbers = 8 * sizes.width + (heads + gate) / mesh.tensor
     return sizes.num_layers * sizes.compute_bytes * numbers
 
@@ -372,14 +373,29 @@ def cache_read(sizes: ModelSizes, work: Workload, mesh: MeshShape, context: int)
 
 
 def _layer_flops(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> float:
-    """Returns the operations of a token in all layers' projections and networks, on a device."""
-    heads = (2 * sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_size
-    networks = 3 * sizes.width * sizes.ffn_size * (sizes.experts_per_token or 1)
-    per_layer = 2.0 * sizes.num_layers / mesh.tensor
-    return per_layer * (sizes.width * heads + networks / experts_cut)
+    """Returns the operations of a token in all layers' projections and networks, on a device.
+
+    Projections to latents are computed alike on each device of the `tensor` axis.
+    """
+    heads, latents = (2 * sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_size, sizes.latents
+    projections, whole = sizes.width * heads, 0
+    if latents:
+        inputs = latents.query or sizes.width
+        up = latents.latent * (sizes.head_size - latents.rope + latents.value)
+        out = latents.value * sizes.width
+        projections = sizes.num_heads * (inputs * sizes.head_size + up + out)
+        whole = sizes.width * (latents.row + latents.query)
+    dense, shared = sizes.num_dense_layers, sizes.shared_ffn_size
+    networks = sizes.ffn_size * (sizes.experts_per_token or 1) / experts_cut + shared
+    networks = (sizes.num_layers - dense) * networks + dense * sizes.dense_ffn_size
+    of_layers = sizes.num_layers * (projections / mesh.tensor + whole)
+    return 2.0 * (of_layers + 3 * sizes.width * networks / mesh.tensor)
 
 
-def _attention_flops(sizes: ModelSizes, context: float) -> float:
-    """Returns the operations of a token that attends to so many, over all layers."""
+def _attention_flops(sizes: ModelSizes, context: float, size: int) -> float:
+    """Returns the operations of a token that attends to so many, over all layers.
+
+    `size` are the numbers of a head's key and value.
+    """
     seen = sum(min(context, window or context) for window in sizes.windows)
-    return 4.0 * sizes.num_heads * sizes.head_size * seen
+    return 2.0 * sizes.num_heads * size * seen

@@ -3,7 +3,7 @@
 """The bodies of HTTP answers: OpenAI's completions and chat, and vLLM's answers in token ids."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from earl_jax.envs.tool_calls import ToolCallStream
@@ -89,12 +89,15 @@ class CompletionForm:
 
 
 class ChatForm:
-    """Answers of /v1/chat/completions; with `has_tools`, calls of tools are taken out of texts."""
+    """Answers of /v1/chat/completions; with `tools`, calls of these are taken out of texts."""
 
     prefix, name, part_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], *, has_tools: bool = False) -> None:
-        self._decode, self._has_tools = decode, has_tools
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        self._decode = decode
+        self._tools = {tool["function"]["name"]: tool for tool in tools}
         # Of streamed replies, by their index.
         self._calls: dict[int, ToolCallStream] = {}
 
@@ -102,8 +105,8 @@ class ChatForm:
         """Returns a whole reply."""
         message: dict[str, Any] = {"role": "assistant", "content": choice.text}
         reason = choice.finish_reason
-        if self._has_tools:
-            stream = ToolCallStream()
+        if self._tools:
+            stream = ToolCallStream(self._tools)
             text, calls = stream.push(choice.text)
             text += stream.flush()
             if calls:
@@ -121,8 +124,8 @@ class ChatForm:
     def part(self, choice: Choice) -> dict[str, Any]:
         """Returns the text of these pieces, or the finish reason, and calls that are complete."""
         delta, reason = {"content": choice.text} if choice.pieces else {}, choice.finish_reason
-        if self._has_tools:
-            stream = self._calls.setdefault(choice.index, ToolCallStream())
+        if self._tools:
+            stream = self._calls.setdefault(choice.index, ToolCallStream(self._tools))
             text, calls = stream.push(choice.text)
             text += stream.flush() if reason else ""
             delta = ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})

@@ -139,7 +139,7 @@ class HttpApi:
         arguments = take(fields, "chat_template_kwargs", dict, {})
         params = self._reply_params(fields)
         prompt = {"messages": messages, "tools": tools, "arguments": arguments}
-        form = ChatForm(self._service.decode, has_tools=bool(tools))
+        form = ChatForm(self._service.decode, tools=tools)
         await self._reply(params, [prompt], form, connection)
 
     async def _generate(self, request: HttpRequest, connection: Connection) -> None:

@@ -38,7 +38,7 @@ def run_server(
     async def run() -> None:
         await serve(
             driver,
-            name=policy.name,
+            name=flags.name or policy.name,
             version=policy.version,
             texts=texts,
             endpoints=Endpoints(
@@ -63,6 +63,7 @@ def ready_line(
     """Returns the line for a server that is ready: its addresses, limits, mesh and KV cache."""
     serving, limit = engine.serving, policy.max_context
     step = f" after step {policy.version}" if flags.workdir else ""
+    step += f" as {flags.name}" if flags.name else ""
     prompt_tokens = min(serving.max_prompt_tokens, serving.context_tokens)
     short = limit and not flags.max_context and serving.context_tokens < limit
     cut = f" (the model takes {limit}; memory holds no more)" if short else ""

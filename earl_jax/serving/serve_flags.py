@@ -78,6 +78,10 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     policy.add_argument(
         "--model", help="a folder with a checkpoint of transformers, or its name on a hub"
     )
+    parser.add_argument(
+        "--name",
+        help="the `model` of requests and answers (default: the value of --workdir or --model)",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
     parser.add_argument(
         "--port", type=int, default=8000, help="of HTTP; 0: any that is free (%(default)s)"

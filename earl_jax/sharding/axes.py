@@ -12,6 +12,7 @@
     R  rank of an adapter
     E  experts of a layer                                  X  the same, as a router scores them
     U  experts that one token uses                         M  pairs of a token and its expert
+    A  numbers of a latent: of queries, of keys and values, with a rotated key beside it or without
     Z  pages of the KV cache                               Y  pages of a row
     J  branches of the tree of a turn's allowed replies     W  parts of a folded row
 
@@ -22,6 +23,6 @@ the tokens of every page), `expert` splits experts, `tensor`
 splits heads, feed-forward and vocabulary.
 """
 
-LETTERS = "BTSLDFKGHVNCPQREXUMZYJW"
+LETTERS = "BTSLDFKGHVNCPQREXUMAZYJW"
 
 MESH_AXES = ("data", "fsdp", "context", "expert", "tensor")

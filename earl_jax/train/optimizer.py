@@ -21,7 +21,7 @@ from earl_jax.train.config import TrainConfig
 # Letters that count matrices: layers and experts.
 _STACKED = "LE"
 # Single letters that are the inputs of a matrix: all others before the last letter are (heads).
-_INPUTS = "DFRV"
+_INPUTS = "DFRVA"
 # Root mean square of a Muon update, that of AdamW's (Moonlight, arXiv 2502.16982, section 2.2), so
 # that both have learning rates of one size.
 _MUON_RMS = 0.2

@@ -22,6 +22,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
@@ -111,6 +113,20 @@ GPT_OSS = {
     "num_local_experts": 4,
     "sliding_window": WINDOW,
     "rope_parameters": YARN | {"truncate": False},
+}
+# The first layer is dense. Heads have 16 numbers from the latent and 8 that rotate; values have 12.
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "routed_scaling_factor": 1.5,
 }
 EXPERTS = {
     "head_dim": 16,
@@ -216,6 +232,59 @@ MODELS: dict[str, tuple[PreTrainedConfig, torch.dtype, str]] = {
         torch.bfloat16,
         "1GB",
     ),
+    # Queries from a latent, and groups of experts, by their best one and by their best two.
+    "deepseek_v2": (
+        DeepseekV2Config(
+            **SIZES | DEEPSEEK,
+            q_lora_rank=20,
+            n_shared_experts=2,
+            topk_method="group_limited_greedy",
+            n_group=4,
+            topk_group=2,
+            rope_parameters=YARN | {"mscale": 0.9, "mscale_all_dim": 0.707},
+        ),
+        torch.float32,
+        "1GB",
+    ),
+    "deepseek_v2_tied": (
+        DeepseekV2Config(
+            **SIZES | DEEPSEEK | {"num_hidden_layers": 2, "first_k_dense_replace": 0},
+            q_lora_rank=None,
+            n_shared_experts=1,
+            tie_word_embeddings=True,
+            rope_parameters=THETA,
+        ),
+        torch.bfloat16,
+        "1GB",
+    ),
+    "deepseek_v3": (
+        DeepseekV3Config(
+            **SIZES | DEEPSEEK,
+            q_lora_rank=20,
+            n_shared_experts=1,
+            n_group=4,
+            topk_group=2,
+            rms_norm_eps=1e-5,
+            rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        ),
+        torch.bfloat16,
+        "40KB",
+    ),
+    "deepseek_v3_tied": (
+        DeepseekV3Config(
+            **SIZES | DEEPSEEK | {"num_hidden_layers": 2},
+            q_lora_rank=None,
+            n_shared_experts=2,
+            n_group=1,
+            topk_group=1,
+            norm_topk_prob=False,
+            rope_interleave=False,
+            tie_word_embeddings=True,
+            rope_parameters=THETA,
+        ),
+        torch.float32,
+        "1GB",
+    ),
     "smollm3": (
         SmolLM3Config(**SIZES | SMOLLM3, tie_word_embeddings=False, rope_parameters=YARN),
         torch.float32,
@@ -297,7 +366,15 @@ def make_model(config: PreTrainedConfig, seed: int) -> torch.nn.Module:
             # Of gpt-oss some are clamped.
             size = 1.0 if "gate_up_proj" in name and config.model_type == "gpt_oss" else size
             parameter.copy_(size * noise + ("norm" in name and not gemma))
+        for buffer in corrections(model):
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     return model
+
+
+def corrections(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The corrections of routers, which are no parameters."""
+    buffers = model.named_buffers()
+    return [buffer for name, buffer in buffers if name.endswith("e_score_correction_bias")]
 
 
 def pack_experts(folder: Path, seed: int) -> None:
@@ -360,6 +437,9 @@ def main() -> None:
         for seed in range(1000):
             shutil.rmtree(folder, ignore_errors=True)
             model = make_model(config, seed).to(dtype)
+            for buffer in corrections(model):
+                # As `transformers` keeps it.
+                buffer.data = buffer.data.float()
             model.save_pretrained(folder, max_shard_size=max_shard_size)
             if name.endswith("_mxfp4"):
                 pack_experts(folder, seed)

@@ -34,6 +34,10 @@ NUM_DEVICES = 8
 MODEL = ModelConfig(num_layers=1, width=32, num_heads=4, num_kv_heads=2, head_size=8, ffn_size=64)
 # Two of three layers have a window.
 WINDOWED = dataclasses.replace(MODEL, num_layers=3, windows=(4, 0, 4))
+# Latent attention: a page has one row of 12 + 4 numbers a token and layer.
+LATENT = dataclasses.replace(
+    MODEL, num_layers=2, num_kv_heads=4, latent_size=12, rope_size=4, value_size=6
+)
 CONFIG = RolloutConfig(
     num_slots=16,
     episodes_per_step=48,

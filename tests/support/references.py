@@ -29,6 +29,8 @@ KINDS = [
     "olmoe",
     "gpt_oss",
     "gpt_oss_mxfp4",
+    "deepseek_v2",
+    "deepseek_v3",
     "smollm3",
     "gemma2",
     "gemma3",

@@ -87,10 +87,15 @@ class SimulatedService:
         # Tickets in the order in which they began, and calls of `step`.
         self.begun: list[int] = []
         self.num_steps = 0
+        self.holds_tasks = False
 
     @property
     def is_busy(self) -> bool:
         return bool(any(self._slots) or self._scheduler.num_waiting or self._ended)
+
+    @property
+    def num_live(self) -> int:
+        return sum(episode is not None for episode in self._slots)
 
     def submit(self, tasks: Sequence[Any]) -> list[int]:
         tickets = list(range(len(self.tasks), len(self.tasks) + len(tasks)))
@@ -113,7 +118,8 @@ class SimulatedService:
         self.num_steps += 1
         free = [slot for slot, episode in enumerate(self._slots) if episode is None]
         self._scheduler.play({e.ticket: len(e.versions) for e in self._slots if e is not None})
-        for slot, ticket in self._scheduler.assign(self._rows.offer(free)).items():
+        offered = [] if self.holds_tasks else self._rows.offer(free)
+        for slot, ticket in self._scheduler.assign(offered).items():
             task, row = self.tasks[ticket], self._rows.take(slot, ticket)
             fate = self.fate_of(task.episode)
             self._slots[slot] = _Live(ticket=ticket, task=task, row=row, fate=fate)

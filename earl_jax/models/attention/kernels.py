@@ -126,9 +126,38 @@ def attend_rows(
     On a layout with a `context` axis queries, keys and values are folded (folding.py), while
     `segment_ids_BT` are those of whole rows, and what is returned is folded too.
 
-    A `window` on the device must be one of `windows`: splash is made for a window, and the kernels
-    of all of them stand in the program.
+    A `window` on the device must be one of `windows`: splash, and the blockwise attention of GPUs,
+    are made for a window, and the kernels of all of them stand in the program. Values may be
+    smaller than keys; as kernels have one size of heads, zeros are put behind them.
     """
+    size = value_BKSH.shape[-1]
+    if size < key_BKSH.shape[-1]:
+        more = [(0, 0)] * 3 + [(0, key_BKSH.shape[-1] - size)]
+        value_BKSH = jnp.pad(value_BKSH, more)
+    attend = functools.partial(
+        _attend_rows, kernel, layout, scale=scale, softcap=softcap, window=window
+    )
+    out_BTKGH = attend(
+        query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT, windows=windows, sinks_KG=sinks_KG
+    )
+    return out_BTKGH[..., :size]
+
+
+def _attend_rows(
+    kernel: Kernel,
+    layout: Layout,
+    query_BTKGH: jax.Array,
+    key_BKSH: jax.Array,
+    value_BKSH: jax.Array,
+    segment_ids_BT: jax.Array,
+    *,
+    scale: float,
+    softcap: float,
+    window: Window,
+    windows: Sequence[int],
+    sinks_KG: jax.Array | None,
+) -> jax.Array:
+    """Computes `attend_rows` with keys and values of one size."""
     query_BTKGH = layout.constrain(query_BTKGH, "BTKGH")
     if layout.shape.context > 1:
         assert kernel == "blockwise", kernel
@@ -151,7 +180,8 @@ def attend_rows(
         assert kernel == "blockwise", kernel
         attend = functools.partial(attend, sinks_KG=sinks_KG)
     inputs = query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT
-    if kernel != "splash" or not isinstance(window, jax.Array):
+    is_made_for_one = kernel == "splash" or (kernel == "blockwise" and layout.platform == "gpu")
+    if not is_made_for_one or not isinstance(window, jax.Array):
         return attend(*inputs, window=window)
     known = sorted(set(windows))
     branches = [functools.partial(attend, window=size) for size in known]
@@ -237,6 +267,8 @@ def _pages_obstacle(
 ) -> str | None:
     """Returns why the kernel does not run there, in words; None where it does."""
     is_triton = kernel == "triton"
+    if model.latent_size:
+        return "its kernel reads keys and values, and this model's pages hold latents"
     if platform not in ("gpu" if is_triton else "tpu", None):
         return (
             f"its kernel is for {'GPUs' if is_triton else 'TPUs'} and these are {platform} devices"
@@ -342,6 +374,7 @@ def attention_over_pages(
             share=share,
             scatter=scatter,
             sinks_KG=sinks_KG,
+            value_size=model.latent_size,
             **settings,
         )
 

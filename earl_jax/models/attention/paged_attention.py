@@ -125,6 +125,7 @@ def attend_pages(
     share: PageShare = WHOLE,
     scatter: bool = False,
     sinks_KG: jax.Array | None = None,
+    value_size: int = 0,
 ) -> jax.Array:
     """Causal grouped-query attention of T queries a row over the row's pages, softmax in fp32.
 
@@ -138,9 +139,10 @@ def attend_pages(
         share: the part of each page that this device has; what others see is added to it.
         scatter: each of these devices gets what its own part of T attended to.
         sinks_KG: a score of each query head that takes part in the softmax and has no value.
+        value_size: in pages without values, the first numbers of a key that are its value.
 
     Returns:
-        out_BTKGH in the type of the query; zeros for rows that read nothing.
+        out_BTKGH in the type of the query, H that of values; zeros for rows that read nothing.
     """
     rows, length, heads, group, size = query_BTKGH.shape
     some = reading.tile.rows
@@ -153,7 +155,8 @@ def attend_pages(
     def read(index: jax.Array, start: jax.Array, sums: _Sums) -> _Sums:
         these = _Sums(*[_rows_from(start, some, field) for field in sums])
         query = _rows_from(start, some, query_BKMH)
-        scores, value = _look_at(query, layer, reading, share, index, start, scale, softcap, window)
+        block = _Block(layer, reading, share, index, start)
+        scores, value = _look_at(query, block, scale, softcap, window, value_size)
         return _Sums(
             *[
                 jax.lax.dynamic_update_slice_in_dim(field, new, start, 0)
@@ -169,7 +172,7 @@ def attend_pages(
     sums = _Sums(
         jnp.full(shape, FLOOR, jnp.float32),
         jnp.zeros(shape, jnp.float32),
-        jnp.zeros(query_BKMH.shape, jnp.float32),
+        jnp.zeros((*shape, value_size or size), jnp.float32),
     )
     sums = jax.lax.fori_loop(0, reading.blocks[0], read_all, sums)
     weight_BKM, value_BKMH = add_up(share, *sums, scatter=scatter, sinks_KG=sinks_KG)
@@ -177,33 +180,42 @@ def attend_pages(
     # Rows that read nothing may have been in a tile with others.
     out_BKMH = jnp.where((reading.blocks > 0)[:, None, None, None], out_BKMH, 0)
     out_BKMH = out_BKMH.astype(query_BTKGH.dtype)[:rows][jnp.argsort(reading.order)]
-    return out_BKMH.reshape(rows, heads, -1, group, size).transpose(0, 2, 1, 3, 4)
+    out_BKTGH = out_BKMH.reshape(rows, heads, -1, group, value_size or size)
+    return out_BKTGH.transpose(0, 2, 1, 3, 4)
 
 
 def _rows_from(start: jax.Array, some: int, array: jax.Array) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(array, start, some)
 
 
+class _Block(NamedTuple):
+    """Block `index` of a layer's pages for the tile of rows from `start` on."""
+
+    layer: LayerCache
+    reading: Reading
+    share: PageShare
+    index: jax.Array
+    start: jax.Array
+
+
 def _look_at(
     query_BKMH: jax.Array,
-    layer: LayerCache,
-    reading: Reading,
-    share: PageShare,
-    index: jax.Array,
-    start: jax.Array,
+    block: _Block,
     scale: float,
     softcap: float,
     window: int | None,
+    value_size: int,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
-    """Reads block `index` for the tile of rows from `start` on.
+    """Reads a block.
 
     Returns:
         scores_BKMS, FLOOR where a query may not look; value_BKSH in the type of the query, and
         their scales, f32[B,K,S], of int8 pages.
     """
+    layer, reading, share, index, start = block
     some, together = reading.tile
     of_these = functools.partial(_rows_from, start, some)
-    own_size = layer.value.shape[2]
+    own_size = layer.own_size
     number_BY = (of_these(reading.first) + index * together)[:, None]
     number_BY = number_BY + jnp.arange(together)[None, :]
     pages_BY = jnp.take_along_axis(of_these(reading.table), number_BY, 1, mode="clip")
@@ -214,26 +226,26 @@ def _look_at(
     if window is not None:
         seen_BTS &= behind_BTS < window
 
-    def block(pool: jax.Array, axis: int) -> jax.Array:
+    def pages_of(pool: jax.Array, axis: int) -> jax.Array:
         """Returns the pages joined along their token axis."""
         pages = jnp.moveaxis(pool.at[pages_BY].get(mode="clip"), 1, axis)
         shape = pages.shape
         return pages.reshape(*shape[:axis], together * own_size, *shape[axis + 2 :])
 
+    key_BKHS = pages_of(layer.key, 3).astype(query_BKMH.dtype)
     scores_BKMS = jnp.einsum(
-        "BKMH,BKHS->BKMS",
-        query_BKMH,
-        block(layer.key, 3).astype(query_BKMH.dtype),
-        preferred_element_type=jnp.float32,
+        "BKMH,BKHS->BKMS", query_BKMH, key_BKHS, preferred_element_type=jnp.float32
     )
     # Of int8 pages the scales come after the product: they are the same for all of a head.
     if layer.key_scale is not None:
-        scores_BKMS *= block(layer.key_scale, 2)[:, :, None]
+        scores_BKMS *= pages_of(layer.key_scale, 2)[:, :, None]
     scores_BKMS = cap(scores_BKMS * scale, softcap)
     seen_BMS = jnp.repeat(seen_BTS, query_BKMH.shape[2] // seen_BTS.shape[1], axis=1)
     scores_BKMS = jnp.where(seen_BMS[:, None], scores_BKMS, FLOOR)
-    value_BKSH = block(layer.value, 2).astype(query_BKMH.dtype)
-    value_scale_BKS = None if layer.value_scale is None else block(layer.value_scale, 2)
+    if layer.value is None:
+        return scores_BKMS, (key_BKHS[:, :, :value_size].swapaxes(2, 3), None)
+    value_BKSH = pages_of(layer.value, 2).astype(query_BKMH.dtype)
+    value_scale_BKS = None if layer.value_scale is None else pages_of(layer.value_scale, 2)
     return scores_BKMS, (value_BKSH, value_scale_BKS)
 
 

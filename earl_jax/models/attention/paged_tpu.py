@@ -171,7 +171,7 @@ def attend(
         out_BTKGH in the type of the query; zeros for queries that do not count.
     """
     rows, length, heads, group, size = query_BTKGH.shape
-    shape = shape_of(length, group, layer.value.shape[2])
+    shape = shape_of(length, group, layer.own_size)
     # One axis for queries and the heads that share keys: the rows of a matrix product.
     queries, padded = length * group, shape.queries * shape.blocks_a_row
     query_BKMH = query_BTKGH.transpose(0, 2, 1, 3, 4).reshape(rows, heads, queries, size)
@@ -219,7 +219,7 @@ def _sums(
         values, and behind them the largest scores and the sums of weights, BKM1.
     """
     heads, size = query_BKMH.shape[1], query_BKMH.shape[3]
-    own_size, together = layer.value.shape[2], shape.together
+    own_size, together = layer.own_size, shape.together
 
     def of_block(*last: int) -> pl.BlockSpec:
         def index(n: Any, block: Any, *_: Any) -> Any:

@@ -72,7 +72,7 @@ def attend(
         count get finite numbers.
     """
     rows, length, heads, group, size = query_BTKGH.shape
-    page_size = layer.value.shape[2]
+    page_size = layer.own_size
     # One axis for queries and the heads that share keys: the rows of a matrix product.
     queries = length * group
     block = min(MOST, max(LEAST, pl.next_power_of_2(queries)))

@@ -121,6 +121,24 @@ _GPT_OSS: Mapping[str, Weight] = {
 }
 
 
+# Latents of keys and values, and of queries where these have some; shared experts; the router's
+# corrections.
+_DEEPSEEK: Mapping[str, Weight] = {
+    "layers.query_down": Weight("model.layers.{layer}.self_attn.q_a_proj.weight", "A D"),
+    "layers.query_down_norm": Weight("model.layers.{layer}.self_attn.q_a_layernorm.weight", "A"),
+    "layers.query_up": Weight("model.layers.{layer}.self_attn.q_b_proj.weight", "KGH A"),
+    "layers.latent": Weight("model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight", "A D"),
+    "layers.latent_norm": Weight("model.layers.{layer}.self_attn.kv_a_layernorm.weight", "A"),
+    "layers.latent_up": Weight("model.layers.{layer}.self_attn.kv_b_proj.weight", "KH A"),
+    "layers.shared_gate": Weight("model.layers.{layer}.mlp.shared_experts.gate_proj.weight", "F D"),
+    "layers.shared_up": Weight("model.layers.{layer}.mlp.shared_experts.up_proj.weight", "F D"),
+    "layers.shared_down": Weight("model.layers.{layer}.mlp.shared_experts.down_proj.weight", "D F"),
+    "layers.router_correction": Weight(
+        "model.layers.{layer}.mlp.gate.e_score_correction_bias", "X"
+    ),
+}
+
+
 # What Llama calls the norm after attention stands before the feed-forward network.
 _GEMMA_NORMS: Mapping[str, Weight] = {
     "layers.post_attention_norm": Weight(
@@ -150,6 +168,7 @@ _LOCAL_EXPERT_KEYS: Mapping[str, str] = {
     "experts_per_token": "num_experts_per_tok",
     "expert_ffn_size": "intermediate_size",
 }
+_ROUTED_EXPERT_KEYS: Mapping[str, str] = {**_EXPERT_KEYS, "num_experts": "n_routed_experts"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,8 +199,25 @@ class Family:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     quantization: str = ""
 
+    @property
+    def has_latents(self) -> bool:
+        """True for latent attention, with the mixtures of DeepSeek (hf_deepseek.py)."""
+        return "latent_size" not in self.layers
 
+
+# Of DeepSeek.
+_NO_LATENTS: Mapping[str, Any] = {
+    "rope_interleaved": False,
+    "latent_size": 0,
+    "num_dense_layers": 0,
+    "shared_ffn_size": 0,
+    "router_scores": "softmax",
+    "router_correction": False,
+    "expert_groups": 1,
+    "expert_scale": 1.0,
+}
 _PLAIN: Mapping[str, Any] = {
+    **_NO_LATENTS,
     "attention_bias": False,
     "out_bias": False,
     "attention_sinks": False,
@@ -203,6 +239,7 @@ _SILU = {"hidden_act": "silu"}
 # A bias of these would be one of the output projection too.
 _NO_BIAS = {"attention_bias": False}
 _GEMMA: Mapping[str, Any] = {
+    **_NO_LATENTS,
     "attention_bias": False,
     "out_bias": False,
     "attention_sinks": False,
@@ -229,6 +266,21 @@ _OLMO2: Mapping[str, Any] = {
 
 def _without(settings: Mapping[str, Any], *fields: str) -> dict[str, Any]:
     return {field: value for field, value in settings.items() if field not in fields}
+
+
+_LATENTS: Mapping[str, Any] = _without(_PLAIN, *_NO_LATENTS, "num_experts")
+_LATENT_WEIGHTS: Mapping[str, Weight] = {
+    **_without(_WEIGHTS, "layers.key", "layers.value"),
+    **_EXPERTS,
+    **_DEEPSEEK,
+}
+_DEEPSEEK_DEFAULTS: Mapping[str, Any] = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -349,6 +401,64 @@ FAMILIES: Mapping[str, Family] = {
         },
         quantization="mxfp4",
     ),
+    "deepseek_v2": Family(
+        architecture="DeepseekV2ForCausalLM",
+        layers={
+            **_LATENTS,
+            "rope_interleaved": True,
+            "router_scores": "softmax",
+            "router_correction": False,
+            "group_score": 1,
+            "normalize_expert_weights": False,
+        },
+        required=_SILU
+        | _NO_BIAS
+        | {
+            "mlp_bias": False,
+            "scoring_func": "softmax",
+            "norm_topk_prob": False,
+            "moe_layer_freq": 1,
+        },
+        weights=_LATENT_WEIGHTS,
+        width_by_heads=True,
+        expert_keys=_ROUTED_EXPERT_KEYS,
+        defaults={
+            **_DEEPSEEK_DEFAULTS,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 1407,
+            "first_k_dense_replace": 0,
+            "routed_scaling_factor": 1.0,
+        },
+    ),
+    "deepseek_v3": Family(
+        architecture="DeepseekV3ForCausalLM",
+        layers={
+            **_LATENTS,
+            "router_scores": "sigmoid",
+            "router_correction": True,
+            "group_score": 2,
+        },
+        required=_SILU
+        | _NO_BIAS
+        | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+        weights=_LATENT_WEIGHTS,
+        expert_keys=_ROUTED_EXPERT_KEYS,
+        defaults={
+            **_DEEPSEEK_DEFAULTS,
+            "rope_interleave": True,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+            "n_group": 8,
+            "topk_group": 4,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 3,
+            "routed_scaling_factor": 2.5,
+        },
+        quantization="fp8",
+    ),
     "smollm3": Family(
         architecture="SmolLM3ForCausalLM",
         layers=_without(_PLAIN, "no_rope_every"),
@@ -422,6 +532,7 @@ def family_of(model: ModelConfig) -> Family:
     """Returns the family that has such layers. Raises ValueError where there is none."""
     for family in FAMILIES.values():
         fixed = all(getattr(model, field) == value for field, value in family.layers.items())
+        fixed = fixed and family.has_latents == (model.latent_size > 0)
         if fixed and _has_windows(family, model):
             if family.width_by_heads and model.width % model.num_heads:
                 raise InputError(

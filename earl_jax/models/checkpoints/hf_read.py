@@ -21,11 +21,17 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from earl_jax.models.blocks import BLOCK_BYTES, Region, block_shape, fill
+from earl_jax.models.checkpoints import fp8, mxfp4
 from earl_jax.models.checkpoints.families import Family, Weight, family_named
 from earl_jax.models.checkpoints.hf_settings import read_settings
-from earl_jax.models.checkpoints.mxfp4 import BLOCKS, SCALES, PackedTensor
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.parameters import ParameterSpec, Params, is_spec, parameter_specs
+from earl_jax.models.parameters import (
+    ParameterSpec,
+    Params,
+    is_spec,
+    layers_with,
+    parameter_specs,
+)
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import Layout
 
@@ -35,6 +41,11 @@ DTYPES: Mapping[str, Any] = {
     "float32": np.float32,
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,
+}
+# By quant_method, how the names of a tensor's numbers and of their scales end.
+_ENDINGS: Mapping[str, tuple[str, str]] = {
+    "mxfp4": (mxfp4.BLOCKS, mxfp4.SCALES),
+    "fp8": ("", fp8.SCALES),
 }
 # Bytes read of a mapped file count as this process's memory until the file is closed.
 MAX_MAPPED_BYTES = 32 * 2**20
@@ -106,14 +117,14 @@ def load_parameters(checkpoint: Checkpoint, layout: Layout, dtype: str = "float3
             another shape or type; the tensor and the file are named.
     """
     specs = parameter_specs(checkpoint.model, checkpoint.vocab_size)
-    weights = weights_of(specs, checkpoint.family)
+    weights, num_layers = weights_of(specs, checkpoint.family), checkpoint.model.num_layers
     with _Tensors(checkpoint) as tensors:
         _check(tensors, specs, checkpoint)
 
         def load(path: Any, spec: ParameterSpec) -> jax.Array:
             weight, sharding = weights[key_of(path)], layout.parameters(spec.axes)
             block = tensor_blocks(weight, spec.axes, sharding.shard_shape(spec.shape))
-            names = {index: name for name, index in tensor_names(weight, checkpoint.model)}
+            names = {index: name for name, index in tensor_names(path, spec, weight, num_layers)}
 
             def read(region: Region) -> np.ndarray:
                 return _read(tensors, names, weight, spec, region, dtype)
@@ -169,13 +180,16 @@ class _Tensors:
             self.files = dict.fromkeys(keys, folder / SINGLE)
         else:
             raise InputError(f"{folder} holds neither {SINGLE} nor {INDEX}")
-        # A packed tensor is two in the files, and read as one.
+        # A quantised tensor is two in the files, and read as one.
         self._scales: dict[str, Path] = {}
-        names = [name.removesuffix(BLOCKS) for name in self.files if name.endswith(BLOCKS)]
-        for name in names if checkpoint.settings.get("quantization_config") else ():
-            if name + SCALES in self.files:
-                self.files[name] = self.files.pop(name + BLOCKS)
-                self._scales[name] = self.files.pop(name + SCALES)
+        self._quantized = checkpoint.settings.get("quantization_config") or {}
+        if self._quantized:
+            numbers, scales = _ENDINGS[self._quantized["quant_method"]]
+            names = [name.removesuffix(numbers) for name in self.files if name.endswith(numbers)]
+            for name in names:
+                if name + scales in self.files:
+                    self.files[name] = self.files.pop(name + numbers)
+                    self._scales[name] = self.files.pop(name + scales)
 
     def __enter__(self) -> "_Tensors":
         return self
@@ -211,8 +225,15 @@ class _Tensors:
         file = self.files[name]
         if name not in self._scales:
             return self._stored(name, file)
-        blocks = self._stored(name + BLOCKS, file)
-        return PackedTensor(name, blocks, self._stored(name + SCALES, self._scales[name]))
+        method = self._quantized["quant_method"]
+        numbers, scales = (
+            self._stored(name + ending, place)
+            for ending, place in zip(_ENDINGS[method], (file, self._scales[name]), strict=True)
+        )
+        if method == "fp8":
+            block = self._quantized["weight_block_size"]
+            return fp8.ScaledTensor(name, file, numbers, scales, block)
+        return mxfp4.PackedTensor(name, numbers, scales)
 
     def _stored(self, name: str, file: Path) -> Any:
         try:
@@ -248,12 +269,20 @@ def tensor_sizes(spec: ParameterSpec, weight: Weight) -> tuple[dict[str, int], t
     return sizes, shape
 
 
-def tensor_names(weight: Weight, model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields a parameter's tensors and their indices: (), layer (2,), layer and expert (2, 5)."""
-    layers = range(model.num_layers) if "{layer}" in weight.name else (None,)
-    experts = range(model.num_experts) if "{expert}" in weight.name else (None,)
-    for layer, expert in itertools.product(layers, experts):
-        index = tuple(number for number in (layer, expert) if number is not None)
+def tensor_names(
+    path: Any, spec: ParameterSpec, weight: Weight, num_layers: int
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yields a parameter's tensors and their indices: (), (2,), with an expert (2, 5).
+
+    The first number is that of the layer among those which have the parameter.
+    """
+    layers, experts = [(None, None)], [None]
+    if "{layer}" in weight.name:
+        layers = list(enumerate(layers_with(path[-1].key, spec.shape[0], num_layers)))
+    if "{expert}" in weight.name:
+        experts = list(range(spec.shape[spec.axes.index("E")]))
+    for (place, layer), expert in itertools.product(layers, experts):
+        index = tuple(number for number in (place, expert) if number is not None)
         yield weight.name.format(layer=layer, expert=expert), index
 
 
@@ -279,7 +308,8 @@ def _check(tensors: _Tensors, specs: Any, checkpoint: Checkpoint) -> None:
     for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
         weight = weights[key_of(path)]
         shape = tensor_sizes(spec, weight)[1]
-        expected |= {name: shape for name, _ in tensor_names(weight, model)}
+        names = tensor_names(path, spec, weight, model.num_layers)
+        expected |= {name: shape for name, _ in names}
     for name, shape in expected.items():
         if name not in tensors.files:
             where = ", ".join(sorted({file.name for file in tensors.files.values()}))
@@ -297,7 +327,12 @@ def _check(tensors: _Tensors, specs: Any, checkpoint: Checkpoint) -> None:
             )
     if model.tie_embeddings:
         _check_copy(tensors, embedding, head)
+    extra = checkpoint.settings.get("num_nextn_predict_layers") or 0
+    # Layers for multi-token prediction stand behind the others; `transformers` leaves them out too.
+    unread = tuple(f"model.layers.{model.num_layers + number}." for number in range(extra))
     for name, file in tensors.files.items():
+        if name.startswith(unread):
+            continue
         # Old files hold the rotary frequencies, which are computed here, and a copy of a tied head.
         copied = model.tie_embeddings and name == head
         if name not in expected and not copied and not name.endswith("rotary_emb.inv_freq"):

@@ -2,11 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """config.json of `transformers` <-> ModelConfig, in its older and newer spellings."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from earl_jax.models.checkpoints.families import FAMILIES, Family, family_named, family_of
+from earl_jax.models.checkpoints.hf_deepseek import (
+    read_latent_head_size,
+    read_latents,
+    read_mixture,
+    read_score_mscale,
+    written_deepseek,
+    written_mscale,
+)
+from earl_jax.models.checkpoints.hf_values import read_flag, read_number, read_size
 from earl_jax.models.config import ModelConfig, RopeScaling
 from earl_jax.settings.errors import InputError
 
@@ -34,10 +44,12 @@ def read_settings(settings: Mapping[str, Any]) -> tuple[ModelConfig, int]:
             raise InputError(f"{key} is {settings[key]!r}; only {value!r} can be computed")
     _check_quantization(settings.get("quantization_config"), family)
     settings = {**_DEFAULTS, **family.defaults, **settings}
-    heads, width = _size(settings, "num_attention_heads"), _size(settings, "hidden_size")
+    heads, width = read_size(settings, "num_attention_heads"), read_size(settings, "hidden_size")
     head_size = family.defaults.get("head_dim") or width // heads
-    if settings.get("head_dim") is not None:
-        head_size = _size(settings, "head_dim")
+    if family.has_latents:
+        head_size = read_latent_head_size(settings)
+    elif settings.get("head_dim") is not None:
+        head_size = read_size(settings, "head_dim")
     windows = _read_windows(settings, family)
     theta, scaling, window_theta = _read_rope(settings, family)
     window_theta = window_theta if windows else 0.0
@@ -45,29 +57,38 @@ def read_settings(settings: Mapping[str, Any]) -> tuple[ModelConfig, int]:
     if layers.setdefault("window_rope_theta", window_theta) != window_theta:
         raise InputError("layers with a window cannot rotate otherwise in this model_type")
     model = ModelConfig(
-        num_layers=_size(settings, "num_hidden_layers"),
+        num_layers=read_size(settings, "num_hidden_layers"),
         width=width,
         num_heads=heads,
         num_kv_heads=heads
         if settings.get("num_key_value_heads") is None
-        else _size(settings, "num_key_value_heads"),
+        else read_size(settings, "num_key_value_heads"),
         head_size=head_size,
-        ffn_size=_size(settings, "intermediate_size"),
+        ffn_size=read_size(settings, "intermediate_size"),
         rope_theta=theta,
         rope_scaling=scaling,
         windows=windows,
-        norm_eps=_number(settings, "rms_norm_eps"),
-        tie_embeddings=_flag(settings, "tie_word_embeddings"),
+        norm_eps=read_number(settings, "rms_norm_eps"),
+        tie_embeddings=read_flag(settings, "tie_word_embeddings"),
         **layers,
     )
     model.validate()
-    return model, _size(settings, "vocab_size")
+    return model, read_size(settings, "vocab_size")
 
 
 def _check_quantization(quantized: Any, family: Family) -> None:
     """Raises ValueError for weights of a type that is not read."""
     method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
-    if quantized is None or (family.quantization and method == family.quantization):
+    if quantized is None:
+        return
+    if family.quantization and method == family.quantization:
+        block = quantized.get("weight_block_size")
+        is_block = isinstance(block, list) and [isinstance(n, int) and n > 0 for n in block]
+        if method == "fp8" and is_block != [True, True]:
+            raise InputError(
+                f"quantization_config.weight_block_size is {block!r}; fp8 can be read where it is "
+                "two whole numbers, as in [128, 128]"
+            )
         return
     known = f"the quant_method {family.quantization!r}" if family.quantization else "None"
     raise InputError(f"quantization_config is {quantized!r}; only {known} can be read")
@@ -77,7 +98,7 @@ def _read_layers(settings: Mapping[str, Any], family: Family, head_size: int) ->
     """Returns what the family's layers have, and what of it the file says."""
     layers = dict(family.layers)
     if "query_pre_attn_scalar" not in layers:
-        scalar = _size(settings, "query_pre_attn_scalar")
+        scalar = read_size(settings, "query_pre_attn_scalar")
         layers["query_pre_attn_scalar"] = 0 if scalar == head_size else scalar
     for field, key in _SOFTCAPS.items():
         if field not in layers:
@@ -85,37 +106,19 @@ def _read_layers(settings: Mapping[str, Any], family: Family, head_size: int) ->
     if "num_experts" not in layers:
         # `transformers` 5 writes the second name of it, and reads both.
         settings = {"num_experts": settings.get("num_local_experts"), **settings}
-        layers |= {field: _size(settings, key) for field, key in family.expert_keys.items()}
+        layers |= {field: read_size(settings, key) for field, key in family.expert_keys.items()}
         if "normalize_expert_weights" not in layers:
-            layers["normalize_expert_weights"] = _flag(settings, "norm_topk_prob")
+            layers["normalize_expert_weights"] = read_flag(settings, "norm_topk_prob")
     if "no_rope_every" not in layers:
         layers["no_rope_every"] = _read_no_rope(settings)
+    if family.has_latents:
+        layers |= read_latents(settings, family) | read_mixture(settings, family)
     return layers
-
-
-def _size(settings: Mapping[str, Any], key: str, least: int = 1) -> int:
-    value = settings.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise InputError(f"{key} is {value!r}; it must be a whole number of at least {least}")
-    return value
-
-
-def _number(settings: Mapping[str, Any], key: str, where: str = "") -> float:
-    value = settings.get(key)
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise InputError(f"{where}{key} is {value!r}; it must be a number")
-    return float(value)
-
-
-def _flag(settings: Mapping[str, Any], key: str, where: str = "") -> bool:
-    if not isinstance(value := settings.get(key), bool):
-        raise InputError(f"{where}{key} is {value!r}; it must be true or false")
-    return value
 
 
 def _read_windows(settings: Mapping[str, Any], family: Family) -> tuple[int, ...]:
     """Returns ModelConfig.windows, the shortest pattern that gives them."""
-    num_layers = _size(settings, "num_hidden_layers")
+    num_layers = read_size(settings, "num_hidden_layers")
     usual = _usual_kinds(settings, family, num_layers)
     kinds = settings.get("layer_types") or usual
     if not isinstance(kinds, list) or len(kinds) != num_layers:
@@ -132,7 +135,7 @@ def _read_windows(settings: Mapping[str, Any], family: Family) -> tuple[int, ...
         )
     if _SLIDING not in kinds:
         return ()
-    size = _size(settings, "sliding_window")
+    size = read_size(settings, "sliding_window")
     windows = tuple(size if kind == _SLIDING else 0 for kind in kinds)
     return next(
         windows[:period]
@@ -145,10 +148,10 @@ def _usual_kinds(settings: Mapping[str, Any], family: Family, num_layers: int) -
     """Returns the type of each layer where layer_types is missing."""
     kind = family.windows
     if kind == "by_pattern":
-        every = _size(settings, "sliding_window_pattern")
+        every = read_size(settings, "sliding_window_pattern")
         return [_SLIDING if (i + 1) % every else _FULL for i in range(num_layers)]
     if kind == "by_flag" and settings.get("use_sliding_window") and settings["sliding_window"]:
-        first = _size(settings, "max_window_layers", least=0)
+        first = read_size(settings, "max_window_layers", least=0)
         return [_SLIDING if i >= first else _FULL for i in range(num_layers)]
     if kind == "all" and settings["sliding_window"] is not None:
         return [_SLIDING] * num_layers
@@ -157,10 +160,10 @@ def _usual_kinds(settings: Mapping[str, Any], family: Family, num_layers: int) -
 
 def _read_no_rope(settings: Mapping[str, Any]) -> int:
     """Returns ModelConfig.no_rope_every: no_rope_layers has 0 for a layer that does not rotate."""
-    num_layers = _size(settings, "num_hidden_layers")
+    num_layers = read_size(settings, "num_hidden_layers")
     flags = settings.get("no_rope_layers")
     if flags is None:
-        return _size(settings, "no_rope_layer_interval")
+        return read_size(settings, "no_rope_layer_interval")
     if not isinstance(flags, list) or len(flags) < num_layers:
         raise InputError(f"no_rope_layers is {flags!r}; it must have a flag for each layer")
     flags = [bool(flag) for flag in flags[:num_layers]]
@@ -192,7 +195,10 @@ def _read_rope(settings: Mapping[str, Any], family: Family) -> tuple[float, Rope
         wanted = "for each layer type" if by_layer_type and is_newer else "for all layers at once"
         raise InputError(f"{key} is {rope!r}; this model_type has it {wanted}")
     if not by_layer_type:
-        return *_one_rope(rope, settings, "rope_theta", key), 0.0
+        theta, scaling = _one_rope(rope, settings, "rope_theta", key)
+        if family.has_latents and scaling.kind == "yarn":
+            scaling = dataclasses.replace(scaling, score_mscale=read_score_mscale(rope))
+        return theta, scaling, 0.0
     theta, scaling = _one_rope(
         (rope.get(_FULL) or {}) if is_nested else rope, settings, "rope_theta", key
     )
@@ -213,7 +219,11 @@ def _one_rope(
 ) -> tuple[float, RopeScaling]:
     """Returns a layer type's base and scaling; `theta_key` has the base in an older file."""
     has_theta = "rope_theta" in rope
-    theta = _number(rope, "rope_theta", f"{key}.") if has_theta else _number(settings, theta_key)
+    theta = (
+        read_number(rope, "rope_theta", f"{key}.")
+        if has_theta
+        else read_number(settings, theta_key)
+    )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise InputError(
@@ -223,15 +233,15 @@ def _one_rope(
     if kind == "default":
         return theta, RopeScaling()
     if kind == "linear":
-        return theta, RopeScaling(kind="linear", factor=_number(rope, "factor", f"{key}."))
+        return theta, RopeScaling(kind="linear", factor=read_number(rope, "factor", f"{key}."))
     # `transformers` takes the longest context of the model where the file says nothing else.
     rope = {"original_max_position_embeddings": settings.get("max_position_embeddings"), **rope}
     if kind == "llama3":
         return theta, RopeScaling(
-            factor=_number(rope, "factor", f"{key}."),
-            low_freq_factor=_number(rope, "low_freq_factor", f"{key}."),
-            high_freq_factor=_number(rope, "high_freq_factor", f"{key}."),
-            original_max_position=_size(rope, "original_max_position_embeddings"),
+            factor=read_number(rope, "factor", f"{key}."),
+            low_freq_factor=read_number(rope, "low_freq_factor", f"{key}."),
+            high_freq_factor=read_number(rope, "high_freq_factor", f"{key}."),
+            original_max_position=read_size(rope, "original_max_position_embeddings"),
         )
     if kind == "yarn":
         return theta, _read_yarn(rope, key)
@@ -245,10 +255,10 @@ def _read_yarn(rope: Mapping[str, Any], key: str) -> RopeScaling:
     """Returns YaRN's scaling; a key that is null is absent."""
     rope = {name: value for name, value in rope.items() if value is not None}
     usual = {"attention_factor": 0.0, "beta_slow": 1.0, "beta_fast": 32.0}
-    attention_factor, slow, fast = (_number(usual | rope, name, f"{key}.") for name in usual)
-    factor = _number(rope, "factor", f"{key}.")
+    attention_factor, slow, fast = (read_number(usual | rope, name, f"{key}.") for name in usual)
+    factor = read_number(rope, "factor", f"{key}.")
     if not attention_factor and rope.get("mscale") and rope.get("mscale_all_dim"):
-        scales = (_number(rope, name, f"{key}.") for name in ("mscale", "mscale_all_dim"))
+        scales = (read_number(rope, name, f"{key}.") for name in ("mscale", "mscale_all_dim"))
         above, below = (0.1 * scale * math.log(max(factor, 1.0)) + 1.0 for scale in scales)
         attention_factor = above / below
     if factor == 1 and attention_factor not in (0, 1):
@@ -261,9 +271,9 @@ def _read_yarn(rope: Mapping[str, Any], key: str) -> RopeScaling:
         factor=factor,
         low_freq_factor=slow,
         high_freq_factor=fast,
-        original_max_position=_size(rope, "original_max_position_embeddings"),
+        original_max_position=read_size(rope, "original_max_position_embeddings"),
         attention_factor=attention_factor,
-        truncate=_flag({"truncate": True} | rope, "truncate", f"{key}."),
+        truncate=read_flag({"truncate": True} | rope, "truncate", f"{key}."),
     )
 
 
@@ -282,7 +292,9 @@ def write_settings(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_heads,
         "num_key_value_heads": model.num_kv_heads,
-        "head_dim": model.head_size,
+        **(
+            written_deepseek(model, family) if family.has_latents else {"head_dim": model.head_size}
+        ),
         "rms_norm_eps": model.norm_eps,
         "tie_word_embeddings": model.tie_embeddings,
         "vocab_size": vocab_size,
@@ -311,6 +323,7 @@ def _written_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
                 rope["attention_factor"] = scaling.attention_factor
             if not scaling.truncate:
                 rope["truncate"] = False
+            rope |= written_mscale(scaling)
     if "window_rope_theta" in family.layers:
         return {"rope_parameters": rope}
     local = {"rope_type": "default", "rope_theta": model.window_rope_theta}

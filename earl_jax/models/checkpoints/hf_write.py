@@ -36,7 +36,7 @@ from earl_jax.models.checkpoints.hf_settings import write_settings
 from earl_jax.models.checkpoints.hf_tokenizer import Tokenizer, write_tokenizer
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.lora import Adapted, is_adapted, merged
-from earl_jax.models.parameters import Params, is_spec, parameter_specs
+from earl_jax.models.parameters import FP32_PARAMETERS, Params, is_spec, parameter_specs
 from earl_jax.settings.errors import InputError, is_mistake
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.atomic import replacing
@@ -167,18 +167,18 @@ def _write_weights(
     dtype: str,
     max_bytes: int,
 ) -> None:
-    parts = list(_planned(model, vocab_size, np.dtype(DTYPES[dtype]).itemsize))
+    parts = list(_planned(model, vocab_size, dtype))
     plan = _shards({part.name: part for part in parts}, max_bytes)
     places: dict[str, tuple[Path, int]] = {}
     for number, shard in enumerate(plan, start=1):
         file = f"model-{number:05d}-of-{len(plan):05d}.safetensors" if len(plan) > 1 else SINGLE
-        places |= _make_file(folder / file, shard, dtype)
+        places |= _make_file(folder / file, shard)
     for part in parts:
         path, start = places[part.name]
         with path.open("r+b") as file:
             file.seek(start)
             # Not bound to a name, so that it is freed before the next.
-            _put(file, part, _tensor(leaf_of(part.key), part, np.dtype(DTYPES[dtype])))
+            _put(file, part, _tensor(leaf_of(part.key), part, np.dtype(DTYPES[part.dtype])))
     if len(plan) > 1:
         total = sum(tensor.num_bytes for shard in plan for tensor in shard)
         files = {name: path.name for name, (path, _) in places.items()}
@@ -199,16 +199,22 @@ class _Planned:
     weight: Weight
     axes: str
     shape: tuple[int, ...]
-    num_bytes: int
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * np.dtype(DTYPES[self.dtype]).itemsize
 
 
-def _planned(model: ModelConfig, vocab_size: int, itemsize: int) -> Iterator[_Planned]:
+def _planned(model: ModelConfig, vocab_size: int, dtype: str) -> Iterator[_Planned]:
     specs = parameter_specs(model, vocab_size)
     weights = weights_of(specs, family_of(model))
     for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
         weight = weights[key_of(path)]
         shape = tensor_sizes(spec, weight)[1]
-        for name, index in tensor_names(weight, model):
+        own = "float32" if path[-1].key in FP32_PARAMETERS else dtype
+        for name, index in tensor_names(path, spec, weight, model.num_layers):
             yield _Planned(
                 name=name,
                 key=key_of(path),
@@ -216,7 +222,7 @@ def _planned(model: ModelConfig, vocab_size: int, itemsize: int) -> Iterator[_Pl
                 weight=weight,
                 axes=spec.axes,
                 shape=shape,
-                num_bytes=math.prod(shape) * itemsize,
+                dtype=own,
             )
 
 
@@ -231,7 +237,7 @@ def _shards(tensors: dict[str, _Planned], max_bytes: int) -> list[list[_Planned]
     return shards
 
 
-def _make_file(path: Path, shard: list[_Planned], dtype: str) -> dict[str, tuple[Path, int]]:
+def _make_file(path: Path, shard: list[_Planned]) -> dict[str, tuple[Path, int]]:
     """Writes a file of safetensors that are zeros, and returns each one's file and place there.
 
     They are filled one by one: the library of safetensors would hold all of them, twice.
@@ -241,7 +247,7 @@ def _make_file(path: Path, shard: list[_Planned], dtype: str) -> dict[str, tuple
     for tensor in shard:
         start, end = end, end + tensor.num_bytes
         header[tensor.name] = {
-            "dtype": _STORED[dtype],
+            "dtype": _STORED[tensor.dtype],
             "shape": tensor.shape,
             "data_offsets": (start, end),
         }

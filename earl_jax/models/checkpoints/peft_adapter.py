@@ -14,7 +14,7 @@ from earl_jax.models.checkpoints.families import Weight, family_of
 from earl_jax.models.checkpoints.hf_write import whole_folder
 from earl_jax.models.config import LoraConfig, ModelConfig
 from earl_jax.models.lora import PROJECTIONS
-from earl_jax.models.parameters import Params
+from earl_jax.models.parameters import Params, layers_with
 
 
 def save_adapter(
@@ -36,9 +36,9 @@ def save_adapter(
     tensors: dict[str, np.ndarray] = {}
     for name, adapter in adapters["layers"].items():
         weight = weights[f"layers.{name}"]
-        for layer in range(model.num_layers):
+        for place, layer in enumerate(layers_with(name, len(adapter["a"]), model.num_layers)):
             module = f"base_model.model.{_module(weight).format(layer=layer)}"
-            a_RX, b_XR = _as_matrices(name, adapter["a"][layer], adapter["b"][layer], weight)
+            a_RX, b_XR = _as_matrices(name, adapter["a"][place], adapter["b"][place], weight)
             tensors |= {f"{module}.lora_A.weight": a_RX, f"{module}.lora_B.weight": b_XR}
     targets = [_module(weights[f"layers.{name}"]).rsplit(".", 1)[1] for name in adapters["layers"]]
     with whole_folder(folder) as partial:

@@ -49,33 +49,67 @@ _WITHIN_ROWS = ("expert", "tensor")
 
 def _letters(config: ModelConfig) -> dict[str, str]:
     """Returns the letters of the weights that a layer of this model has."""
-    return _WEIGHTS | _BIASES if config.expert_bias else _WEIGHTS
+    found = _WEIGHTS | _BIASES if config.expert_bias else _WEIGHTS
+    return found | {"router_correction": "X"} if config.router_correction else found
 
 
 def router_probabilities(
-    x_TD: jax.Array, router_DX: jax.Array, bias_X: jax.Array | None = None
+    config: ModelConfig, x_TD: jax.Array, router_DX: jax.Array, bias_X: jax.Array | None = None
 ) -> jax.Array:
-    """Returns a softmax over all experts, f32[..., X] for any compute type; D is the last axis."""
+    """Returns each expert's probability, f32[..., X] for any compute type; D is the last axis.
+
+    A softmax over experts, or each a sigmoid.
+    """
     logits_TX = jnp.einsum("...D,DX->...X", x_TD, router_DX, preferred_element_type=jnp.float32)
     if bias_X is not None:
         bias_X = bias_X.astype(jnp.float32)
         logits_TX += jnp.expand_dims(bias_X, range(logits_TX.ndim - 1))
+    if config.router_scores == "sigmoid":
+        return jax.nn.sigmoid(logits_TX)
     return jax.nn.softmax(logits_TX, axis=-1)
 
 
+def choose_experts(
+    config: ModelConfig, probability_TX: jax.Array, correction_X: jax.Array | None = None
+) -> jax.Array:
+    """Returns the experts of each token i32[..., U], the best first.
+
+    With `expert_groups` they are in a token's best groups (arXiv 2405.04434, section 2.2.2). A
+    correction, of the model's own, is added before both choices (arXiv 2412.19437, section 2.1.2).
+    """
+    score_TX = jax.lax.stop_gradient(probability_TX)
+    if correction_X is not None:
+        score_TX += jnp.expand_dims(jax.lax.stop_gradient(correction_X), range(score_TX.ndim - 1))
+    groups = config.expert_groups
+    if groups > 1:
+        # Groups along the axis before the last.
+        grouped = score_TX.reshape(*score_TX.shape[:-1], groups, -1)
+        best = jnp.sum(jax.lax.top_k(grouped, config.group_score)[0], axis=-1)
+        _, chosen = jax.lax.top_k(best, config.groups_per_token)
+        is_chosen = jnp.any(jax.nn.one_hot(chosen, groups, dtype=bool), axis=-2)
+        score_TX = jnp.where(is_chosen[..., None], grouped, -jnp.inf).reshape(score_TX.shape)
+    return jax.lax.top_k(score_TX, config.experts_per_token)[1]
+
+
 def route(
-    config: ModelConfig, x_TD: jax.Array, router_DX: jax.Array, bias_X: jax.Array | None = None
+    config: ModelConfig,
+    x_TD: jax.Array,
+    router_DX: jax.Array,
+    bias_X: jax.Array | None = None,
+    correction_X: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the experts of each token, likeliest first, and their weights.
+    """Returns the experts of each token, the best first, and their weights.
 
     Returns:
         weights_TU f32 and experts_TU i32.
     """
-    probabilities_TX = router_probabilities(x_TD, router_DX, bias_X)
-    weights_TU, experts_TU = jax.lax.top_k(probabilities_TX, config.experts_per_token)
+    probability_TX = router_probabilities(config, x_TD, router_DX, bias_X)
+    experts_TU = choose_experts(config, probability_TX, correction_X)
+    weights_TU = jnp.take_along_axis(probability_TX, experts_TU, axis=-1)
     if config.normalize_expert_weights:
-        weights_TU = weights_TU / jnp.sum(weights_TU, axis=-1, keepdims=True)
-    return weights_TU, experts_TU
+        # Sigmoids may all be 0.
+        weights_TU = weights_TU / (jnp.sum(weights_TU, axis=-1, keepdims=True) + 1e-20)
+    return config.expert_scale * weights_TU, experts_TU
 
 
 def mix_experts(
@@ -94,7 +128,8 @@ def mix_experts(
     Returns:
         out_TD in the type of `x_TD`.
     """
-    weights_TU, chosen_TU = route(config, x_TD, layer["router"], layer.get("router_bias"))
+    router = layer["router"], layer.get("router_bias"), layer.get("router_correction")
+    weights_TU, chosen_TU = route(config, x_TD, *router)
     num_experts, per_token = len(experts_E), config.experts_per_token
     here_TU = (chosen_TU >= experts_E[0]) & (chosen_TU <= experts_E[-1])
     # Pairs of other devices' experts are sorted behind all of ours, and belong to no group.

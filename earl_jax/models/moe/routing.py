@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.moe.experts import router_probabilities
+from earl_jax.models.moe.experts import choose_experts, router_probabilities
 from earl_jax.sharding.axes import MESH_AXES
 from earl_jax.sharding.layout import Layout
 
@@ -48,12 +48,13 @@ def routing_of_rows(
     count = jax.shard_map(
         functools.partial(count_routing, config),
         mesh=layout.mesh,
-        in_specs=(layout.activation_spec("BT."), P(), layout.activation_spec("BT"), P()),
+        in_specs=(layout.activation_spec("BT."), P(), layout.activation_spec("BT"), P(), P()),
         out_specs=P((*layout.row_axes, "context")),
         axis_names=set(MESH_AXES),
         check_vma=False,
     )
-    return count(x_BTD, layer["router"], real_BT, layer.get("router_bias"))
+    others = layer.get("router_bias"), layer.get("router_correction")
+    return count(x_BTD, layer["router"], real_BT, *others)
 
 
 def count_routing(
@@ -62,10 +63,17 @@ def count_routing(
     router_DX: jax.Array,
     real_BT: jax.Array,
     bias_X: jax.Array | None = None,
+    correction_X: jax.Array | None = None,
 ) -> Routing:
-    """Returns the statistics of a router over the `real` tokens of each row, f32[B, X] each."""
-    probability_BTX = router_probabilities(x_BTD, router_DX, bias_X)
-    _, experts_BTU = jax.lax.top_k(probability_BTX, config.experts_per_token)
+    """Returns the statistics of a router over the `real` tokens of each row, f32[B, X] each.
+
+    Sigmoids are scaled to a sum of 1 over experts (arXiv 2412.19437, eq. 18).
+    """
+    probability_BTX = router_probabilities(config, x_BTD, router_DX, bias_X)
+    experts_BTU = choose_experts(config, probability_BTX, correction_X)
+    if config.router_scores == "sigmoid":
+        total_BT = jnp.sum(probability_BTX, axis=-1, keepdims=True)
+        probability_BTX = probability_BTX / (total_BT + 1e-20)
     hit_BTUX = jax.nn.one_hot(experts_BTU, config.num_experts, dtype=bool)
     hit_BTUX &= real_BT[:, :, None, None]
     return Routing(

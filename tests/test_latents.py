@@ -1,0 +1,416 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Latent attention and DeepSeek's mixtures: pages of latents, routers by hand, what is refused.
+
+Logits, cached decoding, gradients and exports are those of every family (test_families.py,
+test_hf_write.py, test_export.py).
+"""
+
+import dataclasses
+import functools
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from earl_jax.engine.engine import Engine
+from earl_jax.models.attention.folding import unfold
+from earl_jax.models.attention.kernels import attend_rows, choose_pages_kernel
+from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
+from earl_jax.models.checkpoints.hf_settings import read_settings
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.decoder import forward_drafts, forward_rows, head_weights
+from earl_jax.models.kv_cache import empty_pages
+from earl_jax.models.moe.experts import route
+from earl_jax.models.moe.routing import count_routing
+from earl_jax.models.parameters import layers_with, stack_layers, uniform_stacks, unstack_layers
+from earl_jax.models.presets import PRESETS, preset_vocab_size
+from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
+from tests.support.caches import empty_cache
+from tests.support.episodes import (
+    CONFIG,
+    LATENT,
+    GrowPool,
+    assert_same_episodes,
+    check_rows,
+    collect,
+    engine,
+    tasks,
+    weights,
+)
+from tests.support.references import REFERENCE, checkpoint, loaded, reference
+from tests.support.settings import make_config
+
+NAMES = ["deepseek_v2", "deepseek_v2_tied", "deepseek_v3", "deepseek_v3_tied"]
+
+
+def full_logprobs(model: ModelConfig, params, tokens, mesh: MeshShape = MeshShape()):  # noqa: B008
+    layout = make_layout(mesh, row_axes=TRAINING_ROWS)
+
+    @jax.jit
+    def score(params, tokens):
+        hidden = forward_rows(model, layout, params, tokens, jnp.ones_like(tokens))
+        return jax.nn.log_softmax(hidden @ head_weights(params))
+
+    return np.asarray(score(params, tokens))
+
+
+@pytest.mark.slow_except("deepseek_v3")
+@pytest.mark.parametrize("name", NAMES)
+def test_reading_latents_equals_expanded_keys_and_values_at_every_token(name):
+    """Chunks of 7 tokens in pages of 8, then one by one: all log-probs of the whole vocabulary."""
+    model, tokens = checkpoint(name).model, reference(name)["tokens"]
+    full = full_logprobs(model, loaded(name), tokens)
+    params = unstack_layers(loaded(name), model.num_layers)
+    append = jax.jit(functools.partial(forward_drafts, model))
+    cache = empty_cache(model, len(tokens), tokens.shape[1], page_size=8)
+    start = 0
+    for size in [7] * 5 + [1] * (tokens.shape[1] - 35):
+        counts = np.full(len(tokens), size, np.int32)
+        logits, cache = append(
+            params, cache, tokens[:, start : start + size], counts * 0 + start, counts
+        )
+        found = jax.nn.log_softmax(logits)
+        np.testing.assert_allclose(found, full[:, start : start + size], atol=3e-5)
+        start += size
+
+
+def test_a_page_has_one_row_of_each_token_and_layer():
+    """Latent and rotated key: 24 + 8 numbers, where heads would have 4 x (24 + 24)."""
+    model = checkpoint("deepseek_v3").model
+    assert model.cached_size == 24 + 8
+    pools = empty_pages(model, 5, 16)
+    leaves = jax.tree.leaves(pools)
+    assert [leaf.shape for leaf in leaves] == [(5, 1, 32, 16)] * model.num_layers
+    with pytest.raises(ValueError, match="kv_dtype is 'int8'.* caches latents"):
+        empty_pages(model, 5, 16, "int8")
+
+
+def test_pages_are_whole_on_every_device_of_the_tensor_axis_and_cut_over_context():
+    made = engine(model=LATENT, mesh=MeshShape(data=2, context=2, tensor=2))
+    [pool, _] = jax.tree.leaves(made.empty_state(32).cache.pools)
+    pages, _, row, size = pool.shape
+    assert (row, size) == (12 + 4, CONFIG.page_size)
+    assert {shard.data.shape for shard in pool.addressable_shards} == {
+        (pages // 2, 1, row, size // 2)
+    }
+
+
+# Four data shards of four slots, each with the latents whole on both of its devices.
+MESH = MeshShape(data=4, tensor=2)
+
+
+@pytest.mark.slow_except("host")
+@pytest.mark.parametrize("preemption", ["host", "recompute"])
+def test_episodes_play_alike_in_a_pool_that_holds_one_of_them(pool, preemption):
+    """Prompts are taken over; episodes are preempted, and their latents come back."""
+
+    def play(**settings):
+        player = engine(model=LATENT, mesh=MESH)
+        given = {"player": player, "params": weights(model=LATENT), "share_prefixes": True}
+        return collect(pool, tasks(44), **given, **settings)
+
+    whole, few = play(), play(pages=6, grow=GrowPool(most_pages=6), preemption=preemption)
+    assert whole.stats.preempted_episodes == 0 < few.stats.preempted_episodes
+    assert (few.stats.preempted_host_bytes > 0) == (preemption == "host")
+    assert whole.stats.shared_tokens > 0
+    assert_same_episodes(whole.trajectories, few.trajectories)
+    check_rows(few, 44)
+
+
+def test_values_smaller_than_keys_are_attended_to_by_every_kernel():
+    """As by plain arithmetic; zeros behind values change nothing."""
+    rng = np.random.default_rng(0)
+    query, key = (rng.normal(size=(2, 20, 3, 1, 8)), rng.normal(size=(2, 3, 20, 8)))
+    value = rng.normal(size=(2, 3, 20, 5))
+    scores = np.einsum("BTKGH,BKSH->BKGTS", query, key) * 0.3
+    scores = np.where(np.tri(20, dtype=bool), scores, -np.inf)
+    expected = jnp.einsum("BKGTS,BKSH->BTKGH", jax.nn.softmax(scores), value)
+    inputs = [jnp.asarray(array, jnp.float32) for array in (query, key, value)]
+    segments = jnp.ones((2, 20), jnp.int32)
+    for kernel in ("blockwise", "splash"):
+        found = attend_rows(kernel, make_layout(MeshShape()), *inputs, segments, scale=0.3)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(MeshShape(context=2, expert=2, tensor=2)),
+        pytest.param(MeshShape(fsdp=2, context=4), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_rows_cut_over_context_score_as_whole_ones(mesh):
+    """Beside experts and heads that are cut; the ring has values as long as keys."""
+    name = "deepseek_v3"
+    given, layout = checkpoint(name), make_layout(mesh, row_axes=TRAINING_ROWS)
+    tokens = np.tile(reference(name)["tokens"], (2, 1))
+    weights = jnp.asarray(np.random.default_rng(0).normal(size=(*tokens.shape, 32)), jnp.float32)
+
+    def total(layout, params):
+        hidden = forward_rows(given.model, layout, params, tokens, jnp.ones_like(tokens))
+        columns = jnp.moveaxis(hidden, 2, 0)
+        whole = jnp.stack([unfold(layout, column, tokens.shape[1]) for column in columns], 2)
+        return jnp.mean(whole * weights)
+
+    def of(layout):
+        program = jax.jit(jax.value_and_grad(functools.partial(total, layout)))
+        return program(load_parameters(given, layout))
+
+    loss, gradients = of(layout)
+    expected, theirs = of(make_layout(MeshShape(), row_axes=TRAINING_ROWS))
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    for name, leaf in gradients["layers"].items():
+        largest = float(np.max(np.abs(theirs["layers"][name])))
+        np.testing.assert_allclose(
+            leaf, theirs["layers"][name], atol=3e-5 * largest + 1e-7, err_msg=name
+        )
+
+
+# Routers.
+
+GROUPED = ModelConfig(
+    num_experts=6, experts_per_token=2, expert_groups=3, groups_per_token=2, expert_scale=2.0
+)
+
+
+def route_logits(model: ModelConfig, *logits: float, correction=None):
+    correction = None if correction is None else jnp.asarray(correction)
+    return route(model, jnp.asarray([logits]), jnp.eye(len(logits)), None, correction)
+
+
+def test_experts_are_in_the_groups_with_the_best_one():
+    """Groups 01, 23 and 45: the second best expert is in the third best group."""
+    logs = np.log([0.3, 0.05, 0.32, 0.01, 0.08, 0.24])
+    weights, experts = route_logits(dataclasses.replace(GROUPED, group_score=1), *logs)
+    assert experts.tolist() == [[2, 0]]
+    np.testing.assert_allclose(weights, [[2 * 0.32 / 0.62, 2 * 0.3 / 0.62]], rtol=1e-6)
+    plain = dataclasses.replace(GROUPED, groups_per_token=3, normalize_expert_weights=False)
+    weights, experts = route_logits(plain, *np.log([0.1, 0.05, 0.32, 0.01, 0.22, 0.3]))
+    assert experts.tolist() == [[2, 5]]
+    np.testing.assert_allclose(weights, [[0.64, 0.6]], rtol=1e-6)
+
+
+def test_experts_are_in_the_groups_with_the_best_two():
+    """The groups' sums are 0.35, 0.33 and 0.32, so that the third, with 0.24, is left out."""
+    logs = np.log([0.3, 0.05, 0.2, 0.13, 0.08, 0.24])
+    weights, experts = route_logits(dataclasses.replace(GROUPED, group_score=2), *logs)
+    assert experts.tolist() == [[0, 2]]
+    np.testing.assert_allclose(weights, [[2 * 0.3 / 0.5, 2 * 0.2 / 0.5]], rtol=1e-6)
+
+
+def test_corrections_choose_and_do_not_weigh():
+    """Sigmoids 1/2, 1/3 and 1/4, of which corrections take the last two; weights are their own."""
+    model = ModelConfig(
+        num_experts=3, experts_per_token=2, router_scores="sigmoid", router_correction=True
+    )
+    logits, correction = np.log([1, 1 / 2, 1 / 3]), np.array([0.0, 0.4, 0.4], np.float32)
+    weights, experts = route_logits(model, *logits, correction=correction)
+    assert experts.tolist() == [[1, 2]]
+    np.testing.assert_allclose(weights, [[4 / 7, 3 / 7]], rtol=1e-6)
+    real = jnp.ones((1, 1), bool)
+    counted = count_routing(
+        model, jnp.asarray(logits)[None, None], jnp.eye(3), real, None, jnp.asarray(correction)
+    )
+    assert counted.chosen.tolist() == [[0, 1, 1]]
+    np.testing.assert_allclose(counted.probability, [[6 / 13, 4 / 13, 3 / 13]], rtol=1e-6)
+
+
+# Layers that have other parameters than others.
+
+
+def test_parameters_are_stacked_for_the_layers_that_have_them():
+    """The first of three layers is dense."""
+    layers = {"out": jnp.arange(3), "gate": jnp.array([7]), "router": jnp.array([8, 9])}
+    assert layers_with("gate", 1, 3) == range(1) and layers_with("router", 2, 3) == range(1, 3)
+    apart = unstack_layers({"layers": layers}, 3)["layers"]
+    expected = [{"out": 0, "gate": 7}, {"out": 1, "router": 8}, {"out": 2, "router": 9}]
+    assert jax.tree.map(int, apart) == expected
+    again = stack_layers(apart)
+    assert {name: leaf.tolist() for name, leaf in again.items()} == {
+        name: leaf.tolist() for name, leaf in layers.items()
+    }
+    found = [(which, jax.tree.map(list, part)) for which, part in uniform_stacks(layers, 3, 1)]
+    assert found == [
+        (slice(0, 1), {"out": [0], "gate": [7]}),
+        (slice(1, 3), {"out": [1, 2], "router": [8, 9]}),
+    ]
+
+
+# Checkpoints.
+
+
+def test_layers_for_multi_token_prediction_are_left_out(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(REFERENCE / "deepseek_v3_tied", folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        tensors | {"model.layers.2.eh_proj.weight": np.ones((2, 2), np.float32)},
+        folder / "model.safetensors",
+    )
+    path = folder / "config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps(settings | {"num_nextn_predict_layers": 0}))
+    with pytest.raises(ValueError, match="layers.2.eh_proj.weight .* is not part of the model"):
+        load_parameters(open_checkpoint(folder), make_layout(MeshShape()))
+    path.write_text(json.dumps(settings | {"num_nextn_predict_layers": 1}))
+    found = load_parameters(open_checkpoint(folder), make_layout(MeshShape()))
+    jax.tree.map(np.testing.assert_array_equal, found, loaded("deepseek_v3_tied"))
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "words"),
+    [
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is True; only False"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'; only 'greedy'"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; only 'sigmoid'"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq is 2; only 1"),
+        ("deepseek_v3", {"n_group": 3}, "num_experts is 8, which are not .*groups .3. groups"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_kv_heads is 2 .* every head has a key"),
+        ("deepseek_v3", {"v_head_dim": 64}, "value_size is 64; it must be from 1 to"),
+        ("deepseek_v3", {"first_k_dense_replace": 3}, "num_dense_layers is 3; it must be less"),
+        ("deepseek_v3", {"n_shared_experts": None}, "n_shared_experts is None; it must be a whole"),
+    ],
+)
+def test_what_would_be_computed_otherwise_is_refused(tmp_path, name, changed, words):
+    settings = json.loads((REFERENCE / name / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | changed))
+    with pytest.raises(ValueError, match=words):
+        open_checkpoint(tmp_path)
+
+
+# The keys of published files that say what is computed.
+PUBLISHED: dict[str, dict] = {
+    "deepseek-v3": {
+        "model_type": "deepseek_v3",
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "first_k_dense_replace": 3,
+        "moe_layer_freq": 1,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 1,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000,
+        "rope_scaling": {
+            "type": "yarn",
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+        "max_position_embeddings": 163840,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "quantization_config": {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+        },
+    },
+    "deepseek-v2-lite": {
+        "model_type": "deepseek_v2",
+        "vocab_size": 102400,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000,
+        "rope_scaling": {
+            "type": "yarn",
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096,
+        },
+        "max_position_embeddings": 163840,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_is_its_preset(name):
+    assert read_settings(PUBLISHED[name]) == (PRESETS[name], preset_vocab_size(name))
+
+
+def test_scores_are_scaled_by_the_square_of_mscale():
+    """DeepSeek-V3: (0.1 ln 40 + 1)^2 times 1 / sqrt(192)."""
+    scale = PRESETS["deepseek-v3"].attention_scale
+    assert scale == pytest.approx((0.1 * np.log(40) + 1) ** 2 / np.sqrt(192), rel=1e-12)
+    assert PRESETS["moonlight-16b-a3b"].attention_scale == 192**-0.5
+
+
+def test_kernels_over_pages_have_keys_and_values():
+    choice = choose_pages_kernel("auto", make_layout(MeshShape()), LATENT, 128)
+    assert choice.kernel == "blockwise"
+    with pytest.raises(ValueError, match="attention is 'pallas_tpu', but .* pages hold latents"):
+        choose_pages_kernel("pallas_tpu", None, LATENT, 128)
+
+
+def test_an_engine_of_latents_in_int8_is_refused():
+    made = engine(model=LATENT)
+    eight = Engine(dataclasses.replace(made.config, weight_dtype="int8"), made.layout)
+    latent = eight.parameter_shapes["layers"][0]
+    assert latent["latent"].values.dtype == jnp.int8 and latent["latent_up"].dtype == jnp.float32
+    with pytest.raises(ValueError, match="kv_dtype is 'int8'"):
+        Engine(dataclasses.replace(made.config, kv_dtype="int8"), made.layout)
+
+
+def test_a_preset_with_fewer_layers_than_are_dense_is_refused():
+    given = {"model": {"preset": "deepseek-v3", "num_layers": 3}}
+    with pytest.raises(ValueError, match="num_dense_layers is 3; it must be less than"):
+        make_config(given)
+    given["model"]["num_dense_layers"] = 1
+    assert make_config(given).model.num_dense_layers == 1
