@@ -24,9 +24,9 @@ import pyspiel
 
 from benchmarks.pages import parser_of, table
 from earl_jax.config.file import read_workdir_config
-from earl_jax.envs.board_game import ROLES
-from earl_jax.envs.chat import ChatRenderer
-from earl_jax.envs.minimax import best_moves
+from earl_jax.envs.games.board_game import ROLES
+from earl_jax.envs.games.minimax import best_moves
+from earl_jax.envs.text.chat import ChatRenderer
 from earl_jax.launch.start import start_jax
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.run.build import Run

@@ -17,8 +17,8 @@ import pyspiel
 
 from benchmarks.exact import open_policy, prompt_ids, start_jax_of
 from benchmarks.pages import parser_of, table
-from earl_jax.envs.chat import ChatRenderer
-from earl_jax.envs.kuhn_poker import Turns, kuhn_poker, turns_of
+from earl_jax.envs.games.kuhn_poker import Turns, kuhn_poker, turns_of
+from earl_jax.envs.text.chat import ChatRenderer
 
 REPLIES = ("0", "1")
 # Kuhn's equilibria (1950), by the probability alpha <= 1/3 with which the first side bets a 0.

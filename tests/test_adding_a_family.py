@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from earl_jax.envs.tokenizer import load_tokenizer
+from earl_jax.envs.text.tokenizer import load_tokenizer
 from earl_jax.models.checkpoints.families import (
     _BIASES,
     _NORMS,

@@ -7,7 +7,7 @@ TRL's side needs an environment of its own.
 
 import pytest
 
-from earl_jax.envs.tokenizer import load_tokenizer
+from earl_jax.envs.text.tokenizer import load_tokenizer
 from earl_jax.telemetry.episodes import read_trajectories
 
 

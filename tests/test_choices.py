@@ -25,8 +25,8 @@ from earl_jax.engine.choices import (
 )
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.sampling import SamplingRows, sample, sampling_rows
-from earl_jax.envs.board_game import BoardGame
 from earl_jax.envs.environment import Start
+from earl_jax.envs.games.board_game import BoardGame
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.run.build import build_run
 from earl_jax.sharding.layout import MeshShape, make_layout

@@ -16,7 +16,7 @@ from earl_jax.config.config import find_teacher
 from earl_jax.config.file import RENAMED_KEYS, load_config_file, make_config, read_workdir_config
 from earl_jax.config.keys import all_keys
 from earl_jax.config.names import NAMES_ELSEWHERE
-from earl_jax.envs.board_game import BoardGame
+from earl_jax.envs.games.board_game import BoardGame
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.presets import preset_named
 from earl_jax.rollout.staleness import AsynchronyConfig

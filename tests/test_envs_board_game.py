@@ -8,11 +8,11 @@ import re
 import pyspiel
 import pytest
 
-from earl_jax.envs.board_game import MOVE_AGAIN, BoardGame
 from earl_jax.envs.environment import check_start, check_step
 from earl_jax.envs.examples import Example, play_example
-from earl_jax.envs.games import load_game
-from earl_jax.envs.minimax import best_moves
+from earl_jax.envs.games.board_game import MOVE_AGAIN, BoardGame
+from earl_jax.envs.games.minimax import best_moves
+from earl_jax.envs.games.openspiel import load_game
 from tests.support.episodes import game_corpus
 
 LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from earl_jax.envs.board_game import BoardGame
-from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.environment import Message, Start, StepResult
 from earl_jax.envs.examples import example_ids, play_example
-from earl_jax.envs.tokenizer import SPECIAL_TOKENS, build_tokenizer
+from earl_jax.envs.games.board_game import BoardGame
+from earl_jax.envs.text.chat import ChatRenderer
+from earl_jax.envs.text.tokenizer import SPECIAL_TOKENS, build_tokenizer
 from tests.support.episodes import game_corpus
 
 TOKENIZER = build_tokenizer(game_corpus(200), 512)

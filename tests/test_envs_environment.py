@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from earl_jax.envs.environment import Message, Start, StepResult, check_start, check_step
-from earl_jax.envs.games import load_game, playable_games
+from earl_jax.envs.games.openspiel import load_game, playable_games
 from earl_jax.envs.registry import MOST_WORKERS, EnvConfig, open_environment
 from earl_jax.envs.tasks import TasksConfig
 from earl_jax.settings.errors import InputError
@@ -205,7 +205,7 @@ import importlib, pkgutil, sys
 import earl_jax.envs
 for module in pkgutil.iter_modules(earl_jax.envs.__path__):
     importlib.import_module('earl_jax.envs.' + module.name)
-assert 'earl_jax.envs.chat' in sys.modules
+assert 'earl_jax.envs.text.chat' in sys.modules
 bad = [m for m in sys.modules if m.split('.')[0] in ('jax', 'jaxlib', 'flax', 'torch')
        or m.startswith('earl_jax.') and m.split('.')[1] not in ('envs', 'settings')]
 assert not bad, bad

@@ -24,10 +24,15 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from earl_jax.engine.round_inputs import RoundOutputs
-from earl_jax.envs.chat import ChatRenderer
-from earl_jax.envs.conversation import Conversation, Observation
 from earl_jax.envs.environment import Message
-from earl_jax.envs.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, build_tokenizer, load_tokenizer
+from earl_jax.envs.text.chat import ChatRenderer
+from earl_jax.envs.text.conversation import Conversation, Observation
+from earl_jax.envs.text.tokenizer import (
+    CHAT_TEMPLATE,
+    SPECIAL_TOKENS,
+    build_tokenizer,
+    load_tokenizer,
+)
 from earl_jax.rollout.config import Limits, Stops
 from earl_jax.rollout.episode import LiveEpisode, Task
 from tests.support.byte_ids import byte_ids

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.kuhn import information_states, nash_conv
 from earl_jax.envs.environment import check_start, check_step
-from earl_jax.envs.kuhn_poker import KuhnPoker, kuhn_poker
+from earl_jax.envs.games.kuhn_poker import KuhnPoker, kuhn_poker
 
 
 def payoff(cards: tuple[int, int], moves: str) -> float:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from earl_jax.envs.chat import ChatRenderer
-from earl_jax.envs.text_stream import StopStrings, StopWatch, TextStream
-from earl_jax.envs.tokenizer import load_tokenizer
+from earl_jax.envs.text.chat import ChatRenderer
+from earl_jax.envs.text.stream import StopStrings, StopWatch, TextStream
+from earl_jax.envs.text.tokenizer import load_tokenizer
 from tests.support.byte_ids import OURS, byte_ids
 
 FOLDERS = Path(__file__).parent / "tokenizers"

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from earl_jax.envs.board_game import BoardGame
-from earl_jax.envs.games import load_game
-from earl_jax.envs.tokenizer import (
+from earl_jax.envs.games.board_game import BoardGame
+from earl_jax.envs.games.openspiel import load_game
+from earl_jax.envs.text.tokenizer import (
     ASSISTANT,
     END,
     MIN_VOCAB_SIZE,

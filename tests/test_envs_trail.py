@@ -8,7 +8,7 @@ import pytest
 
 from earl_jax.envs.environment import check_start, check_step
 from earl_jax.envs.examples import play_example
-from earl_jax.envs.trail import Trail
+from earl_jax.envs.games.trail import Trail
 from tests.support.episodes import game_corpus
 
 

@@ -10,7 +10,7 @@ import pyspiel
 import pytest
 
 from benchmarks.exact import results
-from earl_jax.envs.minimax import best_moves
+from earl_jax.envs.games.minimax import best_moves
 
 
 class Text:

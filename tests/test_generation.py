@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from earl_jax.envs.tokenizer import load_tokenizer
+from earl_jax.envs.text.tokenizer import load_tokenizer
 from earl_jax.models.checkpoints.generation import read_generation_settings
 from earl_jax.run.build import build_run
 from tests.support.references import CHECKPOINT

@@ -17,7 +17,7 @@ import pytest
 from earl_jax.config.train_flags import parse_flags, replayed_config
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
-from earl_jax.envs.tokenizer import build_tokenizer, save_tokenizer
+from earl_jax.envs.text.tokenizer import build_tokenizer, save_tokenizer
 from earl_jax.launch.start import exit_status
 from earl_jax.loop import EpisodesFailed
 from earl_jax.rollout.config import MAX_TURNS

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from earl_jax import evaluate as evaluate_command
-from earl_jax.envs.chat import ChatRenderer
-from earl_jax.envs.tokenizer import build_tokenizer, save_tokenizer
+from earl_jax.envs.text.chat import ChatRenderer
+from earl_jax.envs.text.tokenizer import build_tokenizer, save_tokenizer
 from earl_jax.loop import evaluate
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.placement.held_out import held_out_loss

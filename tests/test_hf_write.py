@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 from transformers import AutoTokenizer, dynamic_module_utils
 
-from earl_jax.envs.tokenizer import load_tokenizer
+from earl_jax.envs.text.tokenizer import load_tokenizer
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.checkpoints.hf_tokenizer import CODE
 from earl_jax.models.checkpoints.hf_write import save_checkpoint

@@ -159,8 +159,12 @@ def test_the_jetstream_gate_is_used():
         ("earl_jax/rollout/service.py", "from ..serving import driver", "earl_jax.serving.driver"),
         ("earl_jax/selector/choose.py", "from earl_jax.run.build import Run", "earl_jax.run"),
         ("earl_jax/dispatch/plan.py", "from earl_jax.train import step", "earl_jax.train"),
-        ("earl_jax/envs/chat.py", "def f():\n    import jax.numpy as jnp", "jax.numpy"),
-        ("earl_jax/envs/chat.py", "from earl_jax.trajectory import Turn", "earl_jax.trajectory"),
+        ("earl_jax/envs/text/chat.py", "def f():\n    import jax.numpy as jnp", "jax.numpy"),
+        (
+            "earl_jax/envs/registry.py",
+            "from earl_jax.trajectory import Turn",
+            "earl_jax.trajectory",
+        ),
         ("earl_jax/engine/engine.py", "from jetstream.engine import engine_api", "jetstream"),
         ("earl_jax/loop.py", "import importlib\nimportlib.import_module('jetstream')", "jetstream"),
         ("earl_jax/run/build.py", "from jax import _src", "jax._src"),
@@ -186,7 +190,7 @@ def test_the_checker_catches(path, source, expected):
         ("earl_jax/train/step.py", "from . import optimizer\nfrom ..models import decoder"),
         ("earl_jax/serving/_jetstream.py", "from jetstream.core.proto import jetstream_pb2"),
         ("earl_jax/serving/driver.py", "from earl_jax.rollout.service import RolloutService"),
-        ("earl_jax/envs/games.py", "import pyspiel\nnote = 'import jax'"),
+        ("earl_jax/envs/games/openspiel.py", "import pyspiel\nnote = 'import jax'"),
     ],
 )
 def test_the_checker_lets_pass(path, source):
@@ -199,9 +203,9 @@ def test_environments_run_in_a_python_without_jax():
         for name in ("jax", "jaxlib", "flax", "torch", "tensorflow"):
             sys.modules[name] = None  # an import of it raises
         import pkgutil, importlib, earl_jax.envs as envs
-        for module in pkgutil.iter_modules(envs.__path__):
-            importlib.import_module(f"earl_jax.envs.{module.name}")
-        from earl_jax.envs.board_game import BoardGame
+        for module in pkgutil.walk_packages(envs.__path__, "earl_jax.envs."):
+            importlib.import_module(module.name)
+        from earl_jax.envs.games.board_game import BoardGame
         environment = BoardGame(seed=1, index=0)
         print(environment.start().role, environment.step("4").done)
     """

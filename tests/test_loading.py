@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from earl_jax.envs.tokenizer import MIN_VOCAB_SIZE, build_tokenizer
+from earl_jax.envs.text.tokenizer import MIN_VOCAB_SIZE, build_tokenizer
 from earl_jax.models import blocks
 from earl_jax.models.blocks import drain, fill
 from earl_jax.models.checkpoints import hf_read

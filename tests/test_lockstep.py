@@ -14,9 +14,9 @@ import pytest
 
 from earl_jax.engine.pages import Pool
 from earl_jax.engine.session import relocate
-from earl_jax.envs.conversation import Observation
 from earl_jax.envs.environment import Message, Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool, Failure
+from earl_jax.envs.text.conversation import Observation
 from earl_jax.launch.cluster import find_cluster
 from earl_jax.rollout.answers import Answer
 from earl_jax.rollout.lockstep import Lockstep, Stopped

@@ -9,11 +9,12 @@ import threading
 
 import pytest
 
-from earl_jax.envs import math_answer, sandbox, scorers
+from earl_jax.envs import math_answer
 from earl_jax.envs.environment import check_step
 from earl_jax.envs.event_loop import settle
 from earl_jax.envs.math_answer import correct
-from earl_jax.envs.scorers import Scorer
+from earl_jax.envs.processes import sandbox, scorers
+from earl_jax.envs.processes.scorers import Scorer
 from earl_jax.envs.single_turn import SingleTurn
 from earl_jax.settings.errors import InputError
 

@@ -13,7 +13,7 @@ import pytest
 
 from earl_jax.config.file import make_config
 from earl_jax.envs.environment import StepResult, check_step
-from earl_jax.envs.trail import Trail
+from earl_jax.envs.games.trail import Trail
 from earl_jax.launch.start import exit_status
 from earl_jax.run import step_log
 from earl_jax.settings.errors import RunError

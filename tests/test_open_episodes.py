@@ -15,8 +15,8 @@ import pytest
 
 from earl_jax import training
 from earl_jax.engine.config import Sampling
-from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import Start, StepResult
+from earl_jax.envs.text.conversation import Conversation
 from earl_jax.rollout.events import EVENTS, Events
 from earl_jax.rollout.open_episodes import (
     FOLDER,

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from earl_jax.envs.tokenizer import load_tokenizer
+from earl_jax.envs.text.tokenizer import load_tokenizer
 from earl_jax.run import workdir
 from earl_jax.run.build import build_run
 from earl_jax.run.source import build_from

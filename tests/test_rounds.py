@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from earl_jax.engine.engine import Engine
-from earl_jax.envs.conversation import Conversation
+from earl_jax.envs.text.conversation import Conversation
 from earl_jax.rollout.config import Limits
 from earl_jax.rollout.episode import Prompt, Task
 from earl_jax.rollout.rounds import choose_readers

@@ -22,10 +22,10 @@ from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import Pool
 from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.engine.session import Policy, empty_session
-from earl_jax.envs.board_game import BoardGame
-from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import Message, Start, StepResult
+from earl_jax.envs.games.board_game import BoardGame
 from earl_jax.envs.pool import EnvironmentPool
+from earl_jax.envs.text.conversation import Conversation
 from earl_jax.rollout.collect import Rollout
 from earl_jax.rollout.collect import collect as play_all
 from earl_jax.rollout.config import CacheRules

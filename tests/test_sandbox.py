@@ -17,14 +17,14 @@ from pathlib import Path
 import pytest
 
 from earl_jax.config.file import load_config_file, make_config
-from earl_jax.envs import sandbox
 from earl_jax.envs.code import Python, passes, program_of
 from earl_jax.envs.environment import check_start, check_step
 from earl_jax.envs.event_loop import settle
+from earl_jax.envs.processes import sandbox
+from earl_jax.envs.processes.sandbox import Limits, run_python
 from earl_jax.envs.registry import open_environment
-from earl_jax.envs.sandbox import Limits, run_python
 from earl_jax.envs.single_turn import SingleTurn
-from earl_jax.envs.tool_use import ToolUse
+from earl_jax.envs.tools.tool_use import ToolUse
 from earl_jax.settings.errors import InputError
 from tests.support import ROOT
 
@@ -288,7 +288,7 @@ def test_a_program_that_is_no_longer_waited_for_is_ended():
 
 def test_a_program_ends_with_the_process_that_runs_it(tmp_path):
     code = (
-        "import asyncio\nfrom earl_jax.envs.sandbox import Limits, run_python\n"
+        "import asyncio\nfrom earl_jax.envs.processes.sandbox import Limits, run_python\n"
         "asyncio.run(run_python('import time; time.sleep(600)', limits=Limits(seconds=200)))"
     )
     runner = subprocess.Popen([sys.executable, "-c", code])

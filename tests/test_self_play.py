@@ -10,9 +10,9 @@ import random
 import numpy as np
 import pytest
 
-from earl_jax.envs.board_game import BoardGame
 from earl_jax.envs.environment import check_start, check_step
 from earl_jax.envs.examples import example_ids, play_example
+from earl_jax.envs.games.board_game import BoardGame
 from earl_jax.loop import rl_step
 from earl_jax.run.build import build_run
 from tests.support.episodes import renderer

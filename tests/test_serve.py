@@ -15,8 +15,8 @@ from jetstream.core.proto import jetstream_pb2
 
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.sampling import sample, sampling_rows, token_uniforms
-from earl_jax.envs.chat import ChatRenderer
-from earl_jax.envs.tokenizer import load_tokenizer
+from earl_jax.envs.text.chat import ChatRenderer
+from earl_jax.envs.text.tokenizer import load_tokenizer
 from earl_jax.serve import serve_command
 from earl_jax.serving.serve_flags import parse_flags
 from earl_jax.serving.served_engine import MAX_SEED

@@ -12,8 +12,8 @@ import urllib.parse
 
 import pytest
 
-from earl_jax.envs.chat import ChatRenderer
-from earl_jax.envs.tokenizer import load_tokenizer
+from earl_jax.envs.text.chat import ChatRenderer
+from earl_jax.envs.text.tokenizer import load_tokenizer
 from tests.support.http_client import JSON, ask, connect, events, send
 from tests.support.references import reference
 from tests.support.served import (

@@ -13,7 +13,7 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from earl_jax.engine.config import Sampling
-from earl_jax.envs.tokenizer import load_tokenizer, save_tokenizer
+from earl_jax.envs.text.tokenizer import load_tokenizer, save_tokenizer
 from earl_jax.serve import serve_command
 from earl_jax.serving.serve_flags import parse_flags, sampling
 from tests.support.http_client import ask

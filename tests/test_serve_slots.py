@@ -18,7 +18,7 @@ import jax
 import pytest
 from jetstream.core.proto import jetstream_pb2
 
-from earl_jax.envs.tokenizer import load_tokenizer
+from earl_jax.envs.text.tokenizer import load_tokenizer
 from earl_jax.serve import main
 from earl_jax.serving import served_engine
 from tests.support.http_client import ask, connect, events, send

@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from earl_jax.envs.tokenizer import load_tokenizer
+from earl_jax.envs.text.tokenizer import load_tokenizer
 from earl_jax.serving.requests import RequestError
 from earl_jax.serving.texts import MOST_WORKERS, Texts
 from tests.support.served import MODEL

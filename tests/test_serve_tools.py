@@ -8,8 +8,8 @@ import json
 import pytest
 
 from earl_jax.engine.config import Sampling
-from earl_jax.envs.text_codec import TextCodec
-from earl_jax.envs.tokenizer import load_tokenizer
+from earl_jax.envs.text.codec import TextCodec
+from earl_jax.envs.text.tokenizer import load_tokenizer
 from earl_jax.serving.http_answers import ChatForm, Choice
 from earl_jax.serving.http_api import _collect, _stream
 from earl_jax.serving.requests import RequestOptions

@@ -13,9 +13,9 @@ import pytest
 from earl_jax.config import Config
 from earl_jax.config.file import DEFAULT_CONFIG, given_config, load_config_file
 from earl_jax.config.file import make_config as file_config
-from earl_jax.envs.chat import ChatRenderer
-from earl_jax.envs.chat_dataset import ChatDataset
-from earl_jax.envs.tokenizer import build_tokenizer, load_tokenizer, save_tokenizer
+from earl_jax.envs.text.chat import ChatRenderer
+from earl_jax.envs.text.chat_dataset import ChatDataset
+from earl_jax.envs.text.tokenizer import build_tokenizer, load_tokenizer, save_tokenizer
 from earl_jax.loop import rl_step
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.placement.updates import supervised_parts

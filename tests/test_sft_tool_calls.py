@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from earl_jax.envs.chat import ChatRenderer
-from earl_jax.envs.chat_dataset import ChatDataset, texts_of
-from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import Message
-from earl_jax.envs.tokenizer import CHAT_TEMPLATE, build_tokenizer, load_tokenizer
+from earl_jax.envs.text.chat import ChatRenderer
+from earl_jax.envs.text.chat_dataset import ChatDataset, texts_of
+from earl_jax.envs.text.conversation import Conversation
+from earl_jax.envs.text.tokenizer import CHAT_TEMPLATE, build_tokenizer, load_tokenizer
 
 FOLDERS = Path(__file__).parent / "tokenizers"
 END = {"qwen2": "<|im_end|>", "qwen3": "<|im_end|>", "llama3": "<|eot_id|>", "mistral": "</s>"}

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from earl_jax.envs.conversation import Conversation
+from earl_jax.envs.text.conversation import Conversation
 from earl_jax.rollout.config import Stops
 from earl_jax.run.build import build_run
 from tests.support.environments import Talker

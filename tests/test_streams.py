@@ -16,7 +16,7 @@ import pytest
 from earl_jax.algorithms.algorithm import RewardFacts, TokenFacts
 from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.dispatch.packing import RowRule, ShapeHistory, pack_rows, plan_packing
-from earl_jax.envs.tokenizer import load_tokenizer
+from earl_jax.envs.text.tokenizer import load_tokenizer
 from earl_jax.loop import evaluate, rl_step
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.checkpoints.hf_write import save_checkpoint

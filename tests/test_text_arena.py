@@ -13,7 +13,7 @@ import pytest
 from earl_jax import training
 from earl_jax.config.file import make_config
 from earl_jax.envs.environment import check_start, check_step
-from earl_jax.envs.text_arena import TextArena
+from earl_jax.envs.games.text_arena import TextArena
 from earl_jax.settings.errors import InputError
 from tests.support.runs import episodes_of, steps_of
 

@@ -14,16 +14,16 @@ import pytest
 from benchmarks import tools as shop
 from earl_jax import training
 from earl_jax.config.file import load_config_file, make_config
-from earl_jax.envs.chat import ChatRenderer
-from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import Message, check_start, check_step
 from earl_jax.envs.event_loop import settle
 from earl_jax.envs.registry import EnvConfig, open_environment
 from earl_jax.envs.tasks import TasksConfig
-from earl_jax.envs.tokenizer import load_tokenizer
-from earl_jax.envs.tool_calls import CALL_FORMATS, typed
-from earl_jax.envs.tool_functions import is_outage
-from earl_jax.envs.tool_use import ToolUse
+from earl_jax.envs.text.chat import ChatRenderer
+from earl_jax.envs.text.conversation import Conversation
+from earl_jax.envs.text.tokenizer import load_tokenizer
+from earl_jax.envs.tools.calls import CALL_FORMATS, typed
+from earl_jax.envs.tools.functions import is_outage
+from earl_jax.envs.tools.tool_use import ToolUse
 from earl_jax.settings.errors import InputError
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics

@@ -27,7 +27,7 @@ from benchmarks.peer import work
 from benchmarks.rollout.engines import Engine
 from benchmarks.staleness import SETTINGS, curve_row, run_config
 from earl_jax.algorithms.algorithms import ALGORITHMS
-from earl_jax.envs.tokenizer import MIN_VOCAB_SIZE, build_tokenizer, load_tokenizer
+from earl_jax.envs.text.tokenizer import MIN_VOCAB_SIZE, build_tokenizer, load_tokenizer
 from earl_jax.launch.start import start_jax
 from earl_jax.models.checkpoints.hf_read import open_checkpoint
 from earl_jax.models.checkpoints.hf_write import save_checkpoint

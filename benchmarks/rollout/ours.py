@@ -25,9 +25,9 @@ from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import dense_pool
 from earl_jax.engine.round_inputs import RoundInputs, RoundOutputs
 from earl_jax.engine.session import Policy, Session, empty_session, relocate
-from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
+from earl_jax.envs.text.conversation import Conversation
 from earl_jax.launch.start import start_jax
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.checkpoints.hf_write import save_checkpoint

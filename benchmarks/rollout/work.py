@@ -8,8 +8,8 @@ import random
 
 from transformers import PreTrainedTokenizerFast
 
-from earl_jax.envs.chat import ChatRenderer
-from earl_jax.envs.tokenizer import build_tokenizer
+from earl_jax.envs.text.chat import ChatRenderer
+from earl_jax.envs.text.tokenizer import build_tokenizer
 from earl_jax.models.config import ModelConfig
 
 VOCAB_SIZE = 2048

@@ -23,12 +23,12 @@ from earl_jax.config.sections import (
     LogConfig,
 )
 from earl_jax.engine.config import Sampling
-from earl_jax.envs.chat_dataset import texts_of
-from earl_jax.envs.conversation import ChatConfig
 from earl_jax.envs.environment import Chooses, OffersExamples
 from earl_jax.envs.examples import corpus
 from earl_jax.envs.registry import EnvConfig, Played, open_environment
 from earl_jax.envs.tasks import TasksConfig
+from earl_jax.envs.text.chat_dataset import texts_of
+from earl_jax.envs.text.conversation import ChatConfig
 from earl_jax.launch.distributed import DistributedConfig
 from earl_jax.models.checkpoints.families import family_of
 from earl_jax.models.checkpoints.hf_read import Checkpoint, open_checkpoint

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from earl_jax.envs.sandbox import check_sandbox, run_python
+from earl_jax.envs.processes.sandbox import check_sandbox, run_python
 from earl_jax.settings.errors import InputError
 
 # A block with its mark and language; the last one may be open.

@@ -9,9 +9,6 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from earl_jax.envs.chat import ChatRenderer
-from earl_jax.envs.chat_template import Content, messages_of
-from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import (
     Author,
     Environment,
@@ -22,6 +19,9 @@ from earl_jax.envs.environment import (
 )
 from earl_jax.envs.event_loop import settle
 from earl_jax.envs.tasks import TaskArgs, TaskSource
+from earl_jax.envs.text.chat import ChatRenderer
+from earl_jax.envs.text.chat_template import Content, messages_of
+from earl_jax.envs.text.conversation import Conversation
 from earl_jax.settings.errors import InputError
 
 # An example that takes more replies has no end.

@@ -7,8 +7,8 @@ import importlib.util
 import math
 from typing import Any
 
-from earl_jax.envs.sandbox import check_sandbox
-from earl_jax.envs.scorers import Scorer
+from earl_jax.envs.processes.sandbox import check_sandbox
+from earl_jax.envs.processes.scorers import Scorer
 from earl_jax.settings.errors import InputError
 
 _compare = Scorer("math")

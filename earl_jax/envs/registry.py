@@ -8,15 +8,15 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from earl_jax.envs.board_game import BoardGame
 from earl_jax.envs.environment import Environment
-from earl_jax.envs.kuhn_poker import KuhnPoker
+from earl_jax.envs.games.board_game import BoardGame
+from earl_jax.envs.games.kuhn_poker import KuhnPoker
+from earl_jax.envs.games.text_arena import TextArena
+from earl_jax.envs.games.trail import Trail
 from earl_jax.envs.reasoning_gym import ReasoningGym
 from earl_jax.envs.single_turn import SingleTurn
 from earl_jax.envs.tasks import TaskArgs, TasksConfig, TaskSource, open_tasks
-from earl_jax.envs.text_arena import TextArena
-from earl_jax.envs.tool_use import ToolUse
-from earl_jax.envs.trail import Trail
+from earl_jax.envs.tools.tool_use import ToolUse
 from earl_jax.settings.arguments import (
     argument_names,
     check_arguments,

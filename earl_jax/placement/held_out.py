@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from earl_jax.dispatch.packing import Shape, ShapeHistory
-from earl_jax.envs.chat_dataset import ChatDataset
+from earl_jax.envs.text.chat_dataset import ChatDataset
 from earl_jax.placement.delivery import Part
 from earl_jax.placement.packing import plan_of_shape, tightest_plan
 from earl_jax.placement.placement import Placement

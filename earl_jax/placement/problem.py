@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from earl_jax.algorithms.requirements import Networks, scored_passes
 from earl_jax.config import Config
 from earl_jax.engine.config import append_tokens_for
-from earl_jax.envs.tokenizer import build_tokenizer
+from earl_jax.envs.text.tokenizer import build_tokenizer
 from earl_jax.launch.start import host_memory_bytes
 from earl_jax.models.attention.kernels import context_obstacle, reads_pages_in_place
 from earl_jax.models.checkpoints.hf_read import open_checkpoint

@@ -10,10 +10,10 @@ import jax
 
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.session import Session
-from earl_jax.envs.chat import ChatRenderer
-from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import Environment
 from earl_jax.envs.pool import EnvironmentPool
+from earl_jax.envs.text.chat import ChatRenderer
+from earl_jax.envs.text.conversation import Conversation
 from earl_jax.launch.cluster import Cluster
 from earl_jax.rollout.answers import Answers
 from earl_jax.rollout.block_manager import Grow

@@ -15,8 +15,6 @@ from typing import Protocol
 
 from earl_jax.engine.choices import check_allowed, check_choices
 from earl_jax.engine.config import EngineConfig
-from earl_jax.envs.chat_template import Content
-from earl_jax.envs.conversation import Conversation, Observation
 from earl_jax.envs.environment import (
     UNENCODABLE,
     Environment,
@@ -27,6 +25,8 @@ from earl_jax.envs.environment import (
 )
 from earl_jax.envs.event_loop import after
 from earl_jax.envs.pool import Failure
+from earl_jax.envs.text.chat_template import Content
+from earl_jax.envs.text.conversation import Conversation, Observation
 from earl_jax.rollout.episode import LiveEpisode, Side, Task
 
 

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.round_inputs import NO_LIMIT, RoundOutputs
-from earl_jax.envs.chat_template import Content, messages_of
-from earl_jax.envs.conversation import Completion, Conversation, Observation
 from earl_jax.envs.environment import (
     EPISODE_TOO_LONG,
     PROMPT_TOO_LONG,
@@ -18,7 +16,9 @@ from earl_jax.envs.environment import (
     TURN_TOO_LONG,
     Environment,
 )
-from earl_jax.envs.text_stream import StopWatch
+from earl_jax.envs.text.chat_template import Content, messages_of
+from earl_jax.envs.text.conversation import Completion, Conversation, Observation
+from earl_jax.envs.text.stream import StopWatch
 from earl_jax.rollout.config import Limits, Stops
 from earl_jax.rollout.open_episodes import OpenEpisode, open_episode
 from earl_jax.settings.errors import InputError

@@ -22,10 +22,10 @@ from earl_jax.engine.config import Sampling
 from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.engine.rows import make_rows
 from earl_jax.engine.session import Policy, Session
-from earl_jax.envs.chat_template import Content
-from earl_jax.envs.conversation import Completion, Conversation, Observation
 from earl_jax.envs.environment import Environment, Start
 from earl_jax.envs.pool import EnvironmentPool, Failure
+from earl_jax.envs.text.chat_template import Content
+from earl_jax.envs.text.conversation import Completion, Conversation, Observation
 from earl_jax.rollout.answers import Answer, Answers, NoCalls, begin, go_on
 from earl_jax.rollout.block_manager import BlockManager, Grow
 from earl_jax.rollout.config import CacheRules, RolloutConfig

@@ -6,11 +6,11 @@ import dataclasses
 import random
 from collections.abc import Sequence
 
-from earl_jax.envs.chat import ChatRenderer
-from earl_jax.envs.chat_dataset import ChatDataset
 from earl_jax.envs.examples import Example, Ids, example_ids, play_example
 from earl_jax.envs.registry import Played
 from earl_jax.envs.tasks import TaskArgs
+from earl_jax.envs.text.chat import ChatRenderer
+from earl_jax.envs.text.chat_dataset import ChatDataset
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.episode import Task
 from earl_jax.settings.errors import InputError, RunError, in_words

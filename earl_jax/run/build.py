@@ -15,12 +15,12 @@ from typing import Any
 from earl_jax.config import Config
 from earl_jax.engine.choices import choice_tree
 from earl_jax.engine.round_inputs import NO_LIMIT
-from earl_jax.envs.chat import ChatRenderer
-from earl_jax.envs.chat_dataset import ChatDataset
-from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import Chooses, Environment
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.registry import Played
+from earl_jax.envs.text.chat import ChatRenderer
+from earl_jax.envs.text.chat_dataset import ChatDataset
+from earl_jax.envs.text.conversation import Conversation
 from earl_jax.launch.cluster import Cluster, find_cluster
 from earl_jax.launch.layouts import Layouts
 from earl_jax.launch.start import compute_exactly, host_memory_bytes

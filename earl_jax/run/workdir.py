@@ -16,7 +16,7 @@ from typing import Any
 from earl_jax.config import Config
 from earl_jax.config.resume import changes
 from earl_jax.envs.tasks import KeepsState
-from earl_jax.envs.tokenizer import save_tokenizer
+from earl_jax.envs.text.tokenizer import save_tokenizer
 from earl_jax.launch.cluster import Cluster
 from earl_jax.models.lora import fingerprint
 from earl_jax.placement.placement import Placement

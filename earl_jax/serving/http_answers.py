@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from earl_jax.envs.tool_calls import ToolCallStream
+from earl_jax.envs.tools.calls import ToolCallStream
 from earl_jax.serving.service import Piece
 
 FINISH = {

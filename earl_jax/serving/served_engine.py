@@ -10,7 +10,7 @@ from earl_jax.engine.config import SlotRules
 from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import Pool, dense_pool
 from earl_jax.engine.session import Policy, Session, empty_session, relocate
-from earl_jax.envs.conversation import Completion
+from earl_jax.envs.text.conversation import Completion
 from earl_jax.models.config import ModelConfig
 from earl_jax.rollout.config import CacheRules, RolloutConfig, make_engine_config
 from earl_jax.rollout.rounds import OnTokens

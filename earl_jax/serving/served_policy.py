@@ -51,7 +51,7 @@ def _loaded_already(layout: Any) -> Any:
 
 def model_policy(flags: argparse.Namespace, mesh: "MeshShape") -> ServedPolicy:
     """Returns a checkpoint of `transformers`, for this mesh on CPUs. Raises ValueError."""
-    from earl_jax.envs.tokenizer import load_tokenizer
+    from earl_jax.envs.text.tokenizer import load_tokenizer
     from earl_jax.models.checkpoints.generation import read_generation_settings
     from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
     from earl_jax.models.checkpoints.hub import find_folder

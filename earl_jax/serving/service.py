@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import grpc
 
 from earl_jax.engine.config import MAX_STOP_IDS
-from earl_jax.envs.text_stream import StopStrings, TextStream
+from earl_jax.envs.text.stream import StopStrings, TextStream
 from earl_jax.rollout.config import Limits, Stops
 from earl_jax.rollout.episode import Prompt, Task
 from earl_jax.serving.driver import Driver, Event, Request

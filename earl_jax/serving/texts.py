@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc
 
-from earl_jax.envs.tokenizer import save_tokenizer
+from earl_jax.envs.text.tokenizer import save_tokenizer
 from earl_jax.serving.requests import RequestError
 from earl_jax.serving.text_process import LENGTH, pack
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from earl_jax.envs.text_codec import TextCodec
+from earl_jax.envs.text.codec import TextCodec
 
 
 class ServedTokenizer:

@@ -3,7 +3,7 @@
 """Batches of examples for supervised updates.
 
 Those of an environment (envs/examples.py) teach what a reply looks like; conversations of a file
-(envs/chat_dataset.py) teach what they say.
+(envs/text/chat_dataset.py) teach what they say.
 """
 
 from collections.abc import Sequence

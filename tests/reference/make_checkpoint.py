@@ -27,7 +27,7 @@ def write_checkpoint(folder: Path, *, tied: bool, seed: int) -> None:
     """
     import jax
 
-    from earl_jax.envs.tokenizer import load_tokenizer
+    from earl_jax.envs.text.tokenizer import load_tokenizer
     from earl_jax.models.checkpoints.hf_write import save_checkpoint
     from earl_jax.models.config import ModelConfig
     from earl_jax.models.parameters import init_parameters, parameter_specs

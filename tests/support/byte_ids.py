@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ids of single bytes in a tokenizer's vocabulary."""
 
-from earl_jax.envs.tokenizer import build_tokenizer
+from earl_jax.envs.text.tokenizer import build_tokenizer
 
 OURS = build_tokenizer(["naïve café 你好 🙂🙃"], 300)
 

@@ -16,11 +16,11 @@ from earl_jax.engine.pages import Pool
 from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.engine.rows import make_rows
 from earl_jax.engine.session import Policy, Session, empty_session, relocate
-from earl_jax.envs.board_game import BoardGame
-from earl_jax.envs.chat import ChatRenderer
-from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.examples import play_example
-from earl_jax.envs.tokenizer import ASSISTANT, CHAT_TEMPLATE, build_tokenizer
+from earl_jax.envs.games.board_game import BoardGame
+from earl_jax.envs.text.chat import ChatRenderer
+from earl_jax.envs.text.conversation import Conversation
+from earl_jax.envs.text.tokenizer import ASSISTANT, CHAT_TEMPLATE, build_tokenizer
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.layer_groups import pages_for
 from earl_jax.models.parameters import is_spec, parameter_specs, unstacked_specs

@@ -10,8 +10,8 @@ from typing import Any
 
 from earl_jax.envs.environment import Message, Start, StepResult
 from earl_jax.envs.single_turn import Reward, answered, prompt_of
-from earl_jax.envs.tool_calls import CALL_FORMATS, Call, typed
-from earl_jax.envs.tool_functions import (
+from earl_jax.envs.tools.calls import CALL_FORMATS, Call, typed
+from earl_jax.envs.tools.functions import (
     Answer,
     call_tool,
     failure,
@@ -108,7 +108,7 @@ class ToolUse:
         if not isinstance(calls, list) or not all(isinstance(call, Call) for call in calls):
             raise InputError(
                 f"the function of config.env.args.call_format returned {calls!r:.60}; it must "
-                "return a list of earl_jax.envs.tool_calls.Call, [] for a reply without calls"
+                "return a list of earl_jax.envs.tools.calls.Call, [] for a reply without calls"
             )
         return calls
 

@@ -6,7 +6,7 @@ import functools
 
 import pyspiel
 
-from earl_jax.envs.games import load_game
+from earl_jax.envs.games.openspiel import load_game
 from earl_jax.settings.errors import InputError
 
 # Games whose states are few, and whose drawing says all of a state: Tic-Tac-Toe has 5,478.

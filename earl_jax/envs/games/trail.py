@@ -16,8 +16,8 @@ and one that has learnt the way walks them all. A trail of 3 steps:
 
 import random
 
-from earl_jax.envs.board_game import check_illegal_reward
 from earl_jax.envs.environment import Start, StepResult, illegal_reply
+from earl_jax.envs.games.board_game import check_illegal_reward
 from earl_jax.settings.errors import InputError
 
 

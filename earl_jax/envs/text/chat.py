@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from earl_jax.envs.chat_template import (
+from earl_jax.envs.text.chat_template import (
     PROBE,
     ChatTemplate,
     Content,
@@ -19,7 +19,7 @@ from earl_jax.envs.chat_template import (
     Place,
     messages_of,
 )
-from earl_jax.envs.text_codec import TextCodec
+from earl_jax.envs.text.codec import TextCodec
 from earl_jax.settings.errors import InputError
 
 if TYPE_CHECKING:

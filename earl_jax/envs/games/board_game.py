@@ -19,8 +19,8 @@ import random
 import pyspiel
 
 from earl_jax.envs.environment import Start, StepResult, illegal_reply
-from earl_jax.envs.games import load_game
-from earl_jax.envs.minimax import best_moves
+from earl_jax.envs.games.minimax import best_moves
+from earl_jax.envs.games.openspiel import load_game
 from earl_jax.settings.choices import check_choice
 from earl_jax.settings.errors import InputError
 

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
-from earl_jax.envs.chat import ChatRenderer, Opening, Rendered
-from earl_jax.envs.chat_template import Content, Kind, Place, TemplateRefusal, messages_of
-from earl_jax.envs.text_stream import StopWatch
+from earl_jax.envs.text.chat import ChatRenderer, Opening, Rendered
+from earl_jax.envs.text.chat_template import Content, Kind, Place, TemplateRefusal, messages_of
+from earl_jax.envs.text.stream import StopWatch
 from earl_jax.settings.arguments import check_json
 
 History = Literal["append", "fork"]

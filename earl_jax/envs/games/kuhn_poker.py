@@ -16,8 +16,8 @@ import random
 
 import pyspiel
 
-from earl_jax.envs.board_game import check_illegal_reward
 from earl_jax.envs.environment import Author, Start, StepResult, illegal_reply
+from earl_jax.envs.games.board_game import check_illegal_reward
 from earl_jax.settings.choices import check_choice
 
 ROLES = ("first", "second")

@@ -11,8 +11,8 @@ import subprocess
 import sys
 from typing import Any
 
-from earl_jax.envs import _scorer_child
-from earl_jax.envs.sandbox import own_variables, readable_paths
+from earl_jax.envs.processes import _scorer_child
+from earl_jax.envs.processes.sandbox import own_variables, readable_paths
 
 # Seconds of a processor for an answer; it may take four times as long in all.
 SECONDS = 2

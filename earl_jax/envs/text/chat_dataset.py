@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from earl_jax.envs.chat import ChatRenderer
-from earl_jax.envs.chat_template import Content, Kind
-from earl_jax.envs.conversation import Conversation, History
 from earl_jax.envs.environment import ROLES, Author, Message
 from earl_jax.envs.examples import Ids, sample_ids
 from earl_jax.envs.tasks import Shuffled, read_rows
+from earl_jax.envs.text.chat import ChatRenderer
+from earl_jax.envs.text.chat_template import Content, Kind
+from earl_jax.envs.text.conversation import Conversation, History
 from earl_jax.settings.errors import InputError
 
 _SETTING = "config.train.sft_path"

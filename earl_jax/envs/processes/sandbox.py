@@ -16,7 +16,7 @@ import sysconfig
 from pathlib import Path
 from typing import NamedTuple
 
-from earl_jax.envs import _sandbox_child
+from earl_jax.envs.processes import _sandbox_child
 from earl_jax.settings.errors import InputError
 
 # A process may take so many times as long as it may use a processor.
