@@ -98,7 +98,9 @@ def _attend_spans(
     for start in range(0, length, size):
         end = min(start + size, length)
         own = slice(start, end)
-        seen = slice(0 if window is None else max(0, start - int(window) + 1), end)
+        # The first span begins with the row, whatever the window.
+        first = 0 if window is None or not start else max(0, start - int(window) + 1)
+        seen = slice(first, end)
         part = attention(
             query_BTKGH[:, own],
             key_BKSH[:, :, seen],
