@@ -54,10 +54,11 @@ PEFT_NAMES = {
 
 
 def adapters_of(name: str) -> LoraConfig:
-    """Beside every projection; networks of a mixture are none."""
+    """Beside every projection; networks of a mixture are none, nor queries beside gates."""
     model = checkpoint(name).model
     layers = parameter_specs(model, 1)["layers"]
     networks = ("gate", "up", "down") if model.num_experts else ()
+    networks += ("query",) if model.attention_gate else ()
     targets = tuple(each for each in PEFT_NAMES if each in layers and each not in networks)
     return dataclasses.replace(LORA, targets=targets)
 

@@ -31,6 +31,7 @@ from earl_jax.selector.footprint import (
     page_bytes,
     parts_of,
     rollout_footprint,
+    state_bytes,
     train_footprint,
     trainer_bytes,
 )
@@ -182,13 +183,29 @@ LATENT = {
 }
 
 
-@pytest.mark.parametrize("family", ["dense", "mixture", "latents", "adapters", "int8", "networks"])
+# The second of two layers attends.
+STATES = {
+    "windows": (),
+    "attention_every": 2,
+    "linear_value_heads": 4,
+    "linear_key_size": 6,
+    "linear_value_size": 3,
+    "attention_gate": True,
+    "shared_ffn_size": 24,
+    "shared_ffn_gate": True,
+}
+
+
+@pytest.mark.parametrize(
+    "family", ["dense", "mixture", "latents", "states", "adapters", "int8", "networks"]
+)
 def test_resident_bytes_are_those_of_placed_shapes(family):
     """On every mesh of eight devices, exactly."""
     mixture = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 16}
-    has_experts = family in ("mixture", "latents")
+    has_experts = family in ("mixture", "latents", "states")
     model = dataclasses.replace(TINY, **(mixture if has_experts else {}))
     model = dataclasses.replace(model, **(LATENT if family == "latents" else {}))
+    model = dataclasses.replace(model, **(STATES if family == "states" else {}))
     train = TrainConfig()
     if family == "adapters":
         lora = dataclasses.replace(train.lora, rank=2, base_dtype="bfloat16")
@@ -200,7 +217,7 @@ def test_resident_bytes_are_those_of_placed_shapes(family):
     )
     meshes = [MeshShape(data=8), D4T2, F4T2, MeshShape(data=2, fsdp=2, tensor=2)]
     meshes += [MeshShape(data=2, fsdp=2, expert=2)] if has_experts else []
-    meshes += [MeshShape(data=2, context=2, tensor=2)]
+    meshes += [MeshShape(data=2, context=2, tensor=2)] if family != "states" else []
     for mesh in meshes:
         layout = make_abstract_layout(mesh, row_axes=TRAINING_ROWS)
         found = resident_bytes(
@@ -216,10 +233,14 @@ def test_resident_bytes_are_those_of_placed_shapes(family):
         cache = engine.state_shapes(12).cache.pools
         pages = resident_bytes(cache, engine.state_shardings.cache.pools)
         # Three pages of each row and group hold 12 tokens.
-        number = 16 // mesh.data * (1 if family == "latents" else 2) * 3
+        groups = 1 if family in ("latents", "states") else 2
+        number = 16 // mesh.data * groups * 3
         planned = rollout_footprint(sizes, WORK, mesh, 12, "cpu")
         assert (planned.weights, planned.cache) == (parameters, 0)
         assert number * page_bytes(sizes, WORK, mesh) == pages
+        states, placed = engine.state_shapes(12).cache, engine.state_shardings.cache
+        of_slots = resident_bytes(states.states, placed.states)
+        assert of_slots == 16 // mesh.data * state_bytes(sizes, mesh)
 
 
 def _engine_config(model, weight_dtype):

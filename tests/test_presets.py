@@ -33,6 +33,8 @@ PUBLISHED = {
     "qwen3-32b": (151_936, 32_762_123_264),
     "qwen3-30b-a3b": (151_936, 30_532_122_624),
     "qwen3-235b-a22b": (151_936, 235_093_634_560),
+    # Without layers for multi-token prediction.
+    "qwen3-next-80b-a3b": (151_936, 79_674_391_296),
     "llama3.2-1b": (128_256, 1_235_814_400),
     "llama3.2-3b": (128_256, 3_212_749_824),
     "llama3.1-8b": (128_256, 8_030_261_248),
@@ -62,6 +64,7 @@ PUBLISHED = {
 ARCHITECTURES = {
     "qwen3-30b-a3b": "Qwen3MoeForCausalLM",
     "qwen3-235b-a22b": "Qwen3MoeForCausalLM",
+    "qwen3-next": "Qwen3NextForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "llama": "LlamaForCausalLM",
@@ -109,11 +112,15 @@ EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 16}
 LATENTS = {**EXPERTS, "num_experts": 16, "shared_ffn_size": 16, "ffn_size": 64}
 LATENTS |= {"num_kv_heads": 4, "latent_size": 12, "query_latent_size": 10, "rope_size": 4}
 LATENTS |= {"value_size": 6, "num_dense_layers": 1}
+LINEAR = {**EXPERTS, "num_layers": 4, "shared_ffn_size": 16, "rope_size": 4}
+LINEAR |= {"linear_key_heads": 2, "linear_value_heads": 4}
+LINEAR |= {"linear_key_size": 8, "linear_value_size": 8}
 # One of each family, and what beside the sizes has to shrink for a model of its kind to be left.
 SHRUNK = {
     "qwen2.5-0.5b": {"ffn_size": 64},
     "qwen3-0.6b": {"ffn_size": 64},
     "qwen3-30b-a3b": EXPERTS,
+    "qwen3-next-80b-a3b": LINEAR,
     "llama3.2-1b": {"ffn_size": 64},
     "mistral-7b": {"ffn_size": 64},
     "mixtral-8x7b": EXPERTS,
@@ -135,7 +142,9 @@ def test_a_preset_at_a_small_size_is_of_its_family(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "preset", ["qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v3", "qwen3-next-80b-a3b"]
+)
 def test_a_preset_trains_from_scratch_on_a_mixed_mesh(preset):
     """One RL step of a preset at a small size: what samples is what is trained.
 

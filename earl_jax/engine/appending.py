@@ -8,16 +8,21 @@ left. So what appending costs follows the number of tokens, and neither the long
 number of slots (Sarathi, arXiv 2308.16369, fills its batches with parts of prompts likewise).
 
 Tiles of one slot may be in one pass: in each layer all keys and values are written before any are
-read. How a prompt is cut into chunks changes no tile but the first and the last of a chunk.
+read; the states of linear attention go from tile to tile. How a prompt is cut into chunks changes
+no tile but the first and the last of a chunk.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from earl_jax.engine.decoding import Decoder
+from earl_jax.models.attention.delta_rule import LinearState
 from earl_jax.models.kv_cache import LayerCache, PagedCache
+
+_Written = tuple[list[LayerCache], list[LinearState]]
 
 
 class Tiles(NamedTuple):
@@ -75,13 +80,17 @@ def append_chunks(
     some = max(1, min(most // width, -(-slots * chunk_size // width)))
     passes = (jnp.sum(num_tiles(cached_B, count_B, width)) + some - 1) // some
 
-    def append_some(number: jax.Array, pools: list[LayerCache]) -> list[LayerCache]:
+    def append_some(number: jax.Array, carry: _Written) -> _Written:
+        pools, states = carry
         tiles = tiles_at(number * some + jnp.arange(some), cached_B, count_B, width)
         place_NT = tiles.offset[:, None] + jnp.arange(width)[None, :]
         tokens_NT = chunk_BC[tiles.slot[:, None], jnp.minimum(place_NT, chunk_size - 1)]
         table = cache.table[tiles.slot]
-        part = PagedCache(pools=pools, table=table, parts=cache.parts)
-        return decoder.fill(part, tokens_NT, tiles.start, tiles.count).pools
+        slots = tiles.slot if states else None
+        part = dataclasses.replace(cache, pools=pools, table=table, states=states, slots=slots)
+        filled = decoder.fill(part, tokens_NT, tiles.start, tiles.count)
+        return filled.pools, filled.states
 
-    pools = jax.lax.fori_loop(0, passes, append_some, cache.pools)
-    return PagedCache(pools=pools, table=cache.table, parts=cache.parts)
+    carry = (cache.pools, cache.states)
+    pools, states = jax.lax.fori_loop(0, passes, append_some, carry)
+    return dataclasses.replace(cache, pools=pools, states=states)

@@ -98,6 +98,16 @@ def append_tokens_for(platform: str | None, model: ModelConfig) -> int:
     return APPEND_TOKENS * max(1, model.num_experts // max(1, model.experts_per_token))
 
 
+def check_drafts(model: ModelConfig, num_draft_tokens: int) -> None:
+    """Raises ValueError where a model cannot take back what it has read of drafts."""
+    if model.has_states and num_draft_tokens:
+        raise InputError(
+            f"config.rollout.num_draft_tokens is {num_draft_tokens}, but this model has layers of "
+            "linear attention (config.model.attention_every), whose states do not go back before "
+            "drafts that are not taken; set it to 0"
+        )
+
+
 def tile_width_for(width: int, page_size: int, parts: int, *, whole_pages: bool) -> int:
     """Returns the tokens of a tile: `width`, so that they divide over `parts` devices; or a page.
 
@@ -131,5 +141,5 @@ class EngineConfig:
     @functools.cached_property
     def page_rule(self) -> PageRule:
         """The pages of an episode."""
-        windows, round_tokens = self.model.layer_windows, self.rules.round_tokens
+        windows, round_tokens = self.model.paged_windows, self.rules.round_tokens
         return make_page_rule(windows, self.page_size, self.chunk_size, round_tokens)

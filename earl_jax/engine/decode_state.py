@@ -13,7 +13,7 @@ from earl_jax.engine.pages import NO_SOURCE, Pool
 from earl_jax.engine.round_inputs import NO_ID, NO_LIMIT, NO_ROW
 from earl_jax.engine.sampling import SamplingRows, sampling_rows
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.kv_cache import LayerCache, PagedCache, empty_pages
+from earl_jax.models.kv_cache import LayerCache, PagedCache, empty_pages, empty_states
 from earl_jax.models.layer_groups import group_layers, pages_for
 from earl_jax.trajectory import Experience
 
@@ -68,13 +68,14 @@ def empty_state(
     def numbers(*shape: int) -> jax.Array:
         return jnp.zeros(shape, jnp.int32)
 
-    groups = len(group_layers(config.layer_windows).windows)
+    groups = len(group_layers(config.paged_windows).windows)
     pages = pages_for(max_tokens, page_size)
     pool = pool or Pool(slots, groups * pages)
     return DecodeState(
         cache=PagedCache(
             pools=empty_pages(config, pool.total, page_size, kv_dtype),
             table=_first_table(pool, slots, groups, pages),
+            states=empty_states(config, slots),
         ),
         experience=Experience(
             tokens=numbers(rows, max_tokens),

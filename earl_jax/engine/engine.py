@@ -17,7 +17,13 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from earl_jax.engine import decode_state, slots
-from earl_jax.engine.config import EngineConfig, SlotRules, append_tokens_for, tile_width_for
+from earl_jax.engine.config import (
+    EngineConfig,
+    SlotRules,
+    append_tokens_for,
+    check_drafts,
+    tile_width_for,
+)
 from earl_jax.engine.decode_state import DecodeState
 from earl_jax.engine.decoding import Decoder
 from earl_jax.engine.page_copies import PageCopies
@@ -30,6 +36,7 @@ from earl_jax.engine.round_inputs import (
     unpack_outputs,
 )
 from earl_jax.engine.row_copies import RowCopies
+from earl_jax.models.attention.delta_rule import place_linear_state
 from earl_jax.models.attention.kernels import choose_pages_kernel
 from earl_jax.models.kv_cache import PagedCache, place_pages, writes_whole_pages
 from earl_jax.models.parameters import Params, parameter_shardings
@@ -57,6 +64,7 @@ class Engine:
                 its context axis; or the attention that was asked for does not run there.
         """
         _check_divides(config, layout)
+        _check_states(config, layout)
         choose_pages_kernel(config.rules.attention, layout, config.model, config.page_size)
         self.config, self.layout = config, layout
         tile_width = tile_width_for(
@@ -82,7 +90,7 @@ class Engine:
         rows: Any = P(layout.row_axes)
         pages = self._place_state(self.manual_spec).cache.pools
         fields = dict.fromkeys((field.name for field in dataclasses.fields(DecodeState)), rows)
-        cache = PagedCache(pools=pages, table=rows)
+        cache = PagedCache(pools=pages, table=rows, states=rows)
         self.state_specs = DecodeState(**{**fields, "cache": cache})
         self._build_programs()
 
@@ -98,8 +106,10 @@ class Engine:
         """Returns `place` of the axes of each array of a state."""
         shapes = self.state_shapes(1)
         pages = [place_pages(layer, place) for layer in shapes.cache.pools]
+        states = [place_linear_state(place) for _ in shapes.cache.states]
         by_rows = jax.tree.map(lambda leaf: place("B"), shapes)
-        return dataclasses.replace(by_rows, cache=dataclasses.replace(by_rows.cache, pools=pages))
+        cache = dataclasses.replace(by_rows.cache, pools=pages, states=states)
+        return dataclasses.replace(by_rows, cache=cache)
 
     def manual_spec(self, letters: str) -> P:
         """Returns the part of an array's partition spec that is over the manual axes."""
@@ -324,6 +334,17 @@ def _check_divides(config: EngineConfig, layout: Layout) -> None:
                 f"{name} is {number}, which does not divide over {layout}; choose a multiple of "
                 f"{divisor}"
             )
+
+
+def _check_states(config: EngineConfig, layout: Layout) -> None:
+    """Raises ValueError for what layers of linear attention cannot do."""
+    check_drafts(config.model, config.rules.draft)
+    if config.model.has_states and layout.shape.context > 1:
+        raise InputError(
+            f"the rollout's mesh is {layout}, but this model has layers of linear attention "
+            "(config.model.attention_every), which read tokens in their order, so that they are "
+            "not cut over context; use data, fsdp, tensor or expert"
+        )
 
 
 def _in_parts(state: DecodeState, parts: int) -> DecodeState:

@@ -105,6 +105,11 @@ MODEL_SETTINGS = (
     "query_latent_size",
     "rope_size",
     "value_size",
+    "attention_every",
+    "linear_key_heads",
+    "linear_value_heads",
+    "linear_key_size",
+    "linear_value_size",
     "compute_dtype",
 )
 
@@ -139,6 +144,7 @@ class ModelConfig:
     - `no_rope_every`: every so many-th layer rotates nothing (NoPE, arXiv 2501.18795); 0: all do.
     - `query_pre_attn_scalar`: attention scores are divided by its square root; 0 means the size of
       a head.
+    - `attention_gate`: the result of each head of queries is multiplied by the sigmoid of a gate.
     - `attention_softcap`, `final_softcap`: attention scores and logits x become c * tanh(x / c);
       0 means none.
 
@@ -150,7 +156,15 @@ class ModelConfig:
     last numbers of a head, and the others those from the latent; values have `value_size` numbers.
     The KV cache has latents and rotated keys. Queries come from a normalised latent of
     `query_latent_size` numbers; 0: from the residual stream. `rope_interleaved` pairs neighbours
-    of a head, 2i and 2i + 1, else i and i + n / 2.
+    of a head, 2i and 2i + 1, else i and i + n / 2. Without latents `rope_size` are the first
+    numbers of a head that are rotated; 0: all.
+
+    With `attention_every` only every so many-th layer attends to all tokens. Those before it are
+    layers of linear attention (Gated DeltaNet, arXiv 2412.06464), which read a state of a fixed
+    size instead: a matrix of `linear_key_size` x `linear_value_size` for each of
+    `linear_value_heads` heads, of which those with one of the `linear_key_heads` queries and keys
+    are neighbours. Queries, keys and values go through a causal convolution over `conv_size` tokens
+    before. 0: all layers attend.
 
     With `num_experts` each layer has so many feed-forward networks, of `expert_ffn_size` each
     instead of one of `ffn_size`. A router sends every token to `experts_per_token` of them, and
@@ -159,7 +173,8 @@ class ModelConfig:
     have beside it:
 
     - `num_dense_layers`: the first layers, which have a network of `ffn_size` instead.
-    - `shared_ffn_size`: a network of this size that every token goes through too; 0: none.
+    - `shared_ffn_size`: a network of this size that every token goes through too; 0: none. With
+      `shared_ffn_gate` its result is multiplied by the sigmoid of a number of the token's.
     - `router_scores`: probabilities are a "softmax" over experts, or each a "sigmoid".
     - `router_correction`: numbers that are added to probabilities where experts are chosen, and
       only there (arXiv 2408.15664). They are not trained.
@@ -193,6 +208,12 @@ class ModelConfig:
     query_latent_size: int = 0
     rope_size: int = 0
     value_size: int = 0
+    attention_every: int = 0
+    linear_key_heads: int = 2
+    linear_value_heads: int = 4
+    linear_key_size: int = 16
+    linear_value_size: int = 16
+    conv_size: int = 4
     windows: tuple[int, ...] = ()
     window_rope_theta: float = 0.0
     no_rope_every: int = 0
@@ -201,6 +222,7 @@ class ModelConfig:
     attention_sinks: bool = False
     query_key_norm: Literal["", "head", "all"] = ""
     query_pre_attn_scalar: int = 0
+    attention_gate: bool = False
     attention_softcap: float = 0.0
     final_softcap: float = 0.0
     num_experts: int = 0
@@ -210,6 +232,7 @@ class ModelConfig:
     expert_bias: bool = False
     num_dense_layers: int = 0
     shared_ffn_size: int = 0
+    shared_ffn_gate: bool = False
     router_scores: Literal["softmax", "sigmoid"] = "softmax"
     router_correction: bool = False
     expert_groups: int = 1
@@ -240,7 +263,7 @@ class ModelConfig:
     @property
     def rotated_size(self) -> int:
         """The numbers of a head that are rotated."""
-        return self.rope_size if self.latent_size else self.head_size
+        return self.rope_size or self.head_size
 
     @property
     def value_head_size(self) -> int:
@@ -253,6 +276,30 @@ class ModelConfig:
         if self.latent_size:
             return self.latent_size + self.rope_size
         return 2 * self.num_kv_heads * self.head_size
+
+    @property
+    def has_states(self) -> bool:
+        """True where some layers are of linear attention, which have a state and no pages."""
+        return self.attention_every > 0
+
+    @property
+    def linear_groups(self) -> int:
+        """Heads of values per head of keys, of linear attention."""
+        return self.linear_value_heads // self.linear_key_heads
+
+    def attends(self, layer: int) -> bool:
+        """Returns whether a layer attends to all tokens, and not to a state."""
+        return not self.has_states or (layer + 1) % self.attention_every == 0
+
+    @property
+    def num_linear_layers(self) -> int:
+        """Layers of linear attention."""
+        return sum(not self.attends(layer) for layer in range(self.num_layers))
+
+    @property
+    def paged_windows(self) -> tuple[int, ...]:
+        """The window of each layer that has pages, those of linear attention left out."""
+        return tuple(w for layer, w in enumerate(self.layer_windows) if self.attends(layer))
 
     @property
     def layer_windows(self) -> tuple[int, ...]:
@@ -276,10 +323,14 @@ class ModelConfig:
             )
         if self.latent_size:
             self._check_latents()
-        elif self.head_size % 2:
+        elif self.rotated_size % 2 or not 0 <= self.rope_size <= self.head_size:
+            name = "rope_size" if self.rope_size else "head_size"
             raise InputError(
-                f"config.model.head_size is {self.head_size}; rotary embeddings need an even size"
+                f"config.model.{name} is {self.rotated_size}; rotary embeddings need an even size, "
+                f"at most that of a head ({self.head_size})"
             )
+        if self.has_states:
+            self._check_states()
         if any(window < 0 for window in self.windows) or (self.windows and not any(self.windows)):
             raise InputError(
                 f"config.model.windows is {self.windows}; give a number of tokens for each layer "
@@ -322,6 +373,33 @@ class ModelConfig:
                 raise InputError(
                     f"config.model.{field} is {getattr(self, field)!r}; latent attention "
                     "(config.model.latent_size) is computed without"
+                )
+
+    def _check_states(self) -> None:
+        every = self.attention_every
+        if every < 2 or self.num_layers % every:
+            raise InputError(
+                f"config.model.attention_every is {every}; it must be at least 2 and divide "
+                f"config.model.num_layers ({self.num_layers})"
+            )
+        for field in ("linear_key_heads", "linear_value_heads"):
+            if getattr(self, field) < 1 or self.linear_value_heads % self.linear_key_heads:
+                raise InputError(
+                    f"config.model.{field} is {getattr(self, field)}; "
+                    "config.model.linear_value_heads must be a multiple of "
+                    "config.model.linear_key_heads, both at least 1"
+                )
+        for field, least in (("linear_key_size", 1), ("linear_value_size", 1), ("conv_size", 2)):
+            if getattr(self, field) < least:
+                raise InputError(
+                    f"config.model.{field} is {getattr(self, field)}; it must be at least {least}"
+                )
+        without = ("latent_size", "windows", "no_rope_every", "attention_sinks", "post_norms")
+        for field in (*without, "out_bias", "num_dense_layers"):
+            if getattr(self, field):
+                raise InputError(
+                    f"config.model.{field} is {getattr(self, field)!r}; models with layers of "
+                    "linear attention (config.model.attention_every) are computed without"
                 )
 
     def _check_mixture(self) -> None:

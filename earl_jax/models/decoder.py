@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from earl_jax.models.activations import gated, recompute_backward
 from earl_jax.models.attention.attention_shards import on_own_heads
+from earl_jax.models.attention.delta_rule import Mixed, mix_cached, mix_rows
 from earl_jax.models.attention.folding import fold
 from earl_jax.models.attention.kernels import (
     Kernel,
@@ -39,7 +40,13 @@ from earl_jax.models.layer_groups import group_layers
 from earl_jax.models.lora import project
 from earl_jax.models.moe.experts import experts_of_rows, experts_of_shard
 from earl_jax.models.moe.routing import Routing, routing_of_rows
-from earl_jax.models.parameters import Params, cast_parameters, uniform_stacks
+from earl_jax.models.parameters import (
+    Params,
+    cast_parameters,
+    layer_of_period,
+    periods,
+    uniform_stacks,
+)
 from earl_jax.models.rotary import rope_frequencies, rotate
 from earl_jax.settings.remat import Remat
 from earl_jax.sharding.layout import Layout
@@ -49,13 +56,15 @@ class Parts(NamedTuple):
     """The functions of a layer that training and decoding differ in.
 
     `attend(query, key, value, sinks)`, sinks being None without attention sinks;
-    `mix_experts(layer, x)`, which is not called for a dense layer; `contract(equation, x, weight)`
+    `mix_experts(layer, x)`, which is not called for a dense layer; `mix_states(inputs)`, for layers
+    of linear attention; `contract(equation, x, weight)`
     computes the products of projections (contraction.py). With `reads_latents` keys are latents of
     latent attention with a rotated key behind, values None, and results latents.
     """
 
     attend: Callable[[jax.Array, jax.Array, jax.Array | None, jax.Array | None], jax.Array]
     mix_experts: Callable[[Any, jax.Array], jax.Array]
+    mix_states: Callable[[Mixed], jax.Array]
     contract: Contract
     reads_latents: bool = False
 
@@ -162,9 +171,13 @@ def _attention_half(
     """Returns what attention adds to the residual stream."""
     if config.pre_norms:
         x_BTD = _norm(config, x_BTD, layer["attention_norm"])
-    attend = _attend_latents if config.latent_size else _attend_heads
-    mixed_BTKGH = attend(config, kind, layer, x_BTD, positions_BT, parts)
-    added_BTD = parts.project("BTKGH,KGHD->BTD", mixed_BTKGH, layer["out"])
+    if "linear_out" in layer:
+        mixed_BTKGH, out_KGHD = _attend_states(config, layer, x_BTD, parts), layer["linear_out"]
+    else:
+        attend = _attend_latents if config.latent_size else _attend_heads
+        mixed_BTKGH = attend(config, kind, layer, x_BTD, positions_BT, parts)
+        out_KGHD = layer["out"]
+    added_BTD = parts.project("BTKGH,KGHD->BTD", mixed_BTKGH, out_KGHD)
     if config.out_bias:
         added_BTD += layer["out_bias"][None, None]
     return (
@@ -195,19 +208,59 @@ def _attend_heads(
         _rotate(config, kind, x, positions_BT) for x in (query_BTKGH, key_BTKH)
     )
     sinks_KG = layer["sinks"] if config.attention_sinks else None
-    return parts.attend(query_BTKGH, key_BTKH, value_BTKH, sinks_KG)
+    mixed_BTKGH = parts.attend(query_BTKGH, key_BTKH, value_BTKH, sinks_KG)
+    if config.attention_gate:
+        gate_BTKGH = parts.project("BTD,DKGH->BTKGH", x_BTD, layer["attention_gate"])
+        mixed_BTKGH *= jax.nn.sigmoid(gate_BTKGH)
+    return mixed_BTKGH
 
 
 def _rotate(
     config: ModelConfig, kind: LayerKind, x_BTAH: jax.Array, positions_BT: jax.Array
 ) -> jax.Array:
-    return rotate(
-        x_BTAH,
+    """Rotates the first numbers of heads, all of them or `config.rotated_size`."""
+    rotated_BTAH = rotate(
+        x_BTAH[..., : config.rotated_size],
         positions_BT,
         kind.frequencies,
         kind.magnitude,
         interleaved=config.rope_interleaved,
     )
+    if config.rotated_size == x_BTAH.shape[-1]:
+        return rotated_BTAH
+    return jnp.concatenate([rotated_BTAH, x_BTAH[..., config.rotated_size :]], axis=-1)
+
+
+def _attend_states(config: ModelConfig, layer: Any, x_BTD: jax.Array, parts: Parts) -> jax.Array:
+    """Returns what heads of linear attention read from their states, BTKGH (delta_rule.py)."""
+    query_BTKH, key_BTKH = (
+        parts.project("BTD,DKH->BTKH", x_BTD, layer[f"linear_{name}"]) for name in ("query", "key")
+    )
+    value_BTKGH, gate_BTKGH = (
+        parts.project("BTD,DKGH->BTKGH", x_BTD, layer[f"linear_{name}"])
+        for name in ("value", "gate")
+    )
+    rate_BTKG, decay_BTKG = (
+        parts.project("BTD,DKG->BTKG", x_BTD, layer[f"linear_{name}"]).astype(jnp.float32)
+        for name in ("rate", "decay")
+    )
+    factor_KG = jnp.exp(layer["linear_log_decay"])
+    step_BTKG = jax.nn.softplus(decay_BTKG + layer["linear_decay_bias"][None, None])
+    mixed = Mixed(
+        query=query_BTKH,
+        key=key_BTKH,
+        value=value_BTKGH,
+        decay=-factor_KG[None, None] * step_BTKG,
+        rate=jax.nn.sigmoid(rate_BTKG),
+        taps=(
+            layer["linear_query_taps"],
+            layer["linear_key_taps"],
+            layer["linear_value_taps"],
+        ),
+    )
+    out_BTKGH = rms_norm(parts.mix_states(mixed), layer["linear_norm"], config.norm_eps)
+    out_BTKGH = out_BTKGH.astype(jnp.float32) * jax.nn.silu(gate_BTKGH.astype(jnp.float32))
+    return out_BTKGH.astype(x_BTD.dtype)
 
 
 def _attend_latents(
@@ -271,7 +324,12 @@ def _feed_forward_half(
         added_BTD = network("")
     else:
         added_BTD = parts.mix_experts(layer, x_BTD)
-        added_BTD = added_BTD + network("shared_") if config.shared_ffn_size else added_BTD
+        if config.shared_ffn_size:
+            shared_BTD = network("shared_")
+            if config.shared_ffn_gate:
+                gate_BTX = parts.project("BTD,DX->BTX", x_BTD, layer["shared_router"])
+                shared_BTD *= jax.nn.sigmoid(gate_BTX)
+            added_BTD = added_BTD + shared_BTD
     return _norm(config, added_BTD, layer["post_ffn_norm"]) if config.post_norms else added_BTD
 
 
@@ -332,9 +390,16 @@ def forward_rows_routed(
     positions_BT = fold(layout, positions_in_segments(segment_ids_BT))
     real_BT = fold(layout, segment_ids_BT) > 0
     contract = contract_flat if layout.shape.context == 1 else contract_by_axes
+    ids_BT = jnp.cumsum(_starts_of_segments(segment_ids_BT), axis=1)
 
-    def block(x_BTD: jax.Array, xs: tuple[Any, LayerKind | None]) -> tuple[jax.Array, Any]:
-        layer, kind = xs
+    def mix_states(mixed: Mixed) -> jax.Array:
+        assert layout.shape.context == 1, "tokens of a row are in one piece (check_tensor_axis)"
+        parts = {name: getattr(mixed, name) for name in ("query", "key", "value", "decay", "rate")}
+        letters = {4: "BTK.", 5: "BTK.."}
+        placed = {name: layout.constrain(x, letters[x.ndim]) for name, x in parts.items()}
+        return layout.constrain(mix_rows(mixed._replace(**placed), ids_BT), "BTK..")
+
+    def block(x_BTD: jax.Array, layer: Any, kind: LayerKind | None) -> tuple[jax.Array, Any]:
         routing = None
         if kind is None:
             kind = layer_kind(config, 0)
@@ -362,7 +427,7 @@ def forward_rows_routed(
             routing = routing_of_rows(config, layout, x_BTD, layer, real_BT)
             return experts_of_rows(config, layout, layer, x_BTD)
 
-        parts = Parts(attend, mix_experts, contract)
+        parts = Parts(attend, mix_experts, mix_states, contract)
         x_BTD = _block(config, kind, layer, x_BTD, positions_BT, parts)
         return layout.constrain(x_BTD, "BT."), routing
 
@@ -370,12 +435,7 @@ def forward_rows_routed(
     # to every device.
     embed_VD = layout.constrain(params["embed"], "V.")
     x_BTD = layout.constrain(_embed(config, embed_VD, fold(layout, tokens_BT)), "BT.")
-    dense = config.num_dense_layers if config.num_experts else 0
-    kinds, routing = _kinds_to_scan(config), None
-    # The last ones are those with experts.
-    for which, layers in uniform_stacks(params["layers"], config.num_layers, dense):
-        some = jax.tree.map(lambda kind, which=which: kind[which], kinds)
-        x_BTD, routing = jax.lax.scan(recomputed(block, remat), x_BTD, (layers, some))
+    x_BTD, routing = _scan_layers(config, recomputed(block, remat), x_BTD, params["layers"])
     # Rows add up here and not in the loop: one exchange between row shards instead of one a layer.
     routing = jax.tree.map(lambda sums_LBX: jnp.sum(sums_LBX, axis=1), routing)
     return _norm(config, x_BTD, params["final_norm"]), routing
@@ -384,8 +444,43 @@ def forward_rows_routed(
 def positions_in_segments(segment_ids_BT: jax.Array) -> jax.Array:
     """Returns each token's position in its segment: 1 1 1 2 2 0 -> 0 1 2 0 1 0."""
     order_BT = jax.lax.broadcasted_iota(jnp.int32, segment_ids_BT.shape, 1)
-    starts = jnp.pad(segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1], ((0, 0), (1, 0)))
+    starts = _starts_of_segments(segment_ids_BT)
     return order_BT - jax.lax.cummax(jnp.where(starts, order_BT, 0), axis=1)
+
+
+def _scan_layers(
+    config: ModelConfig, block: Callable[..., Any], x_BTD: jax.Array, layers: Params
+) -> tuple[jax.Array, Any]:
+    """Runs `block(x, layer, kind)` of stacked layers one after the other.
+
+    Layers that are not alike go in periods, up to the next one that attends.
+
+    Returns:
+        x_BTD, and what those behind the dense ones of a mixture return beside it, stacked.
+    """
+    every, kinds = config.attention_every, _kinds_to_scan(config)
+
+    def period(x_BTD: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
+        beside = []
+        for place in range(every):
+            x_BTD, one = block(x_BTD, layer_of_period(layers, place, every), None)
+            beside.append(one)
+        return x_BTD, jax.tree.map(lambda *each: jnp.stack(each), *beside)
+
+    if config.has_states:
+        x_BTD, beside = jax.lax.scan(period, x_BTD, periods(layers, config.num_layers, every))
+        return x_BTD, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), beside)
+    dense, beside = config.num_dense_layers if config.num_experts else 0, None
+    # The last ones are those with experts.
+    for which, some in uniform_stacks(layers, config.num_layers, dense):
+        own = jax.tree.map(lambda kind, which=which: kind[which], kinds)
+        x_BTD, beside = jax.lax.scan(lambda x, xs: block(x, *xs), x_BTD, (some, own))
+    return x_BTD, beside
+
+
+def _starts_of_segments(segment_ids_BT: jax.Array) -> jax.Array:
+    """Returns where another segment begins than before: 1 1 1 2 2 0 -> 0 0 0 1 0 1."""
+    return jnp.pad(segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1], ((0, 0), (1, 0)))
 
 
 def forward_chunk(
@@ -478,7 +573,7 @@ def _chunk_states(
     positions_BT = tokens.take(cached_B[:, None] + jnp.arange(length)[None, :])
     x_BTD = _embed(config, params["embed"], tokens.take(tokens_BT))
     mix_experts = functools.partial(experts_of_shard, config, layout)
-    groups = group_layers(config.layer_windows)
+    groups = group_layers(config.paged_windows)
     platform = layout and layout.platform
     whole_pages = writes_whole_pages(platform)
     kernel = choose_pages_kernel(attention, layout, config, cache.page_size).kernel
@@ -488,10 +583,13 @@ def _chunk_states(
     on_heads_of = functools.partial(
         on_own_heads, layout, by_hand=kernel != "blockwise", one_key=config.latent_size > 0
     )
-    pools = list(cache.pools)
+    pools, states = list(cache.pools), list(cache.states)
+    # By layer: its number among those with pages, or among those with states.
+    attends = [config.attends(index) for index in range(config.num_layers)]
+    numbers_of_layers = [attends[:index].count(attends[index]) for index in range(len(attends))]
     for index, layer in enumerate(params["layers"]):
-        kind = layer_kind(config, index)
-        group, place = groups.place(index)
+        kind, number = layer_kind(config, index), numbers_of_layers[index]
+        group, place = groups.place(number) if attends[index] else (0, 0)
 
         def on_heads(new, pages, sinks_KG, numbers, window=groups.windows[group] or None):
             query_BTKGH, key_BTKH, value_BTKH = jax.tree.map(tokens.gather, new)
@@ -518,9 +616,14 @@ def _chunk_states(
             )
             return mixed_BTKGH
 
-        parts = Parts(attend, mix_experts, contract_flat, config.latent_size > 0)
+        def mix_states(mixed: Mixed, number=number):
+            out, states[number] = mix_cached(mixed, states[number], cached_B, counts_B, cache.slots)
+            return out
+
+        reads_latents = config.latent_size > 0
+        parts = Parts(attend, mix_experts, mix_states, contract_flat, reads_latents)
         x_BTD = _block(config, kind, layer, x_BTD, positions_BT, parts)
-    return x_BTD, tokens, dataclasses.replace(cache, pools=pools)
+    return x_BTD, tokens, dataclasses.replace(cache, pools=pools, states=states)
 
 
 def _logits(config: ModelConfig, params: Params, x_BTD: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from earl_jax.models.attention.delta_rule import LinearState, empty_linear_state
 from earl_jax.models.attention.page_shares import WHOLE, PageShare
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.layer_groups import group_layers
@@ -55,10 +56,15 @@ class PagedCache:
     pools (layer_groups.py). Entries behind a row's length are not read, nor written, nor are those
     of pages behind a group's window read. Inside a `shard_map` that cuts pages over `context` a
     device has one of `parts` of each page, else all.
+
+    Layers of linear attention have `states` of slots in place of pages. A row is the slot of its
+    number; or that of `slots` i32[B], where several rows are tokens of one slot.
     """
 
     pools: list[LayerCache]
     table: jax.Array
+    states: list[LinearState] = struct.field(default_factory=list)
+    slots: jax.Array | None = None
     parts: int = struct.field(default=1, pytree_node=False)
 
     @property
@@ -97,7 +103,23 @@ def empty_pages(
             key_scale=scales(),
             value_scale=scales(),
         )
-        for _ in range(group_layers(config.layer_windows).size)
+        for _ in range(group_layers(config.paged_windows).size)
+    ]
+
+
+def empty_states(config: ModelConfig, slots: int) -> list[LinearState]:
+    """Returns the states of slots that have read nothing, one a layer of linear attention."""
+    return [
+        empty_linear_state(
+            slots,
+            config.linear_key_heads,
+            config.linear_groups,
+            config.linear_key_size,
+            config.linear_value_size,
+            config.conv_size,
+            jnp.dtype(config.compute_dtype),
+        )
+        for _ in range(config.num_linear_layers)
     ]
 
 

@@ -72,6 +72,8 @@ def adapter_specs(specs: Any, lora: LoraConfig) -> dict[str, Any]:
     layers = specs["layers"]
     # PEFT takes the names of a network's projections for those of experts too.
     networks = ("gate", "up", "down") if "router" in layers else ()
+    # A gate shares a tensor with queries, and would be adapted too.
+    networks += ("query",) if "attention_gate" in layers else ()
     possible = [
         name
         for name, (inputs, outputs) in PROJECTIONS.items()

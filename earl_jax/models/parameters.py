@@ -21,11 +21,14 @@ from earl_jax.sharding.layout import Layout
 Params = Any
 
 # Parameters that keep fp32 where others are in the compute type: experts are chosen by differences
-# of these that bf16 has not.
-FP32_PARAMETERS = ("router_correction",)
+# of the first that bf16 has not, and the others give the exponents of decays.
+FP32_PARAMETERS = ("router_correction", "linear_decay_bias", "linear_log_decay")
 # The network of the first layers of a mixture (`num_dense_layers`). Whatever else not all layers
-# have is of those behind them.
+# have is of those behind them, but for what layers of linear attention have ("linear_...") and
+# those that attend beside them.
 _DENSE = ("gate", "up", "down")
+_ATTENTION = ("query", "key", "value", "out", "attention_gate", "query_norm", "key_norm")
+_ATTENTION += ("query_bias", "key_bias", "value_bias")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,13 @@ def parameter_specs(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
     """Returns the tree of parameter specs, layers stacked: of each parameter those that have it."""
     make = _Maker(config, vocab_size)
     layers = _attention_specs(config, make)
+    if config.has_states:
+        attending = config.num_layers - config.num_linear_layers
+        layers = {
+            name: dataclasses.replace(spec, shape=(attending, *spec.shape[1:]))
+            for name, spec in layers.items()
+        }
+        layers |= _linear_specs(config, make)
     if config.num_experts:
         layers |= _mixture_specs(config, make)
     else:
@@ -115,10 +125,39 @@ def _attention_specs(config: ModelConfig, make: _Maker) -> dict[str, ParameterSp
     if config.attention_sinks:
         biases["sinks"] = "LKG"
     specs |= {name: make.constant(axes) for name, axes in biases.items()}
+    if config.attention_gate:
+        specs["attention_gate"] = make.matrix("LDKGH", "D")
     if config.query_key_norm:
         heads = {"head": ("LH", "LH"), "all": ("LKGH", "LKH")}[config.query_key_norm]
         specs |= {"query_norm": make.norm(heads[0]), "key_norm": make.norm(heads[1])}
     return specs
+
+
+def _linear_specs(config: ModelConfig, make: _Maker) -> dict[str, ParameterSpec]:
+    """Returns what layers of linear attention have: letters K and G are of their own heads.
+
+    Inputs are projected to queries, keys, values and gates of the result, and to a rate and a decay
+    of each head; `taps` are the weights of the convolution, the last that of the token itself.
+    """
+    own = {"L": config.num_linear_layers, "K": config.linear_key_heads, "G": config.linear_groups}
+    keys = own | {"H": config.linear_key_size, "I": config.conv_size}
+    values = own | {"H": config.linear_value_size, "I": config.conv_size}
+    return {
+        "linear_query": make.matrix("LDKH", "D", **keys),
+        "linear_key": make.matrix("LDKH", "D", **keys),
+        "linear_value": make.matrix("LDKGH", "D", **values),
+        "linear_gate": make.matrix("LDKGH", "D", **values),
+        "linear_rate": make.matrix("LDKG", "D", **own),
+        "linear_decay": make.matrix("LDKG", "D", **own),
+        "linear_query_taps": make.matrix("LKHI", "I", **keys),
+        "linear_key_taps": make.matrix("LKHI", "I", **keys),
+        "linear_value_taps": make.matrix("LKGHI", "I", **values),
+        "linear_decay_bias": make.constant("LKG", 1.0, **own),
+        # A state halves in one token to some; `transformers` begins with factors of 0.01 to 16.
+        "linear_log_decay": make.constant("LKG", 0.0, **own),
+        "linear_norm": make.constant("LH", 1.0, L=own["L"], H=config.linear_value_size),
+        "linear_out": make.matrix("LKGHD", "KGH", make.residual, **values),
+    }
 
 
 def _latent_specs(config: ModelConfig, make: _Maker) -> dict[str, ParameterSpec]:
@@ -162,6 +201,8 @@ def _mixture_specs(config: ModelConfig, make: _Maker) -> dict[str, ParameterSpec
         specs |= _network_specs(make, "", L=dense, F=config.ffn_size)
     if config.shared_ffn_size:
         specs |= _network_specs(make, "shared_", L=layers, F=config.shared_ffn_size)
+    if config.shared_ffn_gate:
+        specs["shared_router"] = make.matrix("LDX", "D", L=layers, X=1)
     from_zero: dict[str, str] = {}
     if config.expert_bias:
         from_zero |= {"router_bias": "LX", "expert_gate_bias": "LEF", "expert_up_bias": "LEF"}
@@ -217,9 +258,20 @@ def cast_parameters(params: Params, dtype: Any) -> Params:
     return jax.tree_util.tree_map_with_path(cast, params)
 
 
-def layers_with(name: str, num_stacked: int, num_layers: int) -> range:
-    """Returns the layers that have this parameter, of which so many are stacked, in their order."""
-    return range(num_stacked) if name in _DENSE else range(num_layers - num_stacked, num_layers)
+def layers_with(name: str, num_stacked: int, num_layers: int) -> Sequence[int]:
+    """Returns the layers that have this parameter, of which so many are stacked, in their order.
+
+    Example: of four layers with 3 stacked "linear_query" and 1 "query" it is 0 1 2, and 3.
+    """
+    if name in _DENSE or num_stacked == num_layers:
+        return range(num_stacked)
+    if name in _ATTENTION:
+        every = num_layers // num_stacked
+        return range(every - 1, num_layers, every)
+    if name.startswith("linear_"):
+        every = num_layers // (num_layers - num_stacked)
+        return [layer for layer in range(num_layers) if (layer + 1) % every]
+    return range(num_layers - num_stacked, num_layers)
 
 
 def unstack_layers(tree: Any, num_layers: int, take: Any = None) -> Any:
@@ -273,6 +325,26 @@ def uniform_stacks(
     return [part(0, num_dense), part(num_dense, num_layers)]
 
 
+def periods(layers: Mapping[str, Any], num_layers: int, every: int) -> Any:
+    """Returns stacked layers in periods of `every` layers: of each parameter those of a period."""
+
+    def fold(leaf: jax.Array) -> jax.Array:
+        return leaf.reshape(num_layers // every, -1, *leaf.shape[1:])
+
+    return {name: jax.tree.map(fold, stacked) for name, stacked in layers.items()}
+
+
+def layer_of_period(period: Mapping[str, Any], place: int, every: int) -> dict[str, Any]:
+    """Returns layer `place` of a period, which has the parameters that are there for it."""
+    found = {}
+    for name, stacked in period.items():
+        having = layers_with(name, jax.tree.leaves(stacked)[0].shape[0], every)
+        if place in having:
+            index = having.index(place)
+            found[name] = jax.tree.map(lambda leaf, index=index: leaf[index], stacked)
+    return found
+
+
 def unstacked_specs(specs: Any, num_layers: int) -> Any:
     """Returns the specs of the engine's parameters: a list of layers."""
 
@@ -289,6 +361,12 @@ def check_tensor_axis(
 
     Its width is cut over `fsdp` and `context` together.
     """
+    if config.has_states and context > 1:
+        return (
+            f"model.attention_every = {config.attention_every}: a layer of linear attention reads "
+            "the tokens of a row in their order, so that none are cut over context; use data, "
+            "fsdp, tensor or expert"
+        )
     if expert > 1 and not config.num_experts:
         return (
             f"model.num_experts = 0, so that there are no experts to be cut in {expert}; "
@@ -301,6 +379,7 @@ def check_tensor_axis(
         networks.append(("model.shared_ffn_size", config.shared_ffn_size))
     for name, size, parts in (
         ("model.num_kv_heads", config.num_kv_heads, tensor),
+        ("model.linear_key_heads", config.linear_key_heads if config.has_states else 0, tensor),
         *((name, size, tensor) for name, size in networks),
         ("model.num_experts", config.num_experts, expert),
         ("vocabulary", vocab_size, tensor),

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from earl_jax.algorithms.requirements import Networks, scored_passes
 from earl_jax.config import Config
-from earl_jax.engine.config import append_tokens_for
+from earl_jax.engine.config import append_tokens_for, check_drafts
 from earl_jax.envs.text.tokenizer import build_tokenizer
 from earl_jax.launch.start import host_memory_bytes
 from earl_jax.models.attention.kernels import context_obstacle, reads_pages_in_place
@@ -28,7 +28,13 @@ from earl_jax.models.parameters import check_tensor_axis, is_spec
 from earl_jax.models.presets import preset_vocab_size
 from earl_jax.models.quantization import engine_shapes, engine_specs
 from earl_jax.rollout.origin import MAX_VOCAB_SIZE, VOCAB_MULTIPLE
-from earl_jax.selector.footprint import LatentSizes, ModelSizes, Parameter, Workload
+from earl_jax.selector.footprint import (
+    LatentSizes,
+    ModelSizes,
+    Parameter,
+    StateSizes,
+    Workload,
+)
 from earl_jax.selector.hardware import Hardware, hardware_of, parse_topology
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.splits import with_splits
@@ -101,10 +107,20 @@ def model_sizes(
         )
         if model.latent_size
         else None,
+        states=StateSizes(
+            layers=model.num_linear_layers,
+            key_heads=model.linear_key_heads,
+            value_heads=model.linear_value_heads,
+            key=model.linear_key_size,
+            value=model.linear_value_size,
+            conv=model.conv_size,
+        )
+        if model.has_states
+        else None,
         num_dense_layers=model.num_dense_layers if is_mixture else 0,
         dense_ffn_size=model.ffn_size if is_mixture else 0,
         shared_ffn_size=model.shared_ffn_size if is_mixture else 0,
-        windows=model.layer_windows,
+        windows=model.paged_windows,
         layers_differ=model.layers_differ,
         compute_bytes=jnp.dtype(model.compute_dtype).itemsize,
         engine_bytes=jnp.dtype(engine_dtype).itemsize,
@@ -146,6 +162,7 @@ def workload(config: Config, model: ModelConfig, hardware: Hardware) -> Workload
     """
     rollout, train = config.rollout, config.train
     check_kv_dtype(model, rollout.kv_dtype)
+    check_drafts(model, rollout.num_draft_tokens)
     dtype = rollout.computes_as(config.model.compute_dtype)
     return Workload(
         num_slots=rollout.num_slots,

@@ -61,6 +61,14 @@ class BlockManager:
         grow: Grow,
     ) -> None:
         """`slots` is the caller's list of the live episodes."""
+        self._has_states = session.engine.config.model.has_states
+        if self._has_states:
+            # A state is that of all tokens read so far, and none is kept of a beginning: prompts
+            # and replies cannot be gone on from, and pages alone are no cache to come back to.
+            # Each slot reads all of its own sample.
+            rules = dataclasses.replace(
+                rules, share_prefixes=False, keep_replies=False, preemption="recompute"
+            )
         self._config, self._rules, self._slots, self._grow = config, rules, slots, grow
         self._rule = session.engine.config.page_rule
         self._pages, self._layout = session.pages, session.engine.layout
@@ -474,6 +482,16 @@ class BlockManager:
             if recompute or episode is None:
                 self._pages.keep(slot, 0)
             self._prompts.forget(slot)
+
+    def discard(self, slot: int) -> None:
+        """Notes that the last tokens in the slot's cache count no more, of which its turn goes on.
+
+        Pages are written anew from there. A state cannot go back: all of the sample is read again.
+        """
+        if self._has_states:
+            self._recomputed_tokens += self._episode(slot).rewind()
+            self.stopped.add(slot)
+            self._give_up(slot)
 
     def lose_row(self, row: int) -> None:
         """Notes that the row is written for another episode."""

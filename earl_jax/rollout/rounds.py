@@ -81,6 +81,10 @@ class Rounds:
         """Slots of which the next round discards tokens, of episodes that may be over."""
         return self._discards.keys()
 
+    def num_discarded(self, slot: int) -> int:
+        """Returns how many tokens of the slot the next round discards."""
+        return self._discards.get(slot, 0)
+
     def play(self, session: Session) -> tuple[Session, list[int]]:
         """Plays one round. Returns the session behind it, and the slots whose turn ended."""
         inputs = self._make_inputs(session)

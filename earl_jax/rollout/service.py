@@ -404,6 +404,8 @@ class RolloutService:
                 config = self.session.engine.config
                 steps[episode.ticket] = functools.partial(go_on, episode, text, config)
                 episode.waits = True
+                if self._rounds.num_discarded(slot):
+                    self._blocks.discard(slot)
                 continue
             self._end(slot, *episode.cut(self._config.unfinished_reward))
         self._calls.submit(steps)

@@ -30,6 +30,8 @@ TOKENS_AT_A_TIME = 1024
 LOGIT_COPIES = 3
 # Rows of so many tokens are attended to in one piece (models/attention/rows.py).
 BLOCK_TOKENS = 128
+# Tokens of a chunk of linear attention in training (models/attention/delta_rule.py).
+DELTA_CHUNK = 64
 
 
 class Parameter(NamedTuple):
@@ -56,6 +58,37 @@ class LatentSizes(NamedTuple):
         return self.latent + self.rope
 
 
+class StateSizes(NamedTuple):
+    """The sizes of linear attention, as ModelConfig has them, and the number of its layers."""
+
+    layers: int
+    key_heads: int
+    value_heads: int
+    key: int
+    value: int
+    conv: int
+
+    @property
+    def products(self) -> int:
+        """The numbers of a token that a layer projects: queries, keys, values, gates, two more."""
+        values = self.value_heads * self.value
+        return 2 * (self.key_heads * self.key + values + self.value_heads)
+
+    @property
+    def in_chunks(self) -> int:
+        """The numbers in fp32 of a token in its chunk of the delta rule (delta_rule.py).
+
+        Coarsely: its pairs with CHUNK tokens in four forms, keys, queries and values in three each.
+        """
+        return self.value_heads * (4 * DELTA_CHUNK + 3 * (2 * self.key + self.value))
+
+    def slot_bytes(self, compute_bytes: int) -> int:
+        """Returns the bytes of a slot in a layer: its state in fp32, and inputs of convolutions."""
+        inputs = 2 * self.key_heads * self.key + self.value_heads * self.value
+        matrix = 4 * self.value_heads * self.key * self.value
+        return matrix + (self.conv - 1) * inputs * compute_bytes
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSizes:
     """The sizes of a decoder.
@@ -67,7 +100,8 @@ class ModelSizes:
     `trained` (both fp32). `teacher` are the sizes of a reference that is another model.
     `ffn_size` is that of one expert where `num_experts` is not 0; of a mixture `shared_ffn_size` is
     that of its shared network, and the first `num_dense_layers` have one of `dense_ffn_size`.
-    `windows` has a number for each layer, 0 for full attention. Where `layers_differ`, each layer
+    `windows` has a number for each layer that has pages, 0 for full attention; those of linear
+    attention have `states` instead. Where `layers_differ`, each layer
     has its own rotation (`ModelConfig.layers_differ`). `compute_bytes` are those of a
     number in the trainer's products, `engine_bytes` in the engine's and its cache.
     """
@@ -95,6 +129,7 @@ class ModelSizes:
     teacher: "ModelSizes | None" = None
     layers_differ: bool = False
     latents: LatentSizes | None = None
+    states: StateSizes | None = None
     num_dense_layers: int = 0
     dense_ffn_size: int = 0
     shared_ffn_size: int = 0
@@ -252,9 +287,18 @@ def engine_bytes(parameters: Iterable[Parameter], mesh: MeshShape) -> int:
 
 
 def cache_token_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape) -> int:
-    """Returns the bytes of a token's keys and values on a device that has them, in all layers."""
+    """Returns the bytes of a token's keys and values on a device that has them, in all layers.
+
+    Layers of linear attention have none.
+    """
     scales = 4 * 2 * (sizes.num_kv_heads // mesh.tensor) if work.kv_itemsize == 1 else 0
-    return sizes.num_layers * (sizes.cached_size(mesh.tensor) * work.kv_itemsize + scales)
+    return len(sizes.windows) * (sizes.cached_size(mesh.tensor) * work.kv_itemsize + scales)
+
+
+def state_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:
+    """Returns the bytes of a device's part of a slot's states, in all layers that have one."""
+    states = sizes.states
+    return states.layers * states.slot_bytes(sizes.engine_bytes) // mesh.tensor if states else 0
 
 
 def trainer_bytes(sizes: ModelSizes, mesh: MeshShape) -> tuple[int, int]:
@@ -270,7 +314,7 @@ def page_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape) -> int:
     Latents are not cut over tensor. It has the tokens of one group of layers.
     """
     own_size, group = work.page_size // mesh.context, group_layers(sizes.windows).size
-    return own_size * cache_token_bytes(sizes, work, mesh) * group // sizes.num_layers
+    return own_size * cache_token_bytes(sizes, work, mesh) * group // len(sizes.windows)
 
 
 def rollout_footprint(
@@ -301,10 +345,17 @@ def rollout_footprint(
         # Results are as large as four heads of queries, and sums of them are in fp32, twice.
         appending += tokens * heads * sizes.latents.latent * 2 * 4
     beside = 0
+    if sizes.states:
+        # All states, and one layer's twice while it is written.
+        of_slots = rows * state_bytes(sizes, mesh)
+        beside = of_slots + of_slots // sizes.states.layers
+        appending = max(
+            appending, own * stream + 4 * tokens * sizes.states.in_chunks // mesh.tensor
+        )
     if platform == "tpu":
         # The query matrices once more, in the order of axes of the decode loop.
         names = ("query",)
-        beside = engine_bytes([p for p in sizes.engine if p.name in names], mesh)
+        beside += engine_bytes([p for p in sizes.engine if p.name in names], mesh)
     return Footprint(
         weights=engine_bytes(sizes.engine, mesh),
         activations=buffers + beside + max(decoding, appending),
@@ -362,7 +413,10 @@ def train_footprint(
 
 def _block_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:
     """Returns the bytes of a token's activations in a layer of the trainer."""
-    return sizes.compute_bytes * (_stream_width(sizes, mesh) + _inside_width(sizes, mesh, 1))
+    inside = sizes.compute_bytes * _inside_width(sizes, mesh, 1)
+    if sizes.states:
+        inside = max(inside, 4 * sizes.states.in_chunks // mesh.tensor)
+    return sizes.compute_bytes * _stream_width(sizes, mesh) + inside
 
 
 def _stream_width(sizes: ModelSizes, mesh: MeshShape) -> int:
@@ -415,6 +469,12 @@ def kept_width(sizes: ModelSizes, mesh: MeshShape, length: int, remat: Remat, pl
     if remat in ("full", "offload"):
         return sizes.width
     width = _kept_of_attention(sizes, mesh, length, remat, platform)
+    if states := sizes.states:
+        own = (2 if remat == "dots" else 4) * sizes.width + states.products // mesh.tensor
+        if remat == "none":
+            own += 4 // sizes.compute_bytes * states.in_chunks // mesh.tensor
+        attending = sizes.num_layers - states.layers
+        width = (attending * width + states.layers * own) // sizes.num_layers
     # Layers without experts are the first of a mixture.
     dense = sizes.num_dense_layers if sizes.num_experts else sizes.num_layers
     dense_size = sizes.dense_ffn_size if sizes.num_experts else sizes.ffn_size

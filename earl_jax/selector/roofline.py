@@ -29,6 +29,7 @@ from earl_jax.selector.footprint import (
     cache_token_bytes,
     device_bytes,
     engine_bytes,
+    state_bytes,
 )
 from earl_jax.selector.hardware import Hardware
 from earl_jax.sharding.layout import MeshShape
@@ -367,15 +368,20 @@ def weights_read(sizes: ModelSizes, mesh: MeshShape, tokens: int, int8_bytes: fl
 
 
 def cache_read(sizes: ModelSizes, work: Workload, mesh: MeshShape, context: int) -> float:
-    """Returns the bytes of the cache that a device reads for a token behind so many."""
-    seen = sum(min(context, window or context) for window in sizes.windows) / sizes.num_layers
-    return cache_token_bytes(sizes, work, mesh) * seen / mesh.context
+    """Returns the bytes of the cache that a device reads for a token behind so many.
+
+    States are read and written.
+    """
+    seen = sum(min(context, window or context) for window in sizes.windows) / len(sizes.windows)
+    read = cache_token_bytes(sizes, work, mesh) * seen / mesh.context
+    return read + 2 * state_bytes(sizes, mesh)
 
 
 def _layer_flops(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> float:
     """Returns the operations of a token in all layers' projections and networks, on a device.
 
-    Projections to latents are computed alike on each device of the `tensor` axis.
+    Projections to latents are computed alike on each device of the `tensor` axis. Of linear
+    attention the projections count, and not what a state takes, which is a few percent of these.
     """
     heads, latents = (2 * sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_size, sizes.latents
     projections, whole = sizes.width * heads, 0
@@ -388,7 +394,12 @@ def _layer_flops(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> float:
     dense, shared = sizes.num_dense_layers, sizes.shared_ffn_size
     networks = sizes.ffn_size * (sizes.experts_per_token or 1) / experts_cut + shared
     networks = (sizes.num_layers - dense) * networks + dense * sizes.dense_ffn_size
-    of_layers = sizes.num_layers * (projections / mesh.tensor + whole)
+    attending = len(sizes.windows)
+    if states := sizes.states:
+        projections += sizes.width * sizes.num_heads * sizes.head_size  # the gates of heads
+        linear = sizes.width * (states.products + states.value_heads * states.value)
+        projections = (attending * projections + states.layers * linear) / attending
+    of_layers = attending * (projections / mesh.tensor + whole)
     return 2.0 * (of_layers + 3 * sizes.width * networks / mesh.tensor)
 
 

@@ -14,6 +14,8 @@
     U  experts that one token uses                         M  pairs of a token and its expert
     A  numbers of a latent: of queries, of keys and values, with a rotated key beside it or without
     Z  pages of the KV cache                               Y  pages of a row
+    I  tokens of a short convolution                       O  numbers of a value, where of a key
+                                                              there are H
     J  branches of the tree of a turn's allowed replies     W  parts of a folded row
 
 A mesh has five axes, always in this order, those that talk most innermost: `data` splits rows,
@@ -23,6 +25,6 @@ the tokens of every page), `expert` splits experts, `tensor`
 splits heads, feed-forward and vocabulary.
 """
 
-LETTERS = "BTSLDFKGHVNCPQREXUMAZYJW"
+LETTERS = "BTSLDFKGHVNCPQREXUMAZYJWIO"
 
 MESH_AXES = ("data", "fsdp", "context", "expert", "tensor")

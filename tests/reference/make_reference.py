@@ -35,8 +35,11 @@ from transformers import (
     OlmoeConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SmolLM3Config,
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -134,6 +137,23 @@ EXPERTS = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 16,
 }
+
+# Half of a head rotates. Values of linear attention are longer than keys, two heads of them to one.
+# Their results are normalised, small ones too, which takes rounding along.
+LINEAR = {
+    "rms_norm_eps": 1e-2,
+    "num_hidden_layers": 4,
+    "full_attention_interval": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": THETA | {"partial_rotary_factor": 0.5},
+}
+# Layers of both kinds by turns; and a convolution over two tokens.
+BY_TURNS = LINEAR | {"full_attention_interval": 2, "linear_conv_kernel_dim": 2}
+SHARED = {"shared_expert_intermediate_size": 24}
 
 # Name -> config, type of the stored weights, largest file.
 MODELS: dict[str, tuple[PreTrainedConfig, torch.dtype, str]] = {
@@ -285,6 +305,34 @@ MODELS: dict[str, tuple[PreTrainedConfig, torch.dtype, str]] = {
         torch.float32,
         "1GB",
     ),
+    "qwen3_next": (
+        Qwen3NextConfig(**SIZES | EXPERTS | LINEAR | SHARED),
+        torch.bfloat16,
+        "40KB",
+    ),
+    "qwen3_next_tied": (
+        Qwen3NextConfig(
+            **SIZES | EXPERTS | BY_TURNS | SHARED, norm_topk_prob=False, tie_word_embeddings=True
+        ),
+        torch.float32,
+        "1GB",
+    ),
+    "qwen3_5": (Qwen3_5TextConfig(**SIZES | BY_TURNS), torch.float32, "1GB"),
+    "qwen3_5_tied": (
+        Qwen3_5TextConfig(**SIZES | LINEAR, tie_word_embeddings=True),
+        torch.bfloat16,
+        "1GB",
+    ),
+    "qwen3_5_moe": (
+        Qwen3_5MoeTextConfig(**SIZES | EXPERTS | BY_TURNS | SHARED),
+        torch.bfloat16,
+        "1GB",
+    ),
+    "qwen3_5_moe_tied": (
+        Qwen3_5MoeTextConfig(**SIZES | EXPERTS | LINEAR | SHARED, tie_word_embeddings=True),
+        torch.float32,
+        "1GB",
+    ),
     "smollm3": (
         SmolLM3Config(**SIZES | SMOLLM3, tie_word_embeddings=False, rope_parameters=YARN),
         torch.float32,
@@ -361,11 +409,14 @@ def make_model(config: PreTrainedConfig, seed: int) -> torch.nn.Module:
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             gemma = config.model_type.startswith("gemma")
+            # Norms that multiply by 1 + w.
+            linear = hasattr(config, "linear_num_key_heads")
+            from_one = gemma or (linear and "linear" not in name)
             # Large scaled embeddings, tied, would repeat one token for ever.
-            size = 0.15 if gemma and "embed" in name else 0.3
+            size = 0.15 if gemma and "embed" in name else 0.2 if linear else 0.3
             # Of gpt-oss some are clamped.
             size = 1.0 if "gate_up_proj" in name and config.model_type == "gpt_oss" else size
-            parameter.copy_(size * noise + ("norm" in name and not gemma))
+            parameter.copy_(size * noise + ("norm" in name and not from_one))
         for buffer in corrections(model):
             buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     return model
@@ -440,6 +491,10 @@ def main() -> None:
             for buffer in corrections(model):
                 # As `transformers` keeps it.
                 buffer.data = buffer.data.float()
+            for part, parameter in model.named_parameters():
+                # As Qwen3.5 has them, so that no decay is rounded.
+                if part.endswith(("A_log", "dt_bias")):
+                    parameter.data = parameter.data.float()
             model.save_pretrained(folder, max_shard_size=max_shard_size)
             if name.endswith("_mxfp4"):
                 pack_experts(folder, seed)

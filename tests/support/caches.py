@@ -12,7 +12,7 @@ from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import PageTable, dense_pool
 from earl_jax.models.attention.paged_attention import Reading, plan_reading
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.kv_cache import PagedCache, empty_pages
+from earl_jax.models.kv_cache import PagedCache, empty_pages, empty_states
 from earl_jax.models.layer_groups import PageRule, group_layers, pages_for
 
 
@@ -20,12 +20,13 @@ def empty_cache(
     config: ModelConfig, rows: int, max_tokens: int, page_size: int = 64, kv_dtype: str = "compute"
 ) -> PagedCache:
     """Pages of zeros, and a table that gives every row its own pages for `max_tokens`."""
-    groups = len(group_layers(config.layer_windows).windows)
+    groups = len(group_layers(config.paged_windows).windows)
     shape = rows, groups, pages_for(max_tokens, page_size)
     pages = math.prod(shape)
     return PagedCache(
         pools=empty_pages(config, pages, page_size, kv_dtype),
         table=jnp.arange(pages, dtype=jnp.int32).reshape(shape),
+        states=empty_states(config, rows),
     )
 
 

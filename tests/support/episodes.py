@@ -38,6 +38,16 @@ WINDOWED = dataclasses.replace(MODEL, num_layers=3, windows=(4, 0, 4))
 LATENT = dataclasses.replace(
     MODEL, num_layers=2, num_kv_heads=4, latent_size=12, rope_size=4, value_size=6
 )
+# Linear attention beside attention that rotates half of a head.
+LINEAR = dataclasses.replace(
+    MODEL,
+    num_layers=2,
+    rope_size=4,
+    attention_gate=True,
+    attention_every=2,
+    linear_key_size=8,
+    linear_value_size=6,
+)
 CONFIG = RolloutConfig(
     num_slots=16,
     episodes_per_step=48,

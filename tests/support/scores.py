@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.models.logprobs import score_logits
+from earl_jax.models.parameters import stack_layers
 from earl_jax.sharding.layout import MeshShape, make_layout
 from tests.support.episodes import MODEL, weights
 
@@ -17,15 +19,15 @@ LENGTH = 64
 
 
 @functools.cache
-def _scores(seed: int):
+def _scores(seed: int, model: ModelConfig):
     """Log-probs of rows of ids under the weights of a seed, by the trainer's forward pass."""
-    params = jax.tree.map(np.asarray, weights(seed))
-    params["layers"] = jax.tree.map(lambda *layers: np.stack(layers), *params["layers"])
+    params = jax.tree.map(np.asarray, weights(seed, model=model))
+    params["layers"] = stack_layers(params["layers"])
     layout = make_layout(MeshShape(), jax.devices()[:1])
 
     @jax.jit
     def score(tokens_BT, segments_BT):
-        hidden = forward_rows(MODEL, layout, params, tokens_BT, segments_BT)
+        hidden = forward_rows(model, layout, params, tokens_BT, segments_BT)
         logits_BTV = jnp.einsum("BTD,DV->BTV", hidden, head_weights(params))
         return jax.vmap(lambda logits, ids: score_logits(logits, ids, 1.0).logprobs)(
             logits_BTV[:, :-1], tokens_BT[:, 1:]
@@ -34,7 +36,7 @@ def _scores(seed: int):
     return score
 
 
-def gaps(trajectories) -> list[list[tuple[int, float]]]:
+def gaps(trajectories, model: ModelConfig = MODEL) -> list[list[tuple[int, float]]]:
     """Each episode's sampled tokens: the version, and how far its log-prob is from that of it."""
     ids = np.zeros((len(trajectories), LENGTH), np.int32)
     segments = np.zeros_like(ids)
@@ -42,7 +44,7 @@ def gaps(trajectories) -> list[list[tuple[int, float]]]:
         whole = [token for turn in trajectory.turns for token in turn.token_ids]
         ids[row, : len(whole)], segments[row, : len(whole)] = whole, 1
     versions = {v for t in trajectories for turn in t.turns for v in turn.versions}
-    expected = {version: np.asarray(_scores(version)(ids, segments)) for version in versions}
+    expected = {version: np.asarray(_scores(version, model)(ids, segments)) for version in versions}
     found = []
     for row, trajectory in enumerate(trajectories):
         position, own = 0, []

@@ -314,7 +314,7 @@ def attention_over_pages(
         group and its window (None: all). The layer's pages hold the queries' own tokens already; of
         `share`, `scatter` and `sinks_KG` see `attend_pages`.
     """
-    windows = [window or None for window in group_layers(model.layer_windows).windows]
+    windows = [window or None for window in group_layers(model.paged_windows).windows]
     tables = [cache.table[:, group] for group in range(len(windows))]
     settings = {"scale": model.attention_scale, "softcap": model.attention_softcap}
     interpret = platform in (None, "cpu")

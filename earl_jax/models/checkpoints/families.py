@@ -33,23 +33,34 @@ class Weight:
     """A tensor of a checkpoint: its name, and its axes ("KGH D").
 
     "{layer}" and "{expert}" in the name are numbers; each layer and expert is a tensor of its own.
-    Where two parameters share a tensor, it has a last axis "2", of which this one is number
-    `entry`: of "D F2" the columns `entry`, `entry` + 2, ...
+    A dot is an axis of one number.
+
+    Where parameters share a tensor, one of its axes is cut between letters, at "|": each place of
+    those before has the numbers of all these parameters, one parameter after the other in the order
+    of the table. Of "D F|" and "D F|" the one has the even columns, the other the odd ones; of
+    "|KH D" and "|F D" the one has the first rows, the other those behind. Of the numbers of such a
+    place the parameter's begin at `first`, and there are `total`.
     """
 
     name: str
     axes: str
-    entry: int = 0
+    first: int = 0
+    total: int = 0
 
     @property
     def letters(self) -> str:
         """The axes that the parameter has too, in the order of the tensor."""
-        return self.axes.replace(" ", "").removesuffix("2")
+        return "".join(filter(str.isalpha, self.axes))
 
     @property
     def is_shared(self) -> bool:
         """True if the tensor has another parameter too."""
-        return self.axes.endswith("2")
+        return "|" in self.axes
+
+    @property
+    def shared_letters(self) -> str:
+        """The letters behind the cut."""
+        return self.axes.partition("|")[2].partition(" ")[0]
 
 
 # Keyed by where parameters.py has the parameter.
@@ -108,15 +119,11 @@ _GPT_OSS: Mapping[str, Weight] = {
     "layers.sinks": Weight("model.layers.{layer}.self_attn.sinks", "KG"),
     "layers.router": Weight("model.layers.{layer}.mlp.router.weight", "X D"),
     "layers.router_bias": Weight("model.layers.{layer}.mlp.router.bias", "X"),
-    "layers.expert_gate": Weight("model.layers.{layer}.mlp.experts.gate_up_proj", "E D F2", 0),
-    "layers.expert_up": Weight("model.layers.{layer}.mlp.experts.gate_up_proj", "E D F2", 1),
+    "layers.expert_gate": Weight("model.layers.{layer}.mlp.experts.gate_up_proj", "E D F|"),
+    "layers.expert_up": Weight("model.layers.{layer}.mlp.experts.gate_up_proj", "E D F|"),
     "layers.expert_down": Weight("model.layers.{layer}.mlp.experts.down_proj", "E F D"),
-    "layers.expert_gate_bias": Weight(
-        "model.layers.{layer}.mlp.experts.gate_up_proj_bias", "E F2", 0
-    ),
-    "layers.expert_up_bias": Weight(
-        "model.layers.{layer}.mlp.experts.gate_up_proj_bias", "E F2", 1
-    ),
+    "layers.expert_gate_bias": Weight("model.layers.{layer}.mlp.experts.gate_up_proj_bias", "E F|"),
+    "layers.expert_up_bias": Weight("model.layers.{layer}.mlp.experts.gate_up_proj_bias", "E F|"),
     "layers.expert_down_bias": Weight("model.layers.{layer}.mlp.experts.down_proj_bias", "E D"),
 }
 
@@ -136,6 +143,62 @@ _DEEPSEEK: Mapping[str, Weight] = {
     "layers.router_correction": Weight(
         "model.layers.{layer}.mlp.gate.e_score_correction_bias", "X"
     ),
+}
+
+
+_SHARED_EXPERT: Mapping[str, Weight] = {
+    "layers.shared_gate": Weight("model.layers.{layer}.mlp.shared_expert.gate_proj.weight", "F D"),
+    "layers.shared_up": Weight("model.layers.{layer}.mlp.shared_expert.up_proj.weight", "F D"),
+    "layers.shared_down": Weight("model.layers.{layer}.mlp.shared_expert.down_proj.weight", "D F"),
+    "layers.shared_router": Weight("model.layers.{layer}.mlp.shared_expert_gate.weight", "X D"),
+}
+# As `transformers` 5 has experts, and Qwen3.5 is published.
+_FUSED_EXPERTS: Mapping[str, Weight] = {
+    "layers.expert_gate": Weight("model.layers.{layer}.mlp.experts.gate_up_proj", "E |F D"),
+    "layers.expert_up": Weight("model.layers.{layer}.mlp.experts.gate_up_proj", "E |F D"),
+    "layers.expert_down": Weight("model.layers.{layer}.mlp.experts.down_proj", "E D F"),
+}
+# Layers of linear attention, and the gate that attention has beside them: of each head behind its
+# query.
+_LINEAR: Mapping[str, Weight] = {
+    "layers.query": Weight("model.layers.{layer}.self_attn.q_proj.weight", "KG|H D"),
+    "layers.attention_gate": Weight("model.layers.{layer}.self_attn.q_proj.weight", "KG|H D"),
+    "layers.linear_query_taps": Weight("model.layers.{layer}.linear_attn.conv1d.weight", "|KH . I"),
+    "layers.linear_key_taps": Weight("model.layers.{layer}.linear_attn.conv1d.weight", "|KH . I"),
+    "layers.linear_value_taps": Weight(
+        "model.layers.{layer}.linear_attn.conv1d.weight", "|KGH . I"
+    ),
+    "layers.linear_decay_bias": Weight("model.layers.{layer}.linear_attn.dt_bias", "KG"),
+    "layers.linear_log_decay": Weight("model.layers.{layer}.linear_attn.A_log", "KG"),
+    "layers.linear_norm": Weight("model.layers.{layer}.linear_attn.norm.weight", "H"),
+    "layers.linear_out": Weight("model.layers.{layer}.linear_attn.out_proj.weight", "D KGH"),
+}
+# In one tensor by heads of keys, or in one end to end and in three.
+_LINEAR_BY_HEADS: Mapping[str, Weight] = {
+    f"layers.linear_{name}": Weight(
+        f"model.layers.{{layer}}.linear_attn.in_proj_{tensor}.weight", axes
+    )
+    for name, tensor, axes in (
+        ("query", "qkvz", "K|H D"),
+        ("key", "qkvz", "K|H D"),
+        ("value", "qkvz", "K|GH D"),
+        ("gate", "qkvz", "K|GH D"),
+        ("rate", "ba", "K|G D"),
+        ("decay", "ba", "K|G D"),
+    )
+}
+_LINEAR_APART: Mapping[str, Weight] = {
+    f"layers.linear_{name}": Weight(
+        f"model.layers.{{layer}}.linear_attn.in_proj_{tensor}.weight", axes
+    )
+    for name, tensor, axes in (
+        ("query", "qkv", "|KH D"),
+        ("key", "qkv", "|KH D"),
+        ("value", "qkv", "|KGH D"),
+        ("gate", "z", "KGH D"),
+        ("rate", "b", "KG D"),
+        ("decay", "a", "KG D"),
+    )
 }
 
 
@@ -186,6 +249,9 @@ class Family:
     `expert_keys` are the keys of settings of experts, which a family without them never reads.
     Where `width_by_heads`, `transformers` reads only models whose heads divide their width.
     `quantization` is the quant_method of weights that are read (quantised ones are never written).
+    A family that is the `text_of` a model_type that reads images as well is read from its
+    checkpoints too, of which the text_config and the weights of "model.language_model." count;
+    `fused_weights` are those that differ there.
     """
 
     architecture: str
@@ -198,11 +264,18 @@ class Family:
     width_by_heads: bool = False
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     quantization: str = ""
+    text_of: str = ""
+    fused_weights: Mapping[str, Weight] = dataclasses.field(default_factory=dict)
 
     @property
     def has_latents(self) -> bool:
         """True for latent attention, with the mixtures of DeepSeek (hf_deepseek.py)."""
         return "latent_size" not in self.layers
+
+    @property
+    def has_states(self) -> bool:
+        """True for layers of linear attention (hf_linear.py)."""
+        return "attention_every" not in self.layers
 
 
 # Of DeepSeek.
@@ -216,8 +289,11 @@ _NO_LATENTS: Mapping[str, Any] = {
     "expert_groups": 1,
     "expert_scale": 1.0,
 }
+_NO_STATES: Mapping[str, Any] = {"attention_every": 0, "attention_gate": False, "rope_size": 0}
 _PLAIN: Mapping[str, Any] = {
     **_NO_LATENTS,
+    **_NO_STATES,
+    "shared_ffn_gate": False,
     "attention_bias": False,
     "out_bias": False,
     "attention_sinks": False,
@@ -240,6 +316,8 @@ _SILU = {"hidden_act": "silu"}
 _NO_BIAS = {"attention_bias": False}
 _GEMMA: Mapping[str, Any] = {
     **_NO_LATENTS,
+    **_NO_STATES,
+    "shared_ffn_gate": False,
     "attention_bias": False,
     "out_bias": False,
     "attention_sinks": False,
@@ -268,7 +346,36 @@ def _without(settings: Mapping[str, Any], *fields: str) -> dict[str, Any]:
     return {field: value for field, value in settings.items() if field not in fields}
 
 
-_LATENTS: Mapping[str, Any] = _without(_PLAIN, *_NO_LATENTS, "num_experts")
+_LATENTS: Mapping[str, Any] = _without(_PLAIN, *_NO_LATENTS, "num_experts", "rope_size")
+# Of Qwen3-Next and Qwen3.5.
+_STATES: Mapping[str, Any] = {
+    **_without(_PLAIN, *_NO_STATES),
+    "attention_gate": True,
+    "query_key_norm": "head",
+    "norm_from_one": True,
+}
+_STATE_MIXTURE: Mapping[str, Any] = {
+    **_without(_STATES, "num_experts", "shared_ffn_size"),
+    "shared_ffn_gate": True,
+}
+_STATE_DEFAULTS: Mapping[str, Any] = {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_MIXTURE_DEFAULTS: Mapping[str, Any] = {
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+    # Of a model all of whose layers have experts it is not read; nor is it written for Qwen3.5.
+    "intermediate_size": 5632,
+}
 _LATENT_WEIGHTS: Mapping[str, Weight] = {
     **_without(_WEIGHTS, "layers.key", "layers.value"),
     **_EXPERTS,
@@ -459,6 +566,54 @@ FAMILIES: Mapping[str, Family] = {
         },
         quantization="fp8",
     ),
+    "qwen3_next": Family(
+        architecture="Qwen3NextForCausalLM",
+        layers=_STATE_MIXTURE,
+        required=_SILU | _NO_BIAS | {"decoder_sparse_step": 1, "mlp_only_layers": []},
+        weights={
+            **_WEIGHTS,
+            **_NORMS,
+            **_EXPERTS,
+            **_SHARED_EXPERT,
+            **_LINEAR,
+            **_LINEAR_BY_HEADS,
+        },
+        defaults={
+            **_STATE_DEFAULTS,
+            **_MIXTURE_DEFAULTS,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+        },
+    ),
+    "qwen3_5_text": Family(
+        architecture="Qwen3_5ForCausalLM",
+        layers=_STATES,
+        required=_SILU | _NO_BIAS,
+        weights={**_WEIGHTS, **_NORMS, **_LINEAR, **_LINEAR_APART},
+        defaults={**_STATE_DEFAULTS, "num_key_value_heads": 4},
+        text_of="qwen3_5",
+    ),
+    "qwen3_5_moe_text": Family(
+        architecture="Qwen3_5MoeForCausalLM",
+        layers={**_STATE_MIXTURE, "normalize_expert_weights": True},
+        required=_SILU | _NO_BIAS,
+        weights={
+            **_WEIGHTS,
+            **_NORMS,
+            **_EXPERTS,
+            **_SHARED_EXPERT,
+            **_LINEAR,
+            **_LINEAR_APART,
+        },
+        defaults={
+            **_STATE_DEFAULTS,
+            **_MIXTURE_DEFAULTS,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+        },
+        text_of="qwen3_5_moe",
+        fused_weights=_FUSED_EXPERTS,
+    ),
     "smollm3": Family(
         architecture="SmolLM3ForCausalLM",
         layers=_without(_PLAIN, "no_rope_every"),
@@ -519,6 +674,20 @@ _REFUSED = {
 }
 
 
+def text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Returns the config.json of the text part of a model that reads images too, else None."""
+    for name, family in FAMILIES.items():
+        if family.text_of and settings.get("model_type") == family.text_of:
+            text = settings.get("text_config")
+            if not isinstance(text, Mapping):
+                raise InputError(f"text_config is {text!r}; it must be an object")
+            kept = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+            above = {key: settings[key] for key in kept if key in settings}
+            own = {"model_type": name, "architectures": [family.architecture]}
+            return {**above, **text, **own}
+    return None
+
+
 def family_named(settings: Mapping[str, Any]) -> Family:
     """Returns the family of a config.json. Raises ValueError listing those known."""
     name = settings.get("model_type")
@@ -533,6 +702,7 @@ def family_of(model: ModelConfig) -> Family:
     for family in FAMILIES.values():
         fixed = all(getattr(model, field) == value for field, value in family.layers.items())
         fixed = fixed and family.has_latents == (model.latent_size > 0)
+        fixed = fixed and family.has_states == model.has_states
         if fixed and _has_windows(family, model):
             if family.width_by_heads and model.width % model.num_heads:
                 raise InputError(

@@ -22,7 +22,12 @@ from safetensors import SafetensorError, safe_open
 
 from earl_jax.models.blocks import BLOCK_BYTES, Region, block_shape, fill
 from earl_jax.models.checkpoints import fp8, mxfp4
-from earl_jax.models.checkpoints.families import Family, Weight, family_named
+from earl_jax.models.checkpoints.families import (
+    Family,
+    Weight,
+    family_named,
+    text_settings,
+)
 from earl_jax.models.checkpoints.hf_settings import read_settings
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import (
@@ -56,7 +61,10 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A folder and the contents of its config.json. `dtype` is the type of its weights."""
+    """A folder and the contents of its config.json. `dtype` is the type of its weights.
+
+    Of a model that `has_images` the settings are those of its text part.
+    """
 
     folder: Path
     settings: Mapping[str, Any]
@@ -64,6 +72,7 @@ class Checkpoint:
     vocab_size: int
     family: Family
     dtype: str
+    has_images: bool = False
 
     @property
     def max_context(self) -> int | None:
@@ -90,20 +99,27 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise InputError(f"{path} cannot be read: {error}") from error
     if not isinstance(settings, dict):
         raise InputError(f"{path} is no JSON object")
-    dtype = settings.get("dtype", settings.get("torch_dtype")) or "float32"
     try:
+        text = text_settings(settings)
+        settings = settings if text is None else text
+        dtype = settings.get("dtype", settings.get("torch_dtype")) or "float32"
         model, vocab_size = read_settings(settings)
         if dtype not in DTYPES:
             raise InputError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     except ValueError as error:
         raise InputError(f"{path}: {error}") from error
+    family = family_named(settings)
+    if text is not None:
+        weights = {**family.weights, **family.fused_weights}
+        family = dataclasses.replace(family, weights=weights)
     return Checkpoint(
         folder=folder,
         settings=settings,
         model=model,
         vocab_size=vocab_size,
-        family=family_named(settings),
+        family=family,
         dtype=dtype,
+        has_images=text is not None,
     )
 
 
@@ -147,9 +163,24 @@ def key_of(path: Any) -> str:
 
 
 def weights_of(specs: Any, family: Family) -> dict[str, Weight]:
-    """Returns the family's table for the parameters of this model."""
+    """Returns the family's table for the parameters of this model.
+
+    Where parameters share a tensor, with the places of each.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
-    return {key_of(path): family.weights[key_of(path)] for path, _ in leaves}
+    by_key = {key_of(path): spec for path, spec in leaves}
+    totals: dict[str, int] = {}
+    found: dict[str, Weight] = {}
+    for key, weight in family.weights.items():
+        if key in by_key and weight.is_shared:
+            sizes = dict(zip(by_key[key].axes, by_key[key].shape, strict=True))
+            first = totals.get(weight.name, 0)
+            number = math.prod(sizes[letter] for letter in weight.shared_letters)
+            totals[weight.name] = first + number
+            found[key] = dataclasses.replace(weight, first=first)
+    for key, weight in found.items():
+        found[key] = dataclasses.replace(weight, total=totals[weight.name])
+    return {key: found.get(key, family.weights[key]) for key in by_key}
 
 
 class _Tensors:
@@ -180,6 +211,12 @@ class _Tensors:
             self.files = dict.fromkeys(keys, folder / SINGLE)
         else:
             raise InputError(f"{folder} holds neither {SINGLE} nor {INDEX}")
+        # By the names of the text part alone, those in the files.
+        self._stored_names: dict[str, str] = {}
+        if checkpoint.has_images:
+            text = {name: _text_name(name) for name in self.files}
+            self._stored_names = {new: name for name, new in text.items() if new}
+            self.files = {new: self.files[name] for new, name in self._stored_names.items()}
         # A quantised tensor is two in the files, and read as one.
         self._scales: dict[str, Path] = {}
         self._quantized = checkpoint.settings.get("quantization_config") or {}
@@ -237,9 +274,16 @@ class _Tensors:
 
     def _stored(self, name: str, file: Path) -> Any:
         try:
-            return self._handle(name, file).get_slice(name)
+            return self._handle(name, file).get_slice(self._stored_names.get(name, name))
         except SafetensorError as error:
             raise InputError(f"{name} cannot be read from {file}: {error}") from error
+
+
+def _text_name(name: str) -> str:
+    """Returns the name that a tensor has in a model of text alone; "": it is not part of one."""
+    if name.startswith("model.visual."):
+        return ""
+    return name.replace("model.language_model.", "model.", 1)
 
 
 def _where_cut(file: Path, name: str) -> tuple[str, str]:
@@ -264,9 +308,16 @@ def _where_cut(file: Path, name: str) -> tuple[str, str]:
 
 def tensor_sizes(spec: ParameterSpec, weight: Weight) -> tuple[dict[str, int], tuple[int, ...]]:
     """Returns the size of each letter, and the shape that the tensor has in its file."""
-    sizes = dict(zip(spec.axes, spec.shape, strict=True)) | {"2": 2}
-    shape = tuple(math.prod(sizes[letter] for letter in group) for group in weight.axes.split())
-    return sizes, shape
+    sizes = dict(zip(spec.axes, spec.shape, strict=True)) | {".": 1}
+
+    def length(group: str) -> int:
+        whole, cut, _ = group.partition("|")
+        return math.prod(sizes[letter] for letter in whole) * (weight.total if cut else 1)
+
+    return sizes, tuple(
+        length(group) if "|" in group else math.prod(sizes[letter] for letter in group)
+        for group in weight.axes.split()
+    )
 
 
 def tensor_names(
@@ -290,7 +341,7 @@ def tensor_blocks(weight: Weight, axes: str, local_shape: tuple[int, ...]) -> tu
     """Returns the blocks of a device's part: of one tensor each, cut along axes of its file."""
     num_stacked = len(axes) - len(weight.letters)
     # Of letters that are one axis of the tensor, the first can be cut.
-    outer = "".join(group[0] for group in weight.axes.split())
+    outer = "".join(group.strip("|")[0] for group in weight.axes.split() if group != ".")
     return block_shape(axes, local_shape, num_stacked, outer)
 
 
@@ -330,6 +381,7 @@ def _check(tensors: _Tensors, specs: Any, checkpoint: Checkpoint) -> None:
     extra = checkpoint.settings.get("num_nextn_predict_layers") or 0
     # Layers for multi-token prediction stand behind the others; `transformers` leaves them out too.
     unread = tuple(f"model.layers.{model.num_layers + number}." for number in range(extra))
+    unread = ("mtp.", *unread) if family.has_states else unread
     for name, file in tensors.files.items():
         if name.startswith(unread):
             continue
@@ -370,19 +422,47 @@ def _read(
     sizes, _ = tensor_sizes(spec, weight)
     ranges = dict(zip(spec.axes, region, strict=True))
     cuts, lengths, inner = [], [], []
-    for group in weight.axes.split():
+    # By the number of an axis that is shared: the parts of it that are this parameter's.
+    parts: dict[int, list[slice]] = {}
+    for axis, group in enumerate(weight.axes.split()):
+        if group == ".":
+            cuts.append(slice(0, 1))
+            continue
         # The first letter of a group is cut in the file; the others are beside it, whole.
-        first, others = group[0], group[1:].removesuffix("2")
+        whole, _, shared = group.partition("|")
+        first, others = (whole + shared)[0], (whole + shared)[1:]
         step = math.prod(sizes[letter] for letter in others)
         start, stop = ranges[first]
         cuts.append(slice(start * step, stop * step))
-        if group.endswith("2"):
-            cuts[-1] = slice(2 * start * step + weight.entry, 2 * stop * step, 2)
+        if "|" in group:
+            parts[axis] = _shared_parts(weight, whole, sizes, cuts[-1])
         lengths += [stop - start, *(sizes[letter] for letter in others)]
         inner += [slice(None), *(slice(*ranges[letter]) for letter in others)]
     num_stacked = len(spec.axes) - len(lengths)
     name = names[tuple(start for start, _ in region[:num_stacked])]
-    values = tensors.read(name, tuple(cuts))
+    values = _read_parts(tensors, name, cuts, parts)
     values = values.reshape(lengths)[tuple(inner)].transpose(axes_order(weight, spec.axes))
     shape = [stop - start for start, stop in region]
     return np.ascontiguousarray(values, dtype=DTYPES[dtype]).reshape(shape)
+
+
+def _shared_parts(weight: Weight, whole: str, sizes: Mapping[str, int], cut: slice) -> list[slice]:
+    """Returns the parts of a shared axis with the numbers `cut` of this parameter's own."""
+    if not whole:
+        return [slice(weight.first + cut.start, weight.first + cut.stop)]
+    number = math.prod(sizes[letter] for letter in weight.shared_letters)
+    begin, end = cut.start // number, cut.stop // number
+    if number == 1:
+        return [slice(begin * weight.total + weight.first, end * weight.total, weight.total)]
+    firsts = (place * weight.total + weight.first for place in range(begin, end))
+    return [slice(first, first + number) for first in firsts]
+
+
+def _read_parts(
+    tensors: _Tensors, name: str, cuts: list[slice], parts: Mapping[int, list[slice]]
+) -> np.ndarray:
+    """Reads a part of a tensor; of an axis among `parts` these, one after the other."""
+    for axis, own in parts.items():
+        read = [tensors.read(name, (*cuts[:axis], part, *cuts[axis + 1 :])) for part in own]
+        return read[0] if len(read) == 1 else np.concatenate(read, axis)
+    return tensors.read(name, tuple(cuts))

@@ -16,6 +16,7 @@ from earl_jax.models.checkpoints.hf_deepseek import (
     written_deepseek,
     written_mscale,
 )
+from earl_jax.models.checkpoints.hf_linear import read_states, written_states
 from earl_jax.models.checkpoints.hf_values import read_flag, read_number, read_size
 from earl_jax.models.config import ModelConfig, RopeScaling
 from earl_jax.settings.errors import InputError
@@ -39,7 +40,7 @@ def read_settings(settings: Mapping[str, Any]) -> tuple[ModelConfig, int]:
         ValueError: an unknown family, a missing key, or one that would be computed wrongly.
     """
     family = family_named(settings)
-    for key, value in {**_REQUIRED, **family.required}.items():
+    for key, value in {**({} if family.has_states else _REQUIRED), **family.required}.items():
         if settings.get(key) not in (None, value):
             raise InputError(f"{key} is {settings[key]!r}; only {value!r} can be computed")
     _check_quantization(settings.get("quantization_config"), family)
@@ -113,11 +114,15 @@ def _read_layers(settings: Mapping[str, Any], family: Family, head_size: int) ->
         layers["no_rope_every"] = _read_no_rope(settings)
     if family.has_latents:
         layers |= read_latents(settings, family) | read_mixture(settings, family)
+    if family.has_states:
+        layers |= read_states(settings, family, head_size)
     return layers
 
 
 def _read_windows(settings: Mapping[str, Any], family: Family) -> tuple[int, ...]:
     """Returns ModelConfig.windows, the shortest pattern that gives them."""
+    if family.has_states:
+        return ()  # layer_types says which layers attend (hf_linear.py)
     num_layers = read_size(settings, "num_hidden_layers")
     usual = _usual_kinds(settings, family, num_layers)
     kinds = settings.get("layer_types") or usual
@@ -195,6 +200,10 @@ def _read_rope(settings: Mapping[str, Any], family: Family) -> tuple[float, Rope
         wanted = "for each layer type" if by_layer_type and is_newer else "for all layers at once"
         raise InputError(f"{key} is {rope!r}; this model_type has it {wanted}")
     if not by_layer_type:
+        if family.has_states:
+            # How much of a head rotates is another setting; of text all three positions are one.
+            own = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+            rope = {name: value for name, value in rope.items() if name not in own}
         theta, scaling = _one_rope(rope, settings, "rope_theta", key)
         if family.has_latents and scaling.kind == "yarn":
             scaling = dataclasses.replace(scaling, score_mscale=read_score_mscale(rope))
@@ -303,6 +312,7 @@ def write_settings(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
         **_written_scores(model, family),
         **_written_experts(model, family),
         **_written_no_rope(model, family),
+        **(written_states(model) if family.has_states else {}),
         **family.required,
     }
 
@@ -324,6 +334,9 @@ def _written_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
             if not scaling.truncate:
                 rope["truncate"] = False
             rope |= written_mscale(scaling)
+    if family.has_states:
+        # Where `transformers` 5 looks for it.
+        rope["partial_rotary_factor"] = model.rotated_size / model.head_size
     if "window_rope_theta" in family.layers:
         return {"rope_parameters": rope}
     local = {"rope_type": "default", "rope_theta": model.window_rope_theta}

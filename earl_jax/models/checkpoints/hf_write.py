@@ -19,7 +19,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from earl_jax.models.blocks import drain
-from earl_jax.models.checkpoints.families import Weight, family_of
+from earl_jax.models.checkpoints.families import (
+    Family,
+    Weight,
+    family_named,
+    family_of,
+)
 from earl_jax.models.checkpoints.hf_read import (
     DTYPES,
     INDEX,
@@ -85,7 +90,11 @@ def save_checkpoint(
     """
     with whole_folder(folder) as partial:
         leaf_of = _one_at_a_time(parameters_of(params), bring)
-        _write_weights(partial, leaf_of, model, vocab_size, dtype, max_shard_bytes)
+        # Layers of one model may be those of several families.
+        family = family_of(model) if source is None else family_named(source.settings)
+        specs = parameter_specs(model, vocab_size)
+        planned = list(_planned(specs, family, model.num_layers, dtype))
+        _write_weights(partial, leaf_of, planned, max_shard_bytes)
         config, generation = _texts(model, vocab_size, tokenizer, dtype, max_positions, source)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         (partial / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
@@ -160,14 +169,8 @@ def _one_at_a_time(
 
 
 def _write_weights(
-    folder: Path,
-    leaf_of: Callable[[str], Leaf],
-    model: ModelConfig,
-    vocab_size: int,
-    dtype: str,
-    max_bytes: int,
+    folder: Path, leaf_of: Callable[[str], Leaf], parts: "list[_Planned]", max_bytes: int
 ) -> None:
-    parts = list(_planned(model, vocab_size, dtype))
     plan = _shards({part.name: part for part in parts}, max_bytes)
     places: dict[str, tuple[Path, int]] = {}
     for number, shard in enumerate(plan, start=1):
@@ -190,7 +193,7 @@ def _write_weights(
 class _Planned:
     """A tensor to write: the part at `index` (see `tensor_names`) of the parameter `key`.
 
-    Or half of a tensor that two parameters share.
+    Or its part of a tensor that parameters share.
     """
 
     name: str
@@ -207,14 +210,13 @@ class _Planned:
         return math.prod(self.shape) * np.dtype(DTYPES[self.dtype]).itemsize
 
 
-def _planned(model: ModelConfig, vocab_size: int, dtype: str) -> Iterator[_Planned]:
-    specs = parameter_specs(model, vocab_size)
-    weights = weights_of(specs, family_of(model))
+def _planned(specs: Any, family: Family, num_layers: int, dtype: str) -> Iterator[_Planned]:
+    weights = weights_of(specs, family)
     for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
         weight = weights[key_of(path)]
         shape = tensor_sizes(spec, weight)[1]
         own = "float32" if path[-1].key in FP32_PARAMETERS else dtype
-        for name, index in tensor_names(path, spec, weight, model.num_layers):
+        for name, index in tensor_names(path, spec, weight, num_layers):
             yield _Planned(
                 name=name,
                 key=key_of(path),
@@ -261,10 +263,17 @@ def _make_file(path: Path, shard: list[_Planned]) -> dict[str, tuple[Path, int]]
 
 
 def _put(file: BinaryIO, part: _Planned, values: np.ndarray) -> None:
-    """Writes a tensor, or its half beside the other one, at the file's position."""
-    if part.weight.is_shared:
-        pairs = np.memmap(file, values.dtype, "r+", file.tell(), (len(values), 2))
-        pairs[:, part.weight.entry] = values
+    """Writes a tensor, or its part beside others, at the file's position."""
+    weight = part.weight
+    if weight.is_shared:
+        # Behind the axis that is cut.
+        groups = weight.axes.split()
+        [axis] = [axis for axis, group in enumerate(groups) if "|" in group]
+        rest = math.prod(part.shape[axis + 1 :])
+        shape = math.prod(part.shape) // (weight.total * rest), weight.total * rest
+        own = values.reshape(shape[0], -1)
+        rows = np.memmap(file, values.dtype, "r+", file.tell(), shape)
+        rows[:, weight.first * rest : weight.first * rest + own.shape[1]] = own
     else:
         file.write(values.data)
 
