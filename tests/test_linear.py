@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from earl_jax.config.file import make_config
 from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import Pool
 from earl_jax.engine.session import Policy, relocate
@@ -32,6 +33,7 @@ from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows
 from earl_jax.models.parameters import check_tensor_axis
+from earl_jax.serving.serve_flags import check_against_model, parse_flags
 from earl_jax.sharding.layout import MeshShape, make_layout
 from tests.support.environments import Talker
 from tests.support.episodes import (
@@ -366,6 +368,12 @@ def test_drafts_and_context_are_refused():
         Engine(drafting, made.layout)
     with pytest.raises(ValueError, match="context=2, .* not cut over context; use data"):
         Engine(made.config, make_layout(MeshShape(context=2)))
+    given = ["model.preset=qwen3-next-80b-a3b", "rollout.preemption_host_gib=1"]
+    with pytest.raises(ValueError, match="preemption_host_gib = 1.0 has no effect .* read again"):
+        make_config({}, given)
+    flags = parse_flags(["--model=x", "--keep_replies"])
+    with pytest.raises(ValueError, match="--keep_replies has no effect on this model, .* states"):
+        check_against_model(flags, MeshShape(), "x", LINEAR, 64, None)
     assert "are cut over context; use data" in str(check_tensor_axis(LINEAR, 64, 1, 1, 1, 2))
     assert check_tensor_axis(LINEAR, 64, 2, 2) is None
     odd = dataclasses.replace(LINEAR, num_heads=3, num_kv_heads=3, width=36, ffn_size=36)

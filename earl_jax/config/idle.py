@@ -86,6 +86,10 @@ def _idle_model(config: "Config") -> Iterator[_Idle]:
 
 
 def _idle_rollout(config: "Config") -> Iterator[_Idle]:
+    read_again = "the states of linear attention are no pages: preempted episodes are read again"
+    # The model of a path is known later.
+    has_states = config.model.has_states and not config.model.path
+    yield has_states, "rollout.preemption_host_gib", read_again
     apart = "config.devices.num_rollout gives the trainer devices of its own"
     yield config.devices.are_apart, "selector.offload", apart
     ours = "without config.model.path the chat template is ours, which only appends"

@@ -259,6 +259,11 @@ def check_against_model(
         obstacle = f"a page of {EngineConfig.page_size} tokens does not divide by {mesh.context}"
     if obstacle:
         raise InputError(f"--mesh={mesh} cannot hold this model: {obstacle}")
+    if model.has_states and flags.keep_replies:
+        raise InputError(
+            "--keep_replies has no effect on this model, whose layers of linear attention have "
+            "states that do not go back to where a request begins: remove it"
+        )
     shards = math.prod(getattr(mesh, axis) for axis in ROLLOUT_ROWS)
     if flags.num_slots % shards:
         raise InputError(
