@@ -237,7 +237,8 @@ class AsyncPlayer:
         live, placement, cluster = self._live, self._placement, self._run.cluster
         groups = live.groups
         learn = placement.learn_programs
-        with self._timer("rollout"):
+        interrupts = self._run.config.asynchrony.interrupts
+        with contextlib.nullcontext() if interrupts else self._timer("rollout"):
             _, end = end_of(placement, live.end_rounds)
         gather_ends(cluster, None, "the rounds with the weights before", end, learn)
         forbid = self._run.config.dispatch.forbid_host_bytes

@@ -230,7 +230,7 @@ def _mixed_scores(model: ModelConfig):
                 return query
 
             def block(layer, x_BTD, attend, kind=kind):
-                parts = Parts(attend, _no_experts, contract_flat)
+                parts = Parts(attend, _no_experts, _no_states, contract_flat)
                 return _block(model, kind, layer, x_BTD, positions_BT, parts)
 
             for layer in layers:
@@ -257,6 +257,10 @@ def _mixed_scores(model: ModelConfig):
 
 def _no_experts(layer: Any, x_BTD: jax.Array) -> jax.Array:
     raise NotImplementedError("of dense models only")
+
+
+def _no_states(mixed: Any) -> jax.Array:
+    raise NotImplementedError("of models that attend in all layers only")
 
 
 def trainer_params(values: Mapping[str, Any]) -> dict[str, Any]:
