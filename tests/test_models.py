@@ -19,9 +19,9 @@ from earl_jax.models.decoder import (
     forward_chunk,
     forward_rows,
     head_weights,
-    rms_norm,
 )
 from earl_jax.models.kv_cache import PagedCache
+from earl_jax.models.layers.parts import rms_norm
 from earl_jax.models.parameters import (
     check_tensor_axis,
     init_parameters,

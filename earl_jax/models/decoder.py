@@ -4,18 +4,17 @@
 
 `forward_rows` is the trainer's: whole rows, layers stacked, one scan. `forward_chunk` is the
 engine's: the next few tokens of many rows against their caches, layers unrolled. Both run the same
-`_block`, so what the engine samples from is what the trainer scores.
+`compute_layer`, so what the engine samples from is what the trainer scores.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from earl_jax.models.activations import gated, recompute_backward
 from earl_jax.models.attention.attention_shards import on_own_heads
 from earl_jax.models.attention.delta_rule import Mixed, mix_cached, mix_rows
 from earl_jax.models.attention.folding import fold
@@ -26,18 +25,17 @@ from earl_jax.models.attention.kernels import (
     choose_pages_kernel,
 )
 from earl_jax.models.attention.page_shares import TokenShare, own_share, share_tokens
-from earl_jax.models.attention.rows import Window, cap
+from earl_jax.models.attention.rows import cap
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.contraction import (
-    Contract,
     contract_by_axes,
     contract_flat,
-    mark_product,
     recomputed,
 )
 from earl_jax.models.kv_cache import PagedCache, write, writes_whole_pages
 from earl_jax.models.layer_groups import group_layers
-from earl_jax.models.lora import project
+from earl_jax.models.layers.layer import compute_layer
+from earl_jax.models.layers.parts import LayerKind, Parts, layer_kind, norm
 from earl_jax.models.moe.experts import experts_of_rows, experts_of_shard
 from earl_jax.models.moe.routing import Routing, routing_of_rows
 from earl_jax.models.parameters import (
@@ -47,83 +45,11 @@ from earl_jax.models.parameters import (
     periods,
     uniform_stacks,
 )
-from earl_jax.models.rotary import rope_frequencies, rotate
 from earl_jax.settings.remat import Remat
 from earl_jax.sharding.layout import Layout
 
-
-class Parts(NamedTuple):
-    """The functions of a layer that training and decoding differ in.
-
-    `attend(query, key, value, sinks)`, sinks being None without attention sinks;
-    `mix_experts(layer, x)`, which is not called for a dense layer; `mix_states(inputs)`, for layers
-    of linear attention; `contract(equation, x, weight)`
-    computes the products of projections (contraction.py). With `reads_latents` keys are latents of
-    latent attention with a rotated key behind, values None, and results latents.
-    """
-
-    attend: Callable[[jax.Array, jax.Array, jax.Array | None, jax.Array | None], jax.Array]
-    mix_experts: Callable[[Any, jax.Array], jax.Array]
-    mix_states: Callable[[Mixed], jax.Array]
-    contract: Contract
-    reads_latents: bool = False
-
-    def project(self, equation: str, x: jax.Array, weight: Any) -> jax.Array:
-        """Computes a projection (lora.py), whose result remat may keep."""
-        return mark_product(project(equation, x, weight, self.contract))
-
-
 # A window that reaches over any row, for layers without one beside layers that have one.
 WITHOUT_END = 2**30
-# Of the norms of latents, whatever that of others is, as in `transformers`.
-_LATENT_EPS = 1e-6
-
-
-def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
-    """Root mean square normalisation (arXiv 1910.07467) in fp32, in the type of the input.
-
-    Over the axes of the scale, which are the last ones, whatever axes are before them.
-    """
-    axes = tuple(range(-scale_D.ndim, 0))
-
-    @recompute_backward
-    def normalised(x_BTD: jax.Array, scale_D: jax.Array) -> jax.Array:
-        x32 = x_BTD.astype(jnp.float32)
-        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=axes, keepdims=True) + eps)
-        scale = jnp.expand_dims(scale_D.astype(jnp.float32), range(x32.ndim - scale_D.ndim))
-        return (x32 * scale).astype(x_BTD.dtype)
-
-    return normalised(x_BTD, scale_D)
-
-
-def _norm(
-    config: ModelConfig, x_BTD: jax.Array, weight_D: jax.Array, eps: float | None = None
-) -> jax.Array:
-    if config.norm_from_one:
-        weight_D = 1.0 + weight_D.astype(jnp.float32)
-    return rms_norm(x_BTD, weight_D, eps or config.norm_eps)
-
-
-class LayerKind(NamedTuple):
-    """The settings in which layers of one model may differ.
-
-    `window` is that of `attention`, `frequencies` and `magnitude` those of `rotate`.
-    """
-
-    window: Window
-    frequencies: jax.Array
-    magnitude: float | jax.Array = 1.0
-
-
-def layer_kind(config: ModelConfig, index: int) -> LayerKind:
-    """Returns the kind of layer `index`."""
-    window = config.layer_windows[index] or None
-    if config.no_rope_every and (index + 1) % config.no_rope_every == 0:
-        return LayerKind(window, jnp.zeros(config.rotated_size // 2))
-    if window and config.window_rope_theta:
-        return LayerKind(window, rope_frequencies(config.rotated_size, config.window_rope_theta))
-    frequencies = rope_frequencies(config.rotated_size, config.rope_theta, config.rope_scaling)
-    return LayerKind(window, frequencies, config.rope_scaling.magnitude)
 
 
 def _windows_to_scan(config: ModelConfig) -> tuple[int, ...]:
@@ -145,192 +71,6 @@ def _kinds_to_scan(config: ModelConfig) -> LayerKind | None:
         jnp.stack([kind.frequencies for kind in kinds]),
         jnp.array([kind.magnitude for kind in kinds], jnp.float32),
     )
-
-
-def _block(
-    config: ModelConfig,
-    kind: LayerKind,
-    layer: Any,
-    x_BTD: jax.Array,
-    positions_BT: jax.Array,
-    parts: Parts,
-) -> jax.Array:
-    """Computes one layer."""
-    x_BTD = x_BTD + _attention_half(config, kind, layer, x_BTD, positions_BT, parts)
-    return x_BTD + _feed_forward_half(config, layer, x_BTD, parts)
-
-
-def _attention_half(
-    config: ModelConfig,
-    kind: LayerKind,
-    layer: Any,
-    x_BTD: jax.Array,
-    positions_BT: jax.Array,
-    parts: Parts,
-) -> jax.Array:
-    """Returns what attention adds to the residual stream."""
-    if config.pre_norms:
-        x_BTD = _norm(config, x_BTD, layer["attention_norm"])
-    if "linear_out" in layer:
-        mixed_BTKGH, out_KGHD = _attend_states(config, layer, x_BTD, parts), layer["linear_out"]
-    else:
-        attend = _attend_latents if config.latent_size else _attend_heads
-        mixed_BTKGH = attend(config, kind, layer, x_BTD, positions_BT, parts)
-        out_KGHD = layer["out"]
-    added_BTD = parts.project("BTKGH,KGHD->BTD", mixed_BTKGH, out_KGHD)
-    if config.out_bias:
-        added_BTD += layer["out_bias"][None, None]
-    return (
-        _norm(config, added_BTD, layer["post_attention_norm"]) if config.post_norms else added_BTD
-    )
-
-
-def _attend_heads(
-    config: ModelConfig,
-    kind: LayerKind,
-    layer: Any,
-    x_BTD: jax.Array,
-    positions_BT: jax.Array,
-    parts: Parts,
-) -> jax.Array:
-    """Returns what heads with keys and values of their own attended to, BTKGH."""
-    query_BTKGH = parts.project("BTD,DKGH->BTKGH", x_BTD, layer["query"])
-    key_BTKH = parts.project("BTD,DKH->BTKH", x_BTD, layer["key"])
-    value_BTKH = parts.project("BTD,DKH->BTKH", x_BTD, layer["value"])
-    if config.attention_bias:
-        query_BTKGH += layer["query_bias"][None, None]
-        key_BTKH += layer["key_bias"][None, None]
-        value_BTKH += layer["value_bias"][None, None]
-    if config.query_key_norm:
-        query_BTKGH = _norm(config, query_BTKGH, layer["query_norm"])
-        key_BTKH = _norm(config, key_BTKH, layer["key_norm"])
-    query_BTKGH, key_BTKH = (
-        _rotate(config, kind, x, positions_BT) for x in (query_BTKGH, key_BTKH)
-    )
-    sinks_KG = layer["sinks"] if config.attention_sinks else None
-    mixed_BTKGH = parts.attend(query_BTKGH, key_BTKH, value_BTKH, sinks_KG)
-    if config.attention_gate:
-        gate_BTKGH = parts.project("BTD,DKGH->BTKGH", x_BTD, layer["attention_gate"])
-        mixed_BTKGH *= jax.nn.sigmoid(gate_BTKGH)
-    return mixed_BTKGH
-
-
-def _rotate(
-    config: ModelConfig, kind: LayerKind, x_BTAH: jax.Array, positions_BT: jax.Array
-) -> jax.Array:
-    """Rotates the first numbers of heads, all of them or `config.rotated_size`."""
-    rotated_BTAH = rotate(
-        x_BTAH[..., : config.rotated_size],
-        positions_BT,
-        kind.frequencies,
-        kind.magnitude,
-        interleaved=config.rope_interleaved,
-    )
-    if config.rotated_size == x_BTAH.shape[-1]:
-        return rotated_BTAH
-    return jnp.concatenate([rotated_BTAH, x_BTAH[..., config.rotated_size :]], axis=-1)
-
-
-def _attend_states(config: ModelConfig, layer: Any, x_BTD: jax.Array, parts: Parts) -> jax.Array:
-    """Returns what heads of linear attention read from their states, BTKGH (delta_rule.py)."""
-    query_BTKH, key_BTKH = (
-        parts.project("BTD,DKH->BTKH", x_BTD, layer[f"linear_{name}"]) for name in ("query", "key")
-    )
-    value_BTKGH, gate_BTKGH = (
-        parts.project("BTD,DKGH->BTKGH", x_BTD, layer[f"linear_{name}"])
-        for name in ("value", "gate")
-    )
-    rate_BTKG, decay_BTKG = (
-        parts.project("BTD,DKG->BTKG", x_BTD, layer[f"linear_{name}"]).astype(jnp.float32)
-        for name in ("rate", "decay")
-    )
-    factor_KG = jnp.exp(layer["linear_log_decay"])
-    step_BTKG = jax.nn.softplus(decay_BTKG + layer["linear_decay_bias"][None, None])
-    mixed = Mixed(
-        query=query_BTKH,
-        key=key_BTKH,
-        value=value_BTKGH,
-        decay=-factor_KG[None, None] * step_BTKG,
-        rate=jax.nn.sigmoid(rate_BTKG),
-        taps=(
-            layer["linear_query_taps"],
-            layer["linear_key_taps"],
-            layer["linear_value_taps"],
-        ),
-    )
-    out_BTKGH = rms_norm(parts.mix_states(mixed), layer["linear_norm"], config.norm_eps)
-    out_BTKGH = out_BTKGH.astype(jnp.float32) * jax.nn.silu(gate_BTKGH.astype(jnp.float32))
-    return out_BTKGH.astype(x_BTD.dtype)
-
-
-def _attend_latents(
-    config: ModelConfig,
-    kind: LayerKind,
-    layer: Any,
-    x_BTD: jax.Array,
-    positions_BT: jax.Array,
-    parts: Parts,
-) -> jax.Array:
-    """Returns what heads of latent attention attended to, BTKGH (arXiv 2405.04434, section 2.1).
-
-    Training projects a key and a value of each head from the latents (eq. 10 to 18). To read cached
-    latents as they are, the projection to keys is taken to the queries, and that to values to the
-    results (appendix C): of latents there is one head, so that all heads of queries are its group.
-    """
-    inside = config.head_size - config.rope_size
-    if config.query_latent_size:
-        low_BTA = parts.project("BTD,DA->BTA", x_BTD, layer["query_down"])
-        low_BTA = _norm(config, low_BTA, layer["query_down_norm"], _LATENT_EPS)
-        query_BTKGH = parts.project("BTA,AKGH->BTKGH", low_BTA, layer["query_up"])
-    else:
-        query_BTKGH = parts.project("BTD,DKGH->BTKGH", x_BTD, layer["query"])
-    query_BTKGH, turned_BTKGH = jnp.split(query_BTKGH, [inside], axis=-1)
-    row_BTA = parts.project("BTD,DA->BTA", x_BTD, layer["latent"])
-    latent_BTA, key_BTH = jnp.split(row_BTA, [config.latent_size], axis=-1)
-    latent_BTA = _norm(config, latent_BTA, layer["latent_norm"], _LATENT_EPS)
-    turned_BTKGH, key_BTH = (
-        _rotate(config, kind, x, positions_BT) for x in (turned_BTKGH, key_BTH)
-    )
-    if not parts.reads_latents:
-        both_BTKH = parts.project("BTA,AKH->BTKH", latent_BTA, layer["latent_up"])
-        own_BTKH, value_BTKH = jnp.split(both_BTKH, [inside], axis=-1)
-        shape = *own_BTKH.shape[:-1], config.rope_size
-        key_BTKH = jnp.broadcast_to(key_BTH[:, :, None], shape)
-        key_BTKH = jnp.concatenate([own_BTKH, key_BTKH], axis=-1)
-        query_BTKGH = jnp.concatenate([query_BTKGH, turned_BTKGH], axis=-1)
-        return parts.attend(query_BTKGH, key_BTKH, value_BTKH, None)
-    key_AKH, value_AKH = jnp.split(layer["latent_up"], [inside], axis=-1)
-    query_BTGKA = jnp.einsum("BTKGH,AKH->BTGKA", query_BTKGH, key_AKH)
-    query_BTGKA = jnp.concatenate([query_BTGKA, turned_BTKGH.swapaxes(2, 3)], axis=-1)
-    row_BTA = jnp.concatenate([latent_BTA, key_BTH], axis=-1)
-    mixed_BTGKA = parts.attend(query_BTGKA, row_BTA[:, :, None], None, None)
-    return jnp.einsum("BTGKA,AKH->BTKGH", mixed_BTGKA, value_AKH)
-
-
-def _feed_forward_half(
-    config: ModelConfig, layer: Any, x_BTD: jax.Array, parts: Parts
-) -> jax.Array:
-    """Returns what the feed-forward network or the experts add to the residual stream."""
-    if config.pre_norms:
-        x_BTD = _norm(config, x_BTD, layer["ffn_norm"])
-
-    def network(prefix: str) -> jax.Array:
-        gate_BTF = parts.project("BTD,DF->BTF", x_BTD, layer[f"{prefix}gate"])
-        up_BTF = parts.project("BTD,DF->BTF", x_BTD, layer[f"{prefix}up"])
-        hidden_BTF = gated(config.activation, gate_BTF, up_BTF)
-        return parts.project("BTF,FD->BTD", hidden_BTF, layer[f"{prefix}down"])
-
-    if "router" not in layer:
-        added_BTD = network("")
-    else:
-        added_BTD = parts.mix_experts(layer, x_BTD)
-        if config.shared_ffn_size:
-            shared_BTD = network("shared_")
-            if config.shared_ffn_gate:
-                gate_BTX = parts.project("BTD,DX->BTX", x_BTD, layer["shared_router"])
-                shared_BTD *= jax.nn.sigmoid(gate_BTX)
-            added_BTD = added_BTD + shared_BTD
-    return _norm(config, added_BTD, layer["post_ffn_norm"]) if config.post_norms else added_BTD
 
 
 def _embed(config: ModelConfig, embed_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
@@ -428,7 +168,7 @@ def forward_rows_routed(
             return experts_of_rows(config, layout, layer, x_BTD)
 
         parts = Parts(attend, mix_experts, mix_states, contract)
-        x_BTD = _block(config, kind, layer, x_BTD, positions_BT, parts)
+        x_BTD = compute_layer(config, kind, layer, x_BTD, positions_BT, parts)
         return layout.constrain(x_BTD, "BT."), routing
 
     # Gathered over fsdp before the lookup: a lookup in a table cut along D makes XLA copy the rows
@@ -438,7 +178,7 @@ def forward_rows_routed(
     x_BTD, routing = _scan_layers(config, recomputed(block, remat), x_BTD, params["layers"])
     # Rows add up here and not in the loop: one exchange between row shards instead of one a layer.
     routing = jax.tree.map(lambda sums_LBX: jnp.sum(sums_LBX, axis=1), routing)
-    return _norm(config, x_BTD, params["final_norm"]), routing
+    return norm(config, x_BTD, params["final_norm"]), routing
 
 
 def positions_in_segments(segment_ids_BT: jax.Array) -> jax.Array:
@@ -622,7 +362,7 @@ def _chunk_states(
 
         reads_latents = config.latent_size > 0
         parts = Parts(attend, mix_experts, mix_states, contract_flat, reads_latents)
-        x_BTD = _block(config, kind, layer, x_BTD, positions_BT, parts)
+        x_BTD = compute_layer(config, kind, layer, x_BTD, positions_BT, parts)
     return x_BTD, tokens, dataclasses.replace(cache, pools=pools, states=states)
 
 
@@ -630,7 +370,7 @@ def _logits(config: ModelConfig, params: Params, x_BTD: jax.Array) -> jax.Array:
     """Returns logits f32 of hidden states after the last layer; any leading axes."""
     logits_BTV = jnp.einsum(
         "...D,DV->...V",
-        _norm(config, x_BTD, params["final_norm"]),
+        norm(config, x_BTD, params["final_norm"]),
         head_weights(params),
         preferred_element_type=jnp.float32,
     )

@@ -20,15 +20,13 @@ from earl_jax.models.attention.kernels import attend_rows
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.contraction import contract_flat
 from earl_jax.models.decoder import (
-    Parts,
-    _block,
     _embed,
-    _norm,
     forward_rows,
     head_weights,
-    layer_kind,
     positions_in_segments,
 )
+from earl_jax.models.layers.layer import compute_layer
+from earl_jax.models.layers.parts import Parts, layer_kind, norm
 from earl_jax.models.logprobs import score_logits
 from earl_jax.rollout.episode import LiveEpisode, NewTokens
 from earl_jax.rollout.service import RolloutService
@@ -231,7 +229,7 @@ def _mixed_scores(model: ModelConfig):
 
             def block(layer, x_BTD, attend, kind=kind):
                 parts = Parts(attend, _no_experts, _no_states, contract_flat)
-                return _block(model, kind, layer, x_BTD, positions_BT, parts)
+                return compute_layer(model, kind, layer, x_BTD, positions_BT, parts)
 
             for layer in layers:
                 block(layer, x_BTD, note)
@@ -247,7 +245,7 @@ def _mixed_scores(model: ModelConfig):
                 )  # fmt: skip
 
             x_BTD = pick([block(layer, x_BTD, attend) for layer in layers])
-        normed = [_norm(model, x_BTD, each["final_norm"]) for each in params]
+        normed = [norm(model, x_BTD, each["final_norm"]) for each in params]
         heads = [head_weights(each) for each in params]
         logits = [jnp.einsum("BTD,DV->BTV", *each) for each in zip(normed, heads, strict=True)]
         return _score(pick(logits), ids_BT)

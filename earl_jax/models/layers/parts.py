@@ -1,0 +1,105 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""What all kinds of layers share: their records, the norm, and the rotation of heads."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from earl_jax.models.activations import recompute_backward
+from earl_jax.models.attention.delta_rule import Mixed
+from earl_jax.models.attention.rows import Window
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.contraction import Contract, mark_product
+from earl_jax.models.lora import project
+from earl_jax.models.rotary import rope_frequencies, rotate
+
+
+class Parts(NamedTuple):
+    """The functions of a layer that training and decoding differ in.
+
+    `attend(query, key, value, sinks)`, sinks being None without attention sinks;
+    `mix_experts(layer, x)`, which is not called for a dense layer; `mix_states(inputs)`, for layers
+    of linear attention; `contract(equation, x, weight)`
+    computes the products of projections (contraction.py). With `reads_latents` keys are latents of
+    latent attention with a rotated key behind, values None, and results latents.
+    """
+
+    attend: Callable[[jax.Array, jax.Array, jax.Array | None, jax.Array | None], jax.Array]
+    mix_experts: Callable[[Any, jax.Array], jax.Array]
+    mix_states: Callable[[Mixed], jax.Array]
+    contract: Contract
+    reads_latents: bool = False
+
+    def project(self, equation: str, x: jax.Array, weight: Any) -> jax.Array:
+        """Computes a projection (lora.py), whose result remat may keep."""
+        return mark_product(project(equation, x, weight, self.contract))
+
+
+class LayerKind(NamedTuple):
+    """The settings in which layers of one model may differ.
+
+    `window` is that of `attention`, `frequencies` and `magnitude` those of `rotate`.
+    """
+
+    window: Window
+    frequencies: jax.Array
+    magnitude: float | jax.Array = 1.0
+
+
+def layer_kind(config: ModelConfig, index: int) -> LayerKind:
+    """Returns the kind of layer `index`."""
+    window = config.layer_windows[index] or None
+    if config.no_rope_every and (index + 1) % config.no_rope_every == 0:
+        return LayerKind(window, jnp.zeros(config.rotated_size // 2))
+    if window and config.window_rope_theta:
+        return LayerKind(window, rope_frequencies(config.rotated_size, config.window_rope_theta))
+    frequencies = rope_frequencies(config.rotated_size, config.rope_theta, config.rope_scaling)
+    return LayerKind(window, frequencies, config.rope_scaling.magnitude)
+
+
+def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
+    """Root mean square normalisation (arXiv 1910.07467) in fp32, in the type of the input.
+
+    Over the axes of the scale, which are the last ones, whatever axes are before them.
+    """
+    axes = tuple(range(-scale_D.ndim, 0))
+
+    @recompute_backward
+    def normalised(x_BTD: jax.Array, scale_D: jax.Array) -> jax.Array:
+        x32 = x_BTD.astype(jnp.float32)
+        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=axes, keepdims=True) + eps)
+        scale = jnp.expand_dims(scale_D.astype(jnp.float32), range(x32.ndim - scale_D.ndim))
+        return (x32 * scale).astype(x_BTD.dtype)
+
+    return normalised(x_BTD, scale_D)
+
+
+def norm(
+    config: ModelConfig, x_BTD: jax.Array, weight_D: jax.Array, eps: float | None = None
+) -> jax.Array:
+    """Runs `rms_norm` with the weight as its scale, or 1 + the weight where the model has it so.
+
+    With the model's epsilon, if not with `eps`.
+    """
+    if config.norm_from_one:
+        weight_D = 1.0 + weight_D.astype(jnp.float32)
+    return rms_norm(x_BTD, weight_D, eps or config.norm_eps)
+
+
+def rotate_heads(
+    config: ModelConfig, kind: LayerKind, x_BTAH: jax.Array, positions_BT: jax.Array
+) -> jax.Array:
+    """Rotates the first numbers of heads, all of them or `config.rotated_size`."""
+    rotated_BTAH = rotate(
+        x_BTAH[..., : config.rotated_size],
+        positions_BT,
+        kind.frequencies,
+        kind.magnitude,
+        interleaved=config.rope_interleaved,
+    )
+    if config.rotated_size == x_BTAH.shape[-1]:
+        return rotated_BTAH
+    return jnp.concatenate([rotated_BTAH, x_BTAH[..., config.rotated_size :]], axis=-1)
