@@ -15,11 +15,11 @@ from benchmarks.pages import parser_of, table
 from benchmarks.plan import sizes_of
 from earl_jax.config.file import make_config
 from earl_jax.placement.problem import make_problem
-from earl_jax.selector.footprint import Workload
 from earl_jax.selector.hardware import GPU_OP_S, IDEAL, Hardware, Kernels, parse_topology
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.roofline import decode_s, train_parts
+from earl_jax.selector.sizes import Workload
 from earl_jax.settings.remat import Remat
 from earl_jax.sharding.layout import MeshShape
 

@@ -10,9 +10,9 @@ import pytest
 
 from earl_jax.placement.group_planner import plan_groups
 from earl_jax.plan import plan_command
-from earl_jax.selector.footprint import Parameter
 from earl_jax.selector.groups import TOKEN_BYTES, Group, cheapest, groups_step
 from earl_jax.selector.hardware import parse_topology
+from earl_jax.selector.sizes import Parameter
 from earl_jax.sharding.layout import MeshShape
 from tests.support.problems import hand_problem
 

@@ -27,13 +27,14 @@ from earl_jax.placement.problem import (
 from earl_jax.plan import plan_command
 from earl_jax.run import build
 from earl_jax.selector.choose import TIE, Chooser, full_step
-from earl_jax.selector.footprint import kept_bytes, trainer_bytes
+from earl_jax.selector.footprint import trainer_bytes
 from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import Failure, Plans, RolloutPlan, TrainPlan
 from earl_jax.selector.schedule import make_schedule, smallest_hardware
 from earl_jax.selector.splits import SplitChooser
 from earl_jax.selector.table import ThroughputTable
+from earl_jax.selector.train_footprint import kept_bytes
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.plan_text import bytes_text

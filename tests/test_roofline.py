@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import speeds
 from benchmarks.plan import PAGES, sizes_of
-from earl_jax.selector.footprint import ModelSizes, Parameter, Workload, cache_token_bytes
+from earl_jax.selector.footprint import cache_token_bytes
 from earl_jax.selector.hardware import IDEAL, Kernels, parse_topology
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.selector.problem import Problem
@@ -23,6 +23,7 @@ from earl_jax.selector.roofline import (
     train_parts,
     weights_read,
 )
+from earl_jax.selector.sizes import ModelSizes, Parameter, Workload
 from earl_jax.settings.remat import REMATS
 from earl_jax.sharding.layout import MeshShape
 

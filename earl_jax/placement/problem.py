@@ -28,15 +28,9 @@ from earl_jax.models.parameters import check_tensor_axis, is_spec
 from earl_jax.models.presets import preset_vocab_size
 from earl_jax.models.quantization import engine_shapes, engine_specs
 from earl_jax.rollout.origin import MAX_VOCAB_SIZE, VOCAB_MULTIPLE
-from earl_jax.selector.footprint import (
-    LatentSizes,
-    ModelSizes,
-    Parameter,
-    StateSizes,
-    Workload,
-)
 from earl_jax.selector.hardware import Hardware, hardware_of, parse_topology
 from earl_jax.selector.problem import Problem
+from earl_jax.selector.sizes import LatentSizes, ModelSizes, Parameter, StateSizes, Workload
 from earl_jax.selector.splits import with_splits
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape

@@ -4,8 +4,8 @@
 
 import math
 
-from earl_jax.selector.footprint import ModelSizes, Workload
 from earl_jax.selector.hardware import Hardware
+from earl_jax.selector.sizes import ModelSizes, Workload
 from earl_jax.sharding.layout import MeshShape
 
 # Shares of the memory's and the links' rates: the rule of thumb of "How to Scale Your Model", and

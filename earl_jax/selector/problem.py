@@ -14,19 +14,17 @@ from collections.abc import Callable, Sequence
 from earl_jax.models.layer_groups import PageRule, make_page_rule
 from earl_jax.selector.footprint import (
     Footprint,
-    ModelSizes,
-    Workload,
     device_bytes,
     engine_bytes,
-    kept_bytes,
     page_bytes,
     rollout_footprint,
-    train_footprint,
     trainer_bytes,
 )
 from earl_jax.selector.hardware import Hardware
 from earl_jax.selector.plans import Plan, RolloutPlan, Stage, TrainPlan
 from earl_jax.selector.roofline import scoring_s, token_s, train_parts
+from earl_jax.selector.sizes import ModelSizes, Workload
+from earl_jax.selector.train_footprint import kept_bytes, train_footprint
 from earl_jax.settings.errors import InputError
 from earl_jax.settings.remat import REMATS
 from earl_jax.sharding.layout import MeshShape

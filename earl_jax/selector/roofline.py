@@ -24,14 +24,13 @@ from earl_jax.selector.collectives import (
 )
 from earl_jax.selector.footprint import (
     TOKENS_AT_A_TIME,
-    ModelSizes,
-    Workload,
     cache_token_bytes,
     device_bytes,
     engine_bytes,
     state_bytes,
 )
 from earl_jax.selector.hardware import Hardware
+from earl_jax.selector.sizes import ModelSizes, Workload
 from earl_jax.sharding.layout import MeshShape
 
 MODEL_ERROR = 1.5

@@ -5,10 +5,11 @@
 import dataclasses
 from collections.abc import Mapping
 
-from earl_jax.selector.footprint import Footprint, ModelSizes, Workload
+from earl_jax.selector.footprint import Footprint
 from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.plans import RolloutPlan, Stage, TrainPlan
 from earl_jax.selector.problem import Problem
+from earl_jax.selector.sizes import ModelSizes, Workload
 from earl_jax.selector.table import key_of
 from earl_jax.settings.errors import InputError
 from earl_jax.settings.remat import Remat
