@@ -343,7 +343,7 @@ def _check_states(config: EngineConfig, layout: Layout) -> None:
         raise InputError(
             f"the rollout's mesh is {layout}, but this model has layers of linear attention "
             "(config.model.attention_every), which read tokens in their order, so that they are "
-            "not cut over context; use data, fsdp, tensor or expert"
+            "not cut over context; use data, expert or tensor"
         )
 
 

@@ -36,6 +36,7 @@ from earl_jax.placement.facts import facts_of, open_table
 from earl_jax.placement.problem import hardware_of_devices, make_problem
 from earl_jax.placement.stages import Stages, make_learner
 from earl_jax.rollout.actor import Actor
+from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.engines import Engines
 from earl_jax.rollout.origin import Origin, open_origin
 from earl_jax.rollout.tasks import Tasks
@@ -303,6 +304,13 @@ def _check_origin(config: Config, origin: Origin) -> None:
         raise InputError(
             f"config.train.balance_coefficient is {config.train.balance_coefficient}, but the "
             f"model of config.model.path ({config.model.path!r}) has no experts; remove it"
+        )
+    host_gib = config.rollout.preemption_host_gib
+    if origin.model.has_states and host_gib != RolloutConfig.preemption_host_gib:
+        raise InputError(
+            f"config.rollout.preemption_host_gib is {host_gib}, but the model of config.model.path "
+            f"({config.model.path!r}) has layers of linear attention, whose states are no pages: "
+            "preempted episodes are read again; remove it"
         )
     unknown = [i for i in config.rollout.stop_token_ids if i >= origin.vocab_size]
     if unknown:
