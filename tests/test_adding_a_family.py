@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""A family that is not known is two entries: a description of its layers, and a table of weights.
+"""A family that is not known is one record: its layers, its config.json, and its weights.
 
 Made up: Qwen2's biases beside Qwen3's norms, embeddings of other names, and a query projection that
 is stored the other way round.
@@ -16,16 +16,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from earl_jax.envs.text.tokenizer import load_tokenizer
-from earl_jax.models.checkpoints.families import (
-    _BIASES,
-    _NORMS,
-    _PLAIN,
-    _WEIGHTS,
-    FAMILIES,
-    Family,
-    Weight,
-    family_of,
-)
+from earl_jax.models.checkpoints.families.family import Family
+from earl_jax.models.checkpoints.families.table import FAMILIES, family_of
+from earl_jax.models.checkpoints.families.weights import BIASES, HEAD_NORMS, PLAIN_WEIGHTS, Weight
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.checkpoints.hf_write import save_checkpoint
 from earl_jax.models.decoder import forward_rows
@@ -33,13 +26,14 @@ from earl_jax.sharding.layout import MeshShape, make_layout
 from tests.support.references import REFERENCE, assert_equal_trees
 
 TULIP = Family(
+    model_type="tulip",
     architecture="TulipForCausalLM",
-    layers={**_PLAIN, "attention_bias": True, "query_key_norm": "head"},
+    layers={"attention_bias": True, "query_key_norm": "head"},
     required={"hidden_act": "silu"},
     weights={
-        **_WEIGHTS,
-        **_BIASES,
-        **_NORMS,
+        **PLAIN_WEIGHTS,
+        **BIASES,
+        **HEAD_NORMS,
         "embed": Weight("tulip.words", "V D"),
         "head": Weight("tulip.says", "V D"),
         "layers.query": Weight("tulip.{layer}.asks", "D KGH"),
@@ -75,11 +69,11 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_two_entries_are_a_family(folder, monkeypatch):
+def test_one_record_is_a_family(folder, monkeypatch):
     """Read onto every device by slice, computed with, and written again bit for bit."""
     with pytest.raises(ValueError, match="model_type is 'tulip', .* known are llama, .*gemma3"):
         open_checkpoint(folder)
-    monkeypatch.setitem(FAMILIES, "tulip", TULIP)
+    monkeypatch.setitem(FAMILIES, TULIP.model_type, TULIP)
     given = open_checkpoint(folder)
     assert family_of(given.model) is TULIP is given.family
     stored = load_file(folder / "model.safetensors")
@@ -126,7 +120,7 @@ def test_two_entries_are_a_family(folder, monkeypatch):
 
 
 def test_errors_speak_of_its_own_names(folder, monkeypatch):
-    monkeypatch.setitem(FAMILIES, "tulip", TULIP)
+    monkeypatch.setitem(FAMILIES, TULIP.model_type, TULIP)
     file = folder / "model.safetensors"
     whole, layout = file.read_bytes(), make_layout(MeshShape())
     file.write_bytes(whole[:100])

@@ -18,7 +18,8 @@ import pytest
 from earl_jax.engine.config import EngineConfig, SlotRules
 from earl_jax.engine.engine import Engine
 from earl_jax.models.attention.rows import cap
-from earl_jax.models.checkpoints.families import FAMILIES
+from earl_jax.models.checkpoints.families.family import PLAIN
+from earl_jax.models.checkpoints.families.table import FAMILIES, family_of
 from earl_jax.models.checkpoints.hf_read import load_parameters
 from earl_jax.models.config import ModelConfig, RopeScaling
 from earl_jax.models.decoder import forward_chunk, forward_rows, head_weights
@@ -48,6 +49,19 @@ NUM_GREEDY = 64
 LENGTH = 24
 
 
+# One of each kind of layers that has a setting of its own.
+OWN_SETTINGS = (
+    "gemma3",
+    "qwen3_moe",
+    "olmo3",
+    "smollm3",
+    "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
+    "qwen3_next",
+)
+
+
 @functools.cache
 def make_logits(model: ModelConfig, mesh: MeshShape = MeshShape()):  # noqa: B008
     layout = make_layout(mesh, row_axes=TRAINING_ROWS)
@@ -67,6 +81,20 @@ def test_every_family_has_a_reference_tied_and_untied():
     assert {checkpoint(name).dtype for name in NAMES} == {"float32", "float16", "bfloat16"}
     size = sum(path.stat().st_size for path in REFERENCE.rglob("*") if path.is_file())
     assert size < 8e6
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
+def test_a_family_states_what_differs_from_plain_layers(family):
+    plain = ModelConfig()
+    assert all(value != PLAIN.get(field) for field, value in family.layers.items())
+    assert set(family.free) <= PLAIN.keys() - family.layers.keys()
+    assert all(hasattr(plain, field) for field in family.fixed)
+    assert bool(family.window_rope_key) == ("window_rope_theta" in family.free)
+
+
+def test_a_model_without_settings_has_the_plain_layers_of_llama():
+    assert family_of(ModelConfig()) is FAMILIES["llama"]
+    assert FAMILIES["llama"].fixed == {field: getattr(ModelConfig(), field) for field in PLAIN}
 
 
 @pytest.mark.slow_except(*KINDS, "qwen2_tied")
@@ -218,21 +246,7 @@ def test_cached_decoding_in_chunks_equals_the_full_forward():
 
 
 @pytest.mark.slow_except("qwen3_moe")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama",
-        "qwen2",
-        "qwen3_moe",
-        "olmo3",
-        "smollm3",
-        "gpt_oss",
-        "deepseek_v2",
-        "deepseek_v3",
-        "qwen3_next",
-        "gemma3",
-    ],
-)
+@pytest.mark.parametrize("name", ("llama", "qwen2", *OWN_SETTINGS))
 def test_every_setting_of_the_family_matters(name):
     """Without it the logits are others: the comparison above would have shown its absence."""
     model, tokens = checkpoint(name).model, reference(name)["tokens"]
@@ -318,20 +332,7 @@ def gradients(name: str, mesh: MeshShape):
 
 
 @pytest.mark.slow_except("gemma3", "gpt_oss")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gemma3",
-        "qwen3_moe",
-        "olmo3",
-        "smollm3",
-        "gpt_oss",
-        "deepseek_v2",
-        "deepseek_v3",
-        "qwen3_next",
-        "qwen3_5",
-    ],
-)
+@pytest.mark.parametrize("name", (*OWN_SETTINGS, "qwen3_5"))
 def test_gradients_are_finite_and_equal_on_a_mesh(name):
     """Those of the other settings: test_context.py."""
     loss, alone = gradients(name, MeshShape())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from earl_jax.models.checkpoints.families import family_of
+from earl_jax.models.checkpoints.families.table import family_of
 from earl_jax.models.checkpoints.hf_read import open_checkpoint
 from earl_jax.models.checkpoints.hf_settings import read_settings, write_settings
 from earl_jax.models.config import ModelConfig, RopeScaling

@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from earl_jax.models.checkpoints.families import family_of
+from earl_jax.models.checkpoints.families.table import family_of
 from earl_jax.models.checkpoints.hf_settings import read_settings, write_settings
 from earl_jax.models.parameters import num_parameters, parameter_specs
 from earl_jax.models.presets import PRESETS, preset_vocab_size

@@ -30,7 +30,7 @@ from earl_jax.envs.tasks import TasksConfig
 from earl_jax.envs.text.chat_dataset import texts_of
 from earl_jax.envs.text.conversation import ChatConfig
 from earl_jax.launch.distributed import DistributedConfig
-from earl_jax.models.checkpoints.families import family_of
+from earl_jax.models.checkpoints.families.table import family_of
 from earl_jax.models.checkpoints.hf_read import Checkpoint, open_checkpoint
 from earl_jax.models.checkpoints.hub import find_folder
 from earl_jax.models.config import MODEL_SETTINGS, ModelConfig

@@ -2,13 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Latent attention and DeepSeek's mixtures in config.json <-> settings of ModelConfig."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from earl_jax.models.checkpoints.families import Family
+from earl_jax.models.checkpoints.families.family import Family
 from earl_jax.models.checkpoints.hf_values import read_flag, read_number, read_size
-from earl_jax.models.config import ModelConfig, RopeScaling
+from earl_jax.models.config import ModelConfig
 from earl_jax.settings.errors import InputError
 
 _SIZES = {
@@ -30,7 +29,7 @@ def read_latents(settings: Mapping[str, Any], family: Family) -> dict[str, Any]:
     found: dict[str, Any] = {field: read_size(settings, key) for field, key in _SIZES.items()}
     has_low = settings.get("q_lora_rank") is not None
     found["query_latent_size"] = read_size(settings, "q_lora_rank") if has_low else 0
-    if "rope_interleaved" not in family.layers:
+    if "rope_interleaved" in family.free:
         found["rope_interleaved"] = read_flag(settings, "rope_interleave")
     return found
 
@@ -54,12 +53,6 @@ def read_mixture(settings: Mapping[str, Any], family: Family) -> dict[str, Any]:
         found["expert_groups"] = read_size(settings, "n_group")
         found["groups_per_token"] = read_size(settings, "topk_group")
     return found
-
-
-def read_score_mscale(rope: Mapping[str, Any]) -> float:
-    """Returns RopeScaling.score_mscale."""
-    has_one = rope.get("mscale_all_dim") is not None
-    return read_number(rope, "mscale_all_dim", "rope_scaling.") if has_one else 0.0
 
 
 def written_deepseek(model: ModelConfig, family: Family) -> dict[str, Any]:
@@ -86,18 +79,8 @@ def written_deepseek(model: ModelConfig, family: Family) -> dict[str, Any]:
         # Layers for multi-token prediction are not read, and so are not written.
         "num_nextn_predict_layers": 0,
     }
-    if "rope_interleaved" not in family.layers:
+    if "rope_interleaved" in family.free:
         written["rope_interleave"] = model.rope_interleaved
     if "topk_method" not in family.required:
         written["topk_method"] = _AMONG_ALL if model.expert_groups == 1 else _IN_GROUPS
     return written
-
-
-def written_mscale(scaling: RopeScaling) -> dict[str, float]:
-    """Returns the keys of YaRN's factors, of queries and keys and of scores."""
-    if not scaling.score_mscale:
-        return {}
-    # attention_factor, for those who read mscale instead.
-    step = 0.1 * math.log(scaling.factor)
-    mscale = (scaling.magnitude * (step * scaling.score_mscale + 1.0) - 1.0) / step
-    return {"mscale": round(mscale, 6), "mscale_all_dim": scaling.score_mscale}

@@ -5,8 +5,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from earl_jax.models.checkpoints.families import Family
-from earl_jax.models.checkpoints.hf_values import read_number, read_size
+from earl_jax.models.checkpoints.families.family import Family
+from earl_jax.models.checkpoints.hf_values import FULL, LINEAR, read_number, read_size
 from earl_jax.models.config import ModelConfig
 from earl_jax.settings.errors import InputError
 
@@ -17,7 +17,6 @@ _SIZES = {
     "linear_value_size": "linear_value_head_dim",
     "conv_size": "linear_conv_kernel_dim",
 }
-_LINEAR, _FULL = "linear_attention", "full_attention"
 _SHARED_SIZE = "shared_expert_intermediate_size"
 
 
@@ -32,7 +31,7 @@ def read_states(settings: Mapping[str, Any], family: Family, head_size: int) -> 
     where = rope if "partial_rotary_factor" in rope else settings
     rotated = int(head_size * read_number(where, "partial_rotary_factor"))
     found["rope_size"] = 0 if rotated == head_size else rotated
-    if "shared_ffn_size" not in family.layers:
+    if "shared_ffn_size" in family.free:
         found["shared_ffn_size"] = read_size(settings, _SHARED_SIZE)
     return found
 
@@ -42,7 +41,7 @@ def _read_every(settings: Mapping[str, Any]) -> int:
     kinds = settings.get("layer_types")
     if kinds is None:
         return read_size(settings, "full_attention_interval", least=2)
-    every = kinds.index(_FULL) + 1 if isinstance(kinds, list) and _FULL in kinds else 0
+    every = kinds.index(FULL) + 1 if isinstance(kinds, list) and FULL in kinds else 0
     if every < 2 or kinds != layer_kinds(num_layers, every) or num_layers % every:
         raise InputError(
             f"layer_types is {kinds!r}; with linear_attention every n-th of the {num_layers} "
@@ -53,7 +52,7 @@ def _read_every(settings: Mapping[str, Any]) -> int:
 
 def layer_kinds(num_layers: int, every: int) -> list[str]:
     """Returns layer_types where every so many-th layer attends."""
-    return [_LINEAR if (layer + 1) % every else _FULL for layer in range(num_layers)]
+    return [LINEAR if (layer + 1) % every else FULL for layer in range(num_layers)]
 
 
 def written_states(model: ModelConfig) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints in the format of `transformers`, read by slice onto the devices.
 
-A device gets its slice of each tensor and nothing else, block by block (blocks.py). families.py
-maps tensors to parameters; hf_write.py writes checkpoints.
+A device gets its slice of each tensor and nothing else, block by block (blocks.py). The
+families map tensors to parameters; hf_write.py writes checkpoints.
 """
 
 import contextlib
@@ -22,12 +22,9 @@ from safetensors import SafetensorError, safe_open
 
 from earl_jax.models.blocks import BLOCK_BYTES, Region, block_shape, fill
 from earl_jax.models.checkpoints import fp8, mxfp4
-from earl_jax.models.checkpoints.families import (
-    Family,
-    Weight,
-    family_named,
-    text_settings,
-)
+from earl_jax.models.checkpoints.families.family import Family
+from earl_jax.models.checkpoints.families.table import family_named, text_settings
+from earl_jax.models.checkpoints.families.weights import Weight
 from earl_jax.models.checkpoints.hf_settings import read_settings
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import (

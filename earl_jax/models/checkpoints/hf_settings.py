@@ -2,29 +2,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """config.json of `transformers` <-> ModelConfig, in its older and newer spellings."""
 
-import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from earl_jax.models.checkpoints.families import FAMILIES, Family, family_named, family_of
+from earl_jax.models.checkpoints.families.family import Family
+from earl_jax.models.checkpoints.families.table import family_named, family_of
 from earl_jax.models.checkpoints.hf_deepseek import (
     read_latent_head_size,
     read_latents,
     read_mixture,
-    read_score_mscale,
     written_deepseek,
-    written_mscale,
 )
 from earl_jax.models.checkpoints.hf_linear import read_states, written_states
-from earl_jax.models.checkpoints.hf_values import read_flag, read_number, read_size
-from earl_jax.models.config import ModelConfig, RopeScaling
+from earl_jax.models.checkpoints.hf_rope import read_rope, written_rope
+from earl_jax.models.checkpoints.hf_values import FULL, SLIDING, read_flag, read_number, read_size
+from earl_jax.models.config import ModelConfig
 from earl_jax.settings.errors import InputError
 
 _REQUIRED = {"partial_rotary_factor": 1.0}
 # Defaults of `transformers` for keys that config.json lacks.
 _DEFAULTS = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-_KINDS = _SLIDING, _FULL = "sliding_attention", "full_attention"
 # `transformers` 5 computes nothing with Gemma 3's attn_logit_softcapping (no published model has
 # one); here it caps the scores, as it says.
 _SOFTCAPS = {
@@ -52,11 +49,10 @@ def read_settings(settings: Mapping[str, Any]) -> tuple[ModelConfig, int]:
     elif settings.get("head_dim") is not None:
         head_size = read_size(settings, "head_dim")
     windows = _read_windows(settings, family)
-    theta, scaling, window_theta = _read_rope(settings, family)
-    window_theta = window_theta if windows else 0.0
+    theta, scaling, window_theta = read_rope(settings, family)
     layers = _read_layers(settings, family, head_size)
-    if layers.setdefault("window_rope_theta", window_theta) != window_theta:
-        raise InputError("layers with a window cannot rotate otherwise in this model_type")
+    if windows:
+        layers["window_rope_theta"] = window_theta
     model = ModelConfig(
         num_layers=read_size(settings, "num_hidden_layers"),
         width=width,
@@ -97,20 +93,20 @@ def _check_quantization(quantized: Any, family: Family) -> None:
 
 def _read_layers(settings: Mapping[str, Any], family: Family, head_size: int) -> dict[str, Any]:
     """Returns what the family's layers have, and what of it the file says."""
-    layers = dict(family.layers)
-    if "query_pre_attn_scalar" not in layers:
+    layers = family.fixed
+    if "query_pre_attn_scalar" in family.free:
         scalar = read_size(settings, "query_pre_attn_scalar")
         layers["query_pre_attn_scalar"] = 0 if scalar == head_size else scalar
     for field, key in _SOFTCAPS.items():
-        if field not in layers:
+        if field in family.free:
             layers[field] = float(settings.get(key) or 0.0)
-    if "num_experts" not in layers:
+    if "num_experts" in family.free:
         # `transformers` 5 writes the second name of it, and reads both.
         settings = {"num_experts": settings.get("num_local_experts"), **settings}
         layers |= {field: read_size(settings, key) for field, key in family.expert_keys.items()}
         if "normalize_expert_weights" not in layers:
             layers["normalize_expert_weights"] = read_flag(settings, "norm_topk_prob")
-    if "no_rope_every" not in layers:
+    if "no_rope_every" in family.free:
         layers["no_rope_every"] = _read_no_rope(settings)
     if family.has_latents:
         layers |= read_latents(settings, family) | read_mixture(settings, family)
@@ -128,20 +124,20 @@ def _read_windows(settings: Mapping[str, Any], family: Family) -> tuple[int, ...
     kinds = settings.get("layer_types") or usual
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise InputError(f"layer_types is {kinds!r}; it must name the {num_layers} layers' types")
-    unknown = sorted({str(kind) for kind in kinds} - {_SLIDING, _FULL})
+    unknown = sorted({str(kind) for kind in kinds} - {SLIDING, FULL})
     free = family.windows == "by_pattern" or (
         family.windows == "by_flag" and settings.get("use_sliding_window")
     )
     if unknown or (kinds != usual and not free):
-        wanted = [_SLIDING, _FULL] if free else sorted(set(usual))
+        wanted = [SLIDING, FULL] if free else sorted(set(usual))
         raise InputError(
             f"layer_types has {', '.join(unknown or sorted(set(kinds)))}; only "
             f"{' and '.join(wanted)} can be computed, as the model_type and sliding_window say"
         )
-    if _SLIDING not in kinds:
+    if SLIDING not in kinds:
         return ()
     size = read_size(settings, "sliding_window")
-    windows = tuple(size if kind == _SLIDING else 0 for kind in kinds)
+    windows = tuple(size if kind == SLIDING else 0 for kind in kinds)
     return next(
         windows[:period]
         for period in range(1, num_layers + 1)
@@ -154,13 +150,13 @@ def _usual_kinds(settings: Mapping[str, Any], family: Family, num_layers: int) -
     kind = family.windows
     if kind == "by_pattern":
         every = read_size(settings, "sliding_window_pattern")
-        return [_SLIDING if (i + 1) % every else _FULL for i in range(num_layers)]
+        return [SLIDING if (i + 1) % every else FULL for i in range(num_layers)]
     if kind == "by_flag" and settings.get("use_sliding_window") and settings["sliding_window"]:
         first = read_size(settings, "max_window_layers", least=0)
-        return [_SLIDING if i >= first else _FULL for i in range(num_layers)]
+        return [SLIDING if i >= first else FULL for i in range(num_layers)]
     if kind == "all" and settings["sliding_window"] is not None:
-        return [_SLIDING] * num_layers
-    return [_FULL] * num_layers
+        return [SLIDING] * num_layers
+    return [FULL] * num_layers
 
 
 def _read_no_rope(settings: Mapping[str, Any]) -> int:
@@ -181,111 +177,6 @@ def _read_no_rope(settings: Mapping[str, Any]) -> int:
     return every
 
 
-def _read_rope(settings: Mapping[str, Any], family: Family) -> tuple[float, RopeScaling, float]:
-    """Returns ModelConfig's rope_theta, rope_scaling, window_rope_theta.
-
-    Older files have rope_theta, rope_local_base_freq and rope_scaling, newer ones all of it in
-    rope_parameters, for each type of layer where a family's differ.
-    """
-    key = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
-    rope = settings.get(key) or family.defaults.get(key) or {}
-    by_layer_type = bool(family.window_rope_key)
-    kinds = [rope] if not isinstance(rope, Mapping) else [rope.get(kind) for kind in _KINDS]
-    if not all(kind is None or isinstance(kind, Mapping) for kind in kinds):
-        raise InputError(f"{key} is {rope!r}; it must be an object, with one for each layer type")
-    if by_layer_type and settings.get("rope_scaling") and settings.get("rope_parameters"):
-        raise InputError("rope_scaling and rope_parameters are both there; leave one of them out")
-    is_nested, is_newer = any(kind in rope for kind in _KINDS), key == "rope_parameters"
-    if rope and is_nested != (by_layer_type and is_newer):
-        wanted = "for each layer type" if by_layer_type and is_newer else "for all layers at once"
-        raise InputError(f"{key} is {rope!r}; this model_type has it {wanted}")
-    if not by_layer_type:
-        if family.has_states:
-            # How much of a head rotates is another setting; of text all three positions are one.
-            own = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
-            rope = {name: value for name, value in rope.items() if name not in own}
-        theta, scaling = _one_rope(rope, settings, "rope_theta", key)
-        if family.has_latents and scaling.kind == "yarn":
-            scaling = dataclasses.replace(scaling, score_mscale=read_score_mscale(rope))
-        return theta, scaling, 0.0
-    theta, scaling = _one_rope(
-        (rope.get(_FULL) or {}) if is_nested else rope, settings, "rope_theta", key
-    )
-    sliding = (rope.get(_SLIDING) or {}) if is_nested else {}
-    local = _one_rope(sliding, settings, family.window_rope_key, key)
-    if local == (theta, scaling):
-        return theta, scaling, 0.0
-    if local[1].factor != 1:
-        raise InputError(
-            f"{key}.{_SLIDING} is {sliding!r}; layers with a window can be stretched only as the "
-            "others are"
-        )
-    return theta, scaling, local[0]
-
-
-def _one_rope(
-    rope: Mapping[str, Any], settings: Mapping[str, Any], theta_key: str, key: str
-) -> tuple[float, RopeScaling]:
-    """Returns a layer type's base and scaling; `theta_key` has the base in an older file."""
-    has_theta = "rope_theta" in rope
-    theta = (
-        read_number(rope, "rope_theta", f"{key}.")
-        if has_theta
-        else read_number(settings, theta_key)
-    )
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise InputError(
-            f"{key}.partial_rotary_factor is {rope['partial_rotary_factor']!r}; only whole heads "
-            "are rotated here"
-        )
-    if kind == "default":
-        return theta, RopeScaling()
-    if kind == "linear":
-        return theta, RopeScaling(kind="linear", factor=read_number(rope, "factor", f"{key}."))
-    # `transformers` takes the longest context of the model where the file says nothing else.
-    rope = {"original_max_position_embeddings": settings.get("max_position_embeddings"), **rope}
-    if kind == "llama3":
-        return theta, RopeScaling(
-            factor=read_number(rope, "factor", f"{key}."),
-            low_freq_factor=read_number(rope, "low_freq_factor", f"{key}."),
-            high_freq_factor=read_number(rope, "high_freq_factor", f"{key}."),
-            original_max_position=read_size(rope, "original_max_position_embeddings"),
-        )
-    if kind == "yarn":
-        return theta, _read_yarn(rope, key)
-    raise InputError(
-        f"{key} is of the type {kind!r}; only 'default', 'linear', 'llama3' and 'yarn' can be "
-        "computed"
-    )
-
-
-def _read_yarn(rope: Mapping[str, Any], key: str) -> RopeScaling:
-    """Returns YaRN's scaling; a key that is null is absent."""
-    rope = {name: value for name, value in rope.items() if value is not None}
-    usual = {"attention_factor": 0.0, "beta_slow": 1.0, "beta_fast": 32.0}
-    attention_factor, slow, fast = (read_number(usual | rope, name, f"{key}.") for name in usual)
-    factor = read_number(rope, "factor", f"{key}.")
-    if not attention_factor and rope.get("mscale") and rope.get("mscale_all_dim"):
-        scales = (read_number(rope, name, f"{key}.") for name in ("mscale", "mscale_all_dim"))
-        above, below = (0.1 * scale * math.log(max(factor, 1.0)) + 1.0 for scale in scales)
-        attention_factor = above / below
-    if factor == 1 and attention_factor not in (0, 1):
-        raise InputError(
-            f"{key}.attention_factor is {attention_factor} with a factor of 1; only 1 can be "
-            "computed"
-        )
-    return RopeScaling(
-        kind="yarn",
-        factor=factor,
-        low_freq_factor=slow,
-        high_freq_factor=fast,
-        original_max_position=read_size(rope, "original_max_position_embeddings"),
-        attention_factor=attention_factor,
-        truncate=read_flag({"truncate": True} | rope, "truncate", f"{key}."),
-    )
-
-
 def write_settings(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     """Returns the inverse of `read_settings`: the config.json of this model.
 
@@ -295,7 +186,7 @@ def write_settings(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     family = family_of(model)
     return {
         "architectures": [family.architecture],
-        "model_type": next(name for name, known in FAMILIES.items() if known is family),
+        "model_type": family.model_type,
         "hidden_size": model.width,
         "intermediate_size": model.ffn_size,
         "num_hidden_layers": model.num_layers,
@@ -307,7 +198,7 @@ def write_settings(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
         "rms_norm_eps": model.norm_eps,
         "tie_word_embeddings": model.tie_embeddings,
         "vocab_size": vocab_size,
-        **_written_rope(model, family),
+        **written_rope(model, family),
         **_written_windows(model, family),
         **_written_scores(model, family),
         **_written_experts(model, family),
@@ -317,32 +208,6 @@ def write_settings(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def _written_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
-    scaling = model.rope_scaling
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
-    if scaling.factor > 1:
-        rope |= {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling.kind != "linear":
-            yarn = scaling.kind == "yarn"
-            rope |= {
-                "beta_slow" if yarn else "low_freq_factor": scaling.low_freq_factor,
-                "beta_fast" if yarn else "high_freq_factor": scaling.high_freq_factor,
-                "original_max_position_embeddings": scaling.original_max_position,
-            }
-            if scaling.attention_factor:
-                rope["attention_factor"] = scaling.attention_factor
-            if not scaling.truncate:
-                rope["truncate"] = False
-            rope |= written_mscale(scaling)
-    if family.has_states:
-        # Where `transformers` 5 looks for it.
-        rope["partial_rotary_factor"] = model.rotated_size / model.head_size
-    if "window_rope_theta" in family.layers:
-        return {"rope_parameters": rope}
-    local = {"rope_type": "default", "rope_theta": model.window_rope_theta}
-    return {"rope_parameters": {_FULL: rope, _SLIDING: local if model.window_rope_theta else rope}}
-
-
 def _written_windows(model: ModelConfig, family: Family) -> dict[str, Any]:
     windows = model.layer_windows
     size = max(windows) or None
@@ -350,26 +215,26 @@ def _written_windows(model: ModelConfig, family: Family) -> dict[str, Any]:
         return {}
     if family.windows == "all":
         return {"sliding_window": size}
-    kinds = [_SLIDING if window else _FULL for window in windows]
+    kinds = [SLIDING if window else FULL for window in windows]
     if family.windows == "by_flag":
         written = {"layer_types": kinds, "sliding_window": size, "use_sliding_window": bool(size)}
-        return written | ({"max_window_layers": kinds.index(_SLIDING)} if size else {})
+        return written | ({"max_window_layers": kinds.index(SLIDING)} if size else {})
     # A number even where no layer has a window: `transformers` requires it.
     return {"layer_types": kinds, "sliding_window": size or family.defaults["sliding_window"]}
 
 
 def _written_scores(model: ModelConfig, family: Family) -> dict[str, Any]:
     written: dict[str, Any] = {}
-    if "query_pre_attn_scalar" not in family.layers:
+    if "query_pre_attn_scalar" in family.free:
         written["query_pre_attn_scalar"] = model.query_pre_attn_scalar or model.head_size
     for field, key in _SOFTCAPS.items():
-        if field not in family.layers:
+        if field in family.free:
             written[key] = getattr(model, field) or None
     return written
 
 
 def _written_experts(model: ModelConfig, family: Family) -> dict[str, Any]:
-    if "num_experts" in family.layers:
+    if "num_experts" not in family.free:
         return {}
     written = {key: getattr(model, field) for field, key in family.expert_keys.items()}
     if "normalize_expert_weights" not in family.layers:
@@ -378,7 +243,7 @@ def _written_experts(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 
 def _written_no_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
-    if "no_rope_every" in family.layers:
+    if "no_rope_every" not in family.free:
         return {}
     every, layers = model.no_rope_every, range(model.num_layers)
     return {"no_rope_layers": [int(not every or (i + 1) % every != 0) for i in layers]}

@@ -7,6 +7,9 @@ from typing import Any
 
 from earl_jax.settings.errors import InputError
 
+# In layer_types.
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+
 
 def read_size(settings: Mapping[str, Any], key: str, least: int = 1) -> int:
     """Returns a whole number of at least `least`. Raises ValueError for anything else."""

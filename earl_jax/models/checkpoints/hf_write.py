@@ -19,12 +19,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from earl_jax.models.blocks import drain
-from earl_jax.models.checkpoints.families import (
-    Family,
-    Weight,
-    family_named,
-    family_of,
-)
+from earl_jax.models.checkpoints.families.family import Family
+from earl_jax.models.checkpoints.families.table import family_named, family_of
+from earl_jax.models.checkpoints.families.weights import Weight
 from earl_jax.models.checkpoints.hf_read import (
     DTYPES,
     INDEX,

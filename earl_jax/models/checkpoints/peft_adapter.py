@@ -10,7 +10,8 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from earl_jax.models.checkpoints.families import Weight, family_of
+from earl_jax.models.checkpoints.families.table import family_of
+from earl_jax.models.checkpoints.families.weights import Weight
 from earl_jax.models.checkpoints.hf_write import whole_folder
 from earl_jax.models.config import LoraConfig, ModelConfig
 from earl_jax.models.lora import PROJECTIONS
