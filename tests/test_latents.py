@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +19,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from earl_jax.engine.engine import Engine
+from earl_jax.envs.text.tokenizer import load_tokenizer
 from earl_jax.models.attention.folding import unfold
 from earl_jax.models.attention.kernels import attend_rows, choose_pages_kernel
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.checkpoints.hf_settings import read_settings
+from earl_jax.models.checkpoints.hf_write import save_checkpoint
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_drafts, forward_rows, head_weights
 from earl_jax.models.kv_cache import empty_pages
@@ -42,7 +45,14 @@ from tests.support.episodes import (
     tasks,
     weights,
 )
-from tests.support.references import REFERENCE, checkpoint, loaded, reference
+from tests.support.references import (
+    REFERENCE,
+    assert_equal_trees,
+    change_config,
+    checkpoint,
+    loaded,
+    reference,
+)
 from tests.support.settings import make_config
 
 NAMES = ["deepseek_v2", "deepseek_v2_tied", "deepseek_v3", "deepseek_v3_tied"]
@@ -335,6 +345,56 @@ PUBLISHED: dict[str, dict] = {
             "weight_block_size": [128, 128],
         },
     },
+    "kimi-k2": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "kimi_k2",
+        "vocab_size": 163840,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 384,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.827,
+        "num_nextn_predict_layers": 0,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 50000.0,
+        "rope_scaling": {
+            "type": "yarn",
+            "beta_fast": 1.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+        "max_position_embeddings": 131072,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "quantization_config": {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+        },
+    },
     "deepseek-v2-lite": {
         "model_type": "deepseek_v2",
         "vocab_size": 102400,
@@ -383,6 +443,28 @@ PUBLISHED: dict[str, dict] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_config_is_its_preset(name):
     assert read_settings(PUBLISHED[name]) == (PRESETS[name], preset_vocab_size(name))
+
+
+def test_a_kimi_k2_is_written_as_deepseek_v3(tmp_path):
+    """Its weights are those of DeepSeek-V3, whose model_type `transformers` has code for."""
+    folder = Path(shutil.copytree(REFERENCE / "deepseek_v3_tied", tmp_path / "model"))
+    change_config(folder, model_type="kimi_k2")
+    given = open_checkpoint(folder)
+    params = load_parameters(given, make_layout(MeshShape()))
+    save_checkpoint(
+        tmp_path / "out",
+        params,
+        model=given.model,
+        vocab_size=given.vocab_size,
+        tokenizer=load_tokenizer(REFERENCE / "qwen2_tied"),
+        dtype=given.dtype,
+        max_positions=128,
+        source=given,
+    )
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written == json.loads((REFERENCE / "deepseek_v3_tied" / "config.json").read_text())
+    again = load_parameters(open_checkpoint(tmp_path / "out"), make_layout(MeshShape()))
+    assert_equal_trees(again, loaded("deepseek_v3_tied"))
 
 
 def test_scores_are_scaled_by_the_square_of_mscale():

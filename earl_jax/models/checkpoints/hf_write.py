@@ -132,6 +132,7 @@ def _texts(
         # Weights are written in the type `dtype`, whatever they were read in.
         left_out = ("torch_dtype", "auto_map", "quantization_config")
         kept = {key: value for key, value in source.settings.items() if key not in left_out}
+        kept["model_type"] = source.family.model_type
         path = source.folder / "generation_config.json"
         if path.is_file():
             return kept | {"dtype": dtype}, json.loads(path.read_text())

@@ -69,6 +69,7 @@ DEEPSEEK_V2 = Family(
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
+    also_named=("kimi_k2",),
     layers={"router_scores": "sigmoid", "router_correction": True, "group_score": 2},
     free=(*_FREE, "rope_interleaved"),
     required={

@@ -69,6 +69,7 @@ class Family:
     Its config.json:
 
     - `model_type`, `architecture`: its names there.
+    - `also_named`: other model_types of such models; they are written under `model_type`.
     - `required`: keys with the one value that is computed rightly; a key that is absent or null has
       it.
     - `defaults`: what `transformers` takes for keys that are absent.
@@ -88,6 +89,7 @@ class Family:
 
     model_type: str
     architecture: str
+    also_named: tuple[str, ...] = ()
     weights: Mapping[str, Weight]
     layers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     free: tuple[str, ...] = ()

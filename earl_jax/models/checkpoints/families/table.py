@@ -17,7 +17,7 @@ from earl_jax.models.checkpoints.families.qwen_next import QWEN3_5, QWEN3_5_MOE,
 from earl_jax.models.config import ModelConfig
 from earl_jax.settings.errors import InputError
 
-# By model_type. Of families that have the same layers a model without a source is the first.
+# By model_type. Of families that have the same layers a model without a source is of the first.
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
@@ -67,10 +67,11 @@ def text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def family_named(settings: Mapping[str, Any]) -> Family:
     """Returns the family of a config.json. Raises ValueError listing those known."""
     name = settings.get("model_type")
-    if not isinstance(name, str) or name not in FAMILIES:
-        reason = _REFUSED.get(str(name), "which is not known here")
-        raise InputError(f"model_type is {name!r}, {reason}; known are {', '.join(FAMILIES)}")
-    return FAMILIES[name]
+    for family in FAMILIES.values():
+        if name in (family.model_type, *family.also_named):
+            return family
+    reason = _REFUSED.get(str(name), "which is not known here")
+    raise InputError(f"model_type is {name!r}, {reason}; known are {', '.join(FAMILIES)}")
 
 
 def family_of(model: ModelConfig) -> Family:
