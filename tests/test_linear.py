@@ -29,10 +29,13 @@ from earl_jax.models.attention.delta_rule import (
     mix_cached,
     mix_rows,
 )
+from earl_jax.models.checkpoints.families.table import text_settings
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
+from earl_jax.models.checkpoints.hf_settings import read_settings
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows
 from earl_jax.models.parameters import check_tensor_axis
+from earl_jax.models.presets import PRESETS, preset_vocab_size
 from earl_jax.serving.serve_flags import check_against_model, parse_flags
 from earl_jax.sharding.layout import MeshShape, make_layout
 from tests.support.environments import Talker
@@ -457,6 +460,84 @@ def test_the_text_part_of_a_model_with_images_is_read(tmp_path, name):
     assert given.settings["model_type"] == f"{name}_text" and given.has_images
     layout = make_layout(MeshShape(fsdp=2, tensor=2))
     assert_equal_trees(load_parameters(given, layout), loaded(name))
+
+
+# The keys of published files that say what the text part computes.
+PUBLISHED_27B = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "tie_word_embeddings": False,
+    "text_config": {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "full_attention_interval": 4,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 16,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48,
+        "linear_value_head_dim": 128,
+        "mlp_only_layers": [],
+        "partial_rotary_factor": 0.25,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "tie_word_embeddings": False,
+    },
+}
+PUBLISHED_35B = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe",
+    "text_config": {
+        "model_type": "qwen3_5_moe_text",
+        "vocab_size": 248320,
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+        },
+        "tie_word_embeddings": False,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [(PUBLISHED_27B, "qwen3.5-27b"), (PUBLISHED_35B, "qwen3.5-35b-a3b")],
+    ids=["27b", "35b"],
+)
+def test_the_text_part_of_a_published_config_is_its_preset(settings, name):
+    text = text_settings(settings)
+    assert text is not None
+    assert read_settings(text) == (PRESETS[name], preset_vocab_size(name))
 
 
 def test_a_model_from_scratch_has_layers_of_both_kinds():

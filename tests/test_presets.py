@@ -35,6 +35,14 @@ PUBLISHED = {
     "qwen3-235b-a22b": (151_936, 235_093_634_560),
     # Without layers for multi-token prediction.
     "qwen3-next-80b-a3b": (151_936, 79_674_391_296),
+    # Without images too.
+    "qwen3.5-0.8b": (248_320, 752_393_024),
+    "qwen3.5-4b": (248_320, 4_205_751_296),
+    "qwen3.5-9b": (248_320, 8_953_803_264),
+    "qwen3.5-27b": (248_320, 26_895_998_464),
+    "qwen3.5-35b-a3b": (248_320, 34_660_610_688),
+    "qwen3.5-122b-a10b": (248_320, 122_111_526_912),
+    "qwen3.5-397b-a17b": (248_320, 396_346_350_336),
     "llama3.2-1b": (128_256, 1_235_814_400),
     "llama3.2-3b": (128_256, 3_212_749_824),
     "llama3.1-8b": (128_256, 8_030_261_248),
@@ -65,6 +73,11 @@ ARCHITECTURES = {
     "qwen3-30b-a3b": "Qwen3MoeForCausalLM",
     "qwen3-235b-a22b": "Qwen3MoeForCausalLM",
     "qwen3-next": "Qwen3NextForCausalLM",
+    # The layers of a mixture of Qwen3.5 are those of Qwen3-Next.
+    "qwen3.5-35b-a3b": "Qwen3NextForCausalLM",
+    "qwen3.5-122b-a10b": "Qwen3NextForCausalLM",
+    "qwen3.5-397b-a17b": "Qwen3NextForCausalLM",
+    "qwen3.5": "Qwen3_5ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "llama": "LlamaForCausalLM",
@@ -112,15 +125,15 @@ EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 16}
 LATENTS = {**EXPERTS, "num_experts": 16, "shared_ffn_size": 16, "ffn_size": 64}
 LATENTS |= {"num_kv_heads": 4, "latent_size": 12, "query_latent_size": 10, "rope_size": 4}
 LATENTS |= {"value_size": 6, "num_dense_layers": 1}
-LINEAR = {**EXPERTS, "num_layers": 4, "shared_ffn_size": 16, "rope_size": 4}
-LINEAR |= {"linear_key_heads": 2, "linear_value_heads": 4}
+LINEAR = {"num_layers": 4, "rope_size": 4, "linear_key_heads": 2, "linear_value_heads": 4}
 LINEAR |= {"linear_key_size": 8, "linear_value_size": 8}
 # One of each family, and what beside the sizes has to shrink for a model of its kind to be left.
 SHRUNK = {
     "qwen2.5-0.5b": {"ffn_size": 64},
     "qwen3-0.6b": {"ffn_size": 64},
     "qwen3-30b-a3b": EXPERTS,
-    "qwen3-next-80b-a3b": LINEAR,
+    "qwen3-next-80b-a3b": {**LINEAR, **EXPERTS, "shared_ffn_size": 16},
+    "qwen3.5-0.8b": {**LINEAR, "ffn_size": 64},
     "llama3.2-1b": {"ffn_size": 64},
     "mistral-7b": {"ffn_size": 64},
     "mixtral-8x7b": EXPERTS,

@@ -109,6 +109,36 @@ _GPT_OSS: Mapping[str, Any] = {
 }
 
 
+def _linear(
+    num_layers: int,
+    width: int,
+    heads: tuple[int, int],
+    ffn_size: int,
+    linear_value_heads: int,
+    **settings: Any,
+) -> ModelConfig:
+    """Returns a preset in which three of four layers are of linear attention.
+
+    `heads` are query heads and key/value heads of the fourth. Where there are experts, every token
+    goes through one more, of the same size.
+    """
+    given = {
+        "query_key_norm": "head",
+        "norm_from_one": True,
+        "rope_theta": 1e7,
+        "rope_size": 64,
+        "attention_gate": True,
+        "attention_every": 4,
+        "linear_key_heads": 16,
+        "linear_value_heads": linear_value_heads,
+        "linear_key_size": 128,
+        "linear_value_size": 128,
+    }
+    if "num_experts" in settings:
+        given |= {"shared_ffn_size": settings["expert_ffn_size"], "shared_ffn_gate": True}
+    return _config(num_layers, width, (*heads, 256), ffn_size, **given | settings)
+
+
 def _deepseek(
     num_layers: int,
     width: int,
@@ -171,6 +201,15 @@ PRESETS: Mapping[str, ModelConfig] = {
     "qwen3-32b": _config(64, 5120, (64, 8, 128), 25600, **_QWEN3),
     "qwen3-30b-a3b": _config(48, 2048, (32, 4, 128), 6144, **_QWEN3, **_experts(128, 8, 768)),
     "qwen3-235b-a22b": _config(94, 4096, (64, 4, 128), 12288, **_QWEN3, **_experts(128, 8, 1536)),
+    "qwen3-next-80b-a3b": _linear(48, 2048, (16, 2), 5120, 32, **_experts(512, 10, 512)),
+    # The text part. 5632 is what a mixture without an intermediate_size is read with; unused.
+    "qwen3.5-0.8b": _linear(24, 1024, (8, 2), 3584, 16, tie_embeddings=True),
+    "qwen3.5-4b": _linear(32, 2560, (16, 4), 9216, 32, tie_embeddings=True),
+    "qwen3.5-9b": _linear(32, 4096, (16, 4), 12288, 32),
+    "qwen3.5-27b": _linear(64, 5120, (24, 4), 17408, 48),
+    "qwen3.5-35b-a3b": _linear(40, 2048, (16, 2), 5632, 32, **_experts(256, 8, 512)),
+    "qwen3.5-122b-a10b": _linear(48, 3072, (32, 2), 5632, 64, **_experts(256, 8, 1024)),
+    "qwen3.5-397b-a17b": _linear(60, 4096, (32, 2), 5632, 64, **_experts(512, 10, 1024)),
     "llama3.2-1b": _config(16, 2048, (32, 8, 64), 8192, **_LLAMA32),
     "llama3.2-3b": _config(28, 3072, (24, 8, 128), 8192, **_LLAMA32),
     "llama3.1-8b": _config(32, 4096, (32, 8, 128), 14336, **_LLAMA3),
@@ -192,25 +231,6 @@ PRESETS: Mapping[str, ModelConfig] = {
         **_experts(64, 8, 1024) | {"normalize_expert_weights": False},
     ),
     "gpt-oss-20b": _config(24, 2880, (64, 8, 64), 2880, **_GPT_OSS, **_experts(32, 4, 2880)),
-    "qwen3-next-80b-a3b": _config(
-        48,
-        2048,
-        (16, 2, 256),
-        5120,
-        **_experts(512, 10, 512),
-        shared_ffn_size=512,
-        shared_ffn_gate=True,
-        query_key_norm="head",
-        norm_from_one=True,
-        rope_theta=1e7,
-        rope_size=64,
-        attention_gate=True,
-        attention_every=4,
-        linear_key_heads=16,
-        linear_value_heads=32,
-        linear_key_size=128,
-        linear_value_size=128,
-    ),
     "gpt-oss-120b": _config(36, 2880, (64, 8, 64), 2880, **_GPT_OSS, **_experts(128, 4, 2880)),
     "deepseek-v2-lite": _deepseek(
         27, 2048, 16, 10944, _experts(64, 6, 1408), shared=2, **_DEEPSEEK2
@@ -288,6 +308,7 @@ VOCAB_SIZES: Mapping[str, int] = {
     "qwen2.5-3b": 151_936,
     "qwen2.5-": 152_064,
     "qwen3-": 151_936,
+    "qwen3.5-": 248_320,
     "llama3.": 128_256,
     "mistral-7b": 32_000,
     "mixtral-": 32_000,
