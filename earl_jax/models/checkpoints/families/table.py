@@ -52,14 +52,14 @@ _REFUSED = {
 
 def text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Returns the config.json of the text part of a model that reads images too, else None."""
-    for name, family in FAMILIES.items():
+    for family in FAMILIES.values():
         if family.text_of and settings.get("model_type") == family.text_of:
             text = settings.get("text_config")
             if not isinstance(text, Mapping):
                 raise InputError(f"text_config is {text!r}; it must be an object")
             kept = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
             above = {key: settings[key] for key in kept if key in settings}
-            own = {"model_type": name, "architectures": [family.architecture]}
+            own = {"model_type": family.model_type, "architectures": [family.architecture]}
             return {**above, **text, **own}
     return None
 
@@ -77,10 +77,7 @@ def family_named(settings: Mapping[str, Any]) -> Family:
 def family_of(model: ModelConfig) -> Family:
     """Returns the family that has such layers. Raises ValueError where there is none."""
     for family in FAMILIES.values():
-        fixed = all(getattr(model, field) == value for field, value in family.fixed.items())
-        fixed = fixed and family.has_latents == (model.latent_size > 0)
-        fixed = fixed and family.has_states == model.has_states
-        if fixed and _has_windows(family, model):
+        if _fits(family, model):
             if family.width_by_heads and model.width % model.num_heads:
                 raise InputError(
                     f"config.model.width={model.width} is no multiple of num_heads="
@@ -97,6 +94,16 @@ def family_of(model: ModelConfig) -> Family:
     )
     raise InputError(
         f"no known family has layers with {', '.join(given)}: {known}; all windows are of one size"
+    )
+
+
+def _fits(family: Family, model: ModelConfig) -> bool:
+    """Returns True if the family has such layers."""
+    return (
+        all(getattr(model, field) == value for field, value in family.fixed.items())
+        and family.has_latents == (model.latent_size > 0)
+        and family.has_states == model.has_states
+        and _has_windows(family, model)
     )
 
 
