@@ -13,7 +13,7 @@ already:
 3. name it in table.py.
 
 If its layers need more, ModelConfig gets a setting (and PLAIN its value where layers are without),
-hf_settings.py its key of config.json, parameters.py the parameters, decoder.py the computation;
+hf_settings.py its key of config.json, parameters.py the parameters, models/layers the computation;
 layers never ask for a family.
 
 Then let tests/reference/make_reference.py write a small model of it, and name one in presets.py:
