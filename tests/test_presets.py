@@ -155,9 +155,7 @@ def test_a_preset_at_a_small_size_is_of_its_family(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "preset", ["qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v3", "qwen3-next-80b-a3b"]
-)
+@pytest.mark.parametrize("preset", ["deepseek-v3", "qwen3-next-80b-a3b"])
 def test_a_preset_trains_from_scratch_on_a_mixed_mesh(preset):
     """One RL step of a preset at a small size: what samples is what is trained.
 
