@@ -42,8 +42,9 @@ from earl_jax.models.parameters import (
     parameter_specs,
     unstack_layers,
 )
-from earl_jax.models.quantization import dequantize, engine_specs, is_quantized, quantize
 from earl_jax.models.presets import PRESETS, preset_vocab_size
+from earl_jax.models.quantization import dequantize, engine_specs, is_quantized, quantize
+from earl_jax.run.build import build_run
 from earl_jax.serving.serve_flags import check_against_model, parse_flags
 from earl_jax.sharding.layout import MeshShape, make_layout
 from tests.support.caches import empty_cache
@@ -476,6 +477,10 @@ def test_drafts_and_context_are_refused():
     with pytest.raises(ValueError, match="--keep_replies has no effect on this model, .* states"):
         check_against_model(flags, MeshShape(), "x", LINEAR, 64, None)
     assert "are cut over context; use data" in str(check_tensor_axis(LINEAR, 64, 1, 1, 1, 2))
+    problem = build_run(make_config({"model": {"attention_every": 2}}, [])).problem
+    assert "are cut over context" in str(problem.rollout_obstacle(MeshShape(data=4, context=2)))
+    assert problem.rollout_obstacle(MeshShape(data=4, tensor=2)) is None
+    assert all(mesh.context == 1 for mesh in problem.meshes("rollout", 2**17))
     assert check_tensor_axis(LINEAR, 64, 2, 2) is None
     odd = dataclasses.replace(LINEAR, num_heads=3, num_kv_heads=3, width=36, ffn_size=36)
     assert check_tensor_axis(odd, 66, 3, 3) == "model.linear_key_heads = 2 does not divide by 3"
