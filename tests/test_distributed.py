@@ -905,10 +905,15 @@ def test_processes_that_play_together_train_as_one_does(cache, tmp_path):
 def test_processes_that_play_together_and_are_stopped_end_as_if_left_alone(cache, tmp_path):
     """One is killed: the same bits as of one process that has both devices, and no task twice.
 
-    The first process has the environments, and writes checkpoints, metrics and episodes.
+    The first process has the environments, and writes checkpoints, metrics and episodes. One of two
+    layers is of linear attention, whose states are cut over both processes.
     """
     given = spanning("data=1,tensor=2", "data=2", 2, 2) | {"num_steps": 5}
     given |= {
+        "model.num_layers": 2,
+        "model.attention_every": 2,
+        "model.linear_key_size": 8,
+        "model.linear_value_size": 8,
         "distributed.heartbeat_s": 15,
         "checkpoint.every_steps": 2,
         "log.trajectories_every_steps": 1,

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exports of a run: a model for `transformers`, adapters for PEFT, and the newest of them."""
 
+import collections
 import dataclasses
 import json
 from pathlib import Path
@@ -50,17 +51,31 @@ PEFT_NAMES = {
     "query_up": "self_attn.q_b_proj",
     "latent": "self_attn.kv_a_proj_with_mqa",
     "latent_up": "self_attn.kv_b_proj",
+    # The numbers of a query's heads, each with those of its gate behind.
+    "attention_gate": "self_attn.q_proj",
+    "linear_out": "linear_attn.out_proj",
+    **{f"shared_{each}": f"mlp.shared_expert.{each}_proj" for each in ("gate", "up", "down")},
 }
+OWN_NAMES = {
+    "deepseek_v3": {
+        f"shared_{each}": f"mlp.shared_experts.{each}_proj" for each in ("gate", "up", "down")
+    },
+    "qwen3_next": {
+        f"linear_{each}": "linear_attn.in_proj_qkvz" for each in ("query", "key", "value", "gate")
+    },
+    "qwen3_5": {
+        **{f"linear_{each}": "linear_attn.in_proj_qkv" for each in ("query", "key", "value")},
+        "linear_gate": "linear_attn.in_proj_z",
+    },
+}
+OWN_NAMES["qwen3_5_moe"] = OWN_NAMES["qwen3_5"]
 
 
-def adapters_of(name: str) -> LoraConfig:
-    """Beside every projection; networks of a mixture are none, nor queries beside gates."""
-    model = checkpoint(name).model
-    layers = parameter_specs(model, 1)["layers"]
-    networks = ("gate", "up", "down") if model.num_experts else ()
-    networks += ("query",) if model.attention_gate else ()
-    targets = tuple(each for each in PEFT_NAMES if each in layers and each not in networks)
-    return dataclasses.replace(LORA, targets=targets)
+def adapted_paths(name: str) -> collections.Counter:
+    """The paths of a model's adapted modules, each with the number of its parameters."""
+    layers = parameter_specs(checkpoint(name).model, 1)["layers"]
+    names = PEFT_NAMES | OWN_NAMES.get(name, {})
+    return collections.Counter(path for target, path in names.items() if target in layers)
 
 
 def some_adapters(name: str, lora: LoraConfig) -> Any:
@@ -92,7 +107,12 @@ def write_both(folder: Path, name: str, lora: LoraConfig) -> tuple[Any, Path, Pa
         source=given,
     )
     save_adapter(
-        folder / "adapter", adapters, model=given.model, lora=lora, base=str(REFERENCE / name)
+        folder / "adapter",
+        adapters,
+        model=given.model,
+        lora=lora,
+        base=str(REFERENCE / name),
+        source=given,
     )
     return policy, folder / "merged", folder / "adapter"
 
@@ -104,47 +124,66 @@ def tensors(folder: Path) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gemma3", "gpt_oss", "deepseek_v3"])
+@pytest.mark.slow_except("qwen3_next", "qwen3_5_moe", "deepseek_v3")
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_moe", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_next", "qwen3_5", "qwen3_5_moe"],
+)
 def test_the_adapter_folder_is_what_peft_reads(name, tmp_path):
-    """Names, shapes and values: base + alpha / r * lora_B @ lora_A is the merged folder."""
-    lora = adapters_of(name)
-    paths = [PEFT_NAMES[target] for target in lora.targets]
-    _, whole, folder = write_both(tmp_path, name, lora)
+    """Names, shapes and values: base + alpha / r * lora_B @ lora_A is the merged folder.
+
+    A module of several parameters has the rank and alpha of all of them.
+    """
+    paths = adapted_paths(name)
+    _, whole, folder = write_both(tmp_path, name, LORA)
     settings = json.loads((folder / "adapter_config.json").read_text())
     assert settings["peft_type"] == "LORA" and settings["task_type"] == "CAUSAL_LM"
     assert (settings["r"], settings["lora_alpha"]) == (3, 6.0)
     assert settings["base_model_name_or_path"] == str(REFERENCE / name)
-    modules = {path.rsplit(".", 1)[1] for path in paths}
-    assert set(settings["target_modules"]) == modules
+    targets = settings["target_modules"]
+    targets += [each.removesuffix(".weight") for each in settings["target_parameters"] or ()]
+    assert sorted(targets) == sorted(paths)
+    several = {path: number for path, number in paths.items() if number > 1}
+    assert settings["rank_pattern"] == {path: 3 * number for path, number in several.items()}
+    assert settings["alpha_pattern"] == {path: 6.0 * number for path, number in several.items()}
     adapter, base, after = tensors(folder), tensors(REFERENCE / name), tensors(whole)
     model = checkpoint(name).model
-    seen = set()
-    for layer in range(model.num_layers):
-        for path in paths:
-            weight = f"model.layers.{layer}.{path}.weight"
-            key = f"base_model.model.model.layers.{layer}.{path}.lora_"
-            a, b = adapter.pop(f"{key}A.weight"), adapter.pop(f"{key}B.weight")
-            outputs, inputs = base[weight].shape
-            assert (a.shape, b.shape) == ((3, inputs), (outputs, 3))
-            assert a.dtype == b.dtype == np.float32
-            expected = base[weight].astype(np.float32) + 2.0 * b @ a
-            np.testing.assert_allclose(after[weight], expected, atol=1e-6)
-            assert np.abs(after[weight] - base[weight].astype(np.float32)).max() > 0.01
-            seen.add(weight)
-    assert not adapter
+    seen = {key for key in base if key.split(".", 3)[-1].removesuffix(".weight") in paths}
+    for weight in seen:
+        key = f"base_model.model.{weight.removesuffix('.weight')}.lora_"
+        a, b = adapter.pop(f"{key}A.weight"), adapter.pop(f"{key}B.weight")
+        outputs, inputs = base[weight].shape
+        rank = 3 * paths[weight.split(".", 3)[-1].removesuffix(".weight")]
+        assert (a.shape, b.shape) == ((rank, inputs), (outputs, rank))
+        assert a.dtype == b.dtype == np.float32
+        expected = base[weight].astype(np.float32) + 2.0 * b @ a
+        np.testing.assert_allclose(after[weight], expected, atol=1e-6)
+        changed = np.abs(after[weight] - base[weight].astype(np.float32))
+        assert np.all(changed.max(axis=1) > 0)
+    assert seen and not adapter
     for key in base.keys() - seen:
         np.testing.assert_array_equal(after[key], base[key].astype(np.float32))
     assert after.keys() == base.keys()
     with pytest.raises(ValueError, match="exists already"):
-        save_adapter(folder, some_adapters(name, lora), model=model, lora=lora, base="x")
+        save_adapter(folder, some_adapters(name, LORA), model=model, lora=LORA, base="x")
 
 
 def test_only_the_targets_are_written(tmp_path):
-    lora = dataclasses.replace(LORA, targets=("value", "down"))
-    _, _, folder = write_both(tmp_path, "qwen3_tied", lora)
+    """Of a gate in one tensor with the queries nothing but zeros."""
+    name = "qwen3_5"
+    lora = dataclasses.replace(LORA, targets=("query", "down"))
+    _, whole, folder = write_both(tmp_path, name, lora)
     settings = json.loads((folder / "adapter_config.json").read_text())
-    assert settings["target_modules"] == ["down_proj", "v_proj"]
-    assert {key.split(".")[-3] for key in tensors(folder)} == {"v_proj", "down_proj"}
+    assert settings["target_modules"] == ["mlp.down_proj", "self_attn.q_proj"]
+    assert settings["rank_pattern"] == settings["alpha_pattern"] == {}
+    assert {key.split(".")[-3] for key in tensors(folder)} == {"q_proj", "down_proj"}
+    layer, size = checkpoint(name).model.num_layers - 1, checkpoint(name).model.head_size
+    weight = f"model.layers.{layer}.self_attn.q_proj"
+    b = tensors(folder)[f"base_model.model.{weight}.lora_B.weight"].reshape(-1, 2, size, 3)
+    assert np.all(b[:, 0] != 0) and not np.any(b[:, 1])
+    before, after = (tensors(each)[f"{weight}.weight"] for each in (REFERENCE / name, whole))
+    changed = (before != after).reshape(-1, 2, size, before.shape[1])
+    assert np.all(changed[:, 0].any(axis=-1)) and not np.any(changed[:, 1])
 
 
 def own_logits(name: str, policy: Any) -> np.ndarray:
@@ -164,7 +203,7 @@ def test_peft_computes_the_same_from_what_is_written(name, tmp_path):
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
-    policy, whole, folder = write_both(tmp_path, name, adapters_of(name))
+    policy, whole, folder = write_both(tmp_path, name, LORA)
     tokens = torch.from_numpy(reference(name)["tokens"]).long()
     # The soft cap of attention is passed over by "sdpa", and by "eager" unless it is told.
     options = {"dtype": torch.float32, "attn_implementation": "eager"}

@@ -7,6 +7,7 @@ test_hf_write.py, test_export.py).
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import shutil
@@ -32,12 +33,21 @@ from earl_jax.models.attention.delta_rule import (
 from earl_jax.models.checkpoints.families.table import text_settings
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.checkpoints.hf_settings import read_settings
-from earl_jax.models.config import ModelConfig
-from earl_jax.models.decoder import forward_rows
-from earl_jax.models.parameters import check_tensor_axis
+from earl_jax.models.config import LoraConfig, ModelConfig
+from earl_jax.models.decoder import forward_chunk, forward_rows
+from earl_jax.models.lora import adapt, adapter_specs, is_adapted, merged
+from earl_jax.models.parameters import (
+    check_tensor_axis,
+    is_spec,
+    parameter_specs,
+    unstack_layers,
+)
 from earl_jax.models.presets import PRESETS, preset_vocab_size
+from earl_jax.models.quantization import dequantize, engine_specs, is_quantized, quantize
+from earl_jax.run.build import build_run
 from earl_jax.serving.serve_flags import check_against_model, parse_flags
 from earl_jax.sharding.layout import MeshShape, make_layout
+from tests.support.caches import empty_cache
 from tests.support.environments import Talker
 from tests.support.episodes import (
     LINEAR,
@@ -255,6 +265,95 @@ def test_gradients_are_the_same_with_remat():
             np.testing.assert_allclose(again[path], leaf, atol=bound, err_msg=path)
 
 
+# Adapters and int8.
+
+
+def test_adapters_score_as_the_merged_model():
+    """Beside every projection, each of which has a gradient."""
+    name, layout, lora = "qwen3_next", make_layout(MeshShape()), LoraConfig(rank=2)
+    given, tokens = checkpoint(name), reference(name)["tokens"][:, :20]
+    specs = adapter_specs(parameter_specs(given.model, given.vocab_size), lora)
+    rng = np.random.default_rng(0)
+    adapters = jax.tree.map(
+        lambda spec: 0.1 * rng.normal(size=spec.shape).astype(np.float32), specs, is_leaf=is_spec
+    )
+
+    def states(params):
+        return forward_rows(given.model, layout, params, tokens, jnp.ones_like(tokens))
+
+    @jax.jit
+    def adapted(adapters):
+        def total(adapters):
+            found = states(adapt(loaded(name), adapters, lora))
+            return jnp.sum(jnp.sin(found)), found
+
+        return jax.grad(total, has_aux=True)(adapters)
+
+    policy = adapt(loaded(name), adapters, lora)
+    whole = jax.jit(states)(jax.tree.map(merged, policy, is_leaf=is_adapted))
+    gradients, found = adapted(adapters)
+    np.testing.assert_allclose(found, whole, atol=1e-4)
+    assert {f"linear_{each}" for each in ("query", "key", "value", "gate", "out")} < set(
+        gradients["layers"]
+    )
+    jax.tree_util.tree_map_with_path(_assert_trained, gradients)
+
+
+def _assert_trained(path, gradient):
+    assert np.all(np.isfinite(gradient)) and np.max(np.abs(gradient)) > 1e-4, path
+
+
+def in_int8(model: ModelConfig, params):
+    """The engine's parameters, every matrix that can be as int8."""
+    specs = engine_specs(model, len(params["embed"]), "int8")
+    return jax.tree.map(
+        lambda spec, leaf: quantize(leaf, spec.axes, spec.inputs) if is_quantized(spec) else leaf,
+        specs,
+        params,
+        is_leaf=is_quantized,
+    )
+
+
+def test_int8_matrices_compute_as_the_dequantised_ones():
+    name = "qwen3_next"
+    model, tokens = checkpoint(name).model, reference(name)["tokens"]
+    params = in_int8(model, unstack_layers(loaded(name), model.num_layers))
+    left = {
+        key
+        for layer in params["layers"]
+        for key, leaf in layer.items()
+        if not is_quantized(leaf) and leaf.ndim > 1 and not key.endswith(("taps", "norm", "bias"))
+    }
+    assert left == {"router", "shared_router", "linear_rate", "linear_decay", "linear_log_decay"}
+    rows, length = tokens.shape
+    counts = jnp.full(rows, length, jnp.int32)
+    chunk = jax.jit(functools.partial(forward_chunk, model))
+    found, exact = (
+        chunk(each, empty_cache(model, rows, length), tokens, counts * 0, counts)[0]
+        for each in (
+            params,
+            jax.tree.map(
+                lambda leaf: dequantize(leaf) if is_quantized(leaf) else leaf,
+                params,
+                is_leaf=is_quantized,
+            ),
+        )
+    )
+    np.testing.assert_allclose(found, exact, atol=1e-4)
+    far = np.abs(jax.nn.log_softmax(found) - jax.nn.log_softmax(reference(name)["logits"][:, -1]))
+    assert 1e-4 < far.mean() < 0.1
+
+
+def test_int8_matrices_and_pages_play_near_the_trainer(pool):
+    exact = engine(model=LINEAR)
+    config = dataclasses.replace(exact.config, weight_dtype="int8", kv_dtype="int8")
+    params = in_int8(LINEAR, weights(model=LINEAR))
+    rollout = collect(pool, tasks(16), player=Engine(config, exact.layout), params=params)
+    check_rows(rollout, 16)
+    far = [gap for own in gaps(rollout.trajectories, LINEAR) for _, gap in own]
+    assert 1e-5 < np.mean(far) < 2e-2 and max(far) < 0.2
+
+
 # Episodes.
 
 MESH = MeshShape(data=4, tensor=2)
@@ -377,6 +476,10 @@ def test_drafts_and_context_are_refused():
     with pytest.raises(ValueError, match="--keep_replies has no effect on this model, .* states"):
         check_against_model(flags, MeshShape(), "x", LINEAR, 64, None)
     assert "are cut over context; use data" in str(check_tensor_axis(LINEAR, 64, 1, 1, 1, 2))
+    problem = build_run(make_config({"model": {"attention_every": 2}}, [])).problem
+    assert "are cut over context" in str(problem.rollout_obstacle(MeshShape(data=4, context=2)))
+    assert problem.rollout_obstacle(MeshShape(data=4, tensor=2)) is None
+    assert all(mesh.context == 1 for mesh in problem.meshes("rollout", 2**17))
     assert check_tensor_axis(LINEAR, 64, 2, 2) is None
     odd = dataclasses.replace(LINEAR, num_heads=3, num_kv_heads=3, width=36, ffn_size=36)
     assert check_tensor_axis(odd, 66, 3, 3) == "model.linear_key_heads = 2 does not divide by 3"

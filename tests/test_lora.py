@@ -63,6 +63,7 @@ MODEL = ModelConfig(
 
 SPECS = parameter_specs(MODEL, VOCAB)
 LORA = LoraConfig(rank=4, alpha=12.0)
+TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
 CONFIG = TrainConfig(lora=LORA, max_grad_norm=1e9)
 CONTROLS = np.array([1e-2, 0.05], np.float32)
 ONE_DEVICE = MeshShape()
@@ -166,7 +167,7 @@ def test_a_rank_1_adapter_by_hand():
 def test_heads_and_layers_are_merged_each_with_its_own():
     """Against plain matrices: query_DKGH as [D, KGH], out_KGHD as [KGH, D], layer by layer."""
     state = on_host()
-    for name in LORA_TARGETS:
+    for name in TARGETS:
         inputs, outputs = PROJECTIONS[name]
         node = policy(state)["layers"][name]
         for layer in range(MODEL.num_layers):
@@ -267,7 +268,7 @@ def test_gradients_are_those_of_the_merged_model():
     state = jax.device_put(state, state_shardings(MODEL, full, VOCAB, make_layout(ONE_DEVICE)))
     state, _ = compiled_step(ONE_DEVICE, full)(state, make_batch(), CONTROLS)
     by_weight, (_, by_adapter, _) = gradients(state), alone()
-    for name in LORA_TARGETS:
+    for name in TARGETS:
         inputs, outputs = PROJECTIONS[name]
         pair, grad = on_host().params["layers"][name], by_weight["layers"][name]
         grad_a = 3.0 * np.einsum(f"L{inputs}{outputs},LR{outputs}->L{inputs}R", grad, pair["b"])
@@ -463,7 +464,8 @@ def test_a_checkpoint_with_fingerprints_of_another_version_is_no_damage(tmp_path
         ({"rank": -1}, "config.train.lora.rank is -1; it must be at least 0"),
         ({"rank": 4, "alpha": 0}, "config.train.lora.alpha is 0.0; it must be a positive"),
         ({"rank": 4, "alpha": float("inf")}, "config.train.lora.alpha is inf"),
-        ({"rank": 4, "targets": ("query", "q_proj")}, "query, key, value, out, gate, up, down"),
+        ({"rank": 4, "targets": ("query", "q_proj")}, "query, key, value, .*, each once, or 'all'"),
+        ({"rank": 4, "targets": ("all", "query")}, "name at least one of query"),
         ({"rank": 4, "targets": ()}, "name at least one of query"),
         ({"rank": 4, "targets": ("up", "up")}, "each once"),
         ({"rank": 4, "base_dtype": "float16"}, "config.train.lora.base_dtype is 'float16'"),
@@ -494,6 +496,42 @@ def test_the_model_decides_which_targets_and_ranks_there_can_be():
             ValueError, match=f"has '{name}', which .* query, key, value, out, down"
         ):
             adapter_specs({**SPECS, "layers": layers}, lora)
+    found = adapter_specs({**SPECS, "layers": layers}, LORA)
+    assert set(found["layers"]) == {"query", "key", "value", "out", "down"}
+
+
+def test_each_target_has_the_axes_of_its_parameter():
+    """In a model of linear attention with a shared network beside experts, and in one of latents.
+
+    Not adapted: experts, routers, and the rates and decays of states.
+    """
+    assert set(PROJECTIONS) == set(LORA_TARGETS)
+    mixture = {"num_layers": 4, "num_experts": 4, "shared_ffn_size": 16}
+    models = [
+        ModelConfig(**mixture, attention_every=2, attention_gate=True, shared_ffn_gate=True),
+        ModelConfig(
+            **mixture,
+            num_dense_layers=1,
+            num_kv_heads=4,
+            latent_size=8,
+            query_latent_size=8,
+            rope_size=4,
+            value_size=8,
+        ),
+    ]
+    seen = set()
+    for model in models:
+        model.validate()
+        layers = parameter_specs(model, VOCAB)["layers"]
+        found = adapter_specs({"layers": layers}, LORA)["layers"]
+        matrices = {name for name, spec in layers.items() if spec.deviation and len(spec.axes) > 2}
+        left = {name for name in matrices - set(found) if not name.endswith("taps")}
+        names = {"router", "shared_router", "linear_rate", "linear_decay"} & set(layers)
+        assert left == names | {f"expert_{each}" for each in ("gate", "up", "down")}
+        for name, pair in found.items():
+            assert {spec.shape[0] for spec in pair.values()} == {layers[name].shape[0]}
+        seen |= set(found)
+    assert seen == set(LORA_TARGETS)
 
 
 @pytest.mark.slow

@@ -9,10 +9,16 @@ from typing import Literal
 from earl_jax.settings.choices import check_choices
 from earl_jax.settings.errors import InputError
 
-# The projections of a layer, by the names that parameters.py gives them; and those that latent
-# attention has in the place of some.
-LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
-LATENT_TARGETS = ("query_down", "query_up", "latent", "latent_up")
+# The projections that adapters can stand beside, by the names that parameters.py gives them: of
+# attention, of latent attention, of linear attention, of networks, and of those beside experts.
+LORA_TARGETS = (
+    *("query", "key", "value", "attention_gate", "out"),
+    *("query_down", "query_up", "latent", "latent_up"),
+    *("linear_query", "linear_key", "linear_value", "linear_gate", "linear_out"),
+    *("gate", "up", "down"),
+    *("shared_gate", "shared_up", "shared_down"),
+)
+ALL_TARGETS = ("all",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -454,14 +460,15 @@ class LoraConfig:
     """Low-rank adapters (see models/lora.py): they alone are trained, the base stays as it is.
 
     `rank` 0 trains the whole model. Each projection in `targets` gets an adapter, whose product is
-    scaled by `alpha` / `rank`. `base_dtype` is the type that the frozen weights are kept in;
-    adapters and their moments are fp32 always. The base is in no checkpoint of the run: it comes
-    from config.model.path again, or from the seed.
+    scaled by `alpha` / `rank`. ("all",) are all that the model has; experts, routers, and the rates
+    and decays of linear attention are none. `base_dtype` is the type that the frozen weights are
+    kept in; adapters and their moments are fp32 always. The base is in no checkpoint of the run: it
+    comes from config.model.path again, or from the seed.
     """
 
     rank: int = 0
     alpha: float = 16.0
-    targets: tuple[str, ...] = LORA_TARGETS
+    targets: tuple[str, ...] = ALL_TARGETS
     base_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def validate(self) -> None:
@@ -471,11 +478,10 @@ class LoraConfig:
             raise InputError(f"{path}.rank is {self.rank}; it must be at least 0 (0: no adapters)")
         if not 0 < self.alpha < math.inf:
             raise InputError(f"{path}.alpha is {self.alpha}; it must be a positive number")
-        known = (*LORA_TARGETS, *LATENT_TARGETS)
-        unknown = [name for name in self.targets if name not in known]
+        unknown = set(self.targets).difference(LORA_TARGETS) and self.targets != ALL_TARGETS
         if unknown or not self.targets or len(set(self.targets)) < len(self.targets):
             raise InputError(
                 f"{path}.targets is {self.targets!r}; name at least one of "
-                f"{', '.join(known)}, each once"
+                f"{', '.join(LORA_TARGETS)}, each once, or 'all' alone"
             )
         check_choices(self, path)

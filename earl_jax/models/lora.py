@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from earl_jax.models.config import LoraConfig
+from earl_jax.models.config import ALL_TARGETS, LoraConfig
 from earl_jax.models.contraction import Contract, contract_flat
 from earl_jax.models.parameters import ParameterSpec, Params
 from earl_jax.models.quantization import Quantized, matmul
@@ -33,10 +33,19 @@ PROJECTIONS = {
     "latent_up": ("A", "KH"),
     "key": ("D", "KH"),
     "value": ("D", "KH"),
+    "attention_gate": ("D", "KGH"),
     "out": ("KGH", "D"),
+    "linear_query": ("D", "KH"),
+    "linear_key": ("D", "KH"),
+    "linear_value": ("D", "KGH"),
+    "linear_gate": ("D", "KGH"),
+    "linear_out": ("KGH", "D"),
     "gate": ("D", "F"),
     "up": ("D", "F"),
     "down": ("F", "D"),
+    "shared_gate": ("D", "F"),
+    "shared_up": ("D", "F"),
+    "shared_down": ("F", "D"),
 }
 
 
@@ -70,23 +79,20 @@ def adapter_specs(specs: Any, lora: LoraConfig) -> dict[str, Any]:
         ValueError: a target that this model has not, or a rank above what it could use.
     """
     layers = specs["layers"]
-    # PEFT takes the names of a network's projections for those of experts too.
-    networks = ("gate", "up", "down") if "router" in layers else ()
-    # A gate shares a tensor with queries, and would be adapted too.
-    networks += ("query",) if "attention_gate" in layers else ()
     possible = [
         name
         for name, (inputs, outputs) in PROJECTIONS.items()
-        if name in layers and name not in networks and layers[name].axes == f"L{inputs}{outputs}"
+        if name in layers and layers[name].axes == f"L{inputs}{outputs}"
     ]
-    for name in lora.targets:
+    targets = possible if lora.targets == ALL_TARGETS else lora.targets
+    for name in targets:
         if name not in possible:
-            experts = " (networks of a mixture take no adapters)" if "router" in layers else ""
+            experts = " (experts take no adapters)" if "router" in layers else ""
             raise InputError(
                 f"config.train.lora.targets has {name!r}, which cannot be adapted in this model"
                 f"{experts}; choose from {', '.join(possible)}"
             )
-    return {"layers": {name: _pair(name, layers[name], lora.rank) for name in lora.targets}}
+    return {"layers": {name: _pair(name, layers[name], lora.rank) for name in targets}}
 
 
 def _pair(name: str, weight: ParameterSpec, rank: int) -> dict[str, ParameterSpec]:

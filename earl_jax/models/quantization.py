@@ -9,7 +9,8 @@ error of a weight is at most half a step of its channel, which is 1/254 of the l
 
 Made by `weights.publish` from what the trainer has, at every step anew. Norms, biases, routers and
 embeddings, the head among them, stay in the compute type, and so do projections from latents to
-keys and values, which the engine contracts over either side.
+keys and values, which the engine contracts over either side, and those to the rates and decays of
+linear attention, a number for each head.
 """
 
 import dataclasses
@@ -38,7 +39,13 @@ INPUTS = {
     "latent": "D",
     "key": "D",
     "value": "D",
+    "attention_gate": "D",
     "out": "KGH",
+    "linear_query": "D",
+    "linear_key": "D",
+    "linear_value": "D",
+    "linear_gate": "D",
+    "linear_out": "KGH",
     "gate": "D",
     "up": "D",
     "down": "F",

@@ -171,8 +171,8 @@ class Problem:
         for field, size in (("page_size", work.page_size), ("chunk_size", work.chunk_size)):
             if size % mesh.context:
                 return f"rollout.{field} = {size} does not divide by context={mesh.context}"
-        # An engine's weights are not cut over `context`.
-        return self.weights_obstacle(mesh._replace(context=1))
+        # An engine's weights are not cut over `context`; nor can tokens be, behind states.
+        return self.weights_obstacle(mesh if self.sizes.states else mesh._replace(context=1))
 
     @property
     def _span_obstacle(self) -> str:

@@ -97,8 +97,14 @@ class Exporter:
             return None
         # A name on a hub stays as it is; a folder must be found from anywhere.
         base = str(Path(base).resolve()) if Path(base).is_dir() else base
-        lora = self.learner.config.lora
-        save_adapter(folder, adapters, model=self.learner.model, lora=lora, base=base)
+        save_adapter(
+            folder,
+            adapters,
+            model=self.learner.model,
+            lora=self.learner.config.lora,
+            base=base,
+            source=self.learner.checkpoint,
+        )
         return folder
 
 
