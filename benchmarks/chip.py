@@ -93,6 +93,15 @@ POINTS = (
         )
     ),
     *(
+        Point("paged attention", model, rows, length, setting)
+        for model, rows, length, setting in (
+            ("deepseek-v2-lite", 128, 4096, ""),
+            ("deepseek-v2-lite", 1, 32768, ""),
+            ("deepseek-v3", 128, 4096, ""),
+            ("deepseek-v2-lite", 8, 4096, "chunks of 512"),
+        )
+    ),
+    *(
         Point("attention of rows", "llama3.2-1b", 1, length, setting)
         for length, setting in ((8192, ""), (8192, "documents of 1,024"), (32768, ""))
     ),
@@ -168,7 +177,8 @@ def paged(point: Point) -> dict[str, Any]:
     lengths = np.full(point.rows, point.length - queries)
     if "one row" in point.setting:
         lengths[0] = 8192 - queries
-    heads, size = model.num_kv_heads, model.head_size
+    latent = model.latent_size
+    heads, size = (1, model.cached_size) if latent else (model.num_kv_heads, model.head_size)
     pages = -(-(lengths.max() + queries) // PAGE)
     number = point.rows * pages
     table = np.random.default_rng(0).permutation(number).reshape(point.rows, pages)
@@ -176,7 +186,9 @@ def paged(point: Point) -> dict[str, Any]:
     query = jax.random.normal(keys[0], shape, jnp.bfloat16)
     layer = LayerCache(
         key=jax.random.normal(keys[1], (number, heads, size, PAGE), jnp.bfloat16),
-        value=jax.random.normal(keys[2], (number, heads, PAGE, size), jnp.bfloat16),
+        value=None
+        if latent
+        else jax.random.normal(keys[2], (number, heads, PAGE, size), jnp.bfloat16),
     )
     if point.setting == "int8":
         scales = jax.random.uniform(keys[3], (2, number, heads, PAGE), minval=0.005, maxval=0.015)
@@ -186,17 +198,22 @@ def paged(point: Point) -> dict[str, Any]:
     cached, counts = jnp.asarray(lengths, jnp.int32), jnp.full(point.rows, queries, jnp.int32)
     inputs = (query, layer, jnp.asarray(table, jnp.int32), cached, counts)
     interpret = jax.default_backend() == "cpu"
-    attend = jax.jit(functools.partial(paged_triton.attend, scale=size**-0.5, interpret=interpret))
+    settings = {"scale": size**-0.5, "value_size": latent, "interpret": interpret}
+    attend = jax.jit(functools.partial(paged_triton.attend, **settings))
     out = attend(*inputs)
     rows = sorted({0, 1 % point.rows, point.rows - 1})
-    expected = [_attend_fp32(query, layer, table, row, int(lengths[row])) for row in rows]
-    read = int(np.sum(lengths + queries)) * 2 * heads * size * layer.key.dtype.itemsize
+    expected = [_attend_fp32(query, layer, latent, table, row, int(lengths[row])) for row in rows]
+    read = int(np.sum(lengths + queries)) * model.cached_size * layer.key.dtype.itemsize
     # Each call's queries depend on the one before, so that none is left out.
-    many = jax.jit(
-        lambda query, *others: jax.lax.fori_loop(
-            0, 20, lambda _, query: query + attend(query, *others), query
-        )
-    )
+    missing = [(0, 0)] * 4 + [(0, size - out.shape[-1])]
+
+    @jax.jit
+    def many(query: Any, *others: Any) -> Any:
+        def call(_: Any, query: Any) -> Any:
+            return query + jnp.pad(attend(query, *others), missing)
+
+        return jax.lax.fori_loop(0, 20, call, query)
+
     times = seconds_of(lambda: many(*inputs)) / 20
     return {
         "s": times,
@@ -206,10 +223,16 @@ def paged(point: Point) -> dict[str, Any]:
 
 
 def _attend_fp32(
-    query: jax.Array, layer: LayerCache, table: np.ndarray, row: int, cached: int
+    query: jax.Array, layer: LayerCache, latent: int, table: np.ndarray, row: int, cached: int
 ) -> np.ndarray:
-    """Returns a row's attention over its own pages in fp32, computed from the gathered pages."""
-    key, value = (np.asarray(side[table[row]], np.float32) for side in (layer.key, layer.value))
+    """Returns a row's attention over its own pages in fp32, computed from the gathered pages.
+
+    Without values they are the first `latent` numbers of keys.
+    """
+    key = np.asarray(layer.key[table[row]], np.float32)
+    value = key[:, :, :latent].swapaxes(2, 3)
+    if layer.value is not None:
+        value = np.asarray(layer.value[table[row]], np.float32)
     if layer.key_scale is not None and layer.value_scale is not None:
         key = key * np.asarray(layer.key_scale[table[row]])[:, :, None, :]
         value = value * np.asarray(layer.value_scale[table[row]])[:, :, :, None]

@@ -15,11 +15,10 @@ copies and transpositions as large as a layer's keys or a matrix of width x widt
 import dataclasses
 import math
 import re
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from benchmarks.compile import print_each
-from benchmarks.plan import VOCAB_SIZES
-from earl_jax.models.presets import PRESETS
+from earl_jax.models.presets import preset_named, preset_vocab_size
 from earl_jax.sharding.layout import MeshShape
 
 PAGE, BURST = 128, 16
@@ -27,16 +26,24 @@ GB = 1e9
 
 
 class Point(NamedTuple):
-    """A decode step of `slots` full contexts on each row shard."""
+    """A decode step of `slots` full contexts on each row shard.
+
+    `layers` are the first ones of the model, 0: all; `attention` is config.rollout.attention.
+    """
 
     topology: str
     mesh: MeshShape
     slots: int
     context: int
     model: str = "qwen2.5-7b"
+    layers: int = 0
+    attention: Literal["auto", "blockwise"] = "auto"
 
     def __str__(self) -> str:
-        cells = (self.model, self.topology, str(self.mesh), f"{self.slots} x {self.context:,}")
+        model = f"{self.model}, {self.layers} layers" if self.layers else self.model
+        if self.attention != "auto":
+            model += f", {self.attention}"
+        cells = (model, self.topology, str(self.mesh), f"{self.slots} x {self.context:,}")
         return " | ".join(cells)
 
 
@@ -46,6 +53,9 @@ POINTS = (
     Point("h200:1x1", MeshShape(), 64, 32768),
     Point("v5e:2x2", MeshShape(tensor=4), 32, 4096),
     Point("v6e:2x2", MeshShape(data=2, tensor=2), 32, 4096),
+    # One block of blockwise attention, whose loop the analysis counts once.
+    Point("h100:1x1", MeshShape(), 512, 1024, "deepseek-v2-lite", 2),
+    Point("h100:1x1", MeshShape(), 512, 1024, "deepseek-v2-lite", 2, "blockwise"),
 )
 
 
@@ -64,17 +74,19 @@ def measure(point: Point) -> dict[str, Any]:
     from earl_jax.sharding.topology import make_topology
 
     topology = make_topology(point.topology)
-    model = dataclasses.replace(PRESETS[point.model], compute_dtype="bfloat16")
+    model = preset_named(point.model)
+    if point.layers:
+        model = dataclasses.replace(model, num_layers=point.layers)
     layout = make_layout(point.mesh, topology.devices(), row_axes=ROLLOUT_ROWS)
     slots = point.slots * layout.num_row_shards
     config = EngineConfig(
         model=model,
-        vocab_size=VOCAB_SIZES[point.model.split("-")[0]],
+        vocab_size=preset_vocab_size(point.model),
         num_slots=slots,
         num_rows=slots,
         chunk_size=128,
         page_size=PAGE,
-        rules=SlotRules(burst=BURST, end_of_turn_ids=(0,)),
+        rules=SlotRules(burst=BURST, end_of_turn_ids=(0,), attention=point.attention),
         seed=0,
     )
     engine = Engine(config, layout)
@@ -86,25 +98,28 @@ def measure(point: Point) -> dict[str, Any]:
 
     if topology.chip.platform == "tpu":
         jax.config.update("jax_optimization_level", "O1")
+    inputs = (
+        placed_shapes(engine.parameter_shapes, engine.parameter_shardings),
+        placed_shapes(engine.state_shapes(point.context), engine.state_shardings),
+        jax.ShapeDtypeStruct((slots, 1), jnp.int32, sharding=engine.row_sharding),
+        jax.ShapeDtypeStruct(engine.key_data.shape, engine.key_data.dtype),
+    )
+    # Kernels ask JAX's default device which chip they are for, on which nothing can be computed.
     with jax.default_device(layout.mesh.devices.flat[0]):
         program = jax.jit(engine.decoding_program(step, config.rules), donate_argnums=1)
-        lowered = program.lower(
-            placed_shapes(engine.parameter_shapes, engine.parameter_shardings),
-            placed_shapes(engine.state_shapes(point.context), engine.state_shardings),
-            jax.ShapeDtypeStruct((slots, 1), jnp.int32, sharding=engine.row_sharding),
-            jax.ShapeDtypeStruct(engine.key_data.shape, engine.key_data.dtype),
-        )
+        lowered = program.lower(*inputs)
         compiled = lowered.compile()
     text = compiled.as_text()
     # A row shard's devices have all weights between them.
     devices = point.mesh.tensor * point.mesh.context * point.mesh.expert
-    pages = point.slots * point.context * 2 * model.num_layers * model.num_kv_heads
-    kv = pages * model.head_size * 2 // point.mesh.tensor // point.mesh.context
+    # Latents are whole on each device of the tensor axis.
+    cut = point.mesh.context * (1 if model.latent_size else point.mesh.tensor)
+    kv = point.slots * point.context * model.num_layers * model.cached_size * 2 // cut
     leaves = jax.tree.leaves(engine.parameter_shapes)
     numbers = [math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves]
     # Of the embedding a step reads a row a slot.
     embedding = math.prod(engine.parameter_shapes["embed"].shape) * 2
-    keys = kv // model.num_layers // 2
+    keys = kv // model.num_layers // (1 if model.latent_size else 2)
     if topology.chip.platform == "tpu":
         accessed = compiled.cost_analysis()["bytes accessed"]
     else:
@@ -118,6 +133,7 @@ def measure(point: Point) -> dict[str, Any]:
         "accessed": accessed,
         "weights": (sum(numbers) - embedding) // devices,
         "kv": kv,
+        "temporaries": compiled.memory_analysis().temp_size_in_bytes,
         "loops": len(re.findall(r" while\(", text)),
         "copies": len([size for size in _results("copy|transpose", text) if size >= least]),
     }
@@ -135,7 +151,7 @@ def _results(operations: str, text: str) -> list[int]:
 def main() -> None:
     """Compiles the points one after the other and prints the table."""
     header = "| model | topology | mesh | slots | weights, GB | live KV, GB | accessed, GB |"
-    header += " accessed / both | loops | large copies |"
+    header += " accessed / both | temporaries, GB | loops | large copies |"
     print_each("benchmarks.decode_bytes", __doc__ or "", header, POINTS, measure, _cells)
 
 
@@ -143,6 +159,7 @@ def _cells(found: dict[str, Any]) -> list[str]:
     both = found["weights"] + found["kv"]
     sizes = [found["weights"], found["kv"], found["accessed"]]
     cells = [f"{number / GB:.2f}" for number in sizes] + [f"{found['accessed'] / both:.2f}"]
+    cells.append(f"{found['temporaries'] / GB:.2f}")
     return [*cells, str(found["loops"]), str(found["copies"])]
 
 

@@ -12,6 +12,8 @@ from earl_jax.models.presets import PRESETS
 
 SIZES = {"num_layers": 2, "width": 64, "num_heads": 4, "num_kv_heads": 2, "head_size": 16}
 TINY = dataclasses.replace(PRESETS["qwen2.5-7b"], **SIZES, ffn_size=128)
+LATENT = {"num_kv_heads": 4, "head_size": 24, "latent_size": 32, "rope_size": 16, "value_size": 16}
+TINY_LATENT = dataclasses.replace(TINY, **LATENT, attention_bias=False)
 
 
 @pytest.mark.slow
@@ -19,6 +21,7 @@ TINY = dataclasses.replace(PRESETS["qwen2.5-7b"], **SIZES, ffn_size=128)
     ("point", "near"),
     [
         (Point("paged attention", "tiny-1", 3, 256, "int8"), ["distance"]),
+        (Point("paged attention", "tiny-2", 3, 256), ["distance"]),
         (
             Point("attention of rows", "tiny-1", 1, 2048, "documents of 1,024"),
             ["distance", "gradient"],
@@ -32,6 +35,7 @@ TINY = dataclasses.replace(PRESETS["qwen2.5-7b"], **SIZES, ffn_size=128)
 )
 def test_a_point_is_measured_and_its_kernel_is_near_fp32(point, near, monkeypatch):
     monkeypatch.setitem(PRESETS, "tiny-1", TINY)
+    monkeypatch.setitem(PRESETS, "tiny-2", TINY_LATENT)
     monkeypatch.setitem(chip.VOCAB_SIZES, "tiny", 512)
     # JAX has started; the limits of the chip take seconds to measure on a CPU.
     monkeypatch.setattr(chip, "start_jax", lambda *_: None)

@@ -18,7 +18,7 @@ from jax.sharding import SingleDeviceSharding
 
 from earl_jax.engine.config import EngineConfig, SlotRules
 from earl_jax.engine.engine import Engine
-from earl_jax.models.attention import paged_tpu
+from earl_jax.models.attention import paged_tpu, paged_triton
 from earl_jax.models.attention.kernels import choose_kernel
 from earl_jax.models.kv_cache import LayerCache
 from earl_jax.models.presets import PRESETS
@@ -47,6 +47,9 @@ FAMILIES = {
 FAMILIES["qwen3-30b-a3b"] = dataclasses.replace(
     PRESETS["qwen3-30b-a3b"], **SMALL, num_experts=BURST, experts_per_token=2, expert_ffn_size=128
 )
+LATENTS = dataclasses.replace(
+    PRESETS["deepseek-v2-lite"], **SMALL | {"num_kv_heads": 8, "head_size": 192}, num_experts=0
+)
 KIND = r"\b(all-reduce|all-gather)(?:-start)?\("
 BOTH = [pytest.param(n, marks=need_compiler(n)) for n in ("v5e:2x4", "h100:1x8")]
 
@@ -64,7 +67,7 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 def compiled_round(family: str, name: str, shape: MeshShape, draft: int = 0):
     ngram = 3 if draft else 0
     config = EngineConfig(
-        model=FAMILIES[family],
+        model=LATENTS if family == "latents" else FAMILIES[family],
         vocab_size=VOCAB,
         num_slots=SLOTS,
         num_rows=SLOTS,
@@ -126,6 +129,17 @@ def test_on_gpus_every_layer_of_a_round_reads_its_pages_with_our_kernel(name, sh
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", BOTH[1:])
+def test_on_gpus_every_layer_of_a_round_reads_latents_with_our_kernel(name):
+    """On a device's own heads of queries and its part of the pages; no pool is copied."""
+    text = compiled_round("latents", name, MeshShape(data=2, context=2, tensor=2)).as_text()
+    calls = re.findall(r'custom_call_target="__gpu\$xla\.gpu\.triton"', text)
+    assert len(calls) == 2 * LATENTS.num_layers - 1
+    pool = rf"bf16\[{SLOTS * MAX_TOKENS // 128 // 2},1,576,64\]"
+    assert re.search(pool, text) and not re.search(pool + r"\S* (copy|transpose)\(", text)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOTH[:1])
 def test_on_tpus_every_layer_of_a_round_reads_its_pages_with_our_kernel(name):
     """In the pass of tiles, but its last layer, and in that of the loop over tokens.
@@ -183,6 +197,30 @@ def test_the_kernel_over_pages_compiles_for_tpus(
     # Queries and results in the kernel's order, and the list; no pages, and no scores.
     queries = rows * max(16, length * group) * heads * size * 2
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * queries + 2**21
+
+
+@pytest.mark.slow
+@need_compiler("h100:1x1")
+# A token of 16 and of 128 heads of queries, drafts, and a chunk.
+@pytest.mark.parametrize(("length", "heads"), [(1, 16), (1, 128), (5, 16), (512, 16)])
+def test_the_kernel_over_pages_of_latents_compiles_for_gpus(length, heads):
+    device = make_topology("h100:1x1").devices()[0]
+    rows, pages, (latent, rope) = 8, 32, (512, 64)
+
+    def shape(dtype, *sizes: int):
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=SingleDeviceSharding(device))
+
+    layer = LayerCache(key=shape(jnp.bfloat16, rows * pages, 1, latent + rope, 128), value=None)
+    query = shape(jnp.bfloat16, rows, length, 1, heads, latent + rope)
+    numbers = (shape(jnp.int32, rows, pages), shape(jnp.int32, rows), shape(jnp.int32, rows))
+    attend = functools.partial(paged_triton.attend, scale=0.1, value_size=latent)
+    with jax.default_device(device):
+        compiled = jax.jit(attend).lower(query, layer, *numbers).compile()
+    assert re.search(r'custom_call_target="__gpu\$xla\.gpu\.triton"', compiled.as_text())
+    # Queries once more, and sums of each split, twice in fp32; no pages, and no scores.
+    splits = 4 if length <= 8 and heads == 16 else 1
+    queries = rows * max(16, length * heads) * (latent + rope) * 2
+    assert compiled.memory_analysis().temp_size_in_bytes < (3 + 2 * splits) * queries + 2**21
 
 
 @pytest.mark.slow

@@ -16,23 +16,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 from earl_jax.engine.engine import Engine
 from earl_jax.envs.text.tokenizer import load_tokenizer
+from earl_jax.models import decoder
+from earl_jax.models.attention import paged_triton
 from earl_jax.models.attention.folding import unfold
-from earl_jax.models.attention.kernels import attend_rows, choose_pages_kernel
+from earl_jax.models.attention.kernels import (
+    PagesChoice,
+    attend_rows,
+    attention_over_pages,
+    choose_pages_kernel,
+)
+from earl_jax.models.attention.page_shares import own_share
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.checkpoints.hf_settings import read_settings
 from earl_jax.models.checkpoints.hf_write import save_checkpoint
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_drafts, forward_rows, head_weights
-from earl_jax.models.kv_cache import empty_pages
+from earl_jax.models.kv_cache import LayerCache, PagedCache, empty_pages, place_pages
 from earl_jax.models.moe.experts import route
 from earl_jax.models.moe.routing import count_routing
 from earl_jax.models.parameters import layers_with, stack_layers, uniform_stacks, unstack_layers
-from earl_jax.models.presets import PRESETS, preset_vocab_size
-from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
+from earl_jax.models.presets import PRESETS, preset_named, preset_vocab_size
+from earl_jax.placement.problem import workload
+from earl_jax.selector.hardware import parse_topology
+from earl_jax.sharding.layout import TRAINING_ROWS, Layout, MeshShape, make_layout
 from tests.support.caches import empty_cache
 from tests.support.episodes import (
     CONFIG,
@@ -69,10 +80,14 @@ def full_logprobs(model: ModelConfig, params, tokens, mesh: MeshShape = MeshShap
     return np.asarray(score(params, tokens))
 
 
-@pytest.mark.slow_except("deepseek_v3")
-@pytest.mark.parametrize("name", NAMES)
-def test_reading_latents_equals_expanded_keys_and_values_at_every_token(name):
+@pytest.mark.slow_except("deepseek_v3-blockwise")
+@pytest.mark.parametrize(
+    ("name", "kernel"), [*((name, "blockwise") for name in NAMES), ("deepseek_v3", "triton")]
+)
+def test_reading_latents_equals_expanded_keys_and_values_at_every_token(name, kernel, monkeypatch):
     """Chunks of 7 tokens in pages of 8, then one by one: all log-probs of the whole vocabulary."""
+    choice = PagesChoice(kernel, "of the test")
+    monkeypatch.setattr(decoder, "choose_pages_kernel", lambda *given: choice)
     model, tokens = checkpoint(name).model, reference(name)["tokens"]
     full = full_logprobs(model, loaded(name), tokens)
     params = unstack_layers(loaded(name), model.num_layers)
@@ -110,6 +125,43 @@ def test_pages_are_whole_on_every_device_of_the_tensor_axis_and_cut_over_context
     }
 
 
+@pytest.mark.parametrize(("length", "parts"), [(1, 1), (4, 2)])
+def test_a_kernel_reads_latents_where_they_are_as_blockwise_attention(length, parts, monkeypatch):
+    """Blocks of 4 tokens in pages of 8, splits of two pages; of whole pages or halves of them."""
+    monkeypatch.setattr(paged_triton, "LATENT_TOKENS", 8 // parts // 2)
+    monkeypatch.setattr(paged_triton, "TOKENS_A_SPLIT", 16)
+    rng, cached = np.random.default_rng(0), jnp.array([31, 0, 7, 8, 25])
+    counts = jnp.array([length, 1, 0, length, max(1, length - 2)])
+    shape = (len(cached), length, 1, LATENT.num_heads, LATENT.cached_size)
+    query = jnp.asarray(rng.normal(size=shape), jnp.float32)
+    cache = empty_cache(LATENT, len(cached), 40, page_size=8)
+    pool = jnp.asarray(rng.normal(size=cache.pools[0].key.shape), jnp.float32)
+    table = jnp.asarray(rng.permutation(cache.num_pages).reshape(cache.table.shape), jnp.int32)
+    cache = PagedCache(pools=[LayerCache(key=pool, value=None)], table=table)
+
+    def run(kernel, cache, query, cached, counts):
+        given = kernel, "cpu", LATENT, cache, cached, counts, length
+        [reading], attend = attention_over_pages(*given)
+        share = own_share(cache.parts)
+        return attend(query, cache.pools[0], reading, None, share, cache.parts > 1, None)
+
+    expected = jax.jit(functools.partial(run, "blockwise"))(cache, query, cached, counts)
+    layout, whole = make_layout(MeshShape(context=parts), jax.devices()[:parts]), P()
+    pages = place_pages(cache.pools[0], layout.activation_spec)
+    by_kernel = jax.shard_map(
+        functools.partial(run, "triton"),
+        mesh=layout.mesh,
+        in_specs=(PagedCache(pools=[pages], table=whole, parts=parts), *[whole] * 3),
+        out_specs=P(None, "context"),
+        check_vma=False,
+    )
+    out = jax.jit(by_kernel)(dataclasses.replace(cache, parts=parts), query, cached, counts)
+    assert out.shape[-1] == LATENT.latent_size
+    real = np.arange(length)[None] < np.asarray(counts)[:, None]
+    np.testing.assert_allclose(out[real], expected[real], atol=2e-6)
+    assert np.all(np.isfinite(out)) and not np.any(out[counts == 0])
+
+
 # Four data shards of four slots, each with the latents whole on both of its devices.
 MESH = MeshShape(data=4, tensor=2)
 
@@ -130,6 +182,29 @@ def test_episodes_play_alike_in_a_pool_that_holds_one_of_them(pool, preemption):
     assert whole.stats.shared_tokens > 0
     assert_same_episodes(whole.trajectories, few.trajectories)
     check_rows(few, 44)
+
+
+@pytest.mark.slow
+def test_episodes_play_alike_with_the_kernel_for_gpus(pool, monkeypatch):
+    """Interpreted, on each device's own heads of queries; prompts are taken over."""
+
+    made, used = engine(model=LATENT, mesh=MESH), []
+
+    def play(player):
+        given = {"params": weights(model=LATENT), "share_prefixes": True}
+        return collect(pool, tasks(44), player=player, **given)
+
+    expected = play(made)
+
+    def choose(setting, layout, model, page_size):
+        used.append(layout.shape)
+        return PagesChoice("triton", "of the test")
+
+    monkeypatch.setattr(decoder, "choose_pages_kernel", choose)
+    found = play(Engine(made.config, made.layout))
+    assert set(used) == {MESH}
+    assert_same_episodes(found.trajectories, expected.trajectories)
+    check_rows(found, 44)
 
 
 def test_values_smaller_than_keys_are_attended_to_by_every_kernel():
@@ -467,11 +542,39 @@ def test_scores_are_scaled_by_the_square_of_mscale():
     assert PRESETS["moonlight-16b-a3b"].attention_scale == 192**-0.5
 
 
-def test_kernels_over_pages_have_keys_and_values():
+def test_the_kernel_for_tpus_has_keys_and_values():
     choice = choose_pages_kernel("auto", make_layout(MeshShape()), LATENT, 128)
     assert choice.kernel == "blockwise"
     with pytest.raises(ValueError, match="attention is 'pallas_tpu', but .* pages hold latents"):
         choose_pages_kernel("pallas_tpu", None, LATENT, 128)
+
+
+def test_gpus_read_latents_in_place_where_their_sizes_are_powers_of_two(monkeypatch):
+    monkeypatch.setattr(Layout, "platform", "gpu")
+    layout = make_layout(MeshShape(data=2, context=2, tensor=2))
+    for name in ("deepseek-v2-lite", "deepseek-v3", "kimi-k2", "moonlight-16b-a3b"):
+        assert choose_pages_kernel("auto", layout, preset_named(name), 128).kernel == "triton"
+    for changes, words in (
+        ({"latent_size": 384}, "power of two of at least 16, and config.model.latent_size is 384"),
+        ({"rope_size": 8}, "power of two of at least 16, and config.model.rope_size is 8"),
+        ({"compute_dtype": "float32"}, "in bfloat16, and the rollout computes in float32"),
+    ):
+        model = dataclasses.replace(preset_named("deepseek-v3"), **changes)
+        choice = choose_pages_kernel("auto", layout, model, 128)
+        assert choice.kernel == "blockwise" and choice.reason.endswith(words)
+        with pytest.raises(ValueError, match=f"attention is 'triton', but .*{words}"):
+            choose_pages_kernel("triton", layout, model, 128)
+
+
+def test_the_planner_knows_where_latents_are_read_in_place():
+    def contexts(topology: str, dtype: str = "model") -> tuple[int, ...]:
+        rollout = {"page_size": 32, "compute_dtype": dtype}
+        model = {"preset": "deepseek-v3", "compute_dtype": "bfloat16"}
+        config = make_config({"model": model, "rollout": rollout})
+        return workload(config, config.model, parse_topology(topology)).in_place_contexts
+
+    assert contexts("h100:1x8") == (1, 2)
+    assert contexts("v5e:2x4") == contexts("h100:1x8", "float32") == ()
 
 
 def test_an_engine_of_latents_in_int8_is_refused():

@@ -158,6 +158,7 @@ def workload(config: Config, model: ModelConfig, hardware: Hardware) -> Workload
     check_kv_dtype(model, rollout.kv_dtype)
     check_drafts(model, rollout.num_draft_tokens)
     dtype = rollout.computes_as(config.model.compute_dtype)
+    played = dataclasses.replace(model, compute_dtype=dtype)
     return Workload(
         num_slots=rollout.num_slots,
         num_rows=rollout.episodes_per_step,
@@ -185,7 +186,7 @@ def workload(config: Config, model: ModelConfig, hardware: Hardware) -> Workload
             for context in range(1, hardware.num_devices + 1)
             if hardware.num_devices % context == 0
             and reads_pages_in_place(
-                rollout.attention, hardware.platform, context, model, rollout.tokens_a_page
+                rollout.attention, hardware.platform, context, played, rollout.tokens_a_page
             )
         ),
         kv_itemsize=1 if rollout.kv_dtype == "int8" else jnp.dtype(dtype).itemsize,

@@ -373,7 +373,9 @@ def _kernel_notes(
     if not config.plays:
         return notes
     layout, rollout = stages.layouts.rollout(stages.problem.meshes("rollout")[0]), config.rollout
-    choice = choose_pages_kernel(rollout.attention, layout, origin.model, rollout.tokens_a_page)
+    dtype = rollout.computes_as(config.model.compute_dtype)
+    played = dataclasses.replace(origin.model, compute_dtype=dtype)
+    choice = choose_pages_kernel(rollout.attention, layout, played, rollout.tokens_a_page)
     pages = pages_in_words(choice, str(layout.platform), rollout.tokens_a_page)
     notes.append(f"attention in the rollout: {pages}")
     if not config.rollout.is_precise_as(config.model.compute_dtype):

@@ -226,7 +226,8 @@ def choose_pages_kernel(
 ) -> PagesChoice:
     """Returns the kernel for this model's KV cache in pages of `page_size` tokens on this layout.
 
-    `setting` is config.rollout.attention. Without a layout there is one device, a CPU.
+    `setting` is config.rollout.attention; the model computes as the rollout does. Without a layout
+    there is one device, a CPU.
 
     Raises:
         ValueError: the kernel that was asked for does not run on the layout's devices.
@@ -267,7 +268,7 @@ def _pages_obstacle(
 ) -> str | None:
     """Returns why the kernel does not run there, in words; None where it does."""
     is_triton = kernel == "triton"
-    if model.latent_size:
+    if model.latent_size and not is_triton:
         return "its kernel reads keys and values, and this model's pages hold latents"
     if platform not in ("gpu" if is_triton else "tpu", None):
         return (
@@ -276,10 +277,14 @@ def _pages_obstacle(
     # jax deprecates Pallas's way through Triton from 0.11 on.
     if is_triton and importlib.util.find_spec("jax.experimental.pallas.triton") is None:
         return f"jax {jax.__version__} has no Triton backend of Pallas"
+    if model.latent_size and model.compute_dtype == "float32":
+        # Its products are no tensor core's there, and its sums no longer fit a program's registers.
+        return "its kernel reads latents in bfloat16, and the rollout computes in float32"
     least = LEAST_SIDE if is_triton else LANES
+    sizes = ("latent_size", "rope_size") if model.latent_size else ("head_size",)
     for name, size, parts in (
         ("config.rollout.page_size", page_size, context),
-        ("config.model.head_size", model.head_size, 1),
+        *((f"config.model.{name}", getattr(model, name), 1) for name in sizes),
     ):
         own, rest = divmod(size, parts)
         fits = own >= least and not own & (own - 1) if is_triton else own % least == 0
@@ -354,6 +359,7 @@ def attention_over_pages(
                 share=share,
                 scatter=scatter,
                 sinks_KG=sinks_KG,
+                value_size=model.latent_size,
                 interpret=interpret,
                 **settings,
             )

@@ -8,6 +8,11 @@ fp32. Where there are few queries a row's pages are split over programs, a fixed
 each, whose sums are then added up (flash-decoding's split). A row without queries reads nothing.
 Where a `context` axis cuts pages each device reads its part, and their sums are added up alike.
 
+Latents (kv_cache.py) are one head that all heads of queries read. A row is read once for both
+products: its scores are those of the latent and of the rotated key added up, two products because
+Triton's sides are powers of two (512 + 64), and the latent is the value. A row is as long as nine
+heads of 64, so that a page is read in blocks of few tokens.
+
 A row's numbers depend neither on its neighbours nor on the chunk that a query came in: pages and
 splits begin at fixed positions. Equal to `attend_pages` up to rounding, which reads more pages at a
 time.
@@ -29,11 +34,18 @@ from earl_jax.models.kv_cache import LayerCache
 # Up to so many queries a row, programs split its pages: there are few programs else.
 SPLIT_QUERIES = 8
 TOKENS_A_SPLIT = 1024
+# So many heads of queries of one key have splits twice as long, and so on: a split's sums in fp32
+# are written and read once more, 256 KiB of 128 heads over latents, which are 1.1 MiB of 1,024.
+HEADS_A_SPLIT = 32
 # The least side of a matrix product, and the most rows of one.
 LEAST, MOST = 16, 64
 # Threads of a program by 32, and pages that are fetched ahead. On an H100 2 to 8 and 2 to 4 are as
 # fast within 3 %, and so are 512 to 2,048 tokens a split but for long rows (benchmarks/chip.md).
 WARPS, STAGES = 4, 2
+# Of latents: tokens that are read at a time, 36 KiB in bf16, and warps of a program with more than
+# the least queries. Compiled for H100 no register is spilled: 16 queries have 55 KiB of shared
+# memory and 210 registers a thread, 64 have 144 KiB and 255. Not measured on a chip yet.
+LATENT_TOKENS, LATENT_WARPS = 32, 8
 
 
 def attend(
@@ -49,6 +61,7 @@ def attend(
     share: PageShare = WHOLE,
     scatter: bool = False,
     sinks_KG: jax.Array | None = None,
+    value_size: int = 0,
     interpret: bool = False,
 ) -> jax.Array:
     """Causal grouped-query attention of T queries a row over the row's pages, softmax in fp32.
@@ -65,32 +78,39 @@ def attend(
         share: the part of each page that this device has; what others see is added to it.
         scatter: each of these devices gets what its own part of T attended to.
         sinks_KG: a score of each query head that takes part in the softmax and has no value.
+        value_size: in pages without values, the first numbers of a key that are its value.
         interpret: the kernel's steps run as ordinary operations, which is slow: for tests on CPUs.
 
     Returns:
-        out_BTKGH in the type of the query; zeros for rows with a count of 0. Queries that do not
-        count get finite numbers.
+        out_BTKGH in the type of the query, H that of values; zeros for rows with a count of 0.
+        Queries that do not count get finite numbers.
     """
     rows, length, heads, group, size = query_BTKGH.shape
-    page_size = layer.own_size
+    page_size, value_size = layer.own_size, value_size or size
     # One axis for queries and the heads that share keys: the rows of a matrix product.
     queries = length * group
     block = min(MOST, max(LEAST, pl.next_power_of_2(queries)))
     query_XMH = query_BTKGH.transpose(0, 2, 1, 3, 4).reshape(rows * heads, queries, size)
     query_XMH = jnp.pad(query_XMH, ((0, 0), (0, -queries % block), (0, 0)))
     padded = query_XMH.shape[1]
+    tokens, warps = page_size, WARPS
+    if layer.value is None:
+        tokens = min(page_size, LATENT_TOKENS)
+        warps = WARPS if block == LEAST else LATENT_WARPS
     pages = table_BY.shape[1]
-    pages_a_split = max(1, TOKENS_A_SPLIT // page_size) if length <= SPLIT_QUERIES else pages
+    tokens_a_split = TOKENS_A_SPLIT * max(1, group // HEADS_A_SPLIT)
+    pages_a_split = max(1, tokens_a_split // page_size) if length <= SPLIT_QUERIES else pages
     splits = pl.cdiv(pages, pages_a_split)
     sums = functools.partial(_sums, (splits, rows * heads, padded), block)
-    shapes, specs = zip(sums(size), sums(), sums(), strict=True)
+    shapes, specs = zip(sums(value_size), sums(), sums(), strict=True)
     whole = pl.BlockSpec()
-    scales = [layer.key_scale, layer.value_scale]
+    pools = [layer.value, layer.key_scale, layer.value_scale]
     value_CXMH, top_CXM, weight_CXM = pl.pallas_call(
         functools.partial(
             _kernel,
             heads=heads,
             group=group,
+            tokens=tokens,
             pages_a_split=pages_a_split,
             parts=share.parts,
             scale=scale,
@@ -101,8 +121,7 @@ def attend(
         in_specs=[
             pl.BlockSpec((None, block, size), lambda row, part, split: (row, part, 0)),
             whole,
-            whole,
-            *[None if scale is None else whole for scale in scales],
+            *[None if pool is None else whole for pool in pools],
             whole,
             whole,
             whole,
@@ -111,11 +130,11 @@ def attend(
         out_specs=specs,
         out_shape=shapes,
         # These parameters also choose the backend: the default for GPUs is Mosaic.
-        compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
+        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=STAGES),
         interpret=interpret,
         name="paged_attention",
     )(
-        *(query_XMH, layer.key, layer.value, *scales, table_BY, cached_B, counts_B),
+        *(query_XMH, layer.key, *pools, table_BY, cached_B, counts_B),
         jnp.full((1,), share.index, jnp.int32),
     )
     top_BKM, weight_BKM, value_BKMH = (
@@ -126,7 +145,7 @@ def attend(
         share, top_BKM, weight_BKM, value_BKMH, scatter=scatter, sinks_KG=sinks_KG
     )
     out_BKMH = (value_BKMH / jnp.maximum(weight_BKM, 1e-30)[..., None]).astype(query_BTKGH.dtype)
-    return out_BKMH.reshape(rows, heads, -1, group, size).transpose(0, 2, 1, 3, 4)
+    return out_BKMH.reshape(rows, heads, -1, group, value_size).transpose(0, 2, 1, 3, 4)
 
 
 def _sums(shape: tuple[int, int, int], block: int, *last: int) -> tuple[Any, Any]:
@@ -170,6 +189,7 @@ def _kernel(
     *,
     heads: int,
     group: int,
+    tokens: int,
     pages_a_split: int,
     parts: int,
     scale: float,
@@ -179,14 +199,17 @@ def _kernel(
     """Computes one block of queries of one row and head over one split of the row's pages.
 
     `query_ref` [M,H]; the pools, the table and the rows' lengths are whole; `index_ref` [1] says
-    which of `parts` of each page is here. Results are the largest score of each query, and relative
-    to it the sum of weights and of weighted values.
+    which of `parts` of each page is here, of which `tokens` are read at a time. Results are the
+    largest score of each query, and relative to it the sum of weights and of weighted values.
     """
     row, head = pl.program_id(0) // heads, pl.program_id(0) % heads
     block, size = query_ref.shape
-    own_size = value_ref.shape[2]
-    page_size = parts * own_size
-    query_MH = query_ref[...]
+    own_size, value_size = key_ref.shape[3], sum_ref.shape[1]
+    page_size, blocks = parts * own_size, own_size // tokens
+    # Numbers of a key by the powers of two that they are: a latent, and its rotated key.
+    sides = [slice(0, value_size), slice(value_size, size)][: 2 if value_ref is None else 1]
+    dtype = query_ref.dtype
+    queries = [query_ref[:, side] for side in sides]
     cached, count = cached_ref[row], counts_ref[row]
     first = pl.program_id(1) * block
     position_M = cached + (first + jax.lax.broadcasted_iota(jnp.int32, (block,), 0)) // group
@@ -201,14 +224,16 @@ def _kernel(
 
     def read(number: jax.Array, sums: Any) -> Any:
         top_M, weight_M, value_MH = sums
-        page = table_ref[row, number]
-        scores_MS = _product(query_MH, key_ref[page, head].astype(query_MH.dtype))
+        number, inside = (number, 0) if blocks == 1 else divmod(number, blocks)
+        page, here = table_ref[row, number], pl.ds(inside * tokens, tokens)
+        keys = [key_ref[page, head, side, here].astype(dtype) for side in sides]
+        scores_MS = functools.reduce(jnp.add, map(_product, queries, keys))
         # Of int8 pages the scales come after the product: they are the same for all of a head.
         if key_scale_ref is not None:
-            scores_MS *= key_scale_ref[page, head][None, :]
+            scores_MS *= key_scale_ref[page, head, here][None, :]
         scores_MS = cap(scores_MS * scale, softcap)
-        first_S = number * page_size + index_ref[0] * own_size
-        position_S = first_S + jax.lax.broadcasted_iota(jnp.int32, (own_size,), 0)
+        first_S = number * page_size + index_ref[0] * own_size + inside * tokens
+        position_S = first_S + jax.lax.broadcasted_iota(jnp.int32, (tokens,), 0)
         behind_MS = position_M[:, None] - position_S[None, :]
         seen_MS = behind_MS >= 0
         if window is not None:
@@ -219,18 +244,19 @@ def _kernel(
         kept_M = jnp.exp(top_M - higher_M)
         weight_M = weight_M * kept_M + jnp.sum(weights_MS, axis=1)
         if value_scale_ref is not None:
-            weights_MS *= value_scale_ref[page, head][None, :]
-        read_MH = _product(
-            weights_MS.astype(query_MH.dtype), value_ref[page, head].astype(query_MH.dtype)
-        )
+            weights_MS *= value_scale_ref[page, head, here][None, :]
+        # A latent has been read already.
+        read_SH = keys[0].T if value_ref is None else value_ref[page, head, here].astype(dtype)
+        read_MH = _product(weights_MS.astype(dtype), read_SH)
         return higher_M, weight_M, value_MH * kept_M[:, None] + read_MH
 
     nothing = (
         jnp.full((block,), FLOOR, jnp.float32),
         jnp.zeros((block,), jnp.float32),
-        jnp.zeros((block, size), jnp.float32),
+        jnp.zeros((block, value_size), jnp.float32),
     )
-    top_ref[...], weight_ref[...], sum_ref[...] = jax.lax.fori_loop(begin, end, read, nothing)
+    sums = jax.lax.fori_loop(begin * blocks, end * blocks, read, nothing)
+    top_ref[...], weight_ref[...], sum_ref[...] = sums
 
 
 def _product(left: jax.Array, right: jax.Array) -> jax.Array:
