@@ -327,7 +327,7 @@ def gradients(name: str, mesh: MeshShape):
     return jax.jit(jax.value_and_grad(loss))(load_parameters(given, layout))
 
 
-@pytest.mark.slow_except("gemma3", "gpt_oss")
+@pytest.mark.slow_except("gpt_oss")
 @pytest.mark.parametrize("name", (*OWN_SETTINGS, "qwen3_5"))
 def test_gradients_are_finite_and_equal_on_a_mesh(name):
     """Those of the other settings: test_context.py."""

@@ -166,7 +166,7 @@ def test_a_kernel_reads_latents_where_they_are_as_blockwise_attention(length, pa
 MESH = MeshShape(data=4, tensor=2)
 
 
-@pytest.mark.slow_except("host")
+@pytest.mark.slow
 @pytest.mark.parametrize("preemption", ["host", "recompute"])
 def test_episodes_play_alike_in_a_pool_that_holds_one_of_them(pool, preemption):
     """Prompts are taken over; episodes are preempted, and their latents come back."""

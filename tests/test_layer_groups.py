@@ -347,6 +347,7 @@ def small_pages() -> Engine:
     return Engine(dataclasses.replace(made.config, page_size=2), made.layout)
 
 
+@pytest.mark.slow_except("host")
 @pytest.mark.parametrize("preemption", ["host", "recompute"])
 def test_episodes_play_alike_in_a_pool_that_holds_one_of_them_by_its_windows(pool, preemption):
     """Two slots a row shard, whose pages for 64 tokens in all layers would be three times 32."""

@@ -344,6 +344,7 @@ def test_int8_matrices_compute_as_the_dequantised_ones():
     assert 1e-4 < far.mean() < 0.1
 
 
+@pytest.mark.slow
 def test_int8_matrices_and_pages_play_near_the_trainer(pool):
     exact = engine(model=LINEAR)
     config = dataclasses.replace(exact.config, weight_dtype="int8", kv_dtype="int8")
@@ -359,6 +360,7 @@ def test_int8_matrices_and_pages_play_near_the_trainer(pool):
 MESH = MeshShape(data=4, tensor=2)
 
 
+@pytest.mark.slow_except("True")
 @pytest.mark.parametrize("preempts", [False, True])
 def test_episodes_score_as_by_the_trainer(pool, preempts):
     """Slots are used again, prompts are chunked; with six pages they are preempted and read again.

@@ -352,7 +352,7 @@ def updated(name: str, mesh: MeshShape):
     return before, jax.tree.map(np.array, state.params)
 
 
-@pytest.mark.slow_except("muon")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
 def test_an_update_is_the_same_on_a_mesh(name):
     """AdamW: test_train.py."""

@@ -278,6 +278,7 @@ def test_the_average_follows_the_weights_after_each_update():
     assert bits(alone.params) == bits(state.params) and alone.ema is None
 
 
+@pytest.mark.slow
 def test_the_average_of_adapters_is_the_same_on_a_mesh_and_in_parts():
     found = []
     for where in (ONE, CUBE):
