@@ -17,7 +17,7 @@ from earl_jax.config.file import RENAMED_KEYS, load_config_file, make_config, re
 from earl_jax.config.keys import all_keys
 from earl_jax.config.names import NAMES_ELSEWHERE
 from earl_jax.envs.games.board_game import BoardGame
-from earl_jax.models.config import ModelConfig
+from earl_jax.models.config import LoraConfig, ModelConfig
 from earl_jax.models.presets import preset_named
 from earl_jax.rollout.staleness import AsynchronyConfig
 from earl_jax.settings.arguments import argument_names
@@ -599,6 +599,14 @@ def test_a_run_of_before_is_read_without_the_settings_that_are_no_more(tmp_path)
     for override in ("selector.horizon_steps=3", "log.tensorboard=True"):
         with pytest.raises(InputError, match=override.partition("=")[0]):
             read_workdir_config(tmp_path, [override])
+
+
+def test_a_run_of_before_may_have_other_defaults_of_what_is_without_effect(tmp_path):
+    given = {"train": {"lora": {"rank": 0, "targets": ["query", "value"]}}}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    assert read_workdir_config(tmp_path).train.lora == LoraConfig()
+    with pytest.raises(InputError, match="config.train.lora.targets = .* has no effect"):
+        make_config(given)
 
 
 def test_a_run_reads_the_defaults_of_its_environment_as_they_are(tmp_path):

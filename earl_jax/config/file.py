@@ -132,7 +132,7 @@ def read_workdir_config(
     for section, key in _FORMER:
         if isinstance(given.get(section), dict):
             given[section].pop(key, None)
-    return make_config(given, overrides, learns=learns)
+    return make_config(given, overrides, learns=learns, is_kept=True)
 
 
 def read_sources(workdir: Path) -> dict[str, int]:
@@ -142,7 +142,11 @@ def read_sources(workdir: Path) -> dict[str, int]:
 
 
 def make_config(
-    given: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] = (), *, learns: bool = True
+    given: Mapping[str, Any] | ConfigDict,
+    overrides: Sequence[str] = (),
+    *,
+    learns: bool = True,
+    is_kept: bool = False,
 ) -> Config:
     """Returns the Config of a file's values and `section.key=value` overrides, fully checked.
 
@@ -150,8 +154,9 @@ def make_config(
     override of `algorithm` leaves out the file's `algorithm_args`, which are of its own algorithm,
     and one of `env.name` its `env.args`.
     One of `model.path` or `model.preset` leaves out the file's model, but for its `compute_dtype`.
-    What overrides leave without effect takes its default: `train.sft_steps=0` is enough.
-    `learns` as in `Config.validate`.
+    What overrides leave without effect takes its default: `train.sft_steps=0` is enough. So does
+    what is without effect in a config that a workdir kept (`is_kept`), which may be of an earlier
+    version with other defaults. `learns` as in `Config.validate`.
 
     Raises:
         ValueError: an unknown key (with the nearest name), a value of the wrong type, a broken
@@ -180,7 +185,7 @@ def make_config(
         values["model"] = fill_section(values["model"])
     values["algorithm_args"] = _algorithm_settings(values)
     config = _build(Config, values, "config")
-    if overrides:
+    if overrides or is_kept:
         config = _without_idle(config, {override.partition("=")[0] for override in overrides})
     config.validate(learns=learns)
     return config
