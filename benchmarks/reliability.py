@@ -21,6 +21,7 @@ The status is 1 where a run came out different, or something grew.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -139,13 +140,15 @@ def kill_often(
             finish(processes)
             workdirs.append(folder / f"killed_{len(workdirs) + 1}")
             continue
-        running[int(rng.integers(num))].kill()
+        chosen = running[int(rng.integers(num))]
+        chosen.kill()
         # The others of the run end by themselves, or are killed too.
         for process in processes:
             if rng.random() < 0.5:
                 process.kill()
             process.communicate()
-        killed += 1
+        # It may have ended in between.
+        killed += chosen.returncode == -signal.SIGKILL
     finish(start(workdirs[-1], settings, num))
     return workdirs
 

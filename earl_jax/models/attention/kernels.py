@@ -130,38 +130,13 @@ def attend_rows(
     are made for a window, and the kernels of all of them stand in the program. Values may be
     smaller than keys; as kernels have one size of heads, zeros are put behind them.
     """
-    size = value_BKSH.shape[-1]
-    if size < key_BKSH.shape[-1]:
-        more = [(0, 0)] * 3 + [(0, key_BKSH.shape[-1] - size)]
-        value_BKSH = jnp.pad(value_BKSH, more)
-    attend = functools.partial(
-        _attend_rows, kernel, layout, scale=scale, softcap=softcap, window=window
-    )
-    out_BTKGH = attend(
-        query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT, windows=windows, sinks_KG=sinks_KG
-    )
-    return out_BTKGH[..., :size]
-
-
-def _attend_rows(
-    kernel: Kernel,
-    layout: Layout,
-    query_BTKGH: jax.Array,
-    key_BKSH: jax.Array,
-    value_BKSH: jax.Array,
-    segment_ids_BT: jax.Array,
-    *,
-    scale: float,
-    softcap: float,
-    window: Window,
-    windows: Sequence[int],
-    sinks_KG: jax.Array | None,
-) -> jax.Array:
-    """Computes `attend_rows` with keys and values of one size."""
+    size, key_size = value_BKSH.shape[-1], key_BKSH.shape[-1]
+    if size < key_size:
+        value_BKSH = jnp.pad(value_BKSH, [(0, 0)] * 3 + [(0, key_size - size)])
     query_BTKGH = layout.constrain(query_BTKGH, "BTKGH")
     if layout.shape.context > 1:
         assert kernel == "blockwise", kernel
-        return ring_attention(
+        out_BTKGH = ring_attention(
             layout,
             query_BTKGH,
             layout.constrain(key_BKSH, "BKTH"),
@@ -172,6 +147,7 @@ def _attend_rows(
             window=window,
             sinks_KG=sinks_KG,
         )
+        return out_BTKGH[..., :size]
     key_BKSH = layout.constrain(key_BKSH, "BKSH")
     value_BKSH = layout.constrain(value_BKSH, "BKSH")
     attend = {"blockwise": attend_packed_rows, "splash": _splash, "tokamax": tokamax_rows}[kernel]
@@ -182,10 +158,11 @@ def _attend_rows(
     inputs = query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT
     is_made_for_one = kernel == "splash" or (kernel == "blockwise" and layout.platform == "gpu")
     if not is_made_for_one or not isinstance(window, jax.Array):
-        return attend(*inputs, window=window)
+        return attend(*inputs, window=window)[..., :size]
     known = sorted(set(windows))
-    branches = [functools.partial(attend, window=size) for size in known]
-    return jax.lax.switch(jnp.searchsorted(jnp.array(known), window), branches, *inputs)
+    branches = [functools.partial(attend, window=each) for each in known]
+    chosen = jnp.searchsorted(jnp.array(known), window)
+    return jax.lax.switch(chosen, branches, *inputs)[..., :size]
 
 
 def _splash(*inputs: Any, **settings: Any) -> jax.Array:
@@ -315,76 +292,55 @@ def attention_over_pages(
     The first `counts_B` queries of a row count; rows with a count of 0 get zeros.
 
     Returns:
-        The arrays that say what to read, by group of layers, and `attend` with those of a layer's
+        The arrays that say what to read, by group of layers, and `look` with those of a layer's
         group and its window (None: all). The layer's pages hold the queries' own tokens already; of
         `share`, `scatter` and `sinks_KG` see `attend_pages`.
     """
     windows = [window or None for window in group_layers(model.paged_windows).windows]
     tables = [cache.table[:, group] for group in range(len(windows))]
-    settings = {"scale": model.attention_scale, "softcap": model.attention_softcap}
     interpret = platform in (None, "cpu")
     if kernel == "pallas_tpu":
         from earl_jax.models.attention import paged_tpu
 
         group = model.num_heads // model.num_kv_heads
         shape = paged_tpu.shape_of(length, group, cache.page_size // cache.parts)
-        works = [
-            paged_tpu.plan_works(shape, table, cached_B, counts_B, cache.page_size, window)
+        readings = [
+            (
+                paged_tpu.plan_works(shape, table, cached_B, counts_B, cache.page_size, window),
+                counts_B,
+            )
             for table, window in zip(tables, windows, strict=True)
         ]
+        attend = functools.partial(paged_tpu.attend, interpret=interpret)
+    elif kernel == "triton":
+        from earl_jax.models.attention import paged_triton
 
-        def attend_by_list(query_BTKGH, layer, reading, window, share, scatter, sinks_KG=None):
-            return paged_tpu.attend(
-                query_BTKGH,
-                layer,
-                *reading,
-                window=window,
-                share=share,
-                scatter=scatter,
-                sinks_KG=sinks_KG,
-                interpret=interpret,
-                **settings,
-            )
+        readings = [(table, cached_B, counts_B) for table in tables]
+        attend = functools.partial(
+            paged_triton.attend, value_size=model.latent_size, interpret=interpret
+        )
+    else:
+        tile = tile_for(platform, len(cached_B), cache.page_size // cache.parts)
+        readings = [
+            (plan_reading(table, cache.page_size, cached_B, counts_B, length, window, tile),)
+            for table, window in zip(tables, windows, strict=True)
+        ]
+        attend = functools.partial(attend_pages, value_size=model.latent_size)
 
-        return [(work, counts_B) for work in works], attend_by_list
-    if kernel == "triton":
-        from earl_jax.models.attention.paged_triton import attend as attend_by_triton
-
-        def attend_own_pages(query_BTKGH, layer, reading, window, share, scatter, sinks_KG=None):
-            return attend_by_triton(
-                query_BTKGH,
-                layer,
-                *reading,
-                window=window,
-                share=share,
-                scatter=scatter,
-                sinks_KG=sinks_KG,
-                value_size=model.latent_size,
-                interpret=interpret,
-                **settings,
-            )
-
-        return [(table, cached_B, counts_B) for table in tables], attend_own_pages
-    tile = tile_for(platform, len(cached_B), cache.page_size // cache.parts)
-    readings = [
-        plan_reading(table, cache.page_size, cached_B, counts_B, length, window, tile)
-        for table, window in zip(tables, windows, strict=True)
-    ]
-
-    def attend(query_BTKGH, layer, reading, window, share, scatter, sinks_KG=None):
-        return attend_pages(
+    def look(query_BTKGH, layer, reading, window, share, scatter, sinks_KG=None):
+        return attend(
             query_BTKGH,
             layer,
-            reading,
+            *reading,
+            scale=model.attention_scale,
+            softcap=model.attention_softcap,
             window=window,
             share=share,
             scatter=scatter,
             sinks_KG=sinks_KG,
-            value_size=model.latent_size,
-            **settings,
         )
 
-    return readings, attend
+    return readings, look
 
 
 def pages_in_words(choice: PagesChoice, platform: str, page_size: int) -> str:
