@@ -19,6 +19,7 @@ from earl_jax.telemetry.progress import Progress
 from earl_jax.telemetry.recorder import Recorder
 from earl_jax.telemetry.trackers import TensorBoard
 from earl_jax.trajectory import Outcome, Trajectory, Turn
+from tests.support import wait_until
 
 STEP_1 = b'{"step": 1, "reward_mean": 0.5}\n'
 EVAL_1 = (
@@ -291,6 +292,8 @@ def test_weights_and_biases_gets_every_number_with_its_step(tmp_path, monkeypatc
     shown = recorded(tmp_path, LINES[:2], trackers=("wandb",), config={"seed": 3})
     assert "wandb" not in shown
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    # Its own process may write all behind the header when the run is over.
+    assert wait_until(lambda: path.stat().st_size > 7)
     data, at, found = path.read_bytes(), 7, []
     # A header, and records: a checksum, a length and a type before each.
     while at < len(data):
