@@ -167,8 +167,8 @@ def forward_rows_routed(
             routing = routing_of_rows(config, layout, x_BTD, layer, real_BT)
             return experts_of_rows(config, layout, layer, x_BTD)
 
-        parts = Parts(attend, mix_experts, mix_states, contract)
-        x_BTD = compute_layer(config, kind, layer, x_BTD, positions_BT, parts)
+        parts = Parts(config, kind, positions_BT, attend, mix_experts, mix_states, contract)
+        x_BTD = compute_layer(layer, x_BTD, parts)
         return layout.constrain(x_BTD, "BT."), routing
 
     # Gathered over fsdp before the lookup: a lookup in a table cut along D makes XLA copy the rows
@@ -360,9 +360,17 @@ def _chunk_states(
             out, states[number] = mix_cached(mixed, states[number], cached_B, counts_B, cache.slots)
             return out
 
-        reads_latents = config.latent_size > 0
-        parts = Parts(attend, mix_experts, mix_states, contract_flat, reads_latents)
-        x_BTD = compute_layer(config, kind, layer, x_BTD, positions_BT, parts)
+        parts = Parts(
+            config,
+            kind,
+            positions_BT,
+            attend,
+            mix_experts,
+            mix_states,
+            contract_flat,
+            reads_latents=config.latent_size > 0,
+        )
+        x_BTD = compute_layer(layer, x_BTD, parts)
     return x_BTD, tokens, dataclasses.replace(cache, pools=pools, states=states)
 
 

@@ -228,8 +228,8 @@ def _mixed_scores(model: ModelConfig):
                 return query
 
             def block(layer, x_BTD, attend, kind=kind):
-                parts = Parts(attend, _no_experts, _no_states, contract_flat)
-                return compute_layer(model, kind, layer, x_BTD, positions_BT, parts)
+                given = model, kind, positions_BT, attend, _no_experts, _no_states
+                return compute_layer(layer, x_BTD, Parts(*given, contract_flat))
 
             for layer in layers:
                 block(layer, x_BTD, note)

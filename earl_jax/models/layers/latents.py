@@ -7,41 +7,32 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from earl_jax.models.config import ModelConfig
-from earl_jax.models.layers.parts import LayerKind, Parts, norm, rotate_heads
+from earl_jax.models.layers.parts import Parts
 
 # Of the norms of latents, whatever that of others is, as in `transformers`.
 _LATENT_EPS = 1e-6
 
 
-def attend_latents(
-    config: ModelConfig,
-    kind: LayerKind,
-    layer: Any,
-    x_BTD: jax.Array,
-    positions_BT: jax.Array,
-    parts: Parts,
-) -> jax.Array:
+def attend_latents(layer: Any, x_BTD: jax.Array, parts: Parts) -> jax.Array:
     """Returns what heads of latent attention attended to, BTKGH (arXiv 2405.04434, section 2.1).
 
     Training projects a key and a value of each head from the latents (eq. 10 to 18). To read cached
     latents as they are, the projection to keys is taken to the queries, and that to values to the
     results (appendix C): of latents there is one head, so that all heads of queries are its group.
     """
+    config = parts.config
     inside = config.head_size - config.rope_size
     if config.query_latent_size:
         low_BTA = parts.project("BTD,DA->BTA", x_BTD, layer["query_down"])
-        low_BTA = norm(config, low_BTA, layer["query_down_norm"], _LATENT_EPS)
+        low_BTA = parts.norm(low_BTA, layer["query_down_norm"], _LATENT_EPS)
         query_BTKGH = parts.project("BTA,AKGH->BTKGH", low_BTA, layer["query_up"])
     else:
         query_BTKGH = parts.project("BTD,DKGH->BTKGH", x_BTD, layer["query"])
     query_BTKGH, turned_BTKGH = jnp.split(query_BTKGH, [inside], axis=-1)
     row_BTA = parts.project("BTD,DA->BTA", x_BTD, layer["latent"])
     latent_BTA, key_BTH = jnp.split(row_BTA, [config.latent_size], axis=-1)
-    latent_BTA = norm(config, latent_BTA, layer["latent_norm"], _LATENT_EPS)
-    turned_BTKGH, key_BTH = (
-        rotate_heads(config, kind, x, positions_BT) for x in (turned_BTKGH, key_BTH)
-    )
+    latent_BTA = parts.norm(latent_BTA, layer["latent_norm"], _LATENT_EPS)
+    turned_BTKGH, key_BTH = map(parts.rotate, (turned_BTKGH, key_BTH))
     if not parts.reads_latents:
         both_BTKH = parts.project("BTA,AKH->BTKH", latent_BTA, layer["latent_up"])
         own_BTKH, value_BTKH = jnp.split(both_BTKH, [inside], axis=-1)

@@ -17,27 +17,6 @@ from earl_jax.models.lora import project
 from earl_jax.models.rotary import rope_frequencies, rotate
 
 
-class Parts(NamedTuple):
-    """The functions of a layer that training and decoding differ in.
-
-    `attend(query, key, value, sinks)`, sinks being None without attention sinks;
-    `mix_experts(layer, x)`, which is not called for a dense layer; `mix_states(inputs)`, for layers
-    of linear attention; `contract(equation, x, weight)`
-    computes the products of projections (contraction.py). With `reads_latents` keys are latents of
-    latent attention with a rotated key behind, values None, and results latents.
-    """
-
-    attend: Callable[[jax.Array, jax.Array, jax.Array | None, jax.Array | None], jax.Array]
-    mix_experts: Callable[[Any, jax.Array], jax.Array]
-    mix_states: Callable[[Mixed], jax.Array]
-    contract: Contract
-    reads_latents: bool = False
-
-    def project(self, equation: str, x: jax.Array, weight: Any) -> jax.Array:
-        """Computes a projection (lora.py), whose result remat may keep."""
-        return mark_product(project(equation, x, weight, self.contract))
-
-
 class LayerKind(NamedTuple):
     """The settings in which layers of one model may differ.
 
@@ -89,17 +68,44 @@ def norm(
     return rms_norm(x_BTD, weight_D, eps or config.norm_eps)
 
 
-def rotate_heads(
-    config: ModelConfig, kind: LayerKind, x_BTAH: jax.Array, positions_BT: jax.Array
-) -> jax.Array:
-    """Rotates the first numbers of heads, all of them or `config.rotated_size`."""
-    rotated_BTAH = rotate(
-        x_BTAH[..., : config.rotated_size],
-        positions_BT,
-        kind.frequencies,
-        kind.magnitude,
-        interleaved=config.rope_interleaved,
-    )
-    if config.rotated_size == x_BTAH.shape[-1]:
-        return rotated_BTAH
-    return jnp.concatenate([rotated_BTAH, x_BTAH[..., config.rotated_size :]], axis=-1)
+class Parts(NamedTuple):
+    """What a layer computes with, beside its weights and the residual stream.
+
+    The model, the layer's kind, the positions of the tokens, and the functions in which training
+    and decoding differ: `attend(query, key, value, sinks)`, sinks being None without attention
+    sinks; `mix_experts(layer, x)`, which is not called for a dense layer; `mix_states(inputs)`, for
+    layers of linear attention; `contract(equation, x, weight)`, the products of projections
+    (contraction.py). With `reads_latents` keys are latents of latent attention with a rotated key
+    behind, values None, and results latents.
+    """
+
+    config: ModelConfig
+    kind: LayerKind
+    positions_BT: jax.Array
+    attend: Callable[[jax.Array, jax.Array, jax.Array | None, jax.Array | None], jax.Array]
+    mix_experts: Callable[[Any, jax.Array], jax.Array]
+    mix_states: Callable[[Mixed], jax.Array]
+    contract: Contract
+    reads_latents: bool = False
+
+    def project(self, equation: str, x: jax.Array, weight: Any) -> jax.Array:
+        """Computes a projection (lora.py), whose result remat may keep."""
+        return mark_product(project(equation, x, weight, self.contract))
+
+    def norm(self, x_BTD: jax.Array, weight_D: jax.Array, eps: float | None = None) -> jax.Array:
+        """Runs `norm` of the model."""
+        return norm(self.config, x_BTD, weight_D, eps)
+
+    def rotate(self, x_BTAH: jax.Array) -> jax.Array:
+        """Rotates the first numbers of heads, all of them or `config.rotated_size`."""
+        size = self.config.rotated_size
+        rotated_BTAH = rotate(
+            x_BTAH[..., :size],
+            self.positions_BT,
+            self.kind.frequencies,
+            self.kind.magnitude,
+            interleaved=self.config.rope_interleaved,
+        )
+        if size == x_BTAH.shape[-1]:
+            return rotated_BTAH
+        return jnp.concatenate([rotated_BTAH, x_BTAH[..., size:]], axis=-1)

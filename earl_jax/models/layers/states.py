@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from earl_jax.models.attention.delta_rule import Mixed
-from earl_jax.models.config import ModelConfig
 from earl_jax.models.layers.parts import Parts, rms_norm
 
 
-def attend_states(config: ModelConfig, layer: Any, x_BTD: jax.Array, parts: Parts) -> jax.Array:
+def attend_states(layer: Any, x_BTD: jax.Array, parts: Parts) -> jax.Array:
     """Returns what heads of linear attention read from their states, BTKGH (delta_rule.py)."""
     query_BTKH, key_BTKH = (
         parts.project("BTD,DKH->BTKH", x_BTD, layer[f"linear_{name}"]) for name in ("query", "key")
@@ -39,6 +38,6 @@ def attend_states(config: ModelConfig, layer: Any, x_BTD: jax.Array, parts: Part
             layer["linear_value_taps"],
         ),
     )
-    out_BTKGH = rms_norm(parts.mix_states(mixed), layer["linear_norm"], config.norm_eps)
+    out_BTKGH = rms_norm(parts.mix_states(mixed), layer["linear_norm"], parts.config.norm_eps)
     out_BTKGH = out_BTKGH.astype(jnp.float32) * jax.nn.silu(gate_BTKGH.astype(jnp.float32))
     return out_BTKGH.astype(x_BTD.dtype)
