@@ -161,6 +161,8 @@ def test_rounds_beside_updates_and_gradients_of_parts_have_their_spans(tmp_path)
         assert update["args"] == span["args"]
         # The update waits for the gradients of all parts.
         assert all(end(g) <= end(update) for g in gradients if g["args"] == update["args"])
-    # Gradients of a step's first part are computed while its second one is played.
-    first, rounds = gradients[0], [each for each in play if each["name"] == "rollout"]
-    assert any(each["ts"] < end(first) and first["ts"] < end(each) for each in rounds)
+    # A step's first part goes to the trainer before its second one is played.
+    for step in (1, 2):
+        first, _ = (span for span in gradients if span["args"]["step"] == step)
+        rounds = [s for s in play if (s["name"], s["args"]["step"]) == ("rollout", step)]
+        assert first["ts"] < rounds[-1]["ts"]
