@@ -194,19 +194,19 @@ def ordinary(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def read_rounds(workdir: Path) -> dict[int, tuple[int, int]]:
-    """Returns the rounds that each step waited for its groups, and those beside its update."""
+    """Returns the rounds that each step waited for its groups, and those beside its update.
+
+    Where new weights interrupt no episode, a step waits for those before the weights too.
+    """
     if not (workdir / EVENTS).exists():
         return {}
-    published, taken, rounds = {}, {}, {}
+    taken, rounds, trained = {}, {}, 0
     for event in read_events(workdir):
-        if event["event"] == "publish":
-            published[event["version"] + 1] = event["round"]
-        elif event["event"] == "take":
+        if event["event"] == "take":
             taken[event["step"] + 1] = event["round"]
         elif event["event"] == "trained":
-            step = event["step"]
-            waited = taken[step] - published.get(step, 0)
-            rounds[step] = (waited, event["round"] - taken[step])
+            step, before, trained = event["step"], trained, event["round"]
+            rounds[step] = (taken[step] - before, trained - taken[step])
     return rounds
 
 

@@ -72,7 +72,8 @@ class Setup:
     round, and go on in the last of these; 0: their KV is kept. Where new weights do not interrupt
     (`interrupts`), an instance takes them when its live episodes have ended, and begins no other
     one before. `lengths` are those of the first episodes, where they are known. Rounds beside an
-    update take `beside` times as long as others.
+    update take `beside` times as long as others. With an `error`, the tasks of a step begin in the
+    order of their lengths as `predicted` with it, the longest first.
     """
 
     devices: int = 64
@@ -91,6 +92,7 @@ class Setup:
     interrupts: bool = True
     beside: float = 1.0
     lengths: tuple[int, ...] = ()
+    error: float | None = None
     num_steps: int = 6
     seed: int = 0
 
@@ -140,6 +142,8 @@ class SimulatedService:
         self._scheduler = SlotScheduler(rows, instances * slots, order)
         self._free = list(range(instances * slots))
         self._tasks: list[Any] = []
+        # Those that wait for their turn by predicted lengths: (step, -length, ticket, group).
+        self._ranked: list[tuple[int, float, int, int]] = []
         # Tasks of each group that have not ended.
         self._left: dict[int, int] = {}
         # Ends by round: (round, ticket, slot); rounds of tickets' beginnings, later by those in
@@ -156,14 +160,19 @@ class SimulatedService:
     @property
     def is_busy(self) -> bool:
         """True while a task waits or plays."""
-        return bool(self._ends or self._scheduler.num_waiting)
+        return bool(self._ends or self._ranked or self._scheduler.num_waiting)
 
     def submit(self, tasks: Sequence[Any]) -> list[int]:
         """Queues tasks. Returns their tickets."""
         tickets = list(range(len(self._tasks), len(self._tasks) + len(tasks)))
         self._tasks += tasks
         for ticket, task in zip(tickets, tasks, strict=True):
-            self._scheduler.submit(ticket, task.group)
+            if self._setup.error is None:
+                self._scheduler.submit(ticket, task.group)
+            else:
+                predicted = self._setup.predicted(task.episode, self._setup.error)
+                step = task.episode // self._setup.episodes_per_step
+                heapq.heappush(self._ranked, (step, -predicted, ticket, task.group))
             self._left[task.group] = self._left.get(task.group, 0) + 1
         return tickets
 
@@ -238,6 +247,9 @@ class SimulatedService:
         return Finished(ticket=ticket, trajectory=trajectory)
 
     def _refill(self) -> None:
+        while self._ranked and self._scheduler.num_waiting < len(self._free):
+            _, _, ticket, group = heapq.heappop(self._ranked)
+            self._scheduler.submit(ticket, group)
         if not (self._free and self._scheduler.num_waiting):
             return
         burst = self._setup.burst
@@ -339,16 +351,19 @@ def run(
 
 
 class Line(NamedTuple):
-    """A run of a table; `read` is that of its `Setup`."""
+    """A run of a table; `read` and `error` are those of its `Setup`."""
 
     settings: AsynchronyConfig
     order: Order = "fifo"
     read: float = 0.0
+    error: float | None = None
 
 
 LINES = {
     "synchronous": Line(AsynchronyConfig()),
     "longest first": Line(AsynchronyConfig(), "longest"),
+    "the same, by a ranker": Line(AsynchronyConfig(), error=ERROR),
+    "the same, lengths known": Line(AsynchronyConfig(), error=0.0),
     "streaming": Line(AsynchronyConfig(parts=8), "longest"),
     "asynchronous": Line(AsynchronyConfig(max_staleness=1, parts=8), "longest"),
     "the same, not interrupted": Line(
@@ -369,6 +384,7 @@ def speed_of(setup: Setup, line: Line, train_s: float) -> float:
         setup,
         interrupts=line.settings.interrupts,
         read=line.read,
+        error=line.error,
         num_steps=BEHIND + setup.num_steps + ahead,
     )
     return run(setup, line.settings, line.order, train_s, BEHIND, ahead)["speed"]

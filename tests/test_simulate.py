@@ -42,6 +42,17 @@ def test_a_rollout_takes_as_long_as_its_slots_are_busy():
     assert makespan(slow, [0], "fifo", 1, 1) == pytest.approx(2 * first)
 
 
+def test_a_ranker_without_error_begins_with_the_longest_of_each_step():
+    setup = dataclasses.replace(SMALL, lengths=(10, 30, 20, 40, 7, 90), groups=1, group_size=4)
+    service = SimulatedService(dataclasses.replace(setup, error=0.0), "fifo", 1, 1)
+    service.submit([types.SimpleNamespace(episode=e, group=e) for e in range(6)])
+    ended = []
+    while service.is_busy:
+        ended += [each.ticket for each in service.step()]
+    # Four are of the first step, two of the second.
+    assert ended == [3, 1, 2, 0, 5, 4]
+
+
 def test_a_synchronous_step_is_its_publish_rollout_and_update():
     expected = tokens = 0.0
     for step in (2, 3, 4, 5):
