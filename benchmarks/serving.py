@@ -3,14 +3,16 @@
 """A server under load: tokens/s, time to the first token and per token; and rollouts beside it.
 
     uv run python -m benchmarks.serving [--slots=16] [--clients=1,4] [--rates=0.5,0.8] [--tiny]
+        [--pinned]
 
 `python -m earl_jax.serve` runs in a process of its own with the tiny Qwen2 of benchmarks/rollout on
 one CPU device. This process is its clients: over gRPC on loopback, with prompts of ids, all
 different, whose replies are drawn at temperature 1 and end after 128 tokens, or by chance
 before. Either so many clients send their next request when the last is answered, or requests come
-at random times, so many times what the server answered at most before. Rollouts play the same
-prompts and lengths on as many slots, through all that an RL rollout goes through, in a third
-process, before that.
+at random times, so many times what the server answered at most before. Behind that, rollouts play
+the same prompts on as many slots, through all that an RL rollout goes through, in a third process:
+each reply is as long as it was in the load with the most clients. With --pinned the rollouts and
+the server have one core, and the clients another.
 
 Prints a Markdown table. The time to the first token is from the sending of the request, waiting for
 a slot included; the time per token is that from the first to the last, by the tokens between.
@@ -90,7 +92,8 @@ def _percentiles(seconds: Sequence[float]) -> tuple[float, float]:
 def serving(folder: Path, flags: argparse.Namespace) -> Iterator[str]:
     """Yields the address of a server, and ends it afterwards."""
     ports = ("--port=0", "--grpc_port=0")
-    line = [sys.executable, "-m", "earl_jax.serve", f"--model={folder}", *ports]
+    line = [*on_core(0, flags.pinned), sys.executable]
+    line += ["-m", "earl_jax.serve", f"--model={folder}", *ports]
     line += [f"--num_slots={flags.slots}", f"--max_waiting={flags.requests}", "--temperature=1"]
     line += ["--platform=cpu", "--max_prompt_tokens=64", "--max_choice_tokens=0"]
     process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -107,6 +110,11 @@ def serving(folder: Path, flags: argparse.Namespace) -> Iterator[str]:
         process.stdout.close()
 
 
+def on_core(index: int, pinned: bool) -> list[str]:
+    """Returns what a command begins with that has one core to itself, where it is `pinned`."""
+    return ["taskset", "-c", str(sorted(os.sched_getaffinity(0))[index])] if pinned else []
+
+
 async def ask(stub: Any, request: Any) -> Reply:
     """One request, to the end of its reply."""
     sent_s, token_s = time.perf_counter(), []
@@ -117,14 +125,15 @@ async def ask(stub: Any, request: Any) -> Reply:
 
 async def ask_in_turn(stub: Any, requests: Sequence[Any], clients: int) -> list[Reply]:
     """Each client sends its next request when its last is answered."""
-    waiting, replies = collections.deque(requests), []
+    waiting, replies = collections.deque(enumerate(requests)), {}
 
     async def client() -> None:
         while waiting:
-            replies.append(await ask(stub, waiting.popleft()))
+            number, request = waiting.popleft()
+            replies[number] = await ask(stub, request)
 
     await asyncio.gather(*(client() for _ in range(clients)))
-    return replies
+    return [replies[number] for number in range(len(requests))]
 
 
 async def ask_at_rate(stub: Any, requests: Sequence[Any], per_s: float) -> list[Reply]:
@@ -138,22 +147,22 @@ async def ask_at_rate(stub: Any, requests: Sequence[Any], per_s: float) -> list[
 
 
 async def load(
-    address: str, requests: Sequence[Any], flags: argparse.Namespace, rollout: float
-) -> None:
-    """Prints a line for each load; `rollout` are the tokens/s of rollouts."""
+    address: str, requests: Sequence[Any], flags: argparse.Namespace
+) -> tuple[dict[str, Summary], list[int]]:
+    """Returns the figures of each load, and the tokens of the replies of the last in turn."""
+    found, lengths, most = {}, [], 0.0
     async with grpc.aio.insecure_channel(address) as channel:
         stub = jetstream_pb2_grpc.OrchestratorStub(channel)
         await ask_in_turn(stub, requests[: flags.slots], flags.slots)
-        most = 0.0
         for clients in flags.clients:
-            some = requests[: REQUESTS_A_CLIENT * clients]
-            found = summarize(await ask_in_turn(stub, some, clients))
-            most = max(most, found.requests_per_s)
-            name = f"{clients} client{'s' * (clients > 1)}"
-            print(_line(name, found, rollout), flush=True)
+            replies = await ask_in_turn(stub, requests[: REQUESTS_A_CLIENT * clients], clients)
+            lengths = [len(reply.token_s) for reply in replies]
+            each = found[f"{clients} client{'s' * (clients > 1)}"] = summarize(replies)
+            most = max(most, each.requests_per_s)
         for share in flags.rates:
-            found = summarize(await ask_at_rate(stub, requests, share * most))
-            print(_line(f"{share * most:.2f} requests/s come", found, rollout), flush=True)
+            replies = await ask_at_rate(stub, requests, share * most)
+            found[f"{share * most:.2f} requests/s come"] = summarize(replies)
+    return found, lengths
 
 
 def _line(name: str, found: Summary, rollout: float) -> str:
@@ -162,16 +171,23 @@ def _line(name: str, found: Summary, rollout: float) -> str:
     return row(name, f"{found.requests_per_s:.2f}", *tokens, *times)
 
 
-def roll_out(ours: Engine, output: Sequence[Sequence[Any]], flags: argparse.Namespace) -> float:
-    """Tokens/s of rollouts with these prompts: the best run behind one that compiles."""
+def roll_out(
+    ours: Engine,
+    output: Sequence[Sequence[Any]],
+    lengths: Sequence[int],
+    flags: argparse.Namespace,
+) -> float:
+    """Tokens/s of rollouts of these prompts and lengths: the best run behind one that compiles."""
     messages = [[(message.text, message.ids) for message in messages] for messages in output]
-    job = {"messages": messages, "turn_tokens": [flags.tokens] * len(output)}
+    # A reply of nothing but its end is one of a token here.
+    turn_tokens = [max(1, length) for length in lengths]
+    job = {"messages": messages[: len(lengths)], "turn_tokens": turn_tokens}
     runs = [ours.ask(job | {"num_slots": flags.slots}) for _ in range(1 + flags.repeats)]
     return max(found["tokens"] / found["seconds"] for found in runs[1:])
 
 
 def main() -> None:
-    """Measures rollouts, then a server line by line."""
+    """Measures a server load by load, then rollouts, and prints the table."""
     flags = _parse()
     output = [make_messages(f"conversation {i}", 1, 64) for i in range(flags.requests)]
     requests = [
@@ -182,22 +198,28 @@ def main() -> None:
     ]
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "checkpoint"
-        ours = Engine(OURS, [sys.executable, "-m", "benchmarks.rollout.ours", str(folder)])
+        command = [sys.executable, "-m", "benchmarks.rollout.ours", str(folder)]
+        ours = Engine(OURS, [*on_core(0, flags.pinned), *command])
         # It writes the checkpoint that is served.
-        cores = len(os.sched_getaffinity(0))
-        print(f"{ours.versions()}; cores: {cores}; slots: {flags.slots}; tokens: {flags.tokens}.\n")
-        rollout = roll_out(ours, output, flags)
-        columns = ["load", "answered/s", "tokens/s", "of the rollout's", "first token, ms", "95 %"]
-        print(header(*columns, "a token, ms", "95 %"))
-        print(row("rollout", "", f"{rollout:,.0f}", "1.00", *[""] * 4), flush=True)
+        versions, cores = ours.versions(), sorted(os.sched_getaffinity(0))
         with serving(folder, flags) as address:
-            asyncio.run(load(address, requests, flags, rollout))
+            if flags.pinned:
+                os.sched_setaffinity(0, cores[1:])
+            found, lengths = asyncio.run(load(address, requests, flags))
+        rollout = roll_out(ours, output, lengths, flags)
         ours.close()
+    print(f"{versions}; cores: {len(cores)}; slots: {flags.slots}; tokens: {flags.tokens}.\n")
+    columns = ["load", "answered/s", "tokens/s", "of the rollout's", "first token, ms", "95 %"]
+    print(header(*columns, "a token, ms", "95 %"))
+    print(row("rollout", "", f"{rollout:,.0f}", "1.00", *[""] * 4))
+    for name, each in found.items():
+        print(_line(name, each, rollout))
 
 
 def _parse() -> argparse.Namespace:
     parser = parser_of(__doc__, writes=False)
     parser.add_argument("--slots", type=int, default=16)
+    parser.add_argument("--pinned", action="store_true")
     parser.add_argument("--clients", default="1,4,16,64")
     parser.add_argument("--rates", default="0.5,0.8,1.2", help="of the most that was answered")
     parser.add_argument("--tiny", action="store_true", help="sizes that show only that it runs")
