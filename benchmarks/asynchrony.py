@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streaming and asynchronous training beside the synchronous loop, on long-tailed episodes.
 
-    uv run python -m benchmarks.asynchrony [--processes] [--repeats=1] [--write]
+    uv run python -m benchmarks.asynchrony [--processes | --ladder] [--repeats=1] [--write]
 
 Two CPU devices of a core each: one plays and one trains, or both do both in turn. Episodes have 1
 to 24 turns of a log-normal number (median 3, sigma 1.0), so that the longest of a batch is many
@@ -18,7 +18,10 @@ With --repeats all lines run in turn so many times, and each shows its run of me
 speed of a busy machine changes by the minute.
 
 With --processes the asynchronous runs have two processes of a device, each pinned to a core of its
-own: one plays and the other trains, so that neither's threads are in the other's way.
+own: one plays and the other trains, so that neither's threads are in the other's way. With --ladder
+these two run each line of StreamRL's ladder, synchronous ones too, in steps of four times as many
+episodes as slots, in groups of four: an order of episodes makes no difference where all begin at
+once.
 """
 
 import json
@@ -42,7 +45,7 @@ from earl_jax.telemetry.episodes import read_trajectories
 
 PAGE = Path(__file__).with_suffix(".md")
 STEPS = 40
-LONGEST = 24
+MOST_TURNS = 24
 # Steps at the start whose programs are compiled, or loaded.
 WARM_UP = 6
 # Metrics of a step: tokens that the policy sampled, and those of it that were trained on.
@@ -107,13 +110,28 @@ PINNED: dict[str, dict[str, Any]] = {
     },
 }
 
+# Those of --ladder; each has what those before it have.
+FEW_SLOTS = {"episodes_per_step": 64, "group_size": 4}
+LONGEST = {**FEW_SLOTS, "order": "longest"}
+LADDER: dict[str, dict[str, Any]] = {
+    name: {"apart": True, "processes": 2, "num_steps": 24, **line}
+    for name, line in {
+        "synchronous": {"rollout": FEW_SLOTS},
+        "longest first": {"rollout": LONGEST},
+        "streaming in 4 parts": {"rollout": LONGEST, "parts": 4},
+        "staleness 1": {"rollout": LONGEST, "parts": 4, "staleness": 1},
+        "staleness 4": {"rollout": LONGEST, "parts": 4, "staleness": 4},
+        "staleness 4, first in, first out, whole": {"rollout": FEW_SLOTS, "staleness": 4},
+    }.items()
+}
+
 
 class LongTailed:
     """Takes a log-normal number of replies; its reward depends on their lengths."""
 
     def __init__(self, *, seed: int) -> None:
         turns = random.Random(f"length {seed}").lognormvariate(1.1, 1.0)
-        self.num_turns = self._left = max(1, min(LONGEST, round(turns)))
+        self.num_turns = self._left = max(1, min(MOST_TURNS, round(turns)))
 
     def start(self) -> Start:
         """Returns the first message."""
@@ -130,7 +148,7 @@ class LongTailed:
 
 def settings_of(line: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings of a line's run."""
-    settings = {**SETTINGS, "num_steps": STEPS}
+    settings = {**SETTINGS, "num_steps": line.get("num_steps", STEPS), "rollout": rollout_of(line)}
     settings["selector"] = {"table": "model", **(APART if "apart" in line else SHARED)}
     if "apart" in line:
         number = line.get("processes", 1)
@@ -140,6 +158,11 @@ def settings_of(line: dict[str, Any]) -> dict[str, Any]:
     settings["asynchrony"] = {"max_staleness": line.get("staleness", 0), **kept}
     settings["log"] = {**SETTINGS["log"], "trajectories_every_steps": 1}
     return settings
+
+
+def rollout_of(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns config.rollout of a line."""
+    return {**SETTINGS["rollout"], **line.get("rollout", {})}
 
 
 def measure(name: str, given: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -239,7 +262,10 @@ class Times(NamedTuple):
 
 
 def times_of(
-    rows: Sequence[Mapping[str, Any]], rounds: Mapping[int, tuple[int, int]], seconds: float
+    rows: Sequence[Mapping[str, Any]],
+    rounds: Mapping[int, tuple[int, int]],
+    seconds: float,
+    num_slots: int,
 ) -> Times:
     """Returns the times of the steps whose metrics are `rows`, which took `seconds`.
 
@@ -248,8 +274,7 @@ def times_of(
     """
     waited, beside = (sum(rounds[row["step"]][i] for row in rows if rounds) for i in (0, 1))
     if not rounds:
-        rollout = SETTINGS["rollout"]
-        decoded = rollout["num_slots"] * rollout["burst"]
+        decoded = num_slots * SETTINGS["rollout"]["burst"]
         waited = sum(row["decode_rows"] for row in rows) / decoded
     stage_s = {
         name: sum(row["stage_s"].get(name, 0.0) for row in rows) for name in ("rollout", "overlap")
@@ -284,10 +309,10 @@ def beside_simulation(
     names += ("tokens/s, simulated",)
     if "apart" not in line or {"staleness", "parts"} <= line.keys():
         return dict.fromkeys(names)
-    times = times_of(rows, rounds if "staleness" in line else {}, seconds)
+    rollout = rollout_of(line)
+    times = times_of(rows, rounds if "staleness" in line else {}, seconds, rollout["num_slots"])
     tokens_a_round = sum(tokens for _, tokens in episodes) / sum(number for number, _ in episodes)
     tokens_a_step = statistics.mean(row["train_tokens"] for row in rows)
-    rollout = SETTINGS["rollout"]
     # In units of a round alone; what an episode plays in a round counts as one token.
     setup = Setup(
         devices=2,
@@ -312,7 +337,7 @@ def beside_simulation(
         parts=line.get("parts", 1),
     )
     train_s = times.update_s / times.round_s / tokens_a_step * tokens_a_round
-    found = simulate(setup, settings, "fifo", train_s, warm_up=WARM_UP + 1)
+    found = simulate(setup, settings, rollout.get("order", "fifo"), train_s, warm_up=WARM_UP + 1)
     streamed = "parts" in line
     values = (
         times.round_s if streamed or "staleness" not in line else times.beside_s,
@@ -328,20 +353,25 @@ def beside_simulation(
 def main() -> None:
     """Runs all lines and prints the table."""
     parser = parser_of(__doc__)
-    parser.add_argument("--processes", action="store_true", help="two, each with its own core")
+    lines = parser.add_mutually_exclusive_group()
+    lines.add_argument("--processes", action="store_true", help="two, each with its own core")
+    lines.add_argument("--ladder", action="store_true", help="StreamRL's, in two processes")
     parser.add_argument("--repeats", type=int, default=1)
     flags = parser.parse_args()
-    lines = PINNED if flags.processes else LINES
+    name, lines = "table", LINES
+    if flags.processes:
+        name, lines = "table of processes", PINNED
+    elif flags.ladder:
+        name, lines = "table of the ladder", LADDER
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in lines}
     for _ in range(flags.repeats):
-        for name, given in lines.items():
+        for line, given in lines.items():
             with tempfile.TemporaryDirectory() as folder:
-                runs[name].append(measure(name, given, Path(folder)))
-            print(json.dumps(runs[name][-1]), flush=True)
+                runs[line].append(measure(line, given, Path(folder)))
+            print(json.dumps(runs[line][-1]), flush=True)
     rows = [sorted(each, key=lambda row: row["tokens/s"])[len(each) // 2] for each in runs.values()]
     base = rows[0]["tokens/s"]
     text = table([{**row, "ratio": row["tokens/s"] / base} for row in rows])
-    name = "table of processes" if flags.processes else "table"
     show(text, PAGE, write=flags.write, name=name)
 
 
