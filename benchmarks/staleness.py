@@ -2,12 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What staleness does to learning: the naive loss beside the decoupled one, with several seeds.
 
-    uv run python -m benchmarks.staleness [--write]
+    uv run python -m benchmarks.staleness [--half] [--write]
 
 A tiny policy learns from nothing to answer letters: it is shown one of eight and replies with one
 (its `choices`), at best the letter three places on. Episodes have 2 to 12 such turns, and so end at
 different times. Two CPU devices: one plays, one trains. Every run is a process of its own; two of
 them run at once, because only what is learnt is measured here, and no time.
+
+With --half the learning rate is half as high, and runs are twice as long.
 
 The table has the mean reward of a turn (1 is perfect) over the last tenth of the steps, and over
 all of them: the mean over the seeds, and their standard deviation. Behind these are the points of
@@ -98,11 +100,17 @@ class Answers:
         return StepResult(text=text, reward=reward, done=False, choices=tuple(LETTERS))
 
 
-def settings_of(loss: str, lag: int, seed: int) -> dict[str, Any]:
-    """Returns the settings of a run."""
+def settings_of(loss: str, lag: int, half: bool, seed: int) -> dict[str, Any]:
+    """Returns the settings of a run; with `half` the rate, and twice the steps."""
     train = {**SETTINGS["train"], "correction": LOSSES[loss]}
-    asynchrony = {"max_staleness": lag}
-    return {**SETTINGS, "num_steps": STEPS, "seed": seed, "train": train, "asynchrony": asynchrony}
+    train["learning_rate"] /= 1 + half
+    return {
+        **SETTINGS,
+        "num_steps": STEPS * (1 + half),
+        "seed": seed,
+        "train": train,
+        "asynchrony": {"max_staleness": lag},
+    }
 
 
 def run_config(settings: dict[str, Any], workdir: Path) -> dict[str, Any]:
@@ -168,14 +176,19 @@ def summary(loss: str, lag: int, runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     """Runs all cells and prints the table."""
-    flags, rows = parser_of(__doc__).parse_args(), []
+    parser, rows = parser_of(__doc__), []
+    parser.add_argument("--half", action="store_true", help="the rate, and twice the steps")
+    flags = parser.parse_args()
     cells = {
-        (loss, lag): functools.partial(settings_of, loss, lag) for lag in LAGS for loss in LOSSES
+        (loss, lag): functools.partial(settings_of, loss, lag, flags.half)
+        for lag in LAGS
+        for loss in LOSSES
     }
     for (loss, lag), runs in play_cells(cells):
         rows.append(summary(loss, lag, runs))
         print(json.dumps(rows[-1]), flush=True)
-    show(table(rows), PAGE, write=flags.write)
+    name = "table of half the rate" if flags.half else "table"
+    show(table(rows), PAGE, write=flags.write, name=name)
 
 
 if __name__ == "__main__":
