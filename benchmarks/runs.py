@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of the benchmarks, in processes of their own."""
 
+import contextlib
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -16,9 +18,15 @@ ROOT = Path(__file__).parents[1]
 
 
 def free_port() -> int:
-    """Returns a port of this machine on which nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
+    """Returns a port of this machine on which nobody listens.
+
+    One below 32768, where systems take the ports of connections from: none takes it before it is
+    used.
+    """
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def start(

@@ -120,21 +120,30 @@ def test_a_task_that_an_environment_makes_cannot_end_the_loop(open_pool):
 def test_a_coroutine_that_cancels_all_others_holds_up_no_call(open_pool):
     """Those fail, whose coroutines have ended, and later ones go on."""
 
-    async def cancel_all(wait_s=0.1):
-        await asyncio.sleep(wait_s)
+    async def wait():
+        begun.append(1)
+        await asyncio.sleep(50.0)
+
+    def cancel_all():
         own = asyncio.current_task()
         return sum(task.cancel() for task in asyncio.all_tasks() if task is not own)
+
+    async def cancel_those_that_wait():
+        while len(begun) < 2:
+            await asyncio.sleep(0.01)
+        return cancel_all()
 
     async def cancel_again_and_again():
         """In every round of the loop, so that others are cancelled before they begin."""
         until_s = time.monotonic() + 0.3
         while time.monotonic() < until_s:
-            await cancel_all(0.0)
+            await asyncio.sleep(0)
+            cancel_all()
             rounds.append(1)
 
-    pool, found, rounds = open_pool(60.0), {}, []
+    pool, found, begun, rounds = open_pool(60.0), {}, [], []
     calls = pool.calls()
-    calls.submit({0: Step(cancel_all), **dict.fromkeys((1, 2), Step(partial(answer, 1, 50.0)))})
+    calls.submit({0: Step(cancel_those_that_wait), **dict.fromkeys((1, 2), Step(wait))})
     assert wait_until(lambda: found.update(calls.take()) or len(found) == 3)
     assert found[0] == 5, "two of each other call, and that which waits for this one"
     cancelled = found[1]
@@ -157,17 +166,17 @@ def test_a_coroutine_that_hangs_is_cancelled_and_delays_no_other(open_pool):
         finally:
             ended.append(time.monotonic())
 
-    pool = open_pool(0.5)
-    calls = pool.calls()
+    pool = open_pool(1.0)
+    calls, found = pool.calls(), {}
     began = time.monotonic()
-    calls.submit({0: Step(hang), 1: Step(answer), 2: Step(partial(answer, 2, 0.2))})
-    assert calls.take(at_least_one=True) == {1: 1}
-    assert calls.take(at_least_one=True) == {2: 2}
-    assert time.monotonic() - began < 0.5
-    detail = "no answer within 0.5 s (config.env.timeout_s)"
+    calls.submit({0: Step(hang), 1: Step(answer), 2: Step(partial(answer, 2, 0.1))})
+    while len(found) < 2:
+        found |= calls.take(at_least_one=True)
+    assert found == {1: 1, 2: 2}
+    detail = "no answer within 1.0 s (config.env.timeout_s)"
     overdue = Failure(stop_reason="environment_timeout", detail=detail)
     assert calls.take(at_least_one=True) == {0: overdue}
-    assert 0.5 <= time.monotonic() - began < 5.0
+    assert 1.0 <= time.monotonic() - began < 10.0
     assert wait_until(lambda: ended and pool.num_hung == 0)
     plain = threading.Event()
     assert pool.run([plain.wait]) == [overdue], "as for a plain function"
@@ -185,10 +194,10 @@ def test_a_coroutine_that_catches_its_cancellation_is_cancelled_until_it_ends(op
             except asyncio.CancelledError:
                 caught.append(True)
 
-    pool = open_pool(0.2)
+    pool = open_pool(1.0)
     (outcome,) = pool.run([Step(stay)])
     assert isinstance(outcome, Failure) and outcome.stop_reason == "environment_timeout"
-    assert wait_until(lambda: len(caught) == 2)
+    assert wait_until(lambda: len(caught) >= 2)
     assert pool.num_hung == 1
     assert pool.run([Step(answer)]) == [1]
     released.append(True)
@@ -216,36 +225,39 @@ def spin():
         sum(range(9))
 
 
-@pytest.mark.parametrize("block", [spin, partial(time.sleep, 4)], ids=["in Python", "in C"])
-def test_a_coroutine_that_holds_up_the_loop_costs_those_that_run_and_no_later_one(open_pool, block):
-    threads = set()
+@pytest.mark.parametrize("where", ["in Python", "in C"])
+def test_a_coroutine_that_holds_up_the_loop_costs_those_that_run_and_no_later_one(open_pool, where):
+    """All have their outcomes before the loop is free."""
+    threads, released = set(), threading.Event()
+    block = spin if where == "in Python" else partial(released.wait, 60)
 
     async def hold_up():
         threads.add(threading.current_thread())
         await asyncio.sleep(0.1)
         block()
 
-    pool = open_pool(0.5)
+    pool = open_pool(2.0)
     calls = pool.calls()
-    began = time.monotonic()
-    calls.submit({"guilty": Step(hold_up), "beside": Step(partial(answer, 1, 0.3))})
+    calls.submit({"guilty": Step(hold_up), "beside": Step(partial(answer, 1, 30.0))})
     assert calls.take(0.2) == {}
     calls.submit({"later": Step(answer)})
     outcomes = {}
     while len(outcomes) < 3:
         outcomes |= calls.take(at_least_one=True)
-    assert time.monotonic() - began < 4, "nobody waited until the loop was free"
     assert outcomes.pop("later") == 1
     assert {failure.stop_reason for failure in outcomes.values()} == {"environment_timeout"}
-    words = r"no answer within 0.5 s \(config.env.timeout_s\); a coroutine holds up the event loop"
+    words = r"no answer within 2.0 s \(config.env.timeout_s\); a coroutine holds up the event loop"
     assert all(re.match(words, failure.detail) for failure in outcomes.values())
+    # A loop of Python code may have been ended already.
+    assert pool.num_hung == 1 or where == "in Python"
+    released.set()
 
     def ended():
-        assert pool.run([Step(answer)]) == [1]
+        pool.run([Step(answer)])
         return pool.num_hung == 0
 
-    assert pool.num_hung == 1
     assert wait_until(ended) and not any(thread.is_alive() for thread in threads)
+    assert pool.run([Step(answer)]) == [1]
     assert calls.take() == {}
 
 
@@ -273,7 +285,7 @@ from earl_jax.envs.event_loop import after
 from earl_jax.envs.pool import EnvironmentPool
 async def block():
     time.sleep(1000)
-pool = EnvironmentPool(2, timeout_s=0.2)
+pool = EnvironmentPool(2, timeout_s=1.0)
 calls = [lambda: after(asyncio.sleep(1000), str), lambda: after(asyncio.sleep(0, 1), str),
          lambda: after(block(), str)]
 print([getattr(o, 'stop_reason', o) for o in pool.run(calls[:2]) + pool.run(calls[2:])])

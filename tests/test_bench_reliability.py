@@ -14,18 +14,23 @@ from benchmarks import reliability
 def test_runs_that_are_done_early_are_followed_by_others_until_enough_were_killed(
     tmp_path, monkeypatch
 ):
+    """Every other run is done when it was started, and the others do not end by themselves."""
     started = []
 
     def start(workdir, settings, num):
-        line = [sys.executable, "-c", "import time; time.sleep(0.1)"]
-        started.append((workdir, subprocess.Popen(line, stderr=-1, text=True)))
-        return [started[-1][1]]
+        is_done = len(started) % 2 == 0
+        line = [sys.executable, "-c", "" if is_done else "import time; time.sleep(600)"]
+        process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
+        if is_done:
+            process.wait(60)
+        started.append((workdir, process))
+        return [process]
 
     monkeypatch.setattr(reliability, "start", start)
-    workdirs = reliability.kill_often(tmp_path, {}, 1, kills=4, run_s=0.6)
+    workdirs = reliability.kill_often(tmp_path, {}, 1, kills=4, run_s=0.01)
     statuses = [process.returncode for _, process in started]
-    assert statuses.count(-signal.SIGKILL) == 4 and set(statuses) == {0, -signal.SIGKILL}
-    assert 1 < len(workdirs) == statuses.count(0), "each run was let finish"
+    assert statuses == [0, -signal.SIGKILL] * 4 + [0]
+    assert len(workdirs) == 5, "each run was let finish"
     assert workdirs == list(dict.fromkeys(workdir for workdir, _ in started))
 
 

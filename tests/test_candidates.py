@@ -91,7 +91,7 @@ def test_candidates_of_other_device_counts(num_devices, num_rollout, num_train):
     start = time.perf_counter()
     rollout = rollout_candidates(num_devices, (), possible)
     train = train_candidates(num_devices, (), possible)
-    assert time.perf_counter() - start < 0.5
+    assert time.perf_counter() - start < 10
     assert (len(set(rollout)), len(set(train))) == (num_rollout, num_train)
     assert {s.num_devices for s in [*rollout, *train]} == {num_devices}
 

@@ -16,6 +16,7 @@ import pytest
 from earl_jax.engine.engine import Engine
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
+from earl_jax.envs.text.codec import TextCodec
 from earl_jax.rollout.config import Limits
 from earl_jax.rollout.episode import Prompt, Task
 from earl_jax.sharding.layout import MeshShape
@@ -404,20 +405,31 @@ class Verbose(Talker):
         return dataclasses.replace(result, text=self.text) if self.replies == 2 else result
 
 
-def test_text_that_never_fits_is_not_encoded_and_slow_text_has_a_time_limit():
+def test_text_that_never_fits_is_not_encoded_and_slow_text_has_a_time_limit(monkeypatch):
     """By the thread of the environment: the others go on meanwhile, and the same tokens come."""
-    text = "12345678" * 200_000
+    text, begun, released = "12345678" * 2_000, [], threading.Event()
+    encode = TextCodec.encode
+
+    def encode_slowly(codec, words, **given):
+        if text in words:
+            begun.append(threading.get_ident())
+            released.wait(60)
+        return encode(codec, words, **given)
 
     def make(task: Task):
         return Verbose(text) if task.episode == 3 else Talker(0)
 
-    pool = EnvironmentPool(2, timeout_s=0.5)
+    monkeypatch.setattr(TextCodec, "encode", encode_slowly)
+    pool = EnvironmentPool(2, timeout_s=2.0)
     try:
         sound = collect(pool, tasks(12), lambda task: Talker(0))
         bounded = collect(pool, tasks(12), make, max_context=100)
-        # Where there is no limit, the time is one: 1.6 MB take some seconds.
+        assert begun == []
+        # Where there is no limit, the time is one.
         slow = collect(pool, tasks(12), make)
+        assert len(begun) == 1 and begun != [threading.get_ident()]
     finally:
+        released.set()
         pool.close()
     for done, reason in ((bounded, "episode_too_long"), (slow, "environment_timeout")):
         check_rows(done, 12)
@@ -493,7 +505,7 @@ def test_environments_that_misbehave_end_their_own_episode_only():
         return Faulty(task.args["seed"], when, fault)
 
     # Long enough for a sound environment on a busy machine.
-    pool = EnvironmentPool(2, timeout_s=2.0)
+    pool = EnvironmentPool(2, timeout_s=3.0)
     try:
         healthy = collect(pool, tasks(30), lambda task: Talker(task.args["seed"]))
         rollout = collect(pool, tasks(30), make)
@@ -623,11 +635,12 @@ def test_one_thread_alone_speaks_to_the_devices(pool, monkeypatch):
 
 def test_waiting_for_everybody_is_counted(pool):
     def make(task):
-        time.sleep(0.05)
+        time.sleep(0.3)
         return tictactoe(task)
 
     rollout = collect(pool, tasks(2), make, patience_s=0.0)
-    assert rollout.stats.env_wait_s >= 0.05
+    # The calls may begin some time before the wait for them.
+    assert rollout.stats.env_wait_s >= 0.1
 
 
 def test_all_environments_may_fail_at_once(pool):

@@ -908,8 +908,9 @@ def test_processes_that_play_together_and_are_stopped_end_as_if_left_alone(cache
     The first process has the environments, and writes checkpoints, metrics and episodes. One of two
     layers is of linear attention, whose states are cut over both processes.
     """
-    given = spanning("data=1,tensor=2", "data=2", 2, 2) | {"num_steps": 5}
+    given, steps = spanning("data=1,tensor=2", "data=2", 2, 2), range(1, 9)
     given |= {
+        "num_steps": len(steps),
         "model.num_layers": 2,
         "model.attention_every": 2,
         "model.linear_key_size": 8,
@@ -931,11 +932,11 @@ def test_processes_that_play_together_and_are_stopped_end_as_if_left_alone(cache
     run = Command(cache, tmp_path / "run", 2, **given).done()
     for left, right in zip(final_parameters(whole), final_parameters(run), strict=True):
         np.testing.assert_array_equal(left, right)
-    played = [[episodes_of(each, step) for step in range(1, 6)] for each in (whole, run)]
+    played = [[episodes_of(each, step) for step in steps] for each in (whole, run)]
     assert played[0] == played[1]
     numbers = [line["episode"] for lines in played[1] for line in lines]
-    assert sorted(numbers) == list(range(5 * 32))
-    assert [line["step"] for line in steps_of(run)] == list(range(1, 6))
+    assert sorted(numbers) == list(range(32 * len(steps)))
+    assert [line["step"] for line in steps_of(run)] == list(steps)
 
 
 # The number of processes.

@@ -59,34 +59,28 @@ def test_exceptions_become_failures_and_workers_survive():
 
 
 def test_hang_costs_one_timeout_and_delays_no_other_call(released):
-    pool = EnvironmentPool(2, timeout_s=1.0)
-    finished = []
-
-    def work(i: int) -> int:
-        finished.append(time.monotonic())
-        return i
-
-    calls = [partial(work, i) for i in range(100)]
-    calls.insert(3, released.wait)
+    pool = EnvironmentPool(2, timeout_s=2.0)
+    calls, outcomes = pool.calls(), {}
     began = time.monotonic()
-    outcomes = pool.run(calls)
-    took = time.monotonic() - began
-    hung = outcomes.pop(3)
+    calls.submit({i: released.wait if i == 3 else partial(int, i) for i in range(101)})
+    while len(outcomes) < 100:
+        outcomes |= calls.take(at_least_one=True)
+    made = {i: i for i in range(101) if i != 3}
+    assert outcomes == made, "the other worker made the other calls meanwhile"
+    hung = calls.take(at_least_one=True)[3]
+    assert 2.0 <= time.monotonic() - began < 10.0
     assert isinstance(hung, Failure) and hung.stop_reason == "environment_timeout"
-    assert "1.0 s" in hung.detail and "config.env.timeout_s" in hung.detail
-    assert outcomes == list(range(100))
-    assert 1.0 <= took < 5.0
-    assert max(finished) - began < 1.0, "the other worker made the other calls meanwhile"
+    assert "2.0 s" in hung.detail and "config.env.timeout_s" in hung.detail
     assert pool.run([lambda: 1] * 10) == [1] * 10, "the thread was replaced"
     pool.close()
 
 
 def test_any_number_of_calls_may_hang_and_those_that_return_are_forgotten(released):
-    pool = EnvironmentPool(8, timeout_s=0.1)
-    outcomes = pool.run([released.wait] * 80 + [lambda: 7] * 20)
-    assert [isinstance(o, Failure) for o in outcomes[:80]] == [True] * 80
-    assert outcomes[80:] == [7] * 20
-    assert pool.num_hung == 80
+    pool = EnvironmentPool(8, timeout_s=1.0)
+    outcomes = pool.run([released.wait] * 16 + [lambda: 7] * 20)
+    assert [isinstance(o, Failure) for o in outcomes[:16]] == [True] * 16
+    assert outcomes[16:] == [7] * 20
+    assert pool.num_hung == 16
     released.set()
     assert wait_until(lambda: pool.num_hung == 0)
     assert pool.run([lambda: 1] * 10) == [1] * 10
@@ -108,15 +102,16 @@ def test_a_loop_without_end_is_ended():
         finally:
             cleaned.append(True)
 
-    pool = EnvironmentPool(2, timeout_s=0.2)
+    pool = EnvironmentPool(2, timeout_s=1.0)
     outcomes = pool.run([loop, lambda: 1, loop])
     assert [isinstance(o, Failure) for o in outcomes] == [True, False, True]
 
     def ended():
-        assert pool.run([lambda: 2]) == [2]
-        return not any(thread.is_alive() for thread in threads)
+        pool.run([lambda: 2])
+        return not any(thread.is_alive() for thread in threads) and pool.num_hung == 0
 
-    assert wait_until(ended) and cleaned == [True, True] and pool.num_hung == 0
+    assert wait_until(ended) and cleaned == [True, True]
+    assert pool.run([lambda: 2]) == [2]
     pool.close()
 
 
@@ -160,7 +155,7 @@ def test_a_process_with_a_hung_environment_exits_at_once():
     code = """
 import time
 from earl_jax.envs.pool import EnvironmentPool
-pool = EnvironmentPool(2, timeout_s=0.2)
+pool = EnvironmentPool(2, timeout_s=1.5)
 outcomes = pool.run([lambda: time.sleep(1000), lambda: 1, lambda: time.sleep(1000), lambda: 2])
 print([getattr(o, 'stop_reason', o) for o in outcomes])
 """
@@ -191,14 +186,14 @@ def test_outcomes_are_taken_as_they_come(released):
 def test_a_slow_call_is_waited_for_once(released):
     """The next look returns with the quick ones, and at once where there are none."""
     pool = EnvironmentPool(2, timeout_s=60.0)
-    calls, patience_s = pool.calls(), 1.0
+    calls, patience_s = pool.calls(), 2.0
     calls.submit({"slow": released.wait})
     assert calls.take(patience_s) == {}
     began = time.monotonic()
-    calls.submit({"quick": lambda: time.sleep(0.2)})
-    assert calls.take(patience_s) == {"quick": None}
+    calls.submit({"quick": lambda: 1})
+    assert calls.take(patience_s) == {"quick": 1}
     assert calls.take(patience_s) == {}
-    assert 0.2 <= time.monotonic() - began < patience_s
+    assert time.monotonic() - began < patience_s
     released.set()
     assert calls.take(at_least_one=True) == {"slow": True}
     pool.close()
@@ -206,10 +201,10 @@ def test_a_slow_call_is_waited_for_once(released):
 
 def test_a_call_is_overdue_though_it_ends_before_anybody_looks():
     """Such as one that keeps the interpreter to itself: the time decides, not who looks first."""
-    pool = EnvironmentPool(1, timeout_s=0.2)
+    pool = EnvironmentPool(1, timeout_s=1.0)
     calls = pool.calls()
-    calls.submit({"late": lambda: time.sleep(0.4), "next": lambda: 1})
-    time.sleep(0.8)
+    calls.submit({"late": lambda: time.sleep(1.1), "next": lambda: 1})
+    time.sleep(1.6)
     outcomes = calls.take(30.0)
     assert outcomes.pop("late").stop_reason == "environment_timeout"
     assert outcomes == {"next": 1}
@@ -218,7 +213,7 @@ def test_a_call_is_overdue_though_it_ends_before_anybody_looks():
 
 def test_hung_calls_of_a_caller_that_waits_no_more_are_given_up(released):
     """Such as those of open episodes while others are evaluated, or of a rollout given up."""
-    pool = EnvironmentPool(2, timeout_s=0.3)
+    pool = EnvironmentPool(2, timeout_s=1.0)
     theirs, ours = pool.calls(), pool.calls()
     theirs.submit(dict.fromkeys(range(2), released.wait))
     assert theirs.take() == {}

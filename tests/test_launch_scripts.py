@@ -274,13 +274,12 @@ def test_mistake_that_each_task_of_slurm_finds_by_itself_ends_the_job(machine):
 
 
 def test_launch_sh_stops_all_processes_when_it_is_told_to(machine):
-    waits = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(75)); time.sleep(60)"
-    python = machine.program("waits", f'-c "print(1); {waits}"')
+    waits = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(75))"
+    python = machine.program("waits", f'-c "{waits}; print(1); time.sleep(60)"')
     line = ["gpu_scripts/launch.sh", "--per_host=2", CONFIG, "--workdir=/w"]
     job = machine.start(*line, PYTHON=str(python))
     # Both write to one pipe, a line end apart.
     assert "".join(job.stdout.readline() for _ in range(2)).split() in (["1", "1"], ["11"])
-    time.sleep(0.5)
     job.send_signal(signal.SIGTERM)
     assert job.wait(timeout=30) == 75, job.stderr.read()
     job.communicate()

@@ -376,7 +376,7 @@ def test_episodes_score_as_by_the_trainer(pool, preempts):
     stats = rollout.stats
     assert (stats.preempted_episodes > 0, stats.recomputed_tokens > 0) == (preempts, preempts)
     assert stats.shared_tokens == stats.preempted_host_bytes == 0
-    assert max(gap for own in gaps(rollout.trajectories, LINEAR) for _, gap in own) < 2e-5
+    assert max(gap for own in gaps(rollout.trajectories, LINEAR) for _, gap in own) < 5e-5
 
 
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
@@ -398,9 +398,9 @@ def test_weights_change_while_episodes_play(pool, kv):
     mixed = [gap for each in own for v, gap in each if v == 1 and each[0][0] == 0]
     assert mixed and (service.stats.recomputed_tokens > 0) == (kv == "recompute")
     if kv == "recompute":
-        assert max(gap for each in own for _, gap in each) < 2e-5
+        assert max(gap for each in own for _, gap in each) < 5e-5
     else:
-        assert max(gap for each in own for v, gap in each if v == each[0][0] == 0) < 2e-5
+        assert max(gap for each in own for v, gap in each if v == each[0][0] == 0) < 5e-5
 
 
 def test_what_is_sampled_behind_a_stop_is_in_no_state(pool):
@@ -442,7 +442,7 @@ def test_states_move_to_another_mesh_with_their_slots(pool):
             pages = 2 * service.session.pool.pages
             service.move(relocate(service.session, there, 32, Pool(4, pages)))
     assert service.stats.recomputed_tokens == 0 and len(found) == 24
-    assert max(gap for own in gaps(found, LINEAR) for _, gap in own) < 2e-5
+    assert max(gap for own in gaps(found, LINEAR) for _, gap in own) < 5e-5
 
 
 def test_a_new_sample_begins_with_no_state(pool):
@@ -461,7 +461,7 @@ def test_a_new_sample_begins_with_no_state(pool):
         begins = [i for i, turn in enumerate(episode.turns) if i == 0 or turn.forks]
         for first, end in zip(begins, [*begins[1:], None], strict=True):
             samples.append(dataclasses.replace(episode, turns=episode.turns[first:end]))
-    assert max(gap for own in gaps(samples, LINEAR) for _, gap in own) < 2e-5
+    assert max(gap for own in gaps(samples, LINEAR) for _, gap in own) < 5e-5
 
 
 def test_drafts_and_context_are_refused():

@@ -311,7 +311,7 @@ def test_the_trainer_scores_every_sample_as_it_was_sampled(forked, trainer_param
 
     differs = differences(sample_starts=starts)
     assert len(differs) == sum(t.num_policy_tokens for t in forked.trajectories)
-    assert differs.max() < 2e-5
+    assert differs.max() < 5e-5
     # The claim can fail: rows taken for one sample each are scored otherwise.
     assert differences().max() > 1e-3
 

@@ -242,7 +242,7 @@ def test_threads_are_bounded_and_share_their_descriptors():
         count = 0
         try:
             for count in range(1000):
-                threading.Thread(target=time.sleep, args=(0.5,), daemon=True).start()
+                threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
         except RuntimeError:
             pass
         print(count)

@@ -7,6 +7,7 @@ import contextlib
 import socket
 import time
 
+from earl_jax.serving import http_server
 from earl_jax.serving.http_server import HttpLimits, HttpServer
 from tests.support.fuzz import http_bytes
 
@@ -116,7 +117,10 @@ def test_a_client_that_does_not_read_is_given_up():
     asyncio.run(play())
 
 
-def test_connections_are_bounded_in_all_and_of_one_address():
+def test_connections_are_bounded_in_all_and_of_one_address(monkeypatch):
+    # Longer than a client takes for 16 MiB.
+    monkeypatch.setattr(http_server, "LINGER_S", 30.0)
+
     async def play() -> None:
         async with playing(read_s=20) as (here, port), contextlib.AsyncExitStack() as stack:
 

@@ -175,8 +175,10 @@ def play(server: Here, client, count: int, threads: int, most_grown_bytes: int) 
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             for done in [pool.submit(client, server, random.Random(i)) for i in range(count)]:
                 done.result()
-    assert beside.wrong == [] and beside.count >= 3
-    assert until(lambda: server.counts() == before), (before, server.counts())
+        assert until(lambda: beside.count >= 3)
+    assert beside.wrong == []
+    ended = until(lambda: all(now <= before[name] for name, now in server.counts().items()))
+    assert ended, (before, server.counts())
     assert server.rss_bytes() - memory < most_grown_bytes
 
 
@@ -236,7 +238,9 @@ def test_one_client_cannot_take_every_place(parrot):
         in_slots = [
             stack.enter_context(client) for client in ask(parrot, "127.0.0.2", "x", 2, 8000)
         ]
-        waiting = [stack.enter_context(client) for client in ask(parrot, "127.0.0.2", "x", 10, 300)]
+        waiting = [
+            stack.enter_context(client) for client in ask(parrot, "127.0.0.2", "x", 10, 8000)
+        ]
         with opened(parrot.http, "127.0.0.2") as client:
             client.sendall(http_bytes(COMPLETIONS, b'{"prompt": "<"}', "Connection: close"))
             found = b""
@@ -284,16 +288,17 @@ def test_a_client_that_does_not_read_over_grpc_is_given_up(parrot):
 
 def test_connections_over_grpc_are_bounded(parrot):
     """At 116 here: twice the 26 requests and 32. Silent ones are closed after READ_S."""
-    before, num_clients = parrot.counts(), 200
+    before, num_clients = parrot.counts()["descriptors"], 200
     with contextlib.ExitStack() as stack:
-        for _ in range(num_clients):
+        most = 0
+        for number in range(1, num_clients + 1):
             stack.enter_context(opened(parrot.address, "127.0.0.2"))
-        most, now, deadline = 0, 0, time.monotonic() + 3 * READ_S
+            most = max(most, parrot.counts()["descriptors"] - before - number)
+        now, deadline = most, time.monotonic() + 30
         while time.monotonic() < deadline and (most < 50 or now >= 10):
-            now = parrot.counts()["descriptors"] - before["descriptors"] - num_clients
+            now = parrot.counts()["descriptors"] - before - num_clients
             most = max(most, now)
             time.sleep(0.01)
         assert 50 <= most <= 116 and now < 10
     assert ids_of(parrot.stub.Decode(request("<", 50))) == saying()
-    now = parrot.counts()["descriptors"]
-    assert now < before["descriptors"] + 5, (before, parrot.counts())
+    assert until(lambda: parrot.counts()["descriptors"] < before + 5), (before, parrot.counts())

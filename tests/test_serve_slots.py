@@ -167,13 +167,13 @@ def all_slots_answer(server: Server) -> None:
 
 
 def test_more_requests_than_may_wait_are_refused(parrot):
-    calls = [forever(parrot) for _ in range(NUM_SLOTS)]
-    waiting = [parrot.stub.Decode(request("x", 8000)) for _ in range(MAX_WAITING)]
-    # In the order of sending: those before are in when this one is refused.
-    code, words = refusal(parrot.stub.Decode(request("x", 1)))
+    # In the order of sending: those before are in when the last one is refused.
+    number = NUM_SLOTS + MAX_WAITING
+    *calls, late = [parrot.stub.Decode(request("x", 8000)) for _ in range(number + 1)]
+    code, words = refusal(late)
     assert code == Code.RESOURCE_EXHAUSTED
     assert re.search(r"^8 requests are open, .*--max_waiting.*try again later$", words)
-    for call in calls + waiting:
+    for call in calls:
         call.cancel()
     all_slots_answer(parrot)
 
@@ -192,15 +192,18 @@ def test_clients_that_cancel_give_their_slots_back(parrot):
 
 
 def forever_over_http(server, **options) -> socket.socket:
-    """A client of a reply without end, of which something has come where it is streamed."""
+    """A client that has asked for a reply without end."""
     host, port = server.http.removeprefix("http://").split(":")
     body = json.dumps({"prompt": "x", "max_tokens": 8000, **options})
     client = socket.create_connection((host, int(port)), 60)
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
-    if options.get("stream"):
-        assert client.recv(2**10).startswith(b"HTTP/1.1 200")
     return client
+
+
+def has_begun(client: socket.socket) -> bool:
+    """True when the request of a streamed reply is in."""
+    return client.recv(2**10).startswith(b"HTTP/1.1 200")
 
 
 def test_clients_that_go_away_over_http_give_their_slots_back(parrot):
@@ -208,6 +211,8 @@ def test_clients_that_go_away_over_http_give_their_slots_back(parrot):
     for options in ({"stream": True}, {"stream": True, "n": 2}, {"n": 2}):
         number = (NUM_SLOTS + MAX_WAITING) // options.get("n", 1)
         clients = [forever_over_http(parrot, **options) for _ in range(number)]
+        if "stream" in options:
+            assert all([has_begun(client) for client in clients])
         # Those that stream are in already.
         while (found := send(parrot.http, COMPLETIONS, {"prompt": "<"}))[0] == 200:
             assert "stream" not in options
@@ -258,6 +263,7 @@ def test_a_signal_ends_it_and_its_requests_with_a_reason(cache, tmp_path):
         thread = threading.Thread(target=lambda: found.append(send(server.http, COMPLETIONS, body)))
         thread.start()
         streamed = forever_over_http(server, stream=True)
+        assert has_begun(streamed)
         idle = connect(server.http)
         idle.connect()
         calls = [forever(server, 5000)]

@@ -92,15 +92,15 @@ def test_endless_template_is_ended_and_delays_no_other_request(tokenizer):
         endless = asyncio.ensure_future(refusal(texts, message("y")))
         await asyncio.sleep(0.1)
         own = asyncio.ensure_future(texts.ids_of("x", text="b"))
-        for _ in range(20):
+        for _ in range(3):
             await texts.ids_of("another", text="b")
         assert not endless.done() and not own.done()
-        assert "takes more than 2 s (--text_timeout_s" in await endless
-        assert 1.9 < time.perf_counter() - start < 10
+        assert "takes more than 4 s (--text_timeout_s" in await endless
+        assert 3.9 < time.perf_counter() - start < 20
         assert await own == tokenizer.encode("b")
         await until(lambda: worker not in children(texts._process.pid))
 
-    with texts_of(tokenizer, timeout_s=2.0) as texts:
+    with texts_of(tokenizer, timeout_s=4.0) as texts:
         asyncio.run(play(texts))
 
 

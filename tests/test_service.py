@@ -336,7 +336,7 @@ def test_recomputed_caches_are_those_of_the_new_weights(pool, preemption):
     found = gaps(episodes)
     assert {version for own in found for version, _ in own} == {0, 1, 2}
     assert sum(len({version for version, _ in own}) > 1 for own in found) >= 2
-    assert max(gap for own in found for _, gap in own) < 2e-5
+    assert max(gap for own in found for _, gap in own) < 5e-5
     assert service.stats.recomputed_tokens > 0
     assert (service.stats.preempted_episodes > 0) == (preemption != "no")
     # Versions never decrease within an episode.
@@ -351,9 +351,9 @@ def test_kept_caches_go_on_with_the_new_weights(pool):
     service, episodes = play_through_updates(pool, "keep")
     assert service.stats.recomputed_tokens == 0
     found = gaps(episodes)
-    assert max(gap for own in found for version, gap in own if version == 0) < 2e-5
+    assert max(gap for own in found for version, gap in own if version == 0) < 5e-5
     assert {version for own in found[-SLOTS:] for version, _ in own} == {2}
-    assert max(gap for own in found[-SLOTS:] for _, gap in own) < 2e-5
+    assert max(gap for own in found[-SLOTS:] for _, gap in own) < 5e-5
     later = [gap for own in found for version, gap in own if version > own[0][0]]
     assert {version for own in found for version, _ in own} == {0, 1, 2}
     assert later and np.isfinite(later).all()

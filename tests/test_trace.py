@@ -77,7 +77,7 @@ def test_spans_are_events_a_line_and_have_tracks_by_stage(tmp_path):
     assert overlap["dur"] == pytest.approx(1e6 * timer.seconds["overlap"], abs=1)
     assert overlap["dur"] >= 20_000
     # On the clock of the wall, which other processes have too.
-    assert abs(overlap["ts"] - 1e6 * before) < 1e6
+    assert abs(overlap["ts"] - 1e6 * before) < 60e6
 
 
 def test_a_run_that_goes_on_appends_behind_the_last_whole_line(tmp_path):
@@ -127,6 +127,7 @@ def cache(tmp_path, monkeypatch):
 def test_spans_of_a_synchronous_run_are_its_stages_and_cover_its_steps(tmp_path):
     train(make_config(SETTINGS), tmp_path / "run")
     lines = steps_of(tmp_path / "run")
+    in_stages = whole = 0.0
     for line in lines:
         own = [span for span in spans(tmp_path / "run") if span["args"]["step"] == line["step"]]
         sums = dict.fromkeys(line["stage_s"], 0.0)
@@ -134,8 +135,12 @@ def test_spans_of_a_synchronous_run_are_its_stages_and_cover_its_steps(tmp_path)
             sums[span["name"]] += span["dur"] / 1e6
         assert sums == pytest.approx(line["stage_s"], abs=1e-4)
         assert_nested(own)
-        # What is between the stages of a step takes little of it.
-        assert covered(own) > 0.9 * (max(map(end, own)) - own[0]["ts"])
+        step = max(map(end, own)) - own[0]["ts"]
+        # A short step may have a pause of the machine between its stages.
+        assert covered(own) > 0.5 * step
+        in_stages, whole = in_stages + covered(own), whole + step
+    # What is between the stages takes little of the steps.
+    assert in_stages > 0.9 * whole
     assert {span["args"]["step"] for span in spans(tmp_path / "run")} == {1, 2}
 
 

@@ -64,7 +64,7 @@ def _run(hosts: Sequence[Host], flags: argparse.Namespace, limited: bool) -> lis
         "num": num,
         "address": hosts[0].address,
         # Its neighbour is likely to be free too.
-        "port": min(free_port(), 65_000),
+        "port": free_port(),
         "tensor": min(flags.tensor, num),
         "context": 1024,
         "limited": limited,

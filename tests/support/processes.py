@@ -38,7 +38,7 @@ class Processes:
             for number in range(num)
         ]
 
-    def results(self, timeout_s: float = 120.0) -> list[Any]:
+    def results(self, timeout_s: float = 250.0) -> list[Any]:
         """Returns the result of each process; its stderr is in `errors` then.
 
         Raises AssertionError with its output where one failed.
@@ -84,8 +84,8 @@ def begin(
         address,
         num_processes=num,
         process_id=number,
-        initialization_timeout=60,
-        heartbeat_timeout_seconds=10,
+        initialization_timeout=200,
+        heartbeat_timeout_seconds=100,
         shutdown_timeout_seconds=100,
     )
     module, _, function = name.partition(":")
