@@ -81,7 +81,7 @@ def config_of(**changes):
 
 
 def lags_of(workdir, step: int) -> collections.Counter:
-    """The number of sampled tokens that a step took, by the updates since."""
+    """The number of sampled tokens that a step took, by the versions since."""
     found = collections.Counter()
     for trajectory in read_trajectories(workdir / "trajectories" / f"step_{step:06d}.jsonl"):
         found.update(step - 1 - v for v in trajectory["versions"] if v is not None)

@@ -256,4 +256,4 @@ def test_the_page_says_what_the_rule_of_an_asynchronous_run_has_cost(tmp_path):
     rows = [_step(1, staleness_tokens=[30, 10]), _step(2, staleness_tokens=[20, 10, 6, 4])]
     page = _page(tmp_path, rows, config={"num_steps": 3, "asynchrony": asynchrony})
     words = "The run trained on 10 of 80 tokens (12%) beyond config.asynchrony.max_staleness=1"
-    assert f"{words}, up to 3 updates old." in page
+    assert f"{words}, up to 3 versions old." in page

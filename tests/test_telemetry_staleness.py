@@ -74,10 +74,10 @@ def test_the_overshoot_of_admission_is_said():
     ]
     limit = "beyond config.asynchrony.max_staleness"
     assert words_of("admission", steps) == [
-        f"trained on 30 of 100 tokens (30%) {limit}=1, up to 4 updates old"
+        f"trained on 30 of 100 tokens (30%) {limit}=1, up to 4 versions old"
     ]
     assert words_of("admission", steps, bound=2) == [
-        f"trained on 20 of 100 tokens (20%) {limit}=2, up to 4 updates old"
+        f"trained on 20 of 100 tokens (20%) {limit}=2, up to 4 versions old"
     ]
     assert words_of("admission", steps, bound=4) == [f"trained on no token {limit}=4"]
 

@@ -35,8 +35,8 @@ def log_linear_proximal(logprobs: jax.Array, behaviour: jax.Array, lag: jax.Arra
     """Returns log-probs of the proximal policy, interpolated: A-3PO (arXiv 2512.06547).
 
     behaviour / lag + (1 - 1 / lag) * logprobs, without a gradient. `lag`, at least 1, is how many
-    updates the policy that is updated is ahead of the one that sampled, and the proximal policy is
-    one behind it: of a token that the proximal policy sampled, lag is 1 and the result `behaviour`.
+    versions the one that the step ends with is ahead of the one that sampled, and the proximal
+    policy is one behind it: of a token that this one sampled, lag is 1 and the result `behaviour`.
     """
     gap = jax.lax.stop_gradient(logprobs) - behaviour
     return behaviour + (1.0 - 1.0 / jnp.maximum(lag, 1.0)) * gap

@@ -24,8 +24,9 @@ Rule = Literal["in_order", "wait", "drop", "mask", "admission"]
 class AsynchronyConfig:
     """Settings of asynchronous and streaming training: episodes are played while it is trained.
 
-    `max_staleness` bounds how many updates the policy may be ahead of the one that sampled a token
-    that it is trained on; 0 plays and trains in turn.
+    `max_staleness` bounds how many versions the policy may be ahead of the one that sampled a token
+    that it is trained on; 0 plays and trains in turn. A version is a step of the trainer, of one or
+    more updates.
 
     `rule` says which groups of episodes a step takes. "in_order": those of its own tasks, as a
     synchronous run does; nothing is dropped and no token is beyond the bound. "wait": those that

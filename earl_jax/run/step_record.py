@@ -146,7 +146,7 @@ def count_skipped(updates: Sequence[Metrics]) -> int:
 def lag_metrics(
     version: int, trained: Sequence[Outcome], oldest: int, *, masks: bool
 ) -> dict[str, Any]:
-    """Returns how many updates the policy of `version` is ahead of who sampled what it trains on.
+    """Returns how many versions the policy of `version` is ahead of who sampled what it trains on.
 
     `staleness_tokens` has the number of tokens by this lag, from 0 on. `overdue_tokens` are those
     that policies before the version `oldest` sampled; if the step `masks` them their loss is left

@@ -60,7 +60,7 @@ def _overshoot(steps: Sequence[Row], bound: int) -> str:
     """Returns how many tokens were trained on beyond the bound, and how old the oldest was.
 
     Example: "trained on 300 of 1,200 tokens (25%) beyond config.asynchrony.max_staleness=1, up to 3
-    updates old".
+    versions old".
     """
     tokens = _tokens_by_lag(steps)
     number, beyond = sum(tokens), sum(tokens[bound + 1 :])
@@ -69,12 +69,12 @@ def _overshoot(steps: Sequence[Row], bound: int) -> str:
         return f"trained on no token beyond {limit}"
     return (
         f"trained on {beyond:,} of {number:,} tokens ({beyond / number:.0%}) beyond {limit}, up to "
-        f"{len(tokens) - 1} updates old"
+        f"{len(tokens) - 1} versions old"
     )
 
 
 def _tokens_by_lag(steps: Sequence[Row]) -> list[int]:
-    """Returns the tokens that all steps trained on, by the updates since they were sampled."""
+    """Returns the tokens that all steps trained on, by the versions since they were sampled."""
     each: Iterator[list[int]] = (row.get("staleness_tokens", []) for row in steps)
     return [sum(tokens) for tokens in itertools.zip_longest(*each, fillvalue=0)]
 

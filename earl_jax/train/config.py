@@ -115,7 +115,7 @@ class TrainConfig:
     `proximal` is how a correction finds the log-probs of the policy that the step begins with, if a
     step has more than one update. "recompute": with one more forward pass a step. "log_linear":
     without one, interpolated between those of the policy that sampled and of the one that is
-    updated, by how many updates they are apart (`algorithms.losses.log_linear_proximal`).
+    updated, by how many versions they are apart (`algorithms.losses.log_linear_proximal`).
 
     `sft_steps`: in the first so many RL steps, the batch is followed by
     `sft_updates` supervised updates on games of random legal moves (a trail's steps are
