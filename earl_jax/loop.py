@@ -29,6 +29,8 @@ from earl_jax.rollout.actor import Stopped, check_learnable
 from earl_jax.rollout.evaluation import summarize
 from earl_jax.rollout.load import expected_load, expected_tokens, measure_load
 from earl_jax.rollout.open_episodes import OpenEpisode
+from earl_jax.rollout.scheduler import next_lengths
+from earl_jax.rollout.tasks import with_lengths
 from earl_jax.run.build import Run
 from earl_jax.run.played_step import PlayedStep, record_of
 from earl_jax.run.step_record import StepRecord
@@ -181,6 +183,9 @@ def rl_step(
         host_bytes=(host_bytes[0], host_bytes[1]),
         stage_s={**timer.seconds, "train": speeds[2]},
     )
+    outcomes, lengths = done.played.outcomes, position.lengths
+    if run.stages.rollout.order == "longest":
+        lengths = next_lengths(lengths, outcomes)
     after = Position(
         step=step + 1,
         state=state,
@@ -189,7 +194,8 @@ def rl_step(
         open_groups=player.open_groups(),
         open_episodes=player.open_episodes(),
         oldest_step=player.oldest_step,
-        averages=next_averages(run.learner.algorithm, done.played.outcomes, position.averages),
+        averages=next_averages(run.learner.algorithm, outcomes, position.averages),
+        lengths=lengths,
     )
     return after, record
 
@@ -273,7 +279,7 @@ def choose_and_play(
     """
     state, rollout = position.state, run.stages.rollout
     load = expected_load(rollout, position.history)
-    tasks = run.tasks.training(position.step)
+    tasks = with_lengths(run.tasks.training(position.step), position.lengths)
     if run.config.train.ratio == "behaviour":
         check_learnable(tasks, rollout.sampling)
 

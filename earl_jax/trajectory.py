@@ -68,7 +68,8 @@ class Trajectory:
     `turn_roles` has the side of each policy turn where it played several, else nothing.
     `turn_rewards` holds one reward per policy turn that was answered (a turn whose environment
     failed has none), `reward` is their sum. `row` is the row of the device buffers that holds
-    its tokens. `metrics` are what the environment reported (`StepResult.metrics`).
+    its tokens. `metrics` are what the environment reported (`StepResult.metrics`). Episodes of the
+    same task have one `kind` in all steps.
 
     Example: prompt ids (9, 8), reply (4, 2), answer (9, 5, 8), reply (6, 2) is four turns of nine
     tokens; the policy wrote tokens 2, 3, 7 and 8.
@@ -84,6 +85,7 @@ class Trajectory:
     detail: str = ""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     turn_roles: tuple[str, ...] = ()
+    kind: int = 0
 
     @property
     def reward(self) -> float:
@@ -155,6 +157,7 @@ class Trajectory:
             metrics=self.metrics,
             turn_roles=self.turn_roles,
             turn_states=self.turn_states,
+            kind=self.kind,
         )
 
 
@@ -180,6 +183,7 @@ class Outcome:
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     turn_roles: tuple[str, ...] = ()
     turn_states: tuple[TurnState, ...] = ()
+    kind: int = 0
 
     @property
     def reward(self) -> float:

@@ -21,6 +21,7 @@ from earl_jax.envs.text.tokenizer import build_tokenizer, save_tokenizer
 from earl_jax.launch.start import exit_status
 from earl_jax.loop import EpisodesFailed
 from earl_jax.rollout.config import MAX_TURNS
+from earl_jax.rollout.episode import Task
 from earl_jax.run.build import build_run
 from earl_jax.run.source import open_source
 from earl_jax.settings.errors import InputError, RunError
@@ -30,7 +31,7 @@ from earl_jax.train.checkpoint import Checkpoints
 from earl_jax.training import train
 from tests.support import ROOT
 from tests.support.placements import TINY as TINY_MODEL
-from tests.support.runs import command, final_parameters, final_state, run, steps_of
+from tests.support.runs import command, final_parameters, final_state, run, steps_of, timeless
 from tests.support.settings import make_config
 
 # As many tasks that the tokenizer is trained on all of them whatever the number of steps.
@@ -163,18 +164,77 @@ def test_a_moving_average_goes_on_where_it_was(tmp_path):
     train(config, tmp_path / "again")
     assert_equal(parameters(tmp_path / "again", 2), parameters(tmp_path / "whole", 2))
     ones, others = (
-        [averages_of(tmp_path / name, step) for step in (1, 2)] for name in ("again", "whole")
+        [position_of(tmp_path / name, step)["averages"] for step in (1, 2)]
+        for name in ("again", "whole")
     )
     assert ones == others and set(ones[0]) == {"x", "o"}
     assert ones[0] != ones[1]
 
 
-def averages_of(workdir: Path, step: int) -> dict[str, float]:
+def position_of(workdir: Path, step: int) -> dict:
     checkpoints = Checkpoints(workdir / "checkpoints", keep=None)
     try:
-        return checkpoints.position(step)["averages"]
+        return checkpoints.position(step)
     finally:
         checkpoints.close()
+
+
+class Book:
+    """Takes so many replies, each one of two letters."""
+
+    def __init__(self, chapters: int):
+        self.left = chapters
+
+    def all_choices(self):
+        return ("a", "b")
+
+    def start(self):
+        return Start(text="go", choices=("a", "b"))
+
+    def step(self, reply):
+        self.left -= 1
+        done = not self.left
+        more = {"stop_reason": "end"} if done else {"text": "on", "choices": ("a", "b")}
+        return StepResult(reward=float(reply == "a"), done=done, **more)
+
+
+class SameBooks:
+    """Every step has the same tasks; each data shard's last one is the longest."""
+
+    def __init__(self, num_tasks: int):
+        self._tasks = [{"chapters": 6 if i % 4 == 3 else 2} for i in range(num_tasks)]
+
+    def batch(self, step):
+        return self._tasks
+
+    def evaluation(self, number):
+        return self._tasks[:1] * number
+
+
+@pytest.mark.slow
+def test_lengths_of_tasks_last_from_step_to_step_and_go_on_where_they_were(tmp_path):
+    """The first step begins with each data shard's first tasks, the second with the longest."""
+    rollout = TINY["rollout"] | {"episodes_per_step": 32, "order": "longest", "patience_s": 60.0}
+    changes = {
+        "env": {"name": f"{__name__}:Book"},
+        "tasks": {"name": f"{__name__}:SameBooks"},
+        "rollout": rollout | {"group_size": 1, "context_buckets": (128,)},
+        "checkpoint": {"every_steps": 1},
+        "train": TINY["train"] | {"ratio": "model"},
+    }
+    config = config_of(**changes)
+    train(config, tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again/checkpoints/2")
+    train(config, tmp_path / "again")
+    one, two = map(timeless, steps_of(tmp_path / "whole"))
+    assert [timeless(line) for line in steps_of(tmp_path / "again")] == [one, two]
+    assert_equal(parameters(tmp_path / "again", 2), parameters(tmp_path / "whole", 2))
+    assert one["rollout_tokens"] == two["rollout_tokens"]
+    assert two["decode_rows"] < one["decode_rows"]
+    lengths = position_of(tmp_path / "whole", 1)["lengths"]
+    kinds = [Task(episode=0, group=0, args={"chapters": number}).kind for number in (2, 6)]
+    assert {kind for kind, _ in lengths} == {*kinds} and dict(lengths)[kinds[1]] > 20
 
 
 # The weights of another run.

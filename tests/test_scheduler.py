@@ -3,6 +3,7 @@
 """Rows and slots by hand: two data shards of three rows and two slots, unless noted."""
 
 import dataclasses
+import zlib
 
 import jax
 import numpy as np
@@ -14,9 +15,10 @@ from earl_jax.engine.rows import Rows, make_rows
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.row_pool import Finished, RowPool
-from earl_jax.rollout.scheduler import Lengths, SlotScheduler
+from earl_jax.rollout.scheduler import Lengths, SlotScheduler, next_lengths
+from earl_jax.rollout.tasks import with_lengths
 from earl_jax.sharding.layout import MeshShape, make_layout
-from earl_jax.trajectory import Experience, Trajectory, Turn
+from earl_jax.trajectory import Experience, Outcome, Trajectory, Turn
 from tests.support.episodes import assert_same_episodes, collect
 
 ROWS = Rows(data_shards=2, own=3, spare=2)
@@ -194,6 +196,53 @@ def test_kinds_of_which_no_task_ended_for_long_are_forgotten(monkeypatch):
         lengths.end(task, length)
     # Kind 2 ended first of the three.
     assert [lengths.expected(kind) for kind in (1, 2, 3)] == [20.0, None, 40.0]
+
+
+def ended(kind: int, num_tokens: int) -> Outcome:
+    return Outcome(
+        episode=0,
+        group=0,
+        role="",
+        turn_rewards=(1.0,),
+        stop_reason="end",
+        num_turns=1,
+        num_tokens=num_tokens,
+        num_policy_tokens=num_tokens,
+        sample_starts=(0,),
+        versions=((0, num_tokens),),
+        kind=kind,
+    )
+
+
+def test_a_run_keeps_the_last_lengths_of_the_tasks_that_were_played_last(monkeypatch):
+    first = next_lengths({}, [ended(1, 10), ended(2, 20), ended(1, 14)])
+    assert first == {1: 12, 2: 20}
+    monkeypatch.setattr("earl_jax.rollout.scheduler._KEPT", 3)
+    second = next_lengths(first, [ended(3, 7), ended(1, 40), ended(4, 5)])
+    # Task 2 was played the longest ago.
+    assert list(second.items()) == [(3, 7), (1, 40), (4, 5)]
+
+
+def test_tasks_have_the_length_of_a_step_before_until_one_of_their_kind_has_ended():
+    args = [{"number": i, "reward": ended} for i in range(3)]
+    tasks = [Task(episode=i, group=i, args=given) for i, given in enumerate(args)]
+    assert len({task.kind for task in tasks}) == 3
+    # In another process the function has another address.
+    assert tasks[0].kind == zlib.crc32(b"{'number': 0, 'reward': <function ended>}")
+    tasks = with_lengths(tasks, {tasks[1].kind: 30, tasks[2].kind: 50})
+    assert [task.length_before for task in tasks] == [None, 30, 50]
+    slots = SlotScheduler(ONE_SHARD, 2, "longest")
+    for ticket, task in enumerate(tasks):
+        slots.submit(ticket, task.group, task.kind, task.length_before)
+    assert slots.assign([0]) == {0: 0}, "nothing is known of the first"
+    assert slots.assign([0, 1]) == {0: 2, 1: 1}
+    lengths = Lengths()
+    lengths.add(0, 7, 30)
+    assert lengths.expected(7) == 30
+    lengths.end(0, 10)
+    # What has ended here says as much, and is not replaced.
+    lengths.add(1, 7, 90)
+    assert lengths.expected(7) == 20
 
 
 def test_no_task_of_a_later_step_overtakes_however_long_it_is():

@@ -3,6 +3,9 @@
 """An episode while it is played: its turns, and the tokens that still have to be appended."""
 
 import dataclasses
+import functools
+import re
+import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -49,7 +52,8 @@ class Task:
     rollout. To train on episodes with a sampling of their own, set config.train.ratio to "model".
     With `model_logprobs` its turns have these (`Turn.model_logprobs`), also where the rollout does
     not record them for all. One that `resumes` goes on behind these turns, if its environment says
-    the same as then.
+    the same as then. `length_before` are the tokens of an episode of this task in an earlier step,
+    if they are known.
     """
 
     episode: int
@@ -62,6 +66,7 @@ class Task:
     stops: Stops | None = None
     model_logprobs: bool = False
     resumes: OpenEpisode | None = None
+    length_before: int | None = None
 
     def validate(self) -> None:
         """Raises ValueError naming the episode and the field that breaks a rule."""
@@ -81,6 +86,12 @@ class Task:
             self.sampling.validate(f"episode {self.episode}: Task.sampling.")
         if self.stops is not None:
             self.stops.validate(f"episode {self.episode}: Task.stops.")
+
+    @functools.cached_property
+    def kind(self) -> int:
+        """A digest of the `args`: the same for the same task in every step, process and run."""
+        # A function, such as a dataset's reward, shows its address, which each process has anew.
+        return zlib.crc32(re.sub(" at 0x[0-9a-f]+", "", repr(self.args)).encode())
 
     @property
     def token_seed(self) -> int:
@@ -477,4 +488,5 @@ class LiveEpisode:
             detail=detail,
             metrics={name: float(value) for name, value in self.metrics.items()},
             turn_roles=tuple(self.turn_roles) if {*self.turn_roles} - {self.role} else (),
+            kind=self.task.kind,
         )

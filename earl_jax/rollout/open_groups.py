@@ -24,7 +24,7 @@ from earl_jax.rollout.staleness import (
     choose_with_reuse,
     overdue,
 )
-from earl_jax.rollout.tasks import Tasks
+from earl_jax.rollout.tasks import Tasks, with_lengths
 from earl_jax.settings.errors import InputError
 from earl_jax.trajectory import Outcome, Trajectory
 
@@ -88,7 +88,8 @@ class OpenGroups:
     changes in `open` and `publish` only. `num_rounds` are those of this service. `dropped` are the
     episodes that were given up because they were too old, and `refilled` those of groups in whose
     place others were played, since `count_from_here`. `num_reused` is the number of groups of the
-    last step that earlier ones had trained on.
+    last step that earlier ones had trained on. `lengths` are the last ones of tasks that steps had
+    taken when the weights came (`scheduler.next_lengths`).
 
     With settings.reuse groups that a step took are kept, which are open no longer: their rows stay
     held until they are of no use. A new service knows nothing of them, so that a run that goes on
@@ -119,6 +120,7 @@ class OpenGroups:
         self.version = self.num_rounds = self.num_reused = 0
         self.dropped: list[Outcome] = []
         self.refilled: list[Outcome] = []
+        self.lengths: Mapping[int, int] = {}
         self._is_useless = is_useless
         # Groups that were given up for others since the last step took its own.
         self._num_refilled = 0
@@ -344,7 +346,7 @@ class OpenGroups:
             tasks = self._of_step(step)[first : first + self.group_size]
             tasks = [
                 dataclasses.replace(task, resumes=self._resumes.pop(task.episode, None))
-                for task in tasks
+                for task in with_lengths(tasks, self.lengths)
             ]
             self._groups[number] = _Open(tickets=self._playing.submit(tasks))
 

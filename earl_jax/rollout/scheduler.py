@@ -10,18 +10,40 @@ empty while a task waits. Waiting is bounded: a task begins before any that was 
 With the order "longest" the tasks that are expected to be the longest begin first (StreamRL,
 arXiv 2504.15930, orders by a trained ranker). What is expected costs nothing: the lengths of tasks
 of the same kind, which are those of a group, and those of the same task when it was played before.
+The service of a rollout knows those that it has played; a run keeps the last length of each task
+from step to step (`next_lengths`).
 """
 
 import collections
+import itertools
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
 from earl_jax.engine.rows import Rows
+from earl_jax.trajectory import Outcome
 
 Order = Literal["fifo", "longest", "queue"]
 # Lengths of a kind of task that are remembered, and kinds: those of which a task ended last.
 _REMEMBERED, _KINDS = 8, 100_000
+# Tasks whose last length a run keeps: 1.3 MB of a checkpoint.
+_KEPT = 65_536
+
+
+def next_lengths(before: Mapping[int, int], outcomes: Iterable[Outcome]) -> dict[int, int]:
+    """Returns the last lengths of tasks by `Task.kind`, with those of a step's `outcomes`.
+
+    A length is the mean of the task's episodes in the last step that had some. Those of the 65,536
+    tasks that steps had last are kept, in the order of these steps.
+
+    Example: {1: 10, 2: 20} with episodes of 31 and 34 tokens of kind 1 is {2: 20, 1: 32}.
+    """
+    found: dict[int, list[int]] = collections.defaultdict(list)
+    for outcome in outcomes:
+        found[outcome.kind].append(outcome.num_tokens)
+    kept = {kind: length for kind, length in before.items() if kind not in found}
+    kept |= {kind: int(statistics.fmean(lengths)) for kind, lengths in found.items()}
+    return dict(itertools.islice(kept.items(), max(0, len(kept) - _KEPT), None))
 
 
 class Lengths:
@@ -32,9 +54,11 @@ class Lengths:
         self._playing: dict[int, dict[int, int]] = collections.defaultdict(dict)
         self._ended: dict[int, collections.deque[int]] = {}
 
-    def add(self, task: int, kind: int) -> None:
-        """Adds a task of this kind, which waits."""
+    def add(self, task: int, kind: int, before: int | None = None) -> None:
+        """Adds a task of this kind, which waits; where none has ended here, one had `before`."""
         self._kinds[task] = kind
+        if before is not None and kind not in self._ended:
+            self._remember(kind, before)
 
     def play(self, lengths: Mapping[int, int]) -> None:
         """Notes how long tasks are that play."""
@@ -49,11 +73,14 @@ class Lengths:
         if not playing:
             self._playing.pop(kind, None)
         if length is not None:
-            # The last one in the order of the dict, which is that in which kinds are forgotten.
-            ended = self._ended[kind] = self._ended.pop(kind, collections.deque(maxlen=_REMEMBERED))
-            ended.append(length)
-            if len(self._ended) > _KINDS:
-                del self._ended[next(iter(self._ended))]
+            self._remember(kind, length)
+
+    def _remember(self, kind: int, length: int) -> None:
+        # The last one in the order of the dict, which is that in which kinds are forgotten.
+        ended = self._ended[kind] = self._ended.pop(kind, collections.deque(maxlen=_REMEMBERED))
+        ended.append(length)
+        if len(self._ended) > _KINDS:
+            del self._ended[next(iter(self._ended))]
 
     def kind(self, task: int) -> int:
         """Returns the kind of a task that waits or plays."""
@@ -82,13 +109,16 @@ class SlotScheduler:
         # Groups of which some task has begun in the data shard: their prompt is read there.
         self._begun: list[dict[int, None]] = [{} for _ in range(rows.data_shards)]
 
-    def submit(self, task: int, group: int, kind: int | None = None) -> None:
+    def submit(
+        self, task: int, group: int, kind: int | None = None, before: int | None = None
+    ) -> None:
         """Adds a task with the next number; tasks of a group have similar prompts.
 
-        Tasks of one `kind` are about equally long; None: those of the group are.
+        Tasks of one `kind` are about equally long; None: those of the group are. One of them had
+        the length `before`, if it is known.
         """
         if self._lengths is not None:
-            self._lengths.add(task, group if kind is None else kind)
+            self._lengths.add(task, group if kind is None else kind, before)
         self._waiting[self._rows.home(task)][task] = group
         self._of_group.setdefault(group, {})[task] = None
 

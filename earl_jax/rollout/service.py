@@ -192,7 +192,7 @@ class RolloutService:
         self._num_submitted += len(tasks)
         self._tasks.update(zip(tickets, tasks, strict=True))
         for ticket, task in zip(tickets, tasks, strict=True):
-            self._scheduler.submit(ticket, task.group, hash(repr(task.args)))
+            self._scheduler.submit(ticket, task.group, task.kind, task.length_before)
         self._is_draining, self._shrink_at = False, self._config.num_slots // 4
         return tickets
 

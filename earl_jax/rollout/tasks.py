@@ -4,7 +4,7 @@
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from earl_jax.envs.examples import Example, Ids, example_ids, play_example
 from earl_jax.envs.registry import Played
@@ -17,6 +17,13 @@ from earl_jax.settings.errors import InputError, RunError, in_words
 
 # Evaluation episodes have numbers, and so seeds, that no training episode reaches.
 FIRST_EVAL_EPISODE = 2**30
+
+
+def with_lengths(tasks: Iterable[Task], lengths: Mapping[int, int]) -> list[Task]:
+    """Returns the tasks with their last `lengths` (`scheduler.next_lengths`), where known."""
+    if not lengths:
+        return list(tasks)
+    return [dataclasses.replace(task, length_before=lengths.get(task.kind)) for task in tasks]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

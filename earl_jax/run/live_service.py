@@ -137,6 +137,7 @@ class LiveService:
         Returns the bytes of weights that changed device.
         """
         placement, version = self._placement, position.step
+        self.groups.lengths = position.lengths
         params = self._run.learner.policy(position.state)
         if self._where is None:
             settings = replayed_settings(self._run.config)

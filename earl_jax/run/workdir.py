@@ -46,8 +46,10 @@ class Position:
     last `skipped_steps` were all skipped (`TrainConfig`), where it was read from a checkpoint. The
     tasks of the `open_groups` were begun and not trained on, in an asynchronous run, and the source
     goes on with those of `oldest_step`; None: of the oldest open group, or else of the next step.
-    `averages` are the algorithm's (`Algorithm.averages`). `open_episodes` have what this process's
-    episodes of open groups had then, by number; those of all processes where it was read.
+    `averages` are the algorithm's (`Algorithm.averages`). `lengths` are the last ones of tasks in a
+    run with config.rollout.order "longest" (`rollout.scheduler.next_lengths`). `open_episodes` have
+    what this process's episodes of open groups had then, by number; those of all processes where it
+    was read.
     """
 
     step: int
@@ -59,6 +61,7 @@ class Position:
     open_episodes: Mapping[int, OpenEpisode] = dataclasses.field(default_factory=dict)
     oldest_step: int | None = None
     averages: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    lengths: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
 
 def open_workdir(workdir: Path, config: dict[str, Any]) -> list[str]:
@@ -216,6 +219,8 @@ def save(
             "open_groups": list(position.open_groups),
             "oldest_step": position.oldest_step,
             "averages": dict(position.averages),
+            # Pairs, whose order is kept.
+            "lengths": list(position.lengths.items()),
             **({"base_fingerprint": prints[0]} if prints else {}),
         },
         rating,
@@ -362,6 +367,7 @@ def _restore(
         open_groups=tuple(saved.get("open_groups", ())),
         oldest_step=saved.get("oldest_step"),
         averages=saved.get("averages", {}),
+        lengths=dict(saved.get("lengths", ())),
     )
     return position, placement
 
