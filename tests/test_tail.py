@@ -4,18 +4,25 @@
 
 import dataclasses
 import itertools
+import json
 
+import jax
 import pytest
 
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.loop import rl_step
+from earl_jax.loop_async import AsyncPlayer
 from earl_jax.rollout.config import Limits
+from earl_jax.rollout.events import Events
 from earl_jax.rollout.tasks import Tasks
 from earl_jax.run.build import build_run
+from earl_jax.selector.problem import Problem
+from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import LoadHistory
 from tests.support.episodes import CONFIG, check_rows, collect, tasks
 from tests.support.placements import D4T2, D8, first_position, given, load_of, place, table_of
 from tests.support.problems import rollout_key
+from tests.support.runs import assert_equal
 from tests.support.settings import make_config
 
 TOKENS, SLOTS = 32, 16
@@ -131,3 +138,65 @@ def test_step_whose_tail_moves_is_the_step_that_stays():
         assert [t.token_ids for t in one.turns] == [t.token_ids for t in other.turns]
     assert moved.stats.prefill_tokens == stayed.stats.prefill_tokens
     assert moved.updates[0]["loss"] == pytest.approx(stayed.updates[0]["loss"], abs=1e-4)
+
+
+D4, D2T2, F4 = MeshShape(data=4), MeshShape(data=2, tensor=2), MeshShape(fsdp=4)
+
+
+class OneLongGroup(Tasks):
+    """The last of a step's eight groups may say 16 tokens, the others two."""
+
+    def training(self, step):
+        return [
+            dataclasses.replace(
+                task, limits=Limits(max_turn_tokens=16 if task.group % 8 == 7 else 2)
+            )
+            for task in super().training(step)
+        ]
+
+
+@pytest.mark.slow
+def test_tail_of_a_stream_moves_in_each_step_and_is_replayed_bit_for_bit(tmp_path, monkeypatch):
+    """Two steps in two parts; the second one begins where the first one began."""
+    settings = given(ROLLOUT | {"group_size": 2}, (D4, D2T2), (F4,)) | {
+        "devices": {"platform": "cpu", "num_cpu_devices": 8, "num_rollout": 4},
+        "algorithm": "grpo",
+        "asynchrony": {"parts": 2},
+    }
+    run = build_run(make_config(settings))
+    run = dataclasses.replace(run, tasks=OneLongGroup(**vars(run.tasks)))
+    table = table_of(run.problem, {F4: 4000.0}, {D4: 4000.0, D2T2: 3900.0}, (TOKENS,))
+
+    def live_token_s(problem, mesh, slots, live, tokens, appended):
+        return 1e-3 if mesh == D2T2 and live < SLOTS else 1.0
+
+    monkeypatch.setattr(Problem, "live_token_s", live_token_s)
+    monkeypatch.setattr(Problem, "publish_s", lambda problem, mesh, num_bytes=0: 1e-3)
+
+    def steps(name, *, is_compiled, replayed=()):
+        placement = place(run, table)
+        placement.is_compiled = lambda key: is_compiled
+        placement.choose_step(TOKENS, None)
+        assert placement.rollout.mesh == D4
+        # The longest of recent episodes was as long as episodes may become.
+        history = LoadHistory(steps=(load_of(TOKENS),))
+        position = dataclasses.replace(first_position(run, placement), history=history)
+        events = Events(tmp_path / name, replayed)
+        player, tokens = AsyncPlayer(run, placement, events), []
+        for _ in range(2):
+            position, record = rl_step(run, placement, position, player)
+            tokens.append([[turn.token_ids for turn in t.turns] for t in record.trajectories])
+            assert record.rollout_mesh == str(D4) and placement.rollout.mesh == D4
+            player.step_ended(position.step)
+        noted = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        return tokens, jax.device_get(jax.tree.leaves(position.state.params)), noted
+
+    stayed, _, events = steps("stayed", is_compiled=False)
+    assert not [event for event in events if event["event"] == "tail"]
+    moved, parameters, events = steps("moved", is_compiled=True)
+    assert moved[0] == stayed[0]
+    tails = [event for event in events if event["event"] == "tail"]
+    assert [event["plan"][0] for event in tails] == [str(D2T2)] * 2
+    again, same, noted = steps("again", is_compiled=False, replayed=events)
+    assert again == moved and noted == events
+    assert_equal(same, parameters)

@@ -122,6 +122,19 @@ class Sessions:
         move = functools.partial(self._relocate, session, self._placement.rollout)
         return self._placement.attempt("rollout", move, live=True)
 
+    def shrink_as(self, session: Session, plan: RolloutPlan) -> Session | None:
+        """Returns the session behind the same `shrink` in the run that is replayed.
+
+        None where memory is too short here.
+        """
+        moved = self._move(session, plan, f"the move to {plan.mesh}")
+        self._placement.tail = plan if moved else self._placement.tail
+        return moved
+
+    def move_back(self, session: Session) -> Session:
+        """Moves a session that `shrink` moved to the plan in use; raises where memory is short."""
+        return self._relocate(session, self._placement.rollout)
+
     def move(self, session: Session) -> Session | None:
         """Moves a session's live episodes to the plan in use; None where memory is too short."""
         plan = self._placement.rollout

@@ -13,6 +13,7 @@ nothing by the time. Each event is a JSON object on a line of its own, with its 
 - "split": behind round `round` both stages moved, before version `version` was published, to plans
   of a `placement` whose split of the devices is another one.
 - "grow": a session moved to the roomier plan of a `placement` behind round `round`.
+- "tail": the last episodes of a step moved to a `plan` (`RolloutPlan.as_list`) in round `round`.
 - "submit": the tasks of the groups `groups` were submitted behind round `round`.
 - "answers": in the `call`-th look for answers those of the tickets `tickets` were there; `failed`
   has the stop reason and detail of calls that hung or raised.

@@ -86,8 +86,8 @@ class RolloutService:
             sampling: of tasks without one of their own.
             batches: how often `config.episodes_per_step` episodes have rows at once.
             max_context: tokens that the model reads at most; a longer episode is cut there.
-            shrink: called while `drain` plays the last episodes and most slots are empty for
-                good: when a quarter is busy, and each time that half as many are as when it was
+            shrink: called while the service `is_draining`, as in `drain`, and most slots are empty
+                for good: when a quarter is busy, and each time that half as many are as when it was
                 called before.
             cache_rules: of the reuse of KV pages; None: the defaults.
             look: called before each round, and every second while environments are waited for; what
@@ -107,7 +107,9 @@ class RolloutService:
         self._look, self._more = look, more
         self._calls: Answers = record_calls(NoCalls() if pool is None else pool.calls(look))
         self._slots: list[LiveEpisode | None] = [None] * config.num_slots
-        self._num_submitted, self._is_draining = 0, False
+        self._num_submitted = 0
+        # Set by a client whose tasks are all here: the last of them may move (`shrink`).
+        self.is_draining = False
         # Set by a client between two rounds: tasks that wait begin when it is False again.
         self.holds_tasks = False
         self._tasks: dict[int, Task] = {}
@@ -193,7 +195,7 @@ class RolloutService:
         self._tasks.update(zip(tickets, tasks, strict=True))
         for ticket, task in zip(tickets, tasks, strict=True):
             self._scheduler.submit(ticket, task.group, task.kind, task.length_before)
-        self._is_draining, self._shrink_at = False, self._config.num_slots // 4
+        self.is_draining, self._shrink_at = False, self._config.num_slots // 4
         return tickets
 
     def step(self) -> list[Finished]:
@@ -228,7 +230,7 @@ class RolloutService:
     def drain(self) -> Iterator[list[Finished]]:
         """Plays all tasks to their end, and `more` of them. Yields the finished ones of a round."""
         while self.is_busy or self._submit_more():
-            self._is_draining = True
+            self.is_draining = True
             yield self.step()
 
     def release(self, row: int) -> None:
@@ -319,7 +321,7 @@ class RolloutService:
     def _move_the_last(self, session: Session) -> Session:
         """Calls `shrink` for the last episodes, if there are so few now."""
         live = [episode for episode in self._slots if episode is not None]
-        if self._shrink is None or not self._is_draining:
+        if self._shrink is None or not self.is_draining:
             return session
         if self._scheduler.num_waiting or len(live) > self._shrink_at:
             return session

@@ -3,8 +3,9 @@
 """The rollout service of an asynchronous run, which stays open from step to step.
 
 It is opened on the plans in use, gets new weights, grows, and moves to another split of the devices
-or to the mesh of another process; live episodes go on. Its events are noted, or come again in a
-replay (rollout/events.py).
+or to the mesh of another process; live episodes go on. Where no later ones follow, the last of a
+step may move to where so few are faster, and the next step begins where this one began. Its events
+are noted, or come again in a replay (rollout/events.py).
 """
 
 import dataclasses
@@ -34,6 +35,7 @@ from earl_jax.rollout.stats import RolloutStats
 from earl_jax.run.build import Run
 from earl_jax.run.workdir import Position
 from earl_jax.selector.choose import BudgetTooSmall
+from earl_jax.selector.plans import RolloutPlan
 from earl_jax.settings.errors import RunError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.host_bytes import only_on_devices
@@ -78,6 +80,8 @@ class LiveService:
         self.error: Exception | None = None
         # The mesh and slots of all processes' services; None: they are to be opened.
         self._where: tuple[MeshShape, int] | None = None
+        # The load that was expected when the weights came.
+        self._load: Load | None = None
         # The service's counts when a step took its episodes.
         self._counted = RolloutStats()
         # With config.asynchrony.checksums: those of the policy that was published last, as the
@@ -112,8 +116,15 @@ class LiveService:
         error, self.error = self.error, None
         if error is not None:
             raise error
-        if self.service is not None and not self._settings.interrupts:
+        if (service := self.service) is None:
+            return
+        if not self._settings.interrupts:
             self.groups.finish_live()
+        assert self._where is not None, "the service is open"
+        if service.session.engine is not self._run.stages.engines.engine(*self._where):
+            # The last episodes of the step before have moved; new weights come behind the way back.
+            service.release_weights()
+            service.move(self._placement.sessions.move_back(service.session))
 
     def note_plans(self) -> None:
         """Notes the plans in use; in a replay they are those of then."""
@@ -138,6 +149,7 @@ class LiveService:
         """
         placement, version = self._placement, position.step
         self.groups.lengths = position.lengths
+        self._load = expected_load(self._run.stages.rollout, position.history)
         params = self._run.learner.policy(position.state)
         if self._where is None:
             settings = replayed_settings(self._run.config)
@@ -220,10 +232,10 @@ class LiveService:
 
     def _open(self, session: Session, position: Position) -> RolloutService:
         """Returns a service in which the open groups go on from the position."""
-        load = expected_load(self._run.stages.rollout, position.history)
         service = self._run.actor.open(
             session,
-            grow=lambda session, tokens, pages: self._grow(session, tokens, pages, load),
+            grow=self._grow,
+            shrink=self._shrink,
             record_calls=self._events.record_calls,
         )
         self._counted = RolloutStats()
@@ -236,15 +248,29 @@ class LiveService:
         )
         return service
 
-    def _grow(self, session: Session, tokens: int, pages: int, load: Load | None) -> Session:
+    def _grow(self, session: Session, tokens: int, pages: int) -> Session:
         placement, event, grown = self._placement, self._events.coming("grow"), None
         if event is not None and "placement" in event:
             grown = placement.sessions.grow_as(session, event["placement"])
-        grown = grown or placement.sessions.grow(session, tokens, pages, load)
+        grown = grown or placement.sessions.grow(session, tokens, pages, self._load)
         self._where = self._mesh_and_slots()
         facts = {"placement": placement.as_dict(), "round": self.groups.num_rounds}
         self._events.note("grow", **facts)
         return grown
+
+    def _shrink(self, session: Session, live: int, longest: int) -> Session:
+        placement, events, number = self._placement, self._events, self.groups.num_rounds
+        event = events.coming("tail")
+        if event is not None and event["round"] == number:
+            plan = RolloutPlan.from_list(event["plan"])
+            moved = placement.sessions.shrink_as(session, plan) or session
+        elif events.is_replay:
+            return session
+        else:
+            moved = placement.sessions.shrink(session, live, longest, self._load)
+        if moved is not session and placement.tail is not None:
+            events.note("tail", plan=placement.tail.as_list(), round=number)
+        return moved
 
     # What a step takes.
 
@@ -254,7 +280,11 @@ class LiveService:
         None in a process that only trains, and in a replay where the service `is_given_up`.
         """
         service = self.service
-        if service is None or not (episodes := self.groups.next_episodes(left)):
+        if service is None:
+            return None
+        # Until further tasks are submitted.
+        service.is_draining = not (self._settings.max_staleness or self._settings.refill)
+        if not (episodes := self.groups.next_episodes(left)):
             return None
         rows = [each.row for each in episodes]
         experience = service.session.engine.row_copies.gather(
