@@ -7,7 +7,9 @@
 Plans of the product (`placement/group_planner.py`), from data sheets. Nothing runs.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from benchmarks.pages import parser_of, show, table
 from earl_jax.config.file import make_config
@@ -22,8 +24,12 @@ PRICES = {"h20": 1.0, "h800": 2.85}
 LINK_GB = 10.0
 
 
-def rows_of(preset: str) -> list[dict[str, object]]:
-    """Returns a row for each context: the cheapest of one kind of device, and of two kinds."""
+# The cheapest steps by context, of one kind of device and of two.
+Steps = dict[int, Mapping[str, Any]]
+
+
+def steps_of(preset: str) -> tuple[Steps, Steps]:
+    """Returns the cheapest steps of H800s alone, and of H20s that play beside H800s that train."""
     given = [
         f"model.preset={preset}",
         "rollout.num_slots=1024",
@@ -33,7 +39,7 @@ def rows_of(preset: str) -> list[dict[str, object]]:
     config = make_config({}, [*overrides_for_chips(given, contexts), *given])
     model, vocab_size = find_model(config, None)
 
-    def cheapest(player: str, link_gb: float | None) -> dict[int, dict]:
+    def cheapest(player: str, link_gb: float | None) -> Steps:
         values, _ = plan_groups(
             config,
             model,
@@ -45,7 +51,11 @@ def rows_of(preset: str) -> list[dict[str, object]]:
         )
         return {step["context"]: step for step in values["cheapest"]}
 
-    one, two = cheapest("h800", None), cheapest("h20", LINK_GB)
+    return cheapest("h800", None), cheapest("h20", LINK_GB)
+
+
+def rows_of(preset: str, one: Steps, two: Steps) -> list[dict[str, object]]:
+    """Returns a row for each context: the cheapest of one kind of device, and of two kinds."""
     return [
         {
             "model": preset,
@@ -65,7 +75,54 @@ def rows_of(preset: str) -> list[dict[str, object]]:
     ]
 
 
+def shares_of(step: Mapping[str, Any], player: str) -> tuple[float, float, float]:
+    """Returns the price of a million tokens of rollouts, of training, and of devices that wait."""
+    devices, seconds = step["devices"], (step["rollout_s"] + step["spread_s"], step["train_s"])
+    prices = (PRICES[player], PRICES["h800"])
+    rollouts, training = (
+        number * price * stage_s / 3600 / step["tokens"] * 1e6
+        for number, price, stage_s in zip(devices, prices, seconds, strict=True)
+    )
+    return rollouts, training, step["price"] - rollouts - training
+
+
+def parts_of(preset: str, one: Steps, two: Steps) -> list[dict[str, object]]:
+    """Returns a row for each context: the parts of both prices.
+
+    The gain "at half the context" has the rollouts of episodes half as long, and nobody waits.
+    """
+    found = []
+    for context in CONTEXTS:
+        if context not in one or context not in two:
+            continue
+        alone, beside = shares_of(one[context], "h800"), shares_of(two[context], "h20")
+        half, gain = context // 2, None
+        if half in one and half in two:
+            rollouts = shares_of(one[half], "h800")[0], shares_of(two[half], "h20")[0]
+            gain = (rollouts[0] + alone[1]) / (rollouts[1] + beside[1])
+        found.append(
+            {
+                "model": preset,
+                "tokens": f"{context:,}",
+                "rollouts": alone[0],
+                "training": alone[1],
+                "waiting": alone[2],
+                "share of rollouts": alone[0] / one[context]["price"],
+                "rollouts, two kinds": beside[0],
+                "training, two kinds": beside[1],
+                "waiting, two kinds": beside[2],
+                "rollouts cheaper by": alone[0] / beside[0],
+                "tokens a price": one[context]["price"] / two[context]["price"],
+                "at half the context": gain,
+            }
+        )
+    return found
+
+
 if __name__ == "__main__":
     flags = parser_of(__doc__).parse_args()
-    found = table([row for preset in PRESETS for row in rows_of(preset)])
-    show(found, Path(__file__).with_suffix(".md"), write=flags.write)
+    steps = {preset: steps_of(preset) for preset in PRESETS}
+    rows = [row for preset, both in steps.items() for row in rows_of(preset, *both)]
+    parts = [row for preset, both in steps.items() for row in parts_of(preset, *both)]
+    text = f"{table(rows)}\n\nParts of the price of a million tokens:\n\n{table(parts)}"
+    show(text, Path(__file__).with_suffix(".md"), write=flags.write)
