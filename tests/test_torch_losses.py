@@ -8,6 +8,7 @@ run: credit on the host, packed rows, estimates and the update's sums on the dev
 """
 
 import dataclasses
+import importlib
 import json
 
 import jax
@@ -146,6 +147,19 @@ def check_tokens(found: jax.Array, places, expected: list, name: str) -> None:
     check(values[places], expected, name)
     values[places] = 0.0
     assert not values.any(), name
+
+
+def test_the_file_has_what_torch_computes(monkeypatch):
+    """Where torch is installed, as by `uv run --with torch pytest tests/test_torch_losses.py`."""
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(ROOT / "tests/support")
+    made = json.loads(json.dumps(importlib.import_module("torch_reference").numbers()))
+    assert jax.tree.structure(made) == jax.tree.structure(REFERENCE)
+    for (path, found), (_, written) in zip(
+        *map(jax.tree_util.tree_leaves_with_path, (made, REFERENCE)), strict=True
+    ):
+        same = pytest.approx(written, rel=1e-6, abs=1e-12)
+        assert found == same, jax.tree_util.keystr(path)
 
 
 def test_every_algorithm_has_a_case():

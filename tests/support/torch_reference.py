@@ -244,7 +244,8 @@ def rounded(value):
     return [rounded(each) for each in value] if isinstance(value, list) else value
 
 
-def main() -> None:
+def numbers() -> dict:
+    """Returns what the file has: inputs, cases and what is expected of each."""
     batches, cases = make_batches(), make_cases()
     for case in cases:
         episodes = batches[case["batch"]]
@@ -254,9 +255,8 @@ def main() -> None:
             sides = [solve(case, episodes, nudge) for nudge in (-1e-6, 1e-6)]
             for name in {"gradient", "value_gradient"} & case["expected"].keys():
                 case["expected"][name] = [side[name] for side in sides]
-    numbers = {"unit": UNIT, "batches": batches, "cases": [rounded(case) for case in cases]}
-    FILE.write_text(json.dumps(numbers, separators=(",", ":")) + "\n")
+    return {"unit": UNIT, "batches": batches, "cases": [rounded(case) for case in cases]}
 
 
 if __name__ == "__main__":
-    main()
+    FILE.write_text(json.dumps(numbers(), separators=(",", ":")) + "\n")
