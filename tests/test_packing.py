@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from earl_jax.algorithms.algorithms import ALGORITHMS, ReinforceSettings
+from earl_jax.algorithms.settings import PolicySettings
 from earl_jax.dispatch.packing import (
     MOST_SHAPES,
     Packing,
@@ -33,7 +34,7 @@ from earl_jax.train.config import TrainConfig
 from earl_jax.train.learner import Learner
 from earl_jax.train.scoring import score_batch
 from earl_jax.train.step import read_metrics
-from earl_jax.trajectory import Outcome, TrajectoryBatch
+from earl_jax.trajectory import Outcome, TrajectoryBatch, TurnState
 from tests.support import experts
 
 FIELDS = tuple(field.name for field in dataclasses.fields(TrajectoryBatch))
@@ -184,7 +185,7 @@ def test_a_run_has_few_shapes(growth, program_updates):
     assert len(used) <= 4 or not program_updates > 50
 
 
-@pytest.mark.parametrize(("number", "least"), [(128, 0.945), (512, 0.965)])
+@pytest.mark.parametrize(("number", "least"), [(128, 0.95), (512, 0.965)])
 @pytest.mark.parametrize("shards", [1, 8])
 def test_rows_of_a_run_are_full(number, least, shards):
     fills, history = [], ShapeHistory()
@@ -417,12 +418,18 @@ PENALTY = {"kl_coefficient": 0.5, "kl_estimator": "k1", "kl_in": "reward"}
 
 @functools.cache
 def learner_by(name: str) -> Learner:
-    """A learner of which each algorithm's programs are compiled once."""
+    """A learner of which each algorithm's programs are compiled once.
+
+    With a penalty in the rewards, where the algorithm can have one.
+    """
     algorithm = ALGORITHMS[name]
+    if isinstance(algorithm.settings, PolicySettings):
+        settings = dataclasses.replace(algorithm.settings, **PENALTY)
+        algorithm = dataclasses.replace(algorithm, settings=settings)
     return Learner(
         dataclasses.replace(DENSE, num_layers=1),
         TrainConfig(max_grad_norm=1e9),
-        dataclasses.replace(algorithm, settings=dataclasses.replace(algorithm.settings, **PENALTY)),
+        algorithm,
         vocab_size=VOCAB,
         temperature=0.8,
         importance_cap=0.0,
@@ -453,6 +460,8 @@ def updated_in_order(name: str, order: np.ndarray):
             num_policy_tokens=1,
             sample_starts=(0,),
             versions=(),
+            # Each turn answers one of two messages.
+            turn_states=tuple(TurnState((row + turn) % 2, 0) for turn in range(LENGTH)),
         )
         for row in order
     ]
@@ -481,8 +490,8 @@ def updated_in_order(name: str, order: np.ndarray):
     return grads, read_metrics(metrics), np.asarray(packed.tokens)
 
 
-@pytest.mark.slow_except("ppo")
-@pytest.mark.parametrize("name", ["rloo", "ppo"])
+@pytest.mark.slow_except("ppo", "gigpo")
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_order_of_episodes_and_groups_does_not_matter(name):
     """The groups in another order, and the episodes of each group apart."""
     grads, metrics, tokens = updated_in_order(name, np.arange(EPISODES))
