@@ -4,6 +4,7 @@
 
 import ctypes
 import os
+import re
 import resource
 import shutil
 import signal
@@ -22,8 +23,10 @@ from earl_jax.launch.start import exit_status
 from earl_jax.main import train_command
 from earl_jax.run import workdir
 from earl_jax.settings.errors import RunError
+from earl_jax.telemetry.metrics import read_metrics
+from tests.support import ROOT
 from tests.support.commands import ALL, SMALL, Command, final_parameters
-from tests.support.runs import config_of, steps_of
+from tests.support.runs import command, config_of, environment, steps_of, timeless
 
 # Every step is saved, and a process that is silent for 15 s is lost.
 SAVED = ALL | {"checkpoint.every_steps": 1, "distributed.heartbeat_s": 15}
@@ -87,6 +90,27 @@ def have_it_turn_read_only() -> None:
 
     training.save = with_fault
     sys.exit(exit_status(lambda: train_command(sys.argv[1:])))
+
+
+# A command twice, first with $1 bytes at $2 and then with room; $3 has its ends and its workdir.
+ON_A_SMALL_DISK = """
+size=$1 disk=$2 kept=$3; shift 3
+mount -t tmpfs -o size=$size none $disk || exit
+for time in 1 2; do
+  "$@" > $kept/output_$time 2> $kept/errors_$time; echo $? > $kept/status_$time
+  mount -o remount,size=1g $disk || exit
+done
+cp -r $disk/w $kept
+"""
+
+
+def of_a_namespace(folder: Path) -> list[str]:
+    """Returns what a command is given to, to see mounts of its own; skips where none can be."""
+    for each in (["unshare", "-m"], ["unshare", "-rm"]):
+        line = [*each, "mount", "-t", "tmpfs", "none", str(folder)]
+        if shutil.which("unshare") and not subprocess.run(line, capture_output=True).returncode:
+            return each
+    pytest.skip("no namespace with mounts of its own can be made here")
 
 
 def faulty(cache, workdir, stage: str, lost: int) -> Command:
@@ -217,6 +241,47 @@ def test_a_full_disk_is_one_message_in_the_next_step(cache, tmp_path):
     assert "cannot be written: File too large" in line
     assert steps_of(tmp_path / "w")[-1]["step"] <= 15, "before the next save"
     assert (tmp_path / "w/checkpoints/5").is_dir()
+
+
+@pytest.mark.slow
+def test_a_run_whose_disk_was_full_goes_on_when_there_is_room(cache, tmp_path, monkeypatch):
+    """With a disk that holds some of its checkpoints; it ends as one that had room."""
+    disk, kept, whole = (tmp_path / name for name in ("disk", "kept", "whole"))
+    disk.mkdir()
+    kept.mkdir()
+    prefix = of_a_namespace(disk)
+    settings = {"num_steps": 6, "checkpoint.keep": 6, "log.trajectories_every_steps": 1}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    train_here(whole, **settings)
+
+    # Room for three and a half checkpoints; one may take twice its bytes while it is written.
+    each = bytes_below(whole / "checkpoints/1")
+    size = bytes_below(whole) - bytes_below(whole / "checkpoints") + 7 * each // 2
+    line = command("main", f"--workdir={disk / 'w'}", **(SMALL | SAVED | settings))
+    given = [*prefix, "sh", "-c", ON_A_SMALL_DISK, "sh", str(size), str(disk), str(kept), *line]
+    subprocess.run(given, cwd=ROOT, env=environment(cache), check=True, timeout=250)
+
+    read = {path.name: path.read_text() for path in kept.glob("*_*")}
+    assert read["status_1"] == "1\n" and read["errors_1"].count("\n") == 1, read
+    assert read["errors_1"].startswith(f"error: {disk / 'w'}"), read
+    assert "cannot be written: No space left on device" in read["errors_1"]
+    assert read["status_2"] == "0\n", read
+    (step,) = re.findall(r"after step (\d) of 6", read["output_2"])
+    assert 1 <= int(step) < 6
+
+    def lines(workdir: Path) -> list[dict]:
+        return [timeless(line) for line in read_metrics(workdir / "metrics.jsonl")]
+
+    assert lines(kept / "w") == lines(whole)
+    for path in (whole / "trajectories").iterdir():
+        assert (kept / "w/trajectories" / path.name).read_text() == path.read_text()
+    for left, right in zip(final_parameters(whole), final_parameters(kept / "w"), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def bytes_below(folder: Path) -> int:
+    """Returns the bytes that the files below take on a disk."""
+    return sum(512 * path.stat().st_blocks for path in folder.rglob("*") if path.is_file())
 
 
 @pytest.mark.slow
