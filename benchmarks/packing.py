@@ -24,6 +24,7 @@ from earl_jax.dispatch.packing import Packing, RowRule, ShapeHistory, pack_rows,
 from earl_jax.models.attention.rows import BLOCK_SIZE, Positions, attention
 from earl_jax.models.attention.segment_blocks import attend_packed_rows, blocks_looked_at
 from earl_jax.models.config import ModelConfig
+from earl_jax.placement.packing import PROGRAM_S
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
@@ -38,6 +39,8 @@ MODEL = ModelConfig(
 VOCAB, EPISODES, MEAN, PARTS = 512, 16, 32, 2
 # Simulated runs and their steps; timed repetitions.
 RUNS, STEPS, REPEATS = 4, 50, 3
+# Seconds of a simulated run's update, against PROGRAM_S of a program's compilation.
+UPDATES_S = (math.inf, 60.0, 10.0, 3.0, 1.0)
 
 
 def lengths_of(seed: int, number: int, mean: float, longest: int) -> np.ndarray:
@@ -51,8 +54,8 @@ def lengths_of(seed: int, number: int, mean: float, longest: int) -> np.ndarray:
 def fill_rows() -> Iterator[dict[str, Any]]:
     """Yields fill and work for each batch size and number of row shards, over steps of runs."""
     length = 8192
-    for number, shards, cost in itertools.product((128, 512), (1, 8), (0.0, 10.0)):
-        rule = RowRule(number, 1, shards, length)
+    for number, shards, update_s in itertools.product((128, 512), (1, 8), UPDATES_S):
+        rule, cost = RowRule(number, 1, shards, length), PROGRAM_S / update_s
         fills, padded, seconds, work, imbalance, used = [], [], [], [], [], []
         for run in range(RUNS):
             history, shapes = ShapeHistory(), set()
@@ -74,7 +77,7 @@ def fill_rows() -> Iterator[dict[str, Any]]:
         yield {
             "episodes": number,
             "row shards": shards,
-            "updates a program costs": f"{cost:.0f}",
+            "an update, s": f"{update_s:.0f}",
             "fill, an episode a row": f"{100 * statistics.mean(padded):.1f} %",
             "fill, packed": f"{100 * statistics.mean(fills):.1f} %",
             "shapes": f"{min(used)} to {max(used)}",

@@ -8,20 +8,26 @@ Kills: SIGKILL is sent to a run at random moments of its life, starting included
 command is given again. In the end the run is compared with one that was left alone: every array of
 the last checkpoint bit for bit, metrics but for times and compiles, and recorded episodes. A run
 that is done before it was killed so often is compared too, and the other kills are those of a new
-one. There is a run of a dense model, one of adapters, one of a mixture of experts, and one of two
-processes, of which one or both are killed. Of an asynchronous run, in which time decides who
-samples what, each task must have been trained on once, in its step, and no token beyond the bound.
+one. There is a run of a dense model, one of adapters, one of a mixture of experts, one whose
+contexts outgrow the meshes of both stages, and one of two processes, of which one or both are
+killed. Of asynchronous runs of one and two processes, in which time decides who samples what, each
+task must have been trained on once, in its step, and no token beyond the bound.
 
 Soak: many small steps with checkpoints, evaluations and reports between them. Memory, threads and
 open files of the process are read from /proc, and may grow little between the first quarter of the
 steps and their end.
 
+Saves: the state of models of several sizes, on eight virtual devices: the seconds for which saving
+it stalls a run, and those until it is on the disk.
+
 The status is 1 where a run came out different, or something grew.
 """
 
+import functools
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -40,7 +46,10 @@ from earl_jax.telemetry.metrics import read_metrics
 PAGE = Path(__file__).with_suffix(".md")
 # Kills of each kind of run, and steps of the soak.
 KILLS, STEPS = 20, 2000
+# Layers and widths of the models whose checkpoints are timed, and checkpoints of each.
+SAVED, SAVES = ((2, 256), (4, 512), (6, 768)), 3
 SMALL: Mapping[str, Any] = {
+    "config": "tictactoe_tiny_cpu",
     "num_steps": 12,
     "model.width": 32,
     "model.ffn_size": 64,
@@ -61,6 +70,11 @@ BASE = {"model.path": "tests/reference/qwen2_tied", "train.lora.rank": 4}
 BASE |= {f"model.{name}": None for name in ("width", "ffn_size")}
 EXPERTS = {"model.num_experts": 4, "model.experts_per_token": 2, "model.expert_ffn_size": 32}
 EXPERTS |= {"model.ffn_size": None}
+# The default run, as it is but for how often it writes; its contexts outgrow the meshes of both
+# stages within these steps (tests/test_default_run.py).
+OWN = ("model.", "rollout.", "selector.", "train.")
+GROWING = {name: None for name in SMALL if name.startswith(OWN)}
+GROWING |= {"config": "trail_tiny_cpu", "num_steps": 28, "log.trajectories_every_steps": 1}
 # Updates between sampling a token of the asynchronous run and training on it.
 STALENESS = 2
 ASYNCHRONOUS: Mapping[str, Any] = {
@@ -72,13 +86,16 @@ ASYNCHRONOUS: Mapping[str, Any] = {
     "rollout.patience_s": 0.001,
     "log.trajectories_every_steps": 1,
 }
+TWO = {"distributed.heartbeat_s": 20}
 # What differs from SMALL, and the number of processes.
 KINDS: Mapping[str, tuple[Mapping[str, Any], int]] = {
     "dense": ({}, 1),
     "adapters": (BASE, 1),
     "experts": (EXPERTS, 1),
-    "two processes": ({"distributed.heartbeat_s": 20}, 2),
+    "both meshes change": (GROWING, 1),
+    "two processes": (TWO, 2),
     "asynchronous": (ASYNCHRONOUS, 1),
+    "asynchronous, two processes": ({**ASYNCHRONOUS, **TWO}, 2),
 }
 SOAK: Mapping[str, Any] = {
     "model.num_layers": 1,
@@ -110,7 +127,7 @@ TIMES = ("_s", "_per_s", "compiles")
 def start(workdir: Path, settings: Mapping[str, Any], num: int = 1) -> list[subprocess.Popen[str]]:
     """Starts a run of `num` processes with eight devices in all."""
     given = {**settings, "devices.num_cpu_devices": 8 // num}
-    flags = [f"--workdir={workdir}", "--config=configs/tictactoe_tiny_cpu.py"]
+    flags = [f"--workdir={workdir}", f"--config=configs/{given.pop('config')}.py"]
     flags += [f"--config.{name}={value}" for name, value in given.items() if value is not None]
     return runs.start(flags, num, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
@@ -203,7 +220,7 @@ def measure_kills(kind: str) -> dict[str, Any]:
         run_s = time.perf_counter() - since_s
         killed = kill_often(folder, settings, num, KILLS, run_s)
         row = {"run": kind, "SIGKILLs": KILLS, "a run takes, s": f"{run_s:.0f}"}
-        if kind == "asynchronous":
+        if kind.startswith("asynchronous"):
             right = all(is_each_task_trained_on_once(each, settings) for each in killed)
             return row | dict.fromkeys(RESULTS, "-") | {"episodes": ONCE if right else DIFFERENT}
         expected, found = results(folder / "whole"), [results(workdir) for workdir in killed]
@@ -261,22 +278,68 @@ def grown(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
+def save_rows() -> Iterator[dict[str, Any]]:
+    """Yields a row for each model of SAVED: medians of SAVES checkpoints, behind one that compiles.
+
+    Without a step beside them.
+    """
+    import jax
+
+    from earl_jax.algorithms.algorithms import ALGORITHMS
+    from earl_jax.launch.start import start_jax
+    from earl_jax.models.config import ModelConfig
+    from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
+    from earl_jax.train.checkpoint import Checkpoints
+    from earl_jax.train.config import TrainConfig
+    from earl_jax.train.learner import Learner
+
+    start_jax("cpu", 8)
+    for num_layers, width in SAVED:
+        learner = Learner(
+            ModelConfig(num_layers=num_layers, width=width, ffn_size=4 * width),
+            TrainConfig(),
+            ALGORITHMS["reinforce"],
+            vocab_size=1024,
+            temperature=1.0,
+            importance_cap=0.0,
+            layout=functools.partial(make_layout, row_axes=TRAINING_ROWS),
+        )
+        state, stalls_s, written_s = learner.init_state(MeshShape(fsdp=8)), [], []
+        leaves = jax.block_until_ready(jax.tree.leaves(state))
+        with tempfile.TemporaryDirectory() as name, Checkpoints(Path(name), keep=1) as checkpoints:
+            for step in range(1 + SAVES):
+                start_s = time.perf_counter()
+                checkpoints.save(step, state, {})
+                stalls_s.append(time.perf_counter() - start_s)
+                checkpoints.wait()
+                written_s.append(time.perf_counter() - start_s)
+        yield {
+            "model": f"{num_layers} layers of width {width}",
+            "state, MB": sum(leaf.nbytes for leaf in leaves) / 1e6,
+            "stall, s": statistics.median(stalls_s[1:]),
+            "on disk after, s": statistics.median(written_s[1:]),
+        }
+
+
 def main() -> None:
     """Runs what was asked for, and prints a table."""
     parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="parts whose name contains this")
     flags = parser.parse_args()
-    killed, soaked = [], []
+    killed, soaked, saved = [], [], []
     for kind in (kind for kind in KINDS if flags.only in kind):
         killed.append(measure_kills(kind))
         print(json.dumps(killed[-1]), flush=True)
     for row in soak() if flags.only in "soak" else ():
         soaked.append(row)
         print(json.dumps(row), flush=True)
+    for row in save_rows() if flags.only in "saves" else ():
+        saved.append(row)
+        print(json.dumps(row), flush=True)
     wrong = [f"{row['run']}: a killed run differs" for row in killed if DIFFERENT in row.values()]
     wrong += grown(soaked) if soaked else []
     shown = [{**row, "resident, MiB": f"{row['resident, MiB']:.0f}"} for row in soaked]
-    text = "\n\n".join(table(rows) for rows in (killed, shown) if rows)
+    text = "\n\n".join(table(rows) for rows in (killed, shown, saved) if rows)
     show(text, PAGE, write=flags.write)
     sys.exit("; ".join(wrong) or 0)
 

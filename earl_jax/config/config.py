@@ -46,7 +46,10 @@ CORPUS_EPISODES = 300
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The settings of a run of `num_steps` RL steps; `seed` determines everything random.
+    """The settings of a run of `num_steps` RL steps.
+
+    `seed` determines everything random. Runs of one `seed` are equal where plans do not follow
+    observed speeds (config.selector.table).
 
     `algorithm` is the name of one, such as "reinforce", "grpo" or "dapo" (all are in
     docs/concepts/algorithms.md), or `module:name` of an `Algorithm` of one's own.
