@@ -37,7 +37,7 @@ RUN = types.SimpleNamespace(
     stages=types.SimpleNamespace(saved_shardings=None),
 )
 PLACEMENT = types.SimpleNamespace(
-    sessions=types.SimpleNamespace(forget=lambda: None),
+    sessions=types.SimpleNamespace(forget=lambda: None, played=set()),
     as_dict=dict,
     observations=types.SimpleNamespace(table=types.SimpleNamespace(as_dict=dict)),
 )

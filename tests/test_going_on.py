@@ -24,6 +24,7 @@ from earl_jax.rollout.config import MAX_TURNS
 from earl_jax.rollout.episode import Task
 from earl_jax.run.build import build_run
 from earl_jax.run.source import open_source
+from earl_jax.run.workdir import read_newest
 from earl_jax.settings.errors import InputError, RunError
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
@@ -235,6 +236,10 @@ def test_lengths_of_tasks_last_from_step_to_step_and_go_on_where_they_were(tmp_p
     lengths = position_of(tmp_path / "whole", 1)["lengths"]
     kinds = [Task(episode=0, group=0, args={"chapters": number}).kind for number in (2, 6)]
     assert {kind for kind, _ in lengths} == {*kinds} and dict(lengths)[kinds[1]] > 20
+    # The rounds that were played, to which the last episodes of a rollout may move.
+    played = position_of(tmp_path / "whole", 2)["played"]
+    _, _, placement = read_newest(config, tmp_path / "again")
+    assert played and placement.sessions.played == {*played}
 
 
 # The weights of another run.

@@ -37,12 +37,16 @@ LOADING_S = 1.0
 
 
 class Sessions:
-    """Opens and moves sessions for one placement. Host-side state only."""
+    """Opens and moves sessions for one placement. Host-side state only.
+
+    `played` are the rounds that the run has played, by their keys: elsewhere programs are compiled
+    first. A run that goes on from a checkpoint has those of before, and so moves where it would
+    have moved.
+    """
 
     def __init__(self, stages: "Stages", placement: "Placement") -> None:
         self._stages, self._placement = stages, placement
-        # Rounds that this process has played: elsewhere programs are compiled or loaded first.
-        self._played: set[str] = set()
+        self.played: set[str] = set()
 
     def open(self, params: Any, version: int) -> tuple[Session | None, int]:
         """Opens an empty session on the rollout's mesh, with this policy published to it.
@@ -84,7 +88,7 @@ class Sessions:
 
     def _play_on(self, plan: RolloutPlan) -> None:
         key = key_of(plan, self._placement.max_tokens)
-        self._played.add(key)
+        self.played.add(key)
         self._placement.about_to_use(key)
 
     def grow(self, session: Session, tokens: int, pages: int, load: Load | None) -> Session:
@@ -158,7 +162,7 @@ class Sessions:
         Processes with an engine each move or stay by themselves. Those that share one all move, or
         none: they know the same, and go only where they have played.
         """
-        placement, plan, played = self._placement, self._placement.rollout, self._played
+        placement, plan, played = self._placement, self._placement.rollout, self.played
         here = (placement.tail or plan)._replace(pages=session.pool.pages)
         # As if every engine had so many.
         live *= placement.problem.num_parts(here.mesh)

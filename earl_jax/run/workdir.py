@@ -221,6 +221,7 @@ def save(
             "averages": dict(position.averages),
             # Pairs, whose order is kept.
             "lengths": list(position.lengths.items()),
+            "played": sorted(placement.sessions.played),
             **({"base_fingerprint": prints[0]} if prints else {}),
         },
         rating,
@@ -337,6 +338,7 @@ def _restore(
         table = _table_of(ThroughputTable.from_dict(saved["throughput"]), kept, say)
         placement = Placement(run.stages, table, say)
         placement.restore(saved["placement"])
+        placement.sessions.played.update(saved.get("played", ()))
     except InputError as error:
         raise InputError(
             f"the checkpoint of step {step} is whole, and this version of earl_jax does not know "
