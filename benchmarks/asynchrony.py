@@ -226,7 +226,7 @@ def read_rounds(workdir: Path) -> dict[int, tuple[int, int]]:
     taken, rounds, trained = {}, {}, 0
     for event in read_events(workdir):
         if event["event"] == "take":
-            taken[event["step"] + 1] = event["round"]
+            taken[event["version"] + 1] = event["round"]
         elif event["event"] == "trained":
             step, before, trained = event["step"], trained, event["round"]
             rounds[step] = (taken[step] - before, trained - taken[step])

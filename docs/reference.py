@@ -103,9 +103,9 @@ METRICS: dict[str, dict[str, str]] = {
         "budget_bytes_per_device": "The budget; left out where there is none.",
     },
     "Dispatch": {
-        "dispatch_bytes": "Bytes of experience that changed device, before rows are packed.",
+        "dispatch_bytes": "Bytes of experience that devices lacked, before rows are packed.",
         "dispatch_host_bytes": "Bytes of experience that passed through the host.",
-        "publish_bytes": "Bytes of weights that changed device.",
+        "publish_bytes": "Bytes of weights that devices lacked.",
         "publish_host_bytes": "Bytes of weights that passed through the host.",
     },
     "Training": {

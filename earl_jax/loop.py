@@ -82,8 +82,8 @@ class Player(Protocol):
         """Returns the state, which may have moved, and the episodes of the step."""
         ...
 
-    def plans_chosen(self) -> None:
-        """Is called when plans were chosen."""
+    def plans_chosen(self, version: int) -> None:
+        """Is called when plans were chosen with weights of this version."""
         ...
 
     def open_groups(self) -> tuple[int, ...]:
@@ -138,7 +138,7 @@ def rl_step(
     length = run.stages.rollout.max_tokens_for(done.load.context_tokens_max)
     with timer("select"):
         placement.choose_training(history.recent())
-        player.plans_chosen()
+        player.plans_chosen(step)
         state = move_state(placement, state)
     if (update := done.update) is None:
         with timer("dispatch"):
@@ -258,7 +258,7 @@ class InTurn:
         """Chooses the step's plans, publishes the weights and plays."""
         return choose_and_play(self.run, self.placement, position, timer)
 
-    def plans_chosen(self) -> None:
+    def plans_chosen(self, version: int) -> None:
         """Does nothing."""
 
     def open_groups(self) -> tuple[int, ...]:

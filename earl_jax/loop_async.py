@@ -133,12 +133,12 @@ class AsyncPlayer:
                 self._live.close()
         return position.state, done
 
-    def plans_chosen(self) -> None:
+    def plans_chosen(self, version: int) -> None:
         """Notes the plans in use; in a replay they are those of then."""
         if not self._run.problem.splits:
             # Plans of both stages are chosen when a service is opened, and not in each step.
             self._placement.most_length = max(self._placement.most_length, self._placement.length)
-        self._live.note_plans()
+        self._live.note_plans(version)
 
     def open_groups(self) -> tuple[int, ...]:
         """Returns the numbers of the open groups of all processes."""

@@ -154,6 +154,7 @@ def test_a_run_keeps_the_bound_and_its_replay_is_the_same_bit_for_bit(
     assert (again / EVENTS).read_text() == (first / EVENTS).read_text()
     events = read_events(first)
     check_events(events)
+    check_versions(events, first)
     # The weights were other ones in each step, and in the replay those of then.
     sums = {event["version"]: event["sum"] for event in events if event["event"] == "checksum"}
     assert list(sums) == list(range(STEPS)) and len(set(sums.values())) == STEPS
@@ -161,6 +162,19 @@ def test_a_run_keeps_the_bound_and_its_replay_is_the_same_bit_for_bit(
     if apart:
         # Rounds were played beside updates.
         assert any(line["stage_s"].get("overlap") for line in lines)
+
+
+def check_versions(events, workdir) -> None:
+    """The versions of what begins and of what a step takes are those of tokens and steps."""
+    assert {"submit", "answers", "take"} <= {e["event"] for e in events if e["version"] > 0}
+    begun = {g: e["version"] for e in events if e["event"] == "submit" for g in e["groups"]}
+    taken = {e["version"]: e["groups"] for e in events if e["event"] == "take"}
+    for step, groups in taken.items():
+        played = read_trajectories(workdir / "trajectories" / f"step_{step + 1:06d}.jsonl")
+        assert {each["episode"] // 2 for each in played} == set(groups)
+        for each in played:
+            oldest = min(version for version in each["versions"] if version is not None)
+            assert begun[each["episode"] // 2] <= oldest <= step
 
 
 def versions_of(workdir) -> list[list[int | None]]:
@@ -696,7 +710,7 @@ def test_what_has_no_effect_is_refused():
 
 def test_a_replay_does_not_wait_for_an_answer_that_nobody_was_asked_for():
     pool = EnvironmentPool(1, 5.0)
-    due = {"event": "answers", "call": 1, "tickets": [7, 8], "failed": {}}
+    due = {"event": "answers", "version": 0, "call": 1, "tickets": [7, 8], "failed": {}}
     calls = Events(replayed=[due]).record_calls(pool.calls())
     calls.submit({7: lambda: "answered"})
     with pytest.raises(RunError, match="the answer to ticket 8 came in look 1"):
@@ -706,7 +720,7 @@ def test_a_replay_does_not_wait_for_an_answer_that_nobody_was_asked_for():
 def test_a_replay_waits_for_no_call_that_failed_in_the_run():
     """It is given up at once, and what becomes of it here is of no account."""
     pool, failed = EnvironmentPool(1, 0.2), [ENVIRONMENT_TIMEOUT, "no answer"]
-    due = {"event": "answers", "call": 1, "tickets": [7], "failed": {"7": failed}}
+    due = {"event": "answers", "version": 0, "call": 1, "tickets": [7], "failed": {"7": failed}}
     calls = Events(replayed=[due]).record_calls(pool.calls())
     calls.submit({7: lambda: time.sleep(0.5)})
     (found,) = calls.take().values()

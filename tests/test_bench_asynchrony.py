@@ -33,11 +33,11 @@ def test_steps_with_new_programs_count_as_long_as_the_others_take():
 def test_rounds_are_those_before_the_step_took_its_groups_and_beside_its_update(tmp_path):
     events = [
         {"event": "open", "version": 0},
-        {"event": "take", "step": 0, "groups": [0], "round": 5},
-        {"event": "trained", "step": 1, "round": 7},
+        {"event": "take", "version": 0, "groups": [0], "round": 5},
+        {"event": "trained", "version": 0, "step": 1, "round": 7},
         {"event": "publish", "version": 1, "round": 7},
-        {"event": "take", "step": 1, "groups": [1], "round": 11},
-        {"event": "trained", "step": 2, "round": 11},
+        {"event": "take", "version": 1, "groups": [1], "round": 11},
+        {"event": "trained", "version": 1, "step": 2, "round": 11},
     ]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in events))
     assert read_rounds(tmp_path) == {1: (5, 2), 2: (4, 0)}

@@ -420,7 +420,8 @@ def test_a_run_goes_on_with_other_numbers_of_players(tmp_path, rule, players, la
 
 def test_events_of_a_round_that_came_to_no_end_are_left_out_of_a_replay():
     """But only where the service was opened anew behind it."""
-    answers, trained = {"event": "answers", "call": 1}, {"event": "trained", "step": 1, "round": 2}
+    answers = {"event": "answers", "version": 0, "call": 1}
+    trained = {"event": "trained", "version": 0, "step": 1, "round": 2}
     for behind in ([], [{"event": "open", "version": 1}]):
         events = Events(replayed=[answers, trained, *behind])
         events.note("trained", step=1, round=2)
@@ -473,6 +474,9 @@ def test_events_of_a_rollout_that_was_stopped_are_not_replayed(tmp_path):
     assert again.taken == run.taken and again.events[0].is_over
     path.write_text(whole.splitlines()[0] + "\n")
     with pytest.raises(InputError, match="no step that has ended"):
+        read_events(tmp_path / "run")
+    path.write_text(whole.replace('"version": 0, "groups"', '"groups"'))
+    with pytest.raises(InputError, match="of an earlier version of earl_jax"):
         read_events(tmp_path / "run")
 
 
@@ -605,7 +609,7 @@ def test_groups_that_were_taken_in_vain_are_open_where_the_run_goes_on(tmp_path)
     for taken in ([0, 1], [2, 3]):
         events.note("open", version=0)
         events.note("submit", groups=[0, 1, 2, 3], round=0)
-        events.note("take", step=0, groups=taken, round=2)
+        events.note("take", groups=taken, round=2)
     events.note("trained", step=1, round=2)
     assert begun_groups(tmp_path, 1) == Begun(0, 3, [0, 1])
     # Another process had 2 before, when there were more of them.

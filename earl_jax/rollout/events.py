@@ -4,7 +4,8 @@
 
 One thread plays and trains, or plays in a process of its own, so that events have one order. Of
 several processes each that plays has its events in a file of its own, and those that train decide
-nothing by the time. Each event is a JSON object on a line of its own, with its `event`:
+nothing by the time. Each event is a JSON object on a line of its own, with its `event` and the
+`version` of the weights in use, which is that of the last "open" or "publish" before it:
 
 - "open": a rollout service was opened, with weights of `version`, by a run with these `settings`
   (config/resume.py); rounds and calls are counted from here. Where a step has another one before,
@@ -19,7 +20,7 @@ nothing by the time. Each event is a JSON object on a line of its own, with its 
   has the stop reason and detail of calls that hung or raised.
 - "checksum": the `sum` of all bits of these weights, with config.asynchrony.checksums.
 - "publish": weights of `version` were published behind round `round`.
-- "take": the groups `groups` were taken by the policy of version `step`; "drop": given up.
+- "take": a step took the groups `groups` behind round `round`; "drop": they were given up.
 - "trained": step `step` had ended, and so many rounds were played.
 """
 
@@ -43,11 +44,14 @@ class Events:
         """Appends to `path`, None: nowhere; with `replayed`, these must come again."""
         self._path, self._replayed = path, list(replayed)
         self.is_replay = bool(replayed)
-        self._next = self._calls = 0
+        self._next = self._calls = self._version = 0
 
     def note(self, event: str, **facts: Any) -> None:
-        """Writes an event. Raises RunError where a replayed run did something else here."""
-        line = json.loads(json.dumps({"event": event, **facts}))
+        """Writes an event, with the version of the weights in use unless `facts` have another one.
+
+        Raises RunError where a replayed run did something else here.
+        """
+        line = json.loads(json.dumps({"event": event, "version": self._version, **facts}))
         if self.is_replay:
             if event == "trained":
                 self._leave_out_a_round()
@@ -61,6 +65,8 @@ class Events:
         if self._path is not None:
             with self._path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
+        if event in ("open", "publish"):
+            self._version = line["version"]
         if event == "open":
             self._calls = 0
 
@@ -220,6 +226,11 @@ def read_events(workdir: Path, process: int = 0) -> list[dict[str, Any]]:
         ) from error
     if not events:
         raise InputError(f"{path} has no step that has ended; there is nothing to replay")
+    if any("version" not in event for event in events):
+        raise InputError(
+            f"{path} has events without the version of the weights, of an earlier version of "
+            "earl_jax; replay the run with that one"
+        )
     if first := next((e["version"] for e in events if e["event"] == "open"), 0):
         raise InputError(
             f"{path} begins with step {first + 1}: the run was synchronous before, and cannot be "

@@ -272,7 +272,7 @@ class OpenGroups:
             if chosen is not None:
                 numbers = [group.number for group in chosen]
                 self._num_refilled = 0
-                self._note("take", numbers, step=self.version)
+                self._note("take", numbers)
                 return [] if self.is_given_up else self._take(numbers)
             self.play_round()
         return []
@@ -333,9 +333,9 @@ class OpenGroups:
         assert self._service is not None, "a service was opened"
         return self._service
 
-    def _note(self, event: str, numbers: Sequence[int], **facts: int) -> None:
+    def _note(self, event: str, numbers: Sequence[int]) -> None:
         """Notes an event of these groups."""
-        self._events.note(event, **facts, groups=self._in_run(numbers), round=self.num_rounds)
+        self._events.note(event, groups=self._in_run(numbers), round=self.num_rounds)
 
     def _submit(self, numbers: Sequence[int]) -> None:
         """Has the service play these groups, or go on with them."""

@@ -126,12 +126,13 @@ class LiveService:
             service.release_weights()
             service.move(self._placement.sessions.move_back(service.session))
 
-    def note_plans(self) -> None:
-        """Notes the plans in use; in a replay they are those of then."""
+    def note_plans(self, version: int) -> None:
+        """Notes the plans in use with weights of `version`; in a replay they are those of then."""
         event = self._events.coming("plans")
         if event is not None:
             self._placement.restore(event["placement"])
-        self._events.note("plans", placement=self._placement.as_dict())
+        # The events of a process that only trains know of no weights that were published.
+        self._events.note("plans", version=version, placement=self._placement.as_dict())
 
     def expected_load(self, position: Position) -> Load | None:
         """Returns the load to choose plans by; the split of the devices by the mean of steps."""
@@ -154,7 +155,7 @@ class LiveService:
         if self._where is None:
             settings = replayed_settings(self._run.config)
             self._events.note("open", version=version, settings=settings)
-            self.note_plans()
+            self.note_plans(version)
             self._sum_up(params, *self._mesh_and_slots())
             session, num_bytes = placement.sessions.open(params, version)
             self._where = self._mesh_and_slots()

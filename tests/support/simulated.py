@@ -174,12 +174,12 @@ def tasks_of(source: Source, *, size: int, group_size: int, num_steps: int) -> T
 
 
 def check_events(events: list[dict]) -> None:
-    """A step takes with the version that was published, and no update is within it."""
+    """All events have the version that was published last, with which a step begins and ends."""
     version = None
     for event in events:
         if event["event"] in ("open", "publish"):
             version = event["version"]
-        elif event["event"] == "take":
-            assert event["step"] == version
         elif event["event"] == "trained":
             assert event["step"] == version + 1
+        # Stages move before the next weights are published.
+        assert event["version"] == version + (event["event"] == "split"), event
