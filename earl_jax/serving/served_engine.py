@@ -61,7 +61,7 @@ def build_engine(
         model_logprobs=True,
     )
     rules: SlotRules = config.rules._replace(
-        end_of_turn_ids=tuple(sorted(ends)), choice_branches=choice_branches
+        end_of_turn_ids=tuple(sorted(ends)), truncates=True, choice_branches=choice_branches
     )
     return Engine(dataclasses.replace(config, rules=rules), layout)
 
