@@ -89,6 +89,7 @@ POINTS = (
             (128, 4096, "int8"),
             (32, 752, ""),
             (32, 512, "one row of 8,192"),
+            (128, 4096, "half idle"),
             (8, 4096, "chunks of 512"),
         )
     ),
@@ -190,20 +191,23 @@ def paged(point: Point) -> dict[str, Any]:
         if latent
         else jax.random.normal(keys[2], (number, heads, PAGE, size), jnp.bfloat16),
     )
-    if point.setting == "int8":
+    if "int8" in point.setting:
         scales = jax.random.uniform(keys[3], (2, number, heads, PAGE), minval=0.005, maxval=0.015)
         whole = [jnp.round(side.astype(jnp.float32) * 40) for side in (layer.key, layer.value)]
         whole = [jnp.clip(side, -127, 127).astype(jnp.int8) for side in whole]
         layer = LayerCache(key=whole[0], value=whole[1], key_scale=scales[0], value_scale=scales[1])
     cached, counts = jnp.asarray(lengths, jnp.int32), jnp.full(point.rows, queries, jnp.int32)
+    if "half idle" in point.setting:
+        counts = counts.at[::2].set(0)
     inputs = (query, layer, jnp.asarray(table, jnp.int32), cached, counts)
     interpret = jax.default_backend() == "cpu"
     settings = {"scale": size**-0.5, "value_size": latent, "interpret": interpret}
     attend = jax.jit(functools.partial(paged_triton.attend, **settings))
     out = attend(*inputs)
-    rows = sorted({0, 1 % point.rows, point.rows - 1})
+    active = np.flatnonzero(counts)
+    rows = sorted({0, 1 % point.rows, point.rows - 1} & {*active.tolist()})
     expected = [_attend_fp32(query, layer, latent, table, row, int(lengths[row])) for row in rows]
-    read = int(np.sum(lengths + queries)) * model.cached_size * layer.key.dtype.itemsize
+    read = int(np.sum(lengths[active] + queries)) * model.cached_size * layer.key.dtype.itemsize
     # Each call's queries depend on the one before, so that none is left out.
     missing = [(0, 0)] * 4 + [(0, size - out.shape[-1])]
 
@@ -308,7 +312,7 @@ def engine_of(point: Point) -> Engine:
         num_rows=point.rows,
         chunk_size=512 if "chunks" in point.setting else 16,
         page_size=PAGE,
-        rules=SlotRules(burst=BURST, end_of_turn_ids=()),
+        rules=SlotRules(burst=BURST, end_of_turn_ids=(), truncates=False),
         seed=0,
         weight_dtype="int8" if is_int8 else "compute",
         kv_dtype="int8" if is_int8 else "compute",

@@ -8,8 +8,9 @@ Compiles one decode step of the engine, in which every slot reads a full context
 "bytes accessed" of XLA's cost analysis of the compiled program beside those of weights and live KV.
 For GPUs the analysis counts a write of a few tokens into a pool as if all of the pool were read and
 written, which is done in place, and a kernel as nothing: the former are taken away, and the pages
-that the kernel reads are added. For TPUs it is what their compiler says. It also counts loops, and
-copies and transpositions as large as a layer's keys or a matrix of width x width.
+that the kernel reads are added. For TPUs it is what their compiler says. It also counts loops,
+conditionals, and copies and transpositions as large as a layer's keys or a matrix of width x width.
+No slot truncates, so that the step has no branches for that (`SlotRules.truncates`).
 """
 
 import dataclasses
@@ -86,7 +87,9 @@ def measure(point: Point) -> dict[str, Any]:
         num_rows=slots,
         chunk_size=128,
         page_size=PAGE,
-        rules=SlotRules(burst=BURST, end_of_turn_ids=(0,), attention=point.attention),
+        rules=SlotRules(
+            burst=BURST, end_of_turn_ids=(0,), truncates=False, attention=point.attention
+        ),
         seed=0,
     )
     engine = Engine(config, layout)
@@ -135,6 +138,7 @@ def measure(point: Point) -> dict[str, Any]:
         "kv": kv,
         "temporaries": compiled.memory_analysis().temp_size_in_bytes,
         "loops": len(re.findall(r" while\(", text)),
+        "conditionals": len(re.findall(r" conditional\(", text)),
         "copies": len([size for size in _results("copy|transpose", text) if size >= least]),
     }
 
@@ -151,7 +155,7 @@ def _results(operations: str, text: str) -> list[int]:
 def main() -> None:
     """Compiles the points one after the other and prints the table."""
     header = "| model | topology | mesh | slots | weights, GB | live KV, GB | accessed, GB |"
-    header += " accessed / both | temporaries, GB | loops | large copies |"
+    header += " accessed / both | temporaries, GB | loops | conditionals | large copies |"
     print_each("benchmarks.decode_bytes", __doc__ or "", header, POINTS, measure, _cells)
 
 
@@ -160,7 +164,7 @@ def _cells(found: dict[str, Any]) -> list[str]:
     sizes = [found["weights"], found["kv"], found["accessed"]]
     cells = [f"{number / GB:.2f}" for number in sizes] + [f"{found['accessed'] / both:.2f}"]
     cells.append(f"{found['temporaries'] / GB:.2f}")
-    return [*cells, str(found["loops"]), str(found["copies"])]
+    return [*cells, *(str(found[name]) for name in ("loops", "conditionals", "copies"))]
 
 
 if __name__ == "__main__":

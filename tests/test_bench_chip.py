@@ -20,7 +20,7 @@ TINY_LATENT = dataclasses.replace(TINY, **LATENT, attention_bias=False)
 @pytest.mark.parametrize(
     ("point", "near"),
     [
-        (Point("paged attention", "tiny-1", 3, 256, "int8"), ["distance"]),
+        (Point("paged attention", "tiny-1", 3, 256, "int8, half idle"), ["distance"]),
         (Point("paged attention", "tiny-2", 3, 256), ["distance"]),
         (
             Point("attention of rows", "tiny-1", 1, 2048, "documents of 1,024"),

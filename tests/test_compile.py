@@ -201,6 +201,33 @@ def test_the_kernel_over_pages_compiles_for_tpus(
 
 @pytest.mark.slow
 @need_compiler("h100:1x1")
+# A token behind 32 pages, and a chunk behind 512: 65,536 tokens.
+@pytest.mark.parametrize(("length", "pages"), [(1, 32), (512, 512)])
+def test_the_kernel_over_pages_compiles_for_gpus(length, pages):
+    device = make_topology("h100:1x1").devices()[0]
+    rows, heads, group, size = 8, 4, 7, 128
+
+    def shape(dtype, *sizes: int):
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=SingleDeviceSharding(device))
+
+    layer = LayerCache(
+        key=shape(jnp.bfloat16, rows * pages, heads, size, 128),
+        value=shape(jnp.bfloat16, rows * pages, heads, 128, size),
+    )
+    query = shape(jnp.bfloat16, rows, length, heads, group, size)
+    numbers = (shape(jnp.int32, rows, pages), shape(jnp.int32, rows), shape(jnp.int32, rows))
+    attend = functools.partial(paged_triton.attend, scale=0.1)
+    with jax.default_device(device):
+        compiled = jax.jit(attend).lower(query, layer, *numbers).compile()
+    assert re.search(r'custom_call_target="__gpu\$xla\.gpu\.triton"', compiled.as_text())
+    # Queries once more, and sums of each split, twice in fp32; no pages, and no scores.
+    splits = 4 if length == 1 else 1
+    queries = rows * heads * max(16, length * group) * size * 2
+    assert compiled.memory_analysis().temp_size_in_bytes < (3 + 2 * splits) * queries + 2**21
+
+
+@pytest.mark.slow
+@need_compiler("h100:1x1")
 # A token of 16 and of 128 heads of queries, drafts, and a chunk.
 @pytest.mark.parametrize(("length", "heads"), [(1, 16), (1, 128), (5, 16), (512, 16)])
 def test_the_kernel_over_pages_of_latents_compiles_for_gpus(length, heads):

@@ -80,6 +80,14 @@ def test_a_round_over_several_processes_is_lowered_without_an_array(monkeypatch)
     assert '"result[1]", sdy.sharding = #sdy.sharding<@mesh, [{}, {}]>' in text
 
 
+@pytest.mark.parametrize(("truncates", "number"), [(False, 0), (True, 2)])
+def test_a_round_branches_only_where_slots_may_truncate(truncates, number):
+    """On GPUs the host reads the condition of each branch, at every decode step."""
+    config = dataclasses.replace(CONFIG, rules=RULES._replace(truncates=truncates))
+    text = Engine(config, make_layout(MeshShape())).lower_play(MAX_TOKENS).as_text()
+    assert len(re.findall(r"stablehlo\.(?:case|if)\b", text)) == number
+
+
 def test_without_a_tensor_axis_a_round_has_no_collective():
     assert collectives(MeshShape(data=8)) == []
 

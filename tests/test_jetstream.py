@@ -194,32 +194,6 @@ def test_a_reply_is_over_behind_the_context(engine):
     assert engine._service.num_live == 0 and pages_in_use(engine) == 0
 
 
-@pytest.mark.slow
-def test_the_longest_reply_ends_where_the_devices_lack_memory(capfd):
-    """The cache cannot grow beyond 48 tokens; the other reply goes on, and pages are free."""
-    given = served(
-        num_slots=NUM_SLOTS, sampling=GREEDY, first_context_tokens=48, cache_tokens=CONTEXT_TOKENS
-    )
-
-    def short_of_memory(*args):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
-
-    given.engine.repack = short_of_memory
-    engine = JetStreamEngine(given, policy(given), tokenizer())
-    prompts = [prompt(19, 37), prompt(20, 17)]
-    hand, found = Hand(engine), ([], [])
-    for slot, ids in enumerate(prompts):
-        hand.insert(ids, slot)
-    while len(found[1]) < 24:
-        for tokens, data in zip(found, hand.step(0, 1), strict=True):
-            tokens += data.tokens[0][data.valid[0] == TOKEN].tolist()
-    assert 4 <= len(found[0]) <= 48 - 37
-    assert [*found] == expected(prompts, [len(found[0]), len(found[1])])
-    assert "for lack of memory (RESOURCE_EXHAUSTED: out of memory)" in capfd.readouterr().err
-    engine.free_resource(1)
-    assert engine._service.num_live == 0 and pages_in_use(engine) == 0
-
-
 def test_prompts_are_the_ids_that_count(engine):
     """Without the beginning of text that JetStream puts before ids, and behind another prefix."""
     ids = np.array([NO_TOKEN, 5, 6, 0], np.int32)

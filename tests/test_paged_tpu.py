@@ -23,6 +23,8 @@ from tests.support.caches import empty_cache, reading_of
 
 ROWS, MAX_TOKENS, SIZE = 7, 40, 8
 CACHED = np.array([0, 39, 7, 8, 16, 25, 12], np.int32)
+# A token of seven heads a key, over pages of 128 tokens, as on a chip.
+ON_CHIP = shape_of(1, 7, 128)
 MODEL = ModelConfig(num_layers=1, width=48, num_heads=6, num_kv_heads=2, head_size=8, ffn_size=8)
 
 
@@ -173,3 +175,21 @@ def test_each_block_of_queries_reads_up_to_its_own_last_query():
     work = jitted_plan(shape, table, jnp.array([3]), jnp.array([18]), 4, None)
     assert work.blocks.tolist() == [3, 5, 6] and int(work.total) == 14
     assert work.pages[:14].tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5]
+
+
+def test_a_long_row_among_short_ones_lists_what_it_has_and_idle_rows_nothing():
+    """31 rows of 512 tokens and one of 8,192 beside as many tokens in rows of 752."""
+    table = jnp.arange(32 * 64).reshape(32, 64)
+    ragged, equal, ones = np.array([512] * 31 + [8192]), np.full(32, 752), np.ones(32, np.int32)
+    assert ragged.sum() == equal.sum()
+
+    def listed(lengths, counts) -> np.ndarray:
+        """The rows of all pages that the steps name."""
+        work = jitted_plan(ON_CHIP, table, lengths - 1, counts, 128, None)
+        return np.asarray(work.pages)[: int(work.total) * ON_CHIP.together] // table.shape[1]
+
+    assert len(listed(ragged, ones)) <= 1.3 * len(ones) * -(-752 // 128)
+    assert {*listed(ragged, ones).tolist()} == {*range(32)}
+    some = ones * (np.arange(32) % 2)
+    assert {*listed(equal, some).tolist()} == {*range(1, 32, 2)}
+    assert 2 * len(listed(equal, some)) == len(listed(equal, ones))

@@ -20,7 +20,8 @@ from earl_jax.envs.text.tokenizer import load_tokenizer
 from earl_jax.serve import serve_command
 from earl_jax.serving.serve_flags import parse_flags
 from earl_jax.serving.served_engine import MAX_SEED
-from earl_jax.serving.sizes import context_tokens_of
+from earl_jax.serving.sizes import cache_tokens_of, context_tokens_of
+from tests.support.continuations import served
 from tests.support.references import reference
 from tests.support.served import (
     CONTEXT,
@@ -500,3 +501,21 @@ def test_context_that_memory_limits_is_reported():
     words = "--max_context=101; beside the weights .* a context of 100 tokens: lower it, .*kv_dtype"
     with pytest.raises(ValueError, match=words):
         context_tokens_of(asked, 128, 100)
+
+
+@pytest.mark.parametrize(
+    ("flags", "tokens", "holds"),
+    [
+        ((), 8 * 2048, 8 * 2048),
+        (("--cache_tokens=100",), 100, 8 * 2048),
+        (("--cache_tokens=40000",), 40_000, 40_000),
+        (("--max_context=50000",), 8 * 2048, 50_000),
+        (("--max_prompt_tokens=30000",), 8 * 2048, 30_000),
+    ],
+)
+def test_a_cache_on_a_cpu_is_modest_unless_flags_ask_for_more(flags, tokens, holds):
+    """The tokens of the cache, which has at least one context, and the longest context."""
+    assert cache_tokens_of(parse_flags([f"--model={MODEL}", *flags]), served().engine) == (
+        tokens,
+        holds,
+    )

@@ -32,7 +32,10 @@ WAYS = (
 
 
 def test_each_episode_is_drawn_as_its_task_says(pool):
-    """Four ways beside each other, and none: each as in a rollout that draws all that way."""
+    """Four ways beside each other, and none: each as in a rollout that draws all that way.
+
+    To the last bit, though a round in which no episode truncates has a program without branches.
+    """
     player = engine(model_logprobs=True)
     ways = (*WAYS, None)
     todo = [
@@ -45,6 +48,8 @@ def test_each_episode_is_drawn_as_its_task_says(pool):
         alike = collect(pool, tasks(20), player=player, sampling=way or Sampling())
         drawn_so = slice(index, None, len(ways))
         assert_same_episodes(mixed.trajectories[drawn_so], alike.trajectories[drawn_so])
+        pairs = zip(mixed.trajectories[drawn_so], alike.trajectories[drawn_so], strict=True)
+        assert all(one.turns == other.turns for one, other in pairs)
     # A cut makes what is kept likelier than the model says; a plain draw is the model's own.
     for trajectory in mixed.trajectories:
         way = ways[trajectory.episode % len(ways)]

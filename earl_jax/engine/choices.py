@@ -122,13 +122,15 @@ def draw(
     logits_BV: jax.Array,
     choices: Choices | None,
     settings: SamplingRows,
+    *,
+    truncates: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs `sampling.sample`; a slot that is at a node draws from its allowed tokens alone.
 
     The logits of these few are gathered: no mask is laid over the vocabulary, unrestricted slots
     keep every bit, and where all are unrestricted nothing is computed.
     """
-    anything = sample(uniform_B, logits_BV, settings)
+    anything = sample(uniform_B, logits_BV, settings, truncates=truncates)
     if choices is None:
         return anything
     held_B = choices.node != FREE
@@ -138,7 +140,7 @@ def draw(
         logits_BJ = jnp.take_along_axis(logits_BV, choices.tokens, axis=1)
         # Unrestricted slots are drawn here too, from arbitrary tokens, and the result is dropped.
         logits_BJ = jnp.where(next_BJ | ~held_B[:, None], logits_BJ, -jnp.inf)
-        position_B, logprobs_B = sample(uniform_B, logits_BJ, settings)
+        position_B, logprobs_B = sample(uniform_B, logits_BJ, settings, truncates=truncates)
         tokens_B = jnp.take_along_axis(choices.tokens, position_B[:, None], axis=1)[:, 0]
         return (
             jnp.where(held_B, tokens_B, anything[0]),

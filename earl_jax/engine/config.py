@@ -38,6 +38,11 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
 
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are cut off, at whatever temperature."""
+        return (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0)
+
     def validate(self, where: str) -> None:
         """Raises ValueError naming the field, after `where`, that breaks a rule."""
         if not 0 <= self.temperature <= _MOST_TEMPERATURE:
@@ -51,8 +56,7 @@ class Sampling:
             raise InputError(f"{where}top_p is {self.top_p}; it must lie in (0, 1] (1: all tokens)")
         if not 0 <= self.min_p <= 1:
             raise InputError(f"{where}min_p is {self.min_p}; it must lie in [0, 1] (0: all tokens)")
-        cuts = (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0)
-        if self.temperature == 0 and cuts:
+        if self.temperature == 0 and self.truncates:
             raise InputError(
                 f"{where}temperature is 0, which takes the likeliest token: {where}top_k, "
                 f"{where}top_p and {where}min_p have no effect beside it; remove them"
@@ -65,10 +69,12 @@ class SlotRules(NamedTuple):
     A slot has at most `burst` forward passes a round. Each of `end_of_turn_ids` ends a turn. Chunks
     are appended in tiles of `tile_width` tokens, `append_tokens` a pass (appending.py). With
     `model_logprobs` each token's log-prob under the model itself is recorded too, which takes one
-    more pass over the logits. With `choice_branches` a turn can be restricted to replies whose tree
-    has at most so many branches, or to so many tokens. With `draft` above 0 each forward pass also
-    scores up to so many drafted tokens: those that followed the slot's last `ngram` ids before
-    (`drafts.look_up`). `attention` over pages: see `kernels.choose_pages_kernel`.
+    more pass over the logits. Without `truncates` no slot's sampling may truncate,
+    and a decode step has no branches for that. With `choice_branches` a turn can be restricted to
+    replies whose tree has at most so many branches, or to so many tokens. With `draft` above 0 each
+    forward pass also scores up to so many drafted tokens: those that followed the slot's last
+    `ngram` ids before (`drafts.look_up`). `attention` over pages: see
+    `kernels.choose_pages_kernel`.
     """
 
     burst: int
@@ -76,6 +82,7 @@ class SlotRules(NamedTuple):
     tile_width: int = TILE_WIDTH
     append_tokens: int = APPEND_TOKENS_ON_CPU
     model_logprobs: bool = False
+    truncates: bool = True
     choice_branches: int = 0
     ngram: int = 3
     draft: int = 0

@@ -122,7 +122,9 @@ def sample_next(
     """Samples and records a token of the `decoding` slots; ends turns whose last token it is."""
     rules, position = decoder.rules, state.origin + state.cached
     uniform = token_uniforms(decoder.key, state.seed, position)
-    token, logprob = draw(uniform, logits_BV, state.choices, state.sampling)
+    token, logprob = draw(
+        uniform, logits_BV, state.choices, state.sampling, truncates=rules.truncates
+    )
     model_logprob = model_logprobs(logits_BV, token) if rules.model_logprobs else None
     rows = rows_or_drop(state, decoding)
     written = state.experience

@@ -127,8 +127,8 @@ class Engine:
             return jax.jit(program, donate_argnums=1, out_shardings=out)
 
         self._play = play_with(self._rules)
-        # Compiled for the first episode that wants them, where they are not recorded for all.
-        self._play_scored = play_with(self._rules._replace(model_logprobs=True))
+        # By rules that have what single episodes want beside: compiled for the first of them.
+        self._play_with = functools.cache(play_with)
         self._empty = jax.jit(
             self.new_state,
             static_argnums=(0, 1),
@@ -269,26 +269,29 @@ class Engine:
         inputs: RoundInputs,
         *,
         model_logprobs: bool = False,
+        truncates: bool = False,
         wait: Callable[[Any], Any] = jax.block_until_ready,
     ) -> tuple[DecodeState, RoundOutputs]:
         """Plays one round (`slots.play`): one array goes to the devices, one comes back.
 
-        Donates `state`. With `model_logprobs` the outputs have these even if the rules record none.
-        `wait` waits for the outputs. On a mesh of several processes each of them calls this alike.
+        Donates `state`. With `model_logprobs` the outputs have these even if the rules record none,
+        and with `truncates` slots may truncate even if the rules exclude it. `wait` waits for the
+        outputs. On a mesh of several processes each of them calls this alike.
         """
-        scored = model_logprobs or self._rules.model_logprobs
-        play = (
-            self._play_scored if model_logprobs and not self._rules.model_logprobs else self._play
+        rules = self._rules._replace(
+            model_logprobs=model_logprobs or self._rules.model_logprobs,
+            truncates=truncates or self._rules.truncates,
         )
         columns = pack_inputs(inputs, self.config.page_rule.num_groups)
         sent = place(columns, self.row_sharding)
+        play = self._play if rules == self._rules else self._play_with(rules)
         state, packed = play(params, state, sent, self.key_data)
         # Reading what a failed round left ends the process (jaxlib 0.10.2); waiting for it raises.
         wait(packed)
         return state, unpack_outputs(
             np.asarray(packed),
-            model_logprobs=scored,
-            drafts=self._rules.draft > 0,
+            model_logprobs=rules.model_logprobs,
+            drafts=rules.draft > 0,
         )
 
     @property

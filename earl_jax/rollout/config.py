@@ -371,6 +371,7 @@ def make_engine_config(
             burst=rollout.burst,
             end_of_turn_ids=(0,),
             model_logprobs=model_logprobs,
+            truncates=rollout.sampling.truncates,
             draft=rollout.num_draft_tokens,
             attention=rollout.attention,
         ),

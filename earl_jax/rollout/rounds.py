@@ -190,10 +190,19 @@ class Rounds:
         """Calls the engine, and counts the round by its time."""
         engine, stats = session.engine, self._stats
         scored = any(episode is not None and episode.scored for episode in self._slots)
-        program = (str(engine.layout), session.max_tokens, session.pool, scored)
+        truncates = any(
+            episode is not None and (episode.task.sampling or self._sampling).truncates
+            for episode in self._slots
+        )
+        program = (str(engine.layout), session.max_tokens, session.pool, scored, truncates)
         start_s = time.perf_counter()
         state, outputs = engine.play(
-            session.policy.params, session.state, inputs, model_logprobs=scored, wait=self._wait
+            session.policy.params,
+            session.state,
+            inputs,
+            model_logprobs=scored,
+            truncates=truncates,
+            wait=self._wait,
         )
         seconds = time.perf_counter() - start_s
         # A speed is that of the plan that the rollout began with.

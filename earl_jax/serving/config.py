@@ -12,11 +12,10 @@ class ServingConfig:
     """The sizes of a server.
 
     Prompts have up to `max_prompt_tokens` tokens, and `context_tokens` together with their reply.
-    `sampling` applies to requests that bring none. A slot's table of pages holds
-    `first_context_tokens` tokens at first (0: all), and doubles as requests grow. The KV cache
-    begins with `cache_tokens` over all slots, and at least one slot's first table a row shard; 0:
-    `context_tokens` for every slot. Where the cache is full requests wait for others; it grows
-    where one request alone does not fit.
+    `sampling` applies to requests that bring none. The KV cache is allocated once. It holds
+    `cache_tokens` over all slots, and at least one whole context a row shard; 0: one for every
+    slot. Where it is full requests wait for others. A slot's table of its pages holds
+    `first_context_tokens` tokens at first (0: all), and doubles as requests grow.
 
     `keep_replies` is that of `CacheRules`: the next request of a conversation reads only what is
     new. Without it a reply depends on its prompt, its seed and the weights alone, to the last bit.

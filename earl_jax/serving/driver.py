@@ -21,7 +21,7 @@ from earl_jax.engine.session import Policy
 from earl_jax.rollout.config import Limits
 from earl_jax.rollout.episode import NewTokens, Prompt, Task
 from earl_jax.serving.requests import RequestError
-from earl_jax.serving.served_engine import NoMemory, ServedEngine
+from earl_jax.serving.served_engine import ServedEngine
 
 # Of a request: tokens of a round; the end of its reply; or an error, which ends it.
 Event = NewTokens | RequestError | None
@@ -98,13 +98,12 @@ class FairQueue:
 class Driver:
     """Plays the requests of one policy in a thread of its own, between `start` and `stop`.
 
-    An error of the devices ends all requests with INTERNAL: then `failure` holds it. A request for
-    whose context there is no memory ends with RESOURCE_EXHAUSTED, and the others go on.
+    An error of the devices ends all requests with INTERNAL: then `failure` holds it.
     """
 
     def __init__(self, served: ServedEngine, policy: Policy) -> None:
         """Makes the slots and the KV cache on the devices."""
-        self.served, self._policy = served, policy
+        self.served = served
         self.failure: BaseException | None = None
         self._changed = threading.Condition()
         self._queue = FairQueue()
@@ -198,8 +197,6 @@ class Driver:
             withdrawn, self._withdrawn = self._withdrawn, []
             # One may be over by now, or be withdrawn twice.
             self._abort([each for each in dict.fromkeys(withdrawn) if self._plays(each)])
-            if not self._service.is_busy and self.served.has_grown(self._service.session):
-                self._open_anew()
             while self._queue and len(self._playing) < self.served.rollout.num_slots:
                 request = self._queue.take()
                 [request.ticket] = self._service.submit([request.task])
@@ -207,19 +204,11 @@ class Driver:
         return True
 
     def _plays(self, request: Request) -> bool:
-        """Returns True unless it is over: a service that is opened anew gives its ticket again."""
-        return request.ticket is not None and self._playing.get(request.ticket) is request
+        return request.ticket in self._playing
 
     def _has_work(self) -> bool:
         more = self._queue or self._withdrawn
         return bool(self._is_stopped or more or self._service.is_busy)
-
-    def _open_anew(self) -> None:
-        """Gives the memory back that a long request has made the KV cache grow to."""
-        self._service.close()
-        # The old state goes before the new one comes.
-        del self._service
-        self._service = self.served.open(self._policy, self._on_tokens)
 
     def _abort(self, requests: Sequence[Request]) -> None:
         self._service.abort({request.ticket for request in requests if request.ticket is not None})
@@ -232,11 +221,7 @@ class Driver:
         self._queue.end(request)
 
     def _play_round(self) -> None:
-        try:
-            finished = self._service.step()
-        except NoMemory as error:
-            self._end_longest(error)
-            finished = []
+        finished = self._service.step()
         with self._changed:
             for each in finished:
                 self._service.release(each.row)
@@ -255,21 +240,6 @@ class Driver:
         if request is not None:
             request.num_tokens += len(tokens.token_ids)
             self._events.append((request, tokens))
-
-    def _end_longest(self, error: NoMemory) -> None:
-        """Ends the request for which the KV cache would have had to grow."""
-        session = self._service.session
-        held = session.pages.rule.most_tokens(session.pool.pages)
-        held = min(held, self.served.serving.context_tokens)
-        with self._changed:
-            request = max(self._playing.values(), key=lambda request: request.num_tokens)
-            self._abort([request])
-        words = (
-            f"the prompt and its reply have come to {request.num_tokens} tokens, and the devices "
-            f"have no memory for a longer context: the KV cache holds {held} tokens, and did not "
-            f"grow ({error!s:.200})"
-        )
-        self._events.append((request, RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, words)))
 
 
 def _failed(error: BaseException) -> RequestError:

@@ -23,7 +23,7 @@ from earl_jax.rollout.episode import NewTokens, Prompt, Task
 from earl_jax.rollout.service import RolloutService
 from earl_jax.serving._jetstream import import_engine
 from earl_jax.serving.chat_prompt import prompt_encoder
-from earl_jax.serving.served_engine import MAX_SEED, NoMemory, ServedEngine
+from earl_jax.serving.served_engine import MAX_SEED, ServedEngine
 from earl_jax.serving.tokenizer import ServedTokenizer
 from earl_jax.settings.errors import InputError
 
@@ -45,15 +45,9 @@ class Slot:
     """
 
     ticket: int | None = None
-    num_prompt_tokens: int = 0
     tokens: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
     num_tokens: int = 0
     is_over: bool = True
-
-    @property
-    def num_context_tokens(self) -> int:
-        """The tokens of its prompt, and of its reply so far."""
-        return self.num_prompt_tokens + self.num_tokens + len(self.tokens)
 
     def take(self) -> tuple[int, int, int]:
         """Returns the next token, 0 for none; its validity; and the tokens handed out so far."""
@@ -121,10 +115,9 @@ class Tokenizer(_jetstream.tokenizer_api.Tokenizer):
 class JetStreamEngine(_jetstream.engine_api.Engine):
     """An engine for JetStream's orchestrator, which may call it from several threads.
 
-    A prompt that cannot be played, and the longest reply where the devices lack memory, end without
-    more tokens, and stderr says why: the orchestrator ends the process for an exception. It does
-    not tell the engine which slots it freed. Of each step it reads those whose requests go on; the
-    others are freed when it reads the next step.
+    A prompt that cannot be played ends without tokens, and stderr says why: the orchestrator ends
+    the process for an exception. It does not tell the engine which slots it freed. Of each step it
+    reads those whose requests go on; the others are freed when it reads the next step.
     """
 
     samples_per_slot = 1
@@ -178,7 +171,7 @@ class JetStreamEngine(_jetstream.engine_api.Engine):
             self._free(slot)
             if ids and min(ids) >= 0 and max(ids) < size:
                 [ticket] = decode_state.submit([self._task(ids)])
-                self._slots[slot] = Slot(ticket, num_prompt_tokens=len(ids), is_over=False)
+                self._slots[slot] = Slot(ticket, is_over=False)
             else:
                 _say(f"a prompt of {len(ids)} ids is not played; it needs some, of 0 to {size - 1}")
         return decode_state
@@ -221,13 +214,7 @@ class JetStreamEngine(_jetstream.engine_api.Engine):
         )
 
     def _play_round(self, service: RolloutService) -> None:
-        try:
-            finished = service.step()
-        except NoMemory as error:
-            longest = max(self._slots, key=lambda s: (not s.is_over, s.num_context_tokens))
-            _say(f"a reply ends behind {longest.num_tokens} tokens for lack of memory ({error})")
-            return self._free(self._slots.index(longest))
-        for each in finished:
+        for each in service.step():
             service.release(each.row)
             for slot in self._slots:
                 slot.is_over |= slot.ticket == each.ticket

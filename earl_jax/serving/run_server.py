@@ -66,9 +66,9 @@ def ready_line(
     step += f" as {flags.name}" if flags.name else ""
     prompt_tokens = min(serving.max_prompt_tokens, serving.context_tokens)
     short = limit and not flags.max_context and serving.context_tokens < limit
-    cut = f" (the model takes {limit}; memory holds no more)" if short else ""
+    cut = f" (the model takes {limit}; the KV cache holds no more)" if short else ""
     rule = engine.engine.config.page_rule
-    cache_tokens = engine.first_pool.total * rule.page_size // rule.num_groups
+    cache_tokens = engine.pool.total * rule.page_size // rule.num_groups
     behind = " in all layers (those behind windows are given up)" if rule.has_windows else ""
     return (
         f"serving {policy.name}{step} at {http} (gRPC: {grpc}): prompts of up to {prompt_tokens} "

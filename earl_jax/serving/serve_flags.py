@@ -43,10 +43,10 @@ ids, and text where the prompt was text. It ends at an end of turn, which is not
 after max_tokens. A request that cannot be served is answered with INVALID_ARGUMENT and what to
 change, one too many with RESOURCE_EXHAUSTED.
 
-The KV cache grows with the replies, up to the model's context, from pages that all requests share.
-Where there are no more (--cache_tokens) the shortest requests wait, and go on where they were;
-where one alone needs more, the cache grows as far as memory goes. None is cut except one for which
-there is no memory; it ends with RESOURCE_EXHAUSTED. Tokens come in rounds of 8 steps at most.
+All requests share the pages of one KV cache (--cache_tokens), and take more as their replies grow.
+Where there are none left the shortest requests wait, and go on where they were. None is cut: on
+each part of --mesh that decodes slots of its own the cache holds at least one request of the
+longest context (--max_context). Tokens come in rounds of 8 steps at most.
 
 A gRPC request sets its own sampling with metadata: `sampling`, a JSON object with any of
 temperature, top_k, top_p, min_p, seed (the same reply each time, whatever else is served),
@@ -123,14 +123,14 @@ def _add_limits(group: Any) -> None:
     group.add_argument(
         "--max_context",
         type=int,
-        help="most tokens of a prompt with its reply (default: the model's context, as far as "
-        "memory goes)",
+        help="most tokens of a prompt with its reply (default: the model's context, as far as the "
+        "KV cache goes)",
     )
     group.add_argument(
         "--cache_tokens",
         type=int,
-        help="tokens of the KV cache at first, over all slots (default: what the "
-        f"devices' memory holds beside the weights; on CPUs {DEFAULT_SLOT_TOKENS} a slot)",
+        help="tokens of the KV cache, over all slots (default: what the devices' memory holds "
+        f"beside the weights; on CPUs {DEFAULT_SLOT_TOKENS} a slot)",
     )
     group.add_argument(
         "--keep_replies",

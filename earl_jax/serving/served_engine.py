@@ -4,8 +4,6 @@
 
 import dataclasses
 
-import jax
-
 from earl_jax.engine.config import SlotRules
 from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import Pool, dense_pool
@@ -27,10 +25,6 @@ CHUNK_TOKENS = 256
 BURST = 8
 # The largest seed of a request; those of requests that name none are greater.
 MAX_SEED = 2**30 - 1
-
-
-class NoMemory(Exception):  # noqa: N818 - a fact about the devices
-    """The KV cache could not grow for a longer context; all episodes are as they were."""
 
 
 def rollout_config(num_slots: int, page_size: int, **changes: object) -> RolloutConfig:
@@ -67,7 +61,7 @@ def build_engine(
         model_logprobs=True,
     )
     rules: SlotRules = config.rules._replace(
-        end_of_turn_ids=tuple(sorted(ends)), choice_branches=choice_branches
+        end_of_turn_ids=tuple(sorted(ends)), truncates=True, choice_branches=choice_branches
     )
     return Engine(dataclasses.replace(config, rules=rules), layout)
 
@@ -82,28 +76,28 @@ class ServedEngine:
     tokenizer: ServedTokenizer
 
     @property
-    def first_pool(self) -> Pool:
-        """The pages that the KV cache begins with."""
+    def pool(self) -> Pool:
+        """The pages of the KV cache."""
         serving, rule = self.serving, self.engine.config.page_rule
         shards = self.engine.layout.num_row_shards
         pool = dense_pool(shards, self.rollout.num_slots, serving.context_tokens, rule)
         if not serving.cache_tokens:
             return pool
-        least = rule.most_pages(serving.first_slot_tokens)
+        least = rule.most_pages(serving.context_tokens)
         tokens = serving.cache_tokens // shards
         pages = max(least, rule.num_groups * tokens // rule.page_size)
         return pool._replace(pages=min(pool.pages, pages))
 
     def open(self, policy: Policy, on_tokens: OnTokens) -> RolloutService:
-        """Returns a service with empty slots, and a KV cache of its first size."""
+        """Returns a service with empty slots."""
         tokens, layout = self.serving.first_slot_tokens, self.engine.layout
         return RolloutService(
-            empty_session(self.engine, policy, tokens, self.first_pool),
+            empty_session(self.engine, policy, tokens, self.pool),
             self.rollout,
             lambda: Completion(self.tokenizer.decode, self.tokenizer.ends),
             None,
             None,
-            self.grow,
+            self.widen,
             num_devices=layout.num_row_shards,
             sampling=self.serving.sampling,
             max_context=self.serving.context_tokens,
@@ -111,27 +105,13 @@ class ServedEngine:
             on_tokens=on_tokens,
         )
 
-    def has_grown(self, session: Session) -> bool:
-        """Returns whether a session's KV cache or its slots have more than their first size."""
-        first = (self.serving.first_slot_tokens, self.first_pool)
-        return (session.max_tokens, session.pool) != first
+    def widen(self, session: Session, tokens: int, pages: int) -> Session:
+        """Returns a session whose tables and rows hold so many tokens, at least twice as many.
 
-    def grow(self, session: Session, tokens: int, pages: int) -> Session:
-        """Returns a session for requests of so many tokens, of twice as many as before if it can.
-
-        Its pool holds one such request in each row shard. Where only more `pages` are wanted, for
-        several requests, it stays as it is: then some of them are preempted.
-
-        Raises NoMemory.
+        Its pool stays: where requests want more `pages` some of them are preempted.
         """
         del pages
         if tokens <= session.max_tokens:
             return session
         max_tokens = min(max(tokens, 2 * session.max_tokens), self.serving.context_tokens)
-        whole = self.engine.config.page_rule.most_pages(max_tokens)
-        pool = session.pool._replace(pages=max(session.pool.pages, whole))
-        try:
-            # Waits: a lack of memory is raised here, and `session` is as it was.
-            return relocate(session, self.engine, max_tokens, pool)
-        except jax.errors.JaxRuntimeError as error:
-            raise NoMemory(str(error).splitlines()[0]) from error
+        return relocate(session, self.engine, max_tokens, session.pool)

@@ -27,8 +27,6 @@ CACHE_SHARE = 0.8
 # Tokens of a slot's table at first. Beyond them programs are compiled anew as requests grow; below,
 # a longer table costs nothing. But drafts are looked up in all of it, at each step.
 FIRST_TOKENS, DRAFTING_FIRST_TOKENS = 2**15, 2**12
-# A cache that grows, to twice as much, stands beside the one before it.
-WHILE_GROWING = 3
 # The longest context, where neither the model nor memory allows less.
 MOST_TOKENS = 2**30
 
@@ -71,7 +69,7 @@ def served_engine(
     drawn: Any,
 ) -> ServedEngine:
     """Returns the engine with its sizes, once the weights are on the devices. Raises ValueError."""
-    cache_tokens, holds = _cache_tokens(flags, engine)
+    cache_tokens, holds = cache_tokens_of(flags, engine)
     context_tokens = context_tokens_of(flags, policy.max_context, holds)
     drafts = engine.config.rules.draft
     serving = ServingConfig(
@@ -102,10 +100,11 @@ def context_tokens_of(flags: argparse.Namespace, max_context: int | None, holds:
     return context_tokens
 
 
-def _cache_tokens(flags: argparse.Namespace, engine: Any) -> tuple[int, int]:
-    """Returns the tokens of the KV cache at first, and of the longest context in the end.
+def cache_tokens_of(flags: argparse.Namespace, engine: Any) -> tuple[int, int]:
+    """Returns the tokens of the KV cache, and those of the longest context that can be served.
 
-    The cache begins with the memory that the devices have left, if they report it.
+    They are what the devices have memory left for, if they report it. On CPUs both are modest
+    unless flags ask for more: a cache is allocated whole.
     """
     stats = jax.local_devices()[0].memory_stats() or {}
     is_known = "bytes_limit" in stats
@@ -119,14 +118,16 @@ def _cache_tokens(flags: argparse.Namespace, engine: Any) -> tuple[int, int]:
     token_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pools))
     shape = engine.layout.shape
     token_bytes *= rule.num_groups / (shards * rule.page_size * shape.tensor * shape.context)
-    shard_tokens = max(1, int(free / token_bytes))
-    first = shards * shard_tokens if is_known else DEFAULT_SLOT_TOKENS * engine.config.num_slots
-    first = flags.cache_tokens or first
-    most = max(first // shards, shard_tokens // WHILE_GROWING)
+    holds = max(1, int(free / token_bytes))
+    tokens = shards * holds
+    if not is_known:
+        tokens = min(tokens, DEFAULT_SLOT_TOKENS * engine.config.num_slots)
+        wanted = max(tokens, flags.cache_tokens or 0) // shards
+        holds = min(holds, max(wanted, flags.max_context or 0, flags.max_prompt_tokens or 0))
     if any(rule.windows):
         # Layers with a window leave their pages to the others.
-        most = rule.most_tokens(rule.num_groups * most // rule.page_size)
-    return first, min(MOST_TOKENS, most)
+        holds = rule.most_tokens(rule.num_groups * holds // rule.page_size)
+    return flags.cache_tokens or tokens, min(MOST_TOKENS, holds)
 
 
 def _host_bytes() -> int:

@@ -105,6 +105,7 @@ def engine(
         burst=burst,
         end_of_turn_ids=renderer().end_of_turn_ids,
         model_logprobs=model_logprobs,
+        truncates=False,
         ngram=ngram,
         draft=draft,
     )

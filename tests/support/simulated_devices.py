@@ -210,7 +210,7 @@ class SimulatedEngine(Engine):
             state.kv = np.where(numbers[:, None, None] == NO_SOURCE, 0, state.kv[numbers])
         return state
 
-    def play(self, params, state: Devices, inputs, *, model_logprobs=False, wait=None):
+    def play(self, params, state: Devices, inputs, **options):
         return state, state.play(inputs, self.config.rules.round_tokens)
 
     @functools.cached_property

@@ -1,0 +1,94 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The host's time for the lookup of prompts that slots have in common, in milliseconds a round.
+
+    uv run python -m benchmarks.prefixes
+
+The prompts of groups begin with one system message. One slot of each group reads its prompt chunk
+by chunk, and the others ask in each round whether it is there.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.pages import machine, parser_of, table
+from earl_jax.engine.config import TILE_WIDTH
+from earl_jax.engine.prefixes import PrefixIndex
+
+SLOTS, GROUP, TOKENS, SYSTEM, CHUNK = 256, 8, 16_384, 1024, 128
+# Groups that come when all others have been read.
+LATER = 4
+
+
+def make_groups() -> list[list[list[int]]]:
+    """Returns the prompts of groups, each a list of its own, with a system message in common."""
+    rng = np.random.default_rng(0)
+    message = rng.integers(0, 150_000, SYSTEM)
+    texts = [
+        np.concatenate([message, rng.integers(0, 150_000, TOKENS - SYSTEM)])
+        for _ in range(SLOTS // GROUP + LATER)
+    ]
+    return [[text.tolist() for _ in range(GROUP)] for text in texts]
+
+
+class Client:
+    """Plays the rounds of prompts on an index, as the slots of a rollout do."""
+
+    def __init__(self) -> None:
+        self._index = PrefixIndex(num_slots=SLOTS, num_shards=1, least_tokens=TILE_WIDTH)
+        # By slot: the prompt that it asks for; and the tokens of begun ones that are left to read.
+        self.waiting: dict[int, list[int]] = {}
+        self._left: dict[int, int] = {}
+
+    def give(self, first: int, prompts: Sequence[list[int]]) -> None:
+        """Gives prompts to the slots from the first on."""
+        self.waiting |= {first + slot: prompt for slot, prompt in enumerate(prompts)}
+
+    def play(self) -> float:
+        """Plays a round. Returns the milliseconds of processor time that the index took."""
+        start_s = time.thread_time()
+        for slot, prompt in list(self.waiting.items()):
+            shared = self._index.find(slot, prompt)
+            if shared is not None:
+                self._index.begin(slot, prompt, shared)
+                self._left[slot] = len(prompt) - shared.length
+                del self.waiting[slot]
+        for slot in range(SLOTS):
+            number = min(CHUNK, self._left.get(slot, 0))
+            self._index.append(slot, number)
+            if number:
+                self._left[slot] -= number
+        self._index.end_inputs()
+        return 1e3 * (time.thread_time() - start_s)
+
+
+def measure() -> Iterator[dict[str, Any]]:
+    """Yields the milliseconds of the kinds of rounds."""
+    client, prompts = Client(), make_groups()
+    client.give(0, [prompt for each in prompts[LATER:] for prompt in each])
+
+    def line(rounds: str, times: Sequence[float]) -> dict[str, Any]:
+        mean, most = statistics.mean(times), max(times)
+        return {"rounds": rounds, "number": len(times), "mean, ms": mean, "most, ms": most}
+
+    yield line(f"all {SLOTS} prompts come", [client.play()])
+    waits = []
+    while (number := len(client.waiting)) and len(waits) < TOKENS // CHUNK - 1:
+        waits.append(client.play())
+    yield line(f"{number} slots wait for the readers of their prompts", waits)
+    yield line("they take the prompts over", [client.play()])
+    assert not client.waiting, f"{len(client.waiting)} slots wait for nothing"
+    comes = []
+    for number, each in enumerate(prompts[:LATER]):
+        client.give(number * GROUP, each)
+        comes.append(client.play())
+    yield line(f"a group of {GROUP} prompts comes", comes)
+
+
+if __name__ == "__main__":
+    parser_of(__doc__, writes=False).parse_args()
+    print(f"{table(list(measure()))}\n\n{machine()}")
