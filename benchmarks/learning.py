@@ -12,6 +12,7 @@ results are those of benchmarks/exact.py.
 import argparse
 import importlib.metadata
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -176,13 +177,16 @@ def _but_run(row: dict) -> dict:
 
 
 def _table(runs: Runs) -> list[str]:
-    """Returns the last evaluation of each seed, and their mean."""
+    """Returns the last evaluation of each seed, their mean and standard deviation."""
     columns = ("win %", "as x", "as o", "draw %", "loss %", "illegal %")
     lasts = {seed: _percents(_evaluations(rows)[-1]) for seed, rows in runs.items()}
-    means = [sum(values) / len(values) for values in zip(*lasts.values(), strict=True)]
+    columns_of, found = [*zip(*lasts.values(), strict=True)], [*lasts.items()]
+    found.append(("mean", [*map(statistics.fmean, columns_of)]))
+    if len(lasts) > 1:
+        found.append(("deviation", [*map(statistics.stdev, columns_of)]))
     rows = [
         f"| {name} | " + " | ".join(f"{value:.1f}" for value in values) + " |"
-        for name, values in [*lasts.items(), ("mean", means)]
+        for name, values in found
     ]
     worst = max(
         row["logprob_mismatch_max"] for rows in runs.values() for row in rows if "loss" in row

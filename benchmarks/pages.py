@@ -6,6 +6,7 @@ import argparse
 import importlib.metadata
 import os
 import platform
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,16 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     names = list(rows[0]) if rows else []
     lines = [names, ["---"] * len(names), *([_cell(row[name]) for name in names] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def with_spread(rows: Sequence[Mapping[str, Any]], first: str) -> list[Mapping[str, Any]]:
+    """Returns the rows, and their mean and standard deviation, so named in the column `first`."""
+    names = [name for name in rows[0] if name != first]
+    found = [
+        {first: word, **{name: summed([row[name] for row in rows]) for name in names}}
+        for word, summed in (("mean", statistics.fmean), ("deviation", statistics.stdev))
+    ]
+    return [*rows, *found]
 
 
 def machine() -> str:

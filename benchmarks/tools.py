@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.pages import parser_of, show, table
+from benchmarks.pages import parser_of, show, table, with_spread
 from benchmarks.runs import play
 from earl_jax.telemetry.metrics import read_metrics
 
@@ -167,7 +167,8 @@ def main() -> None:
     flags = parser_of(__doc__).parse_args()
     with concurrent.futures.ThreadPoolExecutor(JOBS) as pool:
         found = list(pool.map(measure, range(SEEDS)))
-    show(table(rows_of(found)), Path(__file__).with_suffix(".md"), write=flags.write)
+    rows = with_spread(rows_of(found), "seed")
+    show(table(rows), Path(__file__).with_suffix(".md"), write=flags.write)
 
 
 if __name__ == "__main__":
