@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from earl_jax.algorithms.algorithm import TokenFacts
+from earl_jax.algorithms.algorithm import TokenFacts, TokenLosses
 from earl_jax.algorithms.algorithms import ALGORITHMS, clipped_loss, gspo_loss
 from earl_jax.algorithms.losses import (
     clipped_surrogate,
@@ -43,22 +43,47 @@ def make_facts(logprobs, behaviour, advantages, **fields) -> TokenFacts:
     """One row, in which the policy sampled every token."""
     fields = {"logprobs": logprobs, "behaviour": behaviour, "advantages": advantages, **fields}
     row = {name: jnp.asarray([values], jnp.float32) for name, values in fields.items()}
-    row.setdefault("entropy", jnp.zeros_like(row["logprobs"]))
-    ones = jnp.ones(row["logprobs"].shape, jnp.int32)
-    return TokenFacts(mask=ones > 0, sequences=ones, **row)
+    row.setdefault("entropy", jnp.asarray(np.zeros((1, len(logprobs)), np.float32)))
+    ones = np.ones((1, len(logprobs)), np.int32)
+    return TokenFacts(mask=jnp.asarray(ones > 0), sequences=jnp.asarray(ones), **row)
 
 
 def clipped(facts: TokenFacts):
     return clipped_surrogate(facts, clip_low=0.2, clip_high=0.3)
 
 
+def dual(facts: TokenFacts):
+    return clipped_surrogate(facts, clip_low=0.2, clip_high=0.3, dual_clip=3.0)
+
+
+def cispo(facts: TokenFacts):
+    return clipped_weight(facts, clip_low=1.0, clip_high=4.0)
+
+
+@functools.cache
+def compiled(loss):
+    """One program of this loss and of its gradient, for all tests and cases."""
+
+    def total(logprobs, facts):
+        found = loss(facts.replace(logprobs=logprobs))
+        return found.losses.sum(), found
+
+    return jax.jit(jax.grad(total, has_aux=True))
+
+
+def computed(loss, facts: TokenFacts) -> TokenLosses:
+    return jax.device_get(compiled(loss)(facts.logprobs, facts)[1])
+
+
 def slope_of(loss, facts: TokenFacts) -> np.ndarray:
     """The gradient of the sum of losses with respect to the log-probs."""
+    return np.asarray(compiled(loss)(facts.logprobs, facts)[0])[0]
 
-    def total(logprobs):
-        return loss(facts.replace(logprobs=logprobs)).losses.sum()
 
-    return np.asarray(jax.grad(total)(facts.logprobs)[0])
+@functools.cache
+def importance(cap: float):
+    """Truncated importance weights, as one program."""
+    return jax.jit(functools.partial(truncated_importance, cap=cap))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +102,7 @@ def slope_of(loss, facts: TokenFacts) -> np.ndarray:
 )
 def test_the_four_cases_of_the_clip(ratio, advantage, gain, clipped_off, slope):
     facts = make_facts([-2.0 + math.log(ratio)], [-2.0], [advantage])
-    losses, metrics, _ = clipped(facts)
+    losses, metrics, _ = computed(clipped, facts)
     assert losses[0, 0] == pytest.approx(-gain, abs=1e-6)
     assert metrics["clip_fraction"][0, 0] == clipped_off
     assert slope_of(clipped, facts)[0] == pytest.approx(-slope, abs=1e-6)
@@ -87,11 +112,11 @@ def test_importance_weights_are_cut_at_the_cap():
     # Proximal / behaviour 1.5, 3, 0.25; cap 2.
     behaviour = np.array([-1.0, -2.0, -0.5])
     proximal = jnp.asarray(behaviour + np.log([1.5, 3.0, 0.25]))
-    weight, cut = truncated_importance(proximal, jnp.asarray(behaviour), 2.0)
+    weight, cut = importance(2.0)(proximal, jnp.asarray(behaviour))
     np.testing.assert_allclose(weight, [1.5, 2.0, 0.25], rtol=1e-6)
     assert cut.tolist() == [0, 1, 0]
-    slopes = jax.grad(lambda p: truncated_importance(p, jnp.asarray(behaviour), 2.0)[0].sum())
-    assert not slopes(proximal).any()
+    slopes = jax.jit(jax.grad(lambda p, b: truncated_importance(p, b, 2.0)[0].sum()))
+    assert not np.any(slopes(proximal, jnp.asarray(behaviour)))
 
 
 def test_truncated_importance_makes_the_gradient_unbiased_under_the_cap():
@@ -103,20 +128,21 @@ def test_truncated_importance_makes_the_gradient_unbiased_under_the_cap():
     trainer, rollout, advantages = np.array([0.8, 0.2]), np.array([0.5, 0.5]), [1.0, -3.0]
     logprobs, behaviour = np.log(trainer), np.log(rollout)
     facts = make_facts(logprobs, behaviour, advantages, proximal=logprobs)
-    weight, _ = truncated_importance(facts.proximal, facts.behaviour, 2.0)
-    slope = np.asarray(weight[0]) * slope_of(clipped, facts)
+    weight, _ = importance(2.0)(facts.proximal, facts.behaviour)
+    slope = np.asarray(weight)[0] * slope_of(clipped, facts)
     np.testing.assert_allclose(rollout * slope, -trainer * advantages, atol=1e-6)
     assert slope_of(clipped, facts.replace(proximal=None))[1] == 0
 
 
 def test_the_kl_estimate_by_hand_and_in_expectation():
     # k3: r - 1 - log r is 0.5 - 0.405, -0.5 + 0.693, 0.25 - 0.223.
-    gaps = jnp.log(jnp.array([1.5, 0.5, 1.25]))
-    found = kl_estimate(gaps, jnp.zeros(3))
+    gaps = np.log(np.array([1.5, 0.5, 1.25], np.float32))
+    estimate = jax.jit(kl_estimate)
+    found = estimate(gaps, np.zeros(3, np.float32))
     np.testing.assert_allclose(found, [0.094535, 0.193147, 0.026856], atol=1e-6)
     # Over all tokens of a distribution q the mean is KL(q, p) itself.
     q, p = np.array([0.7, 0.2, 0.1]), np.array([0.5, 0.25, 0.25])
-    mean = np.sum(q * np.asarray(kl_estimate(jnp.log(p), jnp.log(q))))
+    mean = np.sum(q * np.asarray(estimate(np.log(p), np.log(q))))
     assert mean == pytest.approx(np.sum(q * np.log(q / p)), abs=1e-6)
 
 
@@ -125,24 +151,23 @@ def test_the_kl_estimate_by_hand_and_in_expectation():
 def test_no_gap_of_logprobs_makes_a_loss_that_is_no_number(gap, advantage):
     """exp of a large gap times an advantage of zero was inf x 0."""
     facts = make_facts([-2.0, 0.0], [-2.0 - gap, 0.0], [advantage, 1.0])
-    losses, metrics, _ = clipped(facts)
+    losses, metrics, _ = computed(clipped, facts)
     assert np.isfinite(losses).all() and np.isfinite(metrics["clip_fraction"]).all()
     assert np.isfinite(slope_of(clipped, facts)).all()
-    weight, _ = truncated_importance(facts.logprobs, facts.behaviour, 2.0)
+    weight, _ = importance(2.0)(facts.logprobs, facts.behaviour)
     assert np.isfinite(weight).all()
-    assert np.isfinite(kl_estimate(facts.logprobs, facts.behaviour)).all()
+    assert np.isfinite(jax.jit(kl_estimate)(facts.logprobs, facts.behaviour)).all()
 
 
 def test_the_ratio_is_exact_within_its_bounds():
     gaps = np.array([-19.9, -1.0, 0.0, 1.0, 19.9])
-    np.testing.assert_allclose(
-        likelihood_ratio(jnp.asarray(gaps), jnp.zeros(5)), np.exp(gaps), rtol=1e-5
-    )
+    found = jax.jit(likelihood_ratio)(gaps, np.zeros(5, np.float32))
+    np.testing.assert_allclose(found, np.exp(gaps), rtol=1e-5)
 
 
 def test_cross_entropy_is_minus_the_logprob():
     facts = make_facts([-0.5, -1.5, -2.0], [5.0] * 3, [5.0] * 3)
-    assert cross_entropy(facts).losses[0].tolist() == [0.5, 1.5, 2.0]
+    assert computed(cross_entropy, facts).losses[0].tolist() == [0.5, 1.5, 2.0]
     assert slope_of(cross_entropy, facts).tolist() == [-1, -1, -1]
 
 
@@ -159,11 +184,8 @@ def test_cross_entropy_is_minus_the_logprob():
     ],
 )
 def test_the_dual_clip_bounds_the_loss_of_bad_tokens(ratio, advantage, gain, cut, slope):
-    def dual(facts):
-        return clipped_surrogate(facts, clip_low=0.2, clip_high=0.3, dual_clip=3.0)
-
     facts = make_facts([-2.0 + math.log(ratio)], [-2.0], [advantage])
-    losses, metrics, _ = dual(facts)
+    losses, metrics, _ = computed(dual, facts)
     assert losses[0, 0] == pytest.approx(-gain, abs=1e-5)
     assert metrics["dual_clip_fraction"][0, 0] == cut
     assert slope_of(dual, facts)[0] == pytest.approx(-slope, abs=1e-5)
@@ -180,11 +202,8 @@ def test_the_dual_clip_bounds_the_loss_of_bad_tokens(ratio, advantage, gain, cut
     ],
 )
 def test_cispo_cuts_weights_and_keeps_gradients(ratio, advantage, loss, clipped_off, slope):
-    def cispo(facts):
-        return clipped_weight(facts, clip_low=1.0, clip_high=4.0)
-
     facts = make_facts([-2.0], [-2.0 - math.log(ratio)], [advantage])
-    losses, metrics, _ = cispo(facts)
+    losses, metrics, _ = computed(cispo, facts)
     assert losses[0, 0] == pytest.approx(loss, rel=1e-5)
     assert metrics["clip_fraction"][0, 0] == clipped_off
     assert slope_of(cispo, facts)[0] == pytest.approx(slope, rel=1e-5)
@@ -195,43 +214,48 @@ def test_cispo_cuts_weights_and_keeps_gradients(ratio, advantage, loss, clipped_
 
 def make_rows(sequences, mask, **fields) -> TokenFacts:
     """One row of several sequences; fields are 0 outside the mask."""
-    mask = jnp.asarray([mask], bool)
+    given = np.array([mask], bool)
     names = ("logprobs", "behaviour", "advantages", "entropy")
-    rows = {name: jnp.asarray([fields.get(name, [0.0] * mask.size)]) for name in names}
-    rows = {name: jnp.where(mask, row.astype(jnp.float32), 0.0) for name, row in rows.items()}
-    return TokenFacts(mask=mask, sequences=jnp.asarray([sequences], jnp.int32), **rows)
+    rows = {name: np.array([fields.get(name, [0.0] * given.size)]) for name in names}
+    rows = {name: jnp.asarray(np.where(given, row, 0.0), jnp.float32) for name, row in rows.items()}
+    numbers = jnp.asarray([sequences], jnp.int32)
+    return TokenFacts(mask=jnp.asarray(given), sequences=numbers, **rows)
 
 
 def test_sums_over_sequences_by_hand():
-    values = jnp.array([[1.0, 2, 3, 4, 5, 6], [1.0, 1, 1, 1, 1, 1]])
-    sequences = jnp.array([[1, 1, 1, 2, 3, 3], [1, 2, 2, 2, 2, 0]])
+    values = np.array([[1.0, 2, 3, 4, 5, 6], [1.0, 1, 1, 1, 1, 1]], np.float32)
+    sequences = np.array([[1, 1, 1, 2, 3, 3], [1, 2, 2, 2, 2, 0]])
     sums = [[6, 6, 6, 4, 11, 11], [1, 4, 4, 4, 4, 1]]
-    assert sequence_sums(values, sequences).tolist() == sums
+    assert jax.jit(sequence_sums)(values, sequences).tolist() == sums
     following = [[6, 5, 3, 4, 11, 6], [1, 4, 3, 2, 1, 1]]
-    assert sums_from(values, sequences).tolist() == following
+    following_sums = jax.jit(sums_from)
+    assert following_sums(values, sequences).tolist() == following
     # Discount 1/2: 1 + 2/2 + 3/4, 2 + 3/2, 3; 4; 5 + 6/2, 6. And 1 + 1/2 + 1/4 + 1/8.
     halved = [[2.75, 3.5, 3, 4, 8, 6], [1, 1.875, 1.75, 1.5, 1, 1]]
-    assert sums_from(values, sequences, 0.5).tolist() == halved
+    assert following_sums(values, sequences, 0.5).tolist() == halved
 
 
 def test_a_sum_is_not_rounded_on_the_scale_of_another_sequence():
-    values = jnp.array([[1e8, 1e8, 0.25, 0.5]])
-    assert sequence_sums(values, jnp.array([[1, 1, 2, 2]])).tolist() == [[2e8, 2e8, 0.75, 0.75]]
+    values = np.array([[1e8, 1e8, 0.25, 0.5]], np.float32)
+    found = jax.jit(sequence_sums)(values, np.array([[1, 1, 2, 2]]))
+    assert found.tolist() == [[2e8, 2e8, 0.75, 0.75]]
 
 
 def test_aggregations_by_hand():
     # Sequences of 1 and 3 tokens of the mask, one of none, padding.
     facts = make_rows([1, 1, 2, 2, 2, 2, 3, 0], [0, 1, 1, 0, 1, 1, 0, 0])
     assert aggregate(facts, "token", 7) is None
+    weights_and_shares = jax.jit(aggregate, static_argnums=(1, 2))
     third = 1 / 3
     shares = [0, 1, third, 0, third, third, 0, 0]
-    by_sequence = aggregate(facts, "sequence", 7)
+    by_sequence = jax.device_get(weights_and_shares(facts, "sequence", 7))
     np.testing.assert_allclose(by_sequence.weights[0], shares, rtol=1e-6)
     np.testing.assert_allclose(by_sequence.shares[0], shares, rtol=1e-6)
-    constant = aggregate(facts, "constant", 10)
+    constant = jax.device_get(weights_and_shares(facts, "constant", 10))
     np.testing.assert_allclose(constant.weights[0], [0, 0.1, 0.1, 0, 0.1, 0.1, 0, 0], rtol=1e-6)
     np.testing.assert_allclose(constant.shares[0], shares, rtol=1e-6)
-    nothing = aggregate(make_rows([1, 1, 0], [0, 0, 0]), "sequence", 7)
+    none = make_rows([0, 1, 1, 2, 2, 0, 0, 0], [0] * 8)
+    nothing = jax.device_get(weights_and_shares(none, "sequence", 7))
     assert not nothing.weights.any() and not nothing.shares.any()
 
 
@@ -249,7 +273,7 @@ def test_gspo_by_hand():
         sequences, mask, logprobs=logprobs, behaviour=behaviour, advantages=advantages
     )
     settings = GrpoSettings(clip_low=0.1, clip_high=0.1, aggregation="sequence")
-    losses, metrics, _ = gspo_loss(facts, settings)
+    losses, metrics, _ = jax.device_get(jax.jit(gspo_loss, static_argnums=1)(facts, settings))
     s = math.sqrt(1.08)
     np.testing.assert_allclose(losses[0], [-s, 0, -s, 1.8, 2.0, 0], rtol=1e-5)
     assert metrics["clip_fraction"][0].tolist() == [0, 0, 0, 1, 0, 0]
@@ -260,18 +284,19 @@ def test_gspo_by_hand():
 
 def test_kl_estimators_by_hand_and_in_expectation():
     # r = reference / policy 0.5 and 2: log r -0.6931, 0.6931.
-    policy, reference = jnp.zeros(2), jnp.log(jnp.array([0.5, 2.0]))
+    kl = jax.jit(policy_kl, static_argnums=2)
+    policy, reference = np.zeros(2, np.float32), np.log(np.array([0.5, 2.0], np.float32))
     expected = {
         "k1": [0.693147, -0.693147],
         "k2": [0.240227, 0.240227],
         "k3": [0.5 - 1 + 0.693147, 2 - 1 - 0.693147],
     }
     for estimator, values in expected.items():
-        np.testing.assert_allclose(policy_kl(policy, reference, estimator), values, atol=1e-6)
+        np.testing.assert_allclose(kl(policy, reference, estimator), values, atol=1e-6)
     # k1 and k3 are unbiased, over all tokens that the policy samples.
     p, q = np.array([0.7, 0.2, 0.1]), np.array([0.5, 0.25, 0.25])
     for estimator in ("k1", "k3"):
-        mean = np.sum(p * np.asarray(policy_kl(jnp.log(p), jnp.log(q), estimator)))
+        mean = np.sum(p * np.asarray(kl(np.log(p), np.log(q), estimator)))
         assert mean == pytest.approx(np.sum(p * np.log(p / q)), abs=1e-6)
 
 
@@ -281,18 +306,19 @@ def test_a_penalty_in_the_loss_by_hand(estimator, slope):
     settings = GrpoSettings(kl_coefficient=0.5, kl_estimator=estimator)
     facts = make_facts([-1.0], [-1.0], [2.0], reference=[-1.0 - math.log(1.5)])
     value = {"k2": 0.5 * math.log(1.5) ** 2, "k3": 1 / 1.5 - 1 + math.log(1.5)}[estimator]
-    losses, metrics, _ = clipped_loss(facts, settings)
+    penalized = functools.partial(clipped_loss, settings=settings)
+    losses, metrics, _ = computed(penalized, facts)
     assert losses[0, 0] == pytest.approx(-2.0 + 0.5 * value, rel=1e-5)
     assert metrics["reference_kl"][0, 0] == pytest.approx(value, rel=1e-5)
-    found = slope_of(lambda facts: clipped_loss(facts, settings), facts)
-    assert found[0] == pytest.approx(-2.0 + 0.5 * slope, rel=1e-5)
+    assert slope_of(penalized, facts)[0] == pytest.approx(-2.0 + 0.5 * slope, rel=1e-5)
 
 
 def test_rloo_s_penalty_in_the_reward_is_part_of_its_advantages():
     """It is not subtracted again, and in every update the same: the ratio here is 1.1."""
     settings = RlooSettings(kl_coefficient=0.5, kl_estimator="k1", kl_in="reward")
     facts = make_facts([math.log(1.1), -1], [0.0, -1], [3.0, -2], reference=[-2.0, -1])
-    losses, metrics, _ = ALGORITHMS["rloo"].loss(facts, settings)
+    loss = functools.partial(ALGORITHMS["rloo"].loss, settings=settings)
+    losses, metrics, _ = computed(loss, facts)
     np.testing.assert_allclose(losses[0], [-3.3, 2], rtol=1e-6)
     np.testing.assert_allclose(metrics["reference_kl"][0], [math.log(1.1) + 2, 0], rtol=1e-6)
 
@@ -307,17 +333,18 @@ def test_a_penalty_in_the_reward_lowers_what_came_before_it():
         normalize_advantages=False, kl_coefficient=0.5, kl_estimator="k1", kl_in="reward"
     )
     facts = make_rows([1, 1, 1, 1, 2, 0], [1, 0, 1, 1, 1, 0], advantages=[3.0, 0, 3, 3, -1, 0])
-    facts = facts.replace(reference=jnp.array([[-1.0, 0, -2, 1, -4, 0]]))
-    moved = facts.replace(logprobs=jnp.where(facts.mask, math.log(1.1), 0.0))
-    around = moved.replace(proximal=facts.behaviour, behaviour=facts.behaviour - 5.0)
+    facts = facts.replace(reference=jnp.asarray([[-1.0, 0, -2, 1, -4, 0]]))
+    mask, behaviour = np.asarray(facts.mask), np.asarray(facts.behaviour)
+    moved = facts.replace(logprobs=jnp.asarray(np.where(mask, np.float32(math.log(1.1)), 0.0)))
+    around = moved.replace(proximal=facts.behaviour, behaviour=jnp.asarray(behaviour - 5.0))
+    loss = functools.partial(clipped_loss, settings=settings)
     # Of advantages of 3: less 0.5 + 1 - 0.5, then less 1 - 0.5, then more by 0.5; and -1 less 2.
     expected = np.array([-2, 0, -2.5, -3.5, 3, 0])
     for given, ratio in ((facts, 1.0), (moved, 1.1), (around, 1.1)):
-        losses, metrics, _ = clipped_loss(given, settings)
+        losses, metrics, _ = computed(loss, given)
         np.testing.assert_allclose(losses[0], ratio * expected, atol=1e-5)
-        slopes = slope_of(lambda facts: clipped_loss(facts, settings), given)
-        np.testing.assert_allclose(slopes, ratio * expected, atol=1e-5)
-        kl = np.array([1.0, 0, 2, -1, 4, 0]) + math.log(ratio) * np.asarray(facts.mask[0])
+        np.testing.assert_allclose(slope_of(loss, given), ratio * expected, atol=1e-5)
+        kl = np.array([1.0, 0, 2, -1, 4, 0]) + math.log(ratio) * mask[0]
         np.testing.assert_allclose(metrics["reference_kl"][0], kl, atol=1e-6)
 
 
@@ -360,19 +387,20 @@ def test_the_settings_of_every_algorithm_keep_the_rules(name):
 def make_batch(turn_ids, logprobs, advantages, **fields) -> TrajectoryBatch:
     """One row."""
     turn_ids = jnp.asarray([turn_ids], jnp.int32)
+    zeros = np.zeros(turn_ids.shape, np.int32)
     row = {"logprobs": logprobs, "advantages": advantages, **fields}
     return TrajectoryBatch(
-        tokens=jnp.zeros_like(turn_ids),
-        segment_ids=jnp.ones_like(turn_ids),
+        tokens=jnp.asarray(zeros),
+        segment_ids=jnp.asarray(zeros + 1),
         turn_ids=turn_ids,
-        versions=jnp.zeros_like(turn_ids),
+        versions=jnp.asarray(zeros),
         **{name: jnp.asarray([values], jnp.float32) for name, values in row.items()},
     )
 
 
 def test_the_proximal_policy_of_a_first_update_is_the_policy_itself():
     batch = make_batch([1, 0, 1], [-1.0, 0.0, -2.0], [1.0, 0.0, 1.0])
-    scores = TokenScores(jnp.array([[-1.5, -9.0, -2.5]]), jnp.ones((1, 3)))
+    scores = TokenScores(jnp.asarray([[-1.5, -9.0, -2.5]]), jnp.asarray([[1.0] * 3]))
     assert token_facts(scores, batch).proximal is None
     assert token_facts(scores, batch).old is not None
     facts = token_facts(scores, batch, with_proximal=True)
@@ -397,10 +425,11 @@ def test_the_proximal_policy_interpolated_by_hand():
     | 2 | 0.04 | 0.16 | sqrt(0.04 * 0.16) = 0.08 | 2 | 2 | -1 | -2 * -2 |
     | 4 | 1/16 | 1 | (1/16)^(1/4) = 1/2 | 8 | 2 | 1 | -8 * 1.2, clipped |
     """
-    behaviour, policy = [[0.25, 1.0, 0.04, 1 / 16]], jnp.array([[0.275, 1.0, 0.16, 1.0]])
+    behaviour, policy = [[0.25, 1.0, 0.04, 1 / 16]], [[0.275, 1.0, 0.16, 1.0]]
     batch = make_batch([1, 0, 1, 2], np.log(behaviour[0]), [2.0, 9.0, -1.0, 1.0])
-    lag = 8 - jnp.array([[7, 8, 6, 4]])
+    lag = jnp.asarray(8 - np.array([[7, 8, 6, 4]]))
 
+    @functools.partial(jax.grad, has_aux=True)
     def losses(logprobs):
         scores = TokenScores(logprobs, jnp.zeros_like(logprobs))
         facts = token_facts(scores, batch, with_proximal=True, lag=lag)
@@ -408,8 +437,9 @@ def test_the_proximal_policy_interpolated_by_hand():
         found = clipped_surrogate(facts, clip_low=0.2, clip_high=0.2).losses * weights
         return jnp.sum(found), (found, facts.proximal)
 
-    slope, (found, proximal) = jax.grad(losses, has_aux=True)(jnp.log(policy))
-    np.testing.assert_allclose(jnp.exp(proximal[0]), [0.25, 1.0, 0.08, 0.5], rtol=1e-5)
+    logprobs = np.log(np.array(policy, np.float32))
+    slope, (found, proximal) = jax.device_get(jax.jit(losses)(logprobs))
+    np.testing.assert_allclose(np.exp(proximal[0]), [0.25, 1.0, 0.08, 0.5], rtol=1e-5)
     np.testing.assert_allclose(found[0], [-2.2, 0, 4.0, -9.6], rtol=1e-5)
     # Of the ratio alone: neither the weight nor the proximal policy has a gradient.
     np.testing.assert_allclose(slope[0], [-2.2, 0, 4.0, 0], rtol=1e-5)
@@ -461,10 +491,24 @@ def test_penalties_in_the_reward_are_of_the_policy_that_the_step_begins_with():
     np.testing.assert_array_equal(with_estimates(batch, distilled).advantages, 0 * token)
 
 
+@functools.cache
+def gradient_and_facts(name: str):
+    """One program of an algorithm's loss of a batch."""
+    algorithm = ALGORITHMS[name]
+
+    def loss(logprobs, batch):
+        scores = TokenScores(logprobs, jnp.full_like(logprobs, 0.5))
+        facts = token_facts(scores, batch, with_proximal=True)
+        assert facts.reference is not None
+        return jnp.sum(algorithm.loss(facts, algorithm.settings).losses), facts
+
+    return jax.jit(jax.grad(loss, has_aux=True))
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("garbage", [1e30, math.nan])
 def test_tokens_outside_the_mask_count_neither_in_a_value_nor_in_a_gradient(name, garbage):
-    algorithm, turn_ids = ALGORITHMS[name], [0, 1, 0, 2, 0]
+    turn_ids = [0, 1, 0, 2, 0]
 
     def results(other):
         batch = make_batch(
@@ -474,14 +518,8 @@ def test_tokens_outside_the_mask_count_neither_in_a_value_nor_in_a_gradient(name
             proximal=[other, -1.0, other, -2.4, other],
             reference=[other, -1.0, other, -1.0, other],
         )
-
-        def loss(logprobs):
-            scores = TokenScores(logprobs, jnp.full_like(logprobs, 0.5))
-            facts = token_facts(scores, batch, with_proximal=True)
-            assert facts.reference is not None
-            return jnp.sum(algorithm.loss(facts, algorithm.settings).losses), facts
-
-        return jax.grad(loss, has_aux=True)(jnp.array([[-7.0, -0.9, -7.0, -2.5, -7.0]]))
+        logprobs = np.array([[-7.0, -0.9, -7.0, -2.5, -7.0]], np.float32)
+        return jax.device_get(gradient_and_facts(name)(logprobs, batch))
 
     clean, dirty = results(0.0), results(garbage)
     jax.tree.map(np.testing.assert_array_equal, clean, dirty)
