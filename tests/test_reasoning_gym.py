@@ -139,7 +139,9 @@ def test_the_how_to_learns_from_answers(library, tmp_path, monkeypatch):
     (tmp_path / "reasoning_config.py").write_text(code)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     given = load_config_file(tmp_path / "reasoning_config.py")
-    changes = ["num_steps=110", "devices.num_cpu_devices=1", "eval.games=32"]
-    training.train(make_config(given, [*changes, "eval.final_games=32"]), tmp_path / "run")
+    # Four supervised updates a step, in a fourth of the page's steps.
+    changes = ["num_steps=27", "train.sft_steps=24", "train.sft_updates=4"]
+    changes += ["devices.num_cpu_devices=1", "eval.games=32", "eval.final_games=32"]
+    training.train(make_config(given, changes), tmp_path / "run")
     rows = [row for row in read_metrics(tmp_path / "run/metrics.jsonl") if "reward_mean" in row]
-    assert len(rows) == 110 and rows[-1]["reward_mean"] > 0.2
+    assert len(rows) == 27 and rows[-1]["reward_mean"] > 0.2
