@@ -32,16 +32,21 @@ BIASED = dataclasses.replace(MODEL, expert_bias=True, activation="swiglu_clamped
 def params():
     """Norms away from one, a router that is sure of itself, and a head of about two bits."""
     specs = parameter_specs(MODEL, VOCAB)
-    values = jax.jit(lambda key: init_parameters(specs, key))(jax.random.key(3))
-    noise = jax.random.normal(jax.random.key(4), values["layers"]["ffn_norm"].shape)
-    values["layers"]["ffn_norm"] = 1 + 0.3 * noise
-    values["layers"]["router"] = 2 * values["layers"]["router"]
-    return {**values, "head": 2 * values["head"]}
+
+    @jax.jit
+    def draw():
+        values = init_parameters(specs, jax.random.key(3))
+        noise = jax.random.normal(jax.random.key(4), values["layers"]["ffn_norm"].shape)
+        values["layers"]["ffn_norm"] = 1 + 0.3 * noise
+        values["layers"]["router"] = 2 * values["layers"]["router"]
+        return {**values, "head": 2 * values["head"]}
+
+    return draw()
 
 
 def one_layer():
     names = ("router", "expert_gate", "expert_up", "expert_down")
-    return {name: params()["layers"][name][0] for name in names}
+    return {name: np.asarray(params()["layers"][name])[0] for name in names}
 
 
 def one_biased_layer():
@@ -49,8 +54,8 @@ def one_biased_layer():
     layer, rng = one_layer(), np.random.default_rng(5)
     layer |= {name: 8 * layer[name] for name in ("expert_gate", "expert_up")}
     for name, size in (("router", ()), ("expert_gate", (16,)), ("expert_up", (16,))):
-        layer[f"{name}_bias"] = jnp.asarray(rng.normal(size=(8, *size)), jnp.float32)
-    return layer | {"expert_down_bias": jnp.asarray(rng.normal(size=(8, 32)), jnp.float32)}
+        layer[f"{name}_bias"] = rng.normal(size=(8, *size)).astype(np.float32)
+    return layer | {"expert_down_bias": rng.normal(size=(8, 32)).astype(np.float32)}
 
 
 def by_hand(model: ModelConfig, layer, x_TD) -> np.ndarray:
@@ -78,4 +83,5 @@ def by_hand(model: ModelConfig, layer, x_TD) -> np.ndarray:
 
 
 def tokens_TD(count: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(count), (count, MODEL.width))
+    drawn = np.random.default_rng(count).normal(size=(count, MODEL.width))
+    return jnp.asarray(drawn, jnp.float32)
