@@ -76,15 +76,15 @@ HEADS, GROUPS, KEY, VALUE, TAPS = 2, 2, 4, 3, 3
 def inputs(rows: int, length: int, seed: int = 0, decay: float = 0.3) -> Mixed:
     rng = np.random.default_rng(seed)
 
-    def draw(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+    def draw(*shape: int, change=lambda drawn: drawn) -> jax.Array:
+        return jnp.asarray(change(rng.normal(size=shape)), jnp.float32)
 
     return Mixed(
         query=draw(rows, length, HEADS, KEY),
         key=draw(rows, length, HEADS, KEY),
         value=draw(rows, length, HEADS, GROUPS, VALUE),
-        decay=-decay * jnp.abs(draw(rows, length, HEADS, GROUPS)),
-        rate=jax.nn.sigmoid(draw(rows, length, HEADS, GROUPS)),
+        decay=draw(rows, length, HEADS, GROUPS, change=lambda drawn: -decay * np.abs(drawn)),
+        rate=draw(rows, length, HEADS, GROUPS, change=lambda drawn: 1 / (1 + np.exp(-drawn))),
         taps=(draw(HEADS, KEY, TAPS), draw(HEADS, KEY, TAPS), draw(HEADS, GROUPS, VALUE, TAPS)),
     )
 
@@ -124,7 +124,7 @@ LENGTH = 2 * CHUNK + 20
 SEGMENTS = ((3, 4, 50, CHUNK, CHUNK + 1), (2 * CHUNK + 7,), ())
 
 
-WHOLE = jax.jit(mix_rows)
+WHOLE, CACHED = jax.jit(mix_rows), jax.jit(mix_cached)
 
 
 def starts() -> np.ndarray:
@@ -169,13 +169,16 @@ def test_equal_keys_and_full_rates_are_stable(decay):
     """
     mixed = inputs(1, LENGTH, decay=decay)
     mixed = mixed._replace(
-        query=jnp.ones_like(mixed.query),
-        key=jnp.ones_like(mixed.key),
-        rate=jnp.ones_like(mixed.rate),
-        taps=jax.tree.map(lambda taps: jnp.zeros_like(taps).at[..., -1].set(1.0), mixed.taps),
+        query=np.ones_like(mixed.query),
+        key=np.ones_like(mixed.key),
+        rate=np.ones_like(mixed.rate),
+        taps=jax.tree.map(
+            lambda taps: np.tile(np.float32([0, 0, 1]), (*taps.shape[:-1], 1)), mixed.taps
+        ),
     )
-    out = WHOLE(mixed, jnp.zeros((1, LENGTH), jnp.int32))
-    np.testing.assert_allclose(out, jax.nn.silu(mixed.value) * KEY**-0.5, atol=1e-5)
+    out = WHOLE(mixed, np.zeros((1, LENGTH), np.int32))
+    value = np.asarray(mixed.value)
+    np.testing.assert_allclose(out, value / (1 + np.exp(-value)) * KEY**-0.5, atol=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -186,13 +189,13 @@ def test_states_of_slots_go_on_where_they_were(seed):
     """
     rng, slots, width = np.random.default_rng(seed), 3, 5
     most = 100
-    mixed = inputs(slots, most, seed)
-    whole = WHOLE(mixed, jnp.zeros((slots, most), jnp.int32))
+    # Slices are of arrays of NumPy: JAX would compile one for each number of tokens.
+    mixed = jax.device_get(inputs(slots, most, seed))
+    whole = np.asarray(WHOLE(mixed, np.zeros((slots, most), np.int32)))
     state = empty_linear_state(slots, HEADS, GROUPS, KEY, VALUE, TAPS, jnp.float32)
     # Whatever a slot had before it begins counts for nothing.
-    state = jax.tree.map(lambda x: jnp.full_like(x, np.nan), state)
+    state = jax.tree.map(lambda x: np.full(x.shape, np.nan, x.dtype), state)
     done = np.zeros(slots, np.int32)
-    append = jax.jit(mix_cached)
     for number in range(14):
         if number == 7:
             done[1] = 0
@@ -211,13 +214,14 @@ def test_states_of_slots_go_on_where_they_were(seed):
         places = np.minimum(begin[:, None] + np.arange(width), most - 1)
         part = Mixed(*(x[rows[:, None], places] for x in mixed[:5]), mixed.taps)
         # What is behind a row's tokens is no matter.
-        out, state = append(
+        out, state = CACHED(
             part,
             state,
             jnp.asarray(begin, jnp.int32),
             jnp.asarray(counts, jnp.int32),
             None if number % 2 else jnp.asarray(rows, jnp.int32),
         )
+        out = np.asarray(out)
         for row, slot in enumerate(rows):
             np.testing.assert_allclose(
                 out[row, : counts[row]], whole[slot, places[row, : counts[row]]], atol=1e-5
@@ -236,13 +240,13 @@ def test_segments_of_a_packed_row_score_as_rows_of_their_own():
     def states(params, tokens, segments):
         return forward_rows(model, layout, params, tokens, segments)
 
-    packed = states(loaded(name), tokens, segments)
+    packed = np.asarray(states(loaded(name), tokens, segments))
     for number in (1, 2, 3):
         own = tokens[segments == number]
         alone = np.zeros((1, 20), np.int32)
         alone[0, : len(own)] = own
         is_real = (np.arange(20) < len(own)).astype(np.int32)[None]
-        expected = states(loaded(name), alone, is_real)[0, : len(own)]
+        expected = np.asarray(states(loaded(name), alone, is_real))[0, : len(own)]
         np.testing.assert_allclose(packed[0, segments[0] == number], expected, atol=3e-5)
 
 
@@ -290,7 +294,8 @@ def test_adapters_score_as_the_merged_model():
         return jax.grad(total, has_aux=True)(adapters)
 
     policy = adapt(loaded(name), adapters, lora)
-    whole = jax.jit(states)(jax.tree.map(merged, policy, is_leaf=is_adapted))
+    merge = functools.partial(jax.tree.map, merged, is_leaf=is_adapted)
+    whole = jax.jit(lambda policy: states(merge(policy)))(policy)
     gradients, found = adapted(adapters)
     np.testing.assert_allclose(found, whole, atol=1e-4)
     assert {f"linear_{each}" for each in ("query", "key", "value", "gate", "out")} < set(
@@ -306,18 +311,18 @@ def _assert_trained(path, gradient):
 def in_int8(model: ModelConfig, params):
     """The engine's parameters, every matrix that can be as int8."""
     specs = engine_specs(model, len(params["embed"]), "int8")
-    return jax.tree.map(
-        lambda spec, leaf: quantize(leaf, spec.axes, spec.inputs) if is_quantized(spec) else leaf,
-        specs,
-        params,
-        is_leaf=is_quantized,
-    )
+
+    def converted(spec, leaf):
+        return quantize(leaf, spec.axes, spec.inputs) if is_quantized(spec) else leaf
+
+    convert = functools.partial(jax.tree.map, converted, specs, is_leaf=is_quantized)
+    return jax.jit(convert)(params)
 
 
 def test_int8_matrices_compute_as_the_dequantised_ones():
     name = "qwen3_next"
     model, tokens = checkpoint(name).model, reference(name)["tokens"]
-    params = in_int8(model, unstack_layers(loaded(name), model.num_layers))
+    params = in_int8(model, unstack_layers(jax.device_get(loaded(name)), model.num_layers))
     left = {
         key
         for layer in params["layers"]
