@@ -50,14 +50,14 @@ def init_jitted(specs, key):
 @functools.cache
 def make_params(seed: int = 0, model: ModelConfig = MODEL):
     """Norm scales away from one, so that leaving one out shows."""
-    specs = parameter_specs(model, VOCAB)
-    params = init_jitted(specs, jax.random.key(seed))
-    key = jax.random.key(seed + 1)
-    for name in ("attention_norm", "ffn_norm"):
-        noise = jax.random.normal(jax.random.fold_in(key, len(name)), specs["layers"][name].shape)
-        params["layers"][name] = 1.0 + 0.3 * noise
-    params["final_norm"] = 1.0 + 0.3 * jax.random.normal(key, (model.width,))
-    return params
+    params = init_jitted(parameter_specs(model, VOCAB), jax.random.key(seed))
+    rng, layers = np.random.default_rng(seed + 1), params["layers"]
+
+    def norm(shape):
+        return jnp.asarray(1.0 + 0.3 * rng.normal(size=shape), jnp.float32)
+
+    layers |= {name: norm(layers[name].shape) for name in ("attention_norm", "ffn_norm")}
+    return params | {"layers": layers, "final_norm": norm((model.width,))}
 
 
 def make_logits(model: ModelConfig):
@@ -87,15 +87,16 @@ def make_tokens(seed: int = 0) -> np.ndarray:
 
 def test_rms_norm_is_its_arithmetic():
     # Mean square of (3, 4): 12.5; 3 / sqrt(12.5) = 0.8485, 4 / sqrt(12.5) = 1.1314.
-    out = rms_norm(jnp.array([[[3.0, 4.0]]]), jnp.array([1.0, 10.0]), 0.0)
+    norm = jax.jit(rms_norm, static_argnums=2)
+    out = norm(jnp.array([[[3.0, 4.0]]]), jnp.array([1.0, 10.0]), 0.0)
     np.testing.assert_allclose(out, [[[3 / math.sqrt(12.5), 40 / math.sqrt(12.5)]]], rtol=1e-6)
     # eps under the root: 1e-3 / sqrt(1e-6 + 3e-6) = 0.5.
-    out = rms_norm(jnp.full((1, 4), 1e-3), jnp.ones(4), 3e-6)
+    out = norm(np.full((1, 4), 1e-3, np.float32), np.ones(4, np.float32), 3e-6)
     np.testing.assert_allclose(out, np.full((1, 4), 0.5), rtol=1e-5)
     # In fp32 inside: the squares of bf16 values near 1e-25 are 0 in bf16 arithmetic's reach.
-    tiny = rms_norm(jnp.array([[3e4, 4e4]], jnp.bfloat16), jnp.ones(2, jnp.bfloat16), 1e-6)
+    tiny = norm(np.array([[3e4, 4e4]], jnp.bfloat16), np.ones(2, jnp.bfloat16), 1e-6)
     assert tiny.dtype == jnp.bfloat16
-    np.testing.assert_allclose(tiny.astype(np.float32), [[0.8485, 1.1314]], rtol=4e-3)
+    np.testing.assert_allclose(np.asarray(tiny).astype(np.float32), [[0.8485, 1.1314]], rtol=4e-3)
 
 
 def rotate_by_hand(x_TH: np.ndarray, positions: list[int], theta: float) -> np.ndarray:
@@ -116,7 +117,7 @@ def test_rotary_is_a_turn_of_pairs(axes_between):
     rng = np.random.default_rng(0)
     positions = np.array([[0, 1, 7], [100, 3, 0]])
     x = rng.normal(size=(2, 3, *axes_between, 8)).astype(np.float32)
-    out = np.asarray(rotate(jnp.asarray(x), jnp.asarray(positions), rope_frequencies(8, 100.0)))
+    out = np.asarray(jax.jit(rotate)(x, positions, rope_frequencies(8, 100.0)))
     for row in range(2):
         for place in np.ndindex(*axes_between):
             index = (row, slice(None), *place)
@@ -192,7 +193,7 @@ def test_attention_in_blocks_equals_attention_at_once_in_both_directions(setting
     segments = np.concatenate([np.full(90, 1), np.full(150, 2), np.full(50, 3), np.zeros(10)])
     segments = np.stack([segments, np.ones(300)]).astype(np.int32)
     query = jnp.asarray(rng.normal(size=(2, 300, 2, 2, 8)), jnp.float32)
-    key, value = jnp.asarray(rng.normal(size=(2, 2, 2, 300, 8)), jnp.float32)
+    key, value = rng.normal(size=(2, 2, 2, 300, 8)).astype(np.float32)
     weight = jnp.asarray(rng.normal(size=query.shape), jnp.float32)
     positions = row_positions(segments)
 
@@ -217,19 +218,22 @@ def test_a_chunk_of_queries_behind_what_was_read_is_the_end_of_the_whole():
     """The last 200 of 300, over several blocks; and in any order, because positions are told."""
     rng = np.random.default_rng(6)
     segments = np.concatenate([np.full(170, 1), np.full(130, 2)])[None].astype(np.int32)
-    query = jnp.asarray(rng.normal(size=(1, 300, 2, 2, 8)), jnp.float32)
-    key, value = jnp.asarray(rng.normal(size=(2, 1, 2, 300, 8)), jnp.float32)
+    query = rng.normal(size=(1, 300, 2, 2, 8)).astype(np.float32)
+    key, value = rng.normal(size=(2, 1, 2, 300, 8)).astype(np.float32)
     positions = row_positions(segments)
-    whole = _attend(query, key, value, positions, positions, scale=8**-0.5, window=90)
-    late = Positions(positions.order[:, 100:], positions.segment[:, 100:])
+    blocked, at_once = (
+        jax.jit(functools.partial(attend, scale=8**-0.5, window=90))
+        for attend in (attention, _attend)
+    )
+    whole = np.asarray(at_once(query, key, value, positions, positions))
+    order, segment = map(np.asarray, positions)
+    late = Positions(jnp.asarray(order[:, 100:]), jnp.asarray(segment[:, 100:]))
     assert late.order.shape[1] > BLOCK_SIZE
-    chunk = attention(query[:, 100:], key, value, late, positions, scale=8**-0.5, window=90)
+    chunk = blocked(query[:, 100:], key, value, late, positions)
     np.testing.assert_allclose(chunk, whole[:, 100:], atol=2e-5)
     mixed = rng.permutation(300)
-    there = Positions(positions.order[:, mixed], positions.segment[:, mixed])
-    moved = attention(
-        query[:, 100:], key[:, :, mixed], value[:, :, mixed], late, there, scale=8**-0.5, window=90
-    )
+    there = Positions(jnp.asarray(order[:, mixed]), jnp.asarray(segment[:, mixed]))
+    moved = blocked(query[:, 100:], key[:, :, mixed], value[:, :, mixed], late, there)
     np.testing.assert_allclose(moved, whole[:, 100:], atol=2e-5)
 
 
@@ -361,14 +365,14 @@ def test_attention_is_softmax_attention_with_groups_causality_segments_windows(w
         return s <= t and near and segments[b, t] == segments[b, s] > 0
 
     positions = row_positions(segments)
-    arrays = map(jnp.asarray, (query, key, value))
-    attend = functools.partial(attention, *arrays, positions, positions, scale=0.4, softcap=softcap)
-    out = np.asarray(attend(window=window))
+    given = query, key, value, positions, positions
+    attend = functools.partial(attention, scale=0.4, softcap=softcap)
+    out = np.asarray(jax.jit(functools.partial(attend, window=window))(*given))
     by_hand = functools.partial(attention_by_hand, query, key, value, may_look, scale=0.4)
     expected = by_hand(softcap=softcap or math.inf)
     np.testing.assert_allclose(out[segments > 0], expected[segments > 0], atol=1e-5)
     if window is not None:
-        np.testing.assert_array_equal(out, attend(window=jnp.int32(window)))
+        np.testing.assert_array_equal(out, jax.jit(attend)(*given, window=np.int32(window)))
     if softcap:
         assert np.max(np.abs(expected - by_hand())[1]) > 0.1 or window == 1
     # The first token of a segment sees itself alone: the value of its head, in every group.
@@ -422,7 +426,7 @@ def test_the_forward_pass_is_the_formulas(full_logits):
 
 def test_packed_rows_equal_the_episodes_alone(full_logits):
     tokens = make_tokens(4)
-    alone = full_logits(make_params(), tokens, np.ones_like(tokens))
+    alone = np.asarray(full_logits(make_params(), tokens, np.ones_like(tokens)))
     packed = tokens.copy()
     segments = np.zeros_like(tokens)
     # Row 0: 9 tokens of episode 0, then 11 of episode 1, then 4 positions of padding.
@@ -431,7 +435,7 @@ def test_packed_rows_equal_the_episodes_alone(full_logits):
     # Row 1: three episodes without any padding.
     packed[1] = np.concatenate([tokens[2, :5], tokens[3, :1], tokens[4, :18]])
     segments[1] = [1] * 5 + [2] + [3] * 18
-    logits = full_logits(make_params(), packed, segments)
+    logits = np.asarray(full_logits(make_params(), packed, segments))
     for row, place, episode, count in (
         (0, 0, 0, 9),
         (0, 9, 1, 11),
@@ -497,7 +501,7 @@ LENGTHS = np.array([LENGTH, 1, 13, 7, 20])
 def test_cached_decoding_equals_the_full_forward(full_logits, width, seed):
     tokens = make_tokens(seed)
     full = np.asarray(full_logits(make_params(), tokens, np.ones_like(tokens)))
-    params = unstack_layers(make_params(), MODEL.num_layers)
+    params = unstack_layers(jax.device_get(make_params()), MODEL.num_layers)
     decode(MODEL, params, tokens, LENGTHS, Counts(width, seed), full, 1e-5)
 
 
@@ -505,15 +509,15 @@ def test_bf16_is_near_fp32_and_decodes_like_it(full_logits):
     model = dataclasses.replace(MODEL, compute_dtype="bfloat16")
     tokens = make_tokens()
     exact = np.asarray(full_logits(make_params(), tokens, np.ones_like(tokens)))
-    rough = make_logits(model)(make_params(), tokens, np.ones_like(tokens))
+    rough = np.asarray(make_logits(model)(make_params(), tokens, np.ones_like(tokens)))
     assert rough.dtype == jnp.float32
     assert np.isfinite(rough).all()
     # 8 bits of mantissa: about 1 % of logits of deviation 1.
     assert 1e-4 < np.abs(rough - exact).mean() < 2e-2
     assert np.abs(rough - exact).max() < 0.15
-    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), make_params())
+    params = jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.bfloat16), make_params())
     params = unstack_layers(params, MODEL.num_layers)
-    decode(model, params, tokens, LENGTHS, Counts(5, 4), np.asarray(rough), 0.15)
+    decode(model, params, tokens, LENGTHS, Counts(5, 4), rough, 0.15)
 
 
 def test_tied_embeddings_have_no_head_and_use_the_embedding():
@@ -521,7 +525,7 @@ def test_tied_embeddings_have_no_head_and_use_the_embedding():
     specs = parameter_specs(model, VOCAB)
     assert "head" not in specs and "head" in parameter_specs(MODEL, VOCAB)
     assert num_parameters(parameter_specs(MODEL, VOCAB)) - num_parameters(specs) == 32 * VOCAB
-    tied = make_params(0, model)
+    tied = jax.device_get(make_params(0, model))
     np.testing.assert_array_equal(head_weights(tied), tied["embed"].T)
     # An untied model whose head is the embedding transposed is the same model.
     untied = {**tied, "head": tied["embed"].T}
