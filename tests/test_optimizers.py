@@ -97,7 +97,7 @@ def test_adafactor_by_hand_where_it_is_factored(axes, as_matrix):
     specs = specs_of(sizes, p=axes)
     grads = np.random.default_rng(0).normal(size=specs["p"].shape).astype(np.float32)
     grads[0] *= 1e3
-    params = {"p": jnp.zeros(grads.shape)}
+    params = {"p": np.zeros(grads.shape, np.float32)}
     got = first_direction({"p": jnp.array(grads)}, params, specs, optimizer="adafactor")["p"]
     got, grads = got.reshape(-1, *as_matrix), grads.reshape(-1, *as_matrix)
     for found, grad in zip(got, grads, strict=True):
@@ -112,8 +112,8 @@ def adafactor_updates(specs, gradients):
     """The directions of several updates."""
     config = TrainConfig(max_grad_norm=1e9, optimizer="adafactor")
     optimizer = make_optimizer(config, specs)
-    params = jax.tree.map(lambda spec: jnp.zeros(spec.shape), specs, is_leaf=is_spec)
-    state, update, found = optimizer.init(params), jax.jit(optimizer.update), []
+    params = jax.tree.map(lambda spec: np.zeros(spec.shape, np.float32), specs, is_leaf=is_spec)
+    state, update, found = jax.jit(optimizer.init)(params), jax.jit(optimizer.update), []
     for grads in gradients:
         direction, state = update(grads, state, params)
         found.append(jax.tree.map(np.asarray, direction))
@@ -149,8 +149,8 @@ def test_adafactor_is_that_of_optax_for_a_single_matrix():
         for step in range(4)
     ]
     theirs = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
-    params = {name: jnp.zeros(spec.shape) for name, spec in specs.items()}
-    state, update = theirs.init(params), jax.jit(theirs.update)
+    params = {name: np.zeros(spec.shape, np.float32) for name, spec in specs.items()}
+    state, update = jax.jit(theirs.init)(params), jax.jit(theirs.update)
     for grads, found in zip(gradients, adafactor_updates(specs, gradients), strict=True):
         expected, state = update(grads, state, params)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), found, expected)
@@ -175,7 +175,7 @@ def test_muon_makes_each_layers_projection_orthogonal(axes, as_matrix):
     sizes = {"L": 2, "E": 3, "D": 16, "K": 2, "G": 3, "H": 4, "F": 10, "R": 4}
     specs = specs_of(sizes, p=axes)
     grads = np.random.default_rng(1).normal(size=specs["p"].shape).astype(np.float32)
-    params = {"p": jnp.zeros(grads.shape)}
+    params = {"p": np.zeros(grads.shape, np.float32)}
     got = first_direction({"p": jnp.array(grads)}, params, specs, optimizer="muon")["p"]
     got, grads = got.reshape(-1, *as_matrix[-2:]), grads.reshape(-1, *as_matrix[-2:])
     for found, grad in zip(got, grads, strict=True):
@@ -190,9 +190,9 @@ def test_muon_updates_vectors_embedding_and_head_as_adamw():
     specs, _ = trained_specs(MODEL, TrainConfig(), VOCAB)
     rng = np.random.default_rng(2)
     grads = jax.tree.map(
-        lambda spec: jnp.array(rng.normal(size=spec.shape), jnp.float32), specs, is_leaf=is_spec
+        lambda spec: rng.normal(size=spec.shape).astype(np.float32), specs, is_leaf=is_spec
     )
-    params = jax.tree.map(jnp.zeros_like, grads)
+    params = jax.tree.map(np.zeros_like, grads)
     muon = first_direction(grads, params, specs, optimizer="muon")
     adam = first_direction(grads, params, specs)
     same = jax.tree.map(lambda a, b: bool(np.allclose(a, b, rtol=1e-5)), muon, adam)
@@ -241,8 +241,8 @@ def test_axes_of_muon_are_places_in_the_array():
 @pytest.mark.parametrize("name", NAMES)
 def test_norms_biases_and_embeddings_do_not_decay(name):
     specs, _ = trained_specs(MODEL, TrainConfig(), VOCAB)
-    params = jax.tree.map(lambda spec: jnp.ones(spec.shape), specs, is_leaf=is_spec)
-    zeros = jax.tree.map(jnp.zeros_like, params)
+    params = jax.tree.map(lambda spec: np.ones(spec.shape, np.float32), specs, is_leaf=is_spec)
+    zeros = jax.tree.map(np.zeros_like, params)
     got = first_direction(zeros, params, specs, optimizer=name, weight_decay=0.5)
     decayed = {"query", "key", "value", "out", "gate", "up", "down"}
     assert {key for key, value in got["layers"].items() if value.any()} == decayed
@@ -272,7 +272,7 @@ def test_adafactor_s_moments_and_their_axes(axes, row, column):
     sizes = {"L": 130, "E": 3, "D": 129, "K": 2, "G": 3, "H": 64, "F": 131, "V": 150, "R": 8}
     specs = specs_of(sizes, p=axes)
     optimizer = make_optimizer(TrainConfig(optimizer="adafactor"), specs)
-    params = jax.tree.map(lambda spec: jnp.zeros(spec.shape), specs, is_leaf=is_spec)
+    params = jax.tree.map(lambda spec: np.zeros(spec.shape, np.float32), specs, is_leaf=is_spec)
     state = jax.eval_shape(optimizer.init, params)
     named = moment_axes(state, specs)[1][0]
     expected = (row, column) if row else (axes,)
