@@ -311,6 +311,7 @@ def test_rloo_by_hand():
     assert leave_one_out([], []) == []
 
 
+TOKEN_ADVANTAGES = jax.jit(rloo_token_advantages, static_argnums=1)
 KL_REWARD = RlooSettings(kl_coefficient=0.5, kl_estimator="k1", kl_in="reward")
 # Group, reward, turns and samples of the tokens, and old - reference at those of the policy, 99 at
 # the others. The fourth is alone in its group; the second one forks.
@@ -361,11 +362,10 @@ def test_rloo_with_the_penalty_in_the_reward_by_hand(rows):
         mask=jnp.asarray(mask),
         **{name: jnp.asarray(fields[name], jnp.int32) for name in ("sequences", "turns", "groups")},
         rewards=jnp.asarray(np.where(mask, fields["rewards"], 0), jnp.float32),
-        old=jnp.where(mask, -1.0, 0.0),
+        old=jnp.asarray(np.where(mask, -1.0, 0.0), jnp.float32),
         reference=jnp.asarray(np.where(mask, -1 - fields["gaps"], 0), jnp.float32),
     )
-    estimate = jax.jit(rloo_token_advantages, static_argnums=1)
-    advantages = estimate(facts, KL_REWARD)
+    advantages = TOKEN_ADVANTAGES(facts, KL_REWARD)
     np.testing.assert_allclose(advantages, np.where(mask, fields["expected"], 0), atol=1e-5)
 
 
@@ -390,16 +390,20 @@ def test_centred_outcomes_by_hand():
     assert centred_outcomes([]) == centred_outcomes([], []) == []
 
 
+NORMALIZED = jax.jit(normalized)
+
+
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 100.1, 1e6])
 def test_normalised_tokens_are_of_any_scale_and_never_noise(scale):
-    mask = jnp.arange(64)[None] % 3 > 0
-    values = jnp.where(jnp.arange(64)[None] < 32, scale, 3 * scale)
-    found = np.asarray(normalized(values, mask))[np.asarray(mask)]
+    mask, places = np.arange(64)[None] % 3 > 0, np.arange(64)[None]
+    values = np.where(places < 32, np.float32(scale), np.float32(3 * scale))
+    found = np.asarray(NORMALIZED(values, mask))[mask]
     assert found.mean() == pytest.approx(0, abs=1e-5) and found.std() == pytest.approx(1, rel=1e-5)
-    equal = jnp.full((1, 64), scale).at[0, ::5].multiply(1 + 1e-7)
-    for noise in (equal, jnp.full((1, 64), scale)):
-        assert not normalized(noise, mask).any()
-    assert not normalized(values, jnp.zeros_like(mask)).any()
+    equal = np.full((1, 64), scale, np.float32)
+    near = np.where(places % 5, equal, equal * np.float32(1 + 1e-7))
+    for noise in (near, equal):
+        assert not np.any(NORMALIZED(noise, mask))
+    assert not np.any(NORMALIZED(values, np.zeros_like(mask)))
 
 
 # DAPO.
