@@ -31,9 +31,9 @@ both_ways = pytest.mark.parametrize("whole_pages", [False, True])
 def test_a_write_lands_where_it_should_and_nowhere_else(whole_pages):
     # Pages of two tokens; row 0 has the pages 4 and 1, row 1 has 0 and 2, row 2 has 5 and 3.
     table = jnp.array([[4, 1], [0, 2], [5, 3]])
-    before = jnp.zeros((6, 1, 2, 1)) - 1
-    layer = LayerCache(key=before.swapaxes(2, 3), value=before)
-    new = jnp.array([[11.0, 12, 13], [21, 22, 23], [31, 32, 33]]).reshape(3, 3, 1, 1)
+    before = np.full((6, 1, 2, 1), -1, np.float32)
+    layer = LayerCache(key=jnp.asarray(before.swapaxes(2, 3)), value=jnp.asarray(before))
+    new = np.array([[11, 12, 13], [21, 22, 23], [31, 32, 33]], np.float32).reshape(3, 3, 1, 1)
     # Row 0: two entries at 1 and 2. Row 1: none. Row 2: three at 2, 3, 4, of which it has two.
     out = jitted_write(
         layer,
@@ -45,9 +45,10 @@ def test_a_write_lands_where_it_should_and_nowhere_else(whole_pages):
         whole_pages=whole_pages,
     )
     pages = [[-1, -1], [12, -1], [-1, -1], [31, 32], [-1, 11], [-1, -1]]
-    np.testing.assert_array_equal(out.key[:, 0, 0], pages)
+    np.testing.assert_array_equal(np.asarray(out.key)[:, 0, 0], pages)
     np.testing.assert_array_equal(
-        out.value[:, 0, :, 0], np.where(np.array(pages) < 0, pages, np.array(pages) + 100)
+        np.asarray(out.value)[:, 0, :, 0],
+        np.where(np.array(pages) < 0, pages, np.array(pages) + 100),
     )
 
 
