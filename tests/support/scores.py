@@ -22,7 +22,7 @@ LENGTH = 64
 def _scores(seed: int, model: ModelConfig):
     """Log-probs of rows of ids under the weights of a seed, by the trainer's forward pass."""
     params = jax.tree.map(np.asarray, weights(seed, model=model))
-    params["layers"] = stack_layers(params["layers"])
+    params["layers"] = jax.jit(stack_layers)(params["layers"])
     layout = make_layout(MeshShape(), jax.devices()[:1])
 
     @jax.jit
