@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
@@ -90,16 +91,20 @@ def test_reading_latents_equals_expanded_keys_and_values_at_every_token(name, ke
     monkeypatch.setattr(decoder, "choose_pages_kernel", lambda *given: choice)
     model, tokens = checkpoint(name).model, reference(name)["tokens"]
     full = full_logprobs(model, loaded(name), tokens)
-    params = unstack_layers(loaded(name), model.num_layers)
-    append = jax.jit(functools.partial(forward_drafts, model))
+    params = unstack_layers(jax.device_get(loaded(name)), model.num_layers)
+
+    @jax.jit
+    def append(*given):
+        logits, cache = forward_drafts(model, *given)
+        return jax.nn.log_softmax(logits), cache
+
     cache = empty_cache(model, len(tokens), tokens.shape[1], page_size=8)
     start = 0
     for size in [7] * 5 + [1] * (tokens.shape[1] - 35):
         counts = np.full(len(tokens), size, np.int32)
-        logits, cache = append(
+        found, cache = append(
             params, cache, tokens[:, start : start + size], counts * 0 + start, counts
         )
-        found = jax.nn.log_softmax(logits)
         np.testing.assert_allclose(found, full[:, start : start + size], atol=3e-5)
         start += size
 
@@ -130,8 +135,8 @@ def test_a_kernel_reads_latents_where_they_are_as_blockwise_attention(length, pa
     """Blocks of 4 tokens in pages of 8, splits of two pages; of whole pages or halves of them."""
     monkeypatch.setattr(paged_triton, "LATENT_TOKENS", 8 // parts // 2)
     monkeypatch.setattr(paged_triton, "TOKENS_A_SPLIT", 16)
-    rng, cached = np.random.default_rng(0), jnp.array([31, 0, 7, 8, 25])
-    counts = jnp.array([length, 1, 0, length, max(1, length - 2)])
+    rng, cached = np.random.default_rng(0), np.array([31, 0, 7, 8, 25])
+    counts = np.array([length, 1, 0, length, max(1, length - 2)])
     shape = (len(cached), length, 1, LATENT.num_heads, LATENT.cached_size)
     query = jnp.asarray(rng.normal(size=shape), jnp.float32)
     cache = empty_cache(LATENT, len(cached), 40, page_size=8)
@@ -157,8 +162,8 @@ def test_a_kernel_reads_latents_where_they_are_as_blockwise_attention(length, pa
     )
     out = jax.jit(by_kernel)(dataclasses.replace(cache, parts=parts), query, cached, counts)
     assert out.shape[-1] == LATENT.latent_size
-    real = np.arange(length)[None] < np.asarray(counts)[:, None]
-    np.testing.assert_allclose(out[real], expected[real], atol=2e-6)
+    real, out = np.arange(length)[None] < counts[:, None], np.asarray(out)
+    np.testing.assert_allclose(out[real], np.asarray(expected)[real], atol=2e-6)
     assert np.all(np.isfinite(out)) and not np.any(out[counts == 0])
 
 
@@ -214,11 +219,12 @@ def test_values_smaller_than_keys_are_attended_to_by_every_kernel():
     value = rng.normal(size=(2, 3, 20, 5))
     scores = np.einsum("BTKGH,BKSH->BKGTS", query, key) * 0.3
     scores = np.where(np.tri(20, dtype=bool), scores, -np.inf)
-    expected = jnp.einsum("BKGTS,BKSH->BTKGH", jax.nn.softmax(scores), value)
+    expected = np.einsum("BKGTS,BKSH->BTKGH", scipy.special.softmax(scores, axis=-1), value)
     inputs = [jnp.asarray(array, jnp.float32) for array in (query, key, value)]
-    segments = jnp.ones((2, 20), jnp.int32)
+    segments, layout = np.ones((2, 20), np.int32), make_layout(MeshShape())
     for kernel in ("blockwise", "splash"):
-        found = attend_rows(kernel, make_layout(MeshShape()), *inputs, segments, scale=0.3)
+        attend = jax.jit(functools.partial(attend_rows, kernel, layout, scale=0.3))
+        found = attend(*inputs, segments)
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
@@ -258,8 +264,8 @@ GROUPED = ModelConfig(
 
 
 def route_logits(model: ModelConfig, *logits: float, correction=None):
-    correction = None if correction is None else jnp.asarray(correction)
-    return route(model, jnp.asarray([logits]), jnp.eye(len(logits)), None, correction)
+    given = np.array([logits], np.float32), np.eye(len(logits), dtype=np.float32), None, correction
+    return jax.jit(functools.partial(route, model))(*given)
 
 
 def test_experts_are_in_the_groups_with_the_best_one():
@@ -291,10 +297,9 @@ def test_corrections_choose_and_do_not_weigh():
     weights, experts = route_logits(model, *logits, correction=correction)
     assert experts.tolist() == [[1, 2]]
     np.testing.assert_allclose(weights, [[4 / 7, 3 / 7]], rtol=1e-6)
-    real = jnp.ones((1, 1), bool)
-    counted = count_routing(
-        model, jnp.asarray(logits)[None, None], jnp.eye(3), real, None, jnp.asarray(correction)
-    )
+    real, identity = np.ones((1, 1), bool), np.eye(3, dtype=np.float32)
+    count = jax.jit(functools.partial(count_routing, model))
+    counted = count(logits.astype(np.float32)[None, None], identity, real, None, correction)
     assert counted.chosen.tolist() == [[0, 1, 1]]
     np.testing.assert_allclose(counted.probability, [[6 / 13, 4 / 13, 3 / 13]], rtol=1e-6)
 
@@ -304,7 +309,7 @@ def test_corrections_choose_and_do_not_weigh():
 
 def test_parameters_are_stacked_for_the_layers_that_have_them():
     """The first of three layers is dense."""
-    layers = {"out": jnp.arange(3), "gate": jnp.array([7]), "router": jnp.array([8, 9])}
+    layers = {"out": np.arange(3), "gate": np.array([7]), "router": np.array([8, 9])}
     assert layers_with("gate", 1, 3) == range(1) and layers_with("router", 2, 3) == range(1, 3)
     apart = unstack_layers({"layers": layers}, 3)["layers"]
     expected = [{"out": 0, "gate": 7}, {"out": 1, "router": 8}, {"out": 2, "router": 9}]

@@ -138,9 +138,9 @@ def bits(tree: Any) -> list[bytes]:
 # One projection.
 
 BY_HAND = Adapted(
-    weight=jnp.array([[1.0, 2.0], [3.0, 4.0]]),
-    a=jnp.array([[2.0], [1.0]]),
-    b=jnp.array([[3.0, 5.0]]),
+    weight=np.array([[1.0, 2.0], [3.0, 4.0]], np.float32),
+    a=np.array([[2.0], [1.0]], np.float32),
+    b=np.array([[3.0, 5.0]], np.float32),
     inputs="D",
     outputs="F",
     scale=4.0,
@@ -148,17 +148,18 @@ BY_HAND = Adapted(
 
 
 def test_a_rank_1_adapter_by_hand():
-    x = jnp.array([[[1.0, -1.0]]])
+    x, whole = np.array([[[1.0, -1.0]]], np.float32), np.asarray(jax.jit(merged)(BY_HAND))
     # x W = (-2, -2); x A = 1; 4 * 1 * (3, 5) is added.
-    y = project("BTD,DF->BTF", x, BY_HAND)
+    y = jax.jit(functools.partial(project, "BTD,DF->BTF"))(x, BY_HAND)
     np.testing.assert_array_equal(y, [[[10.0, 18.0]]])
-    np.testing.assert_array_equal(merged(BY_HAND), [[25.0, 42.0], [15.0, 24.0]])
-    np.testing.assert_array_equal(x @ merged(BY_HAND), y)
+    np.testing.assert_array_equal(whole, [[25.0, 42.0], [15.0, 24.0]])
+    np.testing.assert_array_equal(x @ whole, y)
 
-    def total(a, b):
+    @functools.partial(jax.grad, argnums=(0, 1))
+    def gradients(a, b):
         return jnp.sum(project("BTD,DF->BTF", x, dataclasses.replace(BY_HAND, a=a, b=b)))
 
-    grad_a, grad_b = jax.grad(total, argnums=(0, 1))(BY_HAND.a, BY_HAND.b)
+    grad_a, grad_b = jax.jit(gradients)(BY_HAND.a, BY_HAND.b)
     np.testing.assert_array_equal(grad_a, [[32.0], [-32.0]])  # 4 x (3 + 5)
     np.testing.assert_array_equal(grad_b, [[4.0, 4.0]])  # 4 (x A)
 
@@ -170,15 +171,14 @@ def test_heads_and_layers_are_merged_each_with_its_own():
     for name in TARGETS:
         inputs, outputs = PROJECTIONS[name]
         node = policy(state)["layers"][name]
+        whole = np.asarray(jax.jit(merged)(node))
         for layer in range(MODEL.num_layers):
             weight, a, b = (np.asarray(part[layer], np.float64) for part in jax.tree.leaves(node))
             rows = int(np.prod(weight.shape[: len(inputs)]))
             expected = weight.reshape(rows, -1) + 3.0 * a.reshape(rows, 4) @ b.reshape(4, -1)
-            np.testing.assert_allclose(
-                np.asarray(merged(node)[layer]).reshape(expected.shape), expected, atol=2e-6
-            )
+            np.testing.assert_allclose(whole[layer].reshape(expected.shape), expected, atol=2e-6)
             one = jax.tree.map(lambda part, layer=layer: part[layer], node)
-            np.testing.assert_array_equal(merged(one), merged(node)[layer])
+            np.testing.assert_array_equal(jax.jit(merged)(one), whole[layer])
         assert node.weight.ndim == 1 + len(inputs) + len(outputs)
 
 
@@ -260,7 +260,8 @@ def test_gradients_are_those_of_the_merged_model():
     None is 0 (`assert_as_alone`): every target is in the forward pass.
     """
     full = TrainConfig(max_grad_norm=1e9)
-    whole = jax.tree.map(merged, policy(on_host()), is_leaf=is_adapted)
+    merge = functools.partial(jax.tree.map, merged, is_leaf=is_adapted)
+    whole = jax.jit(merge)(policy(on_host()))
     optimizer = jax.tree.map(
         lambda leaf: np.zeros(leaf.shape, leaf.dtype), state_shapes(MODEL, full, VOCAB).optimizer
     )
@@ -422,24 +423,28 @@ def mixed(number: int) -> int:
     return number ^ number >> 16
 
 
+@jax.jit
+@jax.vmap
+def prints(bits: jax.Array) -> jax.Array:
+    """Fingerprints of half and of full width: the same bit counted from the top."""
+    half = jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
+    whole = jax.lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
+    return jnp.stack([fingerprint(half), fingerprint(whole)])
+
+
 @pytest.mark.parametrize("bit", [15, 14, 0])
 @pytest.mark.parametrize("are_zeros", [False, True])
 def test_two_flips_of_one_bit_are_found_at_any_places(bit, are_zeros):
     """Of signs too, which a sum of the bits times odd factors does not see."""
-    bits_N = jax.random.bits(jax.random.key(bit), (48,), jnp.uint16) * jnp.uint16(not are_zeros)
+    drawn = np.random.default_rng(bit).integers(0, 2**16, 48, np.uint16)
+    bits_N = drawn * np.uint16(not are_zeros)
     flips_PN = np.zeros((48 * 47 // 2, 48), np.uint16)
     for row, places in zip(flips_PN, itertools.combinations(range(48), 2), strict=True):
         row[list(places)] = 1 << bit
 
-    def prints(bits: jax.Array) -> jax.Array:
-        # Of half and of full width: the same bit counted from the top.
-        half = jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
-        whole = jax.lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
-        return jnp.stack([fingerprint(half), fingerprint(whole)])
-
-    found_P2 = jax.vmap(prints)(bits_N[None] ^ flips_PN)
-    assert found_P2.shape == (1128, 2)
-    assert not np.any(found_P2 == prints(bits_N)[None])
+    found_P2 = np.asarray(prints(np.concatenate([bits_N[None], bits_N[None] ^ flips_PN])))
+    assert found_P2.shape == (1 + 1128, 2)
+    assert not np.any(found_P2[1:] == found_P2[:1])
 
 
 def test_a_checkpoint_with_fingerprints_of_another_version_is_no_damage(tmp_path, monkeypatch):
