@@ -284,7 +284,8 @@ def engine_on(mesh: str) -> Engine:
 @functools.cache
 def converse_on(mesh: str):
     engine = engine_on(mesh)
-    weights = engine.load_params(unstack_layers(jax.device_get(params()), MODEL.num_layers))
+    weights = unstack_layers(jax.device_get(params()), MODEL.num_layers)
+    weights = engine.load_params(jax.tree.map(jnp.asarray, weights))
     play = functools.partial(engine.play, weights)
     return converse(
         play, engine.empty_state(MAX_TOKENS), make_scripts(NUM_SLOTS, turns=2), num_slots=NUM_SLOTS

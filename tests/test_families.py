@@ -211,9 +211,8 @@ def test_engine_samples_the_tokens_of_transformers_on_a_mesh(name, mesh):
         ),
         make_layout(mesh),
     )
-    weights = engine.load_params(
-        unstack_layers(jax.device_get(loaded(name)), given.model.num_layers)
-    )
+    weights = unstack_layers(jax.device_get(loaded(name)), given.model.num_layers)
+    weights = engine.load_params(jax.tree.map(jnp.asarray, weights))
     prompt = tuple(reference(name)["prompt"].tolist())
     _, transcripts = converse(
         functools.partial(engine.play, weights),

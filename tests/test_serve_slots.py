@@ -261,7 +261,7 @@ def test_a_signal_ends_it_and_its_requests_with_a_reason(cache, tmp_path):
         body = {"prompt": "x", "max_tokens": 5000}
         thread = threading.Thread(target=lambda: found.append(send(server.http, COMPLETIONS, body)))
         thread.start()
-        streamed = forever_over_http(server, stream=True)
+        streamed = forever_over_http(server, stream=True, max_tokens=5000)
         assert has_begun(streamed)
         idle = connect(server.http)
         idle.connect()

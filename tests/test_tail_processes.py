@@ -311,7 +311,7 @@ def steps_in_lockstep() -> dict[str, Any]:
         placement = placed(run, T2, C2, MeshShape(data=2), few=(2, 4))
         assert placement.plays_together
         if name == "moves":
-            placement.sessions._played.add(rollout_key(C2, TOKENS, SLOTS))
+            placement.sessions.played.add(rollout_key(C2, TOKENS, SLOTS))
         found[name] = take_steps(run, placement)
         history = LoadHistory(steps=(load_of(TOKENS),))
         found[name]["wanted"] = list(wanted_programs(placement, history))
