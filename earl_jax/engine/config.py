@@ -40,7 +40,7 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens are cut off, at whatever temperature."""
+        """True where some tokens are cut off, at whatever temperature."""
         return (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0)
 
     def validate(self, where: str) -> None:
@@ -69,12 +69,11 @@ class SlotRules(NamedTuple):
     A slot has at most `burst` forward passes a round. Each of `end_of_turn_ids` ends a turn. Chunks
     are appended in tiles of `tile_width` tokens, `append_tokens` a pass (appending.py). With
     `model_logprobs` each token's log-prob under the model itself is recorded too, which takes one
-    more pass over the logits. Without `truncates` no slot's sampling may truncate,
-    and a decode step has no branches for that. With `choice_branches` a turn can be restricted to
-    replies whose tree has at most so many branches, or to so many tokens. With `draft` above 0 each
-    forward pass also scores up to so many drafted tokens: those that followed the slot's last
-    `ngram` ids before (`drafts.look_up`). `attention` over pages: see
-    `kernels.choose_pages_kernel`.
+    more pass over the logits. Without `truncates` no slot's sampling may truncate, and a decode
+    step has no branches for that. With `choice_branches` a turn can be restricted to replies whose
+    tree has at most so many branches, or to so many tokens. With `draft` above 0 each forward pass
+    also scores up to so many drafted tokens: those that followed the slot's last `ngram` ids before
+    (`drafts.look_up`). `attention` over pages: see `kernels.choose_pages_kernel`.
     """
 
     burst: int
