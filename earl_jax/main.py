@@ -12,6 +12,7 @@ from pathlib import Path
 from earl_jax.config.file import given_config, make_config
 from earl_jax.config.train_flags import parse_flags, replayed_config
 from earl_jax.launch.start import STOPPED, STOPPED_REPLAY, exit_status, start_jax
+from earl_jax.settings.errors import writes_below
 
 
 def train_command(arguments: Sequence[str]) -> int:
@@ -38,7 +39,11 @@ def train_command(arguments: Sequence[str]) -> int:
         with end_together():
             check(config, workdir, restart=flags.restart)
         return 0
-    with end_together(), StopSignals(lambda: saved_in_words(workdir)) as signals:
+    with (
+        end_together(),
+        writes_below(workdir),
+        StopSignals(lambda: saved_in_words(workdir)) as signals,
+    ):
         end = train(
             config, workdir, lambda: signals.received, restart=flags.restart, replay=flags.replay
         )

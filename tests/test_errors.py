@@ -14,7 +14,7 @@ from earl_jax.launch.agreement import open_shared_workdir
 from earl_jax.launch.cluster import processes_only
 from earl_jax.launch.start import exit_status
 from earl_jax.run.workdir import read_newest
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.errors import InputError, writes_below
 from tests.support import ROOT
 from tests.support.settings import make_config
 
@@ -90,6 +90,19 @@ def test_a_disk_that_is_full_or_broken_is_one_message_and_status_1(tmp_path, cap
         where = "a file" if error is errors[-1] else tmp_path / "a"
         assert line.startswith(f"error: {where} cannot be written: ")
         assert "give the same command again" in line
+
+
+def test_a_write_into_an_open_file_names_the_folder_where_there_is_no_room(tmp_path, capsys):
+    def write(number, *name):
+        with writes_below(tmp_path):
+            raise OSError(number, os.strerror(number), *name)
+
+    for name, where in ((), f"a file, most likely one below {tmp_path},"), (("/b",), "/b"):
+        assert exit_status(lambda name=name: write(errno.ENOSPC, *name)) == 1
+        assert capsys.readouterr().err.startswith(f"error: {where} cannot be written: No space")
+    with pytest.raises(ConnectionRefusedError) as refused:
+        write(errno.ECONNREFUSED)
+    assert refused.value.filename is None
 
 
 @pytest.mark.parametrize(

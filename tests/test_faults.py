@@ -263,7 +263,8 @@ def test_a_run_whose_disk_was_full_goes_on_when_there_is_room(cache, tmp_path, m
 
     read = {path.name: path.read_text() for path in kept.glob("*_*")}
     assert read["status_1"] == "1\n" and read["errors_1"].count("\n") == 1, read
-    assert read["errors_1"].startswith(f"error: {disk / 'w'}"), read
+    # Which file finds no room depends on what else is being written.
+    assert read["errors_1"].startswith("error: ") and f"{disk / 'w'}" in read["errors_1"], read
     assert "cannot be written: No space left on device" in read["errors_1"]
     assert read["status_2"] == "0\n", read
     (step,) = re.findall(r"after step (\d) of 6", read["output_2"])

@@ -2,11 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors that end a command with one message: a mistake in what was given, or a failed run."""
 
+import contextlib
 import errno
 import os
 import re
 import sysconfig
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 # What a person puts right by naming another folder or by being allowed to write there.
@@ -47,6 +49,17 @@ def disk_in_words(error: BaseException) -> str:
         f"{where} cannot be written: {os.strerror(number)}. Make room there, or mend the disk, and "
         "give the same command again: a run goes on from its newest checkpoint"
     )
+
+
+@contextlib.contextmanager
+def writes_below(folder: Path) -> Iterator[None]:
+    """Gives an error of the disk that names no file, as of a write into an open one, a place."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _DISK and error.filename is None:
+            error.filename = f"a file, most likely one below {folder},"
+        raise
 
 
 # Folders of code that is no user's: this package, and what is installed.
