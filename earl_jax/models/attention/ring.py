@@ -42,13 +42,16 @@ from earl_jax.models.attention.partial_attention import (
     Sides,
     conclude,
     gradient_of_sinks,
+    heads_first,
     joined,
     look,
     look_back,
     merge,
+    no_gradients,
     nothing_seen,
     outcome,
     pieces,
+    tokens_first,
 )
 from earl_jax.models.attention.rows import Positions, Window
 from earl_jax.models.contraction import mark_attention
@@ -153,7 +156,7 @@ def _forward_shard(
     known: _Known, query_BTKGH, key_BKTH, value_BKTH, segments_BS, window, sinks_KG
 ) -> tuple[jax.Array, jax.Array]:
     """One shard: its queries' out_BTKGH, and the logarithms of their softmax's sums, BKGT."""
-    queries, own = pieces(query_BTKGH, 1, 2), _parts_of(key_BKTH, value_BKTH)
+    queries, own = pieces(heads_first(query_BTKGH), 3, 2), _parts_of(key_BKTH, value_BKTH)
     rules = Rules(known.scale, known.softcap, window)
 
     def see(seen: Any, sides: Sides, pair: _Pair) -> Any:
@@ -163,7 +166,7 @@ def _forward_shard(
 
     seen = _go_round(known, segments_BS, window, own, nothing_seen(queries, sinks_KG), see)
     out, log_total = conclude(seen)
-    return joined(out, 1).astype(query_BTKGH.dtype), joined(log_total, 3)
+    return tokens_first(joined(out, 3)).astype(query_BTKGH.dtype), joined(log_total, 3)
 
 
 def _backward_shard(
@@ -182,10 +185,10 @@ def _backward_shard(
 
     And of sinks, by its rows.
     """
-    queries, own = pieces(query_BTKGH, 1, 2), _parts_of(key_BKTH, value_BKTH)
+    queries, own = pieces(heads_first(query_BTKGH), 3, 2), _parts_of(key_BKTH, value_BKTH)
     rules = Rules(known.scale, known.softcap, window)
-    whole = outcome(out_BTKGH, grad_BTKGH, log_total_BKGT)
-    outcomes = Outcome(*(pieces(a, axis, 2) for a, axis in zip(whole, (1, 3, 3), strict=True)))
+    whole = outcome(heads_first(out_BTKGH), heads_first(grad_BTKGH), log_total_BKGT)
+    outcomes = Outcome(*(pieces(array, 3, 2) for array in whole))
 
     def see(grads: Any, sides: Sides, pair: _Pair) -> Any:
         found = look_back(
@@ -205,13 +208,13 @@ def _backward_shard(
         """Sends gradients along with their keys and values; they return after the last hop."""
         return grads[0], _hand_on(known, grads[1])
 
-    zeros = jax.tree.map(lambda array: jnp.zeros(array.shape, jnp.float32), (queries, own))
+    zeros = jnp.zeros(queries.shape, jnp.float32), no_gradients(own)
     of_query, of_sides = _go_round(known, segments_BS, window, own, zeros, see, hand_on)
     return (
-        joined(of_query, 1).astype(query_BTKGH.dtype),
-        joined(of_sides.key, 2).astype(key_BKTH.dtype),
-        joined(of_sides.value, 2).astype(value_BKTH.dtype),
-        gradient_of_sinks(sinks_KG, out_BTKGH, grad_BTKGH, log_total_BKGT),
+        tokens_first(joined(of_query, 3)).astype(query_BTKGH.dtype),
+        joined(of_sides.key, 3).swapaxes(2, 3).astype(key_BKTH.dtype),
+        joined(of_sides.value, 3).swapaxes(2, 3).astype(value_BKTH.dtype),
+        gradient_of_sinks(sinks_KG, whole),
     )
 
 

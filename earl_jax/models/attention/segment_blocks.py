@@ -21,11 +21,15 @@ from earl_jax.models.attention.partial_attention import (
     Sides,
     conclude,
     gradient_of_sinks,
+    heads_first,
+    joined,
     look,
     look_back,
     merge,
+    no_gradients,
     nothing_seen,
     outcome,
+    tokens_first,
 )
 from earl_jax.models.attention.rows import BLOCK_SIZE, Positions, Window, attention
 from earl_jax.models.contraction import mark_attention
@@ -126,10 +130,10 @@ def _forward(
 ) -> tuple[jax.Array, Any]:
     """Returns the attention output and the residuals of the backward pass."""
     rules, first_Q = Rules(*settings, window), _first_blocks(segments_T, window)
-    sides = Sides(key_KSH, value_KSH)
+    query_KGTH, sides = heads_first(query_TKGH), Sides(key_KSH, value_KSH)
 
     def block(number: jax.Array) -> tuple[jax.Array, jax.Array]:
-        query, own = _block(query_TKGH, number, 0), _positions(segments_T, number)
+        query, own = _block(query_KGTH, number, 2), _positions(segments_T, number)
 
         def see(theirs: jax.Array, seen: Any) -> Any:
             others = _positions(segments_T, theirs)
@@ -140,8 +144,9 @@ def _forward(
         out, log_total = conclude(seen)
         return out[0].astype(query.dtype), log_total[0]
 
-    out_QTKGH, log_total_QKGT = jax.lax.map(block, jnp.arange(len(first_Q)))
-    out_TKGH, log_total_QKGT = mark_attention(out_QTKGH.reshape(query_TKGH.shape), log_total_QKGT)
+    out_QKGTH, log_total_QKGT = jax.lax.map(block, jnp.arange(len(first_Q)))
+    out_TKGH = tokens_first(out_QKGTH).reshape(query_TKGH.shape)
+    out_TKGH, log_total_QKGT = mark_attention(out_TKGH, log_total_QKGT)
     kept = (query_TKGH, key_KSH, value_KSH, segments_T, window, sinks_KG, out_TKGH, log_total_QKGT)
     return out_TKGH, kept
 
@@ -149,18 +154,18 @@ def _forward(
 def _backward(settings: _Settings, kept: Any, grad_TKGH: jax.Array) -> tuple[Any, ...]:
     query_TKGH, key_KSH, value_KSH, segments_T, window, sinks_KG, out_TKGH, log_total_QKGT = kept
     rules, first_Q = Rules(*settings, window), _first_blocks(segments_T, window)
-    sides = Sides(key_KSH, value_KSH)
+    query_KGTH, sides = heads_first(query_TKGH), Sides(key_KSH, value_KSH)
+    log_total_KGT = joined(log_total_QKGT, 2)
+    known = outcome(heads_first(out_TKGH), heads_first(grad_TKGH), log_total_KGT)
 
     def block(totals: Sides, number: jax.Array) -> tuple[Sides, jax.Array]:
-        query, own = _block(query_TKGH, number, 0), _positions(segments_T, number)
-        known: Outcome = outcome(
-            _block(out_TKGH, number, 0), _block(grad_TKGH, number, 0), log_total_QKGT[number][None]
-        )
+        query, own = _block(query_KGTH, number, 2), _positions(segments_T, number)
+        of_block = Outcome(*(_block(array, number, 2) for array in known))
 
         def see(theirs: jax.Array, grads: tuple[jax.Array, Sides]) -> tuple[jax.Array, Sides]:
             of_query, totals = grads
             others = _positions(segments_T, theirs)
-            mine, found = look_back(rules, query, known, _blocks_of(sides, theirs), own, others)
+            mine, found = look_back(rules, query, of_block, _blocks_of(sides, theirs), own, others)
             totals = jax.tree.map(lambda total, more: _add(total, more[0], theirs), totals, found)
             return of_query + mine, totals
 
@@ -168,17 +173,15 @@ def _backward(settings: _Settings, kept: Any, grad_TKGH: jax.Array) -> tuple[Any
         of_query, totals = jax.lax.fori_loop(first_Q[number], number + 1, see, start)
         return totals, of_query[0]
 
-    zeros = jax.tree.map(lambda side: jnp.zeros(side.shape, jnp.float32), sides)
-    of_sides, of_query_QTKGH = jax.lax.scan(block, zeros, jnp.arange(len(first_Q)))
-    out_QTKGH, grad_QTKGH = (array.reshape(of_query_QTKGH.shape) for array in (out_TKGH, grad_TKGH))
-    of_sinks_QKG = gradient_of_sinks(sinks_KG, out_QTKGH, grad_QTKGH, log_total_QKGT)
+    of_sides, of_query_QKGTH = jax.lax.scan(block, no_gradients(sides), jnp.arange(len(first_Q)))
+    of_sinks_KG = gradient_of_sinks(sinks_KG, known)
     return (
-        of_query_QTKGH.reshape(query_TKGH.shape).astype(query_TKGH.dtype),
-        of_sides.key.astype(key_KSH.dtype),
-        of_sides.value.astype(value_KSH.dtype),
+        tokens_first(of_query_QKGTH).reshape(query_TKGH.shape).astype(query_TKGH.dtype),
+        of_sides.key.swapaxes(1, 2).astype(key_KSH.dtype),
+        of_sides.value.swapaxes(1, 2).astype(value_KSH.dtype),
         None,
         None,
-        None if of_sinks_QKG is None else jnp.sum(of_sinks_QKG, axis=0).astype(sinks_KG.dtype),
+        None if of_sinks_KG is None else of_sinks_KG.astype(sinks_KG.dtype),
     )
 
 
@@ -215,10 +218,10 @@ def _blocks_of(sides: Sides, number: jax.Array) -> Sides:
     return jax.tree.map(lambda side: _block(side, number, 1), sides)
 
 
-def _add(total_KSH: jax.Array, more_KSH: jax.Array, number: jax.Array) -> jax.Array:
+def _add(total_KHS: jax.Array, more_KHS: jax.Array, number: jax.Array) -> jax.Array:
     start = number * BLOCK_SIZE
-    before = jax.lax.dynamic_slice_in_dim(total_KSH, start, BLOCK_SIZE, 1)
-    return jax.lax.dynamic_update_slice_in_dim(total_KSH, before + more_KSH, start, 1)
+    before = jax.lax.dynamic_slice_in_dim(total_KHS, start, BLOCK_SIZE, 2)
+    return jax.lax.dynamic_update_slice_in_dim(total_KHS, before + more_KHS, start, 2)
 
 
 def _positions(segments_T: jax.Array, number: jax.Array) -> Positions:
