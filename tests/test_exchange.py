@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 
 from earl_jax.sharding import exchange as exchange_module
-from earl_jax.sharding.exchange import Shipment
 from earl_jax.sharding.moves import Move
 from earl_jax.sharding.ranges import shard_ranges
 from earl_jax.sharding.reshard import reshard
 from earl_jax.sharding.rounds import colour, rounds_of, separate
+from earl_jax.sharding.schedule import Shipment
 from earl_jax.sharding.transfer_plan import plan_transfer
 from tests.support.exchanges import BETWEEN_PROCESSES, P, part_of
 from tests.support.processes import Processes

@@ -18,8 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from earl_jax.dispatch.plan import DispatchPlan, plan_dispatch
 from earl_jax.sharding.layout import Layout
-from earl_jax.sharding.placing import absent_tree, same_shards
-from earl_jax.sharding.reshard import absent_array, reshard
+from earl_jax.sharding.placing import absent_array, absent_tree, same_shards
+from earl_jax.sharding.reshard import reshard
 from earl_jax.sharding.row_gather import gather_rows
 from earl_jax.trajectory import Experience, TrajectoryBatch
 

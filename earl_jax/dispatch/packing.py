@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from earl_jax.sharding.layout import Layout
-from earl_jax.sharding.reshard import absent_array
+from earl_jax.sharding.placing import absent_array
 from earl_jax.trajectory import TrajectoryBatch
 
 # Shapes that packed batches of a run have for a context bucket and a plan: a program is compiled

@@ -12,11 +12,11 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from earl_jax.sharding.moves import carrier, viewed
+from earl_jax.sharding.placing import zeros_on
 from earl_jax.sharding.ranges import Ranges, shard_ranges
 from earl_jax.sharding.rounds import rounds_of
 from earl_jax.sharding.transfer_plan import TransferPlan
@@ -50,16 +50,6 @@ def carry_in_chunks(
             outs[end], mark = write_box(outs[end], arrived, offset(piece.index, goal[end]))
             written.append(mark)
     return jax.make_array_from_single_device_arrays(array.shape, target, list(outs.values()))
-
-
-def zeros_on(device: SingleDeviceSharding, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Returns zeros that the device makes itself."""
-    return _zeros(device, shape, dtype)()
-
-
-@functools.lru_cache(maxsize=256)
-def _zeros(device: SingleDeviceSharding, shape: tuple[int, ...], dtype: Any) -> Any:
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=device)
 
 
 def offset(index: Ranges, shard: Ranges) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,28 +21,15 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from earl_jax.sharding.chunks import zeros_on
-from earl_jax.sharding.moves import Move, carrier, viewed
+from earl_jax.sharding.moves import carrier, viewed
+from earl_jax.sharding.placing import zeros_on
 from earl_jax.sharding.ranges import shard_ranges
 from earl_jax.sharding.rounds import Round, rounds_of
-from earl_jax.sharding.transfer_plan import TransferPlan
+from earl_jax.sharding.schedule import Shipment
 
 _ROW = "device"
 # XLA compiles a round in about 10 ms on a CPU; 64 devices that all send to all need 63.
 MAX_ROUNDS = 512
-
-
-class Shipment(NamedTuple):
-    """One leaf that goes between processes, by its plan."""
-
-    plan: TransferPlan
-    move: Move
-
-    @property
-    def wire_type(self) -> Any:
-        """Unsigned integers of that width: no compiler rounds them, and all share messages."""
-        width = np.dtype(self.move.dtype).itemsize
-        return np.dtype(f"uint{8 * width}") if width <= 4 else np.dtype(self.move.dtype)
 
 
 def exchange(

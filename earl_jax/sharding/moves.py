@@ -32,6 +32,11 @@ class Move(NamedTuple):
         return max(map(math.prod, sides)) * self.dtype.itemsize
 
 
+def is_key(dtype: Any) -> bool:
+    """True for random keys."""
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
 def carrier(dtype: Any) -> Any:
     """Returns the type in which bits of this type are cut, sent and joined.
 

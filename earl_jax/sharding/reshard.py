@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from earl_jax.sharding.chunks import carry_in_chunks
 from earl_jax.sharding.exchange import exchange
-from earl_jax.sharding.moves import Move, carrier, viewed
+from earl_jax.sharding.moves import Move, carrier, is_key, viewed
 from earl_jax.sharding.pieces import carry_pieces
 from earl_jax.sharding.ranges import check_divides
 from earl_jax.sharding.schedule import make_schedule
@@ -148,36 +147,16 @@ def _give_up(leaves: Sequence[jax.Array], moved: Sequence[jax.Array]) -> None:
             leaf.delete()
 
 
-def absent_array(shape: Sequence[int], dtype: Any, sharding: NamedSharding) -> jax.Array:
-    """Returns the handle of an array on devices of other processes, to call `reshard` with.
-
-    Raises:
-      ValueError: some of the devices are this process's, which has to bring its part.
-    """
-    if sharding.addressable_devices:
-        raise ValueError(
-            f"absent_array of shape {tuple(shape)}: {sharding} has devices of this process; make "
-            "the array with jax.make_array_from_single_device_arrays from what they hold"
-        )
-    return jax.make_array_from_single_device_arrays(
-        tuple(shape), sharding, [], dtype=dtype if _is_key(dtype) else jnp.dtype(dtype)
-    )
-
-
 def _as_data(leaf: jax.Array) -> jax.Array:
     """Returns the data of random keys, the same buffers, which can be split and viewed as bits."""
-    return jax.random.key_data(leaf) if _is_key(leaf.dtype) else leaf
+    return jax.random.key_data(leaf) if is_key(leaf.dtype) else leaf
 
 
 def _as_before(array: jax.Array, leaf: jax.Array) -> jax.Array:
     """Returns the inverse: `array` as random keys if `leaf` has them."""
-    if not _is_key(leaf.dtype):
+    if not is_key(leaf.dtype):
         return array
     return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
-
-
-def _is_key(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def _leaves_like(structure: Any, tree: Any) -> list[Any]:

@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from earl_jax.sharding.exchange import Shipment
 from earl_jax.sharding.moves import Move
 from earl_jax.sharding.ranges import Ranges, process_of, shard_ranges
 from earl_jax.sharding.transfer_plan import Piece, TransferPlan, plan_transfers
@@ -47,6 +47,19 @@ class Parcels:
     sent: tuple[tuple[int, int], ...]
     destinations: tuple[SingleDeviceSharding, ...]
     joins: tuple[tuple[Join, ...], ...]
+
+
+class Shipment(NamedTuple):
+    """One leaf that goes between processes, by its plan."""
+
+    plan: TransferPlan
+    move: Move
+
+    @property
+    def wire_type(self) -> Any:
+        """Unsigned integers of that width: no compiler rounds them, and all share messages."""
+        width = np.dtype(self.move.dtype).itemsize
+        return np.dtype(f"uint{8 * width}") if width <= 4 else np.dtype(self.move.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

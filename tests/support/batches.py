@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
-from earl_jax.sharding.reshard import absent_array
+from earl_jax.sharding.placing import absent_array
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.trajectory import Experience, TrajectoryBatch
 from tests.support.shardings import count_host_bytes

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from earl_jax.sharding.reshard import absent_array, reshard
+from earl_jax.sharding.placing import absent_array
+from earl_jax.sharding.reshard import reshard
 from tests.support.shardings import PAIRS, make_shardings
 
 P = PartitionSpec
