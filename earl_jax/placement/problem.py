@@ -36,9 +36,14 @@ from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.topology import CHIPS, Topology, chip_of
 from earl_jax.train.config import TrainConfig
-from earl_jax.train.critic import critic_specs
 from earl_jax.train.optimizer import moment_axes
-from earl_jax.train.state import optimized_specs, reference_specs, state_shapes, trained_specs
+from earl_jax.train.state import (
+    critic_specs,
+    optimized_specs,
+    reference_specs,
+    state_shapes,
+    trained_specs,
+)
 
 
 def find_model(config: Config, vocab_size: int | None) -> tuple[ModelConfig, int]:

@@ -14,6 +14,7 @@ from earl_jax.algorithms.requirements import Networks
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.lora import adapt, adapter_specs
 from earl_jax.models.parameters import (
+    ParameterSpec,
     Params,
     init_parameters,
     parameter_shapes,
@@ -22,9 +23,10 @@ from earl_jax.models.parameters import (
 )
 from earl_jax.sharding.layout import Layout
 from earl_jax.train.config import TrainConfig
-from earl_jax.train.critic import critic_specs, first_critic
 from earl_jax.train.optimizer import make_optimizer, moment_axes
 
+# The head of the critic in its tree of parameters.
+VALUE_HEAD = "value_head"
 # A policy without another network.
 _ALONE = Networks()
 
@@ -115,6 +117,13 @@ def reference_specs(model: ModelConfig, vocab_size: int, networks: Networks) -> 
     if not networks.reference:
         return None
     return parameter_specs(*(networks.teacher or (model, vocab_size)))
+
+
+def critic_specs(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    """Returns the specs of the critic: the decoder's, with a scalar head for the vocabulary's."""
+    specs = parameter_specs(model, vocab_size)
+    head = ParameterSpec(shape=(model.width,), axes="D", deviation=0.0, constant=0.0)
+    return {name: spec for name, spec in specs.items() if name != "head"} | {VALUE_HEAD: head}
 
 
 def policy_parameters(config: TrainConfig, params: Params, base: Params) -> Params:
@@ -243,6 +252,16 @@ def _beside(
     # Copies: the parameters are donated to each update.
     reference = jax.tree.map(lambda leaf: jnp.copy(leaf.astype(dtype)), policy)
     return reference if networks.reference else None, critic
+
+
+def first_critic(policy: Params) -> Params:
+    """Returns the critic that begins as this policy, in fp32, in buffers of its own.
+
+    Its head is zeros, so that its first values are 0.
+    """
+    trunk = {name: tree for name, tree in policy.items() if name != "head"}
+    trunk = jax.tree.map(lambda leaf: jnp.copy(leaf.astype(jnp.float32)), trunk)
+    return trunk | {VALUE_HEAD: jnp.zeros_like(trunk["final_norm"])}
 
 
 def _first_moments(
