@@ -35,6 +35,7 @@ from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.checkpoints.hf_settings import read_settings
 from earl_jax.models.config import LoraConfig, ModelConfig
 from earl_jax.models.decoder import forward_chunk, forward_rows
+from earl_jax.models.engine_parameters import engine_specs
 from earl_jax.models.lora import adapt, adapter_specs, is_adapted, merged
 from earl_jax.models.parameters import (
     check_tensor_axis,
@@ -43,7 +44,7 @@ from earl_jax.models.parameters import (
     unstack_layers,
 )
 from earl_jax.models.presets import PRESETS, preset_vocab_size
-from earl_jax.models.quantization import dequantize, engine_specs, is_quantized, quantize
+from earl_jax.models.quantization import dequantize, is_quantized, quantize
 from earl_jax.run.build import build_run
 from earl_jax.serving.serve_flags import check_against_model, parse_flags
 from earl_jax.sharding.layout import MeshShape, make_layout

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 from earl_jax.evaluate import evaluate_command
+from earl_jax.models.engine_parameters import INPUTS
 from earl_jax.models.parameters import parameter_specs
-from earl_jax.models.quantization import INPUTS, dequantize, quantize
+from earl_jax.models.quantization import dequantize, quantize
 from earl_jax.training import train
 from tests.support.runs import TINY, config_of, steps_of
 from tests.support.served import greedy, ids_of, prompt, request, save_run, serving

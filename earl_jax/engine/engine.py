@@ -38,9 +38,9 @@ from earl_jax.engine.round_inputs import (
 from earl_jax.engine.row_copies import RowCopies
 from earl_jax.models.attention.delta_rule import place_linear_state
 from earl_jax.models.attention.kernels import choose_pages_kernel
+from earl_jax.models.engine_parameters import engine_shapes, engine_specs
 from earl_jax.models.kv_cache import PagedCache, place_pages, writes_whole_pages
 from earl_jax.models.parameters import Params, parameter_shardings
-from earl_jax.models.quantization import engine_shapes, engine_specs
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import Layout
 from earl_jax.sharding.placing import place, placed_shapes

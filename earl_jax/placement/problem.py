@@ -23,10 +23,10 @@ from earl_jax.models.attention.kernels import context_obstacle, reads_pages_in_p
 from earl_jax.models.checkpoints.hf_read import open_checkpoint
 from earl_jax.models.checkpoints.hub import find_folder
 from earl_jax.models.config import ModelConfig
+from earl_jax.models.engine_parameters import engine_shapes, engine_specs
 from earl_jax.models.kv_cache import check_kv_dtype
 from earl_jax.models.parameters import check_tensor_axis, is_spec
 from earl_jax.models.presets import preset_vocab_size
-from earl_jax.models.quantization import engine_shapes, engine_specs
 from earl_jax.rollout.origin import MAX_VOCAB_SIZE, VOCAB_MULTIPLE
 from earl_jax.selector.hardware import Hardware, hardware_of, parse_topology
 from earl_jax.selector.problem import Problem

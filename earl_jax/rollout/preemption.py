@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple
 import jax
 
 from earl_jax.engine.engine import Engine
+from earl_jax.models.engine_parameters import engine_specs
 from earl_jax.models.parameters import ParameterSpec, is_spec
-from earl_jax.models.quantization import engine_specs
 from earl_jax.sharding.topology import CHIPS, Chip, chip_of
 
 Where = Literal["host", "recompute"]

@@ -8,8 +8,8 @@ The trainer's stacked fp32 becomes the engine's bf16, layer by layer, over the s
 from earl_jax.dispatch.plan import plan_dispatch
 from earl_jax.dispatch.weights import program_of
 from earl_jax.models.config import ModelConfig
+from earl_jax.models.engine_parameters import engine_shapes, engine_specs
 from earl_jax.models.parameters import parameter_shapes, parameter_shardings, parameter_specs
-from earl_jax.models.quantization import engine_shapes, engine_specs
 from earl_jax.sharding.layout import Layout
 from earl_jax.sharding.placing import placed_shapes
 from tests.support.traffic import collectives
