@@ -13,16 +13,19 @@ no tile but the first and the last of a chunk.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from earl_jax.engine.decoding import Decoder
+from earl_jax.engine.config import SlotRules
 from earl_jax.models.attention.delta_rule import LinearState
 from earl_jax.models.kv_cache import LayerCache, PagedCache
 
 _Written = tuple[list[LayerCache], list[LinearState]]
+# fill(cache, tokens_BT, cached, count): the cache with so many tokens behind the cached ones.
+Fill = Callable[[PagedCache, jax.Array, jax.Array, jax.Array], PagedCache]
 
 
 class Tiles(NamedTuple):
@@ -64,7 +67,8 @@ def tiles_at(index_N: jax.Array, cached_B: jax.Array, count_B: jax.Array, width:
 
 
 def append_chunks(
-    decoder: Decoder,
+    fill: Fill,
+    rules: SlotRules,
     cache: PagedCache,
     chunk_BC: jax.Array,
     cached_B: jax.Array,
@@ -72,10 +76,10 @@ def append_chunks(
 ) -> PagedCache:
     """Appends the first `count_B` tokens of each slot's chunk behind its `cached_B` cached ones.
 
-    Without tokens nothing is computed.
+    `fill` writes tiles into the cache. Without tokens nothing is computed.
     """
     slots, chunk_size = chunk_BC.shape
-    width, most = decoder.rules.tile_width, decoder.rules.append_tokens
+    width, most = rules.tile_width, rules.append_tokens
     # Chunks that fill their tiles take one pass, others at most one more.
     some = max(1, min(most // width, -(-slots * chunk_size // width)))
     passes = (jnp.sum(num_tiles(cached_B, count_B, width)) + some - 1) // some
@@ -88,7 +92,7 @@ def append_chunks(
         table = cache.table[tiles.slot]
         slots = tiles.slot if states else None
         part = dataclasses.replace(cache, pools=pools, table=table, states=states, slots=slots)
-        filled = decoder.fill(part, tokens_NT, tiles.start, tiles.count)
+        filled = fill(part, tokens_NT, tiles.start, tiles.count)
         return filled.pools, filled.states
 
     carry = (cache.pools, cache.states)

@@ -100,7 +100,9 @@ def _append(decoder: Decoder, state: DecodeState, inputs: RoundInputs) -> Decode
     last_B1 = jnp.maximum(inputs.count - 1, 0)[:, None]
     return dataclasses.replace(
         state,
-        cache=append_chunks(decoder, state.cache, inputs.chunk, state.cached, appended),
+        cache=append_chunks(
+            decoder.fill, decoder.rules, state.cache, inputs.chunk, state.cached, appended
+        ),
         experience=_record_chunk(state, inputs),
         cached=state.cached + appended,
         pending=jnp.where(
