@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from earl_jax.engine.decode_state import DecodeState
 from earl_jax.engine.engine import Engine
 from earl_jax.engine.host_pages import HostPages
 from earl_jax.engine.pages import PageTable, Pool
@@ -164,8 +165,12 @@ def session_with_noise(mesh: MeshShape, kv_dtype: str) -> Session:
     return Session(engine=made, policy=policy, state=state, max_tokens=64 * 12, pages=pages)
 
 
-def pools(session: Session) -> list[np.ndarray]:
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(session.state.cache.pools)]
+def pools(state: DecodeState) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(state.cache.pools)]
+
+
+def block_bytes(session: Session) -> int:
+    return session.engine.page_copies.block_bytes(session.state)
 
 
 def numbers(slot: int, pages) -> list[int]:
@@ -190,10 +195,11 @@ def local_pages(session: Session, pages) -> dict[int, list[int]]:
 )
 def test_pages_come_back_to_other_pages_as_they_left(mesh, kv_dtype, pinned):
     session = session_with_noise(mesh, kv_dtype)
-    before = pools(session)
-    host = HostPages(2**30, pinned=pinned)
+    before = pools(session.state)
+    copies, host = session.engine.page_copies, HostPages(2**30, 16, pinned=pinned)
     out = {slot: list(range(number)) for slot, number in SLOT_PAGES.items()}
-    session = host.copy_out(session, local_pages(session, out))
+    state = host.copy_out(copies, session.state, local_pages(session, out))
+    session = dataclasses.replace(session, state=state)
     assert host.slots == sorted(SLOT_PAGES) and 5 in host
     assert np.flatnonzero(~np.asarray(session.state.active)).tolist() == host.slots
     # Their pages are others' by then.
@@ -208,11 +214,13 @@ def test_pages_come_back_to_other_pages_as_they_left(mesh, kv_dtype, pinned):
     block = sum(leaf[0].nbytes for leaf in before) * 4
     assert (host.held_bytes, host.moved_bytes, host.most_bytes) == (7 * block,) * 3
     back = {2: [11], 5: [3, 10, 0, 7]}
-    session = host.copy_back(session, local_pages(session, back), {2: False, 5: True})
+    awake = {2: False, 5: True}
+    state = host.copy_back(copies, session.state, local_pages(session, back), awake)
+    session = dataclasses.replace(session, state=state)
     assert np.flatnonzero(np.asarray(session.state.active)).tolist() == [
         slot for slot in range(16) if slot not in SLOT_PAGES or slot == 5
     ]
-    for old, new in zip(before, pools(session), strict=True):
+    for old, new in zip(before, pools(session.state), strict=True):
         expected = np.zeros_like(old)
         for slot, pages in back.items():
             expected[numbers(slot, pages)] = old[numbers(slot, out[slot])]
@@ -228,16 +236,17 @@ def test_pages_come_back_on_another_mesh():
     cut = MeshShape(data=2, context=2, tensor=2)
     for mesh in (MeshShape(), cut):
         theirs = session_with_noise(mesh, "int8")
-        before = pools(theirs)
+        before = pools(theirs.state)
         for first, second in ((ours, theirs), (theirs, ours)):
-            host = HostPages(2**30)
+            host = HostPages(2**30, 16)
             out = {slot: range(n) for slot, n in SLOT_PAGES.items()}
-            host.copy_out(first, local_pages(first, out))
+            host.copy_out(first.engine.page_copies, first.state, local_pages(first, out))
             back = {slot: [11 - page for page in range(n)] for slot, n in SLOT_PAGES.items()}
             # `put` donates: to a copy, so that the session can be used again.
             state = jax.tree.map(lambda leaf: leaf + jnp.zeros((), leaf.dtype), second.state)
             moved = host.copy_back(
-                dataclasses.replace(second, state=state),
+                second.engine.page_copies,
+                state,
                 local_pages(second, back),
                 dict.fromkeys(back, True),
             )
@@ -314,7 +323,7 @@ def test_an_episode_back_from_the_host_is_the_same_to_the_bit(
     assert preempted.stats.preempted_episodes > 0
     assert preempted.stats.recomputed_tokens == 0
     # One block each, both ways: no context has more than one.
-    block = HostPages(0).block_bytes(preempted.session)
+    block = block_bytes(preempted.session)
     assert preempted.stats.preempted_host_bytes == 2 * preempted.stats.preempted_episodes * block
     check_rows(preempted, 40)
     assert preempted.trajectories == whole.trajectories
@@ -325,7 +334,7 @@ def test_an_episode_back_from_the_host_is_the_same_to_the_bit(
 def test_where_host_memory_is_full_episodes_are_read_again(pool, never_preempted):
     mesh, kv_dtype, burst = CASES[0]
     whole = never_preempted(mesh, kv_dtype, burst)
-    block = HostPages(0).block_bytes(whole.session)
+    block = block_bytes(whole.session)
     some = {"pages": 5, "grow": GrowPool(most_pages=5), "player": player(mesh, kv_dtype, burst)}
     some |= {"preemption": "host"}
     none = collect(pool, tasks(40), **some, preemption_host_gib=(block - 1) / 2**30)

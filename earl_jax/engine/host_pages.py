@@ -16,9 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from earl_jax.engine.engine import Engine
-from earl_jax.engine.page_copies import LEAVE, SLEEP, WAKE
-from earl_jax.engine.session import Session
+from earl_jax.engine.decode_state import DecodeState
+from earl_jax.engine.page_copies import LEAVE, SLEEP, WAKE, PageCopies
 from earl_jax.models.kv_cache import LayerCache
 
 _HOST_MEMORY = "pinned_host"
@@ -45,13 +44,13 @@ class HostPages:
     `moved_bytes` counts copies in both directions, `most_bytes` is the most that was held at once.
     """
 
-    def __init__(self, limit_bytes: int, *, pinned: bool | None = None) -> None:
-        """Holds at most `limit_bytes`.
+    def __init__(self, limit_bytes: int, num_slots: int, *, pinned: bool | None = None) -> None:
+        """Holds at most `limit_bytes` of pages of engines with so many slots.
 
         With `pinned` they are arrays in the backend's own host memory, which links reach without a
         detour; None: where the devices are no CPUs, and have such memory.
         """
-        self._limit_bytes, self._pinned = limit_bytes, pinned
+        self._limit_bytes, self._num_slots, self._pinned = limit_bytes, num_slots, pinned
         self._slots: dict[int, list[Part]] = {}
         # Parts whose pieces are still arrays on the devices.
         self._leaving: list[Part] = []
@@ -64,16 +63,6 @@ class HostPages:
     def slots(self) -> list[int]:
         """The slots whose pages are here, in their order."""
         return sorted(self._slots)
-
-    def block_bytes(self, session: Session) -> int:
-        """Returns the bytes of a block of one row shard, over all of that shard's devices."""
-        pools = jax.tree.leaves(session.state.cache.pools)
-        page_bytes = sum(pool.size // pool.shape[0] * pool.dtype.itemsize for pool in pools)
-        return session.engine.page_copies.pages_a_call * page_bytes
-
-    def block(self, session: Session) -> tuple[int, int]:
-        """Returns the bytes of a block, and how many pages of a row shard it has."""
-        return self.block_bytes(session), session.engine.page_copies.pages_a_call
 
     def has_room(self, block_bytes: int, pages_a_block: int, num_pages: Sequence[int]) -> bool:
         """Returns whether slots with so many pages each fit too, in blocks of so many pages."""
@@ -108,51 +97,55 @@ class HostPages:
             ]
         self._leaving = []
 
-    def copy_out(self, session: Session, pages: Mapping[int, Sequence[int]]) -> Session:
+    def copy_out(
+        self, copies: PageCopies, state: DecodeState, pages: Mapping[int, Sequence[int]]
+    ) -> DecodeState:
         """Begins to copy these slots' pages, numbered within their shards; the slots fall asleep.
 
         Whatever runs on the devices from now on may write over them.
         """
         if not pages:
-            return session
-        copies, size = session.engine.page_copies, session.engine.page_copies.pages_a_call
-        pinned = self._keeps_pinned(session.engine)
-        waiting = _by_shard(
-            session,
+            return state
+        size, block_bytes = copies.pages_a_call, copies.block_bytes(state)
+        pinned = self._keeps_pinned(copies)
+        waiting = self._by_shard(
+            copies,
             {slot: [list(some) for some in _batched(pages[slot], size)] for slot in sorted(pages)},
         )
         for calls in _in_turn(waiting):
             numbers = np.zeros((copies.num_shards, size), np.int32)
             for shard, (_, some) in calls.items():
                 numbers[shard, : len(some)] = some
-            block = copies.take(session.state, numbers)
+            block = copies.take(state, numbers)
             for shard, (slot, some) in calls.items():
                 pieces = _pieces(block, shard, size, pinned)
-                part = Part(count=len(some), num_bytes=self.block_bytes(session), pieces=pieces)
+                part = Part(count=len(some), num_bytes=block_bytes, pieces=pieces)
                 self._slots.setdefault(slot, []).append(part)
                 if not pinned:
                     self._leaving.append(part)
                 self._count(part, holds=True)
-        return _mark(session, dict.fromkeys(pages, SLEEP))
+        return self._mark(copies, state, dict.fromkeys(pages, SLEEP))
 
     def copy_back(
-        self, session: Session, pages: Mapping[int, Sequence[int]], awake: Mapping[int, bool]
-    ) -> Session:
+        self,
+        copies: PageCopies,
+        state: DecodeState,
+        pages: Mapping[int, Sequence[int]],
+        awake: Mapping[int, bool],
+    ) -> DecodeState:
         """Writes the pages that are held of these slots to other pages, as many as there were.
 
-        Slots that are `awake` go on in the middle of a turn. Donates the pools of `session.state`.
+        Slots that are `awake` go on in the middle of a turn. Donates the pools of `state`.
         """
         if not pages:
-            return session
+            return state
         self.settle()
-        copies, size = session.engine.page_copies, session.engine.page_copies.pages_a_call
-        todo = {}
+        size, todo = copies.pages_a_call, {}
         for slot in sorted(pages):
             parts = self._slots.pop(slot)
             assert sum(part.count for part in parts) == len(pages[slot])
             todo[slot] = list(zip(parts, _batched(pages[slot], size), strict=True))
-        state = session.state
-        for calls in _in_turn(_by_shard(session, todo)):
+        for calls in _in_turn(self._by_shard(copies, todo)):
             numbers = np.zeros((copies.num_shards, size), np.int32)
             counts = np.zeros(copies.num_shards, np.int32)
             parts = {}
@@ -163,12 +156,12 @@ class HostPages:
             blank = copies.blank(state)
             state = copies.put(state, _fill(blank, copies.block_shardings, parts), numbers, counts)
         marks = {slot: WAKE if awake[slot] else SLEEP for slot in pages}
-        return _mark(dataclasses.replace(session, state=state), marks)
+        return self._mark(copies, state, marks)
 
-    def _keeps_pinned(self, engine: Engine) -> bool:
+    def _keeps_pinned(self, copies: PageCopies) -> bool:
         if self._pinned is not None:
             return self._pinned
-        device = next(iter(engine.layout.activations("").addressable_devices))
+        device = next(iter(jax.tree.leaves(copies.block_shardings)[0].addressable_devices))
         kinds = {memory.kind for memory in device.addressable_memories()}
         return device.platform != "cpu" and _HOST_MEMORY in kinds
 
@@ -178,18 +171,27 @@ class HostPages:
         self.held_bytes += number if holds else -number
         self.most_bytes = max(self.most_bytes, self.held_bytes)
 
+    def _by_shard(
+        self, copies: PageCopies, todo: Mapping[int, list[Any]]
+    ) -> dict[int, collections.deque]:
+        """Returns (slot, entry) for every row shard, in the order of its slots."""
+        slots_a_shard = self._num_slots // copies.num_shards
+        queues: dict[int, collections.deque] = collections.defaultdict(collections.deque)
+        for slot, entries in todo.items():
+            queues[slot // slots_a_shard].extend((slot, entry) for entry in entries)
+        return queues
+
+    def _mark(
+        self, copies: PageCopies, state: DecodeState, marks: Mapping[int, int]
+    ) -> DecodeState:
+        column = np.full(self._num_slots, LEAVE, np.int32)
+        for slot, mark in marks.items():
+            column[slot] = mark
+        return copies.mark(state, column)
+
 
 def _batched(pages: Sequence[int], size: int) -> list[Sequence[int]]:
     return [pages[first : first + size] for first in range(0, len(pages), size)]
-
-
-def _by_shard(session: Session, todo: Mapping[int, list[Any]]) -> dict[int, collections.deque]:
-    """Returns (slot, entry) for every row shard, in the order of its slots."""
-    slots_a_shard = session.engine.config.num_slots // session.engine.page_copies.num_shards
-    queues: dict[int, collections.deque] = collections.defaultdict(collections.deque)
-    for slot, entries in todo.items():
-        queues[slot // slots_a_shard].extend((slot, entry) for entry in entries)
-    return queues
 
 
 def _in_turn(queues: Mapping[int, collections.deque]) -> Any:
@@ -267,12 +269,3 @@ def _window(
 def _along(corner: _Corner, shape: tuple[int, ...]) -> tuple[slice, ...]:
     cut = [slice(first, first + n) for first, n in zip(corner, shape, strict=True)]
     return (*[slice(None)] * _HEADS, *cut)
-
-
-def _mark(session: Session, marks: Mapping[int, int]) -> Session:
-    column = np.full(session.engine.config.num_slots, LEAVE, np.int32)
-    for slot, mark in marks.items():
-        column[slot] = mark
-    return dataclasses.replace(
-        session, state=session.engine.page_copies.mark(session.state, column)
-    )

@@ -131,6 +131,12 @@ class PageCopies:
     def _block_of(self, pools: list[LayerCache]) -> LayerCache:
         return take_pages(pools, jnp.zeros(self.num_shards * self.pages_a_call, jnp.int32))
 
+    def block_bytes(self, state: DecodeState) -> int:
+        """Returns the bytes of a block of one row shard, over all of that shard's devices."""
+        pools = jax.tree.leaves(state.cache.pools)
+        page_bytes = sum(pool.size // pool.shape[0] * pool.dtype.itemsize for pool in pools)
+        return self.pages_a_call * page_bytes
+
     def blank(self, state: DecodeState) -> LayerCache:
         """Returns a block of zeros."""
         return self._blank(state.cache.pools)

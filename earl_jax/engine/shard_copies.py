@@ -14,12 +14,12 @@ shards that wait for it: their other slots go on, and they begin when the first 
 """
 
 import collections
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
-from earl_jax.engine.session import Session
+from earl_jax.engine.decode_state import DecodeState
+from earl_jax.engine.page_copies import PageCopies
 
 
 class ShardCopies:
@@ -28,7 +28,8 @@ class ShardCopies:
     `tokens` counts those that were copied.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
         # By slot: its pages, and those that they are copied to, by slot too; the first ones alike.
         self._sources: dict[int, list[int]] = {}
         self._targets: dict[int, dict[int, list[int]]] = collections.defaultdict(dict)
@@ -47,11 +48,10 @@ class ShardCopies:
         self._targets[source][slot] = pages
         self.tokens += tokens
 
-    def carry_out(self, session: Session) -> Session:
-        """Makes the copies. Donates the pools of `session.state`."""
-        state, copies = session.state, session.engine.page_copies
+    def carry_out(self, copies: PageCopies, state: DecodeState) -> DecodeState:
+        """Makes the copies. Donates the pools of `state`."""
         size = copies.pages_a_call
-        slots_a_shard = session.engine.config.num_slots // copies.num_shards
+        slots_a_shard = self._num_slots // copies.num_shards
         for source, targets in self._targets.items():
             sent = self._sources[source]
             for slots in _waves(sorted(targets), slots_a_shard):
@@ -66,7 +66,7 @@ class ShardCopies:
                     shard = source // slots_a_shard
                     state = copies.send(state, shard, sent[first : first + size], pages, counts)
         self._sources, self._targets = {}, collections.defaultdict(dict)
-        return dataclasses.replace(session, state=state)
+        return state
 
 
 def _waves(slots: Sequence[int], slots_a_shard: int) -> list[list[int]]:

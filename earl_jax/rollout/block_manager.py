@@ -79,7 +79,7 @@ class BlockManager:
         self.stopped: set[int] = set()
         # Free slots, the one in front whose episode ended first.
         self._ended: dict[int, None] = {}
-        self._host = HostPages(int(config.preemption_host_gib * 2**30))
+        self._host = HostPages(int(config.preemption_host_gib * 2**30), len(slots))
         # Pages of slots that are copied to the host before the next round.
         self._leaving: dict[int, list[int]] = {}
         # By slot whose episode is in host memory: its pages that were gone before, by group.
@@ -150,7 +150,7 @@ class BlockManager:
                 for slot, episode in enumerate(self._slots)
                 if episode is not None and episode.fresh and episode.has_work
             }
-            block = self._host.block(session)
+            block = _block(session)
             self._idle.plan(new, block, self._pages, self._prompts, self._give_up, self._free_kept)
         live = [episode for episode in self._slots if episode is not None]
         tokens = max((self._tokens_after_round(episode) for episode in live), default=0)
@@ -196,7 +196,8 @@ class BlockManager:
 
     def _copy(self, session: Session) -> Session:
         """Copies pages to the host and back, as was decided."""
-        session = self._host.copy_out(session, self._leaving)
+        copies = session.engine.page_copies
+        state = self._host.copy_out(copies, session.state, self._leaving)
         self._leaving.clear()
         coming = self._idle.carry_out(self._pages, self._prompts)
         awake = dict.fromkeys(coming, False)
@@ -208,7 +209,8 @@ class BlockManager:
             elif not episode.preempted:
                 coming[slot] = self._hold_again(slot, episode)
                 awake[slot] = episode.in_turn and not episode.queue
-        return self._host.copy_back(session, coming, awake)
+        state = self._host.copy_back(copies, state, coming, awake)
+        return dataclasses.replace(session, state=state)
 
     def _hold_again(self, slot: int, episode: LiveEpisode) -> list[int]:
         """Gives an episode from the host pages for the next round. Returns those to write back."""
@@ -376,7 +378,7 @@ class BlockManager:
         if self._rules.preemption == "recompute" or not tokens:
             return False
         pages = [*map(len, self._leaving.values()), len(self._pages.pages_of(slot, tokens))]
-        if not self._idle.store.make_room(*self._host.block(session), pages):
+        if not self._idle.store.make_room(*_block(session), pages):
             return False
         if self._rules.preemption == "host":
             return True
@@ -385,9 +387,9 @@ class BlockManager:
         return choice.where == "host"
 
     def _work(self, session: Session) -> Work:
-        block_pages = session.engine.page_copies.pages_a_call
+        block_bytes, block_pages = _block(session)
         block_tokens = block_pages * self._rule.page_size // self._rule.num_groups
-        return work_of(session.engine, self._host.block_bytes(session), block_tokens)
+        return work_of(session.engine, block_bytes, block_tokens)
 
     def _episode(self, slot: int) -> LiveEpisode:
         episode = self._slots[slot]
@@ -461,12 +463,12 @@ class BlockManager:
 
     def give(self, session: Session) -> Session:
         """Returns the session in which slots have their pages, and the ids of shared prompts."""
-        session = self._prompts.carry_out(session)
+        engine = session.engine
+        state = self._prompts.carry_out(engine.page_copies, engine.row_copies, session.state)
         table = self._pages.as_array(pages_for(session.max_tokens, self._rule.page_size))
-        if self._given is not None and np.array_equal(table, self._given):
-            return session
-        self._given = table
-        return dataclasses.replace(session, state=session.engine.give_pages(session.state, table))
+        if self._given is None or not np.array_equal(table, self._given):
+            self._given, state = table, engine.give_pages(state, table)
+        return dataclasses.replace(session, state=state)
 
     def change_weights(self, *, recompute: bool) -> None:
         """Lets no episode take over what the weights before have read.
@@ -515,3 +517,9 @@ class BlockManager:
         self._pages.end(slot, self._prompts.end(slot, replies))
         self._ended.pop(slot, None)
         self._ended[slot] = None
+
+
+def _block(session: Session) -> tuple[int, int]:
+    """Returns the bytes of a block of one row shard, and how many pages of it a block has."""
+    copies = session.engine.page_copies
+    return copies.block_bytes(session.state), copies.pages_a_call

@@ -6,17 +6,17 @@ Within a row shard a slot takes over whole pages as they are (engine/prefixes.py
 shard they are copied, where that costs less than reading (engine/shard_copies.py).
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from earl_jax.engine.decode_state import DecodeState
+from earl_jax.engine.page_copies import PageCopies
 from earl_jax.engine.pages import PageTable
 from earl_jax.engine.prefixes import PrefixIndex, Shared
 from earl_jax.engine.round_inputs import NO_PAGE
-from earl_jax.engine.row_copies import RowIds
-from earl_jax.engine.session import Session
+from earl_jax.engine.row_copies import RowCopies, RowIds
 from earl_jax.engine.shard_copies import ShardCopies
 from earl_jax.rollout.episode import LiveEpisode
 
@@ -40,7 +40,7 @@ class SharedPrompts:
     def __init__(self, prefixes: PrefixIndex, slots: Sequence[LiveEpisode | None]) -> None:
         """`slots` is the caller's list of the live episodes."""
         self._prefixes, self._slots = prefixes, slots
-        self._shard_copies = ShardCopies()
+        self._shard_copies = ShardCopies(len(slots))
         # Ids that the host writes for slots that begin in this round; and slots whose rows are in
         # use in this round for an episode before.
         self._ids: dict[int, list[int]] = {}
@@ -125,18 +125,19 @@ class SharedPrompts:
         self._prefixes.end_inputs()
         self._rows_in_use.clear()
 
-    def carry_out(self, session: Session) -> Session:
+    def carry_out(
+        self, page_copies: PageCopies, row_copies: RowCopies, state: DecodeState
+    ) -> DecodeState:
         """Makes the round's copies between row shards, and writes ids that are taken over."""
-        session = self._shard_copies.carry_out(session)
+        state = self._shard_copies.carry_out(page_copies, state)
         if not self._ids:
-            return session
+            return state
         writes = []
         for slot, ids in sorted(self._ids.items()):
             episode = self._episode(slot)
             writes.append(RowIds(episode.buffer_row, episode.origin, ids))
         self._ids = {}
-        state = session.engine.row_copies.write_ids(session.state, writes)
-        return dataclasses.replace(session, state=state)
+        return row_copies.write_ids(state, writes)
 
     def end(self, slot: int, cached: Sequence[int] = ()) -> int:
         """Ends the slot's episode. Returns how many of its first tokens are kept for others.

@@ -107,7 +107,7 @@ class RandomRollout:
             max_tokens=self.max_tokens,
             pages=PageTable(pool, num_slots=config.num_slots, rule=rule),
         )
-        block_bytes = session.engine.page_copies.pages_a_call * self.devices.kv[0].nbytes
+        block_bytes = session.engine.page_copies.block_bytes(self.devices)
         host_gib = block_bytes * rng.choice([0, 3, 30, 10**6]) / 2**30
         self.service = RolloutService(
             session,

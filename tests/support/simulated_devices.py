@@ -159,6 +159,9 @@ class SimulatedPageCopies:
         self.num_shards, self.pages_a_call = layout.num_row_shards, 2 * rule.num_groups
         self.block_shardings = NamedSharding(layout.mesh, P(None, layout.row_axes))
 
+    def block_bytes(self, state: Devices) -> int:
+        return self.pages_a_call * state.kv[0].nbytes
+
     def blank(self, state: Devices) -> jax.Array:
         return self.take(state, np.zeros((self.num_shards, self.pages_a_call), np.int32))
 
