@@ -87,7 +87,8 @@ class BlockManager:
         self._least_tokens = min(config.chunk_size, session.engine.tile_width)
         self._idle = IdleSessions(self._host, self._leaving, self._least_tokens)
         self._num_preempted, self._recomputed_tokens, self._preemption = 0, 0, ""
-        self._prompts = SharedPrompts(self._open_prefixes(session), slots)
+        self._prefixes = self._open_prefixes(session)
+        self._prompts = SharedPrompts(self._prefixes, slots)
 
     def _open_prefixes(self, session: Session) -> PrefixIndex:
         """Returns an index of no prompts."""
@@ -151,7 +152,7 @@ class BlockManager:
                 if episode is not None and episode.fresh and episode.has_work
             }
             block = _block(session)
-            self._idle.plan(new, block, self._pages, self._prompts, self._give_up, self._free_kept)
+            self._idle.plan(new, block, self._pages, self._prefixes, self._give_up, self._free_kept)
         live = [episode for episode in self._slots if episode is not None]
         tokens = max((self._tokens_after_round(episode) for episode in live), default=0)
         short = max(self._short(shard) for shard in range(session.pool.shards))
@@ -199,7 +200,7 @@ class BlockManager:
         copies = session.engine.page_copies
         state = self._host.copy_out(copies, session.state, self._leaving)
         self._leaving.clear()
-        coming = self._idle.carry_out(self._pages, self._prompts)
+        coming = self._idle.carry_out(self._pages, self._prefixes)
         awake = dict.fromkeys(coming, False)
         for slot in [slot for slot in self._host.slots if slot not in coming]:
             episode = self._episode(slot)
@@ -309,7 +310,7 @@ class BlockManager:
             idle = episode is None or episode.begins and not self._idle.own(slot)
             if self._pages.num_held(slot) and idle:
                 if self._rules.keep_replies:
-                    self._idle.move_aside(slot, 0, self._pages, self._prompts)
+                    self._idle.move_aside(slot, 0, self._pages, self._prefixes)
                 self._give_up(slot)
 
     def by_age(self, slots: Sequence[int]) -> list[int]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from earl_jax.engine.host_pages import HostPages, Part
 from earl_jax.engine.pages import PageTable
-from earl_jax.rollout.shared_prompts import SharedPrompts
+from earl_jax.engine.prefixes import PrefixIndex
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ class IdleSessions:
         prompts: Mapping[int, list[int]],
         block: tuple[int, int],
         pages: PageTable,
-        shared: SharedPrompts,
+        prefixes: PrefixIndex,
         give_up: Callable[[int], None],
         free: Callable[[int, int], None],
     ) -> None:
@@ -143,16 +143,16 @@ class IdleSessions:
         """
         self._own, self._block = {}, block
         for slot, prompt in prompts.items():
-            own, most = shared.common(slot, prompt)
+            own, most = prefixes.common(slot, prompt)
             if own == most and own >= self._least and pages.has_alone(slot, own):
                 self._own[slot] = own
             number, common = self.store.find(prompt)
             if common < most + self._least:
-                self.move_aside(slot, own, pages, shared)
+                self.move_aside(slot, own, pages, prefixes)
                 continue
             # Removed first, so that it makes no room for what it comes in place of.
             idle = self.store.remove(number)
-            self.move_aside(slot, 0, pages, shared)
+            self.move_aside(slot, 0, pages, prefixes)
             give_up(slot)
             # What the prompt goes on from needs no more.
             gone = pages.rule.num_gone(common)
@@ -167,9 +167,9 @@ class IdleSessions:
             pages.hold(slot, len(idle.ids))
             self._coming[slot], self._own[slot] = idle, common
 
-    def move_aside(self, slot: int, own: int, pages: PageTable, shared: SharedPrompts) -> None:
+    def move_aside(self, slot: int, own: int, pages: PageTable, prefixes: PrefixIndex) -> None:
         """Plans that the slot's cache goes to the host, if more than `own` tokens of it count."""
-        ids = shared.ids(slot)
+        ids = prefixes.ids(slot)
         if len(ids) - own < self._least or slot in self._leaving or self.store.holds(ids):
             return
         leaving = pages.pages_of(slot, len(ids))
@@ -185,7 +185,7 @@ class IdleSessions:
         if (idle := self._coming.pop(slot, None)) is not None:
             self.store.add(idle)
 
-    def carry_out(self, pages: PageTable, shared: SharedPrompts) -> dict[int, list[int]]:
+    def carry_out(self, pages: PageTable, prefixes: PrefixIndex) -> dict[int, list[int]]:
         """Keeps what has left, and returns the pages to write back, by slot.
 
         The host has the pages of these slots then, and the prefix index their ids.
@@ -196,7 +196,7 @@ class IdleSessions:
         coming, self._aside, self._coming = self._coming, {}, {}
         for slot, idle in coming.items():
             self._host.take_back(slot, idle.parts)
-            shared.restore(slot, idle.ids)
+            prefixes.restore(slot, idle.ids)
         return {
             slot: pages.pages_again(slot, len(idle.ids), idle.gone) for slot, idle in coming.items()
         }

@@ -9,8 +9,6 @@ shard they are copied, where that costs less than reading (engine/shard_copies.p
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from earl_jax.engine.decode_state import DecodeState
 from earl_jax.engine.page_copies import PageCopies
 from earl_jax.engine.pages import PageTable
@@ -151,18 +149,6 @@ class SharedPrompts:
             # The pages that its prompt needs may be gone.
             self._prefixes.forget(slot)
         return kept
-
-    def common(self, slot: int, prompt: list[int]) -> tuple[int, int]:
-        """Returns `PrefixIndex.common`."""
-        return self._prefixes.common(slot, prompt)
-
-    def ids(self, slot: int) -> np.ndarray:
-        """Returns `PrefixIndex.ids`."""
-        return self._prefixes.ids(slot)
-
-    def restore(self, slot: int, ids: np.ndarray) -> None:
-        """Notes that the slot's cache holds these ids, whatever it held before."""
-        self._prefixes.restore(slot, ids)
 
     def num_kept(self, slot: int) -> int:
         """Returns how many of the first tokens in the slot's cache others could take over."""
