@@ -28,7 +28,7 @@ from earl_jax.engine.session import Policy, Session, empty_session
 from earl_jax.envs.text.conversation import Completion
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import is_spec, parameter_specs, unstacked_specs
-from earl_jax.rollout.collect import collect
+from earl_jax.rollout.actor import collect
 from earl_jax.rollout.config import CacheRules, Limits, RolloutConfig
 from earl_jax.rollout.episode import Prompt, Task
 from earl_jax.rollout.rounds import OnTokens

@@ -29,8 +29,9 @@ from earl_jax.launch.start import start_jax
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.layer_groups import PageRule, group_layers, make_page_rule
 from earl_jax.models.presets import PRESETS
-from earl_jax.rollout.collect import Rollout, collect
+from earl_jax.rollout.actor import collect
 from earl_jax.rollout.config import CacheRules
+from earl_jax.rollout.results import Rollout
 from earl_jax.sharding.layout import MeshShape, make_layout
 
 PAGE = Path(__file__).with_suffix(".md")

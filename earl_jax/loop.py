@@ -25,7 +25,8 @@ from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import plans_kept, play_all, play_batches
 from earl_jax.placement.updates import StepUpdate, Wait, sft
-from earl_jax.rollout.actor import Stopped, check_learnable
+from earl_jax.rollout.actor import check_learnable
+from earl_jax.rollout.end import Stopped
 from earl_jax.rollout.evaluation import summarize
 from earl_jax.rollout.load import expected_load, expected_tokens, measure_load
 from earl_jax.rollout.open_episodes import OpenEpisode

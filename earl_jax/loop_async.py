@@ -36,11 +36,12 @@ from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import end_of
 from earl_jax.placement.updates import StepUpdate, Wait
-from earl_jax.rollout.actor import Stopped
+from earl_jax.rollout.end import Stopped
 from earl_jax.rollout.events import Begun, Events
-from earl_jax.rollout.gather import Played, gather_ends, gather_outcomes
+from earl_jax.rollout.gather import gather_ends, gather_outcomes
 from earl_jax.rollout.load import expected_tokens, measure_load
 from earl_jax.rollout.open_episodes import OpenEpisode
+from earl_jax.rollout.results import Played
 from earl_jax.run.build import Run
 from earl_jax.run.live_service import LiveService
 from earl_jax.run.played_step import PlayedStep

@@ -23,7 +23,7 @@ from earl_jax.models.checkpoints.hf_read import check_weights
 from earl_jax.placement.compile_ahead import CompileAhead, compiles_ahead
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
-from earl_jax.rollout.actor import Stopped
+from earl_jax.rollout.end import Stopped
 from earl_jax.rollout.evaluation import rating_of
 from earl_jax.rollout.events import (
     Begun,

@@ -19,7 +19,8 @@ from earl_jax.envs.pool import EnvironmentPool, Failure
 from earl_jax.envs.text.conversation import Observation
 from earl_jax.launch.cluster import find_cluster
 from earl_jax.rollout.answers import Answer
-from earl_jax.rollout.lockstep import Lockstep, Stopped
+from earl_jax.rollout.end import Stopped
+from earl_jax.rollout.lockstep import Lockstep
 from earl_jax.settings.errors import RunError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.placing import place

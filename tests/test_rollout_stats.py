@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from earl_jax.engine.round_inputs import RoundOutputs
-from earl_jax.rollout.gather import Played
 from earl_jax.rollout.load import measure_load
+from earl_jax.rollout.results import Played
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.trajectory import Outcome
 

@@ -26,9 +26,9 @@ from earl_jax.envs.environment import Message, Start, StepResult
 from earl_jax.envs.games.board_game import BoardGame
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.text.conversation import Conversation
-from earl_jax.rollout.collect import Rollout
-from earl_jax.rollout.collect import collect as play_all
+from earl_jax.rollout.actor import collect as play_all
 from earl_jax.rollout.config import CacheRules
+from earl_jax.rollout.results import Rollout
 from earl_jax.rollout.service import RolloutService
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.train.config import TrainConfig

@@ -20,8 +20,7 @@ from earl_jax.dispatch.pack import (
 from earl_jax.dispatch.packing import pack_rows
 from earl_jax.placement.packing import plan_batch
 from earl_jax.placement.placement import Placement
-from earl_jax.rollout.collect import Rollout
-from earl_jax.rollout.gather import Played, RowOrder
+from earl_jax.rollout.results import Played, Rollout, RowOrder
 from earl_jax.trajectory import Experience, Outcome, TrajectoryBatch
 
 

@@ -20,7 +20,7 @@ from earl_jax.launch.distributed import RestartNeeded
 from earl_jax.placement.facts import Observations
 from earl_jax.placement.sessions import Sessions
 from earl_jax.placement.stages import Stages, compiled_bytes
-from earl_jax.rollout.shortage import RolloutShort, Shortage
+from earl_jax.rollout.end import RolloutShort, Shortage
 from earl_jax.selector.choose import HORIZON_STEPS, BudgetTooSmall, Choice, Decision, Step
 from earl_jax.selector.memory import OutOfMemoryInMove, is_out_of_memory
 from earl_jax.selector.plan_candidates import Candidates

@@ -12,11 +12,12 @@ from earl_jax.engine.config import Sampling
 from earl_jax.engine.session import Session
 from earl_jax.models.parameters import Params
 from earl_jax.placement.placement import Placement
-from earl_jax.rollout.actor import Actor, Stopped
-from earl_jax.rollout.collect import Rollout
+from earl_jax.rollout.actor import Actor
+from earl_jax.rollout.end import End, Stopped
 from earl_jax.rollout.episode import Task
-from earl_jax.rollout.gather import End, Played, gather_outcomes
+from earl_jax.rollout.gather import gather_outcomes
 from earl_jax.rollout.load import expected_tokens
+from earl_jax.rollout.results import Played, Rollout
 from earl_jax.rollout.share import Share, share_of
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.memory import moving

@@ -17,10 +17,12 @@ from earl_jax.envs.text.conversation import Conversation
 from earl_jax.launch.cluster import Cluster
 from earl_jax.rollout.answers import Answers
 from earl_jax.rollout.block_manager import Grow
-from earl_jax.rollout.collect import Rollout, collect
 from earl_jax.rollout.config import RolloutConfig
+from earl_jax.rollout.end import Stopped
 from earl_jax.rollout.episode import Task
-from earl_jax.rollout.lockstep import Lockstep, Stopped
+from earl_jax.rollout.lockstep import Lockstep
+from earl_jax.rollout.results import Rollout
+from earl_jax.rollout.row_pool import Finished
 from earl_jax.rollout.service import RolloutService, Shrink
 from earl_jax.rollout.share import Share
 from earl_jax.settings.errors import InputError
@@ -121,6 +123,27 @@ class Actor:
     def _look_for_a_signal(self) -> None:
         if signal_name := self.stop():
             raise Stopped(signal_name)
+
+
+def collect(service: RolloutService, tasks: Sequence[Task]) -> Rollout:
+    """Plays every task to its end on a fresh service.
+
+    There are at most `service.rows.total` tasks, with those that the service takes from elsewhere;
+    these come last.
+    """
+    service.submit(tasks)
+    found: dict[int, Finished] = {}
+    for finished in service.drain():
+        # Between two rounds.
+        found.update((each.ticket, each) for each in finished)
+    assert len(found) >= len(tasks), f"{len(found)} of {len(tasks)} tasks were played"
+    done = [found[ticket].trajectory for ticket in range(len(found))]
+    return Rollout(
+        trajectories=[dataclasses.replace(each, row=index) for index, each in enumerate(done)],
+        session=service.close(),
+        rows=[each.row for each in done],
+        stats=service.stats,
+    )
 
 
 def check_learnable(tasks: Sequence[Task], sampling: Sampling) -> None:

@@ -9,29 +9,14 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from earl_jax.launch.cluster import Cluster
-from earl_jax.rollout.actor import Stopped
-from earl_jax.rollout.collect import Rollout
-from earl_jax.rollout.shortage import RolloutShort, Shortage
+from earl_jax.rollout.end import End, RolloutShort, Shortage, Stopped
+from earl_jax.rollout.results import Played, Rollout, RowOrder
 from earl_jax.rollout.stats import RolloutStats
-from earl_jax.telemetry.metrics import mean_gap, sampling_gap
+from earl_jax.telemetry.metrics import sampling_gap
 from earl_jax.trajectory import Outcome, TurnState
-
-
-class RowOrder(NamedTuple):
-    """The order of rows of episodes that processes took off a queue, each in an order of its own.
-
-    Task i is row `rows[i]` of those of all processes that play, which have `of_each`. These are a
-    multiple of the tasks of a part, so that few programs are compiled for them.
-
-    Example: of tasks 0 to 3 the first process played 0, 2 and 3, and the second 1: it has row 0 of
-    four, and so `rows` are 0 4 1 2.
-    """
-
-    of_each: int
-    rows: tuple[int, ...]
 
 
 def row_order(numbers: Sequence[Sequence[int]]) -> RowOrder:
@@ -46,45 +31,6 @@ def row_order(numbers: Sequence[Sequence[int]]) -> RowOrder:
     }
     assert sorted(rows) == list(range(total)), f"{total} tasks, of which some were played twice"
     return RowOrder(of_each, tuple(rows[number] for number in range(total)))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Played:
-    """A rollout of all processes; the same in each of them.
-
-    `outcomes` are in the order of the tasks, which is that of the rows on the devices, unless there
-    is an `order` of these. `stats` are those of all. `placement` is where the rollout ended
-    (`Placement.as_dict`), in the process that needed the longest rows. `gaps` are those of the
-    episodes' tokens (`sampling_gap`). Episodes that were `dropped` or `refilled`, and the number of
-    groups that were reused, are as in `Rollout`.
-    """
-
-    outcomes: list[Outcome]
-    stats: RolloutStats
-    placement: dict[str, Any]
-    gaps: list[tuple[float, int]]
-    dropped: list[Outcome]
-    refilled: list[Outcome]
-    num_reused: int
-    order: RowOrder | None = None
-
-    @property
-    def sampling_kl(self) -> float | None:
-        """The metric of this name, of all episodes."""
-        return mean_gap(self.gaps)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class End:
-    """The end of a process's part of a rollout, as the others are told it.
-
-    The part had a `shortage`, or was `stopped` by a signal of this name, or neither. `programs` are
-    those that the process compiled alone meanwhile (`Placement.programs_alone`).
-    """
-
-    shortage: Shortage | None = None
-    stopped: str = ""
-    programs: dict[str, Any] | None = None
 
 
 # What is told of the programs of all processes (`Placement.learn_programs`).

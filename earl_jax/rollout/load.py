@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from earl_jax.rollout.config import RolloutConfig
-from earl_jax.rollout.gather import Played
+from earl_jax.rollout.results import Played
 from earl_jax.telemetry.load import Load, LoadHistory
 
 

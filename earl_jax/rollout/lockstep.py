@@ -21,18 +21,12 @@ from earl_jax.envs.environment import Environment, Message, Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool, Failure
 from earl_jax.launch.cluster import Cluster
 from earl_jax.rollout.answers import Answer, Answers
+from earl_jax.rollout.end import Stopped
 from earl_jax.rollout.episode import Task
 from earl_jax.settings.errors import RunError
 
 _LOOK_S = 1.0
 _WHAT = "the answers of environments before a round"
-
-
-class Stopped(Exception):  # noqa: N818 - no error
-    """A rollout was abandoned for a signal, whose name it has: its episodes are to be played again.
-
-    Of several processes all raise it where their rollouts are gathered, or in lockstep at once.
-    """
 
 
 class Lockstep:

@@ -24,11 +24,11 @@ from earl_jax.models.lora import fingerprint
 from earl_jax.models.parameters import parameter_shardings
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
-from earl_jax.rollout.collect import Rollout
 from earl_jax.rollout.events import Begun, Events
 from earl_jax.rollout.gather import furthest
 from earl_jax.rollout.load import expected_load, expected_tokens
 from earl_jax.rollout.open_groups import OpenGroups
+from earl_jax.rollout.results import Rollout
 from earl_jax.rollout.row_pool import Finished
 from earl_jax.rollout.service import RolloutService
 from earl_jax.rollout.stats import RolloutStats

@@ -24,7 +24,7 @@ from earl_jax.envs.text.tokenizer import ASSISTANT, CHAT_TEMPLATE, build_tokeniz
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.layer_groups import pages_for
 from earl_jax.models.parameters import is_spec, parameter_specs, unstacked_specs
-from earl_jax.rollout import collect as closed
+from earl_jax.rollout.actor import collect as play_all
 from earl_jax.rollout.config import CacheRules, RolloutConfig
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.service import RolloutService
@@ -244,7 +244,7 @@ def collect(pool, todo, make=tictactoe, *, services=None, **settings):
     service = open_service(pool, make, **settings)
     if services is not None:
         services.append(service)
-    return closed.collect(service, todo)
+    return play_all(service, todo)
 
 
 def check_nothing_is_held(service: RolloutService, longest: int = MAX_TOKENS) -> None:

@@ -1,9 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a rollout by a lack of memory in one of several processes."""
+"""Ends of a process's part of a rollout: it is done, a signal stopped it, or memory was short."""
 
 import dataclasses
 from typing import Any
+
+
+class Stopped(Exception):  # noqa: N818 - no error
+    """A rollout was abandoned for a signal, whose name it has: its episodes are to be played again.
+
+    Of several processes all raise it where their rollouts are gathered, or in lockstep at once.
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,3 +35,16 @@ class RolloutShort(RuntimeError):
     def __init__(self, shortage: Shortage) -> None:
         super().__init__(shortage.words)
         self.shortage = shortage
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class End:
+    """The end of a process's part of a rollout, as the others are told it.
+
+    The part had a `shortage`, or was `stopped` by a signal of this name, or neither. `programs` are
+    those that the process compiled alone meanwhile (`Placement.programs_alone`).
+    """
+
+    shortage: Shortage | None = None
+    stopped: str = ""
+    programs: dict[str, Any] | None = None

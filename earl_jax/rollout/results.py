@@ -1,16 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""A closed rollout: a list of tasks that a service plays to their end."""
+"""Results of a rollout: those of one process, and those of all, which each of them knows."""
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from earl_jax.engine.round_inputs import NO_ROW
 from earl_jax.engine.session import Session
-from earl_jax.rollout.episode import Task
-from earl_jax.rollout.row_pool import Finished
-from earl_jax.rollout.service import RolloutService
 from earl_jax.rollout.stats import RolloutStats
+from earl_jax.telemetry.metrics import mean_gap
 from earl_jax.trajectory import Experience, Outcome, Trajectory
 
 
@@ -52,22 +51,41 @@ class Rollout:
         )
 
 
-def collect(service: RolloutService, tasks: Sequence[Task]) -> Rollout:
-    """Plays every task to its end on a fresh service.
+class RowOrder(NamedTuple):
+    """The order of rows of episodes that processes took off a queue, each in an order of its own.
 
-    There are at most `service.rows.total` tasks, with those that the service takes from elsewhere;
-    these come last.
+    Task i is row `rows[i]` of those of all processes that play, which have `of_each`. These are a
+    multiple of the tasks of a part, so that few programs are compiled for them.
+
+    Example: of tasks 0 to 3 the first process played 0, 2 and 3, and the second 1: it has row 0 of
+    four, and so `rows` are 0 4 1 2.
     """
-    service.submit(tasks)
-    found: dict[int, Finished] = {}
-    for finished in service.drain():
-        # Between two rounds.
-        found.update((each.ticket, each) for each in finished)
-    assert len(found) >= len(tasks), f"{len(found)} of {len(tasks)} tasks were played"
-    done = [found[ticket].trajectory for ticket in range(len(found))]
-    return Rollout(
-        trajectories=[dataclasses.replace(each, row=index) for index, each in enumerate(done)],
-        session=service.close(),
-        rows=[each.row for each in done],
-        stats=service.stats,
-    )
+
+    of_each: int
+    rows: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Played:
+    """A rollout of all processes; the same in each of them.
+
+    `outcomes` are in the order of the tasks, which is that of the rows on the devices, unless there
+    is an `order` of these. `stats` are those of all. `placement` is where the rollout ended
+    (`Placement.as_dict`), in the process that needed the longest rows. `gaps` are those of the
+    episodes' tokens (`sampling_gap`). Episodes that were `dropped` or `refilled`, and the number of
+    groups that were reused, are as in `Rollout`.
+    """
+
+    outcomes: list[Outcome]
+    stats: RolloutStats
+    placement: dict[str, Any]
+    gaps: list[tuple[float, int]]
+    dropped: list[Outcome]
+    refilled: list[Outcome]
+    num_reused: int
+    order: RowOrder | None = None
+
+    @property
+    def sampling_kl(self) -> float | None:
+        """The metric of this name, of all episodes."""
+        return mean_gap(self.gaps)
