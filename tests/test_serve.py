@@ -18,8 +18,8 @@ from earl_jax.engine.sampling import sample, sampling_rows, token_uniforms
 from earl_jax.envs.text.chat import ChatRenderer
 from earl_jax.envs.text.tokenizer import load_tokenizer
 from earl_jax.serve import serve_command
+from earl_jax.serving.config import MAX_SEED
 from earl_jax.serving.serve_flags import parse_flags
-from earl_jax.serving.served_engine import MAX_SEED
 from earl_jax.serving.sizes import cache_tokens_of, context_tokens_of
 from tests.support.continuations import served
 from tests.support.references import reference

@@ -12,8 +12,8 @@ from earl_jax.envs.text.codec import TextCodec
 from earl_jax.envs.text.tokenizer import load_tokenizer
 from earl_jax.serving.http_answers import ChatForm, Choice
 from earl_jax.serving.http_api import _collect, _stream
+from earl_jax.serving.reply import Reply, Token
 from earl_jax.serving.requests import RequestOptions
-from earl_jax.serving.service import Reply, Token
 from tests.support.served import MODEL
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'

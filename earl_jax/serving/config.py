@@ -6,6 +6,9 @@ import dataclasses
 
 from earl_jax.engine.config import Sampling
 
+# The largest seed of a request; those of requests that name none are greater.
+MAX_SEED = 2**30 - 1
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServingConfig:

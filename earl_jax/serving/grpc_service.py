@@ -11,6 +11,7 @@ from urllib.parse import unquote
 import grpc
 
 from earl_jax.serving._jetstream import jetstream_pb2
+from earl_jax.serving.reply import Piece
 from earl_jax.serving.requests import (
     IN_METADATA,
     RequestError,
@@ -20,7 +21,7 @@ from earl_jax.serving.requests import (
     reader,
 )
 from earl_jax.serving.scores import LOGPROB, MODEL_LOGPROB, add_scores
-from earl_jax.serving.service import Piece, Service
+from earl_jax.serving.service import Service
 
 # The key of the trailing metadata with the reason why a reply ended.
 FINISH_KEY = "finish-reason"

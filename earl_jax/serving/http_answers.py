@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from earl_jax.envs.tools.calls import ToolCallStream
-from earl_jax.serving.service import Piece
+from earl_jax.serving.reply import Piece
 
 FINISH = {
     "end_of_turn": "stop",

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from earl_jax.engine.config import Sampling
+from earl_jax.serving.config import MAX_SEED
 from earl_jax.serving.http_server import HttpError, HttpRequest
 from earl_jax.serving.requests import RequestLimits, RequestOptions, make_options
-from earl_jax.serving.served_engine import MAX_SEED
 
 # The most replies to one prompt, and stop strings, of a request.
 MOST_REPLIES, MOST_STOPS = 128, 16

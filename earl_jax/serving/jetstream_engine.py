@@ -23,7 +23,8 @@ from earl_jax.rollout.episode import NewTokens, Prompt, Task
 from earl_jax.rollout.service import RolloutService
 from earl_jax.serving._jetstream import import_engine
 from earl_jax.serving.chat_prompt import prompt_encoder
-from earl_jax.serving.served_engine import MAX_SEED, ServedEngine
+from earl_jax.serving.config import MAX_SEED
+from earl_jax.serving.served_engine import ServedEngine
 from earl_jax.serving.tokenizer import ServedTokenizer
 from earl_jax.settings.errors import InputError
 

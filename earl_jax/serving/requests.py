@@ -14,7 +14,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from earl_jax.engine.choices import choice_tree
 from earl_jax.engine.config import Sampling
-from earl_jax.serving.served_engine import MAX_SEED
+from earl_jax.serving.config import MAX_SEED
 
 # The key of the metadata with a request's options, as JSON.
 SAMPLING_KEY = "sampling"

@@ -23,8 +23,6 @@ CHUNK_TOKENS = 256
 # Decode steps of a round. A client has its tokens round by round, and a request that comes or goes
 # waits for one; 8 steps cost the host as much as one does.
 BURST = 8
-# The largest seed of a request; those of requests that name none are greater.
-MAX_SEED = 2**30 - 1
 
 
 def rollout_config(num_slots: int, page_size: int, **changes: object) -> RolloutConfig:
