@@ -12,7 +12,7 @@ import pytest
 from earl_jax import loop_async
 from earl_jax.loop import rl_step
 from earl_jax.loop_async import AsyncPlayer
-from earl_jax.placement.delivery import Part
+from earl_jax.placement.parts import Part
 from earl_jax.placement.updates import StepUpdate
 from earl_jax.rollout.events import read_events
 from earl_jax.rollout.open_groups import OpenGroups

@@ -21,7 +21,7 @@ from earl_jax.loop import evaluate, rl_step
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.checkpoints.hf_write import save_checkpoint
 from earl_jax.models.config import LoraConfig, ModelConfig
-from earl_jax.placement.delivery import Part
+from earl_jax.placement.parts import Part
 from earl_jax.placement.problem import model_sizes
 from earl_jax.placement.updates import StepUpdate
 from earl_jax.run.build import build_run

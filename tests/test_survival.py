@@ -14,8 +14,8 @@ import pytest
 from earl_jax.launch.distributed import RestartNeeded
 from earl_jax.loop import rl_step
 from earl_jax.placement import moves, sessions
-from earl_jax.placement.delivery import Part
 from earl_jax.placement.moves import move_state
+from earl_jax.placement.parts import Part
 from earl_jax.placement.updates import StepUpdate
 from earl_jax.run.build import build_run
 from earl_jax.run.workdir import Position

@@ -19,29 +19,10 @@ from earl_jax.dispatch.pack import (
 )
 from earl_jax.dispatch.packing import pack_rows
 from earl_jax.placement.packing import plan_batch
+from earl_jax.placement.parts import Part
 from earl_jax.placement.placement import Placement
 from earl_jax.rollout.results import Played, Rollout, RowOrder
-from earl_jax.trajectory import Experience, Outcome, TrajectoryBatch
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
-    """Episodes of a step on the training layout, packed; all of them, or those that came together.
-
-    `length` is their context bucket, `num_tokens` what they have in all, `moved_bytes` those that
-    changed device. If it `is_scored`, it has what a first pass gives it (`Learner.score`).
-    """
-
-    batch: TrajectoryBatch
-    length: int
-    num_tokens: int
-    moved_bytes: int = 0
-    is_scored: bool = False
-
-
-def fill_of(parts: Sequence[Part]) -> float:
-    """Returns the fraction of the parts' positions that hold a token."""
-    return sum(part.num_tokens for part in parts) / sum(part.batch.tokens.size for part in parts)
+from earl_jax.trajectory import Experience, Outcome
 
 
 def rows_of(rollout: Rollout, played: Played) -> Experience:

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from earl_jax.dispatch.packing import Shape, ShapeHistory, pack_rows
-from earl_jax.placement.delivery import Part
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.packing import move_batch, plan_batch, plan_of_shape, tightest_plan
+from earl_jax.placement.parts import Part
 from earl_jax.placement.placement import Placement
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.selector.table import key_of

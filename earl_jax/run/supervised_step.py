@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from earl_jax.placement.delivery import fill_of
 from earl_jax.placement.moves import move_state
+from earl_jax.placement.parts import fill_of
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.updates import StepUpdate, supervised_parts
 from earl_jax.run.build import Run
