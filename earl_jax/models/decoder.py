@@ -27,11 +27,7 @@ from earl_jax.models.attention.kernels import (
 from earl_jax.models.attention.page_shares import TokenShare, own_share, share_tokens
 from earl_jax.models.attention.rows import cap
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.contraction import (
-    contract_by_axes,
-    contract_flat,
-    recomputed,
-)
+from earl_jax.models.contraction import contract_by_axes, contract_flat
 from earl_jax.models.kv_cache import PagedCache, write, writes_whole_pages
 from earl_jax.models.layer_groups import group_layers
 from earl_jax.models.layers.layer import compute_layer
@@ -45,6 +41,7 @@ from earl_jax.models.parameters import (
     periods,
     uniform_stacks,
 )
+from earl_jax.models.remat import recomputed
 from earl_jax.settings.remat import Remat
 from earl_jax.sharding.layout import Layout
 

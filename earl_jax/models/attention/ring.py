@@ -54,7 +54,7 @@ from earl_jax.models.attention.partial_attention import (
     tokens_first,
 )
 from earl_jax.models.attention.rows import Positions, Window
-from earl_jax.models.contraction import mark_attention
+from earl_jax.models.remat import mark_attention
 from earl_jax.sharding.layout import Layout
 
 _AXIS = "context"

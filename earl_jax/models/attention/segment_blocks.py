@@ -32,7 +32,7 @@ from earl_jax.models.attention.partial_attention import (
     tokens_first,
 )
 from earl_jax.models.attention.rows import BLOCK_SIZE, Positions, Window, attention
-from earl_jax.models.contraction import mark_attention
+from earl_jax.models.remat import mark_attention
 from earl_jax.sharding.layout import Layout
 
 # Spans of queries on a GPU: 8 look at 0.56 of a row's pairs, of which half are needed.

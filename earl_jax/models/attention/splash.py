@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 from earl_jax.models.attention.attention_shards import on_each_shard
-from earl_jax.models.contraction import ATTENTION
+from earl_jax.models.remat import ATTENTION
 from earl_jax.sharding.layout import Layout
 
 # The kernel's own unit: lengths and head sizes are padded to multiples of it.

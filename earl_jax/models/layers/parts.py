@@ -12,8 +12,9 @@ from earl_jax.models.activations import recompute_backward
 from earl_jax.models.attention.delta_rule import Mixed
 from earl_jax.models.attention.rows import Window
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.contraction import Contract, mark_product
-from earl_jax.models.lora import project
+from earl_jax.models.contraction import Contract
+from earl_jax.models.projection import project
+from earl_jax.models.remat import mark_product
 from earl_jax.models.rotary import rope_frequencies, rotate
 
 
@@ -89,7 +90,7 @@ class Parts(NamedTuple):
     reads_latents: bool = False
 
     def project(self, equation: str, x: jax.Array, weight: Any) -> jax.Array:
-        """Computes a projection (lora.py), whose result remat may keep."""
+        """Computes a projection (projection.py), whose result remat may keep."""
         return mark_product(project(equation, x, weight, self.contract))
 
     def norm(self, x_BTD: jax.Array, weight_D: jax.Array, eps: float | None = None) -> jax.Array:

@@ -30,9 +30,9 @@ from jax.sharding import PartitionSpec as P
 
 from earl_jax.models.activations import gated
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.contraction import mark_product
 from earl_jax.models.moe.grouped_matmul import Products, choose_products, grouped_matmul
 from earl_jax.models.quantization import Quantized
+from earl_jax.models.remat import mark_product
 from earl_jax.sharding.axes import MESH_AXES
 from earl_jax.sharding.layout import PARAMETER_RULES, Layout
 
