@@ -36,7 +36,7 @@ from earl_jax.models.checkpoints.hf_settings import read_settings
 from earl_jax.models.config import LoraConfig, ModelConfig
 from earl_jax.models.decoder import forward_chunk, forward_rows
 from earl_jax.models.engine_parameters import engine_specs
-from earl_jax.models.lora import adapt, adapter_specs, is_adapted, merged
+from earl_jax.models.lora import adapt, adapter_specs
 from earl_jax.models.parameters import (
     check_tensor_axis,
     is_spec,
@@ -44,6 +44,7 @@ from earl_jax.models.parameters import (
     unstack_layers,
 )
 from earl_jax.models.presets import PRESETS, preset_vocab_size
+from earl_jax.models.projection import is_adapted, merged
 from earl_jax.models.quantization import dequantize, is_quantized, quantize
 from earl_jax.run.build import build_run
 from earl_jax.serving.serve_flags import check_against_model, parse_flags

@@ -17,15 +17,8 @@ import pytest
 from earl_jax.dispatch.weights import publish
 from earl_jax.models.config import LORA_TARGETS, LoraConfig, ModelConfig
 from earl_jax.models.decoder import forward_chunk, forward_rows, head_weights
-from earl_jax.models.lora import (
-    PROJECTIONS,
-    Adapted,
-    adapter_specs,
-    fingerprint,
-    is_adapted,
-    merged,
-    project,
-)
+from earl_jax.models.fingerprint import fingerprint
+from earl_jax.models.lora import PROJECTIONS, adapter_specs
 from earl_jax.models.parameters import (
     num_parameters,
     parameter_shapes,
@@ -33,6 +26,7 @@ from earl_jax.models.parameters import (
     parameter_specs,
     unstacked_specs,
 )
+from earl_jax.models.projection import Adapted, is_adapted, merged, project
 from earl_jax.run.build import build_run
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape, make_layout

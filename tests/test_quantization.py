@@ -24,7 +24,7 @@ from earl_jax.models.config import LoraConfig, ModelConfig
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.models.engine_parameters import INPUTS, engine_shapes, engine_specs
 from earl_jax.models.logprobs import score_tokens
-from earl_jax.models.lora import adapt, adapter_specs, merged, project
+from earl_jax.models.lora import adapt, adapter_specs
 from earl_jax.models.moe.experts import experts_of_shard
 from earl_jax.models.parameters import (
     init_parameters,
@@ -32,6 +32,7 @@ from earl_jax.models.parameters import (
     parameter_shardings,
     parameter_specs,
 )
+from earl_jax.models.projection import merged, project
 from earl_jax.models.quantization import dequantize, is_quantized, quantize
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
 from earl_jax.telemetry.host_bytes import HostByteCounter

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from earl_jax.models.lora import is_adapted, merged
 from earl_jax.models.parameters import unstack_layers
+from earl_jax.models.projection import is_adapted, merged
 from earl_jax.models.quantization import is_quantized, quantize
 from earl_jax.sharding.layout import Layout
 from earl_jax.sharding.placing import absent_tree, same_shards

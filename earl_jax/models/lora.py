@@ -7,21 +7,16 @@ numbers and B from these to the outputs (section 4.1; R is the rank). B begins a
 the policy is the base. A is cut over the mesh as W's inputs are, B as its outputs: the same rules.
 
 In the trainer, A and B are a tree of their own, {"layers": {"query": {"a", "b"}}}, with layers
-stacked; `adapt` puts them beside the frozen weights for the decoder. The engine knows nothing of
-them: it gets `merged` weights.
+stacked; `adapt` puts them beside the frozen weights for the decoder (projection.py). The engine
+knows nothing of them: it gets `merged` weights.
 """
 
 import math
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from flax import struct
-
 from earl_jax.models.config import ALL_TARGETS, LoraConfig
-from earl_jax.models.contraction import Contract, contract_flat
 from earl_jax.models.parameters import ParameterSpec, Params
-from earl_jax.models.quantization import Quantized, matmul
+from earl_jax.models.projection import Adapted
 from earl_jax.settings.errors import InputError
 
 # The letters that each projection reads and writes. One with other axes cannot be adapted here.
@@ -47,27 +42,6 @@ PROJECTIONS = {
     "shared_up": ("D", "F"),
     "shared_down": ("F", "D"),
 }
-
-
-@struct.dataclass(frozen=True, kw_only=True)
-class Adapted:
-    """A projection in a tree of parameters: `weight` is frozen, `a` and `b` are trained.
-
-    For a query, `inputs` is "D" and `outputs` "KGH": weight_DKGH, a_DR, b_RKGH; each with L before
-    it where layers are stacked.
-    """
-
-    weight: Any
-    a: Any
-    b: Any
-    inputs: str = struct.field(pytree_node=False)
-    outputs: str = struct.field(pytree_node=False)
-    scale: float = struct.field(pytree_node=False)
-
-
-def is_adapted(node: Any) -> bool:
-    """True for an adapted projection."""
-    return isinstance(node, Adapted)
 
 
 def adapter_specs(specs: Any, lora: LoraConfig) -> dict[str, Any]:
@@ -134,81 +108,3 @@ def adapt(base: Params, adapters: Params, lora: LoraConfig) -> Params:
             scale=lora.alpha / lora.rank,
         )
     return {**base, "layers": layers}
-
-
-def project(
-    equation: str,
-    x: jax.Array,
-    weight: jax.Array | Adapted | Quantized,
-    contract: Contract = contract_flat,
-) -> jax.Array:
-    """Computes `einsum(equation, x, weight)`, plus the adapter's part where the weight has one.
-
-    The second operand of the equation must be the weight's inputs, then its outputs. `contract`
-    computes each product (contraction.py).
-    """
-    if isinstance(weight, Quantized):
-        return matmul(equation, x, weight)
-    if not isinstance(weight, Adapted):
-        return contract(equation, x, weight)
-    operands, result = equation.split("->")
-    given, axes = operands.split(",")
-    inputs, outputs = weight.inputs, weight.outputs
-    assert axes == inputs + outputs, equation
-    rows = "".join(letter for letter in given if letter not in inputs)
-    x_R = contract(f"{given},{inputs}R->{rows}R", x, weight.a)
-    added = contract(f"{rows}R,R{outputs}->{result}", x_R, weight.b)
-    return contract(equation, x, weight.weight) + weight.scale * added
-
-
-def merged(weight: jax.Array | Adapted) -> jax.Array:
-    """Returns W + (alpha / rank) A B in fp32; a weight without adapter unchanged. Any stacking."""
-    if not isinstance(weight, Adapted):
-        return weight
-    inputs, outputs = weight.inputs, weight.outputs
-    # Highest: a TPU would otherwise round A and B to bf16.
-    added = jnp.einsum(
-        f"...{inputs}R,...R{outputs}->...{inputs}{outputs}",
-        weight.a,
-        weight.b,
-        precision=jax.lax.Precision.HIGHEST,
-    )
-    return weight.weight.astype(jnp.float32) + weight.scale * added
-
-
-# Changes whenever `fingerprint` returns other numbers; checkpoints hold it.
-FINGERPRINT_VERSION = 2
-
-
-@jax.jit
-def fingerprint(tree: Any) -> jax.Array:
-    """Returns a u32 that depends on every bit of the arrays and its index, not on their layout.
-
-    A change of one number always changes it. Changes of several cancel by chance alone, once in
-    2**32: of two flipped signs, too.
-    """
-
-    def add(leaf: jax.Array) -> jax.Array:
-        kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
-        bits = jax.lax.bitcast_convert_type(leaf, kind).astype(jnp.uint32)
-        place = jnp.zeros(leaf.shape, jnp.uint32)
-        for axis, size in enumerate(leaf.shape):
-            place = place * size + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-        # Integers add up to the same in any order.
-        return jnp.sum(_mixed(bits ^ _mixed(place)), dtype=jnp.uint32)
-
-    total = jnp.zeros((), jnp.uint32)
-    for leaf in jax.tree.leaves(tree):
-        total = total * 31 + add(leaf)
-    return total
-
-
-def _mixed(number: jax.Array) -> jax.Array:
-    """Returns a u32 of which every bit depends on every bit of `number`, each from one number.
-
-    MurmurHash3's finalizer. Without it the highest bit, a sign, would only reach the highest bit of
-    a sum, where two changes cancel.
-    """
-    number = (number ^ (number >> 16)) * jnp.uint32(0x85EBCA6B)
-    number = (number ^ (number >> 13)) * jnp.uint32(0xC2B2AE35)
-    return number ^ (number >> 16)

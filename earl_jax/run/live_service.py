@@ -20,7 +20,7 @@ from earl_jax.config.resume import replayed_settings
 from earl_jax.dispatch.weights import program_of
 from earl_jax.engine.session import Session
 from earl_jax.models.engine_parameters import engine_specs
-from earl_jax.models.lora import fingerprint
+from earl_jax.models.fingerprint import fingerprint
 from earl_jax.models.parameters import parameter_shardings
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement

@@ -27,7 +27,7 @@ from earl_jax.models.checkpoints.hf_read import (
     open_checkpoint,
 )
 from earl_jax.models.checkpoints.hub import find_folder
-from earl_jax.models.lora import fingerprint
+from earl_jax.models.fingerprint import fingerprint
 from earl_jax.models.parameters import Params
 from earl_jax.run.build import Run, build_run, with_conversations, with_held_out
 from earl_jax.run.workdir import tokenizer_folder

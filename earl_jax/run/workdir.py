@@ -18,7 +18,7 @@ from earl_jax.config.resume import changes
 from earl_jax.envs.tasks import KeepsState
 from earl_jax.envs.text.tokenizer import save_tokenizer
 from earl_jax.launch.cluster import Cluster
-from earl_jax.models.lora import fingerprint
+from earl_jax.models.fingerprint import fingerprint
 from earl_jax.placement.placement import Placement
 from earl_jax.rollout.load import expected_load, expected_tokens
 from earl_jax.rollout.open_episodes import OpenEpisode

@@ -27,7 +27,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
 
-from earl_jax.models.lora import FINGERPRINT_VERSION, fingerprint
+from earl_jax.models.fingerprint import FINGERPRINT_VERSION, fingerprint
 from earl_jax.models.parameters import Params
 from earl_jax.selector.memory import is_out_of_memory, unless_out_of_memory
 from earl_jax.settings.differences import differences

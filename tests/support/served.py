@@ -29,7 +29,7 @@ from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.checkpoints.hf_write import save_checkpoint
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows, head_weights
-from earl_jax.models.lora import fingerprint
+from earl_jax.models.fingerprint import fingerprint
 from earl_jax.models.parameters import is_spec, parameter_specs
 from earl_jax.run.build import build_run
 from earl_jax.run.workdir import keep_config

@@ -37,8 +37,8 @@ from earl_jax.models.checkpoints.hf_read import (
 from earl_jax.models.checkpoints.hf_settings import write_settings
 from earl_jax.models.checkpoints.hf_tokenizer import Tokenizer, write_tokenizer
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.lora import Adapted, is_adapted, merged
 from earl_jax.models.parameters import FP32_PARAMETERS, Params, is_spec, parameter_specs
+from earl_jax.models.projection import Adapted, is_adapted, merged
 from earl_jax.settings.errors import InputError, is_mistake
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.atomic import replacing
