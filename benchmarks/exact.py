@@ -30,7 +30,7 @@ from earl_jax.envs.text.chat import ChatRenderer
 from earl_jax.launch.start import start_jax
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.run.build import Run
-from earl_jax.run.workdir import read_newest
+from earl_jax.run.saved_position import read_newest
 from earl_jax.sharding.layout import MeshShape, make_layout
 
 LEAST = 1e-6

@@ -134,8 +134,9 @@ def measure(point: Point, rounds: int = 2, steps: int = 4, own_steps: int = 50) 
 
 def run_steps(world: Any, placement: Any, steps: int) -> list[tuple[Pair, float]]:
     """Returns the pair and the seconds of each of the first `steps` steps of a run."""
-    from earl_jax.loop import Position, rl_step
+    from earl_jax.loop import rl_step
     from earl_jax.rollout.load import expected_tokens
+    from earl_jax.run.position import Position
     from earl_jax.telemetry.load import LoadHistory
 
     placement.choose_step(expected_tokens(world.stages.rollout, None), None)

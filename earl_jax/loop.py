@@ -34,8 +34,8 @@ from earl_jax.rollout.scheduler import next_lengths
 from earl_jax.rollout.tasks import with_lengths
 from earl_jax.run.build import Run
 from earl_jax.run.played_step import PlayedStep, record_of
+from earl_jax.run.position import Position
 from earl_jax.run.step_record import StepRecord
-from earl_jax.run.workdir import Position
 from earl_jax.settings.errors import RunError
 from earl_jax.telemetry.compile_clock import compile_clock
 from earl_jax.telemetry.episodes import Failures, failures_of

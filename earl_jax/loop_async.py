@@ -45,7 +45,7 @@ from earl_jax.rollout.results import Played
 from earl_jax.run.build import Run
 from earl_jax.run.live_service import LiveService
 from earl_jax.run.played_step import PlayedStep
-from earl_jax.run.workdir import Position
+from earl_jax.run.position import Position
 from earl_jax.telemetry.host_bytes import only_on_devices
 from earl_jax.telemetry.timing import StageTimer
 from earl_jax.train.state import TrainState

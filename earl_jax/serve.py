@@ -19,7 +19,7 @@ def run_policy(flags: argparse.Namespace) -> ServedPolicy:
 
     config = read_workdir_config(flags.workdir)
     start_jax(config.devices.platform, config.devices.num_cpu_devices)
-    from earl_jax.run.workdir import read_newest
+    from earl_jax.run.saved_position import read_newest
 
     run, position, _ = read_newest(config, flags.workdir)
     params = run.learner.policy(run.judged_state(position.state))

@@ -38,22 +38,20 @@ from earl_jax.rollout.load import expected_tokens
 from earl_jax.rollout.open_episodes import drop_episodes, read_episodes, write_episodes
 from earl_jax.run.build import Run
 from earl_jax.run.exports import export_policy
-from earl_jax.run.source import build_from, first_state, keep_sources
-from earl_jax.run.step_log import Record, StepLog
-from earl_jax.run.step_record import StepRecord
-from earl_jax.run.supervised_step import supervised_step
-from earl_jax.run.workdir import (
-    Position,
+from earl_jax.run.position import Position
+from earl_jax.run.saved_position import (
     choices_of,
-    keep_config,
-    named_where_removed,
     new_placement,
-    open_workdir,
     restore_tasks,
     resume,
     save,
     tasks_state,
 )
+from earl_jax.run.source import build_from, first_state, keep_sources
+from earl_jax.run.step_log import Record, StepLog
+from earl_jax.run.step_record import StepRecord
+from earl_jax.run.supervised_step import supervised_step
+from earl_jax.run.workdir import keep_config, named_where_removed, open_workdir
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.schedule import smallest_hardware, smallest_words
 from earl_jax.selector.table import ThroughputTable

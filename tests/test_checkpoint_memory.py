@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from earl_jax.run.workdir import Position
-from earl_jax.run.workdir import save as save_position
+from earl_jax.run.position import Position
+from earl_jax.run.saved_position import save as save_position
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.train.checkpoint import Checkpoints

@@ -13,7 +13,7 @@ import pytest
 from earl_jax.launch.agreement import open_shared_workdir
 from earl_jax.launch.cluster import processes_only
 from earl_jax.launch.start import exit_status
-from earl_jax.run.workdir import read_newest
+from earl_jax.run.saved_position import read_newest
 from earl_jax.settings.errors import InputError, writes_below
 from tests.support import ROOT
 from tests.support.settings import make_config

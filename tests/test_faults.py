@@ -21,7 +21,7 @@ import pytest
 from earl_jax import training
 from earl_jax.launch.start import exit_status
 from earl_jax.main import train_command
-from earl_jax.run import workdir
+from earl_jax.run import saved_position
 from earl_jax.settings.errors import RunError
 from earl_jax.telemetry.metrics import read_metrics
 from tests.support import ROOT
@@ -36,7 +36,7 @@ HOST = socket.gethostname()
 def die_in(stage: str, lost: int) -> None:
     """Runs the command; process `lost` is killed in its second save, or as it reads one."""
     is_here, saved = f"--config.distributed.process_id={lost}" in sys.argv, []
-    save, from_checkpoint = training.save, workdir.from_checkpoint
+    save, from_checkpoint = training.save, saved_position.from_checkpoint
 
     def faulty_save(*arguments) -> None:
         save(*arguments)
@@ -52,7 +52,7 @@ def die_in(stage: str, lost: int) -> None:
 
         return from_checkpoint(killed, *arguments)
 
-    training.save, workdir.from_checkpoint = faulty_save, faulty_restore
+    training.save, saved_position.from_checkpoint = faulty_save, faulty_restore
     sys.exit(exit_status(lambda: train_command(sys.argv[1:])))
 
 

@@ -23,8 +23,8 @@ from earl_jax.loop import EpisodesFailed
 from earl_jax.rollout.config import MAX_TURNS
 from earl_jax.rollout.episode import Task
 from earl_jax.run.build import build_run
+from earl_jax.run.saved_position import read_newest
 from earl_jax.run.source import open_source
-from earl_jax.run.workdir import read_newest
 from earl_jax.settings.errors import InputError, RunError
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics

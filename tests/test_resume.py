@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from earl_jax.envs.text.tokenizer import load_tokenizer
-from earl_jax.run import workdir
+from earl_jax.run import saved_position, workdir
 from earl_jax.run.build import build_run
 from earl_jax.run.source import build_from
 from earl_jax.settings.errors import InputError
@@ -72,7 +72,7 @@ def resumed(run, tmp_path, position):
     notes = []
 
     def call():
-        return workdir.resume(run, checkpoints, tmp_path, notes.append)
+        return saved_position.resume(run, checkpoints, tmp_path, notes.append)
 
     yield types.SimpleNamespace(
         run=run, call=call, notes=notes, workdir=tmp_path, steps=checkpoints.steps
@@ -136,7 +136,7 @@ def test_a_run_does_not_begin_again_where_its_checkpoints_are_gone(resume):
     checkpoints = Checkpoints(resume.workdir / "checkpoints", keep=2)
     words = f"are gone from .*give --restart .*or name another .*--workdir={resume.workdir}"
     with pytest.raises(InputError, match=words):
-        workdir.resume(resume.run, checkpoints, resume.workdir, resume.notes.append)
+        saved_position.resume(resume.run, checkpoints, resume.workdir, resume.notes.append)
     checkpoints.close()
     assert {path.read_bytes() for path in written} == {b'{"step": 1}\n'}
 
@@ -151,7 +151,7 @@ def test_a_run_that_was_killed_in_its_first_save_begins_again(resume):
     (folder / "metrics.jsonl").write_bytes(lines)
     (folder / "trajectories/step_000001.jsonl").write_bytes(b"episodes")
     checkpoints = Checkpoints(folder / "checkpoints", keep=2)
-    assert workdir.resume(resume.run, checkpoints, folder, resume.notes.append) is None
+    assert saved_position.resume(resume.run, checkpoints, folder, resume.notes.append) is None
     assert (folder / "export.dropped/step_000001").is_dir()
     screen = io.StringIO()
     with Progress(2, screen) as progress:

@@ -20,8 +20,8 @@ from earl_jax.loop import rl_step
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.placement.updates import supervised_parts
 from earl_jax.run.build import build_run, with_conversations
+from earl_jax.run.saved_position import restore_tasks, tasks_state
 from earl_jax.run.supervised_step import supervised_step
-from earl_jax.run.workdir import restore_tasks, tasks_state
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train

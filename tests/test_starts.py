@@ -15,7 +15,7 @@ from earl_jax.placement import placement
 from earl_jax.placement.stages import compiled_bytes
 from earl_jax.rollout.load import expected_tokens
 from earl_jax.run.build import build_run
-from earl_jax.run.workdir import new_placement
+from earl_jax.run.saved_position import new_placement
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.training import train
 from tests.support.allocator import live_bytes, memory_limit

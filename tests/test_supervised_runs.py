@@ -15,8 +15,8 @@ from earl_jax.loop import evaluate
 from earl_jax.placement.placement import Placement
 from earl_jax.plan import plan_command
 from earl_jax.run.build import build_run, with_conversations
+from earl_jax.run.saved_position import read_newest
 from earl_jax.run.supervised_step import supervised_step
-from earl_jax.run.workdir import read_newest
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.schedule import fits
 from earl_jax.selector.table import ThroughputTable

@@ -18,7 +18,7 @@ from earl_jax.placement.moves import move_state
 from earl_jax.placement.parts import Part
 from earl_jax.placement.updates import StepUpdate
 from earl_jax.run.build import build_run
-from earl_jax.run.workdir import Position
+from earl_jax.run.position import Position
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.memory import is_out_of_memory
 from earl_jax.selector.plans import TrainPlan

@@ -13,7 +13,7 @@ from earl_jax.models.attention.kernels import Choice
 from earl_jax.placement.facts import table_for_plan
 from earl_jax.placement.problem import find_model, make_problem
 from earl_jax.run.build import Run, build_run
-from earl_jax.run.workdir import _table_of
+from earl_jax.run.saved_position import _table_of
 from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.plans import Failure
 from earl_jax.selector.table import ThroughputTable

@@ -13,7 +13,7 @@ import pytest
 from earl_jax.loop import rl_step
 from earl_jax.placement.placement import Placement
 from earl_jax.run.build import build_run
-from earl_jax.run.workdir import resume, save
+from earl_jax.run.saved_position import resume, save
 from earl_jax.selector.choose import Chooser, full_step
 from earl_jax.selector.footprint import device_bytes
 from earl_jax.selector.plan_candidates import Candidates

@@ -17,8 +17,9 @@ from earl_jax.preflight import hosts, links
 from earl_jax.preflight.storage import check_storage
 from earl_jax.rollout.load import expected_tokens
 from earl_jax.run.build import Run
+from earl_jax.run.saved_position import new_placement
 from earl_jax.run.source import build_from
-from earl_jax.run.workdir import changed_settings, new_placement
+from earl_jax.run.workdir import changed_settings
 from earl_jax.selector.plans import RolloutPlan, TrainPlan
 from earl_jax.settings.errors import InputError
 

@@ -5,7 +5,7 @@
 from pathlib import Path
 
 from earl_jax.run.build import Run
-from earl_jax.run.workdir import Position
+from earl_jax.run.position import Position
 from earl_jax.train.export import Exporter, keep_exports
 
 

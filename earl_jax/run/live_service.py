@@ -33,7 +33,7 @@ from earl_jax.rollout.row_pool import Finished
 from earl_jax.rollout.service import RolloutService
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.run.build import Run
-from earl_jax.run.workdir import Position
+from earl_jax.run.position import Position
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.plans import RolloutPlan
 from earl_jax.settings.errors import RunError

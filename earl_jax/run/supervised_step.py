@@ -12,8 +12,8 @@ from earl_jax.placement.parts import fill_of
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.updates import StepUpdate, supervised_parts
 from earl_jax.run.build import Run
+from earl_jax.run.position import Position
 from earl_jax.run.step_record import count_skipped
-from earl_jax.run.workdir import Position
 from earl_jax.telemetry.compile_clock import compile_clock
 from earl_jax.telemetry.load import Load
 from earl_jax.telemetry.metrics import Metrics

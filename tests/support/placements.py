@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from earl_jax.engine.session import Session
-from earl_jax.loop import Position, rl_step
+from earl_jax.loop import rl_step
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
 from earl_jax.run.build import Run, build_run
+from earl_jax.run.position import Position
 from earl_jax.run.step_record import StepRecord
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.table import TRUSTED, ThroughputTable
