@@ -49,8 +49,8 @@ def evaluate_command(arguments: Sequence[str]) -> None:
     import jax
 
     from earl_jax.launch.ending import end_together
-    from earl_jax.loop import evaluate
     from earl_jax.run.build import with_held_out
+    from earl_jax.run.evaluation import evaluate
     from earl_jax.run.saved_position import read_newest
     from earl_jax.telemetry.atomic import write_atomically
 

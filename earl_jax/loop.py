@@ -10,8 +10,6 @@ comes to its episodes.
 import contextlib
 import dataclasses
 import zlib
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,14 +18,12 @@ from earl_jax.algorithms.advantages import next_averages
 from earl_jax.envs.examples import Ids
 from earl_jax.envs.registry import EnvConfig
 from earl_jax.placement.delivery import rows_of, send_parts
-from earl_jax.placement.held_out import held_out_loss
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
-from earl_jax.placement.rollouts import plans_kept, play_all, play_batches
+from earl_jax.placement.rollouts import play_all
 from earl_jax.placement.updates import StepUpdate, Wait, sft
 from earl_jax.rollout.actor import check_learnable
 from earl_jax.rollout.end import Stopped
-from earl_jax.rollout.evaluation import summarize
 from earl_jax.rollout.load import expected_load, expected_tokens, measure_load
 from earl_jax.rollout.open_episodes import OpenEpisode
 from earl_jax.rollout.scheduler import next_lengths
@@ -35,6 +31,7 @@ from earl_jax.rollout.tasks import with_lengths
 from earl_jax.run.build import Run
 from earl_jax.run.played_step import PlayedStep, record_of
 from earl_jax.run.position import Position
+from earl_jax.run.step_end import EpisodesFailed, StepStopped
 from earl_jax.run.step_record import StepRecord
 from earl_jax.settings.errors import RunError
 from earl_jax.telemetry.compile_clock import compile_clock
@@ -44,36 +41,6 @@ from earl_jax.telemetry.metrics import Metrics
 from earl_jax.telemetry.timing import StageTimer
 from earl_jax.telemetry.trace import Trace
 from earl_jax.train.state import TrainState
-from earl_jax.trajectory import Trajectory
-
-# Reasons of failed episodes that end a run.
-REASONS_SHOWN = 3
-
-
-class EpisodesFailed(RunError):
-    """Raised where too many episodes failed (`EnvConfig`); `position` is that before the step."""
-
-    def __init__(self, env: EnvConfig, failures: Failures, position: Position) -> None:
-        step, failed, number = position.step + 1, failures.num_failed, failures.num_episodes
-        which = "every episode" if failed == number else f"{failed} of {number} episodes"
-        words = f"{which} of step {step} failed (config.env)"
-        if position.failed_steps or env.max_failed_share < 1:
-            words += (
-                f", the last of {position.failed_steps + 1} steps in a row "
-                "(config.env.max_failed_steps) in which at least "
-                f"{env.max_failed_share:.0%} failed (config.env.max_failed_share)"
-            )
-        shown = "\n".join(f"  {reason}" for reason in failures.reasons[:REASONS_SHOWN])
-        super().__init__(f"{words}. The most frequent reasons:\n{shown}")
-        self.position = position
-
-
-class StepStopped(Exception):  # noqa: N818 - no error
-    """A signal stopped a step in its rollout; `position` is that before it."""
-
-    def __init__(self, signal_name: str, position: Position) -> None:
-        super().__init__(signal_name)
-        self.position = position
 
 
 class Player(Protocol):
@@ -357,45 +324,3 @@ def gather_costs(
     sums = (None if None in each else sum(each) for each in zip(*all_bytes, strict=True))
     first = [next(filter(None, each), None) for each in zip(*all_speeds, strict=True)]
     return (next(filter(None, all_updates)), first, *sums)
-
-
-def evaluate(
-    run: Run,
-    placement: Placement,
-    position: Position,
-    *,
-    games: int,
-    beside_live: bool = False,
-    keep: Callable[[Sequence[Trajectory]], None] | None = None,
-) -> dict[str, Any]:
-    """Plays the first `games` evaluation tasks with the newest weights; nothing is learnt.
-
-    Each is played config.eval.samples times, by the weights' moving average with
-    config.eval.averaged. With 0 games nothing is played. With `beside_live` the plans of a rollout
-    that stays on the devices are in use again afterwards; `keep` is given its own episodes
-    in every process (`play_batches`).
-
-    Returns:
-        The summary of their outcomes, for metrics.jsonl (`summarize`), with the loss on the
-        conversations of config.eval.sft_path (`held_out_loss`).
-    """
-    state, held_out = run.judged_state(position.state), run.tasks.held_out
-    samples = run.config.eval.samples
-    scored = held_out_loss(placement, state, held_out) if held_out else {}
-    if not games:
-        return {"name": Path(run.config.eval.sft_path).name, **scored}
-    with plans_kept(placement) if beside_live else contextlib.nullcontext():
-        outcomes = play_batches(
-            run.actor,
-            placement,
-            run.learner.policy(state),
-            run.tasks.evaluation(games, samples),
-            version=position.step,
-            load=position.history.recent(),
-            sampling=run.config.eval.sampling,
-            beside_live=beside_live,
-            keep=keep,
-        )
-    found = summarize(outcomes, run.config.env.title, run.config.env.plural, samples)
-    # First, because a line shows a few only; an environment's metric of that name gives way.
-    return {**scored, **found, **scored}

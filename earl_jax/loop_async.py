@@ -30,7 +30,6 @@ from typing import Any
 
 import jax
 
-from earl_jax.loop import StepStopped
 from earl_jax.placement.delivery import send_parts
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
@@ -46,6 +45,7 @@ from earl_jax.run.build import Run
 from earl_jax.run.live_service import LiveService
 from earl_jax.run.played_step import PlayedStep
 from earl_jax.run.position import Position
+from earl_jax.run.step_end import StepStopped
 from earl_jax.telemetry.host_bytes import only_on_devices
 from earl_jax.telemetry.timing import StageTimer
 from earl_jax.train.state import TrainState

@@ -17,7 +17,7 @@ from earl_jax.launch.agreement import check_same, open_shared_workdir
 from earl_jax.launch.cluster import Cluster, find_cluster
 from earl_jax.launch.layouts import across_in_words
 from earl_jax.launch.lock import locked, set_aside
-from earl_jax.loop import EpisodesFailed, StepStopped, evaluate, rl_step
+from earl_jax.loop import rl_step
 from earl_jax.loop_async import AsyncPlayer
 from earl_jax.models.checkpoints.hf_read import check_weights
 from earl_jax.placement.compile_ahead import CompileAhead, compiles_ahead
@@ -37,6 +37,7 @@ from earl_jax.rollout.events import (
 from earl_jax.rollout.load import expected_tokens
 from earl_jax.rollout.open_episodes import drop_episodes, read_episodes, write_episodes
 from earl_jax.run.build import Run
+from earl_jax.run.evaluation import evaluate
 from earl_jax.run.exports import export_policy
 from earl_jax.run.position import Position
 from earl_jax.run.saved_position import (
@@ -48,6 +49,7 @@ from earl_jax.run.saved_position import (
     tasks_state,
 )
 from earl_jax.run.source import build_from, first_state, keep_sources
+from earl_jax.run.step_end import EpisodesFailed, StepStopped
 from earl_jax.run.step_log import Record, StepLog
 from earl_jax.run.step_record import StepRecord
 from earl_jax.run.supervised_step import supervised_step

@@ -10,8 +10,8 @@ import pytest
 from earl_jax.config.file import read_workdir_config
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.event_loop import settle
-from earl_jax.loop import EpisodesFailed
 from earl_jax.run.source import open_source
+from earl_jax.run.step_end import EpisodesFailed
 from earl_jax.settings.errors import InputError, RunError
 from earl_jax.training import train
 from tests.support.runs import steps_of

@@ -19,12 +19,12 @@ from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.text.tokenizer import build_tokenizer, save_tokenizer
 from earl_jax.launch.start import exit_status
-from earl_jax.loop import EpisodesFailed
 from earl_jax.rollout.config import MAX_TURNS
 from earl_jax.rollout.episode import Task
 from earl_jax.run.build import build_run
 from earl_jax.run.saved_position import read_newest
 from earl_jax.run.source import open_source
+from earl_jax.run.step_end import EpisodesFailed
 from earl_jax.settings.errors import InputError, RunError
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics

@@ -13,11 +13,11 @@ import pytest
 from earl_jax import evaluate as evaluate_command
 from earl_jax.envs.text.chat import ChatRenderer
 from earl_jax.envs.text.tokenizer import build_tokenizer, save_tokenizer
-from earl_jax.loop import evaluate
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.placement.held_out import held_out_loss
 from earl_jax.rollout.evaluation import rating_of
 from earl_jax.run.build import build_run, with_conversations, with_held_out
+from earl_jax.run.evaluation import evaluate
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.metrics import read_metrics

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from earl_jax import loop, training
+from earl_jax import training
 from earl_jax.config.config import CORPUS_EPISODES
 from earl_jax.config.file import given_config
 from earl_jax.config.file import make_config as make_config_of
@@ -30,6 +30,7 @@ from earl_jax.envs.single_turn import SingleTurn
 from earl_jax.envs.tasks import Dataset, read_rows
 from earl_jax.rollout.evaluation import best_of, summarize
 from earl_jax.run.build import build_run
+from earl_jax.run.evaluation import evaluate
 from earl_jax.settings.errors import InputError, RunError
 from earl_jax.telemetry.episodes import failures_of, read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
@@ -624,7 +625,7 @@ def test_an_evaluation_plays_each_task_as_often_as_it_says(monkeypatch):
 
     monkeypatch.setattr(placement.sessions, "open", only_one)
     episodes = []
-    found = loop.evaluate(run, placement, position, games=5, keep=episodes.extend)
+    found = evaluate(run, placement, position, games=5, keep=episodes.extend)
     assert found["episodes"] == 15 and len(opened) == 2
     names = [name for name in found if name.startswith("reward")]
     assert names == ["reward_mean", "reward_best_of_2", "reward_best_of_3"]

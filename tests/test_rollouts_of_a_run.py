@@ -7,8 +7,9 @@ import functools
 import jax
 import pytest
 
-from earl_jax.loop import evaluate, rl_step
+from earl_jax.loop import rl_step
 from earl_jax.run.build import Run, build_run
+from earl_jax.run.evaluation import evaluate
 from tests.support.placements import begin
 from tests.support.settings import make_config
 

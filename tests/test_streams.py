@@ -17,7 +17,7 @@ from earl_jax.algorithms.algorithm import RewardFacts, TokenFacts
 from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.dispatch.packing import RowRule, ShapeHistory, pack_rows, plan_packing
 from earl_jax.envs.text.tokenizer import load_tokenizer
-from earl_jax.loop import evaluate, rl_step
+from earl_jax.loop import rl_step
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.checkpoints.hf_write import save_checkpoint
 from earl_jax.models.config import LoraConfig, ModelConfig
@@ -25,6 +25,7 @@ from earl_jax.placement.parts import Part
 from earl_jax.placement.problem import model_sizes
 from earl_jax.placement.updates import StepUpdate
 from earl_jax.run.build import build_run
+from earl_jax.run.evaluation import evaluate
 from earl_jax.run.source import open_reference, open_source
 from earl_jax.selector.footprint import trainer_bytes
 from earl_jax.selector.plans import TrainPlan

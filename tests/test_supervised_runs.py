@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from earl_jax.engine.engine import Engine
-from earl_jax.loop import evaluate
 from earl_jax.placement.placement import Placement
 from earl_jax.plan import plan_command
 from earl_jax.run.build import build_run, with_conversations
+from earl_jax.run.evaluation import evaluate
 from earl_jax.run.saved_position import read_newest
 from earl_jax.run.supervised_step import supervised_step
 from earl_jax.selector.choose import BudgetTooSmall
