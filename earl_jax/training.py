@@ -4,9 +4,7 @@
 
 import contextlib
 import dataclasses
-import functools
 import io
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,31 +21,20 @@ from earl_jax.models.checkpoints.hf_read import check_weights
 from earl_jax.placement.compile_ahead import CompileAhead, compiles_ahead
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
-from earl_jax.rollout.end import Stopped
-from earl_jax.rollout.evaluation import rating_of
-from earl_jax.rollout.events import (
-    Begun,
-    Events,
-    begun_groups,
-    drop_events,
-    events_file,
-    read_events,
-    set_events_aside,
-)
+from earl_jax.rollout.events import Begun, Events, events_file, read_events
 from earl_jax.rollout.load import expected_tokens
-from earl_jax.rollout.open_episodes import drop_episodes, read_episodes, write_episodes
 from earl_jax.run.build import Run
-from earl_jax.run.evaluation import evaluate
-from earl_jax.run.exports import export_policy
+from earl_jax.run.evaluation import Evaluator
 from earl_jax.run.position import Position
+from earl_jax.run.resumed_episodes import find_open_groups, with_open_episodes
 from earl_jax.run.saved_position import (
     choices_of,
     new_placement,
     restore_tasks,
     resume,
-    save,
     tasks_state,
 )
+from earl_jax.run.saver import Saver
 from earl_jax.run.source import build_from, first_state, keep_sources
 from earl_jax.run.step_end import EpisodesFailed, StepStopped
 from earl_jax.run.step_log import Record, StepLog
@@ -240,9 +227,10 @@ def _train_until_lost(
         if position is None:
             recorder.note("there is no checkpoint yet: the run begins again")
             restore_tasks(run, begun)
-    player = _player(run, placement, checkpoints, workdir, position, events)
+    begun_groups = find_open_groups(run, checkpoints, workdir, position)
+    player = _player(run, placement, workdir, begun_groups, events)
     if position is not None and player is not None:
-        position = _with_episodes(run, position, workdir, recorder.note)
+        position = with_open_episodes(run, position, workdir, recorder.note)
     is_on = compiles_ahead(run.config.selector.compile_ahead, run.cluster) and run.config.plays
     ahead = CompileAhead(recorder.note, is_on=is_on)
     log = StepLog(
@@ -258,7 +246,15 @@ def _train_until_lost(
             run=run,
             placement=placement,
             recorder=recorder,
-            checkpoints=checkpoints,
+            saver=Saver(
+                run=run,
+                placement=placement,
+                recorder=recorder,
+                checkpoints=checkpoints,
+                workdir=workdir,
+                sync_events=player and player.sync_events,
+            ),
+            evaluator=Evaluator(run=run, placement=placement, recorder=recorder, player=player),
             workdir=workdir,
             ahead=ahead,
             log=log,
@@ -280,64 +276,22 @@ def _train_until_lost(
         except StateLost as lost:
             recorder.note(str(lost))
             return None, "", placement.observations.table
-    is_done = position.step == run.config.num_steps and not training.skipped_evaluation
+    is_done = position.step == run.config.num_steps and not training.evaluator.was_stopped
     return position, "" if is_done else training.stopped, None
-
-
-def _rules(config: Config) -> list[Any]:
-    """Returns the rules by which open episodes may go on."""
-    settings = config.asynchrony
-    return [settings.rule, settings.max_staleness, *([] if settings.interrupts else ["finish"])]
-
-
-def _with_episodes(
-    run: Run, position: Position, workdir: Path, say: Callable[[str], None]
-) -> Position:
-    """Returns the position with what the episodes of open groups had there."""
-    episodes = read_episodes(workdir, position.step, _rules(run.config), say)
-    if episodes:
-        sampled = sum(each.num_sampled for each in episodes.values())
-        say(f"{len(episodes)} open episodes go on behind the {sampled} tokens that they have")
-    return dataclasses.replace(position, open_episodes=episodes)
 
 
 def _player(
     run: Run,
     placement: Placement,
-    checkpoints: Checkpoints,
     workdir: Path,
-    position: Position | None,
+    begun: Begun | None,
     replayed: Sequence[dict[str, Any]],
 ) -> AsyncPlayer | None:
     """Returns what plays ahead of the steps from this one on; None in a synchronous run."""
-    cluster, step = run.cluster, position.step if position else 0
-    has_open = bool(position and position.open_groups) and run.config.asynchrony.rule != "in_order"
-    # In words where there is something wrong.
-    begun: Begun | str | None = None
-    if cluster.is_first:
-        drop_episodes(workdir, [each for each in checkpoints.steps() if each <= step])
-        try:
-            # Those of all processes, of which there may have been others.
-            drop_events(workdir, step)
-            begun = begun_groups(workdir, step)
-        except InputError as error:
-            begun = str(error)
     if not run.config.asynchrony.is_on:
         return None
-    if cluster.is_first and begun is None and has_open:
-        begun = (
-            f"{workdir} has no events of step {step}, behind which groups of episodes were open; "
-            "put events*.jsonl back, or begin again (--restart)"
-        )
-    elif cluster.is_first and begun is None and position:
-        # Those of before synchronous steps.
-        set_events_aside(workdir, step)
-        drop_episodes(workdir, ())
-    begun = cluster.gather(begun, "the groups that are open")[0]
-    if isinstance(begun, str):
-        raise InputError(begun)
-    path = events_file(workdir, cluster.index) if cluster.plays else None
-    return AsyncPlayer(run, placement, Events(path, replayed), begun and Begun(*begun))
+    path = events_file(workdir, run.cluster.index) if run.cluster.plays else None
+    return AsyncPlayer(run, placement, Events(path, replayed), begun)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -347,14 +301,13 @@ class Training:
     run: Run
     placement: Placement
     recorder: Recorder
-    checkpoints: Checkpoints
+    saver: Saver
+    evaluator: Evaluator
     workdir: Path
     ahead: CompileAhead
     log: StepLog
     stop: Callable[[], str]
     stopped: str = ""
-    # A signal stopped the evaluation behind the last step: a resumed run begins with it.
-    skipped_evaluation: bool = False
     # Plays ahead of the steps in an asynchronous run.
     player: AsyncPlayer | None = None
     trace: Trace | None = None
@@ -371,11 +324,11 @@ class Training:
         if position is not None:
             self._keep_config()
             self._take_over()
-            if self._is_due(position.step):
-                self._export(position)
+            if self.saver.is_due(position.step):
+                self.saver.export(position)
             has = self.recorder.evaluation(position.step) is not None
             if not run.cluster.gather(has, "the newest evaluation")[0]:
-                self._evaluate_if_due(position)
+                self.evaluator.evaluate_if_due(position)
             self.log.write_report()
             return position
         if run.origin.checkpoint:
@@ -390,7 +343,7 @@ class Training:
         self.ahead.look(placement, position.history)
         self.look_for_a_signal()
         if not self.stopped:
-            self._evaluate(position, run.config.eval.games)
+            self.evaluator.evaluate(position, run.config.eval.games)
         return position
 
     def _keep_config(self) -> None:
@@ -455,7 +408,7 @@ class Training:
         config, step = self.run.config, position.step
         last = step == config.num_steps
         self.log.write(record)
-        self.checkpoints.look()
+        self.saver.checkpoints.look()
         self.log.check_updates(record)
         if not last:
             self.ahead.look(self.placement, position.history)
@@ -463,12 +416,12 @@ class Training:
         if is_written and isinstance(record, StepRecord):
             # Gathering all tokens is expensive: only at the steps that are written down.
             self.log.write_episodes(record)
-        self._evaluate_if_due(position)
+        self.evaluator.evaluate_if_due(position)
         self.look_for_a_signal()
-        if self.stopped or self._is_due(step):
+        if self.stopped or self.saver.is_due(step):
             self._save(position, self._choices())
-        if self._is_due(step):
-            self._export(position)
+        if self.saver.is_due(step):
+            self.saver.export(position)
         if last or self.stopped or step % config.log.report_every_steps == 0:
             self.log.write_report()
 
@@ -478,72 +431,15 @@ class Training:
         return choices if self._source_state is None else {**choices, "tasks": self._source_state}
 
     def _save(self, position: Position, choices: dict[str, Any]) -> None:
-        """Saves a checkpoint, and what the open episodes of this process have."""
-        start_s = time.perf_counter()
-        run, workdir, step = self.run, self.workdir, position.step
-        before: list[int] = []
-        if self.player is not None and run.cluster.plays:
-            # While this one is written a killed run goes on from the one before, whatever is kept.
-            before, rules = self.checkpoints.steps(), _rules(run.config)
-            write_episodes(workdir, step, run.cluster.index, position.open_episodes, rules)
-            self.player.sync_events()
-        rating = None
-        if run.config.checkpoint.keep_best:
-            own = rating_of(self.recorder.evaluation(step) or {})
-            rating = run.cluster.gather(own, "the newest evaluation")[0]
-        save(run, self.placement, self.checkpoints, position, choices, rating)
-        if self.player is not None and run.cluster.is_first:
-            drop_episodes(workdir, [*before, step])
-        self.log.checkpoint_s += time.perf_counter() - start_s
+        self.log.checkpoint_s += self.saver.save(position, choices)
 
     def _save_before(self, position: Position, choices: dict[str, Any]) -> None:
         """Saves what was before a step that was not taken, unless it was saved."""
+        checkpoints = self.saver.checkpoints
         if not position.step:
             return
-        self.checkpoints.wait()
-        if position.step not in self.checkpoints.steps():
+        checkpoints.wait()
+        if position.step not in checkpoints.steps():
             self._save(position, choices)
-        self.checkpoints.wait()
+        checkpoints.wait()
         self.log.write_report()
-
-    def _evaluate_if_due(self, position: Position) -> None:
-        """Evaluates behind the last step, and behind one every so many."""
-        config = self.run.config.eval
-        last = position.step == self.run.config.num_steps
-        if last or position.step % config.every_steps == 0:
-            self._evaluate(position, config.final_games if last else config.games)
-
-    def _evaluate(self, position: Position, games: int) -> None:
-        """Writes an evaluation down, unless a signal stops it, or there is nothing to evaluate."""
-        if not self.run.config.plays:
-            games = 0
-            if self.run.tasks.held_out is None:
-                return
-        try:
-            evaluation = self._evaluation(position, games)
-        except Stopped:
-            self.skipped_evaluation = True
-            return
-        self.recorder.write({"step": position.step, "eval": evaluation})
-
-    def _evaluation(self, position: Position, games: int) -> dict[str, Any]:
-        """Returns an evaluation; open episodes make way where memory is too short beside them."""
-        played = functools.partial(evaluate, self.run, self.placement, position, games=games)
-        if self.player is not None and self.player.is_live:
-            with contextlib.suppress(BudgetTooSmall):
-                return played(beside_live=True)
-            self.player.give_up()
-            self.recorder.note(
-                "memory is too short for an evaluation beside the open episodes: they are played "
-                "again behind it"
-            )
-        return played()
-
-    def _is_due(self, step: int) -> bool:
-        """Returns True for steps that are saved: the last, and one every so many."""
-        config = self.run.config
-        return step == config.num_steps or step % config.checkpoint.every_steps == 0
-
-    def _export(self, position: Position) -> None:
-        for folder in export_policy(self.run, self.workdir, position):
-            self.recorder.note(f"exported {folder}")

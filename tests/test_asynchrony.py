@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from earl_jax import training
 from earl_jax.config import file as config_file
 from earl_jax.config.resume import replayed_parts, replayed_settings
 from earl_jax.config.train_flags import parse_flags, replayed_config
@@ -29,6 +28,7 @@ from earl_jax.loop_async import AsyncPlayer
 from earl_jax.placement.sessions import Sessions
 from earl_jax.rollout.events import EVENTS, Events, read_events
 from earl_jax.rollout.rounds import Rounds
+from earl_jax.run import evaluation
 from earl_jax.run.build import build_run
 from earl_jax.run.live_service import since_version
 from earl_jax.settings.errors import InputError, RunError
@@ -273,7 +273,7 @@ def test_open_episodes_make_way_for_an_evaluation_that_does_not_fit_beside_them(
     """They are played again behind it; the replay, which has the memory, plays them again too."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     first, again = tmp_path / "run", tmp_path / "again"
-    opened, evaluated, beside = Sessions.open, training.evaluate, []
+    opened, evaluated, beside = Sessions.open, evaluation.evaluate, []
 
     def evaluate(*given, beside_live=False, **more):
         beside.append(beside_live)
@@ -295,7 +295,7 @@ def test_open_episodes_make_way_for_an_evaluation_that_does_not_fit_beside_them(
         }
     )
     with monkeypatch.context() as short:
-        short.setattr(training, "evaluate", evaluate)
+        short.setattr(evaluation, "evaluate", evaluate)
         short.setattr(Sessions, "open", short_beside_episodes)
         train(config, first)
     # Before step 1 no episode is open; behind each step it is tried beside them, and then alone.

@@ -26,8 +26,10 @@ from earl_jax.models.lora import adapt, adapter_specs
 from earl_jax.models.parameters import is_spec, parameter_shardings, parameter_specs
 from earl_jax.placement.compile_ahead import CompileAhead
 from earl_jax.run.build import Run, build_run
+from earl_jax.run.evaluation import Evaluator
 from earl_jax.run.exports import exporter_of
 from earl_jax.run.position import Position
+from earl_jax.run.saver import Saver
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.train.export import keep_exports, set_exports_aside
@@ -282,11 +284,12 @@ def test_a_run_exports_at_its_end_or_with_every_checkpoint(given, path, steps, t
     state = run.learner.first_state(run.problem.meshes("train")[0])
     notes = []
     with CompileAhead(notes.append, is_on=False) as ahead:
+        recorder = SimpleNamespace(note=notes.append, evaluation=lambda step: {})
+        parts = {"run": run, "placement": place(run), "recorder": recorder}
         training = Training(
-            run=run,
-            placement=place(run),
-            recorder=SimpleNamespace(note=notes.append, evaluation=lambda step: {}),
-            checkpoints=None,
+            **parts,
+            saver=Saver(**parts, checkpoints=None, workdir=tmp_path),
+            evaluator=Evaluator(**parts),
             workdir=tmp_path,
             ahead=ahead,
             log=SimpleNamespace(write_report=lambda: None),

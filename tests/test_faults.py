@@ -21,7 +21,7 @@ import pytest
 from earl_jax import training
 from earl_jax.launch.start import exit_status
 from earl_jax.main import train_command
-from earl_jax.run import saved_position
+from earl_jax.run import saved_position, saver
 from earl_jax.settings.errors import RunError
 from earl_jax.telemetry.metrics import read_metrics
 from tests.support import ROOT
@@ -36,7 +36,7 @@ HOST = socket.gethostname()
 def die_in(stage: str, lost: int) -> None:
     """Runs the command; process `lost` is killed in its second save, or as it reads one."""
     is_here, saved = f"--config.distributed.process_id={lost}" in sys.argv, []
-    save, from_checkpoint = training.save, saved_position.from_checkpoint
+    save, from_checkpoint = saver.save, saved_position.from_checkpoint
 
     def faulty_save(*arguments) -> None:
         save(*arguments)
@@ -52,13 +52,13 @@ def die_in(stage: str, lost: int) -> None:
 
         return from_checkpoint(killed, *arguments)
 
-    training.save, saved_position.from_checkpoint = faulty_save, faulty_restore
+    saver.save, saved_position.from_checkpoint = faulty_save, faulty_restore
     sys.exit(exit_status(lambda: train_command(sys.argv[1:])))
 
 
 def fill_the_disk() -> None:
     """Runs the command; from its second save on no file can be as large as an array."""
-    save, saved = training.save, []
+    save, saved = saver.save, []
 
     def full(*arguments) -> None:
         saved.append(1)
@@ -66,7 +66,7 @@ def fill_the_disk() -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
         save(*arguments)
 
-    training.save = full
+    saver.save = full
     sys.exit(exit_status(lambda: train_command(sys.argv[1:])))
 
 
@@ -78,7 +78,7 @@ def have_it_turn_read_only() -> None:
     clone_newns = 0x20000
     assert ctypes.CDLL(None, use_errno=True).unshare(clone_newns) == 0, ctypes.get_errno()
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
-    save, saved = training.save, []
+    save, saved = saver.save, []
     (folder,) = (a.partition("=")[2] for a in sys.argv if a.startswith("--workdir="))
 
     def with_fault(*arguments) -> None:
@@ -88,7 +88,7 @@ def have_it_turn_read_only() -> None:
             subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
         save(*arguments)
 
-    training.save = with_fault
+    saver.save = with_fault
     sys.exit(exit_status(lambda: train_command(sys.argv[1:])))
 
 

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from earl_jax import training
 from earl_jax.engine.config import Sampling
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.text.conversation import Conversation
@@ -28,6 +27,7 @@ from earl_jax.rollout.open_episodes import (
     write_episodes,
 )
 from earl_jax.rollout.staleness import AsynchronyConfig
+from earl_jax.run import saver
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.train.checkpoint import Checkpoints
 from earl_jax.trajectory import Turn
@@ -135,25 +135,25 @@ def test_episodes_of_the_checkpoint_before_stay_while_the_next_one_is_written(
         assert on_disk[-1] == (tmp_path / EVENTS).stat().st_size
         checkpoints.save(position.step, State({"a": jnp.ones(8)}), {})
 
-    monkeypatch.setattr(training, "save", save)
+    monkeypatch.setattr(saver, "save", save)
     asynchrony = AsynchronyConfig(max_staleness=1)
     config = types.SimpleNamespace(
         asynchrony=asynchrony, checkpoint=types.SimpleNamespace(keep_best=0)
     )
     cluster = types.SimpleNamespace(plays=True, index=0, is_first=True)
     with Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints:
-        saving = types.SimpleNamespace(
+        saving = saver.Saver(
             run=types.SimpleNamespace(config=config, cluster=cluster),
-            log=types.SimpleNamespace(checkpoint_s=0.0),
             placement=None,
-            workdir=tmp_path,
-            player=types.SimpleNamespace(sync_events=events.sync),
+            recorder=None,
             checkpoints=checkpoints,
+            workdir=tmp_path,
+            sync_events=events.sync,
         )
         for step in (1, 2, 3):
             events.note("trained", step=step)
             position = types.SimpleNamespace(step=step, open_episodes={})
-            training.Training._save(saving, position, {})
+            saving.save(position, {})
             found = sorted(each.name for each in (tmp_path / FOLDER).iterdir())
             assert found == [f"{number}.0.npz" for number in (step - 1, step) if number]
 

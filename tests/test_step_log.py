@@ -6,6 +6,7 @@ import time
 import types
 
 from earl_jax import training
+from earl_jax.run import saver
 from earl_jax.run.step_log import StepLog
 from earl_jax.telemetry.metrics import to_plain
 
@@ -46,11 +47,11 @@ def test_costs_are_those_of_the_slowest_process_and_each_is_written_once():
 
 
 def test_the_stall_of_a_save_is_measured(monkeypatch):
-    monkeypatch.setattr(training, "save", lambda *_: time.sleep(0.05))
+    monkeypatch.setattr(saver, "save", lambda *_: time.sleep(0.05))
     log = types.SimpleNamespace(checkpoint_s=0.0)
     kept = types.SimpleNamespace(checkpoint=types.SimpleNamespace(keep_best=0))
-    parts = dict.fromkeys(("placement", "checkpoints", "workdir", "player"))
+    parts = dict.fromkeys(("placement", "checkpoints", "workdir", "recorder"))
     parts["run"] = types.SimpleNamespace(config=kept)
-    saving = types.SimpleNamespace(log=log, **parts)
+    saving = types.SimpleNamespace(log=log, saver=saver.Saver(**parts))
     training.Training._save(saving, types.SimpleNamespace(step=1), {})
     assert 0.05 <= log.checkpoint_s < 5

@@ -3,16 +3,21 @@
 """The evaluation of a run's newest weights: tasks that are played, and held-out conversations."""
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from earl_jax.placement.held_out import held_out_loss
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import plans_kept, play_batches
+from earl_jax.rollout.end import Stopped
 from earl_jax.rollout.evaluation import summarize
 from earl_jax.run.build import Run
 from earl_jax.run.position import Position
+from earl_jax.selector.choose import BudgetTooSmall
+from earl_jax.telemetry.recorder import Recorder
 from earl_jax.trajectory import Trajectory
 
 
@@ -56,3 +61,64 @@ def evaluate(
     found = summarize(outcomes, run.config.env.title, run.config.env.plural, samples)
     # First, because a line shows a few only; an environment's metric of that name gives way.
     return {**scored, **found, **scored}
+
+
+class LivePlayer(Protocol):
+    """Episodes that may be open while a run is evaluated."""
+
+    @property
+    def is_live(self) -> bool:
+        """True while episodes are open."""
+        ...
+
+    def give_up(self) -> None:
+        """Lets them leave the devices; they are played again."""
+        ...
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Evaluator:
+    """Evaluates positions of a run where that is due, and writes it down. Every process has one.
+
+    It `was_stopped` by a signal in the evaluation behind the last step: a resumed run begins with
+    it. `player` is what plays ahead of the steps in an asynchronous run.
+    """
+
+    run: Run
+    placement: Placement
+    recorder: Recorder
+    player: LivePlayer | None = None
+    was_stopped: bool = False
+
+    def evaluate_if_due(self, position: Position) -> None:
+        """Evaluates behind the last step, and behind one every so many."""
+        config = self.run.config.eval
+        last = position.step == self.run.config.num_steps
+        if last or position.step % config.every_steps == 0:
+            self.evaluate(position, config.final_games if last else config.games)
+
+    def evaluate(self, position: Position, games: int) -> None:
+        """Writes an evaluation down, unless a signal stops it, or there is nothing to evaluate."""
+        if not self.run.config.plays:
+            games = 0
+            if self.run.tasks.held_out is None:
+                return
+        try:
+            evaluation = self._evaluation(position, games)
+        except Stopped:
+            self.was_stopped = True
+            return
+        self.recorder.write({"step": position.step, "eval": evaluation})
+
+    def _evaluation(self, position: Position, games: int) -> dict[str, Any]:
+        """Returns an evaluation; open episodes make way where memory is too short beside them."""
+        played = functools.partial(evaluate, self.run, self.placement, position, games=games)
+        if self.player is not None and self.player.is_live:
+            with contextlib.suppress(BudgetTooSmall):
+                return played(beside_live=True)
+            self.player.give_up()
+            self.recorder.note(
+                "memory is too short for an evaluation beside the open episodes: they are played "
+                "again behind it"
+            )
+        return played()
