@@ -277,10 +277,10 @@ def test_slots_without_pages_are_left_out_where_pages_are_gathered_for_all(mesh,
 
 
 def test_round_of_few_live_episodes_is_corrected_as_the_mesh_is():
-    model_s = candidates().live_token_s(rollout_on(T8), 1, 20)
+    model_s = candidates().speeds.live_token_s(rollout_on(T8), 1, 20)
     assert model_s == 1 / 40
     slower = candidates(*play(T8, 10.0))
-    assert slower.live_token_s(rollout_on(T8), 1, 20) == pytest.approx(4 * model_s)
+    assert slower.speeds.live_token_s(rollout_on(T8), 1, 20) == pytest.approx(4 * model_s)
 
 
 def test_a_rollout_is_slower_the_more_its_episodes_read():

@@ -381,7 +381,7 @@ class Chooser:
         if step.live is None:
             return full_s
         live = max(1, min(step.live, found.plan.num_slots))
-        token_s = self.candidates.live_token_s(found.plan, live, step.max_tokens)
+        token_s = self.candidates.speeds.live_token_s(found.plan, live, step.max_tokens)
         return max(full_s, step.rollout_tokens / live * token_s)
 
     # Bytes beside a rollout, and what keeps the plans in use.
@@ -407,7 +407,7 @@ class Chooser:
 
     def _train_s(self, step: Step, found: Candidate[TrainPlan]) -> float:
         """Returns the seconds of a step's updates by a plan, of padding rows too."""
-        tokens, mesh, work = self.candidates.train_tokens, found.plan.mesh, self.problem.work
+        tokens, mesh, work = self.candidates.speeds.train_tokens, found.plan.mesh, self.problem.work
         rows = self.problem.packed_rows(step.length, tokens, mesh)
         return rows * step.length * work.num_batches * work.epochs / found.tokens_per_s
 

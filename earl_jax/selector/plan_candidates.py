@@ -10,15 +10,14 @@ import dataclasses
 import functools
 import itertools
 import math
-import statistics
-from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
 
-from earl_jax.selector.plans import Plan, RolloutPlan, Stage, TrainPlan
+from earl_jax.selector.plans import Plan, RolloutPlan, TrainPlan
 from earl_jax.selector.problem import Problem
-from earl_jax.selector.roofline import MODEL_ERROR, reads_in_place
-from earl_jax.selector.table import Entry, ThroughputTable, key_of, parse_key
+from earl_jax.selector.roofline import reads_in_place
+from earl_jax.selector.speeds import Speeds
+from earl_jax.selector.table import ThroughputTable
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import Load
 
@@ -32,9 +31,6 @@ RESERVE = 0.05
 ERROR = 0.1
 # Shares of its pages with which a rollout that ran out of memory is tried, before fewer slots.
 FEWER = (0.9, 0.75, 0.5, 0.25)
-# Meshes that never ran and may be tried, of each stage at each context bucket.
-TRIALS = 2
-_NEVER_RAN = Entry()
 
 
 class Candidate(NamedTuple, Generic[P]):
@@ -76,11 +72,10 @@ class Candidates:
     may_try: Callable[[Plan, int], bool] | None = None
     load: Load | None = None
 
-    @property
-    def train_tokens(self) -> int | None:
-        """The tokens of a training batch's episodes; None: all are as long as the bucket."""
-        load = self.load
-        return load and math.ceil(self.problem.work.num_rows * load.context_tokens_mean)
+    @functools.cached_property
+    def speeds(self) -> Speeds:
+        """The speeds of plans by what the table has of them."""
+        return Speeds(self.problem, self.table, self.may_try, self.load)
 
     def train(self, length: int) -> list[Candidate[TrainPlan]]:
         """Returns every plan for rows of so many tokens."""
@@ -218,28 +213,16 @@ class Candidates:
         slots = self.problem.slot_numbers(plan.mesh)[-1] if least else plan.num_slots
         return self._rollout(plan._replace(num_slots=slots, pages=0), tokens, None, free)
 
-    def live_token_s(self, plan: RolloutPlan, live: int, max_tokens: int) -> float:
-        """Returns the seconds of a token of each of `live` episodes, fewer than the slots."""
-        full = self._full_speed(plan, max_tokens)
-        speed, _ = self._speed(plan, max_tokens, full)
-        slots, appended = plan.num_slots, self._appended
-        alone_s = self.problem.live_token_s(plan.mesh, slots, live, max_tokens, appended)
-        return alone_s * full / speed
-
-    def seen(self, stage: Stage) -> Collection[MeshShape]:
-        """Returns the meshes of a stage that ran."""
-        return self._factors[stage].by_mesh.keys()
-
     def must_wait(self, plan: Plan, tokens: int) -> bool:
         """Returns True if the run would wait for the program of a plan, which never ran."""
-        if self.may_try is None or self._entry(plan, tokens).speeds:
+        if self.may_try is None or self.speeds.entry(plan, tokens).speeds:
             return False
         return not self.may_try(plan, tokens)
 
     def update_bytes(self, plan: TrainPlan, length: int) -> tuple[int, bool]:
         """Returns bytes per device of an update, and True if they are XLA's."""
         footprint = self.problem.update_footprint(plan, length)
-        if known := self._entry(plan, length).program_bytes:
+        if known := self.speeds.entry(plan, length).program_bytes:
             return known + footprint.trainer, True
         return int(self.caution * footprint.total), False
 
@@ -272,21 +255,21 @@ class Candidates:
         return bare.num_bytes + plan.pages * page_bytes, bare.is_exact
 
     def _train(self, plan: TrainPlan, length: int) -> Candidate[TrainPlan]:
-        known, computed = self.update_bytes(plan, length), self._update_speed(plan, length)
+        known, computed = self.update_bytes(plan, length), self.speeds.of_update(plan, length)
         return self._candidate(plan, length, known, computed)
 
     def _candidate(
         self, plan: P, tokens: int, known: tuple[int, bool], computed: float
     ) -> Candidate[P]:
         """Returns a plan with its bytes and its speed."""
-        speed, is_trial = self._speed(plan, tokens, computed)
+        speed, is_trial = self.speeds.expected(plan, tokens, computed)
         return Candidate(
             plan=plan,
             num_bytes=known[0],
             wanted_bytes=known[0],
             is_exact=known[1],
             tokens_per_s=speed,
-            num_speeds=len(self._entry(plan, tokens).speeds),
+            num_speeds=len(self.speeds.entry(plan, tokens).speeds),
             is_trial=is_trial,
             failed=self._failed(plan, tokens),
         )
@@ -297,12 +280,13 @@ class Candidates:
 
         And the bytes of a page. Each is computed once.
         """
+        speeds = self.speeds
 
         def bare(
             mesh: MeshShape, num_slots: int, max_tokens: int
         ) -> tuple[Candidate[RolloutPlan], float, int]:
             plan = RolloutPlan(mesh, num_slots, 0)
-            known, full = self._entry(plan, max_tokens), self._full_speed(plan, max_tokens)
+            known, full = speeds.entry(plan, max_tokens), speeds.of_full_rounds(plan, max_tokens)
             computed = self.problem.bare_footprint(mesh, num_slots, max_tokens).total
             num_bytes = known.program_bytes or int(self.caution * computed)
             size = (num_bytes, bool(known.program_bytes))
@@ -341,7 +325,7 @@ class Candidates:
                     break
         speed, at_once = bare.tokens_per_s, max(1, min(rows, rows * pages // max(1, wanted)))
         if at_once < rows:
-            speed *= self._round_speed(plan, max_tokens, at_once) / full
+            speed *= self.speeds.of_rounds(plan, max_tokens, at_once) / full
         # Thousands for a choice: `_replace` takes three times as long.
         return Candidate(
             plan=plan,
@@ -370,103 +354,3 @@ class Candidates:
         if not self.table.failures:
             return ""
         return self.table.failure_of(plan, self.problem.size_of(plan, tokens))
-
-    def _full_speed(self, plan: RolloutPlan, max_tokens: int) -> float:
-        """Returns the computed tokens/s with all slots at work."""
-        return self._round_speed(plan, max_tokens, plan.num_slots // plan.mesh.data)
-
-    def _round_speed(self, plan: RolloutPlan, max_tokens: int, rows: int) -> float:
-        sizes = (plan.mesh, plan.num_slots, max_tokens, rows)
-        return self.problem.round_speed(*sizes, self._appended)
-
-    @property
-    def _appended(self) -> float:
-        appended = self.load and self.load.appended
-        return self.problem.work.appended if appended is None else appended
-
-    def _entry(self, plan: Plan, tokens: int) -> Entry:
-        return self.table.entries.get(key_of(plan, tokens), _NEVER_RAN)
-
-    def _speed(self, plan: Plan, tokens: int, computed: float) -> tuple[float, bool]:
-        """Returns a plan's tokens/s, and True for those of a trial.
-
-        A mesh that never ran counts as slower than computed by the model's error, and as faster by
-        it while it may be tried.
-        """
-        factors, entry = self._factors[plan.stage], self._entry(plan, tokens)
-        if not factors.usual:
-            return computed, False
-        own = factors.by_mesh.get(plan.mesh)
-        if known := entry.tokens_per_s:
-            least = 0.0 if entry.is_trusted else computed * (own or factors.usual)
-            return max(known, least), False
-        if own:
-            return computed * factors.by_bucket.get((plan.mesh, tokens), own), False
-        ran = sum(bucket == tokens for _, bucket in factors.by_bucket)
-        if self.may_try is not None and ran <= TRIALS and self.may_try(plan, tokens):
-            return computed * factors.usual * MODEL_ERROR, True
-        return computed * factors.usual / MODEL_ERROR, False
-
-    @functools.cached_property
-    def _factors(self) -> "dict[str, _Factors]":
-        """Observed by computed speeds, by stage."""
-        found: dict[str, list[tuple[MeshShape, int, float, bool]]] = {"rollout": [], "train": []}
-        for text, entry in self.table.entries.items():
-            (plan, tokens), observed = parse_key(text), entry.tokens_per_s
-            if observed and (computed := self._computed(plan, tokens)):
-                factor = (plan.mesh, tokens, observed / computed, entry.is_trusted)
-                found[plan.stage].append(factor)
-        return {stage: _factors_of(each) for stage, each in found.items()}
-
-    def _computed(self, plan: Plan, tokens: int) -> float | None:
-        """Returns the computed speed of a plan; None for one that this problem cannot have.
-
-        It may be one with another split of the devices, where that is chosen.
-        """
-        problem = self.problem.of(plan)
-        if plan.mesh not in problem.meshes(plan.stage, tokens):
-            return None
-        if isinstance(plan, RolloutPlan):
-            return None if plan.num_slots % plan.mesh.data else self._full_speed(plan, tokens)
-        if problem.work.num_rows % plan.micro_batches:
-            return None
-        obstacle = problem.train_obstacle(plan.mesh, plan.micro_batches)
-        return None if obstacle else self._update_speed(plan, tokens)
-
-    def _update_speed(self, plan: TrainPlan, length: int) -> float:
-        """Returns the computed tokens/s of updates on packed rows."""
-        rows = self.problem.packed_rows(length, self.train_tokens, plan.mesh)
-        return self.problem.update_speed(plan, length, rows)
-
-
-class _Factors(NamedTuple):
-    """Observed by computed speeds; `usual` is the median over meshes, None where no mesh ran.
-
-    A factor that is not trusted counts as no lower than the usual one, or than the mesh's at
-    another context bucket. A busy machine makes a plan look slow, and nothing makes it look fast:
-    of two medians the higher one is taken.
-    """
-
-    by_bucket: Mapping[tuple[MeshShape, int], float]
-    by_mesh: Mapping[MeshShape, float]
-    usual: float | None
-
-
-def _factors_of(found: Sequence[tuple[MeshShape, int, float, bool]]) -> _Factors:
-    """Returns medians of (mesh, context bucket, factor, True if trusted): trusted ones go first."""
-
-    def medians(number: int, trusted: bool) -> dict[Any, float]:
-        groups = defaultdict[Any, list[float]](list)
-        for *where, factor, is_trusted in found:
-            if is_trusted == trusted:
-                groups[tuple(where[:number])].append(factor)
-        return {group: statistics.median_high(factors) for group, factors in groups.items()}
-
-    unsure, sure = medians(1, False), medians(1, True)
-    if not unsure | sure:
-        return _Factors({}, {}, None)
-    usual = statistics.median_high((unsure | sure).values())
-    meshes = {key: max(factor, usual) for key, factor in unsure.items()} | sure
-    buckets = {key: max(factor, meshes[key[:1]]) for key, factor in medians(2, False).items()}
-    by_mesh = {mesh: factor for (mesh,), factor in meshes.items()}
-    return _Factors(buckets | medians(2, True), by_mesh, usual)

@@ -161,7 +161,7 @@ class SplitChooser:
         more or fewer devices.
         """
         known = self._candidates[split]
-        seen = {stage: known.seen(stage) for stage in ("rollout", "train")}
+        seen = {stage: known.speeds.seen(stage) for stage in ("rollout", "train")}
         if not all(seen.values()):
             computed = dataclasses.replace(known, table=known.table.without_speeds())
             speeds = [
