@@ -137,9 +137,9 @@ class IdleSessions:
     ) -> None:
         """Plans which sessions come back for the prompts that are to begin, by slot.
 
-        What a slot keeps that its prompt has no use for goes to the host. `block` is that of
-        `HostPages`. `give_up` frees a slot's pages, `free` makes so many pages of a row shard free,
-        if it can.
+        What a slot keeps that its prompt has no use for goes to the host. `block` has the bytes of
+        a block of pages and their number. `give_up` frees a slot's pages, `free` makes so many
+        pages of a row shard free, if it can.
         """
         self._own, self._block = {}, block
         for slot, prompt in prompts.items():

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Savings of a run: checkpoints, the episodes that are open beside them, and exports."""
+"""Saving of a run: its checkpoints, the episodes that are open beside them, and its exports."""
 
 import dataclasses
 import time
