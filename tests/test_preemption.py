@@ -4,6 +4,7 @@
 
 import dataclasses
 import functools
+import gc
 import itertools
 import time
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from earl_jax.engine import host_pages
 from earl_jax.engine.decode_state import DecodeState
 from earl_jax.engine.engine import Engine
 from earl_jax.engine.host_pages import HostPages
@@ -38,6 +40,7 @@ from earl_jax.rollout.preemption import (
 from earl_jax.run.build import _check_origin
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.sharding.topology import CHIPS, chip_of
+from tests.support.allocator import live_bytes, memory_limit
 from tests.support.environments import Talker
 from tests.support.episodes import (
     CONFIG,
@@ -228,6 +231,21 @@ def test_pages_come_back_to_other_pages_as_they_left(mesh, kv_dtype, pinned):
     assert (host.held_bytes, host.moved_bytes) == (5 * block, 9 * block)
     host.drop(1), host.drop(14), host.drop(3)
     assert (host.held_bytes, host.slots) == (0, [])
+
+
+@pytest.mark.parametrize(("at_once", "blocks"), [(1, 2), (3, 3)])
+def test_blocks_of_a_long_context_leave_a_few_at_a_time(at_once, blocks, few_objects, monkeypatch):
+    """Three blocks; while one is made the one before it is still there."""
+    monkeypatch.setattr(host_pages, "BLOCKS_AT_ONCE", at_once)
+    session = session_with_noise(MESHES[0], "compute")
+    gc.collect()
+    host, before = HostPages(2**30, 16, pinned=False), max(live_bytes().values())
+    with memory_limit(None) as allocator:
+        pages = local_pages(session, {14: range(12)})
+        host.copy_out(session.engine.page_copies, session.state, pages)
+    block = block_bytes(session)
+    assert host.moved_bytes == 3 * block
+    assert blocks * block <= allocator.peak_bytes - before < (blocks + 0.5) * block
 
 
 @pytest.mark.slow

@@ -21,6 +21,9 @@ from earl_jax.engine.page_copies import LEAVE, SLEEP, WAKE, PageCopies
 from earl_jax.models.kv_cache import LayerCache
 
 _HOST_MEMORY = "pinned_host"
+# Blocks of a device that are under way at once, each of `page_copies.TOKENS_A_CALL` tokens: until
+# they have arrived they are on the device beside its pool.
+BLOCKS_AT_ONCE = 16
 # The axes of a piece [L,P,K,...]: those from K on may be cut.
 _PAGES, _HEADS = 1, 2
 _Corner = tuple[int, ...]
@@ -112,18 +115,22 @@ class HostPages:
             copies,
             {slot: [list(some) for some in _batched(pages[slot], size)] for slot in sorted(pages)},
         )
-        for calls in _in_turn(waiting):
+        for number, calls in enumerate(_in_turn(waiting), 1):
             numbers = np.zeros((copies.num_shards, size), np.int32)
             for shard, (_, some) in calls.items():
                 numbers[shard, : len(some)] = some
-            block = copies.take(state, numbers)
+            block, sent = copies.take(state, numbers), []
             for shard, (slot, some) in calls.items():
                 pieces = _pieces(block, shard, size, pinned)
                 part = Part(count=len(some), num_bytes=block_bytes, pieces=pieces)
                 self._slots.setdefault(slot, []).append(part)
+                sent.append(pieces)
                 if not pinned:
                     self._leaving.append(part)
                 self._count(part, holds=True)
+            if number % BLOCKS_AT_ONCE == 0:
+                jax.block_until_ready(sent)
+                self.settle()
         return self._mark(copies, state, dict.fromkeys(pages, SLEEP))
 
     def copy_back(
@@ -145,7 +152,7 @@ class HostPages:
             parts = self._slots.pop(slot)
             assert sum(part.count for part in parts) == len(pages[slot])
             todo[slot] = list(zip(parts, _batched(pages[slot], size), strict=True))
-        for calls in _in_turn(self._by_shard(copies, todo)):
+        for number, calls in enumerate(_in_turn(self._by_shard(copies, todo)), 1):
             numbers = np.zeros((copies.num_shards, size), np.int32)
             counts = np.zeros(copies.num_shards, np.int32)
             parts = {}
@@ -155,6 +162,8 @@ class HostPages:
                 self._count(part, holds=False)
             blank = copies.blank(state)
             state = copies.put(state, _fill(blank, copies.block_shardings, parts), numbers, counts)
+            if number % BLOCKS_AT_ONCE == 0:
+                jax.block_until_ready(state.cache.pools)
         marks = {slot: WAKE if awake[slot] else SLEEP for slot in pages}
         return self._mark(copies, state, marks)
 
