@@ -5,6 +5,7 @@
 import contextlib
 import dataclasses
 import functools
+import gc
 import importlib.metadata
 import queue
 import threading
@@ -23,8 +24,11 @@ from earl_jax.rollout.episode import Prompt, Task
 from earl_jax.serving import _jetstream
 from earl_jax.serving.driver import Driver, FairQueue, Request
 from earl_jax.serving.requests import RequestError
+from earl_jax.serving.run_server import open_driver
 from earl_jax.serving.served_engine import ServedEngine
+from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape, make_layout
+from tests.support.allocator import memory_limit
 from tests.support.continuations import (
     CONTEXT_TOKENS,
     NUM_SLOTS,
@@ -275,19 +279,46 @@ def test_requests_that_are_withdrawn_leave_nothing_behind():
 
 
 @pytest.mark.slow
-def test_tables_widen_for_a_long_request_and_the_pool_stays():
-    """From 48 tokens to 96, of which the pool holds one request: the other waits for its pages."""
+def test_tables_widen_for_a_long_request_and_the_pool_stays(few_objects):
+    """From 48 tokens to 96, of which the pool holds one request: the other waits for its pages.
+
+    All of it takes no more memory than the server took when it began.
+    """
     given = served(MeshShape(), first_context_tokens=48, cache_tokens=1)
-    sizes = ((1, 5, 12), (2, 45, 20), (3, 37, 40), (4, 37, 6))
-    asked = [Asked(*size) for size in sizes]
-    with driving(given) as driver:
+    sizes = ((1, 5, 12), (2, 45, 20), (3, 37, 40), (4, 37, 6), *((n, 5, 4) for n in range(5, 11)))
+    asked, wanted = [Asked(*size) for size in sizes], [ids for ids, *_ in expected(sizes)]
+    gc.collect()
+    with memory_limit(None) as allocator, driving(given) as driver:
         assert (driver._service.session.max_tokens, driver._service.session.pool.pages) == (48, 12)
+        at_first = allocator.peak_bytes
         for each in asked:
             driver.submit(each.request)
-        assert [each.tokens() for each in asked] == [ids for ids, *_ in expected(sizes)]
+        assert [each.tokens() for each in asked] == wanted
         session = driver._service.session
         assert (session.max_tokens, session.pool.pages) == (96, 12)
         assert driver._service.stats.preempted_episodes > 0
+        assert allocator.peak_bytes == at_first
+
+
+def test_a_round_with_the_longest_context_runs_before_requests_come(few_objects):
+    """As much memory as rounds of 48 tokens take, which is too little for those of 96."""
+    long = served(first_context_tokens=48, cache_tokens=CONTEXT_TOKENS)
+    serving = dataclasses.replace(long.serving, context_tokens=48)
+    short, weights = dataclasses.replace(long, serving=serving), policy(long)
+    assert short.pool == long.pool
+    gc.collect()
+    with memory_limit(None) as allocator:
+        open_driver(short, weights)
+        gc.collect()
+    with memory_limit(allocator.peak_bytes) as limited:
+        open_driver(short, weights)
+        gc.collect()
+        assert limited.refused == []
+        with pytest.raises(
+            InputError, match=r"of 96 tokens and a context of 96 \(.* --max_context"
+        ):
+            open_driver(long, weights)
+    assert limited.refused
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from jetstream.core.proto import jetstream_pb2
 
 from earl_jax.envs.text.tokenizer import load_tokenizer
 from earl_jax.serve import main
-from earl_jax.serving import served_engine
+from earl_jax.serving import run_server, served_engine
+from tests.support.allocator import memory_limit
 from tests.support.http_client import ask, connect, events, send
 from tests.support.served import (
     MODEL,
@@ -323,3 +324,45 @@ def test_failures_are_answered(cache, tmp_path):
         assert server.process.wait(60) == 1
     server.end()
     assert "the server cannot go on:" in "".join(server.errors)
+
+
+def serve_limited(*flags: str) -> None:
+    """The command on devices of 64 MiB."""
+    serve = run_server.run_server
+
+    def limited(*given):
+        with memory_limit(2**26):
+            serve(*given)
+
+    run_server.run_server = limited
+    sys.argv[1:] = flags
+    main()
+
+
+@pytest.mark.slow
+def test_no_request_is_the_first_that_memory_is_too_short_for(cache, tmp_path):
+    """A model of 10 million tokens, of which two slots have rows of 400 MB.
+
+    Its layers have windows, so that the KV cache is small. The server does not start; with less
+    context it refuses what is longer, and requests beside that have their tokens.
+    """
+    save_parrot(tmp_path / "parrot", windows=(64,), max_positions=10**7)
+    flags = [f"--model={tmp_path / 'parrot'}", *PORTS, "--num_slots=2", "--num_draft_tokens=4"]
+    flags += ["--temperature=0", "--max_choice_tokens=0"]
+    code = "import sys; sys.path.insert(0, 'tests'); from test_serve_slots import serve_limited; "
+    line = [sys.executable, "-c", code + "serve_limited(*sys.argv[1:])", *flags]
+    with pytest.raises(AssertionError, match=r"error: .* a context of 10000000 \(.* --max_context"):
+        Server(line, cache)
+    server = Server([*line, "--max_context=8000"], cache)
+    with contextlib.closing(server.channel), contextlib.ExitStack() as stack:
+        stack.callback(server.process.kill)
+        [x] = load_tokenizer(MODEL).encode("x")
+        beside = server.stub.Decode(request("x", 1000))
+        begun = ids_of([next(beside)])
+        code, words = refusal(server.stub.Decode(request([x] * 8000, 1)))
+        assert code == Code.INVALID_ARGUMENT and "this server has 8000" in words
+        # Tables begin with 4,096 tokens.
+        assert ids_of(server.stub.Decode(request([x] * 4100, 20))) == [x] * 20
+        assert begun + ids_of(beside) == [x] * 1000
+        assert server.stub.HealthCheck(jetstream_pb2.HealthCheckRequest()).is_live
+        assert server.end() == 0

@@ -18,10 +18,9 @@ from typing import Any
 import grpc
 
 from earl_jax.engine.session import Policy
-from earl_jax.rollout.config import Limits
-from earl_jax.rollout.episode import NewTokens, Prompt, Task
+from earl_jax.rollout.episode import NewTokens, Task
 from earl_jax.serving.requests import RequestError
-from earl_jax.serving.served_engine import ServedEngine
+from earl_jax.serving.served_engine import ServedEngine, play_one
 
 # Of a request: tokens of a round; the end of its reply; or an error, which ends it.
 Event = NewTokens | RequestError | None
@@ -124,11 +123,7 @@ class Driver:
 
     def warm_up(self) -> None:
         """Compiles the programs of a round, and checks that they fit into memory."""
-        task = Task(episode=0, group=0, prompt=Prompt(token_ids=(0,)))
-        self._service.submit([dataclasses.replace(task, limits=Limits(max_turn_tokens=1))])
-        for finished in self._service.drain():
-            for each in finished:
-                self._service.release(each.row)
+        play_one(self._service)
 
     def start(self, deliver: Deliver, on_failure: Callable[[], None]) -> None:
         """Starts the thread.

@@ -7,7 +7,10 @@ import asyncio
 import contextlib
 from typing import Any
 
+import jax
+
 from earl_jax.engine.session import Policy
+from earl_jax.selector.memory import is_out_of_memory
 from earl_jax.serving.driver import Driver
 from earl_jax.serving.served_engine import ServedEngine
 from earl_jax.serving.served_policy import ServedPolicy
@@ -18,13 +21,16 @@ from earl_jax.serving.server import (
     stop_at_signals,
 )
 from earl_jax.serving.texts import Texts
+from earl_jax.settings.errors import InputError
 
 
 def run_server(
     flags: argparse.Namespace, policy: ServedPolicy, engine: ServedEngine, params: Any
 ) -> None:
-    """Serves `params`, the weights of this policy, until a signal ends it."""
-    driver = Driver(engine, Policy(params=params, version=policy.version))
+    """Serves `params`, the weights of this policy, until a signal ends it.
+
+    Raises ValueError where the devices have too little memory.
+    """
     texts = Texts(
         policy.tokenizer,
         policy.template_arguments,
@@ -35,7 +41,7 @@ def run_server(
     def announce(http: str, grpc: str) -> None:
         print(ready_line(flags, policy, engine, http, grpc), flush=True)
 
-    async def run() -> None:
+    async def run(driver: Driver) -> None:
         await serve(
             driver,
             name=flags.name or policy.name,
@@ -53,8 +59,27 @@ def run_server(
         )
 
     with contextlib.closing(texts):
+        asyncio.run(run(open_driver(engine, Policy(params=params, version=policy.version))))
+
+
+def open_driver(engine: ServedEngine, policy: Policy) -> Driver:
+    """Returns a driver that has played a round, with the longest context too.
+
+    Raises ValueError where the devices have too little memory for that.
+    """
+    try:
+        driver = Driver(engine, policy)
         driver.warm_up()
-        asyncio.run(run())
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise InputError(
+            "beside the weights the devices have no memory for a KV cache of "
+            f"{engine.cache_tokens} tokens and a context of {engine.serving.context_tokens} "
+            f"({str(error).splitlines()[0]:.200}): lower --cache_tokens, --max_context or "
+            "--num_slots, or let the KV cache be int8 (--kv_dtype=int8)"
+        ) from error
+    return driver
 
 
 def ready_line(
@@ -68,10 +93,9 @@ def ready_line(
     short = limit and not flags.max_context and serving.context_tokens < limit
     cut = f" (the model takes {limit}; the KV cache holds no more)" if short else ""
     rule = engine.engine.config.page_rule
-    cache_tokens = engine.pool.total * rule.page_size // rule.num_groups
     behind = " in all layers (those behind windows are given up)" if rule.has_windows else ""
     return (
         f"serving {policy.name}{step} at {http} (gRPC: {grpc}): prompts of up to {prompt_tokens} "
         f"tokens, {serving.context_tokens} with their replies{cut}, {flags.num_slots} at once on "
-        f"{engine.engine.layout.shape}, {cache_tokens} tokens of KV cache{behind}"
+        f"{engine.engine.layout.shape}, {engine.cache_tokens} tokens of KV cache{behind}"
     )
