@@ -11,6 +11,7 @@ METRICS below, whose names a test holds against a run.
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -162,6 +163,7 @@ METRICS: dict[str, dict[str, str]] = {
 def config_page() -> str:
     """Returns the page of all config keys."""
     from earl_jax.config import Config
+    from earl_jax.config.combinations import OF_LEARNING, OF_MODEL, OF_SETTINGS
     from earl_jax.config.keys import algorithm_sections, sections_of
     from earl_jax.config.resume import MAY_CHANGE
 
@@ -181,7 +183,16 @@ def config_page() -> str:
     for name, effect in MAY_CHANGE.items():
         is_section = dataclasses.is_dataclass(getattr(Config, name, None))
         lines.append(f"| `config.{name}{'.*' if is_section else ''}` | {effect} |")
-    lines.append("| `config.distributed.*` | It is not in config.json. |")
+    lines.append("| `config.distributed.*` | It is not in config.json. |\n")
+    lines.append("# Combinations that are refused, and why\n")
+    lines.append(
+        "They are refused before anything is built, by a run, `--check` and the planner.\n"
+    )
+    lines.append("| refused | why, and what to change |\n|---|---|")
+    for rule in (*OF_SETTINGS, *OF_MODEL, *OF_LEARNING):
+        # Values of the config are in braces.
+        words = re.sub(r"{[^}]*}", "…", f"{rule.given} | {rule.reason}")
+        lines.append(f"| {words} |")
     return "\n".join(lines)
 
 

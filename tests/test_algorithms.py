@@ -468,8 +468,6 @@ def test_a_run_of_an_algorithm(name):
             ["algorithm_args.normalize_advantages=False", "algorithm_args.deviation=sample"],
             "because config.algorithm_args.normalize_advantages is False",
         ),
-        (["rollout.group_size=1"], "set config.rollout.group_size to 2 or more"),
-        (["algorithm=sft"], "whatever their reward: set config.train.sft_steps"),
         (["train.epochs=1", "algorithm_args.clip_high=0.3"], "because config.train.epochs is 1"),
     ],
 )

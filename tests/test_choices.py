@@ -363,8 +363,6 @@ def test_a_run_with_masked_moves_learns_from_a_ratio_of_one():
 
 
 def test_settings_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match=r"\(mask_illegal\) with config.train.ratio 'behav"):
-        make_config({}, ["env.args.mask_illegal=True"])
     masked = {**RATIO_RUN, "env": {"args": {"mask_illegal": True}}}
     with pytest.raises(ValueError, match="illegal_reward is -0.5 but has no effect"):
         make_config(masked, ["env.args.illegal_reward=-0.5"])

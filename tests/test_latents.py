@@ -44,6 +44,7 @@ from earl_jax.models.parameters import layers_with, stack_layers, uniform_stacks
 from earl_jax.models.presets import PRESETS, preset_named, preset_vocab_size
 from earl_jax.placement.problem import workload
 from earl_jax.selector.hardware import parse_topology
+from earl_jax.serving.serve_flags import check_against_model, parse_flags
 from earl_jax.sharding.layout import TRAINING_ROWS, Layout, MeshShape, make_layout
 from tests.support.caches import empty_cache
 from tests.support.episodes import (
@@ -116,8 +117,6 @@ def test_a_page_has_one_row_of_each_token_and_layer():
     pools = empty_pages(model, 5, 16)
     leaves = jax.tree.leaves(pools)
     assert [leaf.shape for leaf in leaves] == [(5, 1, 32, 16)] * model.num_layers
-    with pytest.raises(ValueError, match="kv_dtype is 'int8'.* caches latents"):
-        empty_pages(model, 5, 16, "int8")
 
 
 def test_pages_are_whole_on_every_device_of_the_tensor_axis_and_cut_over_context():
@@ -582,13 +581,14 @@ def test_the_planner_knows_where_latents_are_read_in_place():
     assert contexts("v5e:2x4") == contexts("h100:1x8", "float32") == ()
 
 
-def test_an_engine_of_latents_in_int8_is_refused():
+def test_latents_in_int8_are_refused_and_their_weights_are_not():
     made = engine(model=LATENT)
     eight = Engine(dataclasses.replace(made.config, weight_dtype="int8"), made.layout)
     latent = eight.parameter_shapes["layers"][0]
     assert latent["latent"].values.dtype == jnp.int8 and latent["latent_up"].dtype == jnp.float32
-    with pytest.raises(ValueError, match="kv_dtype is 'int8'"):
-        Engine(dataclasses.replace(made.config, kv_dtype="int8"), made.layout)
+    flags = parse_flags(["--model=x", "--kv_dtype=int8"])
+    with pytest.raises(ValueError, match="--kv_dtype=int8, but this model caches latents"):
+        check_against_model(flags, MeshShape(), "x", LATENT, 64, None)
 
 
 def test_a_preset_with_fewer_layers_than_are_dense_is_refused():

@@ -353,9 +353,7 @@ def test_a_penalty_in_the_reward_lowers_what_came_before_it():
     [
         (GrpoSettings(clip_low=1.5), "clip_low is 1.5; it must be at least 0.0 and at most 1.0"),
         (GrpoSettings(clip_high=-0.1), "clip_high is -0.1"),
-        (GrpoSettings(dual_clip=1.1), "dual_clip is 1.1; it must be 0, or above 1 "),
         (GrpoSettings(kl_coefficient=-1.0), "kl_coefficient is -1.0"),
-        (GrpoSettings(kl_coefficient=0.1, kl_estimator="k1"), "the mean gradient of k1 is 0"),
         (GrpoSettings(aggregation="constant", aggregation_tokens=0), "aggregation_tokens is 0"),
         (GrpoSettings(**{"aggregation": "mean"}), "aggregation is 'mean'; choose one of 'token'"),
         (DapoSettings(overlong_tokens=100), "overlong_buffer is 0; it must be at least 1 and at"),
@@ -364,9 +362,6 @@ def test_a_penalty_in_the_reward_lowers_what_came_before_it():
         (ReinforceSettings(turn_discount=1.5), "turn_discount is 1.5"),
         (ReinforceSettings(**{"baseline": "mean"}), "baseline is 'mean'; choose one of 'batch'"),
         (CispoSettings(clip_low=2.0), "clip_low is 2.0"),
-        (GrpoSettings(kl_coefficient=0.1, kl_in="reward"), "normalize_advantages to False"),
-        (CispoSettings(kl_coefficient=0.1, kl_in="reward"), "set config.algorithm_args.kl_in to"),
-        (ReinforceSettings(kl_coefficient=0.1, kl_in="reward"), "its weight would change with"),
     ],
 )
 def test_settings_that_break_a_rule_are_errors(settings, words):

@@ -206,22 +206,6 @@ def first_state(learner, first, plan):
     return jax.device_put(first, learner.state_shardings(plan.mesh))
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (("train.mini_batches=3",), "does not divide the 8 groups of a step"),
-        (("train.mini_batches=0",), "config.train.mini_batches is 0; it must be at least 1"),
-        (
-            ("asynchrony.parts=2", "devices.num_rollout=4"),
-            "mini-batches are dealt out when all episodes are finished: set one of them to 1",
-        ),
-    ],
-)
-def test_mini_batches_that_cannot_be_are_refused(changes, words):
-    with pytest.raises(InputError, match=words):
-        make_config(SETTINGS, changes)
-
-
 def test_with_mini_batches_the_clip_has_an_effect():
     """So it has with more epochs; of a single update it would be an error."""
     overrides = ("train.epochs=1", "algorithm_args.clip_high=0.3")

@@ -262,16 +262,6 @@ class Endless(Talker):
         return StepResult(text="again", reward=0.0, done=False)
 
 
-class Chooser(Echo):
-    """Takes one of two words."""
-
-    def start(self):
-        return Start(text="say", choices=("yes", "no"))
-
-    def all_choices(self):
-        return ["yes", "no"]
-
-
 class Stepless:
     """Has no step."""
 
@@ -450,14 +440,6 @@ def test_a_module_that_cannot_be_imported_says_where_it_fails(
         make_config({"env": {"name": f"{name}:Echo"}})
 
 
-def test_what_an_environment_does_not_offer_cannot_be_asked_of_it():
-    with pytest.raises(ValueError, match="sft_steps is 3, and .* offers no examples"):
-        own("Echo", train={"sft_steps": 3})
-    own("Talker", train={"sft_steps": 3})
-    with pytest.raises(ValueError, match="limits replies to choices .*'behaviour'"):
-        own("Chooser")
-
-
 # Datasets.
 
 GOOD = {"prompt": "1 + 1 =", "answer": "2"}
@@ -494,8 +476,7 @@ def test_a_row_that_is_none_is_an_error_with_its_line(tmp_path, line, words):
     [
         ({"path": "/nowhere.jsonl", "reward": f"{__name__}:paid"}, "path is '/nowhere.jsonl', whi"),
         ({"path": "/dev/null", "reward": f"{__name__}:paid"}, "which holds no rows"),
-        ({"reward": f"{__name__}:paid"}, "config.tasks.reward is .* no effect"),
-        ({"name": "dataset"}, "config.tasks.path is empty"),
+        ({"reward": f"{__name__}:paid"}, "config.tasks.reward = .* no effect"),
         ({"name": "datasets"}, "config.tasks.name is 'datasets'; did you mean 'dataset'"),
         ({"args": {"words": 3}}, "config.tasks.args.words is not an argument of Seeds"),
     ],

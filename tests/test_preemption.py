@@ -20,14 +20,12 @@ from earl_jax.engine.host_pages import HostPages
 from earl_jax.engine.pages import PageTable, Pool
 from earl_jax.engine.session import Policy, Session
 from earl_jax.envs.environment import Start
-from earl_jax.models.config import ModelConfig
 from earl_jax.models.layer_groups import PageRule
 from earl_jax.rollout import preemption as preemption
 from earl_jax.rollout import service as service_module
 from earl_jax.rollout.block_manager import BlockManager
 from earl_jax.rollout.config import Limits
 from earl_jax.rollout.episode import Prompt, Task
-from earl_jax.rollout.origin import Origin
 from earl_jax.rollout.preemption import (
     Choice,
     Rates,
@@ -37,7 +35,6 @@ from earl_jax.rollout.preemption import (
     rates_of,
     work_of,
 )
-from earl_jax.run.build import _check_origin
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.sharding.topology import CHIPS, chip_of
 from tests.support.allocator import live_bytes, memory_limit
@@ -55,7 +52,6 @@ from tests.support.episodes import (
     weights,
 )
 from tests.support.hlo import COLLECTIVE
-from tests.support.settings import make_config
 
 MESHES = [MeshShape(data=8), MeshShape(data=2, tensor=2), MeshShape(data=4, tensor=2)]
 
@@ -514,11 +510,3 @@ def test_episodes_in_step_are_preempted_at_most_once_until_one_ends(pool, monkey
     preempted = [list(entries) for is_change, entries in groups if not is_change]
     assert all(len(set(some)) == len(some) for some in preempted), preempted
     assert 1 < sum(map(len, preempted)) == rollout.stats.preempted_episodes
-
-
-def test_states_of_linear_attention_need_no_host_memory():
-    """Nor does a model that a path gives, which is not known to the config."""
-    given = {"model": {"path": "there"}, "rollout": {"preemption_host_gib": 1.0}}
-    with pytest.raises(ValueError, match="preemption_host_gib is 1.0, but .* read again; remove"):
-        model = ModelConfig(attention_every=2)
-        _check_origin(make_config(given), Origin(model=model, tokenizer=None, vocab_size=64))

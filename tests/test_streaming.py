@@ -19,7 +19,6 @@ from earl_jax.rollout.open_groups import OpenGroups
 from earl_jax.rollout.staleness import Group, choose_part
 from earl_jax.run.build import build_run
 from earl_jax.selector.plans import TrainPlan
-from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.train.learner import Learner
 from earl_jax.train.step import batch_shapes, read_metrics
@@ -194,27 +193,3 @@ def test_a_stream_with_staleness_keeps_the_bound_and_is_replayed_bit_for_bit(tmp
     train(config, again, replay=first)
     for one, other in zip(final_parameters(first, 4), final_parameters(again, 4), strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"asynchrony": {"parts": 0}}, "config.asynchrony.parts is 0; it must be at least 1"),
-        ({"asynchrony": {"parts": 3}}, "does not divide the 8 groups of a step"),
-        (
-            {"asynchrony": {"parts": 2, "rule": "drop", "max_staleness": 1}},
-            "set the rule to 'in_order'",
-        ),
-        (
-            {"asynchrony": {"parts": 2}, "devices": {"platform": "cpu", "num_cpu_devices": 8}},
-            "set config.devices.num_rollout",
-        ),
-        (
-            {"asynchrony": {"parts": 2}, "algorithm": "reinforce_plus_plus"},
-            "take one that compares within groups",
-        ),
-    ],
-)
-def test_what_cannot_be_streamed_is_refused(changes, words):
-    with pytest.raises(InputError, match=words):
-        make_config({**SETTINGS, **changes}).validate()

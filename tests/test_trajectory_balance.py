@@ -252,8 +252,6 @@ def test_both_policies_are_scored_before_the_only_update_too():
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["train.correction=truncated"], "whose loss is right whoever sampled"),
-        (["rollout.group_size=1"], "set config.rollout.group_size to 2 or more"),
         (["algorithm_args.kl_coefficient=0"], "config.algorithm_args.kl_coefficient is 0"),
         (["algorithm_args.clip_high=0.3"], "clip_high is not a field of TbaSettings"),
         (

@@ -10,7 +10,6 @@ from earl_jax.algorithms.algorithm import Need
 from earl_jax.algorithms.losses import KlEstimator
 from earl_jax.algorithms.sequences import AggregationName
 from earl_jax.settings.choices import check_bounds, check_choices
-from earl_jax.settings.errors import InputError
 
 Deviation = Literal["population", "sample"]
 
@@ -68,29 +67,12 @@ class PolicySettings:
             "kl_coefficient": (0.0, None),
         }
         check_bounds(self, path, bounds)
-        if self.kl_coefficient and self.kl_estimator == "k1" and self.kl_in == "loss":
-            raise InputError(
-                f"{path}.kl_estimator is 'k1' with {path}.kl_in 'loss'; the mean gradient of k1 is "
-                f"0, so it is no penalty: set {path}.kl_estimator to 'k2' or 'k3', or {path}.kl_in "
-                "to 'reward'"
-            )
 
 
 def _idle_deviation(*, is_normalized: bool) -> Iterator[tuple[str, str]]:
     """Yields the field `deviation` where advantages are not divided by one."""
     if not is_normalized:
         yield "deviation", "config.algorithm_args.normalize_advantages is False"
-
-
-def _check_penalty(settings: PolicySettings, path: str, *, is_normalized: bool) -> None:
-    """Raises ValueError for a penalty in rewards whose advantages are normalised before it."""
-    if is_normalized and settings.penalizes_rewards:
-        raise InputError(
-            f"{path}.kl_in is 'reward' with {path}.normalize_advantages; the penalty would be "
-            "subtracted behind the division by the deviation of the rewards, so that its weight "
-            f"would change with them: set {path}.kl_in to 'loss', or {path}.normalize_advantages "
-            "to False"
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,11 +89,6 @@ class ClippedSettings(PolicySettings):
         """Raises ValueError naming the field that breaks a rule."""
         super().validate(path)
         check_bounds(self, path, {"dual_clip": (0.0, None)})
-        if 0 < self.dual_clip <= 1 + self.clip_high:
-            raise InputError(
-                f"{path}.dual_clip is {self.dual_clip}; it must be 0, or above 1 + {path}"
-                f".clip_high ({1 + self.clip_high:g}), where the other clip ends"
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,11 +127,6 @@ class GrpoSettings(ClippedSettings):
         """Yields `(field, reason)` of each field without effect beside the others' values."""
         yield from super().idle()
         yield from _idle_deviation(is_normalized=self.normalize_advantages)
-
-    def validate(self, path: str) -> None:
-        """Raises ValueError naming the field that breaks a rule."""
-        super().validate(path)
-        _check_penalty(self, path, is_normalized=self.normalize_advantages)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -216,11 +188,6 @@ class CispoSettings(PolicySettings):
         yield from super().idle()
         yield from _idle_deviation(is_normalized=self.normalize_advantages)
 
-    def validate(self, path: str) -> None:
-        """Raises ValueError naming the field that breaks a rule."""
-        super().validate(path)
-        _check_penalty(self, path, is_normalized=self.normalize_advantages)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReinforceSettings(ClippedSettings):
@@ -259,7 +226,6 @@ class ReinforceSettings(ClippedSettings):
         """Raises ValueError naming the field that breaks a rule."""
         super().validate(path)
         check_bounds(self, path, {"turn_discount": (0.0, 1.0), "baseline_decay": (0.0, 1.0)})
-        _check_penalty(self, path, is_normalized=self.normalize_advantages)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

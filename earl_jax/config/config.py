@@ -1,19 +1,20 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The stages' settings together, and the rules between them.
+"""The stages' settings together.
 
-Each setting keeps its section's rules, agrees with the others, and has an effect in this run.
+Each setting keeps its section's rules, agrees with the others (combinations.py), and has an effect
+in this run (idle.py).
 """
 
 import dataclasses
 import json
-import typing
 from pathlib import Path
 from typing import Any
 
 from earl_jax.algorithms.algorithm import Algorithm
 from earl_jax.algorithms.algorithms import ALGORITHMS, find_algorithm
 from earl_jax.algorithms.requirements import Networks, networks_of
+from earl_jax.config.combinations import OF_LEARNING, OF_MODEL, OF_SETTINGS, check
 from earl_jax.config.idle import check_effects
 from earl_jax.config.sections import (
     CheckpointConfig,
@@ -22,8 +23,6 @@ from earl_jax.config.sections import (
     EvalConfig,
     LogConfig,
 )
-from earl_jax.engine.config import Sampling
-from earl_jax.envs.environment import Chooses, OffersExamples
 from earl_jax.envs.examples import corpus
 from earl_jax.envs.registry import EnvConfig, Played, open_environment
 from earl_jax.envs.tasks import TasksConfig
@@ -95,34 +94,18 @@ class Config:
             raise InputError(f"config.seed is {self.seed}; it must lie in [0, 2**31)")
         for section in dataclasses.fields(self):
             value = getattr(self, section.name)
-            if dataclasses.is_dataclass(value) and section.name != "algorithm_args":
-                typing.cast(Any, value).validate()
-        per_update, size = self.rollout.episodes_per_step, self.rollout.group_size
-        if self.plays and per_update % size:
-            raise InputError(
-                f"config.rollout.episodes_per_step is {per_update}; it must be a multiple of "
-                f"config.rollout.group_size ({size})"
-            )
-        if per_update % self.train.micro_batches:
-            raise InputError(
-                f"config.train.micro_batches is {self.train.micro_batches}, which does not divide "
-                f"config.rollout.episodes_per_step ({per_update})"
-            )
+            if section.name != "algorithm_args" and hasattr(value, "validate"):
+                value.validate()
         self._check_algorithm()
+        check(OF_SETTINGS, self)
         check_effects(self, self.defaults())
-        self._check_mini_batches()
-        self._check_split()
-        self._check_parts()
-        self._check_environment(learns)
+        # The model of a path is known later.
+        if not self.model.path:
+            check(OF_MODEL, self)
+        played = self.open_environment()
+        environment = played.make(**played.first_args)
         if learns:
-            self._check_ratio()
-        if self.checkpoint.export is True and not self.model.path:
-            try:
-                family_of(self.model)
-            except ValueError as error:
-                raise InputError(
-                    f"config.checkpoint.export is True with no config.model.path, and {error}"
-                ) from error
+            check(OF_LEARNING, self, environment)
 
     def defaults(self) -> "Config":
         """Returns the defaults of a run of this model and algorithm."""
@@ -149,20 +132,7 @@ class Config:
 
     def _check_algorithm(self) -> None:
         """Raises ValueError unless there is such an algorithm, with such settings."""
-        if not self.plays and not self.train.sft_path:
-            raise InputError(
-                "config.algorithm is 'sft' with no config.train.sft_path; a run's episodes are the "
-                "policy's own samples, and it would learn to repeat them whatever their reward: "
-                "set config.train.sft_steps, for supervised updates on the environment's examples, "
-                "and take an algorithm of rewards, such as 'grpo'; or name a file of conversations"
-            )
-        if self.algorithm == "distillation" and not self.reference_from:
-            raise InputError(
-                "config.algorithm is 'distillation' with no config.reference_from; the teacher "
-                "would be the policy that the run begins with: name a run or a checkpoint there"
-            )
-        algorithm = find_algorithm(self.algorithm)
-        kind = type(algorithm.settings)
+        kind = type(find_algorithm(self.algorithm).settings)
         if not isinstance(self.algorithm_args, kind):
             raise InputError(
                 f"config.algorithm_args is {self.algorithm_args!r}; for config.algorithm = "
@@ -170,38 +140,35 @@ class Config:
             )
         if hasattr(self.algorithm_args, "validate"):
             self.algorithm_args.validate("config.algorithm_args")
-        own = getattr(self.algorithm_args, "min_group_size", 1)
-        least = max(algorithm.min_group_size, own)
-        if self.rollout.group_size < least:
-            raise InputError(
-                f"config.algorithm is {self.algorithm!r} with config.rollout.group_size of "
-                f"{self.rollout.group_size}; it compares the episodes of a group: set "
-                f"config.rollout.group_size to {least} or more"
-            )
-        if algorithm.is_off_policy and self.train.correction not in ("auto", "none"):
-            raise InputError(
-                f"config.train.correction is {self.train.correction!r} with config.algorithm "
-                f"{self.algorithm!r}, whose loss is right whoever sampled, and would be weighted "
-                "wrongly: set config.train.correction to 'none' or 'auto'"
-            )
-        by_episode = algorithm.is_off_policy or algorithm.critic or "groups" in algorithm.all_needs
-        if self.asynchrony.rule == "mask" and by_episode:
-            whole = "sequences" if algorithm.is_off_policy else "episodes"
-            raise InputError(
-                "config.asynchrony.rule is 'mask', which takes the overdue tokens out of an "
-                f"episode, with config.algorithm {self.algorithm!r}, which computes with whole "
-                f"{whole}: set config.asynchrony.rule to 'in_order', 'wait' or 'drop'"
-            )
 
     @property
     def plays(self) -> bool:
         """False for a run of supervised updates alone."""
         return self.algorithm != "sft"
 
+    @property
+    def num_groups(self) -> int:
+        """The groups of a step."""
+        return self.rollout.episodes_per_step // self.rollout.group_size
+
+    @property
+    def min_group_size(self) -> int:
+        """The least config.rollout.group_size of the algorithm with its settings."""
+        own = getattr(self.algorithm_args, "min_group_size", 1)
+        return max(find_algorithm(self.algorithm).min_group_size, own)
+
+    @property
+    def export_obstacle(self) -> str:
+        """The reason why `transformers` has no model with layers as config.model; "": it has."""
+        try:
+            family_of(self.model)
+        except ValueError as error:
+            return str(error)
+        return ""
+
     def open_environment(self) -> Played:
         """Returns the environment of this run, and its tasks."""
-        num_tasks = self.rollout.episodes_per_step // self.rollout.group_size
-        return open_environment(self.env, self.tasks, seed=self.seed, num_tasks=num_tasks)
+        return open_environment(self.env, self.tasks, seed=self.seed, num_tasks=self.num_groups)
 
     def row_batches(self, num_players: int) -> int:
         """Returns the most steps' episodes that have rows at once where so many processes play."""
@@ -229,93 +196,6 @@ class Config:
                 f"an episode of config.env.name {self.env.name!r}, whose text the tokenizer is "
                 f"trained on, failed: {in_words(error)}"
             ) from error
-
-    def _check_environment(self, learns: bool) -> None:
-        """Raises ValueError unless the environment can be made and has the methods needed."""
-        played = self.open_environment()
-        environment = played.make(**played.first_args)
-        if not learns:
-            return
-        for name in ("sft_steps", "sft_weight"):
-            value = getattr(self.train, name)
-            has_examples = self.train.sft_path or isinstance(environment, OffersExamples)
-            if value and not has_examples:
-                raise InputError(
-                    f"config.train.{name} is {value}, and config.env.name {self.env.name!r} offers "
-                    "no examples to learn from (a method example_reply); set it to 0, or name a "
-                    "file of conversations in config.train.sft_path"
-                )
-        chooses = isinstance(environment, Chooses) and len(environment.all_choices()) > 0
-        if chooses and self.train.ratio == "behaviour":
-            raise InputError(
-                f"config.env.name {self.env.name!r} limits replies to choices (mask_illegal) with "
-                "config.train.ratio 'behaviour'; the trainer scores under all tokens, so what is "
-                "not allowed would look like a change of the policy: set config.train.ratio to "
-                "'model'"
-            )
-
-    def _check_ratio(self) -> None:
-        """Raises ValueError where the trainer scores tokens under another distribution."""
-        rollout = self.rollout
-        if self.train.ratio == "model":
-            return
-        for field in ("top_k", "top_p", "min_p"):
-            value = getattr(rollout, field)
-            if value != getattr(Sampling, field):
-                raise InputError(
-                    f"config.rollout.{field} is {value} with config.train.ratio 'behaviour'; the "
-                    "trainer scores under all tokens, so what is cut off would look like a change "
-                    "of the policy: set config.train.ratio to 'model'"
-                )
-
-    def _check_mini_batches(self) -> None:
-        """Raises ValueError where a step's groups cannot be dealt out to as many updates."""
-        number, rollout = self.train.mini_batches, self.rollout
-        num_groups = rollout.episodes_per_step // rollout.group_size
-        if num_groups % number:
-            raise InputError(
-                f"config.train.mini_batches is {number}, which does not divide the {num_groups} "
-                "groups of a step (config.rollout.episodes_per_step / group_size)"
-            )
-        if number > 1 and self.asynchrony.parts > 1:
-            raise InputError(
-                f"config.train.mini_batches is {number} with config.asynchrony.parts of "
-                f"{self.asynchrony.parts}; streamed parts add up to one update, and mini-batches "
-                "are dealt out when all episodes are finished: set one of them to 1"
-            )
-
-    def _check_split(self) -> None:
-        """Raises ValueError where the selector is to split devices whose stages take turns."""
-        if self.devices.num_rollout == "auto" and not self.asynchrony.is_on:
-            raise InputError(
-                "config.devices.num_rollout is 'auto' in a synchronous run, whose stages take "
-                "turns, so that all devices had better do both: set it to 0, or set "
-                "config.asynchrony.max_staleness or parts"
-            )
-
-    def _check_parts(self) -> None:
-        """Raises ValueError where a step's groups cannot go to the trainer one after the other."""
-        parts, rollout = self.asynchrony.parts, self.rollout
-        if parts == 1:
-            return
-        given = f"config.asynchrony.parts is {parts}"
-        num_groups = rollout.episodes_per_step // rollout.group_size
-        if num_groups % parts:
-            raise InputError(
-                f"{given}, which does not divide the {num_groups} groups of a step "
-                "(config.rollout.episodes_per_step / group_size)"
-            )
-        if not self.devices.are_apart:
-            raise InputError(
-                f"{given}, and rollouts and training share their devices; set "
-                "config.devices.num_rollout, so that the trainer can work while episodes are played"
-            )
-        if not self.make_algorithm().streams:
-            raise InputError(
-                f"{given}, and the advantages of config.algorithm {self.algorithm!r} are known "
-                "when all episodes of a step are finished; take one that compares within groups, "
-                "such as 'grpo', 'rloo' or 'dapo', or set it to 1"
-            )
 
     @property
     def importance_cap(self) -> float:

@@ -87,13 +87,17 @@ def _idle_model(config: "Config") -> Iterator[_Idle]:
 
 def _idle_rollout(config: "Config") -> Iterator[_Idle]:
     read_again = "the states of linear attention are no pages: preempted episodes are read again"
-    # The model of a path is known later.
+    # The model of a path is known later (combinations.py).
     has_states = config.model.has_states and not config.model.path
     yield has_states, "rollout.preemption_host_gib", read_again
     apart = "config.devices.num_rollout gives the trainer devices of its own"
     yield config.devices.are_apart, "selector.offload", apart
     ours = "without config.model.path the chat template is ours, which only appends"
     yield config.model.path == "", "chat.history", ours
+    for name in ("path", "eval_path", "reward"):
+        is_other = config.tasks.source != "dataset"
+        why = f"config.tasks.name is {config.tasks.name!r}, and a dataset needs config.tasks.path"
+        yield is_other, f"tasks.{name}", why
     platform = config.devices.platform
     elsewhere = f"config.devices.platform is {platform!r}"
     yield platform in ("gpu", "tpu"), "devices.num_cpu_devices", elsewhere
@@ -111,7 +115,7 @@ def _idle_rollout(config: "Config") -> Iterator[_Idle]:
 
 def _idle_training(config: "Config") -> Iterator[_Idle]:
     train, model = config.train, config.model
-    # The model of a path is known later: run/ checks it.
+    # The model of a path is known later (combinations.py).
     without_experts = model.num_experts == 0 and not model.path
     yield without_experts, "train.balance_coefficient", "config.model.num_experts is 0"
     chosen = f"config.train.optimizer is {train.optimizer!r}"

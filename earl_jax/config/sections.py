@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal
 
 from earl_jax.engine.config import Sampling
-from earl_jax.settings.choices import check_choices
+from earl_jax.settings.choices import check_bounds, check_choices
 from earl_jax.settings.errors import InputError
 
 
@@ -29,10 +29,7 @@ class DevicesConfig:
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
         check_choices(self, "config.devices")
-        if self.num_cpu_devices < 1:
-            raise InputError(
-                f"config.devices.num_cpu_devices is {self.num_cpu_devices}; it must be at least 1"
-            )
+        check_bounds(self, "config.devices", {"num_cpu_devices": (1, None)})
         if self.num_rollout != "auto" and self.num_rollout < 0:
             raise InputError(
                 f"config.devices.num_rollout is {self.num_rollout}; it must be at least 0 (0: all "
@@ -139,21 +136,9 @@ class EvalConfig:
 
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
-        for field in ("games", "final_games", "samples"):
-            if getattr(self, field) < 1:
-                raise InputError(
-                    f"config.eval.{field} is {getattr(self, field)}; it must be at least 1"
-                )
-        if self.every_steps < 1:
-            raise InputError(
-                f"config.eval.every_steps is {self.every_steps}; it must be at least 1"
-            )
+        numbers = ("games", "final_games", "samples", "every_steps")
+        check_bounds(self, "config.eval", dict.fromkeys(numbers, (1, None)))
         self.sampling.validate("config.eval.")
-        if self.samples > 1 and not self.temperature:
-            raise InputError(
-                f"config.eval.samples is {self.samples} and config.eval.temperature is 0: all "
-                "samples of a task would be the same; give a temperature, or 1 sample"
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -104,16 +104,6 @@ def append_tokens_for(platform: str | None, model: ModelConfig) -> int:
     return APPEND_TOKENS * max(1, model.num_experts // max(1, model.experts_per_token))
 
 
-def check_drafts(model: ModelConfig, num_draft_tokens: int) -> None:
-    """Raises ValueError where a model cannot take back what it has read of drafts."""
-    if model.has_states and num_draft_tokens:
-        raise InputError(
-            f"config.rollout.num_draft_tokens is {num_draft_tokens}, but this model has layers of "
-            "linear attention (config.model.attention_every), whose states do not go back before "
-            "drafts that are not taken; set it to 0"
-        )
-
-
 def tile_width_for(width: int, page_size: int, parts: int, *, whole_pages: bool) -> int:
     """Returns the tokens of a tile: `width`, so that they divide over `parts` devices; or a page.
 

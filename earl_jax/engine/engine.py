@@ -21,7 +21,6 @@ from earl_jax.engine.config import (
     EngineConfig,
     SlotRules,
     append_tokens_for,
-    check_drafts,
     tile_width_for,
 )
 from earl_jax.engine.decode_state import DecodeState
@@ -341,7 +340,7 @@ def _check_divides(config: EngineConfig, layout: Layout) -> None:
 
 def _check_states(config: EngineConfig, layout: Layout) -> None:
     """Raises ValueError for what layers of linear attention cannot do."""
-    check_drafts(config.model, config.rules.draft)
+    assert not (config.model.has_states and config.rules.draft)
     if config.model.has_states and layout.shape.context > 1:
         raise InputError(
             f"the rollout's mesh is {layout}, but this model has layers of linear attention "

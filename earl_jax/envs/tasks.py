@@ -84,18 +84,6 @@ class TasksConfig:
         """Returns the name of the source, "auto" resolved."""
         return ("dataset" if self.path else "seeds") if self.name == "auto" else self.name
 
-    def validate(self) -> None:
-        """Raises ValueError naming the field that breaks a rule."""
-        for field in ("path", "eval_path", "reward"):
-            value = getattr(self, field)
-            if value and self.source != "dataset":
-                raise InputError(
-                    f"config.tasks.{field} is {value!r} and has no effect with config.tasks.name "
-                    f"{self.name!r}; a dataset needs config.tasks.path"
-                )
-        if self.source == "dataset" and not self.path:
-            raise InputError("config.tasks.name is 'dataset', and config.tasks.path is empty")
-
 
 class Seeds:
     """Environments that differ by their seed: task `index` of a run has the seed of its number."""

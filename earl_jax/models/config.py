@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from earl_jax.settings.choices import check_choices
+from earl_jax.settings.choices import check_bounds, check_choices
 from earl_jax.settings.errors import InputError
 
 # The projections that adapters can stand beside, by the names that parameters.py gives them: of
@@ -429,11 +429,8 @@ class ModelConfig:
 
     def _check_numbers(self) -> None:
         sizes = ("num_layers", "width", "num_heads", "num_kv_heads", "head_size", "ffn_size")
-        for field in (*sizes, "experts_per_token", "expert_ffn_size"):
-            if getattr(self, field) < 1:
-                raise InputError(
-                    f"config.model.{field} is {getattr(self, field)}; it must be at least 1"
-                )
+        sizes += ("experts_per_token", "expert_ffn_size")
+        check_bounds(self, "config.model", dict.fromkeys(sizes, (1, None)))
         for field in ("rope_theta", "norm_eps", "init_scale", "expert_scale"):
             if not 0 < getattr(self, field) < math.inf:
                 raise InputError(

@@ -22,7 +22,6 @@ from earl_jax.models.attention.delta_rule import LinearState, empty_linear_state
 from earl_jax.models.attention.page_shares import WHOLE, PageShare
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.layer_groups import group_layers
-from earl_jax.settings.errors import InputError
 
 
 @struct.dataclass(frozen=True, kw_only=True)
@@ -83,9 +82,9 @@ def empty_pages(
 ) -> list[LayerCache]:
     """Returns pools of zeros, one a layer of a group; `kv_dtype` is "compute" or "int8".
 
-    Raises ValueError for latents in int8.
+    Latents have the compute type.
     """
-    check_kv_dtype(config, kv_dtype)
+    assert kv_dtype == "compute" or not config.latent_size
     dtype = jnp.dtype(config.compute_dtype if kv_dtype == "compute" else kv_dtype)
     heads, size = config.num_kv_heads, config.head_size
     if config.latent_size:
@@ -121,16 +120,6 @@ def empty_states(config: ModelConfig, slots: int) -> list[LinearState]:
         )
         for _ in range(config.num_linear_layers)
     ]
-
-
-def check_kv_dtype(config: ModelConfig, kv_dtype: str) -> None:
-    """Raises ValueError for a type that this model's KV cache cannot have."""
-    if config.latent_size and kv_dtype != "compute":
-        raise InputError(
-            f"config.rollout.kv_dtype is {kv_dtype!r}, but this model caches latents "
-            "(config.model.latent_size), of which one scale a token is too coarse; set it to "
-            "'compute'"
-        )
 
 
 def place_pages(layer: LayerCache, place: Callable[[str], Any]) -> LayerCache:

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 from earl_jax.algorithms.requirements import Networks, scored_passes
 from earl_jax.config import Config
-from earl_jax.engine.config import append_tokens_for, check_drafts
+from earl_jax.config.combinations import check_model
+from earl_jax.engine.config import append_tokens_for
 from earl_jax.envs.text.tokenizer import build_tokenizer
 from earl_jax.launch.start import host_memory_bytes
 from earl_jax.models.attention.kernels import context_obstacle, reads_pages_in_place
@@ -24,7 +25,6 @@ from earl_jax.models.checkpoints.hf_read import open_checkpoint
 from earl_jax.models.checkpoints.hub import find_folder
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.engine_parameters import engine_shapes, engine_specs
-from earl_jax.models.kv_cache import check_kv_dtype
 from earl_jax.models.parameters import check_tensor_axis, is_spec
 from earl_jax.models.presets import preset_vocab_size
 from earl_jax.rollout.origin import MAX_VOCAB_SIZE, VOCAB_MULTIPLE
@@ -155,13 +155,8 @@ def _parameters(shapes: Any, specs: Any) -> tuple[Parameter, ...]:
 
 
 def workload(config: Config, model: ModelConfig, hardware: Hardware) -> Workload:
-    """Returns the work of a step of this config and model on such devices.
-
-    Raises ValueError for a KV cache that this model cannot have.
-    """
+    """Returns the work of a step of this config and model on such devices."""
     rollout, train = config.rollout, config.train
-    check_kv_dtype(model, rollout.kv_dtype)
-    check_drafts(model, rollout.num_draft_tokens)
     dtype = rollout.computes_as(config.model.compute_dtype)
     played = dataclasses.replace(model, compute_dtype=dtype)
     return Workload(
@@ -215,9 +210,11 @@ def make_problem(
     moments, and layers' inputs, may wait in host memory only where JAX `has_host_memory` beside the
     devices'.
 
-    Raises ValueError for adapters that this model cannot have, where the split of the devices is to
-    be chosen and there is none, and for config.train.remat "offload" without such memory.
+    Raises ValueError for settings and adapters that this model cannot have, where the split of the
+    devices is to be chosen and there is none, and for config.train.remat "offload" without such
+    memory.
     """
+    check_model(config, model)
     rollout, selector, given = config.rollout, config.selector, config.devices.num_rollout
     apart, is_cpu = config.devices.are_apart, hardware.platform == "cpu"
     stays = config.asynchrony.is_on and not apart

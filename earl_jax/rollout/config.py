@@ -13,7 +13,7 @@ from earl_jax.engine.sampling import LEAST_TEMPERATURE
 from earl_jax.envs.environment import LARGEST_REWARD
 from earl_jax.models.config import ModelConfig
 from earl_jax.rollout.scheduler import Order
-from earl_jax.settings.choices import check_choices
+from earl_jax.settings.choices import check_bounds, check_choices
 from earl_jax.settings.errors import InputError
 
 # The most turns and tokens of an episode by default: one that never ends must not hold a run. The
@@ -250,17 +250,8 @@ class RolloutConfig:
 
     def _check_sizes(self) -> None:
         """Raises ValueError unless slots, rows, chunks, bursts and pages can be so many."""
-        for field in (
-            "num_slots",
-            "episodes_per_step",
-            "group_size",
-            "chunk_size",
-            "burst",
-        ):
-            if getattr(self, field) < 1:
-                raise InputError(
-                    f"config.rollout.{field} is {getattr(self, field)}; it must be at least 1"
-                )
+        sizes = ("num_slots", "episodes_per_step", "group_size", "chunk_size", "burst")
+        check_bounds(self, "config.rollout", dict.fromkeys(sizes, (1, None)))
         if self.page_size < 0:
             raise InputError(
                 f"config.rollout.page_size is {self.page_size}; it must be at least 0 (0: by the "

@@ -14,8 +14,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from earl_jax.settings.choices import check_choices
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.choices import check_bounds, check_choices
 
 Rule = Literal["in_order", "wait", "drop", "mask", "admission"]
 
@@ -93,46 +92,8 @@ class AsynchronyConfig:
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
         check_choices(self, "config.asynchrony")
-        if self.max_staleness < 0:
-            raise InputError(
-                f"config.asynchrony.max_staleness is {self.max_staleness}; it must be at least 0"
-            )
-        if self.parts < 1:
-            raise InputError(f"config.asynchrony.parts is {self.parts}; it must be at least 1")
-        if self.refill < 0:
-            raise InputError(f"config.asynchrony.refill is {self.refill}; it must be at least 0")
-        if self.refill and self.rule != "drop":
-            raise InputError(
-                f"config.asynchrony.refill is {self.refill} with config.asynchrony.rule "
-                f"{self.rule!r}; groups are given up and others taken in their place only with the "
-                "rule 'drop': set it, or set refill to 0"
-            )
-        if self.reuse < 1:
-            raise InputError(f"config.asynchrony.reuse is {self.reuse}; it must be at least 1")
-        if self.reuse > 1 and self.rule != "drop":
-            raise InputError(
-                f"config.asynchrony.reuse is {self.reuse} with config.asynchrony.rule "
-                f"{self.rule!r}; a step takes groups again in place of others only with the rule "
-                "'drop': set it, or set reuse to 1"
-            )
-        if self.reuse > 1 and self.max_staleness == 0:
-            raise InputError(
-                f"config.asynchrony.reuse is {self.reuse} and config.asynchrony.max_staleness 0; "
-                "a group that was trained on is beyond this bound in the next step: set "
-                "max_staleness to at least 1, or use config.train.epochs"
-            )
-        if self.reuse > 1 and self.refill:
-            raise InputError(
-                f"config.asynchrony.reuse is {self.reuse} and config.asynchrony.refill "
-                f"{self.refill}; one takes old groups in place of missing ones, the other plays "
-                "new ones: set reuse to 1 or refill to 0"
-            )
-        if self.parts > 1 and self.rule != "in_order":
-            raise InputError(
-                f"config.asynchrony.parts is {self.parts} with config.asynchrony.rule "
-                f"{self.rule!r}; groups are trained on before the others of their step are "
-                "finished only where it is known which these are: set the rule to 'in_order'"
-            )
+        least = {"max_staleness": 0, "parts": 1, "refill": 0, "reuse": 1}
+        check_bounds(self, "config.asynchrony", {name: (n, None) for name, n in least.items()})
 
 
 class Group(NamedTuple):

@@ -36,7 +36,6 @@ from earl_jax.placement.facts import facts_of, open_table
 from earl_jax.placement.problem import hardware_of_devices, make_problem
 from earl_jax.placement.stages import Stages, make_learner
 from earl_jax.rollout.actor import Actor
-from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.engines import Engines
 from earl_jax.rollout.origin import Origin, open_origin
 from earl_jax.rollout.tasks import Tasks
@@ -289,29 +288,16 @@ def _check_processes(config: Config, cluster: Cluster) -> None:
             f"{words}: those that play ask process 0 whether an update has ended, and some do not "
             "reach it at its own port (docs/howto/hardware.md); open it, or start one process"
         )
-    num_groups = config.rollout.episodes_per_step // config.rollout.group_size
-    if num_groups % (number * settings.parts):
+    if config.num_groups % (number * settings.parts):
         raise InputError(
-            f"{words}: {number} of them play, and the {num_groups} groups of a step "
+            f"{words}: {number} of them play, and the {config.num_groups} groups of a step "
             f"(config.rollout.episodes_per_step / group_size) are no multiple of "
             f"{number * settings.parts}, their number times config.asynchrony.parts"
         )
 
 
 def _check_origin(config: Config, origin: Origin) -> None:
-    """Raises ValueError where a setting does not fit the model of the run."""
-    if config.train.balance_coefficient and not origin.model.num_experts:
-        raise InputError(
-            f"config.train.balance_coefficient is {config.train.balance_coefficient}, but the "
-            f"model of config.model.path ({config.model.path!r}) has no experts; remove it"
-        )
-    host_gib = config.rollout.preemption_host_gib
-    if origin.model.has_states and host_gib != RolloutConfig.preemption_host_gib:
-        raise InputError(
-            f"config.rollout.preemption_host_gib is {host_gib}, but the model of config.model.path "
-            f"({config.model.path!r}) has layers of linear attention, whose states are no pages: "
-            "preempted episodes are read again; remove it"
-        )
+    """Raises ValueError where tokens of the settings are beyond those of the run's model."""
     unknown = [i for i in config.rollout.stop_token_ids if i >= origin.vocab_size]
     if unknown:
         raise InputError(

@@ -264,6 +264,16 @@ def check_against_model(
             "--keep_replies has no effect on this model, whose layers of linear attention have "
             "states that do not go back to where a request begins: remove it"
         )
+    if model.has_states and flags.num_draft_tokens:
+        raise InputError(
+            f"--num_draft_tokens={flags.num_draft_tokens}, but this model has layers of linear "
+            "attention, whose states do not go back before drafts that are not taken: remove it"
+        )
+    if model.latent_size and flags.kv_dtype == "int8":
+        raise InputError(
+            "--kv_dtype=int8, but this model caches latents, of which one scale a token is too "
+            "coarse: remove it"
+        )
     shards = math.prod(getattr(mesh, axis) for axis in ROLLOUT_ROWS)
     if flags.num_slots % shards:
         raise InputError(
