@@ -374,3 +374,7 @@ def test_a_row_of_the_kernel_for_gpus_gets_the_same_bits_whoever_its_neighbours_
     np.testing.assert_array_equal(run(shuffled, query[order], cached[order], ones), whole[order])
     some = np.array([1, 0, 1, 0, 0, 1, 1, 0, 1, 0, 0], np.int32)
     np.testing.assert_array_equal(run(cache, query, cached, some)[some == 1], whole[some == 1])
+    # Nor does it matter how long a context the table has pages for.
+    table = np.pad(cache.table, ((0, 0), (0, 0), (0, 20)))
+    wide = PagedCache(pools=cache.pools, table=jnp.asarray(table))
+    np.testing.assert_array_equal(run(wide, query, cached, ones), whole)

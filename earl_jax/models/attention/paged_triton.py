@@ -5,8 +5,10 @@
 One program of the grid computes a block of queries of a row and a key/value head: it reads that
 row's own pages one after the other from the pool, without a copy of them, with an online softmax in
 fp32. Where there are few queries a row's pages are split over programs, a fixed number of tokens
-each, whose sums are then added up (flash-decoding's split). A row without queries reads nothing.
-Where a `context` axis cuts pages each device reads its part, and their sums are added up alike.
+each, whose sums a second kernel adds up (flash-decoding's split). Splits behind a row's tokens are
+neither written nor read, so that a wide table costs nothing, and a row without queries reads
+nothing. Where a `context` axis cuts pages each device reads its part, and their sums are added up
+alike.
 
 Latents (kv_cache.py) are one head that all heads of queries read. A row is read once for both
 products: its scores are those of the latent and of the rotated key added up, two products because
@@ -19,7 +21,7 @@ time.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -101,21 +103,21 @@ def attend(
     tokens_a_split = TOKENS_A_SPLIT * max(1, group // HEADS_A_SPLIT)
     pages_a_split = max(1, tokens_a_split // page_size) if length <= SPLIT_QUERIES else pages
     splits = pl.cdiv(pages, pages_a_split)
+    reach = _Reach(group, share.parts * page_size, pages_a_split, pages, window)
     sums = functools.partial(_sums, (splits, rows * heads, padded), block)
     shapes, specs = zip(sums(value_size), sums(), sums(), strict=True)
     whole = pl.BlockSpec()
     pools = [layer.value, layer.key_scale, layer.value_scale]
-    value_CXMH, top_CXM, weight_CXM = pl.pallas_call(
+    # The first parameters also choose the backend: the default for GPUs is Mosaic.
+    partial_sums = pl.pallas_call(
         functools.partial(
             _kernel,
+            reach=reach,
             heads=heads,
-            group=group,
             tokens=tokens,
-            pages_a_split=pages_a_split,
             parts=share.parts,
             scale=scale,
             softcap=softcap,
-            window=window,
         ),
         grid=(rows * heads, padded // block, splits),
         in_specs=[
@@ -129,7 +131,6 @@ def attend(
         ],
         out_specs=specs,
         out_shape=shapes,
-        # These parameters also choose the backend: the default for GPUs is Mosaic.
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=STAGES),
         interpret=interpret,
         name="paged_attention",
@@ -137,9 +138,22 @@ def attend(
         *(query_XMH, layer.key, *pools, table_BY, cached_B, counts_B),
         jnp.full((1,), share.index, jnp.int32),
     )
+    if reach.is_split:
+        value_XMH, top_XM, weight_XM = pl.pallas_call(
+            functools.partial(_add_splits, reach=reach, heads=heads),
+            grid=(rows * heads, padded // LEAST),
+            in_specs=[*_of_a_block(splits, value_size), whole, whole],
+            out_specs=_of_a_block(None, value_size),
+            out_shape=[jax.ShapeDtypeStruct(shape.shape[1:], shape.dtype) for shape in shapes],
+            compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
+            interpret=interpret,
+            name="add_splits",
+        )(*partial_sums, cached_B, counts_B)
+    else:
+        value_XMH, top_XM, weight_XM = (array[0] for array in partial_sums)
     top_BKM, weight_BKM, value_BKMH = (
         sums.reshape(rows, heads, padded, *sums.shape[2:])[:, :, :queries]
-        for sums in _combined(value_CXMH, top_CXM, weight_CXM)
+        for sums in (top_XM, weight_XM, value_XMH)
     )
     weight_BKM, value_BKMH = add_up(
         share, top_BKM, weight_BKM, value_BKMH, scatter=scatter, sinks_KG=sinks_KG
@@ -160,17 +174,52 @@ def _sums(shape: tuple[int, int, int], block: int, *last: int) -> tuple[Any, Any
     return jax.ShapeDtypeStruct((*shape, *last), jnp.float32), spec
 
 
-def _combined(
-    value_CXMH: jax.Array, top_CXM: jax.Array, weight_CXM: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the largest score of all splits, and their sums of weights and values, XM and XMH.
+def _of_a_block(splits: int | None, size: int) -> list[Any]:
+    """Returns blocks of sums of one row and LEAST queries: of values, [X,M,H], and of two [X,M].
 
-    Sums are relative to the largest score, a split's to its own one, `top_CXM`.
+    With `splits` all of them, as a first axis.
     """
-    top_XM = jnp.max(top_CXM, axis=0)
-    kept_CXM = jnp.exp(top_CXM - top_XM[None])
-    weight_XM = jnp.sum(weight_CXM * kept_CXM, axis=0)
-    return top_XM, weight_XM, jnp.sum(value_CXMH * kept_CXM[..., None], axis=0)
+
+    def spec(*last: int) -> Any:
+        first = () if splits is None else (splits,)
+        zeros = [0] * len(first), [0] * len(last)
+        return pl.BlockSpec(
+            (*first, None, LEAST, *last), lambda row, part: (*zeros[0], row, part, *zeros[1])
+        )
+
+    return [spec(size), spec(), spec()]
+
+
+class _Reach(NamedTuple):
+    """The sizes that say which pages a block of queries reads: `page_size` of all parts, and so on.
+
+    Every `group` queries are of one token.
+    """
+
+    group: int
+    page_size: int
+    pages_a_split: int
+    pages: int
+    window: int | None
+
+    @property
+    def is_split(self) -> bool:
+        """True where several programs read a row's pages."""
+        return self.pages_a_split < self.pages
+
+    def pages_of(self, first: Any, block: int, cached: Any, count: Any) -> tuple[Any, Any]:
+        """Returns the first page, and the one behind the last, of the queries from `first` on.
+
+        From the window of the first one to the last one's own position. None are read for queries
+        that do not count.
+        """
+        first_query, last_query = first // self.group, (first + block - 1) // self.group
+        end = pl.cdiv(cached + jnp.minimum(count, last_query + 1), self.page_size)
+        end = jnp.where(first_query < count, jnp.minimum(end, self.pages), 0)
+        if self.window is None:
+            return 0, end
+        begin = jnp.maximum(0, cached + first_query + 1 - self.window) // self.page_size
+        return jnp.minimum(begin, end), end
 
 
 def _kernel(
@@ -187,40 +236,34 @@ def _kernel(
     top_ref: Any,
     weight_ref: Any,
     *,
+    reach: _Reach,
     heads: int,
-    group: int,
     tokens: int,
-    pages_a_split: int,
     parts: int,
     scale: float,
     softcap: float,
-    window: int | None,
 ) -> None:
     """Computes one block of queries of one row and head over one split of the row's pages.
 
     `query_ref` [M,H]; the pools, the table and the rows' lengths are whole; `index_ref` [1] says
     which of `parts` of each page is here, of which `tokens` are read at a time. Results are the
-    largest score of each query, and relative to it the sum of weights and of weighted values.
+    largest score of each query, and relative to it the sum of weights and of weighted values. They
+    are not written where a split of several has none of the row's pages.
     """
     row, head = pl.program_id(0) // heads, pl.program_id(0) % heads
     block, size = query_ref.shape
     own_size, value_size = key_ref.shape[3], sum_ref.shape[1]
-    page_size, blocks = parts * own_size, own_size // tokens
+    page_size, blocks = reach.page_size, own_size // tokens
     # Numbers of a key by the powers of two that they are: a latent, and its rotated key.
     sides = [slice(0, value_size), slice(value_size, size)][: 2 if value_ref is None else 1]
     dtype = query_ref.dtype
     queries = [query_ref[:, side] for side in sides]
     cached, count = cached_ref[row], counts_ref[row]
     first = pl.program_id(1) * block
-    position_M = cached + (first + jax.lax.broadcasted_iota(jnp.int32, (block,), 0)) // group
-    first_query, last_query = first // group, (first + block - 1) // group
-    # From the window of the first query of the block to the last one's own position.
-    begin = pl.program_id(2) * pages_a_split
-    if window is not None:
-        begin = jnp.maximum(begin, jnp.maximum(0, cached + first_query + 1 - window) // page_size)
-    end = pl.cdiv(cached + jnp.minimum(count, last_query + 1), page_size)
-    end = jnp.minimum(end, jnp.minimum((pl.program_id(2) + 1) * pages_a_split, table_ref.shape[1]))
-    end = jnp.where(first_query < count, end, begin)
+    position_M = cached + (first + jax.lax.broadcasted_iota(jnp.int32, (block,), 0)) // reach.group
+    begin, end = reach.pages_of(first, block, cached, count)
+    begin = jnp.maximum(begin, pl.program_id(2) * reach.pages_a_split)
+    end = jnp.minimum(end, (pl.program_id(2) + 1) * reach.pages_a_split)
 
     def read(number: jax.Array, sums: Any) -> Any:
         top_M, weight_M, value_MH = sums
@@ -236,8 +279,8 @@ def _kernel(
         position_S = first_S + jax.lax.broadcasted_iota(jnp.int32, (tokens,), 0)
         behind_MS = position_M[:, None] - position_S[None, :]
         seen_MS = behind_MS >= 0
-        if window is not None:
-            seen_MS &= behind_MS < window
+        if reach.window is not None:
+            seen_MS &= behind_MS < reach.window
         scores_MS = jnp.where(seen_MS, scores_MS, FLOOR)
         higher_M = jnp.maximum(top_M, jnp.max(scores_MS, axis=1))
         weights_MS = jnp.exp(scores_MS - higher_M[:, None])
@@ -250,13 +293,59 @@ def _kernel(
         read_MH = _product(weights_MS.astype(dtype), read_SH)
         return higher_M, weight_M, value_MH * kept_M[:, None] + read_MH
 
-    nothing = (
+    def read_all() -> None:
+        nothing = _nothing(block, value_size)
+        sums = jax.lax.fori_loop(begin * blocks, end * blocks, read, nothing)
+        top_ref[...], weight_ref[...], sum_ref[...] = sums
+
+    if reach.is_split:
+        pl.when(begin < end)(read_all)
+    else:
+        read_all()
+
+
+def _add_splits(
+    sum_ref: Any,
+    top_ref: Any,
+    weight_ref: Any,
+    cached_ref: Any,
+    counts_ref: Any,
+    all_sum_ref: Any,
+    all_top_ref: Any,
+    all_weight_ref: Any,
+    *,
+    reach: _Reach,
+    heads: int,
+) -> None:
+    """Adds up what `_kernel` found of LEAST queries of one row and head in the row's splits.
+
+    Sums are relative to the largest score of all splits, a split's to its own one.
+    """
+    row, (block, value_size) = pl.program_id(0) // heads, all_sum_ref.shape
+    begin, end = reach.pages_of(pl.program_id(1) * block, block, cached_ref[row], counts_ref[row])
+
+    def add(split: jax.Array, sums: Any) -> Any:
+        top_M, weight_M, value_MH = sums
+        higher_M = jnp.maximum(top_M, top_ref[split])
+        kept_M, kept_own_M = jnp.exp(top_M - higher_M), jnp.exp(top_ref[split] - higher_M)
+        return (
+            higher_M,
+            weight_M * kept_M + weight_ref[split] * kept_own_M,
+            value_MH * kept_M[:, None] + sum_ref[split] * kept_own_M[:, None],
+        )
+
+    splits = begin // reach.pages_a_split, pl.cdiv(end, reach.pages_a_split)
+    sums = jax.lax.fori_loop(*splits, add, _nothing(block, value_size))
+    all_top_ref[...], all_weight_ref[...], all_sum_ref[...] = sums
+
+
+def _nothing(block: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the largest score, and the sums of weights and values, before the first key."""
+    return (
         jnp.full((block,), FLOOR, jnp.float32),
         jnp.zeros((block,), jnp.float32),
-        jnp.zeros((block, value_size), jnp.float32),
+        jnp.zeros((block, size), jnp.float32),
     )
-    sums = jax.lax.fori_loop(begin * blocks, end * blocks, read, nothing)
-    top_ref[...], weight_ref[...], sum_ref[...] = sums
 
 
 def _product(left: jax.Array, right: jax.Array) -> jax.Array:
