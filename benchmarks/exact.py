@@ -13,6 +13,8 @@ than `LEAST` are not followed; what they are together is in the table.
 import collections
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +38,8 @@ from earl_jax.sharding.layout import MeshShape, make_layout
 LEAST = 1e-6
 # Rows of a pass; tokens of a row are a multiple of WIDTH.
 ROWS, WIDTH = 1024, 64
-Score = Callable[[Sequence[tuple[list[int], list[int]]]], np.ndarray]
+# The log-probs of the tokens of each reply, of (prompt, reply).
+Score = Callable[[Sequence[tuple[list[int], list[int]]]], list[list[float]]]
 
 
 class Node(NamedTuple):
@@ -77,15 +80,16 @@ def results(
             (prompt_ids(renderer, node.turns), list(renderer.reply(str(move))))
             for node, move in edges
         ]
-        replies = np.exp(score(pairs))
+        logprobs = score(pairs)
+        replies = [math.exp(sum(each)) for each in logprobs]
         if masked:
-            legal = collections.Counter[int]()
-            for (node, _), reply in zip(edges, replies.tolist(), strict=True):
-                legal[id(node)] += reply
-            replies /= [legal[id(node)] for node, _ in edges]
+            replies = list[float]()
+            for _, own in itertools.groupby(zip(edges, pairs, logprobs, strict=True), _node_of):
+                _, of_node, values = zip(*own, strict=True)
+                replies += masked_probabilities([reply for _, reply in of_node], values)
         found["illegal"] += sum(node.probability for node in nodes)
         nodes_after = list[Node]()
-        for (node, move), reply in zip(edges, replies.tolist(), strict=True):
+        for (node, move), reply in zip(edges, replies, strict=True):
             probability = node.probability * reply
             found["illegal"] -= probability
             state = node.state.child(move)
@@ -98,6 +102,31 @@ def results(
                 nodes_after += _answered(state, turns, side, opponent, probability, found)
         nodes = nodes_after
     return dict(found)
+
+
+def _node_of(known: tuple[tuple[Node, int], Any, Any]) -> int:
+    return id(known[0][0])
+
+
+def masked_probabilities(
+    replies: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]
+) -> list[float]:
+    """Returns the probability of each reply where others are not allowed, token by token.
+
+    As the engine draws them: each token is one of those with which some reply goes on
+    (engine/choices.py). `logprobs` are those of all tokens of the replies, without a mask.
+    """
+    weights = collections.defaultdict[tuple[int, ...], dict[int, float]](dict)
+    for reply, values in zip(replies, logprobs, strict=True):
+        for place, (token, value) in enumerate(zip(reply, values, strict=True)):
+            weights[tuple(reply[:place])][token] = math.exp(value)
+    return [
+        math.prod(
+            weights[tuple(reply[:place])][token] / sum(weights[tuple(reply[:place])].values())
+            for place, token in enumerate(reply)
+        )
+        for reply in replies
+    ]
 
 
 def _answered(
@@ -132,7 +161,7 @@ def _outcome(state: pyspiel.State, side: int) -> str:
 
 
 def scorer(run: Run, params: Any) -> Score:
-    """Returns the function of log-probs of each (prompt, reply) under the policy."""
+    """Returns the function of the log-probs of a reply's tokens under the policy."""
     layout = make_layout(MeshShape(), jax.devices()[:1])
     model = dataclasses.replace(run.origin.model, compute_dtype="float32")
 
@@ -143,9 +172,9 @@ def scorer(run: Run, params: Any) -> Score:
         logprobs = jax.nn.log_softmax(logits[:, :-1])
         return jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
 
-    def score(pairs: Sequence[tuple[list[int], list[int]]]) -> np.ndarray:
+    def score(pairs: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
         longest = max(len(prompt) + len(reply) for prompt, reply in pairs)
-        found, width = list[float](), -(-longest // WIDTH) * WIDTH
+        found, width = list[list[float]](), -(-longest // WIDTH) * WIDTH
         for first in range(0, len(pairs), ROWS):
             part = pairs[first : first + ROWS]
             tokens = np.zeros((ROWS, width), np.int32)
@@ -153,10 +182,10 @@ def scorer(run: Run, params: Any) -> Score:
                 tokens[row, : len(prompt) + len(reply)] = [*prompt, *reply]
             values = np.asarray(token_logprobs(params, tokens))
             found += [
-                float(values[row, len(prompt) - 1 : len(prompt) + len(reply) - 1].sum())
+                values[row, len(prompt) - 1 : len(prompt) + len(reply) - 1].tolist()
                 for row, (prompt, reply) in enumerate(part)
             ]
-        return np.array(found)
+        return found
 
     return score
 

@@ -69,7 +69,7 @@ def main() -> None:
         for turns in states.values()
         for reply in REPLIES
     ]
-    legal = np.exp(score(pairs)).reshape(-1, 2)
+    legal = np.exp([sum(each) for each in score(pairs)]).reshape(-1, 2)
     bets = dict(zip(states, (legal[:, 1] / legal.sum(axis=1)).tolist(), strict=True))
     rows = [
         {"state": name, "bets": bet, "equilibria": EQUILIBRIA[name], "legal": float(both)}

@@ -9,7 +9,7 @@ import numpy as np
 import pyspiel
 import pytest
 
-from benchmarks.exact import results
+from benchmarks.exact import masked_probabilities, results
 from earl_jax.envs.games.minimax import best_moves
 
 
@@ -34,7 +34,7 @@ def moves_said(prompt: str) -> set[int]:
 
 
 def likelihoods(legal: list[int]) -> dict[int, float]:
-    """A policy: the lowest legal move 0.5, the highest 0.3; 0.2 is illegal."""
+    """A policy: the lowest legal move 0.5, the highest 0.3; other moves are illegal ones."""
     found = dict.fromkeys(legal, 0.0)
     found[legal[0]] += 0.5
     found[legal[-1]] += 0.3
@@ -46,8 +46,8 @@ def score(pairs):
     for prompt, reply in pairs:
         legal = sorted(set(range(9)) - moves_said("".join(map(chr, prompt))))
         likely = likelihoods(legal)[int(chr(reply[1]))]
-        values.append(math.log(likely) if likely else -np.inf)
-    return np.array(values)
+        values.append([0.0, math.log(likely) if likely else -math.inf, math.log(0.9)])
+    return values
 
 
 def by_states(state, side, opponent):
@@ -59,7 +59,8 @@ def by_states(state, side, opponent):
     if state.current_player() != side:
         moves = best_moves("tic_tac_toe")[str(state)] if opponent == "minimax" else legal
         return sum(by_states(state.child(move), side, opponent) for move in moves) / len(moves)
-    likely = {move: value for move, value in likelihoods(legal).items() if value}
+    # A move is followed by the end of the turn with a probability of 0.9.
+    likely = {move: 0.9 * value for move, value in likelihoods(legal).items() if value}
     found = np.array([0, 0, 0, 1 - sum(likely.values())])
     return found + sum(
         value * by_states(state.child(move), side, opponent) for move, value in likely.items()
@@ -83,3 +84,10 @@ def test_a_masked_policy_plays_no_illegal_move():
     found = results(score, Text(), 0, "minimax", masked=True)
     assert found["illegal"] == pytest.approx(0.0, abs=1e-9)
     assert found.get("win", 0.0) == 0.0, "nobody wins against exact play"
+
+
+def test_replies_that_are_masked_have_the_probabilities_of_their_tokens_among_those_allowed():
+    """Of 7 9, 7 8 and 6 9: 7 before 6 as 0.2 to 0.6, and 9 before 8 as 0.1 to 0.4 behind 7."""
+    logs = [[math.log(value) for value in pair] for pair in ((0.2, 0.1), (0.2, 0.4), (0.6, 0.001))]
+    found = masked_probabilities([(7, 9), (7, 8), (6, 9)], logs)
+    assert found == pytest.approx([0.25 * 0.2, 0.25 * 0.8, 0.75])
