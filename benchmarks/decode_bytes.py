@@ -15,10 +15,10 @@ No slot truncates, so that the step has no branches for that (`SlotRules.truncat
 
 import dataclasses
 import math
-import re
 from typing import Any, Literal, NamedTuple
 
 from benchmarks.compile import print_each
+from benchmarks.hlo import read_program, xla_analysis
 from earl_jax.models.presets import preset_named, preset_vocab_size
 from earl_jax.sharding.layout import MeshShape
 
@@ -64,7 +64,6 @@ def measure(point: Point) -> dict[str, Any]:
     """Compiles the point's step and round in this process. Returns bytes and counts."""
     import jax
     import jax.numpy as jnp
-    from jax._src.lib import xla_client
 
     jax.config.update("jax_platforms", "cpu")
     from earl_jax.engine.config import EngineConfig, SlotRules
@@ -113,6 +112,9 @@ def measure(point: Point) -> dict[str, Any]:
         lowered = program.lower(*inputs)
         compiled = lowered.compile()
     text = compiled.as_text()
+    sizes: dict[str, list[int]] = {}
+    for each in read_program(text).instructions:
+        sizes.setdefault(each.kind, []).append(each.num_bytes)
     # A row shard's devices have all weights between them.
     devices = point.mesh.tensor * point.mesh.context * point.mesh.expert
     # Latents are whole on each device of the tensor axis.
@@ -123,33 +125,22 @@ def measure(point: Point) -> dict[str, Any]:
     # Of the embedding a step reads a row a slot.
     embedding = math.prod(engine.parameter_shapes["embed"].shape) * 2
     keys = kv // model.num_layers // (1 if model.latent_size else 2)
-    if topology.chip.platform == "tpu":
-        accessed = compiled.cost_analysis()["bytes accessed"]
-    else:
-        in_place = [size for size in _results("scatter", text) if size >= keys]
-        analyse = xla_client._xla.hlo_module_cost_analysis
-        [module] = compiled.runtime_executable().hlo_modules()
-        cost = analyse(jax.devices("cpu")[0].client, module)
-        accessed = cost["bytes accessed"] - 2 * sum(in_place) + kv * ("paged_attention" in text)
+    accessed = xla_analysis(compiled, topology.chip.platform)["bytes accessed"]
+    if topology.chip.platform == "gpu":
+        in_place = [size for size in sizes.get("scatter", []) if size >= keys]
+        accessed += kv * ("paged_attention" in text) - 2 * sum(in_place)
     least = min(keys, model.width * model.width * 2 // devices)
     return {
         "accessed": accessed,
         "weights": (sum(numbers) - embedding) // devices,
         "kv": kv,
         "temporaries": compiled.memory_analysis().temp_size_in_bytes,
-        "loops": len(re.findall(r" while\(", text)),
-        "conditionals": len(re.findall(r" conditional\(", text)),
-        "copies": len([size for size in _results("copy|transpose", text) if size >= least]),
+        "loops": len(sizes.get("while", [])),
+        "conditionals": len(sizes.get("conditional", [])),
+        "copies": sum(
+            size >= least for kind in ("copy", "transpose") for size in sizes.get(kind, [])
+        ),
     }
-
-
-_SIZES = {"bf16": 2, "f32": 4, "s32": 4, "u32": 4, "s8": 1, "pred": 1}
-
-
-def _results(operations: str, text: str) -> list[int]:
-    """Returns the bytes of the result of each of these operations in a program's text."""
-    found = re.findall(rf"= (\w+)\[([\d,]+)\]\S* (?:{operations})\(", text)
-    return [math.prod(map(int, shape.split(","))) * _SIZES.get(kind, 4) for kind, shape in found]
 
 
 def main() -> None:
