@@ -158,3 +158,16 @@ def test_memory_is_that_of_a_chunk_however_long_the_row():
     assert 1.5 * of_256 < gradient_bytes(chunks_of(512), 8192) < 2.2 * of_256
     # All logits are 1 GiB, and the naive form has them twice.
     assert gradient_bytes(naive, 8192) > 8 * of_256
+
+
+def test_no_chunk_reads_an_array_as_large_as_its_logits_from_outside():
+    """JAX takes what is the same in all chunks out of the scan, and would keep it in memory."""
+
+    def loss(hidden, head, targets):
+        return sum(jnp.sum(score) for score in jitted(7, 0.7)(hidden, head, targets))
+
+    text = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*make_inputs()).as_text()
+    loops = [line for line in text.splitlines() if "stablehlo.while" in line]
+    # Forward and backward.
+    assert len(loops) == 2
+    assert not any(f"<{ROWS}x7x{VOCAB}x" in line for line in loops)

@@ -22,11 +22,13 @@ def score_logits(logits_BV: jax.Array, targets_B: jax.Array, temperature: float)
     """Returns each target's log-prob and the entropy at this temperature, in fp32; any axes."""
     scaled_BV = logits_BV.astype(jnp.float32) / temperature
     log_total_B = jax.nn.logsumexp(scaled_BV, axis=-1)
-    # Compare-and-sum instead of a gather: it needs no gather of a vocabulary that is split.
-    hit_BV = targets_B[..., None] == jax.lax.broadcasted_iota(
-        jnp.int32, logits_BV.shape, logits_BV.ndim - 1
-    )
-    target_B = jnp.sum(jnp.where(hit_BV, scaled_BV, 0.0), axis=-1)
+    # Compare-and-sum instead of a gather: it needs no gather of a vocabulary that is split. JAX
+    # takes what is the same in all chunks out of the scan over them, and each reads it again: with
+    # numbers of the vocabulary alone, and without zeros to select, nothing is as large as logits.
+    last = logits_BV.ndim - 1
+    numbers_V = jax.lax.broadcasted_iota(jnp.int32, (1,) * last + logits_BV.shape[last:], last)
+    hit_BV = targets_B[..., None] == numbers_V
+    target_B = jnp.sum(scaled_BV * hit_BV, axis=-1)
     # From the normalised log-probs: log_total - sum(p x) cancels, and is off by 5e-5 where logits
     # spread by 8.
     logprobs_BV = scaled_BV - log_total_B[..., None]
