@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 # Instructions that move nothing by themselves: names for a buffer, and what runs others.
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all opt-barrier while conditional "
-    "call async-start partition-id replica-id".split()
+    "call async partition-id replica-id".split()
 )
 # The second half of an instruction that runs beside others.
 _ENDS = ("-done", "-update")
@@ -175,7 +175,7 @@ def _runs(program: Program, name: str, times: int) -> Iterator[Run]:
     computation = program.computations[name]
     for each in computation.values():
         yield Run(times, each, computation)
-        if each.kind in ("while", "conditional", "call", "async-start"):
+        if each.work in ("while", "conditional", "call", "async"):
             often = times * (trips(program, each) if each.kind == "while" else 1)
             for called in each.called:
                 yield from _runs(program, called, often)
@@ -268,7 +268,8 @@ def bytes_accessed(program: Program, run: Run) -> int:
     A kernel reads its operands once, and writes its results.
     """
     _, instruction, computation = run
-    if instruction.kind in _FREE or instruction.kind.endswith(_ENDS):
+    is_free = instruction.work in _FREE or instruction.kind.endswith(_ENDS)
+    if is_free or 'custom_call_target="AllocateBuffer"' in instruction.attributes:
         return 0
     read = sum(
         _read(program, computation, instruction, place)
