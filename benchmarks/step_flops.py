@@ -11,10 +11,9 @@ it runs (hlo.py). Attention kernels count by their blocks. Beside them are the o
 mathematics needs: 6 for each parameter of a matrix and token, and 12 for each pair of tokens, head
 and size of a head in a layer, a query with the keys of its document up to itself.
 
-The roofline of an instruction is the longer of its operations by the chip's peak and its bytes by
-the memory's rate. "one by one" is the sum over all instructions, each behind the other; "at once"
-that of all operations and all bytes together. The highest share is that of the peak which the
-needed operations reach in the time of "one by one".
+"operations" and "bytes" are the seconds of all of them by the chip's peak and by its memory's rate.
+"one by one" is the sum of the longer of both of each instruction, one behind the other. The highest
+share is that of the peak which the needed operations reach in this time.
 """
 
 import collections
@@ -39,15 +38,10 @@ from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.sharding.topology import Chip, make_topology
 
 MODEL = "llama3.2-1b"
-# Four chips are the least that the compiler for v5p takes; each has a row of its own.
+# A host of v5p has four chips; each has a row of its own.
 CHIPS = (("h100:1x1", MeshShape()), ("v5p:2x2x1", MeshShape(data=4)))
-# Policies by length: of a row of 32,768 tokens an H100 has no memory for what "none" keeps.
-PROGRAMS = (
-    (8192, "update, no remat"),
-    (8192, "update"),
-    (32768, "update, remat but for projections"),
-    (32768, "update"),
-)
+# Of a row of 32,768 tokens an H100 has no memory for what an update without remat keeps.
+PROGRAMS = ((8192, "update, no remat"), (32768, "update"))
 POINTS = [
     Point(MODEL, chip, program, mesh, 1, length, 0.0)
     for chip, mesh in CHIPS
