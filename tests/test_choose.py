@@ -16,7 +16,7 @@ from earl_jax.selector.choose import BudgetTooSmall, Chooser, Step, full_step
 from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import Failure, Plans
 from earl_jax.selector.roofline import MODEL_ERROR
-from earl_jax.selector.splits import SplitChooser
+from earl_jax.selector.splits import choose_plans
 from earl_jax.selector.table import KEPT, TRUSTED, ThroughputTable
 from earl_jax.telemetry.load import WINDOW
 from tests.support.problems import (
@@ -703,7 +703,7 @@ def test_choice_for_four_thousand_devices_rates_few_of_its_candidates(monkeypatc
         monkeypatch.setattr(Candidates, name, counted)
     for _ in range(2):
         rated.clear()
-        plans = SplitChooser(Candidates(problem, table)).step(step, plans).plans
+        plans = choose_plans(Candidates(problem, table), step, plans).plans
         speed = problem.update_speed(plans.train, 131_072)
         mesh, *way = plans.train
         table = table.with_speed(train_key(mesh, 131_072, *way), speed)

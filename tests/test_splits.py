@@ -8,8 +8,8 @@ import pytest
 
 from earl_jax.selector.choose import Step
 from earl_jax.selector.plan_candidates import Candidates
-from earl_jax.selector.plans import Plans, SplitTime
-from earl_jax.selector.splits import SplitChooser, choose_split, with_splits
+from earl_jax.selector.plans import Plans
+from earl_jax.selector.splits import choose_plans, with_splits
 from earl_jax.selector.table import TRUSTED, ThroughputTable
 from earl_jax.sharding.layout import MeshShape
 from tests.support.problems import hand_problem, rollout_key, rollout_on, train_key, train_on
@@ -32,32 +32,31 @@ def step(rollout_tokens: int, **fields) -> Step:
 
 
 def chosen(rollout_tokens: int, current=HERE, calm=8, table=None, only=None, of=None, **fields):
-    chooser = SplitChooser(Candidates(of or problem(), table or ThroughputTable()))
-    return chooser.step(step(rollout_tokens, **fields), current, calm, only)
+    candidates = Candidates(of or problem(), table or ThroughputTable())
+    return choose_plans(candidates, step(rollout_tokens, **fields), current, calm, only)
+
+
+def seconds(decision):
+    return [choice.seconds for choice in decision.choices]
 
 
 def meshes(decision):
     return decision.rollout.plan.mesh, decision.train.plan.mesh
 
 
-def test_a_step_takes_as_long_as_its_slower_stage():
-    times = [SplitTime(2, 8.0, 2.0), SplitTime(4, 4.0, 3.0), SplitTime(6, 2.7, 6.0)]
-    assert [time.step_s for time in times] == [8.0, 4.0, 6.0]
-    assert choose_split(times, None, 0.1) == times[1]
-    # Of equal ones the one whose other stage is faster: 1 s against 2 s.
-    equal = [SplitTime(2, 2.0, 4.0), SplitTime(4, 4.0, 1.0)]
-    assert choose_split(equal, None, 0.1) == equal[1]
+def test_of_equal_splits_the_one_is_taken_whose_faster_stage_is_faster():
+    """Training takes 0.8 s with 6 devices that play; rollouts 0.8 s with 4, and 0.53 s with 6."""
+    decision = chosen(160, Plans())
+    assert decision.seconds == pytest.approx(0.8)
+    assert [each.num_rollout for each in decision.splits][:2] == [4, 6]
+    assert decision.splits[1].seconds == pytest.approx(0.8)
 
 
-def test_the_split_in_use_is_left_for_more_than_the_hysteresis_with_the_move_paid_for():
-    best = SplitTime(6, 3.0, 4.0)
-    # 4.4 s are 10 % more than 4 s.
-    for here, move_s, stays in ((4.3, 0.0, True), (4.5, 0.0, False), (4.5, 0.2, True)):
-        times = [SplitTime(4, here, 1.0), best._replace(move_s=move_s)]
-        assert choose_split(times, 4, 0.1).num_rollout == (4 if stays else 6)
-    assert choose_split([SplitTime(4, 9.0, 1.0), best], 4, 0.1, may_leave=False).num_rollout == 4
-    # One that is no candidate any more is left at once.
-    assert choose_split([best], 4, 0.1, may_leave=False) == best
+def test_a_split_that_is_no_candidate_any_more_is_left_at_once():
+    tight = problem(rollout_bytes={R4: 9000}, budget_bytes=8000)
+    decision = chosen(160, calm=0, of=tight)
+    assert meshes(decision) == (R6, T2)
+    assert "the split in use does not fit" in str(decision.rollout)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +120,7 @@ def test_the_move_is_paid_for_by_the_steps_that_it_lasts():
     page_s = problem(cache_byte_s=0.01)
     time = next(t for t in chosen(200, of=page_s).splits if t.num_rollout == 6)
     pages = chosen(200, of=page_s, lasts=10**9).rollout.plan.pages
-    assert pages >= 12 and time.move_s == pytest.approx(pages * 13 * 0.01 / 10)
+    assert pages >= 12 and time.switch_s == pytest.approx(pages * 13 * 0.01 / 10)
 
 
 def test_one_stage_is_chosen_within_the_split_in_use():
@@ -149,9 +148,9 @@ def test_observed_times_decide_and_correct_those_of_other_splits():
     # Rollouts have half of the computed speed: 1.6 s here, 160 / 150 s with 6 devices.
     decision = chosen(160, table=observed(100.0, 400.0))
     assert meshes(decision) == (R6, T2)
-    times = {time.num_rollout: time for time in decision.splits}
-    assert times[4][1:3] == pytest.approx((1.6, 0.4))
-    assert times[6][1:3] == pytest.approx((160 / 150, 0.8))
+    times = {each.num_rollout: seconds(each) for each in decision.splits}
+    assert times[4] == pytest.approx([1.6, 0.4])
+    assert times[6] == pytest.approx([160 / 150, 0.8])
     # Training has a quarter: 1.6 s here, 160 / 150 s with 6 devices; rollouts 0.8 and 1.6 s.
     decision = chosen(160, table=observed(200.0, 100.0))
     assert decision.splits[0].num_rollout == 4
@@ -163,14 +162,14 @@ def test_until_both_stages_were_observed_the_model_weighs_them():
     """By the rollout's observed speed alone training would look twice as fast as it may be."""
     decision = chosen(160, table=observed(100.0))
     assert meshes(decision) == (R4, T4)
-    assert decision.splits[0][1:3] == pytest.approx((0.8, 0.4))
+    assert seconds(decision) == pytest.approx([0.8, 0.4])
 
 
 def test_nothing_moves_while_the_program_is_not_there():
-    waits = SplitChooser(Candidates(problem(), may_try=lambda plan, tokens: False))
-    assert meshes(waits.step(step(200), HERE)) == (R4, T4)
-    ready = SplitChooser(Candidates(problem(), may_try=lambda plan, tokens: plan.mesh in (R6, T2)))
-    assert meshes(ready.step(step(200), HERE)) == (R6, T2)
+    waits = Candidates(problem(), may_try=lambda plan, tokens: False)
+    assert meshes(choose_plans(waits, step(200), HERE)) == (R4, T4)
+    ready = Candidates(problem(), may_try=lambda plan, tokens: plan.mesh in (R6, T2))
+    assert meshes(choose_plans(ready, step(200), HERE)) == (R6, T2)
 
 
 def test_a_load_that_shifts_slowly_moves_the_split_once_each_way():

@@ -23,6 +23,7 @@ from earl_jax.placement.placement import MayTry, Placement
 from earl_jax.placement.stages import lower_round, lower_update
 from earl_jax.selector.choose import BudgetTooSmall, Choice, Step
 from earl_jax.selector.plans import Plan, RolloutPlan
+from earl_jax.selector.splits import choose_plans
 from earl_jax.selector.table import Entry, key_of
 from earl_jax.telemetry.compile_clock import compile_clock
 from earl_jax.telemetry.load import WINDOW, Load, LoadHistory
@@ -90,7 +91,8 @@ def _chosen(
     placement: Placement, step: Step, load: Load | None, may_try: MayTry | None = None
 ) -> list[Choice]:
     try:
-        return placement.chooser(load, may_try=may_try).step(step, placement.plans).choices
+        candidates = placement.candidates(load, may_try=may_try)
+        return choose_plans(candidates, step, placement.plans).choices
     except BudgetTooSmall:
         return []
 

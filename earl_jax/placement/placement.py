@@ -25,7 +25,7 @@ from earl_jax.selector.choose import HORIZON_STEPS, BudgetTooSmall, Choice, Deci
 from earl_jax.selector.memory import OutOfMemoryInMove, is_out_of_memory
 from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import Plan, Plans, RolloutPlan, Stage, TrainPlan
-from earl_jax.selector.splits import SplitChooser
+from earl_jax.selector.splits import choose_plans
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.settings.errors import InputError
 from earl_jax.settings.remat import read_remat
@@ -317,8 +317,8 @@ class Placement:
         """
 
         def chosen(caution: float = 1.0, may_try: MayTry | None = None) -> Decision:
-            chooser = self.chooser(load, caution, may_try)
-            return chooser.step(step, self.plans, self.calm_steps, only)
+            candidates = self.candidates(load, caution, may_try)
+            return choose_plans(candidates, step, self.plans, self.calm_steps, only)
 
         # Trying a mesh takes a few steps and a compilation.
         tries = self.observations.is_fed and only is None and step.lasts >= WINDOW
@@ -332,15 +332,14 @@ class Placement:
             pass
         return decision
 
-    def chooser(
+    def candidates(
         self, load: Load | None, caution: float = 1.0, may_try: MayTry | None = None
-    ) -> SplitChooser:
-        """Returns the selector on what is known now; computed bytes count `caution` times.
+    ) -> Candidates:
+        """Returns the candidates by what is known now; computed bytes count `caution` times.
 
         Episodes are expected to be as in `load`.
         """
-        known = self.observations.known
-        return SplitChooser(Candidates(self.problem, known, caution, may_try, load))
+        return Candidates(self.problem, self.observations.known, caution, may_try, load)
 
     @property
     def _sure(self) -> float:

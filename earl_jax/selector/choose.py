@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple
 
 from earl_jax.selector.plan_candidates import TIE, Candidate, Candidates, P
-from earl_jax.selector.plans import Plans, RolloutPlan, SplitTime, Stage, TrainPlan
+from earl_jax.selector.plans import Plans, RolloutPlan, Stage, TrainPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.reasons import BudgetTooSmall as BudgetTooSmall
 from earl_jax.selector.reasons import reason_of, step_too_small, too_small
@@ -100,15 +100,25 @@ class Decision:
     """The plans chosen for a step; None for a stage that was not asked for.
 
     A step takes `seconds`; `switch_s` more count for the switch, spread over the steps that the
-    choice lasts. Where the split of the devices was chosen (splits.py), `splits` are the times of
-    all, the chosen one first.
+    choice lasts. Where the split of the devices was chosen (splits.py), `splits` are the decisions
+    with all that fit, the chosen one first.
     """
 
     rollout: Choice[RolloutPlan] | None
     train: Choice[TrainPlan] | None
     seconds: float
     switch_s: float = 0.0
-    splits: tuple[SplitTime, ...] = ()
+    splits: tuple["Decision", ...] = ()
+
+    @property
+    def cost_s(self) -> float:
+        """The seconds of a step, with its part of the switch."""
+        return self.seconds + self.switch_s
+
+    @property
+    def num_rollout(self) -> int:
+        """The number of devices that play."""
+        return self.rollout.plan.mesh.num_devices if self.rollout else 0
 
     @property
     def plans(self) -> Plans:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Plans: a mesh for a stage and how the stage uses it; splits of the devices; failures."""
+"""Plans: a mesh for a stage and how the stage uses it; failures."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -74,35 +74,6 @@ class Plans(NamedTuple):
 
     rollout: RolloutPlan | None = None
     train: TrainPlan | None = None
-
-
-class SplitTime(NamedTuple):
-    """The seconds of both stages of a step, with `num_rollout` devices for rollouts.
-
-    `move_s` are those of the move there from the split in use, spread over the steps that it lasts.
-
-    Example: SplitTime(6, 2.0, 3.0, 0.5) has steps of 3 s, and costs 3.5 s.
-    """
-
-    num_rollout: int
-    rollout_s: float
-    train_s: float
-    move_s: float = 0.0
-
-    @property
-    def step_s(self) -> float:
-        """The seconds of a step: those of the slower stage."""
-        return max(self.rollout_s, self.train_s)
-
-    @property
-    def cost_s(self) -> float:
-        """The seconds of a step, with its part of the move."""
-        return self.step_s + self.move_s
-
-    def __str__(self) -> str:
-        """Returns "6 play (rollout 2.00 s, training 3.00 s)"."""
-        seconds = f"rollout {self.rollout_s:.3g} s, training {self.train_s:.3g} s"
-        return f"{self.num_rollout} play ({seconds})"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from earl_jax.selector.plan_candidates import Candidate, Candidates, P
 from earl_jax.selector.plans import REMAT_WORDS, Plan, Plans, RolloutPlan, TrainPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.reasons import percent
-from earl_jax.selector.splits import SplitChooser
+from earl_jax.selector.splits import choose_plans, with_split
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
@@ -78,7 +78,7 @@ def make_schedule(
     plans, stops = Plans(), []
     for context in contexts:
         while True:
-            stop = _stop(SplitChooser(Candidates(problem, table)), context, plans)
+            stop = _stop(Candidates(problem, table), context, plans)
             choices = stop.decision.choices if compiled and stop.decision else []
             if compiled is None or all(choice.is_exact for choice in choices):
                 break
@@ -89,13 +89,13 @@ def make_schedule(
     return stops
 
 
-def _stop(chooser: SplitChooser, context: int, plans: Plans) -> Stop:
-    problem, decision, why, reasons, seen = chooser.problem, None, "", dict[str, str](), set()
+def _stop(candidates: Candidates, context: int, plans: Plans) -> Stop:
+    problem, decision, why, reasons, seen = candidates.problem, None, "", dict[str, str](), set()
     try:
         # Until a run would stay there: one switch may change what others cost.
         while plans not in seen:
             seen.add(plans)
-            decision = chooser.step(full_step(problem, context), plans)
+            decision = choose_plans(candidates, full_step(problem, context), plans)
             # The last reason would be that a plan stays.
             for choice in decision.choices:
                 if choice.switched or choice.stage not in reasons:
@@ -104,8 +104,8 @@ def _stop(chooser: SplitChooser, context: int, plans: Plans) -> Stop:
     except BudgetTooSmall as error:
         decision, why, plans = None, str(error), Plans()
     offload = plans.rollout.offload if plans.rollout else problem.can_offload
-    split = decision.splits[0].num_rollout if decision and decision.splits else problem.num_rollout
-    candidates = chooser.at(split).candidates
+    split = decision.num_rollout if decision else problem.num_rollout
+    candidates = with_split(candidates, split)
     trains = candidates.train(context)
     beside = [c.plan for c in trains if c.fits(problem.budget)]
     beside = [plans.train] if plans.train else beside
@@ -180,8 +180,14 @@ def _stop_values(stop: Stop) -> Values:
     meshes = {f"{choice.stage}_mesh": str(choice.plan.mesh) for choice in stop.decision.choices}
     words = "; ".join(stop.reasons)
     values |= {"step_s": stop.decision.seconds, "decision": words}
-    splits = [time._asdict() | {"step_s": time.step_s} for time in stop.decision.splits]
+    splits = [_split_values(decision) for decision in stop.decision.splits]
     return values | meshes | ({"splits": splits} if splits else {})
+
+
+def _split_values(decision: Decision) -> Values:
+    rollout_s, train_s = (choice.seconds for choice in decision.choices)
+    values = {"num_rollout": decision.num_rollout, "rollout_s": rollout_s, "train_s": train_s}
+    return values | {"move_s": decision.switch_s, "step_s": decision.seconds}
 
 
 def _stage(problem: Problem, stop: Stop, candidates: Sequence[Candidate]) -> Values:
@@ -354,8 +360,7 @@ def smallest_words(found: list[tuple[str, int]], max_tokens: int) -> str:
 def fits(problem: Problem, max_tokens: int) -> bool:
     """Returns True if plans of all stages fit at this context, by computed bytes."""
     try:
-        chooser = SplitChooser(Candidates(problem))
-        chooser.step(full_step(problem, max_tokens), Plans())
+        choose_plans(Candidates(problem), full_step(problem, max_tokens), Plans())
     except InputError:
         # Nothing fits; or so many devices cut the model, or the rows, unevenly in every way.
         return False

@@ -8,14 +8,12 @@ step takes as long as the slower one (StreamRL, arXiv 2504.15930, section 4.3).
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from earl_jax.selector.choose import BudgetTooSmall, Choice, Chooser, Decision, Step
 from earl_jax.selector.plan_candidates import Candidates
-from earl_jax.selector.plans import Plan, Plans, SplitTime, Stage
+from earl_jax.selector.plans import Plan, Plans, Stage
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.roofline import MODEL_ERROR
 from earl_jax.settings.errors import InputError
@@ -65,144 +63,99 @@ def with_splits(problem: Problem) -> Problem:
     return dataclasses.replace(problem, num_rollout=middle, splits=tuple(found), work=work)
 
 
-@dataclasses.dataclass(frozen=True)
-class SplitChooser:
-    """A `Chooser` that chooses the split of the devices too, where the problem leaves it open."""
-
-    candidates: Candidates
-
-    @property
-    def problem(self) -> Problem:
-        """The problem of the candidates."""
-        return self.candidates.problem
-
-    def step(
-        self, step: Step, current: Plans, calm_steps: int = WINDOW, only: Stage | None = None
-    ) -> Decision:
-        """Chooses as `Chooser.step`; for both stages also the split, for one the split stays.
-
-        The split in use is left, like plans, only after a window of steps, or where contexts are
-        new. Until both stages were observed, splits are compared by the speed model alone: one
-        stage's factor by which it differs would weigh it against the other.
-        """
-        if not self.problem.splits:
-            decision = self.at(self.problem.num_rollout).step(step, current, calm_steps, only)
-            return self._with_overlap(decision, step)
-        here = current.rollout.mesh.num_devices if current.rollout else None
-        if only is not None:
-            assert here is not None, "a stage is chosen beside the other in use"
-            return self.at(here).step(step, current, calm_steps, only)
-        found, error = dict[int, Decision](), None
-        for split in self.problem.splits:
-            try:
-                found[split] = self.at(split, tries=split == here).step(step, current, calm_steps)
-            except BudgetTooSmall as small:
-                error = error or small
-        if error is not None and not found:
-            raise error
-        times = [self._time(split, found[split], step, here) for split in found]
-        may_leave = step.is_new or calm_steps >= WINDOW
-        hysteresis = self.problem.hysteresis
-        chosen = choose_split(times, here, hysteresis, may_leave=may_leave)
-        if here in found and self._must_wait(found[chosen.num_rollout], chosen, here):
-            chosen = next(time for time in times if time.num_rollout == here)
-        others = sorted((time for time in times if time != chosen), key=lambda time: time.cost_s)
-        decision = found[chosen.num_rollout]
-        if here not in (None, chosen.num_rollout):
-            before = next((time for time in times if time.num_rollout == here), None)
-            decision = _with_reasons(decision, current, chosen, before)
-        return dataclasses.replace(decision, seconds=chosen.step_s, splits=(chosen, *others))
-
-    def _with_overlap(self, decision: Decision, step: Step) -> Decision:
-        """Returns the decision with the seconds of a step whose stages run at the same time.
-
-        As they do on devices of their own, in an asynchronous or streaming run.
-        """
-        work, apart = self.problem.work, self.problem.num_rollout
-        if not apart or None in (decision.rollout, decision.train):
-            return decision
-        if work.batches == 1 and work.parts == 1:
-            return decision
-        return dataclasses.replace(decision, seconds=self._time(apart, decision, step, None).step_s)
-
-    def at(self, split: int, *, tries: bool = True) -> Chooser:
-        """Returns the chooser with so many devices for rollouts; nothing new if not `tries`."""
-        candidates = self._candidates[split]
-        return Chooser(candidates if tries else dataclasses.replace(candidates, may_try=None))
-
-    @functools.cached_property
-    def _candidates(self) -> dict[int, Candidates]:
-        problem = self.problem
-        if not problem.splits:
-            return {problem.num_rollout: self.candidates}
-        return {
-            split: dataclasses.replace(self.candidates, problem=problem.at(split))
-            for split in problem.splits
-        }
-
-    def _time(self, split: int, decision: Decision, step: Step, here: int | None) -> SplitTime:
-        """Returns the seconds of both stages with a split, and those of the move there."""
-        rollout, train, problem = decision.rollout, decision.train, self.problem.at(split)
-        assert rollout is not None and train is not None
-        move_s = decision.switch_s
-        if here not in (None, split):
-            # Live episodes move with their pages, the weights beside them arrive in any case.
-            cache_bytes = rollout.plan.pages * problem.page_bytes(rollout.plan.mesh)
-            arrival_s = problem.publish_s(rollout.plan.mesh, cache_bytes)
-            move_s += (arrival_s - problem.publish_s(rollout.plan.mesh)) / step.lasts
-        rollout_s, train_s = (self._seconds(split, each, here) for each in (rollout, train))
-        rollout_s += problem.publish_s(rollout.plan.mesh)
-        return SplitTime(split, rollout_s, train_s, move_s)
-
-    def _seconds(self, split: int, choice: Choice, here: int | None) -> float:
-        """Returns a stage's seconds with a split, to be compared with those of others.
-
-        The model's error does not count against a mesh that never ran: it is mostly the same with
-        more or fewer devices.
-        """
-        known = self._candidates[split]
-        seen = {stage: known.speeds.seen(stage) for stage in ("rollout", "train")}
-        if not all(seen.values()):
-            computed = dataclasses.replace(known, table=known.table.without_speeds())
-            speeds = [
-                each.in_use(choice.plan, choice.tokens, math.inf) for each in (known, computed)
-            ]
-            known_s, computed_s = (1.0 / each.tokens_per_s for each in filter(None, speeds))
-            return choice.seconds * computed_s / known_s
-        is_known = split == here or choice.plan.mesh in seen[choice.plan.stage]
-        return choice.seconds / (1.0 if is_known else MODEL_ERROR)
-
-    def _must_wait(self, decision: Decision, chosen: SplitTime, here: int | None) -> bool:
-        """Returns True if the run would wait for a program of another split, as for a trial."""
-        return chosen.num_rollout != here and any(
-            self.candidates.must_wait(choice.plan, choice.tokens) for choice in decision.choices
-        )
-
-
-def choose_split(
-    times: Sequence[SplitTime], current: int | None, hysteresis: float, *, may_leave: bool = True
-) -> SplitTime:
-    """Returns the split of least cost; of equal ones that whose faster stage is the faster.
-
-    The `current` one, where it is among them, is left only if it `may_leave`, and for steps that
-    are shorter by more than the fraction `hysteresis` with the move paid for.
-    """
-    best = min(times, key=lambda time: (time.cost_s, min(time.rollout_s, time.train_s)))
-    here = next((time for time in times if time.num_rollout == current), None)
-    if here is None:
-        return best
-    stays = not may_leave or here.cost_s <= (1.0 + hysteresis) * best.cost_s
-    return here if stays else best
-
-
-def _with_reasons(
-    decision: Decision, current: Plans, chosen: SplitTime, before: SplitTime | None
+def choose_plans(
+    candidates: Candidates,
+    step: Step,
+    current: Plans,
+    calm_steps: int = WINDOW,
+    only: Stage | None = None,
 ) -> Decision:
-    """Returns the decision with the split as the reason of both stages' moves."""
-    why = "the split in use does not fit" if before is None else f"before: {before}"
-    whys = {"rollout": f"{chosen}; {why}", "train": "with the split of the devices"}
+    """Chooses as `Chooser.step`; for both stages also an open split, which for one stage stays.
 
-    def moved(choice: Choice | None, plan: Plan | None) -> Any:
+    The split in use is left, like plans, only after a window of steps, or where contexts are new,
+    and for steps that are shorter by more than the hysteresis with the move paid for. Of equal ones
+    that is taken whose faster stage is the faster. Nothing is tried in another split, and the run
+    does not wait for the programs of one.
+    """
+    problem, work = candidates.problem, candidates.problem.work
+    here = current.rollout.mesh.num_devices if current.rollout else None
+    if only is not None or not problem.splits:
+        own = with_split(candidates, here or problem.num_rollout)
+        decision = Chooser(own).step(step, current, calm_steps, only)
+        # On devices of their own the stages of an asynchronous or streaming run work at once.
+        at_once = problem.num_rollout and max(work.batches, work.parts) > 1
+        at_once = at_once and None not in (decision.rollout, decision.train)
+        return _at_once(own, decision, step, here) if at_once else decision
+    found, error = list[Decision](), None
+    for split in problem.splits:
+        own = with_split(candidates, split)
+        if split != here:
+            own = dataclasses.replace(own, may_try=None)
+        try:
+            decision = Chooser(own).step(step, current, calm_steps)
+            found.append(_at_once(own, decision, step, here))
+        except BudgetTooSmall as small:
+            error = error or small
+    if error is not None and not found:
+        raise error
+    found.sort(key=lambda each: (each.cost_s, min(choice.seconds for choice in each.choices)))
+    best, stays = found[0], next((each for each in found if each.num_rollout == here), None)
+    if stays is not None:
+        may_leave = step.is_new or calm_steps >= WINDOW
+        is_faster = stays.cost_s > (1.0 + problem.hysteresis) * best.cost_s
+        waits = any(candidates.must_wait(choice.plan, choice.tokens) for choice in best.choices)
+        best = best if may_leave and is_faster and not waits else stays
+    others = (each for each in found if each is not best)
+    chosen = dataclasses.replace(best, splits=(best, *others))
+    return chosen if here in (None, best.num_rollout) else _with_reasons(chosen, current, stays)
+
+
+def with_split(candidates: Candidates, split: int) -> Candidates:
+    """Returns the candidates with so many devices for rollouts, where that is open."""
+    if not candidates.problem.splits:
+        return candidates
+    return dataclasses.replace(candidates, problem=candidates.problem.at(split))
+
+
+def _at_once(candidates: Candidates, decision: Decision, step: Step, here: int | None) -> Decision:
+    """Returns the decision with the seconds of a step whose stages work at the same time.
+
+    A rollout takes those of new weights on their way too. Live episodes move with their pages to
+    another split than `here`. The model's error does not count against a mesh that never ran there:
+    it is mostly the same with more or fewer devices. Until both stages were observed, the seconds
+    are the speed model's: one stage's factor by which it differs would weigh it against the other.
+    """
+    rollout, train, problem = decision.rollout, decision.train, candidates.problem
+    assert rollout is not None and train is not None
+    mesh, move_s = rollout.plan.mesh, decision.switch_s
+    publish_s = problem.publish_s(mesh)
+    if here not in (None, mesh.num_devices):
+        # The weights beside the pages arrive in any case.
+        cache_bytes = rollout.plan.pages * problem.page_bytes(mesh)
+        move_s += (problem.publish_s(mesh, cache_bytes) - publish_s) / step.lasts
+    seen = {stage: candidates.speeds.seen(stage) for stage in ("rollout", "train")}
+    model = dataclasses.replace(candidates, table=candidates.table.without_speeds())
+
+    def seconds(choice: Choice) -> float:
+        if all(seen.values()):
+            is_known = mesh.num_devices == here or choice.plan.mesh in seen[choice.plan.stage]
+            return choice.seconds / (1.0 if is_known else MODEL_ERROR)
+        ways = (each.in_use(choice.plan, choice.tokens, math.inf) for each in (candidates, model))
+        known, computed = (way.tokens_per_s for way in ways if way is not None)
+        return choice.seconds * known / computed
+
+    rollout = dataclasses.replace(rollout, seconds=seconds(rollout) + publish_s)
+    train = dataclasses.replace(train, seconds=seconds(train))
+    step_s = max(rollout.seconds, train.seconds)
+    return Decision(rollout=rollout, train=train, seconds=step_s, switch_s=move_s)
+
+
+def _with_reasons(decision: Decision, current: Plans, before: Decision | None) -> Decision:
+    """Returns the decision with the split as the reason of both stages' moves."""
+    why = f"before: {_words(before)}" if before else "the split in use does not fit"
+    whys = {"rollout": f"{_words(decision)}; {why}", "train": "with the split of the devices"}
+
+    def moved(choice: Any, plan: Plan | None) -> Any:
         if choice is None or plan is None:
             return choice
         reason = f"{plan.mesh} -> {choice.plan.mesh} ({whys[choice.stage]})"
@@ -212,3 +165,9 @@ def _with_reasons(
     return dataclasses.replace(
         decision, rollout=moved(rollout, current.rollout), train=moved(train, current.train)
     )
+
+
+def _words(decision: Decision) -> str:
+    """Returns "6 play (rollout 2.00 s, training 3.00 s)"."""
+    rollout_s, train_s = (choice.seconds for choice in decision.choices)
+    return f"{decision.num_rollout} play (rollout {rollout_s:.3g} s, training {train_s:.3g} s)"
