@@ -8,82 +8,86 @@ import re
 
 import pytest
 
-from earl_jax.placement.group_planner import plan_groups
+from earl_jax.placement.group_planner import TOKEN_BYTES, cheapest, groups_step, plan_groups
 from earl_jax.plan import plan_command
-from earl_jax.selector.groups import TOKEN_BYTES, Group, cheapest, groups_step
+from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.sizes import Parameter
 from earl_jax.sharding.layout import MeshShape
-from tests.support.problems import hand_problem
+from tests.support.problems import HandProblem, hand_problem
 
 R2, R4, T4, T8 = (MeshShape(data=2), MeshShape(data=4), MeshShape(fsdp=4), MeshShape(fsdp=8))
 CONTEXT = 100
 TOKENS = 8 * CONTEXT
+# Of a device-hour of rollouts and of training.
+PRICES = (1.0, 3.0)
 
 
-def player(mesh: MeshShape, tokens_per_s: float, price: float = 1.0) -> Group:
+def player(mesh: MeshShape, tokens_per_s: float, **settings) -> HandProblem:
     """A group that plays; 250 weights of 4 bytes."""
     problem = hand_problem(
         {},
         {mesh: tokens_per_s},
         hardware=parse_topology(f"cpu:{mesh.num_devices}"),
         num_rollout=mesh.num_devices,
+        **settings,
     )
     sizes = dataclasses.replace(problem.sizes, engine=(Parameter("weights", (250,), (None,), 4),))
-    problem = dataclasses.replace(problem, sizes=sizes)
-    return Group(problem=problem, stage="rollout", price=price)
+    return dataclasses.replace(problem, sizes=sizes)
 
 
-def trainer(mesh: MeshShape, tokens_per_s: float, price: float = 3.0) -> Group:
+def trainer(mesh: MeshShape, tokens_per_s: float) -> HandProblem:
     """A group that trains."""
     hardware = parse_topology(f"cpu:{mesh.num_devices}")
-    problem = hand_problem({mesh: tokens_per_s}, {}, hardware=hardware)
-    return Group(problem=problem, stage="train", price=price)
+    return hand_problem({mesh: tokens_per_s}, {}, hardware=hardware)
+
+
+def step_of(played: HandProblem, trained: HandProblem, link: float) -> dict:
+    return groups_step(played, trained, PRICES, CONTEXT, link)
 
 
 def test_a_step_has_the_seconds_of_both_groups_and_of_the_link():
-    step = groups_step(player(R4, 100.0), trainer(T8, 80.0), CONTEXT, 1000.0)
+    step = step_of(player(R4, 100.0), trainer(T8, 80.0), 1000.0)
     # 800 tokens; 1,000 bytes of weights and 24 of each token at 1,000 bytes/s.
-    assert (step.rollout_s, step.train_s, step.tokens) == (8.0, 10.0, TOKENS)
-    assert step.link_s == 1.0 + TOKENS * TOKEN_BYTES / 1000.0 == 20.2
+    assert (step["rollout_s"], step["train_s"], step["tokens"]) == (8.0, 10.0, TOKENS)
+    assert step["link_s"] == 1.0 + TOKENS * TOKEN_BYTES / 1000.0 == 20.2
     # Four data shards that each fetch the weights take 3 s more.
-    assert step.link_each_s == pytest.approx(23.2)
-    assert (step.meshes, step.devices) == ((R4, T8), (4, 8))
+    assert step["link_each_s"] == pytest.approx(23.2)
+    assert (step["meshes"], step["devices"]) == ([str(R4), str(T8)], [4, 8])
     # The link is the slowest here.
-    assert (step.step_s, step.turns_s) == (20.2, pytest.approx(38.2))
+    assert (step["step_s"], step["turns_s"]) == (20.2, pytest.approx(38.2))
     # 4 devices at 1 and 8 at 3 are 28 an hour.
-    assert step.hour_price == 28.0
-    assert step.price == pytest.approx(28.0 * 20.2 / 3600 / 800 * 1e6)
+    assert step["hour_price"] == 28.0
+    assert step["price"] == pytest.approx(28.0 * 20.2 / 3600 / 800 * 1e6)
 
 
 def test_a_fast_link_leaves_the_slower_stage():
-    step = groups_step(player(R4, 100.0), trainer(T8, 80.0), CONTEXT, 1e9)
-    assert step.step_s == step.train_s == 10.0
+    step = step_of(player(R4, 100.0), trainer(T8, 80.0), 1e9)
+    assert step["step_s"] == step["train_s"] == 10.0
 
 
 def test_training_goes_over_the_batch_as_often_as_the_config_says():
     train = trainer(T8, 80.0)
-    work = dataclasses.replace(train.problem.work, epochs=2, has_stream=True)
-    train = dataclasses.replace(train, problem=dataclasses.replace(train.problem, work=work))
+    work = dataclasses.replace(train.work, epochs=2, has_stream=True)
+    train = dataclasses.replace(train, work=work)
     # Two epochs over 800 tokens and a supervised batch as large: 3,200 tokens at 80 a second.
-    assert groups_step(player(R4, 100.0), train, CONTEXT, 1e9).train_s == 40.0
+    assert step_of(player(R4, 100.0), train, 1e9)["train_s"] == 40.0
 
 
 def test_the_cheapest_pair_of_groups_has_the_stages_balanced():
     rollouts = [player(R2, 50.0), player(R4, 100.0)]
     trains = [trainer(T4, 50.0), trainer(T8, 100.0)]
     # Seconds times price an hour: 2 + 4: 16 x 14; 2 + 8: 16 x 26; 4 + 4: 16 x 16; 4 + 8: 8 x 28.
-    step = cheapest(rollouts, trains, CONTEXT, 1e9)
     # Of two that cost 224 the faster one.
-    assert step.devices == (4, 8)
-    assert cheapest(rollouts[:1], trains, CONTEXT, 1e9).devices == (2, 4)
+    assert cheapest(rollouts, trains, PRICES, CONTEXT, 1e9)["devices"] == [4, 8]
+    assert cheapest(rollouts[:1], trains, PRICES, CONTEXT, 1e9)["devices"] == [2, 4]
 
 
 def test_what_does_not_fit_has_no_step():
-    small = player(R4, 100.0)
-    small = dataclasses.replace(small, problem=dataclasses.replace(small.problem, budget_bytes=10))
-    assert groups_step(small, trainer(T8, 80.0), CONTEXT, 1e9) is None
-    assert cheapest([small], [trainer(T8, 80.0)], CONTEXT, 1e9) is None
+    small = player(R4, 100.0, budget_bytes=10)
+    with pytest.raises(BudgetTooSmall, match="no mesh for a rollout on cpu:4"):
+        step_of(small, trainer(T8, 80.0), 1e9)
+    assert cheapest([small], [trainer(T8, 80.0)], PRICES, CONTEXT, 1e9) is None
 
 
 PLAN = (
@@ -132,11 +136,11 @@ def test_the_table_has_prices_only_where_they_are_known(capsys):
 
 def test_what_does_not_fit_is_said_with_its_stage_and_what_it_lacks(capsys):
     small = ("--train_topology=h800:1x2", "--contexts=1024")
-    (words,) = planned(capsys, *small)["unfit"]["1024"]
-    assert re.fullmatch(r"training on 2 x h800 needs about .* GiB a device, .* more than .*", words)
+    words = planned(capsys, *small)["unfit"]["1024"]
+    assert re.search(r"no mesh for training on 2 x h800 fits .*, .* GiB more", words)
     plan_command([*PLAN, *small, "--topology=h800:1x1"])
     text = capsys.readouterr().out
-    assert "1,024 tokens do not fit: training on 2 x h800 needs about" in text
+    assert re.search("1,024 tokens do not fit: .* no mesh for training on 2 x h800 fits", text)
 
 
 def test_prices_are_of_two_groups():

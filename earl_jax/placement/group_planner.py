@@ -2,22 +2,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans of two groups of hosts of different kinds: `python -m earl_jax.plan --train_topology=...`.
 
-The stages are planned apart, each by the candidates, bytes and speeds of any other plan
-(selector/groups.py).
+One plays, the other trains, with a link between them. Decoding needs memory bandwidth and training
+operations, so that the cheapest hardware of one is not that of the other; and the two may be in
+different datacenters (StreamRL, arXiv 2504.15930, section 6). New weights cross the link once, and
+spread inside the group that plays. Each stage has the candidates, bytes and speeds of any plan.
 """
 
+import contextlib
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from earl_jax.config import Config
 from earl_jax.models.config import ModelConfig
 from earl_jax.placement.problem import make_problem
-from earl_jax.selector.groups import Group, cheapest, groups_lines, groups_step
+from earl_jax.selector.choose import BudgetTooSmall, full_step
+from earl_jax.selector.footprint import device_bytes
 from earl_jax.selector.hardware import Hardware, parse_topology
+from earl_jax.selector.plan_candidates import Candidate, Candidates
 from earl_jax.selector.plans import Stage
+from earl_jax.selector.problem import Problem
+from earl_jax.selector.reasons import too_small
 from earl_jax.settings.errors import InputError
+from earl_jax.sharding.layout import MeshShape
+from earl_jax.sharding.plan_text import table_lines
+
+# Of a token in training data: id, log-prob, advantage, position, segment and version.
+TOKEN_BYTES = 24
+Values = Mapping[str, Any]
 
 
 def plan_groups(
@@ -33,12 +47,12 @@ def plan_groups(
     """Returns the plans of rollouts on the first topology and training on the second.
 
     `link_gb` GB/s are those between the two groups; None: all network cards of the smaller group.
-    `prices` of a device-hour are those of both topologies, "1,2.5".
+    `prices` of a device-hour are those of both topologies, "1,2.5": then also the step of the
+    cheapest tokens, with 1, 2, 4 ... or all of the hosts of each.
 
     Raises:
         ValueError: a number that cannot be, or a group that no mesh cuts evenly.
     """
-    played, trained = map(parse_topology, topologies)
     if not config.plays:
         raise InputError(
             "--train_topology with config.algorithm 'sft', which plays nothing: give --topology "
@@ -51,29 +65,22 @@ def plan_groups(
         )
     if link_gb is not None and not 0 < link_gb < math.inf:
         raise InputError(f"--link_gb={link_gb}; give GB/s between the groups, above 0")
-    link = 1e9 * link_gb if link_gb else min(map(_network, (played, trained)))
-    both = _prices(prices)
-    rollouts = _groups(config, model, vocab_size, played, "rollout", both[0])
-    trains = _groups(config, model, vocab_size, trained, "train", both[1])
-    steps = [groups_step(rollouts[-1], trains[-1], context, link) for context in contexts]
-    least = [cheapest(rollouts, trains, c, link) for c in contexts] if any(both) else []
-    values = {
-        "topologies": topologies,
-        "prices": both,
-        "link_bytes_per_s": link,
-        "all": [step.values() for step in steps if step],
-        "cheapest": [step.values() for step in least if step],
-        "unfit": {
-            context: list(filter(None, (rollouts[-1].lack(context), trains[-1].lack(context))))
-            for context, step in zip(contexts, steps, strict=True)
-            if step is None
-        },
-    }
-    return values, list(groups_lines(values))
-
-
-def _network(hardware: Hardware) -> float:
-    return hardware.network_bytes_per_s * hardware.num_devices
+    both, each = [parse_topology(topology) for topology in topologies], _prices(prices)
+    link = 1e9 * link_gb if link_gb else min(h.network_bytes_per_s * h.num_devices for h in both)
+    rollouts, trains = (
+        _groups(config, model, vocab_size, hardware, stage)
+        for hardware, stage in zip(both, ("rollout", "train"), strict=True)
+    )
+    values: dict[str, Any] = {"topologies": topologies, "prices": each, "link_bytes_per_s": link}
+    values |= {"all": [], "cheapest": [], "unfit": {}}
+    for context in contexts:
+        try:
+            values["all"].append(groups_step(rollouts[-1], trains[-1], each, context, link))
+        except BudgetTooSmall as error:
+            values["unfit"][context] = str(error)
+        if any(each) and (step := cheapest(rollouts, trains, each, context, link)):
+            values["cheapest"].append(step)
+    return values, list(_lines(values))
 
 
 def _prices(text: str) -> tuple[float, float]:
@@ -91,16 +98,11 @@ def _prices(text: str) -> tuple[float, float]:
 
 
 def _groups(
-    config: Config,
-    model: ModelConfig,
-    vocab_size: int,
-    hardware: Hardware,
-    stage: Stage,
-    price: float,
-) -> list[Group]:
+    config: Config, model: ModelConfig, vocab_size: int, hardware: Hardware, stage: Stage
+) -> list[Problem]:
     """Returns groups of 1, 2, 4 ... and all of the hosts, as far as a mesh cuts them evenly."""
     hosts = hardware.num_hosts
-    a_host, found, obstacle = hardware.num_devices // hosts, list[Group](), None
+    a_host, found, obstacle = hardware.num_devices // hosts, list[Problem](), None
     for number in sorted({*(2**power for power in range(hosts.bit_length())), hosts}):
         problem = make_problem(
             config,
@@ -114,9 +116,117 @@ def _groups(
         problem = dataclasses.replace(problem, num_rollout=apart, rollout_stays=False)
         try:
             assert problem.meshes(stage)
-            found.append(Group(problem=problem, stage=stage, price=price))
+            found.append(problem)
         except ValueError as error:
             obstacle = error
     if not found:
         raise InputError(f"{hardware.name} for {stage}: {obstacle}")
     return found
+
+
+def groups_step(
+    played: Problem, trained: Problem, prices: tuple[float, float], context: int, link: float
+) -> dict[str, Any]:
+    """Returns the step of two groups whose episodes all have `context` tokens, as JSON values.
+
+    `link_s` are the seconds of the weights and the episodes on the link of `link` bytes/s,
+    `spread_s` those in which the weights spread inside the group that plays, `link_each_s` those of
+    the link if each of its data shards got the weights for itself. Asynchronous steps take
+    `step_s`: rollout, training and link work at the same time; in synchronous ones (`turns_s`) they
+    take turns. `price` is that of a million tokens of the former.
+
+    Example: 8 s, 10 s, 2 s on the link and 1 s of spreading are a step of 10 s, or one of 21 s if
+    the stages take turns; at 36 an hour and 1,000 tokens a step a million tokens cost 100.
+
+    Raises:
+        BudgetTooSmall: a stage does not fit.
+    """
+    player, trainer = _fastest(played, "rollout", context), _fastest(trained, "train", context)
+    mesh, work = player.plan.mesh, trained.work
+    tokens = played.work.num_rows * context
+    weights = device_bytes(played.sizes.engine, MeshShape())
+    devices = [problem.hardware.num_devices for problem in (played, trained)]
+    rollout_s = full_step(played, context).rollout_tokens / player.tokens_per_s
+    train_s = tokens * work.num_batches * work.epochs / trainer.tokens_per_s
+    link_s, spread_s = (weights + tokens * TOKEN_BYTES) / link, played.publish_s(mesh)
+    step_s = max(rollout_s + spread_s, train_s, link_s)
+    hour_price = devices[0] * prices[0] + devices[1] * prices[1]
+    return {
+        "context": context,
+        "devices": devices,
+        "meshes": [str(mesh), str(trainer.plan.mesh)],
+        "rollout_s": rollout_s,
+        "train_s": train_s,
+        "link_s": link_s,
+        "spread_s": spread_s,
+        "link_each_s": (mesh.data * weights + tokens * TOKEN_BYTES) / link,
+        "tokens": tokens,
+        "hour_price": hour_price,
+        "step_s": step_s,
+        "turns_s": rollout_s + train_s + link_s + spread_s,
+        "price": hour_price * step_s / 3600 / tokens * 1e6,
+    }
+
+
+def _fastest(problem: Problem, stage: Stage, context: int) -> Candidate:
+    """Returns the fastest plan that fits. Raises BudgetTooSmall where none does."""
+    candidates, budget = Candidates(problem), problem.budget
+    if stage == "train":
+        found = candidates.train(context)
+    else:
+        found = candidates.rollouts(context, None, budget)
+    fitting = [candidate for candidate in found if candidate.fits(budget)]
+    if not fitting:
+        what = {"train": "training", "rollout": "a rollout"}[stage]
+        raise too_small(candidates, f"{what} on {problem.hardware.name}", found, context)
+    return max(fitting, key=lambda candidate: candidate.tokens_per_s)
+
+
+def cheapest(
+    rollouts: Sequence[Problem],
+    trains: Sequence[Problem],
+    prices: tuple[float, float],
+    context: int,
+    link: float,
+) -> dict[str, Any] | None:
+    """Returns the step whose tokens cost the least, of all pairs of groups; of these the fastest.
+
+    None where no pair fits.
+    """
+    steps = []
+    for played, trained in itertools.product(rollouts, trains):
+        with contextlib.suppress(BudgetTooSmall):
+            steps.append(groups_step(played, trained, prices, context, link))
+    return min(steps, key=lambda step: (step["price"], step["step_s"]), default=None)
+
+
+def _lines(values: Values) -> Iterator[str]:
+    """Yields the plans of two groups for people, as a table of all contexts."""
+    has_prices = any(values["prices"])
+    words = [
+        f"{verb} on {name}" + (f", {price:g} a device-hour" if has_prices else "")
+        for verb, name, price in zip(
+            ("rollouts", "training"), values["topologies"], values["prices"], strict=True
+        )
+    ]
+    yield f"{'; '.join(words)}; {values['link_bytes_per_s'] / 1e9:g} GB/s between the two groups"
+    columns = {
+        "context": "{context:,}",
+        "devices": "{devices[0]} + {devices[1]}",
+        "rollout": "{meshes[0]}",
+        "rollout s": "{rollout_s:,.2f}",
+        "training": "{meshes[1]}",
+        "training s": "{train_s:,.2f}",
+        "link s": "{link_s:,.2f}",
+        "spread s": "{spread_s:,.2f}",
+        "a step s": "{step_s:,.2f}",
+        "taking turns s": "{turns_s:,.2f}",
+        **({"a million tokens": "{price:,.3g}"} if has_prices else {}),
+    }
+    for title, key in (("all devices", "all"), ("the cheapest tokens", "cheapest")):
+        if steps := values[key]:
+            yield f"\n{title}"
+            rows = [[form.format_map(step) for form in columns.values()] for step in steps]
+            yield from table_lines([*columns], rows)
+    for context, why in values["unfit"].items():
+        yield f"  {context:,} tokens do not fit: {why}"
