@@ -114,7 +114,7 @@ def test_training_gathers_the_tokens_of_all_devices_that_share_experts():
     heads_s = all_reduce_s(H100, 256 * 64, 2)
     experts_s = 6.6e-6 + 6 * 0.6e-6 + 6 / 4 * 1024 * 64 / (0.8 * 450e9)
     found = train_parts(H100, sizes, WORK, mesh, 16)
-    assert found.crossing_s == pytest.approx(2 * (2 * heads_s + experts_s))
+    assert found.collectives_s == pytest.approx(2 * (2 * heads_s + experts_s))
     # A row shard of the engine has its tokens whole on all of them: one sum over both axes.
     step = decode_s(H100, sizes, WORK, mesh, 8, 16)
     layer_s = all_reduce_s(H100, 8 * 64, 2) + all_reduce_s(H100, 8 * 64, 8)
@@ -143,7 +143,7 @@ def test_an_update_of_one_layer_by_hand():
     rate = 0.8 * 3350e9
     assert plain.elementwise_s == pytest.approx(tokens * (3 * loops + 7 * 4 * 32) / rate)
     assert plain.optimizer_s == pytest.approx(7 * 4 * (MATRICES + 32 * 32) / rate)
-    assert plain.crossing_s == plain.beside_s == plain.latency_s == 0.0
+    assert plain.collectives_s == plain.beside_s == plain.latency_s == 0.0
     # A kernel takes 5 us, seven kernels a layer and pass.
     assert train_parts(H100, SIZES, WORK, D1, 16).latency_s == pytest.approx(3 * 7 * 5e-6)
 
@@ -189,7 +189,7 @@ def test_inputs_in_host_memory_leave_beside_the_layer_and_come_back_before_it():
     copy_s = 64 * 16 * 32 * 2 / 64e9
     forward_s = (full.products_s + full.attention_s) / 4
     assert copy_s > forward_s
-    assert offload.crossing_s == pytest.approx(copy_s)
+    assert offload.collectives_s == pytest.approx(copy_s)
     assert offload.beside_s == pytest.approx(copy_s - forward_s)
     assert offload.total == pytest.approx(full.total + 2 * copy_s - forward_s)
 
@@ -275,7 +275,9 @@ def test_a_decode_step_by_hand():
     assert weights_read(SIZES, D1, 8) == weights
     assert found.memory_s == pytest.approx((weights + cache) / (0.8 * 3350e9))
     flops, attention = 8 * (2 * MATRICES + 2 * 32 * 32), 8 * 4 * 8 * 4 * 100
-    assert found.compute_s == pytest.approx((flops / 0.6 + attention / 0.54) / 989e12)
+    assert found.products_s + found.attention_s == pytest.approx(
+        (flops / 0.6 + attention / 0.54) / 989e12
+    )
     assert (found.collectives_s, found.latency_s) == (0.0, 0.0)
     # Pages gathered are read twice and written once, and scores cost twelve bytes.
     ours = decode_s(H100, SIZES, WORK, D1, 8, 100)
@@ -522,5 +524,5 @@ def test_a_critic_is_a_second_policy_without_logits():
     head_s = alone.products_s - train_parts(H100, no_head, WORK, mesh, 32).products_s
     assert 0 < head_s < alone.products_s
     assert both.products_s == pytest.approx(2 * alone.products_s - head_s)
-    for part in ("attention_s", "optimizer_s", "weights_s", "latency_s", "crossing_s"):
+    for part in ("attention_s", "optimizer_s", "memory_s", "latency_s", "collectives_s"):
         assert getattr(both, part) == pytest.approx(2 * getattr(alone, part)), part

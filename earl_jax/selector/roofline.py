@@ -68,17 +68,29 @@ OPS_A_LAYER = 7
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seconds:
-    """Seconds of one device: operations, memory beside them, collectives, and latency."""
+    """Seconds of an engine's pass or of an update on one device, by kind.
 
-    compute_s: float
+    `products_s` are projections, networks and the head; `attention_s` scores and what they weigh;
+    `memory_s` reads of weights and of the cache, beside the former two; `elementwise_s` norms,
+    gates, rotary embeddings and logits. `beside_s` are collectives that outlast the layers they run
+    beside, `collectives_s` those that nothing runs beside.
+    """
+
+    products_s: float
+    attention_s: float
     memory_s: float
     collectives_s: float
-    latency_s: float = 0.0
+    latency_s: float
+    beside_s: float = 0.0
+    elementwise_s: float = 0.0
+    optimizer_s: float = 0.0
 
     @property
     def total(self) -> float:
-        """The longer of the first two, and the others."""
-        return max(self.compute_s, self.memory_s) + self.collectives_s + self.latency_s
+        """The seconds of all parts; reads run beside products and attention."""
+        layers_s = max(self.products_s + self.attention_s, self.memory_s)
+        others_s = self.beside_s + self.collectives_s + self.latency_s
+        return layers_s + self.elementwise_s + self.optimizer_s + others_s
 
 
 def decode_s(
@@ -118,7 +130,8 @@ def decode_s(
     peak, rate = hardware.flops_per_s * share, hardware.memory_bytes_per_s * share
     blocks = 0 if in_place else math.ceil(context / (TOKENS_AT_A_TIME * mesh.context))
     return Seconds(
-        compute_s=flops / (peak * MATMUL_REACHED) + attention / (peak * kernels.attention_forward),
+        products_s=flops / (peak * MATMUL_REACHED),
+        attention_s=attention / (peak * kernels.attention_forward),
         memory_s=read / (rate * MEMORY_REACHED),
         collectives_s=forward_collectives_s(hardware, sizes, mesh, own, rows)
         + keys_s(hardware, sizes, mesh, number, is_cut),
@@ -162,33 +175,6 @@ def token_s(
     return passes * append.total + step.total
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainParts:
-    """Seconds of one update on one device, by kind.
-
-    `products_s` are projections, networks and the head; `attention_s` scores and what they weigh;
-    `elementwise_s` norms, gates, rotary embeddings and logits; `weights_s` reads of the weights,
-    beside the former two. `beside_s` are collectives that outlast the layers they run beside,
-    `crossing_s` those that nothing runs beside.
-    """
-
-    products_s: float
-    attention_s: float
-    elementwise_s: float
-    optimizer_s: float
-    weights_s: float
-    beside_s: float
-    crossing_s: float
-    latency_s: float
-
-    @property
-    def total(self) -> float:
-        """The seconds of all parts; reads of weights run beside products and attention."""
-        layers_s = max(self.products_s + self.attention_s, self.weights_s)
-        others_s = self.beside_s + self.crossing_s + self.latency_s
-        return layers_s + self.elementwise_s + self.optimizer_s + others_s
-
-
 def train_parts(
     hardware: Hardware,
     sizes: ModelSizes,
@@ -198,7 +184,7 @@ def train_parts(
     recomputed: float | None = None,
     *,
     backward: bool = True,
-) -> TrainParts:
+) -> Seconds:
     """Returns the seconds of one update on rows of `length` tokens, by parts.
 
     `recomputed` is the share of a layer's products and element-wise loops that is computed again
@@ -252,14 +238,14 @@ def train_parts(
         crossing += copy_s
     ops = parts * (1 + back + repeated) * OPS_A_LAYER * sizes.num_layers
     updated = 3 * state + 2 * device_bytes(sizes.moments + sizes.average, mesh)
-    return TrainParts(
+    return Seconds(
         products_s=products_s,
         attention_s=attention_s,
         elementwise_s=loops / rate,
         optimizer_s=backward * updated / rate,
-        weights_s=weights / rate,
+        memory_s=weights / rate,
         beside_s=beside,
-        crossing_s=crossing,
+        collectives_s=crossing,
         latency_s=ops * hardware.kernels.op_s / share,
     )
 
