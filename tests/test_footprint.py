@@ -300,7 +300,7 @@ def test_inputs_in_host_memory_are_those_that_full_remat_keeps_on_the_device():
     kept = kept_bytes(SIZES, full, D1, 64, "tpu")
     # A micro-batch's tokens, a number of the stream's width in each layer.
     tokens = WORK.num_rows // WORK.micro_batches * 64
-    assert kept == tokens * SIZES.num_layers * SIZES.width * SIZES.compute_bytes
+    assert kept == tokens * TINY.num_layers * TINY.width * SIZES.compute_bytes
     assert kept_bytes(SIZES, offload, D1, 64, "tpu") == kept
     on_device = [train_footprint(SIZES, work, D1, 64, "gpu") for work in (full, offload)]
     assert on_device[0].total - on_device[1].total == kept

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import speeds
 from benchmarks.plan import PAGES, sizes_of
+from earl_jax.models.config import ModelConfig
 from earl_jax.selector.footprint import cache_token_bytes
 from earl_jax.selector.hardware import IDEAL, Kernels, parse_topology
 from earl_jax.selector.plans import TrainPlan
@@ -44,16 +45,16 @@ LAYER = (
     Parameter("embed", (32, 32), "VD", 4),
 )
 SIZES = ModelSizes(
-    num_layers=1,
-    width=32,
-    num_heads=8,
-    num_kv_heads=8,
-    head_size=4,
-    ffn_size=64,
-    num_experts=0,
-    experts_per_token=0,
+    model=ModelConfig(
+        num_layers=1,
+        width=32,
+        num_heads=8,
+        num_kv_heads=8,
+        head_size=4,
+        ffn_size=64,
+        experts_per_token=1,
+    ),
     vocab_size=32,
-    windows=(0,),
     compute_bytes=2,
     engine_bytes=2,
     engine=tuple(parameter._replace(itemsize=2) for parameter in LAYER),
@@ -109,7 +110,8 @@ def test_training_gathers_the_tokens_of_all_devices_that_share_experts():
     In a pass, and again backward, a layer adds up 256 tokens twice over heads, and gathers and
     scatters 1,024 over experts.
     """
-    sizes = dataclasses.replace(SIZES, num_experts=4, experts_per_token=2)
+    experts = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 64}
+    sizes = dataclasses.replace(SIZES, model=dataclasses.replace(SIZES.model, **experts))
     mesh = MeshShape(expert=4, tensor=2)
     heads_s = all_reduce_s(H100, 256 * 64, 2)
     experts_s = 6.6e-6 + 6 * 0.6e-6 + 6 / 4 * 1024 * 64 / (0.8 * 450e9)
@@ -212,7 +214,10 @@ def test_a_supervised_stream_is_a_second_batch_with_the_same_optimizer_step():
 def test_passes_before_the_first_update_by_hand():
     """A teacher twice as wide, with 64 entries, and its passes over 64 rows of 16 tokens."""
     teacher = dataclasses.replace(
-        SIZES, width=64, vocab_size=64, trained=(Parameter("ffn", (3, 64, 64), "LDF", 4),)
+        SIZES,
+        model=dataclasses.replace(SIZES.model, width=64),
+        vocab_size=64,
+        trained=(Parameter("ffn", (3, 64, 64), "LDF", 4),),
     )
     tokens, peak, rate = 64 * 16, 989e12, 0.8 * 3350e9
 

@@ -30,7 +30,7 @@ from earl_jax.models.presets import preset_vocab_size
 from earl_jax.rollout.origin import MAX_VOCAB_SIZE, VOCAB_MULTIPLE
 from earl_jax.selector.hardware import Hardware, hardware_of, parse_topology
 from earl_jax.selector.problem import Problem
-from earl_jax.selector.sizes import LatentSizes, ModelSizes, Parameter, StateSizes, Workload
+from earl_jax.selector.sizes import ModelSizes, Parameter, Workload
 from earl_jax.selector.splits import with_splits
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
@@ -90,37 +90,10 @@ def model_sizes(
     optimized = optimized_specs(model, train, vocab_size, networks)
     sft, state = state.sft_optimizer, state.without_sft()
     moments = tuple(map(moment_axes, state.moments, optimized[: len(state.moments)]))
-    is_mixture = model.num_experts > 0
+    none_beside = {"num_dense_layers": 0, "shared_ffn_size": 0, "experts_per_token": 1}
     return ModelSizes(
-        num_layers=model.num_layers,
-        width=model.width,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_size=model.head_size,
-        ffn_size=model.expert_ffn_size if is_mixture else model.ffn_size,
-        num_experts=model.num_experts,
-        experts_per_token=model.experts_per_token if is_mixture else 1,
+        model=model if model.num_experts else dataclasses.replace(model, **none_beside),
         vocab_size=vocab_size,
-        latents=LatentSizes(
-            model.latent_size, model.query_latent_size, model.rope_size, model.value_size
-        )
-        if model.latent_size
-        else None,
-        states=StateSizes(
-            layers=model.num_linear_layers,
-            key_heads=model.linear_key_heads,
-            value_heads=model.linear_value_heads,
-            key=model.linear_key_size,
-            value=model.linear_value_size,
-            conv=model.conv_size,
-        )
-        if model.has_states
-        else None,
-        num_dense_layers=model.num_dense_layers if is_mixture else 0,
-        dense_ffn_size=model.ffn_size if is_mixture else 0,
-        shared_ffn_size=model.shared_ffn_size if is_mixture else 0,
-        windows=model.paged_windows,
-        layers_differ=model.layers_differ,
         compute_bytes=jnp.dtype(model.compute_dtype).itemsize,
         engine_bytes=jnp.dtype(engine_dtype).itemsize,
         engine=_parameters(engine_shapes(engine, engine_dtype), engine),

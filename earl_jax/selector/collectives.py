@@ -48,8 +48,9 @@ def forward_collectives_s(
     """Returns the seconds of an engine's forward pass: its layers, embedding and logits."""
     # Behind attention and behind each network of a layer.
     groups = mesh.tensor, mesh.tensor * mesh.expert
-    num_bytes = tokens * sizes.width * sizes.engine_bytes
-    seconds = sizes.num_layers * sum(all_reduce_s(hardware, num_bytes, size) for size in groups)
+    num_bytes = tokens * sizes.model.width * sizes.engine_bytes
+    layer_s = sum(all_reduce_s(hardware, num_bytes, size) for size in groups)
+    seconds = sizes.model.num_layers * layer_s
     seconds += all_reduce_s(hardware, num_bytes, mesh.tensor)
     return seconds + 0.5 * all_reduce_s(hardware, rows * sizes.vocab_size * 4, mesh.tensor)
 
@@ -62,10 +63,10 @@ def rows_collectives_s(
     They are an engine's, except that rows are cut over `expert`: a mixture of experts gathers the
     tokens of all devices of that axis, and scatters its results (models/moe/experts.py).
     """
-    num_bytes = tokens * sizes.width * itemsize
+    num_bytes = tokens * sizes.model.width * itemsize
     layer_s = 2 * all_reduce_s(hardware, num_bytes, mesh.tensor)
     layer_s += all_reduce_s(hardware, mesh.expert * num_bytes, mesh.expert, mesh.tensor)
-    return sizes.num_layers * layer_s
+    return sizes.model.num_layers * layer_s
 
 
 def keys_s(
@@ -77,8 +78,7 @@ def keys_s(
     and values are gathered before, and the sums scattered.
     """
     size, apart = mesh.context, stride(mesh, "context")
-    heads, latents = sizes.num_heads // mesh.tensor, sizes.latents
-    result = latents.latent if latents else sizes.head_size
+    heads, result = sizes.model.num_heads // mesh.tensor, sizes.result_size
 
     def whole_s(numbers: int, itemsize: int) -> float:
         return all_reduce_s(hardware, tokens * numbers * itemsize, size, apart)
@@ -88,7 +88,7 @@ def keys_s(
     if is_cut:
         gathered = heads * (sizes.read_size - result) + sizes.cached_size(mesh.tensor)
         layer_s += 0.5 * whole_s(gathered, sizes.engine_bytes)
-    return sizes.num_layers * layer_s
+    return sizes.model.num_layers * layer_s
 
 
 def ring_s(
@@ -103,14 +103,15 @@ def ring_s(
 
     They go round the `context` axis in a forward pass, and again backward with gradients in fp32.
     """
-    numbers = 2 * tokens * mesh.context * sizes.num_kv_heads // mesh.tensor * sizes.head_size
+    model = sizes.model
+    numbers = 2 * tokens * mesh.context * model.num_kv_heads // mesh.tensor * model.head_size
     apart = stride(mesh, "context")
     keys_s, sums_s = (
         0.5 * all_reduce_s(hardware, numbers * itemsize, mesh.context, apart)
         for itemsize in (sizes.compute_bytes, 4)
     )
     times = 1 + backward + work.repeats_products
-    return sizes.num_layers * (times * keys_s + backward * sums_s)
+    return model.num_layers * (times * keys_s + backward * sums_s)
 
 
 def stride(mesh: MeshShape, axis: str) -> int:

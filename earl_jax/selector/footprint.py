@@ -86,14 +86,13 @@ def cache_token_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape) -> int
 
     Layers of linear attention have none.
     """
-    scales = 4 * 2 * (sizes.num_kv_heads // mesh.tensor) if work.kv_itemsize == 1 else 0
+    scales = 4 * 2 * (sizes.model.num_kv_heads // mesh.tensor) if work.kv_itemsize == 1 else 0
     return len(sizes.windows) * (sizes.cached_size(mesh.tensor) * work.kv_itemsize + scales)
 
 
 def state_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:
     """Returns the bytes of a device's part of a slot's states, in all layers that have one."""
-    states = sizes.states
-    return states.layers * states.slot_bytes(sizes.engine_bytes) // mesh.tensor if states else 0
+    return sizes.state_layers * sizes.slot_bytes // mesh.tensor
 
 
 def trainer_bytes(sizes: ModelSizes, mesh: MeshShape) -> tuple[int, int]:
@@ -125,28 +124,26 @@ def rollout_footprint(
     decoding = rows * blocks * sizes.engine_bytes + logits
     tokens = math.prod(work.rows_appended(rows))
     # Scores in fp32 and in the engine's type; they are freed before the layer's second half.
-    scores = tokens * sizes.num_heads // mesh.tensor * at_a_time * (4 + sizes.engine_bytes)
+    scores = tokens * sizes.model.num_heads // mesh.tensor * at_a_time * (4 + sizes.engine_bytes)
     own = tokens // mesh.context * sizes.engine_bytes
     inside = own * inside_width(sizes, mesh, mesh.expert)
-    heads = sizes.num_heads // mesh.tensor
-    stream = 6 * sizes.width + heads * sizes.read_size
+    heads = sizes.model.num_heads // mesh.tensor
+    stream = 6 * sizes.model.width + heads * sizes.read_size
     appending = own * stream + max(scores, inside)
     if mesh.context > 1:
         # Queries of all tokens, and attention's result twice in fp32.
-        result = sizes.latents.latent if sizes.latents else sizes.head_size
+        result = sizes.result_size
         query = sizes.read_size - result
         appending += tokens * heads * (query * sizes.engine_bytes + result * 2 * 4)
-    elif sizes.latents:
+    elif sizes.model.latent_size:
         # Results are as large as four heads of queries, and sums of them are in fp32, twice.
-        appending += tokens * heads * sizes.latents.latent * 2 * 4
+        appending += tokens * heads * sizes.result_size * 2 * 4
     beside = 0
-    if sizes.states:
+    if sizes.state_layers:
         # All states, and one layer's twice while it is written.
         of_slots = rows * state_bytes(sizes, mesh)
-        beside = of_slots + of_slots // sizes.states.layers
-        appending = max(
-            appending, own * stream + 4 * tokens * sizes.states.in_chunks // mesh.tensor
-        )
+        beside = of_slots + of_slots // sizes.state_layers
+        appending = max(appending, own * stream + 4 * tokens * sizes.delta_numbers // mesh.tensor)
     if platform == "tpu":
         # The query matrices once more, in the order of axes of the decode loop.
         names = ("query",)
@@ -164,7 +161,7 @@ def inside_width(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> int:
     axis; `experts_cut` is that axis where it has not.
     """
     inside = 4 * sizes.ffn_size // mesh.tensor
-    if not sizes.num_experts:
+    if not sizes.model.num_experts:
         return inside
-    pairs = sizes.experts_per_token * mesh.expert // experts_cut
-    return pairs * (6 * sizes.width + inside) + 4 * sizes.shared_ffn_size // mesh.tensor
+    pairs = sizes.model.experts_per_token * mesh.expert // experts_cut
+    return pairs * (6 * sizes.model.width + inside) + 4 * sizes.model.shared_ffn_size // mesh.tensor

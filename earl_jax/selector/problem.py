@@ -155,7 +155,7 @@ class Problem:
             if not named:
                 field = f"config.selector.{stage}_meshes"
                 raise InputError(f"{field} names no mesh of {number} devices")
-        return candidates(stage, number, named, check, self.sizes.num_experts, tokens)
+        return candidates(stage, number, named, check, self.sizes.model.num_experts, tokens)
 
     def rollout_obstacle(self, mesh: MeshShape) -> str | None:
         """Returns why a rollout cannot use this mesh, in words; None where it can."""
@@ -172,7 +172,7 @@ class Problem:
             if size % mesh.context:
                 return f"rollout.{field} = {size} does not divide by context={mesh.context}"
         # An engine's weights are not cut over `context`; nor can tokens be, behind states.
-        return self.weights_obstacle(mesh if self.sizes.states else mesh._replace(context=1))
+        return self.weights_obstacle(mesh if self.sizes.state_layers else mesh._replace(context=1))
 
     @property
     def _span_obstacle(self) -> str:

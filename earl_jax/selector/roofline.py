@@ -118,7 +118,7 @@ def decode_s(
     own = number // mesh.context if is_cut else number
     flops = own * _layer_flops(sizes, mesh, experts_cut=mesh.expert)
     # A pass of several tokens a row only appends them.
-    flops += (tokens == 1) * rows * 2 * sizes.width * sizes.vocab_size / mesh.tensor
+    flops += (tokens == 1) * rows * 2 * sizes.model.width * sizes.vocab_size / mesh.tensor
     attention = _attention_flops(sizes, context, sizes.read_size)
     attention *= attended * tokens / (mesh.tensor * mesh.context)
     read = attended * cache_read(sizes, work, mesh, context)
@@ -135,7 +135,7 @@ def decode_s(
         memory_s=read / (rate * MEMORY_REACHED),
         collectives_s=forward_collectives_s(hardware, sizes, mesh, own, rows)
         + keys_s(hardware, sizes, mesh, number, is_cut),
-        latency_s=sizes.num_layers * OPS_A_LAYER * kernels.op_s / share
+        latency_s=sizes.model.num_layers * OPS_A_LAYER * kernels.op_s / share
         + loop_syncs(sizes, blocks) * kernels.loop_sync_s,
     )
 
@@ -147,7 +147,7 @@ def loop_syncs(sizes: ModelSizes, blocks: int) -> int:
     kernel that reads pages in place, no layer has a loop, and the decode loop's own condition is
     left. Where slots truncate (`SlotRules.truncates`) there are two more, which are not counted.
     """
-    return (sizes.num_layers * (3 * blocks + 4) if blocks else 0) + 1
+    return (sizes.model.num_layers * (3 * blocks + 4) if blocks else 0) + 1
 
 
 def reads_in_place(hardware: Hardware, work: Workload, mesh: MeshShape) -> bool:
@@ -206,7 +206,7 @@ def train_parts(
     flops = networks * tokens * passes * _layer_flops(sizes, mesh, experts_cut=1)
     # The logits of a chunk are recomputed in the backward pass, with remat or without.
     heads = passes - recomputed + backward
-    flops += tokens * heads * 2 * sizes.width * sizes.vocab_size / mesh.tensor
+    flops += tokens * heads * 2 * sizes.model.width * sizes.vocab_size / mesh.tensor
     share = hardware.share(mesh.num_devices)
     peak = hardware.flops_per_s * share
     rate = hardware.memory_bytes_per_s * MEMORY_REACHED * share
@@ -232,11 +232,11 @@ def train_parts(
         beside = gathered + ring
     if work.remat == "offload":
         # Beside the layer on the way to the host; on the way back the layer waits for its input.
-        inputs = networks * tokens * sizes.num_layers * sizes.width * sizes.compute_bytes
-        copy_s = inputs / hardware.host_bytes_per_s
+        inputs = networks * tokens * sizes.model.num_layers * sizes.model.width
+        copy_s = inputs * sizes.compute_bytes / hardware.host_bytes_per_s
         beside += max(0.0, copy_s - (products_s + attention_s) / passes)
         crossing += copy_s
-    ops = parts * (1 + back + repeated) * OPS_A_LAYER * sizes.num_layers
+    ops = parts * (1 + back + repeated) * OPS_A_LAYER * sizes.model.num_layers
     updated = 3 * state + 2 * device_bytes(sizes.moments + sizes.average, mesh)
     return Seconds(
         products_s=products_s,
@@ -287,12 +287,12 @@ def _rows_attention_s(
     """
     kernels, share = hardware.kernels, hardware.share(mesh.num_devices)
     peak = hardware.flops_per_s * share
-    flops = tokens * _attention_flops(sizes, length / 2, 2 * sizes.head_size) / mesh.tensor
+    flops = tokens * _attention_flops(sizes, length / 2, 2 * sizes.model.head_size) / mesh.tensor
     seconds = forward * flops / (peak * kernels.attention_forward)
     seconds += backward * flops / (peak * kernels.attention_backward)
     if not kernels.is_fused and (mesh.context > 1 or sizes.has_sinks):
         rate = hardware.memory_bytes_per_s * share * MEMORY_REACHED
-        scores_s = SCORE_BYTES * flops / (4 * sizes.head_size) / rate
+        scores_s = SCORE_BYTES * flops / (4 * sizes.model.head_size) / rate
         seconds = (forward + backward) * max(scores_s, flops / (peak * MATMUL_REACHED))
     return seconds
 
@@ -303,12 +303,12 @@ def _elementwise_bytes(sizes: ModelSizes, mesh: MeshShape) -> float:
     Two norms with the residual sums before them (each reads two streams and writes two), rotary
     embeddings (queries and keys, there and back), and the gate (reads two arrays, writes one).
     """
-    heads = 2 * (sizes.num_heads + sizes.num_kv_heads) * sizes.head_size
-    dense = sizes.num_dense_layers / sizes.num_layers
-    networks = sizes.ffn_size * (sizes.experts_per_token or 1) + sizes.shared_ffn_size
-    gate = 3 * ((1 - dense) * networks + dense * sizes.dense_ffn_size)
-    numbers = 8 * sizes.width + (heads + gate) / mesh.tensor
-    return sizes.num_layers * sizes.compute_bytes * numbers
+    heads = 2 * (sizes.model.num_heads + sizes.model.num_kv_heads) * sizes.model.head_size
+    dense = sizes.model.num_dense_layers / sizes.model.num_layers
+    networks = sizes.ffn_size * sizes.model.experts_per_token + sizes.model.shared_ffn_size
+    gate = 3 * ((1 - dense) * networks + dense * sizes.model.ffn_size)
+    numbers = 8 * sizes.model.width + (heads + gate) / mesh.tensor
+    return sizes.model.num_layers * sizes.compute_bytes * numbers
 
 
 def _gathered_bytes(sizes: ModelSizes, mesh: MeshShape) -> float:
@@ -326,7 +326,8 @@ def _gathers_s(
     Layers are gathered one by one, so that each waits for its own ring.
     """
     state, parts = device_bytes(sizes.trained, mesh), mesh.fsdp * mesh.context
-    copies, apart, layers = _gathered_bytes(sizes, mesh), stride(mesh, "context"), sizes.num_layers
+    copies, apart = _gathered_bytes(sizes, mesh), stride(mesh, "context")
+    layers = sizes.model.num_layers
 
     def gathered_s(num_bytes: float) -> float:
         return layers * 0.5 * all_reduce_s(hardware, num_bytes / layers, parts, apart)
@@ -341,8 +342,8 @@ def weights_read(sizes: ModelSizes, mesh: MeshShape, tokens: int, int8_bytes: fl
 
     Those of int8 count `int8_bytes` each.
     """
-    share = sizes.experts_per_token / sizes.num_experts if sizes.num_experts else 1.0
-    touched = 1.0 - (1.0 - share) ** tokens if sizes.num_experts else 1.0
+    share = sizes.model.experts_per_token / max(1, sizes.model.num_experts)
+    touched = 1.0 - (1.0 - share) ** tokens
     read = 0.0
     for parameter in sizes.engine:
         if parameter.name == "embed" and not sizes.is_tied:
@@ -369,24 +370,26 @@ def _layer_flops(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> float:
     Projections to latents are computed alike on each device of the `tensor` axis. Of linear
     attention the projections count, and not what a state takes, which is a few percent of these.
     """
-    heads, latents = (2 * sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_size, sizes.latents
-    projections, whole = sizes.width * heads, 0
-    if latents:
-        inputs = latents.query or sizes.width
-        up = latents.latent * (sizes.head_size - latents.rope + latents.value)
-        out = latents.value * sizes.width
-        projections = sizes.num_heads * (inputs * sizes.head_size + up + out)
-        whole = sizes.width * (latents.row + latents.query)
-    dense, shared = sizes.num_dense_layers, sizes.shared_ffn_size
-    networks = sizes.ffn_size * (sizes.experts_per_token or 1) / experts_cut + shared
-    networks = (sizes.num_layers - dense) * networks + dense * sizes.dense_ffn_size
+    model = sizes.model
+    heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_size
+    projections, whole = model.width * heads, 0
+    if model.latent_size:
+        inputs = model.query_latent_size or model.width
+        up = model.latent_size * (model.head_size - model.rope_size + model.value_size)
+        out = model.value_size * model.width
+        projections = model.num_heads * (inputs * model.head_size + up + out)
+        whole = model.width * (model.cached_size + model.query_latent_size)
+    dense, shared = model.num_dense_layers, model.shared_ffn_size
+    networks = sizes.ffn_size * model.experts_per_token / experts_cut + shared
+    networks = (model.num_layers - dense) * networks + dense * model.ffn_size
     attending = len(sizes.windows)
-    if states := sizes.states:
-        projections += sizes.width * sizes.num_heads * sizes.head_size  # the gates of heads
-        linear = sizes.width * (states.products + states.value_heads * states.value)
-        projections = (attending * projections + states.layers * linear) / attending
+    if sizes.state_layers:
+        projections += model.width * model.num_heads * model.head_size  # the gates of heads
+        out = model.linear_value_heads * model.linear_value_size
+        linear = model.width * (sizes.linear_products + out)
+        projections = (attending * projections + sizes.state_layers * linear) / attending
     of_layers = attending * (projections / mesh.tensor + whole)
-    return 2.0 * (of_layers + 3 * sizes.width * networks / mesh.tensor)
+    return 2.0 * (of_layers + 3 * model.width * networks / mesh.tensor)
 
 
 def _attention_flops(sizes: ModelSizes, context: float, size: int) -> float:
@@ -395,4 +398,4 @@ def _attention_flops(sizes: ModelSizes, context: float, size: int) -> float:
     `size` are the numbers of a head's key and value.
     """
     seen = sum(min(context, window or context) for window in sizes.windows)
-    return 2.0 * sizes.num_heads * size * seen
+    return 2.0 * sizes.model.num_heads * size * seen

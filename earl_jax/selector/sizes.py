@@ -3,9 +3,11 @@
 """The sizes of a model and the work of a step: what bytes and speeds are computed from. Pure."""
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
+from earl_jax.models.config import ModelConfig
 from earl_jax.settings.remat import Remat
 from earl_jax.sharding.layout import MeshShape
 
@@ -25,78 +27,21 @@ class Parameter(NamedTuple):
     count: int = 1
 
 
-class LatentSizes(NamedTuple):
-    """The sizes of latent attention, as ModelConfig has them; `query` 0: queries have no latent."""
-
-    latent: int
-    query: int
-    rope: int
-    value: int
-
-    @property
-    def row(self) -> int:
-        """The numbers of a token and layer in the cache, which all heads read."""
-        return self.latent + self.rope
-
-
-class StateSizes(NamedTuple):
-    """The sizes of linear attention, as ModelConfig has them, and the number of its layers."""
-
-    layers: int
-    key_heads: int
-    value_heads: int
-    key: int
-    value: int
-    conv: int
-
-    @property
-    def products(self) -> int:
-        """The numbers of a token that a layer projects: queries, keys, values, gates, two more."""
-        values = self.value_heads * self.value
-        return 2 * (self.key_heads * self.key + values + self.value_heads)
-
-    @property
-    def in_chunks(self) -> int:
-        """The numbers in fp32 of a token in its chunk of the delta rule (delta_rule.py).
-
-        Coarsely: its pairs with CHUNK tokens in four forms, keys, queries and values in three each.
-        """
-        return self.value_heads * (4 * DELTA_CHUNK + 3 * (2 * self.key + self.value))
-
-    def slot_bytes(self, compute_bytes: int) -> int:
-        """Returns the bytes of a slot in a layer: its state in fp32, and inputs of convolutions."""
-        inputs = 2 * self.key_heads * self.key + self.value_heads * self.value
-        matrix = 4 * self.value_heads * self.key * self.value
-        return matrix + (self.conv - 1) * inputs * compute_bytes
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """The sizes of a decoder.
+    """The sizes of a decoder: its settings, and its arrays.
 
     `engine` are the rollout's parameters, `trained` those of the policy that are updated (fp32),
     `moments` the arrays of all optimizers, `sft_moments` those of the supervised updates of a warm
     start while it lasts, `frozen` the base of adapters, `reference` a frozen copy of the policy or
     a teacher, `critic` a value network that is updated too, `average` the moving average of
-    `trained` (both fp32). `teacher` are the sizes of a reference that is another model.
-    `ffn_size` is that of one expert where `num_experts` is not 0; of a mixture `shared_ffn_size` is
-    that of its shared network, and the first `num_dense_layers` have one of `dense_ffn_size`.
-    `windows` has a number for each layer that has pages, 0 for full attention; those of linear
-    attention have `states` instead. Where `layers_differ`, each layer
-    has its own rotation (`ModelConfig.layers_differ`). `compute_bytes` are those of a
+    `trained` (both fp32). `teacher` are the sizes of a reference that is another model. In `model`
+    a dense one has no layers beside experts, and one expert a token. `compute_bytes` are those of a
     number in the trainer's products, `engine_bytes` in the engine's and its cache.
     """
 
-    num_layers: int
-    width: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    ffn_size: int
-    num_experts: int
-    experts_per_token: int
+    model: ModelConfig
     vocab_size: int
-    windows: tuple[int, ...]
     compute_bytes: int
     engine_bytes: int
     engine: tuple[Parameter, ...]
@@ -108,12 +53,21 @@ class ModelSizes:
     critic: tuple[Parameter, ...] = ()
     average: tuple[Parameter, ...] = ()
     teacher: "ModelSizes | None" = None
-    layers_differ: bool = False
-    latents: LatentSizes | None = None
-    states: StateSizes | None = None
-    num_dense_layers: int = 0
-    dense_ffn_size: int = 0
-    shared_ffn_size: int = 0
+
+    @functools.cached_property
+    def windows(self) -> tuple[int, ...]:
+        """The window of each layer that has pages, 0 for full attention."""
+        return self.model.paged_windows
+
+    @property
+    def state_layers(self) -> int:
+        """The number of layers of linear attention, which have states."""
+        return self.model.num_layers - len(self.windows)
+
+    @property
+    def ffn_size(self) -> int:
+        """The size of the network of a layer, or of one of its experts."""
+        return self.model.expert_ffn_size if self.model.num_experts else self.model.ffn_size
 
     @property
     def is_tied(self) -> bool:
@@ -126,15 +80,50 @@ class ModelSizes:
         return any(parameter.name == "sinks" for parameter in self.engine)
 
     @property
+    def result_size(self) -> int:
+        """The numbers of a result of one head over cached tokens."""
+        return self.model.latent_size or self.model.head_size
+
+    @property
     def read_size(self) -> int:
         """The numbers of a query and of a result of one head over cached tokens."""
-        return self.latents.row + self.latents.latent if self.latents else 2 * self.head_size
+        model = self.model
+        query = model.cached_size if model.latent_size else model.head_size
+        return query + self.result_size
 
     def cached_size(self, tensor: int) -> int:
         """The numbers of a token and layer in the cache of a device, of so many that cut heads."""
-        if self.latents:
-            return self.latents.row
-        return 2 * (self.num_kv_heads // tensor) * self.head_size
+        if self.model.latent_size:
+            return self.model.cached_size
+        return 2 * (self.model.num_kv_heads // tensor) * self.model.head_size
+
+    @property
+    def linear_products(self) -> int:
+        """The numbers of a token that a layer of linear attention projects.
+
+        Queries, keys, values, gates, and two more for each head of values.
+        """
+        model = self.model
+        values = model.linear_value_heads * (model.linear_value_size + 1)
+        return 2 * (model.linear_key_heads * model.linear_key_size + values)
+
+    @property
+    def delta_numbers(self) -> int:
+        """The numbers in fp32 of a token in its chunk of the delta rule (delta_rule.py).
+
+        Coarsely: its pairs with CHUNK tokens in four forms, keys, queries and values in three each.
+        """
+        sizes = 2 * self.model.linear_key_size + self.model.linear_value_size
+        return self.model.linear_value_heads * (4 * DELTA_CHUNK + 3 * sizes)
+
+    @property
+    def slot_bytes(self) -> int:
+        """The bytes of a slot in a layer: its state in fp32, and inputs of convolutions."""
+        model = self.model
+        inputs = 2 * model.linear_key_heads * model.linear_key_size
+        inputs += model.linear_value_heads * model.linear_value_size
+        matrix = 4 * model.linear_value_heads * model.linear_key_size * model.linear_value_size
+        return matrix + (model.conv_size - 1) * inputs * self.engine_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -72,8 +72,8 @@ def train_footprint(
 def _block_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:
     """Returns the bytes of a token's activations in a layer of the trainer."""
     inside = sizes.compute_bytes * inside_width(sizes, mesh, 1)
-    if sizes.states:
-        inside = max(inside, 4 * sizes.states.in_chunks // mesh.tensor)
+    if sizes.state_layers:
+        inside = max(inside, 4 * sizes.delta_numbers // mesh.tensor)
     return sizes.compute_bytes * _stream_width(sizes, mesh) + inside
 
 
@@ -82,9 +82,9 @@ def _stream_width(sizes: ModelSizes, mesh: MeshShape) -> int:
 
     And of latent attention keys and values, of which each head has its own.
     """
-    heads = sizes.num_heads // mesh.tensor
-    own = 2 * heads * sizes.head_size if sizes.latents else 0
-    return 6 * sizes.width + 2 * sizes.num_heads * sizes.head_size // mesh.tensor + own
+    model = sizes.model
+    own = 2 * (model.num_heads // mesh.tensor) * model.head_size if model.latent_size else 0
+    return 6 * model.width + 2 * model.num_heads * model.head_size // mesh.tensor + own
 
 
 def kept_bytes(
@@ -97,7 +97,7 @@ def kept_bytes(
     rows = work.num_rows // work.micro_batches // (mesh.data * mesh.fsdp * mesh.expert)
     tokens = rows * length // mesh.context * (2 if sizes.critic else 1)
     width = kept_width(sizes, mesh, length, work.remat, platform)
-    return tokens * sizes.num_layers * sizes.compute_bytes * width
+    return tokens * sizes.model.num_layers * sizes.compute_bytes * width
 
 
 def kept_width(sizes: ModelSizes, mesh: MeshShape, length: int, remat: Remat, platform: str) -> int:
@@ -107,70 +107,70 @@ def kept_width(sizes: ModelSizes, mesh: MeshShape, length: int, remat: Remat, pl
     its result where a matrix reads it; of a gated network both inputs of its gate, and the result.
     """
     if remat in ("full", "offload"):
-        return sizes.width
+        return sizes.model.width
     width = _kept_of_attention(sizes, mesh, length, remat, platform)
-    if states := sizes.states:
-        own = (2 if remat == "dots" else 4) * sizes.width + states.products // mesh.tensor
+    if sizes.state_layers:
+        own = (2 if remat == "dots" else 4) * sizes.model.width
+        own += sizes.linear_products // mesh.tensor
         if remat == "none":
-            own += 4 // sizes.compute_bytes * states.in_chunks // mesh.tensor
-        attending = sizes.num_layers - states.layers
-        width = (attending * width + states.layers * own) // sizes.num_layers
+            own += 4 // sizes.compute_bytes * sizes.delta_numbers // mesh.tensor
+        width = len(sizes.windows) * width + sizes.state_layers * own
+        width //= sizes.model.num_layers
     # Layers without experts are the first of a mixture.
-    dense = sizes.num_dense_layers if sizes.num_experts else sizes.num_layers
-    dense_size = sizes.dense_ffn_size if sizes.num_experts else sizes.ffn_size
-    networks = dense * (2 + (remat == "none")) * (dense_size // mesh.tensor)
-    if sizes.num_experts:
-        networks += (sizes.num_layers - dense) * _kept_of_mixture(sizes, mesh, remat)
-    return width + networks // sizes.num_layers
+    dense = sizes.model.num_dense_layers if sizes.model.num_experts else sizes.model.num_layers
+    networks = dense * (2 + (remat == "none")) * (sizes.model.ffn_size // mesh.tensor)
+    if sizes.model.num_experts:
+        networks += (sizes.model.num_layers - dense) * _kept_of_mixture(sizes, mesh, remat)
+    return width + networks // sizes.model.num_layers
 
 
 def _kept_of_attention(
     sizes: ModelSizes, mesh: MeshShape, length: int, remat: Remat, platform: str
 ) -> int:
     """Returns what `kept_width` counts before and behind the network."""
-    fp32, latents = 4 // sizes.compute_bytes, sizes.latents
+    fp32, model = 4 // sizes.compute_bytes, sizes.model
     names = {parameter.name for parameter in sizes.engine}
-    heads = sizes.num_heads * sizes.head_size // mesh.tensor
-    kv_heads = sizes.num_kv_heads * sizes.head_size // mesh.tensor
+    heads = model.num_heads * model.head_size // mesh.tensor
+    kv_heads = model.num_kv_heads * model.head_size // mesh.tensor
     if remat == "dots":
         # The layer's input, and the products that its gradient needs.
-        width = (3 if "post_ffn_norm" in names else 2) * sizes.width
+        width = (3 if "post_ffn_norm" in names else 2) * model.width
         width += heads + heads * keeps_attention(mesh, length, platform)
-        if latents:
-            both = sizes.num_heads * (sizes.head_size - latents.rope + latents.value)
-            return width + latents.query + latents.row + both // mesh.tensor
+        if model.latent_size:
+            both = model.num_heads * (model.head_size - model.rope_size + model.value_size)
+            return width + model.query_latent_size + model.cached_size + both // mesh.tensor
         return width + 2 * kv_heads
     # Queries, keys, values, and attention's result.
-    width = 2 * (1 + ("ffn_norm" in names)) * sizes.width + 2 * heads + 2 * kv_heads
+    width = 2 * (1 + ("ffn_norm" in names)) * model.width + 2 * heads + 2 * kv_heads
     # Attention's weights in fp32 and in the compute type; or a kernel's result.
-    weights = (fp32 + 1) * sizes.num_heads // mesh.tensor * length
+    weights = (fp32 + 1) * model.num_heads // mesh.tensor * length
     width += weights if length <= BLOCK_TOKENS else heads
     if "post_ffn_norm" in names:
-        width += 2 * sizes.width
+        width += 2 * model.width
     if "query_norm" in names:
         width += heads + kv_heads
-    if sizes.layers_differ:
+    if model.layers_differ:
         # Sines and cosines of each layer, for queries and for keys.
-        width += 2 * fp32 * sizes.head_size
-    if latents:
+        width += 2 * fp32 * model.head_size
+    if model.latent_size:
         # Both sides of the latents' norms; the result is without the zeros behind its values.
-        width += 2 * (latents.query + latents.latent)
-        width -= sizes.num_heads * (sizes.head_size - latents.value) // mesh.tensor
+        width += 2 * (model.query_latent_size + model.latent_size)
+        width -= model.num_heads * (model.head_size - model.value_size) // mesh.tensor
     return width
 
 
 def _kept_of_mixture(sizes: ModelSizes, mesh: MeshShape, remat: Remat) -> int:
     """Returns what `kept_width` counts of experts, and of a network beside them."""
-    fp32, pairs = 4 // sizes.compute_bytes, sizes.experts_per_token * mesh.expert
+    fp32, pairs = 4 // sizes.compute_bytes, sizes.model.experts_per_token * mesh.expert
     products = 2 + (remat == "none")
     inside = products * sizes.ffn_size // mesh.tensor
-    shared = products * sizes.shared_ffn_size // mesh.tensor
+    shared = products * sizes.model.shared_ffn_size // mesh.tensor
     if remat == "dots":
-        return pairs * (inside + sizes.width) + shared
+        return pairs * (inside + sizes.model.width) + shared
     # The experts' inputs and results, these in fp32 too, and the routing.
-    stream = (2 + fp32) * sizes.width + sizes.width // sizes.compute_bytes
+    stream = (2 + fp32) * sizes.model.width + sizes.model.width // sizes.compute_bytes
     # What the shared network reads.
-    shared += sizes.width if sizes.shared_ffn_size else 0
+    shared += sizes.model.width if sizes.model.shared_ffn_size else 0
     return pairs * (stream + inside) + shared
 
 
@@ -183,7 +183,7 @@ def _head_bytes(
     the head gathered and its gradient in fp32, both also as they are cut, and `embeddings` in the
     compute type.
     """
-    numbers = sizes.width * sizes.vocab_size // mesh.tensor
+    numbers = sizes.model.width * sizes.vocab_size // mesh.tensor
     matrices, parts = 4 * numbers, parts_of("D", mesh)
     if parts > 1:
         matrices = (sizes.compute_bytes + 4) * (numbers + numbers // parts)
@@ -202,7 +202,7 @@ def _scoring_bytes(
     network = sizes.teacher or sizes
     layers = (p for p in sizes.reference if p.axes[0] == "L")
     layer = sum(device_bytes([p], mesh) // p.shape[0] for p in layers)
-    head = network.vocab_size * network.width // mesh.tensor * network.compute_bytes
+    head = network.vocab_size * network.model.width // mesh.tensor * network.compute_bytes
     logits = rows * min(work.logprob_chunk, length) * network.vocab_size // mesh.tensor * 4
     gathered = 2 * layer * parts_of("D", mesh) + head
     return gathered + 3 * logits + rows * length * _block_bytes(network, mesh)
@@ -212,7 +212,7 @@ def _layer_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:
     """Returns the bytes of a layer's matrices, gathered, in the compute type."""
     layers = [p._replace(itemsize=1) for p in (*sizes.trained, *sizes.frozen) if p.axes[0] == "L"]
     # A dense layer of a mixture is the smaller one.
-    smaller = _DENSE if sizes.num_dense_layers else ()
+    smaller = _DENSE if sizes.model.num_dense_layers else ()
     numbers = sum(device_bytes([p], mesh) // p.shape[0] for p in layers if p.name not in smaller)
     return numbers * parts_of("D", mesh) * sizes.compute_bytes
 

@@ -5,6 +5,7 @@
 import dataclasses
 from collections.abc import Mapping
 
+from earl_jax.models.config import ModelConfig
 from earl_jax.selector.footprint import Footprint
 from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.plans import RolloutPlan, Stage, TrainPlan
@@ -21,16 +22,16 @@ F8, D4F2 = MeshShape(fsdp=8), MeshShape(data=4, fsdp=2)
 PAGE = 10
 
 _SIZES = ModelSizes(
-    num_layers=1,
-    width=8,
-    num_heads=8,
-    num_kv_heads=8,
-    head_size=1,
-    ffn_size=8,
-    num_experts=0,
-    experts_per_token=1,
+    model=ModelConfig(
+        num_layers=1,
+        width=8,
+        num_heads=8,
+        num_kv_heads=8,
+        head_size=1,
+        ffn_size=8,
+        experts_per_token=1,
+    ),
     vocab_size=8,
-    windows=(0,),
     compute_bytes=4,
     engine_bytes=4,
     engine=(),
