@@ -234,7 +234,7 @@ class Chooser:
         """
         tokens, (seconds, stays_s), beside = work
         gain = stays_s / seconds - 1 if seconds else 0.0
-        num_bytes = found.num_bytes - self.candidates.surplus(found.plan, tokens) + beside
+        num_bytes = found.num_bytes + beside
         return Choice(
             stage=found.plan.stage,
             plan=found.plan,

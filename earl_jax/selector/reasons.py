@@ -66,11 +66,9 @@ def _why_left(candidates: Candidates, plan: Plan, tokens: int, *, least: bool) -
         return f"{plan.mesh} is no candidate for context {tokens}"
     if found.num_bytes > problem.budget:
         # Computed bytes may be too few: a plan that is left for that may need so many.
-        need = found.num_bytes - candidates.surplus(found.plan, tokens)
-        verb = "needs" if need > problem.budget else "may need"
-        need = need if need > problem.budget else found.num_bytes
-        budget = bytes_text(int(problem.budget))
-        return f"context {tokens} {verb} {bytes_text(need)}/device, budget {budget}"
+        verb = "needs" if found.is_exact or candidates.caution == 1.0 else "may need"
+        need, budget = bytes_text(found.num_bytes), bytes_text(int(problem.budget))
+        return f"context {tokens} {verb} {need}/device, budget {budget}"
     return f"{plan.mesh} does not fit beside the other stage at context {tokens}"
 
 
