@@ -358,8 +358,8 @@ def test_a_model_is_planned_across_hosts_where_it_must_be_or_is_faster():
     A layer of Qwen2.5-32B has 2 x 5120 x 5120 + 2 x 5120 x 1024 numbers of attention and 3 x 5120
     x 27648 of its network, 487.6 million; 64 layers, embedding and head 32.76 billion. In bf16
     over four chips 16.38 GB each, over eight 8.19. Of the 14B there are 48 layers of 275.3 million,
-    with embedding and head 14.77 billion: 7.39 GB over four, whose reading for few slots takes
-    longer than a gather, and products for many take as long over eight.
+    with embedding and head 14.77 billion: 7.39 GB over four, whose reading takes long for
+    few slots, and products for many take as long over eight.
     """
     for preset, slots, tensor, weights in (
         ("qwen2.5-32b", 64, 8, 8.19e9),
@@ -376,22 +376,6 @@ def test_a_model_is_planned_across_hosts_where_it_must_be_or_is_faster():
         assert plan.mesh == MeshShape(data=32 // tensor, tensor=tensor)
         assert problem.spans(plan.mesh) == (tensor == 8)
         assert problem.round_footprint(plan, 1024).weights == pytest.approx(weights, rel=2e-3)
-
-
-def test_a_round_across_processes_begins_with_a_gather():
-    """1.6 ms in a round of 8 tokens: 0.2 ms a token, and of a tail."""
-    overrides = ("model.preset=llama3.1-8b", BF16, "rollout.burst=8")
-    four = problem_on("v5e:4x4", *overrides, vocab_size=128_256)
-    one = dataclasses.replace(four, num_processes=1)
-    for mesh, gather_s in ((MeshShape(data=2, tensor=8), 2e-4), (MeshShape(data=4, tensor=4), 0)):
-        rows = 64 // mesh.data
-        both = [64 / each.round_speed(mesh, 64, 1024, rows, 1.0) for each in (four, one)]
-        assert both[0] - both[1] == pytest.approx(gather_s, abs=1e-9)
-        # Half of the slots at once have a round each.
-        both = [64 / each.round_speed(mesh, 64, 1024, rows // 2, 1.0) for each in (four, one)]
-        assert both[0] - both[1] == pytest.approx(2 * gather_s, abs=1e-9)
-        both = [each.live_token_s(mesh, 64, 2, 1024, 1.0) for each in (four, one)]
-        assert both[0] - both[1] == pytest.approx(gather_s, abs=1e-9)
 
 
 def test_live_episodes_stay_inside_processes_or_across_them():

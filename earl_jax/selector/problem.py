@@ -35,9 +35,6 @@ Check = Callable[[MeshShape], str | None]
 LEAST_SHARD_TOKENS = 4096
 # The fraction of positions in packed rows that hold a token (benchmarks/packing.md).
 FILL = 0.95
-# Seconds of the processes' gather before each round of an engine that spans them (rollout/
-# lockstep.py): two on this machine, a core each, with 1 or 64 answers (2026-11-26).
-GATHER_S = 1.6e-3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -355,9 +352,10 @@ class Problem:
         """
         work = dataclasses.replace(self.work, num_slots=num_slots, appended=appended)
         times, left = divmod(num_slots // mesh.data, rows)
-        seconds = times * self._token_s(work, mesh, rows, max_tokens)
+        hardware = self.hardware.with_devices(mesh.num_devices)
+        seconds = times * token_s(hardware, self.sizes, work, mesh, rows, max_tokens)
         if left:
-            seconds += self._token_s(work, mesh, left, max_tokens)
+            seconds += token_s(hardware, self.sizes, work, mesh, left, max_tokens)
         return num_slots / seconds
 
     @functools.cache  # noqa: B019
@@ -366,13 +364,8 @@ class Problem:
     ) -> float:
         """Returns the seconds of a token of each of `live` episodes, in slots of all row shards."""
         work = dataclasses.replace(self.work, num_slots=num_slots, appended=appended)
-        return self._token_s(work, mesh, -(-live // mesh.data), max_tokens)
-
-    def _token_s(self, work: Workload, mesh: MeshShape, rows: int, max_tokens: int) -> float:
-        """Returns `token_s`, with its share of what comes before a round of several processes."""
         hardware = self.hardware.with_devices(mesh.num_devices)
-        gather_s = GATHER_S / work.burst if self.spans(mesh) else 0.0
-        return gather_s + token_s(hardware, self.sizes, work, mesh, rows, max_tokens)
+        return token_s(hardware, self.sizes, work, mesh, -(-live // mesh.data), max_tokens)
 
     @functools.cache  # noqa: B019
     def publish_s(self, mesh: MeshShape, cache_bytes: int = 0) -> float:
