@@ -28,7 +28,7 @@ def reason_of(
     current: Plan | None,
     tokens: int,
     num_bytes: int,
-    stays: Candidate | None,
+    stays: Candidate,
     gain: float,
 ) -> str:
     """Returns why a plan was chosen at a context bucket of `tokens`.
@@ -45,7 +45,7 @@ def reason_of(
         speed = f"{chosen.tokens_per_s:,.0f} tokens/s"
         speed += " observed" if chosen.num_speeds else " computed"
         return f"{verb} on {plan.words(current)} (context {tokens}, {size}; {speed})"
-    if stays is None or stays.plan.mesh != current.mesh:
+    if stays.plan.mesh != current.mesh:
         why = _why_left(candidates, current, tokens, least=True)
         return f"{current.mesh} -> {plan.words()} ({why})"
     why = f"context {tokens}, {size}"
