@@ -131,12 +131,14 @@ def pytest_configure(config: pytest.Config) -> None:
             path.unlink(missing_ok=True)
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory) -> Path:
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory):
     """A user's cache folder ($XDG_CACHE_HOME) for a file's runs: measurements and programs."""
     folder = tmp_path_factory.mktemp("cache")
     link_programs(folder)
-    return folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield
 
 
 @pytest.fixture(scope="module")

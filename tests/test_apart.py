@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asynchronous runs of several processes, of which the first ones play and the others train."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -23,11 +22,12 @@ from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.training import train
+from tests.support.clusters import cluster_of
 from tests.support.commands import Command, final_parameters
 from tests.support.placements import begin
 from tests.support.processes import Processes
 from tests.support.runs import assert_equal, check_bound, episodes_of, steps_of
-from tests.support.settings import make_config, small
+from tests.support.settings import make_config, small, write_config
 from tests.support.simulated import Fate, SimulatedService, Source, check_events, tasks_of
 from tests.support.wanderers import WANDERERS
 
@@ -57,11 +57,6 @@ def run(workdir: str, replay: str, changes: dict) -> bool:
     config = make_config(given_of(**changes))
     train(config, Path(workdir), replay=Path(replay) if replay else None)
     return True
-
-
-@pytest.fixture(autouse=True)
-def own_cache(cache, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
 
 def in_processes(
@@ -134,7 +129,7 @@ def test_each_process_replaces_its_own_groups_of_equal_rewards(tmp_path):
     ("killed", "changes"), [(0, {}), (1, IN_TURN)], ids=["who-plays", "in-turn"]
 )
 def test_process_that_is_killed_ends_the_run_which_goes_on_and_is_replayed(
-    cache, tmp_path, killed, changes
+    tmp_path, killed, changes
 ):
     """SIGKILL behind the first checkpoint, between the third step and the last.
 
@@ -143,13 +138,10 @@ def test_process_that_is_killed_ends_the_run_which_goes_on_and_is_replayed(
     ends with the same bits.
     """
     workdir, again, steps = tmp_path / "run", tmp_path / "again", 6
-    file, given = tmp_path / "config.py", given_of(num_steps=steps, **changes)
-    file.write_text(
-        "from ml_collections import ConfigDict\n"
-        f"def get_config():\n    return ConfigDict({small(given)!r})\n"
-    )
+    given = given_of(num_steps=steps, **changes)
+    file = write_config(tmp_path, small(given))
     settings = {"distributed.heartbeat_s": 15.0}
-    command = Command(cache, workdir, 2, config=file, **settings)
+    command = Command(workdir, 2, config=file, **settings)
     command.after_step(3)
     command.after((workdir / "checkpoints" / "2").exists)
     command.all[killed].kill()
@@ -158,7 +150,7 @@ def test_process_that_is_killed_ends_the_run_which_goes_on_and_is_replayed(
     status, _, errors = ends[1 - killed]
     assert status == 1 and f"process {killed} on" in errors and "has ended" in errors, errors
     more = {"asynchrony.kv": "keep"} if changes else {}
-    Command(cache, workdir, 2, config=file, **settings, **more).done(500)
+    Command(workdir, 2, config=file, **settings, **more).done(500)
     # Rows of data=8, where processes take turns, lie where fsdp=8 has them.
     moved, players = (("publish",), (0, 1)) if changes else (("dispatch", "publish"), (0,))
     check_run(workdir, steps, moved=moved)
@@ -250,22 +242,9 @@ def test_groups_of_a_part_have_their_numbers_in_the_run():
     assert groups.numbers == [10, 11]
 
 
-@dataclasses.dataclass(frozen=True)
-class Device:
-    id: int
-    process_index: int
-
-
 def check(num_rollout: int, *, processes: int = 3, **asynchrony) -> None:
     """Of processes with two devices each."""
-    devices = tuple(Device(id=n, process_index=n // 2) for n in range(2 * processes))
-    cluster = Cluster(
-        index=0,
-        count=processes,
-        rollout_devices=devices[:num_rollout] if num_rollout else devices,
-        train_devices=devices[num_rollout:],
-        timeout_s=1.0,
-    )
+    cluster = cluster_of(0, num_rollout, processes)
     given = given_of(**{"asynchrony": {"max_staleness": 1, **asynchrony}})
     given["devices"] = {**given["devices"], "num_rollout": num_rollout}
     build._check_processes(make_config(given), cluster)

@@ -5,8 +5,6 @@
 import asyncio
 import random
 import re
-import subprocess
-import sys
 import threading
 import time
 from functools import partial
@@ -18,7 +16,7 @@ from earl_jax.envs.event_loop import Awaits, after
 from earl_jax.envs.examples import corpus, play_example
 from earl_jax.envs.pool import EnvironmentPool, Failure
 from earl_jax.run.build import build_run
-from tests.support import ROOT, wait_until
+from tests.support import ROOT, run_python, wait_until
 from tests.support.environments import Talker
 from tests.support.episodes import assert_same_episodes, check_rows, collect, tasks
 from tests.support.placements import TINY, one_step
@@ -292,7 +290,7 @@ print([getattr(o, 'stop_reason', o) for o in pool.run(calls[:2]) + pool.run(call
 pool.calls().submit({0: calls[0]})
 """
     # The time limit is the claim: the calls hang for 1000 s.
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run_python("-c", code, timeout=60)
     assert done.stdout == "['environment_timeout', '1', 'environment_timeout']\n"
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -20,7 +20,6 @@ import pytest
 
 from earl_jax.config import file as config_file
 from earl_jax.config.resume import replayed_parts, replayed_settings
-from earl_jax.config.train_flags import parse_flags, replayed_config
 from earl_jax.envs.environment import ENVIRONMENT_ERROR, ENVIRONMENT_TIMEOUT
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.loop import rl_step
@@ -41,10 +40,12 @@ from tests.support.placements import begin, hungry
 from tests.support.runs import (
     assert_equal,
     check_bound,
+    check_replay,
     episodes_of,
     final_parameters,
     kill,
     steps_of,
+    stop_in_rollout,
 )
 from tests.support.settings import make_config, small
 from tests.support.simulated import check_events
@@ -128,11 +129,8 @@ def test_devices_never_hold_two_policies_of_the_rollout(monkeypatch):
 
 @pytest.mark.slow_except("True-recompute")
 @pytest.mark.parametrize(("apart", "kv"), [(True, "recompute"), (False, "keep"), (True, "finish")])
-def test_a_run_keeps_the_bound_and_its_replay_is_the_same_bit_for_bit(
-    tmp_path, monkeypatch, apart, kv
-):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    first, again = tmp_path / "run", tmp_path / "again"
+def test_a_run_keeps_the_bound_and_its_replay_is_the_same_bit_for_bit(tmp_path, apart, kv):
+    first = tmp_path / "run"
     config = config_of(apart=apart, kv=kv, checksums=True)
     train(config, first)
     lines = steps_of(first)
@@ -147,18 +145,13 @@ def test_a_run_keeps_the_bound_and_its_replay_is_the_same_bit_for_bit(
     # Nothing that was trained on went through the host.
     assert {line["dispatch_host_bytes"] for line in lines} == {0}
     assert {line["publish_host_bytes"] for line in lines} == {0}
-    flags, overrides = parse_flags([f"--replay={first}", f"--workdir={again}"])
-    replayed, workdir = replayed_config(first, flags, overrides)
-    assert (replayed, workdir) == (config, again)
-    train(replayed, again, replay=first)
-    assert (again / EVENTS).read_text() == (first / EVENTS).read_text()
+    assert check_replay(first, STEPS) == config
     events = read_events(first)
     check_events(events)
     check_versions(events, first)
     # The weights were other ones in each step, and in the replay those of then.
     sums = {event["version"]: event["sum"] for event in events if event["event"] == "checksum"}
     assert list(sums) == list(range(STEPS)) and len(set(sums.values())) == STEPS
-    assert_equal(final_parameters(first, STEPS), final_parameters(again, STEPS))
     if apart:
         # Rounds were played beside updates.
         assert any(line["stage_s"].get("overlap") for line in lines)
@@ -205,38 +198,29 @@ def test_a_replay_has_a_part_for_each_change_of_the_settings():
 
 
 @pytest.mark.slow
-def test_a_run_that_went_on_with_other_settings_is_replayed(tmp_path, monkeypatch, capsys):
+def test_a_run_that_went_on_with_other_settings_is_replayed(tmp_path, capsys):
     """More steps, over which the learning rate falls; and then, in a rollout, another treatment."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    first, again = tmp_path / "run", tmp_path / "again"
+    first = tmp_path / "run"
     falls = {"train": {"schedule": "linear"}}
     given = given_of(staleness=1) | falls
     train(make_config(given | {"num_steps": 2}), first)
-    looks = itertools.count()
-
-    def stop() -> str:
-        """Names a signal in the fourth step's rollout; the first look is between the steps."""
-        return "SIGTERM" * (len(steps_of(first)) == 3 and next(looks) > 0)
-
+    stop = stop_in_rollout(first, 3)
     assert train(make_config(given | {"num_steps": 5}), first, stop).stopped
     more = {"asynchrony": {"max_staleness": 2, "kv": "keep", "rule": "drop"}, "num_steps": 6}
     train(make_config(given | more), first)
     versions = [e["version"] for e in read_events(first) if e["event"] == "open"]
     assert versions == [0, 2, 3]
-    flags, overrides = parse_flags([f"--replay={first}", f"--workdir={again}"])
-    config, workdir = replayed_config(first, flags, overrides)
     capsys.readouterr()
-    end = train(config, workdir, replay=first)
-    assert not end.stopped
+    check_replay(first, 6)
     assert capsys.readouterr().out.count("went on with other settings here") == 2
-    assert (again / EVENTS).read_text() == (first / EVENTS).read_text()
-    rates = [[line["learning_rate"] for line in steps_of(run)] for run in (first, again)]
+    rates = [
+        [line["learning_rate"] for line in steps_of(run)] for run in (first, tmp_path / "again")
+    ]
     assert rates[0] == rates[1] and rates[0][1] < rates[0][2], "it fell to 0 over two steps first"
-    assert_equal(final_parameters(first, 6), final_parameters(again, 6))
 
 
 @pytest.fixture(scope="module")
-def short(cache, tmp_path_factory):
+def short(tmp_path_factory):
     """A run whose rollout runs out of memory in its twelfth round, by XLA's own error."""
     folder, play, rounds = tmp_path_factory.mktemp("short") / "run", Rounds.play, itertools.count()
 
@@ -246,24 +230,19 @@ def short(cache, tmp_path_factory):
         return play(own, session)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(cache))
+        # What ran out of memory is remembered there.
+        patch.setenv("XDG_CACHE_HOME", str(folder.parent / "cache"))
         patch.setattr(Rounds, "play", short_once)
         train(make_config(OF_TWO_STEPS), folder)
     return folder
 
 
 @pytest.mark.slow
-def test_a_run_whose_rollout_ran_out_of_memory_is_replayed_bit_for_bit(
-    short, cache, tmp_path, monkeypatch
-):
+def test_a_run_whose_rollout_ran_out_of_memory_is_replayed_bit_for_bit(short):
     """The replay has the memory, and plays again too."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     assert [e["version"] for e in read_events(short) if e["event"] == "open"] == [0, 0]
     assert episodes_of(short) == dict.fromkeys(range(2 * EPISODES), 1)
-    again = tmp_path / "again"
-    train(make_config(OF_TWO_STEPS), again, replay=short)
-    assert (again / EVENTS).read_text() == (short / EVENTS).read_text()
-    assert_equal(final_parameters(short, 2), final_parameters(again, 2))
+    check_replay(short, 2)
 
 
 @pytest.mark.slow
@@ -271,8 +250,9 @@ def test_open_episodes_make_way_for_an_evaluation_that_does_not_fit_beside_them(
     tmp_path, monkeypatch
 ):
     """They are played again behind it; the replay, which has the memory, plays them again too."""
+    # What ran out of memory is remembered there.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    first, again = tmp_path / "run", tmp_path / "again"
+    first = tmp_path / "run"
     opened, evaluated, beside = Sessions.open, evaluation.evaluate, []
 
     def evaluate(*given, beside_live=False, **more):
@@ -308,9 +288,7 @@ def test_open_episodes_make_way_for_an_evaluation_that_does_not_fit_beside_them(
         1,
         2,
     ]
-    train(config, again, replay=first)
-    assert (again / EVENTS).read_text() == (first / EVENTS).read_text()
-    assert_equal(final_parameters(first, 2), final_parameters(again, 2))
+    check_replay(first, 2)
 
 
 class Troubled(Wanderer):
@@ -335,17 +313,14 @@ class Troubled(Wanderer):
 
 
 @pytest.mark.slow
-def test_environments_that_hang_and_raise_hold_no_run_and_its_replay_fails_alike(
-    tmp_path, monkeypatch
-):
+def test_environments_that_hang_and_raise_hold_no_run_and_its_replay_fails_alike(tmp_path):
     """Their episodes end with a reason, count nowhere, and are each of another task."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    first, again = tmp_path / "run", tmp_path / "again"
+    first = tmp_path / "run"
     env = {"name": f"{__name__}:Troubled", "timeout_s": 1.0}
     config = make_config({**given_of(staleness=2), "env": env})
     try:
         train(config, first)
-        train(config, again, replay=first)
+        check_replay(first, STEPS)
     finally:
         Troubled.released.set()
     lines, reasons, lost_tokens = steps_of(first), collections.Counter(), 0
@@ -365,14 +340,11 @@ def test_environments_that_hang_and_raise_hold_no_run_and_its_replay_fails_alike
     # A reply that is too long ends an episode before its environment can hang.
     assert 0 < reasons[ENVIRONMENT_TIMEOUT] <= 8 and 0 < reasons[ENVIRONMENT_ERROR] < 16
     assert lost_tokens > 0, "they had sampled some"
-    assert (again / EVENTS).read_text() == (first / EVENTS).read_text()
-    assert_equal(final_parameters(first, STEPS), final_parameters(again, STEPS))
 
 
 @pytest.mark.slow
-def test_a_run_may_go_on_synchronously_and_asynchronously_again(tmp_path, monkeypatch):
+def test_a_run_may_go_on_synchronously_and_asynchronously_again(tmp_path):
     """What was open before synchronous steps is over behind them, and nothing is replayed."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     saved = {"checkpoint": {"every_steps": 1}}
     configs = [
         make_config(given_of(apart=False, staleness=staleness) | saved | {"num_steps": step})
@@ -388,19 +360,13 @@ def test_a_run_may_go_on_synchronously_and_asynchronously_again(tmp_path, monkey
 
 
 @pytest.mark.slow
-def test_a_synchronous_step_that_was_not_saved_leaves_what_was_open(tmp_path, monkeypatch):
+def test_a_synchronous_step_that_was_not_saved_leaves_what_was_open(tmp_path):
     """With "drop", whose next group does not follow from the number of the step."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run, given = tmp_path / "run", given_of(apart=False, staleness=1, rule="drop", reuse=2)
     train(make_config(given | {"num_steps": 2}), run)
-    before, looks = (run / EVENTS).read_text(), itertools.count()
-
-    def stop() -> str:
-        """Names a signal in the third step's rollout; the first look is between the steps."""
-        return "SIGTERM" * (next(looks) > 0)
-
+    before = (run / EVENTS).read_text()
     synchronous = make_config(given | {"num_steps": 4, "asynchrony": {}})
-    assert train(synchronous, run, stop).stopped
+    assert train(synchronous, run, stop_in_rollout(run, 2)).stopped
     assert len(steps_of(run)) == 2 and (run / EVENTS).read_text() == before
     train(make_config(given | {"num_steps": 4}), run)
     assert (run / EVENTS).read_text().startswith(before) and not (run / "until_2").exists()
@@ -408,8 +374,7 @@ def test_a_synchronous_step_that_was_not_saved_leaves_what_was_open(tmp_path, mo
 
 
 @pytest.mark.slow
-def test_events_that_are_damaged_or_gone_end_a_run_in_words(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_events_that_are_damaged_or_gone_end_a_run_in_words(tmp_path):
     run, given = tmp_path / "run", given_of(apart=False, staleness=1, rule="drop")
     train(make_config(given | {"num_steps": 2}), run)
     lines = (run / EVENTS).read_bytes().splitlines(keepends=True)
@@ -429,19 +394,11 @@ def test_events_that_are_damaged_or_gone_end_a_run_in_words(tmp_path, monkeypatc
 
 
 @pytest.mark.slow
-def test_a_run_that_was_stopped_goes_on_within_the_bound_and_is_replayed(tmp_path, monkeypatch):
+def test_a_run_that_was_stopped_goes_on_within_the_bound_and_is_replayed(tmp_path):
     """Up to where it was stopped; whole runs that went on are replayed where they were killed."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     first, half = tmp_path / "run", tmp_path / "half"
     config = config_of(staleness=1)
-    looks = itertools.count()
-
-    def stop() -> str:
-        """Names a signal in the third step's rollout; the first look is between the steps."""
-        metrics = first / "metrics.jsonl"
-        return "SIGTERM" * (metrics.exists() and len(steps_of(first)) == 2 and next(looks) > 0)
-
-    end = train(config, first, stop)
+    end = train(config, first, stop_in_rollout(first, 2))
     assert "SIGTERM" in end.stopped
     assert '"trained"' not in (first / EVENTS).read_text().splitlines()[-1], "in a rollout"
     # A replay ends where the last step did.
@@ -451,8 +408,7 @@ def test_a_run_that_was_stopped_goes_on_within_the_bound_and_is_replayed(tmp_pat
     train(config, first)
     check_bound(steps_of(first), 1)
     assert episodes_of(first) == dict.fromkeys(range(STEPS * EPISODES), 1)
-    events = [json.loads(line) for line in (first / EVENTS).read_text().splitlines()]
-    opened = [event["version"] for event in events if event["event"] == "open"]
+    opened = [event["version"] for event in read_events(first) if event["event"] == "open"]
     assert opened == [0, 2]
 
 
@@ -464,15 +420,12 @@ def episodes_by_step(workdir) -> dict[str, list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv", ["recompute", "finish"])
-def test_killed_at_any_moment_it_uses_each_task_as_often_and_can_be_replayed(
-    tmp_path, monkeypatch, capsys, kv
-):
+def test_killed_at_any_moment_it_uses_each_task_as_often_and_can_be_replayed(tmp_path, capsys, kv):
     """SIGKILL in a process of its own, at a random moment behind its third step.
 
     And behind its first checkpoint, which a busy disk may finish later than that.
     """
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    first, again, steps = tmp_path / "run", tmp_path / "again", 10
+    first, steps = tmp_path / "run", 10
     given = small({**given_of(kv=kv), "num_steps": steps})
     saved, metrics = first / "checkpoints" / "2", first / "metrics.jsonl"
 
@@ -507,16 +460,12 @@ def test_killed_at_any_moment_it_uses_each_task_as_often_and_can_be_replayed(
         assert max(lags_of(first, opened[1] + 1)) > 0
     end = events.index({**events[0], "version": opened[1]}, 1)
     assert before is None or events[:end] == before[:end]
-    config, _ = replayed_config(first, *parse_flags([f"--replay={first}", f"--workdir={again}"]))
-    train(config, again, replay=first)
-    assert (again / EVENTS).read_text() == (first / EVENTS).read_text()
-    assert_equal(final_parameters(first, steps), final_parameters(again, steps))
+    check_replay(first, steps)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["wait", "drop"])
-def test_rules_without_stale_tokens(tmp_path, monkeypatch, rule, capsys):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_rules_without_stale_tokens(tmp_path, rule, capsys):
     train(config_of(rule=rule, staleness=1), tmp_path / "run")
     lines, counts = steps_of(tmp_path / "run"), episodes_of(tmp_path / "run")
     assert set(counts.values()) == {1}
@@ -529,14 +478,10 @@ def test_rules_without_stale_tokens(tmp_path, monkeypatch, rule, capsys):
 
 
 @pytest.mark.slow
-def test_groups_are_trained_on_again_within_the_bound_and_the_run_can_be_replayed(
-    tmp_path, monkeypatch
-):
+def test_groups_are_trained_on_again_within_the_bound_and_the_run_can_be_replayed(tmp_path):
     """Devices are shared, so that no group of a later step is finished when its step begins."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    run, again = tmp_path / "run", tmp_path / "again"
-    config = config_of(apart=False, rule="drop", staleness=2, reuse=2)
-    train(config, run)
+    run = tmp_path / "run"
+    train(config_of(apart=False, rule="drop", staleness=2, reuse=2), run)
     lines, counts = steps_of(run), episodes_of(run)
     check_bound(lines, 2)
     size, seen = EPISODES // 2, set()
@@ -555,16 +500,13 @@ def test_groups_are_trained_on_again_within_the_bound_and_the_run_can_be_replaye
         for each in read_trajectories(run / "trajectories" / f"step_{step:06d}.jsonl"):
             episodes[each["episode"]].append((each["token_ids"], each["versions"]))
     assert all(len(set(map(str, each))) == 1 for each in episodes.values())
-    train(config, again, replay=run)
-    assert (again / EVENTS).read_text() == (run / EVENTS).read_text()
-    assert_equal(final_parameters(run, STEPS), final_parameters(again, STEPS))
+    check_replay(run, STEPS)
 
 
 @pytest.mark.slow
-def test_groups_of_equal_rewards_are_replaced_by_groups_of_later_tasks(tmp_path, monkeypatch):
+def test_groups_of_equal_rewards_are_replaced_by_groups_of_later_tasks(tmp_path):
     """Half of them have equal rewards for sure; tokens are all of the step's own policy."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    run, again = tmp_path / "run", tmp_path / "again"
+    run = tmp_path / "run"
     given = given_of(
         apart=False,
         staleness=0,
@@ -572,8 +514,7 @@ def test_groups_of_equal_rewards_are_replaced_by_groups_of_later_tasks(tmp_path,
         refill=4,
         env="tests.support.environments:EvenIsSolved",
     )
-    config = make_config({**given, "algorithm": "dapo"})
-    train(config, run)
+    train(make_config({**given, "algorithm": "dapo"}), run)
     lines, numbers = steps_of(run), []
     for step, line in enumerate(lines, 1):
         assert line["version_lag_max"] == 0 and line["episodes"] == EPISODES
@@ -588,15 +529,13 @@ def test_groups_of_equal_rewards_are_replaced_by_groups_of_later_tasks(tmp_path,
         assert line["dropped_groups"] == pytest.approx(line["refilled_groups"] / groups)
         numbers += rewards
     assert len(set(numbers)) == len(numbers) == STEPS * EPISODES // 2
-    train(config, again, replay=run)
-    assert_equal(final_parameters(run, STEPS), final_parameters(again, STEPS))
+    check_replay(run, STEPS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["admission", "mask"])
-def test_a_group_beyond_the_bound_is_trained_on_or_masked(tmp_path, monkeypatch, rule, capsys):
+def test_a_group_beyond_the_bound_is_trained_on_or_masked(tmp_path, rule, capsys):
     """The first group plays through all three updates, and only the last step can take it."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run, env = tmp_path / "run", "tests.support.environments:FirstIsLong"
     train(config_of(apart=False, rule=rule, staleness=1, env=env), run)
     assert episodes_of(run) == dict.fromkeys(range(STEPS * EPISODES), 1)
@@ -686,8 +625,7 @@ def test_weights_that_are_cast_quantised_or_merged_have_the_checksum_of_the_trai
 
 
 @pytest.mark.slow
-def test_a_replay_that_does_something_else_says_so(short, cache, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+def test_a_replay_that_does_something_else_says_so(short, tmp_path):
     config, first = make_config(OF_TWO_STEPS), shutil.copytree(short, tmp_path / "run")
     events = [json.loads(line) for line in (first / EVENTS).read_text().splitlines()]
     place = next(i for i, event in enumerate(events) if event["event"] == "take")

@@ -3,15 +3,13 @@
 """The benchmark of the dispatcher counts the bytes that it says it does."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from benchmarks.dispatch.gather import Controller
 from benchmarks.runs import free_port
-from tests.support import ROOT
+from tests.support import run_python
 
 
 def test_rank_0_gathers_and_scatters():
@@ -42,14 +40,8 @@ def test_rank_0_gathers_and_scatters():
 
 @pytest.mark.slow
 def test_two_workers_on_loopback():
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.dispatch", "--workers=4"]
-        + ["--scale=1024", "--repeats=1", "--loopback", "--json", "--tensor=2"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    flags = ("--workers=4", "--scale=1024", "--repeats=1", "--loopback", "--json", "--tensor=2")
+    done = run_python("-m", "benchmarks.dispatch", *flags)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [row["way"] for row in rows] == ["dispatch", "gather"] * 3

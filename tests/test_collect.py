@@ -20,7 +20,7 @@ from earl_jax.envs.text.codec import TextCodec
 from earl_jax.rollout.config import Limits
 from earl_jax.rollout.episode import Prompt, Task
 from earl_jax.sharding.layout import MeshShape
-from tests.support.environments import Talker, Watched
+from tests.support.environments import Lecture, Talker, Watched
 from tests.support.episodes import (
     CONFIG,
     NUM_DEVICES,
@@ -529,13 +529,6 @@ def test_environments_that_misbehave_end_their_own_episode_only():
     turns = [turn for t in rollout.trajectories for turn in t.turns]
     prefilled = sum(len(turn.token_ids) for turn in turns if turn.author == "environment")
     assert rollout.stats.prefill_tokens == prefilled
-
-
-class Lecture(Talker):
-    """Begins with the same long words whoever listens, and goes on with a number."""
-
-    def start(self):
-        return Start(text="0123456780123456780123456" + str(self.seed % 2), role="x")
 
 
 @pytest.mark.slow

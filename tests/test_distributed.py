@@ -49,9 +49,10 @@ from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.timing import StageTimer
 from earl_jax.training import train
 from tests.support import ROOT, python_path
+from tests.support.clusters import Device, cluster_of
 from tests.support.commands import ALL, APART, SMALL, Command, episodes_of, final_parameters
 from tests.support.processes import Processes as RealProcesses
-from tests.support.runs import TIMES, config_of, steps_of
+from tests.support.runs import TIMES, assert_equal, config_of, steps_of
 
 # Who is who.
 
@@ -213,24 +214,6 @@ def test_processes_of_a_launcher_find_each_other(variables, gpus):
     for n, (output, errors) in enumerate(ends):
         assert both[n].returncode == 0, errors
         assert output.split() == [str(n), "2", gpus.format(n=n)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    id: int
-    process_index: int
-
-
-def cluster_of(index: int, num_rollout: int = 0) -> Cluster:
-    """Three processes of two devices."""
-    devices = tuple(Device(id=n, process_index=n // 2) for n in range(6))
-    return Cluster(
-        index=index,
-        count=3,
-        rollout_devices=devices[:num_rollout] if num_rollout else devices,
-        train_devices=devices[num_rollout:],
-        timeout_s=1.0,
-    )
 
 
 def test_episodes_are_cut_over_the_processes_that_play():
@@ -658,22 +641,20 @@ def assert_past_the_hosts(*workdirs: Path) -> None:
         assert (line["dispatch_host_bytes"], line["publish_host_bytes"]) == (0, 0)
 
 
-def train_here(cache: Path, workdir: Path, settings: dict) -> Path:
+def train_here(workdir: Path, settings: dict) -> Path:
     """Trains as `Command` in one process, which is this one with its eight devices."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(cache))
-        train(config_of(SMALL | settings), workdir)
+    train(config_of(SMALL | settings), workdir)
     return workdir
 
 
 @pytest.fixture(scope="module")
-def one(cache, tmp_path_factory) -> Path:
+def one(tmp_path_factory) -> Path:
     """A run of one process."""
-    return train_here(cache, tmp_path_factory.mktemp("alone") / "one", ALL)
+    return train_here(tmp_path_factory.mktemp("alone") / "one", ALL)
 
 
-def test_two_processes_train_as_one_does(one, cache, tmp_path):
-    run = Command(cache, tmp_path / "two", 2, **ALL)
+def test_two_processes_train_as_one_does(one, tmp_path):
+    run = Command(tmp_path / "two", 2, **ALL)
     ends = run.ends()
     assert [status for status, _, _ in ends] == [0, 0], ends
     order = f"in this order: {socket.gethostname()} (8 devices of processes 0, 1)"
@@ -722,9 +703,8 @@ BY_WHO_PLAYS = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_no_bit_depends_on_which_process_plays_what(cache, tmp_path, monkeypatch):
+def test_no_bit_depends_on_which_process_plays_what(tmp_path):
     """Sixteen of 32 episodes are in a queue; the process that does not sleep takes most."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     processes = RealProcesses(2, 4, "test_distributed:play_unequally", str(tmp_path))
     played = list(zip(*processes.results(500), strict=True))
     workdirs = [tmp_path / f"slow_{slow}" for slow in range(2)]
@@ -733,8 +713,7 @@ def test_no_bit_depends_on_which_process_plays_what(cache, tmp_path, monkeypatch
         steps = [pair for pair in zip(*each, strict=True) if sum(pair) == 32]
         # On a busy machine the other may be as slow in one of them.
         assert len(steps) == 2 and min(pair[slow] for pair in steps) < 14, played
-    for left, right in zip(*map(final_parameters, workdirs), strict=True):
-        np.testing.assert_array_equal(left, right)
+    assert_equal(*map(final_parameters, workdirs))
     for step in (1, 2):
         assert episodes_of(workdirs[0], step) == episodes_of(workdirs[1], step)
     for left, right in zip(*map(steps_of, workdirs), strict=True):
@@ -743,7 +722,7 @@ def test_no_bit_depends_on_which_process_plays_what(cache, tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-def test_streams_an_average_and_a_teacher_are_those_of_one_process(one, cache, tmp_path):
+def test_streams_an_average_and_a_teacher_are_those_of_one_process(one, tmp_path):
     """Where one process plays, and evaluates the average that the other has, which trains."""
     settings = APART | {
         "reference_from": str(one),
@@ -753,8 +732,8 @@ def test_streams_an_average_and_a_teacher_are_those_of_one_process(one, cache, t
         "eval.averaged": True,
         "checkpoint.export": True,
     }
-    alone = train_here(cache, tmp_path / "alone", settings)
-    two = Command(cache, tmp_path / "two", 2, **settings).done()
+    alone = train_here(tmp_path / "alone", settings)
+    two = Command(tmp_path / "two", 2, **settings).done()
     assert_same_run(alone, two)
     assert_past_the_hosts(alone, two)
     lines = steps_of(two)
@@ -774,8 +753,8 @@ def test_streams_an_average_and_a_teacher_are_those_of_one_process(one, cache, t
         (["--config.devices.num_cpu_devices=2"], "play on [4, 2] devices"),
     ],
 )
-def test_processes_that_were_started_differently_say_how(cache, tmp_path, own, words):
-    command = Command(cache, tmp_path / "w", 2, [], own, **ALL)
+def test_processes_that_were_started_differently_say_how(tmp_path, own, words):
+    command = Command(tmp_path / "w", 2, [], own, **ALL)
     ends = command.ends()
     assert [status for status, _, _ in ends] == [2, 2], ends
     assert words.format(host=socket.gethostname()) in ends[0][2]
@@ -884,13 +863,13 @@ def spanning(mesh: str, train: str, num_devices: int, num: int) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_processes_that_play_together_train_as_one_does(cache, tmp_path):
+def test_processes_that_play_together_train_as_one_does(tmp_path):
     """Of four processes two have each row shard, and all read all slots."""
     mesh, train = "data=2,tensor=4", "data=2,fsdp=4"
     given = spanning(mesh, train, 8, 4) | {"model.num_kv_heads": 4}
     runs = [
-        train_here(cache, tmp_path / "one", given),
-        Command(cache, tmp_path / "four", 4, **given).done(420),
+        train_here(tmp_path / "one", given),
+        Command(tmp_path / "four", 4, **given).done(420),
     ]
     assert_same_run(*runs)
     assert_past_the_hosts(*runs)
@@ -902,40 +881,40 @@ def test_processes_that_play_together_train_as_one_does(cache, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_processes_that_play_together_and_are_stopped_end_as_if_left_alone(cache, tmp_path):
+def test_processes_that_play_together_and_are_stopped_end_as_if_left_alone(tmp_path):
     """One is killed: the same bits as of one process that has both devices, and no task twice.
 
     The first process has the environments, and writes checkpoints, metrics and episodes. One of two
     layers is of linear attention, whose states are cut over both processes.
     """
-    given, steps = spanning("data=1,tensor=2", "data=2", 2, 2), range(1, 9)
+    given, steps = spanning("data=1,tensor=2", "data=2", 2, 2), range(1, 7)
     given |= {
         "num_steps": len(steps),
         "model.num_layers": 2,
         "model.attention_every": 2,
         "model.linear_key_size": 8,
         "model.linear_value_size": 8,
+        "rollout.episodes_per_step": 16,
         "distributed.heartbeat_s": 15,
         "checkpoint.every_steps": 2,
         "log.trajectories_every_steps": 1,
     }
     alone = given | {"devices.num_cpu_devices": 2}
-    whole = Command(cache, tmp_path / "whole", 1, **alone).done()
+    whole = Command(tmp_path / "whole", 1, **alone).done()
 
-    command = Command(cache, tmp_path / "run", 2, **given)
+    command = Command(tmp_path / "run", 2, **given)
     command.after_step(3)
     command.all[1].kill()
     (status, _, errors), (killed, _, _) = command.ends()
     assert (status, killed) == (1, -signal.SIGKILL)
     assert f"process 1 on {socket.gethostname()} has ended" in errors, errors
     assert "Start all processes again" in errors and "Traceback" not in errors
-    run = Command(cache, tmp_path / "run", 2, **given).done()
-    for left, right in zip(final_parameters(whole), final_parameters(run), strict=True):
-        np.testing.assert_array_equal(left, right)
+    run = Command(tmp_path / "run", 2, **given).done()
+    assert_equal(final_parameters(whole), final_parameters(run))
     played = [[episodes_of(each, step) for step in steps] for each in (whole, run)]
     assert played[0] == played[1]
     numbers = [line["episode"] for lines in played[1] for line in lines]
-    assert sorted(numbers) == list(range(32 * len(steps)))
+    assert sorted(numbers) == list(range(16 * len(steps)))
     assert [line["step"] for line in steps_of(run)] == list(steps)
 
 
@@ -956,10 +935,10 @@ CHANGES = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_two_processes_change_meshes_at_the_same_step_as_one(cache, tmp_path):
+def test_two_processes_change_meshes_at_the_same_step_as_one(tmp_path):
     """1 x 8 and 2 x 4 devices: the same losses, the same meshes at every step."""
-    one = steps_of(train_here(cache, tmp_path / "one", CHANGES))
-    several = steps_of(Command(cache, tmp_path / "two", 2, **CHANGES).done(280))
+    one = steps_of(train_here(tmp_path / "one", CHANGES))
+    several = steps_of(Command(tmp_path / "two", 2, **CHANGES).done(280))
     for left, right in zip(one, several, strict=True):
         for name in ("rollout_mesh", "train_mesh", "switched", "rollout_max_tokens"):
             assert left[name] == right[name], (left["step"], name)

@@ -39,8 +39,7 @@ def test_reference_is_what_the_code_says(reference, name):
 
 
 @pytest.mark.slow
-def test_every_metric_of_a_run_is_in_the_reference(reference, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_every_metric_of_a_run_is_in_the_reference(reference, tmp_path):
     train(make_config(TINY), tmp_path / "run")
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]

@@ -4,8 +4,6 @@
 
 import random
 import re
-import subprocess
-import sys
 import threading
 import time
 from functools import partial
@@ -13,7 +11,7 @@ from functools import partial
 import pytest
 
 from earl_jax.envs.pool import EnvironmentPool, Failure
-from tests.support import wait_until
+from tests.support import run_python, wait_until
 
 
 @pytest.fixture
@@ -145,7 +143,7 @@ used = 4096 * int(open('/proc/self/statm').read().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, used + 2**28))
 raise SystemExit(exit_status(lambda: pool.run([threading.Event().wait] * 300)))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = run_python("-c", code)
     assert done.returncode == 1
     words = r"error: \d+ environment calls hang, each beyond 0.1 s, and this process can start no"
     assert re.match(words, done.stderr), done.stderr
@@ -160,7 +158,7 @@ outcomes = pool.run([lambda: time.sleep(1000), lambda: 1, lambda: time.sleep(100
 print([getattr(o, 'stop_reason', o) for o in outcomes])
 """
     # The time limit is the claim: the calls hang for 1000 s.
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run_python("-c", code, timeout=60)
     assert done.stdout == "['environment_timeout', 1, 'environment_timeout', 2]\n"
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -4,8 +4,6 @@
 
 import functools
 import hashlib
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +24,7 @@ from earl_jax.envs.text.tokenizer import (
     load_tokenizer,
     save_tokenizer,
 )
+from tests.support import run_python
 from tests.support.episodes import game_corpus
 
 
@@ -75,10 +74,7 @@ def test_training_is_deterministic_also_across_processes():
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r});"
         "import test_envs_tokenizer; print(test_envs_tokenizer.fingerprint())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert done.stdout.strip() == fingerprint()
+    assert run_python("-c", code).stdout.strip() == fingerprint()
 
 
 def test_vocabulary_of_bytes_alone_encodes_everything():

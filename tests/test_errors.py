@@ -15,7 +15,7 @@ from earl_jax.launch.cluster import processes_only
 from earl_jax.launch.start import exit_status
 from earl_jax.run.saved_position import read_newest
 from earl_jax.settings.errors import InputError, writes_below
-from tests.support import ROOT
+from tests.support import ROOT, run_python
 from tests.support.settings import make_config
 
 # A machine with a plugin for GPUs, and without one.
@@ -135,7 +135,7 @@ def test_a_run_under_way_without_a_checkpoint_says_so_before_anything_is_built(t
 
 
 def test_devices_that_an_installed_plugin_does_not_find_end_with_status_2():
-    done = subprocess.run([sys.executable, "-c", ABSENT], cwd=ROOT, capture_output=True, text=True)
+    done = run_python("-c", ABSENT)
     assert done.returncode == 2
     words = "JAX cannot start it here: Unable to initialize backend 'cuda': no GPU is visible"
     assert done.stderr == f"error: config.devices.platform is 'gpu', but {words}\n"
@@ -156,13 +156,7 @@ def test_devices_whose_plugin_is_absent_end_with_status_2_and_the_extra(
     if any(map(importlib.util.find_spec, plugins)):
         pytest.skip(f"a plugin for {platform} is installed here")
     flags = [f"--config.devices.platform={platform}", f"--workdir={tmp_path / 'run'}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "earl_jax.main", *flags],
-        cwd=ROOT,
-        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
+    done = run_python("-m", "earl_jax.main", *flags)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"error: config.devices.platform is {platform!r}, but JAX's plugin")

@@ -83,8 +83,7 @@ def test_an_environment_that_exits_is_a_failure_in_words(kind):
     assert settle(7) == 7
 
 
-def test_examples_are_of_the_next_tasks_where_some_fail(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_examples_are_of_the_next_tasks_where_some_fail(tmp_path):
     train(config_of(every=2), tmp_path / "run")
     lines = steps_of(tmp_path / "run")
     assert [line["step"] for line in lines] == [1, 2]
@@ -95,8 +94,7 @@ def test_examples_are_of_the_next_tasks_where_some_fail(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_whose_prompts_are_all_too_long_ends_with_the_reason(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_a_run_whose_prompts_are_all_too_long_ends_with_the_reason(tmp_path):
     # Of as many tasks as its tokenizer sees none is one token.
     config = config_of(most_tokens=32, every=10**9, words=400)
     config = dataclasses.replace(config, num_steps=100)

@@ -26,7 +26,15 @@ from earl_jax.settings.errors import RunError
 from earl_jax.telemetry.metrics import read_metrics
 from tests.support import ROOT
 from tests.support.commands import ALL, SMALL, Command, final_parameters
-from tests.support.runs import command, config_of, environment, steps_of, timeless
+from tests.support.runs import (
+    assert_equal,
+    command,
+    config_of,
+    cut_off,
+    environment,
+    steps_of,
+    timeless,
+)
 
 # Every step is saved, and a process that is silent for 15 s is lost.
 SAVED = ALL | {"checkpoint.every_steps": 1, "distributed.heartbeat_s": 15}
@@ -113,9 +121,9 @@ def of_a_namespace(folder: Path) -> list[str]:
     pytest.skip("no namespace with mounts of its own can be made here")
 
 
-def faulty(cache, workdir, stage: str, lost: int) -> Command:
+def faulty(workdir, stage: str, lost: int) -> Command:
     program = f"import test_faults; test_faults.die_in({stage!r}, {lost})"
-    return Command(cache, workdir, 2, program=program, **SAVED)
+    return Command(workdir, 2, program=program, **SAVED)
 
 
 # Lines that libraries write before the message where a process is lost: XLA its log and a stack
@@ -140,9 +148,9 @@ def train_here(workdir: Path, stop: Callable[[], str] = lambda: "", **changes) -
 
 
 @pytest.fixture(scope="module")
-def alone(cache, tmp_path_factory):
+def alone(tmp_path_factory):
     """The workdir of a run that nothing happened to."""
-    return Command(cache, tmp_path_factory.mktemp("whole"), 2, **SAVED).done()
+    return Command(tmp_path_factory.mktemp("whole"), 2, **SAVED).done()
 
 
 @pytest.fixture(scope="module")
@@ -153,14 +161,14 @@ def whole(alone):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_that_lost_a_process_is_resumed(cache, tmp_path, alone, whole):
+def test_a_run_that_lost_a_process_is_resumed(tmp_path, alone, whole):
     """In its second save; of runs that play together, one is lost in any stage of a step.
 
     Where one process cannot read its part of the newest checkpoint both take the one before:
     neither waits for the other, which has failed.
     """
     folder = tmp_path / "w"
-    run = faulty(cache, folder, "save", 1)
+    run = faulty(folder, "save", 1)
     run.all[1].wait(250)
     lost_s = time.monotonic()
     ends = run.ends(60)
@@ -174,23 +182,18 @@ def test_a_run_that_lost_a_process_is_resumed(cache, tmp_path, alone, whole):
     assert files
     for path in files:
         os.truncate(path, path.stat().st_size // 2)
-    ends = Command(cache, folder, 2, **SAVED).ends()
+    ends = Command(folder, 2, **SAVED).ends()
     assert [status for status, _, _ in ends] == [0, 0], ends
     assert not any("Exception ignored" in errors for _, _, errors in ends)
     assert "the checkpoint of step 2 is damaged" in ends[0][1]
     assert "after step 1 of 2" in ends[0][1] and (folder / "damaged_2").is_dir()
-    for left, right in zip(whole, final_parameters(folder), strict=True):
-        np.testing.assert_array_equal(left, right)
+    assert_equal(whole, final_parameters(folder))
 
 
 @pytest.mark.slow
-def test_a_run_of_two_processes_is_resumed_by_one(
-    cache, tmp_path, alone, whole, monkeypatch, capsys
-):
+def test_a_run_of_two_processes_is_resumed_by_one(tmp_path, alone, whole, capsys):
     """Within rounding; as many processes go on exactly."""
-    folder = shutil.copytree(alone, tmp_path / "w")
-    shutil.rmtree(folder / "checkpoints" / "2")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    folder = cut_off(alone, tmp_path / "w", 1)
     train_here(folder)
     assert "after step 1 of 2" in capsys.readouterr().out
     for left, right in zip(whole, final_parameters(folder), strict=True):
@@ -205,9 +208,9 @@ def assert_names(ends: list[tuple[int, str, str]], lost: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_lost_while_a_checkpoint_is_read_does_not_damage_it(cache, tmp_path, alone):
+def test_a_process_lost_while_a_checkpoint_is_read_does_not_damage_it(tmp_path, alone):
     folder = shutil.copytree(alone, tmp_path / "w")
-    run = faulty(cache, folder, "restore", 0)
+    run = faulty(folder, "restore", 0)
     run.all[0].wait(120)
     ends = run.ends(60)
     assert ends[0][0] == -signal.SIGKILL
@@ -217,11 +220,11 @@ def test_a_process_lost_while_a_checkpoint_is_read_does_not_damage_it(cache, tmp
 
 
 @pytest.mark.slow
-def test_storage_that_turns_read_only_ends_all_with_one_message(cache, tmp_path):
+def test_storage_that_turns_read_only_ends_all_with_one_message(tmp_path):
     if os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"]).returncode:
         pytest.skip("mounts need root")
     program = "import test_faults; test_faults.have_it_turn_read_only()"
-    run = Command(cache, tmp_path / "w", 2, program=program, **SAVED | {"num_steps": 1000})
+    run = Command(tmp_path / "w", 2, program=program, **SAVED | {"num_steps": 1000})
     for end in run.ends():
         message = message_of(end)
         assert "cannot be written: Read-only file system" in message, message
@@ -231,10 +234,10 @@ def test_storage_that_turns_read_only_ends_all_with_one_message(cache, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_one_message_in_the_next_step(cache, tmp_path):
+def test_a_full_disk_is_one_message_in_the_next_step(tmp_path):
     program = "import test_faults; test_faults.fill_the_disk()"
     settings = SAVED | {"num_steps": 1000, "checkpoint.every_steps": 5}
-    ((status, _, errors),) = Command(cache, tmp_path / "w", 1, program=program, **settings).ends()
+    ((status, _, errors),) = Command(tmp_path / "w", 1, program=program, **settings).ends()
     assert status == 1 and errors.count("\n") == 1, errors
     line = errors
     assert line.startswith(f"error: {tmp_path / 'w' / 'checkpoints'}/10")
@@ -244,14 +247,13 @@ def test_a_full_disk_is_one_message_in_the_next_step(cache, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_whose_disk_was_full_goes_on_when_there_is_room(cache, tmp_path, monkeypatch):
+def test_a_run_whose_disk_was_full_goes_on_when_there_is_room(tmp_path):
     """With a disk that holds some of its checkpoints; it ends as one that had room."""
     disk, kept, whole = (tmp_path / name for name in ("disk", "kept", "whole"))
     disk.mkdir()
     kept.mkdir()
     prefix = of_a_namespace(disk)
     settings = {"num_steps": 6, "checkpoint.keep": 6, "log.trajectories_every_steps": 1}
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     train_here(whole, **settings)
 
     # Room for three and a half checkpoints; one may take twice its bytes while it is written.
@@ -259,7 +261,7 @@ def test_a_run_whose_disk_was_full_goes_on_when_there_is_room(cache, tmp_path, m
     size = bytes_below(whole) - bytes_below(whole / "checkpoints") + 7 * each // 2
     line = command("main", f"--workdir={disk / 'w'}", **(SMALL | SAVED | settings))
     given = [*prefix, "sh", "-c", ON_A_SMALL_DISK, "sh", str(size), str(disk), str(kept), *line]
-    subprocess.run(given, cwd=ROOT, env=environment(cache), check=True, timeout=250)
+    subprocess.run(given, cwd=ROOT, env=environment(), check=True, timeout=250)
 
     read = {path.name: path.read_text() for path in kept.glob("*_*")}
     assert read["status_1"] == "1\n" and read["errors_1"].count("\n") == 1, read
@@ -276,8 +278,7 @@ def test_a_run_whose_disk_was_full_goes_on_when_there_is_room(cache, tmp_path, m
     assert lines(kept / "w") == lines(whole)
     for path in (whole / "trajectories").iterdir():
         assert (kept / "w/trajectories" / path.name).read_text() == path.read_text()
-    for left, right in zip(final_parameters(whole), final_parameters(kept / "w"), strict=True):
-        np.testing.assert_array_equal(left, right)
+    assert_equal(final_parameters(whole), final_parameters(kept / "w"))
 
 
 def bytes_below(folder: Path) -> int:
@@ -286,9 +287,7 @@ def bytes_below(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_a_workdir_that_is_removed_ends_the_run_with_one_message(
-    cache, tmp_path, monkeypatch, capfd
-):
+def test_a_workdir_that_is_removed_ends_the_run_with_one_message(tmp_path, capfd):
     """After the first step, in this process; storage of two processes turns read-only above."""
     workdir = tmp_path / "w"
 
@@ -297,7 +296,6 @@ def test_a_workdir_that_is_removed_ends_the_run_with_one_message(
             workdir.rename(tmp_path / "moved")
         return ""
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     with pytest.raises(RunError) as raised:
         train_here(workdir, remove, num_steps=1000)
     assert str(raised.value).startswith(f"--workdir={workdir} was removed, or moved")

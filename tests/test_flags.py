@@ -3,10 +3,8 @@
 """Flags of the commands: --help lists every setting, and a mistake says what to write."""
 
 import importlib
-import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from earl_jax.evaluate import evaluate_command
 from earl_jax.launch import console
 from earl_jax.settings.errors import InputError
 from earl_jax.train.config import TrainConfig
-from tests.support import ROOT
+from tests.support import ROOT, run_python
 
 
 @pytest.mark.parametrize("parse", [main.parse_flags, plan.parse_flags, bench.bench_command])
@@ -177,16 +175,8 @@ def test_the_console_finds_modules_in_the_current_folder(tmp_path):
     (tmp_path / "own_words.py").write_text("class Own:\n    def __init__(self, *, most=1): ...\n")
     line = "import sys; sys.path.pop(0); from earl_jax.launch import console; "
     line += "assert 'jax' not in sys.modules; console.main()"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-c", line, "train"),
-            *("--config.env.name=own_words:Own", "--config.env.args.least=1"),
-        ],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    flags = ("--config.env.name=own_words:Own", "--config.env.args.least=1")
+    done = run_python("-c", line, "train", *flags, cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
     assert "config.env.args.least is not an argument of Own" in done.stderr

@@ -32,8 +32,16 @@ from earl_jax.train.checkpoint import Checkpoints
 from earl_jax.training import train
 from tests.support import ROOT
 from tests.support.placements import TINY as TINY_MODEL
-from tests.support.runs import command, final_parameters, final_state, run, steps_of, timeless
-from tests.support.settings import make_config
+from tests.support.runs import (
+    assert_equal,
+    check_resume,
+    command,
+    final_parameters,
+    final_state,
+    run,
+    steps_of,
+)
+from tests.support.settings import make_config, write_config
 
 # As many tasks that the tokenizer is trained on all of them whatever the number of steps.
 TINY = {
@@ -56,11 +64,6 @@ def config_of(*overrides, **changes):
     return make_config({**TINY, **changes}, overrides)
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """The workdir of a run of two steps."""
@@ -71,12 +74,6 @@ def finished(tmp_path_factory):
 
 def saved(workdir: Path) -> dict:
     return json.loads((workdir / "config.json").read_text())
-
-
-def assert_equal(ones, others):
-    assert len(ones) == len(others)
-    for one, other in zip(ones, others, strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 def parameters(workdir, step):
@@ -95,21 +92,6 @@ def test_more_steps_are_those_of_a_run_that_had_them_from_the_start(finished, tm
     assert_equal(final_parameters(part, 3), final_parameters(whole, 3))
 
 
-def config_file(folder, config):
-    """A config file for a process of its own."""
-    path = folder / "config.py"
-    path.write_text(
-        "from ml_collections import ConfigDict\n"
-        f"def get_config():\n    return ConfigDict({config.as_dict()!r})\n"
-    )
-    return f"--config={path}"
-
-
-def main(folder, config, workdir, *flags, **overrides):
-    line = command("main", config_file(folder, config), f"--workdir={workdir}", *flags, **overrides)
-    return run(folder / "cache", *line)
-
-
 FOUR_DEVICES = {
     "devices.num_cpu_devices": 4,
     "selector.rollout_meshes": "('data=4',)",
@@ -122,7 +104,8 @@ def test_another_number_of_devices_goes_on(finished, tmp_path):
     """By a resume, and by a run that begins with the weights: on four of eight, then on eight."""
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
-    done = main(tmp_path, config_of(), folder, **FOUR_DEVICES, num_steps=3)
+    flags = f"--config={write_config(tmp_path, config_of().as_dict())}", f"--workdir={folder}"
+    done = run(*command("main", *flags, **FOUR_DEVICES, num_steps=3))
     assert done.returncode == 0, done.stderr
     assert "changed: config.devices.num_cpu_devices is 8 there, 4 here" in done.stdout
     assert "the checkpoint's meshes are not possible here any more" in done.stdout
@@ -160,13 +143,10 @@ def test_a_moving_average_goes_on_where_it_was(tmp_path):
     changes += ("env.args.mask_illegal=True", "train.ratio=model")
     config = config_of(*changes)
     train(config, tmp_path / "whole")
-    shutil.copytree(tmp_path / "whole", tmp_path / "again")
-    shutil.rmtree(tmp_path / "again/checkpoints/2")
-    train(config, tmp_path / "again")
-    assert_equal(parameters(tmp_path / "again", 2), parameters(tmp_path / "whole", 2))
+    again = check_resume(config, tmp_path / "whole", 1)
     ones, others = (
-        [position_of(tmp_path / name, step)["averages"] for step in (1, 2)]
-        for name in ("again", "whole")
+        [position_of(folder, step)["averages"] for step in (1, 2)]
+        for folder in (again, tmp_path / "whole")
     )
     assert ones == others and set(ones[0]) == {"x", "o"}
     assert ones[0] != ones[1]
@@ -225,12 +205,8 @@ def test_lengths_of_tasks_last_from_step_to_step_and_go_on_where_they_were(tmp_p
     }
     config = config_of(**changes)
     train(config, tmp_path / "whole")
-    shutil.copytree(tmp_path / "whole", tmp_path / "again")
-    shutil.rmtree(tmp_path / "again/checkpoints/2")
-    train(config, tmp_path / "again")
-    one, two = map(timeless, steps_of(tmp_path / "whole"))
-    assert [timeless(line) for line in steps_of(tmp_path / "again")] == [one, two]
-    assert_equal(parameters(tmp_path / "again", 2), parameters(tmp_path / "whole", 2))
+    again = check_resume(config, tmp_path / "whole", 1)
+    one, two = steps_of(tmp_path / "whole")
     assert one["rollout_tokens"] == two["rollout_tokens"]
     assert two["decode_rows"] < one["decode_rows"]
     lengths = position_of(tmp_path / "whole", 1)["lengths"]
@@ -238,7 +214,7 @@ def test_lengths_of_tasks_last_from_step_to_step_and_go_on_where_they_were(tmp_p
     assert {kind for kind, _ in lengths} == {*kinds} and dict(lengths)[kinds[1]] > 20
     # The rounds that were played, to which the last episodes of a rollout may move.
     played = position_of(tmp_path / "whole", 2)["played"]
-    _, _, placement = read_newest(config, tmp_path / "again")
+    _, _, placement = read_newest(config, again)
     assert played and placement.sessions.played == {*played}
 
 

@@ -4,9 +4,6 @@
 
 import ast
 import re
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -195,26 +192,3 @@ def test_the_checker_catches(path, source, expected):
 )
 def test_the_checker_lets_pass(path, source):
     assert offences(source, path) == []
-
-
-def test_environments_run_in_a_python_without_jax():
-    program = """
-        import sys
-        for name in ("jax", "jaxlib", "flax", "torch", "tensorflow"):
-            sys.modules[name] = None  # an import of it raises
-        import pkgutil, importlib, earl_jax.envs as envs
-        for module in pkgutil.walk_packages(envs.__path__, "earl_jax.envs."):
-            importlib.import_module(module.name)
-        from earl_jax.envs.games.board_game import BoardGame
-        environment = BoardGame(seed=1, index=0)
-        print(environment.start().role, environment.step("4").done)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        cwd=PACKAGE.parent,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["x", "False"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import earl_jax
-from tests.support import ROOT
+from tests.support import ROOT, environment_without
 
 MAX_BYTES = 1_000_000_000
 
@@ -44,8 +44,8 @@ def venv(tmp_path_factory):
     done = subprocess.run(
         [folder / "bin" / "python", *line],
         cwd=ROOT,
-        # Python compiles what it imports, and pip would compile every file.
-        env=os.environ | {"PIP_NO_COMPILE": "1"},
+        # Python compiles what it imports; pip would compile every file. Its cache is the user's.
+        env=environment_without("XDG_CACHE_HOME") | {"PIP_NO_COMPILE": "1"},
         capture_output=True,
         text=True,
     )

@@ -3,10 +3,7 @@
 """JetStream's engine interface: under its own server, and by hand."""
 
 import json
-import subprocess
-import sys
 import tempfile
-from pathlib import Path
 
 import grpc
 import jax
@@ -17,6 +14,7 @@ from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 from earl_jax.engine.config import Sampling
 from earl_jax.serving import _jetstream
 from earl_jax.serving.jetstream_engine import NO_TOKEN, OVER, TOKEN, JetStreamEngine
+from tests.support import run_python
 from tests.support.continuations import CONTEXT_TOKENS, continuations, policy, prompt, served
 from tests.support.episodes import tokenizer
 from tests.support.serving_here import until
@@ -226,11 +224,5 @@ print(json.dumps([
     sys.modules["tiktoken"] is mine, root.level, root.handlers == before, messages_alone,
 ]))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parent.parent,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_python("-c", code)
     assert json.loads(done.stdout) == [["tiktoken"], True, 40, True, True]

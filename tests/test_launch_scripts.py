@@ -24,7 +24,7 @@ from tests.support import ROOT, python_path
 from tests.support.commands import ALL, SMALL
 from tests.support.placements import EIGHT_SLOTS, TINY
 from tests.support.runs import steps_of
-from tests.support.settings import small
+from tests.support.settings import small, write_config
 
 SCRIPTS = sorted(
     [*ROOT.glob("gpu_scripts/*.s*"), *ROOT.glob("tpu_scripts/*.sh")], key=lambda path: str(path)
@@ -57,7 +57,7 @@ XPK = [*TPU, "--cluster=c", "--image=registry/earl:1"]
 class Machine:
     """A machine with the stand-ins, on which scripts run from the repository's folder."""
 
-    def __init__(self, folder: Path, cache: Path):
+    def __init__(self, folder: Path):
         self.home = folder
         (folder / "bin").mkdir()
         for name in STAND_INS:
@@ -69,7 +69,6 @@ class Machine:
             "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
             "HOME": str(folder),
             "RECORD": str(folder / "record"),
-            "XDG_CACHE_HOME": str(cache),
             "JAX_COORDINATOR_PORT": str(free_port()),
             "PYTHON": sys.executable,
             "PYTHONPATH": python_path(ROOT),
@@ -123,8 +122,8 @@ sys.stdout.write(json.dumps(seen) + chr(10))
 
 
 @pytest.fixture
-def machine(tmp_path, cache) -> Machine:
-    return Machine(tmp_path, cache)
+def machine(tmp_path) -> Machine:
+    return Machine(tmp_path)
 
 
 def objects(text: str) -> list[dict]:
@@ -603,12 +602,7 @@ def supervised_config(folder: Path, num_steps: int) -> Path:
         "checkpoint": {"every_steps": 1},
         "distributed": {"heartbeat_s": 15.0},
     }
-    path = folder / "config.py"
-    path.write_text(
-        "from ml_collections import ConfigDict\n"
-        f"def get_config():\n    return ConfigDict({small(given)!r})\n"
-    )
-    return path
+    return write_config(folder, small(given))
 
 
 @pytest.mark.slow

@@ -44,6 +44,7 @@ from earl_jax.train.state import (
 from earl_jax.train.step import read_metrics
 from earl_jax.trajectory import TrajectoryBatch
 from tests.support.caches import empty_cache
+from tests.support.runs import bits
 from tests.support.settings import make_config
 from tests.support.shardings import resident_bytes
 from tests.support.updates import lowered_update
@@ -123,10 +124,6 @@ def logits_program(shape: MeshShape):
 
 def policy(state: TrainState, config: TrainConfig = CONFIG) -> Any:
     return policy_parameters(config, state.params, state.base)
-
-
-def bits(tree: Any) -> list[bytes]:
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
 # One projection.

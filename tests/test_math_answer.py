@@ -3,7 +3,6 @@
 """The reward for answers to questions of mathematics."""
 
 import json
-import subprocess
 import sys
 import threading
 
@@ -17,6 +16,7 @@ from earl_jax.envs.processes import sandbox, scorers
 from earl_jax.envs.processes.scorers import Scorer
 from earl_jax.envs.single_turn import SingleTurn
 from earl_jax.settings.errors import InputError
+from tests.support import run_python
 
 
 @pytest.mark.parametrize(
@@ -101,9 +101,8 @@ def test_an_answer_is_scored_where_nothing_can_be_reached(tmp_path):
         "    print(child._in_a_fork(lambda: eval(text), limits, confine), flush=True)\n"
     )
     arguments = (scorers._scorer_child.__file__, json.dumps(limits), json.dumps([*evil]))
-    command = (sys.executable, "-c", code, *arguments)
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert found.stdout.splitlines() == [*evil.values()]
+    found = run_python("-c", code, *arguments)
+    assert found.stdout.splitlines() == [*evil.values()], found.stderr
     assert not path.exists()
 
 

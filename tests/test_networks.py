@@ -32,6 +32,7 @@ from earl_jax.train.update import Totals, add_totals, value_sums
 from earl_jax.trajectory import TrajectoryBatch
 from tests.support.batches import make_turns
 from tests.support.placements import TINY
+from tests.support.runs import bits
 from tests.support.updates import plain_learner
 
 VOCAB, ROWS, LENGTH = 32, 8, 16
@@ -61,10 +62,6 @@ def learner_with(
         ),
         VOCAB,
     )
-
-
-def bits(tree) -> list[bytes]:
-    return [np.array(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
 def moved(state: TrainState) -> TrainState:

@@ -87,11 +87,8 @@ def slow_disk(monkeypatch):
     monkeypatch.setattr(step_log, "write_batch", last_write)
 
 
-def test_a_run_whose_updates_are_not_finite_ends_with_its_batch(
-    tmp_path, monkeypatch, capsys, slow_disk
-):
+def test_a_run_whose_updates_are_not_finite_ends_with_its_batch(tmp_path, capsys, slow_disk):
     """And, as at any exception, when the checkpoint that was being written is whole."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     workdir = tmp_path / "run"
     with pytest.raises(RunError, match=r"no update could be made in 2 steps in a row"):
         train(make_config(GIVEN), workdir)
@@ -125,8 +122,7 @@ def test_the_batch_is_named_that_a_process_that_trains_has_written(tmp_path):
 
 
 @pytest.mark.slow
-def test_steps_without_an_update_are_counted_over_a_resume(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_steps_without_an_update_are_counted_over_a_resume(tmp_path):
     assert not train(make_config(GIVEN, ["num_steps=1"]), tmp_path / "run").stopped
     with pytest.raises(RunError, match="no update could be made in 2 steps in a row"):
         train(make_config(GIVEN), tmp_path / "run")
@@ -135,8 +131,7 @@ def test_steps_without_an_update_are_counted_over_a_resume(tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-def test_a_learning_rate_of_1e9_ends_with_status_1_and_saves_no_nan(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_a_learning_rate_of_1e9_ends_with_status_1_and_saves_no_nan(tmp_path, capsys):
     env = {"name": "trail", "args": GIVEN["env"]["args"]}
     config = make_config({**GIVEN, "env": env}, ["train.learning_rate=1e9"])
     assert exit_status(lambda: train(config, tmp_path / "run") and None) == 1

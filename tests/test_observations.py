@@ -10,20 +10,10 @@ from earl_jax.loop import rl_step
 from earl_jax.placement.placement import Placement
 from earl_jax.run.build import build_run
 from earl_jax.selector.table import Entry, ThroughputTable
-from tests.support.placements import D8, first_position, given
+from tests.support.placements import D8, SIXTEEN_SLOTS, TOKENS, first_position, given
 from tests.support.problems import rollout_key, train_key
 from tests.support.settings import make_config
 
-TOKENS = 32
-ROLLOUT = {
-    "num_slots": 16,
-    "episodes_per_step": 16,
-    "burst": 2,
-    "max_turn_tokens": 4,
-    "max_episode_tokens": TOKENS,
-    "context_buckets": (TOKENS,),
-    "patience_s": 60.0,
-}
 TRAIN_KEY, ROLLOUT_KEY = train_key(D8, TOKENS, 1, "none"), rollout_key(D8, TOKENS, 16)
 
 
@@ -35,7 +25,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def run_with(table):
-    return build_run(make_config(given(ROLLOUT, (D8,), (D8,), table=str(table))))
+    return build_run(make_config(given(SIXTEEN_SLOTS, (D8,), (D8,), table=str(table))))
 
 
 def opened(run):

@@ -17,6 +17,8 @@ from earl_jax.train.offload import is_offloaded
 from earl_jax.train.saved_state import to_checkpoint
 from tests.support.placements import (
     D8,
+    SIXTEEN_SLOTS,
+    TOKENS,
     first_position,
     given,
     hungry,
@@ -26,23 +28,13 @@ from tests.support.placements import (
 )
 from tests.support.settings import make_config
 
-TOKENS = 32
-ROLLOUT = {
-    "num_slots": 16,
-    "episodes_per_step": 16,
-    "burst": 2,
-    "max_turn_tokens": 4,
-    "max_episode_tokens": TOKENS,
-    "context_buckets": (TOKENS,),
-    "patience_s": 60.0,
-}
 pytestmark = pytest.mark.usefixtures("few_objects")
 OFFLOADED = "the optimizer's moments wait in host memory during rollouts"
 
 
 @pytest.fixture(scope="module")
 def world():
-    return build_run(make_config(given(ROLLOUT, (D8,), (D8,), offload="on")))
+    return build_run(make_config(given(SIXTEEN_SLOTS, (D8,), (D8,), offload="on")))
 
 
 def placed(world, **changes):

@@ -6,12 +6,10 @@ import asyncio
 import gc
 import itertools
 import json
-import os
 import random
 import re
 import shutil
 import subprocess
-import sys
 import weakref
 from pathlib import Path
 
@@ -35,9 +33,10 @@ from earl_jax.settings.errors import InputError, RunError
 from earl_jax.telemetry.episodes import failures_of, read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.trajectory import Trajectory
-from tests.support import ROOT, python_path
+from tests.support import ROOT, python_path, run_python
 from tests.support.episodes import renderer
 from tests.support.placements import TINY, begin, one_step
+from tests.support.runs import cut_off
 from tests.support.settings import make_config
 
 HOW_TO = ROOT / "docs" / "howto"
@@ -75,27 +74,14 @@ GIVEN = {
 TIMES = ("_s", "stage_s", "tokens_per_s")
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-def command(module: str, folder: Path, cache: Path, *flags: str) -> subprocess.CompletedProcess:
+def command(module: str, folder: Path, *flags: str) -> subprocess.CompletedProcess:
     """Runs a command as a user does, in the folder that holds the user's own files."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
-    return subprocess.run(
-        [sys.executable, "-m", f"earl_jax.{module}", *flags],
-        cwd=folder,
-        env=kept | {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": python_path(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    return run_python("-m", f"earl_jax.{module}", *flags, cwd=folder, PYTHONPATH=python_path(ROOT))
 
 
-def train(folder: Path, cache: Path, config: str, workdir: str, **changes) -> str:
+def train(folder: Path, config: str, workdir: str, **changes) -> str:
     flags = [f"--config.{key}={value}" for key, value in (SMALL | changes).items()]
-    done = command("main", folder, cache, f"--config={config}", f"--workdir={workdir}", *flags)
+    done = command("main", folder, f"--config={config}", f"--workdir={workdir}", *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -115,9 +101,9 @@ def timeless(path: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_the_environment_of_the_how_to_trains_and_its_metrics_arrive_everywhere(tmp_path, cache):
+def test_the_environment_of_the_how_to_trains_and_its_metrics_arrive_everywhere(tmp_path):
     write_examples((HOW_TO / "environment.md").read_text(), tmp_path)
-    output = train(tmp_path, cache, "guess_config.py", "run")
+    output = train(tmp_path, "guess_config.py", "run")
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     steps, evaluations = ([r for r in rows if ("eval" in r) == e] for e in (False, True))
     assert [row["step"] for row in steps] == [1, 2]
@@ -135,7 +121,7 @@ def test_the_environment_of_the_how_to_trains_and_its_metrics_arrive_everywhere(
     assert "found" in (tmp_path / "run" / "report.html").read_text()
     saved = json.loads((tmp_path / "run" / "config.json").read_text())
     assert saved["env"]["args"] == {"highest": 9}
-    shown = command("evaluate", tmp_path, cache, "--workdir=run", "--games=3")
+    shown = command("evaluate", tmp_path, "--workdir=run", "--games=3")
     assert shown.returncode == 0, shown.stderr
     assert "guess:Guess, 3 episodes, policy after step 2\n" in shown.stdout
     assert re.search(r"  found +[\d.]+", shown.stdout)
@@ -167,21 +153,20 @@ def test_the_commands_of_the_readme_are_right_as_printed(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_readme_train(tmp_path, cache):
+def test_the_commands_of_the_readme_train(tmp_path):
     for flags in write_readme(tmp_path):
         shorter = ("num_steps=2", "eval.games=8", "eval.final_games=8")
-        done = command("main", tmp_path, cache, *flags, *(f"--config.{each}" for each in shorter))
+        done = command("main", tmp_path, *flags, *(f"--config.{each}" for each in shorter))
         assert done.returncode == 0, done.stdout + done.stderr
         assert "step 2/2" in done.stdout and "failed" not in done.stdout
 
 
 @pytest.mark.slow
-def test_the_dataset_of_the_how_to_trains_and_resumes_exactly(tmp_path, cache, monkeypatch, capsys):
+def test_the_dataset_of_the_how_to_trains_and_resumes_exactly(tmp_path, monkeypatch, capsys):
     """In this process, in the folder of the user's files."""
     write_examples((HOW_TO / "dataset.md").read_text(), tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     changes = {"rollout.group_size": 4, "algorithm": "grpo", "devices.num_cpu_devices": 8}
     changes |= {f"selector.{stage}_meshes": "('data=8',)" for stage in ("rollout", "train")}
     overrides = [f"{key}={value}" for key, value in (SMALL | changes).items()]
@@ -191,8 +176,7 @@ def test_the_dataset_of_the_how_to_trains_and_resumes_exactly(tmp_path, cache, m
         training.train(make_config_of(given, overrides), Path(workdir))
 
     train_here("whole")
-    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "2")
+    cut_off(tmp_path / "whole", tmp_path / "cut", 1)
     train_here("cut")
     assert "after step 1 of 2" in capsys.readouterr().out
     whole, cut = (timeless(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut"))
@@ -593,7 +577,7 @@ def test_an_evaluation_plays_each_task_as_often_as_it_says(monkeypatch):
         played.extend(outcomes)
         return summarize(outcomes, *rest)
 
-    monkeypatch.setattr(loop, "summarize", noted)
+    monkeypatch.setattr("earl_jax.run.evaluation.summarize", noted)
     placement, position = begin(run)
     opened, open_session = [], placement.sessions.open
 

@@ -7,8 +7,6 @@ import json
 import math
 import random
 import re
-import subprocess
-import sys
 import types
 
 import jax
@@ -38,7 +36,7 @@ from earl_jax.selector.train_footprint import kept_bytes
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.plan_text import bytes_text
-from tests.support import ROOT
+from tests.support import ROOT, run_python
 from tests.support.placements import load_of
 from tests.support.problems import rollout_key, train_key
 from tests.support.references import CHECKPOINT
@@ -519,7 +517,8 @@ def test_presets_have_their_own_vocabulary_without_a_tokenizer(monkeypatch):
 def test_planning_builds_no_run():
     code = "import sys; from earl_jax.plan import plan_command; plan_command(['--topology=cpu:8'])"
     code += "; assert 'earl_jax.run' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_four_thousand_devices_are_planned_at_every_length():

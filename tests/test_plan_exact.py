@@ -7,15 +7,12 @@ Where the compilers of chips are: see test_compile.py.
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from earl_jax.placement import planner
 from earl_jax.plan import plan_command
-from tests.support import ROOT
+from tests.support import ROOT, run_python
 from tests.support.compilers import need_compiler
 
 # Longer than a block of our own attention, so that TPUs have their kernel.
@@ -49,10 +46,10 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("topology", "model"), CASES)
-def test_bytes_of_what_is_chosen_are_the_compilers(topology, model, tmp_path):
+def test_bytes_of_what_is_chosen_are_the_compilers(topology, model):
     flags = [f"--topology={topology}", f"--contexts={LENGTH}"]
     flags += [f"--config.{setting}" for setting in (*SETTINGS, *model)]
-    exact, quick = command(tmp_path, *flags, "--exact"), command(tmp_path, *flags)
+    exact, quick = command(*flags, "--exact"), command(*flags)
     assert (exact["mode"], quick["mode"]) == ("exact", "quick")
     for stage in ("train", "rollout"):
         chosen = mesh_of(exact, stage, exact["contexts"][0][stage]["mesh"])
@@ -82,8 +79,8 @@ def here(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_a_plan_whose_exact_bytes_break_the_budget_is_left(tmp_path, here):
-    exact = command(tmp_path, *ON_CPU)
+def test_a_plan_whose_exact_bytes_break_the_budget_is_left(here):
+    exact = command(*ON_CPU)
     chosen = exact["contexts"][0]["train"]
     found = mesh_of(exact, "train", chosen["mesh"])
     assert found["exact"] and found["bytes_per_device"] <= exact["budget_bytes_per_device"]
@@ -124,15 +121,9 @@ def test_exact_mode_names_the_extra_that_it_needs(monkeypatch, topology, extra):
         plan_command([f"--topology={topology}", "--exact"])
 
 
-def command(cache, *flags):
+def command(*flags):
     """Returns what the command prints, in a process of its own: it sets JAX up by itself."""
-    done = subprocess.run(
-        [sys.executable, "-m", "earl_jax.plan", "--json", *flags],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "XDG_CACHE_HOME": str(cache)},
-    )
+    done = run_python("-m", "earl_jax.plan", "--json", *flags, timeout=900)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -33,10 +33,7 @@ SETTINGS = {
 
 
 @pytest.mark.slow
-def test_an_int8_rollout_is_corrected_logged_and_played_on_with(
-    cache, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+def test_an_int8_rollout_is_corrected_logged_and_played_on_with(tmp_path, monkeypatch, capsys):
     workdir = tmp_path / "int8"
     train(config_of(TINY | SETTINGS), workdir)
     sampled = "int8 weights, int8 KV cache, float32 against float32; importance weights up to 2"
@@ -56,7 +53,7 @@ def test_an_int8_rollout_is_corrected_logged_and_played_on_with(
 
 
 @pytest.mark.slow
-def test_int8_policy_is_served_with_the_tokens_of_the_dequantised_one(cache, tmp_path):
+def test_int8_policy_is_served_with_the_tokens_of_the_dequantised_one(tmp_path):
     folder = tmp_path / "run"
     world, params = save_run(folder, 0)
     axes = {
@@ -78,6 +75,6 @@ def test_int8_policy_is_served_with_the_tokens_of_the_dequantised_one(cache, tmp
     )
     assert whole != dequantised, "the comparison must mean something"
     flags = ("--mesh=data=2,tensor=2", "--num_slots=4", "--temperature=0", "--weight_dtype=int8")
-    with serving(cache, f"--workdir={folder}", *flags) as server:
+    with serving(f"--workdir={folder}", *flags) as server:
         calls = [server.stub.Decode(request(ids, 24)) for ids in asked]
         assert [ids_of(call) for call in calls] == dequantised

@@ -88,8 +88,7 @@ def test_the_host_whose_clock_memory_or_speed_does_not_fit_is_named(unlike, word
 
 
 @pytest.mark.slow
-def test_one_process_is_checked_and_leaves_nothing(cache, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+def test_one_process_is_checked_and_leaves_nothing(tmp_path, capsys):
     check(config_of(SMALL | ALL), tmp_path / "a/b")
     output = capsys.readouterr().out
     lines = output.splitlines()
@@ -107,8 +106,7 @@ def test_one_process_is_checked_and_leaves_nothing(cache, tmp_path, monkeypatch,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_budget_that_is_too_small_is_a_mistake(cache, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+def test_a_budget_that_is_too_small_is_a_mistake(tmp_path):
     budget = {"selector.budget_bytes_per_device": 100_000}
     with pytest.raises(InputError, match="config.selector.budget_bytes_per_device"):
         check(config_of(SMALL | ALL | budget), tmp_path / "w")
@@ -134,9 +132,9 @@ def test_another_runs_workdir_and_weights_that_are_not_there_are_mistakes(tmp_pa
 
 
 @pytest.mark.slow
-def test_two_processes_are_checked_with_the_link_between_them(cache, tmp_path):
+def test_two_processes_are_checked_with_the_link_between_them(tmp_path):
     host = socket.gethostname()
-    ends = Command(cache, tmp_path / "w", 2, CHECK, CHECK, **ALL).ends()
+    ends = Command(tmp_path / "w", 2, CHECK, CHECK, **ALL).ends()
     assert [status for status, _, _ in ends] == [0, 0], ends
     for number, (_, output, _) in enumerate(ends):
         assert f"process {number} of 2 on {host}: 4 x cpu" in output
@@ -146,14 +144,14 @@ def test_two_processes_are_checked_with_the_link_between_them(cache, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_process_with_other_code_is_named(cache, tmp_path):
+def test_the_process_with_other_code_is_named(tmp_path):
     """One message, from the first process; both end with status 2, and leave nothing."""
     code = tmp_path / "code"
     for folder in ("earl_jax", "configs"):
         shutil.copytree(ROOT / folder, code / folder)
     with (code / "earl_jax/loop.py").open("a") as file:
         file.write("# another version\n")
-    run = Command(cache, tmp_path / "w", 2, CHECK, CHECK, folders=[ROOT, code], **ALL)
+    run = Command(tmp_path / "w", 2, CHECK, CHECK, folders=[ROOT, code], **ALL)
     ends = run.ends()
     assert [status for status, _, _ in ends] == [2, 2], ends
     assert "versions.code is " in ends[0][2] and "error: " not in ends[1][2]

@@ -132,12 +132,11 @@ def test_what_the_library_does_not_have_is_an_error(library, arguments, message)
 
 
 @pytest.mark.slow
-def test_the_how_to_learns_from_answers(library, tmp_path, monkeypatch):
+def test_the_how_to_learns_from_answers(library, tmp_path):
     """Supervised steps show the answers; the reward of what is played then is above chance."""
     page = (ROOT / "docs" / "howto" / "environment.md").read_text()
     (code,) = re.findall(r"```python\n(# reasoning_config.py.*?)```", page, re.DOTALL)
     (tmp_path / "reasoning_config.py").write_text(code)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     given = load_config_file(tmp_path / "reasoning_config.py")
     # Four supervised updates a step, in a fourth of the page's steps.
     changes = ["num_steps=27", "train.sft_steps=24", "train.sft_updates=4"]

@@ -17,14 +17,13 @@ from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import PageTable, Pool
 from earl_jax.engine.rows import make_rows
 from earl_jax.engine.session import Policy, Session, reachable_pool, relocate
-from earl_jax.envs.environment import Start
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.layer_groups import pages_for
 from earl_jax.rollout.service import RolloutService
 from earl_jax.selector.memory import program_bytes
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.host_bytes import HostByteCounter
-from tests.support.environments import Talker
+from tests.support.environments import Lecture, Talker
 from tests.support.episodes import (
     CONFIG,
     LATENT,
@@ -79,13 +78,6 @@ class Moving(RolloutService):
             assert jax.tree.map(lambda leaf: leaf.sharding, moved.state) == there.state_shardings
         Moving.host_bytes += counter.num_bytes or 0
         return moved
-
-
-class Lecture(Talker):
-    """Begins with the same long words whoever listens, and goes on with a number."""
-
-    def start(self):
-        return Start(text="0123456780123456780123456" + str(self.seed % 2), role="x")
 
 
 def lecture(task):

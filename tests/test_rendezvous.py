@@ -150,11 +150,11 @@ def test_run_that_has_yet_to_end_is_waited_for():
 
 
 @pytest.mark.slow
-def test_two_processes_with_one_number_end_all_with_status_2(cache, tmp_path):
+def test_two_processes_with_one_number_end_all_with_status_2(tmp_path):
     """One message, from a process 0, long before the time for the start is over."""
     own = [[], [], ["--config.distributed.process_id=0"]]
     settings = ALL | {"devices.num_cpu_devices": 2}
-    ends = Command(cache, tmp_path / "w", 3, *own, **settings).ends(100)
+    ends = Command(tmp_path / "w", 3, *own, **settings).ends(100)
     assert [status for status, _, _ in ends] == [2, 2, 2], ends
     said = "".join(errors for _, _, errors in ends)
     assert said.count("error: ") == 1 and "Traceback" not in said

@@ -58,9 +58,8 @@ def run():
 
 
 @pytest.fixture
-def resume(run, tmp_path, monkeypatch):
+def resume(run, tmp_path):
     """A workdir with checkpoints of steps 1 and 2, and the call that resumes it."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield from resumed(run, tmp_path, POSITION)
 
 
@@ -202,8 +201,7 @@ def test_a_tokenizer_that_is_half_written_is_of_no_run(run, tmp_path, monkeypatc
         ({"throughput": {"entries": {"a": 1}, "failures": []}}, "not a throughput table"),
     ],
 )
-def test_a_position_of_another_version_is_no_damage(run, tmp_path, monkeypatch, change, words):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_a_position_of_another_version_is_no_damage(run, tmp_path, change, words):
     for resume in resumed(run, tmp_path, POSITION | change):
         with pytest.raises(InputError, match=f"does not know it .*{words}"):
             resume.call()
@@ -216,9 +214,8 @@ def adapters_run():
 
 
 @pytest.mark.parametrize("found", [0, None], ids=["another", "none"])
-def test_adapters_without_their_base(adapters_run, tmp_path, monkeypatch, found):
+def test_adapters_without_their_base(adapters_run, tmp_path, found):
     """Neither is damage: another base, and a position that names none."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     position = POSITION if found is None else {**POSITION, "base_fingerprint": found}
     for resume in resumed(adapters_run, tmp_path, position):
         if found is None:

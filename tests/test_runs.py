@@ -26,7 +26,9 @@ from earl_jax.training import train
 from tests.support import ROOT
 from tests.support.runs import (
     TINY,
+    assert_equal,
     config_of,
+    cut_off,
     environment,
     final_parameters,
     final_state,
@@ -44,12 +46,10 @@ GROWING = {"selector.budget_bytes_per_device": BUDGET, "train.sft_updates": 3, "
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(cache, tmp_path_factory):
+def uninterrupted(tmp_path_factory):
     """A run from start to end, whose contexts outgrow the budget on its first mesh."""
     workdir = tmp_path_factory.mktemp("runs") / "whole"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(cache))
-        train(config_of(TINY | GROWING), workdir)
+    train(config_of(TINY | GROWING), workdir)
     return workdir
 
 
@@ -122,21 +122,19 @@ def test_a_short_run_learns(uninterrupted):
     assert first["turns_mean"] < 1.1 and last["turns_mean"] > 1.25
 
 
-def test_killed_at_any_moment_ends_the_same(uninterrupted, cache, tmp_path, monkeypatch, capsys):
+def test_killed_at_any_moment_ends_the_same(uninterrupted, tmp_path, capsys):
     """SIGKILL; the run that was killed ends bit for bit like the one that was not.
 
     Parameters, optimiser state, meshes, metrics (but for times) and episodes. Its process had gone
     on behind step 4 itself.
     """
-    workdir = shutil.copytree(uninterrupted, tmp_path / "killed")
+    workdir = cut_off(uninterrupted, tmp_path / "killed", 4)
     metrics = workdir / "metrics.jsonl"
-    for step in (6, 8, 10):
-        shutil.rmtree(workdir / "checkpoints" / str(step))
     truncate_after(metrics, 4)
     process = subprocess.Popen(
         tiny(workdir, **GROWING),
         cwd=ROOT,
-        env=environment(cache),
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
@@ -149,23 +147,19 @@ def test_killed_at_any_moment_ends_the_same(uninterrupted, cache, tmp_path, monk
     process.kill()
     output, _ = process.communicate()
     assert process.returncode == -signal.SIGKILL, output
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     train(config_of(TINY | GROWING), workdir)
     assert "resuming" in capsys.readouterr().out
     whole = [timeless(row) for row in read_metrics(uninterrupted / "metrics.jsonl")]
     assert [timeless(row) for row in read_metrics(metrics)] == whole
-    expected = final_parameters(uninterrupted, 10)
-    for left, right in zip(final_parameters(workdir, 10), expected, strict=True):
-        np.testing.assert_array_equal(left, right)
+    assert_equal(final_parameters(workdir, 10), final_parameters(uninterrupted, 10))
     for path in (uninterrupted / "trajectories").iterdir():
         assert (workdir / "trajectories" / path.name).read_text() == path.read_text()
 
 
-def test_evaluate_plays_the_newest_checkpoint(uninterrupted, cache, monkeypatch, capsys, tmp_path):
+def test_evaluate_plays_the_newest_checkpoint(uninterrupted, monkeypatch, capsys, tmp_path):
     """As the run itself did at its end."""
     before = {path: path.stat().st_mtime for path in uninterrupted.rglob("*") if path.is_file()}
     flags = [f"--workdir={uninterrupted}", "--games=32", "--json"]
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.setattr("earl_jax.evaluate.start_jax", lambda *_: None)
     evaluate_command(flags)
     answer = json.loads(capsys.readouterr().out)
@@ -197,17 +191,14 @@ BAD_INPUT = [
 
 
 @pytest.mark.parametrize(("flags", "words"), BAD_INPUT, ids=[flags[0] for flags, _ in BAD_INPUT])
-def test_a_mistake_gets_one_clear_message_and_status_2(
-    cache, tmp_path, monkeypatch, capsys, flags, words
-):
+def test_a_mistake_gets_one_clear_message_and_status_2(tmp_path, monkeypatch, capsys, flags, words):
     """The first one in a process of its own; the others in this one, which has started JAX."""
     line = [*tiny(tmp_path / "w", num_steps=1), *flags]
     if flags == BAD_INPUT[0][0]:
-        done = run(cache, *line)
+        done = run(*line)
         status, errors = done.returncode, done.stderr
     else:
         monkeypatch.chdir(ROOT)
-        monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
         monkeypatch.setattr("earl_jax.main.start_jax", lambda *_: None)
         try:
             status = exit_status(lambda: train_command(line[3:]))
@@ -242,14 +233,14 @@ print("through")
 
 
 @pytest.mark.slow
-def test_collectives_do_not_starve_each_other_on_a_busy_machine(cache, tmp_path):
+def test_collectives_do_not_starve_each_other_on_a_busy_machine(tmp_path):
     """Without `start_jax`'s threads this hangs in seconds, and XLA ends the process (exit -6)."""
     script = tmp_path / "busy.py"
     script.write_text(BUSY_COLLECTIVES)
     spin = [sys.executable, "-c", "while True: pass"]
     spinning = [subprocess.Popen(spin) for _ in range(2)]
     try:
-        done = run(cache, sys.executable, str(script), as_a_user=True)
+        done = run(sys.executable, str(script), as_a_user=True)
     finally:
         for process in spinning:
             process.kill()
@@ -277,7 +268,7 @@ def get_config():
 
 
 @pytest.fixture(scope="module")
-def qwen2_run(cache, tmp_path_factory):
+def qwen2_run(tmp_path_factory):
     """Connect Four from a Qwen2 folder, stopped behind step 1, resumed, exported after step 3."""
     folder = tmp_path_factory.mktemp("qwen2")
     source, workdir = folder / "checkpoint", folder / "run"
@@ -297,12 +288,10 @@ def qwen2_run(cache, tmp_path_factory):
     }
     overrides = [f"{name}={value}" for name, value in settings.items()]
     config = make_config(load_config_file(ROOT / "configs/connect_four_qwen2_cpu.py"), overrides)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(cache))
-        end = train(config, workdir, lambda: "SIGTERM" * bool(steps_of(workdir)))
-        assert end.stopped.startswith("stopped by SIGTERM after step 1")
-        assert not (workdir / "export").exists()
-        assert not train(config, workdir).stopped
+    end = train(config, workdir, lambda: "SIGTERM" * bool(steps_of(workdir)))
+    assert end.stopped.startswith("stopped by SIGTERM after step 1")
+    assert not (workdir / "export").exists()
+    assert not train(config, workdir).stopped
     return source, workdir
 
 
@@ -374,9 +363,7 @@ def test_transformers_computes_the_same_from_the_folder_of_a_run(qwen2_run):
 
 
 @pytest.mark.slow
-def test_episodes_that_fork_are_trained_on_as_they_were_sampled(
-    cache, tmp_path, monkeypatch, capsys
-):
+def test_episodes_that_fork_are_trained_on_as_they_were_sampled(tmp_path, capsys):
     """The checkpoint's template forgets the moves of the middle: games are rendered anew."""
     (tmp_path / "one_mesh.py").write_text(ONE_MESH)
     source = Path(shutil.copytree(ROOT / "tests/reference/qwen2_tied", tmp_path / "source"))
@@ -400,7 +387,6 @@ def test_episodes_that_fork_are_trained_on_as_they_were_sampled(
         "train.sft_learning_rate": 3e-3,
         "log.trajectories_every_steps": 1,
     }
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     given = load_config_file(tmp_path / "one_mesh.py")
     overrides = [f"{name}={value}" for name, value in settings.items()]
     train(make_config(given, overrides), workdir)

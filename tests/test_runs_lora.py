@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
 from tests.support import ROOT
-from tests.support.runs import final_parameters, timeless
+from tests.support.runs import assert_equal, cut_off, final_parameters, timeless
 from tests.support.settings import make_config
 
 GIVEN = {
@@ -103,9 +103,7 @@ def test_the_newest_steps_are_handed_out_merged_and_as_adapters(whole, base):
 @pytest.mark.slow
 def test_stopped_and_resumed_ends_with_the_same_bits(whole, base, tmp_path, capsys):
     """As a run that was killed while it wrote the exports of step 4, and of step 6."""
-    workdir = tmp_path / "again"
-    shutil.copytree(whole, workdir)
-    shutil.rmtree(workdir / "checkpoints/6")
+    workdir = cut_off(whole, tmp_path / "again", 4)
     shutil.rmtree(workdir / "export/step_000004_adapter")
     (workdir / "export/step_000006_adapter").rename(workdir / "export/step_000006_adapter.tmp")
     capsys.readouterr()
@@ -113,8 +111,7 @@ def test_stopped_and_resumed_ends_with_the_same_bits(whole, base, tmp_path, caps
     printed = capsys.readouterr().out
     assert "after step 4 of 6" in printed
     assert "exported " + str(workdir / "export/step_000004_adapter") in printed
-    for left, right in zip(final_parameters(workdir, 6), final_parameters(whole, 6), strict=True):
-        assert left.tobytes() == right.tobytes()
+    assert_equal(final_parameters(workdir, 6), final_parameters(whole, 6))
     rows = [read_metrics(folder / "metrics.jsonl") for folder in (workdir, whole)]
     assert [timeless(row) for row in rows[0]] == [timeless(row) for row in rows[1]]
     files = [path.relative_to(whole) for path in (whole / "export").rglob("*") if path.is_file()]

@@ -2,15 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole runs of PPO, with a critic and a frozen reference: they learn and resume bit for bit."""
 
-import shutil
-
 import numpy as np
 import pytest
 
 from earl_jax.config import file as config_file
 from earl_jax.training import train
 from tests.support.placements import TINY as TINY_MODEL
-from tests.support.runs import final_parameters, final_state, steps_of, timeless
+from tests.support.runs import check_resume, final_state, steps_of
 from tests.support.settings import make_config
 
 GIVEN = {
@@ -43,16 +41,10 @@ def whole(tmp_path_factory):
     return folder
 
 
-def test_a_resumed_run_ends_with_the_same_bits(whole, tmp_path):
+def test_a_resumed_run_ends_with_the_same_bits(whole):
     """Policy, critic, both moments and the reference, from a checkpoint behind step 1."""
-    workdir = tmp_path / "again"
-    shutil.copytree(whole, workdir)
-    shutil.rmtree(workdir / "checkpoints" / "2")
-    train(make_config(GIVEN), workdir)
-    for one, other in zip(final_parameters(workdir, 2), final_parameters(whole, 2), strict=True):
-        assert one.tobytes() == other.tobytes()
-    ones, others = ([timeless(row) for row in steps_of(folder)] for folder in (workdir, whole))
-    assert ones == others and len(ones) == 2
+    ones = steps_of(check_resume(make_config(GIVEN), whole, 1))
+    assert len(ones) == 2
     names = {"value_loss", "explained_variance", "critic_grad_norm", "reference_kl"}
     assert all(np.isfinite([row[name] for name in names]).all() for row in ones)
     saved = final_state(whole, 2)

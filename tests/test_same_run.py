@@ -2,13 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two runs of one seed are the same run where the speed model decides, not the clock."""
 
-import numpy as np
 import pytest
 
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
 from tests.support.placements import TINY
-from tests.support.runs import final_parameters, timeless
+from tests.support.runs import assert_equal, final_parameters, timeless
 from tests.support.settings import make_config
 
 GIVEN = {
@@ -69,5 +68,4 @@ def test_two_runs_of_one_seed_are_the_same_run(tmp_path, monkeypatch):
     assert [line["step"] for line in steps] == [1, 2, 3]
     assert len({line["rollout_tokens"] for line in steps}) > 1
     assert steps[-1]["shared_tokens"] > 0, "prefixes are shared"
-    for mine, theirs in zip(*parameters, strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    assert_equal(*parameters)

@@ -48,13 +48,13 @@ NUM_SLOTS = 4
 
 
 @pytest.fixture(scope="module")
-def server(cache):
+def server():
     """A temperature at which nearly all is noise, of which top_k leaves the likeliest token.
 
     Pages for one whole context, on four slots: two pages of 64 tokens.
     """
     flags = (f"--model={MODEL}", f"--num_slots={NUM_SLOTS}", "--temperature=5", "--top_k=1")
-    with serving(cache, *flags, "--max_prompt_tokens=64", "--cache_tokens=1") as server:
+    with serving(*flags, "--max_prompt_tokens=64", "--cache_tokens=1") as server:
         yield server
 
 

@@ -53,10 +53,10 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(cache, model):
+def server(model):
     """A temperature at which nearly all is noise, of which top_k leaves the likeliest token."""
     flags = (f"--num_slots={NUM_SLOTS}", f"--max_waiting={MAX_WAITING}", f"--name={NAME}")
-    with serving(cache, f"--model={model}", *flags, "--temperature=5", "--top_k=1") as server:
+    with serving(f"--model={model}", *flags, "--temperature=5", "--top_k=1") as server:
         assert server.ready_line.startswith(f"serving {model} as {NAME} at ")
         yield server
 

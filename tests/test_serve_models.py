@@ -57,7 +57,7 @@ def test_a_model_whose_file_says_what_cannot_be_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_newest_checkpoint_of_a_run_is_served_on_a_mesh(cache, tmp_path):
+def test_the_newest_checkpoint_of_a_run_is_served_on_a_mesh(tmp_path):
     """Cut over both axes it says what one device says, to messages as the run renders them."""
     folder = tmp_path / "run"
     world, params = save_run(folder, rank=4)
@@ -70,7 +70,7 @@ def test_the_newest_checkpoint_of_a_run_is_served_on_a_mesh(cache, tmp_path):
     want = [greedy(world.origin.model, params, ids, 24, stops) for ids in asked]
     flags = ("--mesh=data=2,tensor=2", "--num_slots=4", "--temperature=0")
     flags += ("--max_prompt_tokens=64", "--max_choice_tokens=0")
-    with serving(cache, f"--workdir={folder}", *flags) as server:
+    with serving(f"--workdir={folder}", *flags) as server:
         calls = [server.stub.Decode(request(ids, 24)) for ids in asked]
         assert [ids_of(call) for call in calls] == want
         assert ids_of(server.stub.Decode(request(rendered.text, 24))) == want[0]
@@ -96,7 +96,7 @@ def listen(call, sampled: list) -> None:
 
 
 @pytest.mark.slow
-def test_a_prompt_longer_than_the_first_cache_is_served(cache, tmp_path):
+def test_a_prompt_longer_than_the_first_cache_is_served(tmp_path):
     """A prompt of 40,000 tokens: the slot begins with 32,768 tokens, and grows.
 
     The cache has what the window needs in each of three slots: 7 pages of 64 tokens. While two
@@ -105,9 +105,7 @@ def test_a_prompt_longer_than_the_first_cache_is_served(cache, tmp_path):
     save_parrot(tmp_path / "parrot", windows=(64,), max_positions=70_000)
     [x] = load_tokenizer(MODEL).encode("x")
     flags = ("--num_slots=3", "--temperature=0", "--max_choice_tokens=0")
-    with serving(
-        cache, f"--model={tmp_path / 'parrot'}", *flags, "--max_prompt_tokens=65536"
-    ) as server:
+    with serving(f"--model={tmp_path / 'parrot'}", *flags, "--max_prompt_tokens=65536") as server:
         assert "prompts of up to 65536 tokens, 70000 with their replies" in server.ready_line
         assert f" {3 * 7 * 64} tokens of KV cache in all layers (" in server.ready_line
         beside, sampled = server.stub.Decode(request("x", 60_000)), []
@@ -133,7 +131,7 @@ def test_a_prompt_longer_than_the_first_cache_is_served(cache, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), [("qwen3_moe", "data=2,expert=2")])
 def test_another_family_serves_the_tokens_of_transformers_drawn_as_its_file_says(
-    name, mesh, cache, tmp_path
+    name, mesh, tmp_path
 ):
     """Experts, cut over a mesh; at a temperature at which nearly all is noise.
 
@@ -151,7 +149,7 @@ def test_another_family_serves_the_tokens_of_transformers_drawn_as_its_file_says
     (folder / "generation_config.json").write_text(json.dumps(defaults))
     flags = (f"--mesh={mesh}", "--num_slots=4", "--max_choice_tokens=0")
     flags += (f"--max_prompt_tokens={len(ids)}",)
-    with serving(cache, f"--model={folder}", *flags) as server:
+    with serving(f"--model={folder}", *flags) as server:
         asked = server.stub.Decode(request(ids, len(continuation)))
         beside = [server.stub.Decode(request(ids, count)) for count in range(1, 10)]
         assert ids_of(asked) == continuation

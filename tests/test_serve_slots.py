@@ -43,14 +43,14 @@ COMPLETIONS, GENERATE = "/v1/completions", "/inference/v1/generate"
 
 
 @pytest.fixture(scope="module")
-def parrot(cache, tmp_path_factory):
+def parrot(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "parrot"
     save_parrot(folder)
     # Whose steps say several tokens, where it says what it has said before.
     flags = ("--max_prompt_tokens=16", "--num_draft_tokens=4")
     flags += (f"--max_waiting={MAX_WAITING}", "--max_choice_tokens=0")
     with serving(
-        cache, f"--model={folder}", f"--num_slots={NUM_SLOTS}", "--temperature=0", *flags
+        f"--model={folder}", f"--num_slots={NUM_SLOTS}", "--temperature=0", *flags
     ) as server:
         yield server
 
@@ -252,12 +252,12 @@ def test_a_client_that_is_killed_leaves_nothing_behind(parrot):
 
 
 @pytest.mark.slow
-def test_a_signal_ends_it_and_its_requests_with_a_reason(cache, tmp_path):
+def test_a_signal_ends_it_and_its_requests_with_a_reason(tmp_path):
     """SIGINT, over both protocols. SIGTERM, with the same handler, ends all other servers here."""
     save_parrot(tmp_path / "parrot")
     flags = (f"--model={tmp_path / 'parrot'}", "--num_slots=3")
     line = [sys.executable, "-m", "earl_jax.serve", *PORTS, "--temperature=0", *flags]
-    server, found = Server(line, cache), []
+    server, found = Server(line), []
     with contextlib.closing(server.channel):
         body = {"prompt": "x", "max_tokens": 5000}
         thread = threading.Thread(target=lambda: found.append(send(server.http, COMPLETIONS, body)))
@@ -303,12 +303,12 @@ def serve_faulty(model: str) -> None:
 
 
 @pytest.mark.slow
-def test_failures_are_answered(cache, tmp_path):
+def test_failures_are_answered(tmp_path):
     """A lost device ends all requests and the server, with a word."""
     save_parrot(tmp_path / "parrot")
     code = "import sys; sys.path.insert(0, 'tests'); from test_serve_slots import serve_faulty; "
     code += f"serve_faulty({str(tmp_path / 'parrot')!r})"
-    server = Server([sys.executable, "-c", code], cache)
+    server = Server([sys.executable, "-c", code])
     with contextlib.closing(server.channel), contextlib.ExitStack() as stack:
         stack.callback(server.process.kill)
         beside = server.stub.Decode(request("x", 1000))
@@ -340,7 +340,7 @@ def serve_limited(*flags: str) -> None:
 
 
 @pytest.mark.slow
-def test_no_request_is_the_first_that_memory_is_too_short_for(cache, tmp_path):
+def test_no_request_is_the_first_that_memory_is_too_short_for(tmp_path):
     """A model of 10 million tokens, of which two slots have rows of 400 MB.
 
     Its layers have windows, so that the KV cache is small. The server does not start; with less
@@ -352,8 +352,8 @@ def test_no_request_is_the_first_that_memory_is_too_short_for(cache, tmp_path):
     code = "import sys; sys.path.insert(0, 'tests'); from test_serve_slots import serve_limited; "
     line = [sys.executable, "-c", code + "serve_limited(*sys.argv[1:])", *flags]
     with pytest.raises(AssertionError, match=r"error: .* a context of 10000000 \(.* --max_context"):
-        Server(line, cache)
-    server = Server([*line, "--max_context=8000"], cache)
+        Server(line)
+    server = Server([*line, "--max_context=8000"])
     with contextlib.closing(server.channel), contextlib.ExitStack() as stack:
         stack.callback(server.process.kill)
         [x] = load_tokenizer(MODEL).encode("x")

@@ -27,6 +27,7 @@ from earl_jax.train.state import TrainState, init_state, state_of, state_shapes,
 from earl_jax.train.update import Totals, Update
 from tests.support.batches import make_turns
 from tests.support.placements import TINY
+from tests.support.runs import bits
 from tests.support.updates import plain_learner
 
 VOCAB, ROWS, LENGTH = 32, 8, 16
@@ -37,10 +38,6 @@ COLD = dataclasses.replace(WARM, sft_steps=0)
 ONE, CUBE, F8 = MeshShape(), MeshShape(data=2, fsdp=2, tensor=2), MeshShape(fsdp=8)
 CONTROLS = np.array([1e-3, 0.0], np.float32)
 CRITIC = Networks(critic=True)
-
-
-def bits(tree) -> list[bytes]:
-    return [np.array(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
 @functools.cache

@@ -3,8 +3,6 @@
 """Any layout to any layout: bit for bit, and no byte through the host."""
 
 import contextlib
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import jax
@@ -18,6 +16,7 @@ from earl_jax.sharding.moves import Move
 from earl_jax.sharding.ranges import shard_ranges
 from earl_jax.sharding.reshard import reshard
 from earl_jax.sharding.transfer_plan import choose_route, plan_transfer
+from tests.support import run_python
 from tests.support.shardings import PAIRS, SHAPES, P, count_host_bytes, make_shardings, make_values
 from tests.support.traffic import collectives
 
@@ -242,18 +241,8 @@ print(run(256))
 @pytest.mark.slow
 def test_chunks_bound_the_memory_beside_source_and_result():
     """A result of 256 MiB over four devices, all at once and in chunks of 4 MiB a device."""
-    whole, chunked = (
-        int(
-            subprocess.run(
-                [sys.executable, "-c", MEMORY, str(chunk)],
-                check=True,
-                capture_output=True,
-                text=True,
-                timeout=120,
-            ).stdout
-        )
-        for chunk in (0, 4 * 2**20)
-    )
+    ran = [run_python("-c", MEMORY, str(chunk)) for chunk in (0, 4 * 2**20)]
+    whole, chunked = (int(done.stdout) for done in ran)
     assert 256 <= chunked < 256 + 64
     assert whole > 256 + 128
 

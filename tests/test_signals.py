@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Signals to real runs: the first saves and ends the run, a second Ctrl-C ends it at once."""
 
-import itertools
 import json
 import random
 import shlex
@@ -11,7 +10,6 @@ import sys
 import threading
 import time
 
-import numpy as np
 import pytest
 
 from earl_jax.envs.environment import Start
@@ -21,7 +19,7 @@ from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import RunEnd, train
 from tests.support.commands import ALL, CONFIG, Command
 from tests.support.placements import TINY as TINY_MODEL
-from tests.support.runs import final_parameters, steps_of
+from tests.support.runs import assert_equal, final_parameters, steps_of, stop_in_rollout
 from tests.support.settings import make_config
 
 # So many steps that a signal ends the run, and one line of metrics behind each.
@@ -33,9 +31,9 @@ def last_line(output: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_signal_saves_and_the_last_line_goes_on(cache, tmp_path):
+def test_a_signal_saves_and_the_last_line_goes_on(tmp_path):
     """All processes stop at the same step, whichever of them gets the signal."""
-    run = Command(cache, tmp_path / "w", 2, **LONG)
+    run = Command(tmp_path / "w", 2, **LONG)
     run.after_step(2)
     run.all[-1].send_signal(signal.SIGINT)
     ends = run.ends()
@@ -52,9 +50,10 @@ def test_a_signal_saves_and_the_last_line_goes_on(cache, tmp_path):
 
 @pytest.mark.slow_except("1")
 @pytest.mark.parametrize("num", [1, 2])
-def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path, num):
+def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path, monkeypatch, num):
     """Also while the first program is compiled, when Python runs no handler."""
-    run = Command(tmp_path, tmp_path / "w", num, **LONG, **{"distributed.heartbeat_s": 10})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    run = Command(tmp_path / "w", num, **LONG, **{"distributed.heartbeat_s": 10})
     run.after(lambda: (run.workdir / "config.json").exists())
     run.all[0].send_signal(signal.SIGINT)
     run.after(lambda: "* SIGINT:" in run.all[0].said()[1])
@@ -66,9 +65,10 @@ def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path, num):
 
 
 @pytest.mark.slow
-def test_a_signal_before_the_first_step_ends_the_run_before_it(tmp_path):
+def test_a_signal_before_the_first_step_ends_the_run_before_it(tmp_path, monkeypatch):
     """While the first programs are compiled: the cache folder is empty."""
-    run = Command(tmp_path, tmp_path / "w", 2, **LONG)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    run = Command(tmp_path / "w", 2, **LONG)
     run.after(lambda: (run.workdir / "tokenizer").exists())
     run.all[1].send_signal(signal.SIGTERM)
     ends = run.ends()
@@ -138,12 +138,10 @@ class Counter:
 
 
 @pytest.fixture(scope="module")
-def whole(cache, tmp_path_factory):
+def whole(tmp_path_factory):
     """The workdir of a run that is left alone, and how often it looked for a signal."""
     folder, counter = tmp_path_factory.mktemp("whole") / "run", Counter(0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(cache))
-        assert not train(make_config(SHORT), folder, counter).stopped
+    assert not train(make_config(SHORT), folder, counter).stopped
     return folder, counter.calls
 
 
@@ -167,18 +165,15 @@ def test_a_rollout_that_is_given_up_is_played_again_bit_for_bit(whole, tmp_path)
     done = [row["step"] for row in read_metrics(folder / "metrics.jsonl")]
     kept = [int(p.name) for p in (folder / "checkpoints").glob("*") if p.name.isdigit()]
     assert kept == ([max(done)] if max(done) else []), "saved as it was before the step"
-    looks = itertools.count()
-    # The first look is behind the step.
-    stop = lambda: "SIGTERM" * (len(steps_of(folder)) == 3 and next(looks) > 0)  # noqa: E731
-    end = train(make_config(SHORT), folder, stop)
+    # In the evaluation behind the last step.
+    end = train(make_config(SHORT), folder, stop_in_rollout(folder, 3))
     assert end.stopped.startswith("stopped by SIGTERM after step 3; saved in")
     assert "eval" not in lines_of(folder)[-1]
     (folder / "report.html").unlink()
     assert train(make_config(SHORT), folder).evaluation["episodes"] == 16
     assert (folder / "report.html").exists()
     assert lines_of(folder) == lines_of(whole[0])
-    for one, other in zip(final_parameters(folder, 3), final_parameters(whole[0], 3), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_equal(final_parameters(folder, 3), final_parameters(whole[0], 3))
     for path in (whole[0] / "trajectories").glob("*.jsonl"):
         assert (folder / "trajectories" / path.name).read_text() == path.read_text()
 

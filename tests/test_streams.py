@@ -31,7 +31,6 @@ from earl_jax.selector.footprint import trainer_bytes
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape, make_layout
-from earl_jax.telemetry.metrics import read_metrics as read_lines
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.learner import Learner
 from earl_jax.train.scoring import score_batch
@@ -43,7 +42,7 @@ from earl_jax.trajectory import TrajectoryBatch
 from tests.support import ROOT
 from tests.support.batches import make_turns
 from tests.support.placements import TINY, begin, hungry
-from tests.support.runs import final_parameters, final_state, timeless
+from tests.support.runs import bits, check_resume, final_state, steps_of
 from tests.support.settings import make_config
 from tests.support.shardings import resident_bytes
 
@@ -89,10 +88,6 @@ def on(mesh: MeshShape, batch: TrajectoryBatch) -> TrajectoryBatch:
 
 def examples_on(mesh: MeshShape) -> TrajectoryBatch:
     return sft_batch(example_rows(), make_layout(mesh), LENGTH)
-
-
-def bits(tree) -> list[bytes]:
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
 def assert_close(one, other, **tolerance) -> None:
@@ -429,20 +424,10 @@ def whole(tmp_path_factory):
     return folder
 
 
-def lines(workdir) -> list[dict]:
-    return [timeless(row) for row in read_lines(workdir / "metrics.jsonl") if "eval" not in row]
-
-
 @pytest.mark.slow
-def test_a_run_with_a_stream_and_an_average_is_resumed_bit_for_bit(whole, tmp_path):
-    workdir = tmp_path / "again"
-    shutil.copytree(whole, workdir)
-    shutil.rmtree(workdir / "checkpoints" / "3")
-    train(make_config(GIVEN), workdir)
-    for one, other in zip(final_parameters(workdir, 3), final_parameters(whole, 3), strict=True):
-        assert one.tobytes() == other.tobytes()
-    assert lines(workdir) == lines(whole)
-    losses = [row["supervised_loss"] for row in lines(whole)]
+def test_a_run_with_a_stream_and_an_average_is_resumed_bit_for_bit(whole):
+    check_resume(make_config(GIVEN), whole, 2)
+    losses = [row["supervised_loss"] for row in steps_of(whole)]
     assert len(losses) == 3 and losses[2] < losses[0]
     state = final_state(whole, 3)
     assert int(state["updates"]) == 6
@@ -569,14 +554,9 @@ def test_a_run_is_distilled_from_another_and_resumed_bit_for_bit(whole, tmp_path
     assert f"the reference policy is that of {whole} after step 3" in capsys.readouterr().out
     teacher, state = final_state(whole, 3)["ema"], final_state(tmp_path / "student", 4)
     assert bits(state["reference"]) == bits(teacher)
-    rows = lines(tmp_path / "student")
-    divergences = [row["reference_kl"] for row in rows]
+    divergences = [row["reference_kl"] for row in steps_of(tmp_path / "student")]
     assert 0 < divergences[-1] < divergences[0]
-    shutil.copytree(tmp_path / "student", tmp_path / "again")
-    for step in (3, 4):
-        shutil.rmtree(tmp_path / "again" / "checkpoints" / str(step))
-    train(config, tmp_path / "again")
-    assert bits(final_state(tmp_path / "again", 4)) == bits(state)
+    check_resume(config, tmp_path / "student", 2)
 
 
 LARGER = {"width": 32, "num_layers": 2, "ffn_size": 32}
@@ -651,15 +631,11 @@ def test_a_run_is_distilled_from_a_larger_checkpoint_and_resumed(whole, tmp_path
     overrides = [f"reference_from={teacher}", f"init_from={whole}", "num_steps=2"]
     config = make_config({**GIVEN, **DISTILL}, overrides)
     train(config, tmp_path / "run")
-    shutil.copytree(tmp_path / "run", tmp_path / "again")
-    shutil.rmtree(tmp_path / "again" / "checkpoints" / "2")
     # Only its config.json is looked at.
     for path in teacher.glob("*.safetensors"):
         path.unlink()
-    train(config, tmp_path / "again")
-    state = final_state(tmp_path / "run", 2)
-    assert bits(final_state(tmp_path / "again", 2)) == bits(state)
-    assert state["reference"]["embed"].shape[1] == 32
+    check_resume(config, tmp_path / "run", 1)
+    assert final_state(tmp_path / "run", 2)["reference"]["embed"].shape[1] == 32
 
 
 def test_teachers_that_cannot_be_used_are_errors(whole, tmp_path):

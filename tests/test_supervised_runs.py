@@ -26,7 +26,7 @@ from tests.support.allocator import live_bytes, memory_limit
 from tests.support.commands import final_parameters
 from tests.support.placements import EIGHT_SLOTS, TINY, first_position, place
 from tests.support.processes import Processes
-from tests.support.runs import timeless
+from tests.support.runs import assert_equal, timeless
 from tests.support.settings import make_config
 
 # Its weights, whole on every device, are most of what a rollout takes there.
@@ -184,8 +184,7 @@ def test_two_processes_train_as_one_does_and_go_on_where_they_were_stopped(path,
     ends = Processes(2, 4, "test_supervised_runs:in_one_of_two", str(path), str(tmp_path)).results()
     words = f"stopped by SIGTERM after step 2; saved in {stopped}/checkpoints/2"
     assert ends == [["", words, ""]] * 2
-    for ours, theirs in zip(final_parameters(stopped), final_parameters(steady), strict=True):
-        assert ours.tobytes() == theirs.tobytes()
+    assert_equal(final_parameters(stopped), final_parameters(steady))
     train(make_config(settings(path)), one)
     # The same examples, and weights that differ by rounding.
     for ours, theirs in zip(final_parameters(one), final_parameters(stopped), strict=True):

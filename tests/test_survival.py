@@ -31,20 +31,21 @@ from earl_jax.train.backup import StateLost
 from earl_jax.train.learner import Learner
 from earl_jax.train.offload import is_offloaded, load_moments, offload_moments
 from earl_jax.train.step import batch_shapes
-from tests.support.placements import CUBE, D4T2, D8, first_position, given, hungry, place, table_of
+from tests.support.placements import (
+    CUBE,
+    D4T2,
+    D8,
+    SIXTEEN_SLOTS,
+    TOKENS,
+    first_position,
+    given,
+    hungry,
+    place,
+    table_of,
+)
 from tests.support.processes import Processes
 from tests.support.settings import make_config
 
-TOKENS = 32
-ROLLOUT = {
-    "num_slots": 16,
-    "episodes_per_step": 16,
-    "burst": 2,
-    "max_turn_tokens": 4,
-    "max_episode_tokens": TOKENS,
-    "context_buckets": (TOKENS,),
-    "patience_s": 60.0,
-}
 # data=8 is the fastest of both stages, so that the others are what is left.
 pytestmark = pytest.mark.usefixtures("few_objects")
 TRAIN, PLAY = {D8: 4000.0, CUBE: 3900.0}, {D8: 4000.0, D4T2: 3900.0}
@@ -53,7 +54,7 @@ CONTROLS = np.array([1e-2, 0.0], np.float32)
 
 @pytest.fixture(scope="module")
 def world():
-    return build_run(make_config(given(ROLLOUT, (D8, D4T2), (D8, CUBE))))
+    return build_run(make_config(given(SIXTEEN_SLOTS, (D8, D4T2), (D8, CUBE))))
 
 
 def placed(world, say=lambda text: None, speeds=TRAIN, **changes):
@@ -308,7 +309,7 @@ def short_in_one_and_then_in_both() -> dict[str, Any]:
     """One of two processes: the moments to the host and back, a step, and an update that fails."""
     four, cut = MeshShape(data=4), MeshShape(data=2, tensor=2)
     world = build_run(
-        make_config(given(ROLLOUT | {"num_slots": 8}, (four, cut), (four,), offload="on"))
+        make_config(given(SIXTEEN_SLOTS | {"num_slots": 8}, (four, cut), (four,), offload="on"))
     )
     table = table_of(world.problem, {four: 4000.0}, {four: 4000.0, cut: 3900.0}, (TOKENS,))
     placement = place(world, table)

@@ -18,20 +18,14 @@ from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.plans import Failure
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.sharding.layout import MeshShape
+from tests.support.placements import TINY
 from tests.support.problems import train_key
 from tests.support.settings import make_config
 
 KEY = train_key(MeshShape(data=8), 16, 1, "none")
 FAILED = Failure(stage="train", mesh="data=8", size=(4096, 16, 1, 0))
 GIVEN = {
-    "model": {
-        "num_layers": 1,
-        "width": 16,
-        "num_heads": 2,
-        "num_kv_heads": 2,
-        "head_size": 8,
-        "ffn_size": 16,
-    },
+    "model": TINY,
     "rollout": {"num_slots": 8, "episodes_per_step": 16, "context_buckets": (16, 32)},
 }
 

@@ -20,21 +20,22 @@ from earl_jax.selector.problem import Problem
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import LoadHistory
 from tests.support.episodes import CONFIG, check_rows, collect, tasks
-from tests.support.placements import D4T2, D8, first_position, given, load_of, place, table_of
+from tests.support.placements import (
+    D4T2,
+    D8,
+    SIXTEEN_SLOTS,
+    TOKENS,
+    first_position,
+    given,
+    load_of,
+    place,
+    table_of,
+)
 from tests.support.problems import rollout_key
 from tests.support.runs import assert_equal
 from tests.support.settings import make_config
 
-TOKENS, SLOTS = 32, 16
-ROLLOUT = {
-    "num_slots": SLOTS,
-    "episodes_per_step": 16,
-    "burst": 2,
-    "max_turn_tokens": 4,
-    "max_episode_tokens": TOKENS,
-    "context_buckets": (TOKENS,),
-    "patience_s": 60.0,
-}
+SLOTS = 16
 
 
 class Story:
@@ -87,7 +88,7 @@ def test_step_whose_tail_moves_is_the_step_that_stays():
 
     Every fifth episode may say 16 tokens, the others two.
     """
-    run = build_run(make_config(given(ROLLOUT, (D8, D4T2), (D8,))))
+    run = build_run(make_config(given(SIXTEEN_SLOTS, (D8, D4T2), (D8,))))
     table = table_of(run.problem, {D8: 4000.0}, {D8: 4000.0, D4T2: 3900.0}, (TOKENS,))
 
     class BriefTasks(Tasks):
@@ -158,7 +159,7 @@ class OneLongGroup(Tasks):
 @pytest.mark.slow
 def test_tail_of_a_stream_moves_in_each_step_and_is_replayed_bit_for_bit(tmp_path, monkeypatch):
     """Two steps in two parts; the second one begins where the first one began."""
-    settings = given(ROLLOUT | {"group_size": 2}, (D4, D2T2), (F4,)) | {
+    settings = given(SIXTEEN_SLOTS | {"group_size": 2}, (D4, D2T2), (F4,)) | {
         "devices": {"platform": "cpu", "num_cpu_devices": 8, "num_rollout": 4},
         "algorithm": "grpo",
         "asynchrony": {"parts": 2},

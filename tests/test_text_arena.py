@@ -119,8 +119,7 @@ def test_games_that_cannot_begin_are_errors_in_words(library):
 
 
 @pytest.mark.slow
-def test_a_policy_plays_both_sides_in_a_run(library, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_a_policy_plays_both_sides_in_a_run(library, tmp_path):
     settings = {
         "num_steps": 1,
         "algorithm": "reinforce",

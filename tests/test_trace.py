@@ -117,12 +117,6 @@ def test_computations_that_nobody_waits_for_follow_each_other(tmp_path):
     assert all(end(one) <= other["ts"] for one, other in itertools.pairwise(found))
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.mark.usefixtures("cache")
 @pytest.mark.slow
 def test_spans_of_a_synchronous_run_are_its_stages_and_cover_its_steps(tmp_path):
     train(make_config(SETTINGS), tmp_path / "run")
@@ -144,7 +138,6 @@ def test_spans_of_a_synchronous_run_are_its_stages_and_cover_its_steps(tmp_path)
     assert {span["args"]["step"] for span in spans(tmp_path / "run")} == {1, 2}
 
 
-@pytest.mark.usefixtures("cache")
 @pytest.mark.slow
 def test_rounds_beside_updates_and_gradients_of_parts_have_their_spans(tmp_path):
     asynchrony = {"asynchrony": {"max_staleness": 1, "parts": 2}}

@@ -7,7 +7,6 @@ import gc
 import shutil
 
 import jax
-import numpy as np
 import pytest
 
 from earl_jax.loop import rl_step
@@ -24,7 +23,7 @@ from earl_jax.training import train
 from tests.support.allocator import live_bytes
 from tests.support.commands import APART, Command, final_parameters
 from tests.support.placements import D8, EIGHT_SLOTS, F8, TINY, begin
-from tests.support.runs import final_state, steps_of
+from tests.support.runs import assert_equal, bits, cut_off, final_state, steps_of
 from tests.support.settings import make_config
 
 SETTINGS = {
@@ -41,15 +40,8 @@ def world():
     return build_run(make_config(SETTINGS))
 
 
-def bits(tree) -> list[bytes]:
-    return [np.array(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
-
-
-def test_moments_go_and_a_run_goes_on_from_each_step_as_if_it_had_not_stopped(
-    world, tmp_path, monkeypatch
-):
+def test_moments_go_and_a_run_goes_on_from_each_step_as_if_it_had_not_stopped(world, tmp_path):
     """Bit for bit from before and behind the last step of a warm start of two."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     whole, (placement, position) = tmp_path / "whole", begin(world)
     held = []
     with Checkpoints(whole / "checkpoints", keep=5) as checkpoints:
@@ -82,9 +74,8 @@ def test_moments_go_and_a_run_goes_on_from_each_step_as_if_it_had_not_stopped(
 
 
 @pytest.mark.slow
-def test_an_asynchronous_run_ends_its_warm_start_and_goes_on_from_each_step(tmp_path, monkeypatch):
+def test_an_asynchronous_run_ends_its_warm_start_and_goes_on_from_each_step(tmp_path):
     """Its batches come in parts, to devices of their own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     given = SETTINGS | {
         "algorithm": "grpo",
         "algorithm_args": {},
@@ -98,10 +89,7 @@ def test_an_asynchronous_run_ends_its_warm_start_and_goes_on_from_each_step(tmp_
     config, whole = make_config(given), tmp_path / "whole"
     train(config, whole)
     for step in (1, 2):
-        again = shutil.copytree(whole, tmp_path / str(step))
-        for later in range(step + 1, 4):
-            shutil.rmtree(again / "checkpoints" / str(later))
-        train(config, again)
+        train(config, cut_off(whole, tmp_path / str(step), step))
     for folder in (whole, tmp_path / "1", tmp_path / "2"):
         assert [line["step"] for line in steps_of(folder)] == [1, 2, 3]
         saved = [final_state(folder, step).keys() for step in (1, 2, 3)]
@@ -114,14 +102,10 @@ def test_processes_end_their_warm_start_alike_and_go_on(tmp_path):
     settings = APART | {"train.sft_steps": 2, "num_steps": 3, "checkpoint.every_steps": 1}
     settings |= {"checkpoint.keep": 5, "train.schedule": "constant"}
     settings |= {"train.final_learning_rate": 0.0}
-    cache = tmp_path / "cache"
-    two = Command(cache, tmp_path / "two", 2, **settings).done()
-    again = shutil.copytree(two, tmp_path / "again")
-    shutil.rmtree(again / "checkpoints" / "2")
-    shutil.rmtree(again / "checkpoints" / "3")
-    Command(cache, again, 2, **settings).done()
-    for ours, repeated in zip(*map(final_parameters, (two, again)), strict=True):
-        assert ours.tobytes() == repeated.tobytes()
+    two = Command(tmp_path / "two", 2, **settings).done()
+    again = cut_off(two, tmp_path / "again", 1)
+    Command(again, 2, **settings).done()
+    assert_equal(*map(final_parameters, (two, again)))
     for folder in (two, again):
         files = [folder / f"checkpoints/{step}/state/_METADATA" for step in (1, 2, 3)]
         has = ["sft_optimizer" in file.read_text() for file in files]

@@ -3,6 +3,8 @@
 """Fixtures, instruments and reference computations that several test files share."""
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,20 @@ def environment_without(*prefixes: str) -> dict[str, str]:
     """Returns the variables that begin otherwise, and conftest.py's own for compiled programs."""
     own = "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"
     return {k: v for k, v in os.environ.items() if k == own or not k.startswith(prefixes)}
+
+
+def run_python(
+    *line: str, cwd: Path = ROOT, timeout: float = 280.0, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs Python with these arguments and `variables`, and returns what it said."""
+    return subprocess.run(
+        [sys.executable, *line],
+        cwd=cwd,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
 
 
 def python_path(*folders: Path) -> str:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -48,13 +48,11 @@ APART = {
 }
 
 
-def _begin_in(folder: Path, line: list[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
+def _begin_in(folder: Path, line: list[str]) -> subprocess.Popen[str]:
     """Starts a process that imports from this folder what is there."""
-    unbuffered = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    env = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     pipe = subprocess.PIPE
-    return subprocess.Popen(
-        line, cwd=folder, env={**env, **unbuffered}, stdout=pipe, stderr=pipe, text=True
-    )
+    return subprocess.Popen(line, cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True)
 
 
 class Command:
@@ -62,7 +60,6 @@ class Command:
 
     def __init__(
         self,
-        cache: Path,
         workdir: Path,
         num: int,
         *own: list[str],
@@ -95,14 +92,14 @@ class Command:
             flags += [f"--config.{key}={value}" for key, value in settings.items()]
             flags += own[number] if own else []
             line = [sys.executable, "-m", "earl_jax.main", *flags]
-            env = os.environ | {"XDG_CACHE_HOME": str(cache)}
             if folders:
-                self.all.append(_begin_in(folders[number], line, env))
+                self.all.append(_begin_in(folders[number], line))
             elif program:
                 call = run_program, (program,)
-                self.all.append(Fork(*call, args=line, env=env, cwd=ROOT / "tests"))
+                self.all.append(Fork(*call, args=line, env=os.environ, cwd=ROOT / "tests"))
             else:
-                self.all.append(Fork(run_main, ("earl_jax.main",), args=line, env=env, cwd=ROOT))
+                call = run_main, ("earl_jax.main",)
+                self.all.append(Fork(*call, args=line, env=os.environ, cwd=ROOT))
 
     def ends(self, timeout_s: float = 240.0) -> list[tuple[int, str, str]]:
         """Exit status, output and errors of each.

@@ -59,9 +59,9 @@ class Watched:
 
 
 class Lecture(Talker):
-    """Begins with more than three chunks of words; some answers take their time."""
+    """Begins with the same words, more than three chunks, and a number; answers may take time."""
 
-    def __init__(self, seed: int, delay_s: float):
+    def __init__(self, seed: int, delay_s: float = 0.0):
         super().__init__(seed)
         self.delay_s = delay_s
 

@@ -37,6 +37,17 @@ TINY = {
 }
 # A rollout of eight episodes of short replies, whose context buckets a test adds.
 EIGHT_SLOTS = {"num_slots": 8, "episodes_per_step": 8, "max_turn_tokens": 2}
+# One of sixteen episodes of at most 32 tokens; all answers are there when a round begins.
+TOKENS = 32
+SIXTEEN_SLOTS = {
+    "num_slots": 16,
+    "episodes_per_step": 16,
+    "burst": 2,
+    "max_turn_tokens": 4,
+    "max_episode_tokens": TOKENS,
+    "context_buckets": (TOKENS,),
+    "patience_s": 60.0,
+}
 # Bytes per device that no budget of a test holds.
 TOO_LARGE = 10**12
 

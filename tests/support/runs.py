@@ -3,6 +3,8 @@
 """Runs of `python -m earl_jax.main` in processes of their own, and their results."""
 
 import collections
+import itertools
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,10 +17,14 @@ import numpy as np
 
 from earl_jax.config import Config
 from earl_jax.config.file import load_config_file, make_config
+from earl_jax.config.train_flags import parse_flags, replayed_config
+from earl_jax.rollout.events import EVENTS
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
-from tests.support import ROOT, environment_without, link_programs
+from earl_jax.training import train
+from tests.support import ROOT, environment_without
 from tests.support.forks import Fork, run_main
+from tests.support.settings import write_config
 
 # Small enough for a second a step, with two meshes per stage and a budget that contexts outgrow.
 # By this table training on data=8 is fastest as long as it fits in one micro-batch without remat.
@@ -63,18 +69,17 @@ def command(module: str, *arguments: str, **overrides) -> list[str]:
     return [sys.executable, "-m", f"earl_jax.{module}", *arguments, *flags]
 
 
-def environment(cache: Path, *, as_a_user: bool = False) -> dict[str, str]:
+def environment(*, as_a_user: bool = False) -> dict[str, str]:
     """Returns variables of a process that compiles quickly, like tests, or well, like a user's."""
     removed = ("JAX_", "XLA_", "PJRT_") if as_a_user else ("JAX_",)
-    kept = environment_without(*removed)
-    return kept | {"XDG_CACHE_HOME": str(cache), "PYTHONUNBUFFERED": "1"}
+    return environment_without(*removed) | {"PYTHONUNBUFFERED": "1"}
 
 
-def run(cache: Path, *line: str, as_a_user: bool = False) -> subprocess.CompletedProcess:
+def run(*line: str, as_a_user: bool = False) -> subprocess.CompletedProcess:
     return subprocess.run(
         line,
         cwd=ROOT,
-        env=environment(cache, as_a_user=as_a_user),
+        env=environment(as_a_user=as_a_user),
         capture_output=True,
         text=True,
         timeout=280,
@@ -112,9 +117,56 @@ def final_parameters(workdir: Path, step: int) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(final_state(workdir, step))]
 
 
-def assert_equal(ones, others):
+def bits(tree) -> list[bytes]:
+    """The bytes of each array of a tree."""
+    import jax
+
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def assert_equal(ones, others) -> None:
+    """Both have the same arrays, to the bit."""
     for one, other in zip(ones, others, strict=True):
         np.testing.assert_array_equal(one, other)
+    assert bits(ones) == bits(others)
+
+
+def cut_off(whole: Path, again: Path, step: int) -> Path:
+    """A copy of a run whose newest checkpoint is that of this step."""
+    shutil.copytree(whole, again)
+    for path in (again / "checkpoints").glob("[0-9]*"):
+        if int(path.name) > step:
+            shutil.rmtree(path)
+    return again
+
+
+def check_resume(config: Config, whole: Path, step: int) -> Path:
+    """Resumes a copy of a run from the checkpoint of this step: it ends as the run did.
+
+    With the same arrays in its last checkpoint, to the bit, and the same metrics but for times.
+    Returns the copy.
+    """
+    again = cut_off(whole, whole.parent / f"from_{step}", step)
+    train(config, again)
+    assert_equal(*(final_parameters(folder, config.num_steps) for folder in (whole, again)))
+    ones, others = (read_metrics(folder / "metrics.jsonl") for folder in (whole, again))
+    assert [*map(timeless, ones)] == [*map(timeless, others)]
+    return again
+
+
+def check_replay(first: Path, step: int) -> Config:
+    """Replays a run as --replay does: the same events, and the parameters of its last step.
+
+    Returns the config of the replay.
+    """
+    again = first.parent / "again"
+    config, workdir = replayed_config(
+        first, *parse_flags([f"--replay={first}", f"--workdir={again}"])
+    )
+    assert not train(config, workdir, replay=first).stopped
+    assert (again / EVENTS).read_text() == (first / EVENTS).read_text()
+    assert_equal(final_parameters(first, step), final_parameters(again, step))
+    return config
 
 
 def steps_of(workdir: Path) -> list[dict]:
@@ -129,6 +181,12 @@ def episodes_of(workdir) -> collections.Counter:
     return collections.Counter(t["episode"] for file in files for t in read_trajectories(file))
 
 
+def stop_in_rollout(workdir: Path, steps: int) -> Callable[[], str]:
+    """Names a signal in the rollout behind so many steps; the first look is between the steps."""
+    looks = itertools.count()
+    return lambda: "SIGTERM" * (len(steps_of(workdir)) == steps and next(looks) > 0)
+
+
 def check_bound(lines, bound: int) -> None:
     for line in lines:
         assert line["version_lag_max"] <= bound
@@ -140,17 +198,11 @@ def kill(folder: Path, workdir: Path, given: dict, is_time: Callable[[], bool]) 
     """Kills a run of these settings with SIGKILL when it is time.
 
     `given` are settings as in a file of --config, with some steps behind that time: the programs
-    may be compiled already. `folder` is for that file and the caches.
+    may be compiled already. `folder` is for that file.
     """
-    file = folder / "config.py"
-    file.write_text(
-        "from ml_collections import ConfigDict\n"
-        f"def get_config():\n    return ConfigDict({given!r})\n"
-    )
+    file = write_config(folder, given)
     line = [sys.executable, "-m", "earl_jax.main", f"--config={file}", f"--workdir={workdir}"]
-    link_programs(folder / "kill")
-    env = environment(folder / "kill")
-    process = Fork(run_main, ("earl_jax.main",), args=line, env=env, cwd=ROOT)
+    process = Fork(run_main, ("earl_jax.main",), args=line, env=environment(), cwd=ROOT)
     deadline = time.monotonic() + 400
     while not is_time():
         assert process.poll() is None and time.monotonic() < deadline

@@ -57,12 +57,11 @@ Code = grpc.StatusCode
 class Server:
     """A running server process: its address once it is ready, and its end."""
 
-    def __init__(self, line: list[str], cache: Path):
-        kept = environment_without("JAX_")
+    def __init__(self, line: list[str]):
         self.process = subprocess.Popen(
             line,
             cwd=ROOT,
-            env=kept | {"XDG_CACHE_HOME": str(cache), "PYTHONUNBUFFERED": "1"},
+            env=environment_without("JAX_") | {"PYTHONUNBUFFERED": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -94,9 +93,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(cache: Path, *flags: str):
+def serving(*flags: str):
     line = [sys.executable, "-m", "earl_jax.serve", *PORTS, *flags]
-    server = Server(line, cache)
+    server = Server(line)
     try:
         yield server
     finally:

@@ -6,6 +6,7 @@ The defaults of the package are for pretrained models on accelerators.
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from earl_jax.config import Config
@@ -43,6 +44,16 @@ def small(given: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(section, dict) and isinstance(merged[name], Mapping):
             merged[name] = {**section, **merged[name]}
     return merged
+
+
+def write_config(folder: Path, given: Mapping[str, Any]) -> Path:
+    """Writes a file for --config with these settings, for a process of its own."""
+    path = folder / "config.py"
+    path.write_text(
+        "from ml_collections import ConfigDict\n"
+        f"def get_config():\n    return ConfigDict({given!r})\n"
+    )
+    return path
 
 
 def make_config(given: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
