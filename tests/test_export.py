@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
 from earl_jax.models.attention.rows import cap
@@ -36,7 +35,14 @@ from earl_jax.train.export import keep_exports, set_exports_aside
 from earl_jax.train.state import TrainState
 from earl_jax.training import Training
 from tests.support.placements import place
-from tests.support.references import NAMES, REFERENCE, checkpoint, given_softcap, reference
+from tests.support.references import (
+    NAMES,
+    REFERENCE,
+    checkpoint,
+    given_softcap,
+    reference,
+    tensors,
+)
 from tests.support.settings import make_config
 
 MIXED = make_layout(MeshShape(data=2, fsdp=2, tensor=2))
@@ -117,13 +123,6 @@ def write_both(folder: Path, name: str, lora: LoraConfig) -> tuple[Any, Path, Pa
         source=given,
     )
     return policy, folder / "merged", folder / "adapter"
-
-
-def tensors(folder: Path) -> dict[str, np.ndarray]:
-    found = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        found |= load_file(file)
-    return found
 
 
 @pytest.mark.slow_except("qwen3_next", "qwen3_5_moe", "deepseek_v3")

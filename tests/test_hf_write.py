@@ -28,6 +28,7 @@ from tests.support.references import (
     loaded,
     mixed,
     reference,
+    tensors,
 )
 
 TOKENIZERS = Path(__file__).parent / "tokenizers"
@@ -45,13 +46,6 @@ def save(folder: Path, name: str, **changed):
     }
     params = changed.pop("params", None)
     save_checkpoint(folder, params or loaded(name), **(arguments | changed))
-
-
-def tensors(folder: Path) -> dict[str, np.ndarray]:
-    found = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        found |= load_file(file)
-    return found
 
 
 @pytest.mark.slow_except("gemma3", "qwen3_moe", "gpt_oss")

@@ -153,19 +153,6 @@ def test_attention_over_pages_is_attention_over_dense_keys(filled, length, setti
     assert not np.asarray(out)[counts == 0].any()
 
 
-def test_a_row_gets_the_same_bits_whoever_its_neighbours_are(filled):
-    cache, _, _, cached = filled
-    query = jnp.asarray(np.random.default_rng(1).normal(size=(ROWS, 1, 2, 3, 8)), jnp.float32)
-    run = jax.jit(functools.partial(attend, tile=Tile(4, 1)))
-    ones = np.ones(ROWS, np.int32)
-    whole = np.asarray(run(cache, query, cached, ones))
-    order = np.random.default_rng(2).permutation(ROWS)
-    shuffled = PagedCache(pools=cache.pools, table=cache.table[order])
-    np.testing.assert_array_equal(run(shuffled, query[order], cached[order], ones), whole[order])
-    some = np.array([1, 0, 1, 0, 0, 1, 1, 0, 1, 0, 0], np.int32)
-    np.testing.assert_array_equal(run(cache, query, cached, some)[some == 1], whole[some == 1])
-
-
 @pytest.mark.parametrize(
     ("window", "tile"), [(None, Tile(4, 1)), (3, Tile(2, 1)), (20, Tile(ROWS, 2))], ids=str
 )
@@ -360,13 +347,13 @@ def test_a_long_chunk_is_several_blocks_of_the_kernel_for_gpus(filled):
     np.testing.assert_allclose(out[real], expected[real], atol=2e-6)
 
 
-def test_a_row_of_the_kernel_for_gpus_gets_the_same_bits_whoever_its_neighbours_are(
-    filled, monkeypatch
-):
+@pytest.mark.parametrize("read", [functools.partial(attend, tile=Tile(4, 1)), by_triton])
+def test_a_row_gets_the_same_bits_whoever_its_neighbours_are(filled, monkeypatch, read):
+    """By our attention over pages, and by the kernel for GPUs."""
     monkeypatch.setattr(paged_triton, "TOKENS_A_SPLIT", 16)
     cache, _, _, cached = filled
     query = jnp.asarray(np.random.default_rng(1).normal(size=(ROWS, 1, 2, 3, 8)), jnp.float32)
-    run = jax.jit(by_triton)
+    run = jax.jit(read)
     ones = np.ones(ROWS, np.int32)
     whole = np.asarray(run(cache, query, cached, ones))
     order = np.random.default_rng(2).permutation(ROWS)

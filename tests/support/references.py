@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from safetensors.numpy import load_file
 
 from earl_jax.models.checkpoints.hf_read import Checkpoint, load_parameters, open_checkpoint
 from earl_jax.sharding.layout import MeshShape, make_layout
@@ -66,6 +67,14 @@ def mixed(name: str) -> MeshShape:
 @functools.cache
 def loaded(name: str):
     return load_parameters(checkpoint(name), make_layout(MeshShape()))
+
+
+def tensors(folder: Path) -> dict[str, np.ndarray]:
+    """The arrays of a checkpoint's files, by their names there."""
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
 
 
 def assert_equal_trees(left, right):
