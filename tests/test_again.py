@@ -8,8 +8,6 @@ errors are real ones (`hungry`).
 
 import os
 import re
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,33 +18,15 @@ import pytest
 
 from benchmarks.runs import free_port
 from earl_jax.sharding.layout import MeshShape
-from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.train.learner import Learner
 from earl_jax.training import train
-from tests.support import ROOT, python_path
-from tests.support.placements import D8, F8, given, hungry
+from tests.support import ROOT
+from tests.support.forks import Fork, run_program
+from tests.support.placements import D8, F8, SIXTEEN_SLOTS, given, hungry
+from tests.support.runs import steps_of
 from tests.support.settings import make_config
 
-# A launcher on each host: it starts its process again whenever that ends with status 1.
-LAUNCHER = """
-for start in 1 2 3 4; do
-  "$@" && exit 0
-  status=$?
-  echo "launcher: start $start ended with status $status" >&2
-  [[ $status -eq 1 ]] || exit "$status"
-done
-exit 1
-"""
-ROLLOUT = {
-    "num_slots": 16,
-    "episodes_per_step": 16,
-    "burst": 2,
-    "max_turn_tokens": 4,
-    "max_episode_tokens": 32,
-    "context_buckets": (32,),
-    "patience_s": 60.0,
-}
-RUN = given(ROLLOUT, (D8,), (D8, F8)) | {
+RUN = given(SIXTEEN_SLOTS, (D8,), (D8, F8)) | {
     "num_steps": 4,
     "train": {"epochs": 2, "sft_steps": 0},
     "checkpoint": {"every_steps": 2},
@@ -89,6 +69,7 @@ def test_a_run_whose_state_is_lost_goes_on_from_its_newest_checkpoint(
 
     Their program had run before, so that there is no backup of the state.
     """
+    # What ran out of memory is remembered there.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     update, programs = Learner.update, []
 
@@ -110,8 +91,7 @@ def test_a_run_whose_state_is_lost_goes_on_from_its_newest_checkpoint(
     assert "in a program that had run before, and lost the weights" in notes
     words = f"after step {kept_steps} of 4" if kept_steps else "the run begins again"
     assert words in notes
-    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    steps = [row for row in rows if "eval" not in row]
+    steps = steps_of(tmp_path / "run")
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
     assert all(row["logprob_mismatch_max"] < 1e-4 for row in steps)
     # What failed is not tried again.
@@ -127,7 +107,7 @@ def test_a_run_whose_state_is_lost_goes_on_from_its_newest_checkpoint(
 
 
 FOUR, CUT = MeshShape(data=4), MeshShape(data=2, fsdp=2)
-RUN_OF_TWO = given(ROLLOUT, (FOUR,), (FOUR, CUT)) | {
+RUN_OF_TWO = given(SIXTEEN_SLOTS, (FOUR,), (FOUR, CUT)) | {
     "num_steps": 3,
     "devices": {"platform": "cpu", "num_cpu_devices": 2},
     "train": {"sft_steps": 0},
@@ -163,57 +143,50 @@ def get_config():
 """
 
 
+def launch(lines: list[list[str]]) -> list[list[tuple[int, str, str]]]:
+    """Returns the ends of each process, which a launcher of its own starts again after status 1."""
+    ends, deadline_s = [[] for _ in lines], time.monotonic() + 360
+
+    def start(number: int) -> Fork:
+        program = "import test_again; test_again.short_main()"
+        call = run_program, (program,)
+        return Fork(*call, args=lines[number], env=os.environ, cwd=ROOT / "tests")
+
+    running = {number: start(number) for number in range(len(lines))}
+    while running:
+        assert time.monotonic() < deadline_s, [process.said() for process in running.values()]
+        time.sleep(0.05)
+        for number, process in list(running.items()):
+            if process.poll() is not None:
+                ends[number].append((process.poll(), *process.said()))
+                del running[number]
+                if process.poll() == 1 and len(ends[number]) < 4:
+                    running[number] = start(number)
+    return ends
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_processes_of_which_one_is_short_are_started_again_and_go_on_with_less(cache, tmp_path):
+def test_processes_of_which_one_is_short_are_started_again_and_go_on_with_less(
+    tmp_path, monkeypatch
+):
     """Two processes, each with a launcher as on a host of its own; both end well."""
     (tmp_path / "config.py").write_text(CONFIG)
-    script = "import sys; sys.argv[0] = 'main'; import test_again; test_again.short_main()"
-    port, workdir = free_port(), tmp_path / "run"
-    environment = os.environ | {
-        "XDG_CACHE_HOME": str(cache),
-        "PYTHONUNBUFFERED": "1",
-        "WAS_SHORT": str(tmp_path / "was_short"),
-        "PYTHONPATH": python_path(ROOT, ROOT / "tests"),
-    }
-    all_of_them = []
+    monkeypatch.setenv("WAS_SHORT", str(tmp_path / "was_short"))
+    workdir, lines = tmp_path / "run", []
+    settings = {"coordinator": f"127.0.0.1:{free_port()}", "num_processes": 2}
     for number in range(2):
-        settings = {"coordinator": f"127.0.0.1:{port}", "num_processes": 2, "process_id": number}
-        line = ["bash", "-c", LAUNCHER, "launcher", sys.executable, "-c", script]
+        line = [sys.executable, "-m", "earl_jax.main"]
         line += [f"--config={tmp_path / 'config.py'}", f"--workdir={workdir}"]
-        line += [f"--config.distributed.{key}={value}" for key, value in settings.items()]
-        all_of_them.append(
-            subprocess.Popen(
-                line,
-                cwd=ROOT,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                # To end all of a script's processes at once.
-                start_new_session=True,
-            )
-        )
-    deadline_s, ends = time.monotonic() + 360, []
-    try:
-        for process in all_of_them:
-            output, errors = process.communicate(timeout=max(1, deadline_s - time.monotonic()))
-            ends.append((process.returncode, output, errors))
-    finally:
-        for process in all_of_them:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
-    for status, output, errors in ends:
-        assert status == 0, f"{output}\n{errors[-4000:]}"
-        assert "start 1 ended with status 1" in errors
+        given = settings | {"process_id": number}
+        lines.append(line + [f"--config.distributed.{key}={given[key]}" for key in given])
+    ends = launch(lines)
+    assert all((each[0][0], each[-1][0]) == (1, 0) for each in ends), ends
     # The one whose memory was short says so.
-    short = ends[1][2]
-    assert re.search("error: process 1 of 2 on .*: train on .* ran out of memory", short)
+    assert re.search("error: process 1 of 2 on .*: train on .* ran out of memory", ends[1][0][2])
     # The checkpoint of step 2 may have been on its way.
-    assert re.search("after step [12] of 3", ends[0][1])
-    rows = read_metrics(workdir / "metrics.jsonl")
-    steps = [row for row in rows if "eval" not in row]
+    assert re.search("after step [12] of 3", ends[0][-1][1])
+    steps = steps_of(workdir)
     assert [row["step"] for row in steps] == [1, 2, 3]
     ways = [(row["train_mesh"], row.get("plan")) for row in steps]
     assert ways[0] != ways[2]

@@ -26,8 +26,8 @@ from earl_jax.envs.tools.functions import is_outage
 from earl_jax.envs.tools.tool_use import ToolUse
 from earl_jax.settings.errors import InputError
 from earl_jax.telemetry.episodes import read_trajectories
-from earl_jax.telemetry.metrics import read_metrics
 from tests.support import ROOT, tools
+from tests.support.runs import steps_of
 
 ADD, FAIL, REACH = (f"tests.support.tools:{name}" for name in ("add", "fail", "reach"))
 SUM = {"prompt": "1 + 2 =", "answer": "3"}
@@ -411,22 +411,21 @@ def test_a_tool_or_setting_that_cannot_be_is_an_error_at_the_start(tmp_path, arg
 
 
 @pytest.mark.slow
-def test_a_policy_from_scratch_calls_a_tool_and_reads_its_answer(tmp_path, monkeypatch):
+def test_a_policy_from_scratch_calls_a_tool_and_reads_its_answer(tmp_path):
     """The benchmark's task: the answer of the tool is in the context, and is learnt."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     shop.write_files(tmp_path, 0)
     given = shop.settings_of(tmp_path, 0)
-    given |= {"num_steps": 16, "devices": {"platform": "cpu", "num_cpu_devices": 8}}
+    given |= {"num_steps": 2, "devices": {"platform": "cpu", "num_cpu_devices": 8}}
     given["rollout"] |= {"num_slots": 32, "episodes_per_step": 64}
-    given["train"] |= {"sft_updates": 8}
-    given["eval"] |= {"every_steps": 16, "games": 8, "final_games": 8}
-    given["log"] = {"trajectories_every_steps": 16}
+    # What is played last has learnt from 60 batches of conversations.
+    given["train"] |= {"sft_steps": 1, "sft_updates": 60}
+    given["eval"] |= {"every_steps": 2, "games": 8, "final_games": 8}
+    given["log"] = {"trajectories_every_steps": 2}
     given["selector"] = {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",)}
     training.train(make_config(given), tmp_path / "run")
-    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    *_, last = (row for row in rows if "eval" not in row)
+    *_, last = steps_of(tmp_path / "run")
     assert last["env"]["tool_calls"] > 0.2 and last["logprob_mismatch_max"] < 1e-3
-    episodes = read_trajectories(tmp_path / "run" / "trajectories" / "step_000016.jsonl")
+    episodes = read_trajectories(tmp_path / "run" / "trajectories" / "step_000002.jsonl")
     answered = [e for e in episodes if any(m["role"] == "tool" for m in e["messages"])]
     assert len(answered) > 0.1 * len(episodes)
     called = [e for e in answered if e["metrics"]["failed_tool_calls"] == 0]
