@@ -602,7 +602,7 @@ def test_an_evaluation_plays_each_task_as_often_as_it_says(monkeypatch):
     # They are other episodes, with other draws.
     assert len({each.episode for each in episodes}) == 15
     assert len({each.turns[-1].token_ids for each in episodes[:3]}) > 1
-    with pytest.raises(InputError, match="samples is 3 and config.eval.temperature is 0: all"):
+    with pytest.raises(InputError, match="samples is 3 and config.eval.temperature is 0; all"):
         own("Echo", eval=evaluation | {"temperature": 0.0})
 
 
