@@ -34,7 +34,6 @@ from earl_jax.launch.distributed import (
 )
 from earl_jax.launch.ending import end_together
 from earl_jax.launch.layouts import axes_across_hosts
-from earl_jax.launch.messages import HEAD_BYTES
 from earl_jax.launch.signals import INTERRUPTED
 from earl_jax.launch.start import exit_status
 from earl_jax.placement import rollouts
@@ -540,7 +539,7 @@ def test_a_lost_process_ends_the_other_with_a_message_that_names_it(how, lost, t
 
 
 # Of the words of both processes.
-LENGTHS = [[0, 0], [167, 168], [168, 3], [169, 169], [1, 40_000]]
+LENGTHS = [[0, 0], [167, 3], [1, 40_000], [400_000, 400_000]]
 
 
 def gather_words(lengths: list[list[int]]) -> list[list[int]]:
@@ -568,10 +567,8 @@ def pair(tmp_path_factory):
 
 @pytest.mark.slow
 def test_messages_of_every_length_are_gathered(pair):
-    """Those that fit beside their size (1,020 bytes with what is around them) and longer ones."""
+    """The longest are 2.4 MB each, more than a connection holds."""
     assert pair[0][0] == (LENGTHS, LENGTHS)
-    message = {"value": "é" * 168}
-    assert len(json.dumps(message)) == HEAD_BYTES + 1
 
 
 @pytest.mark.slow

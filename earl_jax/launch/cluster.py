@@ -16,11 +16,11 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 
-from earl_jax.launch.distributed import address_here, end_as_lost, end_process
+from earl_jax.launch.distributed import address_among, end_as_lost, end_process
 from earl_jax.launch.messages import ToldError, exchange
 from earl_jax.launch.presence import Place, be_present, presence, waits
 from earl_jax.settings.errors import InputError
@@ -209,7 +209,7 @@ class Cluster:
         """
         if self.count == 1:
             return [json.loads(json.dumps(value))]
-        messages = exchange({"value": value}, functools.partial(self._limited, what))
+        messages = self._exchange({"value": value}, what)
         errors = {n: message["error"] for n, message in enumerate(messages) if "error" in message}
         if errors:
             raise ToldError(errors)
@@ -223,9 +223,18 @@ class Cluster:
         """
         error = {"who": self.who, "words": words, "is_mistake": is_mistake}
         ends = functools.partial(end_process, f"{self.who}: {words}", status=2 if is_mistake else 1)
-        what = "the others to hear of an error"
-        messages = exchange({"error": error}, functools.partial(self._limited, what, ends))
+        messages = self._exchange({"error": error}, "the others to hear of an error", ends)
         return ToldError({n: each["error"] for n, each in enumerate(messages) if "error" in each})
+
+    def _exchange(
+        self, message: dict[str, Any], what: str, ends: Callable[[], NoReturn] | None = None
+    ) -> list[dict[str, Any]]:
+        """Returns the messages of all; `ends` this process where that takes too long, or fails."""
+        with self._limited(what, ends):
+            try:
+                return exchange(message)
+            except OSError as error:
+                (ends or functools.partial(end_as_lost, self.who, f"{what}: {error}"))()
 
     def any(self, flag: bool, what: str) -> bool:
         """Returns True, in every process, where the flag of at least one is set."""
@@ -270,7 +279,7 @@ class Cluster:
         return made
 
     @contextlib.contextmanager
-    def _limited(self, what: str, too_late: Callable[[], None] | None = None) -> Iterator[None]:
+    def _limited(self, what: str, too_late: Callable[[], NoReturn] | None = None) -> Iterator[None]:
         """Calls `too_late` if the block takes longer than `timeout_s`; None: ends this process.
 
         JAX's heartbeats see processes that are gone, and not those that live and hang.
@@ -323,7 +332,7 @@ def _hosts(timeout_s: float) -> tuple[str, ...]:
     processes = processes_only(timeout_s)
     hosts = tuple(processes.gather(socket.gethostname(), "the names of the hosts"))
     if processes.count > 1:
-        here = be_present("127.0.0.1" if len(set(hosts)) == 1 else address_here())
+        here = be_present(address_among(hosts))
         each = processes.gather([here.address, here.port], "where the processes answer")
         places = [
             Place(n, host, address or host, port)

@@ -22,7 +22,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 import jax
@@ -258,11 +258,14 @@ def _end_at_abort(end: Callable[[], NoReturn]) -> None:
     ctypes.CDLL(None).signal(signal.SIGABRT, _on_abort)
 
 
-def address_here() -> str:
-    """Returns the address of this host on the network of the coordinator that was given.
+def address_among(hosts: Sequence[str]) -> str:
+    """Returns the address of this one of the processes' hosts, at which the others reach it.
 
-    "" where none was given (a launcher's variables name it), or the name is a loopback one here.
+    It is on the network of the coordinator that was given. "" where none was given (a launcher's
+    variables name it), or the name is a loopback one here.
     """
+    if len(set(hosts)) == 1:
+        return "127.0.0.1"
     return address_towards(*_coordinator) if _coordinator else ""
 
 

@@ -1,22 +1,33 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Messages in JSON between all processes of a run, gathered by a program on a device of each."""
+"""Messages in JSON between all processes of a run, which process 0 collects and sends to all.
 
-import contextlib
+They go from host to host, beside the devices: a program that gathered them would wait, on each
+device, for the programs before it. Process 0 listens on a port of its own, and has a connection
+with each other process; where it listens the others learn by such a program, the first of a run.
+"""
+
 import functools
 import json
-from collections.abc import Callable
-from typing import Any
+import secrets
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from earl_jax.launch.distributed import address_among
+
 _PROCESS = "process"
-# Bytes of a message that come with its size; most messages have no more, and take one program.
-HEAD_BYTES = 1020
-# Encloses what waits for the other processes, and ends it where they do not come in time.
-Limited = Callable[[], contextlib.AbstractContextManager[None]]
+# Bytes of what processes say of themselves by a program: a host's name, or an address and a token.
+_ROW_BYTES = 256
+# How long process 0 may take to accept a connection, and its other side to say whose it is.
+_REACHED_S = 10.0
+# Firewalls forget connections that are silent for longer, such as 10 minutes in Google's cloud.
+_ALIVE_S = 60
 
 
 class ToldError(RuntimeError):
@@ -42,44 +53,137 @@ class ToldError(RuntimeError):
         return "; ".join(f"{error['who']}: {error['words']}" for error in self.errors.values())
 
 
-def exchange(message: dict[str, Any], limited: Limited) -> list[dict[str, Any]]:
-    """Returns the messages of all processes, process by process; all of them call it."""
-    data = np.frombuffer(json.dumps(message).encode(), np.uint8)
-    size = np.array([len(data)], np.int32).view(np.uint8)
-    rows = _gather_rows(_padded(np.concatenate([size, data[:HEAD_BYTES]]), 4 + HEAD_BYTES), limited)
-    sizes, heads = rows[:, :4].copy().view(np.int32)[:, 0], rows[:, 4:]
-    if (rest := int(sizes.max()) - HEAD_BYTES) > 0:
-        # Padded to a power of two, so that few programs are compiled.
-        tails = _gather_rows(_padded(data[HEAD_BYTES:], 1 << (rest - 1).bit_length()), limited)
-        heads = np.concatenate([heads, tails], axis=1)
-    return [json.loads(row[:size].tobytes()) for row, size in zip(heads, sizes, strict=True)]
+class Line(NamedTuple):
+    """A connection with another process, which says a message in each line."""
+
+    connection: socket.socket
+    lines: Any
+
+    def say(self, words: bytes) -> None:
+        """Sends a line."""
+        self.connection.sendall(words + b"\n")
+
+    def hear(self) -> bytes:
+        """Returns the next line. Raises OSError where the other process has ended."""
+        if not (line := self.lines.readline()).endswith(b"\n"):
+            raise ConnectionResetError("a process ended")
+        return line
+
+    def end(self) -> None:
+        """Lets the other process hear that nothing comes any more."""
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
 
 
-def _padded(row: np.ndarray, width: int) -> np.ndarray:
-    return np.pad(row, (0, width - len(row)))
+def exchange(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the messages of all processes, process by process; all of them call it.
+
+    In one thread, because the order of the calls says which messages belong together.
+
+    Raises:
+        OSError: another process has ended, or this one does not reach process 0.
+    """
+    own = json.dumps(message).encode()
+    return json.loads(exchange_lines(_lines(), own, is_first=jax.process_index() == 0))
 
 
-def _gather_rows(row: np.ndarray, limited: Limited) -> np.ndarray:
-    """Returns the rows of all processes, [processes, ...]."""
-    mesh = _one_device_each()
+def exchange_lines(lines: Sequence[Line], own: bytes, *, is_first: bool) -> bytes:
+    """Returns the messages of all processes as a list. `lines` are those of `accept`, or `join`'s.
+
+    Raises:
+        OSError: another process has ended. Of process 0 all others hear it at once.
+    """
+    if not is_first:
+        lines[0].say(own)
+        return lines[0].hear()
+    try:
+        every = b"[" + b",".join([own, *(line.hear() for line in lines)]) + b"]"
+        for line in lines:
+            line.say(every)
+    except OSError:
+        # While process 0 still answers those that ask which process is lost.
+        for line in lines:
+            line.end()
+        raise
+    return every
+
+
+def accept(listener: socket.socket, token: str, count: int) -> list[Line]:
+    """Returns, in process 0, the lines to the others of `count` processes, in their order.
+
+    They say the token; what does not is something else, and is not listened to.
+    """
+    found = dict[int, Line]()
+    while len(found) < count - 1:
+        connection, _ = listener.accept()
+        line = _line_of(connection)
+        try:
+            said, index = json.loads(line.hear())
+        except (OSError, ValueError, TypeError):
+            said, index = None, 0
+        if said == token:
+            connection.settimeout(None)
+            found[index] = line
+        else:
+            line.end()
+    return [found[index] for index in range(1, count)]
+
+
+def join(address: str, port: int, token: str, index: int) -> Line:
+    """Returns the line to process 0 of the process with this number. Raises OSError without one."""
+    try:
+        connection = socket.create_connection((address, port), _REACHED_S)
+    except OSError as error:
+        raise ConnectionError(
+            f"process 0 is not reached at {address}:{port} ({error}), where messages of all "
+            "processes go; open its ports to the other hosts, or give "
+            "config.distributed.coordinator, an address at which they reach it"
+        ) from None
+    line = _line_of(connection)
+    line.say(json.dumps([token, index]).encode())
+    connection.settimeout(None)
+    return line
+
+
+def _line_of(connection: socket.socket) -> Line:
+    connection.settimeout(_REACHED_S)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _ALIVE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Line(connection, connection.makefile("rb"))
+
+
+@functools.lru_cache(maxsize=1)
+def _lines() -> list[Line]:
+    """Returns the lines of this process, for `exchange_lines`. Every process calls it."""
+    hosts = _by_devices(socket.gethostname())
+    if jax.process_index() > 0:
+        address, port, token = json.loads(_by_devices("")[0])
+        return [join(address or hosts[0], port, token, jax.process_index())]
+    address, token = address_among(hosts), secrets.token_hex(16)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family, backlog=len(hosts)) as listener:
+        _by_devices(json.dumps([address, listener.getsockname()[1], token]))
+        return accept(listener, token, len(hosts))
+
+
+def _by_devices(words: str) -> list[str]:
+    """Returns the words of all processes, gathered by a program on the first device of each."""
+    row = np.frombuffer(words.encode().ljust(_ROW_BYTES), np.uint8)
+    assert len(row) == _ROW_BYTES, words
+    mesh, to_all = _gather_program()
     own = jax.device_put(row[None], mesh.local_devices[0])
     rows = jax.make_array_from_single_device_arrays(
         (mesh.size, *row.shape), NamedSharding(mesh, PartitionSpec(_PROCESS)), [own]
     )
-    with limited():
-        every = jax.block_until_ready(_to_all(mesh)(rows))
-    return np.asarray(every.addressable_data(0))
+    every = jax.block_until_ready(to_all(rows))
+    return [row.tobytes().decode().rstrip() for row in np.asarray(every.addressable_data(0))]
 
 
 @functools.lru_cache(maxsize=1)
-def _one_device_each() -> Mesh:
-    """Returns a mesh of the first device of each process."""
+def _gather_program() -> tuple[Mesh, Any]:
+    """Returns a mesh of the first device of each process, and what gathers its rows in each."""
     devices = sorted(jax.devices(), key=lambda device: device.process_index)
     first = {device.process_index: device for device in reversed(devices)}
-    return Mesh(np.array([first[n] for n in sorted(first)], dtype=object), (_PROCESS,))
-
-
-@functools.lru_cache(maxsize=2)
-def _to_all(mesh: Mesh) -> Any:
-    """Returns the program that gathers every row in every process."""
-    return jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    mesh = Mesh(np.array([first[n] for n in sorted(first)], dtype=object), (_PROCESS,))
+    return mesh, jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))

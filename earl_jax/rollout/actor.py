@@ -6,8 +6,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
-import jax
-
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.session import Session
 from earl_jax.envs.environment import Environment
@@ -74,9 +72,9 @@ class Actor:
         parts = 1 if spans else len(self.cluster.players)
         own = self.rollout.part(parts)
         pool, make, look = self.pool, self.make_environment, self._look_for_a_signal
-        wait = jax.block_until_ready
+        # Rows that are on their way to processes that train, or a round of all, wait for others.
+        wait = functools.partial(self.cluster.wait, what="a round of the rollout")
         if spans:
-            wait = functools.partial(self.cluster.wait, what="a round of the rollout")
             pool = Lockstep(self.cluster, self.pool, self.make_environment, self.stop)
             make, look = pool.make_environment, lambda: None
         return RolloutService(
