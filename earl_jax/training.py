@@ -153,11 +153,6 @@ def _train_in(
             progress.note(str(run.cluster))
         if cluster.count > 1:
             progress.note(run.cluster.order_in_words())
-            if not cluster.has_counters:
-                progress.note(
-                    "each process plays a fixed part of the episodes, because not all reach "
-                    "process 0 at its own port (docs/howto/hardware.md)"
-                )
         for note in (*notes, *run.notes):
             progress.note(note)
         recorder = Recorder(

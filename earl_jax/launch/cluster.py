@@ -244,11 +244,6 @@ class Cluster:
         """Returns when every process has called it."""
         self.gather(None, what)
 
-    @property
-    def has_counters(self) -> bool:
-        """True if all processes reach process 0 at its own port (launch/presence.py)."""
-        return self.count > 1 and presence().has_counters
-
     def new_counter(self) -> int:
         """Returns the number of a new counter, at 0. Every process calls it, in the same order."""
         return presence().new_counter()
@@ -339,8 +334,6 @@ def _hosts(timeout_s: float) -> tuple[str, ...]:
             for n, (host, (address, port)) in enumerate(zip(hosts, each, strict=True))
         ]
         here.meet([place for place in places if place.index != processes.index])
-        each = processes.gather(here.reaches_first(), "who reaches process 0")
-        here.has_counters = all(each)
     return hosts
 
 

@@ -19,8 +19,6 @@ from earl_jax.telemetry.timing import stage_now
 _ANSWER_S = 2.0
 # How long a connection may take to say what it asks. Others wait meanwhile.
 _REQUEST_S = 1.0
-# How long process 0 may take to answer a process that looks whether it can be reached.
-_REACHED_S = 10.0
 _LONGEST = 2**10
 # A process that ends because another one is lost answers for so long: it is not the lost one.
 LINGER_S = 3.0
@@ -50,8 +48,6 @@ class Presence:
         self._num_counters = 0
         self._counter, self._count = 0, 0
         self._counts = threading.Lock()
-        # True if all processes can count, which no process knows by itself.
-        self.has_counters = False
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=128)
         self.address, self.port = address, int(self._listener.getsockname()[1])
@@ -81,13 +77,6 @@ class Presence:
         if (first := self._first) is None:
             return self._count_here(counter, number)
         return _answer_of(first, [counter, number], None)
-
-    def reaches_first(self) -> bool:
-        """Returns whether process 0 answers this one. Other hosts may not reach its port."""
-        try:
-            return self._first is None or bool(_answer_of(self._first, [], _REACHED_S))
-        except (OSError, ValueError):
-            return False
 
     @property
     def _first(self) -> Place | None:

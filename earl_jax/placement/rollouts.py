@@ -115,7 +115,7 @@ def _share(placement: Placement, tasks: Sequence[Task]) -> Share:
     number = len(cluster.players)
     if placement.plays_together:
         return Share(range(len(tasks)))
-    if not (rollout.has_queue(number) and cluster.has_counters):
+    if not rollout.has_queue(number):
         return Share(cluster.own(range(len(tasks))))
     num_rows = 2 * rollout.part(number).episodes_per_step
     return share_of(tasks, cluster, placement.rollout.num_slots // number, num_rows)

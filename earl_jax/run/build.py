@@ -283,11 +283,6 @@ def _check_processes(config: Config, cluster: Cluster) -> None:
             f"{words}: process 0 must be one of those that play, which are {cluster.players}, by "
             "the order of their hosts and slices; give its number to one of these"
         )
-    if cluster.disjoint and not cluster.has_counters:
-        raise InputError(
-            f"{words}: those that play ask process 0 whether an update has ended, and some do not "
-            "reach it at its own port (docs/howto/hardware.md); open it, or start one process"
-        )
     if config.num_groups % (number * settings.parts):
         raise InputError(
             f"{words}: {number} of them play, and the {config.num_groups} groups of a step "
