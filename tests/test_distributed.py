@@ -5,7 +5,6 @@
 import contextlib
 import dataclasses
 import importlib.util
-import json
 import os
 import signal
 import socket

@@ -72,6 +72,7 @@ _coordinator: tuple[str, int] | None = None
 # The handler must live as long as the process.
 _on_abort: Any = None
 _ending = threading.RLock()
+_when_ending: list[Callable[[], None]] = []
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -231,8 +232,15 @@ def end_process(words: str, *, status: int = 1) -> NoReturn:
     os.write(2, f"error: {words}{again}\n".encode())
     # Nothing behind it: XLA's threads print stack traces when another process is gone.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    for call in _when_ending:
+        call()
     time.sleep(LINGER_S)
     os._exit(status)
+
+
+def when_ending(call: Callable[[], None]) -> None:
+    """Has `end_process` call this, which tells others that it ends, while it still answers them."""
+    _when_ending.append(call)
 
 
 def end_as_lost(who: str, why: str = "") -> NoReturn:

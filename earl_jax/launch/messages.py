@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from earl_jax.launch.distributed import address_among
+from earl_jax.launch.distributed import address_among, when_ending
 
 _PROCESS = "process"
 # Bytes of what processes say of themselves by a program: a host's name, or an address and a token.
@@ -67,12 +67,17 @@ class Line(NamedTuple):
         """Returns the next line. Raises OSError where the other process has ended."""
         if not (line := self.lines.readline()).endswith(b"\n"):
             raise ConnectionResetError("a process ended")
-        return line
+        return line[:-1]
 
     def end(self) -> None:
         """Lets the other process hear that nothing comes any more."""
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Gives the connection up."""
+        self.lines.close()
+        self.connection.close()
 
 
 def exchange(message: dict[str, Any]) -> list[dict[str, Any]]:
@@ -91,20 +96,14 @@ def exchange_lines(lines: Sequence[Line], own: bytes, *, is_first: bool) -> byte
     """Returns the messages of all processes as a list. `lines` are those of `accept`, or `join`'s.
 
     Raises:
-        OSError: another process has ended. Of process 0 all others hear it at once.
+        OSError: another process has ended.
     """
     if not is_first:
         lines[0].say(own)
         return lines[0].hear()
-    try:
-        every = b"[" + b",".join([own, *(line.hear() for line in lines)]) + b"]"
-        for line in lines:
-            line.say(every)
-    except OSError:
-        # While process 0 still answers those that ask which process is lost.
-        for line in lines:
-            line.end()
-        raise
+    every = b"[" + b",".join([own, *(line.hear() for line in lines)]) + b"]"
+    for line in lines:
+        line.say(every)
     return every
 
 
@@ -125,7 +124,7 @@ def accept(listener: socket.socket, token: str, count: int) -> list[Line]:
             connection.settimeout(None)
             found[index] = line
         else:
-            line.end()
+            line.close()
     return [found[index] for index in range(1, count)]
 
 
@@ -156,6 +155,13 @@ def _line_of(connection: socket.socket) -> Line:
 @functools.lru_cache(maxsize=1)
 def _lines() -> list[Line]:
     """Returns the lines of this process, for `exchange_lines`. Every process calls it."""
+    lines = _connect()
+    for line in lines:
+        when_ending(line.end)
+    return lines
+
+
+def _connect() -> list[Line]:
     hosts = _by_devices(socket.gethostname())
     if jax.process_index() > 0:
         address, port, token = json.loads(_by_devices("")[0])
