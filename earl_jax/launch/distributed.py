@@ -269,12 +269,12 @@ def _end_at_abort(end: Callable[[], NoReturn]) -> None:
 def address_among(hosts: Sequence[str]) -> str:
     """Returns the address of this one of the processes' hosts, at which the others reach it.
 
-    It is on the network of the coordinator that was given. "" where none was given (a launcher's
-    variables name it), or the name is a loopback one here.
+    It is on the network of the coordinator that was given. Where none was given (a launcher's
+    variables name it), or the name is a loopback one here, it is the loopback address for processes
+    of one host, and "" for others. Hosts may have one name, so that the network comes first.
     """
-    if len(set(hosts)) == 1:
-        return "127.0.0.1"
-    return address_towards(*_coordinator) if _coordinator else ""
+    here = address_towards(*_coordinator) if _coordinator else ""
+    return here or ("127.0.0.1" if len(set(hosts)) == 1 else "")
 
 
 def _find_place(config: DistributedConfig, variables: Mapping[str, str]) -> _Place | None:
