@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from earl_jax.config.train_flags import parse_flags, replayed_config
-from earl_jax.launch.cluster import Cluster
 from earl_jax.loop import rl_step
 from earl_jax.loop_async import AsyncPlayer
 from earl_jax.placement.placement import Placement
