@@ -11,7 +11,7 @@ its switch paid for.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple
+from typing import Generic, NamedTuple
 
 from earl_jax.selector.plan_candidates import TIE, Candidate, Candidates, P
 from earl_jax.selector.plans import Plans, RolloutPlan, Stage, TrainPlan
@@ -207,35 +207,43 @@ class Chooser:
                 may_leave = may_leave and not self._must_wait(pair, stays, step)
             if not may_leave or stays.cost_s <= (1.0 + self.problem.hysteresis) * pair.cost_s:
                 pair = stays
+        rollout, train, tokens = pair.rollout, pair.train, step.max_tokens
+        played = [
+            self._play_s(step, each.rollout) if each.rollout else 0.0 for each in (pair, stays)
+        ]
+        trained = [self._train_s(step, each.train) if each.train else 0.0 for each in (pair, stays)]
+        play, update = (tokens, played, pair.resident), (step.length, trained, 0)
         return Decision(
-            rollout=self._choice(step, current, pair, stays, "rollout"),
-            train=self._choice(step, current, pair, stays, "train"),
+            rollout=rollout and self._choice(rollout, current.rollout, play, stays.rollout),
+            train=train and self._choice(train, current.train, update, stays.train),
             seconds=pair.step_s,
             switch_s=pair.cost_s - pair.step_s,
         )
 
-    def _choice(self, step: Step, current: Plans, pair: _Pair, stays: _Pair, stage: Stage) -> Any:
-        """Returns a stage's choice, None where the pair has none.
+    def _choice(
+        self,
+        found: Candidate[P],
+        before: P | None,
+        work: tuple[int, Sequence[float], int],
+        stays: Candidate[P] | None,
+    ) -> Choice[P]:
+        """Returns a stage's choice; `work`: context bucket, seconds, and bytes that are beside.
 
-        In `stays` as much stays of the plans in use as can.
+        `stays` is its candidate where as much stays of the plans in use as can; the second of the
+        seconds are its.
         """
-        found, kept, before = (getattr(each, stage) for each in (pair, stays, current))
-        if found is None:
-            return None
-        tokens, beside, seconds_of = step.length, 0, self._train_s
-        if stage == "rollout":
-            tokens, beside, seconds_of = step.max_tokens, pair.resident, self._play_s
-        seconds, num_bytes = seconds_of(step, found), found.num_bytes + beside
-        gain = seconds_of(step, kept) / seconds - 1 if seconds else 0.0
+        tokens, (seconds, stays_s), beside = work
+        gain = stays_s / seconds - 1 if seconds else 0.0
+        num_bytes = found.num_bytes - self.candidates.surplus(found.plan, tokens) + beside
         return Choice(
-            stage=stage,
+            stage=found.plan.stage,
             plan=found.plan,
             tokens=tokens,
             num_bytes=num_bytes,
             is_exact=found.is_exact,
             seconds=seconds,
             switched=before is not None and found.plan.mesh != before.mesh,
-            reason=reason_of(self.candidates, found, before, tokens, num_bytes, kept, gain),
+            reason=reason_of(self.candidates, found, before, tokens, num_bytes, stays, gain),
         )
 
     def _best(self, pairs: Sequence[_Pair], current: Plans) -> _Pair:

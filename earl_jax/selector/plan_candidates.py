@@ -226,6 +226,16 @@ class Candidates:
             return known + footprint.trainer, True
         return int(self.caution * footprint.total), False
 
+    def surplus(self, plan: Plan, tokens: int) -> int:
+        """Returns how many bytes per device `caution` adds to those of a plan's own program."""
+
+        def own(candidates: Candidates) -> int:
+            if isinstance(plan, TrainPlan):
+                return candidates.update_bytes(plan, tokens)[0]
+            return candidates.round_bytes(plan, tokens)[0]
+
+        return own(self) - own(dataclasses.replace(self, caution=1.0))
+
     def resident_bytes(self, plan: TrainPlan, offload: bool, length: int) -> int:
         """Returns the bytes beside which a rollout must fit.
 

@@ -28,7 +28,7 @@ def reason_of(
     current: Plan | None,
     tokens: int,
     num_bytes: int,
-    stays: Candidate,
+    stays: Candidate | None,
     gain: float,
 ) -> str:
     """Returns why a plan was chosen at a context bucket of `tokens`.
@@ -45,7 +45,7 @@ def reason_of(
         speed = f"{chosen.tokens_per_s:,.0f} tokens/s"
         speed += " observed" if chosen.num_speeds else " computed"
         return f"{verb} on {plan.words(current)} (context {tokens}, {size}; {speed})"
-    if stays.plan.mesh != current.mesh:
+    if stays is None or stays.plan.mesh != current.mesh:
         why = _why_left(candidates, current, tokens, least=True)
         return f"{current.mesh} -> {plan.words()} ({why})"
     why = f"context {tokens}, {size}"
@@ -66,9 +66,11 @@ def _why_left(candidates: Candidates, plan: Plan, tokens: int, *, least: bool) -
         return f"{plan.mesh} is no candidate for context {tokens}"
     if found.num_bytes > problem.budget:
         # Computed bytes may be too few: a plan that is left for that may need so many.
-        verb = "needs" if found.is_exact or candidates.caution == 1.0 else "may need"
-        need, budget = bytes_text(found.num_bytes), bytes_text(int(problem.budget))
-        return f"context {tokens} {verb} {need}/device, budget {budget}"
+        need = found.num_bytes - candidates.surplus(found.plan, tokens)
+        verb = "needs" if need > problem.budget else "may need"
+        need = need if need > problem.budget else found.num_bytes
+        budget = bytes_text(int(problem.budget))
+        return f"context {tokens} {verb} {bytes_text(need)}/device, budget {budget}"
     return f"{plan.mesh} does not fit beside the other stage at context {tokens}"
 
 

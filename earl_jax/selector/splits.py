@@ -17,6 +17,7 @@ from earl_jax.selector.plans import Plan, Plans, Stage
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.roofline import MODEL_ERROR
 from earl_jax.settings.errors import InputError
+from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import WINDOW
 
 # Splits among which one is chosen, about evenly apart.
@@ -26,7 +27,8 @@ MOST_SPLITS = 16
 def with_splits(problem: Problem) -> Problem:
     """Returns the problem with all splits for which both stages have a mesh.
 
-    Of several processes whole ones play. Raises ValueError if there is no split.
+    Of several processes whole ones play. Raises ValueError if there is no split, or none of a mesh
+    that the config names.
     """
     number = problem.hardware.num_devices
     unit = 1 if problem.num_processes == 1 else number // problem.num_processes
@@ -45,6 +47,17 @@ def with_splits(problem: Problem) -> Problem:
             f"stages a mesh ({why}): make config.rollout.num_slots and episodes_per_step multiples "
             "of more numbers, such as 12, or give the number of devices that play"
         )
+    for stage, named, counts in (
+        ("rollout", problem.rollout_meshes_named, found),
+        ("train", problem.train_meshes_named, [number - split for split in found]),
+    ):
+        for text in named:
+            if MeshShape.parse(text).num_devices not in counts:
+                raise InputError(
+                    f"config.selector.{stage}_meshes has '{text}', and the splits of {number} "
+                    f"devices with a mesh of both stages leave {stage} {counts}; remove it, or name"
+                    " a mesh of the other stage for the devices that are left"
+                )
     middle = min(found, key=lambda split: abs(2 * split - number))
     work = dataclasses.replace(problem.work, row_devices=math.lcm(*found))
     return dataclasses.replace(problem, num_rollout=middle, splits=tuple(found), work=work)
