@@ -21,6 +21,7 @@ time.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -138,19 +139,9 @@ def attend(
         *(query_XMH, layer.key, *pools, table_BY, cached_B, counts_B),
         jnp.full((1,), share.index, jnp.int32),
     )
-    if reach.is_split:
-        value_XMH, top_XM, weight_XM = pl.pallas_call(
-            functools.partial(_add_splits, reach=reach, heads=heads),
-            grid=(rows * heads, padded // LEAST),
-            in_specs=[*_of_a_block(splits, value_size), whole, whole],
-            out_specs=_of_a_block(None, value_size),
-            out_shape=[jax.ShapeDtypeStruct(shape.shape[1:], shape.dtype) for shape in shapes],
-            compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
-            interpret=interpret,
-            name="add_splits",
-        )(*partial_sums, cached_B, counts_B)
-    else:
-        value_XMH, top_XM, weight_XM = (array[0] for array in partial_sums)
+    value_XMH, top_XM, weight_XM = _of_all_splits(
+        partial_sums, cached_B, counts_B, reach=reach, heads=heads, interpret=interpret
+    )
     top_BKM, weight_BKM, value_BKMH = (
         sums.reshape(rows, heads, padded, *sums.shape[2:])[:, :, :queries]
         for sums in (top_XM, weight_XM, value_XMH)
@@ -172,6 +163,35 @@ def _sums(shape: tuple[int, int, int], block: int, *last: int) -> tuple[Any, Any
         lambda row, part, split: (split, row, part, *[0] * len(last)),
     )
     return jax.ShapeDtypeStruct((*shape, *last), jnp.float32), spec
+
+
+def _of_all_splits(
+    partial_sums: Sequence[jax.Array],
+    cached_B: jax.Array,
+    counts_B: jax.Array,
+    *,
+    reach: "_Reach",
+    heads: int,
+    interpret: bool,
+) -> list[jax.Array]:
+    """Returns sums of values, [X,M,H], largest scores and weights, [X,M], of all splits of a row.
+
+    `partial_sums` are those of each split, in a first axis.
+    """
+    if not reach.is_split:
+        return [array[0] for array in partial_sums]
+    splits, rows, queries, size = partial_sums[0].shape
+    whole = pl.BlockSpec()
+    return pl.pallas_call(
+        functools.partial(_add_splits, reach=reach, heads=heads),
+        grid=(rows, queries // LEAST),
+        in_specs=[*_of_a_block(splits, size), whole, whole],
+        out_specs=_of_a_block(None, size),
+        out_shape=[jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in partial_sums],
+        compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
+        interpret=interpret,
+        name="add_splits",
+    )(*partial_sums, cached_B, counts_B)
 
 
 def _of_a_block(splits: int | None, size: int) -> list[Any]:
