@@ -115,6 +115,30 @@ def test_bf16_inputs_are_accumulated_in_fp32():
     assert np.abs(rounded.logprobs - logprobs).max() > 1e-2
 
 
+def test_sums_over_chunks_in_bf16_have_small_errors_without_a_bias():
+    """The gradient of the head: 16 chunks are added up in its type, each an fp32 product."""
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(1, 2048, 64)), jnp.bfloat16)
+    head = jnp.asarray(0.2 * rng.normal(size=(64, 512)), jnp.bfloat16)
+    targets = jnp.asarray(rng.integers(0, 512, (1, 2048)))
+    # Advantages of episodes of 128 tokens.
+    weights = jnp.asarray(np.repeat(rng.normal(size=(1, 16)), 128, axis=1), jnp.float32)
+
+    def of_head(dtype, chunk_size: int):
+        def loss(head):
+            scores = jitted(chunk_size, 1.0)(hidden.astype(dtype), head, targets)
+            return jnp.sum(weights * scores.logprobs)
+
+        return np.asarray(jax.jit(jax.grad(loss))(head.astype(dtype)), np.float64)
+
+    exact = of_head(jnp.float32, 2048)
+    errors = {size: of_head(jnp.bfloat16, size) - exact for size in (2048, 128)}
+    relative = {k: np.linalg.norm(e) / np.linalg.norm(exact) for k, e in errors.items()}
+    assert relative[2048] < 0.003 < relative[128] < 0.007
+    bias = np.sum(errors[128] * np.sign(exact)) / np.sum(np.abs(exact))
+    assert abs(bias) < 0.001
+
+
 def test_a_split_vocabulary_and_split_rows_give_the_same_scores():
     inputs = make_inputs()
     alone = jitted(7, 0.7)(*inputs)
