@@ -75,7 +75,7 @@ def kernel_of(call: Instruction) -> Kernel | None:
         return None
     if "splash_" in call.name:
         number = 4 if "_dkv" in call.name else 3 if "_dq" in call.name else 2
-        return Kernel(number, 512, 512, skips_future=True, skips_documents=False)
+        return Kernel(number, 512, 512, skips_future=True, skips_documents=True)
     if "mosaic_gpu" in call.attributes:
         # Forward has the queries, keys, values and ranges of keys; backward gradients too.
         if len(call.operands) < 8:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from earl_jax.models.attention import splash
 from earl_jax.models.attention.kernels import attend_rows, choose_kernel, choose_pages_kernel
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows
@@ -73,8 +74,14 @@ KERNELS = ["splash", pytest.param("tokamax", marks=need_tokamax)]
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("length", "window", "softcap"), CASES)
-def test_a_kernel_is_the_reference_forward_and_backward(kernel, length, window, softcap):
-    """On a mesh that cuts rows and heads, against the reference on one device."""
+def test_a_kernel_is_the_reference_forward_and_backward(
+    kernel, length, window, softcap, monkeypatch
+):
+    """On a mesh that cuts rows and heads, against the reference on one device.
+
+    In blocks of 128, of which some have no document in common.
+    """
+    monkeypatch.setattr(splash, "BLOCK", 128)
     arrays, segments = make_rows(length)
     settings = {"scale": HEAD_SIZE**-0.5, "softcap": softcap, "window": window}
     attend = functools.partial(attend_rows, kernel, make_layout(SPLIT), **settings)
@@ -92,6 +99,39 @@ def test_a_kernel_is_the_reference_forward_and_backward(kernel, length, window, 
         assert np.abs(np.asarray(without) - ours[0]).max() > 0.1
     across = reference(*arrays, jnp.ones_like(segments))
     assert np.abs(np.asarray(across) - ours[0])[:, :-3].max() > 0.1
+
+
+def test_splash_visits_blocks_with_a_document_in_common():
+    """Documents of 100, 256 and 60 tokens in four blocks of 128, and padding in a fifth."""
+    segments = jnp.asarray(np.repeat([1, 2, 3, 0], [100, 256, 60, 224]), jnp.int32)
+    causal = splash._kernel(2, 640, 128, 0.0, None, True)
+    own = splash._leave_out_other_documents(causal, segments, 128)
+    visited = [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        # Of the third document and the padding; the fifth block is padding alone.
+        [0, 0, 1, 1, 0],
+        [0, 0, 0, 1, 1],
+    ]
+    infos = own.fwd_mask_info, own.dq_mask_info, own.dkv_mask_info
+    for info in infos:
+        np.testing.assert_array_equal(info.block_mask[0] > 0, np.array(visited) > 0)
+    # What is fetched is the next block that is visited, of keys, and backward also of queries.
+    fetched = [[0, 0, 0, 0, 0], [0, 1, 1, 1, 1], [0, 1, 2, 2, 2], [2, 2, 2, 3, 3], [3, 3, 3, 3, 4]]
+    for info in infos[:2]:
+        np.testing.assert_array_equal(info.data_next[0], fetched)
+    fetched = [[0, 1, 2, 3, 4], [1, 1, 2, 3, 4], [2, 2, 2, 3, 4], [2, 2, 3, 3, 4], [2, 2, 3, 4, 4]]
+    np.testing.assert_array_equal(infos[2].data_next[0], fetched)
+
+    # With a window of 128 a block has at most one before it, and the grid is as narrow.
+    windowed = splash._kernel(2, 640, 128, 0.0, 128, True)
+    own = splash._leave_out_other_documents(windowed, jnp.ones(640, jnp.int32), 128)
+    np.testing.assert_array_equal(own.fwd_mask_info.block_mask, windowed.fwd_mask_info.block_mask)
+    assert own.fwd_mask_info.block_mask.shape == (1, 5, 2)
+    own = splash._leave_out_other_documents(windowed, jnp.repeat(jnp.arange(1, 6), 128), 128)
+    assert np.asarray(own.fwd_mask_info.block_mask > 0).sum() == 5
+    assert np.asarray(own.dkv_mask_info.block_mask > 0).sum() == 5
 
 
 # Some layers look over all, as in Gemma 3; scores are capped as in Gemma 2.
@@ -356,6 +396,7 @@ COMPILED = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "kernel", "sizes"), COMPILED)
 def test_a_kernel_compiles_for_its_chips_and_makes_no_scores(name, kernel, sizes):
+    """Splash with attention sinks too."""
     length, head_size, window, softcap = sizes
     layout = make_layout(SPLIT, make_topology(name).devices())
 
@@ -365,7 +406,7 @@ def test_a_kernel_compiles_for_its_chips_and_makes_no_scores(name, kernel, sizes
     side = shape("BKSH", 2, 2, length, head_size)
     arguments = (shape("BTKGH", 2, length, 2, 4, head_size), side, side)
 
-    def total(query, key, value, segments):
+    def total(query, key, value, sinks, segments):
         out = attend_rows(
             kernel,
             layout,
@@ -376,12 +417,15 @@ def test_a_kernel_compiles_for_its_chips_and_makes_no_scores(name, kernel, sizes
             scale=head_size**-0.5,
             softcap=softcap,
             window=window,
+            sinks_KG=sinks,
         )
         return jnp.sum(out.astype(jnp.float32))
 
-    grad = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
+    has_sinks = kernel == "splash" and not softcap
+    sinks = shape("KG", 2, 4, dtype=jnp.float32) if has_sinks else None
+    grad = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3) if has_sinks else (0, 1, 2)))
     with default_device_of(layout):
-        lowered = grad.lower(*arguments, shape("BT", 2, length, dtype=jnp.int32))
+        lowered = grad.lower(*arguments, sinks, shape("BT", 2, length, dtype=jnp.int32))
     compiled = lowered.compile()
     assert CUSTOM_CALLS[kernel] in compiled.as_text()
     # Temporaries are some arrays of the query's size, never the scores, 4 x length^2 bytes a head.

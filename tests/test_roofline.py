@@ -264,7 +264,7 @@ def test_a_ring_without_a_fused_kernel_moves_its_scores():
     found = train_parts(H100, SIZES, WORK, mesh, 64)
     scores = 64 * 64 // 4 * 32 * 8
     assert found.attention_s == pytest.approx(3.5 * scores * 12 / (0.8 * 3350e9))
-    # Nor has any kernel attention sinks.
+    # Nor has any kernel for GPUs attention sinks.
     sinks = Parameter("sinks", (2, 8), "LK", 2)
     found = train_parts(
         H100, dataclasses.replace(SIZES, engine=(*SIZES.engine, sinks)), WORK, D1, 64

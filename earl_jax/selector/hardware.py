@@ -32,8 +32,8 @@ class Kernels:
     `attention_forward` and `attention_backward` are the fractions of the peak that fused attention
     over whole rows reaches. The other fields are departures from the ideal:
 
-    - `is_fused`: attention over `context`, and with sinks, is a fused kernel too, and decode and
-      prefill read the cache in place. Without it scores of the former go through memory, twelve
+    - `is_fused`: attention over `context`, and with sinks on GPUs, is a fused kernel too; decode
+      and prefill read the cache in place. Without it scores of the former go through memory, twelve
       bytes each in a forward pass. Except on the meshes of `Workload.in_place_contexts` pages are
       then gathered, as many for each row as for the longest: read, written, and read again; scores
       go through memory.

@@ -290,7 +290,8 @@ def _rows_attention_s(
     flops = tokens * _attention_flops(sizes, length / 2, 2 * sizes.model.head_size) / mesh.tensor
     seconds = forward * flops / (peak * kernels.attention_forward)
     seconds += backward * flops / (peak * kernels.attention_backward)
-    if not kernels.is_fused and (mesh.context > 1 or sizes.has_sinks):
+    has_no_kernel = mesh.context > 1 or (sizes.has_sinks and hardware.platform != "tpu")
+    if not kernels.is_fused and has_no_kernel:
         rate = hardware.memory_bytes_per_s * share * MEMORY_REACHED
         scores_s = SCORE_BYTES * flops / (4 * sizes.model.head_size) / rate
         seconds = (forward + backward) * max(scores_s, flops / (peak * MATMUL_REACHED))

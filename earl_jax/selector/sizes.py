@@ -76,7 +76,7 @@ class ModelSizes:
 
     @property
     def has_sinks(self) -> bool:
-        """True if attention has sinks, which kernels over whole rows have not."""
+        """True if attention has sinks, which no kernel over whole rows for GPUs has."""
         return any(parameter.name == "sinks" for parameter in self.engine)
 
     @property

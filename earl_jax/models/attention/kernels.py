@@ -88,7 +88,7 @@ def _obstacle(kernel: Kernel, layout: Layout, model: ModelConfig) -> str | None:
     """Returns why the kernel does not run there, in words; None where it does."""
     if obstacle := context_obstacle(kernel, layout.shape):
         return obstacle
-    if kernel != "blockwise" and model.attention_sinks:
+    if kernel == "tokamax" and model.attention_sinks:
         return "its kernel has no attention sinks, as this model's softmax has"
     if kernel == "splash" and layout.platform not in ("tpu", None):
         return f"its kernel is for TPUs and these are {layout.platform} devices"
@@ -153,7 +153,7 @@ def attend_rows(
     attend = {"blockwise": attend_packed_rows, "splash": _splash, "tokamax": tokamax_rows}[kernel]
     attend = functools.partial(attend, layout, scale=scale, softcap=softcap)
     if sinks_KG is not None:
-        assert kernel == "blockwise", kernel
+        assert kernel != "tokamax", kernel
         attend = functools.partial(attend, sinks_KG=sinks_KG)
     inputs = query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT
     is_made_for_one = kernel == "splash" or (kernel == "blockwise" and layout.platform == "gpu")

@@ -3,15 +3,19 @@
 """Splash attention, JAX's Pallas kernel for TPUs, for whole training rows.
 
 Scores never leave the chip's vector memory. Temporaries are copies of the inputs in the order that
-the kernel wants, about as many bytes as the blockwise reference takes.
+the kernel wants, about as many bytes as the blockwise reference takes. The kernel masks what is of
+another document; that it leaves such blocks out is ours, by the blocks that it is told to visit.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import (
+    SplashAttentionKernel,
+)
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
 from earl_jax.models.attention.attention_shards import on_each_shard
 from earl_jax.models.remat import ATTENTION
@@ -33,30 +37,35 @@ def splash_rows(
     scale: float,
     softcap: float = 0.0,
     window: int | None = None,
+    sinks_KG: jax.Array | None = None,
 ) -> jax.Array:
     """Computes `attention` of whole rows over themselves (S = T), token t of a row at position t.
 
     On each device for its rows and heads, without a collective: XLA cannot cut the kernel itself.
-    Queries of segment 0 look at each other, which is finite and never read. On CPUs the kernel's
-    steps run as ordinary operations, which is slow: for tests.
+    Blocks of queries and keys without a document in common are left out. Queries of segment 0 look
+    at each other, which is finite and never read. On CPUs the kernel's steps run as ordinary
+    operations, which is slow: for tests.
 
     Returns:
         out_BTKGH in the type of the query.
     """
 
-    def attend_shard(query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT):
+    def attend_shard(query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT, sinks_KG=None):
         return _attend(
             query_BTKGH,
             key_BKSH,
             value_BKSH,
             segment_ids_BT,
+            sinks_KG,
             scale=scale,
             softcap=softcap,
             window=window,
             interpret=layout.platform == "cpu",
         )
 
-    return on_each_shard(layout, attend_shard)(query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT)
+    sinks = () if sinks_KG is None else (sinks_KG,)
+    attend = on_each_shard(layout, attend_shard)
+    return attend(query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT, *sinks)
 
 
 def _attend(
@@ -64,6 +73,7 @@ def _attend(
     key_BKSH: jax.Array,
     value_BKSH: jax.Array,
     segment_ids_BT: jax.Array,
+    sinks_KG: jax.Array | None,
     *,
     scale: float,
     softcap: float,
@@ -83,14 +93,20 @@ def _attend(
     query, key, value = (jnp.pad(array, widths) for array in (query, key_BKSH, value_BKSH))
     segments = jnp.pad(segment_ids_BT, ((0, 0), (0, more_T)))
     kernel = _kernel(heads, length + more_T, block, softcap, window, interpret)
-    out: jax.Array = jax.vmap(kernel)(query, key, value, splash.SegmentIds(segments, segments))
+    sinks_N = None if sinks_KG is None else sinks_KG.reshape(heads).astype(jnp.float32)
+
+    def attend_row(query, key, value, segment_ids_T) -> Any:
+        own = _leave_out_other_documents(kernel, segment_ids_T, block)
+        return own(query, key, value, splash.SegmentIds(segment_ids_T, segment_ids_T), sinks_N)
+
+    out: jax.Array = jax.vmap(attend_row)(query, key, value, segments)
     out = out[:, :, :length, :head_size].reshape(rows, kv_heads, groups, length, head_size)
     return out.transpose(0, 3, 1, 2, 4).astype(query_BTKGH.dtype)
 
 
 def _kernel(
     heads: int, length: int, block: int, softcap: float, window: int | None, interpret: bool
-) -> Callable[..., Any]:
+) -> SplashAttentionKernel:
     shape = (length, length)
     if window is None or window >= length:
         mask = splash.CausalMask(shape)
@@ -110,6 +126,39 @@ def _kernel(
         attn_logits_soft_cap=softcap or None,
         interpret=interpret,
     )
+
+
+def _leave_out_other_documents(
+    kernel: SplashAttentionKernel, segment_ids_T: jax.Array, block: int
+) -> SplashAttentionKernel:
+    """Returns the kernel for one row: of its blocks those that have a document in common.
+
+    The documents of a block are those from its smallest number to its largest, so that numbers
+    need not ascend; the padding behind them, 0, counts as a document behind the last.
+    """
+    last = jnp.iinfo(jnp.int32).max
+    blocks = jnp.where(segment_ids_T == 0, last, segment_ids_T).reshape(-1, block)
+    first_b, last_b = blocks.min(axis=1), blocks.max(axis=1)
+    steps = jnp.arange(len(blocks))
+
+    def own(info: Any, axis: int) -> MaskInfo:
+        """Returns the blocks to visit along `axis`: 2 those of keys, 1 those of queries."""
+        visited, numbers = info.block_mask, info.data_next.astype(jnp.int32)
+        queries, keys = (steps[:, None], numbers[0]) if axis == 2 else (numbers[0], steps[None])
+        in_common = (first_b[queries] <= last_b[keys]) & (first_b[keys] <= last_b[queries])
+        visited = jnp.where(in_common, visited, 0)
+        # A step that is left out has the next block that is visited, or behind it the last one, so
+        # that none is fetched for it.
+        order = jax.lax.broadcasted_iota(jnp.int32, visited.shape, axis)
+        following = jnp.where(visited > 0, order, visited.shape[axis])
+        following = jax.lax.cummin(following, axis=axis, reverse=True)
+        final = jnp.max(jnp.where(visited > 0, order, 0), axis=axis, keepdims=True)
+        fetched = jnp.take_along_axis(info.data_next, jnp.minimum(following, final), axis=axis)
+        return info._replace(block_mask=visited, data_next=fetched)
+
+    infos = kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
+    own_infos = [own(info, axis) for info, axis in zip(infos, (2, 2, 1), strict=True)]
+    return SplashAttentionKernel(*own_infos, **kernel.kwargs)
 
 
 def _up(number: int, unit: int) -> int:
