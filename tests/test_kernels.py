@@ -389,6 +389,8 @@ COMPILED = [
         pytest.param(n, "splash", SIZES[2], marks=need_compiler(n))
         for n in ("v5p:2x2x1", "v6e:2x2")
     ),
+    # 64 x 64 blocks, whose tables XLA could give to a sparse core.
+    pytest.param("v5p:2x2x1", "splash", (32768, 128, None, 0.0), marks=need_compiler("v5p:2x2x1")),
     *(pytest.param("h100:1x4", "tokamax", s, marks=GPU_MARKS) for s in SIZES),
 ]
 

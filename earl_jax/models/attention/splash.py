@@ -143,17 +143,16 @@ def _leave_out_other_documents(
 
     def own(info: Any, axis: int) -> MaskInfo:
         """Returns the blocks to visit along `axis`: 2 those of keys, 1 those of queries."""
-        visited, numbers = info.block_mask, info.data_next.astype(jnp.int32)
+        numbers = info.data_next.astype(jnp.int32)
         queries, keys = (steps[:, None], numbers[0]) if axis == 2 else (numbers[0], steps[None])
         in_common = (first_b[queries] <= last_b[keys]) & (first_b[keys] <= last_b[queries])
-        visited = jnp.where(in_common, visited, 0)
+        visited = jnp.where(in_common, info.block_mask, 0)
         # A step that is left out has the next block that is visited, or behind it the last one, so
-        # that none is fetched for it.
-        order = jax.lax.broadcasted_iota(jnp.int32, visited.shape, axis)
-        following = jnp.where(visited > 0, order, visited.shape[axis])
+        # that none is fetched for it. Along the axis they ascend.
+        following = jnp.where(visited > 0, numbers, len(blocks))
         following = jax.lax.cummin(following, axis=axis, reverse=True)
-        final = jnp.max(jnp.where(visited > 0, order, 0), axis=axis, keepdims=True)
-        fetched = jnp.take_along_axis(info.data_next, jnp.minimum(following, final), axis=axis)
+        final = jnp.max(jnp.where(visited > 0, numbers, 0), axis=axis, keepdims=True)
+        fetched = jnp.minimum(following, final).astype(info.data_next.dtype)
         return info._replace(block_mask=visited, data_next=fetched)
 
     infos = kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
