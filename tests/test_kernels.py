@@ -103,7 +103,7 @@ def test_a_kernel_is_the_reference_forward_and_backward(
 
 def test_splash_visits_blocks_with_a_document_in_common():
     """Documents of 100, 256 and 60 tokens in four blocks of 128, and padding in a fifth."""
-    segments = jnp.asarray(np.repeat([1, 2, 3, 0], [100, 256, 60, 224]), jnp.int32)
+    segments = jnp.asarray(np.repeat([7, 2, 3, 0], [100, 256, 60, 224]), jnp.int32)
     causal = splash._kernel(2, 640, 128, 0.0, None, True)
     own = splash._leave_out_other_documents(causal, segments, 128)
     visited = [
@@ -112,16 +112,16 @@ def test_splash_visits_blocks_with_a_document_in_common():
         [1, 1, 1, 0, 0],
         # Of the third document and the padding; the fifth block is padding alone.
         [0, 0, 1, 1, 0],
-        [0, 0, 0, 1, 1],
+        [0, 0, 0, 0, 1],
     ]
     infos = own.fwd_mask_info, own.dq_mask_info, own.dkv_mask_info
     for info in infos:
         np.testing.assert_array_equal(info.block_mask[0] > 0, np.array(visited) > 0)
     # What is fetched is the next block that is visited, of keys, and backward also of queries.
-    fetched = [[0, 0, 0, 0, 0], [0, 1, 1, 1, 1], [0, 1, 2, 2, 2], [2, 2, 2, 3, 3], [3, 3, 3, 3, 4]]
+    fetched = [[0, 0, 0, 0, 0], [0, 1, 1, 1, 1], [0, 1, 2, 2, 2], [2, 2, 2, 3, 3], [4, 4, 4, 4, 4]]
     for info in infos[:2]:
         np.testing.assert_array_equal(info.data_next[0], fetched)
-    fetched = [[0, 1, 2, 3, 4], [1, 1, 2, 3, 4], [2, 2, 2, 3, 4], [2, 2, 3, 3, 4], [2, 2, 3, 4, 4]]
+    fetched = [[0, 1, 2, 3, 4], [1, 1, 2, 3, 4], [2, 2, 2, 3, 4], [2, 2, 3, 3, 4], [2, 2, 3, 3, 4]]
     np.testing.assert_array_equal(infos[2].data_next[0], fetched)
 
     # With a window of 128 a block has at most one before it, and the grid is as narrow.

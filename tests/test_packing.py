@@ -24,6 +24,7 @@ from earl_jax.dispatch.packing import (
     pack_rows,
     plan_packing,
 )
+from earl_jax.models.attention import splash
 from earl_jax.models.attention.rows import BLOCK_SIZE
 from earl_jax.models.attention.segment_blocks import blocks_looked_at
 from earl_jax.models.config import ModelConfig
@@ -220,6 +221,15 @@ def test_attention_computes_at_most_twice_the_pairs_of_tokens(number):
     blocks = int(jnp.sum(jax.jit(jax.vmap(blocks_looked_at))(rows)))
     # Causal attention has half the squares of the lengths.
     assert blocks * BLOCK_SIZE**2 <= np.square(lengths).sum()
+    # Splash's blocks are wider.
+    rows = np.pad(rows, ((0, 0), (0, -rows.shape[1] % splash.BLOCK)))
+    kernel = splash._kernel(1, rows.shape[1], splash.BLOCK, 0.0, None, interpret=True)
+
+    def visited(row):
+        return splash._leave_out_other_documents(kernel, row, splash.BLOCK).fwd_mask_info.block_mask
+
+    blocks = int(jnp.sum(jax.jit(jax.vmap(visited))(rows) > 0))
+    assert blocks * splash.BLOCK**2 <= np.square(lengths).sum()
 
 
 # The gather.

@@ -43,8 +43,8 @@ def splash_rows(
 
     On each device for its rows and heads, without a collective: XLA cannot cut the kernel itself.
     Blocks of queries and keys without a document in common are left out. Queries of segment 0 look
-    at each other, which is finite and never read. On CPUs the kernel's steps run as ordinary
-    operations, which is slow: for tests.
+    at others of their block, which is finite and never read. On CPUs the kernel's steps run as
+    ordinary operations, which is slow: for tests.
 
     Returns:
         out_BTKGH in the type of the query.
@@ -133,13 +133,15 @@ def _leave_out_other_documents(
 ) -> SplashAttentionKernel:
     """Returns the kernel for one row: of its blocks those that have a document in common.
 
-    The documents of a block are those from its smallest number to its largest, so that numbers
-    need not ascend; the padding behind them, 0, counts as a document behind the last.
+    A document is a stretch of the row with one number; of padding each block is one, which looks at
+    itself so that its sums are not 0.
     """
-    last = jnp.iinfo(jnp.int32).max
-    blocks = jnp.where(segment_ids_T == 0, last, segment_ids_T).reshape(-1, block)
-    first_b, last_b = blocks.min(axis=1), blocks.max(axis=1)
-    steps = jnp.arange(len(blocks))
+    is_first_T = jnp.arange(len(segment_ids_T)) % block == 0
+    begins_T = jnp.pad(segment_ids_T[1:] != segment_ids_T[:-1], (1, 0))
+    begins_T |= is_first_T & (segment_ids_T == 0)
+    documents = jnp.cumsum(begins_T, dtype=jnp.int32).reshape(-1, block)
+    first_b, last_b = documents[:, 0], documents[:, -1]
+    steps = jnp.arange(len(documents))
 
     def own(info: Any, axis: int) -> MaskInfo:
         """Returns the blocks to visit along `axis`: 2 those of keys, 1 those of queries."""
@@ -149,7 +151,7 @@ def _leave_out_other_documents(
         visited = jnp.where(in_common, info.block_mask, 0)
         # A step that is left out has the next block that is visited, or behind it the last one, so
         # that none is fetched for it. Along the axis they ascend.
-        following = jnp.where(visited > 0, numbers, len(blocks))
+        following = jnp.where(visited > 0, numbers, len(documents))
         following = jax.lax.cummin(following, axis=axis, reverse=True)
         final = jnp.max(jnp.where(visited > 0, numbers, 0), axis=axis, keepdims=True)
         fetched = jnp.minimum(following, final).astype(info.data_next.dtype)

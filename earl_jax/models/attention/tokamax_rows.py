@@ -33,8 +33,8 @@ def tokamax_rows(
 ) -> jax.Array:
     """Computes `attention` of whole rows over themselves (S = T), token t of a row at position t.
 
-    On each device for its rows and heads, without a collective. Queries of segment 0 look at each
-    other, which is finite and never read. On CPUs it is tokamax's own reference, which makes all
+    On each device for its rows and heads, without a collective. Queries of segment 0 look at
+    themselves, which is finite and never read. On CPUs it is tokamax's own reference, which makes all
     scores: for tests. JAX 0.12.0 cannot interpret its kernels there (barriers of 288 threads in
     Hopper's, transformed references in Blackwell's).
 
@@ -45,6 +45,7 @@ def tokamax_rows(
     begins_BT = jnp.pad(segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1], ((0, 0), (1, 0)))
     # The first key that each query looks at; the last is its own.
     first_BT = jax.lax.cummax(jnp.where(begins_BT, order_BT, 0), axis=1)
+    first_BT = jnp.where(segment_ids_BT > 0, first_BT, order_BT)
     if window is not None:
         first_BT = jnp.maximum(first_BT, order_BT - (window - 1))
     implementation = "xla" if layout.platform == "cpu" else "mosaic_gpu"
