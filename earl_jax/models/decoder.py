@@ -30,8 +30,9 @@ from earl_jax.models.config import ModelConfig
 from earl_jax.models.contraction import contract_by_axes, contract_flat
 from earl_jax.models.kv_cache import PagedCache, write, writes_whole_pages
 from earl_jax.models.layer_groups import group_layers
+from earl_jax.models.layers.kinds import layer_kind
 from earl_jax.models.layers.layer import compute_layer
-from earl_jax.models.layers.parts import LayerKind, Parts, layer_kind, norm
+from earl_jax.models.layers.parts import LayerKind, Parts, norm
 from earl_jax.models.moe.experts import experts_of_rows, experts_of_shard
 from earl_jax.models.moe.routing import Routing, routing_of_rows
 from earl_jax.models.parameters import (

@@ -26,7 +26,8 @@ from earl_jax.models.decoder import (
     positions_in_segments,
 )
 from earl_jax.models.layers.layer import compute_layer
-from earl_jax.models.layers.parts import Parts, layer_kind, norm
+from earl_jax.models.layers.kinds import layer_kind
+from earl_jax.models.layers.parts import Parts, norm
 from earl_jax.models.logprobs import score_logits
 from earl_jax.rollout.episode import LiveEpisode, NewTokens
 from earl_jax.rollout.service import RolloutService

@@ -15,7 +15,7 @@ from earl_jax.models.config import ModelConfig
 from earl_jax.models.contraction import Contract
 from earl_jax.models.projection import project
 from earl_jax.models.remat import mark_product
-from earl_jax.models.rotary import rope_frequencies, rotate
+from earl_jax.models.rotary import rotate
 
 
 class LayerKind(NamedTuple):
@@ -27,17 +27,6 @@ class LayerKind(NamedTuple):
     window: Window
     frequencies: jax.Array
     magnitude: float | jax.Array = 1.0
-
-
-def layer_kind(config: ModelConfig, index: int) -> LayerKind:
-    """Returns the kind of layer `index`."""
-    window = config.layer_windows[index] or None
-    if config.no_rope_every and (index + 1) % config.no_rope_every == 0:
-        return LayerKind(window, jnp.zeros(config.rotated_size // 2))
-    if window and config.window_rope_theta:
-        return LayerKind(window, rope_frequencies(config.rotated_size, config.window_rope_theta))
-    frequencies = rope_frequencies(config.rotated_size, config.rope_theta, config.rope_scaling)
-    return LayerKind(window, frequencies, config.rope_scaling.magnitude)
 
 
 def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
