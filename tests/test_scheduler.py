@@ -9,9 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from earl_jax.engine.round_inputs import NO_ROW
 from earl_jax.engine.row_copies import RowCopies, RowMove
-from earl_jax.engine.rows import Rows, make_rows
+from earl_jax.engine.rows import NO_ROW, Rows, make_rows
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.row_pool import Finished, RowPool

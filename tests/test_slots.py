@@ -17,7 +17,9 @@ from earl_jax.engine import decode_state, slots
 from earl_jax.engine.appending import num_tiles, tiles_at
 from earl_jax.engine.config import Sampling, append_tokens_for, tile_width_for
 from earl_jax.engine.decoding import Decoder
-from earl_jax.engine.round_inputs import NO_PAGE, NO_ROW, RoundInputs, pack_inputs, unpack_outputs
+from earl_jax.engine.pages import NO_PAGE
+from earl_jax.engine.round_inputs import RoundInputs, pack_inputs, unpack_outputs
+from earl_jax.engine.rows import NO_ROW
 from earl_jax.engine.sampling import sample, sampling_rows, token_uniforms
 from earl_jax.models.decoder import forward_chunk
 from earl_jax.models.presets import PRESETS

@@ -10,8 +10,10 @@ from earl_jax.models.config import ModelConfig
 from earl_jax.models.layer_groups import PageRule, make_page_rule
 from earl_jax.settings.errors import InputError
 
-# Stop ids that a slot holds on the devices.
-MAX_STOP_IDS = 8
+# Stop ids that a slot holds on the devices, and what is in place of one that it does not have.
+MAX_STOP_IDS, NO_ID = 8, -1
+# The number of tokens where there is no limit.
+NO_LIMIT = 2**31 - 1
 # Tokens of a forward pass that appends chunks, of one data shard. On a chip about as many as it
 # computes in the time in which it reads the weights (H100: 295 in bf16, v5e: 240, v6e: 560): fewer
 # would cost as much, and more would make a short answer dear. On a CPU of two cores a pass of 64

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from earl_jax.engine.choices import Choices, no_choices
-from earl_jax.engine.config import MAX_STOP_IDS, Sampling
+from earl_jax.engine.config import MAX_STOP_IDS, NO_ID, NO_LIMIT, Sampling
 from earl_jax.engine.pages import NO_SOURCE, Pool
-from earl_jax.engine.round_inputs import NO_ID, NO_LIMIT, NO_ROW
+from earl_jax.engine.rows import NO_ROW
 from earl_jax.engine.sampling import SamplingRows, sampling_rows
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.kv_cache import LayerCache, PagedCache, empty_pages, empty_states

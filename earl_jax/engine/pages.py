@@ -21,6 +21,8 @@ import numpy as np
 from earl_jax.models.layer_groups import PageRule, pages_for
 from earl_jax.settings.errors import InputError
 
+# In place of the number of a page, where none is copied.
+NO_PAGE = -1
 # In `PageTable.regroup`: the source of a page that is a copy of none.
 NO_SOURCE = -1
 # In place of a page that a slot has given up, or will not have, behind a window.

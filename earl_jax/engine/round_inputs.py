@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from earl_jax.engine.choices import Choices, no_choices
-from earl_jax.engine.config import MAX_STOP_IDS, Sampling
+from earl_jax.engine.config import MAX_STOP_IDS, NO_ID, NO_LIMIT, Sampling
+from earl_jax.engine.pages import NO_PAGE
+from earl_jax.engine.rows import NO_ROW
 from earl_jax.engine.sampling import SamplingRows, sampling_rows
 from earl_jax.settings.errors import RunError
-
-NO_ROW = NO_PAGE = NO_ID = -1
-NO_LIMIT = 2**31 - 1
 
 
 class RoundInputs(NamedTuple):

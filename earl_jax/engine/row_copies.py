@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from earl_jax.engine.config import NO_ID
 from earl_jax.engine.decode_state import DecodeState
-from earl_jax.engine.round_inputs import NO_ID, NO_ROW
+from earl_jax.engine.rows import NO_ROW
 from earl_jax.sharding.layout import Layout
 from earl_jax.sharding.placing import place
 from earl_jax.sharding.row_gather import as_bits, gather_rows, local_rows

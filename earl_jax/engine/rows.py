@@ -10,6 +10,9 @@ which slots can write a row does not depend on the mesh.
 import math
 from typing import NamedTuple
 
+# In place of the number of a row, where nothing is recorded.
+NO_ROW = -1
+
 
 class Rows(NamedTuple):
     """The rows of each of `data_shards`: `own` ones for each batch, then `spare`, one a slot.

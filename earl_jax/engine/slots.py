@@ -32,13 +32,9 @@ from earl_jax.engine.decoding import (
     nothing_sampled,
     rows_or_drop,
 )
-from earl_jax.engine.round_inputs import (
-    NO_PAGE,
-    NO_ROW,
-    RoundInputs,
-    pack_outputs,
-    unpack_inputs,
-)
+from earl_jax.engine.pages import NO_PAGE
+from earl_jax.engine.round_inputs import RoundInputs, pack_outputs, unpack_inputs
+from earl_jax.engine.rows import NO_ROW
 from earl_jax.trajectory import Experience
 
 

@@ -26,8 +26,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from earl_jax.engine.host_pages import HostPages
+from earl_jax.engine.pages import NO_PAGE
 from earl_jax.engine.prefixes import PrefixIndex, Shared
-from earl_jax.engine.round_inputs import NO_PAGE
 from earl_jax.engine.session import Session
 from earl_jax.models.layer_groups import pages_for
 from earl_jax.rollout.config import CacheRules, RolloutConfig

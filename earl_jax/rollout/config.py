@@ -6,8 +6,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from earl_jax.engine.config import MAX_STOP_IDS, EngineConfig, Sampling, SlotRules
-from earl_jax.engine.round_inputs import NO_LIMIT
+from earl_jax.engine.config import MAX_STOP_IDS, NO_LIMIT, EngineConfig, Sampling, SlotRules
 from earl_jax.engine.rows import make_rows
 from earl_jax.engine.sampling import LEAST_TEMPERATURE
 from earl_jax.envs.environment import LARGEST_REWARD

@@ -9,8 +9,8 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from earl_jax.engine.config import Sampling
-from earl_jax.engine.round_inputs import NO_LIMIT, RoundOutputs
+from earl_jax.engine.config import NO_LIMIT, Sampling
+from earl_jax.engine.round_inputs import RoundOutputs
 from earl_jax.envs.environment import (
     EPISODE_TOO_LONG,
     PROMPT_TOO_LONG,

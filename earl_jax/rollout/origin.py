@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from earl_jax.engine.round_inputs import NO_LIMIT
+from earl_jax.engine.config import NO_LIMIT
 from earl_jax.envs.text.tokenizer import build_tokenizer, load_tokenizer, tokenizer_from
 from earl_jax.launch.cluster import Cluster
 from earl_jax.models.checkpoints.generation import read_generation_settings

@@ -18,8 +18,7 @@ from typing import Any, Literal
 
 import jax
 
-from earl_jax.engine.config import Sampling
-from earl_jax.engine.round_inputs import NO_LIMIT
+from earl_jax.engine.config import NO_LIMIT, Sampling
 from earl_jax.engine.rows import make_rows
 from earl_jax.engine.session import Policy, Session
 from earl_jax.envs.environment import Environment, Start

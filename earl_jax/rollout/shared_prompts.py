@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 from earl_jax.engine.decode_state import DecodeState
 from earl_jax.engine.page_copies import PageCopies
-from earl_jax.engine.pages import PageTable
+from earl_jax.engine.pages import NO_PAGE, PageTable
 from earl_jax.engine.prefixes import PrefixIndex, Shared
-from earl_jax.engine.round_inputs import NO_PAGE
 from earl_jax.engine.row_copies import RowCopies, RowIds
 from earl_jax.engine.shard_copies import ShardCopies
 from earl_jax.rollout.episode import LiveEpisode

@@ -14,7 +14,7 @@ from typing import Any
 
 from earl_jax.config import Config
 from earl_jax.engine.choices import choice_tree
-from earl_jax.engine.round_inputs import NO_LIMIT
+from earl_jax.engine.config import NO_LIMIT
 from earl_jax.envs.environment import Chooses, Environment
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.registry import Played

@@ -9,8 +9,8 @@ import jax
 from earl_jax.engine.config import SlotRules
 from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import Pool, dense_pool
-from earl_jax.engine.round_inputs import NO_ROW
 from earl_jax.engine.row_copies import RowMove
+from earl_jax.engine.rows import NO_ROW
 from earl_jax.engine.session import Policy, Session, empty_session, relocate
 from earl_jax.envs.text.conversation import Completion
 from earl_jax.models.config import ModelConfig

@@ -25,8 +25,8 @@ from earl_jax.models.decoder import (
     head_weights,
     positions_in_segments,
 )
-from earl_jax.models.layers.layer import compute_layer
 from earl_jax.models.layers.kinds import layer_kind
+from earl_jax.models.layers.layer import compute_layer
 from earl_jax.models.layers.parts import Parts, norm
 from earl_jax.models.logprobs import score_logits
 from earl_jax.rollout.episode import LiveEpisode, NewTokens

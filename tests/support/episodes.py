@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from earl_jax.engine.config import EngineConfig, Sampling, SlotRules
+from earl_jax.engine.config import NO_LIMIT, EngineConfig, Sampling, SlotRules
 from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import Pool
-from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.engine.rows import make_rows
 from earl_jax.engine.session import Policy, Session, empty_session, relocate
 from earl_jax.envs.examples import play_example

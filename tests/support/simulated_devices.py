@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 from earl_jax.engine.config import EngineConfig
 from earl_jax.engine.engine import Engine
 from earl_jax.engine.page_copies import LEAVE, WAKE
-from earl_jax.engine.pages import NO_SOURCE, Pool
-from earl_jax.engine.round_inputs import NO_PAGE, RoundOutputs
+from earl_jax.engine.pages import NO_PAGE, NO_SOURCE, Pool
+from earl_jax.engine.round_inputs import RoundOutputs
 from earl_jax.models.layer_groups import PageRule
 from earl_jax.rollout.episode import LiveEpisode
 from earl_jax.sharding.layout import MeshShape, make_layout

@@ -17,13 +17,8 @@ import numpy as np
 from earl_jax.engine import decode_state, slots
 from earl_jax.engine.config import Sampling, SlotRules
 from earl_jax.engine.decoding import Decoder
-from earl_jax.engine.round_inputs import (
-    NO_ROW,
-    RoundInputs,
-    RoundOutputs,
-    pack_inputs,
-    unpack_outputs,
-)
+from earl_jax.engine.round_inputs import RoundInputs, RoundOutputs, pack_inputs, unpack_outputs
+from earl_jax.engine.rows import NO_ROW
 from earl_jax.engine.sampling import sampling_rows
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows, head_weights
