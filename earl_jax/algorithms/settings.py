@@ -9,7 +9,7 @@ from typing import Literal
 from earl_jax.algorithms.algorithm import Need
 from earl_jax.algorithms.losses import KlEstimator
 from earl_jax.algorithms.sequences import AggregationName
-from earl_jax.settings.choices import check_bounds, check_choices
+from earl_jax.settings.errors import check_bounds, check_choices
 
 Deviation = Literal["population", "sample"]
 

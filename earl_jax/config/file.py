@@ -28,8 +28,7 @@ from earl_jax.config.idle import idle_settings
 from earl_jax.config.names import meant_by
 from earl_jax.envs.registry import EnvConfig
 from earl_jax.models.presets import fill_section
-from earl_jax.settings.choices import check_choice
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.errors import InputError, check_choice
 
 # A wheel has configs/ in the package, a checkout beside it.
 _PACKAGE = Path(__file__).parents[1]

@@ -6,8 +6,7 @@ import dataclasses
 from typing import Literal
 
 from earl_jax.engine.config import Sampling
-from earl_jax.settings.choices import check_bounds, check_choices
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.errors import InputError, check_bounds, check_choices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

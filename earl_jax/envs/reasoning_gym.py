@@ -14,8 +14,7 @@ from typing import Any
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.processes.sandbox import check_sandbox
 from earl_jax.envs.processes.scorers import Scorer
-from earl_jax.settings.choices import check_choice
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.errors import InputError, check_choice
 from earl_jax.settings.extras import import_extra
 
 TAGGED = (

@@ -37,8 +37,7 @@ from earl_jax.launch.addresses import (
 from earl_jax.launch.presence import LINGER_S, lost_in_words
 from earl_jax.launch.rendezvous import Member, ask, join, wait_for_others
 from earl_jax.launch.signals import ends_at_ctrl_c
-from earl_jax.settings.choices import check_choices
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.errors import InputError, check_choices
 
 # The environment variables that give the settings, too.
 _VARIABLES = {

@@ -6,8 +6,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from earl_jax.settings.choices import check_bounds, check_choices
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.errors import InputError, check_bounds, check_choices
 
 # The projections that adapters can stand beside, by the names that parameters.py gives them: of
 # attention, of latent attention, of linear attention, of networks, and of those beside experts.

@@ -12,8 +12,7 @@ from earl_jax.engine.sampling import LEAST_TEMPERATURE
 from earl_jax.envs.environment import LARGEST_REWARD
 from earl_jax.models.config import ModelConfig
 from earl_jax.rollout.scheduler import Order
-from earl_jax.settings.choices import check_bounds, check_choices
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.errors import InputError, check_bounds, check_choices
 
 # The most turns and tokens of an episode by default: one that never ends must not hold a run. The
 # tokens are for a model without a checkpoint that says how many it reads.

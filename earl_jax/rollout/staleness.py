@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from earl_jax.settings.choices import check_bounds, check_choices
+from earl_jax.settings.errors import check_bounds, check_choices
 
 Rule = Literal["in_order", "wait", "drop", "mask", "admission"]
 

@@ -5,8 +5,7 @@
 import dataclasses
 from typing import Literal
 
-from earl_jax.settings.choices import check_choices
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.errors import InputError, check_choices
 from earl_jax.sharding.layout import MeshShape
 
 

@@ -1,6 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that end a command with one message: a mistake in what was given, or a failed run."""
+"""Errors that end a command with one message: a mistake in what was given, or a failed run.
+
+And the checks of settings that raise them.
+"""
 
 import contextlib
 import errno
@@ -8,8 +11,10 @@ import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterator
+import typing
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 # What a person puts right by naming another folder or by being allowed to write there.
 _MISTAKES = (
@@ -96,3 +101,31 @@ class InputError(ValueError):
     A command that ends with it prints this message alone and exits with status 2. Any other error
     is one of the machine or of the program, and ends a command with status 1.
     """
+
+
+def check_choices(section: Any, path: str) -> None:
+    """Raises ValueError for a field of a `Literal` type that holds something else.
+
+    `path` is the record's name in a config, such as "config.train".
+    """
+    for field, kind in typing.get_type_hints(type(section)).items():
+        if typing.get_origin(kind) is typing.Literal:
+            check_choice(getattr(section, field), typing.get_args(kind), f"{path}.{field}")
+
+
+def check_choice(value: Any, choices: tuple[Any, ...], path: str) -> None:
+    """Raises ValueError, with the choices, for a value that is none of them."""
+    if value not in choices:
+        raise InputError(f"{path} is {value!r}; choose one of {', '.join(map(repr, choices))}")
+
+
+def check_bounds(section: Any, path: str, bounds: Mapping[str, tuple[float, float | None]]) -> None:
+    """Raises ValueError for a field outside its bounds; None is no upper bound.
+
+    An infinite number is a mistake too.
+    """
+    for field, (least, most) in bounds.items():
+        value = getattr(section, field)
+        if not least <= value <= (1e30 if most is None else most):
+            upper = "" if most is None else f" and at most {most}"
+            raise InputError(f"{path}.{field} is {value}; it must be at least {least}{upper}")

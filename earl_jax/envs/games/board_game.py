@@ -21,8 +21,7 @@ import pyspiel
 from earl_jax.envs.environment import Start, StepResult, illegal_reply
 from earl_jax.envs.games.minimax import best_moves
 from earl_jax.envs.games.openspiel import load_game
-from earl_jax.settings.choices import check_choice
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.errors import InputError, check_choice
 
 ROLES = ("x", "o")
 # What the policy reads when the rules give it another turn before the opponent's (dots_and_boxes).

@@ -18,7 +18,7 @@ import pyspiel
 
 from earl_jax.envs.environment import Author, Start, StepResult, illegal_reply
 from earl_jax.envs.games.board_game import check_illegal_reward
-from earl_jax.settings.choices import check_choice
+from earl_jax.settings.errors import check_choice
 
 ROLES = ("first", "second")
 _NUM_CARDS = 2
