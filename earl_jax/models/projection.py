@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from earl_jax.models.contraction import Contract, contract_flat
-from earl_jax.models.quantization import Quantized, matmul
+from earl_jax.models.quantization import Quantized
 
 
 @struct.dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ def project(
     computes each product (contraction.py).
     """
     if isinstance(weight, Quantized):
-        return matmul(equation, x, weight)
+        return _quantized_product(equation, x, weight)
     if not isinstance(weight, Adapted):
         return contract(equation, x, weight)
     operands, result = equation.split("->")
@@ -56,6 +56,14 @@ def project(
     x_R = contract(f"{given},{inputs}R->{rows}R", x, weight.a)
     added = contract(f"{rows}R,R{outputs}->{result}", x_R, weight.b)
     return contract(equation, x, weight.weight) + weight.scale * added
+
+
+def _quantized_product(equation: str, x: jax.Array, weight: Quantized) -> jax.Array:
+    """Computes `einsum(equation, x, Q s)` in the type of `x`; outputs must be the last axes."""
+    # In the type of x before it is scaled, because what a tensor axis adds up travels in this.
+    product = contract_flat(equation, x, weight.values.astype(x.dtype))
+    scale = jnp.expand_dims(weight.scale, tuple(range(product.ndim - weight.scale.ndim)))
+    return (product.astype(jnp.float32) * scale).astype(x.dtype)
 
 
 def merged(weight: jax.Array | Adapted) -> jax.Array:

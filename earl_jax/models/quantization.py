@@ -15,8 +15,6 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from earl_jax.models.contraction import contract_flat
-
 _LARGEST = 127
 
 
@@ -56,11 +54,3 @@ def dequantize(weight: Quantized) -> jax.Array:
     """Returns Q s in fp32."""
     over = tuple(weight.axes.index(letter) for letter in weight.inputs)
     return weight.values.astype(jnp.float32) * jnp.expand_dims(weight.scale, over)
-
-
-def matmul(equation: str, x: jax.Array, weight: Quantized) -> jax.Array:
-    """Computes `einsum(equation, x, Q s)` in the type of `x`; outputs must be the last axes."""
-    # In the type of x before it is scaled, because what a tensor axis adds up travels in this.
-    product = contract_flat(equation, x, weight.values.astype(x.dtype))
-    scale = jnp.expand_dims(weight.scale, tuple(range(product.ndim - weight.scale.ndim)))
-    return (product.astype(jnp.float32) * scale).astype(x.dtype)
