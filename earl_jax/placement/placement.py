@@ -28,8 +28,6 @@ from earl_jax.selector.plans import Plan, Plans, RolloutPlan, Stage, TrainPlan
 from earl_jax.selector.splits import choose_plans
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.settings.errors import InputError
-from earl_jax.settings.remat import read_remat
-from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import WINDOW, Load
 from earl_jax.train.backup import StateBackup
 
@@ -114,7 +112,7 @@ class Placement:
         rollout, train = self.plans
         return {
             "rollout": rollout and rollout.as_list(),
-            "train": train and [str(train.mesh), *train[1:]],
+            "train": train and train.as_list(),
             "row_shapes": {
                 length: [each.wasted, *map(list, each.shapes)]
                 for length, each in self.row_shapes.items()
@@ -127,8 +125,7 @@ class Placement:
         try:
             has_rollout = self.problem.plays or saved["rollout"]
             rollout = RolloutPlan.from_list(saved["rollout"]) if has_rollout else None
-            mesh, micro_batches, remat = saved["train"]
-            train = TrainPlan(MeshShape.parse(mesh), int(micro_batches), read_remat(remat))
+            train = TrainPlan.from_list(saved["train"])
             numbers = {name: int(saved[name]) for name in _NUMBERS}
             row_shapes = {
                 length: ShapeHistory(

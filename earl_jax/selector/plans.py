@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+from earl_jax.settings.errors import check_choice
 from earl_jax.settings.remat import REMATS, Remat
 from earl_jax.sharding.layout import MeshShape
 
@@ -56,6 +57,17 @@ class TrainPlan(NamedTuple):
     micro_batches: int
     remat: Remat
     stage = "train"
+
+    def as_list(self) -> list[Any]:
+        """Returns plain values, for checkpoints and other processes."""
+        return [str(self.mesh), *self[1:]]
+
+    @staticmethod
+    def from_list(values: Sequence[Any]) -> "TrainPlan":
+        """Undoes `as_list`. Raises ValueError or TypeError for anything else."""
+        mesh, micro_batches, remat = values
+        check_choice(remat, REMATS, "remat")
+        return TrainPlan(MeshShape.parse(mesh), int(micro_batches), remat)
 
     def words(self, first: "TrainPlan | None" = None) -> str:
         """Returns the mesh, and how the plan differs from `first`."""

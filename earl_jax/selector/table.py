@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 from earl_jax.selector.plans import Failure, Plan, RolloutPlan, TrainPlan
 from earl_jax.settings.errors import InputError
 from earl_jax.settings.folders import cache_folder
-from earl_jax.settings.remat import read_remat
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.atomic import write_atomically
 
@@ -178,7 +177,7 @@ def parse_key(text: str) -> tuple[Plan, int]:
         return RolloutPlan(MeshShape.parse(mesh), int(slots), 0), int(tokens)
     if found := _TRAIN.fullmatch(text):
         mesh, tokens, number, remat = found.groups()
-        return TrainPlan(MeshShape.parse(mesh), int(number), read_remat(remat)), int(tokens)
+        return TrainPlan.from_list((mesh, number, remat)), int(tokens)
     raise InputError(f"{text!r} is no key; one is like 'rollout data=4,tensor=2 48 slots=32'")
 
 

@@ -9,15 +9,6 @@ input is kept. "offload": everything; a layer's input is kept in the host's memo
 
 from typing import Literal, get_args
 
-from earl_jax.settings.errors import InputError
-
 Remat = Literal["none", "dots", "full", "offload"]
 # The one that keeps most on the devices first.
 REMATS: tuple[Remat, ...] = get_args(Remat)
-
-
-def read_remat(stored: object) -> Remat:
-    """Returns the policy in a stored plan. Raises ValueError for anything else."""
-    if stored not in REMATS:
-        raise InputError(f"remat is {stored!r}; choose one of {', '.join(map(repr, REMATS))}")
-    return stored
