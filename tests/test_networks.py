@@ -21,10 +21,9 @@ from earl_jax.sharding.reshard import reshard
 from earl_jax.train.backup import StateBackup
 from earl_jax.train.checkpoint import Checkpoints
 from earl_jax.train.config import CriticConfig, TrainConfig
-from earl_jax.train.critic import critic_values
 from earl_jax.train.learner import Learner
 from earl_jax.train.offload import is_offloaded, load_moments, offload_moments
-from earl_jax.train.scoring import score_batch
+from earl_jax.train.scoring import critic_values, score_batch
 from earl_jax.train.spread import explained_variance
 from earl_jax.train.state import TrainState, init_state, state_of, state_shapes, state_shardings
 from earl_jax.train.step import read_metrics

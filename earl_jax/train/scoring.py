@@ -17,14 +17,13 @@ from earl_jax.algorithms.algorithm import Algorithm, RewardFacts
 from earl_jax.models.attention.folding import fold, unfold
 from earl_jax.models.attention.kernels import choose_kernel
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.decoder import forward_rows_routed, head_weights
+from earl_jax.models.decoder import forward_rows, forward_rows_routed, head_weights
 from earl_jax.models.logprobs import TokenScores, score_tokens
 from earl_jax.models.moe.routing import Routing
 from earl_jax.models.parameters import Params
 from earl_jax.sharding.layout import Layout
 from earl_jax.train.config import TrainConfig
-from earl_jax.train.critic import after_token_before, critic_values
-from earl_jax.train.state import TrainState, policy_parameters
+from earl_jax.train.state import VALUE_HEAD, TrainState, policy_parameters
 from earl_jax.trajectory import TrajectoryBatch
 
 # Fields of a TrajectoryBatch that are computed before its first update.
@@ -77,6 +76,37 @@ def score_routed(
     )
     whole = (unfold(layout, score, length) for score in scores)
     return TokenScores(*(after_token_before(score, batch.segment_ids) for score in whole)), routing
+
+
+def critic_values(
+    model: ModelConfig, config: TrainConfig, layout: Layout, params: Params, batch: TrajectoryBatch
+) -> jax.Array:
+    """Returns the value of the state that each token was chosen in, f32[N,T].
+
+    The critic is a decoder of the policy's shape with a scalar head for the vocabulary's (its
+    parameters are made in state.py). Token t has the value of the tokens before it, from the hidden
+    state at t - 1; the first of each segment has 0.
+    """
+    length = batch.tokens.shape[1]
+    hidden_BTD = forward_rows(
+        model,
+        layout,
+        params,
+        batch.tokens,
+        batch.segment_ids,
+        remat=config.remat,
+        kernel=choose_kernel(config.attention, layout, model, length).kernel,
+    )
+    head_D = params[VALUE_HEAD].astype(hidden_BTD.dtype)
+    values_BT = jnp.einsum("BTD,D->BT", hidden_BTD, head_D, preferred_element_type=jnp.float32)
+    return after_token_before(unfold(layout, values_BT, length), batch.segment_ids)
+
+
+def after_token_before(values_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
+    """Moves what was computed at each token to the next one of its segment; the first gets 0."""
+    before_BT = jnp.pad(segment_ids_BT[:, :-1], ((0, 0), (1, 0)))
+    begins_BT = (segment_ids_BT != before_BT) & (segment_ids_BT > 0)
+    return jnp.where(begins_BT, 0.0, jnp.pad(values_BT[:, :-1], ((0, 0), (1, 0))))
 
 
 def make_scorer(

@@ -27,9 +27,8 @@ from earl_jax.models.parameters import (
 )
 from earl_jax.sharding.layout import Layout
 from earl_jax.train.config import TrainConfig
-from earl_jax.train.critic import critic_values
 from earl_jax.train.optimizer import make_optimizer
-from earl_jax.train.scoring import score_routed, split_rows
+from earl_jax.train.scoring import critic_values, score_routed, split_rows
 from earl_jax.train.spread import Spread, explained_variance, joined, spread_of
 from earl_jax.train.state import (
     TrainState,
