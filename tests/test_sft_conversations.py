@@ -17,7 +17,7 @@ from earl_jax.envs.text.chat_dataset import ChatDataset
 from earl_jax.envs.text.tokenizer import build_tokenizer, load_tokenizer, save_tokenizer
 from earl_jax.loop import rl_step
 from earl_jax.models.decoder import forward_rows, head_weights
-from earl_jax.placement.updates import supervised_parts
+from earl_jax.placement.packing import supervised_parts
 from earl_jax.run.build import build_run, with_conversations
 from earl_jax.run.saved_position import restore_tasks, tasks_state
 from earl_jax.run.supervised_step import supervised_step

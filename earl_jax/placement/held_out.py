@@ -9,10 +9,9 @@ import jax
 
 from earl_jax.dispatch.packing import Shape, ShapeHistory
 from earl_jax.envs.text.chat_dataset import ChatDataset
-from earl_jax.placement.packing import plan_of_shape, tightest_plan
+from earl_jax.placement.packing import plan_of_shape, supervised_parts, tightest_plan
 from earl_jax.placement.parts import Part
 from earl_jax.placement.placement import Placement
-from earl_jax.placement.updates import supervised_parts
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.train.state import TrainState

@@ -1,6 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The shapes of packed batches: those that the trainer's plan in use can have, and few of them."""
+"""The shapes of packed batches: those that the trainer's plan in use can have, and few of them.
+
+And the batches of examples that supervised updates learn from.
+"""
 
 import math
 from collections.abc import Sequence
@@ -13,12 +16,16 @@ from earl_jax.dispatch.packing import (
     Shape,
     ShapeHistory,
     add_rows,
+    pack_rows,
     plan_packing,
 )
+from earl_jax.envs.examples import Ids
+from earl_jax.placement.parts import Part
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.stages import Stages
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.sharding.reshard import reshard
+from earl_jax.train.sft import sft_batch
 from earl_jax.trajectory import TrajectoryBatch
 
 # Growth of a step's tokens until its contexts outgrow their bucket, where programs are compiled
@@ -109,3 +116,32 @@ def move_batch(placement: Placement, batch: TrajectoryBatch, length: int) -> Tra
     )
     batch = add_rows(batch, next(possible))
     return reshard(batch, jax.tree.map(lambda _: layout.activations("NS"), batch))
+
+
+def supervised_parts(
+    placement: Placement,
+    examples: Sequence[Ids],
+    length: int,
+    number: int,
+    history: ShapeHistory | None = None,
+) -> list[Part]:
+    """Returns the examples, cut to `length` tokens, dealt out to `number` parts in turn.
+
+    Conversations of a file are whole, in rows of a longer context bucket where they need it. There
+    are no parts in a process that does not train. `history` as of `plan_batch`.
+    """
+    stages = placement.stages
+    whole = min(max(len(ids) for ids, _ in examples), stages.example_tokens)
+    length = max(length, stages.rollout.max_tokens_for(whole))
+    layout = stages.layouts.train(placement.train.mesh)
+    lengths = [min(len(ids), length) for ids, _ in examples]
+    batch = sft_batch(examples, layout, length) if stages.cluster.trains else None
+    parts = []
+    for index in range(number):
+        own = [tokens * (row % number == index) for row, tokens in enumerate(lengths)]
+        # In every process: all know the same shapes.
+        packing = plan_batch(placement, own, length, history=history)
+        if batch is not None:
+            packed = pack_rows(batch, packing, layout)
+            parts.append(Part(batch=packed, length=length, num_tokens=sum(own)))
+    return parts

@@ -13,24 +13,27 @@ from typing import Any
 
 import numpy as np
 
-from earl_jax.dispatch.packing import Shape, ShapeHistory, pack_rows
+from earl_jax.dispatch.packing import Shape
+from earl_jax.envs.examples import Ids
 from earl_jax.placement.moves import move_state
-from earl_jax.placement.packing import move_batch, plan_batch, plan_of_shape, tightest_plan
+from earl_jax.placement.packing import (
+    move_batch,
+    plan_of_shape,
+    supervised_parts,
+    tightest_plan,
+)
 from earl_jax.placement.parts import Part
 from earl_jax.placement.placement import Placement
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.selector.table import key_of
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.metrics import Metrics
-from earl_jax.train.sft import sft_batch
 from earl_jax.train.state import TrainState
 from earl_jax.train.step import read_metrics
 from earl_jax.train.update import Totals
 
 # Called with arrays under way; does something else until they are there.
 Wait = Callable[[Any], None]
-# Token ids of an example episode, and who wrote each: 0 or the policy's turn.
-Example = tuple[Sequence[int], Sequence[int]]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -77,7 +80,7 @@ class StepUpdate:
         if placement.attempt("train", lambda: self._add_up(state), length, plan=plan) is None:
             self.totals, self.num_added = None, 0
 
-    def mix_in(self, examples: Sequence[Example], length: int) -> None:
+    def mix_in(self, examples: Sequence[Ids], length: int) -> None:
         """Adds a stream of supervised episodes, which are dealt out to the updates of an epoch."""
         number = 1 if self.rng is None else len(self.parts)
         self.streams = supervised_parts(self.placement, examples, length, number)
@@ -209,7 +212,7 @@ class StepUpdate:
 def sft(
     placement: Placement,
     state: TrainState,
-    batches: Iterable[Sequence[Example]],
+    batches: Iterable[Sequence[Ids]],
     length: int,
     *,
     is_last: bool = False,
@@ -232,32 +235,3 @@ def sft(
         placement.end_warm_start()
         state = state.without_sft()
     return state, updates
-
-
-def supervised_parts(
-    placement: Placement,
-    examples: Sequence[Example],
-    length: int,
-    number: int,
-    history: ShapeHistory | None = None,
-) -> list[Part]:
-    """Returns the examples, cut to `length` tokens, dealt out to `number` parts in turn.
-
-    Conversations of a file are whole, in rows of a longer context bucket where they need it. There
-    are no parts in a process that does not train. `history` as of `plan_batch`.
-    """
-    stages = placement.stages
-    whole = min(max(len(ids) for ids, _ in examples), stages.example_tokens)
-    length = max(length, stages.rollout.max_tokens_for(whole))
-    layout = stages.layouts.train(placement.train.mesh)
-    lengths = [min(len(ids), length) for ids, _ in examples]
-    batch = sft_batch(examples, layout, length) if stages.cluster.trains else None
-    parts = []
-    for index in range(number):
-        own = [tokens * (row % number == index) for row, tokens in enumerate(lengths)]
-        # In every process: all know the same shapes.
-        packing = plan_batch(placement, own, length, history=history)
-        if batch is not None:
-            packed = pack_rows(batch, packing, layout)
-            parts.append(Part(batch=packed, length=length, num_tokens=sum(own)))
-    return parts

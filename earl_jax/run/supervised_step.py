@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from earl_jax.placement.moves import move_state
+from earl_jax.placement.packing import supervised_parts
 from earl_jax.placement.parts import fill_of
 from earl_jax.placement.placement import Placement
-from earl_jax.placement.updates import StepUpdate, supervised_parts
+from earl_jax.placement.updates import StepUpdate
 from earl_jax.run.build import Run
 from earl_jax.run.position import Position
 from earl_jax.run.step_record import count_skipped
