@@ -15,8 +15,7 @@ from earl_jax.config import Config
 from earl_jax.placement.compile_ahead import CompileAhead
 from earl_jax.placement.placement import Placement
 from earl_jax.run.build import Run
-from earl_jax.run.step_record import StepRecord
-from earl_jax.run.supervised_step import SupervisedRecord
+from earl_jax.run.step_record import StepRecord, SupervisedRecord
 from earl_jax.settings.errors import RunError
 from earl_jax.telemetry.episodes import trajectory_lines
 from earl_jax.telemetry.recorder import Recorder

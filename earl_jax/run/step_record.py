@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a step: what it played and learnt, and its line of metrics."""
+"""The records of steps: what they played and learnt, and their lines of metrics."""
 
 import collections
 import dataclasses
@@ -19,6 +19,11 @@ from earl_jax.trajectory import FAILURES, Outcome, Trajectory, TrajectoryBatch, 
 _OF_FIRST_EPOCH = ("entropy", "logprob_mismatch_mean", "logprob_mismatch_max")
 # Those of its first update, of asynchronous runs: any later one has changed the policy.
 _OF_FIRST_UPDATE = ("kept_kv_gap_mean", "kept_kv_gap_max")
+# Metrics of an update that say something of examples that nobody sampled.
+_OF_UPDATE = (
+    "loss", "entropy", "policy_tokens", "grad_norm",
+    "balance_loss", "expert_load_max", "expert_load_entropy",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,6 +125,43 @@ class StepRecord:
     def skipped_updates(self) -> int:
         """The number of updates that were skipped, because they were not finite."""
         return count_skipped(self.updates + self.sft_updates)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SupervisedRecord:
+    """The record of one supervised step, of all processes; times are this process's.
+
+    `lengths` are the tokens of its examples; the `batches` are kept where the update was skipped.
+    """
+
+    step: int
+    lengths: list[int]
+    updates: list[Metrics]
+    batches: list[TrajectoryBatch]
+    learning_rate: float
+    packing_fill: float
+    stage_s: dict[str, float]
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns its part of a line of metrics.jsonl."""
+        tokens, update = sum(self.lengths), self.updates[0]
+        return {
+            "step": self.step,
+            "context_tokens_mean": float(np.mean(self.lengths)),
+            "context_tokens_max": max(self.lengths),
+            "train_tokens": tokens,
+            "train_tokens_per_s": tokens / self.stage_s["train"],
+            "packing_fill": self.packing_fill,
+            "stage_s": self.stage_s,
+            **{name: update[name] for name in _OF_UPDATE if name in update},
+            "learning_rate": self.learning_rate,
+            "skipped_updates": self.skipped_updates,
+        }
+
+    @property
+    def skipped_updates(self) -> int:
+        """The number of updates that were skipped, because they were not finite."""
+        return count_skipped(self.updates)
 
 
 def of_epoch(updates: Sequence[Metrics]) -> Metrics:

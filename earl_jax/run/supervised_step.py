@@ -3,9 +3,6 @@
 """A step of a run of supervised updates alone (config.algorithm "sft"), and its record."""
 
 import dataclasses
-from typing import Any
-
-import numpy as np
 
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.packing import supervised_parts
@@ -14,56 +11,11 @@ from earl_jax.placement.placement import Placement
 from earl_jax.placement.updates import StepUpdate
 from earl_jax.run.build import Run
 from earl_jax.run.position import Position
-from earl_jax.run.step_record import count_skipped
+from earl_jax.run.step_record import SupervisedRecord, count_skipped
 from earl_jax.telemetry.compile_clock import compile_clock
 from earl_jax.telemetry.load import Load
-from earl_jax.telemetry.metrics import Metrics
 from earl_jax.telemetry.timing import StageTimer
 from earl_jax.telemetry.trace import Trace
-from earl_jax.trajectory import TrajectoryBatch
-
-# Metrics of an update that say something of examples that nobody sampled.
-_OF_UPDATE = (
-    "loss", "entropy", "policy_tokens", "grad_norm",
-    "balance_loss", "expert_load_max", "expert_load_entropy",
-)  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SupervisedRecord:
-    """The record of one supervised step, of all processes; times are this process's.
-
-    `lengths` are the tokens of its examples; the `batches` are kept where the update was skipped.
-    """
-
-    step: int
-    lengths: list[int]
-    updates: list[Metrics]
-    batches: list[TrajectoryBatch]
-    learning_rate: float
-    packing_fill: float
-    stage_s: dict[str, float]
-
-    def metrics(self) -> dict[str, Any]:
-        """Returns its part of a line of metrics.jsonl."""
-        tokens, update = sum(self.lengths), self.updates[0]
-        return {
-            "step": self.step,
-            "context_tokens_mean": float(np.mean(self.lengths)),
-            "context_tokens_max": max(self.lengths),
-            "train_tokens": tokens,
-            "train_tokens_per_s": tokens / self.stage_s["train"],
-            "packing_fill": self.packing_fill,
-            "stage_s": self.stage_s,
-            **{name: update[name] for name in _OF_UPDATE if name in update},
-            "learning_rate": self.learning_rate,
-            "skipped_updates": self.skipped_updates,
-        }
-
-    @property
-    def skipped_updates(self) -> int:
-        """The number of updates that were skipped, because they were not finite."""
-        return count_skipped(self.updates)
 
 
 def supervised_step(
