@@ -28,13 +28,10 @@ from earl_jax.run.evaluation import Evaluator
 from earl_jax.run.position import Position
 from earl_jax.run.resumed_episodes import find_open_groups, with_open_episodes
 from earl_jax.run.saved_position import (
-    choices_of,
     new_placement,
-    restore_tasks,
     resume,
-    tasks_state,
 )
-from earl_jax.run.saver import Saver
+from earl_jax.run.saver import Saver, choices_of
 from earl_jax.run.source import build_from, first_state, keep_sources
 from earl_jax.run.step_end import EpisodesFailed, StepStopped
 from earl_jax.run.step_log import Record, StepLog
@@ -162,7 +159,7 @@ def _train_in(
             trackers=config.log.trackers,
             config=config.as_dict(),
         )
-        position, known, begun = None, None, tasks_state(run)
+        position, known, begun = None, None, run.tasks.state()
         with checkpoints, recorder.trackers:
             while position is None:
                 position, stopped, known = _train_until_lost(
@@ -221,7 +218,7 @@ def _train_until_lost(
         placement.observations.table = placement.observations.table.over(known)
         if position is None:
             recorder.note("there is no checkpoint yet: the run begins again")
-            restore_tasks(run, begun)
+            run.tasks.restore(begun)
     begun_groups = find_open_groups(run, checkpoints, workdir, position)
     player = _player(run, placement, workdir, begun_groups, events)
     if position is not None and player is not None:

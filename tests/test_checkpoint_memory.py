@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from earl_jax.run.position import Position
-from earl_jax.run.saved_position import save as save_position
+from earl_jax.run.saver import save as save_position
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.train.checkpoint import Checkpoints
@@ -33,7 +33,7 @@ from tests.support.saved_states import (
 F8 = make_layout(MeshShape(fsdp=8))
 # The part of a run and of its placement that saving takes.
 RUN = types.SimpleNamespace(
-    tasks=types.SimpleNamespace(played=types.SimpleNamespace(tasks=None), conversations=None),
+    tasks=types.SimpleNamespace(state=dict),
     stages=types.SimpleNamespace(saved_shardings=None),
 )
 PLACEMENT = types.SimpleNamespace(

@@ -41,7 +41,7 @@ from earl_jax.rollout.gather import total_stats
 from earl_jax.rollout.service import RolloutService
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.run.build import build_run
-from earl_jax.run.exports import exporter_of
+from earl_jax.run.saver import exporter_of
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.timing import StageTimer

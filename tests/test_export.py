@@ -26,9 +26,8 @@ from earl_jax.models.parameters import is_spec, parameter_shardings, parameter_s
 from earl_jax.placement.compile_ahead import CompileAhead
 from earl_jax.run.build import Run, build_run
 from earl_jax.run.evaluation import Evaluator
-from earl_jax.run.exports import exporter_of
 from earl_jax.run.position import Position
-from earl_jax.run.saver import Saver
+from earl_jax.run.saver import Saver, exporter_of
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.train.export import keep_exports, set_exports_aside

@@ -19,7 +19,6 @@ from earl_jax.loop import rl_step
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.placement.packing import supervised_parts
 from earl_jax.run.build import build_run, with_conversations
-from earl_jax.run.saved_position import restore_tasks, tasks_state
 from earl_jax.run.supervised_step import supervised_step
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.metrics import read_metrics
@@ -421,11 +420,11 @@ def test_a_step_is_an_update_by_the_cross_entropy_of_its_conversations(world):
 
 
 def test_state_of_the_conversations_is_in_the_checkpoint(world):
-    kept = tasks_state(world)
+    kept = world.tasks.state()
     assert kept["conversations"]["conversations"] == 11
-    restore_tasks(world, kept)
+    world.tasks.restore(kept)
     with pytest.raises(ValueError, match="are not the 0 that this run began with"):
-        restore_tasks(world, {})
+        world.tasks.restore({})
 
 
 @pytest.mark.slow

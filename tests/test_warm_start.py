@@ -12,7 +12,8 @@ import pytest
 from earl_jax.loop import rl_step
 from earl_jax.placement.placement import Placement
 from earl_jax.run.build import build_run
-from earl_jax.run.saved_position import resume, save
+from earl_jax.run.saved_position import resume
+from earl_jax.run.saver import save
 from earl_jax.selector.choose import Chooser, full_step
 from earl_jax.selector.footprint import device_bytes
 from earl_jax.selector.plan_candidates import Candidates

@@ -89,6 +89,11 @@ class AsynchronyConfig:
         """The most steps' episodes that have rows at once: open ones, and those to be reused."""
         return self.batches + (self.reuse > 1)
 
+    @property
+    def episode_rules(self) -> list[str | int]:
+        """The rules by which open episodes may go on."""
+        return [self.rule, self.max_staleness, *([] if self.interrupts else ["finish"])]
+
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
         check_choices(self, "config.asynchrony")

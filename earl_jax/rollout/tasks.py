@@ -2,13 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tasks of a run's steps, from the task source, numbered and in groups."""
 
+import copy
 import dataclasses
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from earl_jax.envs.examples import Example, Ids, example_ids, play_example
 from earl_jax.envs.registry import Played
-from earl_jax.envs.tasks import TaskArgs
+from earl_jax.envs.tasks import KeepsState, TaskArgs
 from earl_jax.envs.text.chat import ChatRenderer
 from earl_jax.envs.text.chat_dataset import ChatDataset
 from earl_jax.rollout.config import RolloutConfig
@@ -78,6 +80,22 @@ class Tasks:
             return [self.conversations.batch(number, size) for number in numbers]
         batches = (self.played.tasks.batch(n % self.num_steps) for n in numbers)
         return [self._examples(tasks, n) for n, tasks in zip(numbers, batches, strict=True)]
+
+    def state(self) -> dict[str, Any]:
+        """Returns the state of the source as `tasks`, or nothing where it has none.
+
+        That of the conversations of config.train.sft_path is beside it.
+        """
+        source, conversations = self.played.tasks, self.conversations
+        state = {"tasks": copy.deepcopy(source.state())} if isinstance(source, KeepsState) else {}
+        return state if conversations is None else {**state, "conversations": conversations.state()}
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Has the source go on from what `state` returned. Raises ValueError where it cannot."""
+        if isinstance(self.played.tasks, KeepsState):
+            self.played.tasks.restore(copy.deepcopy(kept.get("tasks", {})))
+        if self.conversations is not None:
+            self.conversations.restore(kept.get("conversations", {}))
 
     def _examples(self, tasks: Sequence[TaskArgs], number: int) -> list[Ids]:
         rng = random.Random(f"examples {self.seed} {number}")

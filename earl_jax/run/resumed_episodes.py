@@ -5,9 +5,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from earl_jax.config import Config
 from earl_jax.rollout.events import Begun, begun_groups, drop_events, set_events_aside
 from earl_jax.rollout.open_episodes import drop_episodes, read_episodes
 from earl_jax.run.build import Run
@@ -16,17 +14,12 @@ from earl_jax.settings.errors import InputError
 from earl_jax.train.checkpoint import Checkpoints
 
 
-def episode_rules(config: Config) -> list[Any]:
-    """Returns the rules by which open episodes may go on."""
-    settings = config.asynchrony
-    return [settings.rule, settings.max_staleness, *([] if settings.interrupts else ["finish"])]
-
-
 def with_open_episodes(
     run: Run, position: Position, workdir: Path, say: Callable[[str], None]
 ) -> Position:
     """Returns the position with what the episodes of open groups had there."""
-    episodes = read_episodes(workdir, position.step, episode_rules(run.config), say)
+    rules = run.config.asynchrony.episode_rules
+    episodes = read_episodes(workdir, position.step, rules, say)
     if episodes:
         sampled = sum(each.num_sampled for each in episodes.values())
         say(f"{len(episodes)} open episodes go on behind the {sampled} tokens that they have")

@@ -1,17 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Positions of a run, saved as checkpoints in its workdir and restored from there."""
+"""Positions of a run, restored from the checkpoints in its workdir (saver.py)."""
 
-import copy
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from earl_jax.config import Config
-from earl_jax.envs.tasks import KeepsState
 from earl_jax.models.fingerprint import fingerprint
 from earl_jax.placement.placement import Placement
 from earl_jax.rollout.load import expected_load, expected_tokens
@@ -23,7 +21,7 @@ from earl_jax.settings.errors import InputError
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.train.checkpoint import Checkpoints, DamagedCheckpoint
 from earl_jax.train.export import set_exports_aside
-from earl_jax.train.saved_state import copy_to_save, from_checkpoint
+from earl_jax.train.saved_state import from_checkpoint
 from earl_jax.train.state import TrainState
 
 # A checkpoint's JSON beside the TrainState; of adapters also the base's fingerprint.
@@ -37,72 +35,6 @@ def new_placement(run: Run, say: Callable[[str], None]) -> Placement:
     if note:
         say(note)
     return Placement(run.stages, table, say)
-
-
-def choices_of(run: Run, placement: Placement) -> dict[str, Any]:
-    """Returns what a step changes before it has ended: its plans, and the state of the tasks."""
-    return {"placement": placement.as_dict(), **tasks_state(run)}
-
-
-def tasks_state(run: Run) -> dict[str, Any]:
-    """Returns the state of the tasks' source as `tasks`, or nothing where it has none.
-
-    That of the conversations of config.train.sft_path is beside it.
-    """
-    tasks, conversations = run.tasks.played.tasks, run.tasks.conversations
-    state = {"tasks": copy.deepcopy(tasks.state())} if isinstance(tasks, KeepsState) else {}
-    return state if conversations is None else {**state, "conversations": conversations.state()}
-
-
-def restore_tasks(run: Run, kept: Mapping[str, Any]) -> None:
-    """Has the tasks' source go on from what `tasks_state` returned; ValueError where it cannot."""
-    tasks, conversations = run.tasks.played.tasks, run.tasks.conversations
-    if isinstance(tasks, KeepsState):
-        tasks.restore(copy.deepcopy(kept.get("tasks", {})))
-    if conversations is not None:
-        conversations.restore(kept.get("conversations", {}))
-
-
-def save(
-    run: Run,
-    placement: Placement,
-    checkpoints: Checkpoints,
-    position: Position,
-    choices: dict[str, Any] | None = None,
-    rating: float | None = None,
-) -> None:
-    """Saves all that a run needs to go on as if it had never stopped; every process calls it.
-
-    `choices` are those of the position (`choices_of`), where a step was begun since; None: those of
-    now. `rating` is the mean reward of its evaluation; None: there is none.
-    """
-    base = position.state.base
-    prints: list[int | None] = []
-    if base is not None:
-        own = int(fingerprint(base)) if run.cluster.trains else None
-        prints = [each for each in run.cluster.gather(own, "the base") if each is not None]
-    state, is_copy = copy_to_save(position.state, run.stages.saved_shardings)
-    checkpoints.save(
-        position.step,
-        state,
-        {
-            **(choices or choices_of(run, placement)),
-            "history": position.history.as_list(),
-            "throughput": placement.observations.table.as_dict(),
-            "failed_steps": position.failed_steps,
-            "open_groups": list(position.open_groups),
-            "oldest_step": position.oldest_step,
-            "averages": dict(position.averages),
-            # Pairs, whose order is kept.
-            "lengths": list(position.lengths.items()),
-            "played": sorted(placement.sessions.played),
-            **({"base_fingerprint": prints[0]} if prints else {}),
-        },
-        rating,
-    )
-    if not is_copy:
-        # The next step donates these arrays.
-        checkpoints.wait()
 
 
 def read_newest(config: Config, workdir: Path) -> tuple[Run, Position, Placement]:
@@ -153,7 +85,7 @@ def resume(
                 lambda step=step: checkpoints.discard(step), "the damaged checkpoint"
             )
             continue
-        restore_tasks(run, checkpoints.position(step))
+        run.tasks.restore(checkpoints.position(step))
         if run.cluster.is_first and (aside := set_exports_aside(workdir, step)):
             say(f"exports of steps after {step} are in {aside} now")
         say(f"resuming {workdir} after step {step} of {run.config.num_steps}")

@@ -8,16 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from earl_jax.models.fingerprint import fingerprint
 from earl_jax.placement.placement import Placement
 from earl_jax.rollout.evaluation import rating_of
 from earl_jax.rollout.open_episodes import drop_episodes, write_episodes
 from earl_jax.run.build import Run
-from earl_jax.run.exports import export_policy
 from earl_jax.run.position import Position
-from earl_jax.run.resumed_episodes import episode_rules
-from earl_jax.run.saved_position import save
 from earl_jax.telemetry.recorder import Recorder
 from earl_jax.train.checkpoint import Checkpoints
+from earl_jax.train.export import Exporter, keep_exports
+from earl_jax.train.saved_state import copy_to_save
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -50,7 +50,7 @@ class Saver:
         before: list[int] = []
         if self.sync_events is not None and run.cluster.plays:
             # While this one is written a killed run goes on from the one before, whatever is kept.
-            before, rules = self.checkpoints.steps(), episode_rules(run.config)
+            before, rules = self.checkpoints.steps(), run.config.asynchrony.episode_rules
             write_episodes(workdir, step, run.cluster.index, position.open_episodes, rules)
             self.sync_events()
         rating = None
@@ -66,3 +66,77 @@ class Saver:
         """Exports the position's policy, if config.checkpoint.export wants it."""
         for folder in export_policy(self.run, self.workdir, position):
             self.recorder.note(f"exported {folder}")
+
+
+def choices_of(run: Run, placement: Placement) -> dict[str, Any]:
+    """Returns what a step changes before it has ended: its plans, and the state of the tasks."""
+    return {"placement": placement.as_dict(), **run.tasks.state()}
+
+
+def save(
+    run: Run,
+    placement: Placement,
+    checkpoints: Checkpoints,
+    position: Position,
+    choices: dict[str, Any] | None = None,
+    rating: float | None = None,
+) -> None:
+    """Saves all that a run needs to go on as if it had never stopped; every process calls it.
+
+    `choices` are those of the position (`choices_of`), where a step was begun since; None: those of
+    now. `rating` is the mean reward of its evaluation; None: there is none.
+    """
+    base = position.state.base
+    prints: list[int | None] = []
+    if base is not None:
+        own = int(fingerprint(base)) if run.cluster.trains else None
+        prints = [each for each in run.cluster.gather(own, "the base") if each is not None]
+    state, is_copy = copy_to_save(position.state, run.stages.saved_shardings)
+    checkpoints.save(
+        position.step,
+        state,
+        {
+            **(choices or choices_of(run, placement)),
+            "history": position.history.as_list(),
+            "throughput": placement.observations.table.as_dict(),
+            "failed_steps": position.failed_steps,
+            "open_groups": list(position.open_groups),
+            "oldest_step": position.oldest_step,
+            "averages": dict(position.averages),
+            # Pairs, whose order is kept.
+            "lengths": list(position.lengths.items()),
+            "played": sorted(placement.sessions.played),
+            **({"base_fingerprint": prints[0]} if prints else {}),
+        },
+        rating,
+    )
+    if not is_copy:
+        # The next step donates these arrays.
+        checkpoints.wait()
+
+
+def export_policy(run: Run, workdir: Path, position: Position) -> list[Path]:
+    """Exports the position's policy, if config.checkpoint.export wants it. Returns the folders."""
+    config = run.config
+    wanted, at_end = config.checkpoint.export, position.step == config.num_steps
+    if wanted == "auto":
+        wanted = at_end and config.model.path != ""
+    if not wanted:
+        return []
+    state = run.judged_state(position.state)
+    folders = exporter_of(run).export(state, workdir / "export", position.step)
+    if run.cluster.is_first:
+        keep_exports(workdir, newest=config.checkpoint.keep)
+    return folders
+
+
+def exporter_of(run: Run) -> Exporter:
+    """Returns the writer of this run's policies."""
+    return Exporter(
+        cluster=run.cluster,
+        learner=run.learner,
+        tokenizer=run.origin.tokenizer,
+        spread=run.stages.spread_shardings,
+        path=run.config.model.path,
+        max_positions=run.config.rollout.context_buckets[-1],
+    )
