@@ -142,7 +142,7 @@ def rl_step(
     placement.observations.add_speed(done.plan, done.max_tokens, speeds[0])
     placement.observations.add_speed(train_plan, length, speeds[1])
     record = record_of(
-        run,
+        config,
         step,
         done,
         update,

@@ -100,7 +100,7 @@ class AsyncPlayer:
         """
         self._run, self._placement = run, placement
         self._events = events or Events()
-        self._live = LiveService(run, placement, self._events, begun)
+        self._live = LiveService(run.config, run.tasks, run.actor, placement, self._events, begun)
         self._timer = StageTimer()
         # What a step has taken, until it is played to its end.
         self._taken: _Taken | None = None

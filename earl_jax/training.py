@@ -342,7 +342,7 @@ class Training:
         """Writes config.json: all that was given is right, as far as can be known now."""
 
         def keep() -> None:
-            keep_config(self.run, self.workdir)
+            keep_config(self.run.config, self.run.origin.tokenizer, self.workdir)
             keep_sources(self.run, self.workdir)
 
         open_shared_workdir(self.run.cluster, self.workdir, keep)

@@ -179,18 +179,18 @@ def test_a_tokenizer_that_is_half_written_is_of_no_run(run, tmp_path, monkeypatc
     folder = tmp_path / "tokenizer"
     with monkeypatch.context() as patch, pytest.raises(OSError):
         patch.setattr(workdir, "save_tokenizer", half)
-        workdir.keep_config(run, tmp_path)
+        workdir.keep_config(run.config, run.origin.tokenizer, tmp_path)
     assert list(tmp_path.iterdir()) == []
     # As an older version left it, or of another command.
     folder.mkdir()
     (folder / "special_tokens_map.json").write_text("{")
     assert workdir.tokenizer_folder(run.cluster, tmp_path) is None
-    workdir.keep_config(run, tmp_path)
+    workdir.keep_config(run.config, run.origin.tokenizer, tmp_path)
     assert workdir.tokenizer_folder(run.cluster, tmp_path) == folder
     assert load_tokenizer(folder).get_vocab() == run.origin.tokenizer.get_vocab()
     assert not (folder / "special_tokens_map.json").exists()
     before = (folder / "tokenizer.json").stat().st_mtime_ns
-    workdir.keep_config(run, tmp_path)
+    workdir.keep_config(run.config, run.origin.tokenizer, tmp_path)
     assert (folder / "tokenizer.json").stat().st_mtime_ns == before, "it is the run's from then on"
 
 
@@ -246,7 +246,7 @@ def test_a_replay_has_the_tokenizer_of_its_run(run, tmp_path):
     """A number of steps that was raised since gives more tasks, and so another tokenizer."""
     first, again = tmp_path / "run", tmp_path / "again"
     first.mkdir()
-    workdir.keep_config(run, first)
+    workdir.keep_config(run.config, run.origin.tokenizer, first)
     other = {"env": {"name": "trail"}, "model": SMALLEST}
     config, cluster = make_config(other), run.cluster
     vocab = [

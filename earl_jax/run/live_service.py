@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from earl_jax.algorithms.advantages import is_useless
+from earl_jax.config import Config
 from earl_jax.config.resume import replayed_settings
 from earl_jax.dispatch.weights import program_of
 from earl_jax.engine.session import Session
@@ -24,6 +25,7 @@ from earl_jax.models.fingerprint import fingerprint
 from earl_jax.models.parameters import parameter_shardings
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
+from earl_jax.rollout.actor import Actor
 from earl_jax.rollout.events import Begun, Events
 from earl_jax.rollout.gather import furthest
 from earl_jax.rollout.load import expected_load, expected_tokens
@@ -32,7 +34,7 @@ from earl_jax.rollout.results import Rollout
 from earl_jax.rollout.row_pool import Finished
 from earl_jax.rollout.service import RolloutService
 from earl_jax.rollout.stats import RolloutStats
-from earl_jax.run.build import Run
+from earl_jax.rollout.tasks import Tasks
 from earl_jax.run.position import Position
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.plans import RolloutPlan
@@ -60,17 +62,24 @@ class LiveService:
     """
 
     def __init__(
-        self, run: Run, placement: Placement, events: Events, begun: Begun | None = None
+        self,
+        config: Config,
+        tasks: Tasks,
+        actor: Actor,
+        placement: Placement,
+        events: Events,
+        begun: Begun | None = None,
     ) -> None:
         """Begins without a service, which the first `publish` opens; `begun` as in `OpenGroups`."""
-        self._run, self._placement, self._events = run, placement, events
-        self._settings = run.config.asynchrony
+        self._config, self._actor, self._events = config, actor, events
+        self._placement, self._stages = placement, placement.stages
+        self._settings = config.asynchrony
         self.groups = OpenGroups(
-            run.tasks,
+            tasks,
             self._settings,
             events,
-            is_useless=functools.partial(is_useless, run.learner.algorithm),
-            part=run.cluster.part,
+            is_useless=functools.partial(is_useless, self._stages.learner.algorithm),
+            part=self._stages.cluster.part,
             begun=begun,
         )
         self.service: RolloutService | None = None
@@ -100,7 +109,7 @@ class LiveService:
         Every process calls it.
         """
         own = self.service is not None and self.groups.is_given_up
-        any_of = self._run.cluster.any
+        any_of = self._stages.cluster.any
         return self._events.is_replay and any_of(own, "the end of a rollout that is replayed")
 
     def close(self) -> None:
@@ -121,7 +130,7 @@ class LiveService:
         if not self._settings.interrupts:
             self.groups.finish_live()
         assert self._where is not None, "the service is open"
-        if service.session.engine is not self._run.stages.engines.engine(*self._where):
+        if service.session.engine is not self._stages.engines.engine(*self._where):
             # The last episodes of the step before have moved; new weights come behind the way back.
             service.release_weights()
             service.move(self._placement.sessions.move_back(service.session))
@@ -136,8 +145,8 @@ class LiveService:
 
     def expected_load(self, position: Position) -> Load | None:
         """Returns the load to choose plans by; the split of the devices by the mean of steps."""
-        load = expected_load(self._run.stages.rollout, position.history)
-        if load is None or not self._run.problem.splits:
+        load = expected_load(self._stages.rollout, position.history)
+        if load is None or not self._stages.problem.splits:
             return load
         return position.history.averaged(load)
 
@@ -150,10 +159,10 @@ class LiveService:
         """
         placement, version = self._placement, position.step
         self.groups.lengths = position.lengths
-        self._load = expected_load(self._run.stages.rollout, position.history)
-        params = self._run.learner.policy(position.state)
+        self._load = expected_load(self._stages.rollout, position.history)
+        params = self._stages.learner.policy(position.state)
         if self._where is None:
-            settings = replayed_settings(self._run.config)
+            settings = replayed_settings(self._config)
             self._events.note("open", version=version, settings=settings)
             self.note_plans(version)
             self._sum_up(params, *self._mesh_and_slots())
@@ -167,7 +176,7 @@ class LiveService:
             self.service.release_weights()
         mesh, num_slots = self._where
         self._sum_up(params, mesh, num_slots)
-        engine = self._run.stages.engines.engine(mesh, num_slots)
+        engine = self._stages.engines.engine(mesh, num_slots)
         policy, num_bytes = placement.sessions.publish(engine, mesh, params, version)
         if self.service is not None:
             self.groups.publish(version)
@@ -180,10 +189,10 @@ class LiveService:
 
         They are cast or quantised as for the engine on `mesh`, and stay on the trainer's devices.
         """
-        if not self._settings.checksums or not self._run.cluster.trains:
+        if not self._settings.checksums or not self._stages.cluster.trains:
             return
-        engine = self._run.stages.engines.engine(mesh, num_slots)
-        config, layout = engine.config, self._run.learner.layout(self._placement.train.mesh)
+        engine = self._stages.engines.engine(mesh, num_slots)
+        config, layout = engine.config, self._stages.learner.layout(self._placement.train.mesh)
         specs = engine_specs(config.model, config.vocab_size, config.weight_dtype)
         cast = program_of(params, engine.parameter_shapes, parameter_shardings(specs, layout))
         self._trained_checksum = fingerprint(cast(params))
@@ -202,7 +211,7 @@ class LiveService:
         if self.service is not None:
             played = self._checksum = self._played_checksum(self.service)
         own = [None if trained is None else int(trained), played]
-        each = self._run.cluster.gather(own, "the checksums of new weights")
+        each = self._stages.cluster.gather(own, "the checksums of new weights")
         right = next(found for found, _ in each if found is not None)
         wrong = next((found for _, found in each if found not in (None, right)), None)
         if wrong is not None:
@@ -233,7 +242,7 @@ class LiveService:
 
     def _open(self, session: Session, position: Position) -> RolloutService:
         """Returns a service in which the open groups go on from the position."""
-        service = self._run.actor.open(
+        service = self._actor.open(
             session,
             grow=self._grow,
             shrink=self._shrink,
@@ -294,7 +303,7 @@ class LiveService:
         if self._settings.rule == "mask":
             oldest = self.groups.version - self._settings.max_staleness
             experience = since_version(experience, oldest)
-        num_hung = self._run.actor.pool.num_hung
+        num_hung = self._actor.pool.num_hung
         rollout = Rollout(
             trajectories=[each.trajectory for each in episodes],
             session=service.session,
@@ -331,12 +340,12 @@ class LiveService:
         service = self.service
         assert service is not None, "one process plays and trains"
         before, event = placement.as_dict(), events.coming("split")
-        with only_on_devices(self._run.config.dispatch.forbid_host_bytes):
+        with only_on_devices(self._config.dispatch.forbid_host_bytes):
             if event is not None:
                 placement.restore(event["placement"])
             else:
                 load = self.expected_load(position)
-                tokens = expected_tokens(self._run.stages.rollout, load)
+                tokens = expected_tokens(self._stages.rollout, load)
                 if events.is_replay or not placement.choose_split(tokens, load, service.session):
                     return position
             # New ones arrive behind the move.
@@ -360,7 +369,7 @@ class LiveService:
     def meet(self, what: str) -> None:
         """Takes over the placement, and the mesh, of the process whose episodes need the most."""
         own, placement = None, self._placement
-        if self._run.cluster.count == 1:
+        if self._stages.cluster.count == 1:
             self.open_groups = tuple(self.groups.numbers)
             self.oldest_step = self.groups.oldest_step
             return
@@ -373,7 +382,7 @@ class LiveService:
                 "groups": self.groups.numbers,
                 "oldest_step": self.groups.oldest_step,
             }
-        cluster = self._run.cluster
+        cluster = self._stages.cluster
         parts = cluster.gather([own, placement.programs_alone()], what)
         # A mesh is taken over that only the process that has grown may have compiled for.
         placement.learn_programs([programs for _, programs in parts])

@@ -5,10 +5,10 @@
 import dataclasses
 
 from earl_jax.algorithms.advantages import counted, group_shares
+from earl_jax.config import Config
 from earl_jax.placement.parts import fill_of
 from earl_jax.placement.updates import StepUpdate
 from earl_jax.rollout.results import Played
-from earl_jax.run.build import Run
 from earl_jax.run.step_record import StepRecord, count_skipped
 from earl_jax.selector.plans import RolloutPlan
 from earl_jax.telemetry.load import Load
@@ -39,7 +39,7 @@ class PlayedStep:
 
 
 def record_of(
-    run: Run,
+    config: Config,
     step: int,
     done: PlayedStep,
     update: StepUpdate,
@@ -54,7 +54,7 @@ def record_of(
     Of the metrics `updates` the first are those of `update`. The rollout ended on the mesh and in
     the context bucket of `ended_on`. `host_bytes` are those of dispatch and of publishing.
     """
-    config, algorithm, outcomes = run.config, run.learner.algorithm, done.played.outcomes
+    algorithm, outcomes = update.placement.stages.learner.algorithm, done.played.outcomes
     return StepRecord(
         step=step + 1,
         trajectories=done.trajectories,

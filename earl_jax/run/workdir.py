@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from earl_jax.config import Config
 from earl_jax.config.resume import changes
 from earl_jax.envs.text.tokenizer import save_tokenizer
 from earl_jax.launch.cluster import Cluster
-from earl_jax.run.build import Run
 from earl_jax.settings.errors import InputError, RunError, is_mistake
 from earl_jax.telemetry.atomic import replacing, write_atomically
 
@@ -62,15 +62,15 @@ def changed_settings(workdir: Path, config: dict[str, Any]) -> list[str]:
     return changed
 
 
-def keep_config(run: Run, workdir: Path) -> None:
+def keep_config(config: Config, tokenizer: Any, workdir: Path) -> None:
     """Makes the workdir this run's: writes config.json, and its tokenizer if it made one."""
-    path, text = workdir / "config.json", json.dumps(run.config.as_dict(), indent=2)
+    path, text = workdir / "config.json", json.dumps(config.as_dict(), indent=2)
     folder = workdir / "tokenizer"
-    if not run.config.model.path and not (path.exists() and folder.exists()):
+    if not config.model.path and not (path.exists() and folder.exists()):
         # One that is there is of a command that ended before it had written config.json.
         shutil.rmtree(folder, ignore_errors=True)
         with replacing(folder) as temporary:
-            save_tokenizer(run.origin.tokenizer, temporary)
+            save_tokenizer(tokenizer, temporary)
     if not path.exists() or path.read_text() != text:
         write_atomically(path, text)
 

@@ -269,7 +269,7 @@ def save_run(folder: Path, rank: int):
     )
     world = build_run(config)
     folder.mkdir(parents=True, exist_ok=True)
-    keep_config(world, folder)
+    keep_config(world.config, world.origin.tokenizer, folder)
     state = world.learner.init_state(MeshShape())
     rng = np.random.default_rng(0)
     noisy = jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape), state.params)
