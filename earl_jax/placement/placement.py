@@ -306,6 +306,13 @@ class Placement:
         """Chooses a plan for a rollout beside the trainer; the one in use stays if it may."""
         return self.choose(self.step_of(tokens, load), load, only="rollout")
 
+    def choice_of_tail(
+        self, here: RolloutPlan, step: Step, load: Load | None
+    ) -> Choice[RolloutPlan] | None:
+        """Returns the choice for the last episodes of a rollout on `here`; uses no plan."""
+        plans = Plans(here, self.train)
+        return choose_plans(self.candidates(load), step, plans, only="rollout").rollout
+
     def _settled(self, step: Step, load: Load | None, only: Stage | None) -> Decision:
         """Chooses until the chosen programs are known to fit; those in doubt are compiled.
 

@@ -23,8 +23,7 @@ from earl_jax.engine.session import (
 )
 from earl_jax.selector.choose import BudgetTooSmall, Choice
 from earl_jax.selector.memory import moving
-from earl_jax.selector.plans import Plans, RolloutPlan
-from earl_jax.selector.splits import choose_plans
+from earl_jax.selector.plans import RolloutPlan
 from earl_jax.selector.table import key_of
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import Load
@@ -212,10 +211,8 @@ class Sessions:
             live=live,
             move_s=move_s,
         )
-        plans = Plans(here, self._placement.train)
         try:
-            candidates = self._placement.candidates(load)
-            choice = choose_plans(candidates, step, plans, only="rollout").rollout
+            choice = self._placement.choice_of_tail(here, step, load)
         except BudgetTooSmall:
             # Compiling ahead, beside a trainer's new mesh that leaves less: the next step says.
             return None
