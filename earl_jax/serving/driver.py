@@ -9,6 +9,7 @@ tokens of each round. What waits for a slot waits here, so that clients take tur
 
 import collections
 import dataclasses
+import functools
 import sys
 import threading
 import traceback
@@ -16,11 +17,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
+import jax
 
-from earl_jax.engine.session import Policy
-from earl_jax.rollout.episode import NewTokens, Task
+from earl_jax.engine.row_copies import RowMove
+from earl_jax.engine.rows import NO_ROW
+from earl_jax.engine.session import Policy, Session, empty_session, relocate
+from earl_jax.envs.text.conversation import Completion
+from earl_jax.rollout.config import CacheRules, Limits
+from earl_jax.rollout.episode import NewTokens, Prompt, Task
+from earl_jax.rollout.rounds import OnTokens
+from earl_jax.rollout.row_pool import move_rows
+from earl_jax.rollout.service import RolloutService
 from earl_jax.serving.requests import RequestError
-from earl_jax.serving.served_engine import ServedEngine, play_one
+from earl_jax.serving.served_engine import ServedEngine
 
 # Of a request: tokens of a round; the end of its reply; or an error, which ends it.
 Event = NewTokens | RequestError | None
@@ -113,7 +122,7 @@ class Driver:
         self._events: list[tuple[Request, Event]] = []
         self._deliver: Deliver = lambda events: None
         self._on_failure: Callable[[], None] = lambda: None
-        self._service = served.open(policy, self._on_tokens)
+        self._service = open_service(served, policy, self._on_tokens)
         self._thread = threading.Thread(target=self._run, name="driver")
 
     @property
@@ -123,7 +132,7 @@ class Driver:
 
     def warm_up(self) -> None:
         """Compiles the programs of a round, and checks that they fit into memory."""
-        play_one(self._service)
+        _play_one(self._service)
 
     def start(self, deliver: Deliver, on_failure: Callable[[], None]) -> None:
         """Starts the thread.
@@ -246,3 +255,64 @@ def report(what: str, error: BaseException) -> None:
     """Prints an error that a client cannot have caused."""
     print(f"{what}:", file=sys.stderr)
     traceback.print_exception(error, file=sys.stderr)
+
+
+def open_service(engine: ServedEngine, policy: Policy, on_tokens: OnTokens) -> RolloutService:
+    """Returns a service with empty slots, whose tables and rows are short at first.
+
+    Before that a round runs with the longest that a request can widen them to: no request is the
+    first to need so much memory.
+
+    Raises:
+        JaxRuntimeError: there is too little memory.
+    """
+    if engine.serving.first_slot_tokens < engine.serving.context_tokens:
+        _play_longest(engine, policy)
+    return _open(engine, policy, on_tokens)
+
+
+def _play_longest(engine: ServedEngine, policy: Policy) -> None:
+    service = _open(engine, policy, lambda ticket, tokens: None)
+    while (tokens := service.session.max_tokens) < engine.serving.context_tokens:
+        service.move(_widen(engine, service.session, tokens + 1, 0))
+    _play_one(service)
+    # Rows that are written again are cleared by a program that holds as many once more.
+    jax.block_until_ready(move_rows(service.session, [RowMove(0, NO_ROW, 0)]).state)
+
+
+def _open(engine: ServedEngine, policy: Policy, on_tokens: OnTokens) -> RolloutService:
+    tokenizer, serving = engine.tokenizer, engine.serving
+    return RolloutService(
+        empty_session(engine.engine, policy, serving.first_slot_tokens, engine.pool),
+        engine.rollout,
+        lambda: Completion(tokenizer.decode, tokenizer.ends),
+        None,
+        None,
+        functools.partial(_widen, engine),
+        num_devices=engine.engine.layout.num_row_shards,
+        sampling=serving.sampling,
+        max_context=serving.context_tokens,
+        cache_rules=CacheRules(keep_replies=serving.keep_replies),
+        on_tokens=on_tokens,
+    )
+
+
+def _widen(engine: ServedEngine, session: Session, tokens: int, pages: int) -> Session:
+    """Returns a session whose tables and rows hold so many tokens, at least twice as many.
+
+    Its pool stays: where requests want more `pages` some of them are preempted.
+    """
+    del pages
+    if tokens <= session.max_tokens:
+        return session
+    max_tokens = min(max(tokens, 2 * session.max_tokens), engine.serving.context_tokens)
+    return relocate(session, engine.engine, max_tokens, session.pool)
+
+
+def _play_one(service: RolloutService) -> None:
+    """Plays a prompt of one token with a reply of one: compiles and runs the program of a round."""
+    limits = Limits(max_turn_tokens=1)
+    service.submit([Task(episode=0, group=0, prompt=Prompt(token_ids=(0,)), limits=limits)])
+    for finished in service.drain():
+        for each in finished:
+            service.release(each.row)

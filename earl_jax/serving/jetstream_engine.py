@@ -24,6 +24,7 @@ from earl_jax.rollout.service import RolloutService
 from earl_jax.serving._jetstream import import_engine
 from earl_jax.serving.chat_prompt import prompt_encoder
 from earl_jax.serving.config import MAX_SEED
+from earl_jax.serving.driver import open_service
 from earl_jax.serving.served_engine import ServedEngine
 from earl_jax.serving.tokenizer import ServedTokenizer
 from earl_jax.settings.errors import InputError
@@ -151,7 +152,7 @@ class JetStreamEngine(_jetstream.engine_api.Engine):
         """Returns the service, whose slots are empty then. It is opened at the first call."""
         with self._lock:
             if self._service is None:
-                self._service = self._served.open(self._policy, self._on_tokens)
+                self._service = open_service(self._served, self._policy, self._on_tokens)
             for slot in range(self.max_concurrent_decodes):
                 self._free(slot)
             return self._service

@@ -1,24 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The engine of a server: the rollouts' own, with the sizes of serving, and services over it."""
+"""The engine of a server: the rollouts' own, with the sizes of serving."""
 
 import dataclasses
-
-import jax
 
 from earl_jax.engine.config import SlotRules
 from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import Pool, dense_pool
-from earl_jax.engine.row_copies import RowMove
-from earl_jax.engine.rows import NO_ROW
-from earl_jax.engine.session import Policy, Session, empty_session, relocate
-from earl_jax.envs.text.conversation import Completion
 from earl_jax.models.config import ModelConfig
-from earl_jax.rollout.config import CacheRules, Limits, RolloutConfig, make_engine_config
-from earl_jax.rollout.episode import Prompt, Task
-from earl_jax.rollout.rounds import OnTokens
-from earl_jax.rollout.row_pool import move_rows
-from earl_jax.rollout.service import RolloutService
+from earl_jax.rollout.config import RolloutConfig, make_engine_config
 from earl_jax.serving.config import ServingConfig
 from earl_jax.serving.tokenizer import ServedTokenizer
 from earl_jax.sharding.layout import Layout
@@ -97,60 +87,3 @@ class ServedEngine:
         """Tokens of the KV cache, over all slots."""
         rule = self.engine.config.page_rule
         return self.pool.total * rule.page_size // rule.num_groups
-
-    def open(self, policy: Policy, on_tokens: OnTokens) -> RolloutService:
-        """Returns a service with empty slots, whose tables and rows are short at first.
-
-        Before that a round runs with the longest that a request can widen them to: no request is
-        the first to need so much memory.
-
-        Raises:
-            JaxRuntimeError: there is too little memory.
-        """
-        if self.serving.first_slot_tokens < self.serving.context_tokens:
-            self._play_longest(policy)
-        return self._open(policy, on_tokens)
-
-    def _play_longest(self, policy: Policy) -> None:
-        service = self._open(policy, lambda ticket, tokens: None)
-        while (tokens := service.session.max_tokens) < self.serving.context_tokens:
-            service.move(self.widen(service.session, tokens + 1, 0))
-        play_one(service)
-        # Rows that are written again are cleared by a program that holds as many once more.
-        jax.block_until_ready(move_rows(service.session, [RowMove(0, NO_ROW, 0)]).state)
-
-    def _open(self, policy: Policy, on_tokens: OnTokens) -> RolloutService:
-        tokens, layout = self.serving.first_slot_tokens, self.engine.layout
-        return RolloutService(
-            empty_session(self.engine, policy, tokens, self.pool),
-            self.rollout,
-            lambda: Completion(self.tokenizer.decode, self.tokenizer.ends),
-            None,
-            None,
-            self.widen,
-            num_devices=layout.num_row_shards,
-            sampling=self.serving.sampling,
-            max_context=self.serving.context_tokens,
-            cache_rules=CacheRules(keep_replies=self.serving.keep_replies),
-            on_tokens=on_tokens,
-        )
-
-    def widen(self, session: Session, tokens: int, pages: int) -> Session:
-        """Returns a session whose tables and rows hold so many tokens, at least twice as many.
-
-        Its pool stays: where requests want more `pages` some of them are preempted.
-        """
-        del pages
-        if tokens <= session.max_tokens:
-            return session
-        max_tokens = min(max(tokens, 2 * session.max_tokens), self.serving.context_tokens)
-        return relocate(session, self.engine, max_tokens, session.pool)
-
-
-def play_one(service: RolloutService) -> None:
-    """Plays a prompt of one token with a reply of one: compiles and runs the program of a round."""
-    limits = Limits(max_turn_tokens=1)
-    service.submit([Task(episode=0, group=0, prompt=Prompt(token_ids=(0,)), limits=limits)])
-    for finished in service.drain():
-        for each in finished:
-            service.release(each.row)
