@@ -54,7 +54,7 @@ def serve_command(arguments: Sequence[str]) -> None:
     import jax
 
     from earl_jax.dispatch.weights import publish
-    from earl_jax.serving.run_server import run_server
+    from earl_jax.serving.server import run_server
     from earl_jax.serving.sizes import make_engine, served_engine
 
     engine, rollout = make_engine(flags, policy, mesh or MeshShape(data=len(jax.devices())))

@@ -24,8 +24,8 @@ from earl_jax.rollout.episode import Prompt, Task
 from earl_jax.serving import _jetstream
 from earl_jax.serving.driver import Driver, FairQueue, Request
 from earl_jax.serving.requests import RequestError
-from earl_jax.serving.run_server import open_driver
 from earl_jax.serving.served_engine import ServedEngine
+from earl_jax.serving.server import open_driver
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape, make_layout
 from tests.support.allocator import memory_limit

@@ -19,7 +19,8 @@ from jetstream.core.proto import jetstream_pb2
 
 from earl_jax.envs.text.tokenizer import load_tokenizer
 from earl_jax.serve import main
-from earl_jax.serving import run_server, served_engine
+from earl_jax.serving import served_engine
+from earl_jax.serving import server as serving_server
 from tests.support.allocator import memory_limit
 from tests.support.http_client import ask, connect, events, send
 from tests.support.served import (
@@ -328,13 +329,13 @@ def test_failures_are_answered(tmp_path):
 
 def serve_limited(*flags: str) -> None:
     """The command on devices of 64 MiB."""
-    serve = run_server.run_server
+    serve = serving_server.run_server
 
     def limited(*given):
         with memory_limit(2**26):
             serve(*given)
 
-    run_server.run_server = limited
+    serving_server.run_server = limited
     sys.argv[1:] = flags
     main()
 

@@ -199,7 +199,7 @@ def _add_engine(group: Any) -> None:
 
 def check_flags(flags: argparse.Namespace) -> None:
     """Checks the flags as far as that needs no model. Raises ValueError."""
-    from earl_jax.serving.server import check_address
+    from earl_jax.serving.endpoints import check_address
 
     for name, low, high in (
         ("port", 0, 65535),

@@ -2,58 +2,116 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server of a policy: JetStream's gRPC service and OpenAI's HTTP over one driver."""
 
+import argparse
 import asyncio
 import contextlib
-import dataclasses
 import signal
-import socket
 import time
 from collections.abc import Callable
+from typing import Any
 
 import grpc
+import jax
 
+from earl_jax.engine.session import Policy
+from earl_jax.selector.memory import is_out_of_memory
 from earl_jax.serving.driver import Driver
+from earl_jax.serving.endpoints import (
+    Endpoints,
+    http_limits,
+    most_request_bytes,
+    start_grpc,
+    start_http,
+)
 from earl_jax.serving.grpc_service import PolicyServicer
 from earl_jax.serving.http_api import HttpApi, ServedModel
-from earl_jax.serving.http_server import HttpLimits, HttpServer
+from earl_jax.serving.http_server import HttpServer
 from earl_jax.serving.requests import RequestError
 from earl_jax.serving.served_engine import ServedEngine
+from earl_jax.serving.served_policy import ServedPolicy
 from earl_jax.serving.service import Service, deliver_in
 from earl_jax.serving.texts import Texts
 from earl_jax.settings.errors import InputError
 
-# The size of a request beside its prompt, and at least for each token of the longest prompt: an id
-# in JSON, or a short token whose text is escaped.
-LEAST_BYTES, LEAST_TOKEN_BYTES = 2**16, 16
-# The size of all requests that are open, at least; connections beside those of requests.
-MOST_HELD_BYTES, SPARE_CONNECTIONS = 2**27, 32
-# A client whose machine vanished is noticed after the sum of these.
-KEEPALIVE_S, KEEPALIVE_TIMEOUT_S = 30, 10
-LAST_CALL_S, GRACE_S = 0.2, 5.0
+# Between the end of open requests and that of the servers.
+LAST_CALL_S = 0.2
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Endpoints:
-    """The addresses of a server, 0 for any port that is free, and how many requests may wait.
+def run_server(
+    flags: argparse.Namespace, policy: ServedPolicy, engine: ServedEngine, params: Any
+) -> None:
+    """Serves `params`, the weights of this policy, until a signal ends it.
 
-    At most `max_waiting` in all, and `max_waiting_per_client` of one address. A client has `read_s`
-    to send an HTTP request, and `write_s` to read each part of an answer.
+    Raises ValueError where the devices have too little memory.
     """
+    texts = Texts(
+        policy.tokenizer,
+        policy.template_arguments,
+        timeout_s=flags.text_timeout_s,
+        most_bytes=most_request_bytes(engine),
+    )
 
-    host: str
-    port: int
-    grpc_port: int
-    max_waiting: int
-    max_waiting_per_client: int
-    read_s: float = 75.0
-    write_s: float = 60.0
+    def announce(http: str, grpc: str) -> None:
+        print(ready_line(flags, policy, engine, http, grpc), flush=True)
+
+    async def run(driver: Driver) -> None:
+        await serve(
+            driver,
+            name=flags.name or policy.name,
+            version=policy.version,
+            texts=texts,
+            endpoints=Endpoints(
+                host=flags.host,
+                port=flags.port,
+                grpc_port=flags.grpc_port,
+                max_waiting=flags.max_waiting,
+                max_waiting_per_client=flags.max_waiting_per_client,
+            ),
+            on_ready=announce,
+            stop=stop_at_signals(),
+        )
+
+    with contextlib.closing(texts):
+        asyncio.run(run(open_driver(engine, Policy(params=params, version=policy.version))))
 
 
-def most_request_bytes(engine: ServedEngine) -> int:
-    """Returns the size limit of a request, in bytes: what the longest prompt can have."""
-    longest = engine.tokenizer.longest_token_bytes
-    tokens = min(engine.serving.max_prompt_tokens, engine.serving.context_tokens)
-    return LEAST_BYTES + tokens * max(LEAST_TOKEN_BYTES, longest)
+def open_driver(engine: ServedEngine, policy: Policy) -> Driver:
+    """Returns a driver that has played a round, with the longest context too.
+
+    Raises ValueError where the devices have too little memory for that.
+    """
+    try:
+        driver = Driver(engine, policy)
+        driver.warm_up()
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise InputError(
+            "beside the weights the devices have no memory for a KV cache of "
+            f"{engine.cache_tokens} tokens and a context of {engine.serving.context_tokens} "
+            f"({str(error).splitlines()[0]:.200}): lower --cache_tokens, --max_context or "
+            "--num_slots, or let the KV cache be int8 (--kv_dtype=int8)"
+        ) from error
+    return driver
+
+
+def ready_line(
+    flags: argparse.Namespace, policy: ServedPolicy, engine: ServedEngine, http: str, grpc: str
+) -> str:
+    """Returns the line for a server that is ready: its addresses, limits, mesh and KV cache."""
+    serving, limit = engine.serving, policy.max_context
+    step = f" after step {policy.version}" if flags.workdir else ""
+    step += f" as {flags.name}" if flags.name else ""
+    prompt_tokens = min(serving.max_prompt_tokens, serving.context_tokens)
+    short = limit and not flags.max_context and serving.context_tokens < limit
+    cut = f" (the model takes {limit}; the KV cache holds no more)" if short else ""
+    rule = engine.engine.config.page_rule
+    behind = " in all layers (those behind windows are given up)" if rule.has_windows else ""
+    return (
+        f"serving {policy.name}{step} at {http} (gRPC: {grpc}): prompts of up to {prompt_tokens} "
+        f"tokens, {serving.context_tokens} with their replies{cut}, {flags.num_slots} at once on "
+        f"{engine.engine.layout.shape}, {engine.cache_tokens} tokens of KV cache{behind}"
+    )
 
 
 async def serve(
@@ -98,9 +156,10 @@ async def serve(
         model = ServedModel(name, version, int(time.time()))
         async with contextlib.AsyncExitStack() as servers:
             api = HttpApi(service, model)
-            limits = _http_limits(driver.served, endpoints, service.max_open)
-            http = await _start_http(servers, endpoints, HttpServer(api.handle, limits))
-            grpc_address = await _start_grpc(servers, endpoints, service, limits)
+            limits = http_limits(driver.served, endpoints, service.max_open)
+            http = await start_http(servers, endpoints, HttpServer(api.handle, limits))
+            handlers = PolicyServicer(service, limits.write_s).handlers()
+            grpc_address = await start_grpc(servers, endpoints, handlers, limits)
             on_ready(http, grpc_address)
             await stop.wait()
             service.close(
@@ -124,81 +183,3 @@ def stop_at_signals() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     return stop
-
-
-def _http_limits(engine: ServedEngine, endpoints: Endpoints, max_open: int) -> HttpLimits:
-    most_bytes = most_request_bytes(engine)
-    return HttpLimits(
-        most_bytes=most_bytes,
-        most_held_bytes=max(MOST_HELD_BYTES, 4 * most_bytes),
-        max_connections=2 * (max_open + SPARE_CONNECTIONS),
-        read_s=endpoints.read_s,
-        write_s=endpoints.write_s,
-    )
-
-
-async def _start_http(
-    servers: contextlib.AsyncExitStack, endpoints: Endpoints, server: HttpServer
-) -> str:
-    """Starts the HTTP server, which ends with `servers`. Returns its address."""
-    try:
-        bound = await server.start(endpoints.host, endpoints.port)
-    except OSError as error:
-        raise InputError(_unusable(endpoints.host, "port", endpoints.port, error)) from error
-    servers.push_async_callback(server.stop, GRACE_S)
-    return f"http://{address(endpoints.host, bound)}"
-
-
-async def _start_grpc(
-    servers: contextlib.AsyncExitStack, endpoints: Endpoints, service: Service, limits: HttpLimits
-) -> str:
-    """Starts the gRPC server, which ends with `servers`. Returns its address."""
-    host, port = endpoints.host, endpoints.grpc_port
-    server = grpc.aio.server(
-        options=[
-            # Else a second server on the same port would be given half of the requests.
-            ("grpc.so_reuseport", 0),
-            ("grpc.max_receive_message_length", limits.most_bytes),
-            ("grpc.max_allowed_incoming_connections", limits.max_connections),
-            ("grpc.max_concurrent_streams", limits.max_connections),
-            # A connection whose client says nothing at all.
-            ("grpc.server_handshake_timeout_ms", int(1000 * limits.read_s)),
-            ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
-            ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),
-        ]
-    )
-    try:
-        bound = server.add_insecure_port(address(host, port))
-    except RuntimeError as error:
-        raise InputError(_unusable(host, "grpc_port", port, error)) from error
-    server.add_generic_rpc_handlers((PolicyServicer(service, limits.write_s).handlers(),))
-    await server.start()
-    servers.push_async_callback(server.stop, GRACE_S)
-    return address(host, bound)
-
-
-def check_address(host: str, flag: str, port: int) -> None:
-    """Raises ValueError for an address, with the port of this flag, that is not to be had now."""
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[
-            0
-        ]
-        with socket.socket(family, kind, protocol) as tried:
-            # As gRPC does: a port whose last server has just ended is free.
-            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            tried.bind(where)
-    except OSError as error:
-        raise InputError(_unusable(host, flag, port, error)) from error
-
-
-def _unusable(host: str, flag: str, port: int, error: Exception) -> str:
-    return (
-        f"--host={host} --{flag}={port} cannot be used ({error}); --host must be an address of "
-        "this machine, and no other program may have the port: choose another one, or 0 for any "
-        "that is free"
-    )
-
-
-def address(host: str, port: int) -> str:
-    """Returns the address in gRPC's form: 127.0.0.1:9000, [::1]:9000."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

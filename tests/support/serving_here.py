@@ -23,8 +23,9 @@ from earl_jax.envs.text.tokenizer import load_tokenizer
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.serving.config import ServingConfig
 from earl_jax.serving.driver import Driver
+from earl_jax.serving.endpoints import Endpoints, most_request_bytes
 from earl_jax.serving.served_engine import ServedEngine, build_engine, rollout_config
-from earl_jax.serving.server import Endpoints, most_request_bytes, serve
+from earl_jax.serving.server import serve
 from earl_jax.serving.texts import Texts
 from earl_jax.serving.tokenizer import ServedTokenizer
 from earl_jax.sharding.layout import MeshShape, make_layout
