@@ -17,7 +17,8 @@ from earl_jax.algorithms.algorithms import ALGORITHMS, clipped_loss, grpo_advant
 from earl_jax.algorithms.losses import kl_estimate, likelihood_ratio
 from earl_jax.algorithms.settings import GrpoSettings
 from earl_jax.loop import rl_step
-from earl_jax.models.config import LoraConfig, ModelConfig
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.lora_config import LoraConfig
 from earl_jax.placement.delivery import row_facts
 from earl_jax.run.build import build_run
 from earl_jax.selector.plans import TrainPlan

@@ -17,7 +17,8 @@ from earl_jax.config.file import RENAMED_KEYS, load_config_file, make_config, re
 from earl_jax.config.keys import all_keys
 from earl_jax.config.names import NAMES_ELSEWHERE
 from earl_jax.envs.games.board_game import BoardGame
-from earl_jax.models.config import LoraConfig, ModelConfig
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.lora_config import LoraConfig
 from earl_jax.models.presets import preset_named
 from earl_jax.rollout.staleness import AsynchronyConfig
 from earl_jax.settings.arguments import argument_names

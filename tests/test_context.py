@@ -14,8 +14,9 @@ import pytest
 from earl_jax.dispatch.weights import publish
 from earl_jax.models.attention.folding import fold, part_length, unfold
 from earl_jax.models.attention.kernels import attend_rows, context_obstacle
-from earl_jax.models.config import LoraConfig, ModelConfig, RopeScaling
+from earl_jax.models.config import ModelConfig, RopeScaling
 from earl_jax.models.engine_parameters import engine_shapes, engine_specs
+from earl_jax.models.lora_config import LoraConfig
 from earl_jax.models.parameters import is_spec, unstack_layers
 from earl_jax.run.build import build_run
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout

@@ -18,10 +18,10 @@ import pytest
 from earl_jax.engine.config import EngineConfig
 from earl_jax.engine.engine import Engine
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
-from earl_jax.models.config import LoraConfig
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.models.logprobs import score_tokens
 from earl_jax.models.lora import adapter_specs
+from earl_jax.models.lora_config import LoraConfig
 from earl_jax.models.moe import experts
 from earl_jax.models.moe.experts import mix_experts, route
 from earl_jax.models.moe.grouped_matmul import MAX_MASKED_ROWS

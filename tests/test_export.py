@@ -19,9 +19,9 @@ from earl_jax.models.attention.rows import cap
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.checkpoints.hf_write import save_checkpoint
 from earl_jax.models.checkpoints.peft_adapter import save_adapter
-from earl_jax.models.config import LoraConfig
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.models.lora import adapt, adapter_specs
+from earl_jax.models.lora_config import LoraConfig
 from earl_jax.models.parameters import is_spec, parameter_shardings, parameter_specs
 from earl_jax.placement.compile_ahead import CompileAhead
 from earl_jax.run.build import Run, build_run

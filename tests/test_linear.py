@@ -33,10 +33,11 @@ from earl_jax.models.attention.delta_rule import (
 from earl_jax.models.checkpoints.families.table import text_settings
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.checkpoints.hf_settings import read_settings
-from earl_jax.models.config import LoraConfig, ModelConfig
+from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_chunk, forward_rows
 from earl_jax.models.engine_parameters import engine_specs
 from earl_jax.models.lora import adapt, adapter_specs
+from earl_jax.models.lora_config import LoraConfig
 from earl_jax.models.parameters import (
     check_tensor_axis,
     is_spec,

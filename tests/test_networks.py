@@ -14,7 +14,8 @@ import pytest
 from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.algorithms.requirements import Networks
 from earl_jax.dispatch.packing import RowRule, ShapeHistory, pack_rows, plan_packing
-from earl_jax.models.config import LoraConfig, ModelConfig
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.lora_config import LoraConfig
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.sharding.reshard import reshard

@@ -11,9 +11,10 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from earl_jax.models.config import LoraConfig, ModelConfig
+from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.models.lora import adapt, adapter_specs
+from earl_jax.models.lora_config import LoraConfig
 from earl_jax.models.nnx import Decoder, to_tree
 from earl_jax.models.parameters import (
     init_parameters,

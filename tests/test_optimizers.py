@@ -12,7 +12,8 @@ import optax
 import pytest
 
 from earl_jax.algorithms.algorithms import ALGORITHMS
-from earl_jax.models.config import LoraConfig, ModelConfig
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.lora_config import LoraConfig
 from earl_jax.models.parameters import is_spec
 from earl_jax.placement.problem import model_sizes
 from earl_jax.selector.footprint import trainer_bytes

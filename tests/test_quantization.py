@@ -20,11 +20,12 @@ import pytest
 from earl_jax.dispatch.weights import program_of, publish
 from earl_jax.engine.config import EngineConfig
 from earl_jax.engine.engine import Engine
-from earl_jax.models.config import LoraConfig, ModelConfig
+from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.models.engine_parameters import INPUTS, engine_shapes, engine_specs
 from earl_jax.models.logprobs import score_tokens
 from earl_jax.models.lora import adapt, adapter_specs
+from earl_jax.models.lora_config import LoraConfig
 from earl_jax.models.moe.experts import experts_of_shard
 from earl_jax.models.parameters import (
     init_parameters,

@@ -15,7 +15,8 @@ import pytest
 
 from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.algorithms.requirements import Networks
-from earl_jax.models.config import LoraConfig, ModelConfig
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.lora_config import LoraConfig
 from earl_jax.placement.problem import model_sizes
 from earl_jax.selector.footprint import trainer_bytes
 from earl_jax.selector.plans import TrainPlan

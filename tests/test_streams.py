@@ -20,7 +20,8 @@ from earl_jax.envs.text.tokenizer import load_tokenizer
 from earl_jax.loop import rl_step
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.checkpoints.hf_write import save_checkpoint
-from earl_jax.models.config import LoraConfig, ModelConfig
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.lora_config import LoraConfig
 from earl_jax.placement.parts import Part
 from earl_jax.placement.problem import model_sizes
 from earl_jax.placement.updates import StepUpdate

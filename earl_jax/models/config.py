@@ -1,23 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of a decoder and of adapters, with every rule that they must keep."""
+"""The settings of a decoder, with every rule that they must keep."""
 
 import dataclasses
 import math
 from typing import Literal
 
 from earl_jax.settings.errors import InputError, check_bounds, check_choices
-
-# The projections that adapters can stand beside, by the names that parameters.py gives them: of
-# attention, of latent attention, of linear attention, of networks, and of those beside experts.
-LORA_TARGETS = (
-    *("query", "key", "value", "attention_gate", "out"),
-    *("query_down", "query_up", "latent", "latent_up"),
-    *("linear_query", "linear_key", "linear_value", "linear_gate", "linear_out"),
-    *("gate", "up", "down"),
-    *("shared_gate", "shared_up", "shared_down"),
-)
-ALL_TARGETS = ("all",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -449,35 +438,3 @@ class ModelConfig:
                     f"config.model.{field} is {getattr(self, field)}; it must be a positive "
                     f"number, or 0 for {none}"
                 )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoraConfig:
-    """Low-rank adapters (see models/lora.py): they alone are trained, the base stays as it is.
-
-    `rank` 0 trains the whole model. Each projection in `targets` gets an adapter, whose product is
-    scaled by `alpha` / `rank`. ("all",) are all that the model has; experts, routers, and the rates
-    and decays of linear attention are none. `base_dtype` is the type that the frozen weights are
-    kept in; adapters and their moments are fp32 always. The base is in no checkpoint of the run: it
-    comes from config.model.path again, or from the seed.
-    """
-
-    rank: int = 0
-    alpha: float = 16.0
-    targets: tuple[str, ...] = ALL_TARGETS
-    base_dtype: Literal["float32", "bfloat16"] = "float32"
-
-    def validate(self) -> None:
-        """Raises ValueError naming the field that breaks a rule."""
-        path = "config.train.lora"
-        if self.rank < 0:
-            raise InputError(f"{path}.rank is {self.rank}; it must be at least 0 (0: no adapters)")
-        if not 0 < self.alpha < math.inf:
-            raise InputError(f"{path}.alpha is {self.alpha}; it must be a positive number")
-        unknown = set(self.targets).difference(LORA_TARGETS) and self.targets != ALL_TARGETS
-        if unknown or not self.targets or len(set(self.targets)) < len(self.targets):
-            raise InputError(
-                f"{path}.targets is {self.targets!r}; name at least one of "
-                f"{', '.join(LORA_TARGETS)}, each once, or 'all' alone"
-            )
-        check_choices(self, path)

@@ -14,34 +14,10 @@ knows nothing of them: it gets `merged` weights.
 import math
 from typing import Any
 
-from earl_jax.models.config import ALL_TARGETS, LoraConfig
+from earl_jax.models.lora_config import ALL_TARGETS, PROJECTIONS, LoraConfig
 from earl_jax.models.parameters import ParameterSpec, Params
 from earl_jax.models.projection import Adapted
 from earl_jax.settings.errors import InputError
-
-# The letters that each projection reads and writes. One with other axes cannot be adapted here.
-PROJECTIONS = {
-    "query": ("D", "KGH"),
-    "query_down": ("D", "A"),
-    "query_up": ("A", "KGH"),
-    "latent": ("D", "A"),
-    "latent_up": ("A", "KH"),
-    "key": ("D", "KH"),
-    "value": ("D", "KH"),
-    "attention_gate": ("D", "KGH"),
-    "out": ("KGH", "D"),
-    "linear_query": ("D", "KH"),
-    "linear_key": ("D", "KH"),
-    "linear_value": ("D", "KGH"),
-    "linear_gate": ("D", "KGH"),
-    "linear_out": ("KGH", "D"),
-    "gate": ("D", "F"),
-    "up": ("D", "F"),
-    "down": ("F", "D"),
-    "shared_gate": ("D", "F"),
-    "shared_up": ("D", "F"),
-    "shared_down": ("F", "D"),
-}
 
 
 def adapter_specs(specs: Any, lora: LoraConfig) -> dict[str, Any]:

@@ -5,7 +5,7 @@
 import dataclasses
 from typing import Literal
 
-from earl_jax.models.config import LoraConfig
+from earl_jax.models.lora_config import LoraConfig
 from earl_jax.settings.errors import check_bounds, check_choices
 from earl_jax.settings.remat import Remat
 

@@ -20,8 +20,8 @@ from earl_jax.models.checkpoints.families.table import family_named, family_of
 from earl_jax.models.checkpoints.families.weights import Weight
 from earl_jax.models.checkpoints.hf_read import Checkpoint, weights_of
 from earl_jax.models.checkpoints.hf_write import whole_folder
-from earl_jax.models.config import LoraConfig, ModelConfig
-from earl_jax.models.lora import PROJECTIONS
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.lora_config import PROJECTIONS, LoraConfig
 from earl_jax.models.parameters import Params, layers_with, parameter_specs
 
 
