@@ -71,7 +71,7 @@ SETTINGS: dict[str, Any] = {
     "train": {"learning_rate": 1e-4, "epochs": 1},
     "eval": {"every_steps": 10_000, "games": 2, "final_games": 2},
     "checkpoint": {"every_steps": 10_000},
-    "log": {"trajectories_every_steps": 10_000, "report_every_steps": 10_000},
+    "log": {"trajectories_every_steps": 10_000},
 }
 SHARED = {"rollout_meshes": ("data=2",), "train_meshes": ("data=2",)}
 # Threads of XLA's CPU client where devices are apart. The package has more, for collectives, which

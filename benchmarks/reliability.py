@@ -64,7 +64,6 @@ SMALL: Mapping[str, Any] = {
     "eval.games": 16,
     "eval.final_games": 16,
     "log.trajectories_every_steps": 3,
-    "log.report_every_steps": 4,
 }
 BASE = {"model.path": "tests/reference/qwen2_tied", "train.lora.rank": 4}
 BASE |= {f"model.{name}": None for name in ("width", "ffn_size")}
@@ -110,7 +109,6 @@ SOAK: Mapping[str, Any] = {
     "checkpoint.every_steps": 50,
     "eval.every_steps": 250,
     "log.trajectories_every_steps": 10,
-    "log.report_every_steps": 50,
 }
 # The most that the end of the soak may have of what its first quarter had: a factor, and a number
 # more (threads that save a checkpoint come and go).

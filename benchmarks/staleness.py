@@ -68,7 +68,7 @@ SETTINGS: dict[str, Any] = {
     "train": {"learning_rate": 1.5e-3, "epochs": 4, "ratio": "model"},
     "eval": {"every_steps": 10_000, "games": 2, "final_games": 2},
     "checkpoint": {"every_steps": 10_000},
-    "log": {"trajectories_every_steps": 10_000, "report_every_steps": 10_000},
+    "log": {"trajectories_every_steps": 10_000},
 }
 
 

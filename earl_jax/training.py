@@ -53,6 +53,8 @@ from earl_jax.train.checkpoint import Checkpoints
 
 # The name of what stops a replay that has repeated its run.
 END_OF_EVENTS = "the end of the events that it replays"
+# report.html is made anew at every so many-th step, and at the end.
+REPORT_EVERY_STEPS = 25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -414,7 +416,7 @@ class Training:
             self._save(position, self._choices())
         if self.saver.is_due(step):
             self.saver.export(position)
-        if last or self.stopped or step % config.log.report_every_steps == 0:
+        if last or self.stopped or step % REPORT_EVERY_STEPS == 0:
             self.log.write_report()
 
     def _choices(self) -> dict[str, Any]:

@@ -45,7 +45,7 @@ _PREEMPTED = (
 )
 _SPEEDS = "plans are chosen by the speeds of config.selector.table, and nothing is timed beforehand"
 # Keys that earlier versions wrote into each config.json, and that are no more.
-_FORMER = (("selector", "horizon_steps"), ("log", "tensorboard"))
+_FORMER = (("selector", "horizon_steps"), ("log", "tensorboard"), ("log", "report_every_steps"))
 # Keys of earlier versions: the key that took their place, or a sentence.
 RENAMED_KEYS = {
     "config.rollout.append_rows": "it is fixed (APPEND_TOKENS in engine/config.py)",
@@ -72,6 +72,7 @@ RENAMED_KEYS = {
     "config.train.normalize_advantages": "config.algorithm_args.normalize_advantages",
     "config.train.clip_low": "config.algorithm_args.clip_low",
     "config.train.clip_high": "config.algorithm_args.clip_high",
+    "config.log.report_every_steps": "report.html is made anew every 25 steps and at the end",
     "config.log.tensorboard": 'config.log.trackers=("tensorboard",)',
     "config.env.game": (
         "config.env.name (or config.env.args.game with config.env.name='board_game')"

@@ -17,6 +17,7 @@ from typing import Any
 
 from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.config import Config
+from earl_jax.models.config import MODEL_SETTINGS, ModelConfig
 
 _COLUMNS = 100
 # The first line of the settings in --help.
@@ -52,6 +53,8 @@ def sections_of(cls: type, path: str) -> Iterator[Section]:
     about, by_field = _descriptions(cls)
     keys, first_of = [], {}
     for field in dataclasses.fields(cls):
+        if cls is ModelConfig and field.name not in MODEL_SETTINGS:
+            continue
         kind = types[field.name]
         if dataclasses.is_dataclass(kind):
             inner.append((typing.cast(type, kind), f"{path}.{field.name}"))

@@ -142,25 +142,19 @@ class EvalConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """Settings of the log: intervals in steps.
+    """Settings of the log.
 
-    Episodes are written of the first step, of the last and of every `trajectories_every_steps`-th;
-    report.html is made anew at every `report_every_steps`-th and at the end. `trackers` get the
-    metrics too: "tensorboard" (the extra of that name), "wandb" (likewise), or
+    Episodes are written of the first step, of the last and of every `trajectories_every_steps`-th.
+    `trackers` get the metrics too: "tensorboard" (the extra of that name), "wandb" (likewise), or
     "module:Class" of the user's own (docs/quickstart.md). `trace` writes the stages of every step,
     with their times, to trace.json of the workdir (trace.N.json of process N), which
     https://ui.perfetto.dev shows.
     """
 
     trajectories_every_steps: int = 10
-    report_every_steps: int = 25
     trackers: tuple[str, ...] = ()
     trace: bool = False
 
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
-        if self.trajectories_every_steps < 1 or self.report_every_steps < 1:
-            raise InputError(
-                "config.log.trajectories_every_steps and config.log.report_every_steps must be at "
-                f"least 1; they are {self.trajectories_every_steps} and {self.report_every_steps}"
-            )
+        check_bounds(self, "config.log", {"trajectories_every_steps": (1, None)})

@@ -33,7 +33,6 @@ SMALL = TINY | {
     "eval.every_steps": 1000,
     "eval.games": 16,
     "eval.final_games": 16,
-    "log.report_every_steps": 1000,
 }
 ALL = {
     "model.num_layers": 1,

@@ -44,7 +44,6 @@ TINY = {
     "eval.games": 32,
     "eval.final_games": 32,
     "log.trajectories_every_steps": 3,
-    "log.report_every_steps": 5,
 }
 
 
