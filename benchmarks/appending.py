@@ -30,9 +30,9 @@ from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import is_spec, parameter_specs, unstacked_specs
 from earl_jax.rollout.actor import collect
 from earl_jax.rollout.config import CacheRules, Limits, RolloutConfig
-from earl_jax.rollout.episode import Prompt, Task
 from earl_jax.rollout.rounds import OnTokens
 from earl_jax.rollout.service import RolloutService
+from earl_jax.rollout.task import Prompt, Task
 from earl_jax.sharding.layout import MeshShape, make_layout
 
 MODEL = ModelConfig(

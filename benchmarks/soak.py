@@ -37,10 +37,11 @@ from earl_jax.envs.environment import EPISODE_TOO_LONG, TURN_TOO_LONG, Start, St
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.launch.start import start_jax
 from earl_jax.models.config import ModelConfig
-from earl_jax.rollout.episode import LiveEpisode, Task
+from earl_jax.rollout.episode import LiveEpisode
 from earl_jax.rollout.row_pool import Finished
 from earl_jax.rollout.service import RolloutService
 from earl_jax.rollout.stats import RolloutStats
+from earl_jax.rollout.task import Task
 from earl_jax.sharding.layout import MeshShape
 from tests.support.contexts import Gap, Recorder, gaps_of, trainer_params
 from tests.support.episodes import (

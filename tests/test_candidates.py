@@ -9,7 +9,7 @@ import pytest
 
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import check_tensor_axis
-from earl_jax.selector.problem import divisors
+from earl_jax.selector.meshes import divisors
 from earl_jax.sharding.layout import MeshShape
 from tests.support.meshes import rollout_candidates, train_candidates
 

@@ -18,7 +18,7 @@ from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.text.codec import TextCodec
 from earl_jax.rollout.config import Limits
-from earl_jax.rollout.episode import Prompt, Task
+from earl_jax.rollout.task import Prompt, Task
 from earl_jax.sharding.layout import MeshShape
 from tests.support.environments import Lecture, Talker, Watched
 from tests.support.episodes import (

@@ -20,7 +20,7 @@ from earl_jax.engine.config import Sampling
 from earl_jax.engine.engine import Engine
 from earl_jax.envs.text.conversation import Completion
 from earl_jax.rollout.config import Limits, make_engine_config
-from earl_jax.rollout.episode import Prompt, Task
+from earl_jax.rollout.task import Prompt, Task
 from earl_jax.serving import _jetstream
 from earl_jax.serving.driver import Driver, FairQueue, Request
 from earl_jax.serving.requests import RequestError

@@ -34,7 +34,8 @@ from earl_jax.envs.text.tokenizer import (
     load_tokenizer,
 )
 from earl_jax.rollout.config import Limits, Stops
-from earl_jax.rollout.episode import LiveEpisode, Task
+from earl_jax.rollout.episode import LiveEpisode
+from earl_jax.rollout.task import Task
 from tests.support.byte_ids import byte_ids
 
 FOLDERS = Path(__file__).parent / "tokenizers"

@@ -20,7 +20,7 @@ from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.text.tokenizer import build_tokenizer, save_tokenizer
 from earl_jax.launch.start import exit_status
 from earl_jax.rollout.config import MAX_TURNS
-from earl_jax.rollout.episode import Task
+from earl_jax.rollout.task import Task
 from earl_jax.run.build import build_run
 from earl_jax.run.saved_position import read_newest
 from earl_jax.run.source import open_source

@@ -25,7 +25,6 @@ from earl_jax.rollout import preemption as preemption
 from earl_jax.rollout import service as service_module
 from earl_jax.rollout.block_manager import BlockManager
 from earl_jax.rollout.config import Limits
-from earl_jax.rollout.episode import Prompt, Task
 from earl_jax.rollout.preemption import (
     Choice,
     Rates,
@@ -35,6 +34,7 @@ from earl_jax.rollout.preemption import (
     rates_of,
     work_of,
 )
+from earl_jax.rollout.task import Prompt, Task
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.sharding.topology import CHIPS, chip_of
 from tests.support.allocator import live_bytes, memory_limit

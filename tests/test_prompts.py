@@ -9,7 +9,7 @@ import pytest
 from earl_jax.engine.config import Sampling
 from earl_jax.envs.text.conversation import Completion
 from earl_jax.rollout.config import Limits, Stops
-from earl_jax.rollout.episode import Prompt, Task
+from earl_jax.rollout.task import Prompt, Task
 from earl_jax.settings.errors import InputError
 from tests.support.environments import Talker
 from tests.support.episodes import (

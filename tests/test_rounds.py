@@ -11,8 +11,8 @@ import pytest
 from earl_jax.engine.engine import Engine
 from earl_jax.envs.text.conversation import Conversation
 from earl_jax.rollout.config import Limits
-from earl_jax.rollout.episode import Prompt, Task
 from earl_jax.rollout.rounds import choose_readers
+from earl_jax.rollout.task import Prompt, Task
 from earl_jax.sharding.layout import MeshShape
 from tests.support.environments import Talker
 from tests.support.episodes import (

@@ -12,9 +12,9 @@ import pytest
 from earl_jax.engine.row_copies import RowCopies, RowMove
 from earl_jax.engine.rows import NO_ROW, Rows, make_rows
 from earl_jax.envs.environment import Start, StepResult
-from earl_jax.rollout.episode import Task
 from earl_jax.rollout.row_pool import Finished, RowPool
 from earl_jax.rollout.scheduler import Lengths, SlotScheduler, next_lengths
+from earl_jax.rollout.task import Task
 from earl_jax.rollout.tasks import with_lengths
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.trajectory import Experience, Outcome, Trajectory, Turn

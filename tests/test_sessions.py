@@ -11,7 +11,7 @@ import pytest
 
 from earl_jax.engine.session import Policy
 from earl_jax.rollout.config import CacheRules, Limits
-from earl_jax.rollout.episode import Prompt, Task
+from earl_jax.rollout.task import Prompt, Task
 from earl_jax.sharding.layout import MeshShape
 from tests.support.continuations import CONTEXT_TOKENS, continuations, policy, prompt, served
 from tests.support.episodes import MODEL, WINDOWED

@@ -11,11 +11,11 @@ import pytest
 from earl_jax.launch.cluster import Cluster
 from earl_jax.launch.presence import Presence
 from earl_jax.rollout.config import RolloutConfig
-from earl_jax.rollout.episode import Task
 from earl_jax.rollout.gather import row_order
 from earl_jax.rollout.load import grow_in_slots
 from earl_jax.rollout.results import RowOrder
 from earl_jax.rollout.share import Share, share_of
+from earl_jax.rollout.task import Task
 from earl_jax.telemetry.metrics import mean_gap
 
 

@@ -36,9 +36,9 @@ from earl_jax.models.layer_groups import PageRule
 from earl_jax.models.parameters import init_parameters, parameter_shardings, parameter_specs
 from earl_jax.rollout.actor import collect
 from earl_jax.rollout.config import Limits, RolloutConfig
-from earl_jax.rollout.episode import Task
 from earl_jax.rollout.results import Rollout
 from earl_jax.rollout.service import RolloutService
+from earl_jax.rollout.task import Task
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
 from earl_jax.trajectory import Trajectory
 

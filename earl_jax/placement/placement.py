@@ -20,6 +20,7 @@ from earl_jax.launch.distributed import RestartNeeded
 from earl_jax.placement.facts import Observations
 from earl_jax.placement.sessions import Sessions
 from earl_jax.placement.stages import Stages, compiled_bytes
+from earl_jax.placement.switch_log import SwitchLog
 from earl_jax.rollout.end import RolloutShort, Shortage
 from earl_jax.selector.choose import HORIZON_STEPS, BudgetTooSmall, Choice, Decision, Step
 from earl_jax.selector.memory import OutOfMemoryInMove, is_out_of_memory
@@ -38,30 +39,6 @@ MayTry = Callable[[Plan, int], bool]
 SURE, SURE_ON_CPU = 1.2, 1.5
 # Programs of a stage that are compiled for their bytes, where another plan surely fits.
 COMPILED_AT_MOST = 2
-
-
-@dataclasses.dataclass(kw_only=True)
-class SwitchLog:
-    """Changes since the last step was logged; `failures` say which plans ran out of memory."""
-
-    choices: list[Choice] = dataclasses.field(default_factory=list)
-    failures: list[str] = dataclasses.field(default_factory=list)
-    switch_s: float = 0.0
-    bytes_per_device: int = 0
-    expected_s: float | None = None
-
-    def metrics(self) -> dict[str, Any]:
-        """Returns its part of a line of metrics."""
-        newest = {choice.stage: choice for choice in self.choices}
-        return {
-            "switched": [choice.stage for choice in self.choices if choice.switched],
-            "switch_notes": [str(choice) for choice in self.choices if choice.switched],
-            "switch_s": self.switch_s,
-            "decision": "; ".join(map(str, newest.values())),
-            "expected_step_s": self.expected_s,
-            "out_of_memory": self.failures or None,
-            "peak_bytes_per_device": self.bytes_per_device,
-        }
 
 
 # Fields of a Placement in its `as_dict`.

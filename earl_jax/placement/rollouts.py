@@ -14,11 +14,11 @@ from earl_jax.models.parameters import Params
 from earl_jax.placement.placement import Placement
 from earl_jax.rollout.actor import Actor
 from earl_jax.rollout.end import End, Stopped
-from earl_jax.rollout.episode import Task
 from earl_jax.rollout.gather import gather_outcomes
 from earl_jax.rollout.load import expected_tokens
 from earl_jax.rollout.results import Played, Rollout
 from earl_jax.rollout.share import Share, share_of
+from earl_jax.rollout.task import Task
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.memory import moving
 from earl_jax.telemetry.load import Load

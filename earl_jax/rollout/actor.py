@@ -17,12 +17,12 @@ from earl_jax.rollout.answers import Answers
 from earl_jax.rollout.block_manager import Grow
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.end import Stopped
-from earl_jax.rollout.episode import Task
 from earl_jax.rollout.lockstep import Lockstep
 from earl_jax.rollout.results import Rollout
 from earl_jax.rollout.row_pool import Finished
 from earl_jax.rollout.service import RolloutService, Shrink
 from earl_jax.rollout.share import Share
+from earl_jax.rollout.task import Task
 from earl_jax.settings.errors import InputError
 
 

@@ -27,7 +27,8 @@ from earl_jax.envs.event_loop import after
 from earl_jax.envs.pool import Failure
 from earl_jax.envs.text.chat_template import Content
 from earl_jax.envs.text.conversation import Conversation, Observation
-from earl_jax.rollout.episode import LiveEpisode, Side, Task
+from earl_jax.rollout.episode import LiveEpisode, Side
+from earl_jax.rollout.task import Task
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

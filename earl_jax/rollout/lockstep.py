@@ -22,7 +22,7 @@ from earl_jax.envs.pool import EnvironmentPool, Failure
 from earl_jax.launch.cluster import Cluster
 from earl_jax.rollout.answers import Answer, Answers
 from earl_jax.rollout.end import Stopped
-from earl_jax.rollout.episode import Task
+from earl_jax.rollout.task import Task
 from earl_jax.settings.errors import RunError
 
 _LOOK_S = 1.0

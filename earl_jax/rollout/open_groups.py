@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from earl_jax.envs.tasks import KeepsState
-from earl_jax.rollout.episode import Task
 from earl_jax.rollout.events import Begun, Events
 from earl_jax.rollout.open_episodes import OpenEpisode, open_episode
 from earl_jax.rollout.row_pool import Finished
@@ -24,6 +23,7 @@ from earl_jax.rollout.staleness import (
     choose_with_reuse,
     overdue,
 )
+from earl_jax.rollout.task import Task
 from earl_jax.rollout.tasks import Tasks, with_lengths
 from earl_jax.settings.errors import InputError
 from earl_jax.trajectory import Outcome, Trajectory

@@ -28,13 +28,14 @@ from earl_jax.envs.text.conversation import Completion, Conversation, Observatio
 from earl_jax.rollout.answers import Answer, Answers, NoCalls, begin, go_on
 from earl_jax.rollout.block_manager import BlockManager, Grow
 from earl_jax.rollout.config import CacheRules, RolloutConfig
-from earl_jax.rollout.episode import LiveEpisode, Task
+from earl_jax.rollout.episode import LiveEpisode
 from earl_jax.rollout.lockstep import Lockstep
 from earl_jax.rollout.open_episodes import OpenEpisode, as_row, open_episode
 from earl_jax.rollout.rounds import OnTokens, Rounds
 from earl_jax.rollout.row_pool import Finished, RowPool
 from earl_jax.rollout.scheduler import SlotScheduler
 from earl_jax.rollout.stats import RolloutStats
+from earl_jax.rollout.task import Task
 from earl_jax.settings.errors import InputError
 from earl_jax.trajectory import Turn
 

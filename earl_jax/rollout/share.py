@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Sequence
 
 from earl_jax.launch.cluster import Cluster
-from earl_jax.rollout.episode import Task
+from earl_jax.rollout.task import Task
 
 
 class Share:

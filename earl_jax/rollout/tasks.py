@@ -14,7 +14,7 @@ from earl_jax.envs.tasks import KeepsState, TaskArgs
 from earl_jax.envs.text.chat import ChatRenderer
 from earl_jax.envs.text.chat_dataset import ChatDataset
 from earl_jax.rollout.config import RolloutConfig
-from earl_jax.rollout.episode import Task
+from earl_jax.rollout.task import Task
 from earl_jax.settings.errors import InputError, RunError, in_words
 
 # Evaluation episodes have numbers, and so seeds, that no training episode reaches.

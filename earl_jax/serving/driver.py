@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The thread that plays requests: a client of the rollouts' scheduler.
 
-Each request is a task of one turn behind the ids of its prompt (`rollout.episode.Prompt`). The
+Each request is a task of one turn behind the ids of its prompt (`rollout.task.Prompt`). The
 thread gives a `RolloutService` as many as it has slots, plays rounds, and hands each request the
 tokens of each round. What waits for a slot waits here, so that clients take turns.
 """
@@ -24,10 +24,11 @@ from earl_jax.engine.rows import NO_ROW
 from earl_jax.engine.session import Policy, Session, empty_session, relocate
 from earl_jax.envs.text.conversation import Completion
 from earl_jax.rollout.config import CacheRules, Limits
-from earl_jax.rollout.episode import NewTokens, Prompt, Task
+from earl_jax.rollout.episode import NewTokens
 from earl_jax.rollout.rounds import OnTokens
 from earl_jax.rollout.row_pool import move_rows
 from earl_jax.rollout.service import RolloutService
+from earl_jax.rollout.task import Prompt, Task
 from earl_jax.serving.requests import RequestError
 from earl_jax.serving.served_engine import ServedEngine
 

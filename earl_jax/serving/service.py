@@ -15,7 +15,7 @@ import grpc
 
 from earl_jax.engine.config import MAX_STOP_IDS
 from earl_jax.rollout.config import Limits, Stops
-from earl_jax.rollout.episode import Prompt, Task
+from earl_jax.rollout.task import Prompt, Task
 from earl_jax.serving.config import MAX_SEED
 from earl_jax.serving.driver import Driver, Event, Request
 from earl_jax.serving.reply import Reply, Token

@@ -25,8 +25,8 @@ from earl_jax.models.layer_groups import pages_for
 from earl_jax.models.parameters import is_spec, parameter_specs, unstacked_specs
 from earl_jax.rollout.actor import collect as play_all
 from earl_jax.rollout.config import CacheRules, RolloutConfig
-from earl_jax.rollout.episode import Task
 from earl_jax.rollout.service import RolloutService
+from earl_jax.rollout.task import Task
 from earl_jax.sharding.layout import MeshShape, make_layout
 
 NUM_DEVICES = 8

@@ -21,8 +21,8 @@ from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.text.conversation import Conversation, Observation
 from earl_jax.rollout.answers import Answer, begin, go_on
 from earl_jax.rollout.config import CacheRules, RolloutConfig
-from earl_jax.rollout.episode import Prompt, Task
 from earl_jax.rollout.service import RolloutService
+from earl_jax.rollout.task import Prompt, Task
 from tests.support.episodes import CONFIG, MODEL, renderer
 from tests.support.simulated_devices import Devices, SimulatedEngine, ids_of
 
