@@ -162,8 +162,8 @@ METRICS: dict[str, dict[str, str]] = {
 
 def config_page() -> str:
     """Returns the page of all config keys."""
-    from earl_jax.config import Config
     from earl_jax.config.combinations import OF_LEARNING, OF_MODEL, OF_SETTINGS
+    from earl_jax.config.config import Config
     from earl_jax.config.keys import algorithm_sections, sections_of
     from earl_jax.config.resume import MAY_CHANGE
 

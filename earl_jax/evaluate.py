@@ -14,7 +14,7 @@ from earl_jax.launch.start import exit_status, start_jax
 from earl_jax.settings.errors import InputError
 
 if TYPE_CHECKING:
-    from earl_jax.config import Config
+    from earl_jax.config.config import Config
     from earl_jax.run.build import Run
     from earl_jax.trajectory import Trajectory
 

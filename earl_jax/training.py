@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from earl_jax.config import Config
+from earl_jax.config.config import Config
 from earl_jax.config.resume import replayed_parts
 from earl_jax.launch.agreement import check_same, open_shared_workdir
 from earl_jax.launch.cluster import Cluster, find_cluster

@@ -11,8 +11,7 @@ import pytest
 from ml_collections import ConfigDict, config_dict
 
 from earl_jax.algorithms.algorithms import ALGORITHMS
-from earl_jax.config import Config
-from earl_jax.config.config import find_teacher
+from earl_jax.config.config import Config, find_teacher
 from earl_jax.config.file import RENAMED_KEYS, load_config_file, make_config, read_workdir_config
 from earl_jax.config.keys import all_keys
 from earl_jax.config.names import NAMES_ELSEWHERE

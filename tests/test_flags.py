@@ -12,7 +12,7 @@ import pytest
 
 import earl_jax
 from earl_jax import bench, main, plan
-from earl_jax.config import Config
+from earl_jax.config.config import Config
 from earl_jax.config.file import given_config, make_config
 from earl_jax.config.keys import algorithm_sections, all_keys, sections_of
 from earl_jax.evaluate import evaluate_command

@@ -13,7 +13,7 @@ from earl_jax.algorithms.algorithm import RewardFacts, TokenFacts, ValueFacts
 from earl_jax.algorithms.algorithms import ALGORITHMS, ppo_loss, turn_rewards
 from earl_jax.algorithms.gae import advantage_estimates, value_loss
 from earl_jax.algorithms.settings import PpoSettings
-from earl_jax.config import Config
+from earl_jax.config.config import Config
 from tests.support.settings import make_config
 
 PLAIN = PpoSettings(gamma=0.9, gae_lambda=0.5, normalize_advantages=False)

@@ -167,7 +167,7 @@ def test_a_mistake_in_the_flags_is_named(flags, message):
 
 
 def test_groups_that_no_mesh_cuts_evenly_are_refused():
-    from earl_jax.config import Config
+    from earl_jax.config.config import Config
     from earl_jax.placement.problem import find_model
 
     config = Config()

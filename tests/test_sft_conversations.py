@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from earl_jax.config import Config
+from earl_jax.config.config import Config
 from earl_jax.config.file import DEFAULT_CONFIG, given_config, load_config_file
 from earl_jax.config.file import make_config as file_config
 from earl_jax.envs.text.chat import ChatRenderer

@@ -32,7 +32,7 @@ FOLDERS = (
 PAGES = ("docs/design/measure.py", "docs/design/simplification.md")
 COUNT_KEYS = """
 import dataclasses
-from earl_jax.config import Config
+from earl_jax.config.config import Config
 
 # Free arguments of an environment, an algorithm or a template are one key.
 FREE = {"args", "algorithm_args", "template_arguments"}

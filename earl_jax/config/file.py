@@ -23,7 +23,7 @@ from ml_collections import ConfigDict
 from ml_collections.config_dict import RequiredValueError
 
 from earl_jax.algorithms.algorithms import find_algorithm
-from earl_jax.config import Config
+from earl_jax.config.config import Config
 from earl_jax.config.idle import idle_settings
 from earl_jax.config.names import meant_by
 from earl_jax.envs.registry import EnvConfig

@@ -16,7 +16,7 @@ from types import UnionType
 from typing import Any
 
 from earl_jax.algorithms.algorithms import ALGORITHMS
-from earl_jax.config import Config
+from earl_jax.config.config import Config
 from earl_jax.models.config import MODEL_SETTINGS, ModelConfig
 
 _COLUMNS = 100

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from earl_jax.config import Config
+from earl_jax.config.config import Config
 from earl_jax.config.file import DEFAULT_CONFIG, read_sources, read_workdir_config
 from earl_jax.config.flags import config_parser, parse_with_overrides
 from earl_jax.settings.errors import InputError

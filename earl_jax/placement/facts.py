@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from earl_jax.config import Config
+from earl_jax.config.config import Config
 from earl_jax.launch.cluster import Cluster
 from earl_jax.models.config import ModelConfig
 from earl_jax.selector.plans import Failure, Plan, RolloutPlan

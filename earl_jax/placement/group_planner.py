@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from earl_jax.config import Config
+from earl_jax.config.config import Config
 from earl_jax.models.config import ModelConfig
 from earl_jax.placement.problem import make_problem
 from earl_jax.selector.choose import BudgetTooSmall, full_step

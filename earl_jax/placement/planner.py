@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from earl_jax.config import Config
+from earl_jax.config.config import Config
 from earl_jax.config.file import load_config_file, make_config
 from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import Pool

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from earl_jax.algorithms.requirements import Networks, scored_passes
-from earl_jax.config import Config
 from earl_jax.config.combinations import check_model
+from earl_jax.config.config import Config
 from earl_jax.engine.config import append_tokens_for
 from earl_jax.envs.text.tokenizer import build_tokenizer
 from earl_jax.launch.start import host_memory_bytes

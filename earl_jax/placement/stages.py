@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from earl_jax.config import Config
+from earl_jax.config.config import Config
 from earl_jax.dispatch.packing import Shape
 from earl_jax.launch.cluster import Cluster
 from earl_jax.launch.layouts import Layouts

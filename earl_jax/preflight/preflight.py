@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from earl_jax.config import Config
+from earl_jax.config.config import Config
 from earl_jax.launch.agreement import check_same
 from earl_jax.launch.cluster import Cluster, find_cluster, processes_only
 from earl_jax.launch.layouts import across_in_words

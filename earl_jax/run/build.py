@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from earl_jax.config import Config
+from earl_jax.config.config import Config
 from earl_jax.engine.choices import choice_tree
 from earl_jax.engine.config import NO_LIMIT
 from earl_jax.envs.environment import Chooses, Environment

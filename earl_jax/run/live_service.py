@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from earl_jax.algorithms.advantages import is_useless
-from earl_jax.config import Config
+from earl_jax.config.config import Config
 from earl_jax.config.resume import replayed_settings
 from earl_jax.dispatch.weights import program_of
 from earl_jax.engine.session import Session

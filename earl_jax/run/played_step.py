@@ -5,7 +5,7 @@
 import dataclasses
 
 from earl_jax.algorithms.advantages import counted, group_shares
-from earl_jax.config import Config
+from earl_jax.config.config import Config
 from earl_jax.placement.parts import fill_of
 from earl_jax.placement.updates import StepUpdate
 from earl_jax.rollout.results import Played

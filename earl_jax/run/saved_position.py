@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from earl_jax.config import Config
+from earl_jax.config.config import Config
 from earl_jax.models.fingerprint import fingerprint
 from earl_jax.placement.placement import Placement
 from earl_jax.rollout.load import expected_load, expected_tokens

@@ -15,8 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from earl_jax.config import Config
-from earl_jax.config.config import find_teacher, split_source
+from earl_jax.config.config import Config, find_teacher, split_source
 from earl_jax.config.file import SOURCES, read_sources
 from earl_jax.envs.text.tokenizer import load_tokenizer
 from earl_jax.launch.cluster import Cluster

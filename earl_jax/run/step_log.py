@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from earl_jax.config import Config
+from earl_jax.config.config import Config
 from earl_jax.placement.compile_ahead import CompileAhead
 from earl_jax.placement.placement import Placement
 from earl_jax.run.build import Run

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from earl_jax.config import Config
+from earl_jax.config.config import Config
 from earl_jax.config.resume import changes
 from earl_jax.envs.text.tokenizer import save_tokenizer
 from earl_jax.launch.cluster import Cluster

@@ -44,7 +44,7 @@ from transformers import (
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from earl_jax.config import Config
+from earl_jax.config.config import Config
 from earl_jax.envs.text.tokenizer import build_tokenizer
 
 HERE = Path(__file__).parent

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from earl_jax.config import Config
+from earl_jax.config.config import Config
 from earl_jax.config.file import load_config_file, make_config
 from earl_jax.config.train_flags import parse_flags, replayed_config
 from earl_jax.rollout.events import EVENTS

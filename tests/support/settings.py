@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from earl_jax.config import Config
 from earl_jax.config import file as config_file
+from earl_jax.config.config import Config
 
 # Episodes of few tokens, each with a task of its own.
 ROLLOUT = {
