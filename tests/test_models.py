@@ -22,7 +22,7 @@ from earl_jax.models.decoder import (
 )
 from earl_jax.models.kv_cache import PagedCache
 from earl_jax.models.layers.kinds import rope_frequencies
-from earl_jax.models.layers.parts import rms_norm
+from earl_jax.models.layers.parts import rms_norm, rotate
 from earl_jax.models.parameters import (
     check_tensor_axis,
     init_parameters,
@@ -32,7 +32,6 @@ from earl_jax.models.parameters import (
     parameter_specs,
     unstack_layers,
 )
-from earl_jax.models.rotary import rotate
 from earl_jax.settings.remat import REMATS, Remat
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from tests.support.caches import empty_cache, rows_of

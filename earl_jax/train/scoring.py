@@ -17,7 +17,7 @@ from earl_jax.algorithms.algorithm import Algorithm, RewardFacts
 from earl_jax.models.attention.folding import fold, unfold
 from earl_jax.models.attention.kernels import choose_kernel
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.decoder import forward_rows, forward_rows_routed, head_weights
+from earl_jax.models.decoder import forward_rows_routed, head_weights
 from earl_jax.models.logprobs import TokenScores, score_tokens
 from earl_jax.models.moe.routing import Routing
 from earl_jax.models.parameters import Params
@@ -54,15 +54,7 @@ def score_routed(
     batch: TrajectoryBatch,
 ) -> tuple[TokenScores, Routing | None]:
     """Returns `score_batch`, and the routers' statistics; None for a dense model."""
-    hidden_BTD, routing = forward_rows_routed(
-        model,
-        layout,
-        params,
-        batch.tokens,
-        batch.segment_ids,
-        remat=config.remat,
-        kernel=choose_kernel(config.attention, layout, model, batch.tokens.shape[1]).kernel,
-    )
+    hidden_BTD, routing = _hidden_states(model, config, layout, params, batch)
     length = batch.tokens.shape[1]
     next_BT = jnp.pad(batch.tokens[:, 1:], ((0, 0), (0, 1)))
     scores = score_tokens(
@@ -87,19 +79,25 @@ def critic_values(
     parameters are made in state.py). Token t has the value of the tokens before it, from the hidden
     state at t - 1; the first of each segment has 0.
     """
-    length = batch.tokens.shape[1]
-    hidden_BTD = forward_rows(
+    hidden_BTD, _ = _hidden_states(model, config, layout, params, batch)
+    head_D = params[VALUE_HEAD].astype(hidden_BTD.dtype)
+    values_BT = jnp.einsum("BTD,D->BT", hidden_BTD, head_D, preferred_element_type=jnp.float32)
+    return after_token_before(unfold(layout, values_BT, batch.tokens.shape[1]), batch.segment_ids)
+
+
+def _hidden_states(
+    model: ModelConfig, config: TrainConfig, layout: Layout, params: Params, batch: TrajectoryBatch
+) -> tuple[jax.Array, Routing | None]:
+    """Returns the hidden states of a batch, and the routers' statistics (decoder.py)."""
+    return forward_rows_routed(
         model,
         layout,
         params,
         batch.tokens,
         batch.segment_ids,
         remat=config.remat,
-        kernel=choose_kernel(config.attention, layout, model, length).kernel,
+        kernel=choose_kernel(config.attention, layout, model, batch.tokens.shape[1]).kernel,
     )
-    head_D = params[VALUE_HEAD].astype(hidden_BTD.dtype)
-    values_BT = jnp.einsum("BTD,D->BT", hidden_BTD, head_D, preferred_element_type=jnp.float32)
-    return after_token_before(unfold(layout, values_BT, length), batch.segment_ids)
 
 
 def after_token_before(values_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
