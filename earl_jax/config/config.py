@@ -37,7 +37,7 @@ from earl_jax.models.presets import preset_named
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.staleness import AsynchronyConfig
 from earl_jax.selector.config import SelectorConfig
-from earl_jax.settings.errors import InputError, RunError, in_words
+from earl_jax.settings.errors import InputError, RunError, check_bounds, in_words
 from earl_jax.train.config import TrainConfig
 
 CORPUS_EPISODES = 300
@@ -88,8 +88,7 @@ class Config:
 
         Without `learns` rules of what is learnt from episodes are left out: they are evaluated.
         """
-        if self.num_steps < 1:
-            raise InputError(f"config.num_steps is {self.num_steps}; it must be at least 1")
+        check_bounds(self, "config", {"num_steps": (1, None)})
         if not 0 <= self.seed < 2**31:
             raise InputError(f"config.seed is {self.seed}; it must lie in [0, 2**31)")
         for section in dataclasses.fields(self):

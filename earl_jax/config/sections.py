@@ -93,11 +93,8 @@ class CheckpointConfig:
                 f"config.checkpoint.every_steps is {self.every_steps} and config.checkpoint.keep "
                 f"is {self.keep}; at least 1 and 2: the one before the newest is the spare"
             )
-        if min(self.keep_best, self.keep_every_steps) < 0:
-            raise InputError(
-                f"config.checkpoint.keep_best is {self.keep_best} and "
-                f"config.checkpoint.keep_every_steps is {self.keep_every_steps}; at least 0"
-            )
+        bounds = dict.fromkeys(("keep_best", "keep_every_steps"), (0, None))
+        check_bounds(self, "config.checkpoint", bounds)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

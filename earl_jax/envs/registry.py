@@ -24,7 +24,7 @@ from earl_jax.settings.arguments import (
     defaults_of,
     without_defaults,
 )
-from earl_jax.settings.errors import InputError, in_words
+from earl_jax.settings.errors import InputError, check_bounds, in_words
 from earl_jax.settings.named import find_named
 
 # config.env.name: the maker of an episode's environment from config.env.args and its task.
@@ -117,10 +117,7 @@ class EnvConfig:
                 f"config.env.max_failed_share is {self.max_failed_share}; it must be above 0, and "
                 "at most 1 (1: all episodes of a step)"
             )
-        if self.max_failed_steps < 1:
-            raise InputError(
-                f"config.env.max_failed_steps is {self.max_failed_steps}; it must be at least 1"
-            )
+        check_bounds(self, "config.env", {"max_failed_steps": (1, None)})
         self.maker()
 
     def _find(self) -> Callable[..., Environment]:
