@@ -341,6 +341,11 @@ def test_the_same_config_opens_it_again(tmp_path):
     assert (tmp_path / "config.json").read_bytes() == before
 
 
+def test_a_run_of_before_goes_on_without_the_settings_that_are_no_more(tmp_path):
+    keep(tmp_path, {**CONFIG, "train": {**CONFIG["train"], "max_skipped_steps": 5}})
+    assert open_workdir(tmp_path, CONFIG) == []
+
+
 def test_another_config_is_an_error_that_lists_what_differs(tmp_path):
     keep(tmp_path, CONFIG)
     other = make_config(

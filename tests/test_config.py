@@ -584,6 +584,7 @@ def test_a_run_of_before_is_read_without_the_settings_that_are_no_more(tmp_path)
     given = {
         "selector": {"horizon_steps": 20, "hysteresis": 0.2},
         "log": {"tensorboard": False, "report_every_steps": 5},
+        "train": {"max_skipped_steps": 5},
     }
     (tmp_path / "config.json").write_text(json.dumps(given))
     assert read_workdir_config(tmp_path).selector.hysteresis == 0.2
@@ -591,6 +592,7 @@ def test_a_run_of_before_is_read_without_the_settings_that_are_no_more(tmp_path)
         "selector.horizon_steps=3",
         "log.tensorboard=True",
         "log.report_every_steps=5",
+        "train.max_skipped_steps=5",
     ):
         with pytest.raises(InputError, match=override.partition("=")[0]):
             read_workdir_config(tmp_path, [override])

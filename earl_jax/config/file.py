@@ -45,7 +45,12 @@ _PREEMPTED = (
 )
 _SPEEDS = "plans are chosen by the speeds of config.selector.table, and nothing is timed beforehand"
 # Keys that earlier versions wrote into each config.json, and that are no more.
-_FORMER = (("selector", "horizon_steps"), ("log", "tensorboard"), ("log", "report_every_steps"))
+_FORMER = (
+    ("log", "report_every_steps"),
+    ("log", "tensorboard"),
+    ("selector", "horizon_steps"),
+    ("train", "max_skipped_steps"),
+)
 # Keys of earlier versions: the key that took their place, or a sentence.
 RENAMED_KEYS = {
     "config.rollout.append_rows": "it is fixed (APPEND_TOKENS in engine/config.py)",
@@ -67,6 +72,7 @@ RENAMED_KEYS = {
     "config.train.demonstration_steps": "config.train.sft_steps",
     "config.train.demonstration_updates": "config.train.sft_updates",
     "config.train.demonstration_learning_rate": "config.train.sft_learning_rate",
+    "config.train.max_skipped_steps": "a run ends behind 3 steps in a row without an update",
     "config.train.advantage": "config.algorithm",
     "config.train.turn_discount": "config.algorithm_args.turn_discount",
     "config.train.normalize_advantages": "config.algorithm_args.normalize_advantages",
@@ -129,10 +135,16 @@ def read_workdir_config(
         raise InputError(f"{path} cannot be read: {error}") from error
     if not isinstance(given, dict):
         raise InputError(f"{path} is damaged: it is {given!r:.60}, and no object of settings")
+    return make_config(without_former(given), overrides, learns=learns, is_kept=True)
+
+
+def without_former(kept: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values of a workdir's config.json without the keys of earlier versions."""
+    kept = copy.deepcopy(kept)
     for section, key in _FORMER:
-        if isinstance(given.get(section), dict):
-            given[section].pop(key, None)
-    return make_config(given, overrides, learns=learns, is_kept=True)
+        if isinstance(kept.get(section), dict):
+            kept[section].pop(key, None)
+    return kept
 
 
 def read_sources(workdir: Path) -> dict[str, int]:

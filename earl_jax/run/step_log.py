@@ -22,6 +22,8 @@ from earl_jax.telemetry.recorder import Recorder
 from earl_jax.train.inspection import write_batch
 
 Record = StepRecord | SupervisedRecord
+# Steps in a row without an update, behind which a run ends.
+MOST_SKIPPED_STEPS = 3
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -75,8 +77,7 @@ class StepLog:
         why = "their loss, gradient or step was not finite"
         self.recorder.note(f"step {record.step}: {skipped} of {done} updates were skipped: {why}")
         self.skipped_steps = self.skipped_steps + 1 if skipped == done else 0
-        most = self.run.config.train.max_skipped_steps
-        if self.skipped_steps < most:
+        if self.skipped_steps < MOST_SKIPPED_STEPS:
             return
         # The first process may only play, and has no batch then.
         cluster = self.run.cluster
@@ -88,10 +89,10 @@ class StepLog:
             write_batch(self.workdir / f"{name}{part}.npz", batch)
         name += ".npz"
         raise RunError(
-            f"no update could be made in {most} steps in a row (config.train.max_skipped_steps), "
-            f"because {why}. The batch of step {record.step} is in {self.workdir / name}; the "
-            "newest checkpoint is from before. Lower config.train.learning_rate, look at the "
-            "rewards, or compute in another precision, in another --workdir"
+            f"no update could be made in {MOST_SKIPPED_STEPS} steps in a row, because {why}. The "
+            f"batch of step {record.step} is in {self.workdir / name}; the newest checkpoint is "
+            "from before. Lower config.train.learning_rate, look at the rewards, or compute in "
+            "another precision, in another --workdir"
         )
 
     def _line(self, record: Record) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from earl_jax.config.config import Config
+from earl_jax.config.file import without_former
 from earl_jax.config.resume import changes
 from earl_jax.envs.text.tokenizer import save_tokenizer
 from earl_jax.launch.cluster import Cluster
@@ -52,6 +53,8 @@ def changed_settings(workdir: Path, config: dict[str, Any]) -> list[str]:
         saved = json.loads(path.read_text())
     except ValueError as error:
         raise InputError(f"{path} is damaged ({error}); name another --workdir") from error
+    if isinstance(saved, dict):
+        saved = without_former(saved)
     changed, different = changes(saved, json.loads(json.dumps(config)))
     if different:
         raise InputError(

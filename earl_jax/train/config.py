@@ -15,7 +15,6 @@ _BOUNDS: dict[str, tuple[float, float | None]] = {
     "micro_batches": (1, None),
     "logprob_chunk": (1, None),
     "warmup_steps": (0, None),
-    "max_skipped_steps": (1, None),
     "ema_decay": (0.0, 0.9999999),
     "sft_steps": (0, None),
     "sft_updates": (1, None),
@@ -134,7 +133,7 @@ class TrainConfig:
     says where it is used.
 
     An update whose loss, gradient or step is not finite is skipped: parameters and moments stay as
-    they are. After `max_skipped_steps` RL steps in a row without an update the run ends.
+    they are. After 3 RL steps in a row without an update the run ends (run/step_log.py).
 
     `balance_coefficient` times the load-balancing loss of a mixture's routers (routing.py)
     is added to the loss, on the scale of a checkpoint's `router_aux_loss_coef`; 0 leaves balance to
@@ -170,7 +169,6 @@ class TrainConfig:
     remat: Remat = "none"
     attention: Literal["auto", "blockwise", "splash", "tokamax"] = "auto"
     logprob_chunk: int = 512
-    max_skipped_steps: int = 3
     sft_steps: int = 0
     sft_updates: int = 1
     sft_learning_rate: float = 1e-5
