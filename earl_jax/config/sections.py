@@ -93,8 +93,8 @@ class CheckpointConfig:
                 f"config.checkpoint.every_steps is {self.every_steps} and config.checkpoint.keep "
                 f"is {self.keep}; at least 1 and 2: the one before the newest is the spare"
             )
-        bounds = dict.fromkeys(("keep_best", "keep_every_steps"), (0, None))
-        check_bounds(self, "config.checkpoint", bounds)
+        more = {"keep_best": (0, None), "keep_every_steps": (0, None)}
+        check_bounds(self, "config.checkpoint", more)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from earl_jax.selector.footprint import (
     trainer_bytes,
 )
 from earl_jax.selector.hardware import Hardware
-from earl_jax.selector.meshes import candidates
+from earl_jax.selector.meshes import Check, candidates
 from earl_jax.selector.plans import Plan, RolloutPlan, Stage, TrainPlan
 from earl_jax.selector.roofline import scoring_s, token_s, train_parts
 from earl_jax.selector.sizes import ModelSizes, Workload
