@@ -12,6 +12,7 @@ import pytest
 from earl_jax.engine.session import Policy
 from earl_jax.rollout.config import CacheRules, Limits
 from earl_jax.rollout.task import Prompt, Task
+from earl_jax.serving.driver import open_service
 from earl_jax.sharding.layout import MeshShape
 from tests.support.continuations import CONTEXT_TOKENS, continuations, policy, prompt, served
 from tests.support.episodes import MODEL, WINDOWED
@@ -31,7 +32,7 @@ def open_served(mesh=MeshShape(), model=MODEL, **serving):  # noqa: B008
     engine = player(mesh, model)
     sizes = dataclasses.replace(engine.serving, **serving)
     engine = dataclasses.replace(engine, serving=sizes)
-    return engine.open(policy(engine), lambda ticket, tokens: None)
+    return open_service(engine, policy(engine), lambda ticket, tokens: None)
 
 
 class Chat:
@@ -183,7 +184,7 @@ def test_a_request_goes_on_from_its_own_slot_where_pages_for_a_longer_beginning_
 ):
     """The longer one is in the other row shard; its copy would need 9 pages besides the slot's."""
     rules = functools.partial(CacheRules, copy_prefixes="on")
-    monkeypatch.setattr("earl_jax.serving.served_engine.CacheRules", rules)
+    monkeypatch.setattr("earl_jax.serving.driver.CacheRules", rules)
     service = open_served(MeshShape(data=2), keep_replies=True, cache_tokens=2 * CONTEXT_TOKENS)
     near, far = Chat(0, 80), Chat(1, 80)
     far.ids[:17] = near.ids[:17]
