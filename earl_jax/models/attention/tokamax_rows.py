@@ -34,8 +34,8 @@ def tokamax_rows(
     """Computes `attention` of whole rows over themselves (S = T), token t of a row at position t.
 
     On each device for its rows and heads, without a collective. Queries of segment 0 look at
-    themselves, which is finite and never read. On CPUs it is tokamax's own reference, which makes all
-    scores: for tests. JAX 0.12.0 cannot interpret its kernels there (barriers of 288 threads in
+    themselves, which is finite and never read. On CPUs it is tokamax's own reference, which makes
+    all scores: for tests. JAX 0.12.0 cannot interpret its kernels there (barriers of 288 threads in
     Hopper's, transformed references in Blackwell's).
 
     Returns:
