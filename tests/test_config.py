@@ -186,6 +186,7 @@ def test_an_unknown_key_is_an_error_with_its_path_and_the_nearest_name(given, me
         ("output_dir=x", "the flag --workdir=DIR says where the run lives"),
         ("learning_rat=1", "did you mean config.train.learning_rate?"),
         ("train.clip_lo=1", "did you mean config.algorithm_args.clip_low?"),
+        ("algorithm_args.gae_lambda=1", "it is a setting of config.algorithm 'ppo'"),
     ],
 )
 def test_a_name_of_another_program_or_section_finds_the_key(override, hint):

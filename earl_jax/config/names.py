@@ -5,6 +5,7 @@
 import difflib
 from collections.abc import Collection
 
+from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.config.keys import all_keys
 
 # Names of settings in TRL, verl, OpenRLHF and the like, by the last word of their path: the keys
@@ -174,6 +175,11 @@ def meant_by(path: str, siblings: Collection[str] = ()) -> str | None:
     if path in _PATHS_ELSEWHERE:
         return f"there is {_PATHS_ELSEWHERE[path]}"
     keys = all_keys()
+    if path in keys:
+        # A setting of an algorithm, and not of the one that is chosen.
+        settings = {title: algorithm.settings for title, algorithm in ALGORITHMS.items()}
+        owners = [repr(title) for title, own in settings.items() if hasattr(own, name)]
+        return f"it is a setting of config.algorithm {' or '.join(owners)}"
     same = [key for key in keys if key.endswith(f".{name}")]
     if same:
         return f"there is {' and '.join(same)}"
