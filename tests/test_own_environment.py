@@ -3,6 +3,7 @@
 """Environments, datasets and task sources of a user's own, by the config alone."""
 
 import asyncio
+import dataclasses
 import gc
 import itertools
 import json
@@ -533,6 +534,23 @@ def test_an_environment_or_reward_that_does_not_take_the_rows_is_an_error(
     make_config({"env": {"name": "single_turn"}, "tasks": tasks})
 
 
+def test_a_reward_must_take_the_fields_of_every_row(tmp_path):
+    path, held_out = tmp_path / "rows.jsonl", tmp_path / "held_out.jsonl"
+    # Fields with the names of parameters of ours.
+    whole = {"prompt": "a", "answer": "b", "function": "f", "call": "g"}
+    path.write_text(json.dumps(whole))
+    tasks = {"path": str(path), "reward": f"{__name__}:of_answers"}
+    make_config({"env": {"name": "single_turn"}, "tasks": tasks})
+    held_out.write_text(f'{json.dumps(whole)}\n\n{{"prompt": "a"}}\n{{"prompt": "c"}}\n')
+    for given in ({"path": str(held_out)}, {"eval_path": str(held_out)}):
+        with pytest.raises(InputError, match=r"held_out.jsonl, line 3: reward\(.*'answer'$"):
+            make_config({"env": {"name": "single_turn"}, "tasks": {**tasks, **given}})
+
+
+def of_answers(reply, *, answer, **row):
+    return float(reply == answer)
+
+
 def test_an_epoch_has_each_row_once_and_its_order_is_that_of_the_step(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{i}"}) + "\n" for i in range(7)))
@@ -629,3 +647,7 @@ def test_a_mean_is_over_the_episodes_that_have_the_metric():
         "turn_too_long": 1 / 3,
     }
     assert list(found.items()) == list(expected.items())
+    failed = dataclasses.replace(episode("environment_error"), detail="KeyError: 'lost'")
+    found = summarize([episode("won"), failed], "a game")
+    assert found["environment_error"] == 0.5
+    assert found["failure"] == "environment_error: KeyError: 'lost'"

@@ -15,7 +15,7 @@ from earl_jax.envs.games.text_arena import TextArena
 from earl_jax.envs.games.trail import Trail
 from earl_jax.envs.reasoning_gym import ReasoningGym
 from earl_jax.envs.single_turn import SingleTurn
-from earl_jax.envs.tasks import TaskArgs, TasksConfig, TaskSource, open_tasks
+from earl_jax.envs.tasks import Dataset, TaskArgs, TasksConfig, TaskSource, open_tasks
 from earl_jax.envs.tools.tool_use import ToolUse
 from earl_jax.settings.arguments import (
     argument_names,
@@ -147,7 +147,7 @@ def open_environment(env: EnvConfig, tasks: TasksConfig, *, seed: int, num_tasks
 
     Raises:
         ValueError: a setting that is impossible; a class whose constructor raises, or whose methods
-            are not those of an `Environment`; a reward function that does not take the first row.
+            are not those of an `Environment`; a reward function that does not take some row.
     """
     make = env.maker()
     source = open_tasks(tasks, make, seed=seed, num_tasks=num_tasks)
@@ -170,9 +170,11 @@ def open_environment(env: EnvConfig, tasks: TasksConfig, *, seed: int, num_tasks
             raise InputError(f"config.env.name is {env.name!r}, which has no method {call}")
         check_call(method, f"{call} of config.env.name {env.name!r}", *given)
     if isinstance(made, SingleTurn | ToolUse) and "reward" in first:
-        fields = "".join(f", {field}=..." for field in first["row"])
-        call = f"reward(reply{fields}) of config.tasks.reward {tasks.reward!r}"
-        check_call(first["reward"], call, "", **first["row"])
+        rows = source.kinds() if isinstance(source, Dataset) else [("", first["row"])]
+        for where, row in rows:
+            fields = "".join(f", {field}=..." for field in row)
+            call = f"{where}reward(reply{fields}) of config.tasks.reward {tasks.reward!r}"
+            check_call(first["reward"], call, "", **row)
     return played
 
 

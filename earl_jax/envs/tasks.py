@@ -121,9 +121,11 @@ class Dataset:
     ):
         rows, self._digest = read_rows(path, "config.tasks.path", _task_row)
         self._rows = self._eval_rows = list(rows.values())
+        self._kinds = _kinds(rows, path)
         if eval_path:
             rows, _ = read_rows(eval_path, "config.tasks.eval_path", _task_row)
             self._eval_rows = list(rows.values())
+            self._kinds += _kinds(rows, eval_path)
         self._path, self._num_tasks = path, num_tasks
         self._seeded = Seeded(seed, environment)
         kind: Any = Callable
@@ -139,6 +141,10 @@ class Dataset:
         """Returns the file's first rows, from the start again where they are too few."""
         rows = self._eval_rows
         return [self._args(rows[i % len(rows)], FIRST_EVALUATION + i) for i in range(number)]
+
+    def kinds(self) -> list[tuple[str, dict[str, Any]]]:
+        """Returns the first row of each file with its fields, and the file and line of it."""
+        return self._kinds
 
     def state(self) -> dict[str, Any]:
         """Returns a digest of the rows."""
@@ -242,13 +248,23 @@ def read_rows(
     return rows, hashlib.sha256(data).hexdigest()
 
 
+def _kinds(rows: Mapping[int, dict[str, Any]], path: str) -> list[tuple[str, dict[str, Any]]]:
+    """Returns the first of the rows with each set of fields, and its file and line."""
+    found: dict[frozenset[str], tuple[str, dict[str, Any]]] = {}
+    for line, row in rows.items():
+        found.setdefault(frozenset(row), (f"{path}, line {line}: ", row))
+    return list(found.values())
+
+
 def _json(line: bytes) -> Any:
     """Returns the value of a line. Raises ValueError for one that is no JSON."""
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
         # Its own words say "line 1", which is the file's line here.
-        raise InputError(f"no JSON at column {error.colno}: {error.msg}") from error
+        raise InputError(
+            f"no JSON at column {error.colno}: {error.msg}; each line must be a JSON object"
+        ) from error
     except RecursionError:
         raise InputError("arrays or objects of too many levels") from None
 

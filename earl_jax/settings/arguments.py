@@ -71,7 +71,7 @@ def check_arguments(
             )
 
 
-def check_call(function: Callable[..., Any], call: str, *given: Any, **named: Any) -> None:
+def check_call(function: Callable[..., Any], call: str, /, *given: Any, **named: Any) -> None:
     """Raises ValueError where `function` does not take these arguments; `call` is for the error."""
     try:
         signature = inspect.signature(function)
