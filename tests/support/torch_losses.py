@@ -233,12 +233,27 @@ def finish_advantages(algorithm: str, tokens: list[dict], args: dict) -> None:
         estimate(tokens, args)
     elif algorithm == "tba":
         balance(tokens)
+    elif algorithm == "rloo":
+        leave_out_penalties(tokens, args)
     else:
         subtract_following_penalties(tokens, args)
     if algorithm in OVER_TOKENS and args.get("normalize_advantages", True):
         normalize(tokens)
     for token in tokens:
         token["advantage"] = torch.as_tensor(token["advantage"], dtype=torch.float64)
+
+
+def leave_out_penalties(tokens: list[dict], args: dict) -> None:
+    """2402.14740: rewards have their penalties, the episode's own and those of the other k - 1."""
+    sums, groups = {}, {}
+    for token in tokens:
+        sums[token["episode"]] = sums.get(token["episode"], 0.0) + penalty(token, args)
+        groups[token["episode"]] = token["group"]
+    for token in tokens:
+        episode = token["episode"]
+        others = [sums[e] for e in sums if e != episode and groups[e] == groups[episode]]
+        if others:
+            token["advantage"] -= sums[episode] - sum(others) / len(others)
 
 
 def log_ratio(token: dict, tokens: list[dict], name: str) -> torch.Tensor:

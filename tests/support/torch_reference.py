@@ -179,6 +179,7 @@ def make_cases() -> list[dict]:
         case("cispo", clip_low=0.2, clip_high=0.28, aggregation="constant", aggregation_tokens=8),
         *(case("grpo", kl_estimator=each, **KL) for each in ("k2", "k3")),
         *(case("dr_grpo", kl_estimator=each, kl_in="reward", **KL) for each in ("k1", "k2", "k3")),
+        case("rloo", kl_estimator="k1", kl_in="reward", **KL),
         # Who sampled, who trains.
         *(case("grpo", correction=each) for each in ("truncated", "truncated_sequence", "masked")),
         case("grpo", correction="truncated", is_first=True),
