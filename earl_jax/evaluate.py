@@ -136,7 +136,7 @@ def _add_lines(lines: list[str], run: "Run", own: "Sequence[Trajectory]") -> Non
 
     keys = [(each.episode, each.role) for each in own]
     given = list(zip(keys, trajectory_lines(own), strict=True))
-    parts = run.cluster.gather(given, "the episodes to write down")
+    parts = run.cluster.gather(given, "the episodes to write down", in_first=True)
     if run.cluster.is_first:
         # Processes that share an engine have the same ones.
         found = {tuple(key): line for part in parts for key, line in part}

@@ -6,13 +6,16 @@ import contextlib
 import itertools
 import json
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from benchmarks.runs import free_port
-from earl_jax.launch.messages import Line, accept, exchange_lines, join
+from earl_jax.launch.messages import Line, accept, as_sent, error_alone, exchange_lines, join
+from tests.support import ROOT
 
 HERE, TOKEN = "127.0.0.1", "token"
 
@@ -49,11 +52,56 @@ def end(lines: list[Line]) -> None:
         line.end()
 
 
-def test_every_process_has_the_messages_in_the_order_of_the_processes():
-    with connected(4) as lines, ThreadPoolExecutor(4) as threads:
+@pytest.mark.parametrize("count", [4, 20], ids=["plain", "packed"])
+def test_every_process_has_the_messages_in_the_order_of_the_processes(count):
+    with connected(count) as lines, ThreadPoolExecutor(count) as threads:
         for words in (["", "b", "c\n", "d"], ["é" * 10**6, "", "", "d" * 10**6]):
-            heard = [threads.submit(say, lines, n, words[n]) for n in range(4)]
-            assert [each.result(60) for each in heard] == [words] * 4
+            words += ["e"] * (count - 4)
+            heard = [threads.submit(say, lines, n, words[n]) for n in range(count)]
+            assert [each.result(60) for each in heard] == [words] * count
+
+
+def test_a_list_is_compressed_where_it_is_sent_to_many():
+    every = json.dumps([{"episode": n, "reward": n % 3, "role": "x"} for n in range(500)]).encode()
+    assert as_sent(every, 1) == every + b"\n"
+    assert len(as_sent(every, 100)) < len(every) / 4
+
+
+def test_the_others_hear_of_errors_where_the_first_process_alone_gets_the_values():
+    own = [json.dumps(each).encode() for each in ({"value": [1]}, {"error": "e"}, {"value": [3]})]
+    with connected(3) as lines, ThreadPoolExecutor(3) as threads:
+        heard = [
+            threads.submit(exchange_lines, lines[n], own[n], is_first=n == 0, answer=error_alone)
+            for n in range(3)
+        ]
+        first, *others = [json.loads(each.result(60)) for each in heard]
+    assert first == [{"value": [1]}, {"error": "e"}, {"value": [3]}]
+    assert others == [[{}, {"error": "e"}, {}]] * 2
+
+
+def test_a_process_that_ends_in_the_middle_of_a_packed_list_is_noticed():
+    with connected(2) as lines:
+        lines[0][0].connection.sendall(as_sent(b"[" + b"1," * 1000 + b"1]", 100)[:-1])
+        end(lines[0])
+        with pytest.raises(ConnectionResetError):
+            lines[1][0].hear_list()
+
+
+# In a process of its own: a limit that was lowered cannot be raised again.
+OPEN_FILES = """
+import resource, sys
+from earl_jax.launch.open_files import allow_connections
+resource.setrlimit(resource.RLIMIT_NOFILE, (300, 2000))
+print([allow_connections(count) for count in (2, 800)], resource.getrlimit(resource.RLIMIT_NOFILE))
+print(allow_connections(1000))
+"""
+
+
+def test_process_0_may_open_as_many_files_as_it_has_connections_or_says_what_to_raise():
+    ran = subprocess.run([sys.executable, "-c", OPEN_FILES], cwd=ROOT, capture_output=True)
+    allowed, refused = ran.stdout.decode().splitlines()
+    assert allowed == "['', ''] (1854, 2000)"
+    assert "may open 2000 files, and needs 2254" in refused and "ulimit -Hn" in refused
 
 
 def test_what_does_not_say_the_token_is_no_process():

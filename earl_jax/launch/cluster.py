@@ -201,19 +201,21 @@ class Cluster:
 
     # Communication.
 
-    def gather(self, value: Any, what: str) -> list[Any]:
+    def gather(self, value: Any, what: str, *, in_first: bool = False) -> list[Any]:
         """Returns the value of each process, process by process, as decoded from JSON.
 
         For small facts on the host: `value` is None, a bool, a number, a string, or lists and dicts
         of these; tuples become lists. `what` names it in the error of a process that timed out.
+        With `in_first` the first process alone gets the values, and the others None for each: for
+        long ones, which are then not sent to all.
         """
         if self.count == 1:
             return [json.loads(json.dumps(value))]
-        messages = self._exchange({"value": value}, what)
+        messages = self._exchange({"value": value}, what, in_first=in_first)
         errors = {n: message["error"] for n, message in enumerate(messages) if "error" in message}
         if errors:
             raise ToldError(errors)
-        return [message["value"] for message in messages]
+        return [message.get("value") for message in messages]
 
     def tell(self, words: str, *, is_mistake: bool) -> ToldError:
         """Tells the others, at what they gather next, that this process ends; returns why all do.
@@ -227,12 +229,17 @@ class Cluster:
         return ToldError({n: each["error"] for n, each in enumerate(messages) if "error" in each})
 
     def _exchange(
-        self, message: dict[str, Any], what: str, ends: Callable[[], NoReturn] | None = None
+        self,
+        message: dict[str, Any],
+        what: str,
+        ends: Callable[[], NoReturn] | None = None,
+        *,
+        in_first: bool = False,
     ) -> list[dict[str, Any]]:
         """Returns the messages of all; `ends` this process where that takes too long, or fails."""
-        with self._limited(what, ends):
+        with self.limited(what, ends):
             try:
-                return exchange(message)
+                return exchange(message, in_first=in_first)
             except OSError as error:
                 (ends or functools.partial(end_as_lost, self.who, f"{what}: {error}"))()
 
@@ -253,7 +260,7 @@ class Cluster:
 
         It asks process 0, and waits for nobody else. `what` is as for `gather`.
         """
-        with self._limited(what):
+        with self.limited(what):
             try:
                 return presence().count(counter, number)
             except OSError as error:
@@ -261,7 +268,7 @@ class Cluster:
 
     def wait(self, tree: Any, what: str) -> None:
         """Returns when this process's part of the arrays is there."""
-        with self._limited(what):
+        with self.limited(what):
             jax.block_until_ready(tree)
 
     def after_first(self, make: Callable[[], Item], what: str) -> Item:
@@ -274,10 +281,11 @@ class Cluster:
         return made
 
     @contextlib.contextmanager
-    def _limited(self, what: str, too_late: Callable[[], NoReturn] | None = None) -> Iterator[None]:
+    def limited(self, what: str, too_late: Callable[[], NoReturn] | None = None) -> Iterator[None]:
         """Calls `too_late` if the block takes longer than `timeout_s`; None: ends this process.
 
-        JAX's heartbeats see processes that are gone, and not those that live and hang.
+        For blocks that wait for other processes, as moves do that wait on their way. JAX's
+        heartbeats see processes that are gone, and not those that live and hang.
         """
         if self.count == 1:
             yield

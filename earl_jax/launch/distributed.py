@@ -34,6 +34,7 @@ from earl_jax.launch.addresses import (
     host_and_port,
     listen,
 )
+from earl_jax.launch.open_files import allow_connections
 from earl_jax.launch.presence import LINGER_S, lost_in_words
 from earl_jax.launch.rendezvous import Member, ask, join, wait_for_others
 from earl_jax.launch.signals import ends_at_ctrl_c
@@ -186,8 +187,8 @@ def _meet_others(
     The others end with its status, without a word.
 
     Raises:
-        InputError: two processes have one number, they were given different counts of them, or the
-            coordinator's port is taken.
+        InputError: two processes have one number, they were given different counts of them, the
+            coordinator's port is taken, or process 0 may not open as many files.
     """
     assert place.coordinator and place.num_processes and place.process_id is not None
     own = Member(place.process_id, place.num_processes, socket.gethostname())
@@ -201,6 +202,8 @@ def _meet_others(
         if status is None:
             end_process(f"{not_found}. {_START}")
         return
+    if words := allow_connections(own.num_processes):
+        raise InputError(words)
     try:
         listeners = listen(place.coordinator, here, own.num_processes)
     except OSError as error:

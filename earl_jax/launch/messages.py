@@ -5,13 +5,16 @@
 They go from host to host, beside the devices: a program that gathered them would wait, on each
 device, for the programs before it. Process 0 listens on a port of its own, and has a connection
 with each other process; where it listens the others learn by such a program, the first of a run.
+The list of all messages is as long as there are processes, and is sent as often: among many it is
+compressed once (benchmarks/messages.md).
 """
 
 import functools
 import json
 import secrets
 import socket
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -20,12 +23,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from earl_jax.launch.distributed import address_among, when_ending
+from earl_jax.launch.open_files import allow_connections
 
 _PROCESS = "process"
 # Bytes of what processes say of themselves by a program: a host's name, or an address and a token.
 _ROW_BYTES = 256
 # How long process 0 may take to accept a connection, and its other side to say whose it is.
 _REACHED_S = 10.0
+# From so many other processes on a list is compressed. To compress and unpack it takes about as
+# long as sending it eight times at 10 Gbit/s, and leaves a fifth or less (benchmarks/messages.md).
+_PACKED_FROM = 16
 # Firewalls forget connections that are silent for longer, such as 10 minutes in Google's cloud.
 _ALIVE_S = 60
 
@@ -69,6 +76,16 @@ class Line(NamedTuple):
             raise ConnectionResetError("a process ended")
         return line[:-1]
 
+    def hear_list(self) -> bytes:
+        """Returns the next list of messages, as `as_sent` makes it. Raises as `hear`."""
+        line = self.hear()
+        if line.startswith(b"["):
+            return line
+        packed = self.lines.read(int(line))
+        if len(packed) < int(line):
+            raise ConnectionResetError("a process ended")
+        return zlib.decompress(packed)
+
     def end(self) -> None:
         """Lets the other process hear that nothing comes any more."""
         with suppress(OSError):
@@ -80,31 +97,65 @@ class Line(NamedTuple):
         self.connection.close()
 
 
-def exchange(message: dict[str, Any]) -> list[dict[str, Any]]:
+def exchange(message: dict[str, Any], *, in_first: bool = False) -> list[dict[str, Any]]:
     """Returns the messages of all processes, process by process; all of them call it.
 
-    In one thread, because the order of the calls says which messages belong together.
+    In one thread, because the order of the calls says which messages belong together. With
+    `in_first` the first process alone gets them; the others get the errors among them, and {} for
+    each other message.
 
     Raises:
         OSError: another process has ended, or this one does not reach process 0.
     """
-    own = json.dumps(message).encode()
-    return json.loads(exchange_lines(_lines(), own, is_first=jax.process_index() == 0))
+    lines, own = _lines(), json.dumps(message).encode()
+    answer = error_alone if in_first else None
+    return json.loads(exchange_lines(lines, own, is_first=jax.process_index() == 0, answer=answer))
 
 
-def exchange_lines(lines: Sequence[Line], own: bytes, *, is_first: bool) -> bytes:
+def exchange_lines(
+    lines: Sequence[Line],
+    own: bytes,
+    *,
+    is_first: bool,
+    answer: Callable[[bytes], bytes] | None = None,
+) -> bytes:
     """Returns the messages of all processes as a list. `lines` are those of `accept`, or `join`'s.
+
+    The others get what `answer` makes of each message; None: the messages.
 
     Raises:
         OSError: another process has ended.
     """
     if not is_first:
         lines[0].say(own)
-        return lines[0].hear()
-    every = b"[" + b",".join([own, *(line.hear() for line in lines)]) + b"]"
+        return lines[0].hear_list()
+    messages = [own, *(line.hear() for line in lines)]
+    every = _as_list(messages)
+    sent = as_sent(_as_list(map(answer, messages)) if answer else every, len(lines))
     for line in lines:
-        line.say(every)
+        line.connection.sendall(sent)
     return every
+
+
+def _as_list(messages: Iterable[bytes]) -> bytes:
+    return b"[" + b",".join(messages) + b"]"
+
+
+def as_sent(every: bytes, times: int) -> bytes:
+    """Returns a list of messages as `Line.hear_list` reads it, which is sent so many times.
+
+    That is a line; or where it is sent often, its length when compressed in a line, and then that.
+    """
+    if times < _PACKED_FROM:
+        return every + b"\n"
+    # The messages of processes are alike: the fastest level leaves little of them.
+    packed = zlib.compress(every, 1)
+    return b"%d\n" % len(packed) + packed
+
+
+def error_alone(message: bytes) -> bytes:
+    """Returns a message that is an error; {} for another one."""
+    return message if message.startswith(b'{"error"') else b"{}"
 
 
 def accept(listener: socket.socket, token: str, count: int) -> list[Line]:
@@ -162,6 +213,8 @@ def _lines() -> list[Line]:
 
 
 def _connect() -> list[Line]:
+    if jax.process_index() == 0 and (words := allow_connections(jax.process_count())):
+        raise ConnectionError(words)
     hosts = _by_devices(socket.gethostname())
     if jax.process_index() > 0:
         address, port, token = json.loads(_by_devices("")[0])

@@ -82,19 +82,7 @@ def gather_outcomes(
 
     Raises Stopped and RolloutShort, as `gather_ends`.
     """
-    own = None
-    if rollout is not None:
-        trajectories = rollout.trajectories
-        own = {
-            "outcomes": [dataclasses.asdict(trajectory.outcome) for trajectory in trajectories],
-            "dropped": [dataclasses.asdict(outcome) for outcome in rollout.dropped],
-            "refilled": [dataclasses.asdict(outcome) for outcome in rollout.refilled],
-            "num_reused": rollout.num_reused,
-            "stats": dataclasses.asdict(rollout.stats),
-            "placement": placement,
-            "gaps": [sampling_gap(trajectory) for trajectory in trajectories],
-            "numbers": numbers,
-        }
+    own = None if rollout is None else facts_of(rollout, placement, numbers)
     parts = gather_ends(cluster, own, "the end of a rollout", end, learn)
     parts = parts[:1] if together else parts
     outcomes, dropped, refilled = (
@@ -117,6 +105,23 @@ def gather_outcomes(
         num_reused=sum(part["num_reused"] for part in parts),
         order=order,
     )
+
+
+def facts_of(
+    rollout: Rollout, placement: dict[str, Any], numbers: Sequence[int] | None
+) -> dict[str, Any]:
+    """Returns what a process tells the others of its rollout, for `gather_outcomes`."""
+    trajectories = rollout.trajectories
+    return {
+        "outcomes": [dataclasses.asdict(trajectory.outcome) for trajectory in trajectories],
+        "dropped": [dataclasses.asdict(outcome) for outcome in rollout.dropped],
+        "refilled": [dataclasses.asdict(outcome) for outcome in rollout.refilled],
+        "num_reused": rollout.num_reused,
+        "stats": dataclasses.asdict(rollout.stats),
+        "placement": placement,
+        "gaps": [sampling_gap(trajectory) for trajectory in trajectories],
+        "numbers": numbers,
+    }
 
 
 def _outcome(fields: dict[str, Any]) -> Outcome:

@@ -55,9 +55,11 @@ class StepLog:
         """Writes the step's episodes of all processes, those of a process in its order."""
         numbers = [each.episode for each in record.trajectories]
         own = list(zip(numbers, trajectory_lines(record.trajectories), strict=True))
-        each = self.run.cluster.gather(own, "the episodes to write down")
-        merged = heapq.merge(*each, key=operator.itemgetter(0))
-        self.recorder.write_episodes(record.step, (line for _, line in merged))
+        cluster = self.run.cluster
+        each = cluster.gather(own, "the episodes to write down", in_first=True)
+        if cluster.is_first:
+            merged = heapq.merge(*each, key=operator.itemgetter(0))
+            self.recorder.write_episodes(record.step, (line for _, line in merged))
 
     def write_report(self) -> None:
         """Writes the report of the run as far as it has come."""
