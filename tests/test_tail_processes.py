@@ -6,6 +6,8 @@ Every fifth of sixteen episodes may say 16 tokens, the others two: each process 
 """
 
 import dataclasses
+import socket
+import time
 from typing import Any
 
 import jax
@@ -25,6 +27,7 @@ from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.compile_clock import compile_clock
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.telemetry.load import LoadHistory
+from earl_jax.telemetry.timing import StageTimer
 from tests.support.episodes import check_rows
 from tests.support.placements import first_position, given, hungry, load_of, place, table_of
 from tests.support.problems import rollout_key
@@ -331,3 +334,36 @@ def test_processes_that_share_an_engine_move_its_last_episodes_together():
         # The first process alone keeps the trajectories.
         assert_same_steps(each["moves"], each["none"])
     assert len(first["none"]["steps"][0]["episodes"]) == EPISODES
+
+
+def come_to_a_move(lost: int) -> None:
+    """Both processes have an engine that they share, and all but one come to move it."""
+    train = MeshShape(data=2)
+    run = run_on(T2, C2, train)
+    placement = placed(run, T2, C2, train)
+    policy = run.learner.policy(first_position(run, placement).state)
+    session, _ = placement.sessions.open(policy, version=0)
+    assert session is not None
+    run.cluster.barrier("the move")
+    patient = dataclasses.replace(run.cluster, timeout_s=3.0)
+    object.__setattr__(placement.stages, "cluster", patient)
+    plan = placement.rollout._replace(mesh=C2)
+    placement.plans = placement.plans._replace(rollout=plan)
+    with StageTimer()("rollout"):
+        if run.cluster.index == lost:
+            time.sleep(1000)
+        placement.sessions.move(session)
+
+
+@pytest.mark.slow
+def test_process_that_does_not_come_to_a_move_is_named_and_waited_for_no_longer():
+    first, second = Processes(2, 1, "test_tail_processes:come_to_a_move", 1).all
+    try:
+        _, errors = first.communicate(timeout=200)
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.communicate()
+    assert first.returncode == 1, errors
+    late = f"process 1 on {socket.gethostname()} is still in the stage rollout"
+    assert f"{late} (the move of live episodes: nothing came for 3 s" in errors

@@ -6,6 +6,8 @@ import functools
 import time
 from typing import Any
 
+import jax
+
 from earl_jax.placement.placement import Placement
 from earl_jax.sharding.carry import carry, is_placed
 from earl_jax.sharding.placing import absent_tree
@@ -36,9 +38,9 @@ def _to_mesh(placement: Placement, state: TrainState) -> TrainState:
     stages = placement.stages
 
     def together(shardings: Any) -> TrainState:
-        moved = reshard(state, shardings, chunk_bytes=stages.chunk_bytes, donate=True)
-        stages.cluster.wait(moved, "the switch of the trainer")
-        return moved
+        with stages.cluster.limited("the switch of the trainer"):
+            moved = reshard(state, shardings, chunk_bytes=stages.chunk_bytes, donate=True)
+            return jax.block_until_ready(moved)
 
     while True:
         shardings = stages.learner.state_shardings(placement.train.mesh).like(state)

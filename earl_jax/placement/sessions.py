@@ -75,7 +75,7 @@ class Sessions:
         The engine is this process's part of the rollout's `mesh`. Every process calls it.
         """
         stages = self._stages
-        with moving():
+        with moving(), stages.cluster.limited("new weights"):
             published = publish_to_engines(
                 params,
                 engine.parameter_shapes,
@@ -83,7 +83,7 @@ class Sessions:
                 stages.layouts.rollout(mesh),
                 chunk_bytes=stages.chunk_bytes,
             )
-            stages.cluster.wait(published.params, "new weights")
+            jax.block_until_ready(published.params)
         return Policy(params=published.params, version=version), published.moved_bytes
 
     def _play_on(self, plan: RolloutPlan) -> None:
@@ -240,7 +240,8 @@ class Sessions:
         engine = stages.engines.engine(plan.mesh, plan.num_slots)
         start = time.perf_counter()
         self._play_on(plan)
-        with moving():
+        # Those that share an engine move together, and rows may be on their way to other processes.
+        with moving(), stages.cluster.limited("the move of live episodes"):
             max_tokens = max(self._placement.max_tokens, session.max_tokens)
             chunk_bytes = stages.chunk_bytes
             moved = relocate(session, engine, max_tokens, pool, chunk_bytes=chunk_bytes)

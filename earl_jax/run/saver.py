@@ -86,6 +86,8 @@ def save(
     `choices` are those of the position (`choices_of`), where a step was begun since; None: those of
     now. `rating` is the mean reward of its evaluation; None: there is none.
     """
+    # Before programs of all processes, whose end is waited for without a limit.
+    run.cluster.barrier("a checkpoint")
     base = position.state.base
     prints: list[int | None] = []
     if base is not None:
