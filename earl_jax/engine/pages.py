@@ -123,6 +123,10 @@ class PageTable:
         pages = [own[index] for index in indices for own, first in groups if index >= first]
         return [pages[-1] if page == _GONE else page for page in pages]
 
+    def capacity(self, slot: int) -> int:
+        """Returns how many tokens the slot can hold with the pages that it has."""
+        return min(map(len, self._pages[slot])) * self.rule.page_size
+
     def missing(self, slot: int, tokens: int) -> int:
         """Returns how many more pages `hold` gives the slot for so many tokens."""
         number = pages_for(tokens, self.rule.page_size)
@@ -148,10 +152,11 @@ class PageTable:
 
     def hold(self, slot: int, tokens: int) -> None:
         """Gives the slot pages for so many tokens. There must be pages enough (`missing`)."""
-        shard = self.shard(slot)
         self._idle.discard(slot)
         self._tokens[slot] = tokens
-        number = pages_for(tokens, self.rule.page_size)
+        if tokens <= self.capacity(slot):
+            return
+        shard, number = self.shard(slot), pages_for(tokens, self.rule.page_size)
         for own in self._pages[slot]:
             while len(own) < number:
                 self._changed.add(slot)

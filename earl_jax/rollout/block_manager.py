@@ -70,7 +70,7 @@ class BlockManager:
                 rules, share_prefixes=False, keep_replies=False, preemption="recompute"
             )
         self._config, self._rules, self._slots, self._grow = config, rules, slots, grow
-        self._rule = session.engine.config.page_rule
+        self._rule, self._round_tokens = session.engine.config.page_rule, config.round_tokens
         self._pages, self._layout = session.pages, session.engine.layout
         self._given: np.ndarray | None = None
         # Pages of each row shard that no episode needs in this round.
@@ -127,10 +127,9 @@ class BlockManager:
 
     def resume(self) -> None:
         """Lets preempted episodes go on where there are pages for all that they have to read."""
-        for shard in range(self._pages.pool.shards):
+        waiting = [slot for slot, e in enumerate(self._slots) if e is not None and e.preempted]
+        for shard in sorted({self._pages.shard(slot) for slot in waiting}):
             slots = [slot for slot in self._pages.slots_of(shard) if self._slots[slot] is not None]
-            if not any(self._episode(slot).preempted for slot in slots):
-                continue
             for slot in slots:
                 # It has nothing to lose, and lines up.
                 self._episode(slot).preempted |= self._is_new(slot) and self._episode(slot).has_work
@@ -153,18 +152,20 @@ class BlockManager:
             }
             block = _block(session)
             self._idle.plan(new, block, self._pages, self._prefixes, self._give_up, self._free_kept)
-        live = [episode for episode in self._slots if episode is not None]
-        tokens = max((self._tokens_after_round(episode) for episode in live), default=0)
-        short = max(self._short(shard) for shard in range(session.pool.shards))
-        if tokens > session.max_tokens or short > 0:
-            pages = session.pool.pages + max(0, short)
+        near = session.max_tokens - self._round_tokens
+        long = [episode for episode in self._slots if episode is not None and episode.length > near]
+        tokens = max((self._tokens_after_round(episode) for episode in long), default=0)
+        short = [self._short(shard) for shard in range(session.pool.shards)]
+        if tokens > session.max_tokens or max(short) > 0:
+            pages = session.pool.pages + max(0, *short)
             session = self._grow(session, max(tokens, session.max_tokens), pages)
             self.adopt(session)
-        self._spare = []
+            short = [self._short(shard) for shard in range(session.pool.shards)]
         for shard in range(session.pool.shards):
-            while (short := self._short(shard)) > 0:
+            while short[shard] > 0:
                 self._preempt(session, shard)
-            self._spare.append(-short)
+                short[shard] = self._short(shard)
+        self._spare = [-number for number in short]
         return self._copy(session)
 
     def widen(self, session: Session, tokens: int) -> Session:
@@ -227,7 +228,7 @@ class BlockManager:
     def _most_sampled(self, episode: LiveEpisode) -> int:
         """Returns the most tokens that the episode may generate in a round."""
         left = episode.limits.max_turn_tokens - len(episode.reply)
-        return min(self._config.round_tokens, left)
+        return min(self._round_tokens, left)
 
     def _tokens_wanted(self, slot: int, episode: LiveEpisode) -> int:
         """Returns the most tokens that the episode may have in its cache behind the next round."""
@@ -238,8 +239,15 @@ class BlockManager:
         tokens += episode.rewinds and episode.waits
         return min(tokens + self._most_sampled(episode), episode.most_tokens)
 
+    def _has_enough(self, slot: int, episode: LiveEpisode) -> bool:
+        """Returns whether the slot surely has pages for a round: nearly all have in nearly all."""
+        most = episode.length - episode.origin + self._round_tokens
+        return not episode.begins and most <= self._pages.capacity(slot)
+
     def _wanted(self, slot: int, episode: LiveEpisode) -> int:
         """Returns how many pages the episode may need for a round beyond those that it has."""
+        if self._has_enough(slot, episode):
+            return 0
         tokens = self._tokens_wanted(slot, episode)
         if episode.begins and not self._idle.own(slot):
             return self._rule.most_pages(tokens)
@@ -453,10 +461,12 @@ class BlockManager:
     def hold(self, slot: int) -> None:
         """Gives the slot pages for the tokens that its episode adds in this round."""
         episode = self._episode(slot)
+        if not self._rule.has_windows and self._has_enough(slot, episode):
+            return
         tokens = min(episode.num_cached + self._most_sampled(episode), episode.most_tokens)
         self._pages.hold(slot, tokens)
 
-    def end_inputs(self, counts: Sequence[int]) -> None:
+    def end_inputs(self, counts: np.ndarray) -> None:
         """Notes that so many tokens are appended to the slots in this round."""
         self._prompts.end_inputs(counts)
         self._idle.end_inputs()
