@@ -219,12 +219,13 @@ class Rounds:
         ended = []
         in_flight = 0
         stats = self._stats
-        for slot, episode in enumerate(self._slots):
+        of_slots = zip(self._slots, outputs.count.tolist(), strict=True)
+        for slot, (episode, count) in enumerate(of_slots):
             if episode is None:
                 continue
-            if outputs.count[slot]:
+            if count:
                 discarded = episode.append_sampled(outputs, slot, version)
-                number = int(outputs.count[slot]) - discarded
+                number = count - discarded
                 if self._on_tokens is not None:
                     self._on_tokens(episode.ticket, episode.last_tokens(number))
                 stats.rollout_tokens += number

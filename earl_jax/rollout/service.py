@@ -358,12 +358,12 @@ class RolloutService:
 
     def _refill(self) -> bool:
         """Gives free slots waiting tasks, whose environments begin. False if none came."""
-        if self.holds_tasks:
+        free = [slot for slot, episode in enumerate(self._slots) if episode is None]
+        if self.holds_tasks or not free:
             return False
         self._submit_more()
-        free = self._blocks.by_age([slot for slot, e in enumerate(self._slots) if e is None])
         opened = {}
-        offered = self._row_pool.offer(free)
+        offered = self._row_pool.offer(self._blocks.by_age(free))
         self._scheduler.play({e.ticket: e.length for e in self._slots if e is not None})
         for slot, ticket in self._scheduler.assign(offered, self._blocks.crowded).items():
             task, row = self._tasks[ticket], self._row_pool.take(slot, ticket)

@@ -9,11 +9,14 @@ shard they are copied, where that costs less than reading (engine/shard_copies.p
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from earl_jax.engine.decode_state import DecodeState
 from earl_jax.engine.page_copies import PageCopies
 from earl_jax.engine.pages import NO_PAGE, PageTable
 from earl_jax.engine.prefixes import PrefixIndex, Shared
 from earl_jax.engine.row_copies import RowCopies, RowIds
+from earl_jax.engine.rows import NO_ROW
 from earl_jax.engine.shard_copies import ShardCopies
 from earl_jax.rollout.episode import LiveEpisode
 
@@ -43,7 +46,7 @@ class SharedPrompts:
         self._ids: dict[int, list[int]] = {}
         self._rows_in_use: set[int] = set()
         # By slot: the row that it began to write last.
-        self._row_of: dict[int, int] = {}
+        self._row_of = np.full(len(slots), NO_ROW)
 
     @property
     def copied_tokens(self) -> int:
@@ -106,19 +109,18 @@ class SharedPrompts:
 
     def lose_row(self, row: int) -> None:
         """Notes that the row is written for another episode, and the ids in it are lost."""
-        for slot, theirs in self._row_of.items():
-            if theirs == row:
-                self._prefixes.lose_row(slot)
+        for slot in np.flatnonzero(self._row_of == row).tolist():
+            self._prefixes.lose_row(slot)
 
     def use_row(self, slot: int) -> None:
         """Notes that the row is still read or written in this round for the episode before."""
         self._rows_in_use.add(slot)
 
-    def end_inputs(self, counts: Sequence[int]) -> None:
+    def end_inputs(self, counts: np.ndarray) -> None:
         """Notes that so many tokens are appended to the slots in this round."""
         # Only now: no slot takes over tokens that are appended in the same round.
-        for slot, number in enumerate(counts):
-            self._prefixes.append(slot, number)
+        for slot in np.flatnonzero(counts).tolist():
+            self._prefixes.append(slot, counts[slot])
         self._prefixes.end_inputs()
         self._rows_in_use.clear()
 
