@@ -188,3 +188,12 @@ def test_environments_that_wait_have_a_row_for_each_size(play):
     table, found = play("waiting")
     assert len(table[2:]) == 4 and {len(line) for line in table} == {7}
     assert all(one["busy_s"] < one["seconds"] for one in found)
+
+
+def test_the_hosts_work_of_a_round_is_counted_by_part(monkeypatch):
+    from benchmarks import host
+
+    monkeypatch.setattr(host, "ROUNDS", 4)
+    found = host.measure(8, host.Work(2, 20))
+    assert 8 <= found.pop("tokens") <= 8 * host.BURST
+    assert len(found) == 9 and all(ms > 0 for ms in found.values()), found
