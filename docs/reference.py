@@ -151,7 +151,9 @@ METRICS: dict[str, dict[str, str]] = {
         "expert_load_entropy": "Entropy of the experts' loads.",
     },
     "Evaluation": {
-        "eval": "An evaluation: its name, episodes, mean reward, and what the environment reports; "
+        "eval": "An evaluation: its name, episodes, mean reward (those that failed included, with "
+        "what they were paid until then), and what the environment reports; `failure`, the most "
+        "frequent reason of those that failed; "
         "with several samples of each task (config.eval.samples) `reward_best_of_N`, the "
         "expected best reward of N samples of a task; "
         "with config.eval.sft_path `sft_loss`, the mean cross-entropy of the tokens to learn of "

@@ -79,7 +79,8 @@ def _show(
     print(f"{evaluation['name']}{played}, policy after step {step}")
     for name, value in evaluation.items():
         if name not in ("name", "episodes", plural):
-            print(f"  {name:<16} {value:8.3f}")
+            shown = value if isinstance(value, str) else f"{value:8.3f}"
+            print(f"  {name:<16} {shown}")
 
 
 def _parse(arguments: Sequence[str]) -> "tuple[argparse.Namespace, Config]":

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from earl_jax.envs.environment import STOPPED
+from earl_jax.telemetry.episodes import failures_of
 from earl_jax.trajectory import Outcome, Trajectory, mean_metrics
 
 
@@ -18,7 +19,8 @@ def summarize(
     """Returns their number, mean reward and turns, and the means of what environments reported.
 
     And the fraction of episodes for each reason that is not the environment's, such as
-    turn_too_long. Their number is there under `plural`, such as "games", too. Each `samples`
+    turn_too_long; and as `failure` the most frequent reason of those that failed, whose rewards are
+    part of the mean. Their number is there under `plural`, such as "games", too. Each `samples`
     episodes in a row are of one task: with several there is the mean of `best_of` too.
     """
     reasons = [episode.stop_reason for episode in episodes]
@@ -35,6 +37,8 @@ def summarize(
         sizes = [size for size in (2**power for power in range(1, 31)) if size < samples]
         own |= {f"reward_best_of_{n}": best_of(rewards, n) for n in (*sizes, samples)}
     found = mean_metrics(episodes) | {word: part for word, part in stopped.items() if part}
+    if failures := failures_of(episodes).reasons:
+        found["failure"] = failures[0]
     return own | {key: value for key, value in found.items() if key not in own}
 
 
