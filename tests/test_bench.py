@@ -7,6 +7,7 @@ import json
 import pytest
 
 from earl_jax.bench import bench_command
+from earl_jax.settings.errors import InputError
 
 MODEL = ("num_layers=1", "width=16", "num_heads=2", "num_kv_heads=2", "head_size=8", "ffn_size=16")
 ROLLOUT = ("num_slots=8", "episodes_per_step=16", "context_buckets=(16,)")
@@ -58,6 +59,13 @@ def test_switch_moves_the_trainer_and_a_live_rollout(rows_of):
     assert rows[0]["moved MiB"] == 0 and rows[0]["to"] == "data=1,fsdp=8"
     # Its pages are regrouped on the way.
     assert rows[1]["moved MiB"] is None and rows[1]["ms"] > 0
+
+
+def test_switch_without_another_mesh_is_an_error(monkeypatch):
+    monkeypatch.setattr("earl_jax.bench.start_jax", lambda *_: None)
+    meshes = (f"--config.selector.{stage}_meshes=('data=8',)" for stage in ("rollout", "train"))
+    with pytest.raises(InputError, match="nothing moves: name several"):
+        bench_command(["switch", *TINY, *meshes])
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from earl_jax.placement.rollouts import play_all
 from earl_jax.run.build import Run
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.selector.table import ThroughputTable
+from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.reshard import reshard
 from earl_jax.train.step import batch_shapes
@@ -109,8 +110,17 @@ def dispatch_rows(run: Run, repeats: int) -> Iterator[dict[str, Any]]:
 
 
 def switch_rows(run: Run, repeats: int) -> Iterator[dict[str, Any]]:
-    """Yields the time of each change of mesh, away from the first one of its stage."""
+    """Yields the time of each change of mesh, away from the first one of its stage.
+
+    Raises ValueError where both stages have one mesh.
+    """
     rollout, train = run.problem.meshes("rollout"), run.problem.meshes("train")
+    if len(rollout) == len(train) == 1:
+        raise InputError(
+            f"rollouts have one mesh here ({rollout[0]}), and so has training ({train[0]}), so "
+            "that nothing moves: name several in config.selector.rollout_meshes or "
+            "config.selector.train_meshes, or take more devices"
+        )
     state = run.learner.init_state(train[0])
     for mesh in train[1:]:
         goal = run.learner.state_shardings(mesh)
