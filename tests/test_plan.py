@@ -622,6 +622,8 @@ def test_a_config_is_planned_for_this_machine(capsys):
     # Its contexts are its context_buckets.
     assert re.search(r"  24: next best \S+, .* tokens/s, \d+% of budget", out)
     assert re.search(r"  24 tokens: a step takes .* s; rollout: starts on data=.*; train: ", out)
+    out = run(capsys, "--topology=cpu:8", "--config.selector.train_meshes=('data=8',)")
+    assert "  24: there is no other mesh\n" in out
 
 
 def test_a_preset_for_chips_needs_no_other_flag(capsys):

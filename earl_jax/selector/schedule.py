@@ -306,7 +306,8 @@ def _others_words(budget: int, meshes: Sequence[Values]) -> str:
 
     It may be faster than the chosen one, by less of a whole step than ties or the hysteresis.
     """
-    words, second = "no other mesh fits", next((m for m in meshes[1:] if m["fits"]), None)
+    words = "no other mesh fits" if meshes[1:] else "there is no other mesh"
+    second = next((m for m in meshes[1:] if m["fits"]), None)
     if second:
         gain = second["tokens_per_s"] / meshes[0]["tokens_per_s"] - 1
         is_faster = gain >= 0.005
