@@ -88,7 +88,9 @@ def resume(
         run.tasks.restore(checkpoints.position(step))
         if run.cluster.is_first and (aside := set_exports_aside(workdir, step)):
             say(f"exports of steps after {step} are in {aside} now")
-        say(f"resuming {workdir} after step {step} of {run.config.num_steps}")
+        last = run.config.num_steps
+        end = "" if step < last else "; no step is left to take (config.num_steps)"
+        say(f"resuming {workdir} after step {step} of {last}{end}")
         return restored
     is_damaged = any(workdir.glob("damaged_*"))
     if run.cluster.gather(is_damaged or checkpoints.were_saved, "a mark of checkpoints")[0]:
