@@ -80,7 +80,7 @@ def _show(
     for name, value in evaluation.items():
         if name not in ("name", "episodes", plural):
             shown = value if isinstance(value, str) else f"{value:8.3f}"
-            print(f"  {name:<16} {shown}")
+            print(f"  {name:<19} {shown}")
 
 
 def _parse(arguments: Sequence[str]) -> "tuple[argparse.Namespace, Config]":
