@@ -42,6 +42,11 @@ def bench_command(arguments: Sequence[str]) -> None:
     if flags.repeats < 1:
         raise InputError(f"--repeats={flags.repeats}; it must be at least 1")
     config = make_config(load_config_file(flags.config), overrides)
+    if not config.plays and flags.stage != "train":
+        raise InputError(
+            f"config.algorithm {config.algorithm!r} plays nothing, so that there is no "
+            f"{flags.stage} to time: take the stage train, or another algorithm"
+        )
     start_jax(config.devices.platform, config.devices.num_cpu_devices)
     for number, row in enumerate(STAGES[flags.stage](build_run(config), flags.repeats)):
         if flags.json:

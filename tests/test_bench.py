@@ -68,6 +68,16 @@ def test_switch_without_another_mesh_is_an_error(monkeypatch):
         bench_command(["switch", *TINY, *meshes])
 
 
+def test_a_run_that_plays_nothing_has_training_alone(tmp_path):
+    talk = tmp_path / "talk.jsonl"
+    talk.write_text('{"messages": [{"role": "user"}]}\n')
+    flags = ("--config.algorithm=sft", f"--config.train.sft_path={talk}")
+    with pytest.raises(
+        InputError, match="'sft' plays nothing, so that there is no rollout to time"
+    ):
+        bench_command(["rollout", *TINY, *flags])
+
+
 @pytest.mark.slow
 def test_table_of_a_stage_is_markdown(capsys, monkeypatch):
     monkeypatch.setattr("earl_jax.bench.start_jax", lambda *_: None)
