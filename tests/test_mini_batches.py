@@ -78,6 +78,8 @@ def test_metrics_of_an_epoch_are_those_of_its_tokens():
     other = {"loss": 4.0, "gap_max": 5.0, "policy_tokens": 20.0}
     assert of_epoch([one]) == one
     assert of_epoch([one, other]) == {"loss": 3.0, "gap_max": 5.0, "policy_tokens": 30.0}
+    none = {"loss": 0.0, "gap_max": 0.0, "policy_tokens": 0.0}
+    assert of_epoch([one, none]) == one and of_epoch([none, none]) == none
 
 
 def scored_rows(turn_ids, rewards, values=0.0) -> TrajectoryBatch:

@@ -431,8 +431,7 @@ def test_scores_stand_at_their_own_token():
 def test_a_batch_without_a_word_of_the_policy_changes_nothing():
     batch = dataclasses.replace(make_batch(), turn_ids=np.zeros((ROWS, LENGTH), np.int32))
     got = update(batch)
-    changes = {name: value for name, value in got.metrics.items() if value}
-    assert changes == {"policy_tokens": 1}, "the largest mismatch of no tokens is 0 too"
+    assert not any(got.metrics.values()), "the largest mismatch of no tokens is 0 too"
     jax.tree.map(np.testing.assert_array_equal, got.params, make_params())
 
 

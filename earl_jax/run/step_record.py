@@ -172,9 +172,11 @@ def of_epoch(updates: Sequence[Metrics]) -> Metrics:
     if len(updates) == 1:
         return updates[0]
     tokens = [update["policy_tokens"] for update in updates]
+    # Of updates without a token, which have learnt nothing, each counts alike.
+    weights = tokens if any(tokens) else None
     names = {name: [update[name] for update in updates] for name in updates[0]}
     means = {
-        name: max(values) if name.endswith("_max") else float(np.average(values, weights=tokens))
+        name: max(values) if name.endswith("_max") else float(np.average(values, weights=weights))
         for name, values in names.items()
     }
     return means | {"policy_tokens": sum(tokens)}

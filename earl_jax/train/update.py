@@ -161,7 +161,7 @@ class Update:
             "loss": sums["loss"] / divisor,
             "effective_sample_size": sample_size,
             "grad_norm": steps[0].norms[0],
-            "policy_tokens": tokens,
+            "policy_tokens": count.astype(jnp.float32),
             "skipped_updates": 1.0 - is_finite,
         }
         if self.trains_critic:
