@@ -36,7 +36,8 @@ def summarize(
         rewards = np.array([episode.reward for episode in episodes]).reshape(-1, samples)
         sizes = [size for size in (2**power for power in range(1, 31)) if size < samples]
         own |= {f"reward_best_of_{n}": best_of(rewards, n) for n in (*sizes, samples)}
-    found = mean_metrics(episodes) | {word: part for word, part in stopped.items() if part}
+    found: dict[str, Any] = {**mean_metrics(episodes)}
+    found |= {word: part for word, part in stopped.items() if part}
     if failures := failures_of(episodes).reasons:
         found["failure"] = failures[0]
     return own | {key: value for key, value in found.items() if key not in own}
