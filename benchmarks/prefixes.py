@@ -5,7 +5,8 @@
     uv run python -m benchmarks.prefixes
 
 The prompts of groups begin with one system message. One slot of each group reads its prompt chunk
-by chunk, and the others ask in each round whether it is there.
+by chunk, and the others ask in each round whether it is there. The last line is of conversations in
+host memory that begin with one system message: the one that a prompt goes on from is looked for.
 """
 
 import statistics
@@ -17,11 +18,15 @@ import numpy as np
 
 from benchmarks.pages import machine, parser_of, table
 from earl_jax.engine.config import TILE_WIDTH
+from earl_jax.engine.host_pages import HostPages
 from earl_jax.engine.prefixes import PrefixIndex
+from earl_jax.rollout.host_sessions import HostSessions, IdleSession
 
 SLOTS, GROUP, TOKENS, SYSTEM, CHUNK = 256, 8, 16_384, 1024, 128
 # Groups that come when all others have been read.
 LATER = 4
+# Conversations in host memory.
+SESSIONS = 1000
 
 
 def make_groups() -> list[list[list[int]]]:
@@ -87,6 +92,26 @@ def measure() -> Iterator[dict[str, Any]]:
         client.give(number * GROUP, each)
         comes.append(client.play())
     yield line(f"a group of {GROUP} prompts comes", comes)
+    yield line(f"a prompt is looked for among {SESSIONS:,} conversations", _find_sessions())
+
+
+def _find_sessions() -> list[float]:
+    """Returns the milliseconds in which 20 prompts find the conversations that they go on from."""
+    rng, store = np.random.default_rng(0), HostSessions(HostPages(0, SLOTS), TILE_WIDTH)
+    message = rng.integers(0, 150_000, SYSTEM)
+    all_ids = [
+        np.append(message, rng.integers(0, 150_000, TOKENS - SYSTEM)).astype(np.int32)
+        for _ in range(SESSIONS)
+    ]
+    for ids in all_ids:
+        store.add(IdleSession(ids=ids, parts=[], gone=(), least=0))
+    times = []
+    for ids in all_ids[:: SESSIONS // 20]:
+        prompt, start_s = np.append(ids, ids[:CHUNK]), time.thread_time()
+        _, common = store.find(prompt)
+        times.append(1e3 * (time.thread_time() - start_s))
+        assert common == TOKENS
+    return times
 
 
 if __name__ == "__main__":

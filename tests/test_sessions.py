@@ -9,8 +9,10 @@ import random
 import numpy as np
 import pytest
 
+from earl_jax.engine.host_pages import HostPages
 from earl_jax.engine.session import Policy
 from earl_jax.rollout.config import CacheRules, Limits
+from earl_jax.rollout.host_sessions import HostSessions, IdleSession
 from earl_jax.rollout.task import Prompt, Task
 from earl_jax.serving.driver import open_service
 from earl_jax.sharding.layout import MeshShape
@@ -239,6 +241,35 @@ def test_more_conversations_than_slots_are_found_again_in_host_memory():
     blocks = service._blocks
     # Four are in slots.
     assert len(blocks._idle.store) == len(chats) - SLOTS and blocks._host.moved_bytes > 0
+
+
+def test_the_session_that_is_found_is_that_of_comparing_with_each():
+    """The first of those with the most in common; some need more of it. 300 come, 100 go."""
+    rng, least, kept = np.random.default_rng(0), 2, {}
+    store = HostSessions(HostPages(0, num_slots=1), least)
+
+    def ids(longest: int) -> np.ndarray:
+        return rng.integers(0, 3, rng.integers(least, longest)).astype(np.int32)
+
+    for step in range(300):
+        if step % 3 == 2:
+            store.remove(*rng.choice([*kept], 1))
+        needs = int(rng.integers(0, 6))
+        store.add(IdleSession(ids=ids(12), parts=[], gone=(), least=needs))
+        prompt, kept = ids(14), dict(store._sessions)
+        found, most = -1, least - 1
+        for number, other in kept.items():
+            pairs = zip(prompt[:-1], other.ids, strict=False)
+            common = [*(a == b for a, b in pairs), False].index(False)
+            if common > most and common >= other.least:
+                found, most = number, common
+        assert store.find(prompt) == (found, most if found >= 0 else 0)
+        begins = prompt[:4]
+        assert store.holds(begins) == any(
+            np.array_equal(other.ids[: len(begins)], begins) and other.least <= len(begins)
+            for other in kept.values()
+        )
+    assert len(kept) == 200
 
 
 def test_two_conversations_that_go_on_at_once_both_come_back():

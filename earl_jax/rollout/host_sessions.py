@@ -7,7 +7,6 @@ prompt goes on with what is kept here, the pages go back into its slot before it
 slot had kept them. The sessions that were used the longest ago are dropped first.
 """
 
-import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,6 +15,7 @@ import numpy as np
 from earl_jax.engine.host_pages import HostPages, Part
 from earl_jax.engine.pages import PageTable
 from earl_jax.engine.prefixes import PrefixIndex
+from earl_jax.engine.prompt_tree import Node, PromptTree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,59 +33,72 @@ class IdleSession:
 
 
 class HostSessions:
-    """Idle sessions of one policy version. Host-side state only."""
+    """Idle sessions of one policy version. Host-side state only.
+
+    Their ids are in a radix tree: what a prompt has in common with all of them is found without
+    comparing it with each (prompt_tree.py).
+    """
 
     def __init__(self, host: HostPages, least_tokens: int) -> None:
         """Pages are in `host`; sessions that have fewer tokens in common do not count."""
         self._host, self._least = host, least_tokens
-        # By number, the one that came first in front; and the numbers by their first tokens.
+        # By number, the one that came first in front; and where their ids end in the tree.
         self._sessions: dict[int, IdleSession] = {}
-        self._begin: dict[bytes, dict[int, None]] = collections.defaultdict(dict)
-        self._next = 0
+        self._ends: dict[int, Node] = {}
+        self._widen(64)
 
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def find(self, prompt: Sequence[int]) -> tuple[int, int]:
-        """Returns the session with the most tokens in common with a prompt, and their number.
+    def find(self, prompt: Sequence[int] | np.ndarray) -> tuple[int, int]:
+        """Returns the session that has the most tokens in common with a prompt, and how many.
 
         The last token of a prompt does not count. Without such a session: (-1, 0).
         """
-        best, most = -1, 0
         if not self._sessions or len(prompt) <= self._least:
-            return best, most
-        ids = np.fromiter(prompt, np.int32, len(prompt))[:-1]
-        for number in self._begin.get(self._key(ids), ()):
-            theirs = self._sessions[number].ids
-            length = min(len(ids), len(theirs))
-            equal = ids[:length] == theirs[:length]
-            common = length if equal.all() else int(equal.argmin())
-            if common > most and common >= self._sessions[number].least:
-                best, most = number, common
-        return best, most
+            return -1, 0
+        common = self._common(np.asarray(prompt, np.int32)[:-1])
+        most = int(common.max())
+        if most < self._least:
+            return -1, 0
+        return next(number for number in self._sessions if common[number] == most), most
 
     def holds(self, ids: np.ndarray) -> bool:
         """Returns whether a session's cache begins with these ids."""
-        return any(
-            np.array_equal(self._sessions[number].ids[: len(ids)], ids)
-            and self._sessions[number].least <= len(ids)
-            for number in self._begin.get(self._key(ids), ())
-        )
+        return bool(self._sessions) and int(self._common(ids).max()) == len(ids)
+
+    def _common(self, ids: np.ndarray) -> np.ndarray:
+        """Returns how many tokens of each session these ids can go on from, by number."""
+        node = self._tree.add(ids)
+        common = self._tree.common(node)
+        self._tree.remove(node)
+        return common * (common >= self._leasts)
 
     def add(self, session: IdleSession) -> None:
         """Adds a session, as the one that is dropped last."""
-        self._sessions[self._next] = session
-        self._begin[self._key(session.ids)][self._next] = None
-        self._next += 1
+        if not self._free:
+            self._widen(2 * len(self._leasts))
+        self._put(self._free.pop(), session)
+
+    def _put(self, number: int, session: IdleSession) -> None:
+        self._sessions[number], self._leasts[number] = session, session.least
+        self._ends[number] = self._tree.add(session.ids)
+        self._tree.put(number, self._ends[number], present=True)
+
+    def _widen(self, most: int) -> None:
+        """Makes the tree anew, for at most so many sessions, with those that are here."""
+        self._tree, self._leasts = PromptTree(most), np.zeros(most, np.int32)
+        for number, session in self._sessions.items():
+            self._put(number, session)
+        self._free = [number for number in range(most) if number not in self._sessions]
 
     def remove(self, number: int) -> IdleSession:
         """Removes a session, whose pages stay in the host's memory."""
-        session = self._sessions.pop(number)
-        key = self._key(session.ids)
-        del self._begin[key][number]
-        if not self._begin[key]:
-            del self._begin[key]
-        return session
+        end = self._ends.pop(number)
+        self._tree.put(number, end, present=False)
+        self._tree.remove(end)
+        self._free.append(number)
+        return self._sessions.pop(number)
 
     def make_room(self, block_bytes: int, pages_a_block: int, num_pages: Sequence[int]) -> bool:
         """Drops sessions until slots with so many pages each fit too. Returns whether they do."""
@@ -99,9 +112,6 @@ class HostSessions:
         """Drops all sessions: the weights have changed."""
         for number in list(self._sessions):
             self._host.release(self.remove(number).parts)
-
-    def _key(self, ids: np.ndarray) -> bytes:
-        return ids[: self._least].tobytes()
 
 
 class IdleSessions:
