@@ -3,10 +3,13 @@
 """The rollout service: tasks come and episodes leave while others play; weights change between."""
 
 import dataclasses
+import gc
 import itertools
 import random
 import threading
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,6 +18,7 @@ from earl_jax.engine.session import Policy
 from earl_jax.rollout.service import RolloutService
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
+from tests.support.allocator import live_bytes
 from tests.support.environments import Talker
 from tests.support.episodes import (
     GrowPool,
@@ -358,6 +362,21 @@ def test_kept_caches_go_on_with_the_new_weights(pool):
     assert {version for own in found for version, _ in own} == {0, 1, 2}
     assert later and np.isfinite(later).all()
     assert max(later) > 1e-2, "the claims above can fail"
+
+
+def test_weights_that_are_let_go_free_their_memory_before_the_next_arrive(pool):
+    """All of it, on each device: nothing else holds them, and episodes go on with the next."""
+    service = open_small(pool, params=jax.tree.map(jnp.copy, weights()))
+    service.submit(tasks(16))
+    found = [finished for _ in range(3) for finished in take(service, service.step())]
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(service.session.policy.params))
+    gc.collect()
+    before = live_bytes()
+    service.release_weights()
+    assert before - live_bytes() == dict.fromkeys(jax.devices(), num_bytes)
+    service.update_weights(Policy(params=weights(1), version=1), "recompute")
+    found += [each for finished in service.drain() for each in take(service, finished)]
+    assert len(found) == 16
 
 
 def test_unknown_kv_of_an_update_is_an_error(pool):
