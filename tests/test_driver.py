@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The thread that plays requests: whose turn it is, what they sample, its memory, its failures."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -18,11 +19,13 @@ import pytest
 
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.engine import Engine
+from earl_jax.engine.session import Policy, relocate
 from earl_jax.envs.text.conversation import Completion
 from earl_jax.rollout.config import Limits, make_engine_config
+from earl_jax.rollout.service import RolloutService
 from earl_jax.rollout.task import Prompt, Task
 from earl_jax.serving import _jetstream
-from earl_jax.serving.driver import Driver, FairQueue, Request
+from earl_jax.serving.driver import Driver, FairQueue, Request, open_service
 from earl_jax.serving.requests import RequestError
 from earl_jax.serving.served_engine import ServedEngine
 from earl_jax.serving.server import open_driver
@@ -255,6 +258,63 @@ def test_served_tasks_have_the_tokens_of_a_rollout_on_another_mesh(short_of_page
         np.testing.assert_allclose(turn.logprobs, logprobs, atol=5e-5)
         lengths.append(len(turn.token_ids))
     assert sum(lengths) > 60 and len({*lengths}) > 3, "or the test shows nothing"
+
+
+class Changing(RolloutService):
+    """Goes on in the middle on another mesh, and there with other weights."""
+
+    steps = 0
+
+    def step(self):
+        self.steps += 1
+        if self.steps == 4:
+            there = served(MeshShape(tensor=2), cache_tokens=CONTEXT_TOKENS).engine
+            session = self.session
+            self.move(relocate(session, there, session.max_tokens, session.pool))
+        if self.steps == 6:
+            self.release_weights()
+            values = jax.tree.map(lambda leaf: 0.9 * leaf, policy(served()).params)
+            self.update_weights(Policy(params=values, version=1), "recompute")
+        return super().step()
+
+
+def test_served_and_rolled_out_tokens_are_the_same_through_a_move_and_an_update(monkeypatch):
+    """At the same rounds, with pages for one context, so that episodes are preempted."""
+    engine = served(cache_tokens=CONTEXT_TOKENS)
+    todo = [Asked(*size).request.task for size in SIZES[-NUM_SLOTS:]]
+    monkeypatch.setattr("earl_jax.serving.driver.RolloutService", Changing)
+    monkeypatch.setattr("tests.support.episodes.RolloutService", Changing)
+    replies = collections.defaultdict(list)
+    service = open_service(
+        engine, policy(engine), lambda ticket, tokens: replies[ticket].extend(tokens.token_ids)
+    )
+    service.submit(todo)
+    turns = {each.ticket: each.trajectory.turns[-1] for some in service.drain() for each in some}
+    rollout = collect(
+        None,
+        todo,
+        None,
+        params=policy(engine).params,
+        max_tokens=CONTEXT_TOKENS,
+        num_slots=NUM_SLOTS,
+        episodes_per_step=NUM_SLOTS,
+        chunk_size=engine.rollout.chunk_size,
+        pages=engine.pool.pages,
+        grow=lambda session, tokens, pages: session,
+        num_devices=1,
+        on_tokens=None,
+        player=engine.engine,
+        new_conversation=lambda: Completion(engine.tokenizer.decode, engine.tokenizer.ends),
+    )
+    for ticket, trajectory in enumerate(rollout.trajectories):
+        turn = trajectory.turns[-1]
+        assert list(turn.token_ids) == replies[ticket] == list(turns[ticket].token_ids)
+        assert turn.versions == turns[ticket].versions
+        np.testing.assert_allclose(turn.logprobs, turns[ticket].logprobs, atol=5e-5)
+    versions = [{*turn.versions} for turn in turns.values()]
+    assert {0, 1} in versions and {1} in versions, "or the test shows nothing"
+    for stats in (service.stats, rollout.stats):
+        assert stats.preempted_episodes > 0 and stats.recomputed_tokens > 0
 
 
 def test_requests_that_are_withdrawn_leave_nothing_behind():
