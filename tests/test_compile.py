@@ -201,22 +201,30 @@ def test_the_kernel_over_pages_compiles_for_tpus(
 
 @pytest.mark.slow
 @need_compiler("h100:1x1")
-# A token behind 32 pages, and a chunk behind 512: 65,536 tokens.
-@pytest.mark.parametrize(("length", "pages"), [(1, 32), (512, 512)])
-def test_the_kernel_over_pages_compiles_for_gpus(length, pages):
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+# A token behind 32 pages, and a chunk behind 512: 65,536 tokens; windows and caps.
+@pytest.mark.parametrize(
+    ("length", "pages", "window", "softcap"),
+    [(1, 32, None, 0.0), (1, 32, 1024, 50.0), (512, 512, None, 0.0), (512, 512, 1024, 50.0)],
+)
+def test_the_kernel_over_pages_compiles_for_gpus(length, pages, window, softcap, kv_dtype):
     device = make_topology("h100:1x1").devices()[0]
     rows, heads, group, size = 8, 4, 7, 128
 
     def shape(dtype, *sizes: int):
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=SingleDeviceSharding(device))
 
+    pool = (rows * pages, heads)
+    scale = shape(jnp.float32, *pool, 128) if kv_dtype == "int8" else None
     layer = LayerCache(
-        key=shape(jnp.bfloat16, rows * pages, heads, size, 128),
-        value=shape(jnp.bfloat16, rows * pages, heads, 128, size),
+        key=shape(kv_dtype, *pool, size, 128),
+        value=shape(kv_dtype, *pool, 128, size),
+        key_scale=scale,
+        value_scale=scale,
     )
     query = shape(jnp.bfloat16, rows, length, heads, group, size)
     numbers = (shape(jnp.int32, rows, pages), shape(jnp.int32, rows), shape(jnp.int32, rows))
-    attend = functools.partial(paged_triton.attend, scale=0.1)
+    attend = functools.partial(paged_triton.attend, scale=0.1, window=window, softcap=softcap)
     with jax.default_device(device):
         compiled = jax.jit(attend).lower(query, layer, *numbers).compile()
     assert re.search(r'custom_call_target="__gpu\$xla\.gpu\.triton"', compiled.as_text())
