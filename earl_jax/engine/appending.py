@@ -56,7 +56,8 @@ def tiles_at(index_N: jax.Array, cached_B: jax.Array, count_B: jax.Array, width:
     """
     number_B = num_tiles(cached_B, count_B, width)
     end_B = jnp.cumsum(number_B)
-    slot_N = jnp.searchsorted(end_B, index_N, side="right")
+    # Without a loop on the devices: by default it is a search of log2(B) steps.
+    slot_N = jnp.searchsorted(end_B, index_N, side="right", method="compare_all")
     exists_N = slot_N < len(end_B)
     slot_N = jnp.minimum(slot_N, len(end_B) - 1).astype(jnp.int32)
     cached_N = cached_B[slot_N]
