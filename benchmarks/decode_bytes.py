@@ -5,11 +5,13 @@ r"""The bytes of a decode step by the accounting of the chip's own compiler, wit
     uv run --extra=tpu-topology --extra=gpu-topology python -m benchmarks.decode_bytes [--only=TEXT]
 
 Compiles one decode step of the engine, in which every slot reads a full context, and prints the
-"bytes accessed" of XLA's cost analysis of the compiled program beside those of weights and live KV.
-For GPUs the analysis counts a write of a few tokens into a pool as if all of the pool were read and
-written, which is done in place, and a kernel as nothing: the former are taken away, and the pages
-that the kernel reads are added. For TPUs it is what their compiler says. It also counts loops,
-conditionals, and copies and transpositions as large as a layer's keys or a matrix of width x width.
+bytes that the compiled program accesses beside those of weights and live KV. For GPUs they are the
+"bytes accessed" of XLA's cost analysis, which counts a write of a few tokens into a pool as if all
+of the pool were read and written, which is done in place, and a kernel as nothing: the former are
+taken away, and the pages that the kernel reads are added. The analysis of TPUs' compiler counts the
+calls of a kernel once, whatever their number and heads: there they are those of the program's text
+(hlo.py) without the kernel's, and the pages. It also counts loops, conditionals, and copies and
+transpositions as large as a layer's keys or a matrix of width x width.
 No slot truncates, so that the step has no branches for that (`SlotRules.truncates`).
 """
 
@@ -18,7 +20,7 @@ import math
 from typing import Any, Literal, NamedTuple
 
 from benchmarks.compile import print_each
-from benchmarks.hlo import read_program, xla_analysis
+from benchmarks.hlo import bytes_accessed, read_program, runs, xla_analysis
 from earl_jax.models.presets import preset_named, preset_vocab_size
 from earl_jax.sharding.layout import MeshShape
 
@@ -113,7 +115,8 @@ def measure(point: Point) -> dict[str, Any]:
         compiled = lowered.compile()
     text = compiled.as_text()
     sizes: dict[str, list[int]] = {}
-    for each in read_program(text).instructions:
+    parsed = read_program(text)
+    for each in parsed.instructions:
         sizes.setdefault(each.kind, []).append(each.num_bytes)
     # A row shard's devices have all weights between them.
     devices = point.mesh.tensor * point.mesh.context * point.mesh.expert
@@ -125,10 +128,16 @@ def measure(point: Point) -> dict[str, Any]:
     # Of the embedding a step reads a row a slot.
     embedding = math.prod(engine.parameter_shapes["embed"].shape) * 2
     keys = kv // model.num_layers // (1 if model.latent_size else 2)
-    accessed = xla_analysis(compiled, topology.chip.platform)["bytes accessed"]
     if topology.chip.platform == "gpu":
         in_place = [size for size in sizes.get("scatter", []) if size >= keys]
+        accessed = xla_analysis(compiled, "gpu")["bytes accessed"]
         accessed += kv * ("paged_attention" in text) - 2 * sum(in_place)
+    else:
+        accessed = kv + sum(
+            run.times * bytes_accessed(parsed, run)
+            for run in runs(parsed)
+            if "tpu_custom_call" not in run.instruction.attributes
+        )
     least = min(keys, model.width * model.width * 2 // devices)
     return {
         "accessed": accessed,
