@@ -79,7 +79,7 @@ MOST_GAP = 1e-5
 # What has to happen, or the soak shows nothing (`RolloutStats`).
 COUNTS = (
     *("preempted_episodes", "preempted_host_bytes", "recomputed_tokens", "shared_tokens"),
-    *("copied_tokens", "borrowed_slots", "drafted_tokens", "accepted_tokens"),
+    *("copied_tokens", "other_shard_episodes", "drafted_tokens", "accepted_tokens"),
 )
 
 

@@ -79,7 +79,7 @@ METRICS: dict[str, dict[str, str]] = {
         "idle_rows": "Of these, rows of slots that sampled nothing.",
         "env_wait_s": "Seconds in which no slot had work, because environments were busy.",
         "hung_calls": "Calls of environments that were given up and still hang, each in a thread.",
-        "borrowed_slots": "Episodes that played in a slot of another data shard than their own.",
+        "other_shard_episodes": "Episodes that played in a slot of another data shard.",
         "preempted_episodes": "Preemptions of episodes for lack of pages.",
         "recomputed_tokens": "Tokens read again, after a preemption or by new weights.",
         "preempted_host_bytes": "Bytes of preempted pages to host memory and back.",

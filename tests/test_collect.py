@@ -123,7 +123,7 @@ def test_no_slot_is_free_while_an_episode_waits(pool, games, monkeypatch):
     rollout = collect(pool, tasks(40), player=player, services=services)
     assert len(seen) == rollout.stats.rounds == games.stats.rounds
     assert {live - min(16, 40 - over) for live, over in seen} == {0}
-    assert 0 < rollout.stats.borrowed_slots < 20
+    assert 0 < rollout.stats.other_shard_episodes < 20
     # List scheduling in each data shard of two slots and six rows by itself.
     needed = [rounds_of(t) for t in games.trajectories]
     ends = []
@@ -187,7 +187,7 @@ def test_tasks_of_one_data_shard_play_in_slots_of_all(pool, games):
     rollout = collect(pool, tasks(18), num_slots=8)
     check_rows(rollout, 18)
     assert_same_episodes(games.trajectories[:18], rollout.trajectories)
-    assert rollout.stats.borrowed_slots >= 10
+    assert rollout.stats.other_shard_episodes >= 10
     in_own_shards = max(
         sum(rounds_of(t) for t in games.trajectories[first : first + 6]) for first in (0, 6, 12)
     )

@@ -689,7 +689,7 @@ BY_WHO_PLAYS = {
     "prefill_tokens",
     "shared_tokens",
     "copied_tokens",
-    "borrowed_slots",
+    "other_shard_episodes",
     "decode_rows",
     "idle_rows",
     "tokens_in_flight_max",

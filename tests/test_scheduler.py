@@ -27,7 +27,7 @@ def test_rows_are_divided_by_data_shard_with_spare_rows_last():
     assert make_rows(num_rows=6, num_slots=4, num_devices=2) == ROWS
     assert (ROWS.total, ROWS.num_places) == (10, 6)
     assert [ROWS.own_row(task) for task in range(8)] == [0, 1, 2, 5, 6, 7, 0, 1]
-    assert [ROWS.home(task) for task in range(8)] == [0, 0, 0, 1, 1, 1, 0, 0]
+    assert [ROWS.own_shard(task) for task in range(8)] == [0, 0, 0, 1, 1, 1, 0, 0]
     assert [*ROWS.of_shard(1)] == [5, 6, 7, 8, 9]
     assert make_rows(num_rows=6, num_slots=4, num_devices=1) == Rows(1, 6, 0)
 
@@ -37,7 +37,7 @@ def test_each_batch_has_rows_of_its_own_in_the_data_shards_of_its_tasks():
     assert rows == Rows(2, 3, 2, batches=2) and (rows.total, rows.num_places) == (16, 6)
     assert [rows.own_row(task) for task in range(6)] == [0, 1, 2, 8, 9, 10]
     assert [rows.own_row(task) for task in range(6, 14)] == [3, 4, 5, 11, 12, 13, 0, 1]
-    assert [rows.home(task) for task in range(6, 14)] == [0, 0, 0, 1, 1, 1, 0, 0]
+    assert [rows.own_shard(task) for task in range(6, 14)] == [0, 0, 0, 1, 1, 1, 0, 0]
     assert [*rows.of_shard(1)] == [8, 9, 10, 11, 12, 13, 14, 15]
 
 
@@ -288,7 +288,7 @@ def test_tasks_write_their_own_rows_and_those_of_other_data_shards_spare_ones():
     pool = RowPool(ROWS, 4, (lost := []).append)
     assert pool.offer([0, 1, 2, 3]) == [0, 1, 2, 3]
     assert [pool.take(0, 0), pool.take(1, 2), pool.take(2, 1)] == [0, 2, 9]
-    assert pool.num_borrowed == 1 and not pool._moves
+    assert pool.num_of_other_shards == 1 and not pool._moves
     # Task 6 has the place of task 0, whose row is written again: it is cleared.
     pool.hold(finished(0, 0))
     assert pool.is_held(0) and not pool.is_held(2) and not pool.is_held(-1)

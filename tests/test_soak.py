@@ -202,7 +202,7 @@ def test_every_episode_ends_once_and_nothing_leaks():
         counts.update(
             {
                 name: getattr(rollout.stats, name)
-                for name in ("preempted_episodes", "preempted_host_bytes", "borrowed_slots")
+                for name in ("preempted_episodes", "preempted_host_bytes", "other_shard_episodes")
                 + ("drafted_tokens", "accepted_tokens", "recomputed_tokens", "shared_tokens")
                 + ("copied_tokens",)
             }

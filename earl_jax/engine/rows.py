@@ -17,7 +17,7 @@ NO_ROW = -1
 class Rows(NamedTuple):
     """The rows of each of `data_shards`: `own` ones for each batch, then `spare`, one a slot.
 
-    Tasks are numbered; task t is at home in place t modulo `num_places`. The buffer has room for
+    Tasks are numbered; task t has place t modulo `num_places`. The buffer has room for
     `batches` of so many tasks. With one data shard there are no spare rows.
 
     Example: Rows(2, 3, 2) are ten buffer rows. 0 1 2 and 5 6 7 are those of places 0 to 5; the
@@ -44,7 +44,7 @@ class Rows(NamedTuple):
         """The number of places: tasks of a batch."""
         return self.data_shards * self.own
 
-    def home(self, task: int) -> int:
+    def own_shard(self, task: int) -> int:
         """Returns the data shard of a task's own row."""
         return task % self.num_places // self.own
 

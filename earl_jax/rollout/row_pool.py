@@ -34,7 +34,7 @@ class Finished:
 
 
 class RowPool:
-    """The rows of one rollout. `num_borrowed` counts tasks begun in another shard than theirs."""
+    """The rows of one rollout. `num_of_other_shards` tasks began in another shard than theirs."""
 
     def __init__(self, rows: Rows, num_slots: int, lose_row: Callable[[int], None]) -> None:
         """`lose_row` is called with each row that holds another episode from the next round on."""
@@ -46,7 +46,7 @@ class RowPool:
         self._held: list[dict[int, Finished]] = [{} for _ in shards]
         self._written: set[int] = set()
         self._moves: list[RowMove] = []
-        self.num_borrowed = 0
+        self.num_of_other_shards = 0
 
     def offer(self, slots: Sequence[int]) -> list[int]:
         """Returns those of these slots that can all have a row (`take`)."""
@@ -63,7 +63,7 @@ class RowPool:
     def take(self, slot: int, ticket: int) -> int:
         """Returns the row that this slot writes for the task: its own one where that is free."""
         shard = slot // self._slots_per_shard
-        self.num_borrowed += self._rows.home(ticket) != shard
+        self.num_of_other_shards += self._rows.own_shard(ticket) != shard
         if not self._free[shard]:
             self._move_away(shard)
         free, row = self._free[shard], self._rows.own_row(ticket)

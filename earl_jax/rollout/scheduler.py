@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduling policy of a rollout: which waiting task takes which free slot. Pure Python.
 
-Tasks are numbered as they are submitted. A task plays in its home data shard (engine/rows.py) if a
-slot is free there. Where none is, it borrows a slot of any data shard that has one. So no slot is
+Tasks are numbered as they are submitted. A task plays in its own data shard (engine/rows.py) if a
+slot is free there. Where none is, it takes a slot of any data shard that has one. So no slot is
 empty while a task waits. Waiting is bounded: a task begins before any that was submitted
 `Rows.num_places` tasks after it, or later.
 
@@ -98,7 +98,7 @@ class Lengths:
 
 
 class SlotScheduler:
-    """Assigns free slots to waiting tasks: first to tasks at home there, then to others."""
+    """Assigns free slots to waiting tasks: first to tasks of their data shard, then to others."""
 
     def __init__(self, rows: Rows, num_slots: int, order: Order = "fifo") -> None:
         self._rows, self._slots_per_shard = rows, num_slots // rows.data_shards
@@ -119,7 +119,7 @@ class SlotScheduler:
         """
         if self._lengths is not None:
             self._lengths.add(task, group if kind is None else kind, before)
-        self._waiting[self._rows.home(task)][task] = group
+        self._waiting[self._rows.own_shard(task)][task] = group
         self._of_group.setdefault(group, {})[task] = None
 
     def play(self, lengths: Mapping[int, int]) -> None:
@@ -138,7 +138,7 @@ class SlotScheduler:
         self.end(task)
 
     def _leave(self, task: int) -> None:
-        group = self._waiting[self._rows.home(task)].pop(task)
+        group = self._waiting[self._rows.own_shard(task)].pop(task)
         del self._of_group[group][task]
         if not self._of_group[group]:
             del self._of_group[group]
@@ -154,13 +154,13 @@ class SlotScheduler:
         """Returns the tasks that these free slots take now, by slot.
 
         A data shard gives its slots to its own tasks in their order (`_first`). The slots that are
-        left are lent to tasks of other data shards. With "longest" the first of all goes to the
-        data shard with the most free slots. With "fifo" those of groups go first that have begun in
-        a data shard with a free slot, which has read their prompt; then the last task of the
-        longest queue, whose group begins the latest, goes to the data shard with the most free
-        slots. The `crowded` slots, whose shards have episodes that wait for pages, are not lent. A
-        task that would overtake one submitted `Rows.num_places` before it, or earlier, lets that
-        one go first.
+        left go to tasks of other data shards. With "longest" the first of all goes to the data
+        shard with the most free slots. With "fifo" those of groups go first that have begun in a
+        data shard with a free slot, which has read their prompt; then the last task of the longest
+        queue, whose group begins the latest, goes to the data shard with the most free slots. The
+        `crowded` slots, whose shards have episodes that wait for pages, take tasks of their own
+        shard alone. A task that would overtake one submitted `Rows.num_places` before it, or
+        earlier, lets that one go first.
         """
         taken: dict[int, int] = {}
         left: list[list[int]] = [[] for _ in self._waiting]
@@ -171,12 +171,12 @@ class SlotScheduler:
             elif slot not in crowded:
                 left[shard].append(slot)
         while any(left) and any(self._waiting):
-            shard, task = self._next_borrower(left)
+            shard, task = self._next_of_another(left)
             taken[left[shard].pop(0)] = self._take(shard, task)
         return taken
 
-    def _next_borrower(self, left: Sequence[Sequence[int]]) -> tuple[int, int]:
-        """Returns the data shard, of those with slots `left`, that lends one; and the task."""
+    def _next_of_another(self, left: Sequence[Sequence[int]]) -> tuple[int, int]:
+        """Returns the data shard, of those with slots `left`, that gives the next; and the task."""
         if self._lengths is not None:
             shard = max(range(len(left)), key=lambda shard: (len(left[shard]), -shard))
             return shard, self._first([task for tasks in self._waiting for task in tasks])
@@ -221,7 +221,7 @@ class SlotScheduler:
         """Removes the task, or the oldest, from its queue; its group has begun in this shard."""
         oldest = min(next(iter(tasks)) for tasks in self._waiting if tasks)
         task = oldest if task >= oldest + self._rows.num_places else task
-        group = self._waiting[self._rows.home(task)][task]
+        group = self._waiting[self._rows.own_shard(task)][task]
         self._begun[shard][group] = None
         self._leave(task)
         self.play({task: 0})

@@ -150,7 +150,7 @@ class RolloutService:
     @property
     def stats(self) -> RolloutStats:
         """The counts since the service was opened."""
-        self._stats.borrowed_slots = self._row_pool.num_borrowed
+        self._stats.other_shard_episodes = self._row_pool.num_of_other_shards
         self._blocks.count(self._stats)
         return self._stats
 

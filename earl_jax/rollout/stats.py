@@ -22,8 +22,8 @@ class RolloutStats:
     again, by new weights and behind the `preempted_episodes`, which are counted each time one gave
     up its pages.
     `preempted_host_bytes` of such pages were copied to host memory and back; `preemption` is the
-    last choice between the two in words, "" where there was none. `borrowed_slots` counts episodes
-    that played in a slot of another data shard. `discarded_tokens` were sampled in the same round
+    last choice between the two in words, "" where there was none. `other_shard_episodes`
+    played in a slot of another data shard. `discarded_tokens` were sampled in the same round
     behind a stop string, and are no part of `rollout_tokens`. With speculation, slots took
     `drafting_passes` forward passes, in which `drafted_tokens` were scored beside the token of the
     pass, and `accepted_tokens` of them accepted. Decode steps computed `decode_rows` rows,
@@ -42,7 +42,7 @@ class RolloutStats:
     copied_tokens: int = 0
     recomputed_tokens: int = 0
     preempted_episodes: int = 0
-    borrowed_slots: int = 0
+    other_shard_episodes: int = 0
     preempted_host_bytes: int = 0
     preemption: str = ""
     discarded_tokens: int = 0
@@ -89,7 +89,7 @@ class RolloutStats:
             "copied_tokens",
             "recomputed_tokens",
             "preempted_episodes",
-            "borrowed_slots",
+            "other_shard_episodes",
             "preempted_host_bytes",
             "preemption",
             "discarded_tokens",
