@@ -75,6 +75,8 @@ def test_a_run_writes_what_the_contract_says(uninterrupted):
         assert line["version_lag_max"] == 0
     # What the first step needs nobody has compiled ahead.
     assert steps[0]["compile_s"] > 0
+    # Behind each save, of which the last one is at the end.
+    assert [line["step"] for line in steps if line.get("checkpoint_s", 0) > 0] == [3, 5, 7, 9]
     evaluations = [line for line in lines if "eval" in line]
     assert [line["step"] for line in evaluations] == [0, 4, 8, 10]
     assert {"name", "games", "win", "draw", "loss", "illegal"} <= set(evaluations[-1]["eval"])
