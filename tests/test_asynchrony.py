@@ -359,24 +359,32 @@ def test_a_run_may_go_on_synchronously_and_asynchronously_again(tmp_path):
     assert set(counts.values()) == {1} and {*range(3 * EPISODES, 4 * EPISODES)} <= counts.keys()
 
 
+DROPPING = given_of(apart=False, staleness=1, rule="drop", reuse=2)
+
+
+@pytest.fixture(scope="module")
+def dropping(tmp_path_factory):
+    """A run of two steps with "drop", whose next group does not follow from the step's number."""
+    folder = tmp_path_factory.mktemp("dropping") / "run"
+    train(make_config(DROPPING | {"num_steps": 2}), folder)
+    return folder
+
+
 @pytest.mark.slow
-def test_a_synchronous_step_that_was_not_saved_leaves_what_was_open(tmp_path):
-    """With "drop", whose next group does not follow from the number of the step."""
-    run, given = tmp_path / "run", given_of(apart=False, staleness=1, rule="drop", reuse=2)
-    train(make_config(given | {"num_steps": 2}), run)
+def test_a_synchronous_step_that_was_not_saved_leaves_what_was_open(dropping, tmp_path):
+    run = shutil.copytree(dropping, tmp_path / "run")
     before = (run / EVENTS).read_text()
-    synchronous = make_config(given | {"num_steps": 4, "asynchrony": {}})
+    synchronous = make_config(DROPPING | {"num_steps": 4, "asynchrony": {}})
     assert train(synchronous, run, stop_in_rollout(run, 2)).stopped
     assert len(steps_of(run)) == 2 and (run / EVENTS).read_text() == before
-    train(make_config(given | {"num_steps": 4}), run)
+    train(make_config(DROPPING | {"num_steps": 4}), run)
     assert (run / EVENTS).read_text().startswith(before) and not (run / "until_2").exists()
     assert len(steps_of(run)) == 4 and max(episodes_of(run).values()) <= 2
 
 
 @pytest.mark.slow
-def test_events_that_are_damaged_or_gone_end_a_run_in_words(tmp_path):
-    run, given = tmp_path / "run", given_of(apart=False, staleness=1, rule="drop")
-    train(make_config(given | {"num_steps": 2}), run)
+def test_events_that_are_damaged_or_gone_end_a_run_in_words(dropping, tmp_path):
+    run = shutil.copytree(dropping, tmp_path / "run")
     lines = (run / EVENTS).read_bytes().splitlines(keepends=True)
     for damage, words in [
         ([*lines[:2], lines[2][:9] + b"\n", *lines[3:]], "events.jsonl is damaged in line 3"),
@@ -387,9 +395,9 @@ def test_events_that_are_damaged_or_gone_end_a_run_in_words(tmp_path):
     ]:
         (run / EVENTS).write_bytes(b"".join(damage))
         with pytest.raises(InputError, match=words):
-            train(make_config(given | {"num_steps": 3}), run)
+            train(make_config(DROPPING | {"num_steps": 3}), run)
     (run / EVENTS).write_bytes(b"".join(lines))
-    train(make_config(given | {"num_steps": 3}), run)
+    train(make_config(DROPPING | {"num_steps": 3}), run)
     assert len(steps_of(run)) == 3
 
 
