@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """python -m earl_jax.serve: what it serves, what it refuses; over gRPC, from real processes."""
 
-import contextlib
 import json
 import re
 import socket
@@ -417,21 +416,6 @@ def test_impossible_sampling_settings_are_errors_that_say_why(server):
 def test_a_message_larger_than_any_prompt_is_not_even_read(server):
     code, details = refusal(server.stub.Decode(request("x" * 2**21, 4)))
     assert code == Code.RESOURCE_EXHAUSTED and "larger than max" in details
-
-
-def test_bytes_that_are_no_grpc_and_silent_clients_disturb_no_other_client(server):
-    """Noise, another protocol, a connection that stays silent, and one cut within a request."""
-    host, port = server.address.split(":")
-    noise = np.random.default_rng(0).bytes(4096)
-    openings = (b"", b"GET / HTTP/1.1\r\n\r\n", noise, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + noise)
-    with contextlib.ExitStack() as open_sockets:
-        for opening in openings * 8:
-            client = open_sockets.enter_context(socket.create_connection((host, int(port))))
-            client.sendall(opening)
-        ids = prompt(8, 9)
-        assert ids_of(server.stub.Decode(request(ids, 20))) == expected(ids, 20)
-    assert ids_of(server.stub.Decode(request(ids, 20))) == expected(ids, 20)
-    assert server.process.poll() is None
 
 
 # Mistakes in what is given.
