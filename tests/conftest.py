@@ -3,7 +3,7 @@
 """Eight virtual CPU devices, so that every placement in the tests is real.
 
 Programs are compiled quickly instead of well: a training step in 0.7 s, not 5 s. The processes that
-tests start do the same, but for two whole runs of configs.
+tests start do the same, but for the installed program of test_install.py.
 """
 
 import fnmatch

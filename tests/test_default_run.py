@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from earl_jax.telemetry.metrics import read_metrics
-from tests.support import ROOT, environment_without
+from tests.support import ROOT, link_programs
+from tests.support.runs import environment
 
 MOVES = {
     "train": ("data=1,fsdp=8", "data=1,fsdp=2,context=4"),
@@ -24,14 +25,15 @@ STEPS = 28
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_both_meshes_change_as_the_policy_learns(tmp_path):
-    """With nobody's earlier measurements, and programs compiled as well as a new user's."""
+    """With nobody's earlier measurements. test_install.py compiles programs as a user's."""
     # Nothing is asserted of its last evaluation.
     settings = {"num_steps": STEPS, "eval.final_games": 8}
+    link_programs(tmp_path / "cache")
     run = subprocess.run(
         [sys.executable, "-m", "earl_jax.main", f"--workdir={tmp_path / 'run'}"]
         + [f"--config.{key}={value}" for key, value in settings.items()],
         cwd=ROOT,
-        env=environment_without("XLA_FLAGS", "JAX_") | {"XDG_CACHE_HOME": str(tmp_path / "cache")},
+        env=environment() | {"XDG_CACHE_HOME": str(tmp_path / "cache")},
         capture_output=True,
         text=True,
         timeout=800,

@@ -3,7 +3,6 @@
 """An installed package has all it needs, from the one line for pip in the README."""
 
 import json
-import os
 import subprocess
 import sys
 import tomllib
@@ -56,15 +55,18 @@ def venv(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def earl_jax_of(venv, tmp_path_factory):
-    """Returns a function that runs the installed command, from a folder that is not the project."""
+    """Returns a function that runs the installed command, from a folder that is not the project.
+
+    Its programs are compiled as well as a user's, not quickly as in other tests.
+    """
     folder = tmp_path_factory.mktemp("elsewhere")
+    environment = environment_without("PYTHON", "JAX_", "XLA_", "PJRT_")
 
     def run(*arguments):
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
         done = subprocess.run(
             [venv / "bin" / "earl-jax", *arguments],
             cwd=folder,
-            env={**environment, "XDG_CACHE_HOME": str(folder / "cache")},
+            env=environment | {"XDG_CACHE_HOME": str(folder / "cache")},
             capture_output=True,
             text=True,
         )
