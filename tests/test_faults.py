@@ -5,7 +5,6 @@
 import ctypes
 import os
 import re
-import resource
 import shutil
 import signal
 import socket
@@ -61,20 +60,6 @@ def die_in(stage: str, lost: int) -> None:
         return from_checkpoint(killed, *arguments)
 
     saver.save, saved_position.from_checkpoint = faulty_save, faulty_restore
-    sys.exit(exit_status(lambda: train_command(sys.argv[1:])))
-
-
-def fill_the_disk() -> None:
-    """Runs the command; from its second save on no file can be as large as an array."""
-    save, saved = saver.save, []
-
-    def full(*arguments) -> None:
-        saved.append(1)
-        if len(saved) == 2:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
-        save(*arguments)
-
-    saver.save = full
     sys.exit(exit_status(lambda: train_command(sys.argv[1:])))
 
 
@@ -231,19 +216,6 @@ def test_storage_that_turns_read_only_ends_all_with_one_message(tmp_path):
         assert str(tmp_path / "w") in message and "in the stage " in message, message
     assert steps_of(tmp_path / "w")[-1]["step"] <= 4
     assert (tmp_path / "w/checkpoints/1").is_dir()
-
-
-@pytest.mark.slow
-def test_a_full_disk_is_one_message_in_the_next_step(tmp_path):
-    program = "import test_faults; test_faults.fill_the_disk()"
-    settings = SAVED | {"num_steps": 1000, "checkpoint.every_steps": 5}
-    ((status, _, errors),) = Command(tmp_path / "w", 1, program=program, **settings).ends()
-    assert status == 1 and errors.count("\n") == 1, errors
-    line = errors
-    assert line.startswith(f"error: {tmp_path / 'w' / 'checkpoints'}/10")
-    assert "cannot be written: File too large" in line
-    assert steps_of(tmp_path / "w")[-1]["step"] <= 15, "before the next save"
-    assert (tmp_path / "w/checkpoints/5").is_dir()
 
 
 @pytest.mark.slow

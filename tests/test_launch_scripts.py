@@ -21,7 +21,6 @@ from benchmarks.runs import free_port
 from earl_jax.launch.distributed import DistributedConfig
 from earl_jax.launch.distributed import _find_place as find_place
 from tests.support import ROOT, python_path
-from tests.support.commands import ALL, SMALL
 from tests.support.placements import EIGHT_SLOTS, TINY
 from tests.support.runs import steps_of
 from tests.support.settings import small, write_config
@@ -568,9 +567,6 @@ def test_image_copies_what_there_is():
 
 # Real runs of two processes.
 
-RUN = SMALL | ALL | {"num_steps": 1, "devices.num_cpu_devices": 4, "checkpoint.every_steps": 1}
-FLAGS = [CONFIG, *(f"--config.{key}={value}" for key, value in RUN.items())]
-
 
 def step_numbers(workdir: Path) -> list[int]:
     return [row["step"] for row in steps_of(workdir)]
@@ -579,8 +575,9 @@ def step_numbers(workdir: Path) -> list[int]:
 @pytest.mark.slow
 def test_two_processes_train(machine):
     """On TPU VMs; those of Slurm train below."""
-    workdir = machine.home / "run"
-    done = machine.run("tpu_scripts/run.sh", *TPU, *FLAGS, f"--workdir={workdir}")
+    workdir, config = machine.home / "run", supervised_config(machine.home, 1)
+    flags = [f"--config={config}", f"--workdir={workdir}"]
+    done = machine.run("tpu_scripts/run.sh", *TPU, *flags)
     assert done.returncode == 0, done.stderr[-4000:]
     assert step_numbers(workdir) == [1]
     # One process reports.
@@ -607,7 +604,7 @@ def supervised_config(folder: Path, num_steps: int) -> Path:
 
 @pytest.mark.slow
 def test_run_resumes_after_a_process_is_killed(machine):
-    workdir, config = machine.home / "run", supervised_config(machine.home, 16)
+    workdir, config = machine.home / "run", supervised_config(machine.home, 10)
     job = machine.start(*SBATCH, f"--config={config}", f"--workdir={workdir}")
     deadline_s = time.monotonic() + 270
     while 2 not in step_numbers(workdir):
@@ -618,7 +615,7 @@ def test_run_resumes_after_a_process_is_killed(machine):
     output, errors = job.communicate(timeout=270)
     assert job.returncode == 0, errors[-4000:]
     assert "starting the run again (1 of 10)" in errors
-    assert step_numbers(workdir) == list(range(1, 17))
+    assert step_numbers(workdir) == list(range(1, 11))
     assert f"process 1 on {socket.gethostname()} has ended" in errors
     assert len(machine.calls("srun")) == 2 and "resum" in output
     # One process reports.

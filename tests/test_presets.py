@@ -161,8 +161,10 @@ def test_a_preset_trains_from_scratch_on_a_mixed_mesh(preset):
 
     test_families.py samples with every family on a mesh, and has gradients of each.
     """
+    # Of Qwen3-Next one layer of each kind.
+    two_layers = {"num_layers": 2} | ({"attention_every": 2} if "next" in preset else {})
     sections = {
-        "model": {**SMALL, **SHRUNK[preset], "preset": preset},
+        "model": {**SMALL, **SHRUNK[preset], "preset": preset, **two_layers},
         "rollout": {"num_slots": 8, "episodes_per_step": 16},
         "selector": {
             "rollout_meshes": ("data=4,tensor=2",),

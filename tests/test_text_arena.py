@@ -15,6 +15,7 @@ from earl_jax.config.file import make_config
 from earl_jax.envs.environment import check_start, check_step
 from earl_jax.envs.games.text_arena import TextArena
 from earl_jax.settings.errors import InputError
+from tests.support.placements import TINY
 from tests.support.runs import episodes_of, steps_of
 
 
@@ -122,6 +123,7 @@ def test_games_that_cannot_begin_are_errors_in_words(library):
 def test_a_policy_plays_both_sides_in_a_run(library, tmp_path):
     settings = {
         "num_steps": 1,
+        "model": TINY,
         "algorithm": "reinforce",
         "env": {"name": "textarena", "args": {"game": "TicTacToe-v0", "num_players": 2}},
         "rollout": {
