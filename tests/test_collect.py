@@ -6,11 +6,9 @@ import collections
 import dataclasses
 import heapq
 import math
-import random
 import threading
 import time
 
-import numpy as np
 import pytest
 
 from earl_jax.engine.engine import Engine
@@ -177,23 +175,6 @@ def test_tasks_come_from_elsewhere_also_when_all_slots_are_free_at_once(pool):
     assert all(trajectory.num_policy_tokens == 1 for trajectory in rollout.trajectories)
 
 
-@pytest.mark.slow
-def test_tasks_of_one_data_shard_play_in_slots_of_all(pool, games):
-    """Eighteen episodes of three of eight data shards also play in slots of the other five.
-
-    With one slot per data shard, each of these plays one episode of another after the other; the
-    episodes are those on another number of slots.
-    """
-    rollout = collect(pool, tasks(18), num_slots=8)
-    check_rows(rollout, 18)
-    assert_same_episodes(games.trajectories[:18], rollout.trajectories)
-    assert rollout.stats.other_shard_episodes >= 10
-    in_own_shards = max(
-        sum(rounds_of(t) for t in games.trajectories[first : first + 6]) for first in (0, 6, 12)
-    )
-    assert rollout.stats.rounds < in_own_shards
-
-
 def test_an_episode_is_the_same_among_other_episodes(pool, games):
     other = collect(pool, [*tasks(5, first=500), *tasks(30)[10:]])
     ours = [dataclasses.replace(t, row=0) for t in games.trajectories[10:30]]
@@ -278,20 +259,6 @@ def test_session_holds_a_whole_burst(pool, tokens, grows):
     assert grow_pool.wanted == [(max_tokens, tokens + CONFIG.burst)] * grows
     assert {t.num_tokens for t in rollout.trajectories} == {tokens + CONFIG.max_turn_tokens}
     check_rows(rollout, 8)
-
-
-def test_a_policy_update_shows_in_the_versions(pool, games):
-    before = collect(pool, tasks(16), version=3)
-    after = collect(pool, tasks(16), params=weights(1), version=4)
-    for rollout, version in ((before, 3), (after, 4)):
-        check_rows(rollout, 16)
-        sampled = np.asarray(rollout.experience.turn_ids) > 0
-        assert set(np.asarray(rollout.experience.versions)[sampled].tolist()) == {version}
-    replies = [
-        [turn.token_ids for t in rollout.trajectories for turn in t.turns[1:2]]
-        for rollout in (games, before, after)
-    ]
-    assert replies[0][:16] == replies[1] != replies[2]
 
 
 def cut_texts(trajectories):
@@ -591,18 +558,6 @@ def test_environment_at_work_delays_no_other_episode(pool, games):
     assert rollout.stats.prefill_tokens == games.stats.prefill_tokens
 
 
-def test_the_order_of_answers_changes_no_episode(pool, games):
-    rng = random.Random(0)
-    delays = {task.episode: rng.choice([0, 0, 0.003, 0.03]) for task in tasks(40)}
-
-    def make(task):
-        return Watched(task, lambda: time.sleep(delays[task.episode]))
-
-    rollout = collect(pool, tasks(40), make, patience_s=0.0)
-    check_rows(rollout, 40)
-    assert_same_episodes(games.trajectories, rollout.trajectories)
-
-
 def test_one_thread_alone_speaks_to_the_devices(pool, monkeypatch):
     """Environments run in two others. Whatever is asked of the engine, it alone asks."""
     speakers, thinkers = set(), set()
@@ -634,13 +589,3 @@ def test_waiting_for_everybody_is_counted(pool):
     rollout = collect(pool, tasks(2), make, patience_s=0.0)
     # The calls may begin some time before the wait for them.
     assert rollout.stats.env_wait_s >= 0.1
-
-
-def test_all_environments_may_fail_at_once(pool):
-    def make(task: Task):
-        raise RuntimeError("no games today")
-
-    rollout = collect(pool, tasks(20), make)
-    assert [t.stop_reason for t in rollout.trajectories] == ["environment_error"] * 20
-    assert rollout.stats.rounds == 0
-    check_rows(rollout, 0)

@@ -17,7 +17,6 @@ import pytest
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.round_inputs import RoundInputs
 from earl_jax.engine.sampling import sampling_rows
-from earl_jax.models.layer_groups import pages_for
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.updates import sft
@@ -30,7 +29,6 @@ from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.telemetry.load import WINDOW, LoadHistory
 from earl_jax.train.backup import StateLost
-from tests.support.caches import rows_of
 from tests.support.placements import (
     CUBE,
     D4T2,
@@ -251,22 +249,21 @@ def test_restore_refuses_what_is_no_placement(world, change):
 # Rollouts that move.
 
 
-def live_inputs(engine, **changes):
+def live_inputs(engine):
     """Every slot starts an episode with two tokens of its own, and speaks."""
     slots = engine.config.num_slots
     chunk = np.zeros((slots, engine.config.chunk_size), np.int32)
     chunk[:, :2] = np.arange(2 * slots).reshape(slots, 2)
-    inputs = {
-        "chunk": chunk,
-        "count": np.full(slots, 2),
-        "restart": np.ones(slots, np.int32),
-        "begin_turn": np.ones(slots, np.int32),
-        "seed": 1000 + np.arange(slots),
-        "row": np.arange(slots),
-        "sampling": sampling_rows(Sampling(temperature=0.0), slots),
-        "version": 3,
-    }
-    return RoundInputs(**{**inputs, **changes})
+    return RoundInputs(
+        chunk=chunk,
+        count=np.full(slots, 2),
+        restart=np.ones(slots, np.int32),
+        begin_turn=np.ones(slots, np.int32),
+        seed=1000 + np.arange(slots),
+        row=np.arange(slots),
+        sampling=sampling_rows(Sampling(temperature=0.0), slots),
+        version=3,
+    )
 
 
 def live_session(world, placement):
@@ -278,54 +275,6 @@ def live_session(world, placement):
     state, report = session.engine.play(session.policy.params, state, live_inputs(session.engine))
     assert report.count.sum() > 0 and report.active.any()
     return dataclasses.replace(session, state=state)
-
-
-def with_pages(session):
-    """The same with pages for every slot's max tokens."""
-    for slot in range(session.engine.config.num_slots):
-        session.pages.hold(slot, session.max_tokens)
-    table = session.pages.as_array(pages_for(session.max_tokens, session.engine.config.page_size))
-    return dataclasses.replace(session, state=session.engine.give_pages(session.state, table))
-
-
-def go_on(session):
-    """Two more greedy tokens of the turns that are not over."""
-    nothing = np.zeros(session.engine.config.num_slots, np.int32)
-    inputs = live_inputs(session.engine, count=nothing, restart=nothing, begin_turn=nothing)
-    return session.engine.play(session.policy.params, session.state, inputs)
-
-
-def test_live_episodes_that_outgrow_the_budget_go_on_elsewhere_with_the_same_tokens(world, table):
-    """The budget holds episodes of LONG tokens on tensor=2 alone; nothing comes to the host."""
-    tight = too_large_for(table, world.problem, rollout=((D8, LONG),))
-    placement = stand(place(world, tight, budget_bytes=10**9))
-    session = live_session(world, placement)
-    weights, before = on_host(session.policy.params), on_host(session.state)
-    with HostByteCounter() as counter:
-        moved = placement.sessions.grow(session, SHORT + 1, 2, None)
-    assert counter.num_bytes == 0
-    assert (moved.engine.layout.shape, moved.max_tokens, moved.policy.version) == (D4T2, LONG, 3)
-    assert placement.rollout.mesh == D4T2
-    log = placement.take_log()
-    assert log.switch_s > 0 and [choice.switched for choice in log.choices] == [True]
-    assert log.choices[0].reason.startswith(f"{D8} -> {D4T2} (context {LONG} needs ")
-
-    jax.tree.map(np.testing.assert_array_equal, weights, on_host(moved.policy.params))
-    after, model = on_host(moved.state), moved.engine.config.model
-    for old, new in zip(rows_of(model, before.cache), rows_of(model, after.cache), strict=True):
-        for side in ("key", "value"):
-            # Two prompt tokens and one that was sampled are in the cache.
-            np.testing.assert_array_equal(old[side][:, :, :3], new[side][:, :, :3])
-            assert old[side][:, :, :3].any()
-
-    loose = stand(place(world, table))
-    stayed = loose.sessions.grow(live_session(world, loose), SHORT + 1, 2, None)
-    assert (stayed.engine.layout.shape, stayed.max_tokens) == (D8, LONG)
-    (_, expected), (_, report) = go_on(stayed), go_on(moved)
-    np.testing.assert_array_equal(expected.tokens, report.tokens)
-    np.testing.assert_array_equal(expected.count, report.count)
-    np.testing.assert_allclose(expected.logprobs, report.logprobs, atol=1e-5)
-    assert report.count.sum() > 0
 
 
 def test_larger_context_bucket_on_the_same_mesh_keeps_live_episodes(world, table):

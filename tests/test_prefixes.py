@@ -45,10 +45,6 @@ def test_the_longest_common_beginning_is_taken_over(index, prompt, length):
     assert shared.source == (0 if length else 1)
 
 
-def test_another_shard_has_nothing(index):
-    assert index.find(3, [*SYSTEM, 30]) == Shared(source=3, length=0)
-
-
 @pytest.fixture
 def sending():
     """Two shards; four tokens and more are worth a copy. Slot 0 is to read SYSTEM and 20 to 24."""
@@ -72,36 +68,6 @@ def test_what_another_shard_reads_is_waited_for_and_copied_where_that_is_worth_i
     assert sending.find(3, [*SYSTEM, 30]) == Shared(source=0, length=8)
 
 
-def test_a_shards_own_comes_before_a_copy_that_is_hardly_longer(sending):
-    sending.append(0, 13)
-    sending.end_inputs()
-    prompt = [*SYSTEM, 30, 31]
-    sending.begin(4, prompt, sending.find(4, prompt))
-    assert sending.find(5, [*SYSTEM, 20, 21, 22, 40]) == Shared(source=4, length=8)
-    assert sending.find(5, [*SYSTEM, 20, 21, 22, 23, 40]) == Shared(source=0, length=12)
-
-
-def test_what_a_slot_takes_over_is_there_for_other_shards_a_round_later(sending):
-    """Its pages are filled in the round: until then there is nothing to copy from them."""
-    sending.append(0, 13)
-    sending.end_inputs()
-    prompt = [*SYSTEM, 30]
-    sending.begin(3, prompt, sending.find(3, prompt))
-    sending.forget(0)
-    assert sending.find(1, prompt) is None
-    sending.append(3, 1)
-    sending.end_inputs()
-    assert sending.find(1, prompt) == Shared(source=3, length=8)
-
-
-def test_its_own_cache_comes_first(index):
-    prompt = [*SYSTEM, 30]
-    index.begin(1, prompt, index.find(1, prompt))
-    index.append(1, 1)
-    assert index.find(1, [*SYSTEM, 40]) == Shared(source=1, length=8)
-    assert index.find(0, [*SYSTEM, 40]) == Shared(source=0, length=8)
-
-
 def test_slot_with_the_same_prompt_waits_for_the_one_that_prefills_it(index):
     prompt = [*SYSTEM, 30, 31, 32, 33, 34]
     index.begin(1, prompt, index.find(1, prompt))
@@ -109,35 +75,6 @@ def test_slot_with_the_same_prompt_waits_for_the_one_that_prefills_it(index):
     assert index.find(2, [*SYSTEM, 40]) == Shared(source=0, length=8), "not for nothing"
     index.append(1, 4)
     assert index.find(2, prompt) == Shared(source=1, length=12)
-
-
-def test_no_slot_waits_for_one_that_stopped_or_waits_itself(index):
-    prompt = [*SYSTEM, 30, 31, 32, 33, 34]
-    index.begin(1, prompt, index.find(1, prompt))
-    index.stop(1)
-    assert index.find(2, prompt) == Shared(source=0, length=8)
-    index.begin(1, prompt, index.find(1, prompt))
-    assert index.find(2, prompt) is None
-    other = [*SYSTEM, 50]
-    assert index.find(1, other) == Shared(source=1, length=8)
-    assert index.find(2, prompt) == Shared(source=0, length=8)
-
-
-def test_what_is_taken_over_is_there_for_the_next(index):
-    """Within a round slots take over one after the other; what is appended comes later."""
-    prompt = [*SYSTEM, 30, 31, 32, 33, 34]
-    index.begin(1, prompt, index.find(1, prompt))
-    other = [9, 9, 9, 9, 9]
-    index.begin(0, other, index.find(0, other))
-    assert index.find(2, [*SYSTEM, 50]) == Shared(source=1, length=8)
-    assert index.find(2, [*other, 1]) is None
-
-
-def test_answers_behind_the_prompt_are_not_shared(index):
-    """Some of them were sampled, by another program than that which reads prompts."""
-    index.append(0, 5)
-    # Nor is the last token of the prompt, which went in with the first decode step.
-    assert index.find(1, [*SYSTEM, 20, 21, 22, 23, 24, 60, 61, 62, 63, 64]).length == 12
 
 
 class Slow:
@@ -233,10 +170,3 @@ def test_a_slot_that_waits_compares_its_prompt_once(index, monkeypatch):
     assert found == Shared(source=1, length=15)
     index.begin(2, waiting, found)
     assert [ids.tolist() for ids in added] == [prompt, prompt], "slot 1's, and slot 2's"
-
-
-def test_an_equal_prompt_that_was_made_anew_is_found_as_well(index):
-    waiting = [*SYSTEM, 30]
-    assert index.find(1, waiting) == Shared(source=0, length=8)
-    assert index.find(1, [9, 9, 9, 9, 9]) == Shared(source=1, length=0)
-    assert index.find(1, list(waiting)) == Shared(source=0, length=8)

@@ -33,30 +33,6 @@ def rows(table: PageTable) -> list[list[int]]:
     return [row[: table.num_held(slot)].tolist() for slot, row in enumerate(wide)]
 
 
-def test_merged_shards_need_no_more_pages_than_both_had(table):
-    assert rows(table) == [[0, 1], [0, 2], [], [], [5, 6], []]
-    assert [table.least_pages(shards) for shards in (1, 2, 3, 6)] == [5, 3, 3, 2]
-    merged, source = table.regroup(Pool(shards=1, pages=5))
-    assert rows(merged) == [[0, 1], [0, 2], [], [], [3, 4], []]
-    assert source.tolist() == [[0, 1, 2, 5, 6]]
-    assert (merged.holders(), merged.num_free(0)) == ([[2, 1, 1, 1, 1]], 0)
-    # The table itself is as it was.
-    assert rows(table) == [[0, 1], [0, 2], [], [], [5, 6], []]
-    assert [table.num_free(shard) for shard in range(2)] == [2, 3]
-
-
-def test_a_page_that_slots_of_two_new_shards_share_is_there_for_each(table):
-    split, source = table.regroup(Pool(shards=6, pages=3))
-    assert rows(split) == [[0, 1], [3, 4], [], [], [12, 13], []]
-    none = [NO_SOURCE] * 3
-    assert source.tolist() == [[0, 1, -1], [0, 2, -1], none, none, [5, 6, -1], none]
-    assert split.holders()[:2] == [[1, 1, 0], [1, 1, 0]]
-    back, source = split.regroup(Pool(shards=2, pages=4))
-    # What was shared once is not any more.
-    assert rows(back) == [[0, 1], [2, 3], [], [], [4, 5], []]
-    assert source.tolist() == [[0, 1, 3, 4], [12, 13, -1, -1]]
-
-
 def test_a_pool_shrinks_to_what_is_held_and_no_further(table):
     small, source = table.regroup(Pool(shards=2, pages=3))
     assert rows(small) == [[0, 1], [0, 2], [], [], [3, 4], []]
@@ -88,15 +64,6 @@ def test_idle_slots_keep_their_prompts_where_pages_are_left(table):
     # Whoever plays there again is not idle any more.
     table.hold(0, 9)
     assert table.least_pages(2) == 4
-
-
-def test_neither_number_of_shards_need_divide_the_other():
-    table = PageTable(Pool(shards=2, pages=3), num_slots=6, rule=PageRule(4))
-    for slot in range(6):
-        table.hold(slot, 4)
-    thirds, source = table.regroup(Pool(shards=3, pages=2))
-    assert rows(thirds) == [[slot] for slot in range(6)]
-    assert source.tolist() == [[0, 1], [2, 3], [4, 5]]
 
 
 @dataclasses.dataclass

@@ -109,22 +109,6 @@ def test_tasks_that_come_one_by_one_play_as_in_a_closed_list(pool):
     check_nothing_is_held(service, LONG)
 
 
-def test_more_tasks_than_rows_flow_through(pool):
-    """Rows are used again, and prompts are shared though their rows are written anew."""
-    service = open_small(pool)
-    expected = collect(pool, tasks(44), lecture, max_tokens=LONG)
-    assert service.rows.total == 16
-    service.submit(tasks(44))
-    found, rows = [], []
-    for finished in service.drain():
-        rows += [each.row for each in finished]
-        found += take(service, finished)
-    assert_same_episodes(expected.trajectories, in_order(found))
-    assert len(rows) == 44 and max(rows) < service.rows.total
-    assert service.stats.shared_tokens > 0
-    check_nothing_is_held(service, LONG)
-
-
 def test_a_client_that_holds_rows_holds_up_no_slot_that_can_have_another(pool):
     """Rows that are held stay what they are, moved or not; with all of them held nothing begins."""
     service, held = open_small(pool), []
@@ -288,18 +272,6 @@ def test_tokens_of_an_aborted_task_are_not_those_of_the_next_in_its_slot(pool):
         found += take(service, finished)
     assert_same_episodes(expected.trajectories, in_order(found))
     check_nothing_is_held(service, LONG)
-
-
-def test_all_can_be_aborted(pool):
-    service = open_small(pool)
-    service.submit(tasks(24))
-    found = [finished for _ in range(4) for finished in take(service, service.step())]
-    assert len(service.abort()) == 24 - len(found)
-    assert service.abort() == [] and service.abort([0]) == []
-    assert service.num_live == 0 and service.step() == [] and not service.is_busy
-    check_nothing_is_held(service, LONG)
-    assert service._row_pool.offer(range(SLOTS)) == [*range(SLOTS)]
-    assert sum(map(len, service._row_pool._free)) == service.rows.total
 
 
 # Weights that change while episodes play.

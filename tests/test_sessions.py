@@ -272,18 +272,6 @@ def test_the_session_that_is_found_is_that_of_comparing_with_each():
     assert len(kept) == 200
 
 
-def test_two_conversations_that_go_on_at_once_both_come_back():
-    service = open_served(keep_replies=True)
-    chats = [Chat(number) for number in range(2 * SLOTS)]
-    for chat in chats:
-        say(service, chat)
-    read = service.stats.prefill_tokens
-    service.submit([chat.task() for chat in chats[:SLOTS]])
-    found = [each for some in service.drain() for each in some]
-    assert len(found) == SLOTS
-    assert service.stats.prefill_tokens - read == 6 * SLOTS
-
-
 def test_without_room_in_host_memory_the_conversation_of_the_longest_ago_is_dropped():
     """There is room for the blocks of two conversations."""
     service = open_served(keep_replies=True)
@@ -311,21 +299,6 @@ def test_new_weights_have_read_nothing_that_is_in_host_memory():
     service.update_weights(Policy(params=params, version=1), "keep")
     assert len(service._blocks._idle.store) == 0 and service._blocks._host.held_bytes == 0
     assert say(service, chats[0])[2] == 0
-
-
-def test_a_conversation_that_gave_up_its_pages_comes_back_from_host_memory():
-    """The pool has 12 pages: a long conversation takes those of two short ones."""
-    service = open_served(keep_replies=True, cache_tokens=CONTEXT_TOKENS)
-    first, second, long = Chat(0), Chat(1), Chat(2, 56)
-    for chat in (first, second):
-        say(service, chat)
-    say(service, long, reply=4)
-    for chat in (first, second):
-        ids = list(chat.ids)
-        turn, read, _ = say(service, chat)
-        assert read == 6
-        [expected] = continuations([np.array(ids)], [chat.number], len(turn.token_ids))
-        assert list(turn.token_ids) == expected.tolist()
 
 
 @pytest.mark.slow_except("full")

@@ -137,27 +137,6 @@ def test_the_cache_after_many_turns_is_that_of_one_prefill(played):
                 assert not layer[side][slot, :, length:].any()
 
 
-def test_appending_in_pieces_gives_the_logits_of_one_prefill():
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, VOCAB, (NUM_SLOTS, MAX_TOKENS)).astype(np.int32)
-    lengths = rng.integers(10, MAX_TOKENS, NUM_SLOTS)
-    logits_BTV = full_forward([row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)])
-    append = jax.jit(functools.partial(forward_chunk, MODEL))
-    cache, cached = (
-        empty_cache(MODEL, NUM_SLOTS, MAX_TOKENS, PAGE_SIZE),
-        np.zeros(NUM_SLOTS, np.int32),
-    )
-    while (cached < lengths).any():
-        counts = np.minimum(rng.integers(0, 8, NUM_SLOTS), lengths - cached).astype(np.int32)
-        chunk = np.zeros((NUM_SLOTS, 7), np.int32)
-        for row, (start, count) in enumerate(zip(cached, counts, strict=True)):
-            chunk[row, :count] = tokens[row, start : start + count]
-        logits_BV, cache = append(params(), cache, chunk, cached, counts)
-        cached = cached + counts
-        for row in np.flatnonzero(counts):
-            np.testing.assert_allclose(logits_BV[row], logits_BTV[row, cached[row] - 1], atol=2e-5)
-
-
 def test_some_append_beside_others_in_the_middle_of_a_turn(played):
     """With bursts that are shorter than turns; what is said is the same, and what is written."""
     scripts, _, transcripts = played
@@ -331,31 +310,6 @@ def test_an_episode_is_the_same_whatever_shares_the_batch(dtype):
     for slot in chosen:
         _, alone = converse(play, nobody, {0: scripts[slot]})
         assert_same({0: transcripts[slot]}, alone, atol=0)
-
-
-def test_noise_belongs_to_the_episode():
-    """One prompt in eight slots: as many different replies as different seeds."""
-    seeds = [1, 1, 2, 3, 4, 4, 5, 6]
-    scripts = {
-        slot: Script(seed=seed, row=slot, messages=((3, 4, 5), (6, 7)))
-        for slot, seed in enumerate(seeds)
-    }
-    _, transcripts = converse(play_on_one_device(), empty(), scripts)
-    replies = {slot: tuple(t.ids) for slot, t in transcripts.items()}
-    assert replies[0] == replies[1] and replies[4] == replies[5]
-    assert len(set(replies.values())) == len(set(seeds))
-
-
-def test_temperatures_differ_slot_by_slot():
-    scripts = make_scripts(NUM_SLOTS)
-    temperature = dict(enumerate([0.0, 1.0, 0.7, 0.0, 2.0, 0.5, 0.0, 1.0]))
-    _, transcripts = converse(play_on_one_device(), empty(), scripts, temperature=temperature)
-    check_logprobs(transcripts, temperature)
-    logits_BTV = full_forward([t.ids for t in transcripts.values()])
-    for slot in (0, 3, 6):
-        positions = np.flatnonzero(transcripts[slot].turn_ids)
-        best = logits_BTV[slot, positions - 1].argmax(-1)
-        assert best.tolist() == [transcripts[slot].ids[position] for position in positions]
 
 
 def test_every_token_carries_the_version_of_its_round():
