@@ -475,20 +475,6 @@ def test_the_table_has_a_row_per_trajectory_in_their_order():
     np.testing.assert_allclose(table[:, :3], np.array(expected) / 0.5625, rtol=1e-6)
 
 
-def test_the_table_of_groups():
-    trajectories = [
-        make_trajectory(0, (0.0, 1.0), group=4),
-        make_trajectory(1, (3.0,), group=9),
-        make_trajectory(2, (2.0,), group=4),
-        make_trajectory(3, (5.0,), group=4),
-        make_trajectory(4, (0.0, 0.0, 1.0), group=9),
-    ]
-    # Group 4: 1, 2, 5 has mean 8/3; group 9: 3, 1 has mean 2.
-    _, table = assign_credit(PLAIN_GRPO, trajectories)
-    expected = [[-5 / 3, -5 / 3, 0], [1, 0, 0], [-2 / 3, 0, 0], [7 / 3, 0, 0], [-1, -1, -1]]
-    np.testing.assert_allclose(table[:, :3], expected, rtol=1e-6)
-
-
 @pytest.mark.parametrize("algorithm", [GRPO, REINFORCE], ids=["grpo", "reinforce"])
 @pytest.mark.parametrize("failure", sorted(FAILURES))
 def test_an_episode_that_its_environment_failed_counts_nowhere(algorithm, failure):

@@ -307,17 +307,6 @@ def test_a_batch_without_tokens_changes_nothing_with_any_aggregation():
         assert metrics["skipped_updates"] == metrics["loss"] == 0
 
 
-def test_the_effective_sample_size_by_hand():
-    """With weights w = policy / behaviour it is (sum w)^2 / sum w^2 over the tokens of the mask."""
-    learner, batch = make_learner(ALGORITHMS["grpo"]), make_batch()
-    params = init_state(MODEL, learner.config, VOCAB, make_layout(ONE), seed=0).params
-    scores = own_scores(params, batch)
-    weights = np.exp(np.asarray(scores.logprobs, np.float64) - batch.logprobs)[batch.turn_ids > 0]
-    expected = weights.sum() ** 2 / (weights**2).sum() / weights.size
-    found = updated(learner, batch)[1]["effective_sample_size"]
-    assert 0 < found < 1 and found == pytest.approx(expected, rel=1e-4)
-
-
 def test_the_learning_rate_is_scaled_by_the_effective_sample_size():
     """Of four tokens with ratios 1, 1 in one part and 1, 3 in another: 6^2 / 12 / 4 = 3/4.
 

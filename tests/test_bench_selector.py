@@ -65,11 +65,6 @@ def test_regret_of_a_tiny_point():
 # Capacity.
 
 
-@pytest.mark.parametrize("most", [0, 15, 16, 100, 1000])
-def test_longest_is_the_last_multiple_that_fits(most):
-    assert longest(lambda tokens: tokens <= most, 16) == most // 16 * 16
-
-
 def capacity_problem(budget: int) -> Problem:
     config = make_config(GIVEN)
     model, vocab_size = find_model(config, None)

@@ -9,7 +9,6 @@ import pytest
 
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import check_tensor_axis
-from earl_jax.selector.meshes import divisors
 from earl_jax.sharding.layout import MeshShape
 from tests.support.meshes import rollout_candidates, train_candidates
 
@@ -94,10 +93,6 @@ def test_candidates_of_other_device_counts(num_devices, num_rollout, num_train):
     assert time.perf_counter() - start < 10
     assert (len(set(rollout)), len(set(train))) == (num_rollout, num_train)
     assert {s.num_devices for s in [*rollout, *train]} == {num_devices}
-
-
-def test_divisors_rise():
-    assert divisors(12) == [1, 2, 3, 4, 6, 12]
 
 
 def test_named_candidates_keep_the_order_of_the_user():

@@ -158,17 +158,6 @@ def test_tokens_in_flight_say_how_many_pages_are_wanted_and_others_are_there_too
         assert choose(problem, step).rollout.num_bytes == 1000 + 80 * pages
 
 
-@pytest.mark.parametrize(("mesh", "times"), [(D8, 1), (D4T2, 2), (D2T4, 4), (T8, 8)])
-def test_longest_episode_grows_as_tensor_does(mesh, times):
-    # 1600 bytes of pages are 200 tokens of whole heads.
-    problem = hand_problem({F8: 1.0}, {mesh: 100.0}, budget_bytes=2600)
-    longest = 200 * times
-    step = dataclasses.replace(STEP, max_tokens=longest)
-    assert choose(problem, step).rollout.plan.pages == longest // 10
-    with pytest.raises(BudgetTooSmall):
-        choose(problem, dataclasses.replace(STEP, max_tokens=longest + 10))
-
-
 def test_plans_in_use_stay_within_the_hysteresis_and_until_they_were_used_for_a_window():
     current = Plans(rollout_on(D8), train_on(F8))
     slightly = hand_problem({F8: 100.0}, {D8: 100.0, D4T2: 108.0})
@@ -187,18 +176,6 @@ def test_a_switch_of_the_trainer_has_to_pay_for_itself():
     assert meshes(choose(problem, current=current)) == (D8, D8)
     longer = dataclasses.replace(STEP, lasts=20)
     assert meshes(choose(problem, longer, current)) == (D8, F8)
-
-
-def test_plans_that_do_not_fit_any_more_are_left_at_once_with_the_reason():
-    problem = hand_problem(
-        {D8: 200.0, F8: 100.0}, {D8: 100.0}, train_bytes={D8: 16_000}, budget_bytes=1900
-    )
-    current = Plans(rollout_on(D8), train_on(D8))
-    decision = choose(problem, current=current, calm=0)
-    assert decision.train.plan == train_on(F8) and decision.train.switched
-    assert decision.train.reason == (
-        "data=8 -> data=1,fsdp=8 (context 20 needs 15.62 KiB/device, budget 1.86 KiB)"
-    )
 
 
 def test_the_reason_says_what_a_mesh_that_is_left_needs_at_the_least():
@@ -433,28 +410,12 @@ def test_speeds_that_were_observed_decide_and_the_median_of_them():
     assert "100 tokens/s observed" in decision.rollout.reason
 
 
-def test_one_noisy_observation_decides_nothing():
-    problem = hand_problem({F8: 100.0}, {D8: 200.0, D4T2: 100.0})
-    table = observed(ThroughputTable(), D8, 200, 200, 200, 200, 20)
-    assert meshes(choose(problem, table=observed(table, D4T2, 100, 100, 100))) == (D8, F8)
-
-
 def test_a_mesh_that_never_ran_has_to_win_by_more_than_the_models_error():
     for advantage, mesh in ((0.95 * MODEL_ERROR, D8), (1.25 * MODEL_ERROR, D4T2)):
         problem = hand_problem({F8: 1e9}, {D8: 100.0, D4T2: 100.0 * advantage}, hysteresis=0.0)
         # The model's factor is a half: both are as much slower than computed.
         table = observed(ThroughputTable(), D8, 50, 50, 50)
         assert meshes(choose(problem, table=table)) == (mesh, F8)
-
-
-def test_a_factor_of_a_mesh_carries_over_context_buckets():
-    problem = hand_problem({F8: 1e9}, {D8: 100.0, D4T2: 90.0})
-    table = observed(ThroughputTable(), D8, 40, 40, 40)
-    table = observed(table, D4T2, 90, 90, 90)
-    longer = dataclasses.replace(STEP, max_tokens=40)
-    decision = choose(problem, longer, table=table)
-    assert meshes(decision) == (D4T2, F8)
-    assert decision.rollout.seconds == pytest.approx(800 / 90)
 
 
 def simulate(problem, table, true_speeds, steps, rng=None, noise=0.0, tries=False, start=None):
@@ -500,20 +461,6 @@ def test_run_whose_table_was_poisoned_for_its_best_mesh_finds_back_within_ten_st
     seen = simulate(problem, table, true, 30, tries=True, start=start)
     assert set(seen[9:]) == {D8}
     assert sum(a != b for a, b in itertools.pairwise(seen)) <= 1
-
-
-def test_noise_in_the_first_observation_of_the_best_mesh_does_not_lose_it():
-    true = {D8: 195.0, D4T2: 150.0}
-    problem = hand_problem({F8: 1e6}, true)
-    observations = Observations(problem, ThroughputTable(), print, is_fed=True)
-    for mesh, speeds in ((D4T2, (150.0, 150.0, 150.0)), (D8, (65.0,))):
-        for speed in speeds:
-            observations.add_speed(rollout_on(mesh), 20, speed)
-    current = Plans(rollout_on(D8), train_on(F8))
-    assert meshes(choose(problem, current=current, table=observations.table)) == (D8, F8)
-    for _ in range(2):
-        observations.add_speed(rollout_on(D8), 20, 65.0)
-    assert meshes(choose(problem, current=current, table=observations.table)) == (D4T2, F8)
 
 
 def test_mesh_that_the_model_wrongly_prefers_costs_four_steps_of_a_run():
@@ -641,14 +588,6 @@ def test_contexts_that_come_and_go_cause_no_storm_of_switches():
         plans = Plans(decision.rollout.plan, decision.train.plan)
     # Away at once, back after a window.
     assert changes <= 2 * 80 // WINDOW
-
-
-def test_the_same_question_has_the_same_answer():
-    rng = random.Random(1)
-    for _ in range(50):
-        speeds = {mesh: rng.uniform(1, 100) for mesh in (D8, D4T2, D2T4, T8)}
-        problem = hand_problem({D8: 3.0, F8: 4.0}, speeds, budget_bytes=rng.randint(1200, 3000))
-        assert choose(problem) == choose(problem)
 
 
 # How much is computed.

@@ -83,27 +83,6 @@ def test_any_plan_moves_the_lower_bound_and_delivers_each_element_once(placement
     check_plan(plan_transfer(shape, itemsize, source, target), source, target)
 
 
-SPECS = [
-    P(),
-    P("x"),
-    P(None, "x"),
-    P("x", "y"),
-    P(("y", "x")),
-    P("y", None, "x"),
-    P(None, ("x", "y")),
-]
-
-
-@pytest.mark.parametrize(("before", "after"), list(itertools.permutations(SPECS, 2)))
-def test_plans_between_named_shardings_meet_the_bound(before, after):
-    shape = (8, 16, 8)
-    source = shard_ranges(NamedSharding(AbstractMesh((4, 2), ("x", "y")), before), shape)
-    target = shard_ranges(NamedSharding(AbstractMesh((2, 4), ("x", "y")), after), shape)
-    shifted = {device + 3: index for device, index in target.items()}
-    check_plan(plan_transfer(shape, 2, source, target), source, target)
-    check_plan(plan_transfer(shape, 2, source, shifted), source, shifted)
-
-
 def test_holders_share_the_load_across_arrays():
     everything = ((0, 4),)
     source = {device: everything for device in range(4)}

@@ -24,7 +24,6 @@ from earl_jax.models.kv_cache import PagedCache
 from earl_jax.models.layers.kinds import rope_frequencies
 from earl_jax.models.layers.parts import rms_norm, rotate
 from earl_jax.models.parameters import (
-    check_tensor_axis,
     init_parameters,
     num_parameters,
     parameter_shapes,
@@ -593,13 +592,3 @@ def test_initial_values_are_the_same_on_every_layout():
         shardings = parameter_shardings(few, make_layout(shape))
         init = jax.jit(lambda key: init_parameters(few, key), out_shardings=shardings)
         jax.tree.map(np.testing.assert_array_equal, init(jax.random.key(5)), alone)
-
-
-def test_a_model_that_cannot_be_cut_says_why():
-    model = dataclasses.replace(MODEL, num_kv_heads=2, ffn_size=50, width=32)
-    assert check_tensor_axis(MODEL, VOCAB, tensor=2, fsdp=4) is None
-    assert "num_kv_heads = 2 does not divide by 4" in str(check_tensor_axis(MODEL, VOCAB, 4, 1))
-    assert "vocabulary = 63" in str(check_tensor_axis(MODEL, 63, 2, 1))
-    wide = dataclasses.replace(model, num_heads=4, num_kv_heads=4)
-    assert "ffn_size = 50 does not divide by 4" in str(check_tensor_axis(wide, VOCAB, 4, 1))
-    assert "width = 32 does not divide by 3" in str(check_tensor_axis(MODEL, VOCAB, 1, 3))

@@ -117,17 +117,6 @@ def test_path_of_something_else_is_an_error_that_names_the_setting(tmp_path, tex
         run_with(path).open_table()
 
 
-def test_damaged_table_in_the_cache_begins_anew_and_says_so(cache):
-    run = run_with("auto")
-    placement, _ = opened(run)
-    placement.observations.add_speed(placement.train, TOKENS, 123.0)
-    ((path, text),) = files(cache).items()
-    path.write_text(text[: len(text) // 2])
-    again, note = opened(run)
-    assert str(path) in note and "it begins anew" in note
-    assert again.observations.table.entries == {}
-
-
 def test_table_that_cannot_be_written_is_kept_in_memory(cache):
     cache.write_text("a file, where a folder should be")
     predicted = []

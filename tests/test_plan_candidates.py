@@ -26,7 +26,6 @@ from tests.support.problems import (
     hand_problem,
     rollout_key,
     rollout_on,
-    train_key,
     train_on,
 )
 
@@ -58,13 +57,6 @@ def update(found: Candidates, plan: TrainPlan, length: int = 20):
 # Bytes.
 
 
-def test_bytes_of_a_round_are_computed_with_those_of_its_pages():
-    # A page of data=8 takes 80 bytes, and of tensor=2 half of that.
-    found = candidates(problem=hand_problem({D8: 1.0}, MODEL, rollout_bytes={D8: 1000, D4T2: 500}))
-    assert found.round_bytes(rollout_on(D8, 8, 3), 20) == (1240, False)
-    assert found.round_bytes(rollout_on(D4T2, 8, 3), 20) == (620, False)
-
-
 def test_known_bytes_of_a_round_are_those_without_pages_at_the_same_bucket_and_slots():
     problem = hand_problem({D8: 1.0}, MODEL)
     table = ThroughputTable().with_bytes(rollout_key(D8, 20, 8), 700)
@@ -73,15 +65,6 @@ def test_known_bytes_of_a_round_are_those_without_pages_at_the_same_bucket_and_s
     assert found.round_bytes(rollout_on(D8, 8, 5), 20) == (700 + 400, True)
     assert found.round_bytes(rollout_on(D8, 8, 3), 40) == (1000 + 240, False)
     assert found.round_bytes(rollout_on(D8, 4, 3), 20) == (1000 + 240, False)
-
-
-def test_known_bytes_of_an_update_are_its_own_alone():
-    problem = hand_problem({D8: 1.0}, MODEL, train_bytes={D8: 3000})
-    table = ThroughputTable().with_bytes(train_key(D8, 20, 2, "full"), 1700)
-    found = Candidates(problem, table)
-    assert found.update_bytes(train_on(D8, 2), 20) == (1700, True)
-    assert found.update_bytes(train_on(D8), 20) == (3000, False)
-    assert found.update_bytes(TrainPlan(D8, 2, "none"), 20) == (1500, False)
 
 
 # Pages.
@@ -163,13 +146,6 @@ def test_bytes_that_are_exact_or_far_too_many_say_that_a_pool_cannot_stay():
 # Speeds.
 
 
-def test_without_observations_speeds_are_the_models():
-    found = candidates()
-    assert on(found, D4T2).tokens_per_s == 80.0
-    assert update(found, train_on(F8)).tokens_per_s == 50.0
-    assert on(found, D8).num_speeds == 0
-
-
 def test_trusted_speed_counts_and_the_factor_of_its_mesh_carries_over_buckets():
     found = candidates(*play(D8, 30.0))
     assert (on(found, D8).tokens_per_s, on(found, D8).num_speeds) == (30.0, 3)
@@ -178,12 +154,6 @@ def test_trusted_speed_counts_and_the_factor_of_its_mesh_carries_over_buckets():
     assert longer.tokens_per_s == pytest.approx(30.0) and longer.num_speeds == 0
     # The other stage is not corrected.
     assert update(found, train_on(D8)).tokens_per_s == 100.0
-
-
-def test_mesh_that_never_ran_is_discounted_by_the_models_error():
-    found = candidates(*play(D8, 30.0), *play(D2T4, 30.0))
-    # Factors 0.3 and 0.5: the higher of two medians.
-    assert on(found, D4T2).tokens_per_s == pytest.approx(80 * 0.5 / MODEL_ERROR)
 
 
 @pytest.mark.parametrize("noise", [1.1, 1.3, 1.49, 80.0])
@@ -208,11 +178,6 @@ def test_mesh_that_is_known_to_be_slow_counts_as_slow_at_another_bucket():
             *play(D8, 100.0), *play(D4T2, 20.0), *play(D4T2, once, tokens=40, times=1)
         )
         assert on(found, D4T2, tokens=40).tokens_per_s == pytest.approx(counts)
-
-
-def test_trusted_entries_alone_make_the_factor_of_a_mesh():
-    found = candidates(*play(D8, 50.0), *play(D8, 10.0, tokens=40, times=1))
-    assert on(found, D8, tokens=60).tokens_per_s == pytest.approx(50.0)
 
 
 def test_two_meshes_that_never_ran_may_be_tried_at_each_context_bucket():

@@ -11,7 +11,7 @@ from benchmarks import speeds
 from benchmarks.plan import PAGES, sizes_of
 from earl_jax.models.config import ModelConfig
 from earl_jax.selector.footprint import cache_token_bytes
-from earl_jax.selector.hardware import IDEAL, Kernels, parse_topology
+from earl_jax.selector.hardware import IDEAL, parse_topology
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.roofline import (
@@ -243,14 +243,6 @@ def test_passes_before_the_first_update_by_hand():
     assert update_s(SIZES, scored=("reference",))[0] == pytest.approx(plain + pass_s(32, 32))
 
 
-def test_every_other_product_computed_again_is_between_none_and_all():
-    none, half, whole = (
-        train_parts(PUBLISHED, SIZES, WORK, D1, 16, share) for share in (0, 0.5, 1)
-    )
-    assert half.products_s == pytest.approx((none.products_s + whole.products_s) / 2)
-    assert none.attention_s == whole.attention_s
-
-
 def test_a_frozen_model_has_no_gradients_of_its_weights():
     frozen = dataclasses.replace(SIZES, frozen=LAYER, trained=(), moments=())
     found = train_parts(PUBLISHED, frozen, WORK, D1, 16)
@@ -374,45 +366,6 @@ def test_prompts_and_answers_take_their_share_of_passes_that_are_full():
         assert found == pytest.approx(step + passes * append)
 
 
-@pytest.mark.parametrize("topology", ["h100:1x8", "v5e:2x4", "cpu:8"])
-@pytest.mark.parametrize("mesh", ["data=8", "data=1,fsdp=8", "data=4,tensor=2"])
-def test_more_work_takes_longer(topology, mesh):
-    hardware, mesh = parse_topology(topology), MeshShape.parse(mesh)
-    sizes = sizes_of("qwen3-0.6b")
-
-    def update(length, **changes):
-        work = dataclasses.replace(WORK, **changes)
-        return train_parts(hardware, sizes, work, mesh, length).total
-
-    assert update(512) < update(1024) / 1.5
-    assert update(512) < update(512, remat="full")
-    assert update(512) <= update(512, micro_batches=4)
-    # A token costs more, the more there are before it.
-    assert update(4096) / 4096 > update(1024) / 1024
-
-    def step(rows, context, tokens=1):
-        return decode_s(hardware, sizes, WORK, mesh, rows, context, tokens).total
-
-    assert step(1, 1024) < step(8, 1024) < step(8, 4096)
-    assert step(8, 1024) < step(8, 1024, 16)
-    rates = {"memory_bytes_per_s": hardware.memory_bytes_per_s / 2}
-    rates["flops_per_s"] = hardware.flops_per_s / 2
-    slower = dataclasses.replace(hardware, **rates)
-    assert decode_s(slower, sizes, WORK, mesh, 8, 1024).total > step(8, 1024)
-
-
-@pytest.mark.parametrize("topology", ["h100:1x8", "v5e:2x4", "cpu:8"])
-def test_no_kernel_is_better_than_the_ideal(topology):
-    hardware = parse_topology(topology)
-    ideal = dataclasses.replace(hardware, kernels=IDEAL)
-    sizes, mesh = sizes_of("qwen3-0.6b"), MeshShape(context=2, tensor=4)
-    if hardware.platform != "cpu":
-        times = [train_parts(each, sizes, WORK, mesh, 4096).total for each in (ideal, hardware)]
-        assert times[0] < times[1]
-    times = [token_s(each, sizes, WORK, mesh, 2, 4096) for each in (ideal, hardware)]
-    assert times[0] < times[1]
-
-
 # What the model's stated error does not cover, openly: two rings of torchtitan, and a speed that is
 # of a whole RL step.
 BEYOND = {
@@ -512,11 +465,6 @@ def test_meshes_of_the_growing_run_have_the_order_that_was_measured():
         meshes = ("data=1,fsdp=8", "data=1,fsdp=4,context=2", "data=1,fsdp=2,context=4")
         found = [speeds.update_speed(problem, mesh, max_tokens) for mesh in meshes]
         assert found == sorted(found, reverse=True)
-
-
-def test_kernels_are_ideal_unless_they_say_otherwise():
-    fused = Kernels(attention_forward=0.54, attention_backward=0.47)
-    assert fused == IDEAL
 
 
 def test_a_critic_is_a_second_policy_without_logits():

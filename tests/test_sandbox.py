@@ -35,7 +35,6 @@ except InputError as error:
     OBSTACLE = str(error)
 pytestmark = pytest.mark.skipif(bool(OBSTACLE), reason=OBSTACLE)
 
-SHORT = Limits(seconds=1)
 ADD = "def add(a, b):\n    return a + b\n"
 DENIED = "PermissionError: "
 ERRS = "import sys\nprint(9, file=sys.stderr)\n"

@@ -268,14 +268,6 @@ def test_an_aborted_task_says_nothing_and_a_slot_is_lent_to_the_longest():
     assert tasks.assign([2, 3]) == {2: 4, 3: 1}
 
 
-def test_a_removed_task_never_begins():
-    tasks = scheduler([0, 0, 1, 1])
-    tasks.remove(0)
-    tasks.remove(3)
-    assert tasks.num_waiting == 2
-    assert tasks.assign([0, 1, 2, 3]) == {0: 1, 1: 2}
-
-
 def finished(ticket: int, row: int, tokens: int = 4) -> Finished:
     turn = Turn(author="environment", text="", token_ids=(7,) * tokens)
     trajectory = Trajectory(

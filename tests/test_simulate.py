@@ -13,11 +13,9 @@ from benchmarks.simulate import (
     REAL,
     Setup,
     SimulatedService,
-    isolated,
     makespan,
     measured_times,
     recalls,
-    relative_speeds,
     run,
 )
 from earl_jax.rollout.staleness import AsynchronyConfig
@@ -147,15 +145,6 @@ def test_episodes_that_are_trained_on_are_as_long_as_those_of_the_tasks_unless_s
         assert found["length"] == pytest.approx(mean)
 
 
-def test_steps_of_the_end_do_not_count_with_cool_down():
-    """The trainer is what all wait for; the first two steps and the last three do not count."""
-    setup = dataclasses.replace(SMALL, num_steps=8, publish=0.0)
-    found = run(setup, AsynchronyConfig(max_staleness=2), "fifo", 1e6, warm_up=2, cool_down=3)
-    assert found["speed"] == pytest.approx(1e-6, rel=1e-3)
-    lengths = [setup.length(episode) for episode in range(2 * 4, 5 * 4)]
-    assert found["length"] == pytest.approx(sum(lengths) / len(lengths))
-
-
 @pytest.mark.parametrize("order", ["fifo", "longest"])
 def test_asynchronous_runs_are_faster_and_keep_the_bound(order):
     setup = dataclasses.replace(SMALL, groups=8, slots=4)
@@ -164,16 +153,6 @@ def test_asynchronous_runs_are_faster_and_keep_the_bound(order):
     ahead = run(setup, AsynchronyConfig(max_staleness=2, parts=4), order, train_s=0.2)
     assert ahead["speed"] > streaming["speed"] > synchronous["speed"]
     assert streaming["most"] == 0 and 0 < ahead["most"] <= 2
-
-
-def test_isolation_never_loses_to_the_worst_split():
-    setup = dataclasses.replace(SMALL, devices=64, groups=16, slots=4, saturation=4.0)
-    ranked = sorted(range(setup.episodes_per_step), key=lambda e: -setup.length(e))
-    cut = round(len(ranked) * 0.1)
-    worst = max(
-        makespan(setup, ranked[:cut], "fifo", 1, 4), makespan(setup, ranked[cut:], "fifo", 3, 4)
-    )
-    assert isolated(setup, ranked) <= worst
 
 
 def test_predictions_are_as_good_as_they_say():
@@ -188,14 +167,6 @@ def test_predictions_are_as_good_as_they_say():
     # Where the task decides all, a prompt says all.
     exact = dataclasses.replace(setup, by_task=1.0, longest=10**9)
     assert [round(exact.by_prompt(e)) for e in range(99)] == [exact.length(e) for e in range(99)]
-
-
-def test_speeds_are_relative_to_the_synchronous_run():
-    rows = relative_speeds((16,), 0.5, groups=16, num_steps=2)
-    assert rows[0]["16 devices"] == 1.0
-    speeds = {row[""]: row["16 devices"] for row in rows}
-    assert speeds["staleness 4"] > speeds["streaming"] > 1.0
-    assert speeds["staleness 4"] >= speeds["staleness 4, not interrupted"]
 
 
 def test_the_simulation_with_measured_times_is_near_the_real_runs():

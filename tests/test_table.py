@@ -9,7 +9,6 @@ import pytest
 from earl_jax.selector.plans import Failure, RolloutPlan, TrainPlan
 from earl_jax.selector.table import (
     KEPT,
-    TRUSTED,
     Entry,
     ThroughputTable,
     cache_folder,
@@ -53,18 +52,6 @@ def test_speed_of_an_entry_is_the_median_of_the_last_few():
         table = table.with_speed(TRAIN, speed)
     assert table.entries[TRAIN].speeds == (30.0, 20.0, 1.0, 2.0, 3.0) and KEPT == 5
     assert Entry().tokens_per_s is None
-
-
-def test_entry_is_trusted_once_it_has_enough_speeds():
-    trusted = [Entry(speeds=(1.0,) * count).is_trusted for count in range(KEPT + 1)]
-    assert trusted == [count >= TRUSTED for count in range(KEPT + 1)] and TRUSTED == 3
-
-
-def test_bytes_and_speeds_of_an_entry_stay_beside_each_other():
-    table = ThroughputTable().with_speed(TRAIN, 5.0)
-    both = table.with_bytes(TRAIN, 7).with_speed(TRAIN, 6.0)
-    assert both.entries == {TRAIN: Entry((5.0, 6.0), 7)}
-    assert table.entries == {TRAIN: Entry((5.0,))}, "a table itself does not change"
 
 
 def test_prior_counts_as_one_speed_so_that_own_steps_outweigh_it():
@@ -259,18 +246,6 @@ def test_damaged_file_is_reported_and_begun_anew(damage):
     assert str(table.path) in note and "begins anew" in note
     assert one_speed().entries == table.entries
     assert load_table(MADE)[1] is None
-
-
-def test_write_that_dies_leaves_the_old_file_whole(monkeypatch):
-    kept = one_speed()
-
-    def die(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
-        context.setattr("os.replace", die)
-        kept.with_speed(ROLLOUT, 1.0).write()
-    assert load_table(MADE) == (kept, None)
 
 
 @pytest.mark.parametrize(

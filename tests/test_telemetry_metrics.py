@@ -212,20 +212,6 @@ def test_damaged_lines_are_set_aside(tmp_path, damage):
     assert truncate_after(path, 2) == {}
 
 
-def test_a_kill_while_truncating_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(STEP_1 + STEP_2)
-
-    def die(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("os.replace", die)
-    with pytest.raises(KeyboardInterrupt):
-        truncate_after(path, 1)
-    assert path.read_bytes() == STEP_1 + STEP_2
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def _tensorboard_scalars(folder):
     """(tag, step, value) of all events."""
     events = _tensorboard_events(folder)

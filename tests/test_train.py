@@ -19,13 +19,12 @@ from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.models.parameters import check_tensor_axis, init_parameters, parameter_specs
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
-from earl_jax.train.optimizer import entropy_coefficient, learning_rate, make_optimizer
+from earl_jax.train.optimizer import entropy_coefficient, learning_rate
 from earl_jax.train.scoring import make_scorer, score_batch
 from earl_jax.train.state import TrainState, state_shapes, state_shardings
 from earl_jax.train.step import batch_shapes, read_metrics
 from earl_jax.trajectory import TrajectoryBatch
 from tests.support.meshes import train_candidates
-from tests.support.optimizers import specs_of
 from tests.support.updates import lowered_update
 
 VOCAB, ROWS, LENGTH, TEMPERATURE = 64, 16, 24, 0.8
@@ -480,36 +479,6 @@ def test_large_gradients_are_clipped_by_their_global_norm(reference):
     quarter = jax.tree.map(lambda grad: grad / 4, grads)
     assert_same_gradients(got.grads, quarter, tolerance=1e-6)
     assert got.metrics["grad_norm"] == pytest.approx(norm, rel=1e-5), "logged before the clip"
-
-
-def test_adam_by_hand():
-    """Two updates of one parameter p = 2 with b1 = 0.9, b2 = 0.95 and a decay of 0.01."""
-    config = TrainConfig(adam_b1=0.9, adam_b2=0.95, weight_decay=0.01, max_grad_norm=1.0)
-    optimizer = make_optimizer(config, specs_of(p="DF"))
-    params = {"p": jnp.array([[2.0]])}
-    state = optimizer.init(params)
-    # g = 0.5: m / (1 - b1) = 0.5, v / (1 - b2) = 0.25, so 0.5 / 0.5 = 1, plus 0.01 * 2.
-    direction, state = optimizer.update({"p": jnp.array([[0.5]])}, state, params)
-    assert direction["p"][0, 0] == pytest.approx(1.02, abs=1e-6)
-    # g = -0.2: m = 0.9 * 0.05 - 0.02 = 0.025, over 1 - 0.81 = 0.19: 0.131579.
-    # v = 0.95 * 0.0125 + 0.05 * 0.04 = 0.013875, over 1 - 0.9025 = 0.0975: 0.142308.
-    direction, state = optimizer.update({"p": jnp.array([[-0.2]])}, state, params)
-    assert direction["p"][0, 0] == pytest.approx(0.131579 / math.sqrt(0.142308) + 0.02, abs=1e-5)
-
-
-def test_the_clip_by_hand():
-    optimizer = make_optimizer(TrainConfig(max_grad_norm=1.0, adam_b1=0.5), specs_of(p="D", q="D"))
-    params = {"p": jnp.zeros(1), "q": jnp.zeros(1)}
-    # Gradients 3 and 4 have norm 5: they become 0.6 and 0.8, and the moments half of that.
-    grads = {"p": jnp.array([3.0]), "q": jnp.array([4.0])}
-    _, state = optimizer.update(grads, optimizer.init(params), params)
-    assert state[1].mu["p"][0] == pytest.approx(0.3)
-    assert state[1].mu["q"][0] == pytest.approx(0.4)
-    # Norm 0.5 stays.
-    grads = {"p": jnp.array([0.3]), "q": jnp.array([-0.4])}
-    _, state = optimizer.update(grads, optimizer.init(params), params)
-    assert state[1].mu["p"][0] == pytest.approx(0.15)
-    assert state[1].mu["q"][0] == pytest.approx(-0.2)
 
 
 @pytest.mark.parametrize(
