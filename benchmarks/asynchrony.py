@@ -12,7 +12,8 @@ programs. A line's tokens/s are those trained on in the steps that count, by the
 first to the last of them, without those that programs took which were compiled or loaded there
 (`compile_excess_s`): which shapes come up, and when, depends on time in an asynchronous run. Beside
 them is what the simulation says (simulate.py), with the rounds that each episode of the run took,
-and the times of its rounds and updates.
+and the times of its rounds and updates. Runs in parts write a trace (config.log.trace), which has
+when their gradients were computed.
 
 With --repeats all lines run in turn so many times, and each shows its run of median tokens/s: the
 speed of a busy machine changes by the minute.
@@ -24,6 +25,7 @@ episodes as slots, in groups of four: an order of episodes makes no difference w
 once.
 """
 
+import itertools
 import json
 import math
 import random
@@ -42,6 +44,7 @@ from earl_jax.envs.environment import Start, StepResult
 from earl_jax.rollout.events import EVENTS, read_events
 from earl_jax.rollout.staleness import AsynchronyConfig
 from earl_jax.telemetry.episodes import read_trajectories
+from earl_jax.telemetry.trace import read_trace, trace_file
 
 PAGE = Path(__file__).with_suffix(".md")
 STEPS = 40
@@ -156,7 +159,8 @@ def settings_of(line: dict[str, Any]) -> dict[str, Any]:
         settings["devices"] = {**settings["devices"], **changes}
     kept = {name: line[name] for name in ("rule", "kv", "parts") if name in line}
     settings["asynchrony"] = {"max_staleness": line.get("staleness", 0), **kept}
-    settings["log"] = {**SETTINGS["log"], "trajectories_every_steps": 1}
+    log = {"trajectories_every_steps": 1, "trace": "parts" in line}
+    settings["log"] = {**SETTINGS["log"], **log}
     return settings
 
 
@@ -167,10 +171,10 @@ def rollout_of(line: Mapping[str, Any]) -> dict[str, Any]:
 
 def measure(name: str, given: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Runs a line in processes of its own. Returns its row."""
-    workdir, number = folder / name.replace(" ", "_"), given.get("processes", 1)
-    environment = {"PJRT_NPROC": str(THREADS)} if "apart" in given and number == 1 else None
-    settings, pinned = settings_of(given), number > 1
-    metrics = play(settings, workdir, number, pinned=pinned, environment=environment)
+    workdir, num_processes = folder / name.replace(" ", "_"), given.get("processes", 1)
+    environment = {"PJRT_NPROC": str(THREADS)} if "apart" in given and num_processes == 1 else None
+    settings, pinned = settings_of(given), num_processes > 1
+    metrics = play(settings, workdir, num_processes, pinned=pinned, environment=environment)
     counted = metrics[WARM_UP:]
     compiled_s = compile_excess_s(counted[1:])
     seconds = counted[-1]["time_s"] - counted[0]["time_s"] - compiled_s
@@ -194,7 +198,12 @@ def measure(name: str, given: dict[str, Any], folder: Path) -> dict[str, Any]:
         "read again": sum(row.get("recomputed_tokens", 0) for row in counted) / len(counted),
         "compiling s": compiled_s,
         **beside_simulation(
-            given, counted[1:], read_rounds(workdir), read_episodes(workdir), seconds
+            given,
+            counted[1:],
+            read_rounds(workdir),
+            read_episodes(workdir),
+            seconds,
+            read_parts(workdir, num_processes - 1) if "parts" in given else {},
         ),
     }
 
@@ -216,21 +225,80 @@ def ordinary(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [row for row in rows if row.get("compile_s", 0.0) <= COMPILED_S]
 
 
-def read_rounds(workdir: Path) -> dict[int, tuple[int, int]]:
-    """Returns the rounds that each step waited for its groups, and those beside its update.
+class Rounds(NamedTuple):
+    """Rounds of a step: those until it took its first and its last groups, and those behind."""
+
+    first: int
+    waited: int
+    beside: int
+
+
+def read_rounds(workdir: Path) -> dict[int, Rounds]:
+    """Returns the rounds of each step of an asynchronous or streaming run.
 
     Where new weights interrupt no episode, a step waits for those before the weights too.
     """
     if not (workdir / EVENTS).exists():
         return {}
-    taken, rounds, trained = {}, {}, 0
+    taken, rounds, before = [], {}, 0
     for event in read_events(workdir):
         if event["event"] == "take":
-            taken[event["version"] + 1] = event["round"]
+            taken.append(event["round"])
         elif event["event"] == "trained":
-            step, before, trained = event["step"], trained, event["round"]
-            rounds[step] = (taken[step] - before, trained - taken[step])
+            rounds[event["step"]] = Rounds(
+                taken[0] - before, taken[-1] - before, event["round"] - taken[-1]
+            )
+            taken, before = [], event["round"]
     return rounds
+
+
+class PartTimes(NamedTuple):
+    """Seconds of a step whose groups come in parts.
+
+    Its rounds until the first part was there. The gradients of all parts. The time between the
+    rounds before a part was there and those after it. All else: the update behind the gradients,
+    and what comes before the next rounds.
+    """
+
+    first_s: float
+    gradients_s: float
+    hand_s: float
+    rest_s: float
+
+
+def read_parts(workdir: Path, trainer: int) -> dict[int, PartTimes]:
+    """Returns the times of each step but the first, from the traces of a run.
+
+    Process 0 plays, and process `trainer` trains.
+    """
+    played, trained = (
+        spans_of_steps(read_trace(trace_file(workdir, process))) for process in (0, trainer)
+    )
+    found = {}
+    for step, spans in trained.items():
+        if step - 1 not in trained:
+            continue
+        rollouts = played[step]["rollout"]
+        hands = [after[0] - before[1] for before, after in itertools.pairwise(rollouts)]
+        found[step] = PartTimes(
+            first_s=rollouts[0][1] - rollouts[0][0],
+            gradients_s=sum(end - begin for begin, end in spans["gradients"]),
+            hand_s=statistics.mean(hands),
+            rest_s=spans["rollout"][0][0] - trained[step - 1]["gradients"][-1][1],
+        )
+    return found
+
+
+def spans_of_steps(
+    events: Sequence[Mapping[str, Any]],
+) -> dict[int, dict[str, list[tuple[float, float]]]]:
+    """Returns when each stage of each step began and ended, in seconds, in order."""
+    found: dict[int, dict[str, list[tuple[float, float]]]] = {}
+    for event in sorted((e for e in events if e["ph"] == "X"), key=lambda e: e["ts"]):
+        stages = found.setdefault(event["args"]["step"], {})
+        begin_s = event["ts"] / 1e6
+        stages.setdefault(event["name"], []).append((begin_s, begin_s + event["dur"] / 1e6))
+    return found
 
 
 def read_episodes(workdir: Path) -> list[tuple[int, int]]:
@@ -251,7 +319,8 @@ def read_episodes(workdir: Path) -> list[tuple[int, int]]:
 class Times(NamedTuple):
     """Means of the steps that count: rounds of a step, and seconds.
 
-    A round alone, one beside an update, an update, and all else of a step.
+    A round alone, one beside gradients or an update, an update, and all else of a step. In parts
+    the update is their gradients, and `hand_s` is what nothing is played for at each.
     """
 
     rounds: float
@@ -259,58 +328,76 @@ class Times(NamedTuple):
     beside_s: float
     update_s: float
     rest_s: float
+    hand_s: float = 0.0
 
 
 def times_of(
     rows: Sequence[Mapping[str, Any]],
-    rounds: Mapping[int, tuple[int, int]],
+    rounds: Mapping[int, Rounds],
     seconds: float,
-    num_slots: int,
+    rollout: Mapping[str, Any],
+    parts: Mapping[int, PartTimes],
+    num_processes: int,
 ) -> Times:
     """Returns the times of the steps whose metrics are `rows`, which took `seconds`.
 
-    `rounds` are those of their events, of an asynchronous run. Otherwise nothing is read again, and
-    each round has `burst` decode steps of all slots, because the host finds the stop strings.
+    `rounds` are those of their events, `rollout` is config.rollout, and `parts` are those of a run
+    in parts. Where no round is beside an update, nothing is read again, and each round has `burst`
+    decode steps of all slots, because the host finds the stop strings.
     """
-    waited, beside = (sum(rounds[row["step"]][i] for row in rows if rounds) for i in (0, 1))
-    if not rounds:
-        decoded = num_slots * SETTINGS["rollout"]["burst"]
+    steps = [row["step"] for row in rows]
+    waited, beside = (sum(rounds[step][i] for step in steps if rounds) for i in (1, 2))
+    if not beside:
+        decoded = rollout["num_slots"] * rollout["burst"]
         waited = sum(row["decode_rows"] for row in rows) / decoded
-    stage_s = {
-        name: sum(row["stage_s"].get(name, 0.0) for row in rows) for name in ("rollout", "overlap")
-    }
+    alone, alone_s = waited, sum(row["stage_s"]["rollout"] for row in rows)
+    if parts and num_processes > 1:
+        # Between its later rounds the process that plays waits for the one that trains.
+        first = [step for step in steps if rounds[step].first and step in parts]
+        alone = sum(rounds[step].first for step in first)
+        alone_s = sum(parts[step].first_s for step in first)
+    overlap_s = sum(row["stage_s"].get("overlap", 0.0) for row in rows)
     # Where every step found its groups finished, no round was played alone.
-    alone_s = stage_s["rollout"] / waited if waited else stage_s["overlap"] / beside
-    train_s = statistics.mean(row["stage_s"]["train"] for row in ordinary(rows))
+    round_s = alone_s / alone if alone else overlap_s / beside
+    usual = ordinary(rows)
+    if parts:
+        update_s, hand_s, rest_s = (
+            statistics.mean(getattr(parts[row["step"]], name) for row in usual)
+            for name in ("gradients_s", "hand_s", "rest_s")
+        )
+    else:
+        update_s, hand_s = statistics.mean(row["stage_s"]["train"] for row in usual), 0.0
+        rest_s = max(0.0, (seconds - alone_s) / len(rows) - update_s)
     return Times(
         rounds=(waited + beside) / len(rows),
-        round_s=alone_s,
-        beside_s=stage_s["overlap"] / beside if beside else alone_s,
-        update_s=train_s,
-        rest_s=max(0.0, (seconds - stage_s["rollout"]) / len(rows) - train_s),
+        round_s=round_s,
+        beside_s=overlap_s / beside if beside else round_s,
+        update_s=update_s,
+        rest_s=rest_s,
+        hand_s=hand_s,
     )
 
 
 def beside_simulation(
     line: Mapping[str, Any],
     rows: Sequence[Mapping[str, Any]],
-    rounds: Mapping[int, tuple[int, int]],
+    rounds: Mapping[int, Rounds],
     episodes: Sequence[tuple[int, int]],
     seconds: float,
+    parts: Mapping[int, PartTimes],
 ) -> dict[str, Any]:
     """Returns the times of a step, and what a simulation says of its rounds and of the tokens/s.
 
-    None for lines that the simulation does not have. Where gradients of parts are computed beside
-    rounds the time of an update is not known, and so no tokens/s. `rows` are the metrics of the
-    steps that count, which took `seconds`; `rounds` and `episodes` are those of `read_rounds` and
-    `read_episodes`.
+    None for lines that the simulation does not have. `rows` are the metrics of the steps that
+    count, which took `seconds`; `rounds` and `episodes` are those of `read_rounds` and
+    `read_episodes`, and `parts` those of `read_parts`, of a line in parts.
     """
     names = ("s a round", "s an update", "s of the rest", "rounds a step", "simulated")
     names += ("tokens/s, simulated",)
-    if "apart" not in line or {"staleness", "parts"} <= line.keys():
+    if "apart" not in line:
         return dict.fromkeys(names)
     rollout = rollout_of(line)
-    times = times_of(rows, rounds if "staleness" in line else {}, seconds, rollout["num_slots"])
+    times = times_of(rows, rounds, seconds, rollout, parts, line.get("processes", 1))
     tokens_a_round = sum(tokens for _, tokens in episodes) / sum(number for number, _ in episodes)
     tokens_a_step = statistics.mean(row["train_tokens"] for row in rows)
     # In units of a round alone; what an episode plays in a round counts as one token.
@@ -326,26 +413,30 @@ def beside_simulation(
         read=0.0
         if line.get("kv") in ("keep", "finish")
         else rollout["chunk_size"] / tokens_a_round,
-        interrupts=line.get("kv") != "finish",
         publish=times.rest_s / times.round_s,
         beside=times.beside_s / times.round_s,
+        part=times.update_s / times.round_s / line.get("parts", 1),
+        hand=times.hand_s / times.round_s,
+        queued=line.get("processes", 1) > 1,
         num_steps=rows[-1]["step"],
     )
     settings = AsynchronyConfig(
         max_staleness=line.get("staleness", 0),
         rule=line.get("rule", "in_order"),
+        kv=line.get("kv", "recompute"),
         parts=line.get("parts", 1),
     )
+    # Small parts take about as long as each other, however many tokens they have.
     train_s = times.update_s / times.round_s / tokens_a_step * tokens_a_round
+    train_s = 0.0 if parts else train_s
     found = simulate(setup, settings, rollout.get("order", "fifo"), train_s, warm_up=WARM_UP + 1)
-    streamed = "parts" in line
     values = (
-        times.round_s if streamed or "staleness" not in line else times.beside_s,
-        None if streamed else times.update_s,
-        None if streamed else times.rest_s,
+        times.beside_s if "staleness" in line else times.round_s,
+        times.update_s,
+        times.rest_s,
         times.rounds,
         found["rounds"],
-        None if streamed else found["speed"] * tokens_a_round / times.round_s,
+        found["speed"] * tokens_a_round / times.round_s,
     )
     return dict(zip(names, values, strict=True))
 

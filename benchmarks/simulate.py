@@ -17,7 +17,7 @@ import math
 import random
 import statistics
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,20 +38,8 @@ DEVICES = (8, 16, 64, 256, 1024)
 # With this deviation of the logarithm of a predicted length from that of the length, the recall of
 # the longest 20 % is that of StreamRL's ranker, 0.87.
 ERROR = 0.24
-# Seconds of a step of two processes in benchmarks/asynchrony.md, one of which plays and one trains:
-# a round, one where live episodes read their tokens again, an update, and all else of a step. They
-# follow from the table of processes: a synchronous step has 27 rounds and takes 0.375 s, one of
-# staleness 4 has 14.2 and takes 0.190, and an update 0.12. `REAL` is the synchronous run's step by
-# those of the others.
-ROUND_S, READ_ROUND_S, UPDATE_S, REST_S = 0.008, 0.010, 0.12, 0.05
+# Tokens of an episode in a round of benchmarks/asynchrony.md, and those that it reads again in one.
 TOKENS_A_ROUND, CHUNK = 6, 64
-REAL = {
-    "synchronous": 1.0,
-    "staleness 1": 1.36,
-    "staleness 4": 1.97,
-    "staleness 4, kv kept": 2.16,
-    "staleness 12": 1.92,
-}
 
 
 @functools.cache
@@ -69,11 +57,13 @@ class Setup:
     cut at `longest`, `groups` times `group_size` a step; the share `by_task` of the variance of
     their logarithm is that of the task, which a group has in common. `seed` draws other lengths.
     Weights are published in `publish`. Live episodes then read their tokens again, `read` of them a
-    round, and go on in the last of these; 0: their KV is kept. Where new weights do not interrupt
-    (`interrupts`), an instance takes them when its live episodes have ended, and begins no other
-    one before. `lengths` are those of the first episodes, where they are known. Rounds beside an
-    update take `beside` times as long as others. With an `error`, the tasks of a step begin in the
-    order of their lengths as `predicted` with it, the longest first.
+    round, and go on in the last of these; 0: their KV is kept. `lengths` are those of the first
+    episodes, where they are known. Rounds beside gradients or an update take `beside` times as long
+    as others. With parts, the gradients of each take `part` beside those of its tokens, and nothing
+    is played for `hand` while its rows are sent; with `queued`, as where processes send them to
+    each other, nor until the gradients of the parts before are computed. With an `error`, the tasks
+    of a step begin in the order of their lengths as `predicted` with it, the longest first. Tasks
+    and slots are in `data_shards` equal parts, whose tasks begin there if a slot is free (`Rows`).
     """
 
     devices: int = 64
@@ -89,8 +79,11 @@ class Setup:
     burst: int = 32
     publish: float = 200.0
     read: float = 0.0
-    interrupts: bool = True
     beside: float = 1.0
+    part: float = 0.0
+    hand: float = 0.0
+    queued: bool = False
+    data_shards: int = 1
     lengths: tuple[int, ...] = ()
     error: float | None = None
     num_steps: int = 6
@@ -132,13 +125,15 @@ class Setup:
 class SimulatedService:
     """Episodes of given lengths in slots; all play in rounds of `burst` tokens, as in the engine.
 
-    Rounds in which no episode ends are played at once, up to the time `until`.
+    Rounds in which no episode ends are played at once, up to the time `until`. Those that begin
+    before `trains_until` are beside the trainer's work. Where it `holds_tasks`, none begins.
     """
 
     def __init__(self, setup: Setup, order: Order, instances: int, slots: int) -> None:
         self._setup, self._order = setup, order
-        self._instances, self._slots = instances, slots
-        rows = Rows(data_shards=1, own=setup.episodes_per_step, spare=0)
+        self._instances = instances
+        shards = setup.data_shards
+        rows = Rows(data_shards=shards, own=setup.episodes_per_step // shards, spare=0)
         self._scheduler = SlotScheduler(rows, instances * slots, order)
         self._free = list(range(instances * slots))
         self._tasks: list[Any] = []
@@ -153,9 +148,13 @@ class SimulatedService:
         self._reads_until: dict[int, int] = {}
         self._oldest: dict[int, int] = {}
         self.num_rounds = self._version = 0
-        # The version of each instance's weights, where new ones do not interrupt.
-        self._loaded = [0] * instances
-        self.now, self.until = 0.0, math.inf
+        self.holds_tasks = False
+        self.now, self.until, self.trains_until = 0.0, math.inf, 0.0
+
+    @property
+    def num_live(self) -> int:
+        """The number of episodes that play."""
+        return len(self._ends)
 
     @property
     def is_busy(self) -> bool:
@@ -186,7 +185,7 @@ class SimulatedService:
     def publish(self, version: int) -> None:
         """Lets episodes go on with other weights, under which they read their tokens again."""
         self._version, setup, now = version, self._setup, self.num_rounds
-        if not (setup.read and setup.interrupts):
+        if not setup.read:
             return
         ends = []
         for end, ticket, slot in self._ends:
@@ -208,8 +207,10 @@ class SimulatedService:
         """
         finished: list[Finished] = []
         is_over = False
-        while not is_over and self.is_busy:
+        while not is_over:
             self._refill()
+            if not self._ends:
+                break
             self._advance()
             while self._ends and self._ends[0][0] <= self.num_rounds:
                 each = self._end(*heapq.heappop(self._ends)[1:])
@@ -219,12 +220,13 @@ class SimulatedService:
         return finished
 
     def _advance(self) -> None:
-        """Plays rounds until an episode ends, or until `until`."""
-        burst = self._setup.burst
+        """Plays rounds until an episode, or the trainer's work, ends, or until `until`."""
+        burst, until = self._setup.burst, self.until
         live = math.ceil(len(self._ends) / self._instances)
         seconds = burst * (1 + live / self._setup.saturation)
-        seconds *= 1.0 if math.isinf(self.until) else self._setup.beside
-        left = (self.until - self.now) / seconds
+        if self.now < self.trains_until:
+            seconds, until = seconds * self._setup.beside, min(until, self.trains_until)
+        left = (until - self.now) / seconds
         rounds = max(1, math.ceil(min(self._ends[0][0] - self.num_rounds, left)))
         self.num_rounds, self.now = self.num_rounds + rounds, self.now + rounds * seconds
 
@@ -247,6 +249,8 @@ class SimulatedService:
         return Finished(ticket=ticket, trajectory=trajectory)
 
     def _refill(self) -> None:
+        if self.holds_tasks:
+            return
         while self._ranked and self._scheduler.num_waiting < len(self._free):
             _, _, ticket, group = heapq.heappop(self._ranked)
             self._scheduler.submit(ticket, group)
@@ -256,21 +260,11 @@ class SimulatedService:
         now = self.num_rounds
         if self._order == "longest":
             self._scheduler.play({t: max(0, now - r) * burst for t, r in self._began.items()})
-        for slot, ticket in self._scheduler.assign(self._open_slots()).items():
+        for slot, ticket in self._scheduler.assign(sorted(self._free)).items():
             rounds = math.ceil(self._setup.length(self._tasks[ticket].episode) / burst)
             heapq.heappush(self._ends, (now + rounds, ticket, slot))
             self._began[ticket], self._oldest[ticket] = now, self._version
             self._free.remove(slot)
-
-    def _open_slots(self) -> list[int]:
-        """Returns the free slots in which episodes may begin, in order."""
-        free = sorted(self._free)
-        if self._setup.interrupts:
-            return free
-        busy = {slot // self._slots for _, _, slot in self._ends}
-        for instance in set(range(self._instances)) - busy:
-            self._loaded[instance] = self._version
-        return [slot for slot in free if self._loaded[slot // self._slots] == self._version]
 
 
 OpenService = Callable[[Setup, Order, int, int], SimulatedService]
@@ -299,7 +293,9 @@ def run(
     cool_down: int = 0,
     open_service: OpenService = SimulatedService,
 ) -> dict[str, Any]:
-    """Simulates a run whose updates take `train_s` for a token.
+    """Simulates a run whose gradients take `train_s` for a token.
+
+    Those of a part begin when it is finished and those before it are computed.
 
     Returns:
         Trained tokens per time, the time and the rounds of a step, the mean length of a trained
@@ -312,7 +308,10 @@ def run(
     for version in range(setup.num_steps):
         begun_at.append(service.now)
         rounds.append(service.num_rounds)
-        service.now, service.until = service.now + setup.publish, math.inf
+        service.until = math.inf
+        if version and not settings.interrupts:
+            groups.finish_live()
+        service.now += setup.publish
         service.publish(version)
         if version:
             groups.publish(version)
@@ -323,10 +322,13 @@ def run(
             episodes = [each.trajectory for each in groups.next_episodes(left)]
             left -= len(episodes) // setup.group_size
             part = sum(each.num_tokens for each in episodes)
-            trained_at, num_tokens = (
-                max(trained_at, service.now) + part * train_s,
-                num_tokens + part,
-            )
+            num_tokens += part
+            part_s = part * train_s
+            if settings.parts > 1:
+                service.now, part_s = service.now + setup.hand, part_s + setup.part
+                if setup.queued:
+                    service.now = max(service.now, trained_at)
+            trained_at = service.trains_until = max(trained_at, service.now) + part_s
             most = max(most, *(version - each.oldest_version for each in episodes))
         if settings.max_staleness:
             service.until = trained_at
@@ -382,7 +384,6 @@ def speed_of(setup: Setup, line: Line, train_s: float) -> float:
     ahead = line.settings.max_staleness
     setup = dataclasses.replace(
         setup,
-        interrupts=line.settings.interrupts,
         read=line.read,
         error=line.error,
         num_steps=BEHIND + setup.num_steps + ahead,
@@ -409,53 +410,142 @@ def relative_speeds(
     return list(rows.values())
 
 
-# Runs with the times of a real one: two processes of benchmarks/asynchrony.md.
-MEASURED = {
-    "synchronous": Line(AsynchronyConfig()),
-    "staleness 1": Line(AsynchronyConfig(max_staleness=1), read=CHUNK),
-    "staleness 4": Line(AsynchronyConfig(max_staleness=4), read=CHUNK),
-    "staleness 4, kv kept": Line(AsynchronyConfig(max_staleness=4)),
-    "staleness 4, not interrupted": Line(AsynchronyConfig(max_staleness=4, kv="finish")),
-    "staleness 12": Line(AsynchronyConfig(max_staleness=12), read=CHUNK),
-}
+# Runs with the times of real ones.
 
 
-def measured_times(devices: Sequence[int]) -> list[dict[str, Any]]:
-    """Returns the speeds of the lines of MEASURED relative to the first, and of the real runs.
+class Seconds(NamedTuple):
+    """Seconds of a round, an update and all else of a step; in parts, see `Setup.hand`."""
 
-    Half of the devices play, each with a policy of its own in 16 slots, and the other half trains.
-    A step has 16 episodes for each device that plays, so that an update takes as long on any number
-    of devices. Lengths have about the mean of the benchmark's, 50 tokens, and its maximum. More
-    devices change nothing from where each step has an episode of the greatest length.
+    round_s: float
+    update_s: float
+    rest_s: float
+    hand_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Lines of benchmarks/asynchrony.md of two processes, and the seconds of their stages.
+
+    A step has `groups` of `group_size` episodes. `real` is the synchronous run's step by those of
+    others. In parts the gradients of each take as long as those of the others.
+    """
+
+    lines: Mapping[str, tuple[Line, Seconds]]
+    real: Mapping[str, float]
+    groups: int
+    group_size: int
+
+    def setup(self, devices: int) -> Setup:
+        """Returns the work on so many devices, half of which play, each in 16 slots.
+
+        Each has `groups` a step, so that an update takes as long on any number of them.
+        """
+        pairs = devices // 2
+        return Setup(
+            devices=devices,
+            devices_per_instance=1,
+            slots=16,
+            groups=self.groups * pairs,
+            group_size=self.group_size,
+            median=31.0,
+            longest=264,
+            by_task=1.0,
+            saturation=math.inf,
+            burst=TOKENS_A_ROUND,
+            data_shards=pairs,
+            # As many episodes on few devices as on some.
+            num_steps=max(6, 48 // pairs),
+        )
+
+
+# A synchronous step has 27 rounds and takes 0.375 s, one of staleness 4 has 14.2 and takes 0.190,
+# and an update 0.12; the two times of a round follow.
+KEEPS, READS = Seconds(0.008, 0.12, 0.05), Seconds(0.010, 0.12, 0.05)
+TWO_PROCESSES = Measured(
+    lines={
+        "synchronous": (Line(AsynchronyConfig()), KEEPS),
+        "staleness 1": (Line(AsynchronyConfig(max_staleness=1), read=CHUNK), READS),
+        "staleness 4": (Line(AsynchronyConfig(max_staleness=4), read=CHUNK), READS),
+        "staleness 4, kv kept": (Line(AsynchronyConfig(max_staleness=4)), KEEPS),
+        "staleness 4, not interrupted": (
+            Line(AsynchronyConfig(max_staleness=4, kv="finish")),
+            KEEPS,
+        ),
+        "staleness 12": (Line(AsynchronyConfig(max_staleness=12), read=CHUNK), READS),
+    },
+    real={
+        "synchronous": 1.0,
+        "staleness 1": 1.36,
+        "staleness 4": 1.97,
+        "staleness 4, kv kept": 2.16,
+        "staleness 12": 1.92,
+    },
+    groups=8,
+    group_size=2,
+)
+LADDER = Measured(
+    lines={
+        "synchronous": (Line(AsynchronyConfig()), Seconds(0.00917, 0.365, 0.13)),
+        "longest first": (Line(AsynchronyConfig(), "longest"), Seconds(0.00826, 0.377, 0.159)),
+        "streaming in 4 parts": (
+            Line(AsynchronyConfig(parts=4), "longest"),
+            Seconds(0.00826, 0.53, 0.159, 0.01),
+        ),
+        "staleness 1": (
+            Line(AsynchronyConfig(max_staleness=1, parts=4), "longest", CHUNK),
+            Seconds(0.0104, 0.53, 0.196, 0.01),
+        ),
+        "staleness 4": (
+            Line(AsynchronyConfig(max_staleness=4, parts=4), "longest", CHUNK),
+            Seconds(0.0104, 0.53, 0.196, 0.01),
+        ),
+        "staleness 4, first in, first out, whole": (
+            Line(AsynchronyConfig(max_staleness=4), read=CHUNK),
+            Seconds(0.0104, 0.446, 0.196),
+        ),
+    },
+    real={
+        "synchronous": 1.0,
+        "longest first": 1.05,
+        "streaming in 4 parts": 0.881,
+        "staleness 1": 1.02,
+        "staleness 4": 1.14,
+        "staleness 4, first in, first out, whole": 1.46,
+    },
+    groups=16,
+    group_size=4,
+)
+
+
+def measured_times(measured: Measured, devices: Sequence[int]) -> list[dict[str, Any]]:
+    """Returns the speeds of the lines relative to the first, and of the real runs.
+
+    Lengths have about the mean of the benchmark's, 50 tokens, and its maximum. More devices change
+    nothing from where each step has an episode of the greatest length.
     """
     rows: dict[str, dict[str, Any]] = {
-        name: {"": name, "2 devices, real": REAL.get(name)} for name in MEASURED
+        name: {"": name, "2 devices, real": measured.real.get(name)} for name in measured.lines
     }
     for number in devices:
-        speeds, pairs = {}, number // 2
-        # As many episodes on few devices as on some.
-        num_steps = max(6, 48 // pairs)
-        for name, line in MEASURED.items():
+        setup, speeds = measured.setup(number), {}
+        counted = range(
+            BEHIND * setup.episodes_per_step,
+            (BEHIND + setup.num_steps) * setup.episodes_per_step,
+        )
+        tokens_a_step = sum(map(setup.length, counted)) / setup.num_steps
+        for name, (line, seconds) in measured.lines.items():
             # Times are in those of a token of a round.
-            unit_s = (READ_ROUND_S if line.read else ROUND_S) / TOKENS_A_ROUND
-            setup = Setup(
-                devices=number,
-                devices_per_instance=1,
-                slots=16,
-                groups=8 * pairs,
-                group_size=2,
-                median=31.0,
-                longest=264,
-                by_task=1.0,
-                saturation=math.inf,
-                burst=TOKENS_A_ROUND,
-                publish=REST_S / unit_s,
-                num_steps=num_steps,
+            unit_s = seconds.round_s / TOKENS_A_ROUND
+            update, parts = seconds.update_s / unit_s, line.settings.parts
+            timed = dataclasses.replace(
+                setup,
+                publish=seconds.rest_s / unit_s,
+                part=update / parts,
+                hand=seconds.hand_s / unit_s,
+                queued=True,
             )
-            counted = range(BEHIND * 16 * pairs, (BEHIND + num_steps) * 16 * pairs)
-            tokens_a_step = sum(map(setup.length, counted)) / num_steps
-            train_s = UPDATE_S / unit_s / tokens_a_step
-            speeds[name] = speed_of(setup, line, train_s) / unit_s
+            train_s = update / tokens_a_step if parts == 1 else 0.0
+            speeds[name] = speed_of(timed, line, train_s) / unit_s
         for name, speed in speeds.items():
             rows[name][f"{number} devices"] = round(speed / speeds["synchronous"], 3)
     return list(rows.values())
@@ -570,7 +660,9 @@ def main() -> None:
     for share in (0.5, 1.0):
         parts += [f"Updates take {share:g} of the time of a synchronous rollout:"]
         parts += [table(relative_speeds(DEVICES, share))]
-    parts += ["With the times of a real run:", table(measured_times((2, 8, 16, 64)))]
+    devices = (2, 8, 64, 256, 1024)
+    parts += ["With the times of real runs:", table(measured_times(TWO_PROCESSES, devices))]
+    parts += ["With the times of the ladder:", table(measured_times(LADDER, devices))]
     parts += ["One synchronous rollout on 4 instances, by how much of an episode's length its task"]
     parts[-1] += " decides; time of first in, first out divided by that of:"
     shares = (0.3, 0.5, 0.7, 0.9)

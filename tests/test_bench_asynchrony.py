@@ -8,11 +8,15 @@ import pytest
 
 from benchmarks.asynchrony import (
     LINES,
+    PartTimes,
+    Rounds,
     beside_simulation,
     compile_excess_s,
     read_episodes,
+    read_parts,
     read_rounds,
 )
+from earl_jax.telemetry.trace import Trace
 
 
 def row(train: float, dispatch: float, compile_s: float | None = None):
@@ -36,11 +40,12 @@ def test_rounds_are_those_before_the_step_took_its_groups_and_beside_its_update(
         {"event": "take", "version": 0, "groups": [0], "round": 5},
         {"event": "trained", "version": 0, "step": 1, "round": 7},
         {"event": "publish", "version": 1, "round": 7},
-        {"event": "take", "version": 1, "groups": [1], "round": 11},
+        {"event": "take", "version": 1, "groups": [1], "round": 8},
+        {"event": "take", "version": 1, "groups": [2], "round": 11},
         {"event": "trained", "version": 1, "step": 2, "round": 11},
     ]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in events))
-    assert read_rounds(tmp_path) == {1: (5, 2), 2: (4, 0)}
+    assert read_rounds(tmp_path) == {1: (5, 5, 2), 2: (1, 4, 0)}
     assert read_rounds(tmp_path / "synchronous") == {}
 
 
@@ -69,7 +74,7 @@ ROWS = [
 
 
 def test_a_synchronous_step_is_simulated_from_its_episodes_and_its_times():
-    found = beside_simulation(LINES["synchronous, devices apart"], ROWS, {}, EPISODES, 2.0)
+    found = beside_simulation(LINES["synchronous, devices apart"], ROWS, {}, EPISODES, 2.0, {})
     expected = {
         "s a round": 0.1,
         "s an update": 0.2,
@@ -82,9 +87,59 @@ def test_a_synchronous_step_is_simulated_from_its_episodes_and_its_times():
     assert found == pytest.approx(expected)
 
 
-def test_a_streaming_step_has_the_rounds_of_its_longest_episode():
+def write_spans(workdir, process, step, begin_s, spans):
+    trace = Trace(workdir, process)
+    for stage, begin, end in spans:
+        trace.write(stage, step, begin_s + begin, begin_s + end)
+
+
+# A step of 1.5 s in two parts, of which one process plays and the other one trains. The gradients
+# of the parts take 0.35 and 0.39 s, and the update 0.1 more.
+PLAYED = [("rollout", 0.2, 0.5), ("dispatch", 0.5, 0.6), ("rollout", 0.6, 0.95)]
+TRAINED = [
+    ("rollout", 0.2, 0.5),
+    ("dispatch", 0.5, 0.55),
+    ("train", 0.55, 0.6),
+    ("gradients", 0.6, 0.95),
+    ("rollout", 0.6, 0.95),
+    ("train", 0.95, 0.96),
+    ("gradients", 0.96, 1.35),
+    ("train", 1.0, 1.45),
+]
+
+
+def test_times_of_parts_are_those_of_the_traces(tmp_path):
+    for step, begin_s in ((8, 0.0), (9, 1.5)):
+        write_spans(tmp_path, 0, step, begin_s, PLAYED)
+        write_spans(tmp_path, 1, step, begin_s, TRAINED)
+    found = read_parts(tmp_path, trainer=1)
+    assert found.keys() == {9}
+    # Between the gradients before, which ended with 1.35, and the first round: 0.35 s.
+    expected = {"first_s": 0.3, "gradients_s": 0.74, "hand_s": 0.1, "rest_s": 0.35}
+    assert found[9]._asdict() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(("num_processes", "tokens"), [(1, 420 / 2.16), (2, 420 / 3.68)])
+def test_a_streaming_step_is_simulated_from_the_times_of_its_parts(num_processes, tokens):
+    """Seven of eight groups end with round 1, the last one with 5 and 7; a part is two groups.
+
+    Three parts are there with 0.1 s, and are sent until 0.16, each for 0.02; their gradients take
+    0.1 each, until 0.42. The last part is there with 0.56 and 0.76, and its gradients 0.12 later.
+    With 0.3 for all else the steps take 0.98 and 1.18 s. In two processes the rounds until the
+    first part count, which take 0.2 s. The second and the third one are sent behind the gradients
+    before them, until 0.32 and 0.42, and the steps take 1.64 and 2.04.
+    """
+    times = {"first_s": 0.2, "gradients_s": 0.4, "hand_s": 0.02, "rest_s": 0.3}
+    parts = {step: PartTimes(**times) for step in (8, 9)}
     # Calls of the service in which it hands out the last episodes are no rounds.
-    line, calls = LINES["streaming in 4 parts, apart"], {8: (6, 0), 9: (8, 0)}
-    found = beside_simulation(line, ROWS, calls, EPISODES, 2.0)
-    assert found["rounds a step"] == found["simulated"] == 6.0
-    assert found["tokens/s, simulated"] is found["s an update"] is None
+    line, calls = LINES["streaming in 4 parts, apart"], {8: Rounds(1, 6, 0), 9: Rounds(1, 8, 0)}
+    line = {**line, "processes": num_processes}
+    expected = {
+        "s a round": 0.1 * num_processes,
+        "s an update": 0.4,
+        "s of the rest": 0.3,
+        "rounds a step": 6.0,
+        "simulated": 6.0,
+        "tokens/s, simulated": tokens,
+    }
+    assert beside_simulation(line, ROWS, calls, EPISODES, 2.0, parts) == pytest.approx(expected)

@@ -10,7 +10,8 @@ import pytest
 
 from benchmarks.simulate import (
     ERROR,
-    REAL,
+    LADDER,
+    TWO_PROCESSES,
     Setup,
     SimulatedService,
     makespan,
@@ -85,7 +86,7 @@ def test_new_weights_have_live_episodes_read_their_tokens_again():
     # Beside an update a round takes longer.
     service = SimulatedService(dataclasses.replace(setup, beside=3.0), "fifo", 1, 1)
     service.submit([types.SimpleNamespace(episode=0, group=0)])
-    service.until = 12.0
+    service.until = service.trains_until = 12.0
     assert service.step() == []
     assert service.num_rounds == 4 and service.now == pytest.approx(12.0)
     service.until = math.inf
@@ -93,40 +94,57 @@ def test_new_weights_have_live_episodes_read_their_tokens_again():
     assert service.num_rounds == 10 and service.now == pytest.approx(18.0)
 
 
-def test_an_instance_that_is_not_interrupted_ends_its_episodes_before_it_takes_new_weights():
-    """Two instances of two slots; lengths 10 3 4 8 and 5 5 5; new weights behind round 2.
+def test_live_episodes_end_before_new_weights_where_these_interrupt_none():
+    """Groups of two in two slots; lengths 10 4, 6 2, 9 2, 5 1, of which three groups are open.
 
-    The first instance ends episodes 0 and 1 with rounds 10 and 3, the second 2 and 3 with 4 and 8.
-    Then the second is empty, and the new weights are there: episodes 4 and 5 begin with round 8,
-    and the last one with 10. With interruption they begin with 3, 4 and 8.
+    Step 0 has its group with round 10, at 17, and its update until 18.4; with round 12 episode 3
+    ends too, and so the second group, at 19. Of the third one episode 4 plays until round 19, at
+    26; episode 5 waits until the weights are there, at 33. Beside an update of 0.8 it plays one
+    round, and then until round 21, beside episode 6, which ends with 24, at 38. Step 2 has its
+    weights at 45, and beside its update of 1.1 the last episode plays. Step 3 ends at 53.1 + 0.6.
+
+    Interrupted, episode 5 begins with round 12 and the last ones with 14 and 19: step 1 has its
+    weights at 26, step 2 its at 34 and its group with round 19, at 40, and step 3 its at 48.1.
     """
-    setup = dataclasses.replace(SMALL, groups=4, lengths=(10, 3, 4, 8, 5, 5, 5))
-    for interrupts, expected in ((True, {4: 8, 5: 9, 6: 13}), (False, {4: 13, 5: 13, 6: 15})):
-        given = dataclasses.replace(setup, interrupts=interrupts)
-        service = SimulatedService(given, "fifo", 2, 2)
-        service.submit([types.SimpleNamespace(episode=e, group=e) for e in range(7)])
-        service.until = 2.0
-        assert service.step() == []
-        service.publish(1)
-        service.until = math.inf
-        ends, versions = {}, {}
-        while service.is_busy:
-            for each in service.step():
-                ends[each.ticket] = service.num_rounds
-                versions[each.ticket] = each.trajectory.oldest_version
-        assert {ticket: ends[ticket] for ticket in expected} == expected
-        assert [versions[ticket] for ticket in range(7)] == [0, 0, 0, 0, 1, 1, 1]
+    setup = dataclasses.replace(SMALL, groups=1, lengths=(10, 4, 6, 2, 9, 2, 5, 1), num_steps=4)
+    for kv, seconds, rounds in (("finish", 53.7, 25), ("keep", 48.7, 20)):
+        settings = AsynchronyConfig(max_staleness=2, kv=kv)
+        found = run(setup, settings, "fifo", train_s=0.1, warm_up=0)
+        assert found["step"] == pytest.approx(seconds / 4)
+        assert found["rounds"] == pytest.approx(rounds / 4)
+
+
+def test_gradients_of_parts_are_computed_while_the_others_are_played():
+    """Three groups of two, which end with rounds 5, 9 and 40; a token takes 1, and a part 2 more.
+
+    The first is sent from 7 + 5 until 13, and its gradients take 8 + 2, until 23. The second is
+    there at 17 and sent until 18, and its gradients take 14 + 2, until 39. The third is sent until
+    18 + 31 + 1 = 50, and its gradients take 41 + 2, until 93.
+
+    Where rounds beside gradients take 3, the second one is there at 25 and sent until 26, and its
+    gradients end at 42. Until then 6 rounds are played, and the third is sent at 44 + 25 + 1 = 70.
+    Where the second one is sent behind the gradients of the first, at 23, the third is sent at 55.
+    """
+    lengths = (5, 3, 9, 5, 40, 1) * 3
+    setup = dataclasses.replace(
+        SMALL, slots=6, groups=3, lengths=lengths, num_steps=3, part=2.0, hand=1.0
+    )
+    for changes, expected in (({}, 93), ({"beside": 3.0}, 113), ({"queued": True}, 98)):
+        given = dataclasses.replace(setup, **changes)
+        found = run(given, AsynchronyConfig(parts=3), "fifo", train_s=1.0, warm_up=0)
+        assert found["step"] == pytest.approx(expected)
+        assert found["speed"] == pytest.approx(63 / expected)
 
 
 def test_interruption_gains_where_rollouts_are_the_slower_stage():
     setup = dataclasses.replace(SMALL, devices=64, groups=8, slots=4, num_steps=12)
     settings = AsynchronyConfig(max_staleness=2)
     times = {
-        interrupts: run(dataclasses.replace(setup, interrupts=interrupts), settings, "fifo", 0.01)
-        for interrupts in (True, False)
+        kv: run(setup, dataclasses.replace(settings, kv=kv), "fifo", 0.01)
+        for kv in ("keep", "finish")
     }
-    assert times[True]["speed"] > 1.05 * times[False]["speed"]
-    assert times[False]["most"] <= 2
+    assert times["keep"]["speed"] > 1.05 * times["finish"]["speed"]
+    assert times["finish"]["most"] <= 2
 
 
 @pytest.mark.parametrize("rule", ["in_order", "wait", "drop"])
@@ -169,7 +187,9 @@ def test_predictions_are_as_good_as_they_say():
     assert [round(exact.by_prompt(e)) for e in range(99)] == [exact.length(e) for e in range(99)]
 
 
-def test_the_simulation_with_measured_times_is_near_the_real_runs():
-    for row in measured_times((2,)):
-        if row[""] in REAL:
-            assert row["2 devices"] == pytest.approx(REAL[row[""]], rel=0.1), row
+@pytest.mark.parametrize(("measured", "within"), [(TWO_PROCESSES, 0.1), (LADDER, 0.14)])
+def test_the_simulation_with_measured_times_is_near_the_real_runs(measured, within):
+    """The ladder's streaming step has 0.1 s that are in none of its stages."""
+    for row in measured_times(measured, (2,)):
+        if row[""] in measured.real:
+            assert row["2 devices"] == pytest.approx(measured.real[row[""]], rel=within), row
