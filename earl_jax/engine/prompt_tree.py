@@ -74,9 +74,13 @@ class PromptTree:
         return between
 
     def remove(self, node: Node) -> None:
-        """Removes a prompt that was added. One that was added twice is there until it is again."""
+        """Removes a prompt that was added. One that was added twice is there until it is again.
+
+        A node that goes has changed: what happens to its slots later, others count.
+        """
         node.uses -= 1
         while node.parent is not None and not node.uses and len(node.children) < 2:
+            node.changes += 1
             parent, first = node.parent, int(node.ids[node.parent.depth])
             if node.children:
                 (parent.children[first],) = node.children.values()
