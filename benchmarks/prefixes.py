@@ -5,10 +5,13 @@
     uv run python -m benchmarks.prefixes
 
 The prompts of groups begin with one system message. One slot of each group reads its prompt chunk
-by chunk, and the others ask in each round whether it is there. The last line is of conversations in
-host memory that begin with one system message: the one that a prompt goes on from is looked for.
+by chunk, and the others ask in each round whether it is there. Prompts come as arrays, made where
+they are rendered (`Observation.array`); what that takes is measured beside. The last line is of
+conversations in host memory that begin with one system message: the one that a prompt goes on from
+is looked for.
 """
 
+import gc
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +23,7 @@ from benchmarks.pages import machine, parser_of, table
 from earl_jax.engine.config import TILE_WIDTH
 from earl_jax.engine.host_pages import HostPages
 from earl_jax.engine.prefixes import PrefixIndex
+from earl_jax.envs.text.conversation import Observation
 from earl_jax.rollout.host_sessions import HostSessions, IdleSession
 
 SLOTS, GROUP, TOKENS, SYSTEM, CHUNK = 256, 8, 16_384, 1024, 128
@@ -29,15 +33,14 @@ LATER = 4
 SESSIONS = 1000
 
 
-def make_groups() -> list[list[list[int]]]:
-    """Returns the prompts of groups, each a list of its own, with a system message in common."""
+def make_groups(number: int) -> list[list[tuple[int, ...]]]:
+    """Returns the prompts of so many groups, each of its own, with a system message in common."""
     rng = np.random.default_rng(0)
     message = rng.integers(0, 150_000, SYSTEM)
     texts = [
-        np.concatenate([message, rng.integers(0, 150_000, TOKENS - SYSTEM)])
-        for _ in range(SLOTS // GROUP + LATER)
+        np.concatenate([message, rng.integers(0, 150_000, TOKENS - SYSTEM)]) for _ in range(number)
     ]
-    return [[text.tolist() for _ in range(GROUP)] for text in texts]
+    return [[tuple(text.tolist()) for _ in range(GROUP)] for text in texts]
 
 
 class Client:
@@ -46,10 +49,10 @@ class Client:
     def __init__(self) -> None:
         self._index = PrefixIndex(num_slots=SLOTS, num_shards=1, least_tokens=TILE_WIDTH)
         # By slot: the prompt that it asks for; and the tokens of begun ones that are left to read.
-        self.waiting: dict[int, list[int]] = {}
+        self.waiting: dict[int, np.ndarray] = {}
         self._left: dict[int, int] = {}
 
-    def give(self, first: int, prompts: Sequence[list[int]]) -> None:
+    def give(self, first: int, prompts: Sequence[np.ndarray]) -> None:
         """Gives prompts to the slots from the first on."""
         self.waiting |= {first + slot: prompt for slot, prompt in enumerate(prompts)}
 
@@ -73,8 +76,13 @@ class Client:
 
 def measure() -> Iterator[dict[str, Any]]:
     """Yields the milliseconds of the kinds of rounds."""
-    client, prompts = Client(), make_groups()
+    texts, start_s = make_groups(SLOTS // GROUP + LATER), time.thread_time()
+    prompts = [[Observation(ids).array for ids in each] for each in texts]
+    rendered_ms = 1e3 * (time.thread_time() - start_s)
+    client = Client()
     client.give(0, [prompt for each in prompts[LATER:] for prompt in each])
+    # What is left of making the prompts is not collected while they are looked up.
+    gc.collect()
 
     def line(rounds: str, times: Sequence[float]) -> dict[str, Any]:
         mean, most = statistics.mean(times), max(times)
@@ -92,6 +100,7 @@ def measure() -> Iterator[dict[str, Any]]:
         client.give(number * GROUP, each)
         comes.append(client.play())
     yield line(f"a group of {GROUP} prompts comes", comes)
+    yield line("beside: the array of a prompt", [rendered_ms / (SLOTS + LATER * GROUP)])
     yield line(f"a prompt is looked for among {SESSIONS:,} conversations", _find_sessions())
 
 

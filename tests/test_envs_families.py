@@ -227,9 +227,9 @@ def begin(conversation: Conversation, script: Script) -> LiveEpisode:
 def read_all(episode: LiveEpisode) -> list[int]:
     """Takes the queued ids off the episode, chunk by chunk, and returns them."""
     news = []
-    while episode.queue:
+    while len(episode.queue):
         part, number = episode.take(CHUNK)
-        news += part[len(part) - number :]
+        news += part[len(part) - number :].tolist()
     return news
 
 

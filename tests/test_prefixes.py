@@ -77,6 +77,29 @@ def test_slot_with_the_same_prompt_waits_for_the_one_that_prefills_it(index):
     assert index.find(2, prompt) == Shared(source=1, length=12)
 
 
+def test_a_wait_ends_though_the_prompt_that_ended_before_its_own_is_gone(index):
+    prompt = [*SYSTEM, 30, 31, 32, 33, 34]
+    index.begin(1, prompt, index.find(1, prompt))
+    assert index.find(0, prompt[:-1]) is None
+    assert index.find(2, prompt) is None
+    assert index.find(0, [9, 9, 9, 9, 9]) == Shared(source=0, length=0)
+    index.stop(1)
+    assert index.find(2, prompt) == Shared(source=0, length=8)
+
+
+def test_slots_that_wait_alike_are_told_alike(index):
+    """Of a row shard: what one has found holds for the others, until something happens."""
+    prompt = [*SYSTEM, 30, 31, 32, 33, 34]
+    index.begin(1, prompt, index.find(1, prompt))
+    assert index.find(2, prompt) is None and index.find(0, list(prompt)) is None
+    assert index.find(3, list(prompt)) == Shared(source=3, length=0), "another shard"
+    index.begin(3, prompt, Shared(source=3, length=0))
+    assert index.find(4, list(prompt)) is None
+    index.stop(1)
+    assert index.find(0, list(prompt)) == Shared(source=0, length=8)
+    assert index.find(5, list(prompt)) is None
+
+
 class Slow:
     """The same by comparing a prompt with every slot's, token by token. At least 4."""
 

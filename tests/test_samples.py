@@ -237,7 +237,7 @@ def test_a_fork_behind_a_sample_that_is_read_again_in_part_stands_at_its_place(f
             arrived.clear()
             service.update_weights(Policy(params=weights(), version=2), "recompute")
             finished += service.step()
-            partly_read += any(each is not None and each.queue for each in service._slots)
+            partly_read += any(each is not None and len(each.queue) > 0 for each in service._slots)
             may_answer.set()
         finished += service.step()
     assert partly_read, "a sample is longer than a chunk"

@@ -204,8 +204,8 @@ class PageTable:
         is_partial = tokens % self.rule.page_size > 0
         before, sources = self._pages[slot], self._pages[source]
         taken = [own[: whole + is_partial] for own in sources]
-        for page in (page for own in taken for page in own if page != _GONE):
-            self._holders[shard, page] += 1
+        # Each of them once: a slot has no page twice.
+        self._holders[shard, [page for own in taken for page in own if page != _GONE]] += 1
         for own in before:
             self._free_all(slot, own)
         self._pages[slot] = [own[:whole] for own in taken]

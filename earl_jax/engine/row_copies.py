@@ -38,7 +38,7 @@ class RowIds(NamedTuple):
 
     row: int
     first: int
-    ids: Sequence[int]
+    ids: Sequence[int] | np.ndarray
 
 
 # Fills a call that moves fewer rows than it could.

@@ -210,7 +210,7 @@ class BlockManager:
                 self._host.drop(slot)
             elif not episode.preempted:
                 coming[slot] = self._hold_again(slot, episode)
-                awake[slot] = episode.in_turn and not episode.queue
+                awake[slot] = episode.in_turn and not len(episode.queue)
         state = self._host.copy_back(copies, state, coming, awake)
         return dataclasses.replace(session, state=state)
 

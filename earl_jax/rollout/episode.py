@@ -3,8 +3,10 @@
 """An episode while it is played: its turns, and the tokens that still have to be appended."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from earl_jax.engine.config import NO_LIMIT
 from earl_jax.engine.round_inputs import RoundOutputs
@@ -52,7 +54,7 @@ class LiveEpisode:
     `ticket` numbers its task among those of the rollout; it is recorded in `buffer_row`.
 
     - `waits`: its environment is at work; the policy has nothing to answer until that does.
-    - `queue`: ids that are still to be appended. The first `again` of them are not new: the token
+    - `queue`: ids i32[tokens] that are still to be appended. The first `again` of them are not new: the token
       sampled last, which goes into the cache now, or ids that are read again.
     - `fresh`: its slot has not begun yet. `forks`: the queue is the prompt of a new sample.
       `rewinds`: the queue begins with all of this sample again.
@@ -87,7 +89,7 @@ class LiveEpisode:
     turns: list[Turn] = dataclasses.field(default_factory=list)
     rewards: list[float] = dataclasses.field(default_factory=list)
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    queue: list[int] = dataclasses.field(default_factory=list)
+    queue: np.ndarray = dataclasses.field(default_factory=lambda: _array(()))
     again: int = 0
     fresh: bool = True
     forks: bool = False
@@ -152,11 +154,12 @@ class LiveEpisode:
         self.waits = False
         if message.forks:
             # What was to be read again is left behind with the sample before.
-            self.queue, self.again, self.rewinds, self.forks = [], 0, False, True
+            self.queue, self.again, self.rewinds, self.forks = self.queue[:0], 0, False, True
         elif self.turns:
-            self.queue = [*self.queue, self.turns[-1].token_ids[-1]]
+            self.queue = np.append(self.queue, _array(self.turns[-1].token_ids[-1:]))
             self.again += 1
-        self.queue = [*self.queue, *message.ids]
+        # Of a first message it is the array itself, not a copy.
+        self.queue = np.append(self.queue, message.array) if len(self.queue) else message.array
         messages = tuple((each.role, each.text) for each in messages_of(content))
         self.turns.append(
             Turn(
@@ -200,7 +203,7 @@ class LiveEpisode:
     @property
     def has_work(self) -> bool:
         """Returns whether it takes part in the next round."""
-        return not self.preempted and (self.in_turn or bool(self.queue))
+        return not self.preempted and (self.in_turn or len(self.queue) > 0)
 
     @property
     def begins(self) -> bool:
@@ -215,7 +218,7 @@ class LiveEpisode:
     @property
     def num_written(self) -> int:
         """Tokens in its slot's cache: without the one that was sampled last, where it waits."""
-        pending = self.waits or not self.queue
+        pending = self.waits or not len(self.queue)
         return 0 if self.begins else self.num_cached - pending
 
     @property
@@ -305,7 +308,7 @@ class LiveEpisode:
         is_same &= self._allows(turn.token_ids, in_turn=in_turn)
         if not is_same or (self.scored and not turn.model_logprobs):
             return False
-        self.queue, self.reply = [], list(turn.token_ids)
+        self.queue, self.reply = self.queue[:0], list(turn.token_ids)
         self._count_until_stop(self.reply)
         self.logprobs, self.versions = list(turn.logprobs), list(turn.versions)
         self.model_logprobs = list(turn.model_logprobs)
@@ -324,10 +327,10 @@ class LiveEpisode:
     def end_replay(self) -> None:
         """Queues all of the sample that it is in, to be read by the slot as a prompt is."""
         self.resumes = None
-        self.queue, self.again = [*self._ids_of_sample(), *self.reply], 0
+        self.queue, self.again = _array([*self._ids_of_sample(), *self.reply]), 0
         self.fresh, self.forks, self.rewinds = True, False, False
 
-    def take(self, number: int) -> tuple[list[int], int]:
+    def take(self, number: int) -> tuple[np.ndarray, int]:
         """Takes the next so many ids off the queue. Returns them, and how many of them are new."""
         part, self.queue = self.queue[:number], self.queue[number:]
         again = min(self.again, len(part))
@@ -350,7 +353,7 @@ class LiveEpisode:
         num_new = len(self.queue) - self.again
         ids = [*self._ids_of_sample(), *self.reply]
         # An answer brings the token before it along, when it comes.
-        self.queue = ids[:-1] if self.waits else ids
+        self.queue = _array(ids[:-1] if self.waits else ids)
         self.again = len(self.queue) - num_new
         self.rewinds = True
         return self.again
@@ -416,3 +419,7 @@ class LiveEpisode:
             turn_roles=tuple(self.turn_roles) if {*self.turn_roles} - {self.role} else (),
             kind=self.task.kind,
         )
+
+
+def _array(ids: Sequence[int]) -> np.ndarray:
+    return np.array(ids, np.int32)

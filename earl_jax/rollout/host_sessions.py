@@ -138,7 +138,7 @@ class IdleSessions:
 
     def plan(
         self,
-        prompts: Mapping[int, list[int]],
+        prompts: Mapping[int, np.ndarray],
         block: tuple[int, int],
         pages: PageTable,
         prefixes: PrefixIndex,

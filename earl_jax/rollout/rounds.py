@@ -126,7 +126,7 @@ class Rounds:
         In the order of slots, in which the devices read what others take over.
         """
         blocks = self._blocks
-        if not episode.queue:
+        if not len(episode.queue):
             blocks.hold(slot)
             return False
         if not episode.begins:
@@ -156,7 +156,7 @@ class Rounds:
             return reading
         waiting = set(reading)
         chosen = [slot for slot in self._turns if slot in waiting]
-        if any(e is not None and e.has_work and not e.queue for e in self._slots):
+        if any(e is not None and e.has_work and not len(e.queue) for e in self._slots):
             width, chunk_size = engine.tile_width, engine.config.chunk_size
             # A tile costs what a full one does.
             tokens = {
@@ -175,7 +175,7 @@ class Rounds:
         inputs.chunk[slot, : len(part)], inputs.count[slot] = part, len(part)
         self._blocks.hold(slot)
         self._stats.prefill_tokens += new
-        if not episode.queue:
+        if not len(episode.queue):
             inputs.resume_turn[slot] = episode.in_turn
             inputs.begin_turn[slot] = not (episode.in_turn or episode.waits)
             inputs.turn_limit[slot] = episode.turn_limit

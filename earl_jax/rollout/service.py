@@ -388,7 +388,7 @@ class RolloutService:
         )
         if task.prompt is not None:
             episode.choices, episode.allowed = task.prompt.choices, task.prompt.allowed
-            self._append(slot, episode, "", Observation(task.prompt.token_ids))
+            self._append(slot, episode, "", task.prompt.message)
             return None
         assert self._make_environment is not None, "a task without a prompt has an environment"
         return functools.partial(begin, self._make_environment, episode, config)

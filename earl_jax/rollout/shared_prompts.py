@@ -43,7 +43,7 @@ class SharedPrompts:
         self._shard_copies = ShardCopies(len(slots))
         # Ids that the host writes for slots that begin in this round; and slots whose rows are in
         # use in this round for an episode before.
-        self._ids: dict[int, list[int]] = {}
+        self._ids: dict[int, np.ndarray] = {}
         self._rows_in_use: set[int] = set()
         # By slot: the row that it began to write last.
         self._row_of = np.full(len(slots), NO_ROW)
@@ -64,11 +64,11 @@ class SharedPrompts:
         self,
         slot: int,
         pages: PageTable,
-        prompt: list[int],
+        prompt: np.ndarray,
         fits: Callable[[int, Shared], bool],
         own: int,
     ) -> Beginning | None:
-        """Begins the slot anew with a prompt. None: it waits for another slot.
+        """Begins the slot anew with a prompt i32[tokens]. None: it waits for another slot.
 
         For one that reads the same; or for one that has just taken over a part of the slot's own
         pages, where there are no others. `fits` returns whether there are pages for a slot to begin

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from earl_jax.engine.config import Sampling
+from earl_jax.envs.text.conversation import Observation
 from earl_jax.rollout.config import Limits, Stops
 from earl_jax.rollout.open_episodes import OpenEpisode
 from earl_jax.settings.errors import InputError
@@ -20,12 +21,17 @@ class Prompt:
     """A prompt as ids, and the replies to which the turn behind it is restricted.
 
     Either to `choices`, each with its end, or to the tokens `allowed`; both are () where the turn
-    may be anything.
+    may be anything. `message` has the same ids, and is made with the record (`Observation.array`).
     """
 
     token_ids: tuple[int, ...]
     choices: tuple[tuple[int, ...], ...] = ()
     allowed: tuple[int, ...] = ()
+    message: Observation = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Makes the message."""
+        object.__setattr__(self, "message", Observation(self.token_ids))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
