@@ -54,8 +54,8 @@ class LiveEpisode:
     `ticket` numbers its task among those of the rollout; it is recorded in `buffer_row`.
 
     - `waits`: its environment is at work; the policy has nothing to answer until that does.
-    - `queue`: ids i32[tokens] that are still to be appended. The first `again` of them are not new: the token
-      sampled last, which goes into the cache now, or ids that are read again.
+    - `queue`: ids i32[tokens] that are still to be appended. The first `again` of them are not new:
+      the token sampled last, which goes into the cache now, or ids that are read again.
     - `fresh`: its slot has not begun yet. `forks`: the queue is the prompt of a new sample.
       `rewinds`: the queue begins with all of this sample again.
     - `preempted`: it takes no part, because there are too few pages; the cache may be in host
