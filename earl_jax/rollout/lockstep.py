@@ -164,4 +164,4 @@ def _digest(answer: Answer) -> int:
     said = answer.observation
     beside = (said and said.forks, answer.choices, answer.allowed, failure)
     # Their bytes: the text of 16,384 ids takes milliseconds.
-    return zlib.crc32(repr(beside).encode(), zlib.crc32(said.array) if said else 0)
+    return zlib.crc32(repr(beside).encode(), zlib.crc32(said.array.data) if said else 0)
