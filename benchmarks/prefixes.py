@@ -50,7 +50,7 @@ class Client:
         self._index = PrefixIndex(num_slots=SLOTS, num_shards=1, least_tokens=TILE_WIDTH)
         # By slot: the prompt that it asks for; and the tokens of begun ones that are left to read.
         self.waiting: dict[int, np.ndarray] = {}
-        self._left: dict[int, int] = {}
+        self._left = np.zeros(SLOTS, np.int32)
 
     def give(self, first: int, prompts: Sequence[np.ndarray]) -> None:
         """Gives prompts to the slots from the first on."""
@@ -65,11 +65,9 @@ class Client:
                 self._index.begin(slot, prompt, shared)
                 self._left[slot] = len(prompt) - shared.length
                 del self.waiting[slot]
-        for slot in range(SLOTS):
-            number = min(CHUNK, self._left.get(slot, 0))
-            self._index.append(slot, number)
-            if number:
-                self._left[slot] -= number
+        counts = np.minimum(CHUNK, self._left)
+        self._left -= counts
+        self._index.append(slice(None), counts)
         self._index.end_inputs()
         return 1e3 * (time.thread_time() - start_s)
 

@@ -135,10 +135,11 @@ class PrefixIndex:
             return None
         common = np.minimum(self._tree.common(sought.node), len(prompt) - 1)
         # What can be taken over from every slot now, and behind its whole prompt; that is 0 where
-        # the slot has read it.
-        have = self._worth(self._usable(np.minimum(common, self._num_cached)))
-        coming = self._num_cached < self._lengths
-        ahead = self._worth(self._usable(np.minimum(common, self._lengths)) * coming)
+        # the slot has read it, and both are where they are too few.
+        least = np.maximum(self._least_shared, self._least_tokens)
+        have, ahead = np.minimum(common, self._num_cached), np.minimum(common, self._lengths)
+        have *= have >= least
+        ahead *= (ahead >= least) & (self._num_cached < self._lengths)
         shard = slice(first, first + self._slots_a_shard)
         source = first + int(have[shard].argmax())
         length = int(have[source])
@@ -203,9 +204,10 @@ class PrefixIndex:
         self._num_cached[slot] = shared.length
         self._beginning.add(slot)
 
-    def append(self, slot: int, number: int) -> None:
-        """Notes so many more tokens in the slot's cache; those behind the prompt do not count."""
-        self._num_cached[slot] = min(self._num_cached[slot] + number, self._lengths[slot])
+    def append(self, slots: int | slice, numbers: int | np.ndarray) -> None:
+        """Notes so many more tokens in the slots' caches; those behind the prompt do not count."""
+        tokens = self._num_cached[slots] + numbers
+        self._num_cached[slots] = np.minimum(tokens, self._lengths[slots])
 
     def end_inputs(self) -> None:
         """Notes that the slots that began have the tokens that they took over."""
@@ -242,7 +244,8 @@ class PrefixIndex:
         """
         node = self._seek(slot, prompt).node
         common = np.minimum(self._tree.common(node), len(prompt) - 1)
-        have = self._usable(np.minimum(common, self._num_cached))
+        have = np.minimum(common, self._num_cached)
+        have *= have >= self._least_shared
         first = slot - slot % self._slots_a_shard
         return int(have[slot]), int(have[first : first + self._slots_a_shard].max())
 
@@ -253,7 +256,8 @@ class PrefixIndex:
 
     def num_kept(self, slot: int) -> int:
         """Returns how many tokens in the slot's cache others could take over."""
-        return int(self._usable(self._num_cached)[slot])
+        number = int(self._num_cached[slot])
+        return number if number >= self._least_shared[slot] else 0
 
     def forget(self, slot: int) -> None:
         """Forgets the slot's cache."""
@@ -271,11 +275,3 @@ class PrefixIndex:
     def has_row(self, slot: int) -> bool:
         """Returns whether the ids in the slot's cache are in a row on the devices, too."""
         return slot not in self._unwritten
-
-    def _usable(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns the numbers of tokens by slot, and 0 where pages that they need are gone."""
-        return tokens * (tokens >= self._least_shared)
-
-    def _worth(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns the numbers of tokens that are worth it, and 0 for others."""
-        return tokens * (tokens >= self._least_tokens)

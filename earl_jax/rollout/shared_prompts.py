@@ -119,8 +119,7 @@ class SharedPrompts:
     def end_inputs(self, counts: np.ndarray) -> None:
         """Notes that so many tokens are appended to the slots in this round."""
         # Only now: no slot takes over tokens that are appended in the same round.
-        for slot in np.flatnonzero(counts).tolist():
-            self._prefixes.append(slot, counts[slot])
+        self._prefixes.append(slice(None), counts)
         self._prefixes.end_inputs()
         self._rows_in_use.clear()
 
