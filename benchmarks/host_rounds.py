@@ -29,8 +29,8 @@ from earl_jax.engine.session import Policy, Session
 from earl_jax.envs.text.conversation import Completion
 from earl_jax.models.config import ModelConfig
 from earl_jax.rollout.config import Limits, RolloutConfig
-from earl_jax.rollout.episode import Prompt, Task
 from earl_jax.rollout.service import RolloutService
+from earl_jax.rollout.task import Prompt, Task
 from earl_jax.sharding.layout import MeshShape, make_layout
 
 BURST, SAMPLED, PAGE, VOCAB = 16, 512, 128, 150_000
