@@ -26,6 +26,7 @@ from earl_jax.models.moe import experts
 from earl_jax.models.moe.experts import mix_experts, route
 from earl_jax.models.moe.grouped_matmul import MAX_MASKED_ROWS
 from earl_jax.models.parameters import parameter_shardings, parameter_specs, unstack_layers
+from earl_jax.settings.remat import Remat
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.sharding.placing import placed_shapes
 from earl_jax.train.config import TrainConfig
@@ -206,7 +207,7 @@ MIXED = "data=1,fsdp=2,expert=2,tensor=2"
 
 
 @functools.cache
-def gradients(mesh: str, length: int):
+def gradients(mesh: str, length: int = 12, remat: Remat = "full"):
     """Hidden states and gradients of a training forward pass with padding and two segments."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, VOCAB, (8, length)).astype(np.int32)
@@ -214,7 +215,7 @@ def gradients(mesh: str, length: int):
     layout = make_layout(MeshShape.parse(mesh), row_axes=TRAINING_ROWS)
 
     def loss(params):
-        hidden = forward_rows(MODEL, layout, params, tokens, segments, remat="full")
+        hidden = forward_rows(MODEL, layout, params, tokens, segments, remat=remat)
         scores = score_tokens(
             layout,
             hidden[:, :-1],
@@ -237,7 +238,18 @@ def gradients(mesh: str, length: int):
     [(MIXED, 12), ("data=1,expert=8", MAX_MASKED_ROWS // 24 + 1)],
 )
 def test_training_is_the_same_on_every_mesh(mesh, length):
-    grads, hidden = gradients(mesh, length)
+    assert_same_as_alone(mesh, length, "full")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "dots"])
+def test_training_is_the_same_with_every_remat_policy(remat):
+    assert_same_as_alone(MIXED, 12, remat)
+
+
+def assert_same_as_alone(mesh: str, length: int, remat: Remat) -> None:
+    """Compares with all recomputed on one device."""
+    grads, hidden = gradients(mesh, length, remat)
     expected, alone = gradients("data=1", length)
     np.testing.assert_allclose(hidden, alone, atol=2e-5)
 

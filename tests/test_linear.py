@@ -253,6 +253,25 @@ def test_segments_of_a_packed_row_score_as_rows_of_their_own():
         np.testing.assert_allclose(packed[0, segments[0] == number], expected, atol=3e-5)
 
 
+@pytest.mark.slow
+def test_gradients_are_the_same_with_remat():
+    name, layout = "qwen3_5", make_layout(MeshShape())
+    tokens = reference(name)["tokens"]
+
+    def gradients(remat):
+        def total(params):
+            model, ones = checkpoint(name).model, jnp.ones_like(tokens)
+            return jnp.sum(forward_rows(model, layout, params, tokens, ones, remat=remat) ** 2)
+
+        return jax.jit(jax.grad(total))(loaded(name))["layers"]
+
+    plain = gradients("none")
+    for again in (gradients("dots"), gradients("full")):
+        for path, leaf in plain.items():
+            bound = 1e-4 * float(np.max(np.abs(leaf))) + 1e-6
+            np.testing.assert_allclose(again[path], leaf, atol=bound, err_msg=path)
+
+
 # Adapters and int8.
 
 
