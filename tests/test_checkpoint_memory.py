@@ -18,6 +18,7 @@ from earl_jax.train.offload import is_offloaded, offload_moments
 from earl_jax.train.saved_state import copy_to_save
 from earl_jax.train.state import state_shardings
 from tests.support.allocator import live_bytes, memory_limit
+from tests.support.clusters import cluster_of
 from tests.support.saved_states import (
     CUBE,
     D8,
@@ -33,6 +34,7 @@ from tests.support.saved_states import (
 F8 = make_layout(MeshShape(fsdp=8))
 # The part of a run and of its placement that saving takes.
 RUN = types.SimpleNamespace(
+    cluster=cluster_of(0, count=1),
     tasks=types.SimpleNamespace(state=dict),
     stages=types.SimpleNamespace(saved_shardings=None),
 )
