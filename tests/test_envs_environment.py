@@ -162,7 +162,7 @@ def test_garbage_steps_are_named(result, message):
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        (Message(role="assistant", text="5"), "role is 'assistant'; it must be one of system, us"),
+        (Message(role="policy", text="5"), "role is 'policy'; it must be one of system, us"),
         (Message(role="user", text=b"5"), "Message.text must be a str"),
         (Message(role="tool", text="5", call_id=7), "Message.call_id must be a str"),
     ],
@@ -206,7 +206,7 @@ import earl_jax.envs
 for module in pkgutil.walk_packages(earl_jax.envs.__path__, 'earl_jax.envs.'):
     importlib.import_module(module.name)
 ours = {m.split('.')[1] for m in sys.modules if m.startswith('earl_jax.')}
-assert ours == {'envs', 'settings'}, ours
+assert ours == {'envs', 'http', 'settings'}, ours
 from earl_jax.envs.games.board_game import BoardGame
 environment = BoardGame(seed=1, index=0)
 print(environment.start().role, environment.step('4').done)

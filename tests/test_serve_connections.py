@@ -7,8 +7,8 @@ import contextlib
 import socket
 import time
 
-from earl_jax.serving import http_server
-from earl_jax.serving.http_server import HttpLimits, HttpServer
+from earl_jax.http import server as http_server
+from earl_jax.http.server import HttpLimits, HttpServer
 from tests.support.fuzz import http_bytes
 
 LIMITS = {"most_bytes": 1000, "most_held_bytes": 2500, "max_connections": 6}

@@ -39,13 +39,17 @@ LARGEST_REWARD = 3.4028234e38
 
 Author = Literal["environment", "policy"]
 ROLES = ("system", "user", "tool")
+# Of a message that says what the policy has said, in a whole conversation.
+ASSISTANT = "assistant"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Message:
     """A message of an environment in one of ROLES; "tool" is the response to a call of a tool.
 
-    `call_id` names that call and `name` the tool, for chat templates that show them.
+    `call_id` names that call and `name` the tool, for chat templates that show them. Where the
+    messages are a whole conversation, those of the role "assistant" are earlier replies, which the
+    policy reads as any message.
     """
 
     role: str
@@ -58,10 +62,11 @@ class Message:
 class Start:
     """The first message to the policy.
 
-    Either `text`, a user's message, or `messages`. `choices` are the only replies that the policy
-    may give, () where it may say anything: then only the tokens that the tokenizer writes them
-    with, and the end of turn behind, can be sampled (see `Chooses`). Or `allowed_token_ids`, of the
-    policy's tokenizer, are the only tokens that its reply is made of, beside the end of turn.
+    Either `text`, a user's message, or `messages`, a whole conversation. `choices` are the only
+    replies that the policy may give, () where it may say anything: then only the tokens that the
+    tokenizer writes them with, and the end of turn behind, can be sampled (see `Chooses`). Or
+    `allowed_token_ids`, of the policy's tokenizer, are the only tokens that its reply is made of,
+    beside the end of turn.
     `role` is the side that the policy plays, where there are several; in self-play, the side that
     the message is for. `metrics` are the episode's until a step changes them (see `StepResult`).
     `tools` describes the functions that the policy may call, each as JSON that the chat template
@@ -97,6 +102,9 @@ class StepResult:
     those of the same names before it, `Start.metrics` first; a mean is over the episodes that have
     the metric. So a game that reports `{"win": 0.0}` at its start and `{"win": 1.0}` where it is
     won has the fraction of all games as its mean, those that a limit cuts included.
+
+    With `new_context` the policy forgets what was said: `messages` are a whole conversation, which
+    begins a new sample of the episode (see `ChatConfig`), with these `tools`.
     """
 
     text: str = ""
@@ -110,6 +118,8 @@ class StepResult:
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     role: str = ""
     side_rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    new_context: bool = False
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 def illegal_reply(reply: str, reward: float, wanted: str) -> StepResult:
@@ -157,6 +167,14 @@ class OffersExamples(Protocol):
         ...
 
 
+class CountsTokens(Protocol):
+    """An environment that is told the tokens of each turn, before `step`."""
+
+    def count_tokens(self, context: int, reply: int) -> None:
+        """Takes the number of tokens that the policy read, and that of its reply."""
+        ...
+
+
 @runtime_checkable
 class Chooses(Protocol):
     """An environment that knows all of its `choices` from the start."""
@@ -177,15 +195,7 @@ def check_start(result: object) -> Start:
     _check_metrics("Start", result)
     if not result.text and not result.messages:
         raise InputError("Start.text is empty; the policy needs a first message")
-    if not isinstance(result.tools, tuple):
-        raise InputError(f"Start.tools must be a tuple; got {_brief(result.tools)}")
-    for tool in result.tools:
-        if not isinstance(tool, Mapping):
-            raise InputError(f"Start.tools must hold mappings; got {_brief(tool)}")
-        try:
-            json.dumps(tool)
-        except (TypeError, ValueError) as error:
-            raise InputError(f"Start.tools must hold what JSON can say: {error}") from error
+    _check_tools("Start", result)
     return result
 
 
@@ -215,6 +225,8 @@ def check_step(result: object) -> StepResult:
     _check_messages("StepResult", result)
     _check_allowed("StepResult", result)
     _check_metrics("StepResult", result)
+    _check_tools("StepResult", result)
+    _check_new_context(result)
     if result.done and result.role:
         raise InputError(f"StepResult.role must be empty when done; got {_brief(result.role)}")
     content = (result.text, result.messages, result.choices, result.allowed_token_ids)
@@ -227,6 +239,21 @@ def check_step(result: object) -> StepResult:
     return result
 
 
+def _check_new_context(result: StepResult) -> None:
+    if not isinstance(result.new_context, bool):
+        raise InputError(f"StepResult.new_context must be a bool; got {_brief(result.new_context)}")
+    if result.new_context and (not result.messages or result.role):
+        raise InputError(
+            "StepResult.new_context needs messages, the whole conversation, and no role: it is for "
+            f"the side that replied; got {len(result.messages)} messages and the role "
+            f"{_brief(result.role)}"
+        )
+    if result.tools and not result.new_context:
+        raise InputError(
+            "StepResult.tools are those of a new_context; an episode keeps the tools of its start"
+        )
+
+
 def _check_reward(name: str, reward: float) -> None:
     if isinstance(reward, bool) or not isinstance(reward, numbers.Real):
         raise InputError(f"{name} must be a number; got {_brief(reward)}")
@@ -236,6 +263,18 @@ def _check_reward(name: str, reward: float) -> None:
         )
 
 
+def _check_tools(name: str, result: Start | StepResult) -> None:
+    if not isinstance(result.tools, tuple):
+        raise InputError(f"{name}.tools must be a tuple; got {_brief(result.tools)}")
+    for tool in result.tools:
+        if not isinstance(tool, Mapping):
+            raise InputError(f"{name}.tools must hold mappings; got {_brief(tool)}")
+        try:
+            json.dumps(tool)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{name}.tools must hold what JSON can say: {error}") from error
+
+
 def _check_messages(name: str, result: Start | StepResult) -> None:
     if not isinstance(result.messages, tuple):
         raise InputError(f"{name}.messages must be a tuple; got {_brief(result.messages)}")
@@ -243,16 +282,25 @@ def _check_messages(name: str, result: Start | StepResult) -> None:
         raise InputError(
             f"{name} has both a text and messages; say it as one: {_brief(result.text)}"
         )
+    is_whole = isinstance(result, Start) or result.new_context is True
+    roles = (*ROLES, ASSISTANT) if is_whole else ROLES
     for message in result.messages:
         if not isinstance(message, Message):
             raise InputError(f"{name}.messages must hold Message; got {_brief(message)}")
         _check_text("Message.text", message.text)
         _check_text("Message.call_id", message.call_id)
         _check_text("Message.name", message.name)
-        if message.role not in ROLES:
+        if message.role not in roles:
             raise InputError(
-                f"Message.role is {_brief(message.role)}; it must be one of {', '.join(ROLES)}"
+                f"Message.role is {_brief(message.role)}; it must be one of {', '.join(roles)}"
             )
+    if is_whole and any(
+        each.role == ASSISTANT for each in (*result.messages[:1], *result.messages[-1:])
+    ):
+        raise InputError(
+            f"the first or the last of {name}.messages has the role {ASSISTANT!r}; a conversation "
+            "begins with another, and the policy answers the last"
+        )
 
 
 def _check_allowed(name: str, result: Start | StepResult) -> None:

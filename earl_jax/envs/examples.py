@@ -79,6 +79,11 @@ def play_example(environment: Environment, rng: random.Random) -> Example:
                 reward=result.reward,
                 stop_reason=result.stop_reason,
             )
+        if result.new_context:
+            raise InputError(
+                "its example_reply leads to a new_context, and an example is one conversation; "
+                "leave out example_reply, and give conversations (config.train.sft_path)"
+            )
         turns.append(("environment", result.messages or result.text))
         roles.append(result.role or roles[-1])
     raise InputError(

@@ -353,7 +353,9 @@ def _outcome(call: Callable[[], T]) -> T | Failure | Awaits:
     try:
         return call()
     except Awaits as awaits:
-        return awaits
+        # Its traceback has the frames of its callers, which hold it: a circle that keeps the
+        # environment and its episode until the collector comes.
+        return awaits.with_traceback(None)
     # The one place where everything is caught: an environment is not our code. SystemExit too, it
     # would end the worker without a word and cost a timeout.
     except BaseException as error:  # noqa: BLE001

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from earl_jax.envs.agents.agent import Agent
 from earl_jax.envs.environment import Environment
 from earl_jax.envs.games.board_game import BoardGame
 from earl_jax.envs.games.kuhn_poker import KuhnPoker
@@ -38,6 +39,7 @@ ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
     "tools": ToolUse,
     "reasoning_gym": ReasoningGym,
     "textarena": TextArena,
+    "agent": Agent,
 }
 
 
@@ -169,7 +171,7 @@ def open_environment(env: EnvConfig, tasks: TasksConfig, *, seed: int, num_tasks
         if not callable(method):
             raise InputError(f"config.env.name is {env.name!r}, which has no method {call}")
         check_call(method, f"{call} of config.env.name {env.name!r}", *given)
-    if isinstance(made, SingleTurn | ToolUse) and "reward" in first:
+    if isinstance(made, SingleTurn | ToolUse | Agent) and "reward" in first:
         rows = source.kinds() if isinstance(source, Dataset) else [("", first["row"])]
         for where, row in rows:
             fields = "".join(f", {field}=..." for field in row)

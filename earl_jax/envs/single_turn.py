@@ -38,28 +38,30 @@ class SingleTurn:
         return answered(self._reward(reply, **self._row))
 
 
-def answered(paid: Paid | Awaitable[Paid]) -> StepResult | Awaitable[StepResult]:
-    """Returns the end of an episode whose last reply was paid so.
+def answered(
+    paid: Paid | Awaitable[Paid], payer: str = "the reward function (config.tasks.reward)"
+) -> StepResult | Awaitable[StepResult]:
+    """Returns the end of an episode whose last reply was paid so; `payer` is named in errors.
 
     Raises ValueError, or its result does, for what is no reward.
     """
-    return _awaited(paid) if inspect.isawaitable(paid) else _result(paid)
+    return _awaited(paid, payer) if inspect.isawaitable(paid) else result_of(paid, payer)
 
 
-async def _awaited(paid: Awaitable[Paid]) -> StepResult:
-    return _result(await paid)
+async def _awaited(paid: Awaitable[Paid], payer: str) -> StepResult:
+    return result_of(await paid, payer)
 
 
-def _result(paid: Any) -> StepResult:
-    """Returns the result of a reply that the function paid so. Raises ValueError for no reward."""
+def result_of(paid: Any, payer: str) -> StepResult:
+    """Returns the result of a reply that was paid so. Raises ValueError for no reward."""
     metrics = dict(paid) if isinstance(paid, Mapping) else {"reward": paid}
     # `check_step` refuses metrics that are not numbers.
     metrics = {name: _as_float(value) for name, value in metrics.items()}
     reward = metrics.pop("reward", None)
     if not isinstance(reward, float):
         raise InputError(
-            f"the reward function (config.tasks.reward) returned {paid!r:.60}; it must return a "
-            "number, or a dict with one under 'reward'"
+            f"{payer} returned {paid!r:.60}; it must return a number, or a dict with one under "
+            "'reward'"
         )
     return StepResult(reward=reward, done=True, stop_reason="answered", metrics=metrics)
 

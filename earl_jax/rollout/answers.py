@@ -105,6 +105,10 @@ def go_on(episode: LiveEpisode, reply: str, config: EngineConfig) -> Answer:
     """Gives the policy's reply to the environment of an episode."""
     assert episode.environment is not None
     environment = episode.environment
+    # `CountsTokens`; asking for the protocol would take 7 us.
+    if (count := getattr(environment, "count_tokens", None)) is not None:
+        num_tokens = len(episode.turns[-1].token_ids)
+        count(episode.length - episode.origin - num_tokens, num_tokens)
     return after(
         environment.step(reply), functools.partial(_answered, environment, episode, config)
     )
@@ -117,6 +121,9 @@ def _answered(
     answer = Answer(environment=environment, result=result)
     if result.done:
         return answer
+    if result.new_context:
+        render = functools.partial(episode.dialogue.open_anew, tools=result.tools)
+        return _rendered(answer, render, episode, config)
     if result.role in ("", episode.side):
         return _rendered(answer, episode.dialogue.answer, episode, config)
     side = episode.side_of(result.role)

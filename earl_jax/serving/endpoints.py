@@ -8,7 +8,7 @@ import socket
 
 import grpc
 
-from earl_jax.serving.http_server import HttpLimits, HttpServer
+from earl_jax.http.server import HttpLimits, HttpServer
 from earl_jax.serving.served_engine import ServedEngine
 from earl_jax.settings.errors import InputError
 

@@ -26,6 +26,9 @@ from typing import Any
 
 import grpc
 
+from earl_jax.http.chat import read_chat
+from earl_jax.http.fields import read_object, take
+from earl_jax.http.server import Connection, HttpError, HttpRequest
 from earl_jax.serving.driver import report
 from earl_jax.serving.http_answers import (
     FINISH,
@@ -40,14 +43,10 @@ from earl_jax.serving.http_answers import (
 from earl_jax.serving.http_requests import (
     DEFAULT_MAX_TOKENS,
     ReplyParams,
-    read_chat,
     read_completion,
     read_generate,
-    read_object,
     read_reply_params,
-    take,
 )
-from earl_jax.serving.http_server import Connection, HttpError, HttpRequest
 from earl_jax.serving.requests import RequestError, check_ids
 from earl_jax.serving.service import Service
 

@@ -14,6 +14,7 @@ import grpc
 import jax
 
 from earl_jax.engine.session import Policy
+from earl_jax.http.server import HttpServer
 from earl_jax.selector.memory import is_out_of_memory
 from earl_jax.serving.driver import Driver
 from earl_jax.serving.endpoints import (
@@ -25,7 +26,6 @@ from earl_jax.serving.endpoints import (
 )
 from earl_jax.serving.grpc_service import PolicyServicer
 from earl_jax.serving.http_api import HttpApi, ServedModel
-from earl_jax.serving.http_server import HttpServer
 from earl_jax.serving.requests import RequestError
 from earl_jax.serving.served_engine import ServedEngine
 from earl_jax.serving.served_policy import ServedPolicy

@@ -122,7 +122,7 @@ class ChatRenderer:
         if tools or not isinstance(content, str):
             place = Place.of(messages_of(content), json.dumps(list(tools), ensure_ascii=False))
         self._checked(place)
-        return Opening(place, self._shown_at(place, content))
+        return Opening(place, self.shown(place, content))
 
     def first(self, content: Content, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
         """Returns the ids of the opening messages, up to the start of the policy's reply.
@@ -151,7 +151,7 @@ class ChatRenderer:
             if kept is not None:
                 return kept
         place = Place.of(messages_of(content), opening=opening.place)
-        frame, shown = self._template.frame(place), self._shown_at(place, content)
+        frame, shown = self._template.frame(place), self.shown(place, content)
         if not opening.texts and min(frame.slots, default=0) < 0:
             raise InputError(
                 "the chat template says again how the conversation began; give `answer` its opening"
@@ -220,13 +220,13 @@ class ChatRenderer:
     def _answer_any_opening(self, content: str, opening: Place) -> Rendered | None:
         """Renders an answer for any opening texts; None if the template repeats these texts."""
         place = Place.of(messages_of(content), opening=opening)
-        frame, shown = self._template.frame(place), self._shown_at(place, content)
+        frame, shown = self._template.frame(place), self.shown(place, content)
         if min(frame.slots) < 0:
             return None
         return self._join(frame, self._around(place), frame.filled(shown), shown)
 
-    def _shown_at(self, place: Place, content: Content) -> tuple[str, ...]:
-        """Returns the texts of messages as the template shows them."""
+    def shown(self, place: Place, content: Content) -> tuple[str, ...]:
+        """Returns the texts of messages as the template shows them there."""
         texts = [message.text for message in messages_of(content)]
         for text in texts:
             if not isinstance(text, str):

@@ -3,11 +3,13 @@
 """One episode's conversation, and the ids that each message adds to it."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
+from earl_jax.envs.environment import ASSISTANT, Message
 from earl_jax.envs.text.chat import ChatRenderer, Opening, Rendered
 from earl_jax.envs.text.chat_template import Content, Kind, Place, TemplateRefusal, messages_of
 from earl_jax.envs.text.stream import StopWatch
@@ -90,12 +92,45 @@ class Conversation:
         return size < most_tokens * self._renderer.longest_token
 
     def open(self, content: Content, tools: Sequence[Mapping[str, Any]] = ()) -> Observation:
-        """Returns the ids of the environment's opening messages. Raises as `ChatRenderer.first`."""
+        """Returns the ids of the environment's opening messages, earlier replies among them or not.
+
+        Raises as `ChatRenderer.first`.
+        """
         self._tools = tools or self._tools
+        if any(message.role == ASSISTANT for message in messages_of(content)):
+            return Observation(self._open_whole(messages_of(content)))
         self._opening = self._renderer.opening(content, self._tools)
         rendered = self._renderer.render_opening(self._opening)
         self._note(content, rendered)
         return Observation(rendered.ids)
+
+    def open_anew(self, content: Content, tools: Sequence[Mapping[str, Any]]) -> Observation:
+        """Returns the ids of a whole conversation in place of this one: a new sample's prompt.
+
+        Raises as `ChatRenderer.first`.
+        """
+        self._tools, self._turns, self._sample, self._is_open = tools, [], "", False
+        return dataclasses.replace(self.open(content), forks=True)
+
+    def _open_whole(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Returns the ids of a conversation with earlier replies, which go in as plain text."""
+        turns: list[tuple[Kind | None, str]] = []
+        for is_reply, group in itertools.groupby(messages, lambda each: each.role == ASSISTANT):
+            block = tuple(group)
+            if is_reply:
+                turns += [(None, message.text) for message in block]
+                continue
+            if not turns:
+                self._opening = self._renderer.opening(block, self._tools)
+                place, shown = self._opening.place, self._opening.texts
+            else:
+                place = Place.of(block, opening=self._opening.place)
+                shown = self._renderer.shown(place, block)
+            turns += zip(place.kinds, shown, strict=True)
+        rendered = self._renderer.render_whole(turns, self._opening.place.tools)
+        if self._forks:
+            self._turns, self._sample = turns, rendered.text
+        return rendered.ids
 
     def reply(self, ids: Sequence[int], before_stop: str | None = None) -> tuple[str, bool]:
         """Adds the policy's turn. Returns its text, and True if it has an end of turn.

@@ -113,6 +113,20 @@ CALL_FORMATS: dict[str, Callable[[str], list[Call]]] = {
 }
 
 
+def text_beside(text: str) -> str:
+    """Returns the text of a reply beside its calls, in any of these formats; "" where it is blank.
+
+    Of a reply with calls in another format it is "".
+    """
+    if OPEN in text:
+        before, *parts = text.split(OPEN)
+        text = before + "".join(part.partition(CLOSE)[2] for part in parts)
+    else:
+        before, found, _ = text.partition(_MISTRAL)
+        text = before if found else ""
+    return text if text.strip() else ""
+
+
 def _call_of(text: str) -> Call:
     if (function := _FUNCTION.fullmatch(text)) is not None:
         name, inside = function.groups()

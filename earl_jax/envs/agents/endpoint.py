@@ -1,0 +1,184 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The address where agents ask for chat completions: a server in a thread, a path a session."""
+
+import asyncio
+import functools
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from earl_jax.envs.agents.session import Asked, Reply, Session
+from earl_jax.http.chat import read_chat
+from earl_jax.http.fields import DRAWN, read_object, take
+from earl_jax.http.server import Connection, HttpError, HttpLimits, HttpRequest, HttpServer
+from earl_jax.settings.errors import InputError
+
+_logger = logging.getLogger(__name__)
+
+# Fields that the run sets for all tokens that it trains on: a request's own are not followed.
+_RUN_SETS = (
+    *DRAWN,
+    "max_tokens",
+    "max_completion_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+)
+_CHAT, _MODELS = "/v1/chat/completions", "/v1/models"
+# An idle connection is kept for so long; agents work between two requests.
+_LIMITS = HttpLimits(
+    most_bytes=2**26, most_held_bytes=2**30, max_connections=2**14, read_s=600.0, write_s=60.0
+)
+
+
+class AgentEndpoint:
+    """A server of chat completions; `open` gives each session an address of its own.
+
+    Whatever `model` a request names, the run's policy answers, with the run's sampling. A request
+    has one reply (`n`), without log-probs and stop strings.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        """Listens at this address, with port 0 at any that is free. Raises ValueError if taken."""
+        self._sessions: dict[str, Session] = {}
+        self._noted: set[str] = set()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="agents", daemon=True).start()
+        server = HttpServer(self._handle, _LIMITS)
+        started = asyncio.run_coroutine_threadsafe(server.start(host, port), self._loop)
+        try:
+            self._address = f"http://{host}:{started.result()}"
+        except OSError as error:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            raise InputError(
+                f"config.env.args.host is {host!r} and port {port}, where agents cannot be waited "
+                f"for: {error}; choose the name of this machine, and 0 for any port that is free"
+            ) from error
+
+    def open(self, session: Session) -> str:
+        """Returns the base URL of a session: clients add /chat/completions to it."""
+        name = secrets.token_urlsafe(12)
+        self._sessions[name] = session
+        return f"{self._address}/{name}/v1"
+
+    def close(self, base_url: str, session: Session) -> None:
+        """Closes a session. An agent that still asks is told so."""
+        session.close(
+            "the episode of this address is over: it was paid, or a limit of the run ended it"
+        )
+        self._sessions.pop(base_url.split("/")[-2], None)
+
+    async def _handle(self, request: HttpRequest, connection: Connection) -> None:
+        try:
+            await self._answer(request, connection)
+        except HttpError as error:
+            if connection.has_begun:
+                raise OSError("the session ended in an answer") from error
+            await connection.send_error(error)
+
+    async def _answer(self, request: HttpRequest, connection: Connection) -> None:
+        _, name, *path = request.path.split("/")
+        route, method = "/" + "/".join(path), {_CHAT: "POST", _MODELS: "GET"}
+        if route not in method:
+            raise HttpError(
+                404, f"there is no {request.path} here; there are SESSION{_CHAT} and {_MODELS}"
+            )
+        if request.method != method[route]:
+            raise HttpError(405, f"{route} takes {method[route]}, not {request.method}")
+        if route == _MODELS:
+            model = {"id": "policy", "object": "model", "created": 0, "owned_by": "earl_jax"}
+            return await connection.send_json(200, {"object": "list", "data": [model]})
+        session = self._sessions.get(name)
+        if session is None:
+            raise HttpError(410, "the episode of this address is over, or never was")
+        given = read_object(request)
+        asked = session.ask(self._read(given))
+        try:
+            reply = await asyncio.shield(asyncio.wrap_future(asked.reply))
+            await _send(given, reply, connection)
+        except (asyncio.CancelledError, OSError):
+            session.lose(asked)
+            raise
+
+    def _read(self, given: Mapping[str, Any]) -> Asked:
+        """Returns the request in these fields. Raises HttpError."""
+        for field in [each for each in _RUN_SETS if each in given and each not in self._noted]:
+            self._noted.add(field)
+            _logger.warning(
+                "an agent asks for %s=%s, which is not followed: the run's own sampling is "
+                "(config.rollout), as it is what is trained on",
+                field,
+                given[field],
+            )
+        fields, messages, tools = read_chat({k: v for k, v in given.items() if k not in _RUN_SETS})
+        if take(fields, "n", int, 1) != 1:
+            raise HttpError(400, f"n is {fields['n']}; an episode has one reply at a time", "n")
+        for name in ("logprobs", "stop", "chat_template_kwargs", "stop_token_ids"):
+            if fields.get(name) not in (None, False, [], {}):
+                raise HttpError(
+                    400,
+                    f"{name} is not read of an agent's requests; leave it out, and set what the "
+                    "config has of it (config.rollout, config.chat)",
+                    name,
+                )
+        for number in (0, len(messages) - 1):
+            if messages[number]["role"] == "assistant":
+                raise HttpError(
+                    400,
+                    f"messages[{number}] is the assistant's; a conversation begins with another "
+                    "role, and the policy answers the last message",
+                    "messages",
+                )
+        if any("reasoning_content" in message for message in messages):
+            raise HttpError(400, "reasoning_content is not read here; leave it out", "messages")
+        return Asked(messages=messages, tools=tools)
+
+
+async def _send(given: Mapping[str, Any], reply: Reply, connection: Connection) -> None:
+    """Sends a reply, as events where the request asks for a stream."""
+    head = {
+        "id": f"chatcmpl-{secrets.token_hex(12)}",
+        "created": int(time.time()),
+        "model": given.get("model", "policy"),
+    }
+    usage = {
+        "prompt_tokens": reply.context_tokens,
+        "completion_tokens": reply.reply_tokens,
+        "total_tokens": reply.context_tokens + reply.reply_tokens,
+    }
+    reason = "tool_calls" if "tool_calls" in reply.message else "stop"
+    if not take(given, "stream", bool, False):
+        choice = {"index": 0, "message": reply.message, "logprobs": None, "finish_reason": reason}
+        whole = {**head, "object": "chat.completion", "choices": [choice], "usage": usage}
+        return await connection.send_json(200, whole)
+    await connection.begin_events()
+    head["object"] = "chat.completion.chunk"
+    for delta, ends in _deltas(reply.message, reason):
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": ends}
+        await connection.send_event({**head, "choices": [choice]})
+    if take(given, "stream_options", dict, {}).get("include_usage"):
+        await connection.send_event({**head, "choices": [], "usage": usage})
+    await connection.send_event("[DONE]")
+    return await connection.end_events()
+
+
+def _deltas(message: Mapping[str, Any], reason: str) -> Iterator[tuple[dict[str, Any], str | None]]:
+    calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", ()))]
+    delta = {"role": "assistant", "content": message["content"]}
+    yield (delta | {"tool_calls": calls} if calls else delta), None
+    yield {}, reason
+
+
+_opening = threading.Lock()
+_open_at = functools.cache(AgentEndpoint)
+
+
+def endpoint_at(host: str, port: int) -> AgentEndpoint:
+    """Returns this process's endpoint at an address. Raises ValueError where it is taken."""
+    with _opening:
+        return _open_at(host, port)

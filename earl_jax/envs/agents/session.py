@@ -1,0 +1,131 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The requests of one agent, which wait for replies of the policy."""
+
+import asyncio
+import collections
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from earl_jax.http.server import HttpError
+
+_GONE = 410
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reply:
+    """The policy's reply: an assistant's message in OpenAI's form, and its numbers of tokens."""
+
+    message: Mapping[str, Any]
+    context_tokens: int
+    reply_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Asked:
+    """A request: a conversation as `http.chat.read_chat` returns it, and the reply to come."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    reply: "Future[Reply]" = dataclasses.field(default_factory=Future)
+
+    def is_like(self, other: "Asked") -> bool:
+        """Returns whether the other one asks for the same."""
+        return (self.messages, self.tools) == (other.messages, other.tools)
+
+
+class Session:
+    """The requests of an agent, one after the other, until it ends. Any thread may use it.
+
+    A client that went away before it had its reply may ask again: it gets the same reply.
+    """
+
+    def __init__(self) -> None:
+        """Begins without requests."""
+        self._lock = threading.Lock()
+        self._waiting: collections.deque[Asked] = collections.deque()
+        # The request whose reply is sampled, or was sampled last; and True if nobody has read it.
+        self._newest: Asked | None = None
+        self._is_lost = False
+        self._result: Callable[[], Any] | None = None
+        self._closed = ""
+        self._wakes: Future[None] | None = None
+        self._on_close: Callable[[], Any] = lambda: None
+
+    # Called by the endpoint.
+
+    def ask(self, asked: Asked) -> Asked:
+        """Queues a request. Returns it, or the one before whose reply was lost and that is like it.
+
+        Raises HttpError where the session is over.
+        """
+        with self._lock:
+            if self._closed or self._result is not None:
+                raise HttpError(_GONE, self._closed or "the agent of this address has ended")
+            newest, is_lost, self._is_lost = self._newest, self._is_lost, False
+            if is_lost and newest is not None and newest.is_like(asked):
+                return newest
+            self._waiting.append(asked)
+            self._wake()
+        return asked
+
+    def lose(self, asked: Asked) -> None:
+        """Notes that the client of a request went away without its reply."""
+        with self._lock:
+            if asked in self._waiting:
+                self._waiting.remove(asked)
+            elif asked is self._newest:
+                self._is_lost = True
+
+    # Called by the agent's own thread or task.
+
+    def end(self, result: Callable[[], Any]) -> None:
+        """Notes that the agent has ended: `result` returns what it returned, or raises."""
+        with self._lock:
+            self._result = result
+            self._wake()
+
+    # Called by the environment.
+
+    async def next(self) -> Asked | Callable[[], Any]:
+        """Waits for the next request, or for the agent's end: then returns the result of `end`."""
+        while True:
+            with self._lock:
+                if self._result is not None:
+                    return self._result
+                if self._waiting:
+                    self._newest, self._is_lost = self._waiting.popleft(), False
+                    return self._newest
+                wakes = self._wakes = Future()
+            await asyncio.wrap_future(wakes)
+
+    def answer(self, reply: Reply) -> None:
+        """Sends the reply to the request that `next` returned last."""
+        assert self._newest is not None, "a request was taken"
+        if not self._newest.reply.done():
+            self._newest.reply.set_result(reply)
+
+    def on_close(self, call: Callable[[], Any]) -> None:
+        """Has `close` call this: the end of an agent that is still at work."""
+        self._on_close = call
+
+    def close(self, why: str) -> None:
+        """Ends it: requests that are open, and all later ones, are refused with these words."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = why
+            left = [*self._waiting, *([] if self._newest is None else [self._newest])]
+            self._waiting.clear()
+        for asked in left:
+            if not asked.reply.done():
+                asked.reply.set_exception(HttpError(_GONE, why))
+        self._on_close()
+
+    def _wake(self) -> None:
+        wakes, self._wakes = self._wakes, None
+        if wakes is not None and not wakes.done():
+            wakes.set_result(None)

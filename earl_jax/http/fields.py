@@ -1,0 +1,100 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The fields of requests in JSON: read and checked.
+
+A field that is not known, or that asks for what is not done here, is an error.
+"""
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from earl_jax.http.server import HttpError, HttpRequest
+
+# Fields that say how a token is drawn, those of token ids, and all fields of sampling.
+DRAWN = ("temperature", "top_p", "top_k", "min_p", "seed")
+IDS = ("stop_token_ids", "allowed_token_ids")
+SAMPLING = (*DRAWN, *IDS, "stop", "max_tokens", "n", "logprobs")
+# Fields of which only these values are supported; None is any field's default.
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True,),
+    "store": (False,),
+    "ignore_eos": (False,),
+    "min_tokens": (0,),
+    "priority": (0,),
+}
+_WORDS = {
+    str: "a text",
+    bool: "true or false",
+    int: "a whole number",
+    dict: "an object",
+    list: "a list",
+}
+
+
+def read_object(request: HttpRequest) -> dict[str, Any]:
+    """Returns the JSON object in a request. Raises HttpError."""
+    if request.content_type != "application/json":
+        raise HttpError(
+            415, "the body must be JSON; send the header Content-Type: application/json"
+        )
+    try:
+        given = json.loads(request.body)
+    except (ValueError, RecursionError) as error:
+        raise HttpError(400, f"the body is no JSON ({error})") from None
+    if not isinstance(given, dict):
+        raise HttpError(400, f"the body must be a JSON object; got a {type(given).__name__}")
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def check_names(given: Mapping[str, Any], known: Sequence[str], where: str = "") -> None:
+    """Raises HttpError for a field that is not known, or for a value that is not supported."""
+    for name, value in given.items():
+        if name in known:
+            continue
+        if name not in _FIXED:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean '{near[0]}'?" if near else f"known are {', '.join(known)}"
+            raise HttpError(400, f"{where}{name} is not known here; {hint}", where + name)
+        if value not in _FIXED[name]:
+            allowed = " or ".join(json.dumps(each) for each in _FIXED[name])
+            raise HttpError(
+                400,
+                f"{where}{name} is {shown(value)}; this server supports {allowed} alone: leave "
+                "it out",
+                where + name,
+            )
+
+
+def take(given: Mapping[str, Any], name: str, kind: type, default: Any, where: str = "") -> Any:
+    """Returns a field of this type. Raises HttpError for another type."""
+    value = given.get(name)
+    if value is None:
+        return default
+    if type(value) is not kind:
+        raise HttpError(
+            400, f"{where}{name} must be {_WORDS[kind]}; got {shown(value)}", where + name
+        )
+    return value
+
+
+def is_list(value: Any, kind: type) -> bool:
+    """Returns whether it is a list of values of this type."""
+    return isinstance(value, list) and all(type(each) is kind for each in value)
+
+
+def shown(value: Any) -> str:
+    """Returns a value as JSON, cut where it is long, for errors."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else f"{text[:77]}..."

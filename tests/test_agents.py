@@ -1,0 +1,431 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Agents whose requests of chat completions are turns of an episode: the environment alone."""
+
+import asyncio
+import functools
+import gc
+import http.client
+import json
+import threading
+import time
+
+import pytest
+
+from earl_jax.envs.agents.agent import Agent
+from earl_jax.envs.environment import Message, StepResult, check_start, check_step
+from earl_jax.envs.pool import EnvironmentPool
+from earl_jax.settings.errors import InputError
+from tests.support import episodes, http_client
+
+SYSTEM = {"role": "system", "content": "be brief"}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def chat(base_url, messages, **fields):
+    """The assistant's message that answers a request."""
+    return whole(base_url, messages, **fields)["choices"][0]["message"]
+
+
+def whole(base_url, messages, **fields):
+    address, _, path = base_url.removeprefix("http://").partition("/")
+    url = f"/{path}/chat/completions"
+    return http_client.ask(f"http://{address}", url, messages=messages, **fields)
+
+
+def play(agent, replies, monkeypatch, **arguments):
+    """The start and the steps of an episode of this function, whose policy gives these replies."""
+    monkeypatch.setattr("tests.support.agents.agent", agent)
+
+    async def run():
+        environment = Agent(agent="tests.support.agents:agent", **arguments)
+        results = [check_start(await environment.start())]
+        for number, reply in enumerate(replies):
+            environment.count_tokens(10 + number, 3)
+            results.append(check_step(await environment.step(reply)))
+        return results
+
+    return asyncio.run(run())
+
+
+def test_requests_become_messages_and_what_it_returns_is_the_reward(monkeypatch):
+    seen = []
+
+    def agent(base_url, row, seed, index, bonus):
+        talk = [SYSTEM, user(row["question"])]
+        talk.append(chat(base_url, talk, model="gpt-4o", temperature=0.2))
+        talk.append(user("why?"))
+        talk.append(chat(base_url, talk))
+        seen.append((seed, index, talk))
+        return {"reward": 0.5 + bonus, "length": len(talk)}
+
+    row = {"question": "6 * 7?"}
+    start, asks, end = play(
+        agent, ["42", "because"], monkeypatch, row=row, seed=3, index=4, settings={"bonus": 1.0}
+    )
+    assert start.messages == (
+        Message(role="system", text="be brief"),
+        Message(role="user", text="6 * 7?"),
+    )
+    assert asks.messages == (Message(role="user", text="why?"),)
+    assert not asks.new_context and not asks.done and asks.reward == 0.0
+    assert asks.metrics == {"requests": 2.0, "new_contexts": 0.0}
+    assert (end.done, end.reward, end.metrics) == (True, 1.5, {"length": 5.0})
+    said = [{"role": "assistant", "content": "42"}, {"role": "assistant", "content": "because"}]
+    ((seed, index, talk),) = seen
+    assert (seed, index, [talk[2], talk[4]]) == (3, 4, said)
+
+
+def test_a_coroutine_whose_answer_the_tasks_reward_pays(monkeypatch):
+    async def agent(base_url, row):
+        reply = await asyncio.to_thread(chat, base_url, [user(row["prompt"])])
+        return reply["content"]
+
+    def reward(reply, prompt):
+        return float(len(reply) + len(prompt))
+
+    *_, end = play(agent, ["four"], monkeypatch, row={"prompt": "x"}, reward=reward)
+    assert end.reward == 5.0 and end.stop_reason == "answered"
+
+
+def test_calls_of_tools_are_messages_of_their_own_and_come_back_as_the_policy_wrote_them(
+    monkeypatch,
+):
+    reply = 'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+    def agent(base_url):
+        talk = [user("1 + 1?")]
+        message = chat(base_url, talk, tools=[TOOL])
+        (call,) = message["tool_calls"]
+        assert message["content"] == "I add.\n" and json.loads(call["function"]["arguments"]) == {
+            "a": 1
+        }
+        # As clients send it back: with fields that are null, and arguments written otherwise.
+        call["function"]["arguments"] = '{ "a":1 }'
+        talk += [
+            message | {"refusal": None},
+            {"role": "tool", "tool_call_id": call["id"], "content": "2"},
+        ]
+        talk.append(chat(base_url, talk, tools=[TOOL]))
+        # A history that was shortened, with the call in it, and a call of somebody else.
+        other = {"id": "x", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+        talk = [
+            user("again"),
+            *talk[1:3],
+            {"role": "assistant", "content": None, "tool_calls": [other]},
+            user("?"),
+        ]
+        chat(base_url, talk, tools=[TOOL])
+        return 1
+
+    start, answered, shortened, _ = play(agent, [reply, "2", "3"], monkeypatch)
+    assert start.tools == (TOOL,)
+    assert answered.messages == (Message(role="tool", text="2", call_id="c00000001"),)
+    assert shortened.new_context and shortened.tools == (TOOL,)
+    assert [(m.role, m.text) for m in shortened.messages] == [
+        ("user", "again"),
+        ("assistant", reply),
+        ("tool", "2"),
+        ("assistant", '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'),
+        ("user", "?"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda talk: ([user("1"), *talk[1:]], []),
+        lambda talk: ([talk[0], {"role": "assistant", "content": " b"}, talk[2]], []),
+        lambda talk: (talk, [TOOL]),
+        lambda talk: (talk[:1], []),
+        lambda talk: ([*talk[:2], user("c"), {"role": "assistant", "content": "d"}, user("e")], []),
+    ],
+    ids=["earlier message", "reply", "tools", "the same again", "a reply of others"],
+)
+def test_whatever_does_not_go_on_begins_a_new_context(monkeypatch, change):
+    def agent(base_url):
+        talk = [user("a")]
+        talk += [chat(base_url, talk), user("c")]
+        messages, tools = change(talk)
+        chat(base_url, messages, tools=tools)
+        return 0
+
+    _, second, _ = play(agent, ["b", "z"], monkeypatch)
+    assert second.new_context and second.metrics == {"requests": 2.0, "new_contexts": 1.0}
+
+
+def test_requests_at_the_same_time_are_answered_one_after_the_other(monkeypatch):
+    def agent(base_url):
+        said = {}
+        ask = lambda name: said.update({name: chat(base_url, [user(name)])["content"]})  # noqa: E731
+        threads = [threading.Thread(target=ask, args=(name,)) for name in "ab"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return {"reward": 1.0, **{name: float(text) for name, text in said.items()}}
+
+    start, second, end = play(agent, ["1", "2"], monkeypatch)
+    order = start.messages[0].text + second.messages[0].text
+    assert sorted(order) == ["a", "b"] and second.new_context
+    assert end.metrics == {order[0]: 1.0, order[1]: 2.0}
+
+
+def test_a_stream_and_the_numbers_of_tokens(monkeypatch):
+    parts = []
+
+    def agent(base_url):
+        answer = whole(base_url, [user("a")])
+        assert answer["usage"] == {"prompt_tokens": 10, "completion_tokens": 3, "total_tokens": 13}
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        address, _, path = base_url.removeprefix("http://").partition("/")
+        given = {"messages": [user("b")], "stream_options": {"include_usage": True}}
+        parts.extend(http_client.events(f"http://{address}", f"/{path}/chat/completions", **given))
+        return 0
+
+    play(agent, ["x", "y"], monkeypatch)
+    deltas = [part["choices"][0] for part in parts if part["choices"]]
+    assert deltas[0]["delta"] == {"role": "assistant", "content": "y"}
+    assert deltas[-1]["finish_reason"] == "stop" and parts[-1]["usage"]["total_tokens"] == 14
+
+
+def test_a_client_that_went_away_gets_the_reply_of_the_same_request(monkeypatch):
+    def agent(base_url):
+        address, _, path = base_url.removeprefix("http://").partition("/")
+        body = json.dumps({"messages": [user("a")]})
+        client = http.client.HTTPConnection(address)
+        client.request("POST", f"/{path}/chat/completions", body, http_client.JSON)
+        taken.wait(10)
+        client.close()
+        asked = lost._newest
+        while not lost._is_lost:
+            time.sleep(0.001)
+        answer.set()
+        assert asked is lost._newest
+        return {"reward": 0.0, "said": float(chat(base_url, [user("a")])["content"])}
+
+    taken, answer = threading.Event(), threading.Event()
+    monkeypatch.setattr("tests.support.agents.agent", agent)
+
+    async def run():
+        nonlocal lost
+        environment = Agent(agent="tests.support.agents:agent")
+        lost = environment._session
+        await environment.start()
+        taken.set()
+        await asyncio.to_thread(answer.wait, 10)
+        return await environment.step("7")
+
+    lost = None
+    end = asyncio.run(run())
+    assert end.done and end.metrics == {"said": 7.0}
+
+
+@pytest.mark.parametrize("kind", ["function", "coroutine"])
+def test_the_agent_of_an_episode_that_is_thrown_away_is_told_so_and_ends(monkeypatch, kind):
+    outcomes, ended = [], threading.Event()
+
+    def agent(base_url):
+        address, _, path = base_url.removeprefix("http://").partition("/")
+        body = {"messages": [user("a")]}
+        try:
+            outcomes.append(
+                http_client.send(f"http://{address}", f"/{path}/chat/completions", body)
+            )
+        finally:
+            ended.set()
+
+    async def waits(base_url):
+        try:
+            await asyncio.to_thread(agent, base_url)
+        except asyncio.CancelledError:
+            outcomes.append("cancelled")
+            raise
+
+    monkeypatch.setattr("tests.support.agents.agent", waits if kind == "coroutine" else agent)
+
+    async def run():
+        environment = Agent(agent="tests.support.agents:agent")
+        await environment.start()
+        del environment
+        gc.collect()
+        await asyncio.to_thread(ended.wait, 10)
+
+    asyncio.run(run())
+    (status, body), *_ = [each for each in outcomes if each != "cancelled"]
+    assert status == 410 and "is over" in body["error"]["message"]
+    assert ("cancelled" in outcomes) == (kind == "coroutine")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"n": 2}, "n is 2; an episode has one reply at a time"),
+        ({"stop": ["x"]}, "stop is not read of an agent's requests"),
+        ({"response_format": {"type": "json_object"}}, "this server supports"),
+        ({"messages": []}, "messages is empty"),
+        (
+            {"messages": [user("a"), {"role": "assistant", "content": "b"}]},
+            "messages\\[1\\] is the",
+        ),
+        ({"massages": 1}, "massages is not known here; did you mean 'messages'"),
+    ],
+)
+def test_requests_that_cannot_be_answered_are_refused_and_the_agent_may_go_on(
+    monkeypatch, fields, words
+):
+    refused = []
+
+    def agent(base_url):
+        address, _, path = base_url.removeprefix("http://").partition("/")
+        body = {"messages": [user("a")], **fields}
+        refused.append(http_client.send(f"http://{address}", f"/{path}/chat/completions", body))
+        chat(base_url, [user("b")])
+        return 0
+
+    start, end = play(agent, ["x"], monkeypatch)
+    ((status, body),) = refused
+    assert status == 400 and start.messages[0].text == "b" and end.done
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(body["error"]["message"])
+
+
+def fails(base_url):
+    raise LookupError("no such page")
+
+
+def returns(base_url):
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("agent", "error", "words"),
+    [
+        (fails, LookupError, "no such page"),
+        (returns, InputError, "ended without a request"),
+    ],
+)
+def test_an_agent_that_raises_or_never_asks_fails_its_episode(monkeypatch, agent, error, words):
+    with pytest.raises(error, match=words):
+        play(agent, [], monkeypatch)
+
+
+def test_what_an_agent_must_return(monkeypatch):
+    def agent(base_url):
+        chat(base_url, [user("a")])
+
+    with pytest.raises(InputError, match="agents:agent' returned None; it must return a number"):
+        play(agent, ["x"], monkeypatch)
+    with pytest.raises(InputError, match="must return its answer, a text"):
+        play(agent, ["x"], monkeypatch, row={}, reward=lambda reply: 1.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"agent": "tests.support.agents:nothing"}, "has no 'nothing'"),
+        ({"agent": "tests.support.agents:agent", "settings": {"depth": 1}}, "settings.depth"),
+        ({"agent": "tests.support.agents:needs_a_row"}, "missing a required argument: 'row'"),
+        ({"agent": "tests.support.agents:agent", "call_format": "xml"}, "call_format is 'xml'"),
+    ],
+)
+def test_arguments_are_checked_before_anything_starts(arguments, words):
+    with pytest.raises(InputError, match=words):
+        Agent(**arguments)
+
+
+def test_a_step_without_a_new_context_takes_no_earlier_replies():
+    messages = (Message(role="user", text="a"), Message(role="assistant", text="b"))
+    step = functools.partial(StepResult, reward=0.0, done=False)
+    with pytest.raises(InputError, match="it must be one of system, user, tool"):
+        check_step(step(messages=messages))
+    with pytest.raises(InputError, match="last of StepResult.messages has the role 'assistant'"):
+        check_step(step(messages=messages, new_context=True))
+    with pytest.raises(InputError, match="tools are those of a new_context"):
+        check_step(step(text="a", tools=(TOOL,)))
+    with pytest.raises(InputError, match="needs messages"):
+        check_step(step(text="a", new_context=True))
+
+
+# With an engine: requests are turns of rows that are trained on.
+
+
+def talks(base_url, seed):
+    """Goes on once, then shortens its history; the reward is the number of its messages."""
+    talk = [SYSTEM, user(f"{seed}?")]
+    talk.append(chat(base_url, talk))
+    talk.append(user("né"))
+    talk.append(chat(base_url, talk))
+    short = [user("so far:"), talk[2], user("so?"), talk[4], user("and?")]
+    short.append(chat(base_url, short))
+    TALKS[seed] = talk, short
+    return float(seed)
+
+
+def asks_on(base_url, seed):
+    """Never ends by itself."""
+    talk = []
+    try:
+        while True:
+            talk.append(user("and?"))
+            talk.append(chat(base_url, talk))
+    except AssertionError as error:
+        TALKS[seed] = str(error)
+
+
+TALKS = {}
+
+
+@pytest.fixture
+def no_collector():
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def collect_agents(agent, number, **changes):
+    TALKS.clear()
+    pool = EnvironmentPool(4, timeout_s=30.0)
+    made = functools.partial(Agent, agent=f"{__name__}:{agent.__name__}")
+    settings = {"context_buckets": (64, 256), "max_tokens": 256, **changes}
+    rollout = episodes.collect(
+        pool, episodes.tasks(number), make=lambda task: made(**task.args), **settings
+    )
+    pool.close()
+    return rollout
+
+
+def test_every_reply_is_a_turn_behind_what_the_agent_asked_token_for_token():
+    render = episodes.renderer()
+    rollout = collect_agents(talks, 12)
+    for trajectory in rollout.trajectories:
+        assert trajectory.stop_reason == "answered", trajectory.detail
+        talk, short = TALKS[int(trajectory.reward)]
+        assert trajectory.reward == 100 + trajectory.episode
+        first, one, again, two, anew, three = trajectory.turns
+        opening = [Message(role=each["role"], text=each["content"]) for each in talk[:2]]
+        assert first.token_ids == render.first(opening)
+        assert again.token_ids == render.answer("né") and not again.forks
+        said = [turn.text for turn in (one, two, three)]
+        assert said == [talk[2]["content"], talk[4]["content"], short[-1]["content"]]
+        template = episodes.tokenizer().apply_chat_template
+        prompt = template(short[:-1], tokenize=False, add_generation_prompt=True)
+        assert anew.forks and render.decode(anew.token_ids) == prompt
+        assert trajectory.metrics == {"requests": 3.0, "new_contexts": 1.0}
+        assert len(trajectory.sample_starts) == 2
+    episodes.check_rows(rollout, 12)
+
+
+def test_an_episode_that_a_limit_ends_is_over_for_its_agent(no_collector):
+    """At once: nothing but the episode holds its environment."""
+    rollout = collect_agents(asks_on, 8, max_turns=3)
+    assert {each.stop_reason for each in rollout.trajectories} == {"too_many_turns"}
+    assert {each.num_turns for each in rollout.trajectories} == {3}
+    until = time.monotonic() + 20
+    while len(TALKS.keys() & range(100, 108)) < 8 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert all("a limit of the run ended it" in TALKS[seed] for seed in range(100, 108))
