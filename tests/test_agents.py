@@ -7,6 +7,7 @@ import functools
 import gc
 import http.client
 import json
+import re
 import threading
 import time
 
@@ -16,8 +17,29 @@ from earl_jax.envs.agents.agent import Agent
 from earl_jax.envs.environment import Message, StepResult, check_start, check_step
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.settings.errors import InputError
-from tests.support import episodes, http_client
+from earl_jax.telemetry.metrics import read_metrics
+from tests.support import ROOT, episodes, http_client, python_path, run_python
+from tests.support.placements import TINY
+from tests.support.runs import cut_off
 
+# Three asynchronous steps of a tiny model, whose random weights often end a turn.
+SMALL = {
+    "num_steps": 3,
+    **{f"model.{name}": value for name, value in TINY.items()},
+    "devices.num_cpu_devices": 2,
+    "rollout.num_slots": 8,
+    "rollout.group_size": 2,
+    "rollout.chunk_size": 8,
+    "rollout.burst": 4,
+    "rollout.episodes_per_step": 8,
+    "rollout.context_buckets": "(256,)",
+    "rollout.max_turn_tokens": 64,
+    "rollout.stop_token_ids": tuple(range(40, 48)),
+    "asynchrony.max_staleness": 1,
+    "selector.table": "model",
+    "checkpoint.every_steps": 1,
+    "eval.final_games": 4,
+}
 SYSTEM = {"role": "system", "content": "be brief"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
@@ -429,3 +451,33 @@ def test_an_episode_that_a_limit_ends_is_over_for_its_agent(no_collector):
     while len(TALKS.keys() & range(100, 108)) < 8 and time.monotonic() < until:
         time.sleep(0.01)
     assert all("a limit of the run ended it" in TALKS[seed] for seed in range(100, 108))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("agent", ["solver:solve", "started:solve"])
+def test_the_agents_of_the_how_to_train_asynchronously_and_go_on(tmp_path, agent):
+    """As functions in the run's process, and as processes of their own."""
+    page = (ROOT / "docs" / "howto" / "agent.md").read_text()
+    for language, code in re.findall(r"```(python|json)\n(.*?)```", page, re.DOTALL):
+        name = "sums.jsonl" if language == "json" else code.split("\n")[0].removeprefix("# ")
+        (tmp_path / name).write_text(code)
+
+    def train(workdir):
+        settings = {**SMALL, "env.args.agent": agent}
+        flags = [f"--config.{key}={value}" for key, value in settings.items()]
+        command = ("-m", "earl_jax.main", "--config=solver_config.py", f"--workdir={workdir}")
+        done = run_python(*command, *flags, cwd=tmp_path, PYTHONPATH=python_path(ROOT))
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    train("run")
+    cut_off(tmp_path / "run", tmp_path / "cut", 2)
+    assert "after step 2 of 3" in train("cut")
+    for workdir in ("run", "cut"):
+        rows = read_metrics(tmp_path / workdir / "metrics.jsonl")
+        steps = [row for row in rows if "eval" not in row]
+        assert [row["step"] for row in steps] == [1, 2, 3]
+        for row in steps:
+            assert row["env"].keys() <= {"requests", "new_contexts", "changed"}
+            assert row["env"]["new_contexts"] == 0 and row["env"]["requests"] > 1
+            assert row["failed_share"] == 0
