@@ -16,6 +16,10 @@ import pytest
 from earl_jax.envs.agents.agent import Agent
 from earl_jax.envs.environment import Message, StepResult, check_start, check_step
 from earl_jax.envs.pool import EnvironmentPool
+from earl_jax.envs.text.conversation import Conversation
+from earl_jax.envs.tools.calls import Call
+from earl_jax.envs.tools.functions import describe
+from earl_jax.envs.tools.tool_use import ToolUse
 from earl_jax.settings.errors import InputError
 from earl_jax.telemetry.metrics import read_metrics
 from tests.support import ROOT, episodes, http_client, python_path, run_python
@@ -451,6 +455,76 @@ def test_an_episode_that_a_limit_ends_is_over_for_its_agent(no_collector):
     while len(TALKS.keys() & range(100, 108)) < 8 and time.monotonic() < until:
         time.sleep(0.01)
     assert all("a limit of the run ended it" in TALKS[seed] for seed in range(100, 108))
+
+
+def digit_calls(text):
+    """Reads digits above 2 as a call."""
+    return [Call("add", {"a": int(text)})] if text in "345678" and text else []
+
+
+def add(a: int) -> str:
+    """Adds one.
+
+    Args:
+        a: a number
+    """
+    return str(a + 1)
+
+
+def calls_add(base_url, row):
+    """Does what the environment `tools` does: calls, up to a reply without one."""
+    talk, tools = list(row["prompt"]), [describe("add", add)]
+    while True:
+        message = chat(base_url, talk, tools=tools)
+        if "tool_calls" not in message:
+            return message["content"]
+        (call,) = message["tool_calls"]
+        text = add(**json.loads(call["function"]["arguments"]))
+        talk += [message, {"role": "tool", "name": "add", "content": text}]
+
+
+def length(reply, prompt):
+    return float(len(reply) + len(prompt))
+
+
+def test_an_agent_with_tools_plays_what_the_environment_of_tools_plays():
+    row = {"prompt": [user("tic_tac_toe")]}
+    beside = {"call_format": f"{__name__}:digit_calls", "reward": length, "row": row}
+    made = (
+        functools.partial(ToolUse, tools=(f"{__name__}:add",), **beside),
+        functools.partial(Agent, agent=f"{__name__}:calls_add", **beside),
+    )
+    settings = {"context_buckets": (512,), "max_tokens": 512, "max_turns": 3}
+    pool = EnvironmentPool(4, timeout_s=30.0)
+    tools, agents = (
+        episodes.collect(pool, episodes.tasks(16), make=lambda task, m=make: m(), **settings)
+        for make in made
+    )
+    pool.close()
+    for one, other in zip(tools.trajectories, agents.trajectories, strict=True):
+        assert one.turns == other.turns and one.turn_rewards == other.turn_rewards
+    assert {"answered", "too_many_turns"} == {t.stop_reason for t in agents.trajectories}
+
+
+@pytest.mark.parametrize("history", ["append", "fork"])
+def test_a_conversation_that_begins_anew_is_the_templates_and_goes_on(history):
+    """With replies in it, of the policy or not; what was said before is forgotten."""
+    render = episodes.renderer()
+    conversation = Conversation(render, history)
+    conversation.open("forgotten")
+    conversation.reply(render.reply("4"))
+    talk = [("system", "count"), ("user", "1?"), ("assistant", "2"), ("user", "né")]
+    messages = tuple(Message(role=role, text=text) for role, text in talk)
+    anew = conversation.open_anew(messages, ())
+    template = episodes.tokenizer().apply_chat_template
+    given = [{"role": role, "content": text} for role, text in talk]
+    assert anew.forks
+    assert render.decode(anew.ids) == template(given, tokenize=False, add_generation_prompt=True)
+    fresh = Conversation(render, history)
+    assert fresh.open(messages).ids == anew.ids
+    conversation.reply(render.reply("5"))
+    answer = conversation.answer("so?")
+    assert answer.ids == render.answer("so?") and not answer.forks
 
 
 @pytest.mark.slow
