@@ -353,6 +353,7 @@ def test_what_an_agent_must_return(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        ({}, "config.env.args.agent is ''; give your own as 'module:name'"),
         ({"agent": "tests.support.agents:nothing"}, "has no 'nothing'"),
         ({"agent": "tests.support.agents:agent", "settings": {"depth": 1}}, "settings.depth"),
         ({"agent": "tests.support.agents:needs_a_row"}, "missing a required argument: 'row'"),

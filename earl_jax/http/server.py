@@ -278,7 +278,9 @@ class HttpServer:
 
     async def start(self, host: str, port: int) -> int:
         """Listens at the address. Returns its port. Raises OSError."""
-        self._server = await asyncio.start_server(self._connect, host, port)
+        self._server = await asyncio.start_server(
+            self._connect, host, port, backlog=self.limits.max_connections
+        )
         return self._server.sockets[0].getsockname()[1]
 
     async def stop(self, grace_s: float) -> None:

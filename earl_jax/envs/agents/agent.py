@@ -51,7 +51,7 @@ class Agent:
     def __init__(
         self,
         *,
-        agent: str,
+        agent: str = "",
         settings: Mapping[str, Any] | None = None,
         call_format: str = "hermes",
         host: str = "127.0.0.1",
