@@ -2,11 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two runs of one seed are the same run where the speed model decides, not the clock."""
 
+import gc
+
+import jax
 import pytest
 
+from earl_jax.loop import rl_step
+from earl_jax.run.build import build_run
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
-from tests.support.placements import TINY
+from tests.support.placements import TINY, begin
 from tests.support.runs import assert_equal, final_parameters, timeless
 from tests.support.settings import make_config
 
@@ -69,3 +74,23 @@ def test_two_runs_of_one_seed_are_the_same_run(tmp_path, monkeypatch):
     assert len({line["rollout_tokens"] for line in steps}) > 1
     assert steps[-1]["shared_tokens"] > 0, "prefixes are shared"
     assert_equal(*parameters)
+
+
+@pytest.mark.slow
+def test_a_step_leaves_hardly_anything_to_pythons_collector():
+    """And no array, so that it may come seldom (launch/start.py)."""
+    run = build_run(make_config(GIVEN))
+    placement, position = begin(run)
+    for _ in range(2):
+        position, _ = rl_step(run, placement, position)
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        rl_step(run, placement, position)
+        assert gc.collect() < 1000
+        assert not [each for each in gc.garbage if isinstance(each, jax.Array)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
