@@ -12,6 +12,7 @@ process with the endpoint, all of it, for each request.
 
 import asyncio
 import concurrent.futures
+import functools
 import importlib
 import json
 import statistics
@@ -60,8 +61,11 @@ def shop(base_url: str, row: Mapping[str, Any]) -> dict[str, float]:
             talk.append({"role": "tool", "name": "count", "content": text})
 
 
+_tools = functools.cache(described)
+
+
 def _ask(base_url: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
-    body = json.dumps({"messages": messages, "tools": described()}).encode()
+    body = json.dumps({"messages": messages, "tools": _tools()}).encode()
     head = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{base_url}/chat/completions", body, head)
     with urllib.request.urlopen(request) as answer:
