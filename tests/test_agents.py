@@ -291,7 +291,8 @@ def test_the_agent_of_an_episode_that_is_thrown_away_is_told_so_and_ends(monkeyp
     ("fields", "words"),
     [
         ({"n": 2}, "n is 2; an episode has one reply at a time"),
-        ({"stop": ["x"]}, "stop is not read of an agent's requests"),
+        ({"stop": [""]}, "none of them empty"),
+        ({"logprobs": True}, "logprobs is not read of an agent's requests"),
         ({"response_format": {"type": "json_object"}}, "this server supports"),
         ({"messages": []}, "messages is empty"),
         (
@@ -456,6 +457,31 @@ def test_an_episode_that_a_limit_ends_is_over_for_its_agent(no_collector):
     while len(TALKS.keys() & range(100, 108)) < 8 and time.monotonic() < until:
         time.sleep(0.01)
     assert all("a limit of the run ended it" in TALKS[seed] for seed in range(100, 108))
+
+
+def ends_at(base_url, seed):
+    """Ends every second reply at a digit of its own."""
+    talk = []
+    for number in range(8):
+        talk.append(user("and?"))
+        stop = list("012345678") if number % 2 else []
+        talk.append(chat(base_url, talk, stop=stop))
+    TALKS[seed] = [message["content"] for message in talk[1::2]]
+    return 0
+
+
+def test_a_stop_of_a_request_ends_its_reply_and_no_other_one():
+    """The digit is a token of the turn; the agent gets the text before it, which is none."""
+    rollout = collect_agents(ends_at, 4)
+    for trajectory in rollout.trajectories:
+        replies = trajectory.turns[1::2]
+        end = episodes.renderer().end_of_turn_id
+        assert [turn.token_ids[-1] == end for turn in replies] == [True, False] * 4
+        assert [len(turn.token_ids) for turn in replies[1::2]] == [1] * 4
+        said = TALKS[100 + trajectory.episode]
+        assert [len(text) for text in said] == [1, 0] * 4
+        assert trajectory.metrics["new_contexts"] == 0
+    episodes.check_rows(rollout, 4)
 
 
 def digit_calls(text):

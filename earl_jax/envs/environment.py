@@ -66,7 +66,7 @@ class Start:
     replies that the policy may give, () where it may say anything: then only the tokens that the
     tokenizer writes them with, and the end of turn behind, can be sampled (see `Chooses`). Or
     `allowed_token_ids`, of the policy's tokenizer, are the only tokens that its reply is made of,
-    beside the end of turn.
+    beside the end of turn. `stop` are texts that end the reply, as config.rollout.stop_strings do.
     `role` is the side that the policy plays, where there are several; in self-play, the side that
     the message is for. `metrics` are the episode's until a step changes them (see `StepResult`).
     `tools` describes the functions that the policy may call, each as JSON that the chat template
@@ -81,6 +81,7 @@ class Start:
     tools: tuple[Mapping[str, Any], ...] = ()
     choices: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
@@ -90,8 +91,8 @@ class StepResult:
 
     `text` is the next message to the policy, as a user, or `messages` are the next ones; both are
     empty if `done`. `choices` are the only replies to these, as in `Start`, or `allowed_token_ids`
-    their only tokens. `reward` is for this reply alone. `stop_reason` is a word such as "solved",
-    given exactly if `done`; `detail` is for people.
+    their only tokens, and `stop` what ends them. `reward` is for this reply alone. `stop_reason` is
+    a word such as "solved", given exactly if `done`; `detail` is for people.
 
     In self-play the policy plays several sides in turns. `role` is the side that the next message
     is for, "" for the one that replied. A side's context holds the messages for it and its own
@@ -115,6 +116,7 @@ class StepResult:
     messages: tuple[Message, ...] = ()
     choices: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     role: str = ""
     side_rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -229,12 +231,11 @@ def check_step(result: object) -> StepResult:
     _check_new_context(result)
     if result.done and result.role:
         raise InputError(f"StepResult.role must be empty when done; got {_brief(result.role)}")
-    content = (result.text, result.messages, result.choices, result.allowed_token_ids)
-    if result.done and any(content):
+    fields = ("text", "messages", "choices", "allowed_token_ids", "stop")
+    given = [name for name in fields if getattr(result, name)]
+    if result.done and given:
         raise InputError(
-            "StepResult.text, messages, choices and allowed_token_ids must be empty when done, "
-            f"nobody reads them; got {_brief(result.text)}, {len(result.messages)} messages, "
-            f"{len(result.choices)} choices and {len(result.allowed_token_ids)} tokens"
+            f"StepResult.{', '.join(given)} must be empty when done: nobody reads them any more"
         )
     return result
 
@@ -304,7 +305,7 @@ def _check_messages(name: str, result: Start | StepResult) -> None:
 
 
 def _check_allowed(name: str, result: Start | StepResult) -> None:
-    for field in ("choices", "allowed_token_ids"):
+    for field in ("choices", "allowed_token_ids", "stop"):
         if not isinstance(getattr(result, field), tuple):
             given = _brief(getattr(result, field))
             raise InputError(f"{name}.{field} must be a tuple; got {given}")
@@ -313,6 +314,10 @@ def _check_allowed(name: str, result: Start | StepResult) -> None:
     for token in result.allowed_token_ids:
         if isinstance(token, bool) or not isinstance(token, numbers.Integral):
             raise InputError(f"{name}.allowed_token_ids must hold int; got {_brief(token)}")
+    for text in result.stop:
+        _check_text(f"{name}.stop", text)
+        if not text:
+            raise InputError(f"{name}.stop holds an empty text; remove it")
     if result.choices and result.allowed_token_ids:
         raise InputError(
             f"{name} has both choices and allowed_token_ids, which each say what the reply may be; "

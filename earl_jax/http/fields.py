@@ -16,6 +16,8 @@ from earl_jax.http.server import HttpError, HttpRequest
 DRAWN = ("temperature", "top_p", "top_k", "min_p", "seed")
 IDS = ("stop_token_ids", "allowed_token_ids")
 SAMPLING = (*DRAWN, *IDS, "stop", "max_tokens", "n", "logprobs")
+# The most stop strings of a request.
+MOST_STOPS = 16
 # Fields of which only these values are supported; None is any field's default.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -87,6 +89,20 @@ def take(given: Mapping[str, Any], name: str, kind: type, default: Any, where: s
             400, f"{where}{name} must be {_WORDS[kind]}; got {shown(value)}", where + name
         )
     return value
+
+
+def read_stop(given: Mapping[str, Any], where: str = "") -> tuple[str, ...]:
+    """Returns the texts that end a reply: `stop`, one or a list. Raises HttpError."""
+    found = given.get("stop", [])
+    stops = [found] if isinstance(found, str) else found
+    if not is_list(stops, str) or "" in stops or len(stops) > MOST_STOPS:
+        raise HttpError(
+            400,
+            f"{where}stop must be a text or a list of at most {MOST_STOPS} texts, none of them "
+            f"empty; got {shown(found)}",
+            f"{where}stop",
+        )
+    return tuple(stops)
 
 
 def is_list(value: Any, kind: type) -> bool:

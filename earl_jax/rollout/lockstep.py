@@ -153,7 +153,7 @@ def _result(words: dict[str, Any]) -> Start | StepResult:
     kind = Start if "start" in words else StepResult
     fields = dict(words["start" if "start" in words else "step"])
     fields["messages"] = tuple(Message(**message) for message in fields["messages"])
-    for name in fields.keys() & {"choices", "allowed_token_ids", "tools"}:
+    for name in fields.keys() & {"choices", "allowed_token_ids", "stop", "tools"}:
         fields[name] = tuple(fields[name])
     return kind(**fields)
 

@@ -449,6 +449,9 @@ class RolloutService:
         if answer.conversation is not None:
             episode.change_sides(result.role, answer.conversation)
         episode.choices, episode.allowed = answer.choices, answer.allowed
+        episode.stops = stops = episode.task.stops or self._config.stops
+        if result.stop:
+            episode.stops = dataclasses.replace(stops, strings=(*stops.strings, *result.stop))
         self._append(slot, episode, answer.content, answer.observation)
 
     def _append(

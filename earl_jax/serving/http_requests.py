@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from earl_jax.engine.config import Sampling
-from earl_jax.http.fields import DRAWN, IDS, SAMPLING, check_names, is_list, shown, take
+from earl_jax.http.fields import DRAWN, IDS, SAMPLING, check_names, is_list, read_stop, shown, take
 from earl_jax.http.server import HttpError
 from earl_jax.serving.config import MAX_SEED
 from earl_jax.serving.requests import RequestLimits, RequestOptions, make_options
 
-# The most replies to one prompt, and stop strings, of a request.
-MOST_REPLIES, MOST_STOPS = 128, 16
+# The most replies to one prompt of a request.
+MOST_REPLIES = 128
 # The length of a reply where the request says none, as OpenAI's completions and vLLM have it.
 DEFAULT_MAX_TOKENS = 16
 
@@ -48,7 +48,7 @@ def read_reply_params(
 ) -> ReplyParams:
     """Returns the sampling fields of a request. Raises HttpError and RequestError."""
     options = _options(given, default, limits, where)
-    options = dataclasses.replace(options, stop_strings=_stop_strings(given, where))
+    options = dataclasses.replace(options, stop_strings=read_stop(given, where))
     scored = _wants_logprobs(given, where)
     options = dataclasses.replace(options, logprobs=scored, model_logprobs=scored)
     count = take(given, "n", int, 1, where)
@@ -127,19 +127,6 @@ def _options(
             {**kept, "temperature": fields.get("temperature", 0)}, default, vocab_size, where
         )
     return make_options(fields, default, vocab_size, where)
-
-
-def _stop_strings(given: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    found = given.get("stop", [])
-    stops = [found] if isinstance(found, str) else found
-    if not is_list(stops, str) or "" in stops or len(stops) > MOST_STOPS:
-        raise HttpError(
-            400,
-            f"{where}stop must be a text or a list of at most {MOST_STOPS} texts, none of them "
-            f"empty; got {shown(found)}",
-            f"{where}stop",
-        )
-    return tuple(stops)
 
 
 def _wants_logprobs(given: Mapping[str, Any], where: str) -> bool:

@@ -106,7 +106,12 @@ class Agent:
             )
         messages = self._messages(asked.messages)
         self._note(asked)
-        return Start(messages=messages, tools=tuple(asked.tools), metrics=dict(self._metrics))
+        return Start(
+            messages=messages,
+            tools=tuple(asked.tools),
+            stop=asked.stop,
+            metrics=dict(self._metrics),
+        )
 
     def count_tokens(self, context: int, reply: int) -> None:
         """Takes the tokens of the turn, which the agent is told as its usage."""
@@ -137,6 +142,7 @@ class Agent:
             reward=0.0,
             done=False,
             messages=messages,
+            stop=asked.stop,
             new_context=not goes_on,
             tools=() if goes_on else tuple(asked.tools),
             metrics=dict(self._metrics),

@@ -13,7 +13,7 @@ from typing import Any
 
 from earl_jax.envs.agents.session import Asked, Reply, Session
 from earl_jax.http.chat import read_chat
-from earl_jax.http.fields import DRAWN, read_object, take
+from earl_jax.http.fields import DRAWN, read_object, read_stop, take
 from earl_jax.http.server import Connection, HttpError, HttpLimits, HttpRequest, HttpServer
 from earl_jax.settings.errors import InputError
 
@@ -40,7 +40,7 @@ class AgentEndpoint:
     """A server of chat completions; `open` gives each session an address of its own.
 
     Whatever `model` a request names, the run's policy answers, with the run's sampling. A request
-    has one reply (`n`), without log-probs and stop strings.
+    has one reply (`n`), without log-probs.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -118,7 +118,7 @@ class AgentEndpoint:
         fields, messages, tools = read_chat({k: v for k, v in given.items() if k not in _RUN_SETS})
         if take(fields, "n", int, 1) != 1:
             raise HttpError(400, f"n is {fields['n']}; an episode has one reply at a time", "n")
-        for name in ("logprobs", "stop", "chat_template_kwargs", "stop_token_ids"):
+        for name in ("logprobs", "chat_template_kwargs", "stop_token_ids", "allowed_token_ids"):
             if fields.get(name) not in (None, False, [], {}):
                 raise HttpError(
                     400,
@@ -136,7 +136,7 @@ class AgentEndpoint:
                 )
         if any("reasoning_content" in message for message in messages):
             raise HttpError(400, "reasoning_content is not read here; leave it out", "messages")
-        return Asked(messages=messages, tools=tools)
+        return Asked(messages=messages, tools=tools, stop=read_stop(fields))
 
 
 async def _send(given: Mapping[str, Any], reply: Reply, connection: Connection) -> None:

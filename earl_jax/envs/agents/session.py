@@ -26,15 +26,20 @@ class Reply:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Asked:
-    """A request: a conversation as `http.chat.read_chat` returns it, and the reply to come."""
+    """A request: a conversation as `http.chat.read_chat` returns it, and the reply to come.
+
+    `stop` are texts that end the reply.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
+    stop: tuple[str, ...] = ()
     reply: "Future[Reply]" = dataclasses.field(default_factory=Future)
 
     def is_like(self, other: "Asked") -> bool:
         """Returns whether the other one asks for the same."""
-        return (self.messages, self.tools) == (other.messages, other.tools)
+        own = self.messages, self.tools, self.stop
+        return own == (other.messages, other.tools, other.stop)
 
 
 class Session:
