@@ -83,7 +83,8 @@ def test_requests_become_messages_and_what_it_returns_is_the_reward(monkeypatch)
 
     def agent(base_url, row, seed, index, bonus):
         talk = [SYSTEM, user(row["question"])]
-        talk.append(chat(base_url, talk, model="gpt-4o", temperature=0.2))
+        beside = {"model": "gpt-4o", "temperature": 0.2, "tool_choice": "required"}
+        talk.append(chat(base_url, talk, **beside))
         talk.append(user("why?"))
         talk.append(chat(base_url, talk))
         seen.append((seed, index, talk))

@@ -29,6 +29,8 @@ _RUN_SETS = (
     "repetition_penalty",
     "logit_bias",
 )
+# Values of fields that are followed; others would restrict what the policy may say.
+_TAKEN = {"tool_choice": ("auto", "none"), "parallel_tool_calls": (True,)}
 _CHAT, _MODELS = "/v1/chat/completions", "/v1/models"
 # An idle connection is kept for so long; agents work between two requests.
 _LIMITS = HttpLimits(
@@ -107,15 +109,18 @@ class AgentEndpoint:
 
     def _read(self, given: Mapping[str, Any]) -> Asked:
         """Returns the request in these fields. Raises HttpError."""
-        for field in [each for each in _RUN_SETS if each in given and each not in self._noted]:
-            self._noted.add(field)
-            _logger.warning(
-                "an agent asks for %s=%s, which is not followed: the run's own sampling is "
-                "(config.rollout), as it is what is trained on",
-                field,
-                given[field],
-            )
-        fields, messages, tools = read_chat({k: v for k, v in given.items() if k not in _RUN_SETS})
+        left_out = [each for each in _RUN_SETS if each in given]
+        left_out += [k for k, taken in _TAKEN.items() if k in given and given[k] not in taken]
+        for field in left_out:
+            if field not in self._noted:
+                self._noted.add(field)
+                _logger.warning(
+                    "an agent asks for %s=%s, which is not followed: replies are sampled freely, "
+                    "as the run's config.rollout says",
+                    field,
+                    given[field],
+                )
+        fields, messages, tools = read_chat({k: v for k, v in given.items() if k not in left_out})
         if take(fields, "n", int, 1) != 1:
             raise HttpError(400, f"n is {fields['n']}; an episode has one reply at a time", "n")
         for name in ("logprobs", "chat_template_kwargs", "stop_token_ids", "allowed_token_ids"):
