@@ -202,6 +202,26 @@ def test_requests_at_the_same_time_are_answered_one_after_the_other(monkeypatch)
     assert end.metrics == {order[0]: 1.0, order[1]: 2.0}
 
 
+def test_a_reply_is_paid_before_the_next_request(monkeypatch):
+    def agent(base_url):
+        address, _, path = base_url.removeprefix("http://").partition("/")
+
+        def pay(reward):
+            return http_client.send(f"http://{address}", f"/{path}/reward", {"reward": reward})
+
+        answers = [pay(1)]
+        chat(base_url, [user("a")])
+        answers += [pay(0.5), pay(0.25), pay("much")]
+        chat(base_url, [user("b")])
+        answers.append(pay(-0.5))
+        statuses = [status for status, _ in answers]
+        assert statuses == [409, 200, 200, 400, 200], answers
+        return 2
+
+    _, step, end = play(agent, ["x", "y"], monkeypatch)
+    assert (step.reward, end.reward) == (0.75, 1.5)
+
+
 def test_a_stream_and_the_numbers_of_tokens(monkeypatch):
     parts = []
 

@@ -3,6 +3,7 @@
 """An environment that is an agent: a program that asks an OpenAI-compatible address for replies."""
 
 import asyncio
+import dataclasses
 import functools
 import inspect
 import json
@@ -33,7 +34,8 @@ class Agent:
     names. Each chat completion that it, or whatever it starts, asks for there is a turn of the
     episode. It may be a coroutine; a plain function gets a thread of its own. It returns the
     reward, or a dict with it under "reward" and metrics; where config.tasks.reward is given, its
-    answer as a text, which is paid by that `reward(answer, **row)`.
+    answer as a text, which is paid by that `reward(answer, **row)`. That is for its last reply; it
+    pays others before the next request, by `{"reward": 0.5}` to `base_url` + "/reward".
 
     A request that continues the conversation, the policy's reply included as it was sent, adds its
     new messages to the sample. Any other one, as of an agent that shortens its history, has other
@@ -139,7 +141,7 @@ class Agent:
         messages = self._messages(new if goes_on else asked.messages)
         self._note(asked)
         return StepResult(
-            reward=0.0,
+            reward=self._session.take_reward(),
             done=False,
             messages=messages,
             stop=asked.stop,
@@ -159,7 +161,8 @@ class Agent:
                 )
             result, payer = self._pay(result), "the reward function (config.tasks.reward)"
         paid = answered(result, payer)
-        return paid if isinstance(paid, StepResult) else await paid
+        end = paid if isinstance(paid, StepResult) else await paid
+        return dataclasses.replace(end, reward=end.reward + self._session.take_reward())
 
     def _note(self, asked: Asked) -> None:
         self._metrics["requests"] += 1

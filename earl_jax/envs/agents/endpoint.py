@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from earl_jax.envs.agents.session import Asked, Reply, Session
+from earl_jax.envs.environment import LARGEST_REWARD
 from earl_jax.http.chat import read_chat
 from earl_jax.http.fields import DRAWN, read_object, read_stop, take
 from earl_jax.http.server import Connection, HttpError, HttpLimits, HttpRequest, HttpServer
@@ -31,7 +32,7 @@ _RUN_SETS = (
 )
 # Values of fields that are followed; others would restrict what the policy may say.
 _TAKEN = {"tool_choice": ("auto", "none"), "parallel_tool_calls": (True,)}
-_CHAT, _MODELS = "/v1/chat/completions", "/v1/models"
+_CHAT, _MODELS, _REWARD = "/v1/chat/completions", "/v1/models", "/v1/reward"
 # An idle connection is kept for so long; agents work between two requests.
 _LIMITS = HttpLimits(
     most_bytes=2**26, most_held_bytes=2**30, max_connections=2**14, read_s=600.0, write_s=60.0
@@ -41,6 +42,7 @@ _LIMITS = HttpLimits(
 class AgentEndpoint:
     """A server of chat completions; `open` gives each session an address of its own.
 
+    /reward there pays the newest reply, {"reward": 0.5}, before the next request or the end.
     Whatever `model` a request names, the run's policy answers, with the run's sampling. A request
     has one reply (`n`), without log-probs.
     """
@@ -82,22 +84,44 @@ class AgentEndpoint:
             if connection.has_begun:
                 raise OSError("the session ended in an answer") from error
             await connection.send_error(error)
+        except OSError:
+            raise  # the client went away
+        except Exception as error:  # no request may end the server
+            _logger.exception("an agent's request could not be answered")
+            if not connection.has_begun:
+                await connection.send_error(HttpError(500, f"the server failed: {error!r:.200}"))
 
     async def _answer(self, request: HttpRequest, connection: Connection) -> None:
-        _, name, *path = request.path.split("/")
-        route, method = "/" + "/".join(path), {_CHAT: "POST", _MODELS: "GET"}
-        if route not in method:
+        _, _, place = request.path.partition("/")
+        name, _, path = place.partition("/")
+        answers = {_CHAT: ("POST", self._chat), _REWARD: ("POST", self._reward)}
+        answers[_MODELS] = ("GET", self._models)
+        method, answer = answers.get(f"/{path}", ("", self._models))
+        if not method:
             raise HttpError(
-                404, f"there is no {request.path} here; there are SESSION{_CHAT} and {_MODELS}"
+                404, f"there is no /{path} here; behind a session there are {', '.join(answers)}"
             )
-        if request.method != method[route]:
-            raise HttpError(405, f"{route} takes {method[route]}, not {request.method}")
-        if route == _MODELS:
-            model = {"id": "policy", "object": "model", "created": 0, "owned_by": "earl_jax"}
-            return await connection.send_json(200, {"object": "list", "data": [model]})
+        if request.method != method:
+            raise HttpError(405, f"/{path} takes {method}, not {request.method}")
         session = self._sessions.get(name)
         if session is None:
             raise HttpError(410, "the episode of this address is over, or never was")
+        await answer(session, request, connection)
+
+    async def _models(self, _: Session, __: HttpRequest, connection: Connection) -> None:
+        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "earl_jax"}
+        await connection.send_json(200, {"object": "list", "data": [model]})
+
+    async def _reward(self, session: Session, request: HttpRequest, connection: Connection) -> None:
+        reward: Any = read_object(request).get("reward")
+        if type(reward) not in (int, float) or not abs(reward) <= LARGEST_REWARD:
+            raise HttpError(
+                400, f"reward is {reward!r:.80}; it must be a finite number of float32", "reward"
+            )
+        session.pay(float(reward))
+        await connection.send_json(200, {"reward": reward})
+
+    async def _chat(self, session: Session, request: HttpRequest, connection: Connection) -> None:
         given = read_object(request)
         asked = session.ask(self._read(given))
         try:

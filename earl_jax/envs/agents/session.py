@@ -58,6 +58,7 @@ class Session:
         self._result: Callable[[], Any] | None = None
         self._closed = ""
         self._wakes: Future[None] | None = None
+        self._paid = 0.0
         self._on_close: Callable[[], Any] = lambda: None
 
     # Called by the endpoint.
@@ -68,8 +69,7 @@ class Session:
         Raises HttpError where the session is over.
         """
         with self._lock:
-            if self._closed or self._result is not None:
-                raise HttpError(_GONE, self._closed or "the agent of this address has ended")
+            self._check_open()
             newest, is_lost, self._is_lost = self._newest, self._is_lost, False
             if is_lost and newest is not None and newest.is_like(asked):
                 return newest
@@ -84,6 +84,14 @@ class Session:
                 self._waiting.remove(asked)
             elif asked is self._newest:
                 self._is_lost = True
+
+    def pay(self, reward: float) -> None:
+        """Adds to the reward of the newest reply. Raises HttpError where there is none."""
+        with self._lock:
+            self._check_open()
+            if self._newest is None or not self._newest.reply.done():
+                raise HttpError(409, "there is no reply yet that could be paid")
+            self._paid += reward
 
     # Called by the agent's own thread or task.
 
@@ -113,6 +121,12 @@ class Session:
         if not self._newest.reply.done():
             self._newest.reply.set_result(reply)
 
+    def take_reward(self) -> float:
+        """Returns what the newest reply was paid since the last call."""
+        with self._lock:
+            paid, self._paid = self._paid, 0.0
+        return paid
+
     def on_close(self, call: Callable[[], Any]) -> None:
         """Has `close` call this: the end of an agent that is still at work."""
         self._on_close = call
@@ -129,6 +143,10 @@ class Session:
             if not asked.reply.done():
                 asked.reply.set_exception(HttpError(_GONE, why))
         self._on_close()
+
+    def _check_open(self) -> None:
+        if self._closed or self._result is not None:
+            raise HttpError(_GONE, self._closed or "the agent of this address has ended")
 
     def _wake(self) -> None:
         wakes, self._wakes = self._wakes, None
