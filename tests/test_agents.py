@@ -342,6 +342,27 @@ def test_requests_that_cannot_be_answered_are_refused_and_the_agent_may_go_on(
         raise AssertionError(body["error"]["message"])
 
 
+def test_what_an_address_has_and_for_how_long(monkeypatch):
+    urls = []
+
+    def agent(base_url):
+        address, _, path = base_url.removeprefix("http://").partition("/")
+        urls.append((f"http://{address}", f"/{path}"))
+        send = functools.partial(http_client.send, f"http://{address}")
+        assert send(f"/{path}/models")[1]["data"][0]["id"] == "policy"
+        assert send(f"/{path}/completions", {})[0] == 404
+        assert send(f"/{path}/chat/completions")[0] == 405
+        assert send("/nobody/v1/chat/completions", {"messages": [user("a")]})[0] == 410
+        chat(base_url, [user("a")])
+        return 0
+
+    play(agent, ["x"], monkeypatch)
+    gc.collect()
+    ((address, path),) = urls
+    status, body = http_client.send(address, f"{path}/models")
+    assert (status, body["error"]["code"]) == (410, 410)
+
+
 def fails(base_url):
     raise LookupError("no such page")
 

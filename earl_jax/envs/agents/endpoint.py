@@ -108,7 +108,7 @@ class AgentEndpoint:
             raise HttpError(410, "the episode of this address is over, or never was")
         await answer(session, request, connection)
 
-    async def _models(self, _: Session, __: HttpRequest, connection: Connection) -> None:
+    async def _models(self, session: Session, request: HttpRequest, connection: Connection) -> None:
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "earl_jax"}
         await connection.send_json(200, {"object": "list", "data": [model]})
 
