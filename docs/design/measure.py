@@ -25,7 +25,7 @@ WORDS = (
     "keeper orders said stops imitate demonstrations guest"
 ).split()
 FOLDERS = (
-    "algorithms config dispatch engine envs launch models placement preflight profiling rollout "
+    "algorithms config dispatch engine envs http launch models placement preflight profiling rollout "
     "run selector serving settings sharding telemetry train"
 ).split()
 # The page that explains the words.
