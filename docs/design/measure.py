@@ -25,8 +25,8 @@ WORDS = (
     "keeper orders said stops imitate demonstrations guest"
 ).split()
 FOLDERS = (
-    "algorithms config dispatch engine envs http launch models placement preflight profiling rollout "
-    "run selector serving settings sharding telemetry train"
+    "algorithms config dispatch engine envs http launch models placement preflight profiling "
+    "rollout run selector serving settings sharding telemetry train"
 ).split()
 # The page that explains the words.
 PAGES = ("docs/design/measure.py", "docs/design/simplification.md")
