@@ -574,22 +574,6 @@ def test_noise_causes_no_storm_of_switches(noise, tries):
         assert sum(switches) / len(switches) <= 3 + tries
 
 
-def test_contexts_that_come_and_go_cause_no_storm_of_switches():
-    problem = hand_problem({F8: 100.0, D8: 150.0}, {D8: 100.0, D4T2: 60.0}, budget_bytes=1500)
-    chooser, plans, calm, changes = Chooser(Candidates(problem)), Plans(), WINDOW, 0
-    rng = random.Random(0)
-    for _ in range(80):
-        # Longer than data=8 holds in one step of four.
-        bucket = 100 if rng.random() < 0.25 else 20
-        step = dataclasses.replace(STEP, max_tokens=bucket)
-        decision = chooser.step(step, plans, calm)
-        changes += decision.rollout.switched
-        calm = 0 if decision.rollout.switched else calm + 1
-        plans = Plans(decision.rollout.plan, decision.train.plan)
-    # Away at once, back after a window.
-    assert changes <= 2 * 80 // WINDOW
-
-
 # How much is computed.
 
 

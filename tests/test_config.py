@@ -210,19 +210,6 @@ def test_every_section_refuses_a_key_that_it_does_not_have(section):
         make_config({section: {"qqq": 1}})
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"env": {"trail": {"num_steps": 4}}}, "config.env.trail is now config.env.args"),
-        ({"rollout": {"parking_host_gib": 1.0}}, "is now config.rollout.preemption_host_gib"),
-        ({"selector": {"order": "listed"}}, "no setting any more: .* config.selector.table"),
-    ],
-)
-def test_a_key_of_an_earlier_version_is_an_error_that_names_the_new_one(given, message):
-    with pytest.raises(ValueError, match=message):
-        make_config(given)
-
-
 @pytest.mark.parametrize("key", RENAMED_KEYS)
 def test_a_key_of_an_earlier_version_is_none_now_and_those_that_it_names_are(key):
     known = {*all_keys(), *(f"config.env.args.{name}" for name in argument_names(BoardGame) or ())}
@@ -430,23 +417,6 @@ def test_a_run_is_known_as_a_teacher_without_its_checkpoints(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InputError, match="model_type is None"):
         find_teacher(str(tmp_path))
-
-
-def test_the_same_keys_are_fine_where_they_do_something():
-    config = with_overrides(
-        "algorithm_args.turn_discount=0.5",
-        "train.final_learning_rate=0.0",
-        "train.sft_steps=2",
-        "train.sft_updates=3",
-        "devices.num_cpu_devices=4",
-        "env.args.opponent=mcts",
-        "env.args.mcts_simulations=7",
-        "train.proximal=log_linear",
-        "train.ess_scaling=sqrt",
-        "train.epochs=2",
-        "asynchrony.max_staleness=2",
-    )
-    assert (config.train.sft_updates, config.devices.num_cpu_devices) == (3, 4)
 
 
 # The rollout's precision, and the correction for it.

@@ -77,29 +77,42 @@ def test_the_docstring_has_the_command_that_runs_it(path):
     assert f"python -m earl_jax.main --config=configs/{path.name}" in module.__doc__
 
 
+def traced_update(config, model, train, vocab_size, layout, length):
+    """The trainer's step of a config, traced for a batch of rows of this length, and its state."""
+    update = Update(
+        model,
+        train,
+        layout,
+        vocab_size=vocab_size,
+        temperature=config.train_temperature,
+        algorithm=config.make_algorithm(),
+    )
+    state = placed_shapes(
+        train_state.state_shapes(model, train, vocab_size),
+        train_state.state_shardings(model, train, vocab_size, layout),
+    )
+    batch = batch_shapes(config.rollout.episodes_per_step, length, layout)
+    rates = jax.ShapeDtypeStruct((2,), jnp.float32)
+    return make_train_step(update).trace(state, batch, rates), state
+
+
+def traced_round(engine, rollout, max_tokens):
+    """`Engine.lower_play` cannot lower for devices that are not there."""
+    rows, width = engine.layout.activations("B"), inputs_width(rollout.chunk_size)
+    return engine._play.trace(
+        placed_shapes(engine.parameter_shapes, engine.parameter_shardings),
+        placed_shapes(engine.state_shapes(max_tokens), engine.state_shardings),
+        jax.ShapeDtypeStruct((rollout.num_slots, width), jnp.int32, sharding=rows),
+        jax.ShapeDtypeStruct((2,), jnp.uint32),
+    )
+
+
 @pytest.mark.slow_except("tictactoe_tiny_cpu")
 def test_the_training_step_lowers_on_every_mesh_it_may_choose(world):
-    config, rows = world.config, world.config.rollout.episodes_per_step
+    config, origin = world.config, world.origin
     for shape in world.problem.meshes("train"):
-        layout = make_abstract_layout(shape)
-        state = placed_shapes(
-            world.learner.state_shapes(),
-            train_state.state_shardings(
-                world.origin.model, config.train, world.origin.vocab_size, layout
-            ),
-        )
-        step = make_train_step(
-            Update(
-                world.origin.model,
-                config.train,
-                layout,
-                vocab_size=world.origin.vocab_size,
-                temperature=config.rollout.temperature,
-                algorithm=config.make_algorithm(),
-            )
-        )
-        batch = batch_shapes(rows, config.rollout.context_buckets[-1], layout)
-        traced = step.trace(state, batch, jax.ShapeDtypeStruct((2,), jnp.float32))
+        given = origin.model, config.train, origin.vocab_size, make_abstract_layout(shape)
+        traced, state = traced_update(config, *given, config.rollout.context_buckets[-1])
         new_state, metrics = traced.out_info
         assert all((leaf.shape, leaf.dtype) == ((), jnp.float32) for leaf in metrics.values())
         for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(new_state), strict=True):
@@ -116,15 +129,7 @@ def test_engine_round_lowers_on_every_mesh_and_context_bucket(world):
         zip(itertools.cycle(meshes), itertools.cycle(buckets), strict=True), number
     ):
         engine = Engine(world.stages.engines.engine(shape).config, make_abstract_layout(shape))
-        rows = engine.layout.activations("B")
-        width = inputs_width(rollout.chunk_size)
-        # `Engine.lower_play` cannot lower for devices that are not there.
-        traced = engine._play.trace(
-            placed_shapes(engine.parameter_shapes, engine.parameter_shardings),
-            placed_shapes(engine.state_shapes(max_tokens), engine.state_shardings),
-            jax.ShapeDtypeStruct((rollout.num_slots, width), jnp.int32, sharding=rows),
-            jax.ShapeDtypeStruct((2,), jnp.uint32),
-        )
+        traced = traced_round(engine, rollout, max_tokens)
         state, report = traced.out_info
         assert report.shape == (rollout.num_slots, 2 * rollout.burst + 2)
         assert state.experience.tokens.shape == (engine.config.num_rows, max_tokens)
@@ -172,23 +177,8 @@ def test_every_context_of_a_published_model_traces_on_its_hardware(name, topolog
         train = dataclasses.replace(
             config.train, micro_batches=plan.micro_batches, remat=plan.remat
         )
-        step = make_train_step(
-            Update(
-                model,
-                train,
-                layout,
-                vocab_size=vocab_size,
-                temperature=config.train_temperature,
-                algorithm=config.make_algorithm(),
-            )
-        )
-        state = placed_shapes(
-            train_state.state_shapes(model, train, vocab_size),
-            train_state.state_shardings(model, train, vocab_size, layout),
-        )
-        batch = batch_shapes(config.rollout.episodes_per_step, stop.context, layout)
-        rates = jax.ShapeDtypeStruct((2,), jnp.float32)
-        assert mesh_words(plan.mesh) in lowered_for(step.trace(state, batch, rates), platform)
+        traced, _ = traced_update(config, model, train, vocab_size, layout, stop.context)
+        assert mesh_words(plan.mesh) in lowered_for(traced, platform)
 
 
 def assert_round_lowers(config, model, vocab_size, problem, stop, platform):
@@ -206,14 +196,7 @@ def assert_round_lowers(config, model, vocab_size, problem, stop, platform):
         model_logprobs=False,
     )
     engine = Engine(engine_config, make_abstract_layout(own))
-    width = inputs_width(rollout.chunk_size)
-    rows = engine.layout.activations("B")
-    traced = engine._play.trace(
-        placed_shapes(engine.parameter_shapes, engine.parameter_shardings),
-        placed_shapes(engine.state_shapes(stop.context), engine.state_shardings),
-        jax.ShapeDtypeStruct((rollout.num_slots, width), jnp.int32, sharding=rows),
-        jax.ShapeDtypeStruct((2,), jnp.uint32),
-    )
+    traced = traced_round(engine, rollout, stop.context)
     assert mesh_words(own) in lowered_for(traced, platform)
 
 
