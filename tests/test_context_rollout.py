@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from earl_jax.engine.config import EngineConfig
 from earl_jax.engine.engine import Engine
 from earl_jax.models.attention.page_shares import PageShare, share_tokens
 from earl_jax.models.config import ModelConfig
@@ -24,15 +23,15 @@ from earl_jax.run.build import build_run
 from earl_jax.sharding.axes import MESH_AXES
 from earl_jax.sharding.layout import MeshShape, make_abstract_layout, make_layout
 from earl_jax.sharding.reshard import reshard
+from tests.support import engines
 from tests.support.caches import empty_cache
-from tests.support.engines import NUM_ROWS, NUM_SLOTS
+from tests.support.engines import NUM_SLOTS
 from tests.support.hlo import COLLECTIVE, replica_groups
 from tests.support.settings import make_config
 from tests.support.shardings import resident_bytes
 from tests.support.slots import (
     MAX_TOKENS,
     MODEL,
-    RULES,
     VOCAB,
     Script,
     assert_same,
@@ -45,22 +44,11 @@ from tests.support.slots import (
 
 # A chunk is cut over four, a page of eight tokens too; prompts are several chunks and pages long.
 CHUNK = 4
-CONFIG = EngineConfig(
-    model=MODEL,
-    vocab_size=VOCAB,
-    num_slots=NUM_SLOTS,
-    num_rows=NUM_ROWS,
-    chunk_size=CHUNK,
-    rules=RULES,
-    seed=7,
-    page_size=8,
-)
+CONFIG = dataclasses.replace(engines.CONFIG, chunk_size=CHUNK, page_size=8)
 WHOLE, MIXED = MeshShape(data=8), MeshShape(data=2, context=2, tensor=2)
 
 
-@functools.cache
-def engine_on(shape: MeshShape) -> Engine:
-    return Engine(CONFIG, make_layout(shape))
+engine_on = functools.partial(engines.engine_on, config=CONFIG)
 
 
 @functools.cache

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from earl_jax.engine.config import EngineConfig
-from earl_jax.engine.engine import Engine
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.models.logprobs import score_tokens
@@ -33,6 +32,8 @@ from earl_jax.train.config import TrainConfig
 from earl_jax.train.state import state_of
 from earl_jax.train.step import read_metrics
 from earl_jax.trajectory import TrajectoryBatch
+from tests.support import engines
+from tests.support.engines import NUM_SLOTS
 from tests.support.experts import (
     BIASED,
     MODEL,
@@ -44,7 +45,7 @@ from tests.support.experts import (
 )
 from tests.support.hlo import COLLECTIVE, replica_groups
 from tests.support.settings import make_config
-from tests.support.slots import CHUNK, MAX_TOKENS, RULES, VOCAB, assert_same, converse, make_scripts
+from tests.support.slots import MAX_TOKENS, VOCAB, assert_same, converse, make_scripts
 from tests.support.updates import train_step
 
 REFERENCE = Path(__file__).parent / "reference" / "qwen3_moe"
@@ -262,28 +263,15 @@ def assert_same_as_alone(mesh: str, length: int, remat: Remat) -> None:
     jax.tree_util.tree_map_with_path(check, grads, expected)
 
 
-NUM_SLOTS = 16
-CONFIG = EngineConfig(
-    model=MODEL,
-    vocab_size=VOCAB,
-    num_slots=NUM_SLOTS,
-    num_rows=NUM_SLOTS,
-    chunk_size=CHUNK,
-    rules=RULES,
-    seed=7,
+CONFIG = dataclasses.replace(
+    engines.CONFIG, model=MODEL, num_rows=NUM_SLOTS, page_size=EngineConfig.page_size
 )
 ENGINE_MESH = "data=2,expert=2,tensor=2"
 
 
 @functools.cache
-def engine_on(mesh: str) -> Engine:
-    shape = MeshShape.parse(mesh)
-    return Engine(CONFIG, make_layout(shape, jax.devices()[: shape.num_devices]))
-
-
-@functools.cache
 def converse_on(mesh: str):
-    engine = engine_on(mesh)
+    engine = engines.engine_on(MeshShape.parse(mesh), CONFIG)
     weights = unstack_layers(jax.device_get(params()), MODEL.num_layers)
     weights = engine.load_params(jax.tree.map(jnp.asarray, weights))
     play = functools.partial(engine.play, weights)
@@ -334,7 +322,7 @@ def test_a_round_has_one_all_reduce_a_layer_for_its_experts_and_none_leaves_its_
     are two axes; one more adds up the embedding, and the logits are gathered.
     """
     shape = MeshShape.parse(mesh)
-    text = engine_on(mesh).lower_play(MAX_TOKENS).compile().as_text()
+    text = engines.engine_on(shape, CONFIG).lower_play(MAX_TOKENS).compile().as_text()
     lines = [line.strip() for line in text.splitlines() if COLLECTIVE.search(line)]
     kinds = [re.search(r"\b(all-[a-z]+|collective-[a-z]+)", line.split(" = ")[1]) for line in lines]
     counts = collections.Counter(kind[1] if kind else "other" for kind in kinds)

@@ -19,7 +19,6 @@ import pytest
 
 from earl_jax.dispatch.weights import program_of, publish
 from earl_jax.engine.config import EngineConfig
-from earl_jax.engine.engine import Engine
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.models.engine_parameters import INPUTS, engine_shapes, engine_specs
@@ -37,7 +36,7 @@ from earl_jax.models.projection import merged, project
 from earl_jax.models.quantization import dequantize, is_quantized, quantize
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
 from earl_jax.telemetry.host_bytes import HostByteCounter
-from tests.support.engines import CANDIDATES, CONFIG, NUM_SLOTS, UNSHARDED, scripts
+from tests.support.engines import CANDIDATES, CONFIG, NUM_SLOTS, UNSHARDED, engine_on, scripts
 from tests.support.experts import BIASED, one_biased_layer, one_layer, tokens_TD
 from tests.support.experts import MODEL as EXPERT_MODEL
 from tests.support.experts import by_hand as layer_by_hand
@@ -288,11 +287,6 @@ CUT = CANDIDATES[2]
 
 
 @functools.cache
-def engine_on(shape: MeshShape, config: EngineConfig = INT8) -> Engine:
-    return Engine(config, make_layout(shape, jax.devices()[: shape.num_devices]))
-
-
-@functools.cache
 def converse_on(shape: MeshShape, config: EngineConfig = INT8):
     """A conversation with the published weights; the trainer's lie on another layout."""
     engine = engine_on(shape, config)
@@ -387,7 +381,7 @@ def test_a_round_talks_as_much_as_one_without_int8_and_holds_less():
     assert found["int8"][0] == found["compute"][0]
     saved = [
         resident_bytes(engine.parameter_shapes, engine.parameter_shardings)
-        for engine in (engine_on(CUT, CONFIG), engine_on(CUT))
+        for engine in (engine_on(CUT, CONFIG), engine_on(CUT, INT8))
     ]
     arguments = [found[w][1].argument_size_in_bytes for w in ("compute", "int8")]
     assert arguments[0] - arguments[1] == saved[0] - saved[1] > 0
@@ -395,7 +389,7 @@ def test_a_round_talks_as_much_as_one_without_int8_and_holds_less():
 
 def test_the_bytes_of_a_device_by_hand():
     """Per layer, on tensor=2: matrices of 32 x (64 + 32 + 32 + 64) and 3 of 32 x 64, halved."""
-    engine = engine_on(MeshShape(data=4, tensor=2))
+    engine = engine_on(MeshShape(data=4, tensor=2), INT8)
     matrices = 32 * (64 + 32 + 32 + 64) + 3 * 32 * 64
     scales = (64 + 32 + 32 + 2 * 64) // 2 + 2 * 32  # those of "out" and "down" are not cut
     layer = matrices // 2 + 4 * scales + 4 * 2 * 32  # and two norms

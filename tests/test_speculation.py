@@ -16,8 +16,9 @@ from earl_jax.engine.drafts import look_up
 from earl_jax.engine.engine import Engine
 from earl_jax.engine.round_inputs import RoundInputs, RoundOutputs, pack_inputs, unpack_outputs
 from earl_jax.engine.sampling import sampling_rows
-from earl_jax.sharding.layout import MeshShape, make_layout
-from tests.support.engines import CONFIG, NUM_SLOTS, UNSHARDED, weights_on
+from earl_jax.sharding.layout import MeshShape
+from tests.support import engines
+from tests.support.engines import CONFIG, NUM_SLOTS, UNSHARDED, scripts, weights_on
 from tests.support.hlo import COLLECTIVE as COLLECTIVE_LINE
 from tests.support.hlo import replica_groups
 from tests.support.slots import (
@@ -216,44 +217,29 @@ def test_pairs_of_tokens_come_as_often_as_the_model_says():
 # Meshes.
 
 
-@functools.cache
-def engine_on(shape: MeshShape, rules=GUESSING) -> Engine:
-    config = dataclasses.replace(CONFIG, rules=rules)
-    return Engine(config, make_layout(shape, jax.devices()[: shape.num_devices]))
+engine_on = functools.partial(engines.engine_on, config=dataclasses.replace(CONFIG, rules=GUESSING))
 
 
 def talk_on(player: Engine, play):
-    scripts = {
-        slot: dataclasses.replace(script, row=slot // 2 * 4 + slot % 2 + 1)
-        for slot, script in make_scripts(NUM_SLOTS, turns=2).items()
-    }
-    state, transcripts = converse(
-        play,
-        player.empty_state(MAX_TOKENS),
-        scripts,
-        num_slots=NUM_SLOTS,
-        turn_limits=LIMITS,
-        temperature=TEMPERATURE,
-    )
-    return state, transcripts, scripts
+    settings = {"num_slots": NUM_SLOTS, "turn_limits": LIMITS, "temperature": TEMPERATURE}
+    return converse(play, player.empty_state(MAX_TOKENS), scripts(), **settings)
 
 
 @functools.cache
 def unsharded():
     """Token by token on one device."""
-    player = engine_on(UNSHARDED, RULES)
-    _, transcripts, _ = talk_on(player, functools.partial(player.play, weights_on(UNSHARDED)))
-    return transcripts
+    player = engines.engine_on(UNSHARDED)
+    return talk_on(player, functools.partial(player.play, weights_on(UNSHARDED)))[1]
 
 
 @pytest.mark.slow
 def test_a_mesh_samples_the_same_tokens():
     shape = MeshShape(data=4, tensor=2)
     play = Counter(functools.partial(engine_on(shape).play, weights_on(shape)))
-    state, transcripts, scripts = talk_on(engine_on(shape), play)
+    state, transcripts = talk_on(engine_on(shape), play)
     assert_same(unsharded(), transcripts)
     check_logprobs(transcripts, TEMPERATURE)
-    check_rows(state.experience, transcripts, scripts)
+    check_rows(state.experience, transcripts, scripts())
     assert play.passes < play.tokens
     placed = jax.tree.map(lambda leaf: leaf.sharding, state)
     assert placed == engine_on(shape).state_shardings

@@ -155,249 +155,133 @@ LINEAR = {
 BY_TURNS = LINEAR | {"full_attention_interval": 2, "linear_conv_kernel_dim": 2}
 SHARED = {"shared_expert_intermediate_size": 24}
 
-# Name -> config, type of the stored weights, largest file.
-MODELS: dict[str, tuple[PreTrainedConfig, torch.dtype, str]] = {
+TIED = {"tie_word_embeddings": True}
+
+MODELS: dict[str, PreTrainedConfig] = {
     # As large a vocabulary as the tokenizer needs: whole runs begin with this one.
-    "qwen2_tied": (
-        Qwen2Config(**SIZES | {"vocab_size": 320}, tie_word_embeddings=True, rope_parameters=THETA),
-        torch.float32,
-        "1GB",
-    ),
-    "qwen2": (Qwen2Config(**SIZES, rms_norm_eps=1e-5), torch.float16, "1GB"),
-    "qwen3": (
-        Qwen3Config(**SIZES, head_dim=16, rope_parameters=THETA),
-        torch.bfloat16,
-        "20KB",
-    ),
-    "qwen3_tied": (
-        Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
-        torch.float32,
-        "1GB",
-    ),
+    "qwen2_tied": Qwen2Config(**SIZES | {"vocab_size": 320}, **TIED, rope_parameters=THETA),
+    "qwen2": Qwen2Config(**SIZES, rms_norm_eps=1e-5),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16, rope_parameters=THETA),
+    "qwen3_tied": Qwen3Config(**SIZES, head_dim=8, **TIED),
     # The weights of the chosen experts add up to 1, and to less.
-    "qwen3_moe": (
-        Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True, rope_parameters=THETA),
-        torch.bfloat16,
-        "40KB",
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True, rope_parameters=THETA),
+    "qwen3_moe_tied": Qwen3MoeConfig(
+        **SIZES | {"num_hidden_layers": 1}, **EXPERTS, norm_topk_prob=False, **TIED
     ),
-    "qwen3_moe_tied": (
-        Qwen3MoeConfig(
-            **SIZES | {"num_hidden_layers": 1},
-            **EXPERTS,
-            norm_topk_prob=False,
-            tie_word_embeddings=True,
-        ),
-        torch.float32,
-        "1GB",
+    "llama": LlamaConfig(**SIZES | {"num_hidden_layers": 3}, rope_parameters=LLAMA3),
+    "llama_tied": LlamaConfig(**SIZES, head_dim=16, **TIED, rope_parameters=LLAMA3),
+    "mistral": MistralConfig(**SIZES, sliding_window=WINDOW),
+    "mistral_tied": MistralConfig(
+        **SIZES, head_dim=16, sliding_window=WINDOW, **TIED, rope_parameters=THETA
     ),
-    "llama": (
-        LlamaConfig(**SIZES | {"num_hidden_layers": 3}, rope_parameters=LLAMA3),
-        torch.float32,
-        "1GB",
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, rope_parameters=THETA),
+    "mixtral_tied": MixtralConfig(
+        **SIZES | {"num_hidden_layers": 1},
+        num_local_experts=4,
+        num_experts_per_tok=3,
+        sliding_window=WINDOW,
+        **TIED,
     ),
-    "llama_tied": (
-        LlamaConfig(**SIZES, head_dim=16, tie_word_embeddings=True, rope_parameters=LLAMA3),
-        torch.bfloat16,
-        "1GB",
-    ),
-    "mistral": (MistralConfig(**SIZES, sliding_window=WINDOW), torch.float32, "1GB"),
-    "mistral_tied": (
-        MistralConfig(
-            **SIZES,
-            head_dim=16,
-            sliding_window=WINDOW,
-            tie_word_embeddings=True,
-            rope_parameters=THETA,
-        ),
-        torch.bfloat16,
-        "1GB",
-    ),
-    "mixtral": (
-        MixtralConfig(**SIZES, num_local_experts=4, rope_parameters=THETA),
-        torch.bfloat16,
-        "1GB",
-    ),
-    "mixtral_tied": (
-        MixtralConfig(
-            **SIZES | {"num_hidden_layers": 1},
-            num_local_experts=4,
-            num_experts_per_tok=3,
-            sliding_window=WINDOW,
-            tie_word_embeddings=True,
-        ),
-        torch.float32,
-        "1GB",
-    ),
-    "olmo2": (Olmo2Config(**SIZES, rope_parameters=YARN), torch.float32, "1GB"),
-    "olmo2_tied": (Olmo2Config(**SIZES, tie_word_embeddings=True), torch.bfloat16, "1GB"),
-    "olmo3": (Olmo3Config(**SIZES | OLMO3), torch.float32, "1GB"),
-    "olmo3_tied": (
-        Olmo3Config(**SIZES | OLMO3, tie_word_embeddings=True),
-        torch.bfloat16,
-        "1GB",
-    ),
-    "gpt_oss": (
-        GptOssConfig(**SIZES | GPT_OSS, num_experts_per_tok=3),
-        torch.float32,
-        "40KB",
-    ),
-    "gpt_oss_tied": (
-        GptOssConfig(**SIZES | GPT_OSS, num_experts_per_tok=2, tie_word_embeddings=True),
-        torch.bfloat16,
-        "1GB",
-    ),
+    "olmo2": Olmo2Config(**SIZES, rope_parameters=YARN),
+    "olmo2_tied": Olmo2Config(**SIZES, **TIED),
+    "olmo3": Olmo3Config(**SIZES | OLMO3),
+    "olmo3_tied": Olmo3Config(**SIZES | OLMO3, **TIED),
+    "gpt_oss": GptOssConfig(**SIZES | GPT_OSS, num_experts_per_tok=3),
+    "gpt_oss_tied": GptOssConfig(**SIZES | GPT_OSS, num_experts_per_tok=2, **TIED),
     # As openai publishes it.
-    "gpt_oss_mxfp4": (
-        GptOssConfig(**SIZES | GPT_OSS, num_experts_per_tok=2),
-        torch.bfloat16,
-        "1GB",
-    ),
+    "gpt_oss_mxfp4": GptOssConfig(**SIZES | GPT_OSS, num_experts_per_tok=2),
     # Queries from a latent, and groups of experts, by their best one and by their best two.
-    "deepseek_v2": (
-        DeepseekV2Config(
-            **SIZES | DEEPSEEK,
-            q_lora_rank=20,
-            n_shared_experts=2,
-            topk_method="group_limited_greedy",
-            n_group=4,
-            topk_group=2,
-            rope_parameters=YARN | {"mscale": 0.9, "mscale_all_dim": 0.707},
-        ),
-        torch.float32,
-        "1GB",
+    "deepseek_v2": DeepseekV2Config(
+        **SIZES | DEEPSEEK,
+        q_lora_rank=20,
+        n_shared_experts=2,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        rope_parameters=YARN | {"mscale": 0.9, "mscale_all_dim": 0.707},
     ),
-    "deepseek_v2_tied": (
-        DeepseekV2Config(
-            **SIZES | DEEPSEEK | {"num_hidden_layers": 2, "first_k_dense_replace": 0},
-            q_lora_rank=None,
-            n_shared_experts=1,
-            tie_word_embeddings=True,
-            rope_parameters=THETA,
-        ),
-        torch.bfloat16,
-        "1GB",
+    "deepseek_v2_tied": DeepseekV2Config(
+        **SIZES | DEEPSEEK | {"num_hidden_layers": 2, "first_k_dense_replace": 0},
+        q_lora_rank=None,
+        n_shared_experts=1,
+        **TIED,
+        rope_parameters=THETA,
     ),
-    "deepseek_v3": (
-        DeepseekV3Config(
-            **SIZES | DEEPSEEK,
-            q_lora_rank=20,
-            n_shared_experts=1,
-            n_group=4,
-            topk_group=2,
-            rms_norm_eps=1e-5,
-            rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
-        ),
-        torch.bfloat16,
-        "40KB",
+    "deepseek_v3": DeepseekV3Config(
+        **SIZES | DEEPSEEK,
+        q_lora_rank=20,
+        n_shared_experts=1,
+        n_group=4,
+        topk_group=2,
+        rms_norm_eps=1e-5,
+        rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
     ),
-    "deepseek_v3_tied": (
-        DeepseekV3Config(
-            **SIZES | DEEPSEEK | {"num_hidden_layers": 2},
-            q_lora_rank=None,
-            n_shared_experts=2,
-            n_group=1,
-            topk_group=1,
-            norm_topk_prob=False,
-            rope_interleave=False,
-            tie_word_embeddings=True,
-            rope_parameters=THETA,
-        ),
-        torch.float32,
-        "1GB",
+    "deepseek_v3_tied": DeepseekV3Config(
+        **SIZES | DEEPSEEK | {"num_hidden_layers": 2},
+        q_lora_rank=None,
+        n_shared_experts=2,
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=False,
+        rope_interleave=False,
+        **TIED,
+        rope_parameters=THETA,
     ),
-    "qwen3_next": (
-        Qwen3NextConfig(**SIZES | EXPERTS | LINEAR | SHARED),
-        torch.bfloat16,
-        "40KB",
+    "qwen3_next": Qwen3NextConfig(**SIZES | EXPERTS | LINEAR | SHARED),
+    "qwen3_next_tied": Qwen3NextConfig(
+        **SIZES | EXPERTS | BY_TURNS | SHARED, norm_topk_prob=False, **TIED
     ),
-    "qwen3_next_tied": (
-        Qwen3NextConfig(
-            **SIZES | EXPERTS | BY_TURNS | SHARED, norm_topk_prob=False, tie_word_embeddings=True
-        ),
-        torch.float32,
-        "1GB",
+    "qwen3_5": Qwen3_5TextConfig(**SIZES | BY_TURNS),
+    "qwen3_5_tied": Qwen3_5TextConfig(**SIZES | LINEAR, **TIED),
+    "qwen3_5_moe": Qwen3_5MoeTextConfig(**SIZES | EXPERTS | BY_TURNS | SHARED),
+    "qwen3_5_moe_tied": Qwen3_5MoeTextConfig(**SIZES | EXPERTS | LINEAR | SHARED, **TIED),
+    "smollm3": SmolLM3Config(**SIZES | SMOLLM3, tie_word_embeddings=False, rope_parameters=YARN),
+    "smollm3_tied": SmolLM3Config(**SIZES | SMOLLM3),
+    "olmoe": OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=3, norm_topk_prob=True),
+    "olmoe_tied": OlmoeConfig(
+        **SIZES | {"num_hidden_layers": 1}, num_experts=4, num_experts_per_tok=2, **TIED
     ),
-    "qwen3_5": (Qwen3_5TextConfig(**SIZES | BY_TURNS), torch.float32, "1GB"),
-    "qwen3_5_tied": (
-        Qwen3_5TextConfig(**SIZES | LINEAR, tie_word_embeddings=True),
-        torch.bfloat16,
-        "1GB",
+    "gemma2": Gemma2Config(
+        **SIZES,
+        head_dim=16,
+        sliding_window=WINDOW,
+        tie_word_embeddings=False,
+        query_pre_attn_scalar=8,
+        final_logit_softcapping=5.0,
+        attn_logit_softcapping=2.0,
     ),
-    "qwen3_5_moe": (
-        Qwen3_5MoeTextConfig(**SIZES | EXPERTS | BY_TURNS | SHARED),
-        torch.bfloat16,
-        "1GB",
+    "gemma2_tied": Gemma2Config(
+        **SIZES, head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=16
     ),
-    "qwen3_5_moe_tied": (
-        Qwen3_5MoeTextConfig(**SIZES | EXPERTS | LINEAR | SHARED, tie_word_embeddings=True),
-        torch.float32,
-        "1GB",
+    "qwen2_window": Qwen2Config(
+        **SIZES | {"num_hidden_layers": 3},
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        max_window_layers=1,
     ),
-    "smollm3": (
-        SmolLM3Config(**SIZES | SMOLLM3, tie_word_embeddings=False, rope_parameters=YARN),
-        torch.float32,
-        "1GB",
+    "gemma3": Gemma3TextConfig(
+        **SIZES | GEMMA3,
+        tie_word_embeddings=False,
+        query_pre_attn_scalar=8,
+        final_logit_softcapping=5.0,
+        attn_logit_softcapping=2.0,
     ),
-    "smollm3_tied": (SmolLM3Config(**SIZES | SMOLLM3), torch.bfloat16, "1GB"),
-    "olmoe": (
-        OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=3, norm_topk_prob=True),
-        torch.float32,
-        "1GB",
-    ),
-    "olmoe_tied": (
-        OlmoeConfig(
-            **SIZES | {"num_hidden_layers": 1},
-            num_experts=4,
-            num_experts_per_tok=2,
-            tie_word_embeddings=True,
-        ),
-        torch.bfloat16,
-        "1GB",
-    ),
-    "gemma2": (
-        Gemma2Config(
-            **SIZES,
-            head_dim=16,
-            sliding_window=WINDOW,
-            tie_word_embeddings=False,
-            query_pre_attn_scalar=8,
-            final_logit_softcapping=5.0,
-            attn_logit_softcapping=2.0,
-        ),
-        torch.float32,
-        "1GB",
-    ),
-    "gemma2_tied": (
-        Gemma2Config(**SIZES, head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=16),
-        torch.bfloat16,
-        "1GB",
-    ),
-    "qwen2_window": (
-        Qwen2Config(
-            **SIZES | {"num_hidden_layers": 3},
-            use_sliding_window=True,
-            sliding_window=WINDOW,
-            max_window_layers=1,
-        ),
-        torch.float32,
-        "1GB",
-    ),
-    "gemma3": (
-        Gemma3TextConfig(
-            **SIZES | GEMMA3,
-            tie_word_embeddings=False,
-            query_pre_attn_scalar=8,
-            final_logit_softcapping=5.0,
-            attn_logit_softcapping=2.0,
-        ),
-        torch.float32,
-        "1GB",
-    ),
-    "gemma3_tied": (
-        Gemma3TextConfig(**SIZES | GEMMA3, query_pre_attn_scalar=16),
-        torch.bfloat16,
-        "1GB",
-    ),
+    "gemma3_tied": Gemma3TextConfig(**SIZES | GEMMA3, query_pre_attn_scalar=16),
+}
+# Of the stored weights; the others are in fp32.
+BF16 = """
+    qwen3 qwen3_moe llama_tied mistral_tied mixtral olmo2_tied olmo3_tied gpt_oss_tied
+    gpt_oss_mxfp4 deepseek_v2_tied deepseek_v3 qwen3_next qwen3_5_tied qwen3_5_moe smollm3_tied
+    olmoe_tied gemma2_tied gemma3_tied
+""".split()
+DTYPES = {"qwen2": torch.float16} | dict.fromkeys(BF16, torch.bfloat16)
+# The largest file, where there are several.
+FILES = {
+    "qwen3": "20KB",
+    "qwen3_moe": "40KB",
+    "gpt_oss": "40KB",
+    "deepseek_v3": "40KB",
+    "qwen3_next": "40KB",
 }
 
 
@@ -483,7 +367,7 @@ def main() -> None:
     tokenizer = build_tokenizer(Config().corpus(), 4096)
     np.savez_compressed(HERE / "mxfp4.npz", **unpack())
     for name in sys.argv[1:] or MODELS:
-        config, dtype, max_shard_size = MODELS[name]
+        config, dtype = MODELS[name], DTYPES.get(name, torch.float32)
         folder = HERE / name
         for seed in range(1000):
             shutil.rmtree(folder, ignore_errors=True)
@@ -495,7 +379,7 @@ def main() -> None:
                 # As Qwen3.5 has them, so that no decay is rounded.
                 if part.endswith(("A_log", "dt_bias")):
                     parameter.data = parameter.data.float()
-            model.save_pretrained(folder, max_shard_size=max_shard_size)
+            model.save_pretrained(folder, max_shard_size=FILES.get(name, "1GB"))
             if name.endswith("_mxfp4"):
                 pack_experts(folder, seed)
             arrays, margin = compute(folder, config.vocab_size)

@@ -34,8 +34,8 @@ CANDIDATES = rollout_candidates(
 
 
 @functools.cache
-def engine_on(shape: MeshShape) -> Engine:
-    return Engine(CONFIG, make_layout(shape, jax.devices()[: shape.num_devices]))
+def engine_on(shape: MeshShape, config: EngineConfig = CONFIG) -> Engine:
+    return Engine(config, make_layout(shape, jax.devices()[: shape.num_devices]))
 
 
 @functools.cache
