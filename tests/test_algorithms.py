@@ -29,10 +29,11 @@ from earl_jax.train.scoring import score_batch
 from earl_jax.train.state import init_state
 from earl_jax.train.step import read_metrics
 from earl_jax.train.update import Totals, Update, add_totals
-from earl_jax.trajectory import Outcome, TrajectoryBatch
+from earl_jax.trajectory import TrajectoryBatch
 from tests.support.batches import make_turns
 from tests.support.placements import TINY, begin
 from tests.support.settings import make_config
+from tests.support.trajectories import make_outcome
 from tests.support.updates import plain_learner
 
 VOCAB, ROWS, LENGTH = 32, 8, 16
@@ -368,28 +369,13 @@ def test_a_failed_episode_has_no_tokens_for_the_trainer():
     world = build_run(make_config({**RUN, "algorithm": "grpo", "algorithm_args": {}}))
     rewards, reasons = (1.0, 0.0, 5.0, 1.0), ("win", "loss", "environment_error", "win")
     outcomes = [
-        make_outcome(episode, reward, reason)
+        make_outcome(episode, reward, stop_reason=reason)
         for episode, (reward, reason) in enumerate(zip(rewards, reasons, strict=True))
     ]
     facts = row_facts(world.learner.algorithm, outcomes, 32, {})
     assert facts["lengths"].tolist() == [9, 9, 0, 9]
     # Mean 2/3 of 1, 0, 1 and deviation sqrt(2) / 3.
     np.testing.assert_allclose(facts["advantages"][:, 0], [0.5**0.5, -(2**0.5), 0, 0.5**0.5])
-
-
-def make_outcome(episode: int, reward: float, stop_reason: str) -> Outcome:
-    return Outcome(
-        episode=episode,
-        group=0,
-        role="x",
-        turn_rewards=(reward,),
-        stop_reason=stop_reason,
-        num_turns=1,
-        num_tokens=9,
-        num_policy_tokens=4,
-        sample_starts=(0,),
-        versions=((0, 1),),
-    )
 
 
 # Runs with a copy of the first weights, with adapters on their base, and with neither.

@@ -22,10 +22,10 @@ from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.training import train
 from tests.support.clusters import cluster_of
-from tests.support.commands import Command, final_parameters
+from tests.support.commands import Command
 from tests.support.placements import begin
 from tests.support.processes import Processes
-from tests.support.runs import assert_equal, check_bound, episodes_of, steps_of
+from tests.support.runs import assert_equal, check_bound, episodes_of, final_parameters, steps_of
 from tests.support.settings import make_config, small, write_config
 from tests.support.simulated import Fate, SimulatedService, Source, check_events, tasks_of
 from tests.support.wanderers import WANDERERS

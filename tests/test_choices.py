@@ -4,6 +4,7 @@
 
 import collections
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -27,9 +28,8 @@ from earl_jax.engine.config import Sampling
 from earl_jax.engine.sampling import SamplingRows, sample, sampling_rows
 from earl_jax.envs.environment import Start
 from earl_jax.envs.games.board_game import BoardGame
-from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.run.build import build_run
-from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.sharding.layout import MeshShape
 from tests.support.choices import BRANCHES, HOT, Words, engine_for
 from tests.support.episodes import (
     MODEL,
@@ -42,6 +42,7 @@ from tests.support.episodes import (
     tokenizer,
     weights,
 )
+from tests.support.forward import row_logits
 from tests.support.placements import one_step
 from tests.support.settings import make_config
 
@@ -216,13 +217,12 @@ def full_logits(trajectory):
     """f64[T,V] behind each token of an episode, by the trainer's forward pass."""
     params = jax.tree.map(np.asarray, weights())
     params["layers"] = jax.tree.map(lambda *layers: np.stack(layers), *params["layers"])
-    layout = make_layout(MeshShape(), jax.devices()[:1])
     ids = np.zeros((1, 64), np.int32)
     whole = [token for turn in trajectory.turns for token in turn.token_ids]
     ids[0, : len(whole)] = whole
     segments = (np.arange(64) < len(whole)).astype(np.int32)[None]
-    hidden = jax.jit(lambda t, s: forward_rows(MODEL, layout, params, t, s))(ids, segments)
-    return np.asarray(jnp.einsum("BTD,DV->BTV", hidden, head_weights(params)), np.float64)[0]
+    logits = jax.jit(functools.partial(row_logits, MODEL))(params, ids, segments)
+    return np.asarray(logits, np.float64)[0]
 
 
 def test_only_choices_are_sampled_with_log_probs_among_the_choices(pool):

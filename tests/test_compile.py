@@ -153,6 +153,26 @@ def test_on_tpus_every_layer_of_a_round_reads_its_pages_with_our_kernel(name):
     assert re.search(pool, text) and not re.search(pool + r"\S* (copy|transpose)\(", text)
 
 
+def shapes_on(device):
+    sharding = SingleDeviceSharding(device)
+    return lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
+
+
+def pages_of(shape, kv_dtype: str, num_pages: int, heads: int, size: int):
+    """The keys and values of pages of 128 tokens."""
+    pool = num_pages, heads
+    scale = shape(jnp.float32, *pool, 128) if kv_dtype == "int8" else None
+    key, value = shape(kv_dtype, *pool, size, 128), shape(kv_dtype, *pool, 128, size)
+    return LayerCache(key=key, value=value, key_scale=scale, value_scale=scale)
+
+
+def compiled_on(device, attend, query, layer, table):
+    """`attend` of rows with this table of pages, and with numbers of cached and new tokens."""
+    numbers = shapes_on(device)(jnp.int32, table.shape[0])
+    with jax.default_device(device):
+        return jax.jit(attend).lower(query, layer, table, numbers, numbers).compile()
+
+
 V5E_AND_V6E = [pytest.param(n, marks=need_compiler(n)) for n in ("v5e:2x2", "v6e:2x2")]
 
 
@@ -169,18 +189,8 @@ def test_the_kernel_over_pages_compiles_for_tpus(
 ):
     device = make_topology(name).devices()[0]
     rows, pages = 8, 32
-
-    def shape(dtype, *sizes: int):
-        return jax.ShapeDtypeStruct(sizes, dtype, sharding=SingleDeviceSharding(device))
-
-    pool = (rows * pages, heads)
-    scale = shape(jnp.float32, *pool, 128) if kv_dtype == "int8" else None
-    layer = LayerCache(
-        key=shape(kv_dtype, *pool, size, 128),
-        value=shape(kv_dtype, *pool, 128, size),
-        key_scale=scale,
-        value_scale=scale,
-    )
+    shape = shapes_on(device)
+    layer = pages_of(shape, kv_dtype, rows * pages, heads, size)
 
     def attend(query, layer, table, cached, counts):
         sizes = paged_tpu.shape_of(length, group, 128)
@@ -190,9 +200,7 @@ def test_the_kernel_over_pages_compiles_for_tpus(
         )
 
     query = shape(jnp.bfloat16, rows, length, heads, group, size)
-    numbers = (shape(jnp.int32, rows, pages), shape(jnp.int32, rows), shape(jnp.int32, rows))
-    with jax.default_device(device):
-        compiled = jax.jit(attend).lower(query, layer, *numbers).compile()
+    compiled = compiled_on(device, attend, query, layer, shape(jnp.int32, rows, pages))
     assert "tpu_custom_call" in compiled.as_text()
     # Queries and results in the kernel's order, and the list; no pages, and no scores.
     queries = rows * max(16, length * group) * heads * size * 2
@@ -210,23 +218,11 @@ def test_the_kernel_over_pages_compiles_for_tpus(
 def test_the_kernel_over_pages_compiles_for_gpus(length, pages, window, softcap, kv_dtype):
     device = make_topology("h100:1x1").devices()[0]
     rows, heads, group, size = 8, 4, 7, 128
-
-    def shape(dtype, *sizes: int):
-        return jax.ShapeDtypeStruct(sizes, dtype, sharding=SingleDeviceSharding(device))
-
-    pool = (rows * pages, heads)
-    scale = shape(jnp.float32, *pool, 128) if kv_dtype == "int8" else None
-    layer = LayerCache(
-        key=shape(kv_dtype, *pool, size, 128),
-        value=shape(kv_dtype, *pool, 128, size),
-        key_scale=scale,
-        value_scale=scale,
-    )
+    shape = shapes_on(device)
+    layer = pages_of(shape, kv_dtype, rows * pages, heads, size)
     query = shape(jnp.bfloat16, rows, length, heads, group, size)
-    numbers = (shape(jnp.int32, rows, pages), shape(jnp.int32, rows), shape(jnp.int32, rows))
     attend = functools.partial(paged_triton.attend, scale=0.1, window=window, softcap=softcap)
-    with jax.default_device(device):
-        compiled = jax.jit(attend).lower(query, layer, *numbers).compile()
+    compiled = compiled_on(device, attend, query, layer, shape(jnp.int32, rows, pages))
     assert re.search(r'custom_call_target="__gpu\$xla\.gpu\.triton"', compiled.as_text())
     # Queries once more, and sums of each split and of all, in fp32; no pages, and no scores.
     splits = 4 + 1 if length == 1 else 1
@@ -241,16 +237,11 @@ def test_the_kernel_over_pages_compiles_for_gpus(length, pages, window, softcap,
 def test_the_kernel_over_pages_of_latents_compiles_for_gpus(length, heads):
     device = make_topology("h100:1x1").devices()[0]
     rows, pages, (latent, rope) = 8, 32, (512, 64)
-
-    def shape(dtype, *sizes: int):
-        return jax.ShapeDtypeStruct(sizes, dtype, sharding=SingleDeviceSharding(device))
-
+    shape = shapes_on(device)
     layer = LayerCache(key=shape(jnp.bfloat16, rows * pages, 1, latent + rope, 128), value=None)
     query = shape(jnp.bfloat16, rows, length, 1, heads, latent + rope)
-    numbers = (shape(jnp.int32, rows, pages), shape(jnp.int32, rows), shape(jnp.int32, rows))
     attend = functools.partial(paged_triton.attend, scale=0.1, value_size=latent)
-    with jax.default_device(device):
-        compiled = jax.jit(attend).lower(query, layer, *numbers).compile()
+    compiled = compiled_on(device, attend, query, layer, shape(jnp.int32, rows, pages))
     assert re.search(r'custom_call_target="__gpu\$xla\.gpu\.triton"', compiled.as_text())
     # Queries once more, and sums of each split and of all, in fp32; no pages, and no scores.
     splits = 4 + 1 if length <= 8 and heads == 16 else 1

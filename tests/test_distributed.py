@@ -44,13 +44,14 @@ from earl_jax.run.build import build_run
 from earl_jax.run.saver import exporter_of
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
+from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.timing import StageTimer
 from earl_jax.training import train
 from tests.support import ROOT, python_path
 from tests.support.clusters import Device, cluster_of
-from tests.support.commands import ALL, APART, SMALL, Command, episodes_of, final_parameters
+from tests.support.commands import ALL, APART, SMALL, Command
 from tests.support.processes import Processes as RealProcesses
-from tests.support.runs import TIMES, assert_equal, config_of, steps_of
+from tests.support.runs import TIMES, assert_equal, config_of, final_parameters, steps_of
 
 # Who is who.
 
@@ -347,16 +348,20 @@ def is_open(address: str, port: int) -> bool:
     return True
 
 
+def wait_until_open(process: subprocess.Popen, address: str, port: int) -> None:
+    deadline_s = time.monotonic() + 100
+    while not is_open(address, port):
+        assert process.poll() is None and time.monotonic() < deadline_s
+        time.sleep(0.1)
+
+
 def test_coordinator_listens_at_the_address_that_it_was_given_alone():
     own, port = own_address(), free_port()
     process = start(
         coordinator=f"{own}:{port}", num_processes=2, process_id=0, start_timeout_s=60.0
     )
     try:
-        deadline_s = time.monotonic() + 60
-        while not is_open(own, port):
-            assert process.poll() is None and time.monotonic() < deadline_s
-            time.sleep(0.1)
+        wait_until_open(process, own, port)
         assert not is_open("127.0.0.1", port)
     finally:
         process.kill()
@@ -369,10 +374,7 @@ def test_ctrl_c_while_the_others_are_waited_for_is_one_line():
     port = free_port()
     process = start(coordinator=f"127.0.0.1:{port}", num_processes=2, process_id=0)
     try:
-        deadline_s = time.monotonic() + 100
-        while not is_open("127.0.0.1", port):
-            assert process.poll() is None and time.monotonic() < deadline_s
-            time.sleep(0.1)
+        wait_until_open(process, "127.0.0.1", port)
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)
@@ -470,6 +472,23 @@ def lose_one(how: str, lost: int, timeout_s: float, heartbeat_s: float) -> None:
     sys.exit(exit_status(gather))
 
 
+def losing_pair(arguments: str, host: str, prefixes=((), ())) -> list[subprocess.Popen]:
+    """Two processes of `lose_one`, each behind what starts it on its host."""
+    program = f"import test_distributed; test_distributed.lose_one({arguments})"
+    address = f"{host}:{free_port()}"
+    return [
+        subprocess.Popen(
+            [*prefix, sys.executable, "-c", program, address, str(index)],
+            cwd=ROOT / "tests",
+            env=os.environ | {"PYTHONPATH": python_path(ROOT, ROOT / "tests")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index, prefix in enumerate(prefixes)
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "lost", "timeout_s", "words"),
@@ -488,19 +507,8 @@ def lose_one(how: str, lost: int, timeout_s: float, heartbeat_s: float) -> None:
 )
 def test_a_lost_process_ends_the_other_with_a_message_that_names_it(how, lost, timeout_s, words):
     """Runs of which one process is killed are in test_faults.py."""
-    address, host = f"127.0.0.1:{free_port()}", socket.gethostname()
-    call = f"lose_one({how!r}, {lost}, {timeout_s}, 10.0)"
-    program = f"import test_distributed; test_distributed.{call}"
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, address, str(index)],
-            cwd=ROOT / "tests",
-            env=os.environ | {"PYTHONPATH": python_path(ROOT, ROOT / "tests")},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
+    host = socket.gethostname()
+    both = losing_pair(f"{how!r}, {lost}, {timeout_s}, 10.0", "127.0.0.1")
     try:
         _, errors = both[1 - lost].communicate(timeout=90)
         if how in ("SIGSTOP", "hangs"):
@@ -579,19 +587,8 @@ def test_processes_whose_network_is_cut_end_both_and_name_each_other():
             hosts = stack.enter_context(namespaces(2, mbit_per_s=1000.0, window_kib=0))
         except RuntimeError as error:
             pytest.skip(f"no network namespaces here: {error}")
-        address = f"{hosts[0].address}:{free_port()}"
-        program = "import test_distributed; test_distributed.lose_one('network', 1, 80.0, 10.0)"
-        both = [
-            subprocess.Popen(
-                [*host.prefix, sys.executable, "-c", program, address, str(index)],
-                cwd=ROOT / "tests",
-                env=os.environ | {"PYTHONPATH": python_path(ROOT, ROOT / "tests")},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for index, host in enumerate(hosts)
-        ]
+        prefixes = [host.prefix for host in hosts]
+        both = losing_pair("'network', 1, 80.0, 10.0", hosts[0].address, prefixes)
         try:
             assert any(line == "cut\n" for line in both[1].stdout), both[1].communicate()
             switch = f"earl{os.getpid()}sw"
@@ -614,6 +611,10 @@ def test_processes_whose_network_is_cut_end_both_and_name_each_other():
 
 
 # Real processes of the command.
+
+
+def episodes_of(workdir: Path, step: int) -> list[dict]:
+    return read_trajectories(workdir / "trajectories" / f"step_{step:06d}.jsonl")
 
 
 def assert_same_run(one: Path, other: Path) -> None:

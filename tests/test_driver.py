@@ -10,7 +10,6 @@ import gc
 import importlib.metadata
 import queue
 import threading
-import time
 
 import grpc
 import jax
@@ -45,6 +44,7 @@ from tests.support.continuations import (
     served,
 )
 from tests.support.episodes import CONFIG, MODEL, NUM_DEVICES, collect, tokenizer
+from tests.support.serving_here import until
 
 # Cold, where a random model repeats itself, so that drafts are accepted now and then.
 COLD = Sampling(temperature=0.3, top_k=20)
@@ -146,15 +146,6 @@ def driving(engine: ServedEngine, failures: list | None = None):
     finally:
         driver.stop()
     assert (driver.failure is not None) == bool(failures)
-
-
-def until(holds, deadline_s: float = 300.0) -> bool:
-    end = time.monotonic() + deadline_s
-    while not holds():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 @functools.cache

@@ -10,16 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from earl_jax.models.attention.rows import cap
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.checkpoints.hf_write import save_checkpoint
 from earl_jax.models.checkpoints.peft_adapter import save_adapter
-from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.models.lora import adapt, adapter_specs
 from earl_jax.models.lora_config import LoraConfig
 from earl_jax.models.parameters import is_spec, parameter_shardings, parameter_specs
@@ -33,6 +30,7 @@ from earl_jax.telemetry.load import LoadHistory
 from earl_jax.train.export import keep_exports, set_exports_aside
 from earl_jax.train.state import TrainState
 from earl_jax.training import Training
+from tests.support.forward import row_logits
 from tests.support.placements import place
 from tests.support.references import (
     NAMES,
@@ -188,11 +186,7 @@ def test_only_the_targets_are_written(tmp_path):
 
 def own_logits(name: str, policy: Any) -> np.ndarray:
     model, tokens = checkpoint(name).model, reference(name)["tokens"]
-    layout = make_layout(MeshShape())
-    policy = jax.tree.map(np.asarray, policy)
-    hidden_BTD = forward_rows(model, layout, policy, tokens, jnp.ones_like(tokens))
-    logits_BTV = jnp.einsum("BTD,DV->BTV", hidden_BTD, head_weights(policy))
-    return np.asarray(cap(logits_BTV, model.final_softcap))
+    return np.asarray(row_logits(model, jax.tree.map(np.asarray, policy), tokens))
 
 
 # peft 0.21 asks transformers 5.23 for something that has another name now.

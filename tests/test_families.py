@@ -18,13 +18,11 @@ import scipy.special
 
 from earl_jax.engine.config import EngineConfig, SlotRules
 from earl_jax.engine.engine import Engine
-from earl_jax.models.attention.rows import cap
 from earl_jax.models.checkpoints.families.family import PLAIN
 from earl_jax.models.checkpoints.families.table import FAMILIES, family_of
 from earl_jax.models.checkpoints.hf_read import load_parameters
 from earl_jax.models.config import ModelConfig, RopeScaling
-from earl_jax.models.decoder import forward_chunk, forward_rows, head_weights
-from earl_jax.models.logprobs import score_tokens
+from earl_jax.models.decoder import forward_chunk, forward_rows
 from earl_jax.models.parameters import (
     init_parameters,
     parameter_specs,
@@ -34,6 +32,7 @@ from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.scoring import score_batch
 from tests.support.caches import empty_cache
+from tests.support.forward import next_scores, row_logits
 from tests.support.references import (
     KINDS,
     NAMES,
@@ -66,13 +65,7 @@ OWN_SETTINGS = (
 @functools.cache
 def make_logits(model: ModelConfig, mesh: MeshShape = MeshShape()):  # noqa: B008
     layout = make_layout(mesh, row_axes=TRAINING_ROWS)
-
-    @jax.jit
-    def logits(params, tokens_BT):
-        hidden_BTD = forward_rows(model, layout, params, tokens_BT, jnp.ones_like(tokens_BT))
-        logits_BTV = jnp.einsum("BTD,DV->BTV", hidden_BTD, head_weights(params))
-        return cap(logits_BTV, model.final_softcap)
-
+    logits = jax.jit(functools.partial(row_logits, model, layout=layout))
     return lambda params, tokens_BT: np.asarray(logits(params, tokens_BT))
 
 
@@ -315,16 +308,8 @@ def gradients(name: str, mesh: MeshShape):
 
     def loss(params):
         hidden = forward_rows(given.model, layout, params, tokens, jnp.ones_like(tokens))
-        scores = score_tokens(
-            layout,
-            hidden[:, :-1],
-            head_weights(params),
-            tokens[:, 1:],
-            temperature=1.0,
-            chunk_size=64,
-            softcap=given.model.final_softcap,
-        )
-        return -jnp.mean(scores.logprobs)
+        softcap = given.model.final_softcap
+        return -jnp.mean(next_scores(layout, params, hidden, tokens, softcap=softcap).logprobs)
 
     return jax.jit(jax.value_and_grad(loss))(load_parameters(given, layout))
 

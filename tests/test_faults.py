@@ -24,13 +24,14 @@ from earl_jax.run import saved_position, saver
 from earl_jax.settings.errors import RunError
 from earl_jax.telemetry.metrics import read_metrics
 from tests.support import ROOT
-from tests.support.commands import ALL, SMALL, Command, final_parameters
+from tests.support.commands import ALL, SMALL, Command
 from tests.support.runs import (
     assert_equal,
     command,
     config_of,
     cut_off,
     environment,
+    final_parameters,
     steps_of,
     timeless,
 )

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loss on held-out conversations (config.eval.sft_path)."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -12,31 +13,21 @@ import pytest
 from earl_jax import evaluate as evaluate_command
 from earl_jax.envs.text.chat import ChatRenderer
 from earl_jax.envs.text.tokenizer import build_tokenizer, save_tokenizer
-from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.placement.held_out import held_out_loss
 from earl_jax.rollout.evaluation import rating_of
 from earl_jax.run.build import build_run, with_conversations, with_held_out
 from earl_jax.run.evaluation import evaluate
 from earl_jax.selector.choose import BudgetTooSmall
-from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
-from tests.support.placements import EIGHT_SLOTS, TINY, begin
+from tests.support.forward import row_logits
+from tests.support.placements import EIGHT_SLOTS, begin
 from tests.support.processes import Processes
 from tests.support.runs import cut_off
 from tests.support.settings import make_config
+from tests.support.talks import said, sft_run, sums
 
 OURS = build_tokenizer([], 260)
-
-
-def line(*texts: str, weight: int = 1) -> str:
-    """A conversation of a user and the assistant in turns; the first reply has this weight."""
-    messages = [
-        {"role": ("user", "assistant")[place % 2], "content": text}
-        for place, text in enumerate(texts)
-    ]
-    messages[1]["weight"] = weight
-    return json.dumps({"messages": messages})
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +35,10 @@ def folder(tmp_path_factory) -> Path:
     """Conversations to learn, and others: 21 of three lengths, some with masked replies."""
     folder = tmp_path_factory.mktemp("talks")
     save_tokenizer(OURS, folder / "tokenizer")
-    learnt = [line(f"{i} + 1?", str(i + 1)) for i in range(10)]
-    (folder / "learnt.jsonl").write_text("\n".join(learnt))
-    held_out = [line(f"{i} + 2?", str(i + 2)) for i in range(15)]
-    held_out += [line("So?", "no", "And?", f"yes, {i}", weight=0) for i in range(5)]
-    held_out.append(line("a" * 70, "Indeed."))
+    (folder / "learnt.jsonl").write_text("\n".join(sums(10)))
+    masked = ("user", "So?"), ("assistant", "no", 0), ("user", "And?")
+    held_out = sums(15, 2) + [said(*masked, ("assistant", f"yes, {i}")) for i in range(5)]
+    held_out.append(said(("user", "a" * 70), ("assistant", "Indeed.")))
     (folder / "held_out.jsonl").write_text("\n".join(held_out))
     return folder
 
@@ -56,24 +46,18 @@ def folder(tmp_path_factory) -> Path:
 def settings(folder: Path, **others) -> dict:
     given = {
         "num_steps": 3,
-        "algorithm": "sft",
-        "model": TINY,
         "rollout": {**EIGHT_SLOTS, "context_buckets": (32, 64, 128)},
         "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "table": "model"},
-        "train": {
-            "sft_path": str(folder / "learnt.jsonl"),
-            "learning_rate": 3e-3,
-            "entropy_coefficient": 0.0,
-        },
         "eval": {
             "every_steps": 2,
             "games": 8,
             "final_games": 8,
             "sft_path": str(folder / "held_out.jsonl"),
         },
-        "checkpoint": {"every_steps": 1, "keep": 5},
     }
-    return given | others
+    run = sft_run(folder / "learnt.jsonl", **given)
+    run["train"]["learning_rate"] = 3e-3
+    return run | others
 
 
 def built(folder: Path, **others):
@@ -83,10 +67,8 @@ def built(folder: Path, **others):
 
 def by_hand(world, state, folder: Path) -> tuple[float, int]:
     """The mean of -log p and the number of tokens, by a whole forward pass of each conversation."""
-    layout = make_layout(MeshShape(), jax.devices()[:1])
     params = jax.tree.map(np.asarray, world.learner.policy(state))
-    head, model = np.asarray(head_weights(params)), world.learner.model
-    forward = jax.jit(lambda *rows: forward_rows(model, layout, params, *rows))
+    forward = jax.jit(functools.partial(row_logits, world.learner.model))
     found, chat = [], ChatRenderer(OURS)
     for text in (folder / "held_out.jsonl").read_text().splitlines():
         messages, ids, learnt = json.loads(text)["messages"], [], []
@@ -99,7 +81,7 @@ def by_hand(world, state, folder: Path) -> tuple[float, int]:
             ids += own
         row, segments = np.zeros((2, 1, 128), np.int32)
         row[0, : len(ids)], segments[0, : len(ids)] = ids, 1
-        logs = np.asarray(jax.nn.log_softmax(np.asarray(forward(row, segments)) @ head))[0]
+        logs = np.asarray(jax.nn.log_softmax(forward(params, row, segments)))[0]
         found += [logs[at - 1, ids[at]] for at in learnt]
     return -float(np.mean(found)), len(found)
 
@@ -159,7 +141,7 @@ def test_it_is_the_same_in_two_processes(world, folder):
 def test_it_goes_row_by_row_where_memory_is_short(folder, tmp_path, monkeypatch):
     """Sixteen conversations of 81 tokens are two rows on each shard."""
     path = tmp_path / "long.jsonl"
-    path.write_text("\n".join([line("a" * 70, "Indeed.")] * 16))
+    path.write_text("\n".join([said(("user", "a" * 70), ("assistant", "Indeed."))] * 16))
     rollout = settings(folder)["rollout"] | {"episodes_per_step": 16}
     world = built(folder, rollout=rollout, eval={"sft_path": str(path)})
     placement, position = begin(world)
@@ -190,7 +172,7 @@ def test_the_best_checkpoints_are_those_of_the_lowest_loss():
 
 def test_errors_name_the_setting(folder, tmp_path):
     path = tmp_path / "held_out.jsonl"
-    path.write_text(line("5", "6") + "\n{")
+    path.write_text(said(("user", "5"), ("assistant", "6")) + "\n{")
     config = make_config(settings(folder, eval={"sft_path": str(path)}))
     with pytest.raises(ValueError, match=r"held_out.jsonl, line 2: .*\(config.eval.sft_path\)"):
         with_held_out(build_run(config, folder / "tokenizer"))

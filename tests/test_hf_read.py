@@ -28,6 +28,7 @@ from tests.support.references import (
     REFERENCE,
     assert_equal_trees,
     change_config,
+    change_tensors,
     checkpoint,
     loaded,
     mixed,
@@ -223,12 +224,6 @@ def test_one_file_or_several_are_the_same(tmp_path):
     (folder / "model.safetensors.index.json").unlink()
     save_file(together, folder / "model.safetensors")
     assert_equal_trees(load(folder), loaded("qwen3"))
-
-
-def change_tensors(folder: Path, change):
-    found = load_file(folder / "model.safetensors")
-    change(found)
-    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 BIAS = "model.layers.1.self_attn.k_proj.bias"

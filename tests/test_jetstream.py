@@ -15,7 +15,14 @@ from earl_jax.engine.config import Sampling
 from earl_jax.serving import _jetstream
 from earl_jax.serving.jetstream_engine import NO_TOKEN, OVER, TOKEN, JetStreamEngine
 from tests.support import run_python
-from tests.support.continuations import CONTEXT_TOKENS, continuations, policy, prompt, served
+from tests.support.continuations import (
+    CONTEXT_TOKENS,
+    continuations,
+    pages_in_use,
+    policy,
+    prompt,
+    served,
+)
 from tests.support.episodes import tokenizer
 from tests.support.serving_here import until
 
@@ -29,11 +36,6 @@ def engine() -> JetStreamEngine:
     """Pages for one context alone, so that replies that nobody wants would be in the way."""
     given = served(num_slots=NUM_SLOTS, sampling=GREEDY, cache_tokens=CONTEXT_TOKENS)
     return JetStreamEngine(given, policy(given), tokenizer())
-
-
-def pages_in_use(engine: JetStreamEngine) -> int:
-    pages = engine._service.session.pages
-    return pages.least_pages(pages.pool.shards)
 
 
 def expected(prompts: list[np.ndarray], counts: list[int]) -> list[list[int]]:

@@ -36,7 +36,7 @@ from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.checkpoints.hf_settings import read_settings
 from earl_jax.models.checkpoints.hf_write import save_checkpoint
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.decoder import forward_drafts, forward_rows, head_weights
+from earl_jax.models.decoder import forward_drafts, forward_rows
 from earl_jax.models.kv_cache import LayerCache, PagedCache, empty_pages, place_pages
 from earl_jax.models.moe.experts import route
 from earl_jax.models.moe.routing import count_routing
@@ -58,6 +58,7 @@ from tests.support.episodes import (
     tasks,
     weights,
 )
+from tests.support.forward import row_logits
 from tests.support.references import (
     REFERENCE,
     assert_equal_trees,
@@ -71,17 +72,6 @@ from tests.support.settings import make_config
 NAMES = ["deepseek_v2", "deepseek_v3"]
 
 
-def full_logprobs(model: ModelConfig, params, tokens, mesh: MeshShape = MeshShape()):  # noqa: B008
-    layout = make_layout(mesh, row_axes=TRAINING_ROWS)
-
-    @jax.jit
-    def score(params, tokens):
-        hidden = forward_rows(model, layout, params, tokens, jnp.ones_like(tokens))
-        return jax.nn.log_softmax(hidden @ head_weights(params))
-
-    return np.asarray(score(params, tokens))
-
-
 @pytest.mark.slow_except("deepseek_v3-blockwise")
 @pytest.mark.parametrize(
     ("name", "kernel"), [*((name, "blockwise") for name in NAMES), ("deepseek_v3", "triton")]
@@ -91,7 +81,7 @@ def test_reading_latents_equals_expanded_keys_and_values_at_every_token(name, ke
     choice = PagesChoice(kernel, "of the test")
     monkeypatch.setattr(decoder, "choose_pages_kernel", lambda *given: choice)
     model, tokens = checkpoint(name).model, reference(name)["tokens"]
-    full = full_logprobs(model, loaded(name), tokens)
+    full = jax.nn.log_softmax(jax.jit(functools.partial(row_logits, model))(loaded(name), tokens))
     params = unstack_layers(jax.device_get(loaded(name)), model.num_layers)
 
     @jax.jit

@@ -21,9 +21,9 @@ from benchmarks.runs import free_port
 from earl_jax.launch.distributed import DistributedConfig
 from earl_jax.launch.distributed import _find_place as find_place
 from tests.support import ROOT, python_path
-from tests.support.placements import EIGHT_SLOTS, TINY
 from tests.support.runs import steps_of
 from tests.support.settings import small, write_config
+from tests.support.talks import sft_run, sums
 
 SCRIPTS = sorted(
     [*ROOT.glob("gpu_scripts/*.s*"), *ROOT.glob("tpu_scripts/*.sh")], key=lambda path: str(path)
@@ -586,16 +586,9 @@ def test_two_processes_train(machine):
 
 def supervised_config(folder: Path, num_steps: int) -> Path:
     """The config of a run of two processes that plays nothing."""
-    talk = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
-    (folder / "talks.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 8)
-    given = {
-        "num_steps": num_steps,
-        "algorithm": "sft",
-        "model": TINY,
+    (folder / "talks.jsonl").write_text("\n".join(sums(8)))
+    given = sft_run(folder / "talks.jsonl", num_steps=num_steps) | {
         "devices": {"platform": "cpu", "num_cpu_devices": 4},
-        "rollout": {**EIGHT_SLOTS, "context_buckets": (32,)},
-        "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("fsdp=8",), "table": "model"},
-        "train": {"sft_path": str(folder / "talks.jsonl"), "entropy_coefficient": 0.0},
         "checkpoint": {"every_steps": 1},
         "distributed": {"heartbeat_s": 15.0},
     }

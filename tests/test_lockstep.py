@@ -24,37 +24,9 @@ from earl_jax.rollout.lockstep import Lockstep
 from earl_jax.settings.errors import RunError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.placing import place
+from tests.support.clusters import Meeting, OneOfTwo
 from tests.support.episodes import CONFIG, collect, engine, tasks, tictactoe, weight_values
 from tests.support.processes import Processes
-
-
-class Meeting:
-    """What two threads gather, as two processes do."""
-
-    def __init__(self):
-        self._values, self._barrier = [None, None], threading.Barrier(2, timeout=20)
-
-    def gather(self, index, value):
-        self._values[index] = json.loads(json.dumps(value))
-        self._barrier.wait()
-        found = list(self._values)
-        self._barrier.wait()
-        return found
-
-
-@dataclasses.dataclass
-class Process:
-    """The part of a Cluster that Lockstep uses."""
-
-    index: int
-    meeting: Meeting
-
-    @property
-    def is_first(self):
-        return self.index == 0
-
-    def gather(self, value, what):
-        return self.meeting.gather(self.index, value)
 
 
 class Env:
@@ -80,7 +52,7 @@ def both(play, stop=("", "")):
     def process(index):
         never = pytest.fail
         lockstep = Lockstep(
-            Process(index, meeting),
+            OneOfTwo(index, meeting),
             pool if index == 0 else None,
             (lambda task: Env()) if index == 0 else (lambda task: never("an environment")),
             lambda: stop[index],

@@ -16,7 +16,7 @@ import pytest
 
 from earl_jax.dispatch.weights import publish
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.decoder import forward_chunk, forward_rows, head_weights
+from earl_jax.models.decoder import forward_chunk
 from earl_jax.models.fingerprint import fingerprint
 from earl_jax.models.lora import adapter_specs
 from earl_jax.models.lora_config import PROJECTIONS, LoraConfig
@@ -45,6 +45,7 @@ from earl_jax.train.state import (
 from earl_jax.train.step import read_metrics
 from earl_jax.trajectory import TrajectoryBatch
 from tests.support.caches import empty_cache
+from tests.support.forward import row_logits
 from tests.support.runs import bits
 from tests.support.settings import make_config
 from tests.support.shardings import resident_bytes
@@ -114,13 +115,9 @@ def logits_of(params: Any, shape: MeshShape = ONE_DEVICE) -> np.ndarray:
 @functools.cache
 def logits_program(shape: MeshShape):
     layout, batch = make_layout(shape), make_batch()
-
-    @jax.jit
-    def logits(params):
-        hidden_BTD = forward_rows(MODEL, layout, params, batch.tokens, batch.segment_ids)
-        return jnp.einsum("BTD,DV->BTV", hidden_BTD, head_weights(params))
-
-    return logits
+    return jax.jit(
+        lambda params: row_logits(MODEL, params, batch.tokens, batch.segment_ids, layout)
+    )
 
 
 def policy(state: TrainState, config: TrainConfig = CONFIG) -> Any:

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from earl_jax.models.checkpoints.hf_read import check_weights, load_parameters, open_checkpoint
 from earl_jax.models.checkpoints.mxfp4 import PackedTensor, unpack
 from earl_jax.sharding.layout import MeshShape, make_layout
-from tests.support.references import REFERENCE, change_config
+from tests.support.references import REFERENCE, change_config, change_tensors
 
 PACKED = "model.layers.0.mlp.experts.down_proj"
 
@@ -79,12 +79,6 @@ def test_a_slice_is_that_of_the_whole(stored):
 @pytest.fixture
 def copied(tmp_path):
     return Path(shutil.copytree(REFERENCE / "gpt_oss_mxfp4", tmp_path / "checkpoint"))
-
-
-def change_tensors(folder: Path, change):
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
 
 
 def test_blocks_and_scales_may_be_in_two_files(copied):

@@ -35,8 +35,9 @@ from earl_jax.train.config import TrainConfig
 from earl_jax.train.learner import Learner
 from earl_jax.train.scoring import score_batch
 from earl_jax.train.step import read_metrics
-from earl_jax.trajectory import Outcome, TrajectoryBatch, TurnState
+from earl_jax.trajectory import TrajectoryBatch, TurnState
 from tests.support import experts
+from tests.support.trajectories import make_outcome
 
 FIELDS = tuple(field.name for field in dataclasses.fields(TrajectoryBatch))
 
@@ -397,6 +398,17 @@ def updated(kind: str, mesh: str, *, packs: bool, micro_batches: int = 1):
     return grads, read_metrics(metrics), np.sort(found)
 
 
+def assert_same_gradients(got, expected):
+    def check(path, grad, other):
+        largest = np.abs(other).max()
+        np.testing.assert_allclose(
+            grad, other, atol=3e-5 * largest, err_msg=jax.tree_util.keystr(path)
+        )
+        assert largest > 1e-4
+
+    jax.tree_util.tree_map_with_path(check, got, expected)
+
+
 @pytest.mark.slow_except("dense-*")
 @pytest.mark.parametrize(
     ("kind", "mesh", "micro_batches"),
@@ -412,15 +424,7 @@ def test_a_packed_update_is_the_same(kind, mesh, micro_batches):
     assert got[1] == pytest.approx(expected[1], rel=5e-5, abs=1e-6)
     assert expected[1]["truncated_fraction"] > 0.05 and expected[1]["policy_tokens"] > 50
     np.testing.assert_allclose(got[2], expected[2], atol=1e-5)
-
-    def check(path, grad, other):
-        largest = np.abs(other).max()
-        np.testing.assert_allclose(
-            grad, other, atol=3e-5 * largest, err_msg=jax.tree_util.keystr(path)
-        )
-        assert largest > 1e-4
-
-    jax.tree_util.tree_map_with_path(check, got[0], expected[0])
+    assert_same_gradients(got[0], expected[0])
 
 
 PENALTY = {"kl_coefficient": 0.5, "kl_estimator": "k1", "kl_in": "reward"}
@@ -457,19 +461,14 @@ def updated_in_order(name: str, order: np.ndarray):
     batch, lengths, samples = episodes()
     rewards = np.random.default_rng(0).normal(size=(EPISODES, LENGTH))
     outcomes = [
-        Outcome(
-            episode=row,
+        make_outcome(
+            row,
             group=row // 4,
-            role="x",
             turn_rewards=tuple(
                 rewards[row, : max(1, batch.turn_ids[row, : lengths[row]].max(initial=0))]
             ),
             stop_reason="end" if lengths[row] else "environment_error",
-            num_turns=1,
             num_tokens=lengths[row],
-            num_policy_tokens=1,
-            sample_starts=(0,),
-            versions=(),
             # Each turn answers one of two messages.
             turn_states=tuple(TurnState((row + turn) % 2, 0) for turn in range(LENGTH)),
         )
@@ -510,15 +509,7 @@ def test_the_order_of_episodes_and_groups_does_not_matter(name):
     assert placed.shape == tokens.shape and (placed != tokens).any()
     assert found == pytest.approx(metrics, rel=5e-5, abs=1e-6)
     assert metrics["policy_tokens"] > 50 and abs(metrics["loss"]) > 1e-3
-
-    def check(path, grad, other):
-        largest = np.abs(other).max()
-        np.testing.assert_allclose(
-            grad, other, atol=3e-5 * largest, err_msg=jax.tree_util.keystr(path)
-        )
-        assert largest > 1e-4
-
-    jax.tree_util.tree_map_with_path(check, others, grads)
+    assert_same_gradients(others, grads)
 
 
 def test_the_first_token_of_an_episode_is_not_scored_from_its_neighbour():

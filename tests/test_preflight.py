@@ -2,14 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`main --check`: what it says of hosts, links, storage and programs, and who does not fit."""
 
-import dataclasses
 import itertools
 import json
 import shutil
 import socket
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
@@ -20,6 +17,7 @@ from earl_jax.preflight.preflight import check
 from earl_jax.preflight.storage import check_storage
 from earl_jax.settings.errors import InputError
 from tests.support import ROOT
+from tests.support.clusters import Meeting, OneOfTwo
 from tests.support.commands import ALL, SMALL, Command
 from tests.support.runs import config_of
 from tests.support.settings import make_config
@@ -159,28 +157,6 @@ def test_the_process_with_other_code_is_named(tmp_path):
     assert not (tmp_path / "w").exists()
 
 
-@dataclasses.dataclass
-class OneOfTwo:
-    """A process of two, which are threads here."""
-
-    index: int
-    gathered: list[Any]
-    barrier: threading.Barrier
-    count: int = 2
-    hosts: tuple[str, ...] = ("a", "b")
-
-    @property
-    def is_first(self) -> bool:
-        return self.index == 0
-
-    def gather(self, value: Any, what: str) -> list[Any]:
-        self.gathered[self.index] = value
-        self.barrier.wait()
-        found = list(self.gathered)
-        self.barrier.wait()
-        return found
-
-
 @pytest.mark.parametrize(
     ("open_it", "words"),
     [
@@ -196,11 +172,11 @@ def test_a_workdir_that_is_another_folder_in_one_process_is_a_mistake_of_all(
     tmp_path, monkeypatch, open_it, words
 ):
     monkeypatch.setattr(storage, "_PATIENCE_S", 0.1)
-    gathered, barrier = [None, None], threading.Barrier(2, timeout=20)
+    meeting = Meeting()
 
     def opened(index: int) -> str:
         with pytest.raises(InputError) as raised:
-            open_it(OneOfTwo(index, gathered, barrier), tmp_path / f"of_process_{index}")
+            open_it(OneOfTwo(index, meeting), tmp_path / f"of_process_{index}")
         return str(raised.value)
 
     with ThreadPoolExecutor(2) as threads:

@@ -20,9 +20,8 @@ import pytest
 from earl_jax.dispatch.weights import program_of, publish
 from earl_jax.engine.config import EngineConfig
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.decoder import forward_rows, head_weights
+from earl_jax.models.decoder import forward_rows
 from earl_jax.models.engine_parameters import INPUTS, engine_shapes, engine_specs
-from earl_jax.models.logprobs import score_tokens
 from earl_jax.models.lora import adapt, adapter_specs
 from earl_jax.models.lora_config import LoraConfig
 from earl_jax.models.moe.experts import experts_of_shard
@@ -40,6 +39,7 @@ from tests.support.engines import CANDIDATES, CONFIG, NUM_SLOTS, UNSHARDED, engi
 from tests.support.experts import BIASED, one_biased_layer, one_layer, tokens_TD
 from tests.support.experts import MODEL as EXPERT_MODEL
 from tests.support.experts import by_hand as layer_by_hand
+from tests.support.forward import next_scores
 from tests.support.hlo import COLLECTIVE
 from tests.support.shardings import resident_bytes
 from tests.support.slots import (
@@ -320,11 +320,8 @@ def score(params: Any, transcripts: Any) -> tuple[np.ndarray, np.ndarray]:
 
     @jax.jit
     def scored(params):
-        hidden = forward_rows(MODEL, layout, params, tokens, segments)[:, :-1]
-        targets = tokens[:, 1:]
-        return score_tokens(
-            layout, hidden, head_weights(params), targets, temperature=1.0, chunk_size=64
-        ).logprobs
+        hidden = forward_rows(MODEL, layout, params, tokens, segments)
+        return next_scores(layout, params, hidden, tokens).logprobs
 
     logprobs = np.asarray(scored(params))
     pairs = [

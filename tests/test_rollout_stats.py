@@ -12,6 +12,7 @@ from earl_jax.rollout.load import measure_load
 from earl_jax.rollout.results import Played
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.trajectory import Outcome
+from tests.support.trajectories import make_outcome
 
 
 def report(count, passes=None) -> RoundOutputs:
@@ -49,18 +50,7 @@ def test_idle_slot_counts_as_a_row_of_every_step_of_its_device(outputs, shards, 
 
 def test_load_says_how_many_tokens_episodes_read_for_each_that_they_sampled():
     """Of 9 and 21 tokens 4 and 8 were sampled: 18 were read, 1.5 for each."""
-    short = Outcome(
-        episode=0,
-        group=0,
-        role="x",
-        turn_rewards=(1.0,),
-        stop_reason="win",
-        num_turns=1,
-        num_tokens=9,
-        num_policy_tokens=4,
-        sample_starts=(0,),
-        versions=((0, 4),),
-    )
+    short = make_outcome()
     long = dataclasses.replace(short, num_tokens=21, num_policy_tokens=8)
     failed = dataclasses.replace(short, num_tokens=0, num_policy_tokens=0)
 

@@ -19,6 +19,7 @@ from earl_jax.rollout.tasks import with_lengths
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.trajectory import Experience, Outcome, Trajectory, Turn
 from tests.support.episodes import assert_same_episodes, collect
+from tests.support.trajectories import make_outcome
 
 ROWS = Rows(data_shards=2, own=3, spare=2)
 
@@ -198,19 +199,7 @@ def test_kinds_of_which_no_task_ended_for_long_are_forgotten(monkeypatch):
 
 
 def ended(kind: int, num_tokens: int) -> Outcome:
-    return Outcome(
-        episode=0,
-        group=0,
-        role="",
-        turn_rewards=(1.0,),
-        stop_reason="end",
-        num_turns=1,
-        num_tokens=num_tokens,
-        num_policy_tokens=num_tokens,
-        sample_starts=(0,),
-        versions=((0, num_tokens),),
-        kind=kind,
-    )
+    return make_outcome(num_tokens=num_tokens, kind=kind)
 
 
 def test_a_run_keeps_the_last_lengths_of_the_tasks_that_were_played_last(monkeypatch):

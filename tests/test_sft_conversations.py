@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Supervised updates on a file of conversations: their ids, order, errors, and a run of them."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -16,31 +17,21 @@ from earl_jax.envs.text.chat import ChatRenderer
 from earl_jax.envs.text.chat_dataset import ChatDataset
 from earl_jax.envs.text.tokenizer import build_tokenizer, load_tokenizer, save_tokenizer
 from earl_jax.loop import rl_step
-from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.placement.packing import supervised_parts
 from earl_jax.run.build import build_run, with_conversations
 from earl_jax.run.supervised_step import supervised_step
-from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
 from tests.support import ROOT
+from tests.support.forward import row_logits
 from tests.support.placements import EIGHT_SLOTS, TINY, begin, place
 from tests.support.runs import check_resume
 from tests.support.settings import make_config
+from tests.support.talks import said, sums
 
 FOLDERS = Path(__file__).parent / "tokenizers"
 PAD, USER, ASSISTANT, END = range(4)
 OURS = build_tokenizer([], 260)
-
-
-def said(*pairs, **others) -> str:
-    """A line of ("user", "1"), ... and other keys; ("assistant", "1", 0) has that weight."""
-    messages = []
-    for role, content, *weight in pairs:
-        messages.append({"role": role, "content": content})
-        if weight:
-            messages[-1]["weight"] = weight[0]
-    return json.dumps({"messages": messages, **others})
 
 
 def dataset(tmp_path, *lines, tokenizer=OURS, most_tokens=1000, **others) -> ChatDataset:
@@ -344,8 +335,7 @@ def settings(path, **others) -> dict:
 def path(tmp_path_factory):
     """Eleven conversations, of which one is longer than any game of Tic-Tac-Toe."""
     file = tmp_path_factory.mktemp("talks") / "talks.jsonl"
-    lines = [said(("user", f"{i} + 1?"), ("assistant", str(i + 1))) for i in range(10)]
-    file.write_text("\n".join([*lines, said(("user", "a" * 40), ("assistant", "Indeed."))]))
+    file.write_text("\n".join([*sums(10), said(("user", "a" * 40), ("assistant", "Indeed."))]))
     save_tokenizer(OURS, file.parent / "tokenizer")
     return file
 
@@ -395,13 +385,11 @@ def test_a_step_is_an_update_by_the_cross_entropy_of_its_conversations(world):
     placement, position = begin(world)
     examples = world.tasks.examples(0, 1)[0]
     params = jax.tree.map(np.asarray, world.learner.policy(position.state))
-    layout = make_layout(MeshShape(), jax.devices()[:1])
     row, segments = np.zeros((2, 8, 64), np.int32)
     for index, (ids, _) in enumerate(examples):
         row[index, : len(ids)], segments[index, : len(ids)] = ids, 1
-    model, head = world.learner.model, np.asarray(head_weights(params))
-    hidden = jax.jit(lambda *rows: forward_rows(model, layout, params, *rows))(row, segments)
-    logs = np.asarray(jax.nn.log_softmax(np.asarray(hidden) @ head))
+    logits = jax.jit(functools.partial(row_logits, world.learner.model))(params, row, segments)
+    logs = np.asarray(jax.nn.log_softmax(logits))
     found = [
         logs[index, at - 1, ids[at]]
         for index, (ids, turn_ids) in enumerate(examples)

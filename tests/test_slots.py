@@ -345,24 +345,30 @@ def test_a_slot_that_is_taken_over_in_mid_turn_forgets(played):
     np.testing.assert_array_equal(np.asarray(state.experience.tokens)[1], abandoned)
 
 
-def test_what_is_taken_over_from_another_slot_is_as_if_it_had_been_read():
-    """From a neighbour, from one that takes over in the same round, and from the slot itself."""
-    rng = np.random.default_rng(5)
-    prompt = rng.integers(1, VOCAB, 2 * CHUNK).astype(np.int32)
-    zeros, ones = np.zeros(NUM_SLOTS, np.int32), np.ones(NUM_SLOTS, np.int32)
+def inputs_of(chunk, count, **changes) -> RoundInputs:
+    """A round in which all slots go on with a part, and then begin a turn."""
     columns = {
-        "restart": ones,
-        "begin_turn": ones,
+        "restart": np.zeros(NUM_SLOTS, np.int32),
+        "fork": np.zeros(NUM_SLOTS, np.int32),
+        "begin_turn": np.ones(NUM_SLOTS, np.int32),
         "seed": np.arange(NUM_SLOTS, dtype=np.int32),
         "row": np.arange(NUM_SLOTS, dtype=np.int32),
         "sampling": sampling_rows(Sampling(), NUM_SLOTS),
         "turn_limit": MAX_TURN_TOKENS,
         "version": 0,
     }
+    return RoundInputs(**{**columns, "chunk": chunk, "count": count, **changes})
+
+
+def test_what_is_taken_over_from_another_slot_is_as_if_it_had_been_read():
+    """From a neighbour, from one that takes over in the same round, and from the slot itself."""
+    rng = np.random.default_rng(5)
+    prompt = rng.integers(1, VOCAB, 2 * CHUNK).astype(np.int32)
+    zeros, ones = np.zeros(NUM_SLOTS, np.int32), np.ones(NUM_SLOTS, np.int32)
 
     def say(state, part, count, **changes):
         chunk = np.tile(part, (NUM_SLOTS, 1))
-        return play(state, RoundInputs(**{**columns, "chunk": chunk, "count": count, **changes}))
+        return play(state, inputs_of(chunk, count, **{"restart": ones, **changes}))
 
     play = play_on_one_device(LONG)
     state, _ = say(empty(), prompt[:CHUNK], ones * CHUNK, begin_turn=zeros)
@@ -444,23 +450,11 @@ def test_each_of_several_ends_ends_a_turn_and_nothing_else_does():
 def test_a_sample_begun_anew_stands_behind_the_pending_token_and_sees_nothing_before_it():
     """The same ids as an episode of their own get the same log-probs at their place."""
     first, anew = (5, 9, 2), (11, 4, 8, 3)
-    columns = {
-        "restart": np.zeros(NUM_SLOTS, np.int32),
-        "fork": np.zeros(NUM_SLOTS, np.int32),
-        "begin_turn": np.ones(NUM_SLOTS, np.int32),
-        "seed": np.arange(NUM_SLOTS, dtype=np.int32),
-        "row": np.arange(NUM_SLOTS, dtype=np.int32),
-        "sampling": sampling_rows(Sampling(), NUM_SLOTS),
-        "turn_limit": MAX_TURN_TOKENS,
-        "version": 0,
-    }
 
     def say(state, ids, **changes):
         chunk = np.zeros((NUM_SLOTS, CHUNK), np.int32)
         chunk[:, : len(ids)] = ids
-        count = np.full(NUM_SLOTS, len(ids), np.int32)
-        inputs = RoundInputs(**{**columns, "chunk": chunk, "count": count, **changes})
-        return play(state, inputs)
+        return play(state, inputs_of(chunk, np.full(NUM_SLOTS, len(ids), np.int32), **changes))
 
     play = play_on_one_device(LONG)
     ones = np.ones(NUM_SLOTS, np.int32)

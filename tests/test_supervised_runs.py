@@ -23,11 +23,11 @@ from earl_jax.selector.table import ThroughputTable
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
 from tests.support.allocator import live_bytes, memory_limit
-from tests.support.commands import final_parameters
-from tests.support.placements import EIGHT_SLOTS, TINY, first_position, place
+from tests.support.placements import first_position, place
 from tests.support.processes import Processes
-from tests.support.runs import assert_equal, timeless
+from tests.support.runs import assert_equal, final_parameters, timeless
 from tests.support.settings import make_config
+from tests.support.talks import sft_run, sums
 
 # Its weights, whole on every device, are most of what a rollout takes there.
 WIDE = {
@@ -44,39 +44,19 @@ WIDE = {
 def path(tmp_path_factory) -> Path:
     """Eleven conversations of about ten tokens."""
     file = tmp_path_factory.mktemp("talks") / "talks.jsonl"
-    talks = [(f"{number} + 1?", str(number + 1)) for number in range(11)]
-    lines = [
-        json.dumps(
-            {"messages": [{"role": "user", "content": u}, {"role": "assistant", "content": a}]}
-        )
-        for u, a in talks
-    ]
-    file.write_text("\n".join(lines))
+    file.write_text("\n".join(sums(11)))
     return file
 
 
-def settings(path: Path, **others) -> dict:
-    given = {
-        "num_steps": 4,
-        "algorithm": "sft",
-        "model": TINY,
-        "rollout": {**EIGHT_SLOTS, "context_buckets": (32,)},
-        "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("fsdp=8",), "table": "model"},
-        "train": {"sft_path": str(path), "entropy_coefficient": 0.0},
-        "checkpoint": {"every_steps": 1, "keep": 5},
-    }
-    return {**given, **others}
-
-
 def built(path: Path, **others):
-    return with_conversations(build_run(make_config(settings(path, **others))))
+    return with_conversations(build_run(make_config(sft_run(path, **others))))
 
 
 # Memory.
 
 
 def test_a_model_that_fits_only_without_a_rollout_starts_and_makes_no_engine(path, monkeypatch):
-    wide = {"model": WIDE, "train": settings(path)["train"] | {"remat": "full"}}
+    wide = {"model": WIDE, "train": sft_run(path)["train"] | {"remat": "full"}}
     world = built(path, **wide)
     problem = world.problem
     (plan, *_), mesh = problem.train_plans(32), problem.meshes("rollout")[0]
@@ -114,11 +94,11 @@ def test_a_budget_that_is_too_small_is_one_for_training_alone(path):
 
 
 def test_slots_that_no_mesh_divides_are_no_error(path):
-    rollout = settings(path)["rollout"] | {"num_slots": 6}
+    rollout = sft_run(path)["rollout"] | {"num_slots": 6}
     selector = {"train_meshes": ("fsdp=8",)}
     built(path, rollout=rollout, selector=selector)
     with pytest.raises(ValueError, match="rollout_meshes has 'data=8'"):
-        build_run(make_config(settings(path, rollout=rollout, algorithm="reinforce", train={})))
+        build_run(make_config(sft_run(path, rollout=rollout, algorithm="reinforce", train={})))
 
 
 def test_a_plan_of_such_a_run_is_of_training_alone(path, capsys):
@@ -161,7 +141,7 @@ def test_a_placement_without_a_rollout_is_restored(path):
 
 def in_one_of_two(path: str, folder: str) -> list[str]:
     """Trains in this process and the other: to the end; until a signal, and then to the end."""
-    config, ends = make_config(settings(Path(path))), []
+    config, ends = make_config(sft_run(Path(path))), []
     workdir = Path(folder) / "stopped"
     metrics = workdir / "metrics.jsonl"
 
@@ -185,7 +165,7 @@ def test_two_processes_train_as_one_does_and_go_on_where_they_were_stopped(path,
     words = f"stopped by SIGTERM after step 2; saved in {stopped}/checkpoints/2"
     assert ends == [["", words, ""]] * 2
     assert_equal(final_parameters(stopped), final_parameters(steady))
-    train(make_config(settings(path)), one)
+    train(make_config(sft_run(path)), one)
     # The same examples, and weights that differ by rounding.
     for ours, theirs in zip(final_parameters(one), final_parameters(stopped), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
@@ -196,7 +176,7 @@ def test_two_processes_train_as_one_does_and_go_on_where_they_were_stopped(path,
         assert ours["train_tokens"] == theirs["train_tokens"]
         assert ours["policy_tokens"] == theirs["policy_tokens"]
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
-    run, position, placement = read_newest(make_config(settings(path)), stopped)
+    run, position, placement = read_newest(make_config(sft_run(path)), stopped)
     assert position.step == 4 and placement.plans.rollout is None
     assert evaluate(run, placement, position, games=8)["episodes"] == 8
     assert placement.plans.rollout is not None

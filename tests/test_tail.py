@@ -25,6 +25,7 @@ from tests.support.placements import (
     D8,
     SIXTEEN_SLOTS,
     TOKENS,
+    BriefTasks,
     first_position,
     given,
     load_of,
@@ -90,16 +91,6 @@ def test_step_whose_tail_moves_is_the_step_that_stays():
     """
     run = build_run(make_config(given(SIXTEEN_SLOTS, (D8, D4T2), (D8,))))
     table = table_of(run.problem, {D8: 4000.0}, {D8: 4000.0, D4T2: 3900.0}, (TOKENS,))
-
-    class BriefTasks(Tasks):
-        def training(self, step):
-            return [
-                dataclasses.replace(
-                    task, limits=Limits(max_turn_tokens=2 if task.episode % 5 else 16)
-                )
-                for task in super().training(step)
-            ]
-
     run = dataclasses.replace(run, tasks=BriefTasks(**vars(run.tasks)))
     key, asked = rollout_key(D4T2, TOKENS, SLOTS), []
 

@@ -20,8 +20,6 @@ from earl_jax.loop import rl_step
 from earl_jax.placement import delivery, sessions
 from earl_jax.placement.compile_ahead import CompileAhead, wanted_programs
 from earl_jax.placement.placement import Placement
-from earl_jax.rollout.config import Limits
-from earl_jax.rollout.tasks import Tasks
 from earl_jax.run.build import Run, build_run
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.compile_clock import compile_clock
@@ -29,36 +27,29 @@ from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.telemetry.timing import StageTimer
 from tests.support.episodes import check_rows
-from tests.support.placements import first_position, given, hungry, load_of, place, table_of
+from tests.support.placements import (
+    SIXTEEN_SLOTS,
+    TOKENS,
+    BriefTasks,
+    first_position,
+    given,
+    hungry,
+    load_of,
+    place,
+    table_of,
+)
 from tests.support.problems import rollout_key
 from tests.support.processes import Processes
 from tests.support.settings import make_config
 
-TOKENS, SLOTS, EPISODES = 32, 16, 16
-ROLLOUT = {
-    "num_slots": SLOTS,
-    "episodes_per_step": EPISODES,
-    "burst": 2,
-    "max_turn_tokens": 4,
-    "max_episode_tokens": TOKENS,
-    "context_buckets": (TOKENS,),
-    "patience_s": 60.0,
-}
+SLOTS, EPISODES = 16, 16
 # Two processes of two devices have a half each; two of one device share these.
 D4, D2T2 = MeshShape(data=4), MeshShape(data=2, tensor=2)
 T2, C2 = MeshShape(tensor=2), MeshShape(context=2)
 
 
-class BriefTasks(Tasks):
-    def training(self, step):
-        return [
-            dataclasses.replace(task, limits=Limits(max_turn_tokens=2 if task.episode % 5 else 16))
-            for task in super().training(step)
-        ]
-
-
 def run_on(here: MeshShape, there: MeshShape, train: MeshShape, **changes: Any) -> Run:
-    run = build_run(make_config(given(ROLLOUT | changes, (here, there), (train,))))
+    run = build_run(make_config(given(SIXTEEN_SLOTS | changes, (here, there), (train,))))
     return dataclasses.replace(run, tasks=BriefTasks(**vars(run.tasks)))
 
 

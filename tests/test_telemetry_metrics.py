@@ -18,8 +18,9 @@ from earl_jax.telemetry.metrics import MetricsLog, read_metrics, sampling_kl, tr
 from earl_jax.telemetry.progress import Progress
 from earl_jax.telemetry.recorder import Recorder
 from earl_jax.telemetry.trackers import TensorBoard
-from earl_jax.trajectory import Outcome, Trajectory, Turn
+from earl_jax.trajectory import Trajectory, Turn
 from tests.support import wait_until
+from tests.support.trajectories import make_outcome
 
 STEP_1 = b'{"step": 1, "reward_mean": 0.5}\n'
 EVAL_1 = (
@@ -62,32 +63,17 @@ def test_how_far_sampling_is_from_the_model_is_the_mean_gap_of_logprobs():
     assert sampling_kl([episode(sampled, one)]) is None
 
 
-def outcome(number: int, versions, stop_reason="win", reward=1.0, group=0) -> Outcome:
-    return Outcome(
-        episode=number,
-        group=group,
-        role="x",
-        turn_rewards=(reward,),
-        stop_reason=stop_reason,
-        num_turns=1,
-        num_tokens=20,
-        num_policy_tokens=sum(n for _, n in versions),
-        sample_starts=(0,),
-        versions=versions,
-    )
-
-
 def test_lags_are_of_the_tokens_that_are_trained_on():
     """Version 5 trains on 3 tokens of its own, 2 of version 4 and 1 of 2: lags of 5 in 6 tokens.
 
     Neither on the failed episode nor on the group of equal rewards, which DAPO drops.
     """
     outcomes = [
-        outcome(0, ((2, 1), (4, 2))),
-        outcome(1, ((5, 3),), reward=0.0),
-        outcome(2, ((0, 9),), stop_reason="environment_error"),
-        outcome(3, ((1, 9),), group=1),
-        outcome(4, ((1, 9),), group=1),
+        make_outcome(0, versions=((2, 1), (4, 2))),
+        make_outcome(1, 0.0, versions=((5, 3),)),
+        make_outcome(2, versions=((0, 9),), stop_reason="environment_error"),
+        make_outcome(3, versions=((1, 9),), group=1),
+        make_outcome(4, versions=((1, 9),), group=1),
     ]
     trained = counted(ALGORITHMS["dapo"], outcomes)
     assert [each.episode for each in trained] == [0, 1]

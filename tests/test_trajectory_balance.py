@@ -25,9 +25,10 @@ from earl_jax.train.scoring import score_batch, with_estimates
 from earl_jax.train.state import init_state
 from earl_jax.train.step import read_metrics
 from earl_jax.train.update import token_facts
-from earl_jax.trajectory import Outcome, TrajectoryBatch
+from earl_jax.trajectory import TrajectoryBatch
 from tests.support.placements import TINY
 from tests.support.settings import make_config
+from tests.support.trajectories import make_outcome
 from tests.support.updates import plain_learner
 
 TBA = ALGORITHMS["tba"]
@@ -128,27 +129,14 @@ def test_the_loss_is_0_at_the_reference_times_exp_of_the_reward():
     np.testing.assert_allclose(slope, 0, atol=1e-5)
 
 
-def make_outcome(episode: int, group: int, reward: float, **fields) -> Outcome:
-    given = {"role": "x", "turn_rewards": (reward,), "stop_reason": "win", "num_turns": 1}
-    return Outcome(
-        episode=episode,
-        group=group,
-        num_tokens=9,
-        num_policy_tokens=4,
-        sample_starts=(0,),
-        versions=((0, 1),),
-        **(given | fields),
-    )
-
-
 def test_the_host_gives_centred_rewards_over_beta_and_numbers_of_groups():
     """Rewards 1 and 0 with beta 0.25: 4 and 0, less their mean. A failure has no tokens."""
     algorithm = dataclasses.replace(TBA, settings=TbaSettings(kl_coefficient=0.25))
     outcomes = [
-        make_outcome(0, 40, 1.0),
-        make_outcome(1, 40, 0.0),
-        make_outcome(2, 7, 0.5),
-        make_outcome(3, 7, 0.5, stop_reason="environment_error"),
+        make_outcome(0, 1.0, group=40),
+        make_outcome(1, 0.0, group=40),
+        make_outcome(2, 0.5, group=7),
+        make_outcome(3, 0.5, group=7, stop_reason="environment_error"),
     ]
     facts = row_facts(algorithm, outcomes, 16, {})
     assert facts["advantages"][:, 0].tolist() == [2, -2, 0, 0]
@@ -276,7 +264,7 @@ def test_older_weights_and_another_precision_need_no_correction():
 
 def test_self_play_is_refused_with_the_reason():
     played = [
-        make_outcome(n, 0, 0.0, turn_rewards=(0.0, 1.0), turn_roles=("x", "o"), num_turns=2)
+        make_outcome(n, turn_rewards=(0.0, 1.0), turn_roles=("x", "o"), num_turns=2)
         for n in range(2)
     ]
     with pytest.raises(InputError, match="one reward for all tokens of an episode"):

@@ -22,9 +22,16 @@ from earl_jax.selector.table import ThroughputTable, key_of
 from earl_jax.train.checkpoint import Checkpoints
 from earl_jax.training import train
 from tests.support.allocator import live_bytes
-from tests.support.commands import APART, Command, final_parameters
+from tests.support.commands import APART, Command
 from tests.support.placements import D8, EIGHT_SLOTS, F8, TINY, begin
-from tests.support.runs import assert_equal, bits, cut_off, final_state, steps_of
+from tests.support.runs import (
+    assert_equal,
+    bits,
+    cut_off,
+    final_parameters,
+    final_state,
+    steps_of,
+)
 from tests.support.settings import make_config
 
 SETTINGS = {

@@ -3,7 +3,6 @@
 """Runs of `python -m earl_jax.main` in one or several processes, of eight devices in all."""
 
 import concurrent.futures
-import json
 import os
 import signal
 import subprocess
@@ -11,10 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-
-import jax
-import numpy as np
-import orbax.checkpoint as ocp
 
 from benchmarks.runs import free_port
 from tests.support import ROOT
@@ -141,23 +136,3 @@ class Command:
         """Returns when the step is in the metrics."""
         metrics, line = self.workdir / "metrics.jsonl", f'{{"step": {step}, "time_s"'
         self.after(lambda: metrics.exists() and line in metrics.read_text())
-
-
-def episodes_of(workdir: Path, step: int) -> list[dict]:
-    path = workdir / "trajectories" / f"step_{step:06d}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def final_parameters(workdir: Path) -> list[np.ndarray]:
-    """Every array of the newest checkpoint, which may have been written by several processes."""
-    with ocp.CheckpointManager(workdir / "checkpoints") as manager:
-        step = manager.latest_step()
-        folder = workdir / "checkpoints" / str(step) / "state"
-        saved = ocp.StandardCheckpointer().metadata(folder).item_metadata
-        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        shapes = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), dict(saved)
-        )
-        wanted = ocp.args.Composite(state=ocp.args.StandardRestore(shapes))
-        state = manager.restore(step, args=wanted)["state"]
-        return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]

@@ -21,18 +21,17 @@ from earl_jax.models.config import ModelConfig
 from earl_jax.models.contraction import contract_flat
 from earl_jax.models.decoder import (
     _embed,
-    forward_rows,
     head_weights,
     positions_in_segments,
 )
 from earl_jax.models.layers.kinds import layer_kind
 from earl_jax.models.layers.layer import compute_layer
 from earl_jax.models.layers.parts import Parts, norm
-from earl_jax.models.logprobs import score_logits
 from earl_jax.rollout.episode import LiveEpisode, NewTokens
 from earl_jax.rollout.service import RolloutService
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.trajectory import Trajectory
+from tests.support.forward import next_logprobs, row_logits
 
 # Rows of a forward pass.
 ROWS = 256
@@ -182,21 +181,13 @@ def _gaps_of_rows(model, params, readings, length) -> list[Gap]:
     return found
 
 
-def _score(logits_BTV: jax.Array, ids_BT: jax.Array) -> jax.Array:
-    return jax.vmap(lambda logits, ids: score_logits(logits, ids, 1.0).logprobs)(
-        logits_BTV[:, :-1], ids_BT[:, 1:]
-    )
-
-
 @functools.cache
 def _scores(model: ModelConfig):
     """Log-probs of rows of ids by the trainer's forward pass."""
-    layout = make_layout(MeshShape(), jax.devices()[:1])
 
     @jax.jit
     def score(params, ids_BT, segments_BT):
-        hidden_BTD = forward_rows(model, layout, params, ids_BT, segments_BT)
-        return _score(jnp.einsum("BTD,DV->BTV", hidden_BTD, head_weights(params)), ids_BT)
+        return next_logprobs(row_logits(model, params, ids_BT, segments_BT), ids_BT)
 
     return score
 
@@ -249,7 +240,7 @@ def _mixed_scores(model: ModelConfig):
         normed = [norm(model, x_BTD, each["final_norm"]) for each in params]
         heads = [head_weights(each) for each in params]
         logits = [jnp.einsum("BTD,DV->BTV", *each) for each in zip(normed, heads, strict=True)]
-        return _score(pick(logits), ids_BT)
+        return next_logprobs(pick(logits), ids_BT)
 
     return score
 

@@ -13,6 +13,9 @@ from earl_jax.engine.session import Session
 from earl_jax.loop import rl_step
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
+from earl_jax.rollout.config import Limits
+from earl_jax.rollout.task import Task
+from earl_jax.rollout.tasks import Tasks
 from earl_jax.run.build import Run, build_run
 from earl_jax.run.position import Position
 from earl_jax.run.step_record import StepRecord
@@ -212,3 +215,13 @@ def hungry(donated: int) -> Any:
         return kept, jnp.zeros((2**23, 2**22)) + seed
 
     return jax.jit(run, donate_argnums=donated)
+
+
+class BriefTasks(Tasks):
+    """Every fifth episode may say 16 tokens, the others two."""
+
+    def training(self, step: int) -> list[Task]:
+        return [
+            dataclasses.replace(task, limits=Limits(max_turn_tokens=2 if task.episode % 5 else 16))
+            for task in super().training(step)
+        ]

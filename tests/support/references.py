@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from earl_jax.models.checkpoints.hf_read import Checkpoint, load_parameters, open_checkpoint
 from earl_jax.sharding.layout import MeshShape, make_layout
@@ -85,3 +85,10 @@ def assert_equal_trees(left, right):
 def change_config(folder: Path, **changed):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+
+
+def change_tensors(folder: Path, change):
+    """Writes the one file of a checkpoint anew, with its arrays changed."""
+    found = load_file(folder / "model.safetensors")
+    change(found)
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})

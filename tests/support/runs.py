@@ -100,17 +100,25 @@ def timeless(line: dict) -> dict:
     return {key: value for key, value in line.items() if key not in TIMES}
 
 
-def final_state(workdir: Path, step: int) -> dict:
-    """The arrays of the checkpoint, read by orbax in this process."""
+def final_state(workdir: Path, step: int | None = None) -> dict:
+    """The arrays of a checkpoint, the newest unless a step is named, whoever has written it."""
+    import jax
     import orbax.checkpoint as ocp
 
     with ocp.CheckpointManager(workdir / "checkpoints") as manager:
-        restored = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore()))
-    return restored["state"]
+        step = manager.latest_step() if step is None else step
+        folder = workdir / "checkpoints" / str(step) / "state"
+        saved = ocp.StandardCheckpointer().metadata(folder).item_metadata
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        shapes = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), dict(saved)
+        )
+        wanted = ocp.args.Composite(state=ocp.args.StandardRestore(shapes))
+        return manager.restore(step, args=wanted)["state"]
 
 
-def final_parameters(workdir: Path, step: int) -> list[np.ndarray]:
-    """Every array of the checkpoint."""
+def final_parameters(workdir: Path, step: int | None = None) -> list[np.ndarray]:
+    """Every array of `final_state`."""
     import jax
 
     return [np.asarray(leaf) for leaf in jax.tree.leaves(final_state(workdir, step))]

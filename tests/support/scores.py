@@ -5,15 +5,12 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.decoder import forward_rows, head_weights
-from earl_jax.models.logprobs import score_logits
 from earl_jax.models.parameters import stack_layers
-from earl_jax.sharding.layout import MeshShape, make_layout
 from tests.support.episodes import MODEL, weights
+from tests.support.forward import next_logprobs, row_logits
 
 LENGTH = 64
 
@@ -23,15 +20,10 @@ def _scores(seed: int, model: ModelConfig):
     """Log-probs of rows of ids under the weights of a seed, by the trainer's forward pass."""
     params = jax.tree.map(np.asarray, weights(seed, model=model))
     params["layers"] = jax.jit(stack_layers)(params["layers"])
-    layout = make_layout(MeshShape(), jax.devices()[:1])
 
     @jax.jit
     def score(tokens_BT, segments_BT):
-        hidden = forward_rows(model, layout, params, tokens_BT, segments_BT)
-        logits_BTV = jnp.einsum("BTD,DV->BTV", hidden, head_weights(params))
-        return jax.vmap(lambda logits, ids: score_logits(logits, ids, 1.0).logprobs)(
-            logits_BTV[:, :-1], tokens_BT[:, 1:]
-        )
+        return next_logprobs(row_logits(model, params, tokens_BT, segments_BT), tokens_BT)
 
     return score
 

@@ -56,7 +56,7 @@ class Here:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def until(holds: Callable[[], bool], deadline_s: float = 30.0) -> bool:
+def until(holds: Callable[[], bool], deadline_s: float = 300.0) -> bool:
     """Waits for a condition; returns False if it does not hold before the deadline."""
     end = time.monotonic() + deadline_s
     while not holds():

@@ -21,10 +21,9 @@ from earl_jax.engine.round_inputs import RoundInputs, RoundOutputs, pack_inputs,
 from earl_jax.engine.rows import NO_ROW
 from earl_jax.engine.sampling import sampling_rows
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.models.logprobs import score_logits
 from earl_jax.models.parameters import ParameterSpec, is_spec, parameter_specs, unstack_layers
-from earl_jax.sharding.layout import MeshShape, make_layout
+from tests.support.forward import row_logits
 
 # Eight key/value heads, so that every candidate mesh of eight devices is possible in test_engine.
 MODEL = ModelConfig(num_layers=2, width=32, num_heads=16, num_kv_heads=8, head_size=4, ffn_size=64)
@@ -204,15 +203,7 @@ def empty(max_tokens: int = MAX_TOKENS):
     return decode_state.empty_state(MODEL, NUM_SLOTS, NUM_SLOTS, max_tokens, page_size=PAGE_SIZE)
 
 
-@functools.cache
-def _full_forward():
-    layout = make_layout(MeshShape(), jax.devices()[:1])
-
-    def logits(weights, tokens_BT, segments_BT):
-        hidden = forward_rows(MODEL, layout, weights, tokens_BT, segments_BT)
-        return jnp.einsum("BTD,DV->BTV", hidden, head_weights(weights))
-
-    return jax.jit(logits)
+_full_forward = jax.jit(functools.partial(row_logits, MODEL))
 
 
 def full_forward(episodes: list[list[int]], rows: int = NUM_SLOTS) -> np.ndarray:
@@ -220,7 +211,7 @@ def full_forward(episodes: list[list[int]], rows: int = NUM_SLOTS) -> np.ndarray
     tokens, segments = (np.zeros((rows, MAX_TOKENS), np.int32) for _ in range(2))
     for row, ids in enumerate(episodes):
         tokens[row, : len(ids)], segments[row, : len(ids)] = ids, 1
-    return np.asarray(_full_forward()(stacked_params(), tokens, segments))
+    return np.asarray(_full_forward(stacked_params(), tokens, segments))
 
 
 _score = jax.jit(score_logits)

@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Trajectories with given rewards."""
+"""Trajectories and outcomes with given rewards."""
 
-from earl_jax.trajectory import Trajectory, Turn
+from earl_jax.trajectory import Outcome, Trajectory, Turn
 
 
 def make_trajectory(
@@ -23,3 +23,12 @@ def make_trajectory(
         row=0,
         turn_roles=turn_roles,
     )
+
+
+def make_outcome(episode: int = 0, reward: float = 1.0, **fields) -> Outcome:
+    """An episode of one turn and 9 tokens, of which the policy sampled 4."""
+    given = {
+        "group": 0, "role": "x", "turn_rewards": (reward,), "stop_reason": "win", "num_turns": 1,
+        "num_tokens": 9, "num_policy_tokens": 4, "sample_starts": (0,), "versions": ((0, 4),),
+    }  # fmt: skip
+    return Outcome(episode=episode, **(given | fields))
