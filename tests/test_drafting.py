@@ -123,21 +123,6 @@ def test_turns_among_choices_stay_among_them(pool):
 # Settings.
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("num_draft_tokens=-1", "config.rollout.num_draft_tokens is -1; it must be at least 0"),
-        (
-            "speculation.mode=auto",
-            "config.rollout.speculation is no setting any more: set config.rollout.num_draft_t",
-        ),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(override, message):
-    with pytest.raises(ValueError, match=message):
-        make_config({}, [f"rollout.{override}"])
-
-
 def test_the_settings_reach_the_engine():
     world = build_run(make_config({}, ["rollout.num_draft_tokens=2"]))
     rules = world.stages.engines.engine(world.problem.meshes("rollout")[0]).config.rules

@@ -17,8 +17,7 @@ import pytest
 
 from earl_jax.engine.config import EngineConfig
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
-from earl_jax.models.decoder import forward_rows, head_weights
-from earl_jax.models.logprobs import score_tokens
+from earl_jax.models.decoder import forward_rows
 from earl_jax.models.lora import adapter_specs
 from earl_jax.models.lora_config import LoraConfig
 from earl_jax.models.moe import experts
@@ -43,6 +42,7 @@ from tests.support.experts import (
     params,
     tokens_TD,
 )
+from tests.support.forward import next_scores
 from tests.support.hlo import COLLECTIVE, replica_groups
 from tests.support.settings import make_config
 from tests.support.slots import MAX_TOKENS, VOCAB, assert_same, converse, make_scripts
@@ -217,14 +217,7 @@ def gradients(mesh: str, length: int = 12, remat: Remat = "full"):
 
     def loss(params):
         hidden = forward_rows(MODEL, layout, params, tokens, segments, remat=remat)
-        scores = score_tokens(
-            layout,
-            hidden[:, :-1],
-            head_weights(params),
-            tokens[:, 1:],
-            temperature=1.0,
-            chunk_size=64,
-        )
+        scores = next_scores(layout, params, hidden, tokens)
         return -jnp.sum(jnp.where(segments[:, 1:] > 0, scores.logprobs, 0.0)), hidden
 
     placed = jax.device_put(params(), parameter_shardings(parameter_specs(MODEL, VOCAB), layout))
@@ -293,18 +286,12 @@ def test_logprobs_of_the_engine_are_the_trainers():
     for row, t in enumerate(transcripts.values()):
         tokens[row, : len(t.ids)] = t.ids
     layout = make_layout(MeshShape(data=2, expert=4), row_axes=TRAINING_ROWS)
-    score = jax.jit(
-        lambda params, tokens: (
-            score_tokens(
-                layout,
-                forward_rows(MODEL, layout, params, tokens, jnp.ones_like(tokens))[:, :-1],
-                head_weights(params),
-                tokens[:, 1:],
-                temperature=1.0,
-                chunk_size=64,
-            ).logprobs
-        )
-    )
+
+    @jax.jit
+    def score(params, tokens):
+        hidden = forward_rows(MODEL, layout, params, tokens, jnp.ones_like(tokens))
+        return next_scores(layout, params, hidden, tokens).logprobs
+
     logprobs = np.asarray(score(params(), tokens))
     for row, t in enumerate(transcripts.values()):
         positions = np.flatnonzero(t.turn_ids)
@@ -421,10 +408,6 @@ def test_a_mixture_that_cannot_be_computed_is_an_error(tmp_path, changes, words)
         (["model.num_experts=4", "model.expert_ffn_size=0"], "model.expert_ffn_size is 0"),
         (["model.experts_per_token=1"], "experts_per_token = 1 has no effect.*num_experts is 0"),
         (["model.num_experts=4", "model.ffn_size=64"], "model.ffn_size = 64 has no effect"),
-        (
-            ["model.num_experts=4", "model.windows=(8,0)", "checkpoint.export=True"],
-            "config.checkpoint.export is True .*config.model.num_experts=4.*qwen3_moe has",
-        ),
     ],
 )
 def test_settings_that_make_no_sense_are_errors(overrides, words):

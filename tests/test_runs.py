@@ -17,13 +17,11 @@ from reference.make_checkpoint import write_checkpoint
 
 from earl_jax.config.file import load_config_file, make_config
 from earl_jax.evaluate import evaluate_command
-from earl_jax.launch.start import exit_status
-from earl_jax.main import train_command
-from earl_jax.settings.errors import InputError
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics, truncate_after
 from earl_jax.training import train
 from tests.support import ROOT
+from tests.support.forward import row_logits
 from tests.support.runs import (
     TINY,
     assert_equal,
@@ -182,42 +180,6 @@ def test_evaluate_plays_the_newest_checkpoint(uninterrupted, monkeypatch, capsys
     assert after == before
 
 
-# One of each part of the program that finds a mistake; test_config.py has the messages.
-BAD_INPUT = [
-    (["--config.rollout.num_slot=8"], "did you mean 'num_slots'"),
-    (["--config.selector.train_meshes=('data=3',)"], "this run has 8. Possible here: 'data=8'"),
-    (["--config.rollout.num_slots=12"], "rollout.num_slots = 12 does not divide by data=8"),
-    (["--workdir=/dev/null/below"], "--workdir=/dev/null/below cannot be used"),
-    (["--confg=x"], "unrecognized arguments"),
-]
-
-
-@pytest.mark.parametrize(("flags", "words"), BAD_INPUT, ids=[flags[0] for flags, _ in BAD_INPUT])
-def test_a_mistake_gets_one_clear_message_and_status_2(tmp_path, monkeypatch, capsys, flags, words):
-    """The first one in a process of its own; the others in this one, which has started JAX."""
-    line = [*tiny(tmp_path / "w", num_steps=1), *flags]
-    if flags == BAD_INPUT[0][0]:
-        done = run(*line)
-        status, errors = done.returncode, done.stderr
-    else:
-        monkeypatch.chdir(ROOT)
-        monkeypatch.setattr("earl_jax.main.start_jax", lambda *_: None)
-        try:
-            status = exit_status(lambda: train_command(line[3:]))
-        except SystemExit as ended:
-            status = ended.code
-        errors = capsys.readouterr().err
-    assert status == 2, errors
-    assert words in errors
-    assert "Traceback" not in errors
-
-
-def test_a_workdir_of_another_config_is_refused(uninterrupted):
-    words = "config.train.learning_rate is 0.002 there, 0.5 here"
-    with pytest.raises(InputError, match=words):
-        train(config_of(TINY | GROWING | {"train.learning_rate": 0.5}), uninterrupted)
-
-
 BUSY_COLLECTIVES = """
 from earl_jax.launch.start import start_jax
 start_jax("cpu", 8)
@@ -299,18 +261,8 @@ def qwen2_run(tmp_path_factory):
 
 def logits_of(model, params) -> np.ndarray:
     """On 60 tokens, far more than an opening's."""
-    import jax
-    import jax.numpy as jnp
-
-    from earl_jax.models.decoder import forward_rows, head_weights
-    from earl_jax.sharding.layout import MeshShape, make_layout
-
     tokens_BT = np.random.default_rng(0).integers(0, 321, (2, 60)).astype(np.int32)
-    layout = make_layout(MeshShape())
-    hidden_BTD = jax.jit(lambda p: forward_rows(model, layout, p, tokens_BT, tokens_BT * 0 + 1))(
-        params
-    )
-    return np.asarray(jnp.einsum("BTD,DV->BTV", hidden_BTD, head_weights(params)))
+    return np.asarray(row_logits(model, params, tokens_BT))
 
 
 @pytest.mark.slow
@@ -341,27 +293,6 @@ def test_a_qwen2_folder_trains_stops_resumes_and_comes_out_again(qwen2_run):
     names = ("tokenizer.json", "chat_template.jinja", "generation_config.json")
     for name in names:
         assert (folder / name).read_text() == (source / name).read_text(), name
-
-
-@pytest.mark.slow
-def test_transformers_computes_the_same_from_the_folder_of_a_run(qwen2_run):
-    torch = pytest.importorskip("torch")
-    from transformers import AutoModelForCausalLM
-
-    from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
-    from earl_jax.sharding.layout import MeshShape, make_layout
-
-    folder = qwen2_run[1] / "export" / "step_000003"
-    out = open_checkpoint(folder)
-    model, report = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True
-    )
-    assert not any(report.values()), report
-    tokens = np.random.default_rng(0).integers(0, 321, (2, 60))
-    with torch.no_grad():
-        theirs = model(torch.from_numpy(tokens)).logits.numpy()
-    ours = logits_of(out.model, load_parameters(out, make_layout(MeshShape())))
-    np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
 @pytest.mark.slow
