@@ -26,6 +26,7 @@ LINEAR = ModelConfig(attention_every=2)
 # Changes of a config of 16 groups of 8 with GRPO, and words of the message.
 SETTINGS_REFUSED = [
     ({"rollout.group_size": 3}, "128; it must be a multiple of config.rollout.group_size (3)"),
+    ({"rollout.max_episode_tokens": 4}, "max_turn_tokens 4; an episode has a first message"),
     ({"train.micro_batches": 3}, "3; it must divide config.rollout.episodes_per_step (128)"),
     ({"tasks.name": "dataset"}, "config.tasks.name is 'dataset', and config.tasks.path is empty"),
     ({"eval.samples": 2, "eval.temperature": 0.0}, "give a temperature, or 1 sample"),
@@ -167,6 +168,11 @@ def test_the_defaults_of_every_algorithm_break_no_rule():
         assert broken((*OF_SETTINGS, *OF_MODEL), config) == [], name
         assert broken(OF_LEARNING, config, environment_of(config)) == [], name
     Config().validate()
+
+
+def test_conversations_to_learn_from_may_be_shorter_than_a_turn_that_nobody_plays():
+    changes = {"algorithm": "sft", "train.sft_path": "there", "rollout.max_episode_tokens": 4}
+    assert broken(OF_SETTINGS, changed(changes)) == []
 
 
 def test_every_rule_is_broken_by_one_of_these_configs():

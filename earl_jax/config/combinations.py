@@ -71,6 +71,13 @@ OF_SETTINGS = (
         "it must be a multiple of config.rollout.group_size ({c.rollout.group_size})",
     ),
     Rule(
+        lambda c: c.plays and 0 < c.rollout.max_episode_tokens <= c.rollout.max_turn_tokens,
+        "config.rollout.max_episode_tokens is {c.rollout.max_episode_tokens} and "
+        "config.rollout.max_turn_tokens {c.rollout.max_turn_tokens}",
+        "an episode has a first message beside its turns, so no turn could be as long: lower "
+        "max_turn_tokens, or raise max_episode_tokens",
+    ),
+    Rule(
         lambda c: c.rollout.episodes_per_step % c.train.micro_batches,
         "config.train.micro_batches is {c.train.micro_batches}",
         "it must divide config.rollout.episodes_per_step ({c.rollout.episodes_per_step})",

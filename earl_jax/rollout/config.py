@@ -71,13 +71,6 @@ class Limits:
                 f"{where}max_episode_tokens is {self.max_episode_tokens}; it must be at least 0 "
                 "(0: no limit)"
             )
-        if 0 < self.max_episode_tokens <= self.max_turn_tokens:
-            raise InputError(
-                f"{where}max_episode_tokens is {self.max_episode_tokens} and "
-                f"{where}max_turn_tokens {self.max_turn_tokens}; an episode has a first message "
-                "beside its turns, so no turn could be as long: lower max_turn_tokens, or raise "
-                "max_episode_tokens"
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
