@@ -349,8 +349,7 @@ def _typed(kind: Any, value: Any, path: str) -> Any:
         return dict(value)
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            example = "('a', 'b')" if arguments[0] is str else "(1, 2)"
-            raise InputError(f"{path} is {value!r}; give a list, such as {example}")
+            raise InputError(f"{path} is {value!r}; give a list, {_listed(value, arguments[0])}")
         return tuple(_typed(arguments[0], entry, path) for entry in value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return _float(value, path)
@@ -359,6 +358,16 @@ def _typed(kind: Any, value: Any, path: str) -> Any:
             f"{path} is {value!r}, a {type(value).__name__}; it must be of type {kind.__name__}"
         )
     return value
+
+
+def _listed(value: Any, kind: type) -> str:
+    """Returns how a list is written, with the value as its entries where it can be that."""
+    entries: list[Any] = ["a", "b"] if kind is str else [1, 2]
+    if isinstance(value, kind):
+        # A mesh has commas of its own: data=4,tensor=2.
+        is_several = isinstance(value, str) and "=" not in value
+        entries = value.split(",") if is_several else [value]
+    return f"such as {entries} (on a command line in quotes)"
 
 
 def _float(value: int, path: str) -> float:
