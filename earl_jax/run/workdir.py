@@ -57,10 +57,13 @@ def changed_settings(workdir: Path, config: dict[str, Any]) -> list[str]:
         saved = without_former(saved)
     changed, different = changes(saved, json.loads(json.dumps(config)))
     if different:
+        begins = ""
+        if _saved_steps(workdir):
+            begins = f"; a new run with its weights begins by --init_from={workdir}"
         raise InputError(
             f"--workdir={workdir} holds a run of another config: {'; '.join(different[:8])}. Name "
-            "another --workdir, or run with the config of that one; a new run with its weights "
-            f"begins by --init_from={workdir} (docs/howto/resume.md: what may change)"
+            "another --workdir, run with the config of that one, or give --restart, which begins "
+            f"anew there and keeps what it holds{begins} (docs/howto/resume.md: what may change)"
         )
     return changed
 
@@ -107,7 +110,13 @@ def tokenizer_folder(cluster: Cluster, workdir: Path) -> Path | None:
 
 def saved_in_words(workdir: Path) -> str:
     """Returns which checkpoint a run that ends now goes on from."""
-    steps = [int(path.name) for path in (workdir / "checkpoints").glob("*") if path.name.isdigit()]
+    steps = _saved_steps(workdir)
     if not steps:
         return f"{workdir} holds no checkpoint yet"
     return f"the newest checkpoint in {workdir} is of step {max(steps)}"
+
+
+def _saved_steps(workdir: Path) -> list[int]:
+    """Returns the steps of the workdir's checkpoints."""
+    found = (workdir / "checkpoints").glob("*")
+    return [int(path.name) for path in found if path.name.isdigit()]
