@@ -302,7 +302,8 @@ def _find_place(config: DistributedConfig, variables: Mapping[str, str]) -> _Pla
             raise InputError(
                 "this run is to have several processes, and "
                 + " and ".join(f"config.distributed.{name}" for name in missing)
-                + " is not given, nor "
+                + (" is" if len(missing) == 1 else " are")
+                + " not given, nor "
                 + " and ".join(_VARIABLES[name] for name in missing)
                 + " in the environment; give it, or start the processes by a launcher such as "
                 "gpu_scripts/launch.sh, Slurm, Open MPI or a JobSet"
