@@ -155,20 +155,31 @@ def test_only_what_the_run_has_is_charted(tmp_path):
     assert "Meshes" not in page and "Sample episodes" not in page
 
 
+def test_an_evaluation_is_charted_with_its_reward(tmp_path):
+    rows = [
+        {"step": step, "eval": {"name": "sums", "reward_mean": reward, "turn_too_long": 0.5}}
+        for step, reward in ((0, -0.5), (1, 0.25))
+    ]
+    tags = _Parser(_page(tmp_path, rows)).tags
+    charts = [json.loads(a["data-chart"])["series"] for tag, a in tags if "data-chart" in a]
+    curves = [(curve["name"], curve["ys"]) for chart in charts for curve in chart]
+    assert curves == [("turn_too_long", [0.5, 0.5]), ("reward", [-0.5, 0.25])]
+
+
 def test_headlines(tmp_path):
     rows = [
         _step(1, time_s=50.0),
-        {"step": 1, "eval": {"win": 0.75, "illegal": 0.25}},
+        {"step": 1, "eval": {"reward_mean": 0.5, "illegal": 0.25}},
         _step(2, time_s=10.0),  # a resumed run: its clock starts again
-        {"step": 2, "eval": {"win": 0.5, "illegal": 0.125}},
+        {"step": 2, "eval": {"reward_mean": 0.25, "illegal": 0.5}},
     ]
     page = _page(tmp_path, rows)
     figures = re.findall(r"<b>([^<]*)</b><span>([^<]*)</span><small>([^<]*)</small>", page)
     assert figures == [
         ("2", "steps", "of 3"),
         ("1 min 00 s", "training time", ""),
-        ("0.5", "last evaluation", "win, step 2; illegal 0.125"),
-        ("0.75", "best evaluation", "win, step 1"),
+        ("0.25", "last evaluation", "reward, step 2; illegal 0.5"),
+        ("0.5", "best evaluation", "reward, step 1"),
         ("+0.150", "reward", "mean of the last 2 steps"),
         ("1k", "rollout tokens/s", "mean of the last 2 steps"),
         ("202", "longest context", "tokens"),

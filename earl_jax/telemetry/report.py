@@ -120,25 +120,19 @@ def _figure(value: str, name: str, detail: str = "") -> dict[str, str]:
 
 
 def _evaluation_figures(evaluations: Sequence[Row]) -> list[dict[str, str]]:
-    """Returns the newest and the best evaluation by the environment's first metric, or reward."""
-    if not evaluations:
+    """Returns the newest and the best evaluation, by the mean reward."""
+    played = [row for row in evaluations if "reward_mean" in row["eval"]]
+    if not played:
         return []
-    last = evaluations[-1]
-    key, *others = [*_reported([last["eval"]]), "reward_mean"]
-    if key not in last["eval"]:
-        return []
-    peers = [
-        row
-        for row in evaluations
-        if key in row["eval"] and row["eval"].get("name") == last["eval"].get("name")
-    ]
-    best = max(peers, key=lambda row: row["eval"][key])
-    detail = [f"{key}, step {last['step']}"]
-    detail += [f"{k} {float(last['eval'][k]):.3g}" for k in others if k in last["eval"]]
+    last = played[-1]
+    peers = [row for row in played if row["eval"].get("name") == last["eval"].get("name")]
+    best = max(peers, key=lambda row: row["eval"]["reward_mean"])
+    detail = [f"reward, step {last['step']}"]
+    detail += [f"{k} {last['eval'][k]:.3g}" for k in _reported([last["eval"]])]
     return [
-        _figure(f"{float(last['eval'][key]):.3g}", "last evaluation", "; ".join(detail[:4])),
+        _figure(f"{last['eval']['reward_mean']:.3g}", "last evaluation", "; ".join(detail[:4])),
         _figure(
-            f"{float(best['eval'][key]):.3g}", "best evaluation", f"{key}, step {best['step']}"
+            f"{best['eval']['reward_mean']:.3g}", "best evaluation", f"reward, step {best['step']}"
         ),
     ]
 
@@ -205,10 +199,9 @@ def _evaluation_charts(evaluations: Sequence[Row]) -> list[dict[str, Any]]:
             for row in evaluations
             if row["eval"].get("name") == name
         ]
-        columns = {key: column(rows, key) for key in _reported(rows)}
+        columns = {"reward": column(rows, "reward_mean")}
+        columns |= {key: column(rows, key) for key in _reported(rows)}
         title = f"Evaluation: {name}" if name else "Evaluation"
-        if not columns:
-            columns = {"reward_mean": column(rows, "reward_mean")}
         inside = {k for k, (_, ys) in columns.items() if all(0 <= y <= 1 for y in ys)}
         for keys, y_range in ((inside, (0.0, 1.0)), (columns.keys() - inside, None)):
             series = [
