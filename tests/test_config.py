@@ -463,7 +463,8 @@ def get_config():
 @pytest.mark.parametrize(
     "source, words",
     [
-        ("def get_config():\n    return 1 / 0", "ZeroDivisionError: division by zero"),
+        ("def get_config():\n    return 1 / 0", "ZeroDivisionError: division by zero (/"),
+        ("def get_config():\n    return 1 / 0", "broken.py, line 2)"),
         ("raise RuntimeError('no luck')", "RuntimeError: no luck"),
         ("def get_config(:", "SyntaxError"),
         ("import no_such_module_of_mine", "ModuleNotFoundError: No module named"),
@@ -482,6 +483,13 @@ def test_a_config_file_that_is_none_is_an_error_that_names_it(tmp_path, source, 
         load_config_file(path)
     assert str(error.value).startswith(f"--config={path}: ")
     assert words in str(error.value)
+
+
+def test_a_config_file_that_is_no_python_is_an_error(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text("{}")
+    with pytest.raises(InputError, match="config.json: a config is a Python file, NAME.py"):
+        load_config_file(path)
 
 
 def test_a_missing_config_file_names_the_nearest(tmp_path):

@@ -28,7 +28,7 @@ from earl_jax.config.idle import idle_settings
 from earl_jax.config.names import meant_by
 from earl_jax.envs.registry import EnvConfig
 from earl_jax.models.presets import fill_section
-from earl_jax.settings.errors import InputError, check_choice
+from earl_jax.settings.errors import InputError, check_choice, where_raised
 
 # A wheel has configs/ in the package, a checkout beside it.
 _PACKAGE = Path(__file__).parents[1]
@@ -103,14 +103,19 @@ def load_config_file(path: str | Path) -> ConfigDict:
             + (f"; did you mean {', '.join(near)}?" if near else "")
         )
     spec = importlib.util.spec_from_file_location(f"earl_jax_config_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise InputError(
+            f"--config={path}: a config is a Python file, NAME.py, with a function get_config(); "
+            "to go on with a run, give the file that it began with"
+        )
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
         given = module.get_config() if hasattr(module, "get_config") else None
     # Whatever a user's file raises is a user's mistake.
     except (Exception, SystemExit) as error:  # noqa: BLE001
-        raise InputError(f"--config={path}: {type(error).__name__}: {error}") from error
+        what = f"{type(error).__name__}: {error}{where_raised(error)}"
+        raise InputError(f"--config={path}: {what}") from error
     if not isinstance(given, ConfigDict):
         raise InputError(
             f"--config={path}: it must have a function get_config() that returns an "
