@@ -231,7 +231,9 @@ def read_rows(
     try:
         data = Path(path).read_bytes()
     except OSError as error:
-        raise InputError(f"{setting} is {path!r}, which cannot be read: {error}") from error
+        folder = "" if Path(path).is_absolute() else f" (the current folder is {Path.cwd()})"
+        what = f"{setting} is {path!r}, which cannot be read: {error.strerror or error}{folder}"
+        raise InputError(what) from error
     rows = {}
     for number, line in enumerate(data.split(b"\n"), start=1):
         if not line.strip():
