@@ -26,7 +26,9 @@ class SingleTurn:
 
     def __init__(self, *, row: Mapping[str, Any] | None = None, reward: Reward | None = None):
         if row is None or reward is None:
-            raise InputError("it needs config.tasks.path and config.tasks.reward")
+            needed = {"config.tasks.path": row, "config.tasks.reward": reward}
+            missing = [name for name, value in needed.items() if value is None]
+            raise InputError(f"it needs {' and '.join(missing)}")
         self._row, self._reward = row, reward
 
     def start(self) -> Start:

@@ -16,6 +16,7 @@ from earl_jax.envs.environment import check_start
 from earl_jax.envs.single_turn import prompt_of
 from earl_jax.settings.arguments import accepted, check_arguments
 from earl_jax.settings.errors import InputError
+from earl_jax.settings.folders import searched_from
 from earl_jax.settings.named import find_named
 
 Row = TypeVar("Row")
@@ -231,9 +232,8 @@ def read_rows(
     try:
         data = Path(path).read_bytes()
     except OSError as error:
-        folder = "" if Path(path).is_absolute() else f" (the current folder is {Path.cwd()})"
-        what = f"{setting} is {path!r}, which cannot be read: {error.strerror or error}{folder}"
-        raise InputError(what) from error
+        what = f"{error.strerror or error}{searched_from(path)}"
+        raise InputError(f"{setting} is {path!r}, which cannot be read: {what}") from error
     rows = {}
     for number, line in enumerate(data.split(b"\n"), start=1):
         if not line.strip():

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from earl_jax.settings.errors import InputError, disk_in_words
+from earl_jax.settings.folders import searched_from
 
 # What is read of a checkpoint. Some repositories hold the weights again in other formats.
 FILES = ("*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors")
@@ -29,8 +30,8 @@ def find_folder(path: str, setting: str = "config.model.path") -> Path:
         return folder
     if not _NAME.fullmatch(path):
         raise InputError(
-            f"{setting} is {path!r}, and there is no such folder; give the folder of a "
-            "checkpoint, or a hub's name for one, ORG/NAME"
+            f"{setting} is {path!r}, and there is no such folder{searched_from(path)}; give the "
+            "folder of a checkpoint, or a hub's name for one, ORG/NAME"
         )
     # Here, because it takes a second to import.
     from huggingface_hub import snapshot_download
@@ -43,7 +44,7 @@ def find_folder(path: str, setting: str = "config.model.path") -> Path:
             raise
         reason = (str(error).strip().splitlines() or ["without a word"])[0]
         raise InputError(
-            f"{setting} is {path!r}; there is no such folder, and no hub gives a model of "
-            f"this name ({type(error).__name__}: {reason}). Give the folder of a checkpoint, or "
-            "download it where there is a network"
+            f"{setting} is {path!r}; there is no such folder{searched_from(path)}, and no hub "
+            f"gives a model of this name ({type(error).__name__}: {reason}). Give the folder of a "
+            "checkpoint, or download it where there is a network"
         ) from error
