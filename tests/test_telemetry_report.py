@@ -187,6 +187,11 @@ def test_headlines(tmp_path):
     ]
 
 
+def test_a_run_without_rewards_has_its_loss_in_the_headline(tmp_path):
+    page = _page(tmp_path, [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}])
+    assert "<b>1.500</b><span>loss</span><small>mean of the last 2 steps</small>" in page
+
+
 MESHES = [
     {"step": 1, "rollout_mesh": "data=8", "train_mesh": "fsdp=8"},
     {"step": 2, "rollout_mesh": "data=8", "train_mesh": "fsdp=8"},

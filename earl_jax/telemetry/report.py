@@ -98,8 +98,11 @@ def _figures(
         lowest, at = min(losses)
         detail = f"lowest {lowest:.3f}, step {at}"
         figures.append(_figure(f"{losses[-1][0]:.3f}", "held-out loss", detail))
+    learnt = ("reward_mean", "reward", "{:+.3f}".format)
+    if not any("reward_mean" in row for row in steps):  # supervised updates alone
+        learnt = ("loss", "loss", "{:.3f}".format)
     for key, name, form in (
-        ("reward_mean", "reward", "{:+.3f}".format),
+        learnt,
         ("rollout_tokens_per_s", "rollout tokens/s", format_count),
     ):
         recent = [y for y in column(steps, key)[1] if math.isfinite(y)][-_RECENT_STEPS:]
