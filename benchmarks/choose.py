@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times the choice of a step's plans: python -m benchmarks.choose.
 
-`Chooser.step` for a published model on v5e and H100 pods, as many slots and rows as devices, over
+`choose_plans` for a published model on v5e and H100 pods, as many slots and rows as devices, over
 all meshes and all ways to use them. Cold: the first question of a problem, when every footprint and
 speed is computed. Warm: the same question by another table, as at each later step of a run. No
 device is needed; one core.
@@ -16,11 +16,12 @@ from typing import Any
 from benchmarks.pages import parser_of, table
 from earl_jax.config.file import make_config
 from earl_jax.placement.problem import find_model, planned_problem
-from earl_jax.selector.choose import Chooser, full_step
+from earl_jax.selector.choose import full_step
 from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import Plans
 from earl_jax.selector.problem import Problem
+from earl_jax.selector.splits import choose_plans
 from earl_jax.selector.table import ThroughputTable, key_of
 
 TOPOLOGIES = ("v5e:4x4", "h100:1x8", "h100:64x8", "v5e:64x64", "h100:512x8")
@@ -58,7 +59,7 @@ def measure() -> Iterator[dict[str, Any]]:
         try:
             for _ in range(1 + REPEATS):
                 start_s = time.process_time()
-                plans = Chooser(Candidates(problem, table)).step(step, plans).plans
+                plans = choose_plans(Candidates(problem, table), step, plans).plans
                 seconds.append(time.process_time() - start_s)
                 assert plans.train is not None
                 # As after a step of a run: the next question is by a table with its speed.

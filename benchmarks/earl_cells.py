@@ -5,7 +5,7 @@
 EARL (arXiv 2510.05943) measured by how many per cent tensor parallelism over 8 GPUs decodes more
 tokens per second and GPU than over 4, for a context length and a number of responses an engine.
 Here both are candidates of one problem, "data=32,tensor=4" and "data=16,tensor=8" over the same
-GPUs, with so many slots a row shard: `Chooser.candidates.rollouts` says how many pages fit and how
+GPUs, with so many slots a row shard: `Candidates.rollouts` says how many pages fit and how
 fast each is. EARL's engine is a published one, so that its kernels are `hardware.IDEAL`; the second
 table has this project's engine beside it. `python -m benchmarks.plan` prints the tables.
 """
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from earl_jax.config.file import make_config
 from earl_jax.models.presets import preset_vocab_size
 from earl_jax.placement.problem import planned_problem
-from earl_jax.selector.choose import Candidate, Chooser
+from earl_jax.selector.choose import Candidate
 from earl_jax.selector.hardware import IDEAL, parse_topology
 from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import RolloutPlan
@@ -79,7 +79,7 @@ SETUPS = {
 }
 
 
-def chooser_for(setup: Setup) -> Chooser:
+def candidates_for(setup: Setup) -> Candidates:
     """Returns the candidates of both meshes on 128 H100s with nothing beside the rollout."""
     hardware, most = parse_topology(TOPOLOGY), 32 * max(RESPONSES)
     if not setup.is_ours:
@@ -100,24 +100,24 @@ def chooser_for(setup: Setup) -> Chooser:
     )
     budget, vocab_size = int(setup.fraction * hardware.memory_bytes), preset_vocab_size(MODEL)
     problem = planned_problem(config, config.model, vocab_size, hardware, budget)
-    return Chooser(Candidates(problem))
+    return Candidates(problem)
 
 
-def candidates(chooser: Chooser, cell: Cell) -> dict[str, Candidate[RolloutPlan]]:
+def on_both(candidates: Candidates, cell: Cell) -> dict[str, Candidate[RolloutPlan]]:
     """Returns both meshes with a cell's responses in each row shard, by mesh."""
-    problem, found = chooser.problem, {}
+    problem, found = candidates.problem, {}
     for mesh in problem.meshes("rollout"):
         slots = cell.responses * mesh.data
-        each = chooser.candidates.rollouts(cell.context, None, problem.budget, num_slots=slots)
+        each = candidates.rollouts(cell.context, None, problem.budget, num_slots=slots)
         found |= {str(mesh): candidate for candidate in each if candidate.plan.mesh == mesh}
     return found
 
 
-def predicted(chooser: Chooser, cell: Cell) -> Found:
+def predicted(candidates: Candidates, cell: Cell) -> Found:
     """Returns a cell's gain in per cent, and whether it fits on four GPUs."""
-    four, eight = (candidates(chooser, cell)[name] for name in (TP4, TP8))
+    four, eight = (on_both(candidates, cell)[name] for name in (TP4, TP8))
     slots = four.plan.num_slots // four.plan.mesh.data
-    dense = slots * chooser.problem.least_pages(cell.context)
+    dense = slots * candidates.problem.least_pages(cell.context)
     gain = 100 * (eight.tokens_per_s / four.tokens_per_s - 1)
     return Found(gain, four.plan.pages == dense)
 
@@ -129,18 +129,18 @@ def is_right(cell: Cell, found: Found) -> bool:
 
 def wrong_cells(setup: Setup) -> list[tuple[Cell, Found]]:
     """Returns those of the 30 that are not predicted."""
-    chooser = chooser_for(setup)
-    found = [(cell, predicted(chooser, cell)) for cell in CELLS]
+    candidates = candidates_for(setup)
+    found = [(cell, predicted(candidates, cell)) for cell in CELLS]
     return [(cell, each) for cell, each in found if not is_right(cell, each)]
 
 
 def lines() -> Iterator[str]:
     """Yields both tables, in Markdown."""
-    chooser = chooser_for(Setup())
+    candidates = candidates_for(Setup())
     yield f"| context | {' | '.join(map(str, RESPONSES))} |"
     yield "|---" * (1 + len(RESPONSES)) + "|"
     for context in GAINS:
-        words = [_words(cell, predicted(chooser, cell)) for cell in CELLS if cell[0] == context]
+        words = [_words(cell, predicted(candidates, cell)) for cell in CELLS if cell[0] == context]
         yield f"| {context // 1024}K | {' | '.join(words)} |"
     yield ""
     yield "| set-up | engine | cells right | wrong (context x responses: computed gain) |"

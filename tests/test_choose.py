@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.choose import problem_on
 from earl_jax.placement.facts import Observations, with_failure
-from earl_jax.selector.choose import BudgetTooSmall, Chooser, Step, full_step
+from earl_jax.selector.choose import BudgetTooSmall, Step, full_step
 from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import Failure, Plans
 from earl_jax.selector.roofline import MODEL_ERROR
@@ -38,8 +38,8 @@ STEP = Step(max_tokens=20, length=20, cache_tokens=None, rollout_tokens=800, las
 
 
 def choose(problem: HandProblem, step: Step = STEP, current=None, table=None, calm=WINDOW):
-    chooser = Chooser(Candidates(problem, table or ThroughputTable()))
-    return chooser.step(step, current or Plans(), calm)
+    candidates = Candidates(problem, table or ThroughputTable())
+    return choose_plans(candidates, step, current or Plans(), calm)
 
 
 def meshes(decision) -> tuple:
@@ -87,16 +87,16 @@ def test_a_rollout_that_stays_must_fit_beside_an_update():
         train_bytes={D8: 1200, F8: 700}, state_bytes={D8: 600, F8: 100},
     )  # fmt: skip
     step = dataclasses.replace(STEP, max_tokens=10)
-    assert Chooser(Candidates(problem)).step(step, Plans()).train.plan.mesh == D8
+    assert choose_plans(Candidates(problem), step, Plans()).train.plan.mesh == D8
     stays = dataclasses.replace(problem, rollout_stays=True)
-    decision = Chooser(Candidates(stays)).step(step, Plans())
+    decision = choose_plans(Candidates(stays), step, Plans())
     assert decision.train.plan.mesh == F8
     assert decision.rollout.num_bytes <= 2000 and decision.rollout.num_bytes >= 1700 + 80
     # An update must fit beside the rollout that there is.
-    chooser = Chooser(Candidates(stays))
+    candidates = Candidates(stays)
 
     def beside(rollout):
-        return chooser.step(step, Plans(rollout=rollout), only="train").train.plan.mesh
+        return choose_plans(candidates, step, Plans(rollout=rollout), only="train").train.plan.mesh
 
     # 1000 bytes, and 80 of a page.
     assert beside(None) == D8
@@ -277,10 +277,10 @@ def test_step_without_sampled_tokens_has_plans():
     assert decision.train.plan.mesh == F8 and decision.rollout.seconds == 0.0
     current = Plans(decision.rollout.plan, decision.train.plan)
     assert meshes(choose(problem, step, current)) == meshes(decision)
-    chooser = Chooser(Candidates(problem))
-    assert not chooser.step(step, current, only="rollout").rollout.switched
+    candidates = Candidates(problem)
+    assert not choose_plans(candidates, step, current, only="rollout").rollout.switched
     tail = dataclasses.replace(step, live=0, move_s=lambda mesh: 0.0)
-    assert not chooser.step(tail, current, only="rollout").rollout.switched
+    assert not choose_plans(candidates, tail, current, only="rollout").rollout.switched
 
 
 def test_more_micro_batches_are_taken_before_a_slower_mesh():
@@ -331,46 +331,46 @@ def test_exact_bytes_decide_instead_of_computed_ones():
 
 def test_training_alone_stays_unless_it_must_go_or_rows_are_new():
     problem = hand_problem({D8: 100.0, F8: 200.0}, {D8: 100.0})
-    chooser = Chooser(Candidates(problem))
+    candidates = Candidates(problem)
     current = Plans(train=train_on(D8))
-    assert chooser.step(STEP, current, only="train").train.plan.mesh == D8
+    assert choose_plans(candidates, STEP, current, only="train").train.plan.mesh == D8
     new = dataclasses.replace(STEP, is_new=True)
-    assert chooser.step(new, current, only="train").train.plan.mesh == F8
+    assert choose_plans(candidates, new, current, only="train").train.plan.mesh == F8
     small = dataclasses.replace(problem, train_bytes={D8: 90_000}, budget_bytes=1500)
-    chooser = Chooser(Candidates(small))
-    assert chooser.step(STEP, current, only="train").train.plan.mesh == F8
+    candidates = Candidates(small)
+    assert choose_plans(candidates, STEP, current, only="train").train.plan.mesh == F8
 
 
 def test_live_episodes_keep_their_slots_and_move_only_where_they_must():
     problem = hand_problem({F8: 1.0}, {D8: 100.0, T8: 900.0}, budget_bytes=2800)
-    chooser = Chooser(Candidates(problem))
+    candidates = Candidates(problem)
     live, current = (
         dataclasses.replace(STEP, keeps_slots=True),
         Plans(rollout_on(D8, 8, 2), train_on(F8)),
     )
-    stays = chooser.step(live, current, only="rollout")
+    stays = choose_plans(candidates, live, current, only="rollout")
     assert (stays.rollout.plan.mesh, stays.rollout.switched) == (D8, False)
     longer = dataclasses.replace(live, max_tokens=240)
-    moves = chooser.step(longer, current, only="rollout")
+    moves = choose_plans(candidates, longer, current, only="rollout")
     # 1640 bytes hold no 24 pages of 80 beside the two that there are. Beside the weights, too, and
     # those two twice 480 are left, of which 140 stay free: 34 pages of an eighth.
     assert moves.rollout.plan == rollout_on(T8, 8, 34)
     assert moves.rollout.num_bytes == 1000 + 1000 + 320 + 340
     with pytest.raises(BudgetTooSmall, match="a rollout fits"):
-        chooser.step(dataclasses.replace(live, max_tokens=500), current, only="rollout")
+        choose_plans(candidates, dataclasses.replace(live, max_tokens=500), current, only="rollout")
 
 
 def test_the_last_episodes_go_where_their_rounds_are_faster_if_the_move_is_earned_back():
     # One episode: a round of a row on each of 8 shards, 8 / 80 s; and 1 / 80 s on one shard.
     problem = hand_problem({F8: 1.0}, {D8: 80.0, T8: 80.0})
-    chooser = Chooser(Candidates(problem))
+    candidates = Candidates(problem)
 
     def tail(rounds: int, move_s: float):
         step = dataclasses.replace(
             STEP, rollout_tokens=rounds, keeps_slots=True, live=1, move_s=lambda mesh: move_s
         )
         here = Plans(rollout_on(D8, 8, 2), train_on(F8))
-        return chooser.step(step, here, only="rollout").rollout.plan.mesh
+        return choose_plans(candidates, step, here, only="rollout").rollout.plan.mesh
 
     # 100 rounds are 10 s here and 1.25 s there.
     assert tail(100, 5.0) == T8
@@ -428,8 +428,8 @@ def simulate(problem, table, true_speeds, steps, rng=None, noise=0.0, tries=Fals
     plans = Plans(rollout_on(start), train_on(F8)) if start else Plans()
     calm, seen, may_try = 0, [], (lambda plan, tokens: True) if tries else None
     for _ in range(steps):
-        chooser = Chooser(Candidates(problem, observations.table, may_try=may_try))
-        decision = chooser.step(STEP, plans, calm)
+        candidates = Candidates(problem, observations.table, may_try=may_try)
+        decision = choose_plans(candidates, STEP, plans, calm)
         switched = decision.rollout.switched or decision.train.switched
         plans = Plans(decision.rollout.plan, decision.train.plan)
         calm = 0 if switched else calm + 1
@@ -506,8 +506,8 @@ def test_reason_of_a_trial_says_what_it_may_gain():
     table = observed(ThroughputTable(), D8, 50, 50, 50)
     for _ in range(TRUSTED):
         table = table.with_speed(train_key(F8, 20, 1, "full"), 1e9)
-    chooser = Chooser(Candidates(problem, table, may_try=lambda plan, tokens: True))
-    decision = chooser.step(STEP, Plans(rollout_on(D8), train_on(F8)), 2)
+    candidates = Candidates(problem, table, may_try=lambda plan, tokens: True)
+    decision = choose_plans(candidates, STEP, Plans(rollout_on(D8), train_on(F8)), 2)
     assert decision.rollout.reason == (
         "data=8 -> data=4,tensor=2 (context 20, about 1.13 KiB/device; never ran, tried: at best "
         "+35 % tokens/s)"
@@ -522,14 +522,16 @@ def test_run_does_not_wait_for_the_program_of_a_mesh_that_never_ran_unless_it_mu
         Plans(rollout_on(D8), train_on(F8)),
     )
     for may_try, mesh in ((None, D4T2), (lambda *_: True, D4T2), (lambda *_: False, D8)):
-        chooser = Chooser(Candidates(problem, table, may_try=may_try))
-        assert meshes(chooser.step(STEP, current))[0] == mesh
-    chooser = Chooser(Candidates(problem, table, may_try=lambda *_: False))
+        candidates = Candidates(problem, table, may_try=may_try)
+        assert meshes(choose_plans(candidates, STEP, current))[0] == mesh
+    candidates = Candidates(problem, table, may_try=lambda *_: False)
     # Longer contexts have other programs anyway.
-    assert meshes(chooser.step(dataclasses.replace(STEP, is_new=True), current))[0] == D4T2
+    assert (
+        meshes(choose_plans(candidates, dataclasses.replace(STEP, is_new=True), current))[0] == D4T2
+    )
     small = dataclasses.replace(problem, rollout_bytes={D8: 10_000}, budget_bytes=8000)
-    chooser = Chooser(Candidates(small, table, may_try=lambda *_: False))
-    assert meshes(chooser.step(STEP, current))[0] == D4T2
+    candidates = Candidates(small, table, may_try=lambda *_: False)
+    assert meshes(choose_plans(candidates, STEP, current))[0] == D4T2
 
 
 def test_a_program_that_the_run_waits_for_pays_for_itself_in_the_steps_that_are_left():
@@ -540,7 +542,7 @@ def test_a_program_that_the_run_waits_for_pays_for_itself_in_the_steps_that_are_
 
     def mesh(table=table, current=current, **changes):
         step = dataclasses.replace(STEP, **changes)
-        return meshes(Chooser(Candidates(problem, table)).step(step, current))[0]
+        return meshes(choose_plans(Candidates(problem, table), step, current))[0]
 
     # 7 s are shorter than 8 s by more than the hysteresis of 10 %, 7.5 s are not.
     assert mesh(compile_s=20.0, lasts=20) == D4T2

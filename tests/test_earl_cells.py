@@ -14,8 +14,8 @@ OUT_OF_MEMORY = CELLS[4]
 
 @pytest.fixture(scope="module")
 def found():
-    chooser = earl_cells.chooser_for(Setup())
-    return {cell: predicted(chooser, cell) for cell in CELLS}
+    candidates = earl_cells.candidates_for(Setup())
+    return {cell: predicted(candidates, cell) for cell in CELLS}
 
 
 def test_a_cell_is_right_by_its_sign_or_by_pages_that_do_not_fit():
@@ -39,10 +39,10 @@ def test_pages_for_all_fit_where_fewer_than_512k_tokens_are_in_flight(found):
 
 
 def test_both_meshes_are_candidates_of_one_problem():
-    chooser = earl_cells.chooser_for(Setup())
-    four, eight = earl_cells.candidates(chooser, CELLS[0]).values()
+    candidates = earl_cells.candidates_for(Setup())
+    four, eight = earl_cells.on_both(candidates, CELLS[0]).values()
     assert (four.plan.num_slots, eight.plan.num_slots) == (8 * 32, 8 * 16)
-    assert chooser.problem.num_processes == 16
+    assert candidates.problem.num_processes == 16
 
 
 @pytest.mark.parametrize(("name", "right"), [*zip(SETUPS, (30, 30, 30, 30, 27), strict=True)])

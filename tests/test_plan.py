@@ -24,7 +24,7 @@ from earl_jax.placement.problem import (
 )
 from earl_jax.plan import plan_command
 from earl_jax.run import build
-from earl_jax.selector.choose import TIE, Chooser, full_step
+from earl_jax.selector.choose import TIE, full_step
 from earl_jax.selector.footprint import trainer_bytes
 from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.plan_candidates import Candidates
@@ -89,19 +89,19 @@ def test_training_is_rated_by_the_rows_that_episodes_are_packed_in():
     # Eight packed rows are one micro-batch by either plan; 64 are eight by the second.
     assert problem.update_speed(parts, 1024, 8) == problem.update_speed(whole, 1024, 8)
     assert problem.update_speed(parts, 1024, 64) < problem.update_speed(whole, 1024, 64)
-    few = Chooser(Candidates(problem, EMPTY, load=load_of(1024, mean=8 * 972 / 64)))
-    rated = {c.plan: c.tokens_per_s for c in few.candidates.train(1024)}
+    few = Candidates(problem, EMPTY, load=load_of(1024, mean=8 * 972 / 64))
+    rated = {c.plan: c.tokens_per_s for c in few.train(1024)}
     assert rated[TrainPlan(D8, 8, "none")] == rated[TrainPlan(D8, 1, "none")]
     step = full_step(problem, 1024)
-    every = Chooser(Candidates(problem)).step(step, Plans(), only="train").train
-    assert few.step(step, Plans(), only="train").train.seconds < every.seconds
+    every = choose_plans(Candidates(problem), step, Plans(), only="train").train
+    assert choose_plans(few, step, Plans(), only="train").train.seconds < every.seconds
 
 
 def test_passes_and_a_stream_are_part_of_a_steps_planned_time():
     def update_s(*overrides: str) -> tuple[tuple[str, ...], float]:
         problem = problem_on("h100:1x8", "selector.train_meshes=('data=8',)", *overrides)
-        decision = Chooser(Candidates(problem)).step(
-            full_step(problem, 1024), Plans(), only="train"
+        decision = choose_plans(
+            Candidates(problem), full_step(problem, 1024), Plans(), only="train"
         )
         return problem.work.scored, decision.train.seconds
 
@@ -439,13 +439,13 @@ def test_a_plan_that_failed_in_less_memory_may_run_in_more():
     """As with XLA_CLIENT_MEM_FRACTION 0.75 in one run and 0.92 in the next."""
     problem = problem_on("h100:1x8", "model.preset=qwen2.5-7b", BF16, budget=60 * 2**30)
     step = full_step(problem, 8192)
-    first = Chooser(Candidates(problem)).step(step, Plans()).plans
+    first = choose_plans(Candidates(problem), step, Plans()).plans
     for plan in first:
         table = with_failure(problem, EMPTY, plan, 8192)
         for budget, fails in ((60, True), (59, True), (73, False)):
             other = with_budget(problem, budget * 2**30)
             assert bool(table.failure_of(plan, other.size_of(plan, 8192))) is fails
-            chosen = Chooser(Candidates(other, table)).step(step, Plans()).plans
+            chosen = choose_plans(Candidates(other, table), step, Plans()).plans
             assert (plan in chosen) <= (not fails)
 
 

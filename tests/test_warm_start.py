@@ -14,10 +14,11 @@ from earl_jax.placement.placement import Placement
 from earl_jax.run.build import build_run
 from earl_jax.run.saved_position import resume
 from earl_jax.run.saver import save
-from earl_jax.selector.choose import Chooser, full_step
+from earl_jax.selector.choose import full_step
 from earl_jax.selector.footprint import device_bytes
 from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import Plans, RolloutPlan, TrainPlan
+from earl_jax.selector.splits import choose_plans
 from earl_jax.selector.table import ThroughputTable, key_of
 from earl_jax.train.checkpoint import Checkpoints
 from earl_jax.training import train
@@ -165,7 +166,7 @@ def test_another_plan_may_be_chosen_behind_it(world):
 
     def chosen(problem):
         problem = dataclasses.replace(problem, budget_bytes=need + own // 2)
-        return Chooser(Candidates(problem)).step(step, Plans(), only="train").train
+        return choose_plans(Candidates(problem), step, Plans(), only="train").train
 
     found = chosen(world.problem)
     assert found.plan != first and found.num_bytes <= need + own // 2

@@ -9,12 +9,13 @@ its switch paid for.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple
 
 from earl_jax.selector.plan_candidates import TIE, Candidate, Candidates, P
-from earl_jax.selector.plans import Plans, RolloutPlan, Stage, TrainPlan
+from earl_jax.selector.plans import Plan, Plans, RolloutPlan, Stage, TrainPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.reasons import BudgetTooSmall as BudgetTooSmall
 from earl_jax.selector.reasons import reason_of, step_too_small, too_small
@@ -59,6 +60,10 @@ class Step:
     keeps_slots: bool = False
     live: int | None = None
     move_s: Callable[[MeshShape], float] = lambda mesh: math.inf
+
+    def tokens_of(self, plan: Plan) -> int:
+        """Returns the context bucket of a plan's stage."""
+        return self.length if isinstance(plan, TrainPlan) else self.max_tokens
 
 
 def full_step(problem: Problem, context: int) -> Step:
@@ -163,263 +168,261 @@ class _Pair(NamedTuple):
         return number
 
 
-@dataclasses.dataclass(frozen=True)
-class Chooser:
-    """The choice among the candidates of one problem by one table."""
+def choose(
+    candidates: Candidates,
+    step: Step,
+    current: Plans,
+    calm_steps: int = WINDOW,
+    only: Stage | None = None,
+) -> Decision:
+    """Chooses both stages' plans for a step, or those of `only` one beside the other's in use.
 
-    candidates: Candidates
+    Where nothing is played, those of a step are the trainer's alone.
 
-    @property
-    def problem(self) -> Problem:
-        """The problem of the candidates."""
-        return self.candidates.problem
+    Plans that fit are left only for a step shorter by more than the hysteresis, and so is what
+    can stay of them where something must go. Both stages' are left only after a window of steps
+    (until then the load is in part other plans'), unless contexts are new or a trial begins or
+    ends; between the stages of a step the trainer's only where contexts are new.
 
-    def step(
-        self, step: Step, current: Plans, calm_steps: int = WINDOW, only: Stage | None = None
-    ) -> Decision:
-        """Chooses both stages' plans for a step, or those of `only` one beside the other's in use.
+    Raises:
+        BudgetTooSmall: nothing fits.
+    """
+    both = _pairs if candidates.problem.plays else _trainings
+    pairs = {None: both, "train": _trainings, "rollout": _rollouts}[only](candidates, step, current)
+    most = max(pair.kept(current) for pair in pairs)
+    here = [pair for pair in pairs if most and pair.kept(current) == most]
+    if only == "rollout" and not here:
+        # It must move, so that the cost of a move does not count.
+        pairs = [pair._replace(cost_s=pair.step_s) for pair in pairs]
+    pair = _best(candidates, pairs, current)
+    stays = _best(candidates, here, current) if here else pair
+    if here:
+        all_fit = most == 2 * len(stays.candidates)
+        may_leave = step.is_new or only == "rollout" or not all_fit
+        if only is None and not may_leave:
+            may_leave = calm_steps >= WINDOW or _may_leave_early(pair, stays)
+            may_leave = may_leave and not _must_wait(candidates, step, pair, stays)
+        if not may_leave or stays.cost_s <= (1.0 + candidates.problem.hysteresis) * pair.cost_s:
+            pair = stays
+    rollout, train = pair.rollout, pair.train
+    return Decision(
+        rollout=rollout
+        and _choice(candidates, step, rollout, current.rollout, stays.rollout, pair.resident),
+        train=train and _choice(candidates, step, train, current.train, stays.train),
+        seconds=pair.step_s,
+        switch_s=pair.cost_s - pair.step_s,
+    )
 
-        Where nothing is played, those of a step are the trainer's alone.
 
-        Plans that fit are left only for a step shorter by more than the hysteresis, and so is what
-        can stay of them where something must go. Both stages' are left only after a window of steps
-        (until then the load is in part other plans'), unless contexts are new or a trial begins or
-        ends; between the stages of a step the trainer's only where contexts are new.
+def _choice(
+    candidates: Candidates,
+    step: Step,
+    found: Candidate[P],
+    before: P | None,
+    stays: Candidate[P] | None,
+    beside: int = 0,
+) -> Choice[P]:
+    """Returns a stage's choice, beside so many bytes of the other one.
 
-        Raises:
-            BudgetTooSmall: nothing fits.
-        """
-        both = self._pairs if self.problem.plays else self._trainings
-        ways = {None: both, "train": self._trainings, "rollout": self._rollouts}
-        pairs = ways[only](step, current)
-        most = max(pair.kept(current) for pair in pairs)
-        here = [pair for pair in pairs if most and pair.kept(current) == most]
-        if only == "rollout" and not here:
-            # It must move, so that the cost of a move does not count.
-            pairs = [pair._replace(cost_s=pair.step_s) for pair in pairs]
-        pair = self._best(pairs, current)
-        stays = self._best(here, current) if here else pair
-        if here:
-            all_fit = most == 2 * len(stays.candidates)
-            may_leave = step.is_new or only == "rollout" or not all_fit
-            if only is None and not may_leave:
-                may_leave = calm_steps >= WINDOW or _may_leave_early(pair, stays)
-                may_leave = may_leave and not self._must_wait(pair, stays, step)
-            if not may_leave or stays.cost_s <= (1.0 + self.problem.hysteresis) * pair.cost_s:
-                pair = stays
-        rollout, train, tokens = pair.rollout, pair.train, step.max_tokens
-        played = [
-            self._play_s(step, each.rollout) if each.rollout else 0.0 for each in (pair, stays)
-        ]
-        trained = [self._train_s(step, each.train) if each.train else 0.0 for each in (pair, stays)]
-        play, update = (tokens, played, pair.resident), (step.length, trained, 0)
-        return Decision(
-            rollout=rollout and self._choice(rollout, current.rollout, play, stays.rollout),
-            train=train and self._choice(train, current.train, update, stays.train),
-            seconds=pair.step_s,
-            switch_s=pair.cost_s - pair.step_s,
-        )
+    `stays` is its candidate where as much stays of the plans in use as can.
+    """
+    seconds, tokens = _seconds(candidates, step, found), step.tokens_of(found.plan)
+    gain = _seconds(candidates, step, stays) / seconds - 1 if stays and seconds else 0.0
+    num_bytes = found.num_bytes - candidates.surplus(found) + beside
+    return Choice(
+        stage=found.plan.stage,
+        plan=found.plan,
+        tokens=tokens,
+        num_bytes=num_bytes,
+        is_exact=found.is_exact,
+        seconds=seconds,
+        switched=before is not None and found.plan.mesh != before.mesh,
+        reason=reason_of(candidates, found, before, tokens, num_bytes, stays, gain),
+    )
 
-    def _choice(
-        self,
-        found: Candidate[P],
-        before: P | None,
-        work: tuple[int, Sequence[float], int],
-        stays: Candidate[P] | None,
-    ) -> Choice[P]:
-        """Returns a stage's choice; `work`: context bucket, seconds, and bytes that are beside.
 
-        `stays` is its candidate where as much stays of the plans in use as can; the second of the
-        seconds are its.
-        """
-        tokens, (seconds, stays_s), beside = work
-        gain = stays_s / seconds - 1 if seconds else 0.0
-        num_bytes = found.num_bytes - self.candidates.surplus(found.plan, tokens) + beside
-        return Choice(
-            stage=found.plan.stage,
-            plan=found.plan,
-            tokens=tokens,
-            num_bytes=num_bytes,
-            is_exact=found.is_exact,
-            seconds=seconds,
-            switched=before is not None and found.plan.mesh != before.mesh,
-            reason=reason_of(self.candidates, found, before, tokens, num_bytes, stays, gain),
-        )
+def _best(candidates: Candidates, pairs: Sequence[_Pair], current: Plans) -> _Pair:
+    """Returns the pair of least cost.
 
-    def _best(self, pairs: Sequence[_Pair], current: Plans) -> _Pair:
-        """Returns the pair of least cost.
+    Of ties that without offload, which keeps most of the plans in use, and leaves most memory.
+    """
+    least_s = min(pair.cost_s for pair in pairs)
+    ties = [pair for pair in pairs if pair.cost_s <= (1.0 + TIE) * least_s]
 
-        Of ties that without offload, which keeps most of the plans in use, and leaves most memory.
-        """
-        least_s = min(pair.cost_s for pair in pairs)
-        ties = [pair for pair in pairs if pair.cost_s <= (1.0 + TIE) * least_s]
+    def rank(pair: _Pair) -> tuple[int, int, float]:
+        rollout, train = pair.rollout, pair.train
+        playing = pair.resident + (rollout.wanted_bytes if rollout else 0)
+        fullest = max(playing, train.num_bytes if train else 0)
+        offloads = rollout is not None and rollout.plan.offload
+        offloads += train is not None and train.plan.remat == "offload"
+        kept = pair.kept(current)
+        return offloads, -kept, max(fullest, AMPLE * candidates.problem.budget)
 
-        def rank(pair: _Pair) -> tuple[int, int, float]:
-            rollout, train = pair.rollout, pair.train
-            playing = pair.resident + (rollout.wanted_bytes if rollout else 0)
-            fullest = max(playing, train.num_bytes if train else 0)
-            offloads = rollout is not None and rollout.plan.offload
-            offloads += train is not None and train.plan.remat == "offload"
-            kept = pair.kept(current)
-            return offloads, -kept, max(fullest, AMPLE * self.problem.budget)
+    return min(ties, key=rank)
 
-        return min(ties, key=rank)
 
-    def _pairs(self, step: Step, current: Plans) -> list[_Pair]:
-        """Returns each training plan that fits with the best rollouts beside it.
+def _pairs(candidates: Candidates, step: Step, current: Plans) -> list[_Pair]:
+    """Returns each training plan that fits with the best rollouts beside it, least cut first.
 
-        Those that cannot be the fastest beside any rollout are left out, but for those on the mesh
-        in use. Where not both plans in use fit, one slower by the hysteresis may let the rollout's
-        stay.
-        """
-        least_s, found, before = math.inf, list[tuple[int, _Pair]](), current.train
-        margin = TIE if before is None else max(TIE, self.problem.hysteresis)
-        trains = self._trains(step, before, self.problem.budget)
-        plans = [pair.train.plan for pair in trains if pair.train]
-        residents = sorted({key for p in plans for key in self._residents(p, step.length)})
-        # The best rollouts by the bytes that a trainer leaves on the device; first the fastest.
-        beside = {key: self._beside(step, *key, current.rollout) for key in residents[:1]}
-        each_s = (pair.cost_s for pairs in beside.values() for pair in pairs)
-        fastest_s = min(each_s, default=math.inf) / (1.0 + TIE)
+    Those that cannot be the fastest beside any rollout are left out, but for those on the mesh
+    in use. Where not both plans in use fit, one slower by the hysteresis may let the rollout's
+    stay.
+    """
+    problem, before = candidates.problem, current.train
+    least_s, found = math.inf, list[tuple[int, _Pair]]()
+    margin = TIE if before is None else max(TIE, problem.hysteresis)
+    trains = _trains(candidates, step, before, problem.budget)
+    plans = [pair.train.plan for pair in trains if pair.train]
+    residents = sorted({key for p in plans for key in _residents(candidates, p, step.length)})
+    beside = functools.cache(functools.partial(_beside, candidates, step, current.rollout))
+    # The fastest is beside the fewest bytes that a trainer leaves on the device.
+    each_s = (pair.cost_s for key in residents[:1] for pair in beside(*key))
+    fastest_s = min(each_s, default=math.inf) / (1.0 + TIE)
 
-        def is_elsewhere(alone: _Pair) -> bool:
-            return before is None or alone.train is None or alone.train.plan.mesh != before.mesh
+    def is_elsewhere(alone: _Pair) -> bool:
+        return before is None or alone.train is None or alone.train.plan.mesh != before.mesh
 
-        # The mesh in use first.
-        in_order = sorted(enumerate(trains), key=lambda n: (is_elsewhere(n[1]), n[1].cost_s))
-        for index, alone in in_order:
-            train = alone.train
-            assert train is not None
-            if is_elsewhere(alone) and alone.cost_s + fastest_s > (1.0 + margin) * least_s:
-                continue
-            for key in self._residents(train.plan, step.length):
-                if key not in beside:
-                    beside[key] = self._beside(step, *key, current.rollout)
-                away_s = self.problem.offload_s(train.plan.mesh) if key[1] else 0.0
-                for pair in beside[key]:
-                    cost_s = alone.cost_s + away_s + pair.cost_s
-                    step_s = alone.step_s + away_s + pair.step_s
-                    least_s = min(least_s, cost_s)
-                    both = pair._replace(train=train, cost_s=cost_s, step_s=step_s)
-                    margin = TIE if both.kept(current) == 2 * len(both.candidates) else margin
-                    found.append((index, both))
-        if not found:
-            raise step_too_small(self.candidates, step.max_tokens, step.length, residents)
-        # Of equally good pairs the first is taken: the one that is cut least.
-        return [pair for _, pair in sorted(found, key=lambda each: each[0])]
-
-    def _trainings(self, step: Step, current: Plans) -> list[_Pair]:
-        """Returns the training plans that fit by themselves, or beside the rollout if it stays."""
-        beside = 0
-        if self.problem.rollout_stays and current.rollout is not None:
-            beside, _ = self.candidates.round_bytes(current.rollout, step.max_tokens)
-        if pairs := self._trains(step, current.train, self.problem.budget - beside):
-            return pairs
-        every = self.candidates.train(step.length)
-        raise too_small(self.candidates, "training", every, step.length, beside)
-
-    def _trains(self, step: Step, current: TrainPlan | None, free: float) -> list[_Pair]:
-        """Returns the training plans that fit into `free` bytes, with their seconds."""
-        pairs = []
-        for found in self.candidates.trains_that_fit(step.length, free, current):
-            seconds = self._train_s(step, found)
-            cost_s, mesh = seconds + _compile_s(step, found, current), found.plan.mesh
-            if current is not None and mesh != current.mesh:
-                cost_s += self.problem.move_s(mesh) / step.lasts
-            pairs.append(_Pair(None, found, 0, cost_s, seconds))
-        return pairs
-
-    def _rollouts(self, step: Step, current: Plans) -> list[_Pair]:
-        """Returns each rollout mesh that fits beside the trainer in use, with its move."""
-        problem, (before, train) = self.problem, current
+    # The mesh in use first.
+    in_order = sorted(enumerate(trains), key=lambda n: (is_elsewhere(n[1]), n[1].cost_s))
+    for index, alone in in_order:
+        train = alone.train
         assert train is not None
-        offload = before is not None and before.offload
-        plans = [plan for plan in problem.train_plans(step.length) if plan.mesh == train.mesh]
-        resident_bytes = self.candidates.resident_bytes
-        resident = min(resident_bytes(plan, offload, step.length) for plan in plans or [train])
-        free = problem.budget - resident
-        candidates = self._plans(step, free, offload, before)
-        fitting = [c for c in candidates if c.fits(free)]
-        if not fitting:
-            raise too_small(self.candidates, "a rollout", candidates, step.max_tokens, resident)
-        pairs = []
-        for found in fitting:
-            seconds, mesh = self._play_s(step, found), found.plan.mesh
-            moves = before is not None and mesh != before.mesh
-            cost_s = seconds + (step.move_s(mesh) if moves else 0.0)
-            pairs.append(_Pair(found, None, resident, cost_s, seconds))
+        if is_elsewhere(alone) and alone.cost_s + fastest_s > (1.0 + margin) * least_s:
+            continue
+        for key in _residents(candidates, train.plan, step.length):
+            away_s = problem.offload_s(train.plan.mesh) if key[1] else 0.0
+            for pair in beside(*key):
+                cost_s = alone.cost_s + away_s + pair.cost_s
+                step_s = alone.step_s + away_s + pair.step_s
+                least_s = min(least_s, cost_s)
+                both = pair._replace(train=train, cost_s=cost_s, step_s=step_s)
+                margin = TIE if both.kept(current) == 2 * len(both.candidates) else margin
+                found.append((index, both))
+    if not found:
+        raise step_too_small(candidates, step.max_tokens, step.length, residents)
+    # Of equally good pairs the first is taken: the one that is cut least.
+    return [pair for _, pair in sorted(found, key=lambda each: each[0])]
+
+
+def _trainings(candidates: Candidates, step: Step, current: Plans) -> list[_Pair]:
+    """Returns the training plans that fit by themselves, or beside the rollout if it stays."""
+    beside = 0
+    if candidates.problem.rollout_stays and current.rollout is not None:
+        beside, _ = candidates.round_bytes(current.rollout, step.max_tokens)
+    if pairs := _trains(candidates, step, current.train, candidates.problem.budget - beside):
         return pairs
+    every = candidates.train(step.length)
+    raise too_small(candidates, "training", every, step.length, beside)
 
-    def _beside(
-        self, step: Step, resident: int, offload: bool, current: RolloutPlan | None
-    ) -> list[_Pair]:
-        """Returns the best rollout beside `resident` bytes, that in use, and the best that ran."""
-        problem, free = self.problem, self.problem.budget - resident
-        fitting = [c for c in self._plans(step, free, offload, current) if c.fits(free)]
-        if not fitting:
-            return []
-        timed = [(self._play_s(step, candidate), candidate) for candidate in fitting]
-        most_s = (1.0 + TIE) * min(seconds for seconds, _ in timed)
-        ties = [each for each in timed if each[0] <= most_s]
-        best = min(ties, key=lambda each: max(each[1].wanted_bytes, AMPLE * free))
-        here = [each for each in timed if current and each[1].plan.mesh == current.mesh]
-        ran = sorted((each for each in timed if each[1].num_speeds), key=lambda each: each[0])
-        pairs = []
-        for play_s, rollout in dict.fromkeys([best, *here, *ran[:1]]):
-            seconds = play_s + problem.publish_s(rollout.plan.mesh)
-            cost_s = seconds + _compile_s(step, rollout, current)
-            pairs.append(_Pair(rollout, None, resident, cost_s, seconds))
-        return pairs
 
-    def _plans(
-        self, step: Step, free: float, offload: bool, current: RolloutPlan | None
-    ) -> list[Candidate[RolloutPlan]]:
-        """Returns a plan of each rollout mesh in `free` bytes, for live episodes their moves.
+def _trains(
+    candidates: Candidates, step: Step, current: TrainPlan | None, free: float
+) -> list[_Pair]:
+    """Returns the training plans that fit into `free` bytes, with their seconds."""
+    pairs = []
+    for found in candidates.trains_that_fit(step.length, free, current):
+        seconds = _seconds(candidates, step, found)
+        cost_s, mesh = seconds + _compile_s(step, found, current), found.plan.mesh
+        if current is not None and mesh != current.mesh:
+            cost_s += candidates.problem.move_s(mesh) / step.lasts
+        pairs.append(_Pair(None, found, 0, cost_s, seconds))
+    return pairs
 
-        Those stay inside processes, or across them.
-        """
-        sizes = (step.max_tokens, step.cache_tokens, free)
-        if current is None or not step.keeps_slots:
-            return self.candidates.rollouts(*sizes, offload=offload)
-        spans, is_across = self.problem.spans, self.problem.spans(current.mesh)
-        moves = self.candidates.moves(current._replace(offload=offload), *sizes)
-        return [found for found in moves if spans(found.plan.mesh) == is_across]
 
-    def _play_s(self, step: Step, found: Candidate[RolloutPlan]) -> float:
-        """Returns the seconds in which a rollout samples its tokens, in some or all slots."""
-        full_s = step.rollout_tokens / found.tokens_per_s
-        if step.live is None:
-            return full_s
-        live = max(1, min(step.live, found.plan.num_slots))
-        token_s = self.candidates.speeds.live_token_s(found.plan, live, step.max_tokens)
-        return max(full_s, step.rollout_tokens / live * token_s)
+def _rollouts(candidates: Candidates, step: Step, current: Plans) -> list[_Pair]:
+    """Returns each rollout mesh that fits beside the trainer in use, with its move."""
+    problem, (before, train) = candidates.problem, current
+    assert train is not None
+    offload = before is not None and before.offload
+    plans = [plan for plan in problem.train_plans(step.length) if plan.mesh == train.mesh]
+    resident_bytes = candidates.resident_bytes
+    resident = min(resident_bytes(plan, offload, step.length) for plan in plans or [train])
+    free = problem.budget - resident
+    every = _plans(candidates, step, free, offload, before)
+    fitting = [candidate for candidate in every if candidate.fits(free)]
+    if not fitting:
+        raise too_small(candidates, "a rollout", every, step.max_tokens, resident)
+    pairs = []
+    for found in fitting:
+        seconds, mesh = _seconds(candidates, step, found), found.plan.mesh
+        moves = before is not None and mesh != before.mesh
+        cost_s = seconds + (step.move_s(mesh) if moves else 0.0)
+        pairs.append(_Pair(found, None, resident, cost_s, seconds))
+    return pairs
 
-    # Bytes beside a rollout, and what keeps the plans in use.
 
-    def _residents(self, plan: TrainPlan, length: int) -> list[tuple[int, bool]]:
-        """Returns the bytes without offload, and with it where the hosts' memory holds that."""
-        problem, hardware = self.problem, self.problem.hardware
-        devices = min(hardware.devices_a_host, hardware.num_devices)
-        held = devices * problem.moments_bytes(plan.mesh) + problem.preempted_bytes
-        offloads = problem.can_offload and not problem.num_rollout
-        both = (False, True) if offloads and held <= hardware.host_memory_bytes else (False,)
-        resident_bytes = self.candidates.resident_bytes
-        return [(resident_bytes(plan, offload, length), offload) for offload in both]
+def _beside(
+    candidates: Candidates, step: Step, current: RolloutPlan | None, resident: int, offload: bool
+) -> list[_Pair]:
+    """Returns the best rollout beside `resident` bytes, that in use, and the best that ran."""
+    problem, free = candidates.problem, candidates.problem.budget - resident
+    fitting = [c for c in _plans(candidates, step, free, offload, current) if c.fits(free)]
+    if not fitting:
+        return []
+    timed = [(_seconds(candidates, step, candidate), candidate) for candidate in fitting]
+    most_s = (1.0 + TIE) * min(seconds for seconds, _ in timed)
+    ties = [each for each in timed if each[0] <= most_s]
+    best = min(ties, key=lambda each: max(each[1].wanted_bytes, AMPLE * free))
+    here = [each for each in timed if current and each[1].plan.mesh == current.mesh]
+    ran = sorted((each for each in timed if each[1].num_speeds), key=lambda each: each[0])
+    pairs = []
+    for play_s, rollout in dict.fromkeys([best, *here, *ran[:1]]):
+        seconds = play_s + problem.publish_s(rollout.plan.mesh)
+        cost_s = seconds + _compile_s(step, rollout, current)
+        pairs.append(_Pair(rollout, None, resident, cost_s, seconds))
+    return pairs
 
-    def _must_wait(self, pair: _Pair, stays: _Pair, step: Step) -> bool:
-        """Returns True if the run would wait for a program although the plans in use fit."""
-        tokens = {"rollout": step.max_tokens, "train": step.length}
-        return any(
-            new.plan.mesh != old.plan.mesh
-            and self.candidates.must_wait(new.plan, tokens[new.plan.stage])
-            for old, new in zip(stays.candidates, pair.candidates, strict=True)
-        )
 
-    def _train_s(self, step: Step, found: Candidate[TrainPlan]) -> float:
-        """Returns the seconds of a step's updates by a plan, of padding rows too."""
-        tokens, mesh, work = self.candidates.speeds.train_tokens, found.plan.mesh, self.problem.work
-        rows = self.problem.packed_rows(step.length, tokens, mesh)
+def _plans(
+    candidates: Candidates, step: Step, free: float, offload: bool, current: RolloutPlan | None
+) -> list[Candidate[RolloutPlan]]:
+    """Returns a plan of each rollout mesh in `free` bytes, for live episodes their moves.
+
+    Those stay inside processes, or across them.
+    """
+    sizes = (step.max_tokens, step.cache_tokens, free)
+    if current is None or not step.keeps_slots:
+        return candidates.rollouts(*sizes, offload=offload)
+    spans, is_across = candidates.problem.spans, candidates.problem.spans(current.mesh)
+    moves = candidates.moves(current._replace(offload=offload), *sizes)
+    return [found for found in moves if spans(found.plan.mesh) == is_across]
+
+
+def _seconds(candidates: Candidates, step: Step, found: Candidate) -> float:
+    """Returns the seconds of a stage: of updates, on padding rows too, or of sampling.
+
+    A rollout samples its tokens in all slots, or in those that are live.
+    """
+    plan, speeds, work = found.plan, candidates.speeds, candidates.problem.work
+    if isinstance(plan, TrainPlan):
+        rows = candidates.problem.packed_rows(step.length, speeds.train_tokens, plan.mesh)
         return rows * step.length * work.num_batches * work.epochs / found.tokens_per_s
+    full_s = step.rollout_tokens / found.tokens_per_s
+    if step.live is None:
+        return full_s
+    live = max(1, min(step.live, plan.num_slots))
+    return max(
+        full_s, step.rollout_tokens / live * speeds.live_token_s(plan, live, step.max_tokens)
+    )
+
+
+def _residents(candidates: Candidates, plan: TrainPlan, length: int) -> list[tuple[int, bool]]:
+    """Returns the bytes without offload, and with it where the hosts' memory holds that."""
+    problem, hardware = candidates.problem, candidates.problem.hardware
+    devices = min(hardware.devices_a_host, hardware.num_devices)
+    held = devices * problem.moments_bytes(plan.mesh) + problem.preempted_bytes
+    offloads = problem.can_offload and not problem.num_rollout
+    both = (False, True) if offloads and held <= hardware.host_memory_bytes else (False,)
+    resident_bytes = candidates.resident_bytes
+    return [(resident_bytes(plan, offload, length), offload) for offload in both]
+
+
+def _must_wait(candidates: Candidates, step: Step, best: _Pair, stays: _Pair) -> bool:
+    """Returns True if the run would wait for a program although the plans in use fit."""
+    return any(
+        new.plan.mesh != old.plan.mesh and candidates.must_wait(new.plan, step.tokens_of(new.plan))
+        for old, new in zip(stays.candidates, best.candidates, strict=True)
+    )
 
 
 def _compile_s(step: Step, new: Candidate[P], current: P | None) -> float:

@@ -226,15 +226,12 @@ class Candidates:
             return known + footprint.trainer, True
         return int(self.caution * footprint.total), False
 
-    def surplus(self, plan: Plan, tokens: int) -> int:
-        """Returns how many bytes per device `caution` adds to those of a plan's own program."""
-
-        def own(candidates: Candidates) -> int:
-            if isinstance(plan, TrainPlan):
-                return candidates.update_bytes(plan, tokens)[0]
-            return candidates.round_bytes(plan, tokens)[0]
-
-        return own(self) - own(dataclasses.replace(self, caution=1.0))
+    def surplus(self, found: Candidate) -> int:
+        """Returns how many of a candidate's bytes per device are those of `caution`."""
+        pages, plan = 0, found.plan
+        if isinstance(plan, RolloutPlan):
+            pages = plan.pages * self.problem.page_bytes(plan.mesh)
+        return 0 if found.is_exact else int((found.num_bytes - pages) * (1.0 - 1.0 / self.caution))
 
     def resident_bytes(self, plan: TrainPlan, offload: bool, length: int) -> int:
         """Returns the bytes beside which a rollout must fit.

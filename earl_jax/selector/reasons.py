@@ -66,7 +66,7 @@ def _why_left(candidates: Candidates, plan: Plan, tokens: int, *, least: bool) -
         return f"{plan.mesh} is no candidate for context {tokens}"
     if found.num_bytes > problem.budget:
         # Computed bytes may be too few: a plan that is left for that may need so many.
-        need = found.num_bytes - candidates.surplus(found.plan, tokens)
+        need = found.num_bytes - candidates.surplus(found)
         verb = "needs" if need > problem.budget else "may need"
         need = need if need > problem.budget else found.num_bytes
         budget = bytes_text(int(problem.budget))

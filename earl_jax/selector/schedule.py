@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plans of both stages at rising contexts, as values and as text; the smallest hardware. Pure.
 
-At each context `Chooser.step` chooses, as in a run that stays there for longer than a window of
+At each context `choose_plans` chooses, as in a run that stays there for longer than a window of
 steps; the plans in use carry over to the next. Devices need not be here.
 """
 

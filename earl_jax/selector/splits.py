@@ -2,16 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of plans together with the split of the devices between the stages. Pure.
 
-With each split a `Chooser` chooses both plans as if it were the only one; of the splits that one is
-taken whose slower stage is the fastest: stages on devices apart work at the same time, so that a
-step takes as long as the slower one (StreamRL, arXiv 2504.15930, section 4.3).
+With each split both plans are chosen as if it were the only one; of the splits that one is taken
+whose slower stage is the fastest: stages on devices apart work at the same time, so that a step
+takes as long as the slower one (StreamRL, arXiv 2504.15930, section 4.3).
 """
 
 import dataclasses
 import math
 from typing import Any
 
-from earl_jax.selector.choose import BudgetTooSmall, Choice, Chooser, Decision, Step
+from earl_jax.selector.choose import BudgetTooSmall, Choice, Decision, Step, choose
 from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import Plan, Plans, Stage
 from earl_jax.selector.problem import Problem
@@ -70,7 +70,7 @@ def choose_plans(
     calm_steps: int = WINDOW,
     only: Stage | None = None,
 ) -> Decision:
-    """Chooses as `Chooser.step`; for both stages also an open split, which for one stage stays.
+    """Chooses as `choose`; for both stages also an open split, which for one stage stays.
 
     The split in use is left, like plans, only after a window of steps, or where contexts are new,
     and for steps that are shorter by more than the hysteresis with the move paid for. Of equal ones
@@ -81,7 +81,7 @@ def choose_plans(
     here = current.rollout.mesh.num_devices if current.rollout else None
     if only is not None or not problem.splits:
         own = with_split(candidates, here or problem.num_rollout)
-        decision = Chooser(own).step(step, current, calm_steps, only)
+        decision = choose(own, step, current, calm_steps, only)
         # On devices of their own the stages of an asynchronous or streaming run work at once.
         at_once = problem.num_rollout and max(work.batches, work.parts) > 1
         at_once = at_once and None not in (decision.rollout, decision.train)
@@ -92,7 +92,7 @@ def choose_plans(
         if split != here:
             own = dataclasses.replace(own, may_try=None)
         try:
-            decision = Chooser(own).step(step, current, calm_steps)
+            decision = choose(own, step, current, calm_steps)
             found.append(_at_once(own, decision, step, here))
         except BudgetTooSmall as small:
             error = error or small
