@@ -15,7 +15,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from earl_jax.selector.plans import Plan, RolloutPlan, TrainPlan
 from earl_jax.selector.problem import Problem
-from earl_jax.selector.roofline import reads_in_place
+from earl_jax.selector.roofline import MODEL_ERROR, reads_in_place
 from earl_jax.selector.speeds import Speeds
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.sharding.layout import MeshShape
@@ -62,8 +62,9 @@ class Candidates:
 
     Computed bytes count `caution` times, but for those of pages, which are exact.
     `may_try(plan, tokens)` is True for a plan whose mesh may be tried out if it never ran; None
-    where none may. Episodes are expected to be as in `load`; None: all as long as the context
-    bucket, and as many tokens are appended as the problem says.
+    where none may. Computed speeds of other such meshes are divided by `model_error`. Episodes are
+    expected to be as in `load`; None: all as long as the context bucket, and as many tokens are
+    appended as the problem says.
     """
 
     problem: Problem
@@ -71,11 +72,12 @@ class Candidates:
     caution: float = 1.0
     may_try: Callable[[Plan, int], bool] | None = None
     load: Load | None = None
+    model_error: float = MODEL_ERROR
 
     @functools.cached_property
     def speeds(self) -> Speeds:
         """The speeds of plans by what the table has of them."""
-        return Speeds(self.problem, self.table, self.may_try, self.load)
+        return Speeds(self.problem, self.table, self.may_try, self.load, self.model_error)
 
     def train(self, length: int) -> list[Candidate[TrainPlan]]:
         """Returns every plan for rows of so many tokens."""
@@ -194,24 +196,19 @@ class Candidates:
             found.append(moved)
         return found
 
-    def in_use(
-        self, plan: Plan, tokens: int, free: float, *, least: bool = False
-    ) -> Candidate | None:
-        """Returns the candidate of a plan in use; None where its mesh is no candidate.
+    def smallest(self, plan: Plan, tokens: int) -> Candidate | None:
+        """Returns the candidate on a plan's mesh that takes the fewest bytes; None for no mesh.
 
-        A rollout has the pages that fit into `free` bytes. With `least` the mesh is used in the way
-        that takes the fewest bytes: a rollout with the fewest slots, an update without layers'
-        inputs in host memory where they are not there.
+        A plan without layers' inputs in host memory has none with these.
         """
         if plan.mesh not in self.problem.meshes(plan.stage, tokens):
             return None
-        if isinstance(plan, TrainPlan):
-            every = self.problem.train_plans(tokens) if least else [plan]
-            ways = [way for way in every if way.mesh == plan.mesh]
-            ways = [way for way in ways if plan.remat == "offload" or way.remat != "offload"]
-            return self._train(min(ways, key=lambda way: self.update_bytes(way, tokens)), tokens)
-        slots = self.problem.slot_numbers(plan.mesh)[-1] if least else plan.num_slots
-        return self._rollout(plan._replace(num_slots=slots, pages=0), tokens, None, free)
+        if isinstance(plan, RolloutPlan):
+            slots = self.problem.slot_numbers(plan.mesh)[-1]
+            return self._rollout(plan._replace(num_slots=slots, pages=0), tokens, None, 0.0)
+        ways = [way for way in self.problem.train_plans(tokens) if way.mesh == plan.mesh]
+        ways = [way for way in ways if plan.remat == "offload" or way.remat != "offload"]
+        return self._train(min(ways, key=lambda way: self.update_bytes(way, tokens)), tokens)
 
     def must_wait(self, plan: Plan, tokens: int) -> bool:
         """Returns True if the run would wait for the program of a plan, which never ran."""

@@ -9,15 +9,13 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import Any
 
 from earl_jax.selector.plans import Plan, RolloutPlan, Stage, TrainPlan
 from earl_jax.selector.problem import Problem
-from earl_jax.selector.roofline import MODEL_ERROR
 from earl_jax.selector.table import Entry, ThroughputTable, key_of, parse_key
-from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import Load
 
 # Meshes that never ran and may be tried, of each stage at each context bucket.
@@ -33,6 +31,7 @@ class Speeds:
     table: ThroughputTable
     may_try: Callable[[Plan, int], bool] | None
     load: Load | None
+    model_error: float
 
     @property
     def train_tokens(self) -> int | None:
@@ -48,9 +47,9 @@ class Speeds:
         alone_s = self.problem.live_token_s(plan.mesh, slots, live, max_tokens, appended)
         return alone_s * full / speed
 
-    def seen(self, stage: Stage) -> Collection[MeshShape]:
-        """Returns the meshes of a stage that ran."""
-        return self._factors[stage].by_mesh.keys()
+    def has_seen(self, stage: Stage) -> bool:
+        """Returns True if a mesh of this stage ran."""
+        return bool(self._factors[stage])
 
     def of_full_rounds(self, plan: RolloutPlan, max_tokens: int) -> float:
         """Returns the computed tokens/s with all slots at work."""
@@ -77,29 +76,61 @@ class Speeds:
         it while it may be tried.
         """
         factors, entry = self._factors[plan.stage], self.entry(plan, tokens)
-        if not factors.usual:
+        if not factors:
             return computed, False
-        own = factors.by_mesh.get(plan.mesh)
+        own, usual = factors.get(plan.mesh), factors[None]
         if known := entry.tokens_per_s:
-            least = 0.0 if entry.is_trusted else computed * (own or factors.usual)
+            least = 0.0 if entry.is_trusted else computed * (own or usual)
             return max(known, least), False
         if own:
-            return computed * factors.by_bucket.get((plan.mesh, tokens), own), False
-        ran = sum(bucket == tokens for _, bucket in factors.by_bucket)
-        if self.may_try is not None and ran <= TRIALS and self.may_try(plan, tokens):
-            return computed * factors.usual * MODEL_ERROR, True
-        return computed * factors.usual / MODEL_ERROR, False
+            return computed * factors.get((plan.mesh, tokens), own), False
+        if self.may_try is not None and self._ran[plan.stage, tokens] <= TRIALS:
+            if self.may_try(plan, tokens):
+                return computed * usual * self.model_error, True
+        return computed * usual / self.model_error, False
 
     @functools.cached_property
-    def _factors(self) -> "dict[str, _Factors]":
-        """Observed by computed speeds, by stage."""
-        found: dict[str, list[tuple[MeshShape, int, float, bool]]] = {"rollout": [], "train": []}
+    def _observed(self) -> list[tuple[Plan, int, Entry, float]]:
+        """Plans that ran, with their context buckets, and observed by computed speeds."""
+        found = []
         for text, entry in self.table.entries.items():
-            (plan, tokens), observed = parse_key(text), entry.tokens_per_s
-            if observed and (computed := self._computed(plan, tokens)):
-                factor = (plan.mesh, tokens, observed / computed, entry.is_trusted)
-                found[plan.stage].append(factor)
-        return {stage: _factors_of(each) for stage, each in found.items()}
+            (plan, tokens), speed = parse_key(text), entry.tokens_per_s
+            if speed and (computed := self._computed(plan, tokens)):
+                found.append((plan, tokens, entry, speed / computed))
+        return found
+
+    @functools.cached_property
+    def _ran(self) -> Counter[tuple[str, int]]:
+        """The number of meshes that ran, by stage and context bucket."""
+        each = {(plan.stage, plan.mesh, tokens) for plan, tokens, *_ in self._observed}
+        return Counter((stage, tokens) for stage, _, tokens in each)
+
+    @functools.cached_property
+    def _factors(self) -> dict[str, dict[Any, float]]:
+        """Medians of observed by computed speeds, by stage, and mesh or mesh and context bucket.
+
+        Under None is that of the stage's meshes. One that is not trusted counts as no lower than
+        this, or than the mesh's at another bucket. A busy machine makes a plan look slow, and
+        nothing makes it look fast: of two medians the higher one is taken.
+        """
+
+        def medians(stage: str, trusted: bool, by_bucket: bool) -> dict[Any, float]:
+            groups = defaultdict[Any, list[float]](list)
+            for plan, tokens, entry, factor in self._observed:
+                if plan.stage == stage and entry.is_trusted == trusted:
+                    groups[(plan.mesh, tokens) if by_bucket else plan.mesh].append(factor)
+            return {group: statistics.median_high(factors) for group, factors in groups.items()}
+
+        found: dict[str, dict[Any, float]] = {"rollout": {}, "train": {}}
+        for stage, factors in found.items():
+            unsure, sure = (medians(stage, trusted, False) for trusted in (False, True))
+            if unsure or sure:
+                usual = factors[None] = statistics.median_high((unsure | sure).values())
+                factors |= {mesh: max(factor, usual) for mesh, factor in unsure.items()} | sure
+                here = medians(stage, False, True).items()
+                factors |= {key: max(factor, factors[key[0]]) for key, factor in here}
+                factors |= medians(stage, True, True)
+        return found
 
     def _computed(self, plan: Plan, tokens: int) -> float | None:
         """Returns the computed speed of a plan; None for one that this problem cannot have.
@@ -120,36 +151,3 @@ class Speeds:
         """Returns the computed tokens/s of updates on packed rows."""
         rows = self.problem.packed_rows(length, self.train_tokens, plan.mesh)
         return self.problem.update_speed(plan, length, rows)
-
-
-class _Factors(NamedTuple):
-    """Observed by computed speeds; `usual` is the median over meshes, None where no mesh ran.
-
-    A factor that is not trusted counts as no lower than the usual one, or than the mesh's at
-    another context bucket. A busy machine makes a plan look slow, and nothing makes it look fast:
-    of two medians the higher one is taken.
-    """
-
-    by_bucket: Mapping[tuple[MeshShape, int], float]
-    by_mesh: Mapping[MeshShape, float]
-    usual: float | None
-
-
-def _factors_of(found: Sequence[tuple[MeshShape, int, float, bool]]) -> _Factors:
-    """Returns medians of (mesh, context bucket, factor, True if trusted): trusted ones go first."""
-
-    def medians(number: int, trusted: bool) -> dict[Any, float]:
-        groups = defaultdict[Any, list[float]](list)
-        for *where, factor, is_trusted in found:
-            if is_trusted == trusted:
-                groups[tuple(where[:number])].append(factor)
-        return {group: statistics.median_high(factors) for group, factors in groups.items()}
-
-    unsure, sure = medians(1, False), medians(1, True)
-    if not unsure | sure:
-        return _Factors({}, {}, None)
-    usual = statistics.median_high((unsure | sure).values())
-    meshes = {key: max(factor, usual) for key, factor in unsure.items()} | sure
-    buckets = {key: max(factor, meshes[key[:1]]) for key, factor in medians(2, False).items()}
-    by_mesh = {mesh: factor for (mesh,), factor in meshes.items()}
-    return _Factors(buckets | medians(2, True), by_mesh, usual)

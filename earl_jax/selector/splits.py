@@ -11,11 +11,10 @@ import dataclasses
 import math
 from typing import Any
 
-from earl_jax.selector.choose import BudgetTooSmall, Choice, Decision, Step, choose
+from earl_jax.selector.choose import BudgetTooSmall, Decision, Step, choose
 from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import Plan, Plans, Stage
 from earl_jax.selector.problem import Problem
-from earl_jax.selector.roofline import MODEL_ERROR
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import WINDOW
@@ -75,7 +74,8 @@ def choose_plans(
     The split in use is left, like plans, only after a window of steps, or where contexts are new,
     and for steps that are shorter by more than the hysteresis with the move paid for. Of equal ones
     that is taken whose faster stage is the faster. Nothing is tried in another split, and the run
-    does not wait for the programs of one.
+    does not wait for the programs of one. Until both stages were observed, splits are compared by
+    the speed model alone.
     """
     problem, work = candidates.problem, candidates.problem.work
     here = current.rollout.mesh.num_devices if current.rollout else None
@@ -86,11 +86,15 @@ def choose_plans(
         at_once = problem.num_rollout and max(work.batches, work.parts) > 1
         at_once = at_once and None not in (decision.rollout, decision.train)
         return _at_once(own, decision, step, here) if at_once else decision
-    found, error = list[Decision](), None
+    found, error, table = list[Decision](), None, candidates.table
+    if not (candidates.speeds.has_seen("rollout") and candidates.speeds.has_seen("train")):
+        # The factor by which one stage differs from the model would weigh it against the other.
+        table = table.without_speeds()
     for split in problem.splits:
-        own = with_split(candidates, split)
+        own = dataclasses.replace(with_split(candidates, split), table=table)
         if split != here:
-            own = dataclasses.replace(own, may_try=None)
+            # Meshes are mostly those that ran, with more or fewer devices.
+            own = dataclasses.replace(own, may_try=None, model_error=1.0)
         try:
             decision = choose(own, step, current, calm_steps)
             found.append(_at_once(own, decision, step, here))
@@ -121,9 +125,7 @@ def _at_once(candidates: Candidates, decision: Decision, step: Step, here: int |
     """Returns the decision with the seconds of a step whose stages work at the same time.
 
     A rollout takes those of new weights on their way too. Live episodes move with their pages to
-    another split than `here`. The model's error does not count against a mesh that never ran there:
-    it is mostly the same with more or fewer devices. Until both stages were observed, the seconds
-    are the speed model's: one stage's factor by which it differs would weigh it against the other.
+    another split than `here`.
     """
     rollout, train, problem = decision.rollout, decision.train, candidates.problem
     assert rollout is not None and train is not None
@@ -133,19 +135,7 @@ def _at_once(candidates: Candidates, decision: Decision, step: Step, here: int |
         # The weights beside the pages arrive in any case.
         cache_bytes = rollout.plan.pages * problem.page_bytes(mesh)
         move_s += (problem.publish_s(mesh, cache_bytes) - publish_s) / step.lasts
-    seen = {stage: candidates.speeds.seen(stage) for stage in ("rollout", "train")}
-    model = dataclasses.replace(candidates, table=candidates.table.without_speeds())
-
-    def seconds(choice: Choice) -> float:
-        if all(seen.values()):
-            is_known = mesh.num_devices == here or choice.plan.mesh in seen[choice.plan.stage]
-            return choice.seconds / (1.0 if is_known else MODEL_ERROR)
-        ways = (each.in_use(choice.plan, choice.tokens, math.inf) for each in (candidates, model))
-        known, computed = (way.tokens_per_s for way in ways if way is not None)
-        return choice.seconds * known / computed
-
-    rollout = dataclasses.replace(rollout, seconds=seconds(rollout) + publish_s)
-    train = dataclasses.replace(train, seconds=seconds(train))
+    rollout = dataclasses.replace(rollout, seconds=rollout.seconds + publish_s)
     step_s = max(rollout.seconds, train.seconds)
     return Decision(rollout=rollout, train=train, seconds=step_s, switch_s=move_s)
 
