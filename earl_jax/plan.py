@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from earl_jax.config.flags import config_parser, parse_with_overrides
 from earl_jax.launch.start import exit_status
@@ -54,8 +53,6 @@ def parse_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]
     add("--hbm_gib", type=float, help=budget)
     vocab = "size of the vocabulary (default: the preset's, else of the tokenizer of a run)"
     add("--vocab_size", type=int, help=vocab)
-    table = "a throughput table of a run of this model on such chips: its speeds and bytes are used"
-    add("--table", type=Path, help=table)
     train = "training has this topology of its own, and --topology only plays"
     add("--train_topology", default="", metavar="TOPOLOGY", help=train)
     link = "GB/s between the two (default: all network cards of the smaller)"

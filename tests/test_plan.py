@@ -15,7 +15,7 @@ import pytest
 from earl_jax.launch.start import host_memory_bytes
 from earl_jax.models.presets import PRESETS, preset_vocab_size
 from earl_jax.placement import problem as problem_module
-from earl_jax.placement.facts import model_facts, with_failure
+from earl_jax.placement.facts import with_failure
 from earl_jax.placement.problem import (
     find_model,
     hardware_of_devices,
@@ -644,7 +644,10 @@ def test_the_plan_for_a_chip_says_in_text_what_it_has_in_json(topology, model, h
         (["--topology=h100:3x8"], "--config.rollout.num_slots=72"),
         (["--topology=cpu:4"], "'data=8', a mesh of 8 devices; this run has 4"),
         (["--topology=cpu:8", "--config=nowhere.py"], "no such file"),
-        (["--topology=cpu:8", "--table=nowhere.json"], "--table=nowhere.json cannot be read"),
+        (
+            ["--topology=cpu:8", "--config.selector.table=nowhere.json"],
+            "config.selector.table=nowhere.json cannot be read",
+        ),
         (
             ["--topology=cpu:8", "--config.devices.num_rollout=8"],
             "8 devices in all; leave at least one to train",
@@ -673,17 +676,10 @@ def test_memory_beyond_a_devices_is_noted(capsys):
 
 
 def test_a_table_of_a_run_decides(capsys, tmp_path):
-    """A slow mesh is left, and what was observed is marked; notes say what is different."""
+    """A slow mesh is left, and what was observed is marked."""
     flags = ["--topology=cpu:8", "--contexts=40", "--vocab_size=320", "--json"]
     plain = json.loads(run(capsys, *flags))
-    config = make_config({})
-
-    table = ThroughputTable(
-        facts={
-            **model_facts(config.model, 320),
-            "devices": {s: {"platform": "cpu", "kind": "cpu"} for s in ("rollout", "train")},
-        }
-    )
+    table = EMPTY
     fast, slow = ("data=8", "data=1,fsdp=8")
     if plain["contexts"][0]["train"]["mesh"] == fast:
         fast, slow = slow, fast
@@ -692,12 +688,11 @@ def test_a_table_of_a_run_decides(capsys, tmp_path):
             table = table.with_speed(train_key(MeshShape.parse(mesh), 40, 1, "none"), speed)
     path = tmp_path / "table.json"
     path.write_text(json.dumps(table.as_dict()))
-    values = json.loads(run(capsys, *flags, f"--table={path}"))
+    values = json.loads(run(capsys, *flags, f"--config.selector.table={path}"))
     chosen = values["contexts"][0]["train"]
     assert chosen["mesh"] == fast != plain["contexts"][0]["train"]["mesh"]
     (found,) = (mesh for mesh in chosen["meshes"] if mesh["mesh"] == fast)
     assert found["observed"] and found["tokens_per_s"] == 9e4
-    assert any(f"--table={path}: its speeds are of other settings" in n for n in values["notes"])
 
 
 def test_sizes_that_are_advised_keep_groups_whole():

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Throughput tables of runs and plans: the facts that they hold for, opened, and fed.
 
-The facts of a table are all that may change a speed. A run reads its own table only where all of
-them are equal; a plan, whose chips need not be here, takes one of the same chip and model.
+The facts of a table are all that may change a speed: a run reads its own table only where all of
+them are equal.
 """
 
 import dataclasses
@@ -21,9 +21,7 @@ from earl_jax.models.config import ModelConfig
 from earl_jax.selector.plans import Failure, Plan, RolloutPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.table import METHOD, ThroughputTable, key_of, load_table
-from earl_jax.settings.differences import differences
 from earl_jax.settings.errors import InputError
-from earl_jax.sharding.topology import chip_of
 
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
@@ -46,7 +44,7 @@ def facts_of(
 
     stages = {"rollout": cluster.rollout_devices, "train": cluster.train_devices}
     return {
-        **model_facts(model, vocab_size),
+        **_model(model, vocab_size),
         "devices": {stage: devices(group) for stage, group in stages.items()},
         **_settings(config),
         "choice_branches": choice_branches,
@@ -62,7 +60,7 @@ def facts_of(
     }
 
 
-def model_facts(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+def _model(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     """Returns the facts of a model, whatever it is called."""
     model = dataclasses.replace(model, path="", preset="")
     return {"model": dataclasses.asdict(model), "vocab_size": vocab_size}
@@ -74,7 +72,7 @@ def _settings(config: Config) -> dict[str, dict[str, Any]]:
     sizes = ("num_slots", "episodes_per_step", "chunk_size", "burst", "tokens_a_page")
     programs = ("attention", "num_draft_tokens", "compute_dtype", "weight_dtype", "kv_dtype")
     networks = config.networks
-    held = networks._asdict() | {"teacher": networks.teacher and model_facts(*networks.teacher)}
+    held = networks._asdict() | {"teacher": networks.teacher and _model(*networks.teacher)}
     updates = ("micro_batches", "remat", "logprob_chunk", "epochs", "mini_batches", "proximal")
     updates += ("optimizer", "momentum_dtype")
     return {
@@ -106,7 +104,7 @@ def open_table(
     if own:
         table = dataclasses.replace(table, entries={})
     if setting not in ("auto", "model"):
-        table, note = read_table(Path(setting), "config.selector.table").over(table), None
+        table, note = given_table(setting).over(table), None
     each = [
         ThroughputTable.from_dict(values, table.path)
         for values in cluster.gather(table.as_dict(), "the tables of measurements")
@@ -115,51 +113,17 @@ def open_table(
     return dataclasses.replace(each[0], failures=tuple(failures)), note
 
 
-def table_for_plan(
-    path: Path, problem: Problem, model: ModelConfig, vocab_size: int, config: Config
-) -> tuple[ThroughputTable, list[str]]:
-    """Returns a run's table for a plan on such chips, and notes about other settings.
+def given_table(setting: str) -> ThroughputTable:
+    """Returns the table in the file that config.selector.table names; an empty one for no path.
 
-    Raises:
-        ValueError: it cannot be read, or is not of this chip and this model.
+    Raises ValueError where it cannot be read.
     """
-    table, wanted = read_table(path, "--table"), problem.hardware.chip
+    if setting in ("auto", "model"):
+        return ThroughputTable()
     try:
-        stages = table.facts["devices"].values()
-        kinds = {(each["platform"], each["kind"]) for each in stages}
-    except (AttributeError, KeyError, TypeError):
-        kinds = {("", "unknown")}
-    for backend, kind in kinds:
-        known = chip_of(kind)
-        if (known.name if known else backend) != wanted:
-            raise InputError(
-                f"--table={path} is of {kind} devices, and the plan is for {problem.hardware.name}."
-                f" Give a table that a run on {wanted} has written, or none: speeds are then "
-                "computed"
-            )
-    if found := _differences(table, model_facts(model, vocab_size)):
-        raise InputError(
-            f"--table={path} is of another model: {found}. Plan with the config of the run that "
-            "wrote it (--config, --config.model.KEY=VALUE, --vocab_size), or give no table: speeds "
-            "are then computed"
-        )
-    found = _differences(table, _settings(config))
-    return table, [f"its speeds are of other settings than are planned for: {found}"] * bool(found)
-
-
-def read_table(path: Path, flag: str) -> ThroughputTable:
-    """Reads a table that a run has written. Raises ValueError for anything else."""
-    try:
-        return ThroughputTable.from_dict(json.loads(path.read_text()))
+        return ThroughputTable.from_dict(json.loads(Path(setting).read_text()))
     except (OSError, ValueError) as error:
-        raise InputError(f"{flag}={path} cannot be read: {error}") from error
-
-
-def _differences(table: ThroughputTable, facts: dict[str, Any]) -> str:
-    """Returns the first differences of these facts in words, "" for none."""
-    here = json.loads(json.dumps(facts, default=str))
-    found = differences({name: table.facts.get(name) for name in here}, here, "config")
-    return "; ".join(line.removeprefix("config.") for line in found[:4])
+        raise InputError(f"config.selector.table={setting} cannot be read: {error}") from error
 
 
 class Observations:

@@ -24,7 +24,7 @@ from earl_jax.launch.start import start_jax
 from earl_jax.models.checkpoints.hf_read import open_checkpoint
 from earl_jax.models.checkpoints.hub import find_folder
 from earl_jax.models.config import ModelConfig
-from earl_jax.placement.facts import table_for_plan, with_failure, with_program_bytes
+from earl_jax.placement.facts import given_table, with_failure, with_program_bytes
 from earl_jax.placement.group_planner import plan_groups
 from earl_jax.placement.problem import find_model, overrides_for_chips, planned_problem
 from earl_jax.placement.stages import make_learner
@@ -77,10 +77,7 @@ def plan_run(
     if flags.train_topology or flags.prices or flags.link_gb is not None:
         return _plan_groups(flags, config, model, vocab_size, contexts)
     problem = planned_problem(config, model, vocab_size, hardware, budget)
-    table, compiled = ThroughputTable(), None
-    if flags.table:
-        table, found = table_for_plan(flags.table, problem, model, vocab_size, config)
-        notes += [f"--table={flags.table}: {note}" for note in found]
+    table, compiled = given_table(config.selector.table), None
     if flags.exact:
         compiled = compiler_for(problem, config, model, vocab_size, flags.topology)
     schedule = make_schedule(problem, table, contexts, compiled)
@@ -103,7 +100,7 @@ def _plan_groups(
 ) -> tuple[dict[str, Any], list[str]]:
     if not flags.train_topology:
         raise InputError("--prices and --link_gb are of two groups: give --train_topology too")
-    given = {"--exact": flags.exact, "--table": flags.table, "--hbm_gib": flags.hbm_gib}
+    given = {"--exact": flags.exact, "--hbm_gib": flags.hbm_gib}
     if names := ", ".join(name for name, value in given.items() if value):
         raise InputError(f"{names} beside --train_topology: two groups are planned by data sheets")
     topologies = (flags.topology, flags.train_topology)

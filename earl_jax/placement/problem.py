@@ -264,6 +264,7 @@ def overrides_for_chips(given: Sequence[str], contexts: str) -> list[str]:
         "selector.budget_bytes_per_device=0",
         "selector.rollout_meshes=()",
         "selector.train_meshes=()",
+        "selector.table=auto",
         "model.compute_dtype=bfloat16",
         "rollout.chunk_size=128",
         "rollout.burst=16",
