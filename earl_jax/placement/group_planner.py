@@ -18,13 +18,12 @@ from typing import Any
 from earl_jax.config.config import Config
 from earl_jax.models.config import ModelConfig
 from earl_jax.placement.problem import make_problem
-from earl_jax.selector.choose import BudgetTooSmall, full_step
+from earl_jax.selector.choose import BudgetTooSmall, choose, full_step
 from earl_jax.selector.footprint import device_bytes
 from earl_jax.selector.hardware import Hardware, parse_topology
-from earl_jax.selector.plan_candidates import Candidate, Candidates
-from earl_jax.selector.plans import Stage
+from earl_jax.selector.plan_candidates import Candidates
+from earl_jax.selector.plans import Plans, Stage
 from earl_jax.selector.problem import Problem
-from earl_jax.selector.reasons import too_small
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.plan_text import table_lines
@@ -67,10 +66,8 @@ def plan_groups(
         raise InputError(f"--link_gb={link_gb}; give GB/s between the groups, above 0")
     both, each = [parse_topology(topology) for topology in topologies], _prices(prices)
     link = 1e9 * link_gb if link_gb else min(h.network_bytes_per_s * h.num_devices for h in both)
-    rollouts, trains = (
-        _groups(config, model, vocab_size, hardware, stage)
-        for hardware, stage in zip(both, ("rollout", "train"), strict=True)
-    )
+    rollouts = _groups(config, model, vocab_size, both[0], "rollout")
+    trains = _groups(config, model, vocab_size, both[1], "train")
     values: dict[str, Any] = {"topologies": topologies, "prices": each, "link_bytes_per_s": link}
     values |= {"all": [], "cheapest": [], "unfit": {}}
     for context in contexts:
@@ -83,18 +80,16 @@ def plan_groups(
     return values, list(_lines(values))
 
 
-def _prices(text: str) -> tuple[float, float]:
+def _prices(text: str) -> tuple[float, ...]:
     """Returns the numbers of --prices, (0, 0) for none. Raises ValueError for other words."""
-    try:
-        first, second = map(float, text.split(",")) if text else (0.0, 0.0)
-    except ValueError:
-        first = second = math.nan
-    if not all(0 <= price < math.inf for price in (first, second)):
-        raise InputError(
-            f"--prices={text}: give the prices of a device-hour of --topology and of "
-            "--train_topology, as in --prices=1,2.5"
-        )
-    return first, second
+    with contextlib.suppress(ValueError):
+        prices = tuple(map(float, (text or "0,0").split(",")))
+        if len(prices) == 2 and all(0 <= price < math.inf for price in prices):
+            return prices
+    raise InputError(
+        f"--prices={text}: give the prices of a device-hour of --topology and of "
+        "--train_topology, as in --prices=1,2.5"
+    )
 
 
 def _groups(
@@ -125,7 +120,7 @@ def _groups(
 
 
 def groups_step(
-    played: Problem, trained: Problem, prices: tuple[float, float], context: int, link: float
+    played: Problem, trained: Problem, prices: Sequence[float], context: int, link: float
 ) -> dict[str, Any]:
     """Returns the step of two groups whose episodes all have `context` tokens, as JSON values.
 
@@ -141,20 +136,20 @@ def groups_step(
     Raises:
         BudgetTooSmall: a stage does not fit.
     """
-    player, trainer = _fastest(played, "rollout", context), _fastest(trained, "train", context)
-    mesh, work = player.plan.mesh, trained.work
-    tokens = played.work.num_rows * context
+    plays = choose(Candidates(played), full_step(played, context), Plans(), only="rollout").rollout
+    trains = choose(Candidates(trained), full_step(trained, context), Plans(), only="train").train
+    assert plays is not None and trains is not None
+    mesh, tokens = plays.plan.mesh, played.work.num_rows * context
     weights = device_bytes(played.sizes.engine, MeshShape())
     devices = [problem.hardware.num_devices for problem in (played, trained)]
-    rollout_s = full_step(played, context).rollout_tokens / player.tokens_per_s
-    train_s = tokens * work.num_batches * work.epochs / trainer.tokens_per_s
+    rollout_s, train_s = plays.seconds, trains.seconds
     link_s, spread_s = (weights + tokens * TOKEN_BYTES) / link, played.publish_s(mesh)
     step_s = max(rollout_s + spread_s, train_s, link_s)
     hour_price = devices[0] * prices[0] + devices[1] * prices[1]
     return {
         "context": context,
         "devices": devices,
-        "meshes": [str(mesh), str(trainer.plan.mesh)],
+        "meshes": [str(mesh), str(trains.plan.mesh)],
         "rollout_s": rollout_s,
         "train_s": train_s,
         "link_s": link_s,
@@ -168,24 +163,10 @@ def groups_step(
     }
 
 
-def _fastest(problem: Problem, stage: Stage, context: int) -> Candidate:
-    """Returns the fastest plan that fits. Raises BudgetTooSmall where none does."""
-    candidates, budget = Candidates(problem), problem.budget
-    if stage == "train":
-        found = candidates.train(context)
-    else:
-        found = candidates.rollouts(context, None, budget)
-    fitting = [candidate for candidate in found if candidate.fits(budget)]
-    if not fitting:
-        what = {"train": "training", "rollout": "a rollout"}[stage]
-        raise too_small(candidates, f"{what} on {problem.hardware.name}", found, context)
-    return max(fitting, key=lambda candidate: candidate.tokens_per_s)
-
-
 def cheapest(
     rollouts: Sequence[Problem],
     trains: Sequence[Problem],
-    prices: tuple[float, float],
+    prices: Sequence[float],
     context: int,
     link: float,
 ) -> dict[str, Any] | None:

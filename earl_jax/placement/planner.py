@@ -74,8 +74,14 @@ def plan_run(
     budget = _budget(flags.hbm_gib, config, hardware, notes)
     contexts = _within_model(config, wanted, contexts)
     model, vocab_size = find_model(config, flags.vocab_size)
-    if flags.train_topology or flags.prices or flags.link_gb is not None:
-        return _plan_groups(flags, config, model, vocab_size, contexts)
+    link, prices = flags.link_gb, flags.prices
+    if flags.train_topology:
+        if flags.exact or flags.hbm_gib:
+            raise InputError("--exact or --hbm_gib beside --train_topology; remove one of them")
+        both = (flags.topology, flags.train_topology)
+        return plan_groups(config, model, vocab_size, both, contexts, link_gb=link, prices=prices)
+    if prices or link is not None:
+        raise InputError("--prices and --link_gb are of two groups: give --train_topology too")
     problem = planned_problem(config, model, vocab_size, hardware, budget)
     table, compiled = given_table(config.selector.table), None
     if flags.exact:
@@ -89,23 +95,6 @@ def plan_run(
         values["smallest"] = {"context": broken, "devices": dict(found)}
         lines.append(f"  {smallest_words(found, broken)}")
     return values, lines
-
-
-def _plan_groups(
-    flags: argparse.Namespace,
-    config: Config,
-    model: ModelConfig,
-    vocab_size: int,
-    contexts: Sequence[int],
-) -> tuple[dict[str, Any], list[str]]:
-    if not flags.train_topology:
-        raise InputError("--prices and --link_gb are of two groups: give --train_topology too")
-    given = {"--exact": flags.exact, "--hbm_gib": flags.hbm_gib}
-    if names := ", ".join(name for name, value in given.items() if value):
-        raise InputError(f"{names} beside --train_topology: two groups are planned by data sheets")
-    topologies = (flags.topology, flags.train_topology)
-    link, prices = flags.link_gb, flags.prices
-    return plan_groups(config, model, vocab_size, topologies, contexts, link_gb=link, prices=prices)
 
 
 def _budget(hbm_gib: float | None, config: Config, hardware: Hardware, notes: list[str]) -> int:

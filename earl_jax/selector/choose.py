@@ -330,13 +330,13 @@ def _trains(
 
 
 def _rollouts(candidates: Candidates, step: Step, current: Plans) -> list[_Pair]:
-    """Returns each rollout mesh that fits beside the trainer in use, with its move."""
+    """Returns each rollout mesh that fits beside the trainer in use, if any, with its move."""
     problem, (before, train) = candidates.problem, current
-    assert train is not None
-    offload = before is not None and before.offload
-    plans = [plan for plan in problem.train_plans(step.length) if plan.mesh == train.mesh]
-    resident_bytes = candidates.resident_bytes
-    resident = min(resident_bytes(plan, offload, step.length) for plan in plans or [train])
+    offload, resident = before is not None and before.offload, 0
+    if train is not None:
+        plans = [plan for plan in problem.train_plans(step.length) if plan.mesh == train.mesh]
+        resident_bytes = candidates.resident_bytes
+        resident = min(resident_bytes(plan, offload, step.length) for plan in plans or [train])
     free = problem.budget - resident
     every = _plans(candidates, step, free, offload, before)
     fitting = [candidate for candidate in every if candidate.fits(free)]
