@@ -109,7 +109,7 @@ def test_a_named_mesh_of_another_device_count_is_refused(candidates):
         f"config.selector.{field}",
         "'data=3'",
         "3 devices",
-        "has 8",
+        "this run 8",
         "'data=4,tensor=2'",
     ):
         assert words in str(error.value)

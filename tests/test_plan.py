@@ -642,7 +642,7 @@ def test_the_plan_for_a_chip_says_in_text_what_it_has_in_json(topology, model, h
         (["--topology=cpu:8", "--vocab_size=0"], "--vocab_size=0"),
         (["--topology=cpu:8", "--config.rollout.num_slot=8"], "did you mean 'num_slots'?"),
         (["--topology=h100:3x8"], "--config.rollout.num_slots=72"),
-        (["--topology=cpu:4"], "'data=8', a mesh of 8 devices; this run has 4"),
+        (["--topology=cpu:4"], "'data=8', which is impossible: it has 8 devices, and this run 4"),
         (["--topology=cpu:8", "--config=nowhere.py"], "no such file"),
         (
             ["--topology=cpu:8", "--config.selector.table=nowhere.json"],

@@ -44,18 +44,13 @@ def wanted_programs(placement: Placement, history: LoadHistory) -> dict[str, Low
         plans.append((tail, placement.max_tokens))
     plans += _next_bucket(placement, load)
     plans += promising_plans(placement, load)
-    for plan, tokens in (each for each in plans if _runs_alone(placement, each[0])):
-        if (lower := _lowering(placement, plan, tokens)) is not None:
-            programs[key_of(plan, tokens)] = lower
-    return programs
-
-
-def _runs_alone(placement: Placement, plan: Plan) -> bool:
-    """Returns True if a plan's program is one of this process, which no other one runs with it."""
     cluster = placement.stages.cluster
-    if cluster.count == 1:
-        return True
-    return isinstance(plan, RolloutPlan) and cluster.plays and not cluster.spans(plan.mesh)
+    for plan, tokens in plans:
+        is_own = plan.stage == "rollout" and cluster.plays and not cluster.spans(plan.mesh)
+        if cluster.count == 1 or is_own:
+            if (lower := _lowering(placement, plan, tokens)) is not None:
+                programs[key_of(plan, tokens)] = lower
+    return programs
 
 
 def promising_plans(placement: Placement, load: Load | None) -> list[tuple[Plan, int]]:

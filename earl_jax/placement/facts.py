@@ -139,17 +139,16 @@ class Observations:
         """
         self.problem, self._say, self.is_fed = problem, say, is_fed
         self.table = table.as_prior() if is_fed else table
-        # Plans left out in this run only: a move to them ran out of memory. In this rollout only:
-        # that of its live episodes.
-        self._avoided: tuple[Failure, ...] = ()
-        self._avoided_live: tuple[Failure, ...] = ()
+        # Plans left out because a move to them ran out of memory: in this run only, or, where it
+        # was one of live episodes (True), in their rollout only.
+        self._avoided = list[tuple[Failure, bool]]()
         # Keys of plans whose speed this run has observed.
         self._observed: set[str] = set()
 
     @property
     def known(self) -> ThroughputTable:
         """The table to choose by: it also leaves out the plans that no move of this run reached."""
-        failures = (*self.table.failures, *self._avoided, *self._avoided_live)
+        failures = (*self.table.failures, *(failure for failure, _ in self._avoided))
         return dataclasses.replace(self.table, failures=failures)
 
     def add_speed(self, plan: Plan, tokens: int, tokens_per_s: float | None) -> None:
@@ -183,19 +182,17 @@ class Observations:
         """
         table = with_failure(self.problem, self.table, plan, tokens)
         words = f"{plan.stage} on {plan.mesh} {table.failures[-1]}{', in the move there' * in_move}"
-        if not in_move:
-            self._keep(table)
-        elif live:
-            self._avoided_live += table.failures[-1:]
+        if in_move:
+            self._avoided.append((table.failures[-1], live))
         else:
-            self._avoided += table.failures[-1:]
+            self._keep(table)
         where = f" in this {'rollout' if live else 'run'}" if in_move else ""
         self._say(f"{words}; it is not tried again{where}")
         return words
 
     def end_rollout(self) -> None:
         """Forgets the plans that live episodes of a rollout could not move to."""
-        self._avoided_live = ()
+        self._avoided = [each for each in self._avoided if not each[1]]
 
     def _keep(self, table: ThroughputTable) -> None:
         self.table = table

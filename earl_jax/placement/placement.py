@@ -23,7 +23,7 @@ from earl_jax.placement.stages import Stages, compiled_bytes
 from earl_jax.placement.switch_log import SwitchLog
 from earl_jax.rollout.end import RolloutShort, Shortage
 from earl_jax.selector.choose import HORIZON_STEPS, BudgetTooSmall, Choice, Decision, Step
-from earl_jax.selector.memory import OutOfMemoryInMove, is_out_of_memory
+from earl_jax.selector.memory import is_in_move, is_out_of_memory
 from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import Plan, Plans, RolloutPlan, Stage, TrainPlan
 from earl_jax.selector.splits import choose_plans
@@ -405,7 +405,7 @@ class Placement:
                 raise
             if stage is not None:
                 # A process that ends forgets what only this run knows.
-                in_move = isinstance(error, OutOfMemoryInMove) and processes.count == 1
+                in_move = is_in_move(error) and processes.count == 1
                 self.fail(stage, length, plan, in_move=in_move, live=live)
             if not is_alone:
                 raise RestartNeeded(

@@ -131,7 +131,7 @@ class Sessions:
 
         None where memory is too short here.
         """
-        moved = self._move(session, plan, f"the move to {plan.mesh}")
+        moved = self.move(session, plan)
         self._placement.tail = plan if moved else self._placement.tail
         return moved
 
@@ -139,17 +139,15 @@ class Sessions:
         """Moves a session that `shrink` moved to the plan in use; raises where memory is short."""
         return self._relocate(session, self._placement.rollout)
 
-    def move(self, session: Session) -> Session | None:
-        """Moves a session's live episodes to the plan in use; None where memory is too short."""
-        plan = self._placement.rollout
-        return self._move(session, plan, f"the move to {plan.mesh}")
-
-    def _move(self, session: Session, plan: RolloutPlan, words: str) -> Session | None:
-        move, moved = functools.partial(self._relocate, session, plan), None
+    def move(self, session: Session, plan: RolloutPlan | None = None) -> Session | None:
+        """Moves live episodes to a plan, by default that in use; None where memory is too short."""
+        plan, moved = plan or self._placement.rollout, None
+        move = functools.partial(self._relocate, session, plan)
         with contextlib.suppress(BudgetTooSmall):
             moved = self._placement.attempt(None, move, live=True)
         if moved is None:
-            self._placement.log.failures.append(f"{words}: there was too little memory")
+            words = f"the move to {plan.mesh}: there was too little memory"
+            self._placement.log.failures.append(words)
         return moved
 
     def shrink(self, session: Session, live: int, longest: int, load: Load | None) -> Session:
@@ -180,7 +178,7 @@ class Sessions:
         if choice is None:
             return session
         placement.log.choices.append(dataclasses.replace(choice, stage="tail"))
-        moved = self._move(session, choice.plan, choice.reason)
+        moved = self.move(session, choice.plan)
         if moved is None:
             return session
         placement.tail = choice.plan

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import jax
 
 Result = TypeVar("Result")
+_IN_MOVE = "in a move of arrays from device to device"
 # XLA's words for a kernel that takes too much of a core's memory: of a GPU (jax-ml/jax#20008), and
 # of a TPU (pytorch/xla#9524), whose devices' memory is called hbm.
 _ON_CORE = re.compile(r"Shared memory size limit|memory space (vmem|smem|sflag|cmem)")
@@ -50,22 +51,22 @@ def is_out_of_memory(error: Exception) -> bool:
     return is_short and not _ON_CORE.search(words)
 
 
-class OutOfMemoryInMove(jax.errors.JaxRuntimeError):
-    """Raised where a device had too little memory for source and target of a move at once.
-
-    The plan's own program may fit all the same.
-    """
-
-
 @contextlib.contextmanager
 def moving() -> Iterator[None]:
-    """Raises OutOfMemoryInMove where memory is too short for the move inside."""
+    """Notes on an error that memory was too short for source and target of a move at once.
+
+    The plan's own program may fit all the same (`is_in_move`).
+    """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise OutOfMemoryInMove(str(error)) from error
+        error.add_note(_IN_MOVE)
+        raise
+
+
+def is_in_move(error: Exception) -> bool:
+    """Returns True for an error of the move of arrays, not of a plan's program."""
+    return _IN_MOVE in getattr(error, "__notes__", ())
 
 
 def unless_out_of_memory(attempt: Callable[[], Result]) -> Result | None:

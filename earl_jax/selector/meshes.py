@@ -70,12 +70,10 @@ def candidates(
                 usable += [shape for shape in long if check(shape) is None]
         return usable
     for shape in map(MeshShape.parse, named):
+        reason = check(shape)
         if shape.num_devices != num_devices:
-            raise InputError(
-                f"config.selector.{field} has '{shape}', a mesh of {shape.num_devices} devices; "
-                f"this run has {num_devices}. Possible here: {allowed}"
-            )
-        if (reason := check(shape)) is not None:
+            reason = f"it has {shape.num_devices} devices, and this run {num_devices}"
+        if reason is not None:
             raise InputError(
                 f"config.selector.{field} has '{shape}', which is impossible: {reason}. "
                 f"Possible here: {allowed}"
