@@ -237,11 +237,10 @@ class AsyncPlayer:
         """
         live, placement, cluster = self._live, self._placement, self._run.cluster
         groups = live.groups
-        learn = placement.learn_programs
         interrupts = self._run.config.asynchrony.interrupts
         with contextlib.nullcontext() if interrupts else self._timer("rollout"):
             _, end = end_of(placement, live.end_rounds)
-        gather_ends(cluster, None, "the rounds with the weights before", end, learn)
+        gather_ends(cluster, None, "the rounds with the weights before", end)
         forbid = self._run.config.dispatch.forbid_host_bytes
         with self._timer("publish"), only_on_devices(forbid) as reads:
             num_bytes = live.publish(position)
@@ -256,7 +255,7 @@ class AsyncPlayer:
                 if live.is_given_up():
                     return None
                 rollout, where = part and part.rollout, live.placement_of_rows()
-                played = gather_outcomes(cluster, rollout, where, end, learn)
+                played = gather_outcomes(cluster, rollout, where, end)
             placement.restore(played.placement)
             experience = part and part.experience
             if taken.update is None:

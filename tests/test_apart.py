@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asynchronous runs of several processes, of which the first ones play and the others train."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,7 @@ import pytest
 from earl_jax.config.train_flags import parse_flags, replayed_config
 from earl_jax.loop import rl_step
 from earl_jax.loop_async import AsyncPlayer
-from earl_jax.placement.placement import Placement
-from earl_jax.placement.rollouts import end_of
 from earl_jax.rollout.events import events_file, read_events
-from earl_jax.rollout.gather import gather_ends
 from earl_jax.rollout.open_groups import OpenGroups
 from earl_jax.rollout.staleness import AsynchronyConfig
 from earl_jax.run import build
@@ -176,28 +172,6 @@ def test_process_that_is_killed_ends_the_run_which_goes_on_and_is_replayed(
 
 
 # Meshes, parts of a step, and what is refused.
-
-
-def compiles_alone() -> list[str]:
-    """In each process: its table behind a compilation of the second, and when that was shared."""
-    run = build.build_run(make_config(given_of(**IN_TURN)))
-    placement, tables = Placement(run.stages, run.open_table()[0]), []
-    placement.choose_step(16, None)
-    if run.cluster.index == 1:
-        placement.observations.add_bytes(placement.rollout, 16, 1_234_567)
-        placement._compiled_alone = True
-    for _ in range(2):
-        tables.append(json.dumps(placement.observations.table.as_dict(), sort_keys=True))
-        _, end = end_of(placement, lambda: None)
-        gather_ends(run.cluster, None, "the rounds", end, placement.learn_programs)
-    return tables
-
-
-@pytest.mark.slow
-def test_bytes_that_one_process_compiled_in_a_rollout_are_known_to_all():
-    """So that all choose alike behind it, and compile what is in doubt together."""
-    first, second = Processes(2, 4, "test_apart:compiles_alone").results(200)
-    assert first[0] != second[0] == second[1] == first[1]
 
 
 @pytest.mark.slow

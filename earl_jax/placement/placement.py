@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import gc
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -78,8 +78,6 @@ class Placement:
         # nothing is tried, as of several processes.
         is_cpu = stages.problem.hardware.platform == "cpu" and stages.cluster.count == 1
         self.may_try: MayTry | None = (lambda plan, tokens: True) if is_cpu else None
-        # True where this process has compiled a program that others may not have.
-        self._compiled_alone = False
         # Steps that the run has left; None: not known.
         self.steps_left: int | None = None
         self.log = SwitchLog()
@@ -294,7 +292,8 @@ class Placement:
         """Chooses until the chosen programs are known to fit; those in doubt are compiled.
 
         A stage needs one compilation, or two where the first turns out too large. Then plans are
-        chosen that surely fit, and others are compiled only where none does.
+        chosen that surely fit, and others are compiled only where none does. Of several processes
+        none compiles within a rollout, because the others would not know its bytes.
         """
 
         def chosen(caution: float = 1.0, may_try: MayTry | None = None) -> Decision:
@@ -303,13 +302,15 @@ class Placement:
 
         # Trying a mesh takes a few steps and a compilation.
         tries = self.observations.is_fed and only is None and step.lasts >= WINDOW
+        if step.keeps_slots and self.stages.cluster.count > 1:
+            return chosen()
         for _ in range(COMPILED_AT_MOST):
             decision = chosen(may_try=self.may_try if tries else None)
-            if not self._compiled(decision, together=not step.keeps_slots):
+            if not self._compiled(decision):
                 return decision
         with contextlib.suppress(BudgetTooSmall):
             return chosen(self._sure)
-        while self._compiled(decision := chosen(), together=not step.keeps_slots):
+        while self._compiled(decision := chosen()):
             pass
         return decision
 
@@ -326,7 +327,7 @@ class Placement:
     def _sure(self) -> float:
         return SURE_ON_CPU if self.problem.hardware.platform == "cpu" else SURE
 
-    def _compiled(self, decision: Decision, *, together: bool) -> bool:
+    def _compiled(self, decision: Decision) -> bool:
         """Compiles the programs in doubt for their bytes; returns True if there were any."""
         budget = self.problem.budget
         doubted = [
@@ -335,29 +336,12 @@ class Placement:
             if not choice.is_exact and self._sure * choice.num_bytes > budget
         ]
         for plan, tokens in doubted:
-            num_bytes = compiled_bytes(self.stages, plan, tokens, together=together)
+            num_bytes = compiled_bytes(self.stages, plan, tokens)
             if num_bytes is None:
                 self._remember(plan, tokens)
             else:
                 self.observations.add_bytes(plan, tokens, num_bytes)
-        self._compiled_alone |= bool(doubted) and not together
         return bool(doubted)
-
-    def programs_alone(self) -> dict[str, Any] | None:
-        """Returns the table of a process that has compiled within its part of a rollout.
-
-        None for a process that has not since the last call. All tables are for `learn_programs` of
-        all processes, before any of them chooses again.
-        """
-        is_alone = self._compiled_alone and self.stages.cluster.count > 1
-        self._compiled_alone = False
-        return self.observations.table.as_dict() if is_alone else None
-
-    def learn_programs(self, each: Iterable[dict[str, Any] | None]) -> None:
-        """Takes over what each process has compiled alone (`programs_alone`)."""
-        for table in filter(None, each):
-            known = self.observations.table
-            self.observations.table = ThroughputTable.from_dict(table).over(known)
 
     # Recovery from a lack of memory.
 

@@ -85,7 +85,6 @@ def play_all(
         rollout,
         placement.as_dict(),
         end,
-        placement.learn_programs,
         numbers,
         together=placement.plays_together,
     )
@@ -106,7 +105,7 @@ def end_of(placement: Placement, play: Callable[[], Item]) -> tuple[Item | None,
     except (jax.errors.JaxRuntimeError, BudgetTooSmall) as error:
         if (shortage := placement.shortage(error)) is None:
             raise
-    return result, End(shortage=shortage, stopped=stopped, programs=placement.programs_alone())
+    return result, End(shortage=shortage, stopped=stopped)
 
 
 def _share(placement: Placement, tasks: Sequence[Task]) -> Share:

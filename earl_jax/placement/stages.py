@@ -103,10 +103,10 @@ def lower_update(stages: Stages, plan: TrainPlan, length: int, shape: Shape | No
     return stages.learner.lower(plan, rows, length)
 
 
-def compiled_bytes(stages: Stages, plan: Plan, tokens: int, *, together: bool = True) -> int | None:
+def compiled_bytes(stages: Stages, plan: Plan, tokens: int) -> int | None:
     """Compiles a plan's program; returns its bytes per device, None where memory was short for it.
 
-    Of several processes those compile that run it; with `together` all get the largest number.
+    Of several processes those compile that run it; all get the largest number.
     """
     processes, own = stages.cluster, 0
 
@@ -116,7 +116,5 @@ def compiled_bytes(stages: Stages, plan: Plan, tokens: int, *, together: bool = 
 
     if processes.plays if plan.stage == "rollout" else processes.trains:
         own = unless_out_of_memory(compiled)
-    if not together:
-        return own
     each = processes.gather(own, f"the bytes of {plan.words()}")
     return None if None in each else max(each)

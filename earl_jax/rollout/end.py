@@ -41,10 +41,8 @@ class RolloutShort(RuntimeError):
 class End:
     """The end of a process's part of a rollout, as the others are told it.
 
-    The part had a `shortage`, or was `stopped` by a signal of this name, or neither. `programs` are
-    those that the process compiled alone meanwhile (`Placement.programs_alone`).
+    The part had a `shortage`, or was `stopped` by a signal of this name, or neither.
     """
 
     shortage: Shortage | None = None
     stopped: str = ""
-    programs: dict[str, Any] | None = None

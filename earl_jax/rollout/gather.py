@@ -8,7 +8,7 @@ Each process plays its share of the episodes on an engine of its own, and schedu
 import dataclasses
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from earl_jax.launch.cluster import Cluster
@@ -33,21 +33,16 @@ def row_order(numbers: Sequence[Sequence[int]]) -> RowOrder:
     return RowOrder(of_each, tuple(rows[number] for number in range(total)))
 
 
-# What is told of the programs of all processes (`Placement.learn_programs`).
-Learn = Callable[[Sequence[dict[str, Any] | None]], None]
-
-
-def gather_ends(cluster: Cluster, own: Any, what: str, end: End, learn: Learn) -> list[Any]:
+def gather_ends(cluster: Cluster, own: Any, what: str, end: End) -> list[Any]:
     """Returns what each process that plays gives as its `own`, in the order of the episodes.
 
-    Every process calls it, and is told what all have compiled; `what` is as for `Cluster.gather`.
+    Every process calls it; `what` is as for `Cluster.gather`.
 
     Raises:
         Stopped: some process was stopped.
         RolloutShort: some process had a shortage; of several, the first one's.
     """
     each = cluster.gather([own, dataclasses.asdict(end)], what)
-    learn([told["programs"] for _, told in each])
     parts = cluster.of_players(each)
     for _, told in parts:
         if told["stopped"]:
@@ -69,7 +64,6 @@ def gather_outcomes(
     rollout: Rollout | None,
     placement: dict[str, Any],
     end: End,
-    learn: Learn,
     numbers: Sequence[int] | None = None,
     *,
     together: bool = False,
@@ -83,7 +77,7 @@ def gather_outcomes(
     Raises Stopped and RolloutShort, as `gather_ends`.
     """
     own = None if rollout is None else facts_of(rollout, placement, numbers)
-    parts = gather_ends(cluster, own, "the end of a rollout", end, learn)
+    parts = gather_ends(cluster, own, "the end of a rollout", end)
     parts = parts[:1] if together else parts
     outcomes, dropped, refilled = (
         [_outcome(fields) for part in parts for fields in part[name]]

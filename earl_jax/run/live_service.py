@@ -383,10 +383,7 @@ class LiveService:
                 "oldest_step": self.groups.oldest_step,
             }
         cluster = self._stages.cluster
-        parts = cluster.gather([own, placement.programs_alone()], what)
-        # A mesh is taken over that only the process that has grown may have compiled for.
-        placement.learn_programs([programs for _, programs in parts])
-        each = cluster.of_players([own for own, _ in parts])
+        each = cluster.of_players(cluster.gather(own, what))
         self.open_groups = tuple(sorted(number for one in each for number in one["groups"]))
         self.oldest_step = min(one["oldest_step"] for one in each)
         chosen = each[furthest([one["placement"] for one in each])]
