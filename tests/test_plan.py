@@ -611,7 +611,6 @@ def test_the_plan_for_a_chip_says_in_text_what_it_has_in_json(topology, model, h
                 assert found["bytes_per_device"] == sum(found["bytes"].values())
                 assert found["fits"] == (found["bytes_per_device"] <= budget) >= found["safe"]
             if not stop["fits"]:
-                assert entry[stage]["shortfall_bytes"] >= 0
                 continue
             chosen = meshes[entry[stage]["mesh"]]
             assert chosen["mesh"] == stop[f"{stage}_mesh"] and chosen["fits"]

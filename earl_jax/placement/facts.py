@@ -135,15 +135,13 @@ class Observations:
         """Begins with a table; the run's speeds are added to it if `is_fed`.
 
         Speeds of before are one of each plan then, so that an entry is trusted only when this run
-        has observed it. `say` reports failures, and a table that cannot be kept.
+        has observed it twice. `say` reports failures, and a table that cannot be kept.
         """
         self.problem, self._say, self.is_fed = problem, say, is_fed
         self.table = table.as_prior() if is_fed else table
         # Plans left out because a move to them ran out of memory: in this run only, or, where it
         # was one of live episodes (True), in their rollout only.
         self._avoided = list[tuple[Failure, bool]]()
-        # Keys of plans whose speed this run has observed.
-        self._observed: set[str] = set()
 
     @property
     def known(self) -> ThroughputTable:
@@ -152,16 +150,9 @@ class Observations:
         return dataclasses.replace(self.table, failures=failures)
 
     def add_speed(self, plan: Plan, tokens: int, tokens_per_s: float | None) -> None:
-        """Adds the speed of a step with a plan, unless None, to a table that is fed.
-
-        The first one of this run takes the place of what was observed before.
-        """
+        """Adds the speed of a step with a plan, unless None, to a table that is fed."""
         if self.is_fed and tokens_per_s:
-            key, table = key_of(plan, tokens), self.table
-            if key not in self._observed:
-                self._observed.add(key)
-                table = table.with_entry(key, speeds=())
-            self._keep(table.with_speed(key, tokens_per_s))
+            self._keep(self.table.with_speed(key_of(plan, tokens), tokens_per_s))
 
     def add_bytes(self, plan: Plan, tokens: int, program_bytes: int) -> None:
         """Adds XLA's bytes of a plan's program."""

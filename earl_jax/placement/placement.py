@@ -22,7 +22,7 @@ from earl_jax.placement.sessions import Sessions
 from earl_jax.placement.stages import Stages, compiled_bytes
 from earl_jax.placement.switch_log import SwitchLog
 from earl_jax.rollout.end import RolloutShort, Shortage
-from earl_jax.selector.choose import HORIZON_STEPS, BudgetTooSmall, Choice, Decision, Step
+from earl_jax.selector.choose import HORIZON_STEPS, BudgetTooSmall, Decision, Step
 from earl_jax.selector.memory import is_in_move, is_out_of_memory
 from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import Plan, Plans, RolloutPlan, Stage, TrainPlan
@@ -280,13 +280,6 @@ class Placement:
     def choose_rollout(self, tokens: int, load: Load | None) -> Decision:
         """Chooses a plan for a rollout beside the trainer; the one in use stays if it may."""
         return self.choose(self.step_of(tokens, load), load, only="rollout")
-
-    def choice_of_tail(
-        self, here: RolloutPlan, step: Step, load: Load | None
-    ) -> Choice[RolloutPlan] | None:
-        """Returns the choice for the last episodes of a rollout on `here`; uses no plan."""
-        plans = Plans(here, self.train)
-        return choose_plans(self.candidates(load), step, plans, only="rollout").rollout
 
     def _settled(self, step: Step, load: Load | None, only: Stage | None) -> Decision:
         """Chooses until the chosen programs are known to fit; those in doubt are compiled.

@@ -23,7 +23,8 @@ from earl_jax.engine.session import (
 )
 from earl_jax.selector.choose import BudgetTooSmall, Choice
 from earl_jax.selector.memory import moving
-from earl_jax.selector.plans import RolloutPlan
+from earl_jax.selector.plans import Plans, RolloutPlan
+from earl_jax.selector.splits import choose_plans
 from earl_jax.selector.table import key_of
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import Load
@@ -210,7 +211,9 @@ class Sessions:
             move_s=move_s,
         )
         try:
-            choice = self._placement.choice_of_tail(here, step, load)
+            plans = Plans(here, self._placement.train)
+            candidates = self._placement.candidates(load)
+            choice = choose_plans(candidates, step, plans, only="rollout").rollout
         except BudgetTooSmall:
             # Compiling ahead, beside a trainer's new mesh that leaves less: the next step says.
             return None

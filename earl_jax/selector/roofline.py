@@ -34,16 +34,11 @@ from earl_jax.selector.sizes import ModelSizes, Workload
 from earl_jax.sharding.layout import MeshShape
 
 MODEL_ERROR = 1.5
-"""The factor by which a predicted speed of chips may be wrong, either way.
+"""The factor by which a predicted speed of chips may be wrong, either way (benchmarks/speeds.md).
 
-It holds for 14 of the 17 published speeds in benchmarks/speeds.md, whose median is off by 1.2; the
-others are two of torchtitan's rings (1.6 and 1.7 times too fast) and a whole RL step of prime-rl
-(3.1). It rests on two guesses that the page names: torchtitan's attention kernel and the contexts
-of StreamRL. Nearly all are predicted too fast, so that of two meshes on the same hardware less is
-to be expected. This project's own programs on one GPU (benchmarks/chip.md) are within it: decode
-steps in bf16 took 0.94 to 1.12 of the predicted time, updates 0.95 to 1.23. On several chips none
-was timed. Virtual CPU devices are not covered: there the order of meshes is right, and speeds are
-up to three times too high.
+Nearly all are predicted too fast, so that of two meshes on the same hardware less is to be
+expected. Virtual CPU devices are not covered: there the order of meshes is right, and speeds are up
+to three times too high.
 """
 
 # The share of the peak that large products reach: "How to Scale Your Model".

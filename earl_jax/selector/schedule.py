@@ -191,12 +191,9 @@ def _split_values(decision: Decision) -> Values:
 
 
 def _stage(problem: Problem, stop: Stop, candidates: Sequence[Candidate]) -> Values:
-    """Returns the chosen mesh, and all in their order; or the bytes that are missing."""
+    """Returns all meshes in their order, and the chosen one, the first, if any."""
     meshes = [_candidate(problem, stop, candidate) for candidate in candidates]
-    if stop.decision is not None:
-        return {"mesh": meshes[0]["mesh"], "meshes": meshes}
-    least = min(mesh["bytes_per_device"] for mesh in meshes)
-    return {"meshes": meshes, "shortfall_bytes": max(0, int(least - problem.budget))}
+    return {"meshes": meshes} | ({"mesh": meshes[0]["mesh"]} if stop.decision else {})
 
 
 def _candidate(problem: Problem, stop: Stop, candidate: Candidate) -> Values:
