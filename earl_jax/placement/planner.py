@@ -150,7 +150,10 @@ def compiler_for(
     devices = _devices(problem.hardware, topology)
 
     def part(chips: list[Any]) -> list[Any]:
-        return _own_slice(chips, topology) if problem.hardware.platform == "tpu" else chips
+        """Returns the chips, or as many that are a slice where these are a part of one."""
+        if problem.hardware.platform != "tpu" or len(chips) == len(devices):
+            return chips
+        return make_topology(topology).part(len(chips)).devices()
 
     def lowered_update(plan: TrainPlan, length: int) -> Any:
         trainers = part(devices[-plan.mesh.num_devices :])
@@ -210,12 +213,6 @@ def compiler_for(
         return with_program_bytes(problem, table, plan, tokens, num_bytes)
 
     return compile_plan
-
-
-def _own_slice(chips: list[Any], topology: str) -> list[Any]:
-    """Returns the chips, or as many that are a slice of their own where these are part of one."""
-    whole = make_topology(topology)
-    return chips if len(chips) == whole.num_devices else whole.part(len(chips)).devices()
 
 
 def _devices(hardware: Hardware, topology: str) -> list[Any]:

@@ -187,8 +187,9 @@ def choose(
     Raises:
         BudgetTooSmall: nothing fits.
     """
-    both = _pairs if candidates.problem.plays else _trainings
-    pairs = {None: both, "train": _trainings, "rollout": _rollouts}[only](candidates, step, current)
+    ways = {None: _pairs, "train": _trainings, "rollout": _rollouts}
+    way = ways[only] if candidates.problem.plays else _trainings
+    pairs = way(candidates, step, current)
     most = max(pair.kept(current) for pair in pairs)
     here = [pair for pair in pairs if most and pair.kept(current) == most]
     if only == "rollout" and not here:
@@ -200,8 +201,19 @@ def choose(
         all_fit = most == 2 * len(stays.candidates)
         may_leave = step.is_new or only == "rollout" or not all_fit
         if only is None and not may_leave:
-            may_leave = calm_steps >= WINDOW or _may_leave_early(pair, stays)
-            may_leave = may_leave and not _must_wait(candidates, step, pair, stays)
+            both = zip(stays.candidates, pair.candidates, strict=True)
+            moved = [(old, new) for old, new in both if old.plan.mesh != new.plan.mesh]
+            # Before a window of steps a plan may be left when it was observed just often enough to
+            # be trusted (it came into use as the first, as a trial, or by the model), or for a
+            # trial when it is trusted.
+            early = any(
+                old.num_speeds >= TRUSTED and (new.is_trial or old.num_speeds < KEPT)
+                for old, new in moved
+            )
+            waits = any(
+                candidates.must_wait(new.plan, step.tokens_of(new.plan)) for _, new in moved
+            )
+            may_leave = (calm_steps >= WINDOW or early) and not waits
         if not may_leave or stays.cost_s <= (1.0 + candidates.problem.hysteresis) * pair.cost_s:
             pair = stays
     rollout, train = pair.rollout, pair.train
@@ -417,14 +429,6 @@ def _residents(candidates: Candidates, plan: TrainPlan, length: int) -> list[tup
     return [(resident_bytes(plan, offload, length), offload) for offload in both]
 
 
-def _must_wait(candidates: Candidates, step: Step, best: _Pair, stays: _Pair) -> bool:
-    """Returns True if the run would wait for a program although the plans in use fit."""
-    return any(
-        new.plan.mesh != old.plan.mesh and candidates.must_wait(new.plan, step.tokens_of(new.plan))
-        for old, new in zip(stays.candidates, best.candidates, strict=True)
-    )
-
-
 def _compile_s(step: Step, new: Candidate[P], current: P | None) -> float:
     """Returns the seconds a step of waiting for a program, which a plan that ran has already.
 
@@ -432,18 +436,3 @@ def _compile_s(step: Step, new: Candidate[P], current: P | None) -> float:
     """
     stays = current is not None and key_of(new.plan, 0) == key_of(current, 0)
     return 0.0 if new.num_speeds or (stays and not step.is_new) else step.compile_s / step.lasts
-
-
-def _may_leave_early(best: _Pair, stays: _Pair) -> bool:
-    """Returns True if plans may be left before a window of steps.
-
-    One may when it was observed just often enough to be trusted: it came into use as the first
-    plan, as a trial, or by the model, and its speed is known since. Or for a trial, when it is
-    trusted.
-    """
-    return any(
-        old.plan.mesh != new.plan.mesh
-        and old.num_speeds >= TRUSTED
-        and (new.is_trial or old.num_speeds < KEPT)
-        for old, new in zip(stays.candidates, best.candidates, strict=True)
-    )

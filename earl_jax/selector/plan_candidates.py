@@ -280,7 +280,7 @@ class Candidates:
             mesh: MeshShape, num_slots: int, max_tokens: int
         ) -> tuple[Candidate[RolloutPlan], float, int]:
             plan = RolloutPlan(mesh, num_slots, 0)
-            known, full = speeds.entry(plan, max_tokens), speeds.of_full_rounds(plan, max_tokens)
+            known, full = speeds.entry(plan, max_tokens), speeds.of_rounds(plan, max_tokens)
             computed = self.problem.bare_footprint(mesh, num_slots, max_tokens).total
             num_bytes = known.program_bytes or int(self.caution * computed)
             size = (num_bytes, bool(known.program_bytes))

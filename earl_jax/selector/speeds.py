@@ -41,7 +41,7 @@ class Speeds:
 
     def live_token_s(self, plan: RolloutPlan, live: int, max_tokens: int) -> float:
         """Returns the seconds of a token of each of `live` episodes, fewer than the slots."""
-        full = self.of_full_rounds(plan, max_tokens)
+        full = self.of_rounds(plan, max_tokens)
         speed, _ = self.expected(plan, max_tokens, full)
         slots, appended = plan.num_slots, self._appended
         alone_s = self.problem.live_token_s(plan.mesh, slots, live, max_tokens, appended)
@@ -51,12 +51,9 @@ class Speeds:
         """Returns True if a mesh of this stage ran."""
         return bool(self._factors[stage])
 
-    def of_full_rounds(self, plan: RolloutPlan, max_tokens: int) -> float:
-        """Returns the computed tokens/s with all slots at work."""
-        return self.of_rounds(plan, max_tokens, plan.num_slots // plan.mesh.data)
-
-    def of_rounds(self, plan: RolloutPlan, max_tokens: int, rows: int) -> float:
-        """Returns the computed tokens/s with so many slots of a row shard at work."""
+    def of_rounds(self, plan: RolloutPlan, max_tokens: int, rows: int | None = None) -> float:
+        """Returns the computed tokens/s with so many slots of a row shard at work; None: all."""
+        rows = rows or plan.num_slots // plan.mesh.data
         sizes = (plan.mesh, plan.num_slots, max_tokens, rows)
         return self.problem.round_speed(*sizes, self._appended)
 
@@ -141,7 +138,7 @@ class Speeds:
         if plan.mesh not in problem.meshes(plan.stage, tokens):
             return None
         if isinstance(plan, RolloutPlan):
-            return None if plan.num_slots % plan.mesh.data else self.of_full_rounds(plan, tokens)
+            return None if plan.num_slots % plan.mesh.data else self.of_rounds(plan, tokens)
         if problem.work.num_rows % plan.micro_batches:
             return None
         obstacle = problem.train_obstacle(plan.mesh, plan.micro_batches)
