@@ -95,13 +95,12 @@ class Candidates:
         """
         found, stays = [], self.problem.rollout_stays
         every = self.problem.train_plans(length)
-        for mesh, group in itertools.groupby(every, lambda plan: plan.mesh):
+        for _, group in itertools.groupby(every, lambda plan: plan.mesh):
             plans = list(group)
-            rates_all = stays or current is not None and mesh == current.mesh
             fitting, remats = list[Candidate[TrainPlan]](), set[str]()
             for plan in plans:
-                is_first = rates_all or plan.remat not in remats
-                if is_first and self.update_bytes(plan, length)[0] <= free:
+                is_rated = stays or plan == current or plan.remat not in remats
+                if is_rated and self.update_bytes(plan, length)[0] <= free:
                     candidate = self._train(plan, length)
                     if not candidate.failed:
                         fitting.append(candidate)
