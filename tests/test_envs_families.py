@@ -35,6 +35,7 @@ from earl_jax.envs.text.tokenizer import (
 )
 from earl_jax.rollout.config import Limits, Stops
 from earl_jax.rollout.episode import LiveEpisode
+from earl_jax.rollout.reply import Sampled
 from earl_jax.rollout.task import Task
 from tests.support.byte_ids import byte_ids
 
@@ -246,7 +247,7 @@ def say(episode: LiveEpisode, ids, *, version: int) -> list[float]:
             count=np.array([BURST, len(part)], np.int32),
             active=np.array([True, first + BURST < len(ids)]),
         )
-        assert episode.append_sampled(report, 1, version) == 0
+        assert episode.append_sampled(Sampled.of(report, version), 1) == 0
     return logprobs
 
 

@@ -60,6 +60,7 @@ class PageTable:
     A slot is idle from `end` until `hold` or `begin`: its pages are kept for other slots' prompts,
     and `regroup` may drop them. `least_shared` i32[slots] are the fewest tokens of a slot that
     another slot, or a new episode of its own, can begin with: pages that fewer need are gone.
+    `capacity` has by slot how many tokens it can hold with the pages that it has.
     """
 
     def __init__(self, pool: Pool, *, num_slots: int, rule: PageRule) -> None:
@@ -75,6 +76,7 @@ class PageTable:
         # By slot: what it holds pages for.
         self._tokens = [0] * num_slots
         self.least_shared = np.zeros(num_slots, np.int32)
+        self.capacity = [0] * num_slots
         self._holders = np.zeros((pool.shards, pool.pages), np.int32)
         # The last of a list is given out next: at first the pages in their order.
         self._free = [list(range(pool.pages))[::-1] for _ in range(pool.shards)]
@@ -123,10 +125,6 @@ class PageTable:
         pages = [own[index] for index in indices for own, first in groups if index >= first]
         return [pages[-1] if page == _GONE else page for page in pages]
 
-    def capacity(self, slot: int) -> int:
-        """Returns how many tokens the slot can hold with the pages that it has."""
-        return min(map(len, self._pages[slot])) * self.rule.page_size
-
     def missing(self, slot: int, tokens: int) -> int:
         """Returns how many more pages `hold` gives the slot for so many tokens."""
         number = pages_for(tokens, self.rule.page_size)
@@ -154,15 +152,15 @@ class PageTable:
         """Gives the slot pages for so many tokens. There must be pages enough (`missing`)."""
         self._idle.discard(slot)
         self._tokens[slot] = tokens
-        if tokens <= self.capacity(slot):
+        if tokens <= self.capacity[slot]:
             return
         shard, number = self.shard(slot), pages_for(tokens, self.rule.page_size)
         for own in self._pages[slot]:
             while len(own) < number:
-                self._changed.add(slot)
                 page = self._free[shard].pop()
                 self._holders[shard, page] = 1
                 own.append(page)
+        self._note_change(slot)
 
     def trim(self, slot: int, tokens: int | None = None) -> None:
         """Frees the slot's pages that it needs no more when it holds so many tokens.
@@ -213,10 +211,12 @@ class PageTable:
         self._set_gone(slot, [min(gone, whole) for gone in self._gone[source]])
         if not is_partial:
             return [None] * len(taken)
-        return [
+        copies = [
             self._copy(slot, own, partial[whole])
             for own, partial in zip(self._pages[slot], taken, strict=True)
         ]
+        self._note_change(slot)
+        return copies
 
     def _copy(self, slot: int, own: list[int], partial: int) -> PageCopy | None:
         """Adds a copy of a page to the slot's `own` ones, or the page itself if no other has it."""
@@ -320,6 +320,7 @@ class PageTable:
         more = self.pool.pages - smaller.pool.pages
         self._pages = [[list(own) for own in pages] for pages in smaller._pages]
         self._gone = [list(gone) for gone in smaller._gone]
+        self.capacity = list(smaller.capacity)
         self.least_shared = smaller.least_shared.copy()
         self._holders = np.pad(smaller._holders, ((0, 0), (0, more)))
         added = list(range(smaller.pool.pages, self.pool.pages))[::-1]
@@ -359,11 +360,16 @@ class PageTable:
 
     def _set_gone(self, slot: int, gone: Sequence[int]) -> None:
         """Notes how many first pages of each group are gone, and that the slot has changed."""
-        self._changed.add(slot)
+        self._note_change(slot)
         self._gone[slot] = list(gone)
         read = zip(gone, self.rule.windows, strict=True)
         least = (number * self.rule.page_size + window - 1 for number, window in read if number)
         self.least_shared[slot] = max(least, default=0)
+
+    def _note_change(self, slot: int) -> None:
+        """Notes that the slot has other pages."""
+        self._changed.add(slot)
+        self.capacity[slot] = min(map(len, self._pages[slot])) * self.rule.page_size
 
     def _free_all(self, slot: int, pages: Sequence[int]) -> None:
         for page in pages:

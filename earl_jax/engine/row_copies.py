@@ -100,7 +100,8 @@ class RowCopies:
         All rows are read before one is written; a move to NO_ROW only clears. Donates the
         experience of `state`.
         """
-        packed = np.array([*moves, *[_NOTHING] * (self._num_slots - len(moves))], np.int32)
+        packed = np.tile(np.array(_NOTHING, np.int32), (self._num_slots, 1))
+        packed[: len(moves)] = np.array(moves, np.int32)
         sent = place(packed, self._everywhere)
         return dataclasses.replace(state, experience=self._move_rows(state.experience, sent))
 

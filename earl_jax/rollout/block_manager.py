@@ -239,15 +239,21 @@ class BlockManager:
         tokens += episode.rewinds and episode.waits
         return min(tokens + self._most_sampled(episode), episode.most_tokens)
 
-    def _has_enough(self, slot: int, episode: LiveEpisode) -> bool:
-        """Returns whether the slot surely has pages for a round: nearly all have in nearly all."""
-        most = episode.length - episode.origin + self._round_tokens
-        return not episode.begins and most <= self._pages.capacity(slot)
+    def _may_lack(self, slots: Sequence[int]) -> list[int]:
+        """Returns the slots of these whose episodes begin, or may lack pages for a round.
+
+        Those are few in most rounds. The others need not be asked one by one, which takes longer.
+        """
+        episodes, capacity, more = self._slots, self._pages.capacity, self._round_tokens
+        return [
+            slot
+            for slot in slots
+            if (e := episodes[slot]) is not None
+            and (e.fresh or e.forks or e.rewinds or e.length - e.origin + more > capacity[slot])
+        ]
 
     def _wanted(self, slot: int, episode: LiveEpisode) -> int:
         """Returns how many pages the episode may need for a round beyond those that it has."""
-        if self._has_enough(slot, episode):
-            return 0
         tokens = self._tokens_wanted(slot, episode)
         if episode.begins and not self._idle.own(slot):
             return self._rule.most_pages(tokens)
@@ -275,9 +281,9 @@ class BlockManager:
         of the shard still need to read again what they had read.
         """
         slots = self._pages.slots_of(shard)
-        playing = [
-            (slot, e) for slot in slots if (e := self._slots[slot]) and self._needs_pages(slot)
-        ]
+        asked = slots if resuming is not None else self._may_lack(slots)
+        asked = [slot for slot in asked if self._slots[slot]]
+        playing = [(slot, self._episode(slot)) for slot in asked if self._needs_pages(slot)]
 
         def total() -> int:
             if resuming is None:
@@ -458,11 +464,14 @@ class BlockManager:
         """Notes that the slot's row is still read or written in this round."""
         self._prompts.use_row(slot)
 
+    def growing(self) -> set[int]:
+        """Returns the slots that may get pages in this round (`hold`), or give some up."""
+        slots = range(len(self._slots))
+        return set(slots if self._rule.has_windows else self._may_lack(slots))
+
     def hold(self, slot: int) -> None:
         """Gives the slot pages for the tokens that its episode adds in this round."""
         episode = self._episode(slot)
-        if not self._rule.has_windows and self._has_enough(slot, episode):
-            return
         tokens = min(episode.num_cached + self._most_sampled(episode), episode.most_tokens)
         self._pages.hold(slot, tokens)
 

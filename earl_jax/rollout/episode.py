@@ -4,12 +4,10 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from earl_jax.engine.config import NO_LIMIT
-from earl_jax.engine.round_inputs import RoundOutputs
 from earl_jax.envs.environment import (
     EPISODE_TOO_LONG,
     PROMPT_TOO_LONG,
@@ -23,20 +21,12 @@ from earl_jax.envs.text.conversation import Completion, Conversation, Observatio
 from earl_jax.envs.text.stream import StopWatch
 from earl_jax.rollout.config import Limits, Stops
 from earl_jax.rollout.open_episodes import OpenEpisode, open_episode
+from earl_jax.rollout.reply import Reply, Sampled
 from earl_jax.rollout.task import Task
 from earl_jax.trajectory import Trajectory, Turn
 
-
-class NewTokens(NamedTuple):
-    """Tokens that an episode sampled in a round, and their log-probs.
-
-    `logprobs` are under the distributions that they were drawn from, `model_logprobs` under the
-    model itself; the latter are () where the episode records none.
-    """
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    model_logprobs: tuple[float, ...]
+# The queue of an episode that has nothing to read.
+_NO_IDS = np.zeros(0, np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +37,8 @@ class Side:
     ids: tuple[int, ...]
 
 
-@dataclasses.dataclass(kw_only=True)
+# With slots, because every round reads all episodes, and a dict of so many fields takes longer.
+@dataclasses.dataclass(kw_only=True, slots=True)
 class LiveEpisode:
     """An episode in a slot.
 
@@ -60,12 +51,13 @@ class LiveEpisode:
       `rewinds`: the queue begins with all of this sample again.
     - `preempted`: it takes no part, because there are too few pages; the cache may be in host
       memory.
-    - `in_turn`: the policy is in the middle of a turn; `reply` and its log-probs are of this turn.
+    - `in_turn`: the policy is in the middle of a turn; `reply` is what it has of this turn.
     - `length`: the episode's tokens, the first `origin` of which belong to earlier samples. A
       sample holds `max_context` tokens at most.
     - `choices`: ids of the replies to which the next turn is restricted, or `allowed`: its possible
       ids; both are () where the turn may be anything.
-    - `scored`: log-probs under the model itself are recorded.
+    - `scored`: log-probs under the model itself are recorded. `truncates`: its sampling cuts off
+      tokens.
     - `resumes`: what it had before its run was interrupted, while its environment is given that.
     - `side`: the role of the side on the move, `role` that of the first one. `sides` are the others
       by role, and `turn_roles` has the side of each of the policy's turns.
@@ -79,6 +71,7 @@ class LiveEpisode:
     stops: Stops
     max_context: int = NO_LIMIT
     scored: bool = False
+    truncates: bool = False
     environment: Environment | None = None
     resumes: OpenEpisode | None = None
     waits: bool = True
@@ -89,7 +82,7 @@ class LiveEpisode:
     turns: list[Turn] = dataclasses.field(default_factory=list)
     rewards: list[float] = dataclasses.field(default_factory=list)
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    queue: np.ndarray = dataclasses.field(default_factory=lambda: _array(()))
+    queue: np.ndarray = dataclasses.field(default_factory=lambda: _NO_IDS)
     again: int = 0
     fresh: bool = True
     forks: bool = False
@@ -98,13 +91,14 @@ class LiveEpisode:
     in_turn: bool = False
     origin: int = 0
     length: int = 0
-    reply: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    versions: list[int] = dataclasses.field(default_factory=list)
-    model_logprobs: list[float] = dataclasses.field(default_factory=list)
+    reply: Reply = dataclasses.field(init=False)
     stop_watch: StopWatch | None = None
     choices: tuple[tuple[int, ...], ...] = ()
     allowed: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Begins without a reply."""
+        self.reply = Reply(scored=self.scored)
 
     @property
     def oldest_version(self) -> int | None:
@@ -112,7 +106,7 @@ class LiveEpisode:
         if self.resumes is not None:
             return self.resumes.oldest_version
         first = next((turn.versions[0] for turn in self.turns if turn.versions), None)
-        return next(iter(self.versions), None) if first is None else first
+        return self.reply.first_version if first is None else first
 
     @property
     def num_turns(self) -> int:
@@ -154,19 +148,21 @@ class LiveEpisode:
         self.waits = False
         if message.forks:
             # What was to be read again is left behind with the sample before.
-            self.queue, self.again, self.rewinds, self.forks = self.queue[:0], 0, False, True
+            self.queue, self.again, self.rewinds, self.forks = message.array, 0, False, True
         elif self.turns:
-            self.queue = np.append(self.queue, _array(self.turns[-1].token_ids[-1:]))
+            pending = _array(self.turns[-1].token_ids[-1:])
+            self.queue = np.concatenate((self.queue, pending, message.array))
             self.again += 1
-        # Of a first message it is the array itself, not a copy.
-        self.queue = np.append(self.queue, message.array) if len(self.queue) else message.array
-        messages = tuple((each.role, each.text) for each in messages_of(content))
+        else:
+            self.queue = message.array
+        is_text = isinstance(content, str)
+        messages = () if is_text else tuple((m.role, m.text) for m in messages_of(content))
         self.turns.append(
             Turn(
                 author="environment",
-                text="\n".join(text for _, text in messages),
+                text=content if is_text else "\n".join(text for _, text in messages),
                 token_ids=message.ids,
-                messages=() if isinstance(content, str) else messages,
+                messages=messages,
                 forks=message.forks,
             )
         )
@@ -224,33 +220,22 @@ class LiveEpisode:
     @property
     def cached_ids(self) -> tuple[int, ...]:
         """The ids of this sample that are in its slot's cache."""
-        return (*self._ids_of_sample(), *self.reply)[: self.num_written]
+        return (*self._ids_of_sample(), *self.reply.ids)[: self.num_written]
 
-    def append_sampled(self, outputs: RoundOutputs, slot: int, version: int) -> int:
-        """Appends the tokens that its slot sampled in a round.
+    def append_sampled(self, sampled: Sampled, slot: int) -> int:
+        """Appends the tokens that its slot sampled in a round, those behind a stop string left out.
 
-        Returns how many of these are discarded: those behind a stop string.
+        Returns how many are left out.
         """
-        sampled = outputs.tokens[slot, : outputs.count[slot]].tolist()
-        count = self._count_until_stop(sampled)
-        self.reply += sampled[:count]
-        self.logprobs += outputs.logprobs[slot, :count].tolist()
-        if self.scored and outputs.model_logprobs is not None:
-            self.model_logprobs += outputs.model_logprobs[slot, :count].tolist()
-        self.versions += [version] * count
-        self.length += count
+        number = count = sampled.count[slot]
+        if self.stops.strings:
+            ids = sampled.outputs.tokens[slot, :number].tolist()
+            count = sampled.count[slot] = self._count_until_stop(ids)
         found = self.stop_watch is not None and self.stop_watch.found
-        self.in_turn = bool(outputs.active[slot]) and not found
-        return len(sampled) - count
-
-    def last_tokens(self, number: int) -> NewTokens:
-        """Returns the last `number` tokens of the turn that it is in, or that has just ended."""
-        first = len(self.reply) - number
-        return NewTokens(
-            tuple(self.reply[first:]),
-            tuple(self.logprobs[first:]),
-            tuple(self.model_logprobs[first:]),
-        )
+        self.in_turn = sampled.active[slot] and not found
+        self.reply.add(sampled, slot)
+        self.length += count
+        return number - count
 
     def _count_until_stop(self, sampled: list[int]) -> int:
         """Returns how many of these tokens come until a stop string is complete."""
@@ -265,9 +250,9 @@ class LiveEpisode:
         before_stop = None
         if self.stop_watch is not None and self.stop_watch.found:
             before_stop = self.stop_watch.text
-        elif self.reply[-1] in self.stops.token_ids:
-            before_stop = self.conversation.text_of(self.reply[:-1])
-        text, whole = self.conversation.reply(self.reply, before_stop)
+        elif self.reply.ids[-1] in self.stops.token_ids:
+            before_stop = self.conversation.text_of(self.reply.ids[:-1])
+        text, whole = self.conversation.reply(self.reply.ids, before_stop)
         self.close_turn(text)
         return text, whole
 
@@ -308,10 +293,9 @@ class LiveEpisode:
         is_same &= self._allows(turn.token_ids, in_turn=in_turn)
         if not is_same or (self.scored and not turn.model_logprobs):
             return False
-        self.queue, self.reply = self.queue[:0], list(turn.token_ids)
-        self._count_until_stop(self.reply)
-        self.logprobs, self.versions = list(turn.logprobs), list(turn.versions)
-        self.model_logprobs = list(turn.model_logprobs)
+        self.queue = _NO_IDS
+        self.reply.take_over(turn)
+        self._count_until_stop(self.reply.ids)
         self.length += len(self.reply)
         self.in_turn = in_turn
         return True
@@ -327,12 +311,14 @@ class LiveEpisode:
     def end_replay(self) -> None:
         """Queues all of the sample that it is in, to be read by the slot as a prompt is."""
         self.resumes = None
-        self.queue, self.again = _array([*self._ids_of_sample(), *self.reply]), 0
+        self.queue, self.again = _array([*self._ids_of_sample(), *self.reply.ids]), 0
         self.fresh, self.forks, self.rewinds = True, False, False
 
     def take(self, number: int) -> tuple[np.ndarray, int]:
         """Takes the next so many ids off the queue. Returns them, and how many of them are new."""
-        part, self.queue = self.queue[:number], self.queue[number:]
+        part, rest = self.queue[:number], self.queue[number:]
+        # Of all episodes that have read their queue it is the same array, which is near by.
+        self.queue = rest if len(rest) else _NO_IDS
         again = min(self.again, len(part))
         self.again -= again
         return part, len(part) - again
@@ -351,7 +337,7 @@ class LiveEpisode:
             return 0
         # The end of the queue is new; the ids before it were read, or were to be read again.
         num_new = len(self.queue) - self.again
-        ids = [*self._ids_of_sample(), *self.reply]
+        ids = [*self._ids_of_sample(), *self.reply.ids]
         # An answer brings the token before it along, when it comes.
         self.queue = _array(ids[:-1] if self.waits else ids)
         self.again = len(self.queue) - num_new
@@ -363,18 +349,11 @@ class LiveEpisode:
         self.in_turn, self.stop_watch = False, None
         self.turn_roles.append(self.side)
         self.turns.append(self.policy_turn(text))
-        self.reply, self.logprobs, self.versions, self.model_logprobs = [], [], [], []
+        self.reply = Reply(scored=self.scored)
 
     def policy_turn(self, text: str) -> Turn:
         """Returns the turn that it is in, as far as it was sampled."""
-        return Turn(
-            author="policy",
-            text=text,
-            token_ids=tuple(self.reply),
-            logprobs=tuple(self.logprobs),
-            versions=tuple(self.versions),
-            model_logprobs=tuple(self.model_logprobs),
-        )
+        return self.reply.as_turn(text)
 
     def cut(self, unfinished_reward: float) -> tuple[str, str]:
         """Ends it by its limits: the last turn has no end, or its answer leaves no tokens for more.

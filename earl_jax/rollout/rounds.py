@@ -14,7 +14,8 @@ from earl_jax.engine.round_inputs import RoundInputs, RoundOutputs, idle_inputs
 from earl_jax.engine.sampling import set_row
 from earl_jax.engine.session import Session
 from earl_jax.rollout.block_manager import BlockManager
-from earl_jax.rollout.episode import LiveEpisode, NewTokens
+from earl_jax.rollout.episode import LiveEpisode
+from earl_jax.rollout.reply import NewTokens, Sampled
 from earl_jax.rollout.row_pool import RowPool
 from earl_jax.rollout.stats import RolloutStats
 
@@ -110,10 +111,15 @@ class Rounds:
             inputs.end_turn[slot], inputs.discarded[slot] = 1, number
             blocks.use_row(slot)
         self._discards.clear()
+        growing = blocks.growing()
         reading = [
             slot
             for slot, episode in enumerate(self._slots)
-            if episode is not None and episode.has_work and self._begin(inputs, slot, episode)
+            # Most slots go on with a turn, in pages that they have.
+            if episode is not None
+            and (len(episode.queue) or slot in growing)
+            and episode.has_work
+            and self._begin(inputs, slot, episode)
         ]
         for slot in self._choose(session.engine, reading):
             self._read(inputs, slot)
@@ -189,11 +195,9 @@ class Rounds:
     def _run(self, session: Session, inputs: RoundInputs) -> tuple[Session, RoundOutputs]:
         """Calls the engine, and counts the round by its time."""
         engine, stats = session.engine, self._stats
-        scored = any(episode is not None and episode.scored for episode in self._slots)
-        truncates = any(
-            episode is not None and (episode.task.sampling or self._sampling).truncates
-            for episode in self._slots
-        )
+        live = [episode for episode in self._slots if episode is not None]
+        scored = any([episode.scored for episode in live])
+        truncates = any([episode.truncates for episode in live])
         program = (str(engine.layout), session.max_tokens, session.pool, scored, truncates)
         start_s = time.perf_counter()
         state, outputs = engine.play(
@@ -216,25 +220,26 @@ class Rounds:
 
     def _record(self, outputs: RoundOutputs, version: int) -> list[int]:
         """Adds the sampled tokens to their episodes. Returns the slots whose turn is over."""
-        ended = []
-        in_flight = 0
+        ended, sampled = [], Sampled.of(outputs, version)
+        number = in_flight = longest = 0
         stats = self._stats
-        of_slots = zip(self._slots, outputs.count.tolist(), strict=True)
-        for slot, (episode, count) in enumerate(of_slots):
+        for slot, episode in enumerate(self._slots):
             if episode is None:
                 continue
-            if count:
-                discarded = episode.append_sampled(outputs, slot, version)
-                number = count - discarded
+            if sampled.count[slot]:
+                discarded = episode.append_sampled(sampled, slot)
                 if self._on_tokens is not None:
-                    self._on_tokens(episode.ticket, episode.last_tokens(number))
-                stats.rollout_tokens += number
+                    new = sampled.new_tokens(slot, scored=episode.scored)
+                    self._on_tokens(episode.ticket, new)
+                number += sampled.count[slot]
                 stats.discarded_tokens += discarded
                 if not episode.in_turn:
                     ended.append(slot)
-                    if discarded or outputs.active[slot]:
+                    if discarded or sampled.active[slot]:
                         self._discards[slot] = discarded
             in_flight += episode.length - episode.origin - len(episode.queue)
-            stats.context_tokens_max = max(stats.context_tokens_max, episode.length)
+            longest = max(longest, episode.length)
+        stats.rollout_tokens += number
+        stats.context_tokens_max = max(stats.context_tokens_max, longest)
         stats.tokens_in_flight_max = max(stats.tokens_in_flight_max, in_flight)
         return ended

@@ -102,6 +102,7 @@ class RolloutService:
         self.session, self._config = session, config
         self._new_conversation = new_conversation
         self._make_environment, self._max_context = make_environment, max_context
+        self._sampling = sampling
         self._shrink, self._shrink_at = shrink, config.num_slots // 4
         # By ticket, not by slot: slots are used again.
         self._look, self._more = look, more
@@ -364,7 +365,8 @@ class RolloutService:
         self._submit_more()
         opened = {}
         offered = self._row_pool.offer(self._blocks.by_age(free))
-        self._scheduler.play({e.ticket: e.length for e in self._slots if e is not None})
+        if self._config.order == "longest":
+            self._scheduler.play({e.ticket: e.length for e in self._slots if e is not None})
         for slot, ticket in self._scheduler.assign(offered, self._blocks.crowded).items():
             task, row = self._tasks[ticket], self._row_pool.take(slot, ticket)
             if (call := self._begin(slot, ticket, task, row)) is not None:
@@ -384,6 +386,7 @@ class RolloutService:
             stops=task.stops or self._config.stops,
             max_context=self._max_context,
             scored=config.rules.model_logprobs or task.model_logprobs,
+            truncates=(task.sampling or self._sampling).truncates,
             resumes=task.resumes,
         )
         if task.prompt is not None:
@@ -418,7 +421,7 @@ class RolloutService:
         waits_on = any(self._slots)
         while waits_on:
             answers = self._calls.take(patience_s, at_least_one=self._is_idle())
-            for slot, episode in enumerate(self._slots):
+            for slot, episode in enumerate(self._slots if answers else ()):
                 if episode is not None and episode.ticket in answers:
                     self._take_answer(slot, episode, answers[episode.ticket])
             refilled = self._refill()

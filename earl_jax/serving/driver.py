@@ -24,7 +24,7 @@ from earl_jax.engine.rows import NO_ROW
 from earl_jax.engine.session import Policy, Session, empty_session, relocate
 from earl_jax.envs.text.conversation import Completion
 from earl_jax.rollout.config import CacheRules, Limits
-from earl_jax.rollout.episode import NewTokens
+from earl_jax.rollout.reply import NewTokens
 from earl_jax.rollout.rounds import OnTokens
 from earl_jax.rollout.row_pool import move_rows
 from earl_jax.rollout.service import RolloutService

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from earl_jax.engine.session import Policy
 from earl_jax.rollout.config import Limits
-from earl_jax.rollout.episode import NewTokens
+from earl_jax.rollout.reply import NewTokens
 from earl_jax.rollout.service import RolloutService
 from earl_jax.rollout.task import Prompt, Task
 from earl_jax.serving._jetstream import import_engine

@@ -27,7 +27,8 @@ from earl_jax.models.decoder import (
 from earl_jax.models.layers.kinds import layer_kind
 from earl_jax.models.layers.layer import compute_layer
 from earl_jax.models.layers.parts import Parts, norm
-from earl_jax.rollout.episode import LiveEpisode, NewTokens
+from earl_jax.rollout.episode import LiveEpisode
+from earl_jax.rollout.reply import NewTokens
 from earl_jax.rollout.service import RolloutService
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.trajectory import Trajectory
@@ -91,7 +92,7 @@ class Recorder:
     def ids(self, ticket: int) -> list[int]:
         """All ids of the episode, the turn included that it is in."""
         episode = self._episodes[ticket]
-        return [*(token for turn in episode.turns for token in turn.token_ids), *episode.reply]
+        return [*(token for turn in episode.turns for token in turn.token_ids), *episode.reply.ids]
 
     def check(self, ticket: int, trajectory: Trajectory) -> None:
         """What the client was given is what was sampled, round by round."""

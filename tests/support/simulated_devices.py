@@ -31,7 +31,7 @@ from tests.support.episodes import renderer
 def ids_of(episode: LiveEpisode) -> list[int]:
     """Returns the ids of the episode's newest sample."""
     ids = [token for turn in episode.turns for token in turn.token_ids]
-    return [*ids, *episode.reply][episode.origin :]
+    return [*ids, *episode.reply.ids][episode.origin :]
 
 
 @dataclasses.dataclass(kw_only=True)

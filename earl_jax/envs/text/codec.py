@@ -102,7 +102,7 @@ class TextCodec:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of these ids; never raises. Control tokens are visible."""
-        ids = [*map(int, ids)]
+        ids = list(ids)
         if self._plain.issuperset(ids):
             # Nearly every turn: token by token they would take ten times as long.
             return self._decode_tokens(ids)
