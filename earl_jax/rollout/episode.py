@@ -247,13 +247,15 @@ class LiveEpisode:
 
     def end_turn(self) -> tuple[str, bool]:
         """Ends the policy's turn. Returns its text, and whether it is whole, not cut by a limit."""
-        before_stop = None
+        before_stop, turn = None, self.reply.as_turn()
         if self.stop_watch is not None and self.stop_watch.found:
             before_stop = self.stop_watch.text
-        elif self.reply.ids[-1] in self.stops.token_ids:
-            before_stop = self.conversation.text_of(self.reply.ids[:-1])
-        text, whole = self.conversation.reply(self.reply.ids, before_stop)
-        self.close_turn(text)
+        elif turn.token_ids[-1] in self.stops.token_ids:
+            before_stop = self.conversation.text_of(turn.token_ids[:-1])
+        text, whole = self.conversation.reply(turn.token_ids, before_stop)
+        self.in_turn, self.stop_watch, self.reply = False, None, Reply(scored=self.scored)
+        self.turn_roles.append(self.side)
+        self.turns.append(dataclasses.replace(turn, text=text))
         return text, whole
 
     def begin(self, number: int) -> int:
@@ -275,7 +277,7 @@ class LiveEpisode:
             return self.resumes
         if not (self.in_turn and self.reply) or self.choices or self.allowed:
             return open_episode(self.turns)
-        return open_episode(self.turns, self.policy_turn(""))
+        return open_episode(self.turns, self.reply.as_turn())
 
     def replay_turn(self) -> bool | None:
         """Takes the reply that it `resumes` with behind the newest message.
@@ -295,7 +297,7 @@ class LiveEpisode:
             return False
         self.queue = _NO_IDS
         self.reply.take_over(turn)
-        self._count_until_stop(self.reply.ids)
+        self._count_until_stop(list(turn.token_ids))
         self.length += len(self.reply)
         self.in_turn = in_turn
         return True
@@ -316,9 +318,10 @@ class LiveEpisode:
 
     def take(self, number: int) -> tuple[np.ndarray, int]:
         """Takes the next so many ids off the queue. Returns them, and how many of them are new."""
-        part, rest = self.queue[:number], self.queue[number:]
-        # Of all episodes that have read their queue it is the same array, which is near by.
-        self.queue = rest if len(rest) else _NO_IDS
+        part, self.queue = self.queue[:number], self.queue[number:]
+        if not len(self.queue):
+            # The same array for all that have read theirs: it is at hand, and prompts are let go.
+            self.queue = _NO_IDS
         again = min(self.again, len(part))
         self.again -= again
         return part, len(part) - again
@@ -343,17 +346,6 @@ class LiveEpisode:
         self.again = len(self.queue) - num_new
         self.rewinds = True
         return self.again
-
-    def close_turn(self, text: str) -> None:
-        """Adds the policy's turn to the turns."""
-        self.in_turn, self.stop_watch = False, None
-        self.turn_roles.append(self.side)
-        self.turns.append(self.policy_turn(text))
-        self.reply = Reply(scored=self.scored)
-
-    def policy_turn(self, text: str) -> Turn:
-        """Returns the turn that it is in, as far as it was sampled."""
-        return self.reply.as_turn(text)
 
     def cut(self, unfinished_reward: float) -> tuple[str, str]:
         """Ends it by its limits: the last turn has no end, or its answer leaves no tokens for more.

@@ -46,41 +46,26 @@ class Sampled(NamedTuple):
         return NewTokens(ids, logprobs, more[0] if more else ())
 
 
+# What a turn has before anything is sampled.
+_NOTHING = Turn(author="policy", text="", token_ids=())
+
+
 class Reply:
     """The tokens of the turn that a policy is in, with a log-prob and a version each.
 
-    Nearly every round adds to the replies of nearly all slots. So a reply notes the round itself,
-    and makes lists of them when these are asked for, mostly once, at the end of the turn.
+    Nearly every round adds to the replies of nearly all slots. So a reply notes the round itself;
+    numbers become Python's when somebody asks for them, mostly once, at the end of the turn.
     """
 
-    __slots__ = (
-        "_ids",
-        "_logprobs",
-        "_model_logprobs",
-        "_number",
-        "_rounds",
-        "_scored",
-        "_slot",
-        "_versions",
-    )
+    __slots__ = ("_before", "_number", "_rounds", "_scored", "_slot")
 
     def __init__(self, *, scored: bool) -> None:
         """Begins without a token; with `scored` rounds give log-probs under the model, too."""
         self._number, self._slot, self._scored = 0, 0, scored
-        self._rounds: list[Sampled] = []
-        self._ids: list[int] = []
-        self._versions: list[int] = []
-        self._logprobs: list[float] = []
-        self._model_logprobs: list[float] = []
+        self._before, self._rounds = _NOTHING, list[Sampled]()
 
     def __len__(self) -> int:
         return self._number
-
-    @property
-    def ids(self) -> list[int]:
-        """The tokens."""
-        self._read()
-        return self._ids
 
     def add(self, sampled: Sampled, slot: int) -> None:
         """Adds the tokens that a round sampled in the episode's slot."""
@@ -90,35 +75,36 @@ class Reply:
 
     def take_over(self, turn: Turn) -> None:
         """Takes over the tokens of a turn, in place of its own."""
-        self._rounds, self._number = [], len(turn.token_ids)
-        self._ids, self._versions = list(turn.token_ids), list(turn.versions)
-        self._logprobs, self._model_logprobs = list(turn.logprobs), list(turn.model_logprobs)
-
-    def as_turn(self, text: str) -> Turn:
-        """Returns the turn as far as it was sampled."""
-        self._read()
-        return Turn(
-            author="policy",
-            text=text,
-            token_ids=tuple(self._ids),
-            logprobs=tuple(self._logprobs),
-            versions=tuple(self._versions),
-            model_logprobs=tuple(self._model_logprobs),
-        )
+        self._before, self._rounds, self._number = turn, [], len(turn.token_ids)
 
     @property
     def first_version(self) -> int | None:
         """The version that sampled the first token; None: there is none."""
-        self._read()
-        return next(iter(self._versions), None)
+        versions = (*self._before.versions[:1], *(each.version for each in self._rounds[:1]))
+        return next(iter(versions), None)
 
-    def _read(self) -> None:
-        """Makes lists of the rounds that were noted."""
-        rounds, self._rounds, slot = self._rounds, [], self._slot
-        for outputs, version, count, _ in rounds:
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The tokens."""
+        return self.as_turn().token_ids
+
+    def as_turn(self) -> Turn:
+        """Returns the turn as far as it was sampled, without a text."""
+        before, slot = self._before, self._slot
+        ids, versions = list(before.token_ids), list(before.versions)
+        logprobs, model_logprobs = list(before.logprobs), list(before.model_logprobs)
+        for outputs, version, count, _ in self._rounds:
             number = count[slot]
-            self._ids += outputs.tokens[slot, :number].tolist()
-            self._logprobs += outputs.logprobs[slot, :number].tolist()
-            self._versions += [version] * number
+            ids += outputs.tokens[slot, :number].tolist()
+            logprobs += outputs.logprobs[slot, :number].tolist()
+            versions += [version] * number
             if self._scored and outputs.model_logprobs is not None:
-                self._model_logprobs += outputs.model_logprobs[slot, :number].tolist()
+                model_logprobs += outputs.model_logprobs[slot, :number].tolist()
+        return Turn(
+            author="policy",
+            text="",
+            token_ids=tuple(ids),
+            logprobs=tuple(logprobs),
+            versions=tuple(versions),
+            model_logprobs=tuple(model_logprobs),
+        )

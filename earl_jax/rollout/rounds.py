@@ -123,6 +123,8 @@ class Rounds:
         ]
         for slot in self._choose(session.engine, reading):
             self._read(inputs, slot)
+            if slot in growing:
+                blocks.hold(slot)
         blocks.end_inputs(inputs.count)
         return inputs
 
@@ -175,11 +177,10 @@ class Rounds:
         return chosen
 
     def _read(self, inputs: RoundInputs, slot: int) -> None:
-        """Takes the slot's next chunk off its episode's queue, and gives it its pages."""
+        """Takes the slot's next chunk off its episode's queue."""
         episode = self._episode(slot)
         part, new = episode.take(inputs.chunk.shape[1])
         inputs.chunk[slot, : len(part)], inputs.count[slot] = part, len(part)
-        self._blocks.hold(slot)
         self._stats.prefill_tokens += new
         if not len(episode.queue):
             inputs.resume_turn[slot] = episode.in_turn

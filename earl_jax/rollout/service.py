@@ -483,7 +483,7 @@ class RolloutService:
             self._calls.submit({} if call is None else {ticket: call})
             return None
         episode.end_replay()
-        turns = [*episode.turns, *([episode.policy_turn("")] if episode.reply else [])]
+        turns = [*episode.turns, *([episode.reply.as_turn()] if episode.reply else [])]
         self._unwritten.append((episode.buffer_row, turns))
         return None
 
