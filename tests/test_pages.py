@@ -138,6 +138,7 @@ def test_whatever_happens_every_page_is_free_or_held_by_those_who_list_it():
             table.end_round()
         for number in range(6):
             assert table.num_held(number) >= pages_for(lengths[number], 4)
+            assert table.capacity[number] == 4 * table.num_held(number)
     table.end_round()
     listed = [[0] * 40, [0] * 40]
     for slot, row in enumerate(rows(table, 40)):
