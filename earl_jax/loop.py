@@ -315,12 +315,15 @@ def gather_costs(
 ) -> tuple[Any, ...]:
     """Gathers the updates' metrics, for processes too that do not train, and a step's costs.
 
-    `speeds` are the tokens/s of the rollout and of training, and the seconds of training, of the
-    first process that has them, because all choose by them. Host bytes are the sums over the
-    processes; None where some process cannot count them.
+    `speeds` are the tokens/s of the rollout and of training, and the seconds of training: of the
+    slowest process, by which all choose. Host bytes are the sums over the processes; None where
+    some process cannot count them.
     """
     parts = run.cluster.gather((updates, speeds, host_bytes), "the end of a step")
     all_updates, all_speeds, all_bytes = zip(*parts, strict=True)
     sums = (None if None in each else sum(each) for each in zip(*all_bytes, strict=True))
-    first = [next(filter(None, each), None) for each in zip(*all_speeds, strict=True)]
-    return (next(filter(None, all_updates)), first, *sums)
+    known = [list(filter(None, each)) for each in zip(*all_speeds, strict=True)]
+    slowest = [
+        least(each, default=None) for least, each in zip((min, min, max), known, strict=True)
+    ]
+    return (next(filter(None, all_updates)), slowest, *sums)

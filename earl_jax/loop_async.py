@@ -13,10 +13,11 @@ one order, in which they can be replayed (rollout/events.py). With "auto" the se
 they are, and between two steps both stages move where the balance has shifted. Where they share
 devices, the stages take turns, and live episodes wait for the update.
 
-Of several processes the first ones play and the others train, or all do both in turn. All go
-through the same steps, and meet for what moves between them: the weights at the beginning of a
-step, its episodes when they are finished, and the end of its updates, until which those that only
-play play on. A round is a program of one process, so that it needs no other one.
+Of several processes the first ones play and the others train, or all do both: in turn, or with
+"auto" on devices of their own. All go through the same steps, and meet for what moves between them:
+the weights at the beginning of a step, its episodes when they are finished, and with devices apart
+the end of its updates, until which those that play play on. A round is a program of one process, so
+that it needs no other one.
 
 With config.asynchrony.parts a step's groups go to the trainer's devices as they are finished, and
 their gradients are computed while the others are played (StreamRL, arXiv 2504.15930).
@@ -123,7 +124,7 @@ class AsyncPlayer:
             if not self._live.is_open or self._events.coming("open"):
                 self._live.close()
                 position = self._choose(position)
-            elif self._run.problem.splits and self._live.error is None:
+            elif self._run.problem.splits:
                 with timer("select"):
                     position = self._live.split(position)
             try:
@@ -182,7 +183,8 @@ class AsyncPlayer:
     @property
     def wait(self) -> Wait | None:
         """Plays rounds while an update is under way, where rollouts have their own devices."""
-        if self._run.cluster.count > 1 or not self._run.cluster.disjoint:
+        cluster = self._run.cluster
+        if not (cluster.disjoint and cluster.plays and cluster.trains):
             return None
         return lambda arrays: self._play_beside(
             lambda: all(leaf.is_ready() for leaf in jax.tree.leaves(arrays))

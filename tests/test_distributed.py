@@ -234,14 +234,24 @@ def test_episodes_are_cut_over_the_processes_that_play():
     assert (share.num_slots, share.episodes_per_step) == (4, 8)
 
 
-def test_devices_that_are_split_by_the_selector_are_the_first_and_the_last():
-    cluster = dataclasses.replace(cluster_of(0), count=1).split_by((2, 4))
-    assert [device.id for device in cluster.rollout_devices] == [0, 1, 2, 3]
-    assert [device.id for device in cluster.train_devices] == [2, 3, 4, 5]
+def test_devices_that_are_split_by_the_selector_are_the_first_and_the_last_of_each_process():
+    """Three processes have 0 1, 2 3 and 4 5."""
+    cluster = cluster_of(1).split_by((3,))
+    assert [device.id for device in cluster.playing(3)] == [0, 2, 4]
+    assert [device.id for device in cluster.training(3)] == [1, 3, 5]
     assert cluster.devices == cluster_of(0).devices and cluster.disjoint
-    assert str(cluster).endswith("6 devices: 2 or 4 play, as is fastest, the others train")
+    assert cluster.players == cluster.trainers == (0, 1, 2)
+    six = tuple(Device(id=n, process_index=0) for n in range(6))
+    alone = dataclasses.replace(
+        cluster_of(0, count=1), rollout_devices=six, train_devices=six, splits=(2, 4)
+    )
+    assert [device.id for device in alone.playing(4)] == [0, 1, 2, 3]
+    assert [device.id for device in alone.training(4)] == [2, 3, 4, 5]
+    assert str(alone).endswith("6 devices: 2 or 4 play, as is fastest, the others train")
     # Rows are cut so that every mesh of 2 or of 4 devices can hold them.
-    assert cluster.num_row_devices(1) == 4
+    assert alone.num_row_devices(1) == 4
+    # Of 2 and 4 that are those of two processes: 1 or 2 of an engine.
+    assert cluster.split_by((2, 4)).num_row_devices(2) == 2
     assert cluster_of(0, num_rollout=2).num_row_devices(1) == 2
 
 

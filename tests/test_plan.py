@@ -547,10 +547,17 @@ def test_the_split_is_the_one_of_all_fixed_ones_whose_slower_stage_is_fastest():
     assert plans.rollout.mesh.num_devices == 8 - plans.train.mesh.num_devices == best.num_rollout
 
 
-def test_whole_hosts_play_where_the_split_is_chosen():
+def test_every_host_gives_as_many_devices_where_the_split_is_chosen():
     problem = problem_on("h100:4x8", *SPLIT, *TWELVES)
     assert problem.splits == (8, 16, 24)
-    assert [problem.at(split).num_players for split in problem.splits] == [1, 2, 3]
+    for split in problem.splits:
+        own = problem.at(split)
+        # An engine is on 2, 4 or 6 devices of its host.
+        assert {mesh.data % 4 for mesh in own.meshes("rollout")} == {0} and own.num_players == 4
+    # Of 16 that train on 4 of each host 8 are on two hosts: slower than 8 of one.
+    halves, whole = problem.at(16), problem_on("h100:4x8", "devices.num_rollout=16", *TWELVES)
+    cut = TrainPlan(MeshShape(data=2, tensor=8), 1, "full")
+    assert halves.update_speed(cut, 1024) < 0.7 * whole.update_speed(cut, 1024)
 
 
 def test_the_plan_prints_the_split(capsys):

@@ -4,35 +4,41 @@
 
 import itertools
 import json
-from types import SimpleNamespace
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from jax.experimental.multihost_utils import process_allgather
 
 from earl_jax.config import file as config_file
-from earl_jax.engine.pages import Pool
+from earl_jax.config.train_flags import parse_flags, replayed_config
 from earl_jax.loop import rl_step
 from earl_jax.loop_async import AsyncPlayer
+from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.sessions import Sessions
-from earl_jax.rollout.events import Events, read_events
+from earl_jax.rollout.events import Events, events_file, read_events
 from earl_jax.rollout.open_groups import OpenGroups
+from earl_jax.run import live_service
 from earl_jax.run.build import build_run
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import WINDOW
 from earl_jax.training import train
+from tests.support.commands import Command
 from tests.support.placements import first_position, table_of
+from tests.support.processes import Processes
 from tests.support.runs import (
     assert_equal,
     check_bound,
     check_replay,
     episodes_of,
+    final_parameters,
     kill,
     steps_of,
 )
-from tests.support.settings import make_config, small
+from tests.support.settings import make_config, small, write_config
 from tests.support.wanderers import WANDERERS
 
 BUCKET = 256
@@ -92,7 +98,7 @@ class Steps:
         return self.placement.rollout.mesh, self.placement.train.mesh
 
     def parameters(self):
-        return jax.tree.leaves(jax.device_get(self.position.state.params))
+        return jax.tree.leaves(process_allgather(self.position.state.params, tiled=True))
 
 
 @pytest.mark.parametrize("split", [2, 4, 6])
@@ -110,10 +116,9 @@ def test_a_run_begins_with_the_split_that_its_table_has_as_the_fastest(world, sp
     placement.observations.table = table_for(world, {2: 6, 4: 2, 6: 4}[split])
     placement.calm_steps = WINDOW
     # A move would be of use for too few steps.
-    session = SimpleNamespace(max_tokens=BUCKET, pool=Pool(split, 1))
-    assert not placement.choose_split(BUCKET, None, session)
+    assert not placement.choose_split(BUCKET, None)
     placement.steps_left = WINDOW
-    assert placement.choose_split(BUCKET, None, session)
+    assert placement.choose_split(BUCKET, None)
 
 
 def tokens_of(record):
@@ -125,35 +130,49 @@ def world():
     return build_run(make_config(SETTINGS))
 
 
+def play_two_rounds(self, is_over):
+    """Two rounds are played beside each update, so that runs play alike."""
+    for _ in range(2):
+        if self._playing.is_busy:
+            self.play_round()
+
+
 @pytest.fixture
 def two_rounds(monkeypatch):
-    """Has two rounds be played beside each update, so that runs play alike."""
-
-    def play_beside(self, is_over):
-        for _ in range(2):
-            if self._playing.is_busy:
-                self.play_round()
-
-    monkeypatch.setattr(OpenGroups, "play_beside", play_beside)
+    monkeypatch.setattr(OpenGroups, "play_beside", play_two_rounds)
 
 
-@pytest.mark.slow
-def test_live_episodes_go_on_with_the_same_tokens_on_other_devices(two_rounds, monkeypatch):
-    """The split moves up and down: tokens, versions and weights are those without a move.
+def short(*_):
+    raise BudgetTooSmall("live episodes need more pages")
 
-    They go on from the pages that moved. Steps are learnt in two parts.
+
+def check_moves() -> list[int]:
+    """In each process: the split moves up and down in one of two runs, which learn alike.
+
+    Tokens, versions and weights are those without a move. Live episodes go on from the pages that
+    moved. Steps are learnt in two parts. At last memory is too short in the last process, so that
+    all stay. Returns the devices of this process that play in the end.
     """
+    OpenGroups.play_beside = play_two_rounds
     asynchrony = {"max_staleness": 2, "kv": "keep", "parts": 2}
     world = build_run(make_config({**SETTINGS, "asynchrony": asynchrony}))
-    live, move = [], Sessions.move
+    live, order, move = [], [], Sessions.move
 
     def watched(self, session):
-        live.append(sum(map(session.pages.num_held, range(12))))
+        slots = range(session.engine.config.num_slots)
+        live.append(sum(map(session.pages.num_held, slots)))
+        order.append("episodes")
         return move(self, session)
 
-    monkeypatch.setattr(Sessions, "move", watched)
+    def moved(*arguments, **settings):
+        order.append("trainer")
+        return move_state(*arguments, **settings)
+
+    Sessions.move, live_service.move_state = watched, moved
     stays, moves = Steps(world), Steps(world)
-    for split, rollout, training in ((4, R4, T4), (6, R6, T2), (2, R2, T6)):
+    for split, rollout, training in ((4, R4, T4), (6, R6, T2), (2, R2, T6), (6, R2, T6)):
+        if len(moves.records) == 3 and world.cluster.index == world.cluster.count - 1:
+            Sessions._relocate = short
         there, here = stays.take(4), moves.take(split)
         assert stays.meshes == (R4, T4) and moves.meshes == (rollout, training)
         assert tokens_of(here) == tokens_of(there)
@@ -162,18 +181,27 @@ def test_live_episodes_go_on_with_the_same_tokens_on_other_devices(two_rounds, m
         assert line["version_lag_max"] <= 2
         for one, other in zip(moves.parameters(), stays.parameters(), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
-    # Some lagged, and pages of live episodes moved each time.
+    # Some lagged, and pages of live episodes moved each time. Who gives devices moves first.
     assert any(record.metrics()["version_lag_max"] > 0 for record in moves.records)
-    assert len(live) == 2 and min(live) > 0
-    assert moves.placement.rollout.mesh.num_devices + moves.placement.train.mesh.num_devices == 8
+    assert len(live) == 3 and min(live) > 0
+    away = ["trainer", "episodes", "trainer"]
+    assert order == [*away, "episodes", "trainer", *away]
+    devices = world.stages.layouts.engine(R2).mesh.devices.ravel()
+    return [jax.local_devices().index(device) for device in devices]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("processes", "devices"), [(1, [0, 1]), (2, [0])])
+def test_live_episodes_go_on_with_the_same_tokens_on_other_devices(processes, devices):
+    """Of two processes each gives half of the devices, and its episodes stay with it."""
+    each = Processes(processes, 8 // processes, "test_split_runs:check_moves")
+    assert each.results(900) == [devices] * processes
 
 
 @pytest.mark.slow
 def test_both_stages_stay_where_memory_is_too_short_for_the_move(world, two_rounds, monkeypatch):
     stays, tries = Steps(world), Steps(world)
-
-    def short(*_):
-        raise BudgetTooSmall("live episodes need more pages")
 
     for split in (4, 6):
         stays.take(4)
@@ -254,3 +282,49 @@ def test_the_split_follows_a_load_through_a_kill_and_is_replayed_bit_for_bit(
     assert {line["publish_host_bytes"] for line in lines} == {0}
     write_table(table, world, {R2: 1.0, R4: 1e4, R6: 1.0}, training)
     check_replay(first, steps)
+
+
+def repeat(workdir: str, first: str) -> bool:
+    """In each process: replays a run."""
+    flags = [f"--replay={first}", f"--workdir={workdir}"]
+    config, folder = replayed_config(Path(first), *parse_flags(flags))
+    return not train(config, folder, replay=Path(first)).stopped
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_two_processes_move_alike_through_a_kill_and_are_replayed_bit_for_bit(world, tmp_path):
+    """SIGKILL of one when a move, of step 9 or later, is in a checkpoint; the run goes on there."""
+    table, first, again = tmp_path / "table.json", tmp_path / "run", tmp_path / "again"
+    training = {T6: 2700.0, T4: 1800.0, T2: 900.0}
+    write_table(table, world, {R2: 100.0, R4: 200.0, R6: 300.0}, training)
+    steps = 20
+    given = small(shifting(steps, str(table))) | {"checkpoint": {"every_steps": 1}}
+    file = write_config(tmp_path, given | {"asynchrony": {"max_staleness": 2, "checksums": True}})
+    command = Command(first, 2, config=file)
+
+    def has_moved() -> bool:
+        behind = [line["step"] for line in steps_of(first) if line["rollout_mesh"] != str(R6)]
+        return bool(behind) and (first / "checkpoints" / str(behind[0] + 1)).exists()
+
+    command.after(has_moved, 900)
+    command.all[1].kill()
+    assert [status for status, *_ in command.ends(400)] == [1, -9]
+    Command(first, 2, config=file).done(900)
+    lines, events = steps_of(first), [read_events(first, process) for process in (0, 1)]
+    splits = splits_of(lines)
+    moves = [[e["version"] for e in own if e["event"] == "split"] for own in events]
+    opened = [[e["version"] for e in own if e["event"] == "open"] for own in events]
+    assert splits[0] == 6 and len(moves[0]) == len(splits) - 1 >= 1 and moves[0] == moves[1]
+    assert opened[0] == opened[1] and 0 < moves[0][0] < opened[0][1]
+    check_bound(lines, 2)
+    assert episodes_of(first) == dict.fromkeys(range(steps * 24), 1)
+    assert {line["dispatch_host_bytes"] for line in lines} == {0}
+    assert {line["publish_host_bytes"] for line in lines} == {0}
+    write_table(table, world, {R2: 1.0, R4: 1e4, R6: 1.0}, training)
+    each = Processes(2, 4, "test_split_runs:repeat", str(again), str(first))
+    assert each.results(900) == [True] * 2
+    for process in (0, 1):
+        one, other = (events_file(folder, process).read_text() for folder in (first, again))
+        assert one == other
+    assert_equal(final_parameters(first), final_parameters(again))

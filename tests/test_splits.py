@@ -192,3 +192,7 @@ def test_splits_without_a_mesh_of_both_stages_are_no_candidates():
     assert with_splits(hand_problem(without, ROLLOUT)).splits == (2, 4)
     with pytest.raises(ValueError, match=r"no split of 8 devices .*2 to play: no mesh of 6"):
         with_splits(hand_problem({MeshShape(fsdp=8): 1.0}, ROLLOUT))
+    # Each of several processes gives as many.
+    assert with_splits(hand_problem(TRAIN, ROLLOUT, num_processes=4)).splits == (4,)
+    with pytest.raises(ValueError, match=r"no split of 8 .*each process needs at least two"):
+        with_splits(hand_problem(TRAIN, ROLLOUT, num_processes=8))

@@ -18,7 +18,8 @@ class DevicesConfig:
     devices do both in turn. Every process that plays must have the same number of such devices.
     With "auto", in asynchronous runs, the selector chooses the number so that the slower of the two
     stages is as fast as possible, and moves both stages while the run goes on where another number
-    is faster by more than `selector.hysteresis` with the move paid for.
+    is faster by more than `selector.hysteresis` with the move paid for. Of several processes each
+    gives as many of its devices.
     """
 
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"

@@ -35,8 +35,8 @@ class Cluster:
 
     `rollout_devices` and `train_devices` are those of all processes, host by host; the two groups
     are equal or disjoint. But where the selector chooses among `splits`, numbers of devices that
-    play, they are those that may play and those that may train: a rollout's mesh is over the first
-    of these, a trainer's over the last, and both together over all devices once. Every process that
+    play, both are all devices: a rollout's mesh is over the first of each process, a trainer's over
+    the last, as many of each process, and both together over all devices once. Every process that
     plays has the same number of rollout devices. `hosts` are the names of the processes' hosts,
     process by process. A process that waits for the others for `timeout_s` seconds ends with
     status 1.
@@ -54,14 +54,24 @@ class Cluster:
     splits: tuple[int, ...] = ()
 
     def split_by(self, splits: tuple[int, ...]) -> "Cluster":
-        """Returns the cluster of which one of so many devices play, and the others train."""
-        devices = self.devices
-        return dataclasses.replace(
-            self,
-            rollout_devices=devices[: max(splits)],
-            train_devices=devices[min(splits) :],
-            splits=splits,
-        )
+        """Returns the cluster, in which all do both, so that as many devices as one of these play.
+
+        The others train. Every process has a part of each: they are multiples of `count`.
+        """
+        return dataclasses.replace(self, splits=splits)
+
+    def playing(self, number: int) -> tuple[Any, ...]:
+        """Returns the devices that play where so many of the run do."""
+        return self._of_each(slice(number // self.count)) if self.splits else self.rollout_devices
+
+    def training(self, number: int) -> tuple[Any, ...]:
+        """Returns the devices that train where so many of the run do."""
+        part = slice(-number // self.count, None)
+        return self._of_each(part) if self.splits else self.train_devices
+
+    def _of_each(self, part: slice) -> tuple[Any, ...]:
+        each = ([d for d in self.devices if d.process_index == n] for n in self.players)
+        return tuple(device for own in each for device in own[part])
 
     def __str__(self) -> str:
         """Returns the cluster in words, for the start of a run."""
@@ -122,7 +132,7 @@ class Cluster:
     @property
     def disjoint(self) -> bool:
         """True if no device both plays and trains at a time."""
-        return self.rollout_devices != self.train_devices
+        return bool(self.splits) or self.rollout_devices != self.train_devices
 
     def check_kinds(self) -> None:
         """Raises ValueError where not all devices that play, or that train, are of one kind."""
@@ -158,9 +168,10 @@ class Cluster:
         """Returns for how many devices an engine's rows of experience are cut, of so many engines.
 
         Those that play, in any split. Example: with 2, 4 or 6 devices that play 12, which each of
-        these divides.
+        these divides; 6 where they are those of two processes.
         """
-        return math.lcm(*self.splits) if self.splits else len(self.rollout_devices) // num_parts
+        number = math.lcm(*self.splits) if self.splits else len(self.rollout_devices)
+        return number // num_parts
 
     def num_parts(self, shape: MeshShape) -> int:
         """Returns the number of engines of a rollout's mesh, as `Problem.num_parts`."""

@@ -27,13 +27,12 @@ class Layouts:
     @functools.cache  # noqa: B019
     def rollout(self, shape: MeshShape) -> Layout:
         """Returns the rollout's layout over all devices that play, of all processes."""
-        return make_layout(shape, self._cluster.rollout_devices)
+        return make_layout(shape, self._cluster.playing(shape.num_devices))
 
     @functools.cache  # noqa: B019
     def train(self, shape: MeshShape) -> Layout:
-        """Returns the trainer's layout over all devices that train: the last, in any split."""
-        cluster, devices = self._cluster, self._cluster.train_devices
-        devices = devices[-shape.num_devices :] if cluster.splits else devices
+        """Returns the trainer's layout over all devices that train."""
+        devices = self._cluster.training(shape.num_devices)
         return make_layout(shape, devices, row_axes=TRAINING_ROWS)
 
 

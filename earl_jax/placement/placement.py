@@ -15,7 +15,6 @@ from typing import Any, Literal, TypeVar
 import jax
 
 from earl_jax.dispatch.packing import Shape, ShapeHistory
-from earl_jax.engine.session import Session
 from earl_jax.launch.distributed import RestartNeeded
 from earl_jax.placement.facts import Observations
 from earl_jax.placement.sessions import Sessions
@@ -183,7 +182,7 @@ class Placement:
     def choose(self, step: Step, load: Load | None = None, only: Stage | None = None) -> Decision:
         """Chooses the plans of both stages, or of `only` one, and takes them into use.
 
-        A rollout that keeps its slots is within itself: one process may choose by itself.
+        Where it keeps its slots a rollout is within itself: one process may choose by itself.
         """
         before, decision = self.plans, self._settled(step, load, only)
         rollout, train = decision.plans
@@ -205,14 +204,15 @@ class Placement:
         self.length = step.length if train else self.length
         return decision
 
-    def choose_split(self, tokens: int, load: Load | None, session: Session) -> bool:
-        """Chooses plans of both stages, with the split of the devices, for a session's episodes.
+    def choose_split(self, tokens: int, load: Load | None) -> bool:
+        """Chooses plans of both stages, with the split of the devices, for live episodes.
 
-        Between two steps: live episodes keep their slots. Returns True where a stage is to move;
-        its plans are in use then. Else nothing changes: as where nothing else fits, or plans would
-        be left again within a window of steps for longer contexts or the run's end.
+        Between two steps: they keep their slots, and all processes choose alike. Returns True where
+        a stage is to move; its plans are in use then. Else nothing changes: as where nothing else
+        fits, or plans would be left again within a window of steps for longer contexts or the run's
+        end.
         """
-        step = self.step_of(max(tokens, session.max_tokens), load)
+        step = self.step_of(max(tokens, self.max_tokens), load)
         if step.lasts < WINDOW and not step.is_new:
             return False
         step = dataclasses.replace(step, keeps_slots=True)
@@ -295,7 +295,8 @@ class Placement:
 
         # Trying a mesh takes a few steps and a compilation.
         tries = self.observations.is_fed and only is None and step.lasts >= WINDOW
-        if step.keeps_slots and self.stages.cluster.count > 1:
+        # Between two steps, with live episodes too, all choose both stages' plans together.
+        if step.keeps_slots and only is not None and self.stages.cluster.count > 1:
             return chosen()
         for _ in range(COMPILED_AT_MOST):
             decision = chosen(may_try=self.may_try if tries else None)

@@ -270,13 +270,13 @@ def _check_processes(config: Config, cluster: Cluster) -> None:
         f"max_staleness {settings.max_staleness}, parts {settings.parts}, refill {settings.refill})"
     )
     both = set(cluster.players) & set(cluster.trainers)
-    if given == "auto" or (cluster.disjoint and both):
+    if cluster.disjoint and both:
         each = Counter(device.process_index for device in cluster.devices)
         whole = list(itertools.accumulate(each.values()))
         raise InputError(
             f"{words}: all play and train, or some play and the others train, and "
-            f"config.devices.num_rollout is {given!r}; set it to 0, or to the devices of the first "
-            f"processes, one of {whole[:-1]}, or start one process"
+            f"config.devices.num_rollout is {given!r}; set it to 0, to 'auto', or to the devices "
+            f"of the first processes, one of {whole[:-1]}, or start one process"
         )
     if 0 not in cluster.players:
         raise InputError(

@@ -192,7 +192,9 @@ class LiveService:
         if not self._settings.checksums or not self._stages.cluster.trains:
             return
         engine = self._stages.engines.engine(mesh, num_slots)
-        config, layout = engine.config, self._stages.learner.layout(self._placement.train.mesh)
+        # In a replay the state may not have moved to the plans of then yet.
+        here = MeshShape(**jax.tree.leaves(params)[0].sharding.mesh.shape)
+        config, layout = engine.config, self._stages.learner.layout(here)
         specs = engine_specs(config.model, config.vocab_size, config.weight_dtype)
         cast = program_of(params, engine.parameter_shapes, parameter_shardings(specs, layout))
         self._trained_checksum = fingerprint(cast(params))
@@ -333,12 +335,15 @@ class LiveService:
     def split(self, position: Position) -> Position:
         """Moves both stages where another split of the devices is so much faster.
 
-        Live episodes move along. Returns the position, whose state has moved. In a replay they move
-        where they did then. Where memory is too short for the move, both stages stay.
+        Live episodes move along, within their process. Returns the position, whose state has moved.
+        In a replay they move where they did then. Where memory is too short for the move in some
+        process, both stages stay; and so they do where a round beside an update failed.
         """
         placement, events, state = self._placement, self._events, position.state
-        service = self.service
-        assert service is not None, "one process plays and trains"
+        service, any_of = self.service, self._stages.cluster.any
+        assert service is not None and self._where is not None, "every process plays and trains"
+        if any_of(self.error is not None, "the rounds beside an update"):
+            return position
         before, event = placement.as_dict(), events.coming("split")
         with only_on_devices(self._config.dispatch.forbid_host_bytes):
             if event is not None:
@@ -346,16 +351,18 @@ class LiveService:
             else:
                 load = self.expected_load(position)
                 tokens = expected_tokens(self._stages.rollout, load)
-                if events.is_replay or not placement.choose_split(tokens, load, service.session):
+                # All processes know the same, and choose alike.
+                if events.is_replay or not placement.choose_split(tokens, load):
                     return position
             # New ones arrive behind the move.
             service.release_weights()
-            here = service.session.engine.layout.shape
-            if placement.rollout.mesh.num_devices > here.num_devices:
+            if placement.rollout.mesh.num_devices > self._where[0].num_devices:
                 # The trainer leaves the devices first that the episodes move to.
                 state = move_state(placement, state, to_play=True)
             session = placement.sessions.move(service.session)
-            if session is None:
+            is_short = any_of(session is None, "the move of live episodes")
+            if session is None or is_short:
+                session = None
                 placement.restore(before | {"calm_steps": 0})
             else:
                 service.move(session)

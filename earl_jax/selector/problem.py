@@ -48,8 +48,8 @@ class Problem:
         rollout_meshes_named: the candidates that the config names, "data=4,tensor=2"; () for all.
         train_meshes_named: likewise.
         num_rollout: devices for rollouts only, the others are for training only; 0: all do both.
-        splits: the numbers of devices for rollouts that may be chosen, `num_rollout` one of them;
-            () where it is fixed.
+        splits: the numbers of devices for rollouts that may be chosen, `num_rollout` one of them,
+            as many of each process; () where it is fixed, and whole processes play.
         num_processes: each plays its part of a rollout, or all play together where its mesh spans
             them (`num_parts`).
         devices_a_player: rollout devices of each process that plays, where processes may have
@@ -114,6 +114,8 @@ class Problem:
     @property
     def num_players(self) -> int:
         """The number of processes that play."""
+        if self.splits or self.every is not None:
+            return self.num_processes
         each = self.devices_a_player or self.hardware.num_devices // self.num_processes
         return max(1, self.num_rollout // each) if self.num_rollout else self.num_processes
 
@@ -332,7 +334,7 @@ class Problem:
         work = dataclasses.replace(
             batch, num_rows=number * rows, micro_batches=number * batch.micro_batches
         )
-        hardware = self.hardware.with_devices(plan.mesh.num_devices)
+        hardware = self._hardware_of(plan.mesh)
         seconds = train_parts(hardware, self.sizes, work, plan.mesh, length).total
         seconds += scoring_s(hardware, self.sizes, batch, plan.mesh, length) / work.epochs
         return work.num_rows * length / seconds
@@ -348,7 +350,7 @@ class Problem:
         """
         work = dataclasses.replace(self.work, num_slots=num_slots, appended=appended)
         times, left = divmod(num_slots // mesh.data, rows)
-        hardware = self.hardware.with_devices(mesh.num_devices)
+        hardware = self._hardware_of(mesh)
         seconds = times * token_s(hardware, self.sizes, work, mesh, rows, max_tokens)
         if left:
             seconds += token_s(hardware, self.sizes, work, mesh, left, max_tokens)
@@ -360,7 +362,7 @@ class Problem:
     ) -> float:
         """Returns the seconds of a token of each of `live` episodes, in slots of all row shards."""
         work = dataclasses.replace(self.work, num_slots=num_slots, appended=appended)
-        hardware = self.hardware.with_devices(mesh.num_devices)
+        hardware = self._hardware_of(mesh)
         return token_s(hardware, self.sizes, work, mesh, -(-live // mesh.data), max_tokens)
 
     @functools.cache  # noqa: B019
@@ -376,6 +378,14 @@ class Problem:
     def offload_s(self, mesh: MeshShape) -> float:
         """Returns the seconds a step of moving the moments to host memory and back."""
         return 2 * self.moments_bytes(mesh) / self.hardware.host_bytes_per_s
+
+    def _hardware_of(self, mesh: MeshShape) -> Hardware:
+        """Returns the devices of a mesh; where they are split, as many of each host."""
+        hardware = self.hardware.with_devices(mesh.num_devices)
+        if self.num_processes == 1 or not (self.splits or self.every):
+            return hardware
+        each = max(1, mesh.num_devices // self.hardware.num_hosts)
+        return dataclasses.replace(hardware, devices_a_host=each)
 
     def _arrival_s(self, num_bytes: int) -> float:
         hardware = self.hardware

@@ -26,11 +26,11 @@ MOST_SPLITS = 16
 def with_splits(problem: Problem) -> Problem:
     """Returns the problem with all splits for which both stages have a mesh.
 
-    Of several processes whole ones play. Raises ValueError if there is no split, or none of a mesh
+    Each of several processes gives as many of its devices, so that it plays and trains in any split
+    and its live episodes stay with it. Raises ValueError if there is no split, or none of a mesh
     that the config names.
     """
-    number = problem.hardware.num_devices
-    unit = 1 if problem.num_processes == 1 else number // problem.num_processes
+    number, unit = problem.hardware.num_devices, problem.num_processes
     apart = unit * max(1, number // unit // MOST_SPLITS)
     every, found, obstacles = dataclasses.replace(problem, splits=()), list[int](), list[str]()
     for split in range(apart, number, apart):
@@ -40,7 +40,7 @@ def with_splits(problem: Problem) -> Problem:
         except ValueError as error:
             obstacles.append(f"{split} to play: {error}")
     if not found:
-        why = "; ".join(obstacles[:2]) or "a split needs at least two"
+        why = "; ".join(obstacles[:2]) or "each process needs at least two"
         raise InputError(
             f"config.devices.num_rollout is 'auto', and no split of {number} devices gives both "
             f"stages a mesh ({why}): make config.rollout.num_slots and episodes_per_step multiples "

@@ -124,9 +124,9 @@ class Command:
             assert status == 0, f"process {number}: {status}\n{output}\n{errors[-4000:]}"
         return self.workdir
 
-    def after(self, happened: Callable[[], bool]) -> None:
+    def after(self, happened: Callable[[], bool], timeout_s: float = 400.0) -> None:
         """Returns when it has happened."""
-        deadline_s = time.monotonic() + 400
+        deadline_s = time.monotonic() + timeout_s
         while not happened():
             assert time.monotonic() < deadline_s, "it did not happen"
             assert all(p.poll() is None for p in self.all), [p.communicate() for p in self.all]
