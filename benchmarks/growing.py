@@ -50,12 +50,11 @@ TRAIN_MESHES = ("data=8", "data=1,fsdp=8", "data=1,fsdp=4,context=2", "data=1,fs
 BUDGET = 2_200_000
 CACHES = ("cold", "warm")
 # More updates a step than a laptop would want, so that a step is work and not the start of
-# programs. A move takes a tenth of a second here: what is a twentieth faster is worth it.
+# programs.
 GROWING = (
     "train.epochs=4",
     "train.sft_updates=10",
     "selector.table=auto",
-    "selector.hysteresis=0.05",
     f"selector.budget_bytes_per_device={BUDGET}",
 )
 # Evaluations are no part of a step.

@@ -253,7 +253,7 @@ def choose_and_play(
 
     def publish_and_play() -> PlayedStep:
         plan, max_tokens = placement.rollout, placement.max_tokens
-        with timer("publish"), only_on_devices(run.config.dispatch.forbid_host_bytes) as reads:
+        with timer("publish"), only_on_devices() as reads:
             policy = run.learner.policy(state)
             session, num_bytes = placement.sessions.open(policy, version=position.step)
         with timer("rollout"):
@@ -293,7 +293,7 @@ def send_batch(
     rng = np.random.default_rng([config.seed, step]) if config.train.mini_batches > 1 else None
     controls = run.learner.controls(step, config.num_steps)
     update = StepUpdate(placement=placement, controls=controls, rng=rng)
-    with only_on_devices(config.dispatch.forbid_host_bytes) as reads:
+    with only_on_devices() as reads:
         update.parts += send_parts(
             placement,
             done.experience,

@@ -243,8 +243,7 @@ class AsyncPlayer:
         with contextlib.nullcontext() if interrupts else self._timer("rollout"):
             _, end = end_of(placement, live.end_rounds)
         gather_ends(cluster, None, "the rounds with the weights before", end)
-        forbid = self._run.config.dispatch.forbid_host_bytes
-        with self._timer("publish"), only_on_devices(forbid) as reads:
+        with self._timer("publish"), only_on_devices() as reads:
             num_bytes = live.publish(position)
         if live.is_given_up():
             return None
@@ -302,12 +301,11 @@ class AsyncPlayer:
         experience: Experience | None,
     ) -> None:
         """Sends these episodes to the trainer, which starts on their gradients."""
-        config, taken = self._run.config, self._taken
+        taken = self._taken
         assert taken is not None, "the step has begun"
         longest = max(outcome.num_tokens for outcome in outcomes)
         length = self._run.stages.rollout.max_tokens_for(longest)
-        forbid = config.dispatch.forbid_host_bytes
-        with self._timer("dispatch"), only_on_devices(forbid) as reads:
+        with self._timer("dispatch"), only_on_devices() as reads:
             (part,) = send_parts(self._placement, experience, outcomes, length, {}, wait=False)
         counted = (taken.dispatch_host_bytes, reads.num_bytes)
         taken.dispatch_host_bytes = None if None in counted else sum(filter(None, counted))

@@ -170,8 +170,8 @@ def test_plans_in_use_stay_within_the_hysteresis_and_until_they_were_used_for_a_
 
 
 def test_a_switch_of_the_trainer_has_to_pay_for_itself():
-    # A step of 8 + 1.6 s against one of 8 + 0.8 s, and a move of 12 s: 1.2 s in each of 10 steps.
-    problem = hand_problem({D8: 100.0, F8: 200.0}, {D8: 100.0}, hysteresis=0.0, trainer_move_s=12)
+    # A step of 1 + 1.6 s against one of 1 + 0.4 s, and a move of 12 s: 1.2 s in each of 10 steps.
+    problem = hand_problem({D8: 100.0, F8: 400.0}, {D8: 800.0}, trainer_move_s=12)
     current = Plans(rollout_on(D8), train_on(D8))
     assert meshes(choose(problem, current=current)) == (D8, D8)
     longer = dataclasses.replace(STEP, lasts=20)
@@ -412,7 +412,7 @@ def test_speeds_that_were_observed_decide_and_the_median_of_them():
 
 def test_a_mesh_that_never_ran_has_to_win_by_more_than_the_models_error():
     for advantage, mesh in ((0.95 * MODEL_ERROR, D8), (1.25 * MODEL_ERROR, D4T2)):
-        problem = hand_problem({F8: 1e9}, {D8: 100.0, D4T2: 100.0 * advantage}, hysteresis=0.0)
+        problem = hand_problem({F8: 1e9}, {D8: 100.0, D4T2: 100.0 * advantage})
         # The model's factor is a half: both are as much slower than computed.
         table = observed(ThroughputTable(), D8, 50, 50, 50)
         assert meshes(choose(problem, table=table)) == (mesh, F8)

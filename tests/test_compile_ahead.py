@@ -51,7 +51,7 @@ ROLLOUT = {
 
 @pytest.fixture(scope="module")
 def run():
-    settings = given(ROLLOUT, (D8, D4T2), (D8, CUBE), compile_ahead="on")
+    settings = given(ROLLOUT, (D8, D4T2), (D8, CUBE))
     return build_run(make_config(settings))
 
 
@@ -111,8 +111,8 @@ def test_programs_of_the_plans_that_longer_contexts_will_have_are_wanted(run):
     assert shape_ahead(placement, TrainPlan(CUBE, 1, "none"), LONG) == (4, 48)
 
 
-def test_nothing_is_compiled_ahead_on_the_processor_that_computes_unless_told(run):
-    assert not compiles_ahead("auto", run.cluster) and compiles_ahead("on", run.cluster)
+def test_nothing_is_compiled_ahead_on_the_processor_that_computes(run):
+    assert not compiles_ahead(run.cluster)
     with CompileAhead(print, is_on=False) as ahead:
         ahead.look(placed(run, SHORT), LoadHistory())
         assert not ahead._futures
@@ -122,7 +122,7 @@ def test_mesh_that_never_ran_is_tried_when_its_programs_are_compiled():
     """Both are as fast by the model, whose error could make the other one half as fast again."""
     # No episode may come to the next context bucket.
     short = ROLLOUT | {"max_episode_tokens": SHORT}
-    settings = given(short, (D8, D4T2), (D8,), compile_ahead="on", table="auto")
+    settings = given(short, (D8, D4T2), (D8,), table="auto")
     placement = placed(build_run(make_config(settings)), SHORT, ThroughputTable())
     object.__setattr__(placement.problem, "round_speed", lambda *_: 1000.0)
     history, key, go = history_of(12, 12, 12), rollout_key(D4T2, SHORT, 8), threading.Event()

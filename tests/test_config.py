@@ -74,7 +74,6 @@ def test_a_file_s_values_arrive_and_the_rest_keeps_its_default():
         ("train.learning_rate=1e-3", "train.learning_rate", 1e-3),
         ("train.learning_rate=1", "train.learning_rate", 1.0),
         ("log.trace=true", "log.trace", True),
-        ("dispatch.forbid_host_bytes=False", "dispatch.forbid_host_bytes", False),
         ("env.name=connect_four", "env.name", "connect_four"),
         ("env.args.show_board=True", "env.args", {"show_board": True}),
         ("env.name='tic_tac_toe'", "env.name", "tic_tac_toe"),
@@ -160,8 +159,7 @@ def test_as_dict_is_json_and_builds_the_same_config_again():
         ),
         (
             {"dispatch": {"xyz": 1}},
-            "config.dispatch.xyz is not a field of DispatchConfig; "
-            "its fields are chunk_bytes, forbid_host_bytes",
+            "config.dispatch.xyz is not a field of DispatchConfig; its fields are chunk_bytes",
         ),
     ],
 )
@@ -564,14 +562,17 @@ def test_what_an_override_leaves_without_effect_takes_its_default():
 
 def test_a_run_of_before_is_read_without_the_settings_that_are_no_more(tmp_path):
     given = {
-        "selector": {"horizon_steps": 20, "hysteresis": 0.2},
+        "selector": {"horizon_steps": 20, "hysteresis": 0.2, "budget_bytes_per_device": 9},
+        "dispatch": {"forbid_host_bytes": "auto"},
         "log": {"tensorboard": False, "report_every_steps": 5},
         "train": {"max_skipped_steps": 5},
     }
     (tmp_path / "config.json").write_text(json.dumps(given))
-    assert read_workdir_config(tmp_path).selector.hysteresis == 0.2
+    assert read_workdir_config(tmp_path).selector.budget_bytes_per_device == 9
     for override in (
         "selector.horizon_steps=3",
+        "selector.hysteresis=0.2",
+        "dispatch.forbid_host_bytes=False",
         "log.tensorboard=True",
         "log.report_every_steps=5",
         "train.max_skipped_steps=5",

@@ -46,13 +46,17 @@ _PREEMPTED = (
 _SPEEDS = "plans are chosen by the speeds of config.selector.table, and nothing is timed beforehand"
 # Keys that earlier versions wrote into each config.json, and that are no more.
 _FORMER = (
+    ("dispatch", "forbid_host_bytes"),
     ("log", "report_every_steps"),
     ("log", "tensorboard"),
+    ("selector", "compile_ahead"),
     ("selector", "horizon_steps"),
+    ("selector", "hysteresis"),
     ("train", "max_skipped_steps"),
 )
 # Keys of earlier versions: the key that took their place, or a sentence.
 RENAMED_KEYS = {
+    "config.dispatch.forbid_host_bytes": "a run in which such bytes pass the host ends",
     "config.rollout.append_rows": "it is fixed (APPEND_TOKENS in engine/config.py)",
     "config.rollout.copy_prefixes": "prompts are copied from shard to shard where that is faster",
     "config.rollout.model_logprobs": "they are recorded where config.train.ratio is 'model'",
@@ -64,7 +68,9 @@ RENAMED_KEYS = {
     "config.rollout.speculation": (
         "set config.rollout.num_draft_tokens, such as 4 (0: no speculation)"
     ),
+    "config.selector.compile_ahead": "programs are compiled ahead where the devices are not CPUs",
     "config.selector.horizon_steps": "a switch has to pay for itself over 20 steps",
+    "config.selector.hysteresis": "a plan that fits is left for a step shorter by more than 10 %",
     "config.selector.measure": _SPEEDS,
     "config.selector.measure_rounds": _SPEEDS,
     "config.selector.order": f"{_SPEEDS}; 'model' there is the same on every machine",

@@ -18,7 +18,7 @@ class DevicesConfig:
     devices do both in turn. Every process that plays must have the same number of such devices.
     With "auto", in asynchronous runs, the selector chooses the number so that the slower of the two
     stages is as fast as possible, and moves both stages while the run goes on where another number
-    is faster by more than `selector.hysteresis` with the move paid for. Of several processes each
+    is faster by more than 10 % with the move paid for. Of several processes each
     gives as many of its devices.
     """
 
@@ -46,19 +46,14 @@ class DevicesConfig:
 class DispatchConfig:
     """Settings of moves of arrays from layout to layout.
 
-    `forbid_host_bytes` "auto": the run ends if experience or weights pass through the host, except
-    between processes that have no direct link; these bytes are reported at the start and counted.
-    True: a run without a direct link does not start. False: bytes are only counted. `chunk_bytes`
-    bounds the bytes in flight on a device while weights, optimiser state or KV caches move; 0: a
-    move goes all at once, which is faster.
+    `chunk_bytes` bounds the bytes in flight on a device while weights, optimiser state or KV caches
+    move; 0: a move goes all at once, which is faster.
     """
 
-    forbid_host_bytes: Literal["auto", True, False] = "auto"
     chunk_bytes: int = 0
 
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
-        check_choices(self, "config.dispatch")
         if self.chunk_bytes < 0:
             raise InputError(
                 f"config.dispatch.chunk_bytes is {self.chunk_bytes}; give bytes, or 0 for no bound"

@@ -108,13 +108,12 @@ def _lowering(placement: Placement, plan: Plan, tokens: int) -> Lower | None:
     return lambda: lower_update(stages, train, tokens, shape)
 
 
-def compiles_ahead(setting: str, cluster: Cluster) -> bool:
-    """Returns True if a run with this config.selector.compile_ahead does.
+def compiles_ahead(cluster: Cluster) -> bool:
+    """Returns True if a run on these devices compiles ahead.
 
     On CPUs the compiler would take its cores from the steps.
     """
-    apart = cluster.devices[0].platform != "cpu"
-    return setting == "on" or setting == "auto" and apart
+    return cluster.devices[0].platform != "cpu"
 
 
 class CompileAhead:

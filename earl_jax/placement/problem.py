@@ -226,7 +226,6 @@ def make_problem(
         ),
         work=workload(config, model, hardware),
         budget_bytes=budget_bytes,
-        hysteresis=selector.hysteresis,
         weights_obstacle=weights_obstacle,
         attention_obstacle=attention_obstacle,
         rollout_meshes_named=selector.rollout_meshes,

@@ -345,7 +345,7 @@ class LiveService:
         if any_of(self.error is not None, "the rounds beside an update"):
             return position
         before, event = placement.as_dict(), events.coming("split")
-        with only_on_devices(self._config.dispatch.forbid_host_bytes):
+        with only_on_devices():
             if event is not None:
                 placement.restore(event["placement"])
             else:

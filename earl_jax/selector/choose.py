@@ -26,6 +26,9 @@ from earl_jax.telemetry.load import WINDOW
 # Of equally fast pairs those that leave this share of the budget are equal in memory too, and the
 # least cut wins.
 AMPLE = 0.5
+# A plan that fits is left only for a step that is shorter by more than this fraction: a speed that
+# differs by less is not worth a move of weights, moments and live episodes.
+HYSTERESIS = 0.1
 # A switch has to pay for itself over at most so many steps.
 HORIZON_STEPS = 20
 
@@ -214,7 +217,7 @@ def choose(
                 candidates.must_wait(new.plan, step.tokens_of(new.plan)) for _, new in moved
             )
             may_leave = (calm_steps >= WINDOW or early) and not waits
-        if not may_leave or stays.cost_s <= (1.0 + candidates.problem.hysteresis) * pair.cost_s:
+        if not may_leave or stays.cost_s <= (1.0 + HYSTERESIS) * pair.cost_s:
             pair = stays
     rollout, train = pair.rollout, pair.train
     return Decision(
@@ -282,7 +285,7 @@ def _pairs(candidates: Candidates, step: Step, current: Plans) -> list[_Pair]:
     """
     problem, before = candidates.problem, current.train
     least_s, found = math.inf, list[tuple[int, _Pair]]()
-    margin = TIE if before is None else max(TIE, problem.hysteresis)
+    margin = TIE if before is None else HYSTERESIS
     trains = _trains(candidates, step, before, problem.budget)
     plans = [pair.train.plan for pair in trains if pair.train]
     residents = sorted({key for p in plans for key in _residents(candidates, p, step.length)})

@@ -17,10 +17,11 @@ class SelectorConfig:
     limit where it reports one, and no limit where it does not (CPU). `rollout_meshes` and
     `train_meshes` name the candidates, as "data=4,tensor=2"; empty means every shape that the
     devices and the model allow, and for long rows and contexts those too that cut them over
-    `context`. Plans that fit are left only for a pair whose step is shorter by more than the
-    fraction `hysteresis`, with the switch spread over the steps that it will last (at most
-    20), and only when they have been in use for 8 steps. By the same fraction the last episodes of
-    a rollout move to another mesh.
+    `context`.
+
+    Plans that fit are left only for a pair whose step is shorter by more than 10 %, with the switch
+    spread over the steps that it will last (at most 20), and only when they have been in use for 8
+    steps. By the same fraction the last episodes of a rollout move to another mesh.
 
     `table` selects the speeds by which plans are chosen. "auto": observed in the steps of this run
     and of earlier ones, kept in the user's cache folder; for a plan that never ran, by the speed
@@ -31,18 +32,15 @@ class SelectorConfig:
     `offload` "on" lets the optimizer's moments be in host memory during rollouts that need their
     bytes; "auto" does so on devices with a memory of their own. Each host has those of its devices.
 
-    With `compile_ahead` "on" a thread compiles the programs of longer contexts, and of meshes that
-    may be faster and never ran, while steps run; "auto" does so where the devices are not CPUs.
-    Each of several processes compiles those of rollouts on its own devices.
+    Where the devices are not CPUs, a thread compiles the programs of longer contexts, and of meshes
+    that may be faster and never ran, while steps run (placement/compile_ahead.py).
     """
 
     budget_bytes_per_device: int = 0
     rollout_meshes: tuple[str, ...] = ()
     train_meshes: tuple[str, ...] = ()
-    hysteresis: float = 0.1
     table: str = "auto"
     offload: Literal["auto", "on", "off"] = "auto"
-    compile_ahead: Literal["auto", "on", "off"] = "auto"
 
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
@@ -63,9 +61,10 @@ class SelectorConfig:
                         "layers on a device or cuts them over expert or tensor: use data, context "
                         "and those"
                     )
-        for field in ("budget_bytes_per_device", "hysteresis"):
-            if (value := getattr(self, field)) < 0:
-                raise InputError(f"config.selector.{field} is {value}; it must be at least 0")
+        if (value := self.budget_bytes_per_device) < 0:
+            raise InputError(
+                f"config.selector.budget_bytes_per_device is {value}; it must be at least 0"
+            )
         if not self.table:
             raise InputError(
                 "config.selector.table is empty; give 'auto', 'model', or the path of a table"

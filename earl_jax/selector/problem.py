@@ -42,7 +42,6 @@ class Problem:
         sizes: the model's parameters by shape and placement.
         work: the slots, rows, chunks and pages of a step, by the config.
         budget_bytes: bytes of a device that a stage may use; None: no limit is known.
-        hysteresis: a plan that fits is left only for a step shorter by more than this fraction.
         weights_obstacle: returns why parameters cannot be cut over a mesh.
         attention_obstacle: returns why the trainer's attention cannot.
         rollout_meshes_named: the candidates that the config names, "data=4,tensor=2"; () for all.
@@ -67,7 +66,6 @@ class Problem:
     sizes: ModelSizes
     work: Workload
     budget_bytes: int | None
-    hysteresis: float = 0.1
     weights_obstacle: Check = lambda mesh: None
     attention_obstacle: Check = lambda mesh: None
     rollout_meshes_named: tuple[str, ...] = ()

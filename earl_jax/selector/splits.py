@@ -11,7 +11,7 @@ import dataclasses
 import math
 from typing import Any
 
-from earl_jax.selector.choose import BudgetTooSmall, Decision, Step, choose
+from earl_jax.selector.choose import HYSTERESIS, BudgetTooSmall, Decision, Step, choose
 from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import Plan, Plans, Stage
 from earl_jax.selector.problem import Problem
@@ -106,7 +106,7 @@ def choose_plans(
     best, stays = found[0], next((each for each in found if each.num_rollout == here), None)
     if stays is not None:
         may_leave = step.is_new or calm_steps >= WINDOW
-        is_faster = stays.cost_s > (1.0 + problem.hysteresis) * best.cost_s
+        is_faster = stays.cost_s > (1.0 + HYSTERESIS) * best.cost_s
         waits = any(candidates.must_wait(choice.plan, choice.tokens) for choice in best.choices)
         best = best if may_leave and is_faster and not waits else stays
     others = (each for each in found if each is not best)

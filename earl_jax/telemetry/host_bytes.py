@@ -36,7 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.errors import RunError
 
 _logger = logging.getLogger(__name__)
 
@@ -158,18 +158,18 @@ def _count_is_right() -> bool:
 
 
 @contextlib.contextmanager
-def only_on_devices(forbid: bool | str) -> Iterator[HostByteCounter]:
-    """Counts the bytes that come to the host inside; see config.dispatch.forbid_host_bytes.
+def only_on_devices() -> Iterator[HostByteCounter]:
+    """Counts the bytes that come to the host inside, and allows none.
+
+    It is no setting: experience and weights have a way over the devices on every platform.
 
     Raises:
-        InputError: some did, and `forbid` is not False.
+        RunError: some came.
     """
-    guard = "allow" if forbid is False else "disallow_explicit"
-    with HostByteCounter() as counter, jax.transfer_guard_device_to_host(guard):
+    with HostByteCounter() as counter, jax.transfer_guard_device_to_host("disallow_explicit"):
         yield counter
-    if forbid is not False and counter.num_bytes:
-        raise InputError(
-            f"{counter.num_bytes} bytes of experience or weights came through the host, and "
-            f"config.dispatch.forbid_host_bytes is {forbid!r}; set it to False to have them "
-            "counted only"
+    if counter.num_bytes:
+        raise RunError(
+            f"{counter.num_bytes} bytes of experience or weights came through the host: a stage "
+            "reads arrays where it must only move them"
         )

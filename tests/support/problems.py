@@ -127,7 +127,6 @@ def hand_problem(
         "sizes": _SIZES,
         "work": _WORK,
         "budget_bytes": None,
-        "hysteresis": 0.1,
         "train_speeds": train,
         "rollout_speeds": rollout,
     }
