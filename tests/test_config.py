@@ -566,6 +566,7 @@ def test_a_run_of_before_is_read_without_the_settings_that_are_no_more(tmp_path)
         "dispatch": {"forbid_host_bytes": "auto"},
         "log": {"tensorboard": False, "report_every_steps": 5},
         "train": {"max_skipped_steps": 5},
+        "model": {"latent_size": 0, "linear_key_heads": 2},
     }
     (tmp_path / "config.json").write_text(json.dumps(given))
     assert read_workdir_config(tmp_path).selector.budget_bytes_per_device == 9
@@ -579,6 +580,12 @@ def test_a_run_of_before_is_read_without_the_settings_that_are_no_more(tmp_path)
     ):
         with pytest.raises(InputError, match=override.partition("=")[0]):
             read_workdir_config(tmp_path, [override])
+
+
+def test_a_run_of_before_whose_model_has_sizes_that_no_preset_has_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model": {"latent_size": 12}}))
+    with pytest.raises(InputError, match="config.model.latent_size is no setting"):
+        read_workdir_config(tmp_path)
 
 
 def test_a_run_of_before_may_have_other_defaults_of_what_is_without_effect(tmp_path):

@@ -891,16 +891,20 @@ def test_processes_that_play_together_train_as_one_does(tmp_path):
 def test_processes_that_play_together_and_are_stopped_end_as_if_left_alone(tmp_path):
     """One is killed: the same bits as of one process that has both devices, and no task twice.
 
-    The first process has the environments, and writes checkpoints, metrics and episodes. One of two
-    layers is of linear attention, whose states are cut over both processes.
+    The first process has the environments, and writes checkpoints, metrics and episodes. Three of
+    four layers are of linear attention, whose states are cut over both processes.
     """
     given, steps = spanning("data=1,tensor=2", "data=2", 2, 2), range(1, 7)
     given |= {
         "num_steps": len(steps),
-        "model.num_layers": 2,
-        "model.attention_every": 2,
-        "model.linear_key_size": 8,
-        "model.linear_value_size": 8,
+        "model.preset": "qwen3.5-0.8b",
+        "model.num_layers": 4,
+        "model.width": 32,
+        "model.num_heads": 4,
+        "model.num_kv_heads": 2,
+        "model.ffn_size": 64,
+        "model.compute_dtype": "float32",
+        "selector.budget_bytes_per_device": 0,
         "rollout.episodes_per_step": 16,
         "distributed.heartbeat_s": 15,
         "checkpoint.every_steps": 2,

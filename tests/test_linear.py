@@ -487,7 +487,8 @@ def test_drafts_and_context_are_refused():
             flags = parse_flags(["--model=x", flag])
             check_against_model(flags, MeshShape(), "x", LINEAR, 64, None)
     assert "are cut over context; use data" in str(check_tensor_axis(LINEAR, 64, 1, 1, 1, 2))
-    problem = build_run(make_config({"model": {"attention_every": 2}}, [])).problem
+    small = {"preset": "qwen3.5-0.8b", "num_layers": 4, "width": 32, "ffn_size": 64}
+    problem = build_run(make_config({"model": small}, [])).problem
     assert "are cut over context" in str(problem.rollout_obstacle(MeshShape(data=4, context=2)))
     assert problem.rollout_obstacle(MeshShape(data=4, tensor=2)) is None
     assert all(mesh.context == 1 for mesh in problem.meshes("rollout", 2**17))

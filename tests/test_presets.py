@@ -121,18 +121,18 @@ def test_a_mixture_is_named_by_what_it_stores_and_what_a_token_uses():
 
 SMALL = {"num_layers": 2, "width": 32, "num_heads": 4, "num_kv_heads": 2, "head_size": 8}
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 16}
-# Eight groups of experts; heads of 4 numbers from the latent and 4 that are rotated.
-LATENTS = {**EXPERTS, "num_experts": 16, "shared_ffn_size": 16, "ffn_size": 64}
-LATENTS |= {"num_kv_heads": 4, "latent_size": 12, "query_latent_size": 10, "rope_size": 4}
-LATENTS |= {"value_size": 6, "num_dense_layers": 1}
-LINEAR = {"num_layers": 4, "rope_size": 4, "linear_key_heads": 2, "linear_value_heads": 4}
-LINEAR |= {"linear_key_size": 8, "linear_value_size": 8}
+# Eight groups of experts, in the layers behind three that have none. The sizes of latents, of what
+# experts share, and of a head that has rotated numbers of its own, stay the family's.
+LATENTS = {**EXPERTS, "num_experts": 16, "ffn_size": 64, "num_layers": 4}
+LATENTS |= {"num_kv_heads": 4, "head_size": 192}
+# Every fourth layer attends.
+LINEAR = {"num_layers": 4, "head_size": 256}
 # One of each family, and what beside the sizes has to shrink for a model of its kind to be left.
 SHRUNK = {
     "qwen2.5-0.5b": {"ffn_size": 64},
     "qwen3-0.6b": {"ffn_size": 64},
     "qwen3-30b-a3b": EXPERTS,
-    "qwen3-next-80b-a3b": {**LINEAR, **EXPERTS, "shared_ffn_size": 16},
+    "qwen3-next-80b-a3b": {**LINEAR, **EXPERTS},
     "qwen3.5-0.8b": {**LINEAR, "ffn_size": 64},
     "llama3.2-1b": {"ffn_size": 64},
     "mistral-7b": {"ffn_size": 64},
@@ -161,10 +161,8 @@ def test_a_preset_trains_from_scratch_on_a_mixed_mesh(preset):
 
     test_families.py samples with every family on a mesh, and has gradients of each.
     """
-    # Of Qwen3-Next one layer of each kind.
-    two_layers = {"num_layers": 2} | ({"attention_every": 2} if "next" in preset else {})
     sections = {
-        "model": {**SMALL, **SHRUNK[preset], "preset": preset, **two_layers},
+        "model": {**SMALL, **SHRUNK[preset], "preset": preset},
         "rollout": {"num_slots": 8, "episodes_per_step": 16},
         "selector": {
             "rollout_meshes": ("data=4,tensor=2",),
@@ -201,6 +199,15 @@ def test_a_written_config_with_a_preset_is_read_as_the_same():
         ({"preset": "qwen3-8b", "num_head": 4}, "config.model.num_head is not.*'num_heads'"),
         ({"preset": "qwen3-8b", "num_kv_heads": 3}, "config.model.num_heads is 32, not a multiple"),
         ({"preset": "qwen3-8b", "rope_scaling": 3}, "config.model.rope_scaling is no setting"),
+        ({"latent_size": 12}, "config.model.latent_size is no setting: .* Name a preset"),
+        (
+            {"preset": "deepseek-v3", "head_size": 8},
+            "rope_size is 64.* than config.model.head_size",
+        ),
+        (
+            {"preset": "qwen3.5-0.8b", "num_layers": 2},
+            "every is 4.* divide config.model.num_layers",
+        ),
     ],
 )
 def test_mistakes_are_errors(section, words):

@@ -235,14 +235,13 @@ OF_SETTINGS = (
 OF_MODEL = (
     Rule(
         lambda c: c.rollout.kv_dtype != "compute" and c.model.latent_size,
-        "config.rollout.kv_dtype is {c.rollout.kv_dtype!r}, but this model caches latents "
-        "(config.model.latent_size)",
+        "config.rollout.kv_dtype is {c.rollout.kv_dtype!r}, but this model caches latents",
         "one scale a token is too coarse for them: set it to 'compute'",
     ),
     Rule(
         lambda c: c.rollout.num_draft_tokens and c.model.has_states,
         "config.rollout.num_draft_tokens is {c.rollout.num_draft_tokens}, but this model has "
-        "layers of linear attention (config.model.attention_every)",
+        "layers of linear attention",
         "their states do not go back before drafts that are not taken: set it to 0",
     ),
     Rule(

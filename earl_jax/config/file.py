@@ -27,7 +27,7 @@ from earl_jax.config.config import Config
 from earl_jax.config.idle import idle_settings
 from earl_jax.config.names import meant_by
 from earl_jax.envs.registry import EnvConfig
-from earl_jax.models.presets import fill_section
+from earl_jax.models.presets import fill_section, preset_named
 from earl_jax.settings.errors import InputError, check_choice, where_raised
 
 # A wheel has configs/ in the package, a checkout beside it.
@@ -53,6 +53,20 @@ _FORMER = (
     ("selector", "horizon_steps"),
     ("selector", "hysteresis"),
     ("train", "max_skipped_steps"),
+)
+# The same of the model: now a preset or a checkpoint gives them alone.
+_FORMER_OF_MODEL = (
+    "attention_every",
+    "latent_size",
+    "linear_key_heads",
+    "linear_key_size",
+    "linear_value_heads",
+    "linear_value_size",
+    "num_dense_layers",
+    "query_latent_size",
+    "rope_size",
+    "shared_ffn_size",
+    "value_size",
 )
 # Keys of earlier versions: the key that took their place, or a sentence.
 RENAMED_KEYS = {
@@ -150,8 +164,17 @@ def read_workdir_config(
 
 
 def without_former(kept: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values of a workdir's config.json without the keys of earlier versions."""
+    """Returns the values of a workdir's config.json without the keys of earlier versions.
+
+    Those of a model that no preset has are left, to be refused.
+    """
     kept = copy.deepcopy(kept)
+    if isinstance(model := kept.get("model"), dict):
+        name = model.get("preset", "")
+        defaults = preset_named(name if isinstance(name, str) else "")
+        for key in _FORMER_OF_MODEL:
+            if key in model and model[key] == getattr(defaults, key):
+                del model[key]
     for section, key in _FORMER:
         if isinstance(kept.get(section), dict):
             kept[section].pop(key, None)

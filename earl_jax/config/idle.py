@@ -74,15 +74,10 @@ def _idle_model(config: "Config") -> Iterator[_Idle]:
     for name in MODEL_SETTINGS:
         if name not in ("path", "compute_dtype"):
             yield model.path != "", f"model.{name}", "config.model.path gives the model"
-    for name in ("experts_per_token", "expert_ffn_size", "num_dense_layers", "shared_ffn_size"):
+    for name in ("experts_per_token", "expert_ffn_size"):
         yield model.num_experts == 0, f"model.{name}", "config.model.num_experts is 0"
     no_dense = model.num_experts > 0 and model.num_dense_layers == 0
     yield no_dense, "model.ffn_size", "experts are of model.expert_ffn_size"
-    for name in ("query_latent_size", "value_size"):
-        yield model.latent_size == 0, f"model.{name}", "config.model.latent_size is 0"
-    for name in ("key_heads", "value_heads", "key_size", "value_size"):
-        all_attend = "config.model.attention_every is 0"
-        yield not model.has_states, f"model.linear_{name}", all_attend
 
 
 def _idle_rollout(config: "Config") -> Iterator[_Idle]:

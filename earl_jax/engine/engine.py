@@ -343,9 +343,9 @@ def _check_states(config: EngineConfig, layout: Layout) -> None:
     assert not (config.model.has_states and config.rules.draft)
     if config.model.has_states and layout.shape.context > 1:
         raise InputError(
-            f"the rollout's mesh is {layout}, but this model has layers of linear attention "
-            "(config.model.attention_every), which read tokens in their order, so that they are "
-            "not cut over context; use data, expert or tensor"
+            f"the rollout's mesh is {layout}, but this model has layers of linear attention, which "
+            "read tokens in their order, so that they are not cut over context; use data, expert "
+            "or tensor"
         )
 
 

@@ -77,8 +77,9 @@ class RopeScaling:
             )
 
 
-# Fields of ModelConfig that a user sets. The others say how a known family computes: they come from
-# a preset or from a checkpoint.
+# Fields of ModelConfig that a user sets. The others say how a known family computes, the sizes of
+# latent and of linear attention and of shared networks among them: they come from a preset or from
+# a checkpoint.
 MODEL_SETTINGS = (
     "path",
     "preset",
@@ -93,17 +94,6 @@ MODEL_SETTINGS = (
     "num_experts",
     "experts_per_token",
     "expert_ffn_size",
-    "num_dense_layers",
-    "shared_ffn_size",
-    "latent_size",
-    "query_latent_size",
-    "rope_size",
-    "value_size",
-    "attention_every",
-    "linear_key_heads",
-    "linear_value_heads",
-    "linear_key_size",
-    "linear_value_size",
     "compute_dtype",
 )
 
@@ -321,7 +311,7 @@ class ModelConfig:
             name = "rope_size" if self.rope_size else "head_size"
             raise InputError(
                 f"config.model.{name} is {self.rotated_size}; rotary embeddings need an even size, "
-                f"at most that of a head ({self.head_size})"
+                f"at most that of a head (config.model.head_size, {self.head_size})"
             )
         if self.has_states:
             self._check_states()
@@ -365,8 +355,8 @@ class ModelConfig:
         for field in ("attention_bias", "attention_sinks", "query_key_norm", "windows"):
             if getattr(self, field):
                 raise InputError(
-                    f"config.model.{field} is {getattr(self, field)!r}; latent attention "
-                    "(config.model.latent_size) is computed without"
+                    f"config.model.{field} is {getattr(self, field)!r}; latent attention is "
+                    "computed without"
                 )
 
     def _check_states(self) -> None:
@@ -393,14 +383,15 @@ class ModelConfig:
             if getattr(self, field):
                 raise InputError(
                     f"config.model.{field} is {getattr(self, field)!r}; models with layers of "
-                    "linear attention (config.model.attention_every) are computed without"
+                    "linear attention are computed without"
                 )
 
     def _check_mixture(self) -> None:
         if not 0 <= self.num_dense_layers < self.num_layers:
             raise InputError(
                 f"config.model.num_dense_layers is {self.num_dense_layers}; it must be less than "
-                f"config.model.num_layers ({self.num_layers}), and 0 where all layers have experts"
+                f"the number of layers, so give a larger config.model.num_layers than "
+                f"{self.num_layers}"
             )
         groups, chosen = self.expert_groups, self.groups_per_token
         size = self.num_experts // max(groups, 1)

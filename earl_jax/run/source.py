@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from earl_jax.config.config import Config, find_teacher, split_source
-from earl_jax.config.file import SOURCES, read_sources
+from earl_jax.config.file import SOURCES, read_sources, without_former
 from earl_jax.envs.text.tokenizer import load_tokenizer
 from earl_jax.launch.cluster import Cluster
 from earl_jax.models.checkpoints.hf_read import (
@@ -358,6 +358,6 @@ def open_source(text: str, setting: str = "--init_from", pin: int | None = None)
     return Source(
         workdir=workdir,
         step=step if step is not None else pin if pin in steps else steps[0],
-        config=config,
+        config=without_former(config),
         setting=setting,
     )
