@@ -225,7 +225,7 @@ def _train_until_lost(
     player = _player(run, placement, workdir, begun_groups, events)
     if position is not None and player is not None:
         position = with_open_episodes(run, position, workdir, recorder.note)
-    is_on = compiles_ahead(run.cluster) and run.config.plays
+    is_on = compiles_ahead(run.config.selector.table, run.cluster) and run.config.plays
     ahead = CompileAhead(recorder.note, is_on=is_on)
     log = StepLog(
         run=run,

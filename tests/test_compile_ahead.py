@@ -4,6 +4,7 @@
 
 import json
 import threading
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -111,8 +112,11 @@ def test_programs_of_the_plans_that_longer_contexts_will_have_are_wanted(run):
     assert shape_ahead(placement, TrainPlan(CUBE, 1, "none"), LONG) == (4, 48)
 
 
-def test_nothing_is_compiled_ahead_on_the_processor_that_computes(run):
-    assert not compiles_ahead(run.cluster)
+def test_nothing_is_compiled_ahead_on_the_processor_that_computes_or_where_runs_are_equal(run):
+    assert not compiles_ahead("auto", run.cluster)
+    chips = SimpleNamespace(devices=[SimpleNamespace(platform="gpu")])
+    assert compiles_ahead("auto", chips)
+    assert not compiles_ahead("model", chips) and not compiles_ahead("table.json", chips)
     with CompileAhead(print, is_on=False) as ahead:
         ahead.look(placed(run, SHORT), LoadHistory())
         assert not ahead._futures

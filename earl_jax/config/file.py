@@ -82,7 +82,9 @@ RENAMED_KEYS = {
     "config.rollout.speculation": (
         "set config.rollout.num_draft_tokens, such as 4 (0: no speculation)"
     ),
-    "config.selector.compile_ahead": "programs are compiled ahead where the devices are not CPUs",
+    "config.selector.compile_ahead": (
+        "programs are compiled ahead with config.selector.table 'auto' on devices that are no CPUs"
+    ),
     "config.selector.horizon_steps": "a switch has to pay for itself over 20 steps",
     "config.selector.hysteresis": "a plan that fits is left for a step shorter by more than 10 %",
     "config.selector.measure": _SPEEDS,

@@ -27,13 +27,12 @@ class SelectorConfig:
     and of earlier ones, kept in the user's cache folder; for a plan that never ran, by the speed
     model, corrected by the plans that did. "model": by the speed model alone, so that a run is the
     same on every machine and whenever it is repeated. A path: by the throughput table in this file,
-    which is not changed.
+    which is not changed. With "auto", where the devices are not CPUs, a thread compiles the
+    programs of longer contexts, and of meshes that may be faster and never ran, while steps run.
 
     `offload` "on" lets the optimizer's moments be in host memory during rollouts that need their
     bytes; "auto" does so on devices with a memory of their own. Each host has those of its devices.
 
-    Where the devices are not CPUs, a thread compiles the programs of longer contexts, and of meshes
-    that may be faster and never ran, while steps run (placement/compile_ahead.py).
     """
 
     budget_bytes_per_device: int = 0
