@@ -48,7 +48,8 @@ METRICS: dict[str, dict[str, str]] = {
         "equal_groups": "Share of the groups whose rewards are all equal; nothing is learnt from "
         "these relative to their group.",
         "dropped_groups": "Share of the groups that the algorithm did not train on (DAPO).",
-        "env": "What the environment reports of an episode, each number: its mean.",
+        "env": "What the environment reports of an episode, each number: its mean over the "
+        "episodes that did not fail.",
         "turns_mean": "Mean number of the policy's turns.",
         "context_tokens_mean": "Mean number of tokens of an episode, whoever wrote them.",
         "context_tokens_max": "Tokens of the longest episode.",
@@ -151,11 +152,11 @@ METRICS: dict[str, dict[str, str]] = {
         "expert_load_entropy": "Entropy of the experts' loads.",
     },
     "Evaluation": {
-        "eval": "An evaluation: its name, episodes, mean reward (those that failed included, with "
-        "what they were paid until then), and what the environment reports; `failure`, the most "
-        "frequent reason of those that failed; "
+        "eval": "An evaluation: its name, episodes, mean reward, and what the environment reports, "
+        "over the episodes that did not fail; `failed_share`, the share of those that failed, and "
+        "`failure`, their most frequent reason, where any did (where all did, there are no means); "
         "with several samples of each task (config.eval.samples) `reward_best_of_N`, the "
-        "expected best reward of N samples of a task; "
+        "expected best reward of N samples of a task, over the tasks with N that did not fail; "
         "with config.eval.sft_path `sft_loss`, the mean cross-entropy of the tokens to learn of "
         "these conversations, and `sft_tokens`, their number.",
     },

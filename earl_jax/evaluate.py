@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 _HELP = """\
 Plays evaluation episodes with the newest checkpoint of a workdir and prints the mean reward and the
-means of what the environment reports: of games, the fractions won, drawn and lost. Nothing in the
-workdir is changed. The settings are those of the run, in WORKDIR/config.json, which
-python -m earl_jax.main --help explains; those of episodes can be given here too: another opponent,
-other tasks, another temperature, several samples of each task.
+means of what the environment reports: of games, the fractions won, drawn and lost. Episodes that
+failed are in no mean; failed_share is their share. Nothing in the workdir is changed. The settings
+are those of the run, in WORKDIR/config.json, which python -m earl_jax.main --help explains; those
+of episodes can be given here too: another opponent, other tasks, another temperature, several
+samples of each task.
 
 It takes as many devices as the run had: of a run over several hosts, start it on each of them by
 Slurm or Open MPI, or with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID set.
@@ -74,6 +75,8 @@ def _show(
     if flags.json:
         print(json.dumps({"step": step, "eval": evaluation}))
         return
+    from earl_jax.rollout.evaluation import why_no_means
+
     plural = config.env.plural
     played = f", {evaluation[plural]} {plural}" if flags.games else ""
     print(f"{evaluation['name']}{played}, policy after step {step}")
@@ -81,6 +84,8 @@ def _show(
         if name not in ("name", "episodes", plural):
             shown = value if isinstance(value, str) else f"{value:8.3f}"
             print(f"  {name:<19} {shown}")
+    if why := why_no_means(evaluation):
+        print(f"  {why}")
 
 
 def _parse(arguments: Sequence[str]) -> "tuple[argparse.Namespace, Config]":

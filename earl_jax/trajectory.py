@@ -268,9 +268,10 @@ def _digest(hasher: Any) -> int:
 
 
 def mean_metrics(episodes: Iterable[Trajectory | Outcome]) -> dict[str, float]:
-    """Returns the mean of each metric over the episodes that have it, in the order they come."""
+    """Returns the mean of each metric over the episodes that have it and did not fail."""
     values: dict[str, list[float]] = {}
     for episode in episodes:
-        for name, value in episode.metrics.items():
+        reported = {} if episode.stop_reason in FAILURES else episode.metrics
+        for name, value in reported.items():
             values.setdefault(name, []).append(value)
     return {name: sum(each) / len(each) for name, each in values.items()}

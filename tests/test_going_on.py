@@ -18,6 +18,7 @@ from earl_jax.config.train_flags import parse_flags, replayed_config
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.text.tokenizer import build_tokenizer, save_tokenizer
+from earl_jax.evaluate import evaluate_command
 from earl_jax.launch.start import exit_status
 from earl_jax.rollout.config import MAX_TURNS
 from earl_jax.rollout.task import Task
@@ -481,6 +482,13 @@ def test_a_step_whose_episodes_all_fail_leaves_the_weights_as_they_are(tmp_path,
         )
     )
     assert capsys.readouterr().out.count("16 of 16 episodes failed as environment_error") == 1
+    # An evaluation in which all fail has no mean, and says why.
+    evaluate_command(
+        [f"--workdir={tmp_path / 'run'}", "--games=8", f"--config.env.args.last={2**31}"]
+    )
+    shown = capsys.readouterr().out
+    assert "reward_mean" not in shown and "failed_share           1.000" in shown
+    assert "no means: all 8 episodes failed, as environment_error: OSError: the sandbox" in shown
 
 
 def test_an_environment_that_fails_before_there_is_a_tokenizer_says_so(tmp_path):

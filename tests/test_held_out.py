@@ -165,7 +165,7 @@ def test_it_goes_row_by_row_where_memory_is_short(folder, tmp_path, monkeypatch)
 
 
 def test_the_best_checkpoints_are_those_of_the_lowest_loss():
-    assert rating_of({"reward_mean": 0.5, "sft_loss": 2.0}) == 0.5
+    assert rating_of({"episodes": 8, "reward_mean": 0.5, "sft_loss": 2.0}) == 0.5
     assert rating_of({"sft_loss": 2.0}) == -2.0
     assert rating_of({"sft_loss": float("nan")}) is None and rating_of({}) is None
 

@@ -3,7 +3,6 @@
 """Environments, datasets and task sources of a user's own, by the config alone."""
 
 import asyncio
-import dataclasses
 import gc
 import itertools
 import json
@@ -27,7 +26,7 @@ from earl_jax.envs.event_loop import settle
 from earl_jax.envs.examples import example_ids, play_example
 from earl_jax.envs.single_turn import SingleTurn
 from earl_jax.envs.tasks import Dataset, read_rows
-from earl_jax.rollout.evaluation import best_of, summarize
+from earl_jax.rollout.evaluation import best_of, rating_of, summarize, why_no_means
 from earl_jax.run.build import build_run
 from earl_jax.run.evaluation import evaluate
 from earl_jax.settings.errors import InputError, RunError
@@ -647,7 +646,35 @@ def test_a_mean_is_over_the_episodes_that_have_the_metric():
         "turn_too_long": 1 / 3,
     }
     assert list(found.items()) == list(expected.items())
-    failed = dataclasses.replace(episode("environment_error"), detail="KeyError: 'lost'")
-    found = summarize([episode("won"), failed], "a game")
-    assert found["environment_error"] == 0.5
-    assert found["failure"] == "environment_error: KeyError: 'lost'"
+
+
+def test_an_evaluation_is_over_the_episodes_that_did_not_fail():
+    """Two samples of each of three tasks: rewards 1 and 3, 2 and a failure, and two failures."""
+
+    def episode(reward, stop_reason="done", **fields):
+        return Trajectory(
+            episode=0, group=0, role="", turns=(), turn_rewards=(reward,), row=0,
+            stop_reason=stop_reason, metrics={"win": reward / 2}, **fields,
+        )  # fmt: skip
+
+    failed = episode(100.0, "environment_error", detail="KeyError: 'lost'")
+    cut = episode(2.0, "turn_too_long")
+    counts = {"name": "a game", "episodes": 6, "games": 6}
+    failure = "environment_error: KeyError: 'lost'"
+    found = summarize(
+        [episode(1.0), episode(3.0), cut, failed, failed, failed], "a game", "games", samples=2
+    )
+    assert found == counts | {
+        "reward_mean": 2.0,
+        "turns_mean": 0.0,
+        "failed_share": 0.5,
+        "failure": failure,
+        "reward_best_of_2": 3.0,
+        "win": 1.0,
+        "turn_too_long": 1 / 3,
+    }
+    assert rating_of(found) == 2.0 and why_no_means(found) == ""
+    found = summarize([failed] * 6, "a game", "games", samples=2)
+    assert found == counts | {"failed_share": 1.0, "failure": failure}
+    assert rating_of(found | {"sft_loss": 2.0}) is None
+    assert why_no_means(found) == f"no means: all 6 episodes failed, as {failure}"

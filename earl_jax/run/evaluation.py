@@ -13,7 +13,7 @@ from earl_jax.placement.held_out import held_out_loss
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import plans_kept, play_batches
 from earl_jax.rollout.end import Stopped
-from earl_jax.rollout.evaluation import summarize
+from earl_jax.rollout.evaluation import summarize, why_no_means
 from earl_jax.run.build import Run
 from earl_jax.run.position import Position
 from earl_jax.selector.choose import BudgetTooSmall
@@ -108,6 +108,8 @@ class Evaluator:
         except Stopped:
             self.was_stopped = True
             return
+        if why := why_no_means(evaluation):
+            self.recorder.note(f"evaluation after step {position.step}: {why}")
         self.recorder.write({"step": position.step, "eval": evaluation})
 
     def _evaluation(self, position: Position, games: int) -> dict[str, Any]:

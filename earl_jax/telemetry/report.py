@@ -31,7 +31,7 @@ _MAX_CHARACTERS = 6000  # of one message, so that the page stays light
 _RECENT_STEPS = 10
 _GIB = 2**30
 # Of an evaluation: what it is, and what every environment has, or none.
-_OWN_KEYS = ("step", "name", "reward_mean", "turns_mean", "sft_loss")
+_OWN_KEYS = ("step", "name", "reward_mean", "turns_mean", "failed_share", "sft_loss")
 
 Row = Mapping[str, Any]
 
@@ -131,7 +131,8 @@ def _evaluation_figures(evaluations: Sequence[Row]) -> list[dict[str, str]]:
     peers = [row for row in played if row["eval"].get("name") == last["eval"].get("name")]
     best = max(peers, key=lambda row: row["eval"]["reward_mean"])
     detail = [f"reward, step {last['step']}"]
-    detail += [f"{k} {last['eval'][k]:.3g}" for k in _reported([last["eval"]])]
+    shown = ("failed_share", *_reported([last["eval"]]))
+    detail += [f"{k} {last['eval'][k]:.3g}" for k in shown if k in last["eval"]]
     return [
         _figure(f"{last['eval']['reward_mean']:.3g}", "last evaluation", "; ".join(detail[:4])),
         _figure(
