@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import subprocess
+import sys
 import weakref
 from pathlib import Path
 
@@ -167,6 +168,8 @@ def test_the_dataset_of_the_how_to_trains_and_resumes_exactly(tmp_path, monkeypa
     write_examples((HOW_TO / "dataset.md").read_text(), tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    # The README has a module of this name too.
+    monkeypatch.delitem(sys.modules, "sums", raising=False)
     changes = {"rollout.group_size": 4, "algorithm": "grpo", "devices.num_cpu_devices": 8}
     changes |= {f"selector.{stage}_meshes": "('data=8',)" for stage in ("rollout", "train")}
     overrides = [f"{key}={value}" for key, value in (SMALL | changes).items()]
