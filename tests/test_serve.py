@@ -19,7 +19,7 @@ from earl_jax.envs.text.tokenizer import load_tokenizer
 from earl_jax.serve import serve_command
 from earl_jax.serving.config import MAX_SEED
 from earl_jax.serving.serve_flags import parse_flags
-from earl_jax.serving.sizes import cache_tokens_of, context_tokens_of
+from earl_jax.serving.sizes import cache_tokens_of, context_tokens_of, prompt_limit_of
 from tests.support.continuations import served
 from tests.support.references import reference
 from tests.support.served import (
@@ -312,7 +312,10 @@ BAD = {
     "nothing at all": (jetstream_pb2.DecodeRequest(), "has no prompt"),
     "empty text": (request("", 4), "text_content.text is empty"),
     "no ids": (request([], 4), "the prompt has no tokens"),
-    "long ids": (request([5] * 65, 4), "prompt has 65 tokens; .* at most 64 .*max_prompt_tokens"),
+    "long ids": (
+        request([5] * 65, 4),
+        "prompt has 65 tokens; .* at most 64 .by --max_prompt_tokens=64",
+    ),
     "long text": (request("\t" * 65, 4), "prompt has 65 tokens; .* at most 64"),
     "huge text": (request("x" * 60_000, 4), "prompt has 60000 tokens; .* at most 64"),
     "too long": (request([5] * 64, 65), "64 tokens and max_tokens=65 .* context of 129; .* 64"),
@@ -481,7 +484,10 @@ def test_context_that_memory_limits_is_reported():
         1000,
     )
     assert context_tokens_of(flags, 128, 100) == 100
+    assert prompt_limit_of(flags, 128, 128) == "the model's context"
+    assert prompt_limit_of(flags, 128, 100) == "the memory of its devices"
     asked = parse_flags([f"--model={MODEL}", "--max_context=101"])
+    assert prompt_limit_of(asked, 128, 101) == "--max_context=101"
     words = "--max_context=101; beside the weights .* a context of 100 tokens: lower it, .*kv_dtype"
     with pytest.raises(ValueError, match=words):
         context_tokens_of(asked, 128, 100)

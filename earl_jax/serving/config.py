@@ -14,7 +14,8 @@ MAX_SEED = 2**30 - 1
 class ServingConfig:
     """The sizes of a server.
 
-    Prompts have up to `max_prompt_tokens` tokens, and `context_tokens` together with their reply.
+    Prompts have up to `max_prompt_tokens` tokens, and `context_tokens` together with their reply;
+    messages name what set the former: `prompt_limit`.
     `sampling` applies to requests that bring none. The KV cache is allocated once. It holds
     `cache_tokens` over all slots, and at least one whole context a row shard; 0: one for every
     slot. Where it is full requests wait for others. A slot's table of its pages holds
@@ -26,6 +27,7 @@ class ServingConfig:
 
     max_prompt_tokens: int = 64
     context_tokens: int = 128
+    prompt_limit: str = "--max_prompt_tokens"
     first_context_tokens: int = 0
     cache_tokens: int = 0
     sampling: Sampling = Sampling()

@@ -23,11 +23,15 @@ IN_METADATA = f"{SAMPLING_KEY}."
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestLimits:
-    """Limits of requests: 1 to `max_prompt_tokens` ids, `context_tokens` ids with the reply."""
+    """Limits of requests: 1 to `max_prompt_tokens` ids, `context_tokens` ids with the reply.
+
+    `prompt_limit` names what set the former, such as "--max_context".
+    """
 
     vocab_size: int
     max_prompt_tokens: int
     context_tokens: int
+    prompt_limit: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,7 +137,7 @@ def check_ids(ids: Sequence[int], max_tokens: int, limits: RequestLimits) -> Non
     if count > limits.max_prompt_tokens:
         raise _invalid(
             f"the prompt has {count} tokens; this server takes at most {limits.max_prompt_tokens} "
-            "(--max_prompt_tokens when it was started). Shorten it"
+            f"(by {limits.prompt_limit}). Shorten it"
         )
     if count + max_tokens > limits.context_tokens:
         raise _invalid(

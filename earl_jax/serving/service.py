@@ -51,6 +51,7 @@ class Service:
             vocab_size=config.vocab_size,
             max_prompt_tokens=serving.max_prompt_tokens,
             context_tokens=serving.context_tokens,
+            prompt_limit=serving.prompt_limit,
         )
         self.max_open = config.num_slots + max_waiting
         self.max_open_per_client = config.num_slots + min(max_waiting, max_waiting_per_client)

@@ -75,6 +75,7 @@ def served_engine(
     serving = ServingConfig(
         max_prompt_tokens=min(flags.max_prompt_tokens or context_tokens, context_tokens),
         context_tokens=context_tokens,
+        prompt_limit=prompt_limit_of(flags, policy.max_context, context_tokens),
         first_context_tokens=DRAFTING_FIRST_TOKENS if drafts else FIRST_TOKENS,
         cache_tokens=cache_tokens,
         sampling=drawn,
@@ -98,6 +99,15 @@ def context_tokens_of(flags: argparse.Namespace, max_context: int | None, holds:
     context_tokens = flags.max_context or min(max_context or holds, holds)
     check_prompt(flags, context_tokens)
     return context_tokens
+
+
+def prompt_limit_of(flags: argparse.Namespace, max_context: int | None, context_tokens: int) -> str:
+    """Returns what limits prompts: a flag, the model's `max_context`, or memory."""
+    if flags.max_prompt_tokens:
+        return f"--max_prompt_tokens={flags.max_prompt_tokens}"
+    if flags.max_context:
+        return f"--max_context={flags.max_context}"
+    return "the model's context" if context_tokens == max_context else "the memory of its devices"
 
 
 def cache_tokens_of(flags: argparse.Namespace, engine: Any) -> tuple[int, int]:
