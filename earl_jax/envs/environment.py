@@ -224,6 +224,11 @@ def check_step(result: object) -> StepResult:
             f"StepResult.stop_reason must be given exactly if done; got done={result.done}, "
             f"stop_reason={_brief(result.stop_reason)}"
         )
+    if result.stop_reason in STOPPED:
+        raise InputError(
+            f"StepResult.stop_reason is {result.stop_reason!r}; {', '.join(STOPPED)} are the run's "
+            "own: choose another word, or raise an exception where the episode failed"
+        )
     _check_messages("StepResult", result)
     _check_allowed("StepResult", result)
     _check_metrics("StepResult", result)
