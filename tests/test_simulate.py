@@ -14,6 +14,7 @@ from benchmarks.simulate import (
     TWO_PROCESSES,
     Setup,
     SimulatedService,
+    isolated,
     makespan,
     measured_times,
     recalls,
@@ -61,6 +62,29 @@ def test_a_synchronous_step_is_its_publish_rollout_and_update():
         tokens += played
     result = run(SMALL, AsynchronyConfig(), "fifo", train_s=0.5)
     assert result["speed"] == pytest.approx(tokens / expected) and result["most"] == 0
+
+
+def test_steps_at_both_ends_of_a_run_are_left_out():
+    """Two slots and a publish of 7. Steps 1 and 2 of four take 7 + 6 + 4 and 7 + 9 + 5.5."""
+    setup = dataclasses.replace(SMALL, groups=1, lengths=(10, 4, 6, 2, 9, 2, 5, 1), num_steps=4)
+    found = run(setup, AsynchronyConfig(), "fifo", train_s=0.5, warm_up=1, cool_down=1)
+    assert found == pytest.approx(
+        {"speed": 19 / 38.5, "step": 19.25, "rounds": 7.5, "length": 4.75, "most": 0}
+    )
+
+
+def test_long_episodes_on_an_instance_of_their_own_end_sooner():
+    """One of 100 tokens and nine of 10 on two instances of five slots; a round takes 1 + live.
+
+    Together: 10 rounds of 6, and 90 of 2. With the long one alone it takes 100 rounds of 2, and the
+    others 10 of 6 and 10 of 5. With one of the others beside it there are 10 rounds of 3 and 90 of
+    2, and on one instance all take 20 of 6, 10 of 3 and 70 of 2.
+    """
+    setup = dataclasses.replace(
+        SMALL, devices=32, slots=5, groups=10, group_size=1, lengths=(100, *[10] * 9), saturation=1
+    )
+    assert makespan(setup, range(10), "fifo", 2, 5) == 10 * 6 + 90 * 2
+    assert isolated(setup, range(10)) == 100 * 2
 
 
 def test_new_weights_have_live_episodes_read_their_tokens_again():

@@ -5,7 +5,7 @@
 import dataclasses
 import heapq
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,28 +102,15 @@ class StepLog:
         own = [self.placement.take_log().metrics(), self.ahead.take_waited_s()]
         own += [self.ahead.take_compiles(), self.checkpoint_s]
         self.checkpoint_s = 0.0
-        switches, *costs = zip(*self.run.cluster.gather(own, "what changed"), strict=True)
-        # One process may have decided by itself within a rollout.
-        notes = [note for part in switches for note in part["switch_notes"]]
-        switched = [stage for part in switches for stage in part["switched"]]
-        failures = [words for part in switches for words in part["out_of_memory"] or ()]
-        compile_s, compiles, checkpoint_s = map(max, costs)
+        found = of_all_processes(self.run.cluster.gather(own, "what changed"))
         if not self.ahead.is_on or self.run.cluster.count > 1:
-            self.placement.observations.add_wait(compile_s)
+            self.placement.observations.add_wait(found["compile_s"] or 0.0)
         return {
             **record.metrics(),
             "train_mesh": str(self.placement.train.mesh),
             "plan": self.placement.words or None,
-            **switches[0],
-            "switched": list(dict.fromkeys(switched)),
-            "switch_notes": list(dict.fromkeys(notes)),
-            "out_of_memory": list(dict.fromkeys(failures)) or None,
-            "switch_s": max(part["switch_s"] for part in switches),
-            "peak_bytes_per_device": max(part["peak_bytes_per_device"] for part in switches),
+            **found,
             "budget_bytes_per_device": self.run.problem.budget_bytes,
-            **({"compile_s": compile_s} if compile_s else {}),
-            "compiles": compiles or None,
-            "checkpoint_s": checkpoint_s or None,
         }
 
     def _notes(self, record: Record, switches: list[str], line: dict[str, Any]) -> Iterator[str]:
@@ -140,6 +127,32 @@ class StepLog:
         if failures.kind not in ("", self._said_failure):
             self._said_failure = failures.kind
             yield failures.in_words()
+
+
+def of_all_processes(parts: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """Returns what processes have for a line of metrics together.
+
+    Each has what changed (`SwitchLog.metrics`), the seconds that it waited for programs, their
+    number, and the seconds that saving has stalled it. Costs are those of the process that had
+    most; each change and failure, of whichever process, is there once.
+    """
+    switches, *costs = zip(*parts, strict=True)
+    compile_s, compiles, checkpoint_s = map(max, costs)
+    # One process may have decided by itself within a rollout.
+    notes = [note for part in switches for note in part["switch_notes"]]
+    switched = [stage for part in switches for stage in part["switched"]]
+    failures = [words for part in switches for words in part["out_of_memory"] or ()]
+    return {
+        **switches[0],
+        "switched": list(dict.fromkeys(switched)),
+        "switch_notes": list(dict.fromkeys(notes)),
+        "out_of_memory": list(dict.fromkeys(failures)) or None,
+        "switch_s": max(part["switch_s"] for part in switches),
+        "peak_bytes_per_device": max(part["peak_bytes_per_device"] for part in switches),
+        "compile_s": compile_s or None,
+        "compiles": compiles or None,
+        "checkpoint_s": checkpoint_s or None,
+    }
 
 
 def _report_notes(config: Config) -> list[str]:
