@@ -15,8 +15,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from earl_jax.engine.config import NO_LIMIT
-from earl_jax.models.checkpoints import hf_read
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
+from earl_jax.models.checkpoints.hf_tensors import CheckpointTensors
 from earl_jax.models.parameters import parameter_shardings, parameter_specs
 from earl_jax.placement.rollouts import play
 from earl_jax.rollout.load import expected_tokens
@@ -47,7 +47,7 @@ def test_a_device_reads_its_slice_and_nothing_else(name, monkeypatch):
     given, expected, mesh = checkpoint(name), loaded(name), mixed(name)
     layout = make_layout(mesh)
     read = []
-    kept = hf_read._Tensors.slice_of
+    kept = CheckpointTensors.slice_of
 
     class Counted:
         def __init__(self, tensor):
@@ -59,7 +59,7 @@ def test_a_device_reads_its_slice_and_nothing_else(name, monkeypatch):
             read.append((np.prod(self.get_shape()), values.size))
             return values
 
-    monkeypatch.setattr(hf_read._Tensors, "slice_of", lambda self, name: Counted(kept(self, name)))
+    monkeypatch.setattr(CheckpointTensors, "slice_of", lambda self, name: Counted(kept(self, name)))
     params = load_parameters(given, layout)
     assert_equal_trees(params, expected)
     specs = parameter_specs(given.model, given.vocab_size)

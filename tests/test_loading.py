@@ -15,7 +15,7 @@ from safetensors import safe_open
 from earl_jax.envs.text.tokenizer import MIN_VOCAB_SIZE, build_tokenizer
 from earl_jax.models import blocks
 from earl_jax.models.blocks import drain, fill
-from earl_jax.models.checkpoints import hf_read
+from earl_jax.models.checkpoints import hf_tensors
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.checkpoints.hf_write import save_checkpoint
 from earl_jax.models.config import ModelConfig
@@ -103,7 +103,7 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture
 def small_blocks(monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(hf_read, "MAX_MAPPED_BYTES", BLOCK)
+    monkeypatch.setattr(hf_tensors, "MAX_MAPPED_BYTES", BLOCK)
 
 
 def test_the_host_holds_a_few_blocks_while_it_loads(checkpoint, small_blocks):
@@ -144,7 +144,7 @@ def test_files_are_let_go_as_they_are_read(checkpoint, small_blocks, monkeypatch
     """Or all that was read of them would count as this process's memory."""
     opened = []
     monkeypatch.setattr(
-        hf_read, "safe_open", lambda file, **how: opened.append(file) or safe_open(file, **how)
+        hf_tensors, "safe_open", lambda file, **how: opened.append(file) or safe_open(file, **how)
     )
     load_parameters(checkpoint, make_layout(MeshShape()))
     assert len(opened) > 10 * len(set(opened))

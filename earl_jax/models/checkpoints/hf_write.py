@@ -24,8 +24,6 @@ from earl_jax.models.checkpoints.families.table import family_named, family_of
 from earl_jax.models.checkpoints.families.weights import Weight
 from earl_jax.models.checkpoints.hf_read import (
     DTYPES,
-    INDEX,
-    SINGLE,
     Checkpoint,
     axes_order,
     key_of,
@@ -35,6 +33,7 @@ from earl_jax.models.checkpoints.hf_read import (
     weights_of,
 )
 from earl_jax.models.checkpoints.hf_settings import write_settings
+from earl_jax.models.checkpoints.hf_tensors import INDEX, SINGLE
 from earl_jax.models.checkpoints.hf_tokenizer import Tokenizer, write_tokenizer
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import FP32_PARAMETERS, Params, is_spec, parameter_specs
