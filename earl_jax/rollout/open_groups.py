@@ -6,12 +6,10 @@ All decisions of an asynchronous run that do not concern devices are made here, 
 of a service: the loop (loop_async.py) and simulations drive the same code.
 """
 
-import copy
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from earl_jax.envs.tasks import KeepsState
 from earl_jax.rollout.events import Begun, Events
 from earl_jax.rollout.open_episodes import OpenEpisode, open_episode
 from earl_jax.rollout.row_pool import Finished
@@ -24,7 +22,7 @@ from earl_jax.rollout.staleness import (
     overdue,
 )
 from earl_jax.rollout.task import Task
-from earl_jax.rollout.tasks import Tasks, with_lengths
+from earl_jax.rollout.tasks import DrawnTasks, Tasks, with_lengths
 from earl_jax.settings.errors import InputError
 from earl_jax.trajectory import Outcome, Trajectory
 
@@ -135,11 +133,8 @@ class OpenGroups:
         # The number of the next group; None before the first service.
         self._next: int | None = None
         self._num_finished = 0
-        # The step whose tasks the source gives next. By step: its tasks, and the source's state
-        # before they were drawn, where it has one.
-        self._next_drawn = 0
-        self._drawn: dict[int, list[Task]] = {}
-        self._states: dict[int, dict[str, Any]] = {}
+        number = self.size * self.group_size
+        self._drawn = DrawnTasks(tasks, slice(self._part * number, (self._part + 1) * number))
         # What episodes had in a service before, that this one does not have yet.
         self._resumes: dict[int, OpenEpisode] = {}
 
@@ -215,7 +210,7 @@ class OpenGroups:
                 self._waiting = self._in_part(self._begun.open_groups)
                 self._next = len(self._in_part(range(self._begun.last + 1)))
                 self._check_parts(self._begun)
-            self._next_drawn = self.oldest_step if next_drawn is None else next_drawn
+            self._drawn.next_step = self.oldest_step if next_drawn is None else next_drawn
         ours = set(self.numbers)
         self._resumes = {
             number: each
@@ -321,10 +316,7 @@ class OpenGroups:
         Returns the state that the tasks' source had before it gave that step's; None: it has none.
         """
         self._events.note("trained", step=step, round=self.num_rounds)
-        for kept in (self._drawn, self._states):
-            for past in [past for past in kept if past < oldest]:
-                del kept[past]
-        return self._states.get(oldest)
+        return self._drawn.forget_before(oldest)
 
     # Its parts.
 
@@ -343,23 +335,12 @@ class OpenGroups:
         for number in numbers:
             step, place = divmod(number, self.size)
             first = place * self.group_size
-            tasks = self._of_step(step)[first : first + self.group_size]
+            tasks = self._drawn.of_step(step)[first : first + self.group_size]
             tasks = [
                 dataclasses.replace(task, resumes=self._resumes.pop(task.episode, None))
                 for task in with_lengths(tasks, self.lengths)
             ]
             self._groups[number] = _Open(tickets=self._playing.submit(tasks))
-
-    def _of_step(self, step: int) -> list[Task]:
-        """Returns the tasks of a step's part; they are drawn from their source once, in order."""
-        source, number = self._tasks.played.tasks, self.size * self.group_size
-        first = self._part * number
-        while self._next_drawn <= step:
-            each, self._next_drawn = self._next_drawn, self._next_drawn + 1
-            if isinstance(source, KeepsState):
-                self._states[each] = copy.deepcopy(source.state())
-            self._drawn[each] = self._tasks.training(each)[first : first + number]
-        return self._drawn[step]
 
     def _admit(self, num_taken: int) -> None:
         """Submits as many groups as may be open now; those that the step has taken count still."""

@@ -123,3 +123,34 @@ class Tasks:
             f"no task of the supervised examples could be played (config.train.sft_steps): "
             f"{in_words(failed)}"
         ) from failed
+
+
+class DrawnTasks:
+    """The tasks of steps, or a part of each, drawn from their source once and in order.
+
+    A step's are kept until they are forgotten, and the state that the source had before them.
+    """
+
+    def __init__(self, tasks: Tasks, part: slice) -> None:
+        """Begins with none; `next_step` is the step whose tasks the source gives next."""
+        self._tasks, self._part = tasks, part
+        self.next_step = 0
+        self._drawn: dict[int, list[Task]] = {}
+        self._states: dict[int, dict[str, Any]] = {}
+
+    def of_step(self, step: int) -> list[Task]:
+        """Returns the step's part."""
+        source = self._tasks.played.tasks
+        while self.next_step <= step:
+            each, self.next_step = self.next_step, self.next_step + 1
+            if isinstance(source, KeepsState):
+                self._states[each] = copy.deepcopy(source.state())
+            self._drawn[each] = self._tasks.training(each)[self._part]
+        return self._drawn[step]
+
+    def forget_before(self, step: int) -> dict[str, Any] | None:
+        """Forgets older steps. Returns the source's state before this one's tasks, if any."""
+        for kept in (self._drawn, self._states):
+            for past in [past for past in kept if past < step]:
+                del kept[past]
+        return self._states.get(step)
