@@ -22,7 +22,7 @@ from earl_jax.rollout.staleness import (
     overdue,
 )
 from earl_jax.rollout.task import Task
-from earl_jax.rollout.tasks import DrawnTasks, Tasks, with_lengths
+from earl_jax.rollout.tasks import DrawnTasks, Part, Tasks, with_lengths
 from earl_jax.settings.errors import InputError
 from earl_jax.trajectory import Outcome, Trajectory
 
@@ -112,9 +112,10 @@ class OpenGroups:
         """
         self._tasks, self._settings, self._events = tasks, settings, events or Events()
         self.group_size = tasks.rollout.group_size
-        self._part, self._num_parts = part
+        index, count = part
+        self.size = tasks.rollout.episodes_per_step // self.group_size // count
+        self._part = Part(index, count, self.size)
         self._begun = begun
-        self.size = tasks.rollout.episodes_per_step // self.group_size // self._num_parts
         self.version = self.num_rounds = self.num_reused = 0
         self.dropped: list[Outcome] = []
         self.refilled: list[Outcome] = []
@@ -134,7 +135,7 @@ class OpenGroups:
         self._next: int | None = None
         self._num_finished = 0
         number = self.size * self.group_size
-        self._drawn = DrawnTasks(tasks, slice(self._part * number, (self._part + 1) * number))
+        self._drawn = DrawnTasks(tasks, slice(index * number, (index + 1) * number))
         # What episodes had in a service before, that this one does not have yet.
         self._resumes: dict[int, OpenEpisode] = {}
 
@@ -148,7 +149,7 @@ class OpenGroups:
     @property
     def numbers(self) -> list[int]:
         """The numbers of the open groups in the run, in order."""
-        return self._in_run(self._open)
+        return self._part.in_run(self._open)
 
     @property
     def oldest_step(self) -> int:
@@ -160,23 +161,6 @@ class OpenGroups:
     def _open(self) -> list[int]:
         """The numbers of the open groups, in order."""
         return sorted([*self._groups, *self._waiting])
-
-    def _in_run(self, numbers: Sequence[int]) -> list[int]:
-        """Returns the numbers of these groups in the run.
-
-        Example: steps of 4 groups in two parts: the second part's 0 1 2 are 2 3 6 of the run.
-        """
-        places = (divmod(number, self.size) for number in numbers)
-        return [(step * self._num_parts + self._part) * self.size + place for step, place in places]
-
-    def _in_part(self, numbers: Collection[int]) -> list[int]:
-        """Returns the numbers of those of these groups of the run that are of this part."""
-        places = (divmod(number, self.size) for number in numbers)
-        return [
-            part // self._num_parts * self.size + place
-            for part, place in places
-            if part % self._num_parts == self._part
-        ]
 
     # Services and weights.
 
@@ -204,11 +188,11 @@ class OpenGroups:
             # All groups before the next one are open, or were trained on or dropped.
             if self._begun is None:
                 # Without events up to here no step took groups again or dropped any.
-                self._waiting = sorted(self._in_part(resumed))
+                self._waiting = sorted(self._part.in_part(resumed))
                 self._next = version * self.size + len(self._waiting)
             else:
-                self._waiting = self._in_part(self._begun.open_groups)
-                self._next = len(self._in_part(range(self._begun.last + 1)))
+                self._waiting = self._part.in_part(self._begun.open_groups)
+                self._next = len(self._part.in_part(range(self._begun.last + 1)))
                 self._check_parts(self._begun)
             self._drawn.next_step = self.oldest_step if next_drawn is None else next_drawn
         ours = set(self.numbers)
@@ -221,13 +205,13 @@ class OpenGroups:
     def _check_parts(self, begun: Begun) -> None:
         """Raises ValueError where the groups that are left do not go into equal parts."""
         known = range(begun.first, begun.last + 1)
-        num_over = len(self._in_part(known)) - len(self._waiting)
+        num_over = len(self._part.in_part(known)) - len(self._waiting)
         all_over = len(known) - len(begun.open_groups)
-        if self._settings.rule != "drop" and num_over * self._num_parts != all_over:
+        if self._settings.rule != "drop" and num_over * self._part.count != all_over:
             raise InputError(
                 f"config.asynchrony.rule is {self._settings.rule!r}, by which steps take groups as "
                 "they finish, and another number of processes has played this run so far: the "
-                f"groups that are left do not go into {self._num_parts} equal parts; go on with "
+                f"groups that are left do not go into {self._part.count} equal parts; go on with "
                 "as many processes that play as before, or with one"
             )
 
@@ -327,7 +311,7 @@ class OpenGroups:
 
     def _note(self, event: str, numbers: Sequence[int]) -> None:
         """Notes an event of these groups."""
-        self._events.note(event, groups=self._in_run(numbers), round=self.num_rounds)
+        self._events.note(event, groups=self._part.in_run(numbers), round=self.num_rounds)
 
     def _submit(self, numbers: Sequence[int]) -> None:
         """Has the service play these groups, or go on with them."""

@@ -5,7 +5,7 @@
 import copy
 import dataclasses
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from earl_jax.envs.examples import Example, Ids, example_ids, play_example
@@ -123,6 +123,35 @@ class Tasks:
             f"no task of the supervised examples could be played (config.train.sft_steps): "
             f"{in_words(failed)}"
         ) from failed
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The part of each step's groups that one of `count` processes has: `size` in a row.
+
+    Within it groups have the numbers of a run whose steps are the part.
+    """
+
+    index: int
+    count: int
+    size: int
+
+    def in_run(self, numbers: Sequence[int]) -> list[int]:
+        """Returns the numbers of these groups in the run.
+
+        Example: steps of 4 groups in two parts: the second part's 0 1 2 are 2 3 6 of the run.
+        """
+        places = (divmod(number, self.size) for number in numbers)
+        return [(step * self.count + self.index) * self.size + place for step, place in places]
+
+    def in_part(self, numbers: Collection[int]) -> list[int]:
+        """Returns the numbers of those of these groups of the run that are of this part."""
+        places = (divmod(number, self.size) for number in numbers)
+        return [
+            part // self.count * self.size + place
+            for part, place in places
+            if part % self.count == self.index
+        ]
 
 
 class DrawnTasks:
