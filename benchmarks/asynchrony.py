@@ -41,7 +41,7 @@ from benchmarks.runs import play
 from benchmarks.simulate import Setup
 from benchmarks.simulate import run as simulate
 from earl_jax.envs.environment import Start, StepResult
-from earl_jax.rollout.events import EVENTS, read_events
+from earl_jax.rollout.events import read_events
 from earl_jax.rollout.staleness import AsynchronyConfig
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.trace import read_trace, trace_file
@@ -234,17 +234,15 @@ class Rounds(NamedTuple):
 
 
 def read_rounds(workdir: Path) -> dict[int, Rounds]:
-    """Returns the rounds of each step of an asynchronous or streaming run.
+    """Returns the rounds of each step of an asynchronous or streaming run; {} of a synchronous one.
 
     Where new weights interrupt no episode, a step waits for those before the weights too.
     """
-    if not (workdir / EVENTS).exists():
-        return {}
     taken, rounds, before = [], {}, 0
     for event in read_events(workdir):
         if event["event"] == "take":
             taken.append(event["round"])
-        elif event["event"] == "trained":
+        elif event["event"] == "trained" and taken:
             rounds[event["step"]] = Rounds(
                 taken[0] - before, taken[-1] - before, event["round"] - taken[-1]
             )

@@ -15,10 +15,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from earl_jax.algorithms.advantages import next_averages
+from earl_jax.config.resume import replayed_settings
 from earl_jax.envs.examples import Ids
 from earl_jax.envs.registry import EnvConfig
 from earl_jax.placement.delivery import rows_of, send_parts
-from earl_jax.placement.moves import move_state
+from earl_jax.placement.moves import move_state, settle
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import play_all
 from earl_jax.placement.updates import StepUpdate, Wait, sft
@@ -50,8 +51,8 @@ class Player(Protocol):
         """Returns the state, which may have moved, and the episodes of the step."""
         ...
 
-    def plans_chosen(self, version: int) -> None:
-        """Is called when plans were chosen with weights of this version."""
+    def plans_chosen(self) -> None:
+        """Is called when a plan for the step's updates was chosen."""
         ...
 
     def open_groups(self) -> tuple[int, ...]:
@@ -106,8 +107,8 @@ def rl_step(
     length = run.stages.rollout.max_tokens_for(done.load.context_tokens_max)
     with timer("select"):
         placement.choose_training(history.recent())
-        player.plans_chosen(step)
-        state = move_state(placement, state)
+        player.plans_chosen()
+        state = settle(placement, state, step)
     if (update := done.update) is None:
         with timer("dispatch"):
             update = send_batch(run, placement, position, done, length)
@@ -226,7 +227,7 @@ class InTurn:
         """Chooses the step's plans, publishes the weights and plays."""
         return choose_and_play(self.run, self.placement, position, timer)
 
-    def plans_chosen(self, version: int) -> None:
+    def plans_chosen(self) -> None:
         """Does nothing."""
 
     def open_groups(self) -> tuple[int, ...]:
@@ -243,9 +244,10 @@ def choose_and_play(
 ) -> tuple[TrainState, PlayedStep]:
     """Chooses the step's plans, publishes the weights and plays; again with less where need be.
 
-    The engine's weights and KV caches have left the devices behind it.
+    The engine's weights and KV caches have left the devices behind it. All that depends on time is
+    noted, or comes again in a replay.
     """
-    state, rollout = position.state, run.stages.rollout
+    state, rollout, events = position.state, run.stages.rollout, placement.events
     load = expected_load(rollout, position.history)
     tasks = with_lengths(run.tasks.training(position.step), position.lengths)
     if run.config.train.ratio == "behaviour":
@@ -257,7 +259,7 @@ def choose_and_play(
             policy = run.learner.policy(state)
             session, num_bytes = placement.sessions.open(policy, version=position.step)
         with timer("rollout"):
-            own, played = play_all(run.actor, placement, session, tasks, load)
+            own, played = play_all(run.actor, placement, session, tasks, load, events=events)
         is_ours = run.cluster.is_first or not placement.plays_together
         return PlayedStep(
             plan=plan,
@@ -273,8 +275,10 @@ def choose_and_play(
     done = None
     while done is None:
         with timer("select"):
+            events.skip_given_up()
             placement.choose_step(expected_tokens(rollout, load), load)
-            state = move_state(placement, state, to_play=True)
+            events.note("open", version=position.step, settings=replayed_settings(run.config))
+            state = settle(placement, state, to_play=True)
         try:
             done = placement.attempt("rollout", publish_and_play)
         except Stopped as stop:

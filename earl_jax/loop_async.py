@@ -37,7 +37,7 @@ from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import end_of
 from earl_jax.placement.updates import StepUpdate, Wait
 from earl_jax.rollout.end import Stopped
-from earl_jax.rollout.events import Begun, Events
+from earl_jax.rollout.events import Begun
 from earl_jax.rollout.gather import gather_ends, gather_outcomes
 from earl_jax.rollout.load import expected_tokens, measure_load
 from earl_jax.rollout.open_episodes import OpenEpisode
@@ -92,16 +92,14 @@ class AsyncPlayer:
         self,
         run: Run,
         placement: Placement,
-        events: Events | None = None,
         begun: Begun | None = None,
     ) -> None:
-        """Begins without a service, which the first step opens; `events` None: they go nowhere.
+        """Begins without a service, which the first step opens.
 
         `begun` are the groups of a run that goes on.
         """
         self._run, self._placement = run, placement
-        self._events = events or Events()
-        self._live = LiveService(run.config, run.tasks, run.actor, placement, self._events, begun)
+        self._live = LiveService(run.config, run.tasks, run.actor, placement, begun)
         self._timer = StageTimer()
         # What a step has taken, until it is played to its end.
         self._taken: _Taken | None = None
@@ -121,7 +119,7 @@ class AsyncPlayer:
         """
         self._timer, done = timer, None
         while done is None:
-            if not self._live.is_open or self._events.coming("open"):
+            if not self._live.is_open or self._placement.events.coming("open"):
                 self._live.close()
                 position = self._choose(position)
             elif self._run.problem.splits:
@@ -135,12 +133,11 @@ class AsyncPlayer:
                 self._live.close()
         return position.state, done
 
-    def plans_chosen(self, version: int) -> None:
-        """Notes the plans in use; in a replay they are those of then."""
+    def plans_chosen(self) -> None:
+        """Has the length in use count as one that plans were chosen for."""
         if not self._run.problem.splits:
             # Plans of both stages are chosen when a service is opened, and not in each step.
             self._placement.most_length = max(self._placement.most_length, self._placement.length)
-        self._live.note_plans(version)
 
     def open_groups(self) -> tuple[int, ...]:
         """Returns the numbers of the open groups of all processes."""
@@ -170,15 +167,6 @@ class AsyncPlayer:
     def give_up(self) -> None:
         """Lets the open episodes go, for their memory: the next step plays their groups again."""
         self._live.close()
-
-    def sync_events(self) -> None:
-        """Returns when the events of this process are on its disk."""
-        self._events.sync()
-
-    @property
-    def is_replayed(self) -> bool:
-        """True where a run is replayed, and all of its events have come again."""
-        return self._events.is_over
 
     @property
     def wait(self) -> Wait | None:

@@ -21,7 +21,7 @@ from earl_jax.models.checkpoints.hf_read import check_weights
 from earl_jax.placement.compile_ahead import CompileAhead, compiles_ahead
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
-from earl_jax.rollout.events import Begun, Events, events_file, read_events
+from earl_jax.rollout.events import Events, events_file, read_events
 from earl_jax.rollout.load import expected_tokens
 from earl_jax.run.build import Run
 from earl_jax.run.evaluation import Evaluator
@@ -41,7 +41,6 @@ from earl_jax.run.workdir import keep_config, named_where_removed, open_workdir
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.schedule import smallest_hardware, smallest_words
 from earl_jax.selector.table import ThroughputTable
-from earl_jax.settings.errors import InputError
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.telemetry.progress import Progress
@@ -81,9 +80,9 @@ def train(
     """Trains from where the workdir stands to the end, or until `stop()` names a signal.
 
     With `restart` the run begins again from step 0, and what was there is kept beside the workdir.
-    With `replay` an asynchronous run decides by the events in that workdir, of a run of the same
-    config, and comes to the same parameters; the workdir is a new one. Where that run went on with
-    other settings, so does its replay.
+    With `replay` the run decides by the events in that workdir, of a run of the same config, and
+    comes to the same parameters; the workdir is a new one. Where that run went on with other
+    settings, so does its replay.
     A rollout is given up then, and played again when the run goes on; a step behind its rollout is
     finished. Of several processes `stop` of one is enough: all stop after the same step.
 
@@ -96,11 +95,6 @@ def train(
     """
     cluster = find_cluster(0, config.distributed.timeout_s)
     check_same(cluster, config.as_dict())
-    if replay and not config.asynchrony.is_on:
-        raise InputError(
-            f"--replay={replay} ended as a synchronous run, without events; a run can be "
-            "replayed that was asynchronous from its first step to its last"
-        )
     parts: list[tuple[Config, list[dict[str, Any]]]] = [(config, [])]
     if replay:
         parts = replayed_parts(read_events(replay, cluster.index), config)
@@ -221,10 +215,13 @@ def _train_until_lost(
         if position is None:
             recorder.note("there is no checkpoint yet: the run begins again")
             run.tasks.restore(begun)
-    begun_groups = find_open_groups(run, checkpoints, workdir, position)
-    player = _player(run, placement, workdir, begun_groups, events)
-    if position is not None and player is not None:
-        position = with_open_episodes(run, position, workdir, recorder.note)
+    begun_groups, player = find_open_groups(run, checkpoints, workdir, position), None
+    path = events_file(workdir, run.cluster.index) if run.cluster.plays else None
+    placement.events = Events(path, events)
+    if run.config.asynchrony.is_on:
+        player = AsyncPlayer(run, placement, begun_groups)
+        if position is not None:
+            position = with_open_episodes(run, position, workdir, recorder.note)
     is_on = compiles_ahead(run.config.selector.table, run.cluster) and run.config.plays
     ahead = CompileAhead(recorder.note, is_on=is_on)
     log = StepLog(
@@ -246,7 +243,6 @@ def _train_until_lost(
                 recorder=recorder,
                 checkpoints=checkpoints,
                 workdir=workdir,
-                sync_events=player and player.sync_events,
             ),
             evaluator=Evaluator(run=run, placement=placement, recorder=recorder, player=player),
             workdir=workdir,
@@ -272,20 +268,6 @@ def _train_until_lost(
             return None, "", placement.observations.table
     is_done = position.step == run.config.num_steps and not training.evaluator.was_stopped
     return position, "" if is_done else training.stopped, None
-
-
-def _player(
-    run: Run,
-    placement: Placement,
-    workdir: Path,
-    begun: Begun | None,
-    replayed: Sequence[dict[str, Any]],
-) -> AsyncPlayer | None:
-    """Returns what plays ahead of the steps from this one on; None in a synchronous run."""
-    if not run.config.asynchrony.is_on:
-        return None
-    path = events_file(workdir, run.cluster.index) if run.cluster.plays else None
-    return AsyncPlayer(run, placement, Events(path, replayed), begun)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -355,7 +337,7 @@ class Training:
         A replay ends where its events do.
         """
         name = self.stop()
-        if not name and self.player is not None and self.player.is_replayed:
+        if not name and self.placement.events.is_over:
             name = END_OF_EVENTS
         names = self.run.cluster.gather(name, "a signal to stop")
         self.stopped = next(filter(None, names), "")
@@ -380,14 +362,15 @@ class Training:
         """
         run, choices, player = self.run, self._choices(), self.player
         self.placement.steps_left = self.run.config.num_steps - position.step
-        if not run.config.plays:
-            position, record = supervised_step(run, self.placement, position, self.trace)
-            self.record(position, record)
-            return position
         try:
-            position, record = rl_step(run, self.placement, position, player, self.trace)
+            if run.config.plays:
+                position, record = rl_step(run, self.placement, position, player, self.trace)
+            else:
+                position, record = supervised_step(run, self.placement, position, self.trace)
             if player is not None:
                 self._source_state = player.step_ended(position.step)
+            elif run.cluster.plays:
+                self.placement.events.note("trained", step=position.step)
         except (EpisodesFailed, StepStopped) as end:
             self._save_before(end.position, choices)
             if isinstance(end, EpisodesFailed):

@@ -171,6 +171,21 @@ def test_process_that_is_killed_ends_the_run_which_goes_on_and_is_replayed(
     assert_equal(final_parameters(workdir), final_parameters(again))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_a_synchronous_run_whose_processes_share_a_queue_is_replayed(tmp_path):
+    """Each process plays the groups that it took then."""
+    first, again = tmp_path / "run", tmp_path / "again"
+    rollout = {**SETTINGS["rollout"], "order": "queue"}
+    changes = {**IN_TURN, "num_steps": 2, "asynchrony": {}, "rollout": rollout}
+    in_processes(2, 4, first, **changes)
+    in_processes(2, 4, again, first, **changes)
+    for process in (0, 1):
+        one, other = (events_file(each, process).read_text() for each in (first, again))
+        assert one == other and '"queue"' in one
+    assert_equal(final_parameters(first), final_parameters(again))
+
+
 # Meshes, parts of a step, and what is refused.
 
 

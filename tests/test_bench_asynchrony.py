@@ -44,9 +44,12 @@ def test_rounds_are_those_before_the_step_took_its_groups_and_beside_its_update(
         {"event": "take", "version": 1, "groups": [2], "round": 11},
         {"event": "trained", "version": 1, "step": 2, "round": 11},
     ]
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in events))
+    path = tmp_path / "events.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in events))
     assert read_rounds(tmp_path) == {1: (5, 5, 2), 2: (1, 4, 0)}
-    assert read_rounds(tmp_path / "synchronous") == {}
+    # A synchronous run takes no groups.
+    path.write_text(json.dumps({"event": "trained", "version": 0, "step": 1}) + "\n")
+    assert read_rounds(tmp_path) == {}
 
 
 def test_an_episode_takes_a_round_for_every_four_tokens_of_a_reply(tmp_path):

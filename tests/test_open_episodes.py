@@ -144,11 +144,10 @@ def test_episodes_of_the_checkpoint_before_stay_while_the_next_one_is_written(
     with Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints:
         saving = saver.Saver(
             run=types.SimpleNamespace(config=config, cluster=cluster),
-            placement=None,
+            placement=types.SimpleNamespace(events=events),
             recorder=None,
             checkpoints=checkpoints,
             workdir=tmp_path,
-            sync_events=events.sync,
         )
         for step in (1, 2, 3):
             events.note("trained", step=step)

@@ -25,7 +25,7 @@ from earl_jax.training import train
 from tests.support import ROOT
 from tests.support.forward import row_logits
 from tests.support.placements import EIGHT_SLOTS, TINY, begin, place
-from tests.support.runs import check_resume
+from tests.support.runs import check_replay, check_resume
 from tests.support.settings import make_config
 from tests.support.talks import said, sums
 
@@ -430,13 +430,15 @@ def test_a_warm_start_and_a_stream_take_the_conversations(path):
 
 
 @pytest.mark.slow
-def test_a_run_on_conversations_alone_is_resumed_bit_for_bit_and_plays_nothing(path, tmp_path):
+def test_a_run_on_conversations_alone_is_resumed_and_replayed_bit_for_bit(path, tmp_path):
+    """It plays nothing."""
     config = make_config(settings(path, algorithm="sft"))
     end = train(config, tmp_path / "whole")
     assert end.evaluation == {} and not end.stopped
     again = check_resume(config, tmp_path / "whole", 2)
     assert [line["step"] for line in read_metrics(again / "metrics.jsonl")] == [1, 2, 3, 4]
     assert not (tmp_path / "whole" / "trajectories").exists()
+    check_replay(tmp_path / "whole", 4)
     # A run with rollouts goes on from its weights.
     rollouts = settings(path, train={"sft_path": ""}, num_steps=1)
     rollouts["checkpoint"] = {"every_steps": 1, "keep": 2}

@@ -3,6 +3,7 @@
 """Which process plays which episodes: each once, groups whole, as slots are free."""
 
 import dataclasses
+import json
 import random
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from earl_jax.launch.cluster import Cluster
 from earl_jax.launch.presence import Presence
 from earl_jax.rollout.config import RolloutConfig
+from earl_jax.rollout.events import Events, events_file
 from earl_jax.rollout.gather import row_order
 from earl_jax.rollout.load import grow_in_slots
 from earl_jax.rollout.results import RowOrder
@@ -73,6 +75,24 @@ def test_processes_begin_with_their_own_groups_and_take_those_that_are_left():
     assert other.take(3) == [8, 9, 10, 11]
     assert (one.take(2), other.take(2)) == ([], [])
     assert (one.numbers, other.numbers) == ([0, 1, 4, 5], [6, 7, 2, 3, 8, 9, 10, 11])
+
+
+def test_a_replay_takes_the_groups_of_then_whoever_asks_first(tmp_path):
+    """As above, where the other one asked first; here the first one does."""
+
+    def shares(events):
+        of_each = zip(processes(2), events, strict=True)
+        return [share_of(tasks(*[2] * 6), cluster, 2, 12, noted) for cluster, noted in of_each]
+
+    paths = [events_file(tmp_path, process) for process in (0, 1)]
+    written = [Events(path) for path in paths]
+    one, other = shares(written)
+    assert (other.take(1), one.take(2), other.take(3)) == ([2, 3], [4, 5], [8, 9, 10, 11])
+    for each in written:
+        each.sync()
+    noted = [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
+    one, other = shares([Events(replayed=each) for each in noted])
+    assert (one.take(2), other.take(1), other.take(3)) == ([4, 5], [2, 3], [8, 9, 10, 11])
 
 
 def test_the_more_groups_are_left_the_more_a_process_takes():

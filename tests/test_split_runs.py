@@ -81,7 +81,8 @@ class Steps:
         self.run, self.placement = run, Placement(run.stages, table_for(run, split))
         self.placement.choose_step(BUCKET, None)
         self.position = first_position(run, self.placement)
-        self.player = AsyncPlayer(run, self.placement, events)
+        self.placement.events = events or Events()
+        self.player = AsyncPlayer(run, self.placement)
         self.records = []
 
     def take(self, split: int):

@@ -480,8 +480,25 @@ def test_events_of_a_rollout_that_was_stopped_are_not_replayed(tmp_path):
         read_events(tmp_path / "run")
 
 
-def test_events_before_synchronous_steps_are_set_aside(tmp_path):
-    """The run goes on asynchronously as behind them, and cannot be replayed."""
+def test_groups_that_were_open_before_a_synchronous_step_are_over_behind_it(tmp_path):
+    """By the file of a process, too, that had no part in that step."""
+    driven(tmp_path / "run")
+    workdir, step = tmp_path / "run", NUM_STEPS + 1
+    other = Events(events_file(workdir, 1))
+    other.note("submit", groups=[100])
+    other.note("trained", step=NUM_STEPS, round=9)
+    assert begun_groups(workdir, NUM_STEPS).last == 100
+    events = Events(workdir / EVENTS)
+    events.note("trained", step=step)
+    assert begun_groups(workdir, step) is None
+    events.note("submit", groups=[4, 5, 6])
+    events.note("take", groups=[5])
+    events.note("trained", step=step + 1, round=9)
+    assert begun_groups(workdir, step + 1) == Begun(4, 6, [4, 6])
+
+
+def test_events_that_end_before_a_run_goes_on_are_set_aside(tmp_path):
+    """It cannot be replayed."""
     driven(tmp_path / "run")
     workdir, path = tmp_path / "run", tmp_path / "run" / EVENTS
     events = [json.loads(line) for line in path.read_text().splitlines()]
@@ -490,7 +507,7 @@ def test_events_before_synchronous_steps_are_set_aside(tmp_path):
     assert begun_groups(workdir, NUM_STEPS) is None
     later = [event | {"version": 7} if event["event"] == "open" else event for event in events]
     path.write_text("".join(json.dumps(event) + "\n" for event in later))
-    with pytest.raises(InputError, match="begins with step 8: the run was synchronous before"):
+    with pytest.raises(InputError, match="begins with step 8: the run has no events of the steps"):
         read_events(workdir)
 
 

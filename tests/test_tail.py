@@ -84,8 +84,8 @@ def test_tail_does_not_begin_while_episodes_wait_for_a_slot(pool):
 
 
 @pytest.mark.slow
-def test_step_whose_tail_moves_is_the_step_that_stays():
-    """It moves only where rounds of few are faster and their program is compiled.
+def test_step_whose_tail_moves_is_the_step_that_stays(tmp_path):
+    """It moves only where rounds of few are faster and their program is compiled, or did then.
 
     Every fifth episode may say 16 tokens, the others two.
     """
@@ -94,8 +94,9 @@ def test_step_whose_tail_moves_is_the_step_that_stays():
     run = dataclasses.replace(run, tasks=BriefTasks(**vars(run.tasks)))
     key, asked = rollout_key(D4T2, TOKENS, SLOTS), []
 
-    def step(is_compiled):
+    def step(is_compiled, name="stayed", replayed=()):
         placement = place(run, table)
+        placement.events = Events(tmp_path / name, replayed)
         # One episode alone takes 1 ms a round on tensor=2, and 1 s on data=8.
         object.__setattr__(
             placement.problem,
@@ -117,12 +118,13 @@ def test_step_whose_tail_moves_is_the_step_that_stays():
         history = LoadHistory(steps=(load_of(TOKENS),))
         position = dataclasses.replace(first_position(run, placement), history=history)
         _, record = rl_step(run, placement, position)
+        placement.events.sync()
         tails = [c for c in placement.take_log().choices if c.stage == "tail"]
         return record, placement, tails
 
     stayed, placement, tails = step(is_compiled=False)
     assert not tails and asked and set(asked) == {key}
-    moved, placement, tails = step(is_compiled=True)
+    moved, placement, tails = step(is_compiled=True, name="moved")
     assert tails and tails[0].plan.mesh == D4T2 and tails[0].switched
     assert placement.rollout.mesh == D8, "the next rollout begins where this one began"
     assert moved.rollout_mesh == str(D8)
@@ -130,6 +132,11 @@ def test_step_whose_tail_moves_is_the_step_that_stays():
         assert [t.token_ids for t in one.turns] == [t.token_ids for t in other.turns]
     assert moved.stats.prefill_tokens == stayed.stats.prefill_tokens
     assert moved.updates[0]["loss"] == pytest.approx(stayed.updates[0]["loss"], abs=1e-4)
+    # A replay moves where that step did.
+    events = [json.loads(line) for line in (tmp_path / "moved").read_text().splitlines()]
+    again, placement, _ = step(is_compiled=False, name="again", replayed=events)
+    assert "tail" in [event["event"] for event in events] and placement.events.is_over
+    assert again.updates == moved.updates
 
 
 D4, D2T2, F4 = MeshShape(data=4), MeshShape(data=2, tensor=2), MeshShape(fsdp=4)
@@ -173,8 +180,8 @@ def test_tail_of_a_stream_moves_in_each_step_and_is_replayed_bit_for_bit(tmp_pat
         # The longest of recent episodes was as long as episodes may become.
         history = LoadHistory(steps=(load_of(TOKENS),))
         position = dataclasses.replace(first_position(run, placement), history=history)
-        events = Events(tmp_path / name, replayed)
-        player, tokens = AsyncPlayer(run, placement, events), []
+        placement.events = Events(tmp_path / name, replayed)
+        player, tokens = AsyncPlayer(run, placement), []
         for _ in range(2):
             position, record = rl_step(run, placement, position, player)
             tokens.append([[turn.token_ids for turn in t.turns] for t in record.trajectories])

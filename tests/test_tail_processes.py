@@ -78,8 +78,8 @@ def take_steps(run: Run, placement: Placement, number: int = 1) -> dict[str, Any
     rows, bytes_read, found = [], [], []
     play_all, dispatch, relocate = earl_jax.loop.play_all, delivery.dispatch, sessions.relocate
 
-    def checked(*arguments):
-        own, played = play_all(*arguments)
+    def checked(*arguments, **named):
+        own, played = play_all(*arguments, **named)
         check_rows(own, len(own.trajectories))
         return own, played
 

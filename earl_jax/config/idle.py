@@ -104,8 +104,8 @@ def _idle_rollout(config: "Config") -> Iterator[_Idle]:
     keeps_all = f"config.algorithm {config.algorithm!r} keeps every group"
     is_kept = config.make_algorithm().keep_group is keep_every_group
     yield is_kept, "asynchrony.refill", keeps_all
-    no_events = "a synchronous run has no events"
-    yield not config.asynchrony.is_on, "asynchrony.checksums", no_events
+    anew = "a synchronous run opens its rollouts with the weights of each step"
+    yield not config.asynchrony.is_on, "asynchrony.checksums", anew
 
 
 def _idle_training(config: "Config") -> Iterator[_Idle]:

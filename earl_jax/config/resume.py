@@ -40,7 +40,7 @@ MAY_CHANGE: dict[str, str] = {
 }  # fmt: skip
 
 
-# Settings of MAY_CHANGE that change the events or the weights of an asynchronous run.
+# Settings of MAY_CHANGE that change the events or the weights of a run.
 _REPLAYED = (
     "num_steps",
     "asynchrony",

@@ -69,7 +69,7 @@ def parse_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]
         "--replay",
         type=_folder,
         metavar="WORKDIR",
-        help="repeat an asynchronous run with its config and by its events, in a new --workdir",
+        help="repeat a run with its config and by its events, in a new --workdir",
     )
     parser.add_argument(
         "--check",

@@ -1,6 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Moves of the trainer's state to the training mesh in use, and of its moments to host memory."""
+"""Moves of the trainer's state to the training mesh in use, and of its moments to host memory.
+
+The plans that it moves to are events of the run (rollout/events.py).
+"""
 
 import functools
 import time
@@ -32,6 +35,34 @@ def move_state(placement: Placement, state: TrainState, *, to_play: bool = False
         return state
     state = _to_mesh(placement, load_moments(state))
     return offload_moments(state) if offload else state
+
+
+def settle(
+    placement: Placement, state: TrainState, version: int | None = None, *, to_play: bool = False
+) -> TrainState:
+    """Moves the state to the plans that were chosen, as `move_state`, and notes these.
+
+    In a replay they are those of then. `version` is that of the weights, None: of the last event.
+    """
+    restore_plans(placement)
+    state = move_state(placement, state, to_play=to_play)
+    note_plans(placement, version)
+    return state
+
+
+def note_plans(placement: Placement, version: int | None = None) -> None:
+    """Notes the plans in use; `version` as of `settle`."""
+    # The events of a process that only trains know of no weights that were published.
+    facts = {} if version is None else {"version": version}
+    placement.events.note("plans", **facts, placement=placement.as_dict())
+
+
+def restore_plans(placement: Placement) -> bool:
+    """Takes the plans of the run that is replayed into use, if these come next. False if not."""
+    event = placement.events.coming("plans")
+    if event is not None:
+        placement.restore(event["placement"])
+    return event is not None
 
 
 def _to_mesh(placement: Placement, state: TrainState) -> TrainState:

@@ -21,6 +21,7 @@ from earl_jax.placement.sessions import Sessions
 from earl_jax.placement.stages import Stages, compiled_bytes
 from earl_jax.placement.switch_log import SwitchLog
 from earl_jax.rollout.end import RolloutShort, Shortage
+from earl_jax.rollout.events import Events
 from earl_jax.selector.choose import HORIZON_STEPS, BudgetTooSmall, Decision, Step
 from earl_jax.selector.memory import is_in_move, is_out_of_memory
 from earl_jax.selector.plan_candidates import Candidates
@@ -69,6 +70,8 @@ class Placement:
         self.outgrown = 0
         self.backup = StateBackup(stages.cluster.count == 1 and stages.problem.holds_backup)
         self.sessions = Sessions(stages, self)
+        # Where a run's choices are noted, or come again in a replay.
+        self.events = Events()
         # CompileAhead.hand_over and .is_compiled, where a thread compiles ahead.
         self.about_to_use: Callable[[str], None] = lambda key: None
         self.is_compiled: Callable[[str], bool] = lambda key: False

@@ -3,6 +3,7 @@
 """Rollouts on the plans of a placement: played by all processes, again where memory is short."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -14,6 +15,7 @@ from earl_jax.models.parameters import Params
 from earl_jax.placement.placement import Placement
 from earl_jax.rollout.actor import Actor
 from earl_jax.rollout.end import End, Stopped
+from earl_jax.rollout.events import Events
 from earl_jax.rollout.gather import gather_outcomes
 from earl_jax.rollout.load import expected_tokens
 from earl_jax.rollout.results import Played, Rollout
@@ -37,16 +39,22 @@ def play(
     share: Share,
     load: Load | None,
     sampling: Sampling | None = None,
+    *,
+    events: Events | None = None,
 ) -> Rollout:
-    """Plays a share of the tasks from this session, which moves to other plans where need be."""
-    sessions = placement.sessions
+    """Plays a share of the tasks from this session, which moves to other plans where need be.
+
+    All that depends on time is noted in `events`; None: it is noted nowhere.
+    """
+    sessions, noted = placement.sessions, events or Events()
     return actor.play(
         session,
         tasks,
         share,
         sampling=sampling,
-        grow=lambda session, tokens, pages: sessions.grow(session, tokens, pages, load),
-        shrink=lambda session, live, longest: sessions.shrink(session, live, longest, load),
+        grow=functools.partial(sessions.grow_noted, load=load, events=noted),
+        shrink=functools.partial(sessions.shrink_noted, load=load, events=noted),
+        record_calls=noted.record_calls,
     )
 
 
@@ -57,8 +65,12 @@ def play_all(
     tasks: Sequence[Task],
     load: Load | None,
     sampling: Sampling | None = None,
+    *,
+    events: Events | None = None,
 ) -> tuple[Rollout | None, Played]:
     """Plays this process's share of the tasks; the placement is then the same in all processes.
+
+    `events` are as of `play`.
 
     Returns:
         This process's rollout, None where it has no session, and what became of all tasks.
@@ -68,10 +80,12 @@ def play_all(
             with it where they noticed it too. No round waits for another process.
         RolloutShort: of several processes one had too little memory.
     """
-    cluster, share = placement.stages.cluster, _share(placement, tasks)
+    cluster, share = placement.stages.cluster, _share(placement, tasks, events)
 
     def own_share() -> Rollout | None:
-        return play(actor, placement, session, tasks, share, load, sampling) if session else None
+        if session is None:
+            return None
+        return play(actor, placement, session, tasks, share, load, sampling, events=events)
 
     rollout = None
     try:
@@ -108,7 +122,7 @@ def end_of(placement: Placement, play: Callable[[], Item]) -> tuple[Item | None,
     return result, End(shortage=shortage, stopped=stopped)
 
 
-def _share(placement: Placement, tasks: Sequence[Task]) -> Share:
+def _share(placement: Placement, tasks: Sequence[Task], events: Events | None) -> Share:
     """Returns this process's share of a rollout on the plan in use."""
     cluster, rollout = placement.stages.cluster, placement.stages.rollout
     number = len(cluster.players)
@@ -117,7 +131,7 @@ def _share(placement: Placement, tasks: Sequence[Task]) -> Share:
     if not rollout.has_queue(number):
         return Share(cluster.own(range(len(tasks))))
     num_rows = 2 * rollout.part(number).episodes_per_step
-    return share_of(tasks, cluster, placement.rollout.num_slots // number, num_rows)
+    return share_of(tasks, cluster, placement.rollout.num_slots // number, num_rows, events)
 
 
 def play_batches(

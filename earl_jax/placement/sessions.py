@@ -21,6 +21,7 @@ from earl_jax.engine.session import (
     reachable_pool,
     relocate,
 )
+from earl_jax.rollout.events import Events
 from earl_jax.selector.choose import BudgetTooSmall, Choice
 from earl_jax.selector.memory import moving
 from earl_jax.selector.plans import Plans, RolloutPlan
@@ -116,6 +117,30 @@ class Sessions:
             move = functools.partial(self._relocate, session, self._placement.rollout)
             grown = self._placement.attempt("rollout", move, live=True)
         return grown
+
+    def grow_noted(
+        self, session: Session, tokens: int, pages: int, load: Load | None, events: Events
+    ) -> Session:
+        """Returns what `grow` does, and notes it; in a replay it grows as then."""
+        event, grown = events.coming("grow"), None
+        if event is not None:
+            grown = self.grow_as(session, event["placement"])
+        grown = grown or self.grow(session, tokens, pages, load)
+        events.note("grow", placement=self._placement.as_dict(), call=events.num_calls)
+        return grown
+
+    def shrink_noted(
+        self, session: Session, live: int, longest: int, load: Load | None, events: Events
+    ) -> Session:
+        """Returns what `shrink` does, and notes a move; in a replay it moves where it did then."""
+        event, moved = events.coming("tail"), session
+        if not events.is_replay:
+            moved = self.shrink(session, live, longest, load)
+        elif event is not None and event["call"] == events.num_calls:
+            moved = self.shrink_as(session, RolloutPlan.from_list(event["plan"])) or session
+        if moved is not session and (tail := self._placement.tail) is not None:
+            events.note("tail", plan=tail.as_list(), call=events.num_calls)
+        return moved
 
     def grow_as(self, session: Session, placement: dict[str, Any]) -> Session | None:
         """Returns the session behind the same move in the run that is replayed.

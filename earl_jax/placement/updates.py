@@ -15,7 +15,7 @@ import numpy as np
 
 from earl_jax.dispatch.packing import Shape
 from earl_jax.envs.examples import Ids
-from earl_jax.placement.moves import move_state
+from earl_jax.placement.moves import move_state, note_plans, restore_plans
 from earl_jax.placement.packing import (
     move_batch,
     plan_of_shape,
@@ -47,8 +47,9 @@ class StepUpdate:
     each update of an epoch (config.train.sft_weight).
 
     Where memory is too short, an update is made again on another mesh, with more remat, or in
-    smaller parts. A program that fails has its donated arguments with it: until it has run once
-    there is a backup of the state in host memory.
+    smaller parts, whose plan is noted unless rounds are played meanwhile. A program that fails has
+    its donated arguments with it: until it has run once there is a backup of the state in host
+    memory.
     """
 
     placement: Placement
@@ -116,6 +117,14 @@ class StepUpdate:
         """The number of updates that `finish` makes of the parts."""
         return self.num_epochs * (1 if self.rng is None else len(self.parts))
 
+    @property
+    def _is_noted(self) -> bool:
+        """True if another plan for lack of memory is noted: nothing else is, during an update.
+
+        Of several processes one that is short ends.
+        """
+        return self.wait is None and self.placement.stages.cluster.count == 1
+
     def _update(self, state: TrainState, index: int | None) -> tuple[TrainState, Metrics]:
         """Makes the update of a mini-batch, or with `index` None of all parts together."""
         placement = self.placement
@@ -131,15 +140,21 @@ class StepUpdate:
                 placement.about_to_use(key_of(placement.train, length))
             placement.backup.save((plan, self.sft, shape, len(shapes) > 1), state)
             tightest = tightest_plan(placement.stages, placement.train, shape, length)
-            again = functools.partial(self._run, plan, state, index)
-            done = placement.attempt("train", again, length, plan=tightest)
-            if done is not None:
-                placement.backup.discard()
-                return done
-            state = placement.backup.restore(state)
+            again, before = functools.partial(self._run, plan, state, index), list(self.parts)
+            # In a replay of a run that was short of memory here, plans come next.
+            if not (self._is_noted and restore_plans(placement)):
+                done = placement.attempt("train", again, length, plan=tightest)
+                if done is not None:
+                    placement.backup.discard()
+                    return done
+                state = placement.backup.restore(state)
+                # The other plan scores them itself, as it does in a replay.
+                self.parts = before
+                placement.choose_training()
             self.totals, self.num_added = None, 0
-            placement.choose_training()
             state = move_state(placement, state)
+            if self._is_noted:
+                note_plans(placement)
 
     def _move_parts(self) -> None:
         """Moves all parts to the mesh in use, where totals are computed anew."""

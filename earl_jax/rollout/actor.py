@@ -104,6 +104,7 @@ class Actor:
         sampling: Sampling | None = None,
         grow: Grow,
         shrink: Shrink,
+        record_calls: Callable[[Answers], Answers] = lambda calls: calls,
     ) -> Rollout:
         """Plays this process's share of the tasks from this session to its end; see `open`.
 
@@ -113,7 +114,14 @@ class Actor:
         def more(num_free: int) -> list[Task]:
             return [tasks[number] for number in share.take(num_free)]
 
-        service = self.open(session, sampling=sampling, grow=grow, shrink=shrink, more=more)
+        service = self.open(
+            session,
+            sampling=sampling,
+            grow=grow,
+            shrink=shrink,
+            record_calls=record_calls,
+            more=more,
+        )
         rollout = collect(service, [tasks[number] for number in share.numbers])
         rollout.stats.hung_calls = self.pool.num_hung
         return rollout.sorted_by(share.numbers)

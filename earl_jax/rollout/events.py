@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Events of an asynchronous run: all that depends on time, written down so that it can be replayed.
+"""Events of a run: all that depends on time, written down so that it can be replayed.
 
 One thread plays and trains, or plays in a process of its own, so that events have one order. Of
 several processes each that plays has its events in a file of its own, and those that train decide
@@ -9,19 +9,21 @@ nothing by the time. Each event is a JSON object on a line of its own, with its 
 
 - "open": a rollout service was opened, with weights of `version`, by a run with these `settings`
   (config/resume.py); rounds and calls are counted from here. Where a step has another one before,
-  memory was too short for that.
-- "plans": plans were chosen (`Placement.as_dict`).
+  memory was too short for that. In a synchronous run each step begins with one.
+- "plans": plans were chosen (`Placement.as_dict`), or memory was too short for an update, which is
+  made with these.
 - "split": behind round `round` both stages moved, before version `version` was published, to plans
   of a `placement` whose split of the devices is another one.
-- "grow": a session moved to the roomier plan of a `placement` behind round `round`.
-- "tail": the last episodes of a step moved to a `plan` (`RolloutPlan.as_list`) in round `round`.
+- "grow": a session moved to the roomier plan of a `placement` behind the `call`-th look.
+- "tail": the last episodes of a step moved to a `plan` (`RolloutPlan.as_list`) behind that look.
+- "queue": a process asked for groups of the queue of all processes; the next one was `first`.
 - "submit": the tasks of the groups `groups` were submitted behind round `round`.
 - "answers": in the `call`-th look for answers those of the tickets `tickets` were there; `failed`
   has the stop reason and detail of calls that hung or raised.
 - "checksum": the `sum` of all bits of these weights, with config.asynchrony.checksums.
 - "publish": weights of `version` were published behind round `round`.
 - "take": a step took the groups `groups` behind round `round`; "drop": they were given up.
-- "trained": step `step` had ended, and so many rounds were played.
+- "trained": step `step` had ended, and an asynchronous run had played so many rounds.
 """
 
 import itertools
@@ -44,10 +46,16 @@ class Events:
         """Appends to `path`, None: nowhere; with `replayed`, these must come again."""
         self._path, self._replayed = path, list(replayed)
         self.is_replay = bool(replayed)
-        self._next = self._calls = self._version = 0
+        # Looks for answers since the last "open".
+        self.num_calls = 0
+        self._next = self._version = 0
+        # Lines of the step under way.
+        self._unwritten: list[str] = []
 
     def note(self, event: str, **facts: Any) -> None:
-        """Writes an event, with the version of the weights in use unless `facts` have another one.
+        """Notes an event, with the version of the weights in use unless `facts` have another one.
+
+        It is written when its step has ended, or before a checkpoint (`sync`).
 
         Raises RunError where a replayed run did something else here.
         """
@@ -63,17 +71,26 @@ class Events:
                 )
             self._next += 1
         if self._path is not None:
-            with self._path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            self._unwritten.append(json.dumps(line) + "\n")
+        if event == "trained":
+            self._write()
         if event in ("open", "publish"):
             self._version = line["version"]
         if event == "open":
-            self._calls = 0
+            self.num_calls = 0
 
     def sync(self) -> None:
         """Returns when the events are on the disk: before a checkpoint that needs them is whole."""
+        self._write()
         if self._path is not None and self._path.exists():
             sync(self._path)
+
+    def _write(self) -> None:
+        """Writes what was noted: once a step, as an append may take long on a shared disk."""
+        if self._path is not None and self._unwritten:
+            with self._path.open("a") as file:
+                file.writelines(self._unwritten)
+        self._unwritten = []
 
     def _leave_out_a_round(self) -> None:
         """Goes past what a round beside an update noted that came to no end, as by a signal.
@@ -86,6 +103,19 @@ class Events:
         behind = rest[number + 1 : number + 2]
         if not behind or behind[0]["event"] == "open":
             self._next += number
+
+    def skip_given_up(self) -> None:
+        """Goes past the rollouts of a step that a synchronous run gave up, in a replay of it.
+
+        Memory was too short for them, and nothing of them was trained on.
+        """
+        if (first := self.coming("open")) is None:
+            return
+        rest = self._replayed[self._next :]
+        of_step = itertools.takewhile(lambda each: each["version"] == first["version"], rest)
+        opened = [number for number, each in enumerate(of_step) if each["event"] == "open"]
+        for each in rest[: opened[-1]]:
+            self.note(**each)
 
     def coming(self, event: str) -> dict[str, Any] | None:
         """Returns the next event of a replay if it is of this name, and leaves it there."""
@@ -108,8 +138,8 @@ class Events:
 
     def next_call(self) -> int:
         """Returns the number of this look for answers."""
-        self._calls += 1
-        return self._calls
+        self.num_calls += 1
+        return self.num_calls
 
 
 class _Recorded:
@@ -212,7 +242,9 @@ def read_events(workdir: Path, process: int = 0) -> list[dict[str, Any]]:
     """
     path = events_file(workdir, process)
     only_trains = not path.exists()
-    path = path if path.exists() else workdir / EVENTS
+    path = next(
+        (each for each in (path, workdir / EVENTS, *_files(workdir)) if each.exists()), path
+    )
     try:
         lasts = [_last_step(_whole_lines(each)) for each in _files(workdir)]
         # Where one was killed, others may be a step ahead; a file may be of an earlier number of
@@ -221,8 +253,7 @@ def read_events(workdir: Path, process: int = 0) -> list[dict[str, Any]]:
         events = [event for event, _ in _up_to(_whole_lines(path), step)]
     except OSError as error:
         raise InputError(
-            f"{path} cannot be read ({error.strerror or error}); a run has events with "
-            "config.asynchrony.max_staleness, parts or refill"
+            f"{path} cannot be read ({error.strerror or error}); a run is replayed by its events"
         ) from error
     if not events:
         raise InputError(f"{path} has no step that has ended; there is nothing to replay")
@@ -233,10 +264,10 @@ def read_events(workdir: Path, process: int = 0) -> list[dict[str, Any]]:
         )
     if first := next((e["version"] for e in events if e["event"] == "open"), 0):
         raise InputError(
-            f"{path} begins with step {first + 1}: the run was synchronous before, and cannot be "
-            "replayed"
+            f"{path} begins with step {first + 1}: the run has no events of the steps before, as "
+            "an earlier version of earl_jax wrote none of synchronous ones, and cannot be replayed"
         )
-    return [e for e in events if not (only_trains and process) or e["event"] in _SHARED]
+    return [event for event in events if not only_trains or event["event"] in _SHARED]
 
 
 def drop_events(workdir: Path, step: int) -> None:
@@ -247,9 +278,14 @@ def drop_events(workdir: Path, step: int) -> None:
 
 
 def set_events_aside(workdir: Path, step: int) -> None:
-    """Moves all processes' events of a run that goes on without any to the folder until_STEP."""
+    """Moves all processes' events, which are damaged or end before this step, to until_STEP."""
     for path in _files(workdir):
         set_file_aside(path, workdir / f"until_{step}")
+
+
+def last_noted_step(workdir: Path) -> int:
+    """Returns the last step that has ended by all processes' events; 0 for none."""
+    return max((_last_step(_whole_lines(path)) for path in _files(workdir)), default=0)
 
 
 class Begun(NamedTuple):
@@ -266,12 +302,15 @@ class Begun(NamedTuple):
 def begun_groups(workdir: Path, step: int) -> Begun | None:
     """Returns the groups that are begun by all processes' events, whoever played them.
 
-    All numbers of groups in events are those of the run. None without events up to the end of this
-    step, as where it was played in a synchronous run.
+    All numbers of groups in events are those of the run. Behind a synchronous step none is open.
+    None without groups, or without events up to the end of this step.
     """
-    files = [_whole_lines(path) for path in _files(workdir)]
-    if not files or max(map(_last_step, files)) != step:
+    if last_noted_step(workdir) != step:
         return None
+    files = [_whole_lines(path) for path in _files(workdir)]
+    ends = [event for lines in files for event, _ in lines if event["event"] == "trained"]
+    synchronous = max((each["step"] for each in ends if "round" not in each), default=0)
+    files = [lines[len(_up_to(lines, synchronous)) :] for lines in files]
     submitted: set[int] = set()
     over: set[int] = set()
     for lines in files:

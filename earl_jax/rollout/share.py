@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Sequence
 
 from earl_jax.launch.cluster import Cluster
+from earl_jax.rollout.events import Events
 from earl_jax.rollout.task import Task
 
 
@@ -33,8 +34,13 @@ class Share:
         cluster: Cluster | None = None,
         queue: Sequence[Sequence[int]] = (),
         most: int = 0,
+        events: Events | None = None,
     ) -> None:
-        """Begins with `numbers`; groups of the `queue` follow, up to `most` tasks in all."""
+        """Begins with `numbers`; groups of the `queue` follow, up to `most` tasks in all.
+
+        Which ones is noted in the `events`, or comes again in a replay.
+        """
+        self._events = events or Events()
         self._left = len(queue)
         self.numbers = list(numbers)
         self.is_fixed = not queue
@@ -70,10 +76,21 @@ class Share:
 
     def _count(self, number: int) -> int:
         assert self._cluster is not None, "a queue belongs to several processes"
-        return self._cluster.add_to(self._counter, number, "the next episodes of a rollout")
+        if (event := self._events.coming("queue")) is not None:
+            first = event["first"]
+        else:
+            first = self._cluster.add_to(self._counter, number, "the next episodes of a rollout")
+        self._events.note("queue", first=first)
+        return first
 
 
-def share_of(tasks: Sequence[Task], cluster: Cluster, num_slots: int, num_rows: int) -> Share:
+def share_of(
+    tasks: Sequence[Task],
+    cluster: Cluster,
+    num_slots: int,
+    num_rows: int,
+    events: Events | None = None,
+) -> Share:
     """Returns this process's share of a rollout's tasks; those of a group follow each other.
 
     A process has `num_slots` slots and rows for `num_rows` episodes. There is a queue where these
@@ -93,4 +110,5 @@ def share_of(tasks: Sequence[Task], cluster: Cluster, num_slots: int, num_rows: 
     if not queue or num_rows * players < 2 * len(tasks) or size * players > len(tasks):
         return Share(part)
     first = cluster.own(groups)[:begun]
-    return Share(list(itertools.chain.from_iterable(first)), cluster, queue, num_rows)
+    own = list(itertools.chain.from_iterable(first))
+    return Share(own, cluster, queue, num_rows, events)

@@ -23,10 +23,10 @@ from earl_jax.engine.session import Session
 from earl_jax.models.engine_parameters import engine_specs
 from earl_jax.models.fingerprint import fingerprint
 from earl_jax.models.parameters import parameter_shardings
-from earl_jax.placement.moves import move_state
+from earl_jax.placement.moves import move_state, note_plans, restore_plans
 from earl_jax.placement.placement import Placement
 from earl_jax.rollout.actor import Actor
-from earl_jax.rollout.events import Begun, Events
+from earl_jax.rollout.events import Begun
 from earl_jax.rollout.gather import furthest
 from earl_jax.rollout.load import expected_load, expected_tokens
 from earl_jax.rollout.open_groups import OpenGroups
@@ -37,7 +37,6 @@ from earl_jax.rollout.stats import RolloutStats
 from earl_jax.rollout.tasks import Tasks
 from earl_jax.run.position import Position
 from earl_jax.selector.choose import BudgetTooSmall
-from earl_jax.selector.plans import RolloutPlan
 from earl_jax.settings.errors import RunError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.host_bytes import only_on_devices
@@ -67,17 +66,16 @@ class LiveService:
         tasks: Tasks,
         actor: Actor,
         placement: Placement,
-        events: Events,
         begun: Begun | None = None,
     ) -> None:
         """Begins without a service, which the first `publish` opens; `begun` as in `OpenGroups`."""
-        self._config, self._actor, self._events = config, actor, events
+        self._config, self._actor, self._events = config, actor, placement.events
         self._placement, self._stages = placement, placement.stages
         self._settings = config.asynchrony
         self.groups = OpenGroups(
             tasks,
             self._settings,
-            events,
+            placement.events,
             is_useless=functools.partial(is_useless, self._stages.learner.algorithm),
             part=self._stages.cluster.part,
             begun=begun,
@@ -135,14 +133,6 @@ class LiveService:
             service.release_weights()
             service.move(self._placement.sessions.move_back(service.session))
 
-    def note_plans(self, version: int) -> None:
-        """Notes the plans in use with weights of `version`; in a replay they are those of then."""
-        event = self._events.coming("plans")
-        if event is not None:
-            self._placement.restore(event["placement"])
-        # The events of a process that only trains know of no weights that were published.
-        self._events.note("plans", version=version, placement=self._placement.as_dict())
-
     def expected_load(self, position: Position) -> Load | None:
         """Returns the load to choose plans by; the split of the devices by the mean of steps."""
         load = expected_load(self._stages.rollout, position.history)
@@ -164,7 +154,8 @@ class LiveService:
         if self._where is None:
             settings = replayed_settings(self._config)
             self._events.note("open", version=version, settings=settings)
-            self.note_plans(version)
+            restore_plans(placement)
+            note_plans(placement, version)
             self._sum_up(params, *self._mesh_and_slots())
             session, num_bytes = placement.sessions.open(params, version)
             self._where = self._mesh_and_slots()
@@ -261,28 +252,14 @@ class LiveService:
         return service
 
     def _grow(self, session: Session, tokens: int, pages: int) -> Session:
-        placement, event, grown = self._placement, self._events.coming("grow"), None
-        if event is not None and "placement" in event:
-            grown = placement.sessions.grow_as(session, event["placement"])
-        grown = grown or placement.sessions.grow(session, tokens, pages, self._load)
+        sessions, events = self._placement.sessions, self._events
+        grown = sessions.grow_noted(session, tokens, pages, self._load, events)
         self._where = self._mesh_and_slots()
-        facts = {"placement": placement.as_dict(), "round": self.groups.num_rounds}
-        self._events.note("grow", **facts)
         return grown
 
     def _shrink(self, session: Session, live: int, longest: int) -> Session:
-        placement, events, number = self._placement, self._events, self.groups.num_rounds
-        event = events.coming("tail")
-        if event is not None and event["round"] == number:
-            plan = RolloutPlan.from_list(event["plan"])
-            moved = placement.sessions.shrink_as(session, plan) or session
-        elif events.is_replay:
-            return session
-        else:
-            moved = placement.sessions.shrink(session, live, longest, self._load)
-        if moved is not session and placement.tail is not None:
-            events.note("tail", plan=placement.tail.as_list(), round=number)
-        return moved
+        sessions, events = self._placement.sessions, self._events
+        return sessions.shrink_noted(session, live, longest, self._load, events)
 
     # What a step takes.
 

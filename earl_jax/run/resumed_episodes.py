@@ -6,7 +6,13 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from earl_jax.rollout.events import Begun, begun_groups, drop_events, set_events_aside
+from earl_jax.rollout.events import (
+    Begun,
+    begun_groups,
+    drop_events,
+    last_noted_step,
+    set_events_aside,
+)
 from earl_jax.rollout.open_episodes import drop_episodes, read_episodes
 from earl_jax.run.build import Run
 from earl_jax.run.position import Position
@@ -38,7 +44,8 @@ def find_open_groups(
         InputError: groups were open, and their events are not there or damaged.
     """
     cluster, step = run.cluster, position.step if position else 0
-    has_open = bool(position and position.open_groups) and run.config.asynchrony.rule != "in_order"
+    settings = run.config.asynchrony
+    has_open = bool(position and position.open_groups) and settings.rule != "in_order"
     # In words where there is something wrong.
     begun: Begun | str | None = None
     if cluster.is_first:
@@ -46,20 +53,18 @@ def find_open_groups(
         try:
             # Those of all processes, of which there may have been others.
             drop_events(workdir, step)
-            begun = begun_groups(workdir, step)
+            begun, is_whole = begun_groups(workdir, step), last_noted_step(workdir) == step
         except InputError as error:
-            begun = str(error)
-    if not run.config.asynchrony.is_on:
-        return None
-    if cluster.is_first and begun is None and has_open:
-        begun = (
-            f"{workdir} has no events of step {step}, behind which groups of episodes were open; "
-            "put events*.jsonl back, or begin again (--restart)"
-        )
-    elif cluster.is_first and begun is None and position:
-        # Those of before synchronous steps.
-        set_events_aside(workdir, step)
-        drop_episodes(workdir, ())
+            begun, is_whole = str(error), False
+        if begun is None and has_open:
+            begun = (
+                f"{workdir} has no events of step {step}, behind which groups of episodes were "
+                "open; put events*.jsonl back, or begin again (--restart)"
+            )
+        if not settings.is_on:
+            begun = None
+        if begun is None and not is_whole:
+            set_events_aside(workdir, step)
     begun = cluster.gather(begun, "the groups that are open")[0]
     if isinstance(begun, str):
         raise InputError(begun)

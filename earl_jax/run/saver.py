@@ -4,7 +4,6 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,13 @@ from earl_jax.train.saved_state import copy_to_save
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Saver:
-    """Saves and exports positions of a run. Every process has one.
-
-    `sync_events` returns when the events of this process are on its disk; None: it is a synchronous
-    run, without any.
-    """
+    """Saves and exports positions of a run. Every process has one."""
 
     run: Run
     placement: Placement
     recorder: Recorder
     checkpoints: Checkpoints
     workdir: Path
-    sync_events: Callable[[], None] | None = None
 
     def is_due(self, step: int) -> bool:
         """Returns True for steps that are saved: the last, and one every so many."""
@@ -47,18 +41,17 @@ class Saver:
         """
         start_s = time.perf_counter()
         run, workdir, step = self.run, self.workdir, position.step
-        before: list[int] = []
-        if self.sync_events is not None and run.cluster.plays:
-            # While this one is written a killed run goes on from the one before, whatever is kept.
-            before, rules = self.checkpoints.steps(), run.config.asynchrony.episode_rules
+        # While this one is written a killed run goes on from the one before, whatever is kept.
+        before, rules = self.checkpoints.steps(), run.config.asynchrony.episode_rules
+        if run.config.asynchrony.is_on and run.cluster.plays:
             write_episodes(workdir, step, run.cluster.index, position.open_episodes, rules)
-            self.sync_events()
+        self.placement.events.sync()
         rating = None
         if run.config.checkpoint.keep_best:
             own = rating_of(self.recorder.evaluation(step) or {})
             rating = run.cluster.gather(own, "the newest evaluation")[0]
         save(run, self.placement, self.checkpoints, position, choices, rating)
-        if self.sync_events is not None and run.cluster.is_first:
+        if run.cluster.is_first:
             drop_episodes(workdir, [*before, step])
         return time.perf_counter() - start_s
 

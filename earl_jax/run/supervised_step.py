@@ -4,7 +4,8 @@
 
 import dataclasses
 
-from earl_jax.placement.moves import move_state
+from earl_jax.config.resume import replayed_settings
+from earl_jax.placement.moves import settle
 from earl_jax.placement.packing import supervised_parts
 from earl_jax.placement.parts import fill_of
 from earl_jax.placement.placement import Placement
@@ -40,7 +41,8 @@ def supervised_step(
         log = placement.log
         log.choices, log.expected_s = decision.choices, decision.seconds
         log.bytes_per_device = max(choice.num_bytes for choice in decision.choices)
-        state = move_state(placement, position.state)
+        placement.events.note("open", version=step, settings=replayed_settings(config))
+        state = settle(placement, position.state)
     with timer("dispatch"):
         (examples,) = run.tasks.examples(step, 1)
         parts = supervised_parts(placement, examples, 1, 1)
