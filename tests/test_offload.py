@@ -10,7 +10,7 @@ import pytest
 
 from earl_jax import loop
 from earl_jax.loop import rl_step
-from earl_jax.placement.moves import move_state
+from earl_jax.placement.moves import settle
 from earl_jax.run.build import build_run
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.train.offload import is_offloaded
@@ -92,7 +92,7 @@ def test_rollout_short_of_memory_beside_the_moments_is_played_again_without_them
     offloaded, rounds = [], []
 
     def moving(*arguments, **settings):
-        moved = move_state(*arguments, **settings)
+        moved = settle(*arguments, **settings)
         offloaded.append(is_offloaded(moved))
         return moved
 
@@ -101,7 +101,7 @@ def test_rollout_short_of_memory_beside_the_moments_is_played_again_without_them
         enough = offloaded[-1] or len(rounds) < 3
         return (plays if enough else hungry(donated=1))(*arguments)
 
-    monkeypatch.setattr(loop, "move_state", moving)
+    monkeypatch.setattr(loop, "settle", moving)
     monkeypatch.setattr(engine, "_play", play)
     position, record = rl_step(world, placement, position)
     # Two rounds and the failed one beside the moments; then from the first round again.

@@ -195,17 +195,20 @@ class Candidates:
             found.append(moved)
         return found
 
-    def smallest(self, plan: Plan, tokens: int) -> Candidate | None:
-        """Returns the candidate on a plan's mesh that takes the fewest bytes; None for no mesh.
+    def in_use(self, plan: Plan, tokens: int, *, least: bool) -> Candidate | None:
+        """Returns the candidate of a plan in use; None where its mesh is no candidate.
 
-        A plan without layers' inputs in host memory has none with these.
+        A rollout has no pages. With `least` the mesh is used in the way that takes the fewest
+        bytes: a rollout with the fewest slots, an update without layers' inputs in host memory
+        where they are not there.
         """
         if plan.mesh not in self.problem.meshes(plan.stage, tokens):
             return None
         if isinstance(plan, RolloutPlan):
-            slots = self.problem.slot_numbers(plan.mesh)[-1]
+            slots = self.problem.slot_numbers(plan.mesh)[-1] if least else plan.num_slots
             return self._rollout(plan._replace(num_slots=slots, pages=0), tokens, None, 0.0)
-        ways = [way for way in self.problem.train_plans(tokens) if way.mesh == plan.mesh]
+        every = self.problem.train_plans(tokens) if least else [plan]
+        ways = [way for way in every if way.mesh == plan.mesh]
         ways = [way for way in ways if plan.remat == "offload" or way.remat != "offload"]
         return self._train(min(ways, key=lambda way: self.update_bytes(way, tokens)), tokens)
 

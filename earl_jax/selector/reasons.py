@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from earl_jax.selector.plan_candidates import Candidate, Candidates
 from earl_jax.selector.plans import Plan
+from earl_jax.selector.table import key_of
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.plan_text import bytes_text
 
@@ -45,17 +46,20 @@ def reason_of(
         speed += " observed" if chosen.num_speeds else " computed"
         return f"{verb} on {plan.words(current)} (context {tokens}, {size}; {speed})"
     if stays is None or stays.plan.mesh != current.mesh:
-        return f"{current.mesh} -> {plan.words()} ({_why_left(candidates, current, tokens)})"
+        why = _why_left(candidates, current, tokens, least=True)
+        return f"{current.mesh} -> {plan.words()} ({why})"
+    why = f"context {tokens}, {size}"
+    if key_of(stays.plan, tokens) != key_of(current, tokens):
+        why = _why_left(candidates, current, tokens, least=False)
     tried = "never ran, tried: at best " if chosen.is_trial else ""
     instead = stays.plan.words(current)
-    gain_words = f"{percent(gain)} tokens/s"
-    gain_words += "" if instead == str(current.mesh) else f" against {instead}"
-    return f"{current.mesh} -> {plan.words()} (context {tokens}, {size}; {tried}{gain_words})"
+    against = "" if instead == str(current.mesh) else f" against {instead}"
+    return f"{current.mesh} -> {plan.words()} ({why}; {tried}{percent(gain)} tokens/s{against})"
 
 
-def _why_left(candidates: Candidates, plan: Plan, tokens: int) -> str:
-    """Returns why the mesh of a plan in use cannot stay in any way."""
-    problem, found = candidates.problem, candidates.smallest(plan, tokens)
+def _why_left(candidates: Candidates, plan: Plan, tokens: int, *, least: bool) -> str:
+    """Returns why a plan in use cannot stay as it is; with `least` in no way on its mesh."""
+    problem, found = candidates.problem, candidates.in_use(plan, tokens, least=least)
     if failed := candidates.table.failure_of(plan, problem.size_of(plan, tokens)):
         return f"{plan.mesh} {failed}"
     if found is None:
