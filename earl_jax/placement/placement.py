@@ -22,7 +22,7 @@ from earl_jax.placement.stages import Stages, compiled_bytes
 from earl_jax.placement.switch_log import SwitchLog
 from earl_jax.rollout.end import RolloutShort, Shortage
 from earl_jax.rollout.events import Events
-from earl_jax.selector.choose import HORIZON_STEPS, BudgetTooSmall, Decision, Step
+from earl_jax.selector.choose import HORIZON_STEPS, BudgetTooSmall, Choice, Decision, Step
 from earl_jax.selector.memory import is_in_move, is_out_of_memory
 from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import Plan, Plans, RolloutPlan, Stage, TrainPlan
@@ -319,6 +319,11 @@ class Placement:
         Episodes are expected to be as in `load`.
         """
         return Candidates(self.problem, self.observations.known, caution, may_try, load)
+
+    def choice_of_tail(self, here: RolloutPlan, step: Step, load: Load | None) -> Choice | None:
+        """Returns the choice for live episodes on `here`. Raises BudgetTooSmall."""
+        plans = Plans(here, self.train)
+        return choose_plans(self.candidates(load), step, plans, only="rollout").rollout
 
     @property
     def _sure(self) -> float:

@@ -24,8 +24,7 @@ from earl_jax.engine.session import (
 from earl_jax.rollout.events import Events
 from earl_jax.selector.choose import BudgetTooSmall, Choice
 from earl_jax.selector.memory import moving
-from earl_jax.selector.plans import Plans, RolloutPlan
-from earl_jax.selector.splits import choose_plans
+from earl_jax.selector.plans import RolloutPlan
 from earl_jax.selector.table import key_of
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import Load
@@ -236,9 +235,7 @@ class Sessions:
             move_s=move_s,
         )
         try:
-            plans = Plans(here, self._placement.train)
-            candidates = self._placement.candidates(load)
-            choice = choose_plans(candidates, step, plans, only="rollout").rollout
+            choice = self._placement.choice_of_tail(here, step, load)
         except BudgetTooSmall:
             # Compiling ahead, beside a trainer's new mesh that leaves less: the next step says.
             return None
