@@ -214,7 +214,8 @@ def unpack_outputs(
     Raises:
         RunError: a token was sampled from logits that are not finite.
     """
-    columns = 2 + 2 * drafts
+    # A copy: on a CPU it is the devices' memory, and replies keep what a round sampled.
+    packed, columns = np.array(packed), 2 + 2 * drafts
     width = (packed.shape[1] - columns) // (3 if model_logprobs else 2)
 
     def floats(first: int) -> np.ndarray:

@@ -190,9 +190,9 @@ def choose(
     Raises:
         BudgetTooSmall: nothing fits.
     """
-    ways = {None: _pairs, "train": _trainings, "rollout": _rollouts}
-    way = ways[only] if candidates.problem.plays else _trainings
-    pairs = way(candidates, step, current)
+    both = _pairs if candidates.problem.plays else _trainings
+    ways = {None: both, "train": _trainings, "rollout": _rollouts}
+    pairs = ways[only](candidates, step, current)
     most = max(pair.kept(current) for pair in pairs)
     here = [pair for pair in pairs if most and pair.kept(current) == most]
     if only == "rollout" and not here:
