@@ -14,6 +14,7 @@ import time
 import pytest
 
 from earl_jax.envs.agents.agent import Agent
+from earl_jax.envs.agents.endpoint import endpoint_at
 from earl_jax.envs.environment import Message, StepResult, check_start, check_step
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.text.conversation import Conversation
@@ -524,6 +525,28 @@ def test_a_stop_of_a_request_ends_its_reply_and_no_other_one():
         assert [len(text) for text in said] == [1, 0] * 4
         assert trajectory.metrics["new_contexts"] == 0
     episodes.check_rows(rollout, 4)
+
+
+def fails_behind_a_reply(base_url):
+    """Fails, while a thread of its own still asks."""
+    chat(base_url, [user("a")])
+    ask = functools.partial(asks_on, base_url, base_url)
+    threading.Thread(target=ask, daemon=True).start()
+    raise LookupError("no such page")
+
+
+@pytest.mark.parametrize("agent", [fails, fails_behind_a_reply])
+def test_an_agent_that_fails_leaves_nothing_behind(no_collector, agent):
+    """Its address is gone with the episode: no circle of the error and its frames holds it."""
+    sessions = endpoint_at("127.0.0.1", 0)._sessions
+    others = set(sessions)
+    rollout = collect_agents(agent, 4)
+    assert {each.stop_reason for each in rollout.trajectories} == {"environment_error"}
+    assert all("no such page" in each.detail for each in rollout.trajectories)
+    until = time.monotonic() + 20
+    while (left := set(sessions) - others) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not left
 
 
 def digit_calls(text):

@@ -88,7 +88,7 @@ def test_an_exception_is_the_same_failure_as_that_of_a_plain_function(open_pool)
 
     async def coroutine(error, wait_s):
         await asyncio.sleep(wait_s)
-        raise error
+        plain(error)
 
     pool = open_pool(30.0)
     expected = pool.run([partial(plain, error) for error in errors])

@@ -352,14 +352,16 @@ def _work(waiting: "queue.SimpleQueue[Calls[Any, Any] | None]", calls: Calls | N
 def _outcome(call: Callable[[], T]) -> T | Failure | Awaits:
     try:
         return call()
+    # A traceback has the frames of callers that hold the error: a circle that would keep the
+    # environment and its episode until the collector comes.
     except Awaits as awaits:
-        # Its traceback has the frames of its callers, which hold it: a circle that keeps the
-        # environment and its episode until the collector comes.
         return awaits.with_traceback(None)
     # The one place where everything is caught: an environment is not our code. SystemExit too, it
     # would end the worker without a word and cost a timeout.
     except BaseException as error:  # noqa: BLE001
-        return _failure(error)
+        failure = _failure(error)
+        error.__traceback__ = None
+        return failure
 
 
 def _failure(error: BaseException) -> Failure:

@@ -3,6 +3,7 @@
 """An environment that is an agent: a program that asks an OpenAI-compatible address for replies."""
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -213,9 +214,15 @@ def _run(call: Callable[[], Any], session: Session) -> None:
     if inspect.iscoroutinefunction(call):
         loop = asyncio.get_running_loop()
         task = loop.create_task(_awaited(call(), session))
-        session.on_close(lambda: loop.is_closed() or loop.call_soon_threadsafe(task.cancel))
+        session.on_close(functools.partial(_cancel, loop, task))
         return
     threading.Thread(target=_called, args=(call, session), name="agent", daemon=True).start()
+
+
+def _cancel(loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]) -> None:
+    # The loop of an environment pool that is closed has cancelled its tasks.
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(task.cancel)
 
 
 async def _awaited(coroutine: Coroutine[Any, Any, Any], session: Session) -> None:

@@ -50,7 +50,8 @@ class Session:
 
     def __init__(self) -> None:
         """Begins without requests."""
-        self._lock = threading.Lock()
+        # Python's collector may call `close` anywhere, here too.
+        self._lock = threading.RLock()
         self._waiting: collections.deque[Asked] = collections.deque()
         # The request whose reply is sampled, or was sampled last; and True if nobody has read it.
         self._newest: Asked | None = None
