@@ -41,8 +41,9 @@ def parse_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]
     """
     parser = config_parser("plan", _HELP, None)
     add = parser.add_argument
-    names = "v5e:16x16, v5p:4x4x8, v6e:4x4, h100:16x8 (hosts x GPUs), h200, h20, h800, b200"
-    add("--topology", required=True, help=f"{names}, cpu:8, cpu:2x4 (hosts x devices)")
+    names = "v5e:16x16, v5p:4x4x8, tpu7x:2x4x4, v4, v6e; h100:16x8 (hosts x GPUs), gb200:18x4"
+    names += ", a100, h200, h800, h20, b200, b300, gb300; cpu:8, cpu:2x4 (hosts x devices)"
+    add("--topology", required=True, help=names)
     add(
         "--contexts",
         default="",

@@ -78,9 +78,11 @@ H100 = parse_topology("h100:1x8")
         ("v5e:16x16", 256, 64, 16),
         ("v5p:4x4x8", 128, 32, 95),
         ("v6e:4x4", 16, 4, 32),
+        ("tpu7x:2x4x4", 64, 8, 96),
         ("h100:16x8", 128, 16, 79.6),
         ("h200:1x8", 8, 1, 140.4),
         ("b200:64x8", 512, 64, 179.1),
+        ("gb200:18x4", 72, 18, 185),
         ("cpu:8", 8, 1, 2),
         ("cpu:2x4", 8, 2, 2),
     ],
@@ -103,7 +105,7 @@ def test_every_chip_has_all_facts():
 
 @pytest.mark.parametrize("name", ["v9:4x4", "tpu", "", "H100:1x8"])
 def test_an_unknown_topology_is_answered_with_those_known(name):
-    with pytest.raises(ValueError, match="'v5e:4x4', .*'b200:1x8', or 'cpu:8'"):
+    with pytest.raises(ValueError, match="'v5e:4x4', .*'b200:1x8', .*, or 'cpu:8'"):
         parse_topology(name)
 
 
@@ -121,6 +123,7 @@ def test_virtual_devices_are_given_by_their_number(name):
         ("v5p:4x4x8", 448),
         ("v6e:4x4", 720),
         ("v6e:1x2", 360),
+        ("gb300:18x4", 960),
         ("h100:16x8", 2000),
         ("h200:1x4", 1000),
         ("b200:1x8", 2000),

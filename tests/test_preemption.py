@@ -130,9 +130,12 @@ def test_chips_are_known_by_what_jax_calls_them():
         "TPU v6 lite": "v6e",
         "NVIDIA H100 80GB HBM3": "h100",
         "NVIDIA H200": "h200",
+        "NVIDIA GB200": "gb200",
+        "NVIDIA A100-SXM4-80GB": "a100",
+        "TPU7x": "tpu7x",
     }
     assert {kind: chip_of(kind) for kind in kinds} == {k: CHIPS[v] for k, v in kinds.items()}
-    assert chip_of("cpu") is chip_of("NVIDIA A100-SXM4-80GB") is None
+    assert chip_of("cpu") is chip_of("NVIDIA L4") is None
     assert rates_of(player(MESHES[0])).host_bytes == 2e9
 
 

@@ -48,9 +48,8 @@ def with_chips(problem: Problem, chip: str, number: int) -> Problem:
     kind = problem.hardware
     if chip != kind.chip:
         kind = hardware_of(Topology(chip=CHIPS[chip], grid=(1,) * CHIPS[chip].axes))
-    return dataclasses.replace(
-        problem, hardware=kind.with_devices(number), budget_bytes=kind.usable_bytes
-    )
+    hardware = kind.with_devices(number * CHIPS[chip].devices)
+    return dataclasses.replace(problem, hardware=hardware, budget_bytes=kind.usable_bytes)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -60,7 +59,7 @@ def test_smallest_hardware_holds_the_run_and_half_of_it_does_not(length):
     assert [chip for chip, _ in found][0] == "h100"
     for chip, number in found:
         problem = with_chips(qwen(), chip, number)
-        assert number * problem.budget_bytes > 16 * 7.6e9
+        assert problem.hardware.num_devices * problem.budget_bytes > 16 * 7.6e9
         assert fits(problem, length)
         assert number == 1 or not fits(with_chips(qwen(), chip, number // 2), length)
     assert make_schedule(with_chips(qwen(), *found[0]), ThroughputTable(), [length])[0].decision

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from earl_jax.selector.hardware import hardware_of
 from earl_jax.sharding.layout import MeshShape, make_layout
-from earl_jax.sharding.topology import make_topology
+from earl_jax.sharding.topology import chip_of, make_topology
 from tests.support.compilers import need_compiler
 
 
@@ -20,6 +21,7 @@ from tests.support.compilers import need_compiler
         ("v5e:4x4", "v5e", (4, 4), 16),
         ("v5p:4x4x8", "v5p", (4, 4, 8), 128),
         ("v6e:16x16", "v6e", (16, 16), 256),
+        ("tpu7x:2x4x4", "tpu7x", (2, 4, 4), 64),
         ("h100:16x8", "h100", (16, 8), 128),
     ],
 )
@@ -31,7 +33,12 @@ def test_a_name_gives_chip_and_grid(name, chip, grid, num_devices):
 
 @pytest.mark.parametrize(
     ("name", "number", "part"),
-    [("v5e:8x8", 4, "v5e:2x2"), ("v5e:8x8", 8, "v5e:2x4"), ("v5p:4x4x8", 4, "v5p:2x2x1")],
+    [
+        ("v5e:8x8", 4, "v5e:2x2"),
+        ("v5e:8x8", 8, "v5e:2x4"),
+        ("v5p:4x4x8", 4, "v5p:2x2x1"),
+        ("tpu7x:2x4x4", 8, "tpu7x:2x2x1"),
+    ],
 )
 def test_the_chips_of_a_host_are_a_slice_of_their_own(name, number, part):
     assert str(make_topology(name).part(number)) == part
@@ -40,7 +47,10 @@ def test_the_chips_of_a_host_are_a_slice_of_their_own(name, number, part):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("v9:4x4", "'v9:4x4' is not known; those known are like 'v5e:4x4', 'v5p:4x4x8'"),
+        (
+            "v9:4x4",
+            "'v9:4x4' is not known; those known are like 'v4:4x4x4', 'v5e:4x4', 'v5p:4x4x8'",
+        ),
         ("", "'' is not known"),
         ("v5e", "2 sizes behind the colon, .*'v5e:4x4'"),
         ("v5e:4x4x4", "2 sizes"),
@@ -74,22 +84,18 @@ def test_a_grid_that_no_host_makes_is_the_users_mistake():
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("v5e:4x4", marks=need_compiler("v5e:4x4")),
-        pytest.param("v5p:2x2x4", marks=need_compiler("v5p:2x2x4")),
-        pytest.param("v6e:4x4", marks=need_compiler("v6e:4x4")),
-        pytest.param("h100:2x8", marks=need_compiler("h100:2x8")),
-        pytest.param("h200:2x8", marks=need_compiler("h200:2x8")),
-        pytest.param("b200:2x8", marks=need_compiler("b200:2x8")),
+        pytest.param(name, marks=need_compiler(name))
+        for name in ("v4:2x2x4", "v5e:4x4", "v5p:2x2x4", "v6e:4x4", "tpu7x:2x2x2", "a100:2x8")
+        + ("h100:2x8", "h200:2x8", "b200:2x8", "b300:2x8", "gb200:4x4")
     ],
 )
 def test_a_program_compiles_for_devices_that_are_not_here(name):
     topology = make_topology(name)
     devices = topology.devices()
     assert len(devices) == topology.num_devices == 16
-    assert (
-        len({device.process_index for device in devices})
-        == {"tpu": 4, "gpu": 2}[topology.chip.platform]
-    )
+    assert {chip_of(device.device_kind) for device in devices} == {topology.chip}
+    hosts = {device.process_index for device in devices}
+    assert len(hosts) == hardware_of(topology).num_hosts
     layout = make_layout(MeshShape(data=4, tensor=4), devices)
     shape = jax.ShapeDtypeStruct((512, 256), jnp.float32, sharding=layout.activations("B."))
     program = jax.jit(lambda x: 2 * x, out_shardings=layout.activations("BK"))

@@ -28,7 +28,7 @@ def all_reduce_s(hardware: Hardware, num_bytes: float, size: int, stride: int = 
         return size * hardware.hop_s + 2 * num_bytes * hardware.num_devices / rate
     # A group that does not divide its hosts evenly has few members on some of them: six devices on
     # hosts of eight lie together, or as two and four.
-    here = math.gcd(size, max(1, hardware.devices_a_host // stride))
+    here = math.gcd(size, max(1, hardware.linked // stride))
     rate, hops = hardware.link_bytes_per_s, 2 * (size - 1)
     # Rings of TPUs run both ways at once, so that nothing is further than half a ring ("How to
     # Scale Your Model", Sharded Matrices: latency |X| / 2 hops for an all-gather).

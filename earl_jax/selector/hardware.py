@@ -12,8 +12,9 @@ Data sheets are those of `sharding.topology.CHIPS`. Sources of the other numbers
   as "How to Scale Your Model" (jax-ml.github.io/scaling-book) counts.
 - A collective of TPUs over one mesh axis goes along one axis of the torus, with that axis's share
   of the links; NVSwitch gives a GPU all of its links for any of them.
-- `host_memory_bytes`: 2 TB for the eight GPUs of NVIDIA's DGX H100, H200 and B200; TPU virtual
-  machines by cloud.google.com/tpu/docs/{v5e,v5p,v6e}, for the four chips of one in a larger slice.
+- `host_memory_bytes`: 2 TB for the eight GPUs of NVIDIA's DGX A100 to B300, 480 GB for the two of a
+  Grace processor; TPU virtual machines by cloud.google.com/tpu/docs, for the four chips of one in a
+  larger slice (v4: 407 GB).
 """
 
 import dataclasses
@@ -83,7 +84,7 @@ class Hardware:
     """Equal devices on equal hosts. Rates are peaks of one device, per second.
 
     `memory_bytes` is a device's memory, of which programs get `usable_fraction`. Collectives within
-    `devices_a_host` (GPUs), or anywhere in the slice (TPUs), go at `link_bytes_per_s`, others at
+    `linked` (GPUs), or anywhere in the slice (TPUs), go at `link_bytes_per_s`, others at
     `network_bytes_per_s`; each takes `start_s`, and `hop_s` or `network_hop_s` for every step of
     the ring. `host_bytes_per_s` of a device go to its host's memory, in one direction. `kernels`
     say what programs reach of these rates: by default this project's, `IDEAL` for a published
@@ -112,6 +113,12 @@ class Hardware:
     host_memory_bytes: int
     kernels: Kernels
     shared_cores: int = 0
+    linked_devices: int = 0
+
+    @property
+    def linked(self) -> int:
+        """The number of GPUs that links join: those of a host, or of a rack."""
+        return max(self.linked_devices, self.devices_a_host)
 
     def share(self, busy: int) -> float:
         """Returns the share of its rates that a device has while `busy` devices work."""
@@ -157,8 +164,16 @@ _CPU = Hardware(
     shared_cores=2,
 )
 
-# Of a host, for each device that it has: TPUs by name, all GPUs alike.
-_HOST_MEMORY_BYTES = {"v5e": 192 * _GB // 4, "v5p": 448 * _GB // 4, "v6e": 720 * _GB // 4}
+# Of a host, for each device that it has; 2 TB for eight GPUs that are not here.
+_HOST_MEMORY_BYTES = {
+    "v4": 407 * _GB // 4,
+    "v5e": 192 * _GB // 4,
+    "v5p": 448 * _GB // 4,
+    "v6e": 720 * _GB // 4,
+    "tpu7x": 960 * 2**30 // 8,
+    "gb200": 240 * _GB,
+    "gb300": 240 * _GB,
+}
 _GPU_HOST_MEMORY_BYTES = 2000 * _GB // 8
 _TPU_CHIPS_A_HOST = 4
 
@@ -194,7 +209,8 @@ def hardware_of(topology: Topology) -> Hardware:
     """Returns the hardware of this topology."""
     chip = topology.chip
     gpu = chip.platform == "gpu"
-    devices_a_host = topology.grid[-1] if gpu else min(_TPU_CHIPS_A_HOST, topology.num_devices)
+    most = _TPU_CHIPS_A_HOST * chip.devices
+    devices_a_host = topology.grid[-1] if gpu else min(most, topology.num_devices)
     return Hardware(
         name=str(topology),
         chip=chip.name,
@@ -214,4 +230,5 @@ def hardware_of(topology: Topology) -> Hardware:
         host_memory_bytes=devices_a_host
         * _HOST_MEMORY_BYTES.get(chip.name, _GPU_HOST_MEMORY_BYTES),
         kernels=_ON_GPUS if gpu else _ON_CHIPS,
+        linked_devices=chip.linked_devices,
     )

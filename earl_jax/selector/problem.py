@@ -388,6 +388,6 @@ class Problem:
     def _arrival_s(self, num_bytes: int) -> float:
         hardware = self.hardware
         # The links of a slice of TPUs go from host to host.
-        by_network = hardware.num_hosts > 1 and hardware.platform != "tpu"
+        by_network = hardware.num_devices > hardware.linked and hardware.platform != "tpu"
         rates = hardware.link_bytes_per_s, hardware.network_bytes_per_s
         return num_bytes / rates[by_network]

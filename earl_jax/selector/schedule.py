@@ -328,8 +328,9 @@ def smallest_hardware(problem: Problem, max_tokens: int) -> list[tuple[str, int]
     kinds = {name: hardware_of(make_topology(chip.example)) for name, chip in CHIPS.items()}
     for kind in {own.chip: own, **kinds}.values():
         budget = problem.budget_bytes if kind.chip == own.chip else kind.usable_bytes
+        each = CHIPS[kind.chip].devices if kind.chip in CHIPS else 1  # of a chip
         for number in (2**power for power in range(MOST_DEVICES.bit_length())):
-            hardware = kind.with_devices(number)
+            hardware = kind.with_devices(each * number)
             other = dataclasses.replace(
                 problem,
                 hardware=hardware,

@@ -30,12 +30,13 @@ GPU_MEMORY_FRACTION = 0.92
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One device of a kind, by its data sheet. Rates are peaks, per second.
+    """One device of a kind as JAX has it, by its data sheet. Rates are peaks, per second.
 
     `link_bytes_per_s` leave one device for others of its pod (TPU) or host (GPU), over all of its
     links and in one direction; `network_bytes_per_s` is its share of its host's network, which
-    depends on who built the cluster; `host_bytes_per_s` goes over PCIe to its host's memory, in one
-    direction.
+    depends on who built the cluster; `host_bytes_per_s` goes to its host's memory, in one
+    direction. A chip of the grid has `devices` of them. `linked_devices` GPUs are joined by links,
+    over hosts too; 0: those of a host.
     """
 
     name: str
@@ -48,112 +49,107 @@ class Chip:
     link_bytes_per_s: float
     network_bytes_per_s: float
     host_bytes_per_s: float
+    devices: int = 1
+    linked_devices: int = 0
 
 
-_GIB = 2**30
+def _tpu(
+    example: str,
+    hbm_gib: int,
+    *,
+    tflops: float,
+    hbm_gb: float,
+    link_gb: float,
+    network_gb: float,
+    host_gb: float,
+    devices: int = 1,
+) -> Chip:
+    """Returns a TPU by its chip's numbers, of which each device has its part. GB/s."""
+    name, _, grid = example.partition(":")
+    return Chip(
+        name=name,
+        platform="tpu",
+        axes=len(grid.split("x")),
+        example=example,
+        hbm_bytes=hbm_gib * 2**30 // devices,
+        bf16_flops_per_s=tflops * 1e12 / devices,
+        hbm_bytes_per_s=hbm_gb * 1e9 / devices,
+        link_bytes_per_s=link_gb * 1e9 / devices,
+        network_bytes_per_s=network_gb * 1e9 / devices,
+        host_bytes_per_s=host_gb * 1e9 / devices,
+        devices=devices,
+    )
 
-# TPUs: cloud.google.com/tpu/docs/{v5e,v5p,v6e}; link rates there count both directions. GPUs:
-# NVIDIA's data sheets of the SXM versions, dense rates, memory as the driver reports it, and a
-# 400 Gb/s network card for each GPU. PCIe of TPUs is not in their documents: 16 GB/s, and 32 for
-# v6e, are what "How to Scale Your Model" (jax-ml.github.io/scaling-book) counts with.
+
+def _gpu(
+    example: str,
+    hbm_mib: int,
+    *,
+    tflops: float,
+    hbm_gb: float,
+    link_gb: float,
+    network_gb: float = 50,
+    host_gb: float = 64,
+    linked_devices: int = 0,
+) -> Chip:
+    """Returns a GPU. GB/s."""
+    return Chip(
+        name=example.partition(":")[0],
+        platform="gpu",
+        axes=2,
+        example=example,
+        hbm_bytes=hbm_mib * 2**20,
+        bf16_flops_per_s=tflops * 1e12,
+        hbm_bytes_per_s=hbm_gb * 1e9,
+        link_bytes_per_s=link_gb * 1e9,
+        network_bytes_per_s=network_gb * 1e9,
+        host_bytes_per_s=host_gb * 1e9,
+        linked_devices=linked_devices,
+    )
+
+
+# TPUs: cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}; link rates there count both directions.
+# PCIe of TPUs is not in their documents: 16 GB/s, and 32 for v6e, are what "How to Scale Your
+# Model" (jax-ml.github.io/scaling-book) counts with; v4's network and TPU7x's PCIe are taken to be
+# those of the chips beside them. A chip of TPU7x is two devices of JAX, and the link between them,
+# which is faster than those to other chips, counts as one of these.
+# GPUs: NVIDIA's data sheets of the SXM versions, dense rates, memory as the driver reports it, and
+# a 400 Gb/s network card for each GPU (A100: 200, B300 and GB300: 800). GB200 and GB300 are racks
+# of 18 hosts with four GPUs each, which NVLink joins; NVLink-C2C goes to their hosts' memory.
+_RACK = {"host_gb": 225, "linked_devices": 72}
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip(
-            name="v5e",
-            platform="tpu",
-            axes=2,
-            example="v5e:4x4",
-            hbm_bytes=16 * _GIB,
-            bf16_flops_per_s=197e12,
-            hbm_bytes_per_s=819e9,
-            link_bytes_per_s=200e9,
-            network_bytes_per_s=3.1e9,
-            host_bytes_per_s=16e9,
+        _tpu("v4:4x4x4", 32, tflops=275, hbm_gb=1200, link_gb=300, network_gb=3.1, host_gb=16),
+        _tpu("v5e:4x4", 16, tflops=197, hbm_gb=819, link_gb=200, network_gb=3.1, host_gb=16),
+        _tpu("v5p:4x4x8", 95, tflops=459, hbm_gb=2765, link_gb=600, network_gb=6.25, host_gb=16),
+        _tpu("v6e:4x4", 32, tflops=918, hbm_gb=1638, link_gb=400, network_gb=12.5, host_gb=32),
+        _tpu(
+            "tpu7x:2x4x4",
+            192,
+            tflops=2307,
+            hbm_gb=7380,
+            link_gb=600,
+            network_gb=12.5,
+            host_gb=32,
+            devices=2,
         ),
-        Chip(
-            name="v5p",
-            platform="tpu",
-            axes=3,
-            example="v5p:4x4x8",
-            hbm_bytes=95 * _GIB,
-            bf16_flops_per_s=459e12,
-            hbm_bytes_per_s=2765e9,
-            link_bytes_per_s=600e9,
-            network_bytes_per_s=6.25e9,
-            host_bytes_per_s=16e9,
-        ),
-        Chip(
-            name="v6e",
-            platform="tpu",
-            axes=2,
-            example="v6e:4x4",
-            hbm_bytes=32 * _GIB,
-            bf16_flops_per_s=918e12,
-            hbm_bytes_per_s=1638e9,
-            link_bytes_per_s=400e9,
-            network_bytes_per_s=12.5e9,
-            host_bytes_per_s=32e9,
-        ),
-        Chip(
-            name="h100",
-            platform="gpu",
-            axes=2,
-            example="h100:16x8",
-            hbm_bytes=81_559 * 2**20,
-            bf16_flops_per_s=989e12,
-            hbm_bytes_per_s=3350e9,
-            link_bytes_per_s=450e9,
-            network_bytes_per_s=50e9,
-            host_bytes_per_s=64e9,
-        ),
-        Chip(
-            name="h200",
-            platform="gpu",
-            axes=2,
-            example="h200:1x8",
-            hbm_bytes=143_771 * 2**20,
-            bf16_flops_per_s=989e12,
-            hbm_bytes_per_s=4800e9,
-            link_bytes_per_s=450e9,
-            network_bytes_per_s=50e9,
-            host_bytes_per_s=64e9,
-        ),
-        Chip(
-            name="h800",
-            platform="gpu",
-            axes=2,
-            example="h800:16x8",
-            hbm_bytes=81_559 * 2**20,
-            bf16_flops_per_s=989e12,
-            hbm_bytes_per_s=3350e9,
-            link_bytes_per_s=200e9,
-            network_bytes_per_s=50e9,
-            host_bytes_per_s=64e9,
-        ),
-        Chip(
-            name="h20",
-            platform="gpu",
-            axes=2,
-            example="h20:16x8",
-            hbm_bytes=97_871 * 2**20,
-            bf16_flops_per_s=148e12,
-            hbm_bytes_per_s=4000e9,
-            link_bytes_per_s=450e9,
-            network_bytes_per_s=50e9,
-            host_bytes_per_s=64e9,
-        ),
-        Chip(
-            name="b200",
-            platform="gpu",
-            axes=2,
-            example="b200:1x8",
-            hbm_bytes=183_359 * 2**20,
-            bf16_flops_per_s=2250e12,
-            hbm_bytes_per_s=8000e9,
-            link_bytes_per_s=900e9,
-            network_bytes_per_s=50e9,
-            host_bytes_per_s=64e9,
+        _gpu("a100:16x8", 81_920, tflops=312, hbm_gb=2039, link_gb=300, network_gb=25, host_gb=32),
+        _gpu("h100:16x8", 81_559, tflops=989, hbm_gb=3350, link_gb=450),
+        _gpu("h200:1x8", 143_771, tflops=989, hbm_gb=4800, link_gb=450),
+        _gpu("h800:16x8", 81_559, tflops=989, hbm_gb=3350, link_gb=200),
+        _gpu("h20:16x8", 97_871, tflops=148, hbm_gb=4000, link_gb=450),
+        _gpu("b200:1x8", 183_359, tflops=2250, hbm_gb=8000, link_gb=900),
+        _gpu("b300:1x8", 275_040, tflops=2250, hbm_gb=8000, link_gb=900, network_gb=100),
+        _gpu("gb200:18x4", 189_471, tflops=2500, hbm_gb=8000, link_gb=900, **_RACK),
+        _gpu(
+            "gb300:18x4",
+            284_208,
+            tflops=2500,
+            hbm_gb=8000,
+            link_gb=900,
+            network_gb=100,
+            **_RACK,
         ),
     )
 }
@@ -161,14 +157,12 @@ CHIPS = {
 
 # How JAX names the kinds of these chips (`Device.device_kind`) begins so; longer ones first.
 _KINDS = (
+    ("TPU v4", "v4"),
     ("TPU v5 lite", "v5e"),
     ("TPU v5", "v5p"),
     ("TPU v6", "v6e"),
-    ("NVIDIA H100", "h100"),
-    ("NVIDIA H200", "h200"),
-    ("NVIDIA H20", "h20"),
-    ("NVIDIA H800", "h800"),
-    ("NVIDIA B200", "b200"),
+    ("TPU7x", "tpu7x"),
+    *((f"NVIDIA {name.upper()}", name) for name, chip in CHIPS.items() if chip.platform == "gpu"),
 )
 
 
@@ -192,16 +186,17 @@ class Topology:
 
     @property
     def num_devices(self) -> int:
-        """The number of chips."""
-        return math.prod(self.grid)
+        """The number of devices."""
+        return math.prod(self.grid) * self.chip.devices
 
     def part(self, number: int) -> "Topology":
-        """Returns a host's `number` chips as a slice of their own.
+        """Returns a host's `number` devices as a slice of their own.
 
         The compiler for TPUs takes no program of a part of a slice.
 
         Example: 4 of a v5e:8x8 are a v5e:2x2, 4 of a v5p:4x4x8 a v5p:2x2x1.
         """
+        number = -(-number // self.chip.devices)
         square = math.isqrt(number)
         width = next(width for width in range(square, 0, -1) if not number % width)
         grid = (width, number // width, 1)[: len(self.grid)]
@@ -268,7 +263,10 @@ def _tpu_devices(topology: Topology) -> Any:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     # Else one process of a machine at a time, which protects chips and not compilers.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    return topologies.get_topology_desc(platform="tpu", topology_name=str(topology)).devices
+    # Two cores of a v4 are one device, as on the chip.
+    options = {"chip_config_name": "megacore"} if topology.chip.name == "v4" else {}
+    name = str(topology)
+    return topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
 
 
 def _gpu_devices(topology: Topology) -> Any:
@@ -286,23 +284,35 @@ def _gpu_devices(topology: Topology) -> Any:
 class _Silicon(NamedTuple):
     """The properties of a GPU that XLA needs beside its memory."""
 
-    capability: int
+    capability: tuple[int, int]
     cores: int
     clock_ghz: float
     l2_bytes: int
+    shared_bytes: int = 232_448
 
 
-_HOPPER = _Silicon(capability=9, cores=132, clock_ghz=1.98, l2_bytes=52_428_800)
+_AMPERE = _Silicon((8, 0), 108, 1.41, 41_943_040, 166_912)
+_HOPPER = _Silicon((9, 0), 132, 1.98, 52_428_800)
 _H20 = _HOPPER._replace(cores=78, l2_bytes=62_914_560)
-_BLACKWELL = _Silicon(capability=10, cores=148, clock_ghz=1.965, l2_bytes=132_644_864)
+_BLACKWELL = _Silicon((10, 0), 148, 1.965, 132_644_864)
+_BLACKWELL_ULTRA = _BLACKWELL._replace(capability=(10, 3))
+_SILICON = {
+    "a100": _AMPERE,
+    "h20": _H20,
+    "b200": _BLACKWELL,
+    "gb200": _BLACKWELL,
+    "b300": _BLACKWELL_ULTRA,
+    "gb300": _BLACKWELL_ULTRA,
+}
 
 
 def _target(chip: Chip) -> str:
     """Returns XLA's GpuTargetConfigProto of an SXM module, as text."""
-    silicon = {"b200": _BLACKWELL, "h20": _H20}.get(chip.name, _HOPPER)
+    silicon = _SILICON.get(chip.name, _HOPPER)
+    major, minor = silicon.capability
     return f"""
         gpu_device_info {{
-          cuda_compute_capability {{ major: {silicon.capability} minor: 0 }}
+          cuda_compute_capability {{ major: {major} minor: {minor} }}
           core_count: {silicon.cores}
           fpus_per_core: 128
           clock_rate_ghz: {silicon.clock_ghz}
@@ -310,8 +320,8 @@ def _target(chip: Chip) -> str:
           threads_per_block_limit: 1024
           threads_per_core_limit: 2048
           shared_memory_per_block: 49152
-          shared_memory_per_block_optin: 232448
-          shared_memory_per_core: 233472
+          shared_memory_per_block_optin: {silicon.shared_bytes}
+          shared_memory_per_core: {silicon.shared_bytes + 1024}
           registers_per_block_limit: 65536
           registers_per_core_limit: 65536
           block_dim_limit_x: 2147483647
