@@ -155,6 +155,22 @@ def test_only_what_the_run_has_is_charted(tmp_path):
     assert "Meshes" not in page and "Sample episodes" not in page
 
 
+def test_the_seconds_that_a_step_took_are_charted_beside_those_expected(tmp_path):
+    """By hand, of the stages that the selector counts, without a wait for programs."""
+    stage_s = {"select": 9.0, "publish": 0.5, "rollout": 4.0, "dispatch": 0.25, "train": 2.0}
+    rows = [
+        {"step": 1, "stage_s": stage_s, "compile_s": 3.0, "expected_step_s": 9.0},
+        {"step": 2, "stage_s": stage_s, "compile_s": 0.0, "expected_step_s": 6.5},
+        {"step": 3, "stage_s": stage_s, "compile_s": 0.0, "expected_step_s": None},
+    ]
+    page = _Parser(_page(tmp_path, rows))
+    charts = [json.loads(a["data-chart"]) for _, a in page.tags if "data-chart" in a]
+    assert [
+        {"name": "expected", "color": 0, "xs": [1, 2], "ys": [9.0, 6.5]},
+        {"name": "taken", "color": 1, "xs": [1, 2], "ys": [3.75, 6.75]},
+    ] in [chart["series"] for chart in charts]
+
+
 def test_an_evaluation_is_charted_with_its_reward(tmp_path):
     rows = [
         {"step": step, "eval": {"name": "sums", "reward_mean": reward, "turn_too_long": 0.5}}

@@ -33,6 +33,9 @@ _GIB = 2**30
 # Of an evaluation: what it is, and what every environment has, or none.
 _OWN_KEYS = ("step", "name", "reward_mean", "turns_mean", "failed_share", "sft_loss")
 
+# Stages that the selector's seconds of a step are of.
+_EXPECTED_STAGES = ("publish", "rollout", "dispatch", "train")
+
 Row = Mapping[str, Any]
 
 
@@ -166,6 +169,7 @@ def _charts(steps: Sequence[Row], evaluations: Sequence[Row]) -> list[dict[str, 
             ("rollout_tokens_per_s", "rollout"), ("train_tokens_per_s", "train"), from_zero=True,
         ),
         _stage_chart(steps),
+        _step_chart(steps),
         curves(
             "Memory", "GiB per device",
             ("peak_bytes_per_device", "peak"), ("budget_bytes_per_device", "budget"),
@@ -253,6 +257,27 @@ def _stage_chart(steps: Sequence[Row]) -> dict[str, Any]:
         for i, s in enumerate(stages)
     ]
     return card("Time of the stages", series, stacked_chart(series, label="seconds per step"))
+
+
+def _step_chart(steps: Sequence[Row]) -> dict[str, Any]:
+    """Returns the seconds that the selector expected of each step beside those that it took.
+
+    Of the stages that it counts, without the wait for programs.
+    """
+    rows = [row for row in steps if row.get("stage_s") and _number(row.get("expected_step_s"))]
+    taken = [
+        sum(_number(row["stage_s"].get(stage)) or 0.0 for stage in _EXPECTED_STAGES)
+        - (_number(row.get("compile_s")) or 0.0)
+        for row in rows
+    ]
+    xs, expected = column(rows, "expected_step_s")
+    series = [
+        Series(name="expected", xs=xs, ys=expected, color=0, dashed=True),
+        Series(name="taken", xs=xs, ys=taken, color=1),
+    ]
+    label = "seconds of publishing, rollout, dispatch and training (log scale)"
+    svg = line_chart(series if rows else [], label=label, log=True)
+    return card("Time of a step, by the selector and really", series, svg)
 
 
 def _episode(episode: Row) -> dict[str, Any]:
