@@ -36,12 +36,17 @@ from earl_jax.launch.layouts import axes_across_hosts
 from earl_jax.launch.signals import INTERRUPTED
 from earl_jax.launch.start import exit_status
 from earl_jax.placement import rollouts
+from earl_jax.placement.problem import find_model, planned_problem
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.gather import total_stats
 from earl_jax.rollout.service import RolloutService
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.run.build import build_run
 from earl_jax.run.saver import exporter_of
+from earl_jax.selector.hardware import parse_topology
+from earl_jax.selector.problem import Problem
+from earl_jax.selector.schedule import make_schedule
+from earl_jax.selector.table import ThroughputTable
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.episodes import read_trajectories
@@ -569,9 +574,27 @@ def gather_words(lengths: list[list[int]]) -> list[list[int]]:
     return found
 
 
-def in_a_pair(folder: str) -> tuple[list[list[int]], list[int]]:
-    """What two tests ask of two processes."""
-    return gather_words(LENGTHS), in_and_out(folder)
+def in_a_pair(folder: str) -> tuple[list[list[int]], list[int], list[str]]:
+    """What three tests ask of two processes."""
+    return (
+        gather_words(LENGTHS),
+        in_and_out(folder),
+        planned(build_run(make_config(PLANNED)).problem),
+    )
+
+
+PLANNED = {
+    "selector": {"budget_bytes_per_device": 10**9},
+    "asynchrony": {"max_staleness": 1},
+    "model": {"num_heads": 4, "num_kv_heads": 4},
+}
+
+
+def planned(problem: Problem) -> list[str]:
+    """Returns the rollout meshes of a problem, and what is chosen at rising contexts."""
+    schedule = make_schedule(problem, ThroughputTable(), [64, 1024, 4096])
+    meshes = [str(mesh) for mesh in problem.meshes("rollout")]
+    return meshes + [reason for stop in schedule for reason in stop.reasons]
 
 
 @pytest.fixture(scope="module")
@@ -586,6 +609,19 @@ def pair(tmp_path_factory):
 def test_messages_of_every_length_are_gathered(pair):
     """The longest are 2.4 MB each, more than a connection holds."""
     assert pair[0][0] == (LENGTHS, LENGTHS)
+
+
+@pytest.mark.slow
+def test_a_run_of_two_processes_chooses_as_the_plan_of_two_hosts(pair):
+    """The plan of one host with as many devices has other meshes."""
+    (_, _, (here, there)), _ = pair
+    config = make_config(PLANNED)
+    model, vocab_size = find_model(config, None)
+    two, one = (
+        planned(planned_problem(config, model, vocab_size, parse_topology(name), 10**9))
+        for name in ("cpu:2x2", "cpu:4")
+    )
+    assert here == there == two != one
 
 
 @pytest.mark.slow
@@ -785,7 +821,7 @@ def in_and_out(folder: str) -> list[int]:
 @pytest.mark.slow
 def test_a_checkpoint_goes_in_and_out_over_two_processes(pair):
     """Each reads its devices' slices, and the first writes every bit: new adapters change none."""
-    (_, rows), folder = pair
+    (_, rows, _), folder = pair
     assert rows == ([8, 8], [8, 8])
     out = folder / "export/step_000001"
     there, back = (load_file(folder / "model.safetensors") for folder in (SOURCE, out))

@@ -10,6 +10,7 @@ from earl_jax.loop import rl_step
 from earl_jax.placement.placement import Placement
 from earl_jax.run.build import build_run
 from earl_jax.selector.table import Entry, ThroughputTable
+from earl_jax.sharding.layout import MeshShape
 from tests.support.placements import D8, SIXTEEN_SLOTS, TOKENS, first_position, given
 from tests.support.problems import rollout_key, train_key
 from tests.support.settings import make_config
@@ -66,6 +67,30 @@ def test_real_steps_feed_the_table_and_the_next_run_begins_with_their_medians(ca
     for key in (TRAIN_KEY, ROLLOUT_KEY):
         (speed,) = again.observations.table.entries[key].speeds
         assert speed == entries[key].tokens_per_s
+
+
+@pytest.mark.slow
+def test_run_whose_kept_table_was_poisoned_finds_back_to_its_best_mesh_within_ten_steps(cache):
+    """Real steps: one mesh is kept at a third of its speed, another at half of the first's."""
+    meshes = (D8, MeshShape(tensor=2, data=1, context=4))
+    config = make_config(given(SIXTEEN_SLOTS, meshes, (D8,), table="auto"))
+
+    def steps(number):
+        run = build_run(config)
+        placement, _ = opened(run)
+        position, used = first_position(run, placement), []
+        for _ in range(number):
+            position, _ = rl_step(run, placement, position)
+            used.append(placement.rollout.mesh)
+        return placement.observations.table, used
+
+    table, used = steps(4)
+    assert set(used) == {D8}
+    speed = table.entries[ROLLOUT_KEY].tokens_per_s
+    table = table.with_entry(ROLLOUT_KEY, speeds=5 * (speed / 3,))
+    table.with_entry(rollout_key(meshes[1], TOKENS, 16), speeds=5 * (speed / 2,)).write()
+    _, used = steps(12)
+    assert set(used[9:]) == {D8}
 
 
 def test_model_reads_and_writes_no_speeds_and_remembers_failures(cache):

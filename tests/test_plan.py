@@ -508,6 +508,18 @@ def test_a_split_that_processes_cannot_have_is_not_planned():
 TICTACTOE = f"--config={ROOT / 'configs/tictactoe_tiny_cpu.py'}"
 
 
+def test_eight_billion_parameters_hold_131072_tokens_on_chips_of_16_gib():
+    """Eight live episodes of Llama 3.1 8B are 2 GiB a chip of v5e:8x8, beside weights and state."""
+    rows = ("rollout.num_slots=64", "rollout.episodes_per_step=64")
+    given = ("model.preset=llama3.1-8b", BF16, "rollout.context_buckets=(131072,)", *rows)
+    chips = parse_topology("v5e:8x8")
+    problem = problem_on("v5e:8x8", *given, budget=chips.usable_bytes, vocab_size=128_256)
+    (stop,) = make_schedule(problem, EMPTY, [131_072])
+    plans = stop.decision.plans
+    assert plans.rollout.mesh.tensor * plans.rollout.mesh.context >= 8
+    assert plans.rollout.pages * plans.rollout.mesh.data >= 8 * problem.least_pages(131_072)
+
+
 @pytest.mark.parametrize(
     ("topology", "preset"), [("h100:1x8", "qwen2.5-7b"), ("h100:1x1", "qwen2.5-0.5b")]
 )

@@ -74,6 +74,10 @@ def start(tmp_path, limit, budget=None, **selector):
 @pytest.mark.slow
 def test_model_that_needs_fsdp_8_starts(tmp_path):
     """Replicated, the state of 27 MB alone would not fit; over fewer shards no update does."""
+    problem = build_run(make_config(WIDE)).problem
+    for text in FSDP[:3]:
+        plans = [plan for plan in problem.train_plans(32) if str(plan.mesh) == text]
+        assert min(problem.update_footprint(plan, 32).total for plan in plans) > 19_000_000
     rows, allocator = start(tmp_path, 19_000_000, 17_000_000, train_meshes=FSDP, table="auto")
     assert [row["train_mesh"] for row in rows] == ["data=1,fsdp=8"] * 2
     assert not any("out_of_memory" in row for row in rows)

@@ -106,6 +106,7 @@ def test_an_asynchronous_run_ends_its_warm_start_and_goes_on(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_processes_end_their_warm_start_alike_and_go_on(tmp_path):
     """Two of which one trains: bit for bit as if they had not stopped."""
     settings = APART | {"train.sft_steps": 2, "num_steps": 3, "checkpoint.every_steps": 1}
