@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -48,10 +49,13 @@ def with_spread(rows: Sequence[Mapping[str, Any]], first: str) -> list[Mapping[s
 
 
 def machine() -> str:
-    """Returns the processor, the versions and the month, for the page."""
+    """Returns the processor, the versions, the day and the commit, for the page."""
+    describe = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    commit = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True)
     return (
         f"{_processor()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-        f"jax {importlib.metadata.version('jax')}, {time.strftime('%Y-%m')}."
+        f"jax {importlib.metadata.version('jax')}, {time.strftime('%Y-%m-%d')}, "
+        f"commit {commit.stdout.strip() or 'unknown'}."
     )
 
 
