@@ -90,6 +90,14 @@ def test_an_all_reduce_by_hand():
     assert all_reduce_s(H100, gigabyte, 1) == all_reduce_s(CPU, gigabyte, 1) == 0.0
 
 
+def test_an_all_reduce_within_a_rack_goes_over_its_links_and_beyond_over_the_network():
+    """All 72 GPUs of 18 hosts, and two racks, each of whose devices has a card of 50 GB/s."""
+    expected = 6.6e-6 + 142 * 0.6e-6 + 142 / 72 * 10**9 / (0.8 * 900e9)
+    assert all_reduce_s(parse_topology("gb200:18x4"), 10**9, 72) == pytest.approx(expected)
+    expected = 6.6e-6 + (286 * 0.6 + 2 * 2.1) * 1e-6 + 286 / 144 * 10**9 / (0.8 * 900e9)
+    assert all_reduce_s(parse_topology("gb200:36x4"), 10**9, 144) == pytest.approx(expected)
+
+
 def test_a_ring_that_does_not_divide_its_hosts_waits_for_the_fewest_of_its_network_cards():
     """Six devices of hosts of eight: the second such group has two on one host, four on the next.
 
@@ -179,6 +187,15 @@ def test_attention_is_computed_again_unless_its_result_is_kept(platform, mesh, l
     )
     assert dots.attention_s == (none if is_kept else full).attention_s
     assert none.attention_s < full.attention_s
+
+
+def test_scores_of_training_rows_go_through_memory_where_no_kernel_is_for_the_gpu():
+    """By hand, of an A100's 2,039 GB/s: 12 bytes a score forward, 2.5 times as many backward."""
+    found = train_parts(parse_topology("a100:1x1"), SIZES, WORK, D1, 16).attention_s
+    fused = train_parts(PUBLISHED, SIZES, WORK, D1, 16).attention_s
+    flops = fused / (1 / (989e12 * 0.54) + 2.5 / (989e12 * 0.47))
+    scores = flops / (4 * SIZES.model.head_size)
+    assert found == pytest.approx(3.5 * 12 * scores / (0.8 * 2039e9))
 
 
 def test_inputs_in_host_memory_leave_beside_the_layer_and_come_back_before_it():

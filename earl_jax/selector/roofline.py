@@ -286,7 +286,7 @@ def _rows_attention_s(
     seconds = forward * flops / (peak * kernels.attention_forward)
     seconds += backward * flops / (peak * kernels.attention_backward)
     has_no_kernel = mesh.context > 1 or (sizes.has_sinks and hardware.platform != "tpu")
-    if not kernels.is_fused and has_no_kernel:
+    if not (kernels.is_fused or kernels.fuses_rows and not has_no_kernel):
         rate = hardware.memory_bytes_per_s * share * MEMORY_REACHED
         scores_s = SCORE_BYTES * flops / (4 * sizes.model.head_size) / rate
         seconds = (forward + backward) * max(scores_s, flops / (peak * MATMUL_REACHED))
