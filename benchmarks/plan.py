@@ -110,7 +110,8 @@ def sizes_of(model: str, weight_dtype: str = "compute") -> ModelSizes:
 
 def predicted_gib(point: Point) -> float:
     """Returns what the planner says that the point's program takes of a device."""
-    platform = parse_topology(point.topology).platform
+    hardware = parse_topology(point.topology)
+    platform = hardware.platform
     shards = point.mesh.data * point.mesh.fsdp
     if point.is_update:
         shards *= point.mesh.expert
@@ -130,7 +131,7 @@ def predicted_gib(point: Point) -> float:
     if point.is_update:
         return train_footprint(sizes, work, mesh, point.length, platform).total / GIB
     pages = point.rows * pages_for(point.length, PAGE) * len(group_layers(sizes.windows).windows)
-    bare = rollout_footprint(sizes, work, mesh, point.length, platform).total
+    bare = rollout_footprint(sizes, work, mesh, point.length, platform, hardware.chip).total
     return (bare + pages * page_bytes(sizes, work, mesh)) / GIB
 
 

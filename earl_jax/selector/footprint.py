@@ -112,7 +112,12 @@ def page_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape) -> int:
 
 
 def rollout_footprint(
-    sizes: ModelSizes, work: Workload, mesh: MeshShape, max_tokens: int, platform: str
+    sizes: ModelSizes,
+    work: Workload,
+    mesh: MeshShape,
+    max_tokens: int,
+    platform: str,
+    chip: str = "",
 ) -> Footprint:
     """Returns the bytes of a rollout without its KV cache, beside no trainer."""
     rows = work.num_slots // mesh.data
@@ -145,9 +150,11 @@ def rollout_footprint(
         beside = of_slots + of_slots // sizes.state_layers
         appending = max(appending, own * stream + 4 * tokens * sizes.delta_numbers // mesh.tensor)
     if platform == "tpu":
-        # The query matrices once more, in the order of axes of the decode loop.
-        names = ("query",)
-        beside += engine_bytes([p for p in sizes.engine if p.name in names], mesh)
+        # The query matrices once more, in the order of axes of the decode loop; on TPU7x all that
+        # are multiplied, in larger tiles.
+        every = chip == "tpu7x"
+        again = (p for p in sizes.engine if p.name != "embed" and len(p.shape) > 1)
+        beside += engine_bytes((p for p in again if every or p.name == "query"), mesh)
     return Footprint(
         weights=engine_bytes(sizes.engine, mesh),
         activations=buffers + beside + max(decoding, appending),

@@ -262,7 +262,8 @@ class Problem:
         """Returns the bytes of a rollout without its KV cache, beside no trainer."""
         parts = self.num_parts(mesh)
         work = dataclasses.replace(self.work, num_slots=num_slots, num_players=parts)
-        return rollout_footprint(self.sizes, work, mesh, max_tokens, self.hardware.platform)
+        chips = self.hardware.platform, self.hardware.chip
+        return rollout_footprint(self.sizes, work, mesh, max_tokens, *chips)
 
     @functools.cache  # noqa: B019
     def page_bytes(self, mesh: MeshShape) -> int:
