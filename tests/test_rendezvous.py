@@ -97,6 +97,15 @@ def test_those_that_did_not_come_in_time_are_named():
     assert meet((2, 4), num=4, timeout_s=3.0) == ([1, 3], [1])
 
 
+def test_those_that_are_waited_for_are_named_once(monkeypatch, capsys):
+    monkeypatch.setattr(rendezvous, "_SILENT_S", 1.0)
+    assert meet((2, 4), num=4, timeout_s=3.0) == ([1, 3], [1])
+    limit = "up to 3 s (config.distributed.start_timeout_s)\n"
+    assert capsys.readouterr().err == f"waiting for processes 1, 3, {limit}"
+    assert join("127.0.0.1", 1, Member(1, 2, "h1"), timeout_s=3.0, others_end_s=1.0) is None
+    assert capsys.readouterr().err == f"waiting for process 0 at 127.0.0.1:1, {limit}"
+
+
 def test_process_that_starts_again_is_not_there_twice():
     port = free_port()
     with ThreadPoolExecutor(2) as pool:

@@ -36,7 +36,7 @@ from earl_jax.launch.addresses import (
 )
 from earl_jax.launch.open_files import allow_connections
 from earl_jax.launch.presence import LINGER_S, lost_in_words
-from earl_jax.launch.rendezvous import Member, ask, join, wait_for_others
+from earl_jax.launch.rendezvous import Member, ask, join, numbers_in_words, wait_for_others
 from earl_jax.launch.signals import ends_at_ctrl_c
 from earl_jax.settings.errors import InputError, check_choices
 
@@ -63,7 +63,6 @@ _START = (
     "num_processes alike and a process_id of its own for each (from 0), or by a launcher such as "
     "gpu_scripts/launch.sh, Slurm, Open MPI or a JobSet"
 )
-_NAMED = 8
 # How long a run may take to end once it has noticed that it lost a process.
 _ENDS_S = 60.0
 _AGAIN = "Start all processes again: the run goes on from its newest checkpoint"
@@ -216,9 +215,7 @@ def _meet_others(
             f"on port {port} ({os.strerror(error.errno or 0)}); take another"
         ) from None
     if absent := wait_for_others(listeners, own, timeout_s):
-        several = "es" if len(absent) > 1 else ""
-        shown = ", ".join(map(str, absent[:_NAMED])) + ", ..." * (len(absent) > _NAMED)
-        end_process(f"{not_found}: process{several} {shown} did not come. {_START}")
+        end_process(f"{not_found}: {numbers_in_words(absent)} did not come. {_START}")
 
 
 def end_process(words: str, *, status: int = 1) -> NoReturn:

@@ -9,11 +9,13 @@ where JAX's coordinator will listen, says its number, and stays until it hears h
 
 import contextlib
 import json
+import math
 import selectors
 import socket
+import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, cast
 
 from earl_jax.settings.errors import InputError
@@ -23,8 +25,11 @@ _GREETING = b"earl_jax rendezvous\n"
 _GREETING_S = 3.0
 # How long process 0 waits for further processes behind a mistake, to tell them too.
 _LATE_S = 5.0
+# A process that waits says so behind so many seconds.
+_SILENT_S = 5.0
 _AGAIN_S = 0.2
 _LONGEST = 2**16
+_NAMED = 8
 
 
 class Member(NamedTuple):
@@ -59,23 +64,35 @@ def find_mistake(members: Sequence[Member]) -> str:
     )
 
 
+def numbers_in_words(numbers: Iterable[int]) -> str:
+    """Returns processes by their numbers. Example: 2 1 -> "processes 1, 2"."""
+    found = sorted(numbers)
+    shown = ", ".join(map(str, found[:_NAMED])) + ", ..." * (len(found) > _NAMED)
+    return f"process{'es' if len(found) > 1 else ''} {shown}"
+
+
 def wait_for_others(listeners: Sequence[socket.socket], own: Member, timeout_s: float) -> list[int]:
     """Returns, in process 0, the numbers of those that did not come in time; [] when all have come.
 
     The others hear the status that all end with: 0 where the run goes on, 1 where some are absent,
-    2 for a mistake in how they were started.
+    2 for a mistake in how they were started. A longer wait is said on stderr, once.
 
     Raises:
         InputError: that mistake.
     """
-    deadline_s, mistake = time.monotonic() + timeout_s, ""
+    start_s, mistake = time.monotonic(), ""
+    deadline_s, silent_s = start_s + timeout_s, start_s + _SILENT_S
     met = dict[socket.socket, Member]()
     with selectors.DefaultSelector() as ready:
         for listener in listeners:
             listener.setblocking(False)
             ready.register(listener, selectors.EVENT_READ)
         while len(met) < own.num_processes - 1 and (left := deadline_s - time.monotonic()) > 0:
-            for key, _ in ready.select(left):
+            silent_left = max(0.0, silent_s - time.monotonic())
+            if not silent_left:
+                _say_waits(numbers_in_words(_absent(own, met.values())), timeout_s)
+                silent_left = silent_s = math.inf
+            for key, _ in ready.select(min(left, silent_left)):
                 # Both are sockets: those that listen, and connections.
                 found = cast(socket.socket, key.fileobj)
                 if found in listeners:
@@ -84,7 +101,7 @@ def wait_for_others(listeners: Sequence[socket.socket], own: Member, timeout_s: 
                     _hear(found, met, ready)
             if not mistake and (mistake := find_mistake([own, *met.values()])):
                 deadline_s = min(deadline_s, time.monotonic() + _LATE_S)
-    absent = {*range(1, own.num_processes)} - {member.process_id for member in met.values()}
+    absent = _absent(own, met.values())
     # First the port is free again: whoever hears goes to JAX's coordinator there.
     for listener in listeners:
         listener.close()
@@ -104,8 +121,12 @@ def join(host: str, port: int, own: Member, *, timeout_s: float, others_end_s: f
     Raises:
         InputError: something else listens at its address for longer.
     """
-    deadline_s, other_s = time.monotonic() + timeout_s, None
+    start_s, other_s = time.monotonic(), None
+    deadline_s, silent_s = start_s + timeout_s, start_s + _SILENT_S
     while (now_s := time.monotonic()) < deadline_s:
+        if now_s > silent_s:
+            _say_waits(f"process 0 at {host}:{port}", timeout_s)
+            silent_s = math.inf
         try:
             status = ask(host, port, own, deadline_s - now_s)
         except OSError:
@@ -143,6 +164,15 @@ def ask(host: str, port: int, own: Member, timeout_s: float) -> int | None:
         if not (status := lines.readline(_LONGEST)):
             raise ConnectionResetError("process 0 ended")
         return int(status)
+
+
+def _absent(own: Member, met: Iterable[Member]) -> set[int]:
+    return {*range(1, own.num_processes)} - {member.process_id for member in met}
+
+
+def _say_waits(whom: str, timeout_s: float) -> None:
+    limit = f"up to {timeout_s:g} s (config.distributed.start_timeout_s)"
+    print(f"waiting for {whom}, {limit}", file=sys.stderr, flush=True)
 
 
 def _greet(listener: socket.socket, ready: selectors.BaseSelector) -> None:
