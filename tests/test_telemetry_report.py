@@ -203,6 +203,11 @@ def test_headlines(tmp_path):
     ]
 
 
+def test_a_run_that_was_resumed_with_fewer_steps_is_not_of_these(tmp_path):
+    page = _page(tmp_path, [_step(4)])
+    assert "<b>4</b><span>steps</span><small></small>" in page
+
+
 def test_a_run_without_rewards_has_its_loss_in_the_headline(tmp_path):
     page = _page(tmp_path, [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}])
     assert "<b>1.500</b><span>loss</span><small>mean of the last 2 steps</small>" in page

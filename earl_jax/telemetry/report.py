@@ -89,7 +89,9 @@ def _figures(
     """Returns the figures of the headline: value, name, and a detail."""
     num_steps = config.get("num_steps")
     step = max((row["step"] for row in (*steps, *evaluations)), default=0)
-    figures = [_figure(f"{step}", "steps", f"of {num_steps}" if num_steps else "")]
+    # A run that came further may have been resumed with fewer.
+    of_all = f"of {num_steps}" if num_steps and step <= num_steps else ""
+    figures = [_figure(f"{step}", "steps", of_all)]
     times = column(steps, "time_s")[1]
     if times:
         # In older runs it starts again where a new process resumed them.
