@@ -32,6 +32,7 @@ from earl_jax.envs.text.tokenizer import (
     SPECIAL_TOKENS,
     build_tokenizer,
     load_tokenizer,
+    save_tokenizer,
 )
 from earl_jax.rollout.config import Limits, Stops
 from earl_jax.rollout.episode import LiveEpisode
@@ -686,6 +687,14 @@ def test_a_tokenizer_that_leaves_letters_out_is_refused():
     lossy.chat_template = CHAT_TEMPLATE
     with pytest.raises(ValueError, match="has no tokens for 'z', and none that says so"):
         ChatRenderer(lossy)
+
+
+def test_a_template_that_is_none_is_an_error_with_its_file(tmp_path):
+    save_tokenizer(build_tokenizer([], 260), tmp_path)
+    template = tmp_path / "chat_template.jinja"
+    template.write_text("{% for m in messages %}")
+    with pytest.raises(ValueError, match=f"^{template}: the chat template refuses the messages: "):
+        ChatRenderer(load_tokenizer(tmp_path))
 
 
 def test_a_template_that_fails_at_all_refuses_the_messages():

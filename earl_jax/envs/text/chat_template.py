@@ -12,6 +12,7 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -150,11 +151,15 @@ class ChatTemplate:
         self._tokenizer, self._arguments = tokenizer, dict(arguments)
         added = tokenizer.added_tokens_decoder.values()
         self._control = tuple(str(token) for token in added if token.special)
-        self.end = self._find_end()
         self.frame = functools.lru_cache(maxsize=256)(self._take_apart)
         self.is_verbatim = functools.lru_cache(maxsize=256)(self._is_verbatim)
         self._writes_calls = functools.lru_cache(maxsize=256)(self._find_calls)
         self._heads = functools.lru_cache(maxsize=256)(self._find_heads)
+        try:
+            self.end = self._find_end()
+            self.frame(Place(kinds=(Kind("user"),)))
+        except InputError as error:
+            raise InputError(f"{_file_of(tokenizer)}{error}") from error
 
     def shown(self, place: Place, index: int, text: str) -> str:
         """Returns the text of message `index` as the template shows it there.
@@ -357,6 +362,13 @@ class ChatTemplate:
             raise TemplateRefusal(f"the chat template refuses the messages: {words}") from error
         assert isinstance(written, str)
         return written
+
+
+def _file_of(tokenizer: "PreTrainedTokenizerFast") -> str:
+    """Returns the file of the chat template and a colon; "" for a tokenizer that was not read."""
+    folder = Path(tokenizer.name_or_path)
+    names = ("chat_template.jinja", "tokenizer_config.json")
+    return next((f"{folder / name}: " for name in names if (folder / name).is_file()), "")
 
 
 def _stand_ins(kinds: Sequence[Kind], name: str) -> list[str]:
