@@ -30,6 +30,7 @@ def test_what_a_familys_file_says():
     assert settings.end_ids_of(tokenizer) == settings.eos_token_ids == ids
     (note,) = settings.unused(ids)
     assert "temperature=0.6, top_p=0.9 not used" in note and "config.eval.temperature" in note
+    assert settings.unused(ids, plays=False) == []
 
 
 @pytest.mark.parametrize(

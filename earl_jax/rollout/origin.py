@@ -43,8 +43,10 @@ def open_origin(
     folder: Path | None,
     cluster: Cluster,
     corpus: Callable[[], Iterable[str]],
+    *,
+    plays: bool,
 ) -> Origin:
-    """Returns the origin that config.model names.
+    """Returns the origin that config.model names, for a run that `plays` or only learns.
 
     Without config.model.path the tokenizer is read from `folder` if it is there, else trained on
     the `corpus()` of the first process.
@@ -53,7 +55,7 @@ def open_origin(
         ValueError: the checkpoint cannot be read, or its parts do not fit each other.
     """
     if model.path:
-        return _from_checkpoint(model, open_checkpoint(find_folder(model.path)))
+        return _from_checkpoint(model, open_checkpoint(find_folder(model.path)), plays=plays)
     tokenizer = _own_tokenizer(folder, cluster, corpus)
     vocab_size = -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     return Origin(model=model, tokenizer=tokenizer, vocab_size=vocab_size)
@@ -70,7 +72,7 @@ def _own_tokenizer(
     return built or tokenizer_from(text)
 
 
-def _from_checkpoint(model: ModelConfig, checkpoint: Checkpoint) -> Origin:
+def _from_checkpoint(model: ModelConfig, checkpoint: Checkpoint, *, plays: bool) -> Origin:
     tokenizer = load_tokenizer(checkpoint.folder)
     if len(tokenizer) > checkpoint.vocab_size:
         raise InputError(
@@ -86,5 +88,5 @@ def _from_checkpoint(model: ModelConfig, checkpoint: Checkpoint) -> Origin:
         checkpoint=checkpoint,
         end_ids=end_ids,
         max_context=NO_LIMIT if checkpoint.max_context is None else checkpoint.max_context,
-        notes=tuple(generation.unused(end_ids)),
+        notes=tuple(generation.unused(end_ids, plays=plays)),
     )

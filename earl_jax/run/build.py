@@ -122,7 +122,7 @@ def build_run(
     cluster.check_kinds()
     trained = config.model.compute_dtype
     compute_exactly(trained, config.rollout.computes_as(trained))
-    origin = open_origin(config.model, tokenizer_folder, cluster, config.corpus)
+    origin = open_origin(config.model, tokenizer_folder, cluster, config.corpus, plays=config.plays)
     _check_origin(config, origin)
     if config.asynchrony.is_on and cluster.count > 1:
         _check_processes(config, cluster)

@@ -68,8 +68,11 @@ class GenerationSettings:
         added = tokenizer.added_tokens_decoder
         return tuple(i for i in self.eos_token_ids if i in added and added[i].special)
 
-    def unused(self, end_ids: tuple[int, ...]) -> list[str]:
-        """Returns the settings that a run which takes `end_ids` ignores, in sentences."""
+    def unused(self, end_ids: tuple[int, ...], *, plays: bool = True) -> list[str]:
+        """Returns the settings that a run which takes `end_ids` ignores, in sentences.
+
+        A run that does not play samples nothing, whatever the file says.
+        """
         notes = []
         strange = [i for i in self.eos_token_ids if i not in end_ids]
         if strange:
@@ -77,7 +80,7 @@ class GenerationSettings:
                 f"{self.path}: eos_token_id {', '.join(map(str, strange))} is no control token of "
                 "the tokenizer, and does not end a turn"
             )
-        if self.sampling:
+        if self.sampling and plays:
             named = ", ".join(f"{name}={value!r}" for name, value in self.sampling.items())
             notes.append(
                 f"{self.path}: {named} not used; episodes are sampled as "
