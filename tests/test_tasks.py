@@ -3,6 +3,7 @@
 """Settings of a task and their effect: how its tokens are sampled, and learnt from."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from earl_jax.engine.config import Sampling
 from earl_jax.rollout.actor import check_learnable
 from earl_jax.rollout.tasks import Tasks
-from earl_jax.run.build import build_run
+from earl_jax.run.build import build_run, check_prompts
+from earl_jax.settings.errors import InputError
 from earl_jax.telemetry.metrics import sampling_kl
 from tests.support.episodes import (
     RATIO_RUN,
@@ -135,3 +137,15 @@ def test_an_episode_with_a_sampling_of_its_own_is_learnt_from_only_against_the_m
     sampling = run.config.rollout.sampling
     same = [dataclasses.replace(task, sampling=sampling) for task in run.tasks.training(0)]
     check_learnable(same, sampling)
+
+
+def test_prompts_that_are_all_too_long_are_an_error_before_a_run_compiles(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "1 2 3 4 5 6 7 8 9", "answer": "x"}))
+    tasks = {"path": str(path), "reward": "earl_jax.envs.math_answer:correct"}
+    given = {"env": {"name": "single_turn"}, "tasks": tasks, "rollout": {"max_episode_tokens": 8}}
+    with pytest.raises(InputError, match=r"config\.tasks\.path .* tokens or more, .* at most 8 \("):
+        check_prompts(build_run(make_config(given)))
+    # One that is short enough: the others' episodes fail.
+    path.write_text(f"{path.read_text()}\n" + json.dumps({"prompt": "x", "answer": "x"}))
+    check_prompts(build_run(make_config(given)))

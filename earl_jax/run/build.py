@@ -18,6 +18,7 @@ from earl_jax.engine.config import NO_LIMIT
 from earl_jax.envs.environment import Chooses, Environment
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.registry import Played
+from earl_jax.envs.single_turn import prompt_of
 from earl_jax.envs.text.chat import ChatRenderer
 from earl_jax.envs.text.chat_dataset import ChatDataset
 from earl_jax.envs.text.conversation import Conversation
@@ -46,6 +47,9 @@ from earl_jax.settings.errors import InputError
 from earl_jax.train.learner import Learner
 from earl_jax.train.offload import has_host_memory
 from earl_jax.train.state import TrainState
+
+# The environments whose first message has the prompt of a dataset's row.
+_PROMPTED = ("single_turn", "tools")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -177,6 +181,34 @@ def build_run(
         tasks=tasks,
         attention=attention,
         notes=(*origin.notes, *_kernel_notes(config, stages, origin, attention)),
+    )
+
+
+def check_prompts(run: Run) -> None:
+    """Raises ValueError where no prompt of a dataset's first step leaves a token for a reply.
+
+    The first messages of other environments are known when these are played.
+    """
+    config, rollout = run.config, run.config.rollout
+    if not (config.plays and config.tasks.source == "dataset" and config.env.name in _PROMPTED):
+        return
+    most = min(rollout.max_episode_tokens or NO_LIMIT, rollout.max_context(run.origin.max_context))
+    shortest = NO_LIMIT
+    for task in run.tasks.played.tasks.batch(0):
+        start = prompt_of(task["row"])
+        try:
+            # It begins an episode; tools, which are described there, make it longer.
+            ids = run.tasks.renderer.first(start.messages or start.text)
+        except InputError:
+            # It fails its episodes, with its own reason.
+            return
+        shortest = min(shortest, len(ids))
+        if shortest < most:
+            return
+    raise InputError(
+        f"the prompts of the first step, rows of config.tasks.path ({config.tasks.path!r}), have "
+        f"{shortest} tokens or more, and an episode at most {most} (config.rollout."
+        "max_episode_tokens, or the model's or the longest context): none leaves one for a reply"
     )
 
 

@@ -28,7 +28,7 @@ from earl_jax.models.checkpoints.hf_read import (
 from earl_jax.models.checkpoints.hub import find_folder
 from earl_jax.models.fingerprint import fingerprint
 from earl_jax.models.parameters import Params
-from earl_jax.run.build import Run, build_run, with_conversations, with_held_out
+from earl_jax.run.build import Run, build_run, check_prompts, with_conversations, with_held_out
 from earl_jax.run.workdir import tokenizer_folder
 from earl_jax.settings.differences import differences
 from earl_jax.settings.errors import InputError
@@ -279,6 +279,8 @@ def build_from(
     other = given.workdir if given else replay
     folder = other / "tokenizer" if other else tokenizer_folder(cluster, workdir)
     run = with_held_out(with_conversations(build_run(config, folder, stop)))
+    if is_new:
+        check_prompts(run)
     if source:
         source.check(run)
     if teacher:
