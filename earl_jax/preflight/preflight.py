@@ -43,15 +43,23 @@ def check(config: Config, workdir: Path, *, restart: bool = False) -> None:
     check_same(cluster, config.as_dict())
     say("config, code and versions: the same in all processes")
     cluster.check_kinds()
-    problems, lines = hosts.misfits(cluster, facts)
-    slow, rates = links.misfits(links.links(cluster))
-    for line in (*lines, *rates, *check_storage(cluster, workdir)):
-        say(line)
+    # Mistakes in what was given, before machines are timed.
     for line in [] if restart else changed_settings(workdir, config.as_dict()):
         say(f"changed: {line}")
+    for line in check_storage(cluster, workdir):
+        say(line)
     saved = (path.name for path in (workdir / "checkpoints").glob("*"))
     is_new = restart or not any(map(str.isdigit, saved))
-    _check_programs(build_from(config, workdir, cluster, lambda: "", is_new=is_new), say)
+    run = build_from(config, workdir, cluster, lambda: "", is_new=is_new)
+    if run.origin.checkpoint:
+        check_weights(run.origin.checkpoint)
+    for note in run.notes:
+        say(note)
+    problems, lines = hosts.misfits(cluster, facts)
+    slow, rates = links.misfits(links.links(cluster))
+    for line in (*lines, *rates):
+        say(line)
+    _check_programs(run, say)
     if problems or slow:
         if cluster.is_first:
             print(f"error: {'; '.join((*problems, *slow))}", file=sys.stderr)
@@ -66,8 +74,6 @@ def _first_says(cluster: Cluster) -> Callable[[str], None]:
 
 def _check_programs(run: Run, say: Callable[[str], None]) -> None:
     """Compiles the programs of the first step. Raises ValueError for those over the budget."""
-    if run.origin.checkpoint:
-        check_weights(run.origin.checkpoint)
     placement = new_placement(run, say)
     placement.choose_step(expected_tokens(run.stages.rollout, None), None)
     rollout, train = placement.plans.rollout, placement.train
