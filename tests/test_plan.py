@@ -300,6 +300,8 @@ def test_rollout_meshes_are_inside_processes_or_span_all():
         problem_on("v5e:4x4", *overrides, named, "rollout.order=queue", vocab_size=128_256)
     with pytest.raises(ValueError, match="num_processes is 3, which does not divide the 8 dev"):
         problem_on("cpu:8", "distributed.num_processes=3")
+    with pytest.raises(ValueError, match="^4 hosts, .* do not divide the 15 devices of v5e:3x5"):
+        problem_on("v5e:3x5")
 
 
 def test_a_model_is_planned_across_hosts_where_it_must_be_or_is_faster():
@@ -583,6 +585,7 @@ def test_the_plan_prints_the_split(capsys):
 def test_a_config_is_planned_for_this_machine(capsys):
     out = run(capsys, "--topology=cpu:8")
     assert "cpu:8: 8 devices, 1 process; budget 16.21 MiB" in out
+    assert re.search("^model: [0-9]{2,3},[0-9]{3} parameters, ", out, re.M)
     assert all(words in out for words in ("optimizer", "trainer", "data=4,tensor=2", "schedule:"))
     # Its contexts are its context_buckets.
     assert re.search(r"  24: next best \S+, .* tokens/s, \d+% of budget", out)
@@ -640,7 +643,8 @@ def test_the_plan_for_a_chip_says_in_text_what_it_has_in_json(topology, model, h
                 assert words in row
             assert f"{bytes_text(chosen['bytes_per_device'])} ~" in row
             over = sum(not found["fits"] for found in meshes.values())
-            assert not over or f"; {over} do not fit, " in text
+            fit = "does not fit" if over == 1 else "do not fit"
+            assert not over or f"; {over} {fit}, " in text
         if not stop["fits"]:
             assert f"{stop['context']:,} tokens do not fit: {stop['why']}" in text
             assert values["smallest"]["context"] <= stop["context"]

@@ -283,9 +283,12 @@ def planned_problem(
     """
     num_processes = config.distributed.num_processes or hardware.num_hosts
     if hardware.num_devices % num_processes:
+        count = f"{num_processes} hosts, with a process each, do"
+        if config.distributed.num_processes:
+            count = f"config.distributed.num_processes is {num_processes}, which does"
         raise InputError(
-            f"config.distributed.num_processes is {num_processes}, which does not divide the "
-            f"{hardware.num_devices} devices of {hardware.name}"
+            f"{count} not divide the {hardware.num_devices} devices of {hardware.name}; name a "
+            "topology of whole hosts, or set config.distributed.num_processes to a divisor"
         )
     given, each = config.devices.num_rollout, hardware.num_devices // num_processes
     if given != "auto" and given >= hardware.num_devices:

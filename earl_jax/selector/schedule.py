@@ -241,15 +241,19 @@ def schedule_lines(values: Values) -> Iterator[str]:
     """Yields `schedule_values` for people: the problem, both stages, and the schedule."""
     budget, memory = (values[f"{kind}_bytes_per_device"] for kind in ("budget", "memory"))
     yield (
-        f"{values['topology']}: {values['devices']:,} devices, {values['processes']:,} "
+        f"{values['topology']}: {values['devices']:,} device{'s' * (values['devices'] > 1)}, "
+        f"{values['processes']:,} "
         f"process{'es' * (values['processes'] > 1)}; budget {bytes_text(budget)} of the "
         f"{bytes_text(memory)} of a device"
     )
     rows = f"{values['episodes_per_step']} episodes a step in {values['num_slots']} slots"
     if not values["plays"]:
         rows = f"{values['episodes_per_step']} conversations a step, and nothing is played"
+    size = f"{values['parameters'] / 1e9:,.3g} billion"
+    if values["parameters"] < 1e7:
+        size = f"{values['parameters']:,}"
     yield (
-        f"model: {values['parameters'] / 1e9:,.3g} billion parameters, vocabulary "
+        f"model: {size} parameters, vocabulary "
         f"{values['vocab_size']:,}; {rows}\n{values['mode']} mode: {_TRUST}"
     )
     stages = (
@@ -314,7 +318,8 @@ def _others_words(budget: int, meshes: Sequence[Values]) -> str:
         words += f"{'; the step would gain too little' * is_faster})"
     if lost := [mesh for mesh in meshes if not mesh["fits"]]:
         over = bytes_text(max(0, lost[0]["bytes_per_device"] - budget))
-        words += f"; {len(lost)} do not fit, {lost[0]['mesh']} {lost[0]['failed'] or f'by {over}'}"
+        fit = "does not fit" if len(lost) == 1 else "do not fit"
+        words += f"; {len(lost)} {fit}, {lost[0]['mesh']} {lost[0]['failed'] or f'by {over}'}"
     return words
 
 
