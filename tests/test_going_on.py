@@ -241,7 +241,11 @@ def test_a_run_begins_with_the_parameters_of_another(finished, tmp_path, capsys)
     # The same command resumes, and needs the other run no more.
     resumed = config_of("num_steps=2", *STILL[1:], f"init_from={finished}", "seed=5")
     train(resumed, tmp_path / "newest")
-    assert "after step 1 of 2" in capsys.readouterr().out
+    assert "after step 1 of 2\n" in capsys.readouterr().out
+    # With fewer steps than it has made.
+    train(config_of(*STILL, f"init_from={finished}", "seed=5"), tmp_path / "newest")
+    words = "after step 2; no step is left to take (config.num_steps=1)"
+    assert words in capsys.readouterr().out
 
 
 @pytest.mark.slow

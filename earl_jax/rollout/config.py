@@ -42,8 +42,8 @@ class Stops:
             raise InputError(f"{where}strings holds an empty string; remove it")
         if len(self.token_ids) > MAX_STOP_IDS or min(self.token_ids, default=0) < 0:
             raise InputError(
-                f"{where}token_ids is {self.token_ids}; give at most {MAX_STOP_IDS} ids, which "
-                "begin at 0"
+                f"{where}token_ids holds {len(self.token_ids)} ids, of which the least is "
+                f"{min(self.token_ids)}; give at most {MAX_STOP_IDS} ids, which begin at 0"
             )
 
 

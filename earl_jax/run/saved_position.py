@@ -89,8 +89,9 @@ def resume(
         if run.cluster.is_first and (aside := set_exports_aside(workdir, step)):
             say(f"exports of steps after {step} are in {aside} now")
         last = run.config.num_steps
-        end = "" if step < last else "; no step is left to take (config.num_steps)"
-        say(f"resuming {workdir} after step {step} of {last}{end}")
+        of_all = f" of {last}" if step <= last else ""
+        end = "" if step < last else f"; no step is left to take (config.num_steps={last})"
+        say(f"resuming {workdir} after step {step}{of_all}{end}")
         return restored
     is_damaged = any(workdir.glob("damaged_*"))
     if run.cluster.gather(is_damaged or checkpoints.were_saved, "a mark of checkpoints")[0]:
