@@ -232,6 +232,7 @@ def test_a_key_of_an_earlier_version_is_none_now_and_those_that_it_names_are(key
         ("rollout.context_buckets=32", "buckets is 32; give a list, such as [32] (on a"),
         ("rollout.context_buckets=x", "buckets is 'x'; give a list, such as [1, 2] (on a"),
         ("train.lora.targets=up,out", "is 'up,out'; give a list, such as ['up', 'out'] (on a"),
+        ("train.lora.targets=(up,)", "is '(up,)'; give a list, such as ['up'] (on a command"),
         ("rollout.context_buckets=(32,'a')", "config.rollout.context_buckets is 'a'"),
         ("rollout.context_buckets=(32,4.5)", "config.rollout.context_buckets is 4.5"),
         (

@@ -79,6 +79,9 @@ def environment(folder: Path, **settings: str) -> dict[str, str]:
 def test_a_local_folder_comes_first(tmp_path, monkeypatch):
     (tmp_path / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="config.model.path is 'org/name', which holds no config"):
+        find_folder("org/name")
+    Path("org/name/config.json").touch()
     assert find_folder("org/name") == Path("org/name")
 
 

@@ -402,6 +402,9 @@ def _listed(value: Any, kind: type) -> str:
     if isinstance(value, kind):
         # A mesh has commas of its own: data=4,tensor=2.
         is_several = isinstance(value, str) and "=" not in value
+        if isinstance(value, str):
+            # A list whose quotes a shell took: (data=4,).
+            value = value.strip("()[]").rstrip(",")
         entries = value.split(",") if is_several else [value]
     return f"such as {entries} (on a command line in quotes)"
 

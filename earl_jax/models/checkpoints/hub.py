@@ -22,11 +22,17 @@ def find_folder(path: str, setting: str = "config.model.path") -> Path:
     HF_HUB_OFFLINE.
 
     Raises:
-        ValueError: there is no such folder, and no hub that gives one of this name.
+        ValueError: the folder is no checkpoint's; or there is none, and no hub that gives one of
+            this name.
         OSError: the disk of the hub's cache is full.
     """
     folder = Path(path)
     if folder.exists():
+        if not (folder / "config.json").is_file():
+            raise InputError(
+                f"{setting} is {path!r}, which holds no config.json; give the folder of a "
+                "checkpoint of transformers"
+            )
         return folder
     if not _NAME.fullmatch(path):
         raise InputError(
