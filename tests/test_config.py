@@ -241,7 +241,7 @@ def test_a_key_of_an_earlier_version_is_none_now_and_those_that_it_names_are(key
         ),
         ("selector.rollout_meshes=(8,)", "config.selector.rollout_meshes is 8"),
         ("algorithm=3", "config.algorithm is 3, a int; it must be of type str"),
-        ("algorithm=grop", "config.algorithm is 'grop'; did you mean 'grpo'?"),
+        ("algorithm=gpro", "config.algorithm is 'gpro'; did you mean 'grpo'?"),
         ("algorithm=x", "baseline, ppo, tba, distillation, sft, or give your own as 'module:name'"),
         ("algorithm=no_module:x", "config.algorithm is 'no_module:x', which cannot be imported"),
         ("algorithm=math:pi", "config.algorithm is 'math:pi', which is of type float"),

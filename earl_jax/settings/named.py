@@ -30,7 +30,9 @@ def find_named(name: str, known: Mapping[str, Any], kind: type, path: str) -> An
         return known[name]
     module, colon, attribute = name.partition(":")
     if not colon:
-        near = difflib.get_close_matches(name, known, n=1)
+        near = difflib.get_close_matches(name, known)
+        # One of the same letters comes first: "gpro" is as near to gspo as to grpo.
+        near.sort(key=lambda each: sorted(each) != sorted(name))
         hint = f"choose one of {', '.join(known)}, or " if known else ""
         hint = f"did you mean {near[0]!r}?" if near else f"{hint}give your own as 'module:name'"
         raise InputError(f"{path} is {name!r}; {hint}")
