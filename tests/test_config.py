@@ -436,6 +436,8 @@ def test_a_run_is_known_as_a_teacher_without_its_checkpoints(tmp_path):
         (["rollout.weight_dtype=int8", "train.importance_cap=5"], "float32", 5),
         (["rollout.weight_dtype=int8", "train.correction=none"], "float32", 0),
         (["train.correction=truncated"], "float32", 2),
+        (["asynchrony.max_staleness=2"], "float32", 2),
+        (["asynchrony.max_staleness=2", "train.correction=none"], "float32", 0),
         # Without the correction there is a ratio to be clipped, in one epoch too.
         (
             ["rollout.weight_dtype=int8", "train.correction=none", "algorithm_args.clip_low=0.1"],
@@ -444,7 +446,9 @@ def test_a_run_is_known_as_a_teacher_without_its_checkpoints(tmp_path):
         ),
     ],
 )
-def test_the_loss_is_corrected_where_the_rollout_has_another_precision(overrides, dtype, cap):
+def test_the_loss_is_corrected_where_the_rollout_has_another_precision_or_is_ahead(
+    overrides, dtype, cap
+):
     config = with_overrides(*overrides)
     assert config.rollout.computes_as(config.model.compute_dtype) == dtype
     assert config.importance_cap == cap

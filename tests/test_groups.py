@@ -66,6 +66,16 @@ def test_a_fast_link_leaves_the_slower_stage():
     assert step["step_s"] == step["train_s"] == 10.0
 
 
+def test_weights_spread_among_those_that_play_behind_the_link():
+    """20,200 bytes at 10,100 bytes/s take 2 s on the link, and the weights 1 s behind it."""
+    step = step_of(player(R4, 100.0, weights_s=1.0), trainer(T8, 80.0), 10_100.0)
+    assert (step["rollout_s"], step["train_s"]) == (8.0, 10.0)
+    assert (step["link_s"], step["spread_s"]) == (2.0, 1.0)
+    assert (step["step_s"], step["turns_s"]) == (10.0, 21.0)
+    # Those that play wait for it, and neither the link nor training does.
+    assert step_of(player(R4, 80.0, weights_s=1.0), trainer(T8, 80.0), 10_100.0)["step_s"] == 11.0
+
+
 def test_training_goes_over_the_batch_as_often_as_the_config_says():
     train = trainer(T8, 80.0)
     work = dataclasses.replace(train.work, epochs=2, has_stream=True)

@@ -211,9 +211,10 @@ def test_predictions_are_as_good_as_they_say():
     assert [round(exact.by_prompt(e)) for e in range(99)] == [exact.length(e) for e in range(99)]
 
 
-@pytest.mark.parametrize(("measured", "within"), [(TWO_PROCESSES, 0.1), (LADDER, 0.14)])
-def test_the_simulation_with_measured_times_is_near_the_real_runs(measured, within):
+@pytest.mark.parametrize("measured", [TWO_PROCESSES, LADDER])
+def test_the_simulation_with_measured_times_is_near_the_real_runs(measured):
     """The ladder's streaming step has 0.1 s that are in none of its stages."""
     for row in measured_times(measured, (2,)):
         if row[""] in measured.real:
+            within = 0.14 if row[""] == "streaming in 4 parts" else 0.1
             assert row["2 devices"] == pytest.approx(measured.real[row[""]], rel=within), row

@@ -59,7 +59,8 @@ class HandProblem(Problem):
     `train_speeds` and `rollout_speeds` are tokens/s by mesh; `train_bytes` of an update by mesh
     (halved with each doubling of the micro-batches), `state_bytes` what the trainer leaves during a
     rollout, `rollout_bytes` those of a rollout without its pages, 1000 where none are given. Moving
-    the trainer takes `trainer_move_s`, and moving a byte of KV cache `cache_byte_s`.
+    the trainer takes `trainer_move_s`, moving a byte of KV cache `cache_byte_s`, and publishing the
+    weights `weights_s`.
     """
 
     train_speeds: Mapping[MeshShape, float]
@@ -69,6 +70,7 @@ class HandProblem(Problem):
     rollout_bytes: Mapping[MeshShape, int] = dataclasses.field(default_factory=dict)
     trainer_move_s: float = 0.0
     cache_byte_s: float = 0.0
+    weights_s: float = 0.0
 
     def meshes(self, stage: Stage, tokens: int = 0) -> list[MeshShape]:
         speeds = self.rollout_speeds if stage == "rollout" else self.train_speeds
@@ -109,7 +111,7 @@ class HandProblem(Problem):
         return rows * mesh.data / self.rollout_speeds[mesh]
 
     def publish_s(self, mesh: MeshShape, cache_bytes: int = 0) -> float:
-        return cache_bytes * self.cache_byte_s
+        return self.weights_s + cache_bytes * self.cache_byte_s
 
     def move_s(self, mesh: MeshShape) -> float:
         return self.trainer_move_s
