@@ -21,7 +21,15 @@ from tests.support.clusters import cluster_of
 from tests.support.commands import Command
 from tests.support.placements import begin
 from tests.support.processes import Processes
-from tests.support.runs import assert_equal, check_bound, episodes_of, final_parameters, steps_of
+from tests.support.runs import (
+    assert_equal,
+    check_bound,
+    check_lags,
+    episodes_of,
+    final_parameters,
+    rounds_beside_updates,
+    steps_of,
+)
 from tests.support.settings import make_config, small, write_config
 from tests.support.simulated import Fate, SimulatedService, Source, check_events, tasks_of
 from tests.support.wanderers import WANDERERS
@@ -65,7 +73,7 @@ def check_run(workdir: Path, steps: int = STEPS, *, moved=("dispatch", "publish"
     """Each task in the step in which a synchronous run trains on it, within the bound."""
     lines = steps_of(workdir)
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
-    check_bound(lines, 2)
+    check_lags(workdir, 2)
     for step in range(steps):
         played = read_trajectories(workdir / "trajectories" / f"step_{step + 1:06d}.jsonl")
         numbers = [each["episode"] for each in played]
@@ -157,9 +165,7 @@ def test_process_that_is_killed_ends_the_run_which_goes_on_and_is_replayed(
         assert opened[0] == 0 and len(opened) == 2 and opened[1] in range(2, steps, 2)
     if killed == 0:
         assert not events_file(workdir, 1).exists(), "who trains decides nothing by the time"
-        # Rounds were played between a step's groups and the end of its update.
-        beside = [e["round"] for e in events if e["event"] in ("take", "trained")]
-        assert any(after > before for before, after in zip(beside[::2], beside[1::2], strict=True))
+        assert any(rounds_beside_updates(events))
         sums = {event["version"]: event["sum"] for event in events if event["event"] == "checksum"}
         assert list(sums) == list(range(steps)) and len(set(sums.values())) == steps
     asynchrony = given["asynchrony"] | ({"kv": "keep"} if changes else {})

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from earl_jax.rollout.events import EVENTS
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
+from earl_jax.trajectory import FAILURES
 from tests.support import ROOT, environment_without
 from tests.support.forks import Fork, run_main
 from tests.support.settings import write_config
@@ -192,6 +193,29 @@ def stop_in_rollout(workdir: Path, steps: int) -> Callable[[], str]:
     """Names a signal in the rollout behind so many steps; the first look is between the steps."""
     looks = itertools.count()
     return lambda: "SIGTERM" * (len(steps_of(workdir)) == steps and next(looks) > 0)
+
+
+def lags_of(workdir: Path, step: int) -> collections.Counter:
+    """The number of sampled tokens that a step took, by the versions since; not of failures."""
+    found = collections.Counter()
+    for trajectory in read_trajectories(workdir / "trajectories" / f"step_{step:06d}.jsonl"):
+        if trajectory["stop_reason"] not in FAILURES:
+            found.update(step - 1 - v for v in trajectory["versions"] if v is not None)
+    return found
+
+
+def check_lags(workdir: Path, bound: int) -> None:
+    """No token of a trajectory is beyond the bound, and the metrics of each step have its lags."""
+    for step, line in enumerate(steps_of(workdir), 1):
+        lags = lags_of(workdir, step)
+        assert 0 <= min(lags) and max(lags) <= bound
+        assert line["staleness_tokens"] == [lags[lag] for lag in range(max(lags) + 1)]
+
+
+def rounds_beside_updates(events: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The rounds that were played between what each step took and the end of its updates."""
+    rounds = [event["round"] for event in events if event["event"] in ("take", "trained")]
+    return [after - before for before, after in zip(rounds[::2], rounds[1::2], strict=True)]
 
 
 def check_bound(lines, bound: int) -> None:
