@@ -2,18 +2,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asynchronous runs of several processes, of which the first ones play and the others train."""
 
+import dataclasses
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from earl_jax.config.train_flags import parse_flags, replayed_config
 from earl_jax.loop import rl_step
 from earl_jax.loop_async import AsyncPlayer
+from earl_jax.placement.sessions import Sessions
 from earl_jax.rollout.events import events_file, read_events
 from earl_jax.rollout.open_groups import OpenGroups
 from earl_jax.rollout.staleness import AsynchronyConfig
 from earl_jax.run import build
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.errors import InputError, RunError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.training import train
@@ -190,6 +194,34 @@ def test_a_synchronous_run_whose_processes_share_a_queue_is_replayed(tmp_path):
         one, other = (events_file(each, process).read_text() for each in (first, again))
         assert one == other and '"queue"' in one
     assert_equal(final_parameters(first), final_parameters(again))
+
+
+def run_with_a_leaf_left_out(workdir: str) -> str:
+    """In each process: the second policy arrives with one leaf of the first. Returns the error."""
+    publish, kept = Sessions.publish, []
+
+    def leaves_one_out(*given):
+        policy, num_bytes = publish(*given)
+        if jax.process_index() > 0:
+            return policy, num_bytes
+        first, *others = jax.tree.leaves(policy.params)
+        kept.append(jnp.copy(first))
+        tree = jax.tree.structure(policy.params)
+        return dataclasses.replace(policy, params=tree.unflatten([kept[0], *others])), num_bytes
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RunError) as found:
+        patch.setattr(Sessions, "publish", leaves_one_out)
+        run(workdir, "", {"num_steps": 2})
+    return str(found.value)
+
+
+@pytest.mark.slow
+def test_both_processes_notice_a_weight_that_did_not_arrive(tmp_path):
+    each = Processes(2, 4, "test_apart:run_with_a_leaf_left_out", str(tmp_path / "run"))
+    player, trainer = each.results(900)
+    assert player == trainer
+    assert "the weights of version 1 have checksum" in player
+    assert "they were not published whole" in player
 
 
 # Meshes, parts of a step, and what is refused.
