@@ -2,14 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asynchronous runs of several processes, of which the first ones play and the others train."""
 
+import collections
 import dataclasses
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from earl_jax.config.train_flags import parse_flags, replayed_config
+from earl_jax.envs.environment import ENVIRONMENT_TIMEOUT
 from earl_jax.loop import rl_step
 from earl_jax.loop_async import AsyncPlayer
 from earl_jax.placement.sessions import Sessions
@@ -23,6 +26,7 @@ from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.training import train
 from tests.support.clusters import cluster_of
 from tests.support.commands import Command
+from tests.support.environments import Troubled
 from tests.support.placements import begin
 from tests.support.processes import Processes
 from tests.support.runs import (
@@ -92,10 +96,37 @@ def check_run(workdir: Path, steps: int = STEPS, *, moved=("dispatch", "publish"
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_two_processes_play_and_two_train(tmp_path):
-    """Each plays its part of every step, in two parts; the trainer's mesh is over two processes."""
-    first = tmp_path / "run"
-    in_processes(4, 2, first, parts=2)
+    """Each plays its part of every step, in two parts; the trainer's mesh is over two processes.
+
+    Its first step is that of a synchronous run of one process, within rounding. Environments that
+    hang hold none of them.
+    """
+    first, alone = tmp_path / "run", tmp_path / "alone"
+    env = {"name": "tests.support.environments:Troubled", "timeout_s": 5.0}
+    changes = {"env": env, "checkpoint": {"every_steps": 1, "keep": STEPS}}
+    in_processes(4, 2, first, parts=2, **changes)
     check_run(first)
+    reasons = collections.Counter(
+        each["stop_reason"]
+        for file in (first / "trajectories").iterdir()
+        for each in read_trajectories(file)
+    )
+    assert 0 < reasons[ENVIRONMENT_TIMEOUT] <= 8
+    try:
+        train(make_config(given_of(**changes) | {"asynchrony": {}, "num_steps": 1}), alone)
+    finally:
+        Troubled.released.set()
+    tokens, expected = (
+        {
+            each["episode"]: each["token_ids"]
+            for each in read_trajectories(workdir / "trajectories" / "step_000001.jsonl")
+        }
+        for workdir in (first, alone)
+    )
+    assert tokens == expected
+    ones, others = final_parameters(first, 1), final_parameters(alone)
+    for one, other in zip(ones, others, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=5e-5)
     size = EPISODES // 2 // 2
     for process in (0, 1):
         taken = [e["groups"] for e in read_events(first, process) if e["event"] == "take"]

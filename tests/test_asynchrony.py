@@ -9,7 +9,6 @@ import itertools
 import json
 import random
 import shutil
-import threading
 import time
 import weakref
 
@@ -35,7 +34,7 @@ from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
 from earl_jax.trajectory import FAILURES, Experience
-from tests.support.environments import Wanderer
+from tests.support.environments import Troubled
 from tests.support.placements import begin, hungry
 from tests.support.runs import (
     assert_equal,
@@ -286,32 +285,11 @@ def test_open_episodes_make_way_for_an_evaluation_that_does_not_fit_beside_them(
     check_replay(first, 2)
 
 
-class Troubled(Wanderer):
-    """Hangs at the first reply in some tasks; in others it raises, if the reply is of odd length.
-
-    Evaluation is spared. A run has 32 tasks: four hang, and in eight some episodes may fail.
-    """
-
-    released = threading.Event()
-
-    def __init__(self, index: int, seed: int):
-        super().__init__(seed)
-        in_run = index < STEPS * EPISODES // 2
-        self.hangs, self.raises = in_run and index % 8 == 3, in_run and index % 4 == 1
-
-    def step(self, reply: str):
-        while self.hangs and not self.released.wait(0.05):
-            pass
-        if self.raises and len(reply) % 2:
-            raise OSError("the sandbox is down")
-        return super().step(reply)
-
-
 @pytest.mark.slow
 def test_environments_that_hang_and_raise_hold_no_run_and_its_replay_fails_alike(tmp_path):
     """Their episodes end with a reason, count nowhere, and are each of another task."""
     first = tmp_path / "run"
-    env = {"name": f"{__name__}:Troubled", "timeout_s": 1.0}
+    env = {"name": "tests.support.environments:Troubled", "timeout_s": 1.0}
     config = make_config({**given_of(staleness=2), "env": env})
     try:
         train(config, first)

@@ -3,6 +3,7 @@
 """Environments of a few lines, and the environment of a task among them."""
 
 import random
+import threading
 import time
 
 from earl_jax.envs.environment import Start, StepResult
@@ -93,6 +94,27 @@ class Wanderer:
         if not self.left:
             return StepResult(text="", reward=reward, done=True, stop_reason="end")
         return StepResult(text=f"{self.left}.", reward=reward, done=False)
+
+
+class Troubled(Wanderer):
+    """Hangs at the first reply in some tasks; in others it raises, if the reply is of odd length.
+
+    Evaluation is spared. Of a run's first 32 tasks four hang, and in eight some may fail.
+    """
+
+    released = threading.Event()
+
+    def __init__(self, index: int, seed: int):
+        super().__init__(seed)
+        in_run = index < 32
+        self.hangs, self.raises = in_run and index % 8 == 3, in_run and index % 4 == 1
+
+    def step(self, reply: str):
+        while self.hangs and not self.released.wait(0.05):
+            pass
+        if self.raises and len(reply) % 2:
+            raise OSError("the sandbox is down")
+        return super().step(reply)
 
 
 class EvenIsSolved:
