@@ -25,6 +25,7 @@ from earl_jax.loop import rl_step
 from earl_jax.loop_async import AsyncPlayer
 from earl_jax.placement.sessions import Sessions
 from earl_jax.rollout.events import EVENTS, Events, read_events
+from earl_jax.rollout.open_episodes import as_row
 from earl_jax.rollout.rounds import Rounds
 from earl_jax.run import evaluation
 from earl_jax.run.build import build_run
@@ -32,9 +33,11 @@ from earl_jax.run.live_service import since_version
 from earl_jax.settings.errors import InputError, RunError
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
+from earl_jax.train.learner import Learner
 from earl_jax.training import train
 from earl_jax.trajectory import FAILURES, Experience
 from tests.support.environments import Troubled
+from tests.support.forward import next_logprobs, row_logits
 from tests.support.placements import begin, hungry
 from tests.support.runs import (
     assert_equal,
@@ -119,6 +122,41 @@ def test_devices_never_hold_two_policies_of_the_rollout(monkeypatch):
     player._live.close()
     gc.collect()
     assert service() is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("proximal", ["recompute", "log_linear"])
+def test_both_epochs_weight_tokens_by_the_versions_that_sampled_them(monkeypatch, proximal):
+    """In the second step; weights are recomputed from its trajectories."""
+    update, params = Learner.update, []
+
+    def watched(own, plan, state, *given, **more):
+        params.append(jax.device_get(state.params))
+        return update(own, plan, state, *given, **more)
+
+    monkeypatch.setattr(Learner, "update", watched)
+    settings = {"epochs": 2, "proximal": proximal, "learning_rate": 0.02}
+    run = build_run(make_config(given_of(apart=False, staleness=1) | {"train": settings}))
+    placement, position = begin(run)
+    player = AsyncPlayer(run, placement)
+    for _ in range(2):
+        position, record = rl_step(run, placement, position, player)
+    rows = [as_row(each.turns, 256, scored=False) for each in record.trajectories]
+    tokens = np.stack([row.tokens for row in rows])
+    is_sampled = np.stack([row.turn_ids for row in rows])[:, 1:] > 0
+    behaviour = np.stack([row.logprobs for row in rows])[:, 1:]
+    lag = 2 - np.stack([row.versions for row in rows])[:, 1:]
+    assert {*lag[is_sampled]} == {1, 2}
+    model = run.learner.model
+    score = jax.jit(lambda params: next_logprobs(row_logits(model, params, tokens), tokens))
+    # Recomputed, or interpolated, with the parameters of both epochs: only one of them is right.
+    gaps = [np.asarray(score(each)) - behaviour for each in params[2:]]
+    gaps += [gap * (1 - 1 / lag) for gap in gaps]
+    means = [np.minimum(np.exp(gap[is_sampled]), 2.0).mean() for gap in gaps]
+    assert min(np.diff(sorted(means))) > 1e-4
+    expected = means[:1] * 2 if proximal == "recompute" else means[2:]
+    found = [metrics["importance_mean"] for metrics in record.updates]
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow_except("True-recompute")
