@@ -59,9 +59,12 @@ def chat(base_url, messages, **fields):
 
 
 def whole(base_url, messages, **fields):
+    return ask(base_url, "chat/completions", messages=messages, **fields)
+
+
+def ask(base_url, endpoint, **fields):
     address, _, path = base_url.removeprefix("http://").partition("/")
-    url = f"/{path}/chat/completions"
-    return http_client.ask(f"http://{address}", url, messages=messages, **fields)
+    return http_client.ask(f"http://{address}", f"/{path}/{endpoint}", **fields)
 
 
 def play(agent, replies, monkeypatch, **arguments):
@@ -563,7 +566,7 @@ def add(a: int) -> str:
     return str(a + 1)
 
 
-def calls_add(base_url, row):
+def calls_add(base_url, row, by_id=False):
     """Does what the environment `tools` does: calls, up to a reply without one."""
     talk, tools = list(row["prompt"]), [describe("add", add)]
     while True:
@@ -572,7 +575,38 @@ def calls_add(base_url, row):
             return message["content"]
         (call,) = message["tool_calls"]
         text = add(**json.loads(call["function"]["arguments"]))
-        talk += [message, {"role": "tool", "name": "add", "content": text}]
+        named = {"tool_call_id": call["id"]} if by_id else {"name": "add"}
+        talk += [message, {"role": "tool", **named, "content": text}]
+
+
+def calls_add_by_responses(base_url, row):
+    """Does the same over /v1/responses."""
+    system, *talk = row["prompt"]
+    tool = {"type": "function", **describe("add", add)["function"]}
+    while True:
+        given = {"instructions": system["content"], "input": talk, "tools": [tool]}
+        output = ask(base_url, "responses", **given)["output"]
+        if output[-1]["type"] == "message":
+            return output[-1]["content"][0]["text"]
+        text = add(**json.loads(output[-1]["arguments"]))
+        result = {"type": "function_call_output", "call_id": output[-1]["call_id"], "output": text}
+        talk += [*output, result]
+
+
+def calls_add_by_messages(base_url, row):
+    """Does the same over /v1/messages."""
+    system, *talk = row["prompt"]
+    tool = dict(describe("add", add)["function"])
+    tool |= {"input_schema": tool.pop("parameters"), "cache_control": {"type": "ephemeral"}}
+    while True:
+        given = {"system": system["content"], "messages": talk, "tools": [tool], "max_tokens": 9}
+        content = ask(base_url, "messages", **given)["content"]
+        if not content or content[-1]["type"] == "text":
+            return "".join(block["text"] for block in content)
+        text, call = add(**content[-1]["input"]), content[-1]["id"]
+        result = {"type": "tool_result", "tool_use_id": call, "content": text}
+        talk.append({"role": "assistant", "content": content})
+        talk.append({"role": "user", "content": [result]})
 
 
 def length(reply, prompt):
@@ -596,6 +630,26 @@ def test_an_agent_with_tools_plays_what_the_environment_of_tools_plays():
     for one, other in zip(tools.trajectories, agents.trajectories, strict=True):
         assert one.turns == other.turns and one.turn_rewards == other.turn_rewards
     assert {"answered", "too_many_turns"} == {t.stop_reason for t in agents.trajectories}
+
+
+def test_an_agent_plays_the_same_over_each_api():
+    beside = {"call_format": f"{__name__}:digit_calls", "reward": length}
+    beside["row"] = {"prompt": [SYSTEM, user("tic_tac_toe")]}
+    settings = {"context_buckets": (512,), "max_tokens": 512, "max_turns": 3}
+    agents = (
+        functools.partial(Agent, agent=f"{__name__}:calls_add", settings={"by_id": True}, **beside),
+        functools.partial(Agent, agent=f"{__name__}:calls_add_by_responses", **beside),
+        functools.partial(Agent, agent=f"{__name__}:calls_add_by_messages", **beside),
+    )
+    pool = EnvironmentPool(4, timeout_s=30.0)
+    chat, *others = (
+        episodes.collect(pool, episodes.tasks(16), make=lambda task, m=made: m(), **settings)
+        for made in agents
+    )
+    pool.close()
+    assert {"answered", "too_many_turns"} == {t.stop_reason for t in chat.trajectories}
+    for other in others:
+        assert other.trajectories == chat.trajectories
 
 
 @pytest.mark.parametrize("history", ["append", "fork"])

@@ -3,10 +3,10 @@
 """Chat requests in OpenAI's form: their messages and tools, as chat templates expect them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from earl_jax.http.fields import SAMPLING, check_names, is_list, shown, take
+from earl_jax.http.fields import SAMPLING, check_names, read_text, shown, take
 from earl_jax.http.server import HttpError
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -18,7 +18,7 @@ def read_chat(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any], list
     With a tool_choice of "none" the template is shown no tools. Raises HttpError.
     """
     fields = {k: v for k, v in given.items() if k != "max_completion_tokens"}
-    known = ("model", "messages", "tools", "stream", "stream_options", "user")
+    known = ("model", "messages", "tools", "tool_choice", "stream", "stream_options", "user")
     known += ("chat_template_kwargs", *SAMPLING)
     check_names(fields, known)
     if "max_completion_tokens" in given:
@@ -47,6 +47,41 @@ def read_chat(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any], list
     return fields, [_message(number, each) for number, each in enumerate(messages)], visible
 
 
+def function_tool(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a tool with these fields, first those that all have, in the order of OpenAI's docs.
+
+    So the order of a client's fields does not change the prompt.
+    """
+    first = ("name", "description", "parameters")
+    names = dict.fromkeys([*first, *fields])
+    function = {name: fields[name] for name in names if fields.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def demanded_call(fields: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """Returns the name of the tool that a request's tool_choice demands a call of.
+
+    "" is a call of any of them, None no demand. Raises HttpError.
+    """
+    choice = fields.get("tool_choice", "auto")
+    if choice in ("auto", "none"):
+        return None
+    names = [tool["function"]["name"] for tool in tools]
+    if choice == "required" and names:
+        return ""
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if name in names and choice == {"type": "function", "function": {"name": name}}:
+        return name
+    raise HttpError(
+        400,
+        f'tool_choice is {shown(choice)}; it must be "auto", "none", "required" or '
+        '{"type": "function", "function": {"name": ...}}, the last two with such a tool in tools: '
+        f"there are {', '.join(names) or 'none'}",
+        "tool_choice",
+    )
+
+
 def _message(number: int, given: Any) -> dict[str, Any]:
     """Returns a message as chat templates expect it, a developer's as one of the system's.
 
@@ -66,16 +101,7 @@ def _message(number: int, given: Any) -> dict[str, Any]:
     known = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content")
     check_names(message, known, f"{where}.")
     content = message.get("content", "" if "tool_calls" in message else None)
-    if is_list(content, dict) and all(part.get("type") == "text" for part in content):
-        content = "".join(str(part.get("text", "")) for part in content)
-    if not isinstance(content, str):
-        raise HttpError(
-            400,
-            f"{where}.content is {shown(given.get('content'))}; it must be a text, or a list of "
-            '{"type": "text", "text": ...}',
-            f"{where}.content",
-        )
-    message["content"] = content
+    message["content"] = read_text(content, f"{where}.content")
     if "tool_calls" in message:
         message["tool_calls"] = _tool_calls(message["tool_calls"], where)
     return message

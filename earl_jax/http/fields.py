@@ -8,6 +8,7 @@ A field that is not known, or that asks for what is not done here, is an error.
 import difflib
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from earl_jax.http.server import HttpError, HttpRequest
@@ -29,7 +30,6 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
-    "tool_choice": ("auto", "none"),
     "parallel_tool_calls": (True,),
     "store": (False,),
     "ignore_eos": (False,),
@@ -60,17 +60,26 @@ def read_object(request: HttpRequest) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def check_names(given: Mapping[str, Any], known: Sequence[str], where: str = "") -> None:
-    """Raises HttpError for a field that is not known, or for a value that is not supported."""
+def check_names(
+    given: Mapping[str, Any],
+    known: Sequence[str],
+    where: str = "",
+    *,
+    fixed: Mapping[str, Sequence[Any]] = MappingProxyType(_FIXED),
+) -> None:
+    """Raises HttpError for a field that is not known, or for a value that is not supported.
+
+    `fixed` are the values that are supported of fields that only may have these.
+    """
     for name, value in given.items():
         if name in known:
             continue
-        if name not in _FIXED:
+        if name not in fixed:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean '{near[0]}'?" if near else f"known are {', '.join(known)}"
             raise HttpError(400, f"{where}{name} is not known here; {hint}", where + name)
-        if value not in _FIXED[name]:
-            allowed = " or ".join(json.dumps(each) for each in _FIXED[name])
+        if value not in fixed[name]:
+            allowed = " or ".join(json.dumps(each) for each in fixed[name])
             raise HttpError(
                 400,
                 f"{where}{name} is {shown(value)}; this server supports {allowed} alone: leave "
@@ -103,6 +112,20 @@ def read_stop(given: Mapping[str, Any], where: str = "") -> tuple[str, ...]:
             f"{where}stop",
         )
     return tuple(stops)
+
+
+def read_text(value: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
+    """Returns a text, which may come as a list of parts of these types. Raises HttpError."""
+    if is_list(value, dict) and all(part.get("type") in kinds for part in value):
+        value = "".join(str(part.get("text", "")) for part in value)
+    if not isinstance(value, str):
+        raise HttpError(
+            400,
+            f"{where} is {shown(value)}; it must be a text, or a list of "
+            f'{{"type": "{kinds[0]}", "text": ...}}',
+            where,
+        )
+    return value
 
 
 def is_list(value: Any, kind: type) -> bool:

@@ -98,10 +98,12 @@ class Connection:
         data = [] if self._is_head else [h11.Data(data=body)]
         await self._send(h11.Response(status_code=status, headers=head), *data, h11.EndOfMessage())
 
-    async def send_error(self, error: HttpError, headers: tuple = ()) -> None:
-        """Answers with an error."""
+    async def send_error(
+        self, error: HttpError, headers: tuple = (), body: dict[str, Any] | None = None
+    ) -> None:
+        """Answers with an error, in OpenAI's shape unless a body is given."""
         again = (("retry-after", str(RETRY_S)),) if error.status in (429, 503) else ()
-        await self.send_json(error.status, error.body(), (*again, *headers))
+        await self.send_json(error.status, body or error.body(), (*again, *headers))
 
     async def begin_events(self) -> None:
         """Begins an answer of server-sent events."""
@@ -109,9 +111,10 @@ class Connection:
         await self._send(h11.Response(status_code=200, headers=head))
 
     async def send_event(self, value: Any) -> None:
-        """Sends an event: a JSON value, or a text as it is."""
+        """Sends an event: a JSON value, or a text as it is. A value's "type" is its name."""
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        await self._send(h11.Data(data=f"data: {text}\n\n".encode(errors="replace")))
+        name = f"event: {value['type']}\n" if isinstance(value, dict) and "type" in value else ""
+        await self._send(h11.Data(data=f"{name}data: {text}\n\n".encode(errors="replace")))
 
     async def end_events(self) -> None:
         """Ends the answer."""

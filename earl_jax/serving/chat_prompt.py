@@ -60,8 +60,9 @@ class ChatPrompt:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Any],
         arguments: Mapping[str, Any],
+        opening: str = "",
     ) -> str:
-        """Returns the text of the conversation, up to the start of the policy's reply.
+        """Returns the text of the conversation, up to the policy's reply, which has this opening.
 
         Raises InputError for a conversation that the template refuses, for tools and arguments
         that it does not read, and for control tokens in the text of anyone but the policy.
@@ -86,7 +87,7 @@ class ChatPrompt:
                 "this policy's chat template does not show tools; leave them out, or describe them "
                 "in a message"
             )
-        return written
+        return written + opening
 
     def _check(self, where: str, given: Any) -> None:
         text = json.dumps(given, ensure_ascii=False)

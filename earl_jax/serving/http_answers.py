@@ -19,11 +19,12 @@ FINISH = {
 
 @dataclasses.dataclass
 class Choice:
-    """One reply of an answer, as far as it has come."""
+    """One reply of an answer, as far as it has come; `stop` is the stop string that ended it."""
 
     index: int
     pieces: list[Piece] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
+    stop: str | None = None
 
     @property
     def text(self) -> str:
@@ -85,18 +86,26 @@ class CompletionForm:
             "text": choice.text,
             "logprobs": logprobs,
             "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop,
         }
 
 
 class ChatForm:
-    """Answers of /v1/chat/completions; with `tools`, calls of these are taken out of texts."""
+    """Answers of /v1/chat/completions; with `tools`, calls of these are taken out of texts.
+
+    `opening` is the beginning of a call with which the prompt ends.
+    """
 
     prefix, name, part_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], *, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        decode: Callable[[Sequence[int]], str],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        opening: str = "",
     ) -> None:
-        self._decode = decode
+        self._decode, self._opening = decode, opening
         self._tools = {tool["function"]["name"]: tool for tool in tools}
         # Of streamed replies, by their index.
         self._calls: dict[int, ToolCallStream] = {}
@@ -106,7 +115,7 @@ class ChatForm:
         message: dict[str, Any] = {"role": "assistant", "content": choice.text}
         reason = choice.finish_reason
         if self._tools:
-            stream = ToolCallStream(self._tools)
+            stream = self._begun()
             text, calls = stream.push(choice.text)
             text += stream.flush()
             if calls:
@@ -125,12 +134,17 @@ class ChatForm:
         """Returns the text of these pieces, or the finish reason, and calls that are complete."""
         delta, reason = {"content": choice.text} if choice.pieces else {}, choice.finish_reason
         if self._tools:
-            stream = self._calls.setdefault(choice.index, ToolCallStream(self._tools))
+            stream = self._calls.setdefault(choice.index, self._begun())
             text, calls = stream.push(choice.text)
             text += stream.flush() if reason else ""
             delta = ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
             reason = _finish(reason, stream)
         return self._with(choice, "delta", delta, reason)
+
+    def _begun(self) -> ToolCallStream:
+        stream = ToolCallStream(self._tools)
+        stream.push(self._opening)
+        return stream
 
     def _with(self, choice: Choice, field: str, value: Any, reason: str | None) -> dict[str, Any]:
         scores = _scores(choice.pieces, self._decode)
@@ -139,6 +153,7 @@ class ChatForm:
             field: value,
             "logprobs": scores and {"content": scores},
             "finish_reason": reason,
+            "stop_reason": choice.stop,
         }
 
 

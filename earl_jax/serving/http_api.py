@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP endpoints: OpenAI's /v1/..., and vLLM's /inference/v1/generate for token ids.
+"""The HTTP endpoints: OpenAI's, Anthropic's /v1/messages, and one for token ids as vLLM's.
 
 Log-probs are, in every answer, under the distribution that a token was drawn from (`logprob`) and
 under the model itself (`model_logprob`).
@@ -26,7 +26,9 @@ from typing import Any
 
 import grpc
 
-from earl_jax.http.chat import read_chat
+from earl_jax.envs.tools.calls import call_opening
+from earl_jax.http.apis import APIS, Api, api_at, send_error
+from earl_jax.http.chat import demanded_call, read_chat
 from earl_jax.http.fields import read_object, take
 from earl_jax.http.server import Connection, HttpError, HttpRequest
 from earl_jax.serving.driver import report
@@ -79,25 +81,28 @@ class HttpApi:
             "/health": ("GET", self._health),
             "/v1/models": ("GET", self._models),
             "/v1/completions": ("POST", self._completions),
-            "/v1/chat/completions": ("POST", self._chat),
+            **{path: ("POST", self._chat) for path in APIS},
             "/inference/v1/generate": ("POST", self._generate),
         }
 
     async def handle(self, request: HttpRequest, connection: Connection) -> None:
         """Answers a request."""
+        api = api_at(request.path)
         try:
-            await self._answer(request, connection)
+            await self._answer(request, connection, api)
         except HttpError as error:
-            await _fail(error, connection)
+            await send_error(error, connection, api)
         except RequestError as error:
-            await _fail(HttpError(_STATUS.get(error.code, 500), error.words), connection)
+            failed = HttpError(_STATUS.get(error.code, 500), error.words)
+            await send_error(failed, connection, api)
         except OSError:
             raise  # the client went away
         except Exception as error:  # noqa: BLE001 - no request may end the server
             report("a request could not be answered", error)
-            await _fail(HttpError(500, "the server could not answer this request"), connection)
+            failed = HttpError(500, "the server could not answer this request")
+            await send_error(failed, connection, api)
 
-    async def _answer(self, request: HttpRequest, connection: Connection) -> None:
+    async def _answer(self, request: HttpRequest, connection: Connection, api: Api) -> None:
         path = request.path
         if path.startswith(_ONE_MODEL):
             self._check_name(urllib.parse.unquote(path.removeprefix(_ONE_MODEL)))
@@ -107,14 +112,14 @@ class HttpApi:
         method, answer = self._routes[path]
         if request.method != method:
             raise HttpError(405, f"{request.path} takes {method}, not {request.method}")
-        await answer(request, connection)
+        await answer(request, connection, api)
 
-    async def _health(self, _: HttpRequest, connection: Connection) -> None:
+    async def _health(self, request: HttpRequest, connection: Connection, api: Api) -> None:
         is_live = self._service.is_live
         words = "ok" if is_live else "the server is ending"
         await connection.send_json(200 if is_live else 503, {"status": words})
 
-    async def _models(self, request: HttpRequest, connection: Connection) -> None:
+    async def _models(self, request: HttpRequest, connection: Connection, api: Api) -> None:
         model = {
             "id": self._model.name,
             "object": "model",
@@ -126,22 +131,35 @@ class HttpApi:
         is_one = request.path.startswith(_ONE_MODEL)
         await connection.send_json(200, model if is_one else {"object": "list", "data": [model]})
 
-    async def _completions(self, request: HttpRequest, connection: Connection) -> None:
+    async def _completions(self, request: HttpRequest, connection: Connection, api: Api) -> None:
         given = self._read(request)
         prompts = read_completion(given)
         params = self._reply_params({"max_tokens": DEFAULT_MAX_TOKENS, **given})
         given = [{"text": prompt} if isinstance(prompt, str) else prompt for prompt in prompts]
-        await self._reply(params, given, CompletionForm(self._service.decode), connection)
+        await self._reply(params, given, CompletionForm(self._service.decode), connection, api)
 
-    async def _chat(self, request: HttpRequest, connection: Connection) -> None:
-        fields, messages, tools = read_chat(self._read(request))
+    async def _chat(self, request: HttpRequest, connection: Connection, api: Api) -> None:
+        fields, messages, tools = read_chat(api.to_chat(self._read(request)))
         arguments = take(fields, "chat_template_kwargs", dict, {})
         params = self._reply_params(fields)
+        opening = self._opening(demanded_call(fields, tools))
         prompt = {"messages": messages, "tools": tools, "arguments": arguments}
-        form = ChatForm(self._service.decode, tools=tools)
-        await self._reply(params, [prompt], form, connection)
+        form = ChatForm(self._service.decode, tools=tools, opening=opening)
+        await self._reply(params, [prompt | {"opening": opening}], form, connection, api)
 
-    async def _generate(self, request: HttpRequest, connection: Connection) -> None:
+    def _opening(self, call: str | None) -> str:
+        """Returns the text that begins a reply in which a call of this tool is demanded."""
+        opening = "" if call is None else call_opening(self._service.chat_template, call)
+        if call is not None and not opening:
+            raise HttpError(
+                400,
+                "tool_choice demands a call, and this policy's chat template does not write calls "
+                'between <tool_call> and </tool_call>; leave it out, or send "auto"',
+                "tool_choice",
+            )
+        return opening
+
+    async def _generate(self, request: HttpRequest, connection: Connection, api: Api) -> None:
         given = self._read(request)
         fields, ids = read_generate(given)
         fields = {"max_tokens": DEFAULT_MAX_TOKENS, **fields}
@@ -227,7 +245,12 @@ class HttpApi:
                 service.leave(name)
 
     async def _reply(
-        self, params: ReplyParams, prompts: Sequence[Prompt], form: Form, connection: Connection
+        self,
+        params: ReplyParams,
+        prompts: Sequence[Prompt],
+        form: Form,
+        connection: Connection,
+        api: Api,
     ) -> None:
         """Answers with the replies to these prompts, as one object or as events."""
         facts = {
@@ -244,18 +267,18 @@ class HttpApi:
                 await _together(_collect(*pair) for pair in pairs)
                 whole = [form.whole(choice) for choice in choices]
                 answer = {**facts, "choices": whole, "usage": usage(sum(counts), choices)}
-                await connection.send_json(200, answer)
+                await connection.send_json(200, api.whole(answer))
                 return
 
             async def send(part: dict[str, Any]) -> None:
-                await connection.send_event({**facts, "choices": [part]})
+                for event in api.events({**facts, "choices": [part]}):
+                    await connection.send_event(event)
 
             await connection.begin_events()
             await _together(_stream(*pair, form, send) for pair in pairs)
-        if params.counts_usage:
-            counted = {"choices": [], "usage": usage(sum(counts), choices)}
-            await connection.send_event({**facts, **counted})
-        await connection.send_event("[DONE]")
+        counted = {**facts, "choices": [], "usage": usage(sum(counts), choices)}
+        for event in (*(api.events(counted) if params.counts_usage else ()), *api.end()):
+            await connection.send_event(event)
         await connection.end_events()
 
 
@@ -264,7 +287,7 @@ async def _collect(reply: Any, choice: Choice) -> None:
     async with contextlib.aclosing(reply.pieces()) as pieces:
         async for together in pieces:
             choice.pieces += together
-    choice.finish_reason = FINISH[reply.finish_reason]
+    choice.finish_reason, choice.stop = FINISH[reply.finish_reason], reply.stop
 
 
 async def _stream(
@@ -280,7 +303,7 @@ async def _stream(
             part = form.part(Choice(choice.index, together))
             if has_news(part):
                 await send(part)
-    await send(form.part(Choice(choice.index, [], FINISH[reply.finish_reason])))
+    await send(form.part(Choice(choice.index, [], FINISH[reply.finish_reason], reply.stop)))
 
 
 async def _together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
@@ -291,12 +314,3 @@ async def _together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
                 group.create_task(each)
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
-
-
-async def _fail(error: HttpError, connection: Connection) -> None:
-    """Answers with an error: as an event where events were begun."""
-    if connection.has_begun:
-        await connection.send_event(error.body())
-        await connection.end_events()
-    else:
-        await connection.send_error(error)

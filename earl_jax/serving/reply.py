@@ -77,6 +77,11 @@ class Reply:
             "max_tokens" if self.count >= self._max_tokens else "end_of_turn"
         )
 
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the reply."""
+        return self._stops.found
+
     def _take(self, token: Token) -> Piece:
         if token.id in self._ends:
             self.finish_reason = "end_of_turn"

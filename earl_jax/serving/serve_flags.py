@@ -19,9 +19,9 @@ DRAWN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 # KV cache a slot, where the devices do not report their memory.
 DEFAULT_SLOT_TOKENS = 2048
 _HELP = """\
-Serves a policy: OpenAI's HTTP (--port) and JetStream's gRPC (--grpc_port: Decode and HealthCheck of
-jetstream_proto.Orchestrator), on this machine alone unless --host is given. There is no password
-and no encryption: every client that reaches an address may use it.
+Serves a policy: OpenAI's and Anthropic's HTTP (--port) and JetStream's gRPC (--grpc_port: Decode
+and HealthCheck of jetstream_proto.Orchestrator), on this machine alone unless --host is given.
+There is no password and no encryption: every client that reaches an address may use it.
 
 examples:
   python -m earl_jax.serve --workdir=runs/tictactoe_tiny_cpu
@@ -31,7 +31,8 @@ examples:
       no folder is asked of the model hub
 
 HTTP: GET /health and /v1/models; POST /v1/completions and /v1/chat/completions as OpenAI's, with
-stream, n, stop, logprobs and seed, and as vLLM's top_k, min_p, stop_token_ids; POST
+stream, n, stop, logprobs and seed, and as vLLM's top_k, min_p, stop_token_ids; POST /v1/responses
+as OpenAI's and /v1/messages as Anthropic's, of text and tools, without a store; POST
 /inference/v1/generate takes token_ids and sampling_params and returns every sampled id with its
 log-probs. A conversation is rendered by the policy's chat template. Answers have a policy_version,
 the training step of a run. A request that cannot be served is answered with status 400 and what to

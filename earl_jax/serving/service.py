@@ -57,6 +57,7 @@ class Service:
         self.max_open_per_client = config.num_slots + min(max_waiting, max_waiting_per_client)
         self._tokenizer = served.tokenizer
         self.decode = self._tokenizer.decode
+        self.chat_template = self._tokenizer.chat_template
         self._choice_branches = config.rules.choice_branches
         self._driver = driver
         self._texts = texts

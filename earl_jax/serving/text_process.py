@@ -9,7 +9,7 @@ the server's own cannot fork, because JAX has threads. So this process, which ha
 the tokenizer once and forks a worker, in a few milliseconds, for each socket that it is sent.
 
 A message is its length, 4 bytes, and JSON. A worker sends its process id; then it answers jobs,
-each `{"text": ...}` or `{"messages": ..., "tools": ..., "arguments": ...}`, with `{"ids": ...}` or
+each `{"text": ...}` or the arguments of `ChatPrompt.write`, with `{"ids": ...}` or
 `{"refused": words}`, until the socket closes. `is_last`: it ends now, to return its memory.
 """
 

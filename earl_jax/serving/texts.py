@@ -123,7 +123,7 @@ class Texts:
         self._folder.cleanup()
 
     async def ids_of(self, client: str, **job: Any) -> list[int]:
-        """Returns the ids of a `text`, or of `messages` with `tools` and `arguments`.
+        """Returns the ids of a `text`, or of what `ChatPrompt.write` makes of the job.
 
         Raises RequestError for a prompt that cannot be made, or not in time.
         """

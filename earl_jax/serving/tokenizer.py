@@ -16,6 +16,11 @@ class ServedTokenizer:
         self._tokenizer, self._end_ids = tokenizer, tuple(end_ids)
         self._codec = TextCodec(tokenizer)
 
+    @property
+    def chat_template(self) -> str:
+        """The chat template, "" where there is none."""
+        return str(self._tokenizer.chat_template or "")
+
     def reply_ids(self, text: str) -> tuple[int, ...]:
         """Returns the ids of a whole reply of this text, as the tokenizer writes it behind text."""
         end = self._end_ids[0] if self._end_ids else self._tokenizer.eos_token_id

@@ -209,11 +209,26 @@ def prompt(number: int, length: int) -> list[int]:
 def save_parrot(
     folder: Path, *, windows: tuple[int, ...] = (), max_positions: int = PARROT_CONTEXT
 ) -> None:
-    """A checkpoint whose next token depends on the last alone.
-
-    Its layers add nothing. SAYING is said to its end; "x" is followed by "x" without end.
-    """
+    """A checkpoint by which SAYING is said to its end, and "x" is followed by "x" without end."""
     tokenizer = load_tokenizer(MODEL)
+    sampled = [*tokenizer.encode(SAYING), tokenizer.eos_token_id]
+    [forever] = tokenizer.encode("x")
+    after = dict(zip(sampled, sampled[1:], strict=False)) | {forever: forever}
+    save_bigrams(folder, tokenizer, after, windows=windows, max_positions=max_positions)
+
+
+def save_bigrams(
+    folder: Path,
+    tokenizer,
+    after: dict[int, int],
+    *,
+    windows: tuple[int, ...] = (),
+    max_positions: int = PARROT_CONTEXT,
+) -> None:
+    """A checkpoint that says behind each of these tokens the one that is `after` it.
+
+    Its layers add nothing: the next token depends on the last alone.
+    """
     model = ModelConfig(
         num_layers=1,
         width=64,
@@ -232,11 +247,8 @@ def save_parrot(
     embed_VD = rng.normal(size=(VOCAB, model.width)).astype(np.float32)
     embed_VD /= np.linalg.norm(embed_VD, axis=1, keepdims=True)
     head_DV = np.zeros((model.width, VOCAB), np.float32)
-    sampled = [*tokenizer.encode(SAYING), tokenizer.eos_token_id]
-    assert len(set(sampled)) == len(sampled)
-    [forever] = tokenizer.encode("x")
-    for token, after in [*zip(sampled, sampled[1:], strict=False), (forever, forever)]:
-        head_DV[:, after] += embed_VD[token]
+    for token, next_token in after.items():
+        head_DV[:, next_token] += embed_VD[token]
     params = jax.tree.map(jnp.asarray, params | {"embed": embed_VD, "head": head_DV})
     save_checkpoint(
         folder,

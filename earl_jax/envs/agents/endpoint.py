@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The address where agents ask for chat completions: a server in a thread, a path a session."""
+"""The address where agents ask for replies: a server in a thread, a path a session."""
 
 import asyncio
 import functools
@@ -13,6 +13,7 @@ from typing import Any
 
 from earl_jax.envs.agents.session import Asked, Reply, Session
 from earl_jax.envs.environment import LARGEST_REWARD
+from earl_jax.http.apis import APIS, Api, api_at, send_error
 from earl_jax.http.chat import read_chat
 from earl_jax.http.fields import DRAWN, read_object, read_stop, take
 from earl_jax.http.server import Connection, HttpError, HttpLimits, HttpRequest, HttpServer
@@ -32,7 +33,7 @@ _RUN_SETS = (
 )
 # Values of fields that are followed; others would restrict what the policy may say.
 _TAKEN = {"tool_choice": ("auto", "none"), "parallel_tool_calls": (True,)}
-_CHAT, _MODELS, _REWARD = "/v1/chat/completions", "/v1/models", "/v1/reward"
+_MODELS, _REWARD = "/v1/models", "/v1/reward"
 # An idle connection is kept for so long; agents work between two requests.
 _LIMITS = HttpLimits(
     most_bytes=2**26, most_held_bytes=2**30, max_connections=2**14, read_s=600.0, write_s=60.0
@@ -40,7 +41,7 @@ _LIMITS = HttpLimits(
 
 
 class AgentEndpoint:
-    """A server of chat completions; `open` gives each session an address of its own.
+    """A server of the conversations of `APIS`; `open` gives each session an address of its own.
 
     /reward there pays the newest reply, {"reward": 0.5}, before the next request or the end.
     Whatever `model` a request names, the run's policy answers, with the run's sampling. A request
@@ -78,31 +79,39 @@ class AgentEndpoint:
         self._sessions.pop(base_url.split("/")[-2], None)
 
     async def _handle(self, request: HttpRequest, connection: Connection) -> None:
+        name, _, path = request.path.removeprefix("/").partition("/")
+        path = f"/{path}"
+        api = api_at(path)
         try:
-            await self._answer(request, connection)
+            await self._answer(name, path, request, connection, api)
         except HttpError as error:
             if connection.has_begun:
                 raise OSError("the session ended in an answer") from error
-            await connection.send_error(error)
+            await send_error(error, connection, api)
         except OSError:
             raise  # the client went away
         except Exception as error:  # no request may end the server
             _logger.exception("an agent's request could not be answered")
             if not connection.has_begun:
-                await connection.send_error(HttpError(500, f"the server failed: {error!r:.200}"))
+                failed = HttpError(500, f"the server failed: {error!r:.200}")
+                await send_error(failed, connection, api)
 
-    async def _answer(self, request: HttpRequest, connection: Connection) -> None:
-        _, _, place = request.path.partition("/")
-        name, _, path = place.partition("/")
-        answers = {_CHAT: ("POST", self._chat), _REWARD: ("POST", self._reward)}
-        answers[_MODELS] = ("GET", self._models)
-        method, answer = answers.get(f"/{path}", ("", self._models))
+    async def _answer(
+        self, name: str, path: str, request: HttpRequest, connection: Connection, api: Api
+    ) -> None:
+        chat = functools.partial(self._chat, api=api)
+        answers = {
+            **{each: ("POST", chat) for each in APIS},
+            _REWARD: ("POST", self._reward),
+            _MODELS: ("GET", self._models),
+        }
+        method, answer = answers.get(path, ("", self._models))
         if not method:
             raise HttpError(
-                404, f"there is no /{path} here; behind a session there are {', '.join(answers)}"
+                404, f"there is no {path} here; behind a session there are {', '.join(answers)}"
             )
         if request.method != method:
-            raise HttpError(405, f"/{path} takes {method}, not {request.method}")
+            raise HttpError(405, f"{path} takes {method}, not {request.method}")
         session = self._sessions.get(name)
         if session is None:
             raise HttpError(410, "the episode of this address is over, or never was")
@@ -121,12 +130,14 @@ class AgentEndpoint:
         session.pay(float(reward))
         await connection.send_json(200, {"reward": reward})
 
-    async def _chat(self, session: Session, request: HttpRequest, connection: Connection) -> None:
-        given = read_object(request)
+    async def _chat(
+        self, session: Session, request: HttpRequest, connection: Connection, api: Api
+    ) -> None:
+        given = api.to_chat(read_object(request))
         asked = session.ask(self._read(given))
         try:
             reply = await asyncio.shield(asyncio.wrap_future(asked.reply))
-            await _send(given, reply, connection)
+            await _send(given, reply, connection, api)
         except (asyncio.CancelledError, OSError):
             session.lose(asked)
             raise
@@ -168,7 +179,7 @@ class AgentEndpoint:
         return Asked(messages=messages, tools=tools, stop=read_stop(fields))
 
 
-async def _send(given: Mapping[str, Any], reply: Reply, connection: Connection) -> None:
+async def _send(given: Mapping[str, Any], reply: Reply, connection: Connection, api: Api) -> None:
     """Sends a reply, as events where the request asks for a stream."""
     head = {
         "id": f"chatcmpl-{secrets.token_hex(12)}",
@@ -184,15 +195,17 @@ async def _send(given: Mapping[str, Any], reply: Reply, connection: Connection) 
     if not take(given, "stream", bool, False):
         choice = {"index": 0, "message": reply.message, "logprobs": None, "finish_reason": reason}
         whole = {**head, "object": "chat.completion", "choices": [choice], "usage": usage}
-        return await connection.send_json(200, whole)
+        return await connection.send_json(200, api.whole(whole))
     await connection.begin_events()
     head["object"] = "chat.completion.chunk"
+    chunks = []
     for delta, ends in _deltas(reply.message, reason):
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": ends}
-        await connection.send_event({**head, "choices": [choice]})
+        chunks.append({**head, "choices": [choice]})
     if take(given, "stream_options", dict, {}).get("include_usage"):
-        await connection.send_event({**head, "choices": [], "usage": usage})
-    await connection.send_event("[DONE]")
+        chunks.append({**head, "choices": [], "usage": usage})
+    for event in (*(each for chunk in chunks for each in api.events(chunk)), *api.end()):
+        await connection.send_event(event)
     return await connection.end_events()
 
 

@@ -127,6 +127,20 @@ def text_beside(text: str) -> str:
     return text if text.strip() else ""
 
 
+def call_opening(template: str, name: str) -> str:
+    """Returns the text with which a chat template's calls of a tool begin, those of any if "".
+
+    It is "" for a template that does not write calls between <tool_call> and </tool_call>.
+    """
+    if OPEN not in template:
+        return ""
+    if not name:
+        return f"{OPEN}\n"
+    if "<function=" in template:
+        return f"{OPEN}\n<function={name}>\n"
+    return f'{OPEN}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments":'
+
+
 def _call_of(text: str) -> Call:
     if (function := _FUNCTION.fullmatch(text)) is not None:
         name, inside = function.groups()
