@@ -325,6 +325,12 @@ BAD = {
     ),
     "order": (CHAT, {"messages": [{"role": "tool", "content": "a"}]}, 400, "no call came before"),
     "tool": (CHAT, {"messages": USER, "tools": [{"name": "f"}]}, 400, r"tools\[0\] is .* must be"),
+    "no calls": (
+        CHAT,
+        {"messages": USER, "tools": [TOOL], "tool_choice": "required"},
+        400,
+        "chat template does not write calls between <tool_call>",
+    ),
     "calls": (
         CHAT,
         {"messages": [{"role": "assistant", "tool_calls": [5]}]},

@@ -10,6 +10,7 @@ import pytest
 from earl_jax.engine.config import Sampling
 from earl_jax.envs.text.codec import TextCodec
 from earl_jax.envs.text.tokenizer import load_tokenizer
+from earl_jax.envs.tools.calls import call_opening
 from earl_jax.serving.http_answers import ChatForm, Choice
 from earl_jax.serving.http_api import _collect, _stream
 from earl_jax.serving.reply import Reply, Token
@@ -119,3 +120,21 @@ def test_without_tools_a_call_is_text():
     asyncio.run(_collect(reply, choice))
     answer = ChatForm(codec.decode).whole(choice)
     assert answer["message"]["content"] == CALL and answer["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("template", "behind"),
+    [
+        ("a <tool_call> b", ' {"a": 1, "b": "é"}}</tool_call>'),
+        ("<tool_call> <function=", TAGGED.partition("<function=add>\n")[2]),
+    ],
+)
+def test_a_demanded_call_is_begun_as_the_template_writes_it(template, behind):
+    opening = call_opening(template, "add")
+    assert call_opening(template, "") == "<tool_call>\n" and opening.startswith("<tool_call>\n")
+    reply, codec = reply_of(behind)
+    choice = Choice(0)
+    asyncio.run(_collect(reply, choice))
+    message = ChatForm(codec.decode, tools=TOOLS, opening=opening).whole(choice)["message"]
+    assert called(message["tool_calls"]) == [ADDED] and message["content"] is None
+    assert call_opening("no tools", "add") == ""
