@@ -118,10 +118,15 @@ def test_over_http_every_sampled_id_is_returned_and_the_last_ends_the_reply(parr
 
 
 def test_over_http_a_stop_string_ends_the_text(parrot):
-    for stop, text in ((["🙂"], "日"), ("ok", "日🙂é "), (["nothing", "é"], "日🙂")):
+    for stop, text, found in (
+        (["🙂"], "日", "🙂"),
+        ("ok", "日🙂é ", "ok"),
+        (["nothing", "é"], "日🙂", "é"),
+    ):
         body = {"prompt": "<", "stop": stop, "max_tokens": 100}
         [choice] = ask(parrot.http, COMPLETIONS, **body)["choices"]
         assert (choice["text"], choice["finish_reason"]) == (text, "stop")
+        assert choice["stop_reason"] == found
         parts = [part["choices"][0] for part in events(parrot.http, COMPLETIONS, **body)]
         assert "".join(part["text"] for part in parts) == text
         assert parts[-1]["finish_reason"] == "stop"
@@ -131,7 +136,13 @@ def test_over_http_a_stop_string_ends_the_text(parrot):
     assert not any("\ufffd" in text for text in texts)
     # Cut in the middle of the first character.
     [choice] = ask(parrot.http, COMPLETIONS, prompt="<", max_tokens=1)["choices"]
-    assert choice == {"index": 0, "text": "\ufffd", "logprobs": None, "finish_reason": "length"}
+    assert choice == {
+        "index": 0,
+        "text": "\ufffd",
+        "logprobs": None,
+        "finish_reason": "length",
+        "stop_reason": None,
+    }
 
 
 def test_replies_that_stop_give_their_slots_back(parrot):
