@@ -249,50 +249,18 @@ def ragged_batch() -> TrajectoryBatch:
 CUT = MeshShape(data=2, context=4)
 
 
-@functools.cache
-def mean_over_sequences(aggregation: str):
-    """The loss of `ragged_batch` with GRPO's, and its gradient, by weights that numpy counts."""
-    batch, weights = ragged_batch(), np.zeros((ROWS, LENGTH), np.float32)
-    mask, num_sequences = batch.turn_ids > 0, 0
-    for row in range(ROWS):
-        for segment in (1, 2):
-            inside = mask[row] & (batch.segment_ids[row] == segment)
-            num_sequences += inside.any()
-            divisor = max(1, inside.sum()) if aggregation == "sequence" else 50
-            weights[row, inside] = 1 / divisor
-    assert num_sequences == 8  # two of each row of 16, none of a row of 2
-
-    def loss_of(params):
-        scores = own_scores(params, batch)
-        ratio = jnp.exp(scores.logprobs - batch.logprobs)
-        gain = jnp.minimum(ratio, jnp.where(batch.advantages > 0, jnp.clip(ratio, 0.8, 1.2), ratio))
-        gain = jnp.where(batch.advantages < 0, jnp.maximum(ratio, 0.8), gain) * batch.advantages
-        losses = -gain - 0.02 * scores.entropy
-        return jnp.sum(jnp.where(mask, weights * losses, 0)) / num_sequences
-
-    params = init_state(MODEL, TrainConfig(), VOCAB, make_layout(ONE), seed=0).params
-    return jax.jit(jax.value_and_grad(loss_of))(params)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("aggregation", "mesh"), [("sequence", CUT), ("constant", CUBE)], ids=str)
-def test_means_over_sequences_are_those_of_the_whole_batch(aggregation, mesh):
-    """Against weights that numpy counts row by row; sharded, and in two micro-batches."""
-    settings = GrpoSettings(aggregation=aggregation, aggregation_tokens=50)
-    algorithm = dataclasses.replace(ALGORITHMS["grpo"], settings=settings)
-    learner, batch = make_learner(algorithm), ragged_batch()
-    loss, expected = mean_over_sequences(aggregation)
-    grads, metrics = updated(learner, batch, mesh, 2)
-    assert metrics["loss"] == pytest.approx(float(loss), rel=1e-4)
-    assert metrics["policy_tokens"] == (batch.turn_ids > 0).sum()
-    assert_same(grads, expected, rtol=2e-3, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_gspo_is_the_same_where_rows_are_cut():
-    learner, batch = make_learner(ALGORITHMS["gspo"]), ragged_batch()
-    expected, metrics = updated(learner, batch)
-    grads, found = updated(learner, batch, CUT)
+@pytest.mark.parametrize(
+    ("name", "aggregation", "mesh"), [("gspo", "sequence", CUT), ("grpo", "constant", CUBE)]
+)
+def test_means_over_sequences_are_the_same_on_a_mesh_and_in_parts(name, aggregation, mesh):
+    """Their values: test_torch_losses.py."""
+    settings = dataclasses.replace(
+        ALGORITHMS[name].settings, aggregation=aggregation, aggregation_tokens=50
+    )
+    learner = make_learner(dataclasses.replace(ALGORITHMS[name], settings=settings))
+    expected, metrics = updated(learner, ragged_batch())
+    grads, found = updated(learner, ragged_batch(), mesh, 2)
     assert found == pytest.approx(metrics, rel=1e-4, abs=1e-6)
     assert_same(grads, expected, rtol=2e-3, atol=1e-6)
 

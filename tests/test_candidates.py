@@ -125,11 +125,6 @@ def test_a_named_mesh_that_the_model_cannot_use_is_refused():
     assert "Possible here: 'data=8'; 'data=4,tensor=2'" in message
 
 
-def test_an_unknown_axis_is_refused():
-    with pytest.raises(ValueError, match="'model=2'.*axes are data, fsdp, context, expert, tensor"):
-        rollout_candidates(8, ("data=4,model=2",), possible)
-
-
 def test_a_mesh_says_the_axes_that_cut_something():
     shape = MeshShape(data=2, expert=4, tensor=2)
     assert str(shape) == "data=2,expert=4,tensor=2"

@@ -9,11 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from earl_jax.algorithms.algorithm import RewardFacts, TokenFacts, ValueFacts
-from earl_jax.algorithms.algorithms import ALGORITHMS, ppo_loss, turn_rewards
+from earl_jax.algorithms.algorithm import RewardFacts, ValueFacts
 from earl_jax.algorithms.gae import advantage_estimates, value_loss
 from earl_jax.algorithms.settings import PpoSettings
-from earl_jax.config.config import Config
 from tests.support.settings import make_config
 
 PLAIN = PpoSettings(gamma=0.9, gae_lambda=0.5, normalize_advantages=False)
@@ -67,34 +65,6 @@ def test_turn_level_by_hand():
     np.testing.assert_allclose(found.returns[0], returns, rtol=1e-6)
 
 
-def test_without_discount_and_with_lambda_1_the_return_is_the_outcome():
-    """Whatever the critic says."""
-    settings = dataclasses.replace(PLAIN, gamma=1.0, gae_lambda=1.0)
-    found = estimate(facts_of(TURNS, {1: 0.5, 2: 1.0}, VALUES), settings)
-    np.testing.assert_allclose(found.returns[0], [0, 1.5, 1.5, 0, 1.0, 1.0], rtol=1e-6)
-
-
-@pytest.mark.parametrize("settings", [PLAIN, TURN], ids=["token", "turn"])
-def test_nothing_crosses_from_episode_to_episode_and_a_fork_is_no_end(settings):
-    """A row of two episodes; the first forks between its turns (its second sample is 2)."""
-    first = facts_of([0, 1, 1, 0, 2], {1: 0.5, 2: 1.0}, [0, 0.1, 0.2, 0, 0.4], [1, 1, 1, 2, 2])
-    second = facts_of([0, 1], {1: -1.0}, [0, 0.7], [3, 3])
-    row = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), first, second)
-    whole = facts_of([0, 1, 1, 0, 2], {1: 0.5, 2: 1.0}, [0, 0.1, 0.2, 0, 0.4])
-    found, alone, other = (estimate(f, settings) for f in (row, whole, second))
-    for name in ("advantages", "returns"):
-        expected = np.concatenate([getattr(alone, name), getattr(other, name)], axis=1)
-        np.testing.assert_allclose(getattr(found, name), expected, rtol=1e-6)
-
-
-def test_a_batch_without_tokens_and_one_of_equal_advantages_give_zeros():
-    empty = facts_of([0, 0, 0], {}, [1, 1, 1])
-    equal = facts_of([0, 1, 0, 2], {1: 0.0, 2: 0.0}, [0, 0, 0, 0])
-    for facts in (empty, equal):
-        for found in estimate(facts, PpoSettings()):
-            np.testing.assert_array_equal(found, np.zeros_like(found))
-
-
 # The loss of values.
 
 
@@ -123,34 +93,6 @@ def test_value_loss_and_its_gradient_by_hand():
 # The policy's part, and the settings.
 
 
-def test_a_penalty_in_the_reward_is_not_taken_twice():
-    """The loss is that of the advantages as they are; only the metric is added."""
-    row = jnp.array([[-1.0, -2.0]])
-    facts = TokenFacts(
-        mask=jnp.ones((1, 2), bool),
-        sequences=jnp.ones((1, 2), jnp.int32),
-        logprobs=row,
-        entropy=row,
-        behaviour=row,
-        advantages=jnp.array([[0.5, -1.0]]),
-        reference=row - 0.25,
-    )
-    found = ppo_loss(facts, PpoSettings(kl_coefficient=3.0, kl_estimator="k1", kl_in="reward"))
-    np.testing.assert_allclose(found.losses[0], [-0.5, 1.0], rtol=1e-6)
-    np.testing.assert_allclose(found.metrics["reference_kl"][0], [0.25, 0.25], rtol=1e-5)
-    in_loss = ppo_loss(facts, PpoSettings(kl_coefficient=2.0, kl_estimator="k2"))
-    np.testing.assert_allclose(in_loss.losses[0], [-0.4375, 1.0625], rtol=1e-5)
-
-
-def test_the_rewards_of_turns_are_what_the_devices_get():
-    class Episode:
-        turn_rewards = (0.0, 1.0)
-
-    (row,) = turn_rewards([Episode()], PpoSettings())  # pyright: ignore
-    np.testing.assert_array_equal(row, [0.0, 1.0])
-    assert ALGORITHMS["ppo"].min_group_size == 1
-
-
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -164,13 +106,3 @@ def test_the_rewards_of_turns_are_what_the_devices_get():
 def test_settings_that_cannot_be(overrides, words):
     with pytest.raises(ValueError, match=words):
         make_config({"algorithm": "ppo", "algorithm_args": {}}, overrides)
-
-
-def test_a_config_of_ppo_keeps_its_settings():
-    args = {"gae_level": "turn", "gae_lambda": 1.0}
-    given = {"algorithm": "ppo", "algorithm_args": args, "train": {"critic": {"pretrain_steps": 3}}}
-    config = make_config(given)
-    assert isinstance(config, Config) and config.networks.critic and not config.networks.reference
-    assert config.algorithm_args == dataclasses.replace(ALGORITHMS["ppo"].settings, **args)
-    again = make_config(config.as_dict())
-    assert (again.algorithm_args, again.train) == (config.algorithm_args, config.train)

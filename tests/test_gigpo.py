@@ -78,26 +78,6 @@ def test_an_advantage_is_the_episode_s_and_the_weighted_turn_s(anchor, expected)
     np.testing.assert_allclose(table[:, :2], expected, rtol=1e-6)
 
 
-def test_without_weight_it_is_grpo():
-    rng = np.random.default_rng(0)
-    episodes = [
-        played(i, *((f"s{rng.integers(3)}", "r", rng.normal()) for _ in range(4)), group=i // 4)
-        for i in range(8)
-    ]
-    weightless = assign_credit(with_settings(turn_weight=0.0), episodes)
-    np.testing.assert_array_equal(
-        weightless.advantages, assign_credit(ALGORITHMS["grpo"], episodes).advantages
-    )
-    assert np.abs(assign_credit(GIGPO, episodes).advantages - weightless.advantages).max() > 0.1
-
-
-def test_equal_returns_in_a_state_have_exactly_zero_at_any_scale():
-    episodes = [played(i, ("a", "x", 100.1), ("a", "y", 100.1)) for i in range(7)]
-    np.testing.assert_array_equal(
-        assign_credit(with_settings(turn_discount=0.0), episodes).advantages, 0
-    )
-
-
 def test_a_turn_without_a_reward_is_none_and_its_state_is_not_another_s():
     """Rewards are those of the first turns, states those of all."""
     short = dataclasses.replace(RIGHT, turn_rewards=(0.0,))

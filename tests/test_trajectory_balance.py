@@ -12,7 +12,6 @@ import pytest
 from earl_jax.algorithms.advantages import assign_credit
 from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.algorithms.requirements import Networks, networks_of, scored_passes
-from earl_jax.algorithms.sequences import group_sums
 from earl_jax.algorithms.settings import TbaSettings
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.logprobs import TokenScores
@@ -21,7 +20,7 @@ from earl_jax.selector.plans import TrainPlan
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
-from earl_jax.train.scoring import score_batch, with_estimates
+from earl_jax.train.scoring import with_estimates
 from earl_jax.train.state import init_state
 from earl_jax.train.step import read_metrics
 from earl_jax.train.update import token_facts
@@ -35,13 +34,6 @@ TBA = ALGORITHMS["tba"]
 VOCAB, ROWS, LENGTH = 32, 8, 16
 MODEL = ModelConfig(**TINY)
 ONE, MESH = MeshShape(), MeshShape(fsdp=2, context=2, tensor=2)
-
-
-def test_sums_over_groups_by_hand():
-    """Groups lie in several rows, and anywhere in them."""
-    values = jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-    groups = jnp.array([[7, 2, 2], [0, 7, 2]])
-    assert group_sums(values, groups).tolist() == [[6, 11, 11], [4, 6, 11]]
 
 
 def two_rows(**changes) -> TrajectoryBatch:
@@ -103,32 +95,6 @@ def test_the_loss_and_its_gradient_by_hand():
     np.testing.assert_allclose(slope, [[0, -1, -1, 0, 0.5], [0, 1, 0, -0.5, 0]], atol=1e-6)
 
 
-def test_in_a_later_update_the_log_ratios_are_new_and_log_z_is_not():
-    """A's log-ratio has become -1 + 2 = 1, which is balanced: (0 + 4 + 1 + 1) / 4."""
-    batch = estimated(two_rows())
-    policy = two_rows().proximal.at[0, 2].set(0.0)
-    loss, slope = loss_and_slope(batch, policy)
-    assert float(loss) == pytest.approx(1.5)
-    np.testing.assert_allclose(slope, [[0, 0, 0, 0, 0.5], [0, 1, 0, -0.5, 0]], atol=1e-6)
-
-
-def test_what_is_added_to_the_rewards_of_a_group_changes_nothing():
-    found, other = (
-        estimated(two_rows(advantages=rewards)).advantages
-        for rewards in ([[0.0, 2, 2, 0, 2], [0, 0, 0, 2, 0]], [[0.0, 5, 5, 0, 0], [0, 3, 0, 0, 0]])
-    )
-    np.testing.assert_allclose(found, other, atol=1e-6)
-
-
-def test_the_loss_is_0_at_the_reference_times_exp_of_the_reward():
-    """Log policy - log reference is r / beta - 3 in group 1, r / beta - 2.5 in group 2."""
-    policy = [[9.0, -1.5, -1.5, 9, -1.5], [9, -5.0, 9, -1.5, 9]]
-    batch = estimated(two_rows(proximal=policy))
-    loss, slope = loss_and_slope(batch, jnp.array(policy))
-    assert float(loss) == pytest.approx(0, abs=1e-10)
-    np.testing.assert_allclose(slope, 0, atol=1e-5)
-
-
 def test_the_host_gives_centred_rewards_over_beta_and_numbers_of_groups():
     """Rewards 1 and 0 with beta 0.25: 4 and 0, less their mean. A failure has no tokens."""
     algorithm = dataclasses.replace(TBA, settings=TbaSettings(kl_coefficient=0.25))
@@ -172,53 +138,33 @@ def ragged_batch() -> TrajectoryBatch:
     )
 
 
-def vargrad(logprobs, reference, batch: TrajectoryBatch) -> jax.Array:
-    """The loss as the paper has it, sequence by sequence."""
-    found, groups = [], []
-    for row, number in np.argwhere(
-        [[(s == n).any() for n in (1, 2, 3)] for s in batch.segment_ids]
-    ):
-        inside = (batch.segment_ids[row] == number + 1) & (batch.turn_ids[row] > 0)
-        log_ratio = jnp.sum(jnp.where(inside, logprobs[row] - reference[row], 0))
-        found.append(log_ratio - batch.advantages[row, inside][0])
-        groups.append(batch.groups[row, inside][0])
-    errors = jnp.stack(found)
-    log_z = {n: -jax.lax.stop_gradient(errors[np.equal(groups, n)].mean()) for n in set(groups)}
-    return jnp.mean((errors + jnp.stack([log_z[n] for n in groups])) ** 2)
-
-
-def whole_batch():
-    """Loss and gradient of `ragged_batch` on one device, and the weights of the reference."""
-    config, one, batch = TrainConfig(), make_layout(ONE), ragged_batch()
-    states = [init_state(MODEL, config, VOCAB, one, seed=seed) for seed in (0, 1)]
-    params, other = jax.device_get([state.params for state in states])
-
-    def loss_of(params):
-        scores = [score_batch(MODEL, config, one, 1.0, each, batch) for each in (params, other)]
-        return vargrad(scores[0].logprobs, scores[1].logprobs, batch)
-
-    return *jax.jit(jax.value_and_grad(loss_of))(params), other
+def updated(mesh: MeshShape, micro_batches: int):
+    """Loss and gradient of `ragged_batch`, with a reference of other weights."""
+    config = TrainConfig(max_grad_norm=1e9, micro_batches=micro_batches)
+    learner, layout = plain_learner(MODEL, config, TBA, VOCAB), make_layout(mesh)
+    assert learner.networks == Networks(reference=True)
+    state, other = (
+        init_state(MODEL, config, VOCAB, layout, seed=seed, networks=learner.networks)
+        for seed in (0, 1)
+    )
+    state = dataclasses.replace(state, reference=other.reference)
+    plan = TrainPlan(mesh, micro_batches, "none")
+    batch = jax.device_put(ragged_batch(), layout.activations("NS"))
+    (scored,) = learner.score([plan], state, [batch])
+    after, metrics = learner.update(plan, state, scored, np.array([1e-3, 0], np.float32))
+    grads = jax.tree.map(lambda moment: np.asarray(moment) / 0.1, after.optimizer[1].mu)
+    return read_metrics(metrics)["loss"], grads
 
 
 @pytest.mark.slow
-def test_an_update_is_that_of_the_whole_batch():
-    """Sequences of a group are in several rows, micro-batches and shards, and cut over devices."""
-    config = TrainConfig(max_grad_norm=1e9, micro_batches=2)
-    learner = plain_learner(MODEL, config, TBA, VOCAB)
-    assert learner.networks == Networks(reference=True)
-    batch, layout = ragged_batch(), make_layout(MESH)
-    loss, expected, other = whole_batch()
-    state = init_state(MODEL, config, VOCAB, layout, seed=0, networks=learner.networks)
-    dtypes = jax.tree.map(lambda leaf: leaf.dtype, state.reference)
-    reference = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), other, dtypes)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state.reference)
-    state = dataclasses.replace(state, reference=jax.device_put(reference, shardings))
-    plan = TrainPlan(MESH, 2, "none")
-    (scored,) = learner.score([plan], state, [jax.device_put(batch, layout.activations("NS"))])
-    after, metrics = learner.update(plan, state, scored, np.array([1e-3, 0], np.float32))
-    assert read_metrics(metrics)["loss"] == pytest.approx(float(loss), rel=1e-4)
-    grads = jax.tree.map(lambda moment: np.asarray(moment) / 0.1, after.optimizer[1].mu)
-    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
+def test_an_update_is_the_same_on_a_mesh_and_in_parts():
+    """Sequences of a group are in several rows, micro-batches and shards, and cut over devices.
+
+    The value: test_torch_losses.py.
+    """
+    (loss, expected), (found, grads) = updated(ONE, 1), updated(MESH, 2)
+    assert found == pytest.approx(loss, rel=1e-4)
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-5 * largest),
         grads,
