@@ -28,7 +28,7 @@ from earl_jax.train.scoring import score_batch
 from earl_jax.train.state import state_shapes
 from earl_jax.train.step import batch_shapes
 from tests.support.compilers import has_tokamax, need_compiler, need_tokamax
-from tests.support.rows import HEAD_SIZE, make_rows
+from tests.support.rows import HEAD_SIZE, make_rows, out_and_gradients
 from tests.support.settings import make_config
 from tests.support.updates import lowered_update
 
@@ -45,20 +45,6 @@ TINY = ModelConfig(
 
 # More than a block.
 LONG = 129
-
-
-def out_and_gradients(attend, query, key, value, segments):
-    """Returns the attention output, and gradients of a weighted sum of it without padding."""
-    weights = jnp.asarray(np.random.default_rng(7).normal(size=query.shape), jnp.float32)
-    real = (segments > 0)[:, :, None, None, None]
-
-    def total(query, key, value):
-        out = jnp.where(real, attend(query, key, value, segments), 0.0)
-        return jnp.sum(out * weights), out
-
-    grad = jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))
-    gradients, out = grad(query, key, value)
-    return [out, *gradients]
 
 
 def default_device_of(layout: Layout):
@@ -88,8 +74,8 @@ def test_a_kernel_is_the_reference_forward_and_backward(
     reference = functools.partial(attend_rows, "blockwise", make_layout(MeshShape()), **settings)
     # tokamax's reference counts on what conftest.py forbids.
     with jax.numpy_rank_promotion("allow" if kernel == "tokamax" else "raise"):
-        ours = out_and_gradients(lambda q, k, v, s: attend(q, k, v, s), *arrays, segments)
-    theirs = out_and_gradients(lambda q, k, v, s: reference(q, k, v, s), *arrays, segments)
+        ours = out_and_gradients(attend, *arrays, segments=segments)
+    theirs = out_and_gradients(reference, *arrays, segments=segments)
     for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
     # The comparison means something: without its window or its cap, or across segments, it fails.

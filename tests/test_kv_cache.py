@@ -2,22 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pages: what is written where, what they weigh, and attention over them against dense keys."""
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from earl_jax.models.attention import paged_triton
-from earl_jax.models.attention.page_shares import own_share
 from earl_jax.models.attention.paged_attention import Tile, attend_pages
 from earl_jax.models.attention.rows import Positions, attention
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.kv_cache import LayerCache, PagedCache, place_pages, write
-from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.models.kv_cache import LayerCache, PagedCache, write
 from tests.support.caches import empty_cache, reading_of
 
 MODEL = ModelConfig(num_layers=2, width=32, num_heads=4, num_kv_heads=2, head_size=8, ffn_size=64)
@@ -293,40 +289,6 @@ def test_the_kernel_for_gpus_is_our_attention_over_pages(
     )
     expected = np.asarray(
         jax.jit(functools.partial(attend, **settings))(cache, query, cached, counts)
-    )
-    real = np.arange(length)[None, :] < counts[:, None]
-    np.testing.assert_allclose(out[real], expected[real], atol=2e-6)
-    assert not out[counts == 0].any() and np.isfinite(out).all()
-
-
-@pytest.mark.parametrize(("length", "tokens_a_split"), [(1, 8), (4, 1024)])
-def test_where_pages_are_cut_devices_with_the_kernel_for_gpus_add_up_what_they_see(
-    filled, length, tokens_a_split, monkeypatch
-):
-    """Each of two devices has half of every page; of a chunk each gets its own queries back."""
-    monkeypatch.setattr(paged_triton, "TOKENS_A_SPLIT", tokens_a_split)
-    cache, _, _, cached = filled
-    rng = np.random.default_rng(1)
-    query = jnp.asarray(rng.normal(size=(ROWS, length, 2, 3, 8)), jnp.float32)
-    counts = np.minimum(rng.integers(0, length + 1, ROWS), MAX_TOKENS - cached).astype(np.int32)
-    layout = make_layout(MeshShape(context=2), jax.devices()[:2])
-    pages, whole = place_pages(cache.pools[0], layout.activation_spec), P()
-
-    def on_devices(cache, query, cached, counts):
-        share, scatter = own_share(cache.parts), length > 1
-        return by_triton(cache, query, cached, counts, window=12, share=share, scatter=scatter)
-
-    run = jax.shard_map(
-        on_devices,
-        mesh=layout.mesh,
-        in_specs=(PagedCache(pools=[pages], table=whole, parts=2), whole, whole, whole),
-        out_specs=P(None, "context") if length > 1 else whole,
-        check_vma=False,
-    )
-    cut = dataclasses.replace(cache, parts=2)
-    out = np.asarray(jax.jit(run)(cut, query, jnp.asarray(cached), jnp.asarray(counts)))
-    expected = np.asarray(
-        jax.jit(functools.partial(attend, window=12))(cache, query, cached, counts)
     )
     real = np.arange(length)[None, :] < counts[:, None]
     np.testing.assert_allclose(out[real], expected[real], atol=2e-6)

@@ -37,7 +37,7 @@ from earl_jax.models.checkpoints.hf_settings import read_settings
 from earl_jax.models.checkpoints.hf_write import save_checkpoint
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_drafts, forward_rows
-from earl_jax.models.kv_cache import LayerCache, PagedCache, empty_pages, place_pages
+from earl_jax.models.kv_cache import LayerCache, PagedCache, place_pages
 from earl_jax.models.moe.experts import route
 from earl_jax.models.moe.routing import count_routing
 from earl_jax.models.parameters import layers_with, stack_layers, uniform_stacks, unstack_layers
@@ -98,15 +98,6 @@ def test_reading_latents_equals_expanded_keys_and_values_at_every_token(name, ke
         )
         np.testing.assert_allclose(found, full[:, start : start + size], atol=3e-5)
         start += size
-
-
-def test_a_page_has_one_row_of_each_token_and_layer():
-    """Latent and rotated key: 24 + 8 numbers, where heads would have 4 x (24 + 24)."""
-    model = checkpoint("deepseek_v3").model
-    assert model.cached_size == 24 + 8
-    pools = empty_pages(model, 5, 16)
-    leaves = jax.tree.leaves(pools)
-    assert [leaf.shape for leaf in leaves] == [(5, 1, 32, 16)] * model.num_layers
 
 
 def test_pages_are_whole_on_every_device_of_the_tensor_axis_and_cut_over_context():
@@ -247,34 +238,10 @@ def test_rows_cut_over_context_score_as_whole_ones():
 
 # Routers.
 
-GROUPED = ModelConfig(
-    num_experts=6, experts_per_token=2, expert_groups=3, groups_per_token=2, expert_scale=2.0
-)
-
 
 def route_logits(model: ModelConfig, *logits: float, correction=None):
     given = np.array([logits], np.float32), np.eye(len(logits), dtype=np.float32), None, correction
     return jax.jit(functools.partial(route, model))(*given)
-
-
-def test_experts_are_in_the_groups_with_the_best_one():
-    """Groups 01, 23 and 45: the second best expert is in the third best group."""
-    logs = np.log([0.3, 0.05, 0.32, 0.01, 0.08, 0.24])
-    weights, experts = route_logits(dataclasses.replace(GROUPED, group_score=1), *logs)
-    assert experts.tolist() == [[2, 0]]
-    np.testing.assert_allclose(weights, [[2 * 0.32 / 0.62, 2 * 0.3 / 0.62]], rtol=1e-6)
-    plain = dataclasses.replace(GROUPED, groups_per_token=3, normalize_expert_weights=False)
-    weights, experts = route_logits(plain, *np.log([0.1, 0.05, 0.32, 0.01, 0.22, 0.3]))
-    assert experts.tolist() == [[2, 5]]
-    np.testing.assert_allclose(weights, [[0.64, 0.6]], rtol=1e-6)
-
-
-def test_experts_are_in_the_groups_with_the_best_two():
-    """The groups' sums are 0.35, 0.33 and 0.32, so that the third, with 0.24, is left out."""
-    logs = np.log([0.3, 0.05, 0.2, 0.13, 0.08, 0.24])
-    weights, experts = route_logits(dataclasses.replace(GROUPED, group_score=2), *logs)
-    assert experts.tolist() == [[0, 2]]
-    np.testing.assert_allclose(weights, [[2 * 0.3 / 0.5, 2 * 0.2 / 0.5]], rtol=1e-6)
 
 
 def test_corrections_choose_and_do_not_weigh():
@@ -477,13 +444,6 @@ def test_a_kimi_k2_is_written_as_deepseek_v3(tmp_path):
     assert written == json.loads((REFERENCE / "deepseek_v3_tied" / "config.json").read_text())
     again = load_parameters(open_checkpoint(tmp_path / "out"), make_layout(MeshShape()))
     assert_equal_trees(again, loaded("deepseek_v3_tied"))
-
-
-def test_scores_are_scaled_by_the_square_of_mscale():
-    """DeepSeek-V3: (0.1 ln 40 + 1)^2 times 1 / sqrt(192)."""
-    scale = PRESETS["deepseek-v3"].attention_scale
-    assert scale == pytest.approx((0.1 * np.log(40) + 1) ** 2 / np.sqrt(192), rel=1e-12)
-    assert PRESETS["moonlight-16b-a3b"].attention_scale == 192**-0.5
 
 
 def test_the_kernel_for_tpus_has_keys_and_values():

@@ -153,24 +153,6 @@ def test_a_rank_1_adapter_by_hand():
     np.testing.assert_array_equal(grad_b, [[4.0, 4.0]])  # 4 (x A)
 
 
-@pytest.mark.slow
-def test_heads_and_layers_are_merged_each_with_its_own():
-    """Against plain matrices: query_DKGH as [D, KGH], out_KGHD as [KGH, D], layer by layer."""
-    state = on_host()
-    for name in TARGETS:
-        inputs, outputs = PROJECTIONS[name]
-        node = policy(state)["layers"][name]
-        whole = np.asarray(jax.jit(merged)(node))
-        for layer in range(MODEL.num_layers):
-            weight, a, b = (np.asarray(part[layer], np.float64) for part in jax.tree.leaves(node))
-            rows = int(np.prod(weight.shape[: len(inputs)]))
-            expected = weight.reshape(rows, -1) + 3.0 * a.reshape(rows, 4) @ b.reshape(4, -1)
-            np.testing.assert_allclose(whole[layer].reshape(expected.shape), expected, atol=2e-6)
-            one = jax.tree.map(lambda part, layer=layer: part[layer], node)
-            np.testing.assert_array_equal(jax.jit(merged)(one), whole[layer])
-        assert node.weight.ndim == 1 + len(inputs) + len(outputs)
-
-
 # The state.
 
 

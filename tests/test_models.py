@@ -14,7 +14,7 @@ import pytest
 
 from earl_jax.models.attention.kernels import Kernel
 from earl_jax.models.attention.rows import BLOCK_SIZE, Positions, _attend, attention
-from earl_jax.models.config import ModelConfig, RopeScaling
+from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import (
     forward_chunk,
     forward_rows,
@@ -122,43 +122,6 @@ def test_rotary_is_a_turn_of_pairs(axes_between):
             index = (row, slice(None), *place)
             expected = rotate_by_hand(x[index], positions[row].tolist(), 100.0)
             np.testing.assert_allclose(out[index], expected, atol=3e-5)
-
-
-def test_yarn_keeps_fast_pairs_divides_slow_ones_and_lengthens():
-    """By hand: pair i of 4 turns 32 * 10 ** (-i / 4) / (2 pi) times over 32 positions.
-
-    32 times would be pair -4.25, below the first; once is pair 2.83, so that the third is the last.
-    """
-    scaling = RopeScaling(
-        kind="yarn",
-        factor=4.0,
-        low_freq_factor=1.0,
-        high_freq_factor=32.0,
-        original_max_position=32,
-    )
-    plain = 10.0 ** (-np.arange(4) / 4)
-    divided = np.array([0, 1 / 3, 2 / 3, 1])
-    expected = plain * (1 - divided) + plain / 4 * divided
-    np.testing.assert_allclose(rope_frequencies(8, 10.0, scaling), expected, rtol=1e-6)
-    x = jnp.ones((1, 2, 1, 8))
-    turned = rotate(x, jnp.arange(2)[None], rope_frequencies(8, 10.0, scaling), scaling.magnitude)
-    lengths = np.linalg.norm(turned, axis=-1)
-    np.testing.assert_allclose(lengths, (1 + 0.1 * math.log(4)) * math.sqrt(8), rtol=1e-6)
-    given = dataclasses.replace(scaling, attention_factor=1.5)
-    assert given.magnitude == 1.5 and dataclasses.replace(given, factor=1.0).magnitude == 1
-
-
-def test_yarn_without_truncation_has_its_bounds_between_pairs():
-    """By hand: one turn is pair 4 log10(16 / pi) = 2.83, and four are pair 0.42."""
-    scaling = RopeScaling(
-        kind="yarn", factor=4.0, high_freq_factor=4.0, original_max_position=32, truncate=False
-    )
-    first, last = (4 * math.log10(16 / math.pi / turns) for turns in (4, 1))
-    assert (first, last) == pytest.approx((0.42, 2.83), abs=0.01)
-    divided = np.clip((np.arange(4) - first) / (last - first), 0, 1)
-    plain = 10.0 ** (-np.arange(4) / 4)
-    expected = plain * (1 - divided) + plain / 4 * divided
-    np.testing.assert_allclose(rope_frequencies(8, 10.0, scaling), expected, rtol=1e-6)
 
 
 def attention_by_hand(query, key, value, may_look, *, scale, softcap=math.inf) -> np.ndarray:
@@ -384,69 +347,6 @@ def test_attention_is_softmax_attention_with_groups_causality_segments_windows(w
 # The whole model.
 
 
-def logits_by_hand(params, tokens: np.ndarray) -> np.ndarray:
-    """The decoder of one unpacked row in float64 numpy, from the papers' formulas."""
-    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
-
-    def norm(x, scale):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + MODEL.norm_eps) * scale
-
-    positions = list(range(len(tokens)))
-    x = params["embed"][tokens]
-    for index in range(MODEL.num_layers):
-        layer = {name: leaf[index] for name, leaf in params["layers"].items()}
-        normed = norm(x, layer["attention_norm"])
-        query = np.einsum("td,dkgh->tkgh", normed, layer["query"])
-        key = np.einsum("td,dkh->kth", normed, layer["key"])
-        value = np.einsum("td,dkh->kth", normed, layer["value"])
-        for k in range(MODEL.num_kv_heads):
-            key[k] = rotate_by_hand(key[k], positions, MODEL.rope_theta)
-            for g in range(MODEL.num_query_groups):
-                query[:, k, g] = rotate_by_hand(query[:, k, g], positions, MODEL.rope_theta)
-        mixed = attention_by_hand(
-            query[None],
-            key[None],
-            value[None],
-            lambda _, t, s: s <= t,
-            scale=MODEL.head_size**-0.5,
-        )[0]
-        x = x + np.einsum("tkgh,kghd->td", mixed, layer["out"])
-        normed = norm(x, layer["ffn_norm"])
-        gate = normed @ layer["gate"]
-        x = x + (gate / (1 + np.exp(-gate)) * (normed @ layer["up"])) @ layer["down"]
-    return norm(x, params["final_norm"]) @ params["head"]
-
-
-def test_the_forward_pass_is_the_formulas(full_logits):
-    tokens = make_tokens()
-    logits = full_logits(make_params(), tokens, np.ones_like(tokens))
-    np.testing.assert_allclose(logits[0], logits_by_hand(make_params(), tokens[0]), atol=2e-5)
-
-
-def test_packed_rows_equal_the_episodes_alone(full_logits):
-    tokens = make_tokens(4)
-    alone = np.asarray(full_logits(make_params(), tokens, np.ones_like(tokens)))
-    packed = tokens.copy()
-    segments = np.zeros_like(tokens)
-    # Row 0: 9 tokens of episode 0, then 11 of episode 1, then 4 positions of padding.
-    packed[0, 9:20] = tokens[1, :11]
-    segments[0, :9], segments[0, 9:20] = 1, 2
-    # Row 1: three episodes without any padding.
-    packed[1] = np.concatenate([tokens[2, :5], tokens[3, :1], tokens[4, :18]])
-    segments[1] = [1] * 5 + [2] + [3] * 18
-    logits = np.asarray(full_logits(make_params(), packed, segments))
-    for row, place, episode, count in (
-        (0, 0, 0, 9),
-        (0, 9, 1, 11),
-        (1, 0, 2, 5),
-        (1, 5, 3, 1),
-        (1, 6, 4, 18),
-    ):
-        got = logits[row, place : place + count]
-        np.testing.assert_allclose(got, alone[episode, :count], atol=1e-5)
-    assert np.isfinite(logits).all()
-
-
 @functools.cache
 def jitted_chunk(model: ModelConfig):
     return jax.jit(functools.partial(forward_chunk, model))
@@ -526,18 +426,6 @@ def test_tied_embeddings_have_no_head_and_use_the_embedding():
     assert num_parameters(parameter_specs(MODEL, VOCAB)) - num_parameters(specs) == 32 * VOCAB
     tied = jax.device_get(make_params(0, model))
     np.testing.assert_array_equal(head_weights(tied), tied["embed"].T)
-    # An untied model whose head is the embedding transposed is the same model.
-    untied = {**tied, "head": tied["embed"].T}
-    tokens = make_tokens()[:, :7]
-    chunk = functools.partial(
-        jitted_chunk(model),
-        cache=empty_cache(model, ROWS, 8),
-        tokens_BT=tokens,
-        cached_B=np.zeros(ROWS, np.int32),
-        counts_B=np.full(ROWS, 7, np.int32),
-    )
-    logits, _ = chunk(unstack_layers(tied, 2))
-    np.testing.assert_allclose(logits[0], logits_by_hand(untied, tokens[0])[-1], atol=2e-5)
 
 
 # One description of the parameters.

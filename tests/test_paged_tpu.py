@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from earl_jax.models.attention import paged_tpu
 from earl_jax.models.attention.kernels import attention_over_pages
@@ -17,8 +16,7 @@ from earl_jax.models.attention.page_shares import own_share
 from earl_jax.models.attention.paged_attention import Tile, attend_pages
 from earl_jax.models.attention.paged_tpu import Shape, plan_work, plan_works, shape_of
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.kv_cache import PagedCache, place_pages, write
-from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.models.kv_cache import PagedCache, write
 from tests.support.caches import empty_cache, reading_of
 
 ROWS, MAX_TOKENS, SIZE = 7, 40, 8
@@ -110,34 +108,6 @@ def test_a_row_gets_the_same_bits_whoever_its_neighbours_are_and_in_whichever_li
     run = jax.jit(functools.partial(by_kernel))  # Traced anew.
     out = np.asarray(run(shuffled, query[order], CACHED[order], some.astype(np.int32)))
     np.testing.assert_array_equal(out[some == 1], whole[order][some == 1])
-
-
-@pytest.mark.parametrize("length", [1, 4])
-def test_where_pages_are_cut_devices_add_up_what_they_see(length):
-    """Each of two devices has half of every page; of a chunk each gets its own queries back."""
-    query, counts = queries(length)
-    cache = filled()
-    layout = make_layout(MeshShape(context=2), jax.devices()[:2])
-    pages, whole = place_pages(cache.pools[0], layout.activation_spec), P()
-    specs = PagedCache(pools=[pages], table=whole, parts=2)
-
-    def on_devices(cache, query, cached, counts):
-        return by_kernel(cache, query, cached, counts, window=12, scatter=length > 1)
-
-    run = jax.shard_map(
-        on_devices,
-        mesh=layout.mesh,
-        in_specs=(specs, whole, whole, whole),
-        out_specs=P(None, "context") if length > 1 else whole,
-        check_vma=False,
-    )
-    cut = dataclasses.replace(cache, parts=2)
-    out = np.asarray(jax.jit(run)(cut, query, jnp.asarray(CACHED), jnp.asarray(counts)))
-    reference = jax.jit(functools.partial(by_reference, window=12))
-    expected = np.asarray(reference(cache, query, CACHED, counts))
-    real = np.arange(length)[None, :] < counts[:, None]
-    np.testing.assert_allclose(out[real], expected[real], atol=2e-6)
-    assert not out[~real].any()
 
 
 def test_the_list_of_work_is_what_is_there():

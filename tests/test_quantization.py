@@ -384,16 +384,6 @@ def test_a_round_talks_as_much_as_one_without_int8_and_holds_less():
     assert arguments[0] - arguments[1] == saved[0] - saved[1] > 0
 
 
-def test_the_bytes_of_a_device_by_hand():
-    """Per layer, on tensor=2: matrices of 32 x (64 + 32 + 32 + 64) and 3 of 32 x 64, halved."""
-    engine = engine_on(MeshShape(data=4, tensor=2), INT8)
-    matrices = 32 * (64 + 32 + 32 + 64) + 3 * 32 * 64
-    scales = (64 + 32 + 32 + 2 * 64) // 2 + 2 * 32  # those of "out" and "down" are not cut
-    layer = matrices // 2 + 4 * scales + 4 * 2 * 32  # and two norms
-    whole = 2 * layer + 4 * (2 * VOCAB * 32 // 2 + 32)  # embedding and head halved, a norm
-    assert resident_bytes(engine.parameter_shapes, engine.parameter_shardings) == whole
-
-
 # The KV cache.
 
 INT8_CACHE = dataclasses.replace(CONFIG, kv_dtype="int8")

@@ -26,7 +26,7 @@ from earl_jax.models.config import ModelConfig
 from earl_jax.models.kv_cache import PagedCache, place_pages, write
 from earl_jax.sharding.layout import TRAINING_ROWS, Layout, MeshShape, make_layout
 from tests.support.caches import empty_cache
-from tests.support.rows import GROUPS, HEAD_SIZE, KV_HEADS, make_rows
+from tests.support.rows import GROUPS, HEAD_SIZE, KV_HEADS, make_rows, out_and_gradients
 
 # One far above all scores and one far below, whose exponentials are infinite and 0.
 SINKS = jnp.array([[0.0, 2.0, -1.0], [300.0, 1.0, -300.0]])
@@ -63,20 +63,6 @@ def test_a_sink_by_hand():
     np.testing.assert_allclose(last(sink), [1 + 6, 9], rtol=1e-6)
     # Of each value the sink's share of 1/2 is lost, of which its score takes more.
     np.testing.assert_allclose(jax.jit(jax.jacobian(last))(sink), [-7 / 2, -9 / 2], rtol=1e-6)
-
-
-def out_and_gradients(attend, *inputs):
-    """Returns the attention output, and gradients of a weighted sum of it without padding."""
-    *arrays, segments = inputs
-    weights = jnp.asarray(np.random.default_rng(7).normal(size=arrays[0].shape), jnp.float32)
-    real = (segments > 0)[:, :, None, None, None]
-
-    def total(*arrays):
-        out = jnp.where(real, attend(*arrays[:3], segments, arrays[3]), 0.0)
-        return jnp.sum(out * weights), out
-
-    gradients, out = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3), has_aux=True))(*arrays)
-    return [out, *gradients]
 
 
 def along(change, array, axis):
@@ -118,9 +104,9 @@ def test_sinks_are_an_extra_column_of_the_softmax(mesh, length, window, kernel):
     """Forward, and backward to queries, keys, values and the sinks."""
     settings = {"scale": HEAD_SIZE**-0.5, "window": window}
     arrays, segments = make_rows(length)
-    ours = out_and_gradients(by_rows(mesh, kernel, **settings), *arrays, SINKS, segments)
+    ours = out_and_gradients(by_rows(mesh, kernel, **settings), *arrays, SINKS, segments=segments)
     plain = functools.partial(extra_column, **settings)
-    theirs = out_and_gradients(plain, *arrays, SINKS, segments)
+    theirs = out_and_gradients(plain, *arrays, SINKS, segments=segments)
     for one, other in zip(ours, theirs, strict=True):
         assert np.all(np.isfinite(one))
         np.testing.assert_allclose(one, other, atol=2e-5 * max(1, float(np.abs(other).max())))
@@ -137,9 +123,9 @@ def test_on_gpus_spans_of_queries_look_at_the_keys_before_them(length, window, m
     monkeypatch.setattr(Layout, "platform", "gpu")
     arrays, segments = make_rows(length)
     settings = {"scale": 0.25, "window": window}
-    ours = out_and_gradients(by_rows("data=1", **settings), *arrays, SINKS, segments)
+    ours = out_and_gradients(by_rows("data=1", **settings), *arrays, SINKS, segments=segments)
     plain = functools.partial(extra_column, **settings)
-    theirs = out_and_gradients(plain, *arrays, SINKS, segments)
+    theirs = out_and_gradients(plain, *arrays, SINKS, segments=segments)
     for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5 * max(1, float(np.abs(other).max())))
 
