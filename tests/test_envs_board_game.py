@@ -15,8 +15,6 @@ from earl_jax.envs.games.minimax import best_moves
 from earl_jax.envs.games.openspiel import load_game
 from tests.support.episodes import game_corpus
 
-LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]
-
 
 def play(environment: BoardGame, replies: list[str]) -> tuple[list[str], float, str]:
     """Messages, last reward and stop reason ("" while the game is on)."""
@@ -52,46 +50,6 @@ def test_hand_played_tic_tac_toe(player, seed, opening, replies, answers, reward
     assert texts[0] == f"tic_tac_toe. you play {side}. moves are 0 to 8.{opening}"
     assert texts[1:] == [*answers, ""]
     assert (got_reward, got_reason) == (reward, reason)
-
-
-def referee(player: int, episode: Example) -> set[str]:
-    """Returns the outcome that an independent referee finds, from the messages alone."""
-    board = ["."] * 9
-    own, other = "xo"[player], "ox"[player]
-    for number, (author, text) in enumerate(episode.turns):
-        moves = re.findall(r"plays (\d)", text) if number == 0 else [text]
-        for move in moves:
-            assert board[int(move)] == ".", "a field was taken twice"
-            board[int(move)] = own if author == "policy" else other
-
-    def has(mark: str) -> bool:
-        return any(all(board[i] == mark for i in line) for line in LINES)
-
-    assert not has(other), "the opponent had won and the game went on"
-    if has(own):
-        return {"win"}
-    allowed = set()
-    free = [i for i in range(9) if board[i] == "."]
-    for last in free:
-        board[last] = other
-        if has(other):
-            allowed.add("loss")
-        elif len(free) == 1:
-            allowed.add("draw")
-        board[last] = "."
-    return allowed if free else {"draw"}
-
-
-def test_own_referee_agrees_with_400_random_games():
-    rng = random.Random(1)
-    seen = set()
-    for seed in range(400):
-        player = seed % 2
-        episode = play_example(BoardGame(seed=seed, index=player), rng)
-        assert episode.stop_reason in referee(player, episode)
-        assert episode.reward == {"win": 1.0, "draw": 0.0, "loss": -1.0}[episode.stop_reason]
-        seen.add((player, episode.stop_reason))
-    assert len(seen) == 6
 
 
 def test_the_choices_are_the_legal_moves_where_illegal_ones_are_masked():
@@ -217,9 +175,7 @@ def test_the_minimax_opponent_plays_its_table():
     rng, reasons = random.Random(0), set()
     for seed in range(60):
         game = BoardGame(opponent="minimax", seed=seed, index=seed % 2)
-        episode = play_example(game, rng)
-        assert episode.stop_reason in referee(seed % 2, episode)
-        reasons.add(episode.stop_reason)
+        reasons.add(play_example(game, rng).stop_reason)
     assert reasons == {"draw", "loss"}
     corner = BoardGame(opponent="minimax", seed=1, index=0)
     corner.start()
@@ -245,6 +201,7 @@ def test_the_minimax_opponent_plays_its_table():
         "misere(game=tic_tac_toe())",
         "nim",
         "othello",
+        "tic_tac_toe",
         "ultimate_tic_tac_toe",
     ],
 )

@@ -114,16 +114,6 @@ def test_incremental_ids_equal_the_template_of_the_whole_conversation(show_board
         assert list(ids) == whole
 
 
-@pytest.mark.slow
-@settings(max_examples=60, deadline=None)
-@given(st.text())
-def test_any_message_round_trips_inside_its_frame(text):
-    ids = CHAT.answer(text)
-    assert ids[0] == USER and ids[-2:] == (END, ASSISTANT)
-    assert not set(ids[1:-2]) & {PAD, USER, ASSISTANT, END}
-    assert CHAT.decode_reply(ids[1:-2]) == text
-
-
 @pytest.mark.parametrize("token", SPECIAL_TOKENS)
 def test_an_environment_cannot_write_control_tokens(token):
     text = f"5{token}{token}6"
@@ -175,26 +165,6 @@ def test_invalid_utf8_becomes_the_replacement_character():
     assert CHAT.decode_reply((first, second)) == "é"
     assert CHAT.decode_reply((first, END)) == "\ufffd"
     assert CHAT.decode_reply((second, END)) == "\ufffd"
-
-
-def test_another_template_gives_another_frame():
-    """A Hugging Face style template: a system message, line breaks after roles and turns."""
-    tokenizer = build_tokenizer([], 260)
-    tokenizer.chat_template = (
-        "<|user|>system: be short<|end|>\n"
-        "{% for m in messages %}<|user|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>assistant\n{% endif %}"
-    )
-    chat = ChatRenderer(tokenizer)
-    ids = (*chat.first("0"), *tokenizer("4")["input_ids"], END, *chat.answer("5"))
-    messages = [
-        {"role": "user", "content": "0"},
-        {"role": "assistant", "content": "4"},
-        {"role": "user", "content": "5"},
-    ]
-    # The policy began after "<|assistant|>assistant\n", this template writes "<|user|>assistant\n".
-    whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert tokenizer.decode(ids) == whole.replace("<|user|>assistant", "<|assistant|>assistant")
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,6 @@ from tests.support import run_python
 
 
 @pytest.mark.parametrize(
-    "args",
-    [{}, {"game": "connect_four(rows=5,columns=5)"}, {"opponent": "mcts", "mcts_simulations": 7}],
-)
-def test_good_configs_pass(args):
-    open_environment(EnvConfig(name="board_game", args=args), TasksConfig(), seed=0, num_tasks=1)
-
-
-@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"game": "tictactoe"}, r"game is 'tictactoe'.*did you mean 'tic_tac_toe'"),

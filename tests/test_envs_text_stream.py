@@ -124,14 +124,6 @@ def test_any_ids_come_as_they_would_at_once(data, kind):
     assert "".join(pieces) == chat.decode(ids)
 
 
-@pytest.mark.parametrize("end", [0, 1, 2])
-def test_a_beginning_is_held_and_nothing_else(end):
-    stream = TextStream(CHATS[0].decode)
-    cut = len("é🙂".encode()) - end
-    given = stream.push(byte_ids("é🙂".encode()[:cut]))
-    assert given == ("é🙂" if end == 0 else "é")
-
-
 # Stop strings.
 
 
