@@ -7,7 +7,6 @@ import concurrent.futures
 import copy
 import dataclasses
 import functools
-import gc
 import json
 import multiprocessing
 import resource
@@ -21,8 +20,6 @@ import jax
 import numpy as np
 import pytest
 import tensorstore
-from orbax.checkpoint._src.serialization.limits import get_byte_limiter
-from orbax.checkpoint._src.serialization.serialization import _read_array_index_and_device_put
 
 from earl_jax.config.resume import MAY_CHANGE
 from earl_jax.run.workdir import open_workdir
@@ -341,11 +338,6 @@ def test_the_same_config_opens_it_again(tmp_path):
     assert (tmp_path / "config.json").read_bytes() == before
 
 
-def test_a_run_of_before_goes_on_without_the_settings_that_are_no_more(tmp_path):
-    keep(tmp_path, {**CONFIG, "train": {**CONFIG["train"], "max_skipped_steps": 5}})
-    assert open_workdir(tmp_path, CONFIG) == []
-
-
 def test_another_config_is_an_error_that_lists_what_differs(tmp_path):
     keep(tmp_path, CONFIG)
     other = make_config(
@@ -424,46 +416,6 @@ def test_writes_that_end_when_their_save_has_failed_say_nothing(monkeypatch):
     assert write.result() is None and not waiting.done() and not heard
     sys.unraisablehook(SimpleNamespace(exc_value=ValueError("another"), object=None))
     assert [str(each.exc_value) for each in heard] == ["another"]
-
-
-def test_reads_that_wait_when_another_has_failed_say_nothing(monkeypatch):
-    """Each would print its whole specification; an error of another coroutine is heard still."""
-    heard = []
-    monkeypatch.setattr(
-        sys,
-        "unraisablehook",
-        functools.partial(_unraisable, lambda found: heard.append(str(found))),
-    )
-    spec = {"driver": "zarr", "kvstore": "memory://", "metadata": {"shape": [4], "dtype": "<f4"}}
-    array = tensorstore.open(spec, create=True).result()
-    options = {"byte_limiter": get_byte_limiter(), "strict": True, "dll": None}
-    reading = _read_array_index_and_device_put(
-        jax.devices()[:1],
-        (slice(0, 4),),
-        array,
-        global_shape=(4,),
-        new_shard_shape=(4,),
-        dtype=np.dtype(np.float32),
-        memory_kind=None,
-        **options,
-    )
-    for coroutine in (reading, _says_that_it_failed()):
-        loop = asyncio.new_event_loop()
-        waiting = loop.create_task(coroutine)
-        loop.run_until_complete(asyncio.sleep(0))
-        loop.close()
-        assert not waiting.done()
-        waiting._log_destroy_pending = False
-    del reading, coroutine, waiting, loop
-    gc.collect()
-    assert len(heard) == 1 and "_says_that_it_failed" in heard[0]
-
-
-async def _says_that_it_failed():
-    try:
-        await asyncio.sleep(10)
-    except BaseException as error:
-        raise ValueError("it failed") from error
 
 
 async def _result_of(future):

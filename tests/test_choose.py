@@ -191,18 +191,6 @@ def test_the_reason_says_what_a_mesh_that_is_left_needs_at_the_least():
     )
 
 
-def test_a_rollout_that_fits_beside_moments_in_host_memory_is_left_for_its_speed():
-    problem = hand_problem(
-        {D8: 200.0}, {D8: 100.0, D4T2: 200.0},
-        state_bytes={D8: 900}, budget_bytes=1900, can_offload=True,
-    )  # fmt: skip
-    current = Plans(rollout_on(D8)._replace(offload=True), train_on(D8))
-    assert choose(problem, current=current).rollout.reason == (
-        "data=8 -> data=4,tensor=2, moments in host memory (context 20, about 1.13 KiB/device, "
-        "budget 1.86 KiB; +100 % tokens/s against data=8, moments in host memory)"
-    )
-
-
 def test_a_stage_that_fits_stays_where_the_other_must_go():
     """A step of 1.6 s of training against 1.48 or 1.33 s, beside 0.08 s of a rollout."""
     for faster, mesh in ((108.0, F8), (120.0, D8)):
@@ -499,19 +487,6 @@ def test_mesh_that_the_model_holds_for_slower_is_tried_and_kept():
     true[D4T2] = 60.0
     seen = simulate(problem, ThroughputTable(), true, 30, tries=True)
     assert seen[:12] == on_each and set(seen[12:]) == {D8}
-
-
-def test_reason_of_a_trial_says_what_it_may_gain():
-    problem = hand_problem({F8: 1e9}, {D8: 100.0, D4T2: 90.0})
-    table = observed(ThroughputTable(), D8, 50, 50, 50)
-    for _ in range(TRUSTED):
-        table = table.with_speed(train_key(F8, 20, 1, "full"), 1e9)
-    candidates = Candidates(problem, table, may_try=lambda plan, tokens: True)
-    decision = choose_plans(candidates, STEP, Plans(rollout_on(D8), train_on(F8)), 2)
-    assert decision.rollout.reason == (
-        "data=8 -> data=4,tensor=2 (context 20, about 1.13 KiB/device; never ran, tried: at best "
-        "+35 % tokens/s)"
-    )
 
 
 def test_run_does_not_wait_for_the_program_of_a_mesh_that_never_ran_unless_it_must():

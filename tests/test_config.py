@@ -54,11 +54,6 @@ def test_pages_are_large_for_long_contexts_unless_their_size_is_given(given, siz
     assert with_overrides(*given).rollout.tokens_a_page == size
 
 
-def test_nothing_given_is_the_default():
-    assert make_config({}) == Config()
-    assert make_config(ConfigDict()) == Config()
-
-
 def test_a_file_s_values_arrive_and_the_rest_keeps_its_default():
     config = make_config(ConfigDict({"num_steps": 7, "model": {"width": 32}}))
     assert config == dataclasses.replace(

@@ -285,19 +285,6 @@ def test_kinds_add_up_and_gradients_are_as_large_as_parameters():
     assert planned.cache == 0
 
 
-def test_remat_and_micro_batches_save_activations():
-    def activations(**changes):
-        work = dataclasses.replace(WORK, **changes)
-        return train_footprint(SIZES, work, D1, 64, "gpu").activations
-
-    assert (
-        activations(remat="none")
-        > activations(remat="dots")
-        > activations()
-        > activations(micro_batches=4)
-    )
-
-
 def test_inputs_in_host_memory_are_those_that_full_remat_keeps_on_the_device():
     full, offload = (dataclasses.replace(WORK, remat=remat) for remat in ("full", "offload"))
     kept = kept_bytes(SIZES, full, D1, 64, "tpu")

@@ -358,14 +358,6 @@ def test_logs_are_the_last_lines_of_all_workers_and_those_of_worker_0_as_they_co
         job.communicate()
 
 
-def test_tpus_are_deleted_by_their_name(machine):
-    assert machine.run("tpu_scripts/delete.sh", *WHERE, "--project=p").returncode == 0
-    where = ["--zone=us-east5-b", "--project=p"]
-    assert machine.calls("gcloud") == [
-        ["compute", "tpus", "queued-resources", "delete", "earl", *where, "--force", "--quiet"]
-    ]
-
-
 def test_instance_group_that_lost_instances_is_deleted_and_created_as_a_whole(machine):
     """What the stand-in lists says of none that it is RUNNING."""
     done = machine.run("tpu_scripts/create.sh", *MIG, "--spot")

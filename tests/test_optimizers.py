@@ -21,9 +21,9 @@ from earl_jax.selector.plans import TrainPlan
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
-from earl_jax.train.optimizer import is_decayed, make_optimizer, matrix_axes, moment_axes, muon_axes
+from earl_jax.train.optimizer import is_decayed, make_optimizer, matrix_axes, moment_axes
 from earl_jax.train.state import state_shapes, state_shardings, trained_specs
-from earl_jax.trajectory import TrajectoryBatch
+from tests.support.batches import make_turns
 from tests.support.optimizers import specs_of
 from tests.support.settings import make_config
 from tests.support.shardings import resident_bytes
@@ -68,12 +68,6 @@ def test_adamw_by_hand():
 def test_lion_by_hand():
     """The sign of (1 - b1) g, and the decay."""
     got = first_direction(optimizer="lion", weight_decay=0.1)["p"]
-    np.testing.assert_allclose(got, [[1.05, -1.025]], rtol=1e-6)
-
-
-def test_adafactor_by_hand():
-    """Too small to be factored: the first v is g^2; g / |g| has RMS 1 and is not clipped."""
-    got = first_direction(optimizer="adafactor", weight_decay=0.1)["p"]
     np.testing.assert_allclose(got, [[1.05, -1.025]], rtol=1e-6)
 
 
@@ -232,13 +226,6 @@ def test_inputs_and_outputs_of_a_matrix(axes, found):
     assert matrix_axes(axes) == found
 
 
-def test_axes_of_muon_are_places_in_the_array():
-    specs = specs_of(query="LDKGH", out="LKGHD", embed="VD", norm="LD")
-    assert muon_axes(specs["query"]) == optax.contrib.MuonDimensionNumbers((1,), (2, 3, 4))
-    assert muon_axes(specs["out"]) == optax.contrib.MuonDimensionNumbers((1, 2, 3), (4,))
-    assert muon_axes(specs["embed"]) is None and muon_axes(specs["norm"]) is None
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_norms_biases_and_embeddings_do_not_decay(name):
     specs, _ = trained_specs(MODEL, TrainConfig(), VOCAB)
@@ -317,21 +304,6 @@ def test_a_setting_without_effect_is_an_error(optimizer, setting):
 # Updates.
 
 
-def batch_of(rows: int, length: int) -> TrajectoryBatch:
-    """On the host: episodes that fill their rows, a prompt of one token and one turn."""
-    rng, shape = np.random.default_rng(0), (rows, length)
-    turns = np.ones(shape, np.int32)
-    turns[:, 0] = 0
-    return TrajectoryBatch(
-        tokens=rng.integers(1, VOCAB, shape).astype(np.int32),
-        segment_ids=np.ones(shape, np.int32),
-        turn_ids=turns,
-        logprobs=np.full(shape, -4.0, np.float32),
-        versions=np.zeros(shape, np.int32),
-        advantages=rng.normal(size=shape).astype(np.float32),
-    )
-
-
 def updated(name: str, mesh: MeshShape):
     """Parameters before and after two updates, and the learning rate."""
     layout = functools.partial(make_layout, row_axes=TRAINING_ROWS)
@@ -344,7 +316,7 @@ def updated(name: str, mesh: MeshShape):
         VOCAB,
         layout=layout,
     )
-    batch = jax.device_put(batch_of(16, 12), layout(mesh).activations("NS"))
+    batch = jax.device_put(make_turns(VOCAB, 16, 12), layout(mesh).activations("NS"))
     state, plan = learner.init_state(mesh), TrainPlan(mesh, 1, "none")
     before = jax.tree.map(np.array, state.params)
     for _ in range(2):

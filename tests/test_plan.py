@@ -469,14 +469,6 @@ def test_presets_have_their_own_vocabulary_without_a_tokenizer(monkeypatch):
         assert find_model(config, 77)[1] == 77
 
 
-def test_four_thousand_devices_are_planned_at_every_length():
-    rows = ["rollout.num_slots=4096", "rollout.episodes_per_step=4096"]
-    overrides = ("model.preset=qwen2.5-7b", BF16, *rows)
-    problem = problem_on("v5e:64x64", *overrides, budget=15 * 2**30, vocab_size=None)
-    schedule = make_schedule(problem, EMPTY, [1024, 16_384, 131_072])
-    assert all(stop.decision for stop in schedule)
-
-
 def test_rollouts_that_stay_are_tabled_beside_the_whole_update():
     """As they are chosen, and not beside the trainer's state alone."""
     overrides = ("model.preset=qwen2.5-7b", BF16, "asynchrony.max_staleness=1")

@@ -54,11 +54,6 @@ def player(mesh: MeshShape, model: ModelConfig = MODEL) -> Engine:
     return make_engine(mesh=mesh, model=model)
 
 
-def test_the_tour_goes_from_every_mesh_to_every_other():
-    pairs = list(itertools.pairwise([*TOUR, TOUR[0]]))
-    assert sorted(pairs) == list(itertools.permutations(range(4), 2))
-
-
 class Moving(RolloutService):
     """Moves all live episodes to the next mesh of its tour before each round."""
 

@@ -27,7 +27,7 @@ from tests.support.episodes import (
     weights,
 )
 
-SLOTS, READERS = CONFIG.num_slots, 8
+READERS = 8
 # Chunks of 8 tokens, each a tile of 16, so that two go on in a round of a row shard.
 BUDGET, A_ROUND = 32, 2
 # Five chunks each; and a reply that goes on all the while.

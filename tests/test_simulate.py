@@ -160,17 +160,6 @@ def test_gradients_of_parts_are_computed_while_the_others_are_played():
         assert found["speed"] == pytest.approx(63 / expected)
 
 
-def test_interruption_gains_where_rollouts_are_the_slower_stage():
-    setup = dataclasses.replace(SMALL, devices=64, groups=8, slots=4, num_steps=12)
-    settings = AsynchronyConfig(max_staleness=2)
-    times = {
-        kv: run(setup, dataclasses.replace(settings, kv=kv), "fifo", 0.01)
-        for kv in ("keep", "finish")
-    }
-    assert times["keep"]["speed"] > 1.05 * times["finish"]["speed"]
-    assert times["finish"]["most"] <= 2
-
-
 @pytest.mark.parametrize("rule", ["in_order", "wait", "drop"])
 def test_episodes_that_are_trained_on_are_as_long_as_those_of_the_tasks_unless_some_are_dropped(
     rule,
@@ -185,16 +174,6 @@ def test_episodes_that_are_trained_on_are_as_long_as_those_of_the_tasks_unless_s
         assert found["length"] < 0.9 * mean
     else:
         assert found["length"] == pytest.approx(mean)
-
-
-@pytest.mark.parametrize("order", ["fifo", "longest"])
-def test_asynchronous_runs_are_faster_and_keep_the_bound(order):
-    setup = dataclasses.replace(SMALL, groups=8, slots=4)
-    synchronous = run(setup, AsynchronyConfig(), order, train_s=0.2)
-    streaming = run(setup, AsynchronyConfig(parts=4), order, train_s=0.2)
-    ahead = run(setup, AsynchronyConfig(max_staleness=2, parts=4), order, train_s=0.2)
-    assert ahead["speed"] > streaming["speed"] > synchronous["speed"]
-    assert streaming["most"] == 0 and 0 < ahead["most"] <= 2
 
 
 def test_predictions_are_as_good_as_they_say():
