@@ -21,10 +21,9 @@ import numpy as np
 
 from benchmarks.pages import parser_of, show, table
 from earl_jax.engine.config import EngineConfig, Sampling, SlotRules
-from earl_jax.engine.engine import Engine
+from earl_jax.engine.engine import Engine, Policy, Session, empty_session
 from earl_jax.engine.pages import dense_pool
 from earl_jax.engine.round_inputs import RoundInputs, idle_inputs
-from earl_jax.engine.session import Policy, Session, empty_session
 from earl_jax.envs.text.conversation import Completion
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import is_spec, parameter_specs, unstacked_specs

@@ -30,10 +30,9 @@ from benchmarks.rollout.ours import CutTurns, Speaker
 from benchmarks.rollout.work import VOCAB_SIZE, make_messages, renderer
 from earl_jax.engine.config import EngineConfig, Sampling, SlotRules
 from earl_jax.engine.decode_state import DecodeState
-from earl_jax.engine.engine import Engine
+from earl_jax.engine.engine import Engine, Policy, empty_session
 from earl_jax.engine.pages import Pool, dense_pool
 from earl_jax.engine.round_inputs import pack_outputs, unpack_inputs
-from earl_jax.engine.session import Policy, empty_session
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.launch.start import start_jax
 from earl_jax.models.presets import PRESETS

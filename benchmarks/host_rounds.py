@@ -22,10 +22,9 @@ import numpy as np
 from benchmarks.pages import machine, parser_of, table
 from benchmarks.prefixes import CHUNK, GROUP, TOKENS, make_groups
 from earl_jax.engine.config import EngineConfig, Sampling, SlotRules
-from earl_jax.engine.engine import Engine
+from earl_jax.engine.engine import Engine, Policy, Session
 from earl_jax.engine.pages import PageTable, dense_pool
 from earl_jax.engine.round_inputs import RoundInputs, RoundOutputs, pack_inputs, unpack_outputs
-from earl_jax.engine.session import Policy, Session
 from earl_jax.envs.text.conversation import Completion
 from earl_jax.models.config import ModelConfig
 from earl_jax.rollout.config import Limits, RolloutConfig

@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.pages import parser_of, show, table
-from earl_jax.engine.session import Policy
+from earl_jax.engine.engine import Policy
 from earl_jax.envs.environment import EPISODE_TOO_LONG, TURN_TOO_LONG, Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.launch.start import start_jax

@@ -22,9 +22,8 @@ import numpy as np
 from benchmarks.appending import make_task, make_weights, open_service
 from benchmarks.pages import parser_of, show, table
 from earl_jax.engine.config import EngineConfig, SlotRules
-from earl_jax.engine.engine import Engine
+from earl_jax.engine.engine import Engine, Policy, empty_session
 from earl_jax.engine.pages import Pool
-from earl_jax.engine.session import Policy, empty_session
 from earl_jax.launch.start import start_jax
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.layer_groups import PageRule, group_layers, make_page_rule

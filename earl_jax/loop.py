@@ -14,12 +14,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from earl_jax.algorithms.advantages import next_averages
+from earl_jax.algorithms.advantages import counted, group_shares, next_averages
+from earl_jax.config.config import Config
 from earl_jax.config.resume import replayed_settings
 from earl_jax.envs.examples import Ids
 from earl_jax.envs.registry import EnvConfig
 from earl_jax.placement.delivery import rows_of, send_parts
 from earl_jax.placement.moves import move_state, settle
+from earl_jax.placement.parts import fill_of
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import play_all
 from earl_jax.placement.updates import StepUpdate, Wait, sft
@@ -30,10 +32,9 @@ from earl_jax.rollout.open_episodes import OpenEpisode
 from earl_jax.rollout.scheduler import next_lengths
 from earl_jax.rollout.tasks import with_lengths
 from earl_jax.run.build import Run
-from earl_jax.run.played_step import PlayedStep, record_of
 from earl_jax.run.position import Position
 from earl_jax.run.step_end import EpisodesFailed, StepStopped
-from earl_jax.run.step_record import StepRecord
+from earl_jax.run.step_record import PlayedStep, StepRecord, count_skipped
 from earl_jax.settings.errors import RunError
 from earl_jax.telemetry.compile_clock import compile_clock
 from earl_jax.telemetry.episodes import Failures, failures_of
@@ -43,11 +44,15 @@ from earl_jax.telemetry.timing import StageTimer
 from earl_jax.telemetry.trace import Trace
 from earl_jax.train.state import TrainState
 
+# The state behind a rollout, its episodes, and the update where they went to the trainer as they
+# were finished.
+Step = tuple[TrainState, PlayedStep, StepUpdate | None]
+
 
 class Player(Protocol):
     """Plays the episodes of a step, and those of later steps while it learns."""
 
-    def play(self, position: Position, timer: StageTimer) -> tuple[TrainState, PlayedStep]:
+    def play(self, position: Position, timer: StageTimer) -> Step:
         """Returns the state, which may have moved, and the episodes of the step."""
         ...
 
@@ -99,7 +104,8 @@ def rl_step(
     config, step = run.config, position.step
     timer = StageTimer(trace, step + 1)
     player = player or InTurn(run, placement)
-    state, done = player.play(position, timer)
+    state, done, update = player.play(position, timer)
+    is_streamed = update is not None
     before = dataclasses.replace(position, state=state)
     failed_steps = count_failed_steps(config.env, failures_of(done.played.outcomes), before)
     rollout_mesh, max_tokens = str(placement.rollout.mesh), placement.max_tokens
@@ -109,7 +115,7 @@ def rl_step(
         placement.choose_training(history.recent())
         player.plans_chosen()
         state = settle(placement, state, step)
-    if (update := done.update) is None:
+    if update is None:
         with timer("dispatch"):
             update = send_batch(run, placement, position, done, length)
         update.wait = player.wait
@@ -124,7 +130,7 @@ def rl_step(
         # An update in which a program was compiled or loaded says nothing of its speed.
         is_timed = train_plan == placement.train and compile_clock().own_seconds() == compiled_s
         # Nor is that of the last parts of a batch that comes in parts.
-        is_timed = is_timed and done.update is None
+        is_timed = is_timed and not is_streamed
         with timer("sft"):
             state, more = _warm_up(run, placement, step, state, length)
     with timer("select"):
@@ -142,12 +148,13 @@ def rl_step(
     )
     placement.observations.add_speed(done.plan, done.max_tokens, speeds[0])
     placement.observations.add_speed(train_plan, length, speeds[1])
-    record = record_of(
+    record = _record_of(
         config,
         step,
         done,
         update,
         updates,
+        is_streamed=is_streamed,
         ended_on=(rollout_mesh, max_tokens),
         host_bytes=(host_bytes[0], host_bytes[1]),
         stage_s={**timer.seconds, "train": speeds[2]},
@@ -210,6 +217,56 @@ def count_failed_steps(env: EnvConfig, failures: Failures, before: Position) -> 
     return before.failed_steps + 1
 
 
+def _record_of(
+    config: Config,
+    step: int,
+    done: PlayedStep,
+    update: StepUpdate,
+    updates: list[Metrics],
+    *,
+    is_streamed: bool,
+    ended_on: tuple[str, int],
+    host_bytes: tuple[int | None, int | None],
+    stage_s: dict[str, float],
+) -> StepRecord:
+    """Returns the record of the step behind `step` others.
+
+    Of the metrics `updates` the first are those of `update`. The rollout ended on the mesh and in
+    the context bucket of `ended_on`. `host_bytes` are those of dispatch and of publishing.
+    """
+    algorithm, outcomes = update.placement.stages.learner.algorithm, done.played.outcomes
+    return StepRecord(
+        step=step + 1,
+        trajectories=done.trajectories,
+        outcomes=outcomes,
+        trained=counted(algorithm, outcomes),
+        oldest_version=step - config.asynchrony.max_staleness,
+        masks_overdue=config.asynchrony.rule == "mask",
+        sampling_kl=done.played.sampling_kl,
+        stats=done.played.stats,
+        load=done.load,
+        rollout_mesh=ended_on[0],
+        rollout_max_tokens=ended_on[1],
+        learning_rate=float(update.controls[0]),
+        entropy_coefficient=float(update.controls[1]),
+        updates=updates[: update.num_updates],
+        num_epochs=config.train.epochs,
+        sft_updates=updates[update.num_updates :],
+        batches=[part.batch for part in update.parts] if count_skipped(updates) else [],
+        packing_fill=fill_of(update.parts),
+        is_streamed=is_streamed,
+        dispatch_bytes=sum(part.moved_bytes for part in update.parts),
+        dispatch_host_bytes=host_bytes[0],
+        publish_bytes=done.publish_bytes,
+        publish_host_bytes=host_bytes[1],
+        stage_s=stage_s,
+        group_shares=group_shares(algorithm, [*outcomes, *done.played.refilled]),
+        dropped=done.played.dropped,
+        refilled=done.played.refilled,
+        num_reused=done.played.num_reused,
+    )
+
+
 # The stages of a step, in its order.
 
 
@@ -223,9 +280,9 @@ class InTurn:
     wait = None
     updates = staticmethod(contextlib.nullcontext)
 
-    def play(self, position: Position, timer: StageTimer) -> tuple[TrainState, PlayedStep]:
+    def play(self, position: Position, timer: StageTimer) -> Step:
         """Chooses the step's plans, publishes the weights and plays."""
-        return choose_and_play(self.run, self.placement, position, timer)
+        return *choose_and_play(self.run, self.placement, position, timer), None
 
     def plans_chosen(self) -> None:
         """Does nothing."""

@@ -44,9 +44,9 @@ from earl_jax.rollout.open_episodes import OpenEpisode
 from earl_jax.rollout.results import Played
 from earl_jax.run.build import Run
 from earl_jax.run.live_service import LiveService
-from earl_jax.run.played_step import PlayedStep
 from earl_jax.run.position import Position
 from earl_jax.run.step_end import StepStopped
+from earl_jax.run.step_record import PlayedStep
 from earl_jax.telemetry.host_bytes import only_on_devices
 from earl_jax.telemetry.timing import StageTimer
 from earl_jax.train.state import TrainState
@@ -109,7 +109,9 @@ class AsyncPlayer:
         """True while episodes are open."""
         return self._live.is_open
 
-    def play(self, position: Position, timer: StageTimer) -> tuple[TrainState, PlayedStep]:
+    def play(
+        self, position: Position, timer: StageTimer
+    ) -> tuple[TrainState, PlayedStep, StepUpdate | None]:
         """Publishes the weights, and plays until the step's groups are finished.
 
         Where memory is too short, all open groups are played again with another plan.
@@ -131,7 +133,7 @@ class AsyncPlayer:
                 raise StepStopped(str(stop), position) from None
             if done is None:
                 self._live.close()
-        return position.state, done
+        return position.state, *done
 
     def plans_chosen(self) -> None:
         """Has the length in use count as one that plans were chosen for."""
@@ -220,7 +222,7 @@ class AsyncPlayer:
             state = move_state(placement, position.state, to_play=True)
         return dataclasses.replace(position, state=state)
 
-    def _play(self, position: Position) -> PlayedStep | None:
+    def _play(self, position: Position) -> tuple[PlayedStep, StepUpdate | None] | None:
         """Plays until a batch can be taken; raises what a round beside the last update raised.
 
         None in a replay where memory was too short for it then.
@@ -259,7 +261,7 @@ class AsyncPlayer:
         self._taken = None
         live.count_from_here()
         trajectories, played = taken.in_order()
-        return PlayedStep(
+        done = PlayedStep(
             plan=placement.rollout,
             max_tokens=played.placement["max_tokens"],
             trajectories=trajectories,
@@ -270,8 +272,8 @@ class AsyncPlayer:
             publish_bytes=num_bytes,
             publish_host_bytes=reads.num_bytes,
             dispatch_host_bytes=taken.dispatch_host_bytes,
-            update=taken.update,
         )
+        return done, taken.update
 
     def _new_update(self, position: Position) -> StepUpdate | None:
         """Returns the update that a step's groups go to as they are finished; None: all at once."""

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from earl_jax.engine.config import Sampling
-from earl_jax.engine.engine import Engine
-from earl_jax.engine.session import Policy, relocate
+from earl_jax.engine.engine import Engine, Policy
+from earl_jax.engine.relocation import relocate
 from earl_jax.envs.text.conversation import Completion
 from earl_jax.rollout.config import Limits, make_engine_config
 from earl_jax.rollout.service import RolloutService

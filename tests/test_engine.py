@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from earl_jax.engine.config import Sampling
-from earl_jax.engine.engine import Engine
+from earl_jax.engine.engine import Engine, Policy, Session
+from earl_jax.engine.relocation import relocate
 from earl_jax.engine.round_inputs import idle_inputs
-from earl_jax.engine.session import Policy, Session, relocate
 from earl_jax.models import decoder
 from earl_jax.models.attention.kernels import PagesChoice
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout

@@ -19,9 +19,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from earl_jax.config.file import make_config
-from earl_jax.engine.engine import Engine
+from earl_jax.engine.engine import Engine, Policy
 from earl_jax.engine.pages import Pool
-from earl_jax.engine.session import Policy, relocate
+from earl_jax.engine.relocation import relocate
 from earl_jax.envs.text.conversation import Conversation
 from earl_jax.models.attention.delta_rule import (
     CHUNK,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from earl_jax.engine.pages import Pool
-from earl_jax.engine.session import relocate
+from earl_jax.engine.relocation import relocate
 from earl_jax.envs.environment import Message, Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool, Failure
 from earl_jax.envs.text.conversation import Observation

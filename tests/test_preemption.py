@@ -15,10 +15,9 @@ import pytest
 
 from earl_jax.engine import host_pages
 from earl_jax.engine.decode_state import DecodeState
-from earl_jax.engine.engine import Engine
+from earl_jax.engine.engine import Engine, Policy, Session
 from earl_jax.engine.host_pages import HostPages
 from earl_jax.engine.pages import PageTable, Pool
-from earl_jax.engine.session import Policy, Session
 from earl_jax.envs.environment import Start
 from earl_jax.models.layer_groups import PageRule
 from earl_jax.rollout import preemption as preemption
@@ -113,7 +112,8 @@ def test_prefix_of_another_data_shard_is_copied_where_that_costs_less_than_prefi
 
 def test_what_an_engine_has_to_do_is_its_devices_share():
     """MODEL of test_collect: by hand from its sizes, one layer."""
-    one, two = (work_of(player(mesh), 1000, 32) for mesh in MESHES[:2])
+    engines = map(player, MESHES[:2])
+    one, two = (work_of(each.config, each.layout, 1000, 32) for each in engines)
     matrices = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64
     assert one.weights == matrices + 2 * 32
     assert one.weight_bytes == 4 * one.weights and one.chunk_tokens == CONFIG.chunk_size
@@ -136,7 +136,7 @@ def test_chips_are_known_by_what_jax_calls_them():
     }
     assert {kind: chip_of(kind) for kind in kinds} == {k: CHIPS[v] for k, v in kinds.items()}
     assert chip_of("cpu") is chip_of("NVIDIA L4") is None
-    assert rates_of(player(MESHES[0])).host_bytes == 2e9
+    assert rates_of(make_layout(MESHES[0])).host_bytes == 2e9
 
 
 # The copies.

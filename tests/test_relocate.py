@@ -13,10 +13,10 @@ import jax
 import pytest
 
 from earl_jax.engine.config import Sampling
-from earl_jax.engine.engine import Engine
+from earl_jax.engine.engine import Engine, Policy, Session
 from earl_jax.engine.pages import PageTable, Pool
+from earl_jax.engine.relocation import reachable_pool, relocate
 from earl_jax.engine.rows import make_rows
-from earl_jax.engine.session import Policy, Session, reachable_pool, relocate
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.layer_groups import pages_for
 from earl_jax.rollout.service import RolloutService

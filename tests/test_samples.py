@@ -18,9 +18,8 @@ import pytest
 
 from earl_jax.dispatch.pack import dispatch, sample_starts
 from earl_jax.engine.config import NO_LIMIT, Sampling
-from earl_jax.engine.engine import Engine
+from earl_jax.engine.engine import Engine, Policy, empty_session
 from earl_jax.engine.pages import Pool
-from earl_jax.engine.session import Policy, empty_session
 from earl_jax.envs.environment import Message, Start, StepResult
 from earl_jax.envs.games.board_game import BoardGame
 from earl_jax.envs.pool import EnvironmentPool

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from earl_jax.engine.engine import Engine
-from earl_jax.engine.session import Policy
+from earl_jax.engine.engine import Engine, Policy
 from earl_jax.rollout.service import RolloutService
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape

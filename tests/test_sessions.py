@@ -9,8 +9,8 @@ import random
 import numpy as np
 import pytest
 
+from earl_jax.engine.engine import Policy
 from earl_jax.engine.host_pages import HostPages
-from earl_jax.engine.session import Policy
 from earl_jax.rollout.config import CacheRules, Limits
 from earl_jax.rollout.host_sessions import HostSessions, IdleSession
 from earl_jax.rollout.task import Prompt, Task

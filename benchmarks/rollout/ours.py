@@ -21,10 +21,10 @@ from benchmarks.rollout.work import MAX_POSITIONS, MODEL, VOCAB_SIZE, Message, r
 from earl_jax.dispatch.weights import publish
 from earl_jax.engine.config import EngineConfig, Sampling, SlotRules
 from earl_jax.engine.decode_state import DecodeState
-from earl_jax.engine.engine import Engine
+from earl_jax.engine.engine import Engine, Policy, Session, empty_session
 from earl_jax.engine.pages import dense_pool
+from earl_jax.engine.relocation import relocate
 from earl_jax.engine.round_inputs import RoundInputs, RoundOutputs
-from earl_jax.engine.session import Policy, Session, empty_session, relocate
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.text.conversation import Conversation

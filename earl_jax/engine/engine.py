@@ -3,7 +3,8 @@
 """An engine: the programs of one model on one rollout layout, over slots with a paged KV cache.
 
 A rollout plays rounds: one dispatch and one read a round for all slots (`Engine.play`), with
-answers appended to live slots, and log-probs and versions recorded beside the KV cache.
+answers appended to live slots, and log-probs and versions recorded beside the KV cache. A session
+is an engine with weights and the state of its slots.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ from earl_jax.engine.config import (
 from earl_jax.engine.decode_state import DecodeState
 from earl_jax.engine.decoding import Decoder
 from earl_jax.engine.page_copies import PageCopies
-from earl_jax.engine.pages import NO_SOURCE, Pool
+from earl_jax.engine.pages import NO_SOURCE, PageTable, Pool
 from earl_jax.engine.round_inputs import (
     RoundInputs,
     RoundOutputs,
@@ -321,6 +322,51 @@ class Engine:
             ),
             jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))),
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Weights on a rollout layout, and their version: the number of RL steps that made them."""
+
+    params: Params
+    version: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Session:
+    """An engine, the policy on its layout, and the state of its slots: where a rollout runs.
+
+    The state has `max_tokens` tokens an episode. `pages` is the host's table of the state's cache,
+    whose pool has as many parts as the layout has row shards.
+    """
+
+    engine: Engine
+    policy: Policy
+    state: DecodeState
+    max_tokens: int
+    pages: PageTable
+
+    def __post_init__(self) -> None:
+        """Checks that the pool is cut as the layout is."""
+        shards = self.engine.layout.num_row_shards
+        assert self.pool.shards == shards, f"{self.pool} on {self.engine.layout}"
+
+    @property
+    def pool(self) -> Pool:
+        """The pool of pages."""
+        return self.pages.pool
+
+
+def empty_session(engine: Engine, policy: Policy, max_tokens: int, pool: Pool) -> Session:
+    """Returns a session with empty slots."""
+    config = engine.config
+    return Session(
+        engine=engine,
+        policy=policy,
+        state=engine.empty_state(max_tokens, pool),
+        max_tokens=max_tokens,
+        pages=PageTable(pool, num_slots=config.num_slots, rule=config.page_rule),
+    )
 
 
 def _check_divides(config: EngineConfig, layout: Layout) -> None:

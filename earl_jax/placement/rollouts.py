@@ -10,7 +10,7 @@ from typing import TypeVar
 import jax
 
 from earl_jax.engine.config import Sampling
-from earl_jax.engine.session import Session
+from earl_jax.engine.engine import Session
 from earl_jax.models.parameters import Params
 from earl_jax.placement.placement import Placement
 from earl_jax.rollout.actor import Actor

@@ -13,14 +13,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from earl_jax.dispatch.weights import publish_to_engines
-from earl_jax.engine.engine import Engine
-from earl_jax.engine.session import (
-    Policy,
-    Session,
-    empty_session,
-    reachable_pool,
-    relocate,
-)
+from earl_jax.engine.engine import Engine, Policy, Session, empty_session
+from earl_jax.engine.relocation import reachable_pool, relocate
 from earl_jax.rollout.events import Events
 from earl_jax.selector.choose import BudgetTooSmall, Choice
 from earl_jax.selector.memory import moving

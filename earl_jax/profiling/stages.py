@@ -20,8 +20,9 @@ import numpy as np
 from earl_jax.dispatch.pack import dispatch
 from earl_jax.dispatch.plan import plan_dispatch
 from earl_jax.dispatch.weights import publish
+from earl_jax.engine.engine import Policy, Session, empty_session
 from earl_jax.engine.pages import Pool, dense_pool
-from earl_jax.engine.session import Policy, Session, empty_session, relocate
+from earl_jax.engine.relocation import relocate
 from earl_jax.models.layer_groups import pages_for
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 from earl_jax.engine.config import Sampling
-from earl_jax.engine.session import Session
+from earl_jax.engine.engine import Session
 from earl_jax.envs.environment import Environment
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.text.chat import ChatRenderer

@@ -25,10 +25,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from earl_jax.engine.engine import Session
 from earl_jax.engine.host_pages import HostPages
 from earl_jax.engine.pages import NO_PAGE
 from earl_jax.engine.prefixes import PrefixIndex, Shared
-from earl_jax.engine.session import Session
 from earl_jax.models.layer_groups import pages_for
 from earl_jax.rollout.config import CacheRules, RolloutConfig
 from earl_jax.rollout.episode import LiveEpisode
@@ -101,7 +101,7 @@ class BlockManager:
                 is_worth_sending,
                 setting=self._rules.copy_prefixes,
                 work=self._work(session),
-                rates=rates_of(session.engine),
+                rates=rates_of(session.engine.layout),
             ),
         )
 
@@ -397,14 +397,16 @@ class BlockManager:
             return False
         if self._rules.preemption == "host":
             return True
-        choice = choose_preemption(tokens, self._work(session), rates_of(session.engine))
+        rates = rates_of(session.engine.layout)
+        choice = choose_preemption(tokens, self._work(session), rates)
         self._preemption = choice.reason
         return choice.where == "host"
 
     def _work(self, session: Session) -> Work:
         block_bytes, block_pages = _block(session)
         block_tokens = block_pages * self._rule.page_size // self._rule.num_groups
-        return work_of(session.engine, block_bytes, block_tokens)
+        engine = session.engine
+        return work_of(engine.config, engine.layout, block_bytes, block_tokens)
 
     def _episode(self, slot: int) -> LiveEpisode:
         episode = self._slots[slot]

@@ -14,9 +14,10 @@ from typing import Literal, NamedTuple
 
 import jax
 
-from earl_jax.engine.engine import Engine
+from earl_jax.engine.config import EngineConfig
 from earl_jax.models.engine_parameters import engine_specs
 from earl_jax.models.parameters import ParameterSpec, is_spec
+from earl_jax.sharding.layout import Layout
 from earl_jax.sharding.topology import CHIPS, Chip, chip_of
 
 Where = Literal["host", "recompute"]
@@ -115,9 +116,9 @@ def is_worth_sending(
     return tokens > 0 and sent < reading_s(tokens, work, rates)
 
 
-def rates_of(engine: Engine) -> Rates:
-    """Returns the rates of the devices that an engine is on."""
-    device = next(iter(engine.layout.activations("").device_set))
+def rates_of(layout: Layout) -> Rates:
+    """Returns the rates of the devices of an engine's layout."""
+    device = next(iter(layout.activations("").device_set))
     if device.platform not in _LIKE:
         return ON_CPU
     chip: Chip = chip_of(device.device_kind) or CHIPS[_LIKE[device.platform]]
@@ -130,10 +131,9 @@ def rates_of(engine: Engine) -> Rates:
     )
 
 
-def work_of(engine: Engine, block_bytes: int, block_tokens: int) -> Work:
-    """Returns the work on this engine; `block_bytes` is over all devices of a row shard."""
-    config, shape = engine.config, engine.layout.shape
-    model = config.model
+def work_of(config: EngineConfig, layout: Layout, block_bytes: int, block_tokens: int) -> Work:
+    """Returns an engine's work; `block_bytes` is over all devices of a row shard."""
+    model, shape = config.model, layout.shape
     specs = jax.tree.leaves(
         engine_specs(model, config.vocab_size, "compute")["layers"], is_leaf=is_spec
     )

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from earl_jax.engine.engine import Session
 from earl_jax.engine.rows import NO_ROW
-from earl_jax.engine.session import Session
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.telemetry.metrics import mean_gap
 from earl_jax.trajectory import Experience, Outcome, Trajectory

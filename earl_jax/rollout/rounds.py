@@ -9,10 +9,9 @@ from typing import Any
 
 from earl_jax.engine.choices import set_turn
 from earl_jax.engine.config import Sampling
-from earl_jax.engine.engine import Engine
+from earl_jax.engine.engine import Engine, Session
 from earl_jax.engine.round_inputs import RoundInputs, RoundOutputs, idle_inputs
 from earl_jax.engine.sampling import set_row
-from earl_jax.engine.session import Session
 from earl_jax.rollout.block_manager import BlockManager
 from earl_jax.rollout.episode import LiveEpisode
 from earl_jax.rollout.reply import NewTokens, Sampled

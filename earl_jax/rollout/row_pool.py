@@ -10,9 +10,9 @@ held row is copied to a data shard that has a free one.
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from earl_jax.engine.engine import Session
 from earl_jax.engine.row_copies import RowMove
 from earl_jax.engine.rows import NO_ROW, Rows
-from earl_jax.engine.session import Session
 from earl_jax.trajectory import Trajectory
 
 

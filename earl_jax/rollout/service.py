@@ -19,8 +19,8 @@ from typing import Any, Literal
 import jax
 
 from earl_jax.engine.config import NO_LIMIT, Sampling
+from earl_jax.engine.engine import Policy, Session
 from earl_jax.engine.rows import make_rows
-from earl_jax.engine.session import Policy, Session
 from earl_jax.envs.environment import Environment, Start
 from earl_jax.envs.pool import EnvironmentPool, Failure
 from earl_jax.envs.text.chat_template import Content

@@ -19,7 +19,7 @@ from earl_jax.algorithms.advantages import is_useless
 from earl_jax.config.config import Config
 from earl_jax.config.resume import replayed_settings
 from earl_jax.dispatch.weights import program_of
-from earl_jax.engine.session import Session
+from earl_jax.engine.engine import Session
 from earl_jax.models.engine_parameters import engine_specs
 from earl_jax.models.fingerprint import fingerprint
 from earl_jax.models.parameters import parameter_shardings

@@ -9,11 +9,20 @@ from typing import Any
 
 import numpy as np
 
+from earl_jax.rollout.results import Played
 from earl_jax.rollout.stats import RolloutStats
+from earl_jax.selector.plans import RolloutPlan
 from earl_jax.telemetry.episodes import Failures, failures_of
 from earl_jax.telemetry.load import Load
 from earl_jax.telemetry.metrics import Metrics
-from earl_jax.trajectory import FAILURES, Outcome, Trajectory, TrajectoryBatch, mean_metrics
+from earl_jax.trajectory import (
+    FAILURES,
+    Experience,
+    Outcome,
+    Trajectory,
+    TrajectoryBatch,
+    mean_metrics,
+)
 
 # Metrics of a step's first epoch: with one update, measured before it has changed the policy.
 _OF_FIRST_EPOCH = ("entropy", "logprob_mismatch_mean", "logprob_mismatch_max")
@@ -24,6 +33,27 @@ _OF_UPDATE = (
     "loss", "entropy", "policy_tokens", "grad_norm",
     "balance_loss", "expert_load_max", "expert_load_entropy",
 )  # fmt: skip
+
+
+@dataclasses.dataclass(kw_only=True)
+class PlayedStep:
+    """A step's episodes: this process's (None where it plays nothing), and those of all.
+
+    They were played with `plan`, in rows of `max_tokens` tokens. Row i of `experience` is that of
+    `trajectories[i]`; rows of zeros may follow (`RowOrder`). Of processes that play together only
+    the first has trajectories. Where the episodes went to the trainer as they were finished, there
+    is no experience.
+    """
+
+    plan: RolloutPlan
+    max_tokens: int
+    trajectories: list[Trajectory]
+    experience: Experience | None
+    played: Played
+    load: Load
+    publish_bytes: int
+    publish_host_bytes: int | None
+    dispatch_host_bytes: int | None = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

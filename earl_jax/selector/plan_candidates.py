@@ -173,7 +173,7 @@ class Candidates:
         they may be off (ERROR). It grows where a larger one fits beside it: where it holds fewer
         than `cache_tokens`, or if it need not grow again. On another mesh a pool must fit beside
         theirs, their weights, and a copy of their pages
-        (`relocate` in engine/session.py).
+        (`relocate` in engine/relocation.py).
         """
         problem, least, found = self.problem, self.problem.least_pages(max_tokens), []
         pool = live.pages * problem.page_bytes(live.mesh)

@@ -19,9 +19,10 @@ from typing import Any
 import grpc
 import jax
 
+from earl_jax.engine.engine import Policy, Session, empty_session
+from earl_jax.engine.relocation import relocate
 from earl_jax.engine.row_copies import RowMove
 from earl_jax.engine.rows import NO_ROW
-from earl_jax.engine.session import Policy, Session, empty_session, relocate
 from earl_jax.envs.text.conversation import Completion
 from earl_jax.rollout.config import CacheRules, Limits
 from earl_jax.rollout.reply import NewTokens

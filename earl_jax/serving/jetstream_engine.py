@@ -17,7 +17,7 @@ import numpy as np
 from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 
-from earl_jax.engine.session import Policy
+from earl_jax.engine.engine import Policy
 from earl_jax.rollout.config import Limits
 from earl_jax.rollout.reply import NewTokens
 from earl_jax.rollout.service import RolloutService

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import jax
 
-from earl_jax.engine.session import Policy
+from earl_jax.engine.engine import Policy
 from earl_jax.http.server import HttpServer
 from earl_jax.selector.memory import is_out_of_memory
 from earl_jax.serving.driver import Driver

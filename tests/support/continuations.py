@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from earl_jax.engine.config import Sampling
+from earl_jax.engine.engine import Policy
 from earl_jax.engine.sampling import model_logprobs, sample, sampling_rows, token_uniforms
-from earl_jax.engine.session import Policy
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows
 from earl_jax.models.parameters import is_spec, parameter_specs, unstack_layers

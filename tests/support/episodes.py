@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from earl_jax.engine.config import NO_LIMIT, EngineConfig, Sampling, SlotRules
-from earl_jax.engine.engine import Engine
+from earl_jax.engine.engine import Engine, Policy, Session, empty_session
 from earl_jax.engine.pages import Pool
+from earl_jax.engine.relocation import relocate
 from earl_jax.engine.rows import make_rows
-from earl_jax.engine.session import Policy, Session, empty_session, relocate
 from earl_jax.envs.examples import play_example
 from earl_jax.envs.games.board_game import BoardGame
 from earl_jax.envs.text.chat import ChatRenderer

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from earl_jax.engine.session import Session
+from earl_jax.engine.engine import Session
 from earl_jax.loop import rl_step
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from earl_jax.engine.config import EngineConfig, Sampling, SlotRules
+from earl_jax.engine.engine import Policy, Session
 from earl_jax.engine.pages import PageTable, Pool
+from earl_jax.engine.relocation import relocate
 from earl_jax.engine.rows import make_rows
-from earl_jax.engine.session import Policy, Session, relocate
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.text.conversation import Conversation, Observation
 from earl_jax.rollout.answers import Answer, begin, go_on

@@ -18,7 +18,7 @@ from jetstream.core.proto import jetstream_pb2_grpc
 
 from earl_jax.dispatch.weights import publish
 from earl_jax.engine.config import EngineConfig, Sampling
-from earl_jax.engine.session import Policy
+from earl_jax.engine.engine import Policy
 from earl_jax.envs.text.tokenizer import load_tokenizer
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.serving.config import ServingConfig

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""A session: an engine with weights and the state of its slots, and its move to other meshes."""
+"""Moves of sessions: live episodes go on with another engine, more tokens or another pool."""
 
 import dataclasses
 import math
@@ -9,56 +9,10 @@ from typing import Any
 import jax
 
 from earl_jax.engine.decode_state import DecodeState
-from earl_jax.engine.engine import Engine
-from earl_jax.engine.pages import PageTable, Pool
+from earl_jax.engine.engine import Engine, Session
+from earl_jax.engine.pages import Pool
 from earl_jax.models.layer_groups import pages_for
-from earl_jax.models.parameters import Params
 from earl_jax.sharding.reshard import reshard
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Policy:
-    """Weights on a rollout layout, and their version: the number of RL steps that made them."""
-
-    params: Params
-    version: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Session:
-    """An engine, the policy on its layout, and the state of its slots: where a rollout runs.
-
-    The state has `max_tokens` tokens an episode. `pages` is the host's table of the state's cache,
-    whose pool has as many parts as the layout has row shards.
-    """
-
-    engine: Engine
-    policy: Policy
-    state: DecodeState
-    max_tokens: int
-    pages: PageTable
-
-    def __post_init__(self) -> None:
-        """Checks that the pool is cut as the layout is."""
-        shards = self.engine.layout.num_row_shards
-        assert self.pool.shards == shards, f"{self.pool} on {self.engine.layout}"
-
-    @property
-    def pool(self) -> Pool:
-        """The pool of pages."""
-        return self.pages.pool
-
-
-def empty_session(engine: Engine, policy: Policy, max_tokens: int, pool: Pool) -> Session:
-    """Returns a session with empty slots."""
-    config = engine.config
-    return Session(
-        engine=engine,
-        policy=policy,
-        state=engine.empty_state(max_tokens, pool),
-        max_tokens=max_tokens,
-        pages=PageTable(pool, num_slots=config.num_slots, rule=config.page_rule),
-    )
 
 
 def relocate(
