@@ -38,7 +38,7 @@ def get_config() -> ConfigDict:
                 "learning_rate": 2e-5,
                 "remat": "full",
                 # Masters and moments of all weights would take 91 GB; the frozen base takes 15.
-                "lora": {"rank": 32, "alpha": 64.0, "base_dtype": "bfloat16"},
+                "lora": {"rank": 32, "alpha": 64.0},
             },
             "checkpoint": {"every_steps": 20},
         }

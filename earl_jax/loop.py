@@ -33,7 +33,7 @@ from earl_jax.rollout.scheduler import next_lengths
 from earl_jax.rollout.tasks import with_lengths
 from earl_jax.run.build import Run
 from earl_jax.run.position import Position
-from earl_jax.run.step_end import EpisodesFailed, StepStopped
+from earl_jax.run.step_end import MAX_FAILED_STEPS, EpisodesFailed, StepStopped
 from earl_jax.run.step_record import PlayedStep, StepRecord, count_skipped
 from earl_jax.settings.errors import RunError
 from earl_jax.telemetry.compile_clock import compile_clock
@@ -206,13 +206,13 @@ def _examples(run: Run, step: int, updates: int) -> list[list[Ids]]:
 def count_failed_steps(env: EnvConfig, failures: Failures, before: Position) -> int:
     """Returns for how many steps in a row too many episodes failed, with the step behind `before`.
 
-    Raises EpisodesFailed at config.env.max_failed_steps; at the first step if all of its episodes
+    Raises EpisodesFailed at MAX_FAILED_STEPS; at the first step if all of its episodes
     failed.
     """
     if failures.share < env.max_failed_share:
         return 0
     never_worked = failures.share == 1 and before.failed_steps == before.step
-    if never_worked or before.failed_steps + 1 >= env.max_failed_steps:
+    if never_worked or before.failed_steps + 1 >= MAX_FAILED_STEPS:
         raise EpisodesFailed(env, failures, before)
     return before.failed_steps + 1
 

@@ -206,9 +206,8 @@ def test_every_section_refuses_a_key_that_it_does_not_have(section):
 @pytest.mark.parametrize("key", RENAMED_KEYS)
 def test_a_key_of_an_earlier_version_is_none_now_and_those_that_it_names_are(key):
     known = {*all_keys(), *(f"config.env.args.{name}" for name in argument_names(BoardGame) or ())}
-    section, _, name = key.removeprefix("config.").rpartition(".")
     with pytest.raises(InputError, match=f"{re.escape(key)} is (now config|no setting any more)"):
-        make_config({section: {name: 1}})
+        make_config({}, [f"{key.removeprefix('config.')}=1"])
     named = re.findall(r"config\.(?!py\b)[\w.]*\w", RENAMED_KEYS[key])
     assert key not in known and set(named) <= known
 
@@ -565,8 +564,9 @@ def test_a_run_of_before_is_read_without_the_settings_that_are_no_more(tmp_path)
         "selector": {"horizon_steps": 20, "hysteresis": 0.2, "budget_bytes_per_device": 9},
         "dispatch": {"forbid_host_bytes": "auto"},
         "log": {"tensorboard": False, "report_every_steps": 5},
-        "train": {"max_skipped_steps": 5},
-        "model": {"latent_size": 0, "linear_key_heads": 2},
+        "env": {"max_failed_steps": 3},
+        "train": {"max_skipped_steps": 5, "lora": {"base_dtype": "float32"}},
+        "model": {"latent_size": 0, "linear_key_heads": 2, "rope_theta": 10000.0},
     }
     (tmp_path / "config.json").write_text(json.dumps(given))
     assert read_workdir_config(tmp_path).selector.budget_bytes_per_device == 9
@@ -577,6 +577,9 @@ def test_a_run_of_before_is_read_without_the_settings_that_are_no_more(tmp_path)
         "log.tensorboard=True",
         "log.report_every_steps=5",
         "train.max_skipped_steps=5",
+        "train.lora.base_dtype=float32",
+        "env.max_failed_steps=3",
+        "model.rope_theta=20000.0",
     ):
         with pytest.raises(InputError, match=override.partition("=")[0]):
             read_workdir_config(tmp_path, [override])

@@ -207,8 +207,7 @@ def test_resident_bytes_are_those_of_placed_shapes(family):
     model = dataclasses.replace(model, **(STATES if family == "states" else {}))
     train = TrainConfig()
     if family == "adapters":
-        lora = dataclasses.replace(train.lora, rank=2, base_dtype="bfloat16")
-        train = dataclasses.replace(train, lora=lora)
+        train = dataclasses.replace(train, lora=dataclasses.replace(train.lora, rank=2))
     weight_dtype = "int8" if family == "int8" else "compute"
     networks = Networks(reference=family == "networks", critic=family == "networks")
     sizes = model_sizes(

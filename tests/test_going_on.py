@@ -451,20 +451,20 @@ def test_a_share_of_failures_in_some_steps_in_a_row_ends_the_run(tmp_path):
 
     What was before the step that ends it is saved.
     """
-    share = ["env.max_failed_share=0.25", "env.max_failed_steps=3", "rollout.group_size=1"]
+    share = ["env.max_failed_share=0.25", "rollout.group_size=1"]
     config = failing(MODEL, *share, "num_steps=2", first=16, at_start=True, one_in=4)
     assert not train(config, tmp_path / "run").stopped
-    config = failing(MODEL, *share, "num_steps=9", first=16, at_start=True, one_in=4)
+    config = failing(MODEL, *share, "num_steps=12", first=16, at_start=True, one_in=4)
     with pytest.raises(EpisodesFailed) as raised:
         train(config, tmp_path / "run")
     words = str(raised.value)
-    assert words.startswith("4 of 16 episodes of step 4 failed (config.env)")
-    assert "the last of 3 steps in a row" in words and "at least 25% failed" in words
+    assert words.startswith("4 of 16 episodes of step 11 failed (config.env)")
+    assert "the last of 10 steps in a row" in words and "at least 25% failed" in words
     rows = steps_of(tmp_path / "run")
-    assert [row["failed_share"] for row in rows] == [0.0, 0.25, 0.25]
+    assert [row["failed_share"] for row in rows] == [0.0, *[0.25] * 9]
     assert "failure" not in rows[0]
     assert rows[1]["failure"].startswith("environment_error: OSError: the sandbox is down (")
-    assert final_parameters(tmp_path / "run", 3)
+    assert final_parameters(tmp_path / "run", 10)
 
 
 @pytest.mark.slow

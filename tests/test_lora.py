@@ -173,11 +173,10 @@ def test_only_adapters_have_optimiser_state_and_the_base_is_that_of_the_seed():
     # What a device keeps: the selector's figure.
     alone = make_layout(ONE_DEVICE)
     expected = 4 * num_parameters(SPECS) + 3 * 4 * numbers + 4 + 4
-    for base_dtype, size in (("float32", 4), ("bfloat16", 2)):
-        lora = dataclasses.replace(LORA, base_dtype=base_dtype)
-        config = dataclasses.replace(CONFIG, lora=lora)
-        shapes = state_shapes(MODEL, config, VOCAB)
-        kept = resident_bytes(shapes, state_shardings(MODEL, config, VOCAB, alone))
+    for compute_dtype, size in (("float32", 4), ("bfloat16", 2)):
+        model = dataclasses.replace(MODEL, compute_dtype=compute_dtype)
+        shapes = state_shapes(model, CONFIG, VOCAB)
+        kept = resident_bytes(shapes, state_shardings(model, CONFIG, VOCAB, alone))
         assert kept == expected - (4 - size) * num_parameters(SPECS)
 
 
@@ -326,12 +325,10 @@ def test_fresh_adapters_publish_the_base_bit_for_bit():
 
 
 def test_merging_is_in_fp32_whatever_the_base_is_kept_in():
-    lora = dataclasses.replace(LORA, base_dtype="bfloat16")
-    config = dataclasses.replace(CONFIG, lora=lora)
     state = dataclasses.replace(
         placed(MIXED), base=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), placed(MIXED).base)
     )
-    result = published(state, MeshShape(data=4, tensor=2), jnp.bfloat16, config)
+    result = published(state, MeshShape(data=4, tensor=2), jnp.bfloat16)
     base, pair = on_host().base["layers"]["gate"], on_host().params["layers"]["gate"]
     for index, layer in enumerate(result.params["layers"]):
         weight = base[index].astype(jnp.bfloat16).astype(np.float32)
@@ -444,10 +441,9 @@ def test_a_checkpoint_with_fingerprints_of_another_version_is_no_damage(tmp_path
         ({"rank": 4, "targets": ("all", "query")}, "name at least one of query"),
         ({"rank": 4, "targets": ()}, "name at least one of query"),
         ({"rank": 4, "targets": ("up", "up")}, "each once"),
-        ({"rank": 4, "base_dtype": "float16"}, "config.train.lora.base_dtype is 'float16'"),
+        ({"rank": 4, "base_dtype": "bfloat16"}, "kept in config.model.compute_dtype"),
         ({"alpha": 8.0}, "config.train.lora.alpha = 8.0 has no effect .*lora.rank is 0"),
         ({"targets": ("query",)}, "config.train.lora.targets = .* has no effect"),
-        ({"base_dtype": "bfloat16"}, "config.train.lora.base_dtype = .* has no effect"),
         ({"ranks": 8}, "config.train.lora.ranks is not a field of LoraConfig; did you mean 'rank'"),
     ],
     ids=str,
@@ -512,8 +508,8 @@ def test_each_target_has_the_axes_of_its_parameter():
 @pytest.mark.slow
 def test_a_world_keeps_the_base_of_the_path_frozen():
     given = {
-        "model": {"path": str(REFERENCE / "qwen2_tied")},
-        "train": {"lora": {"rank": 2, "base_dtype": "bfloat16"}},
+        "model": {"path": str(REFERENCE / "qwen2_tied"), "compute_dtype": "bfloat16"},
+        "train": {"lora": {"rank": 2}},
     }
     world = build_run(make_config(given))
     mesh = world.problem.meshes("train")[-1]

@@ -47,11 +47,13 @@ _SPEEDS = "plans are chosen by the speeds of config.selector.table, and nothing 
 # Keys that earlier versions wrote into each config.json, and that are no more.
 _FORMER = (
     ("dispatch", "forbid_host_bytes"),
+    ("env", "max_failed_steps"),
     ("log", "report_every_steps"),
     ("log", "tensorboard"),
     ("selector", "compile_ahead"),
     ("selector", "horizon_steps"),
     ("selector", "hysteresis"),
+    ("train", "lora", "base_dtype"),
     ("train", "max_skipped_steps"),
 )
 # The same of the model: now a preset or a checkpoint gives them alone.
@@ -65,6 +67,7 @@ _FORMER_OF_MODEL = (
     "num_dense_layers",
     "query_latent_size",
     "rope_size",
+    "rope_theta",
     "shared_ffn_size",
     "value_size",
 )
@@ -94,6 +97,7 @@ RENAMED_KEYS = {
     "config.train.demonstration_steps": "config.train.sft_steps",
     "config.train.demonstration_updates": "config.train.sft_updates",
     "config.train.demonstration_learning_rate": "config.train.sft_learning_rate",
+    "config.train.lora.base_dtype": "frozen weights are kept in config.model.compute_dtype",
     "config.train.max_skipped_steps": "a run ends behind 3 steps in a row without an update",
     "config.train.advantage": "config.algorithm",
     "config.train.turn_discount": "config.algorithm_args.turn_discount",
@@ -104,6 +108,9 @@ RENAMED_KEYS = {
     "config.log.tensorboard": 'config.log.trackers=("tensorboard",)',
     "config.env.game": (
         "config.env.name (or config.env.args.game with config.env.name='board_game')"
+    ),
+    "config.env.max_failed_steps": (
+        "a run ends behind 10 steps in a row in each of which config.env.max_failed_share failed"
     ),
     "config.env.trail": "config.env.args",
     **{
@@ -177,9 +184,12 @@ def without_former(kept: dict[str, Any]) -> dict[str, Any]:
         for key in _FORMER_OF_MODEL:
             if key in model and model[key] == getattr(defaults, key):
                 del model[key]
-    for section, key in _FORMER:
-        if isinstance(kept.get(section), dict):
-            kept[section].pop(key, None)
+    for *sections, key in _FORMER:
+        values: Any = kept
+        for section in sections:
+            values = values.get(section) if isinstance(values, dict) else None
+        if isinstance(values, dict):
+            values.pop(key, None)
     return kept
 
 

@@ -134,7 +134,7 @@ def _idle_training(config: "Config") -> Iterator[_Idle]:
     yield config.importance_cap == 0, "train.importance_cap", "there is no correction here"
     yield from _idle_proximal(config, is_one_update=is_one_update)
     yield is_one_update and same_policy, "train.ess_scaling", one_update
-    for name in ("alpha", "targets", "base_dtype"):
+    for name in ("alpha", "targets"):
         yield train.lora.rank == 0, f"train.lora.{name}", "config.train.lora.rank is 0"
     value_clip = config.algorithm in ALGORITHMS and hasattr(config.algorithm_args, "value_clip")
     yield value_clip and is_one_update, "algorithm_args.value_clip", one_update

@@ -25,7 +25,7 @@ from earl_jax.settings.arguments import (
     defaults_of,
     without_defaults,
 )
-from earl_jax.settings.errors import InputError, check_bounds, in_words
+from earl_jax.settings.errors import InputError, in_words
 from earl_jax.settings.named import find_named
 
 # config.env.name: the maker of an episode's environment from config.env.args and its task.
@@ -59,9 +59,9 @@ class EnvConfig:
     calls that compute in Python slow each other down towards `timeout_s`. Coroutines (`async def`)
     share one more thread, in which any number may wait. An episode fails if its environment raises,
     hangs or says what cannot be encoded; nothing is learnt from it. The run ends, saved, behind
-    `max_failed_steps` steps in a row in each of which at least the share `max_failed_share` of the
-    episodes failed: so a tool may be away for some steps. Where all episodes of the run's first
-    step fail, it ends at once.
+    10 steps in a row in each of which at least the share `max_failed_share` of the episodes failed:
+    so a tool may be away for some steps. Where all episodes of the run's first step fail, it ends
+    at once.
     """
 
     name: str = "tic_tac_toe"
@@ -69,7 +69,6 @@ class EnvConfig:
     timeout_s: float = 10.0
     num_workers: int = 0
     max_failed_share: float = 1.0
-    max_failed_steps: int = 10
 
     def workers_for(self, num_slots: int) -> int:
         """Returns the number of threads beside so many slots."""
@@ -119,7 +118,6 @@ class EnvConfig:
                 f"config.env.max_failed_share is {self.max_failed_share}; it must be above 0, and "
                 "at most 1 (1: all episodes of a step)"
             )
-        check_bounds(self, "config.env", {"max_failed_steps": (1, None)})
         self.maker()
 
     def _find(self) -> Callable[..., Environment]:

@@ -89,7 +89,6 @@ MODEL_SETTINGS = (
     "num_kv_heads",
     "head_size",
     "ffn_size",
-    "rope_theta",
     "windows",
     "num_experts",
     "experts_per_token",

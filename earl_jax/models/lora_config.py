@@ -4,9 +4,8 @@
 
 import dataclasses
 import math
-from typing import Literal
 
-from earl_jax.settings.errors import InputError, check_choices
+from earl_jax.settings.errors import InputError
 
 # The projections that adapters can stand beside, by the names that parameters.py gives them: of
 # attention, of latent attention, of linear attention, of networks, and of those beside experts. And
@@ -42,15 +41,14 @@ class LoraConfig:
 
     `rank` 0 trains the whole model. Each projection in `targets` gets an adapter, whose product is
     scaled by `alpha` / `rank`. ("all",) are all that the model has; experts, routers, and the rates
-    and decays of linear attention are none. `base_dtype` is the type that the frozen weights are
-    kept in; adapters and their moments are fp32 always. The base is in no checkpoint of the run: it
-    comes from config.model.path again, or from the seed.
+    and decays of linear attention are none. The frozen weights are kept in
+    config.model.compute_dtype; adapters and their moments are fp32 always. The base is in no
+    checkpoint of the run: it comes from config.model.path again, or from the seed.
     """
 
     rank: int = 0
     alpha: float = 16.0
     targets: tuple[str, ...] = ALL_TARGETS
-    base_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
@@ -65,4 +63,3 @@ class LoraConfig:
                 f"{path}.targets is {self.targets!r}; name at least one of "
                 f"{', '.join(PROJECTIONS)}, each once, or 'all' alone"
             )
-        check_choices(self, path)

@@ -136,7 +136,7 @@ class Source:
         if run.cluster.trains and int(fingerprint(state.base)) != saved["base_fingerprint"]:
             raise InputError(
                 f"{self._flag} has adapters of another base than config.model.path "
-                f"({run.config.model.path!r}), or config.train.lora.base_dtype, gives this run"
+                f"({run.config.model.path!r}), or config.model.compute_dtype, gives this run"
             )
         state = dataclasses.replace(state, params=params)
         return with_first_average(run.config.train, state) if run.cluster.trains else state

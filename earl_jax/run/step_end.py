@@ -7,6 +7,8 @@ from earl_jax.run.position import Position
 from earl_jax.settings.errors import RunError
 from earl_jax.telemetry.episodes import Failures
 
+# A tool may be away for some steps; of episodes that go on failing nothing is learnt.
+MAX_FAILED_STEPS = 10
 # Reasons of failed episodes that end a run.
 REASONS_SHOWN = 3
 
@@ -20,8 +22,7 @@ class EpisodesFailed(RunError):
         words = f"{which} of step {step} failed (config.env)"
         if position.failed_steps or env.max_failed_share < 1:
             words += (
-                f", the last of {position.failed_steps + 1} steps in a row "
-                "(config.env.max_failed_steps) in which at least "
+                f", the last of {position.failed_steps + 1} steps in a row in which at least "
                 f"{env.max_failed_share:.0%} failed (config.env.max_failed_share)"
             )
         shown = "\n".join(f"  {reason}" for reason in failures.reasons[:REASONS_SHOWN])

@@ -124,8 +124,7 @@ class Learner:
         return self.state_of(self._read_parameters(self.checkpoint, mesh), mesh)
 
     def _read_parameters(self, checkpoint: Checkpoint, mesh: MeshShape) -> Params:
-        lora = self.config.lora
-        dtype = lora.base_dtype if lora.rank else "float32"
+        dtype = self.model.compute_dtype if self.config.lora.rank else "float32"
         return load_parameters(checkpoint, self.layout(mesh), dtype)
 
     def state_of(self, params: Params, mesh: MeshShape) -> TrainState:
