@@ -44,19 +44,8 @@ _PREEMPTED = (
     "the cheaper way is taken; to read all again, set config.rollout.preemption_host_gib to 0"
 )
 _SPEEDS = "plans are chosen by the speeds of config.selector.table, and nothing is timed beforehand"
-# Keys that earlier versions wrote into each config.json, and that are no more.
-_FORMER = (
-    ("dispatch", "forbid_host_bytes"),
-    ("env", "max_failed_steps"),
-    ("log", "report_every_steps"),
-    ("log", "tensorboard"),
-    ("selector", "compile_ahead"),
-    ("selector", "horizon_steps"),
-    ("selector", "hysteresis"),
-    ("train", "lora", "base_dtype"),
-    ("train", "max_skipped_steps"),
-)
-# The same of the model: now a preset or a checkpoint gives them alone.
+# Keys of the model that earlier versions wrote into each config.json, and that a preset or a
+# checkpoint gives now.
 _FORMER_OF_MODEL = (
     "attention_every",
     "latent_size",
@@ -71,7 +60,8 @@ _FORMER_OF_MODEL = (
     "shared_ffn_size",
     "value_size",
 )
-# Keys of earlier versions: the key that took their place, or a sentence.
+# Keys of earlier versions: the key that took their place, or a sentence about those that are no
+# more, without which the config.json of an earlier run is read.
 RENAMED_KEYS = {
     "config.dispatch.forbid_host_bytes": "a run in which such bytes pass the host ends",
     "config.rollout.append_rows": "it is fixed (APPEND_TOKENS in engine/config.py)",
@@ -105,7 +95,7 @@ RENAMED_KEYS = {
     "config.train.clip_low": "config.algorithm_args.clip_low",
     "config.train.clip_high": "config.algorithm_args.clip_high",
     "config.log.report_every_steps": "report.html is made anew every 25 steps and at the end",
-    "config.log.tensorboard": 'config.log.trackers=("tensorboard",)',
+    "config.log.tensorboard": 'set config.log.trackers=("tensorboard",)',
     "config.env.game": (
         "config.env.name (or config.env.args.game with config.env.name='board_game')"
     ),
@@ -184,7 +174,8 @@ def without_former(kept: dict[str, Any]) -> dict[str, Any]:
         for key in _FORMER_OF_MODEL:
             if key in model and model[key] == getattr(defaults, key):
                 del model[key]
-    for *sections, key in _FORMER:
+    for path in (path for path, now in RENAMED_KEYS.items() if not now.startswith("config.")):
+        _, *sections, key = path.split(".")
         values: Any = kept
         for section in sections:
             values = values.get(section) if isinstance(values, dict) else None
