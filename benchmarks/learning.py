@@ -37,7 +37,15 @@ SERIES = {
         "train.ratio=model",
         "num_steps=300",
     ),
-    "rewards": ("train.sft_steps=0", "rollout.unfinished_reward=-3.0", "num_steps=400"),
+    "rewards": (
+        "train.sft_steps=0",
+        "rollout.unfinished_reward=-3.0",
+        "rollout.max_turn_tokens=2",
+        "algorithm_args.normalize_advantages=False",
+        "train.entropy_coefficient=0.15",
+        "train.final_entropy_coefficient=0.05",
+        "num_steps=400",
+    ),
 }
 Runs = dict[int, list[dict]]
 
@@ -143,9 +151,8 @@ def _page(found: dict[str, Runs], exact: dict[str, list[dict]]) -> str:
         "",
         "## Without, from rewards alone",
         "",
-        "The policy begins with random weights and learns from rewards alone what a move is",
-        f"({_settings('rewards')}): a turn that does not end has to cost more than an illegal",
-        "move, else nothing is learnt in the first hundreds of steps.",
+        "The policy begins with random weights and learns from rewards alone what a move is, which",
+        f"moves are legal, and which win ({_settings('rewards')}).",
         "",
         *_table(found["rewards"]),
         "",

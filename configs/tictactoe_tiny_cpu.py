@@ -6,7 +6,7 @@ uv run python -m earl_jax.main --config=configs/tictactoe_tiny_cpu.py
 
 About seven minutes on 2 cores. Against a random opponent, both sides in turn, it ends at about 89 %
 wins and 0 to 5 % illegal moves at temperature 1 (random legal play wins 43.7 %, the best possible
-96.7 %): benchmarks/learning.md has five seeds, and one setting that learns without the supervised
+96.7 %): benchmarks/learning.md has five seeds, and two settings that learn without the supervised
 games.
 
 In its first 120 steps the policy is also trained on games of random legal moves, which teach what
