@@ -36,7 +36,8 @@ class Turn:
     is for people: the environment's message, or the decoded reply of the policy. `messages` are
     (role, text) of the environment's messages where they are not one message of a user. A turn of
     the environment that `forks` begins a new sample: its ids are a prompt with the whole
-    conversation rendered again, and later tokens do not attend to anything before it.
+    conversation rendered again, and later tokens do not attend to anything before it. Of an episode
+    with several conversations, `conversation` is the number of the one that it belongs to.
     """
 
     author: Author
@@ -47,6 +48,7 @@ class Turn:
     messages: tuple[tuple[str, str], ...] = ()
     forks: bool = False
     model_logprobs: tuple[float, ...] = ()
+    conversation: int = 0
 
 
 class TurnState(NamedTuple):
@@ -119,8 +121,8 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int | None:
-        """The version that sampled its first token, which is the oldest; None: none was sampled."""
-        return next((turn.versions[0] for turn in self.turns if turn.versions), None)
+        """The oldest version that sampled a token; None: none was sampled."""
+        return min((turn.versions[0] for turn in self.turns if turn.versions), default=None)
 
     @functools.cached_property
     def turn_states(self) -> tuple[TurnState, ...]:

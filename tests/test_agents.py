@@ -3,6 +3,7 @@
 """Agents whose requests of chat completions are turns of an episode: the environment alone."""
 
 import asyncio
+import collections
 import functools
 import gc
 import http.client
@@ -189,7 +190,7 @@ def test_whatever_does_not_go_on_begins_a_new_context(monkeypatch, change):
     assert second.new_context and second.metrics == {"requests": 2.0, "new_contexts": 1.0}
 
 
-def test_requests_at_the_same_time_are_answered_one_after_the_other(monkeypatch):
+def test_whoever_steps_an_agent_answers_its_requests_one_after_the_other(monkeypatch):
     def agent(base_url):
         said = {}
         ask = lambda name: said.update({name: chat(base_url, [user(name)])["content"]})  # noqa: E731
@@ -252,11 +253,9 @@ def test_a_client_that_went_away_gets_the_reply_of_the_same_request(monkeypatch)
         client.request("POST", f"/{path}/chat/completions", body, http_client.JSON)
         taken.wait(10)
         client.close()
-        asked = lost._newest
-        while not lost._is_lost:
+        while not lost._lost:
             time.sleep(0.001)
         answer.set()
-        assert asked is lost._newest
         return {"reward": 0.0, "said": float(chat(base_url, [user("a")])["content"])}
 
     taken, answer = threading.Event(), threading.Event()
@@ -440,6 +439,35 @@ def talks(base_url, seed):
     return float(seed)
 
 
+def takes_turns(base_url, seed):
+    """Speaks for two agents in turns, who each go on; the reward is the number of its messages."""
+    talks = [[SYSTEM, user(f"{seed}?")], [user("né?")]]
+    for number in range(6):
+        talk = talks[number % 2]
+        talk += [chat(base_url, talk), user(str(number))]
+    TALKS[seed] = talks
+    return float(seed)
+
+
+def asks_at_once(base_url, seed):
+    """Three agents ask at the same time, each goes on, and a fourth one has what they said."""
+    talks = [[SYSTEM, user(f"{seed}?")], [user("né?")], [user("né?")]]
+
+    def speak(talk):
+        talk += [chat(base_url, talk), user("and?")]
+        talk.append(chat(base_url, talk))
+
+    threads = [threading.Thread(target=speak, args=(talk,)) for talk in talks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    talks.append([user("".join(talk[-1]["content"] for talk in talks))])
+    talks[-1].append(chat(base_url, talks[-1]))
+    TALKS[seed] = talks
+    return float(seed)
+
+
 def asks_on(base_url, seed):
     """Never ends by itself."""
     talk = []
@@ -492,6 +520,53 @@ def test_every_reply_is_a_turn_behind_what_the_agent_asked_token_for_token():
         assert trajectory.metrics == {"requests": 3.0, "new_contexts": 1.0}
         assert len(trajectory.sample_starts) == 2
     episodes.check_rows(rollout, 12)
+
+
+def test_conversations_that_take_turns_are_a_sample_each():
+    """The one whose reply was the last comes last, with the reward at its end."""
+    render = episodes.renderer()
+    rollout = collect_agents(takes_turns, 12)
+    for trajectory in rollout.trajectories:
+        assert trajectory.metrics == {"requests": 6.0, "new_contexts": 1.0}
+        assert trajectory.turn_rewards == (0.0,) * 5 + (100.0 + trajectory.episode,)
+        talks = TALKS[int(trajectory.reward)]
+        assert [turn.forks for turn in trajectory.turns] == [False] * 6 + [True] + [False] * 5
+        assert len(trajectory.sample_starts) == 2
+        for talk, turns in zip(talks, (trajectory.turns[:6], trajectory.turns[6:]), strict=True):
+            said = [each for each in talk if each["role"] != "assistant"]
+            opening = [Message(role=m["role"], text=m["content"]) for m in said[:-3]]
+            assert turns[0].token_ids == render.first(opening)
+            answers = [render.answer(message["content"]) for message in said[-3:-1]]
+            assert [turn.token_ids for turn in turns[2::2]] == answers
+            replies = [each["content"] for each in talk if each["role"] == "assistant"]
+            assert [turn.text for turn in turns[1::2]] == replies
+    episodes.check_rows(rollout, 12)
+
+
+@pytest.mark.parametrize("number", [6, 24], ids=["free slots", "too few"])
+def test_requests_at_the_same_time_are_conversations_of_one_episode(number):
+    """Whatever order they come in, and whether there are slots for all of them at once."""
+    rollout = collect_agents(asks_at_once, number)
+    for trajectory in rollout.trajectories:
+        assert trajectory.stop_reason == "answered", trajectory.detail
+        assert trajectory.metrics == {"requests": 7.0, "new_contexts": 3.0}
+        assert trajectory.turn_rewards == (0.0,) * 6 + (100.0 + trajectory.episode,)
+        assert len(trajectory.sample_starts) == 4
+        found = collections.defaultdict(list)
+        for turn in trajectory.turns:
+            found[turn.conversation].append(turn)
+        said = {
+            tuple(turn.text for turn in turns if turn.author == "policy")
+            for turns in found.values()
+        }
+        assert said == {
+            tuple(each["content"] for each in talk if each["role"] == "assistant")
+            for talk in TALKS[int(trajectory.reward)]
+        }
+        ids = episodes.renderer().answer("and?")
+        assert sorted(len(turns) for turns in found.values()) == [2, 4, 4, 4]
+        assert all(turns[2].token_ids == ids for turns in found.values() if len(turns) == 4)
+    episodes.check_rows(rollout, number)
 
 
 def test_an_episode_that_a_limit_ends_is_over_for_its_agent(no_collector):

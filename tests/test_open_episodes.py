@@ -4,7 +4,6 @@
 
 import dataclasses
 import functools
-import itertools
 import os
 import types
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 from earl_jax.engine.config import Sampling
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.text.conversation import Conversation
+from earl_jax.rollout.conversations import by_conversation
 from earl_jax.rollout.events import EVENTS, Events
 from earl_jax.rollout.open_episodes import (
     FOLDER,
@@ -32,11 +32,9 @@ from earl_jax.sharding.layout import MeshShape
 from earl_jax.train.checkpoint import Checkpoints
 from earl_jax.trajectory import Turn
 from tests.support.choices import BRANCHES, HOT, Words, engine_for
-from tests.support.environments import Talker
+from tests.support.environments import TakesTurns, Talker
 from tests.support.episodes import (
     assert_same_episodes,
-    check_nothing_is_held,
-    check_row,
     engine,
     forgetful_renderer,
     open_service,
@@ -44,8 +42,8 @@ from tests.support.episodes import (
     tokenizer,
     weights,
 )
+from tests.support.interrupted import RULES, interrupted, play
 
-RULES = ["in_order", 2]
 ASKED = Turn(author="environment", text="?", token_ids=(9, 8))
 SAID = Turn(
     author="policy",
@@ -68,6 +66,19 @@ def test_a_row_by_hand():
     assert row.model_logprobs is None
     scored = as_row((ASKED, SAID), 4, scored=True).model_logprobs
     np.testing.assert_array_equal(scored, np.float32([0, 0, -0.25, -1.5]))
+
+
+def test_turns_of_conversations_by_hand():
+    """Messages 1 to 4 of the conversations 0 6 0 8, with replies; the last one has no reward."""
+    turns = [
+        dataclasses.replace(turn, token_ids=(number,), conversation=conversation, forks=False)
+        for number, conversation in enumerate((0, 6, 0, 8), start=1)
+        for turn in (ASKED, SAID)
+    ]
+    found, rewards = by_conversation(turns, [0.1, 0.2, 0.3])
+    assert [turn.token_ids[0] for turn in found] == [2, 2, 1, 1, 3, 3, 4, 4]
+    assert [turn.forks for turn in found] == [False, False, True, False, False, False, True, False]
+    assert rewards == [0.2, 0.1, 0.3]
 
 
 def test_a_record_ends_with_what_was_sampled():
@@ -160,47 +171,6 @@ def test_episodes_of_the_checkpoint_before_stay_while_the_next_one_is_written(
 # A service goes on where another one stopped.
 
 
-def play(service, rounds=None) -> tuple[list, int]:
-    """Plays so many rounds; all, if None. Returns the trajectories, without rows, and tokens."""
-    found = []
-    for _ in itertools.count() if rounds is None else range(rounds):
-        if not service.is_busy:
-            break
-        for finished in service.step():
-            check_row(service, finished)
-            service.release(finished.row)
-            found.append(dataclasses.replace(finished.trajectory, row=0))
-    return found, service.stats.rollout_tokens
-
-
-def interrupted(tmp_path, open_one, todo) -> tuple[list, int, int]:
-    """Plays with a service that is given up after three rounds, and others that go on, for longer.
-
-    They have to read what was played. Returns the trajectories by episode, the tokens that were
-    sampled, and the times.
-    """
-    done, sampled, episodes, times = [], 0, {}, 0
-    while len(done) < len(todo):
-        over = {each.episode for each in done}
-        service = open_one()
-        service.submit(
-            [
-                dataclasses.replace(task, resumes=episodes.get(task.episode))
-                for task in todo
-                if task.episode not in over
-            ]
-        )
-        if times:
-            assert service.open_episodes() == episodes
-        times += 1
-        found, tokens = play(service, 3 * times)
-        done, sampled = [*done, *found], sampled + tokens
-        write_episodes(tmp_path, times, 0, service.open_episodes(), RULES)
-        episodes = read_episodes(tmp_path, times, RULES, pytest.fail)
-    check_nothing_is_held(service, service.session.max_tokens)
-    return sorted(done, key=lambda each: each.episode), sampled, times
-
-
 KINDS: dict[str, dict[str, Any]] = {
     # Turns of several rounds, that a stop string may end.
     "talk": {
@@ -219,6 +189,14 @@ KINDS: dict[str, dict[str, Any]] = {
         "stop_strings": ("12", "34", "5", "0"),
         "max_tokens": 256,
     },
+    # Three conversations, two of which take turns.
+    "conversations": {
+        "make": lambda task: TakesTurns(task.args["seed"]),
+        "params": weights(ends_turns=False),
+        "max_turn_tokens": 16,
+        "stop_strings": ("12", "34", "5", "0"),
+        "max_tokens": 256,
+    },
     # Replies of some choices, of which one under way is sampled again.
     "choices": {
         "make": lambda task: Words([]),
@@ -231,9 +209,11 @@ D8 = MeshShape(data=8)
 SHORT_ROUNDS: dict[str, Any] = {"player": engine(8, D8, burst=2), "num_slots": 8, "max_tokens": 96}
 
 
-@pytest.mark.slow_except("*fork", "*choices")
+@pytest.mark.slow_except("*fork", "*conversations", "*choices")
 @pytest.mark.parametrize(
-    ("mesh", "kind"), [(D8, "talk"), (MeshShape(tensor=2), "fork"), (D8, "choices")], ids=str
+    ("mesh", "kind"),
+    [(D8, "talk"), (MeshShape(tensor=2), "fork"), (D8, "conversations"), (D8, "choices")],
+    ids=str,
 )
 def test_episodes_are_those_of_a_service_that_nothing_interrupts(pool, tmp_path, kind, mesh):
     """Its tokens are drawn once, but for replies of choices; rows are as if it had played alone."""

@@ -68,7 +68,8 @@ class Start:
     `allowed_token_ids`, of the policy's tokenizer, are the only tokens that its reply is made of,
     beside the end of turn. `stop` are texts that end the reply, as config.rollout.stop_strings do.
     `role` is the side that the policy plays, where there are several; in self-play, the side that
-    the message is for. `metrics` are the episode's until a step changes them (see `StepResult`).
+    the message is for. `metrics` are the episode's until a step changes them, and `conversation`
+    numbers this conversation (see `StepResult`).
     `tools` describes the functions that the policy may call, each as JSON that the chat template
     shows:
 
@@ -83,6 +84,7 @@ class Start:
     allowed_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    conversation: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,7 +107,10 @@ class StepResult:
     won has the fraction of all games as its mean, those that a limit cuts included.
 
     With `new_context` the policy forgets what was said: `messages` are a whole conversation, which
-    begins a new sample of the episode (see `ChatConfig`), with these `tools`.
+    begins a new sample of the episode (see `ChatConfig`), with these `tools`. Where that is to be
+    remembered, the one that begins has a `conversation` number of its own; messages without
+    `new_context` go on with the conversation of this number. Each one is a sample, however often
+    they take turns.
     """
 
     text: str = ""
@@ -122,6 +127,7 @@ class StepResult:
     side_rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
     new_context: bool = False
     tools: tuple[Mapping[str, Any], ...] = ()
+    conversation: int = 0
 
 
 def illegal_reply(reply: str, reward: float, wanted: str) -> StepResult:
@@ -177,6 +183,33 @@ class CountsTokens(Protocol):
         ...
 
 
+class Branches(Protocol):
+    """An environment that may ask for several replies at once, each of a conversation of its own.
+
+    While replies are under way, `branch` returns an environment for another one: of one reply,
+    which `step` takes and is done with "replied". A reply of its own is given by `give` meanwhile,
+    in place of `step`. Where none is under way any more, `next` returns what comes next. All but
+    `has_news` and `branch`, which any thread may use, are coroutines.
+    """
+
+    @property
+    def has_news(self) -> bool:
+        """True if `next` would return a message at once; the end waits for all replies."""
+        ...
+
+    def branch(self) -> Environment | None:
+        """Returns an environment for a reply that is asked for now; None: there is none."""
+        ...
+
+    def give(self, reply: str) -> Awaitable[None]:
+        """Takes the policy's reply."""
+        ...
+
+    def next(self) -> Awaitable[StepResult]:
+        """Returns the next message, or the end, with the reward since the last call."""
+        ...
+
+
 @runtime_checkable
 class Chooses(Protocol):
     """An environment that knows all of its `choices` from the start."""
@@ -198,6 +231,7 @@ def check_start(result: object) -> Start:
     if not result.text and not result.messages:
         raise InputError("Start.text is empty; the policy needs a first message")
     _check_tools("Start", result)
+    _check_conversation("Start", result)
     return result
 
 
@@ -234,6 +268,7 @@ def check_step(result: object) -> StepResult:
     _check_metrics("StepResult", result)
     _check_tools("StepResult", result)
     _check_new_context(result)
+    _check_conversation("StepResult", result)
     if result.done and result.role:
         raise InputError(f"StepResult.role must be empty when done; got {_brief(result.role)}")
     fields = ("text", "messages", "choices", "allowed_token_ids", "stop")
@@ -257,6 +292,14 @@ def _check_new_context(result: StepResult) -> None:
     if result.tools and not result.new_context:
         raise InputError(
             "StepResult.tools are those of a new_context; an episode keeps the tools of its start"
+        )
+
+
+def _check_conversation(name: str, result: Start | StepResult) -> None:
+    number = result.conversation
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**31:
+        raise InputError(
+            f"{name}.conversation is {_brief(number)}; it must be a number from 0 to {2**31 - 1}"
         )
 
 

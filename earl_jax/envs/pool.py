@@ -281,6 +281,10 @@ class Calls(Generic[K, T]):
                 self._changed.wait(max(0.0, until - now))
             self._look()
 
+    def poll(self, polls: Mapping[K, Callable[[], bool]]) -> list[K]:
+        """Returns those of these that are true now, in their order."""
+        return [key for key, poll in polls.items() if poll()]
+
     def work(self) -> bool:
         """Makes calls until none is left; False if this thread was given up meanwhile."""
         thread = threading.current_thread()

@@ -11,7 +11,7 @@ worker while the episode waits, else by the collector.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from earl_jax.engine.choices import check_allowed, check_choices
 from earl_jax.engine.config import EngineConfig
@@ -27,8 +27,10 @@ from earl_jax.envs.event_loop import after
 from earl_jax.envs.pool import Failure
 from earl_jax.envs.text.chat_template import Content
 from earl_jax.envs.text.conversation import Conversation, Observation
-from earl_jax.rollout.episode import LiveEpisode, Side
+from earl_jax.rollout.conversations import Side
+from earl_jax.rollout.episode import LiveEpisode
 from earl_jax.rollout.task import Task
+from earl_jax.settings.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,8 +38,9 @@ class Answer:
     """An environment's start or step, and its message as ids with what the reply may be.
 
     `observation` is None where the episode is done, where the message is longer than an episode
-    may be, and where it cannot be encoded, which `failure` says. `conversation` is that of the side
-    that is on the move now, where another one replied.
+    may be, and where it cannot be encoded, which `failure` says. `conversation` is the one that is
+    on the move now, where another one was, of this side or another. `is_idle`: the reply was given
+    to an agent that has others under way, and nobody waits for what it says next.
     """
 
     environment: Environment
@@ -47,6 +50,7 @@ class Answer:
     allowed: tuple[int, ...] = ()
     failure: Failure | None = None
     conversation: Conversation | None = None
+    is_idle: bool = False
 
     @property
     def content(self) -> Content:
@@ -67,6 +71,10 @@ class Answers(Protocol):
         """Returns the finished outcomes, see `envs.pool.Calls.take`."""
         ...
 
+    def poll(self, polls: Mapping[int, Callable[[], bool]]) -> list[int]:
+        """Returns those of these that are true now, in their order."""
+        ...
+
 
 class NoCalls:
     """The calls of a service whose tasks are prompts alone: there are none."""
@@ -80,6 +88,10 @@ class NoCalls:
     ) -> dict[int, Answer | Failure]:
         """Returns no outcomes, at once."""
         return {}
+
+    def poll(self, polls: Mapping[int, Callable[[], bool]]) -> list[int]:
+        """Returns none."""
+        return []
 
 
 def begin(
@@ -97,21 +109,45 @@ def _opened(
     environment: Environment, episode: LiveEpisode, config: EngineConfig, result: object
 ) -> Answer:
     start = check_start(result)
+    answer = Answer(environment=environment, result=start)
+    if (old := episode.others.get(start.conversation)) is not None:
+        answer = dataclasses.replace(answer, conversation=old.conversation)
+        return _rendered(answer, old.conversation.answer, episode, config)
     render = functools.partial(episode.dialogue.open, tools=start.tools)
-    return _rendered(Answer(environment=environment, result=start), render, episode, config)
+    return _rendered(answer, render, episode, config)
 
 
 def go_on(episode: LiveEpisode, reply: str, config: EngineConfig) -> Answer:
     """Gives the policy's reply to the environment of an episode."""
+    environment = _counted(episode)
+    return after(
+        environment.step(reply), functools.partial(_answered, environment, episode, config)
+    )
+
+
+def give(episode: LiveEpisode, reply: str) -> Answer:
+    """Gives the policy's reply to an agent that has other replies under way, and does not wait."""
+    agent: Any = _counted(episode)
+    said = StepResult(reward=0.0, done=False)
+    return after(agent.give(reply), lambda _: Answer(environment=agent, result=said, is_idle=True))
+
+
+def hear(episode: LiveEpisode, config: EngineConfig) -> Answer:
+    """Waits for what an agent says to which all replies were given."""
+    environment = episode.environment
+    assert environment is not None
+    answered = functools.partial(_answered, environment, episode, config)
+    return after(episode.agent.next(), answered)
+
+
+def _counted(episode: LiveEpisode) -> Environment:
     assert episode.environment is not None
     environment = episode.environment
     # `CountsTokens`; asking for the protocol would take 7 us.
     if (count := getattr(environment, "count_tokens", None)) is not None:
         num_tokens = len(episode.turns[-1].token_ids)
         count(episode.length - episode.origin - num_tokens, num_tokens)
-    return after(
-        environment.step(reply), functools.partial(_answered, environment, episode, config)
-    )
+    return environment
 
 
 def _answered(
@@ -121,6 +157,8 @@ def _answered(
     answer = Answer(environment=environment, result=result)
     if result.done:
         return answer
+    if result.conversation != episode.number:
+        return _in_another(answer, result, episode, config)
     if result.new_context:
         render = functools.partial(episode.dialogue.open_anew, tools=result.tools)
         return _rendered(answer, render, episode, config)
@@ -129,6 +167,24 @@ def _answered(
     side = episode.side_of(result.role)
     answer = dataclasses.replace(answer, conversation=side.conversation)
     return _rendered(answer, functools.partial(_prompt, side), episode, config)
+
+
+def _in_another(
+    answer: Answer, result: StepResult, episode: LiveEpisode, config: EngineConfig
+) -> Answer:
+    """Returns the answer whose message begins another conversation, or goes on with an old one."""
+    if result.new_context:
+        conversation = episode.dialogue.of_another_side()
+        render = functools.partial(conversation.open_anew, tools=result.tools)
+    elif (old := episode.others.get(result.conversation)) is not None:
+        conversation, render = old.conversation, old.conversation.answer
+    else:
+        raise InputError(
+            f"StepResult.conversation is {result.conversation}, which the episode does not have; "
+            "begin it with new_context"
+        )
+    answer = dataclasses.replace(answer, conversation=conversation)
+    return _rendered(answer, render, episode, config)
 
 
 def _prompt(side: Side, content: Content) -> Observation:

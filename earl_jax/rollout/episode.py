@@ -3,23 +3,28 @@
 """An episode while it is played: its turns, and the tokens that still have to be appended."""
 
 import dataclasses
+import zlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from earl_jax.engine.config import NO_LIMIT
+from earl_jax.engine.rows import NO_ROW
 from earl_jax.envs.environment import (
     EPISODE_TOO_LONG,
     PROMPT_TOO_LONG,
     REPLIED,
     TOO_MANY_TURNS,
     TURN_TOO_LONG,
+    Branches,
     Environment,
 )
 from earl_jax.envs.text.chat_template import Content, messages_of
 from earl_jax.envs.text.conversation import Completion, Conversation, Observation
 from earl_jax.envs.text.stream import StopWatch
 from earl_jax.rollout.config import Limits, Stops
+from earl_jax.rollout.conversations import Side, by_conversation
 from earl_jax.rollout.open_episodes import OpenEpisode, open_episode
 from earl_jax.rollout.reply import Reply, Sampled
 from earl_jax.rollout.task import Task
@@ -27,14 +32,6 @@ from earl_jax.trajectory import Trajectory, Turn
 
 # The queue of an episode that has nothing to read.
 _NO_IDS = np.zeros(0, np.int32)
-
-
-@dataclasses.dataclass(frozen=True)
-class Side:
-    """A side of self-play that is not on the move: its conversation, and all ids of its context."""
-
-    conversation: Conversation
-    ids: tuple[int, ...]
 
 
 # With slots, because every round reads all episodes, and a dict of so many fields takes longer.
@@ -61,6 +58,13 @@ class LiveEpisode:
     - `resumes`: what it had before its run was interrupted, while its environment is given that.
     - `side`: the role of the side on the move, `role` that of the first one. `sides` are the others
       by role, and `turn_roles` has the side of each of the policy's turns.
+    - `number`: that of the conversation on the move; `others` are the others by number.
+    - `sample`: ids of its sample, those of the reply under way left out.
+    - `detached`: its tokens are not in its row in the order of the row, which is written when it is
+      over.
+    - `parent`: the episode that it is a branch of (branches.py). `branches`: it may have some;
+      `num_branches` play now, of `num_begun`. `is_idle`: it waits, and no call is under way.
+      `ends`: the stop reason and detail by which a branch ends it; no words where they are its own.
     """
 
     task: Task
@@ -79,6 +83,16 @@ class LiveEpisode:
     side: str = ""
     sides: dict[str, Side] = dataclasses.field(default_factory=dict)
     turn_roles: list[str] = dataclasses.field(default_factory=list)
+    number: int = 0
+    others: dict[int, Side] = dataclasses.field(default_factory=dict)
+    sample: list[int] = dataclasses.field(default_factory=list)
+    detached: bool = False
+    parent: "LiveEpisode | None" = None
+    branches: bool = False
+    num_branches: int = 0
+    num_begun: int = 0
+    is_idle: bool = False
+    ends: tuple[str, str] | None = None
     turns: list[Turn] = dataclasses.field(default_factory=list)
     rewards: list[float] = dataclasses.field(default_factory=list)
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -138,7 +152,8 @@ class LiveEpisode:
         Its turns so far were answered, each with a reward.
         """
         most = self._most_tokens(self.length if message.forks else self.origin)
-        return self.length + len(message.ids) < most and len(self.rewards) < self.limits.max_turns
+        most_turns = self.limits.max_turns - self.num_branches
+        return self.length + len(message.ids) < most and len(self.rewards) < most_turns
 
     def append_message(self, content: Content, message: Observation) -> None:
         """Appends an environment's message behind the pending token.
@@ -149,8 +164,12 @@ class LiveEpisode:
         if message.forks:
             # What was to be read again is left behind with the sample before.
             self.queue, self.again, self.rewinds, self.forks = message.array, 0, False, True
+            self.sample = []
+        elif self.forks:
+            # Behind all of a conversation that it goes back to.
+            self.queue = np.concatenate((self.queue, message.array))
         elif self.turns:
-            pending = _array(self.turns[-1].token_ids[-1:])
+            pending = _array(self.sample[-1:])
             self.queue = np.concatenate((self.queue, pending, message.array))
             self.again += 1
         else:
@@ -164,8 +183,10 @@ class LiveEpisode:
                 token_ids=message.ids,
                 messages=messages,
                 forks=message.forks,
+                conversation=self.number,
             )
         )
+        self.sample += message.ids
         if message.forks:
             self.origin = self.length
         self.length += len(message.ids)
@@ -182,19 +203,71 @@ class LiveEpisode:
 
     def change_sides(self, role: str, conversation: Conversation) -> None:
         """Gives the move to another side, whose next message begins a new sample."""
-        self.sides[self.side] = Side(self.dialogue, self._ids_of_sample())
+        self.sides[self.side] = Side(self.dialogue, tuple(self.sample))
         self.side, self.conversation = role, conversation
+
+    def change_conversation(self, number: int, conversation: Conversation) -> None:
+        """Goes on with another conversation: one that begins with its next message, or an old one.
+
+        The sample of an old one is read again, and goes on. Then no slot can write the row.
+        """
+        self.leave_conversation(self.others)
+        self.take_up(number, conversation)
+
+    def leave_conversation(self, others: dict[int, Side]) -> None:
+        """Adds its conversation to those that may be gone on with."""
+        others[self.number] = Side(self.dialogue, tuple(self.sample))
+
+    def take_up(self, number: int, conversation: Conversation) -> None:
+        """Begins with a conversation, or goes on with an old one."""
+        self.number, self.conversation = number, conversation
+        if (old := self.others.pop(number, None)) is not None:
+            self.sample, self.origin = list(old.ids), self.length - len(old.ids)
+            self.queue, self.again = _array(old.ids), len(old.ids)
+            self.rewinds, self.forks, self.detached = False, True, True
+            if self.parent is not None:
+                # Only the first turn of a conversation is compared with that of a run before.
+                self.resumes = None
 
     def add_rewards(self, reward: float, of_sides: Mapping[str, float]) -> None:
         """Adds the reward of the newest turn, and those of the newest turns of other sides."""
-        self.rewards.append(float(reward))
+        if len(self.turns) == 2 * len(self.rewards):
+            # It has one, for an agent that was given the reply without waiting.
+            self.rewards[-1] += float(reward)
+        else:
+            self.rewards.append(float(reward))
         for role, more in of_sides.items():
             turns = [turn for turn, side in enumerate(self.turn_roles) if side == role]
             if turns:
                 self.rewards[turns[-1]] += float(more)
 
-    def _ids_of_sample(self) -> tuple[int, ...]:
-        return tuple(token for turn in self.turns for token in turn.token_ids)[self.origin :]
+    # Branches.
+
+    @property
+    def agent(self) -> Branches:
+        """The environment, of an episode that has branches."""
+        environment: Any = self.environment
+        return environment
+
+    def is_beyond(self, more: int) -> bool:
+        """Returns whether it would have too many tokens with so many more."""
+        return 0 < self.limits.max_episode_tokens < self.length + more
+
+    @property
+    def token_seed(self) -> int:
+        """The seed that its tokens are drawn with; a branch has one of its own."""
+        seed = self.task.token_seed
+        words = f"{seed} {self.number} {len(self.sample)}"
+        return seed if self.parent is None else zlib.crc32(words.encode()) >> 1
+
+    def leave_out_turn(self) -> None:
+        """Leaves out the newest message and reply, with which it has too many tokens."""
+        del self.turns[2 * len(self.rewards) :], self.turn_roles[len(self.rewards) :]
+
+    @property
+    def row(self) -> int:
+        """The row that its slot writes; NO_ROW where that is written when it is over."""
+        return NO_ROW if self.detached else self.buffer_row
 
     @property
     def has_work(self) -> bool:
@@ -220,7 +293,7 @@ class LiveEpisode:
     @property
     def cached_ids(self) -> tuple[int, ...]:
         """The ids of this sample that are in its slot's cache."""
-        return (*self._ids_of_sample(), *self.reply.ids)[: self.num_written]
+        return (*self.sample, *self.reply.ids)[: self.num_written]
 
     def append_sampled(self, sampled: Sampled, slot: int) -> int:
         """Appends the tokens that its slot sampled in a round, those behind a stop string left out.
@@ -255,7 +328,8 @@ class LiveEpisode:
         text, whole = self.conversation.reply(turn.token_ids, before_stop)
         self.in_turn, self.stop_watch, self.reply = False, None, Reply(scored=self.scored)
         self.turn_roles.append(self.side)
-        self.turns.append(dataclasses.replace(turn, text=text))
+        self.turns.append(dataclasses.replace(turn, text=text, conversation=self.number))
+        self.sample += turn.token_ids
         return text, whole
 
     def begin(self, number: int) -> int:
@@ -277,7 +351,8 @@ class LiveEpisode:
             return self.resumes
         if not (self.in_turn and self.reply) or self.choices or self.allowed:
             return open_episode(self.turns)
-        return open_episode(self.turns, self.reply.as_turn())
+        reply = dataclasses.replace(self.reply.as_turn(), conversation=self.number)
+        return open_episode(self.turns, reply)
 
     def replay_turn(self) -> bool | None:
         """Takes the reply that it `resumes` with behind the newest message.
@@ -286,12 +361,15 @@ class LiveEpisode:
         allow the reply, or the reply lacks log-probs.
         """
         assert self.resumes is not None, "it has turns to play again"
-        number, turns = len(self.turns), self.resumes.turns
+        # Those of the conversation on the move; in the row these follow each other.
+        turns = [turn for turn in self.resumes.turns if turn.conversation == self.number]
+        number = sum(turn.conversation == self.number for turn in self.turns)
         if number >= len(turns):
             return None
         before, newest, turn = turns[number - 1], self.turns[-1], turns[number]
-        in_turn = self.resumes.in_turn and number == len(turns) - 1
-        is_same = (before.token_ids, before.forks) == (newest.token_ids, newest.forks)
+        in_turn = self.resumes.in_turn and turn is self.resumes.turns[-1]
+        is_same = before.token_ids == newest.token_ids
+        is_same &= number == 1 or before.forks == newest.forks
         is_same &= self._allows(turn.token_ids, in_turn=in_turn)
         if not is_same or (self.scored and not turn.model_logprobs):
             return False
@@ -313,7 +391,7 @@ class LiveEpisode:
     def end_replay(self) -> None:
         """Queues all of the sample that it is in, to be read by the slot as a prompt is."""
         self.resumes = None
-        self.queue, self.again = _array([*self._ids_of_sample(), *self.reply.ids]), 0
+        self.queue, self.again = _array([*self.sample, *self.reply.ids]), 0
         self.fresh, self.forks, self.rewinds = True, False, False
 
     def take(self, number: int) -> tuple[np.ndarray, int]:
@@ -340,7 +418,7 @@ class LiveEpisode:
             return 0
         # The end of the queue is new; the ids before it were read, or were to be read again.
         num_new = len(self.queue) - self.again
-        ids = [*self._ids_of_sample(), *self.reply.ids]
+        ids = [*self.sample, *self.reply.ids]
         # An answer brings the token before it along, when it comes.
         self.queue = _array(ids[:-1] if self.waits else ids)
         self.again = len(self.queue) - num_new
@@ -364,7 +442,7 @@ class LiveEpisode:
             self.rewards[-1] += unfinished_reward
         if not answered and len(self.turns[-1].token_ids) == self.limits.max_turn_tokens:
             return TURN_TOO_LONG, f"no end of turn within {self.limits.max_turn_tokens} tokens"
-        if answered and len(self.rewards) >= self.limits.max_turns:
+        if answered and len(self.rewards) + self.num_branches >= self.limits.max_turns:
             return TOO_MANY_TURNS, f"no end of the episode within {self.limits.max_turns} turns"
         return EPISODE_TOO_LONG, f"no end of the episode within {self.most_tokens} tokens"
 
@@ -377,12 +455,15 @@ class LiveEpisode:
 
     def finish(self, stop_reason: str, detail: str = "") -> Trajectory:
         """Returns the trajectory of the episode, which is over."""
+        turns, rewards = self.turns, self.rewards
+        if self.detached:
+            turns, rewards = by_conversation(turns, rewards)
         return Trajectory(
             episode=self.task.episode,
             group=self.task.group,
             role=self.role,
-            turns=tuple(self.turns),
-            turn_rewards=tuple(self.rewards),
+            turns=tuple(turns),
+            turn_rewards=tuple(rewards),
             stop_reason=stop_reason,
             row=self.buffer_row,
             detail=detail,

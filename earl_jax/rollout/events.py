@@ -20,6 +20,7 @@ nothing by the time. Each event is a JSON object on a line of its own, with its 
 - "submit": the tasks of the groups `groups` were submitted behind round `round`.
 - "answers": in the `call`-th look for answers those of the tickets `tickets` were there; `failed`
   has the stop reason and detail of calls that hung or raised.
+- "asked": in the `poll`-th look for requests of agents, those with the keys `keys` were there.
 - "checksum": the `sum` of all bits of these weights, with config.asynchrony.checksums.
 - "publish": weights of `version` were published behind round `round`.
 - "take": a step took the groups `groups` behind round `round`; "drop": they were given up.
@@ -28,7 +29,8 @@ nothing by the time. Each event is a JSON object on a line of its own, with its 
 
 import itertools
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,7 +100,9 @@ class Events:
         The service is opened anew behind it.
         """
         rest = self._replayed[self._next :]
-        names = itertools.takewhile(("answers", "grow").__contains__, (e["event"] for e in rest))
+        names = itertools.takewhile(
+            ("answers", "asked", "grow").__contains__, (e["event"] for e in rest)
+        )
         number = len(list(names))
         behind = rest[number + 1 : number + 2]
         if not behind or behind[0]["event"] == "open":
@@ -151,6 +155,7 @@ class _Recorded:
         # it did then, and is still under way here.
         self._early: dict[int, Answer | Failure] = {}
         self._given_up: set[int] = set()
+        self._num_polls = 0
 
     def submit(self, calls: Any) -> None:
         self._inner.submit(calls)
@@ -171,6 +176,30 @@ class _Recorded:
             }
             self._events.note("answers", call=call, tickets=list(found), failed=failed)
         return found
+
+    def poll(self, polls: Mapping[int, Callable[[], bool]]) -> list[int]:
+        self._num_polls += 1
+        if not self._events.is_replay:
+            found = self._inner.poll(polls)
+        else:
+            event = self._events.coming("asked") or {"poll": 0}
+            due = event["keys"] if event["poll"] == self._num_polls else []
+            found = [key for key in due if self._comes(key, polls)]
+        if found:
+            self._events.note("asked", poll=self._num_polls, keys=found)
+        return found
+
+    def _comes(self, key: int, polls: Mapping[int, Callable[[], bool]]) -> bool:
+        """Waits for a request that was there in the run that is replayed."""
+        until = time.monotonic() + _REQUEST_S
+        while key in polls and time.monotonic() < until:
+            if polls[key]():
+                return True
+            time.sleep(0.001)
+        raise RunError(
+            f"look {self._num_polls} for requests found one of {key} in the run that is replayed, "
+            "and here there is none; replay it with the same agents, code, packages and devices"
+        )
 
     def _replayed(self, call: int, at_least_one: bool) -> dict[int, Answer | Failure]:
         event = self._events.coming("answers")
@@ -214,6 +243,8 @@ class _Recorded:
 
 # The file of a run's events in its workdir.
 EVENTS = "events.jsonl"
+# A replay waits so long for a request of an agent that came in the run that is replayed.
+_REQUEST_S = 60.0
 # What is read of events when a run goes on.
 _KEYS = {
     "open": {"version"},

@@ -38,8 +38,8 @@ _ANEW = "its open episodes are played from their beginning"
 class OpenEpisode:
     """The turns of an episode up to the policy's last one, which goes on with `in_turn`.
 
-    Those of the environment and of the policy alternate, an environment's first. Their ids are what
-    counts; texts may be absent.
+    Those of the environment and of the policy alternate in each conversation, an environment's
+    first. Their ids are what counts; texts may be absent.
     """
 
     turns: tuple[Turn, ...]
@@ -47,8 +47,8 @@ class OpenEpisode:
 
     @property
     def oldest_version(self) -> int:
-        """The version that sampled its first token."""
-        return next(turn.versions[0] for turn in self.turns if turn.versions)
+        """The oldest version that sampled a token."""
+        return min(turn.versions[0] for turn in self.turns if turn.versions)
 
     @property
     def num_sampled(self) -> int:
@@ -99,6 +99,7 @@ def write_episodes(
     facts = []
     for turn in (turn for each in episodes.values() for turn in each.turns):
         fact = {"author": turn.author, "forks": turn.forks}
+        fact |= {"conversation": turn.conversation} if turn.conversation else {}
         for name, values in numbers.items():
             values += getattr(turn, name)
             fact[name] = len(getattr(turn, name))
@@ -137,8 +138,11 @@ def read_episodes(
 
 def _episodes(words: dict[str, Any], numbers: dict[str, Iterator[Any]]) -> dict[int, OpenEpisode]:
     def turn(fact: dict[str, Any]) -> Turn:
-        of_tokens = {name: tuple(islice(each, fact[name])) for name, each in numbers.items()}
-        return Turn(author=fact["author"], text="", forks=fact["forks"], **of_tokens)
+        fields: dict[str, Any] = {
+            name: tuple(islice(each, fact[name])) for name, each in numbers.items()
+        }
+        fields |= {name: fact[name] for name in ("forks", "conversation") if name in fact}
+        return Turn(author=fact["author"], text="", **fields)
 
     turns = map(turn, words["turns"])
     return {

@@ -138,7 +138,9 @@ class Rounds:
             return False
         if not episode.begins:
             return True
-        restart, fork, rewind = episode.fresh, episode.forks, episode.rewinds
+        fork, rewind = episode.forks, episode.rewinds
+        # A slot that writes its row no longer begins like a fresh one.
+        restart = episode.fresh or (fork and episode.detached)
         begins = blocks.begin(slot)
         if begins is None:
             # Until its sample is read again it must not go on over the old cache; nor may an
@@ -148,7 +150,7 @@ class Rounds:
         inputs.source[slot], inputs.shared[slot] = begins.source - slot, begins.shared
         inputs.copied[slot], inputs.written[slot] = begins.copied, begins.written
         self._stats.shared_tokens += episode.begin(begins.shared)
-        inputs.seed[slot], inputs.row[slot] = episode.task.token_seed, episode.buffer_row
+        inputs.seed[slot], inputs.row[slot] = episode.token_seed, episode.row
         inputs.stop_ids[slot, : len(episode.stops.token_ids)] = episode.stops.token_ids
         if episode.task.sampling is not None:
             set_row(inputs.sampling, slot, episode.task.sampling)

@@ -25,8 +25,9 @@ from earl_jax.envs.environment import Environment, Start
 from earl_jax.envs.pool import EnvironmentPool, Failure
 from earl_jax.envs.text.chat_template import Content
 from earl_jax.envs.text.conversation import Completion, Conversation, Observation
-from earl_jax.rollout.answers import Answer, Answers, NoCalls, begin, go_on
+from earl_jax.rollout.answers import Answer, Answers, NoCalls, begin, give, go_on
 from earl_jax.rollout.block_manager import BlockManager, Grow
+from earl_jax.rollout.branches import Branches, take_over
 from earl_jax.rollout.config import CacheRules, RolloutConfig
 from earl_jax.rollout.episode import LiveEpisode
 from earl_jax.rollout.lockstep import Lockstep
@@ -119,6 +120,8 @@ class RolloutService:
         self._left_rows: list[int] = []
         # Rows, and what is to be in them, of episodes that had these turns in a run before.
         self._unwritten: list[tuple[int, Sequence[Turn]]] = []
+        # Tickets of episodes that are over, whose rows have to be written.
+        self._unwritten_ends: set[int] = set()
         self._stats = RolloutStats()
         self.rows = make_rows(
             num_rows=config.episodes_per_step,
@@ -131,6 +134,9 @@ class RolloutService:
         self._scheduler = SlotScheduler(self.rows, config.num_slots, config.order)
         rules = cache_rules or CacheRules()
         self._blocks = BlockManager(config, rules, session, self._slots, grow)
+        self._branches = Branches(
+            self._slots, self._blocks, self._calls, self._end, config.unfinished_reward
+        )
         self._row_pool = RowPool(self.rows, config.num_slots, self._blocks.lose_row)
         self._rounds = Rounds(
             self._slots, self._blocks, self._row_pool, sampling, self._stats, on_tokens, wait
@@ -165,7 +171,7 @@ class RolloutService:
             for ticket, task in self._tasks.items()
             if task.resumes is not None
         ]
-        found += [(e.ticket, e.oldest_version) for e in self._slots if e is not None]
+        found += [(e.ticket, e.oldest_version) for e in self._episodes()]
         found += [(done.ticket, done.trajectory.oldest_version) for _, done in self._ended]
         return {ticket: version for ticket, version in found if version is not None}
 
@@ -175,7 +181,7 @@ class RolloutService:
         Those that wait with something, play, or are over and have not been handed out.
         """
         found = {task.episode: task.resumes for task in self._tasks.values()}
-        found |= {e.task.episode: e.record() for e in self._slots if e is not None}
+        found |= {e.task.episode: e.record() for e in self._episodes()}
         ended = [done.trajectory for _, done in self._ended]
         found |= {each.episode: open_episode(each.turns) for each in ended}
         return {number: each for number, each in found.items() if each is not None}
@@ -209,6 +215,7 @@ class RolloutService:
             RuntimeError: tasks wait, and the client holds all rows.
         """
         self._look()
+        self._branches.begin(self.session.engine.config)
         self._refill()
         self._take_answers()
         self._write_rows()
@@ -261,6 +268,7 @@ class RolloutService:
             self._scheduler.end(ticket)
             slot = live[ticket]
             self._left_rows.append(self._episode(slot).buffer_row)
+            self._branches.drop(self._episode(slot))
             self._slots[slot] = None
             self._blocks.abort(slot)
         return [self._tasks.pop(ticket) for ticket in chosen]
@@ -314,6 +322,10 @@ class RolloutService:
         """
         return bool(any(self._slots) or self._rounds.discards or self._blocks.stopped)
 
+    def _episodes(self) -> list[LiveEpisode]:
+        """Returns the live episodes, without their branches."""
+        return [e for e in self._slots if e is not None and e.parent is None]
+
     def _episode(self, slot: int) -> LiveEpisode:
         episode = self._slots[slot]
         assert episode is not None
@@ -333,9 +345,14 @@ class RolloutService:
     def _end(self, slot: int, stop_reason: str, detail: str = "") -> None:
         """Ends the episode in this slot, and frees the slot."""
         episode = self._episode(slot)
+        if episode.parent is not None:
+            take_over(episode.parent, episode, stop_reason, detail)
+            self._slots[slot] = None
+            return self._blocks.end(slot, episode)
+        self._branches.drop(episode)
         trajectory = episode.finish(stop_reason, detail)
-        if episode.resumes is not None:
-            self._unwritten.append((episode.buffer_row, episode.turns))
+        if episode.resumes is not None or episode.detached:
+            self._unwritten_ends.add(episode.ticket)
         self._ended.append((slot, Finished(ticket=episode.ticket, trajectory=trajectory)))
         del self._tasks[episode.ticket]
         self._scheduler.end(episode.ticket, episode.length)
@@ -349,6 +366,11 @@ class RolloutService:
         self._ended = [entry for entry in self._ended if entry[0] in discards]
         for finished in ready:
             self._row_pool.hold(finished)
+            if finished.ticket in self._unwritten_ends:
+                # Not before: the round before this one may have changed the row.
+                self._unwritten_ends.remove(finished.ticket)
+                self._unwritten.append((finished.row, finished.trajectory.turns))
+        self._write_rows()
         return ready
 
     def _submit_more(self) -> bool:
@@ -366,7 +388,7 @@ class RolloutService:
         opened = {}
         offered = self._row_pool.offer(self._blocks.by_age(free))
         if self._config.order == "longest":
-            self._scheduler.play({e.ticket: e.length for e in self._slots if e is not None})
+            self._scheduler.play({e.ticket: e.length for e in self._episodes()})
         for slot, ticket in self._scheduler.assign(offered, self._blocks.crowded).items():
             task, row = self._tasks[ticket], self._row_pool.take(slot, ticket)
             if (call := self._begin(slot, ticket, task, row)) is not None:
@@ -400,20 +422,34 @@ class RolloutService:
         """Gives the turns of these slots to their environments."""
         steps = {}
         for slot in ended:
-            episode = self._episode(slot)
+            episode = self._slots[slot]
+            if episode is None:
+                # A branch of an episode that is over.
+                continue
             text, whole = episode.end_turn()
             if episode.task.prompt is not None:
                 self._end(slot, *episode.end_of_prompt(whole=whole))
                 continue
+            if episode.ends is not None or episode.is_beyond(0):
+                self._branches.end_with_turn(slot, episode)
+                continue
             if whole:
-                config = self.session.engine.config
-                steps[episode.ticket] = functools.partial(go_on, episode, text, config)
+                steps[episode.ticket] = self._reply(episode, text)
                 episode.waits = True
                 if self._rounds.num_discarded(slot):
                     self._blocks.discard(slot)
                 continue
             self._end(slot, *episode.cut(self._config.unfinished_reward))
         self._calls.submit(steps)
+
+    def _reply(self, episode: LiveEpisode, text: str) -> Callable[[], Answer]:
+        """Returns the call that gives a reply to the environment."""
+        if episode.num_branches:
+            return functools.partial(give, episode, text)
+        if episode.parent is not None:
+            # Before the agent has the reply, and goes on.
+            episode.leave_conversation(episode.parent.others)
+        return functools.partial(go_on, episode, text, self.session.engine.config)
 
     def _take_answers(self) -> None:
         """Takes environments' answers within the patience; waits on while no slot has work."""
@@ -424,6 +460,7 @@ class RolloutService:
             for slot, episode in enumerate(self._slots if answers else ()):
                 if episode is not None and episode.ticket in answers:
                     self._take_answer(slot, episode, answers[episode.ticket])
+            self._branches.begin(self.session.engine.config)
             refilled = self._refill()
             # Episodes that ended may have left pages, and only preempted ones.
             self._blocks.resume()
@@ -443,14 +480,23 @@ class RolloutService:
         episode.metrics |= result.metrics
         if isinstance(result, Start):
             episode.role = episode.side = result.role
+            # `Branches`; asking for the protocol would take 7 us.
+            episode.branches = episode.parent is None and hasattr(answer.environment, "branch")
         else:
             episode.add_rewards(result.reward, result.side_rewards)
             if result.done:
                 return self._end(slot, result.stop_reason, result.detail)
+            if answer.is_idle:
+                episode.is_idle = True
+                return None
         if answer.failure is not None:
             return self._end(slot, answer.failure.stop_reason, answer.failure.detail)
-        if answer.conversation is not None:
+        if isinstance(result, Start):
+            episode.take_up(result.conversation, answer.conversation or episode.dialogue)
+        elif answer.conversation is not None and result.role:
             episode.change_sides(result.role, answer.conversation)
+        elif answer.conversation is not None:
+            episode.change_conversation(result.conversation, answer.conversation)
         episode.choices, episode.allowed = answer.choices, answer.allowed
         episode.stops = stops = episode.task.stops or self._config.stops
         if result.stop:
@@ -477,6 +523,8 @@ class RolloutService:
         ticket, is_same = episode.ticket, episode.replay_turn()
         if is_same and not episode.in_turn:
             return self._send_turns([slot])
+        if episode.parent is not None:
+            return episode.end_replay()
         task = self._tasks[ticket] = dataclasses.replace(episode.task, resumes=None)
         if is_same is False:
             call = self._begin(slot, ticket, task, episode.buffer_row)
@@ -488,7 +536,7 @@ class RolloutService:
         return None
 
     def _write_rows(self) -> None:
-        """Writes the rows of episodes that go on, or are over, as those were that they had."""
+        """Writes the rows of episodes that go on, or are over and are not in their rows."""
         unwritten, self._unwritten = self._unwritten, []
         if unwritten:
             self.session = self._row_pool.settle(self.session)

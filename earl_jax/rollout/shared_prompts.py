@@ -90,7 +90,9 @@ class SharedPrompts:
             self._ids[slot] = prompt[:length]
         self.use_row(source)
         self._prefixes.begin(slot, prompt, Shared(source=source, length=length))
-        self._row_of[slot] = self._episode(slot).buffer_row
+        self._row_of[slot] = row = self._episode(slot).row
+        if row == NO_ROW:
+            self._prefixes.lose_row(slot)
         written = slot in self._ids
         if is_far:
             pages.skip(slot, pages.num_gone(source))
@@ -133,7 +135,7 @@ class SharedPrompts:
         writes = []
         for slot, ids in sorted(self._ids.items()):
             episode = self._episode(slot)
-            writes.append(RowIds(episode.buffer_row, episode.origin, ids))
+            writes.append(RowIds(episode.row, episode.origin, ids))
         self._ids = {}
         return row_copies.write_ids(state, writes)
 

@@ -6,7 +6,7 @@ import random
 import threading
 import time
 
-from earl_jax.envs.environment import Start, StepResult
+from earl_jax.envs.environment import Message, Start, StepResult
 from tests.support.episodes import tictactoe
 
 
@@ -24,6 +24,25 @@ class Talker:
         if self.replies == 3:
             return StepResult(text="", reward=0.25, done=True, stop_reason="win", detail=reply)
         return StepResult(text=f"{self.seed + self.replies}.", reward=0.25, done=False)
+
+
+class TakesTurns(Talker):
+    """Goes on in turns with two conversations, and begins a third one between: 0 5 0 5 7 0."""
+
+    numbers = (0, 5, 0, 5, 7, 0)
+
+    def step(self, reply: str):
+        self.replies += 1
+        if self.replies == len(self.numbers):
+            return StepResult(reward=1.0, done=True, stop_reason="win")
+        number = self.numbers[self.replies]
+        return StepResult(
+            messages=(Message(role="user", text=f"{self.seed + self.replies}."),),
+            reward=self.replies / 4,
+            done=False,
+            conversation=number,
+            new_context=number not in self.numbers[: self.replies],
+        )
 
 
 class WithDefaults(Talker):

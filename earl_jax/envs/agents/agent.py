@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import inspect
 import json
 import threading
@@ -15,7 +16,7 @@ from typing import Any
 
 from earl_jax.envs.agents.endpoint import endpoint_at
 from earl_jax.envs.agents.session import Asked, Reply, Session
-from earl_jax.envs.environment import ASSISTANT, Message, Start, StepResult
+from earl_jax.envs.environment import ASSISTANT, REPLIED, Message, Start, StepResult
 from earl_jax.envs.single_turn import Reward, answered
 from earl_jax.envs.tools.calls import CALL_FORMATS, CLOSE, OPEN, Call, text_beside, typed
 from earl_jax.settings.arguments import accepted, check_arguments
@@ -38,11 +39,11 @@ class Agent:
     answer as a text, which is paid by that `reward(answer, **row)`. That is for its last reply; it
     pays others before the next request, by `{"reward": 0.5}` to `base_url` + "/reward".
 
-    A request that continues the conversation, the policy's reply included as it was sent, adds its
+    A request that continues a conversation, the policy's reply included as it was sent, adds its
     new messages to the sample. Any other one, as of an agent that shortens its history, has other
     tools or speaks for a second agent, begins a new sample of the episode, whose prompt it is. So
-    every token is trained on once, behind what the policy read when it wrote it. Requests that
-    come at the same time are answered one after the other.
+    every token is trained on once, behind what the policy read when it wrote it. Conversations may
+    take turns; requests that come at the same time are sampled together, as far as slots are free.
 
     Where a request describes tools, calls in the reply are taken out of its text by `call_format`,
     one of `CALL_FORMATS`. The endpoint listens at `host`, which is in `base_url`, and `port`, 0 for
@@ -85,9 +86,11 @@ class Agent:
         self._at, self._name = (host, port), agent
         self._pay = None if reward is None else functools.partial(reward, **(row or {}))
         self._session = Session()
-        # The conversation of the present sample, as keys; and the tools that it was shown.
-        self._keys: list[str] = []
-        self._tools: list[dict[str, Any]] = []
+        # The request whose reply is sampled.
+        self._taken = _Taken()
+        # By digest of all that was said, the reply last: the conversations that may go on there.
+        self._open: dict[bytes, list[int]] = {}
+        self._numbers: set[int] = set()
         # By the key of an assistant's message: the reply that the policy wrote.
         self._replies: dict[str, str] = {}
         self._counts, self._num_calls = (0, 0), 0
@@ -107,13 +110,13 @@ class Agent:
                 f"{_SETTING} {self._name!r} ended without a request to its base_url; no reply of "
                 "the policy is in what it returned"
             )
-        messages = self._messages(asked.messages)
-        self._note(asked)
+        taken = self._taken = self.take(asked)
         return Start(
-            messages=messages,
+            messages=self.new_messages(taken),
             tools=tuple(asked.tools),
             stop=asked.stop,
             metrics=dict(self._metrics),
+            conversation=taken.conversation,
         )
 
     def count_tokens(self, context: int, reply: int) -> None:
@@ -122,33 +125,29 @@ class Agent:
 
     async def step(self, reply: str) -> StepResult:
         """Gives the reply to the agent, and returns its next request, or the reward."""
-        message = self._message_of(reply)
-        key = _key(message)
-        self._keys.append(key)
-        self._replies[key] = reply
-        context, tokens = self._counts
-        self._session.answer(Reply(message=message, context_tokens=context, reply_tokens=tokens))
+        await self.give(reply)
+        return await self.next()
+
+    async def give(self, reply: str) -> None:
+        """Gives the reply to the agent."""
+        self.answer(self._taken, reply, self._counts)
+
+    async def next(self) -> StepResult:
+        """Returns the agent's next request, or the reward."""
         asked = await self._session.next()
         if not isinstance(asked, Asked):
             return await self._paid(asked())
-        new = asked.messages[len(self._keys) :]
-        goes_on = (
-            asked.tools == self._tools
-            and [_key(each) for each in asked.messages[: len(self._keys)]] == self._keys
-            and len(new) > 0
-            and all(each["role"] != ASSISTANT for each in new)
-        )
-        self._metrics["new_contexts"] += not goes_on
-        messages = self._messages(new if goes_on else asked.messages)
-        self._note(asked)
+        taken = self._taken = self.take(asked)
+        begins = taken.num_before == 0
         return StepResult(
             reward=self._session.take_reward(),
             done=False,
-            messages=messages,
+            messages=self.new_messages(taken),
             stop=asked.stop,
-            new_context=not goes_on,
-            tools=() if goes_on else tuple(asked.tools),
+            new_context=begins,
+            tools=tuple(asked.tools) if begins else (),
             metrics=dict(self._metrics),
+            conversation=taken.conversation,
         )
 
     async def _paid(self, result: Any) -> StepResult:
@@ -165,12 +164,56 @@ class Agent:
         end = paid if isinstance(paid, StepResult) else await paid
         return dataclasses.replace(end, reward=end.reward + self._session.take_reward())
 
-    def _note(self, asked: Asked) -> None:
-        self._metrics["requests"] += 1
-        self._keys, self._tools = [_key(each) for each in asked.messages], asked.tools
+    @property
+    def has_news(self) -> bool:
+        """True if a request waits, of an agent that has not ended."""
+        return self._session.has_news
 
-    def _messages(self, given: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
-        """Returns messages of a request as the environment's; replies as the policy wrote them."""
+    def branch(self) -> "_Branch | None":
+        """Returns the environment of a request that waits, if there is one."""
+        asked = self._session.take()
+        return None if asked is None else _Branch(self, asked)
+
+    # Requests.
+
+    def take(self, asked: Asked) -> "_Taken":
+        """Finds the conversation that a request goes on with, or begins one."""
+        digests = [_digest(json.dumps(asked.tools, sort_keys=True).encode(), b"")]
+        for message in asked.messages:
+            digests.append(_digest(_key(message).encode(), digests[-1]))
+        roles = [message["role"] for message in asked.messages]
+        num_before = len(roles) - roles[::-1].index(ASSISTANT) if ASSISTANT in roles else 0
+        # Of several that are alike the one that the policy spoke in last.
+        alike = self._open.get(digests[num_before], [])
+        if num_before and alike:
+            number = alike.pop()
+        else:
+            self._metrics["new_contexts"] += bool(self._numbers)
+            num_before, number = 0, self._new_number(digests[-1])
+        self._metrics["requests"] += 1
+        return _Taken(asked=asked, conversation=number, num_before=num_before, digest=digests[-1])
+
+    def _new_number(self, digest: bytes) -> int:
+        # By what it begins with, so that it does not depend on the order of later requests.
+        number = int.from_bytes(digest[:4], "big") >> 1 if self._numbers else 0
+        while number in self._numbers:
+            number = (number + 1) % 2**31
+        self._numbers.add(number)
+        return number
+
+    def answer(self, taken: "_Taken", reply: str, counts: tuple[int, int]) -> None:
+        """Sends the policy's reply to a request, whose conversation may go on with it."""
+        message = self._message_of(reply, taken.asked.tools)
+        key = _key(message)
+        self._replies[key] = reply
+        digest = _digest(key.encode(), taken.digest)
+        self._open.setdefault(digest, []).append(taken.conversation)
+        context, tokens = counts
+        answer = Reply(message=message, context_tokens=context, reply_tokens=tokens)
+        self._session.answer(taken.asked, answer)
+
+    def new_messages(self, taken: "_Taken") -> tuple[Message, ...]:
+        """Returns the messages of a request that are new; replies as the policy wrote them."""
         return tuple(
             Message(
                 role=each["role"],
@@ -178,7 +221,7 @@ class Agent:
                 call_id=str(each.get("tool_call_id", "")),
                 name=str(each.get("name", "")),
             )
-            for each in given
+            for each in taken.asked.messages[taken.num_before :]
         )
 
     def _text(self, message: Mapping[str, Any]) -> str:
@@ -187,13 +230,13 @@ class Agent:
         written = self._replies.get(_key(message))
         return _written(message) if written is None else written
 
-    def _message_of(self, reply: str) -> dict[str, Any]:
+    def _message_of(self, reply: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Returns a reply as an assistant's message, with calls of the tools that it was shown."""
         message: dict[str, Any] = {"role": ASSISTANT, "content": reply}
-        calls = self._read(reply) if self._tools else []
+        calls = self._read(reply) if tools else []
         if not calls or any(call.error for call in calls):
             return message
-        described = {tool["function"]["name"]: tool for tool in self._tools}
+        described = {tool["function"]["name"]: tool for tool in tools}
         message["tool_calls"] = [self._call(call, described) for call in calls]
         message["content"] = text_beside(reply) or None
         return message
@@ -207,6 +250,48 @@ class Agent:
             "type": "function",
             "function": {"name": call.name, "arguments": arguments},
         }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Taken:
+    """A request that was taken: its conversation, and how many of its messages that has had.
+
+    `digest` is that of all messages, and of the tools that it was shown.
+    """
+
+    asked: Asked = dataclasses.field(default_factory=lambda: Asked(messages=[], tools=[]))
+    conversation: int = 0
+    num_before: int = 0
+    digest: bytes = b""
+
+
+class _Branch:
+    """The environment of one request of an agent, which comes while other replies are under way."""
+
+    def __init__(self, agent: Agent, asked: Asked) -> None:
+        self._agent, self._asked = agent, asked
+        self._taken, self._counts = _Taken(), (0, 0)
+
+    async def start(self) -> Start:
+        # A coroutine, so that no two threads look for conversations at once.
+        taken = self._taken = self._agent.take(self._asked)
+        return Start(
+            messages=self._agent.new_messages(taken),
+            tools=tuple(self._asked.tools),
+            stop=self._asked.stop,
+            conversation=taken.conversation,
+        )
+
+    def count_tokens(self, context: int, reply: int) -> None:
+        self._counts = context, reply
+
+    async def step(self, reply: str) -> StepResult:
+        self._agent.answer(self._taken, reply, self._counts)
+        return StepResult(reward=0.0, done=True, stop_reason=REPLIED)
+
+
+def _digest(text: bytes, before: bytes) -> bytes:
+    return hashlib.blake2b(before + text, digest_size=16).digest()
 
 
 def _run(call: Callable[[], Any], session: Session) -> None:

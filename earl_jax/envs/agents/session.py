@@ -43,7 +43,7 @@ class Asked:
 
 
 class Session:
-    """The requests of an agent, one after the other, until it ends. Any thread may use it.
+    """The requests of an agent until it ends. Any thread may use it.
 
     A client that went away before it had its reply may ask again: it gets the same reply.
     """
@@ -53,9 +53,10 @@ class Session:
         # Python's collector may call `close` anywhere, here too.
         self._lock = threading.RLock()
         self._waiting: collections.deque[Asked] = collections.deque()
-        # The request whose reply is sampled, or was sampled last; and True if nobody has read it.
-        self._newest: Asked | None = None
-        self._is_lost = False
+        # The requests whose replies are sampled, and those whose clients went away without them.
+        self._taken: list[Asked] = []
+        self._lost: list[Asked] = []
+        self._num_answered = 0
         self._result: Callable[[], Any] | None = None
         self._closed = ""
         self._wakes: Future[None] | None = None
@@ -71,9 +72,11 @@ class Session:
         """
         with self._lock:
             self._check_open()
-            newest, is_lost, self._is_lost = self._newest, self._is_lost, False
-            if is_lost and newest is not None and newest.is_like(asked):
-                return newest
+            for lost in self._lost:
+                if lost.is_like(asked):
+                    self._lost.remove(lost)
+                    return lost
+            self._lost = [lost for lost in self._lost if not lost.reply.done()]
             self._waiting.append(asked)
             self._wake()
         return asked
@@ -83,15 +86,15 @@ class Session:
         with self._lock:
             if asked in self._waiting:
                 self._waiting.remove(asked)
-            elif asked is self._newest:
-                self._is_lost = True
+            elif asked not in self._lost and not self._closed:
+                self._lost.append(asked)
 
     def pay(self, reward: float) -> None:
         """Adds to the reward of the newest reply. Raises HttpError where there is none."""
         with self._lock:
             self._check_open()
-            if self._newest is None or not self._newest.reply.done():
-                raise HttpError(409, "there is no reply yet that could be paid")
+            if self._taken or not self._num_answered:
+                raise HttpError(409, "there is no reply yet that could be paid, or another is due")
             self._paid += reward
 
     # Called by the agent's own thread or task.
@@ -110,17 +113,32 @@ class Session:
             with self._lock:
                 if self._result is not None:
                     return self._result
-                if self._waiting:
-                    self._newest, self._is_lost = self._waiting.popleft(), False
-                    return self._newest
+                if (asked := self.take()) is not None:
+                    return asked
                 wakes = self._wakes = Future()
             await asyncio.wrap_future(wakes)
 
-    def answer(self, reply: Reply) -> None:
-        """Sends the reply to the request that `next` returned last."""
-        assert self._newest is not None, "a request was taken"
-        if not self._newest.reply.done():
-            self._newest.reply.set_result(reply)
+    def take(self) -> Asked | None:
+        """Returns the next request if one waits."""
+        with self._lock:
+            if not self._waiting:
+                return None
+            self._taken.append(self._waiting.popleft())
+            return self._taken[-1]
+
+    @property
+    def has_news(self) -> bool:
+        """True if a request waits, of an agent that has not ended."""
+        return bool(self._waiting) and self._result is None
+
+    def answer(self, asked: Asked, reply: Reply) -> None:
+        """Sends the reply to a request that was taken."""
+        with self._lock:
+            if asked in self._taken:
+                self._taken.remove(asked)
+                self._num_answered += 1
+        if not asked.reply.done():
+            asked.reply.set_result(reply)
 
     def take_reward(self) -> float:
         """Returns what the newest reply was paid since the last call."""
@@ -138,8 +156,10 @@ class Session:
             if self._closed:
                 return
             self._closed = why
-            left = [*self._waiting, *([] if self._newest is None else [self._newest])]
+            left = [*self._waiting, *self._taken]
             self._waiting.clear()
+            self._taken.clear()
+            self._lost.clear()
         for asked in left:
             if not asked.reply.done():
                 asked.reply.set_exception(HttpError(_GONE, why))

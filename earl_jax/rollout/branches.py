@@ -1,0 +1,181 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Replies that an agent asks for while others of its episode are sampled, in slots of their own.
+
+A branch is one reply of a conversation (`envs.environment.Branches`). It plays in a free slot like
+an episode of one turn, writes no row, and is over with its reply: its turns are then those of the
+episode that it belongs to, whose row is written at its end. The slot of that episode plays on
+meanwhile; where it has nothing to play, it waits for the next request. Without a free slot requests
+wait for that slot.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+from earl_jax.engine.config import EngineConfig
+from earl_jax.engine.rows import NO_ROW
+from earl_jax.envs.environment import (
+    ENVIRONMENT_ERROR,
+    ENVIRONMENT_TIMEOUT,
+    REPLIED,
+    UNENCODABLE,
+)
+from earl_jax.rollout.answers import Answer, Answers, begin, hear
+from earl_jax.rollout.block_manager import BlockManager
+from earl_jax.rollout.episode import LiveEpisode
+
+# Branches of an episode that have keys of their own among the calls; a run's limit is far below.
+_MOST = 2**16
+# `LiveEpisode.ends` of an episode that its limits end; and ends that a branch's episode shares.
+_CUT = ("", "")
+_FAILED = (ENVIRONMENT_ERROR, ENVIRONMENT_TIMEOUT, UNENCODABLE)
+
+
+class Branches:
+    """The branches of a rollout's episodes. Host-side state only."""
+
+    def __init__(
+        self,
+        slots: list[LiveEpisode | None],
+        blocks: BlockManager,
+        calls: Answers,
+        end: Callable[[int, str, str], None],
+        unfinished_reward: float,
+    ) -> None:
+        """`slots` is the caller's list of the live episodes; `calls` are those of environments.
+
+        `end(slot, stop_reason, detail)` ends an episode; one that is cut earns `unfinished_reward`.
+        """
+        self._slots, self._blocks, self._calls = slots, blocks, calls
+        self._end, self._unfinished_reward = end, unfinished_reward
+
+    def begin(self, config: EngineConfig) -> None:
+        """Begins what agents ask for now: in free slots, or where their episode's slot is idle.
+
+        One branch an episode and call, so that many agents share the slots that there are. Ends
+        episodes that a branch has ended.
+        """
+        agents = self._agents()
+        if not agents:
+            return
+        free, crowded = self._blocks.by_age(range(len(self._slots))), self._blocks.crowded
+        free = [slot for slot in free if self._slots[slot] is None and slot not in crowded]
+        opened: dict[int, Callable[[], Answer]] = {}
+        polls: dict[int, Callable[[], bool]] = {}
+        for episode in agents:
+            call = functools.partial(hear, episode, config)
+            if episode.is_idle and not episode.num_branches:
+                self._hear(episode, call, opened)
+            elif episode.is_idle:
+                polls[episode.ticket] = functools.partial(self._hear_news, episode, call, opened)
+            elif free and _may_branch(episode):
+                key = -1 - (episode.ticket * _MOST + episode.num_begun)
+                polls[key] = functools.partial(self._begin, episode, key, free, config, opened)
+        if polls:
+            self._calls.poll(polls)
+        if opened:
+            self._calls.submit(opened)
+
+    def _agents(self) -> list[LiveEpisode]:
+        """Returns the live episodes that may have branches, and ends those that one has ended."""
+        found = []
+        for slot, episode in enumerate(self._slots):
+            if episode is not None and episode.is_idle and episode.ends is not None:
+                self._end_by_branch(slot, episode)
+            elif episode is not None and episode.branches:
+                found.append(episode)
+        return found
+
+    def _hear(
+        self, episode: LiveEpisode, call: Callable[[], Answer], opened: dict[int, Callable]
+    ) -> None:
+        episode.is_idle, opened[episode.ticket] = False, call
+
+    def _hear_news(
+        self, episode: LiveEpisode, call: Callable[[], Answer], opened: dict[int, Callable]
+    ) -> bool:
+        if not episode.agent.has_news:
+            return False
+        self._hear(episode, call, opened)
+        return True
+
+    def _begin(
+        self,
+        parent: LiveEpisode,
+        key: int,
+        free: list[int],
+        config: EngineConfig,
+        opened: dict[int, Callable],
+    ) -> bool:
+        """Begins a branch of an episode, if there is a request and a slot."""
+        environment = parent.agent.branch() if free else None
+        if environment is None:
+            return False
+        most = parent.limits.max_episode_tokens
+        branch = self._slots[free.pop(0)] = LiveEpisode(
+            task=parent.task,
+            ticket=key,
+            buffer_row=NO_ROW,
+            conversation=parent.dialogue.of_another_side(),
+            limits=dataclasses.replace(
+                parent.limits, max_turns=1, max_episode_tokens=most and most - parent.length
+            ),
+            stops=parent.stops,
+            max_context=parent.max_context,
+            scored=parent.scored,
+            truncates=parent.truncates,
+            # It may have had this conversation in a run before.
+            resumes=parent.task.resumes,
+            parent=parent,
+            others=parent.others,
+        )
+        parent.num_branches, parent.num_begun = parent.num_branches + 1, parent.num_begun + 1
+        opened[key] = functools.partial(begin, lambda task: environment, branch, config)
+        return True
+
+    def end_with_turn(self, slot: int, episode: LiveEpisode) -> None:
+        """Ends an episode that a branch ends, or that has too many tokens with its branches'."""
+        if episode.is_beyond(0):
+            episode.leave_out_turn()
+        else:
+            episode.add_rewards(0.0, {})
+        self._end_by_branch(slot, episode)
+
+    def _end_by_branch(self, slot: int, episode: LiveEpisode) -> None:
+        ends = episode.ends or _CUT
+        self._end(slot, *(episode.cut(self._unfinished_reward) if ends == _CUT else ends))
+
+    def drop(self, episode: LiveEpisode) -> None:
+        """Gives up the branches of an episode that is over."""
+        for slot, each in enumerate(self._slots if episode.num_branches else ()):
+            if each is not None and each.parent is episode:
+                self._slots[slot] = None
+                self._blocks.abort(slot)
+
+
+def _may_branch(episode: LiveEpisode) -> bool:
+    """Returns whether another reply of the episode may be sampled beside its own."""
+    goes_on = not episode.waits and episode.ends is None and episode.resumes is None
+    num_turns = len(episode.rewards) + 1 + episode.num_branches
+    return goes_on and num_turns < episode.limits.max_turns and not episode.is_beyond(2)
+
+
+def take_over(parent: LiveEpisode, branch: LiveEpisode, stop_reason: str, detail: str) -> None:
+    """Adds the turns of a branch that is over to its episode, before those of its own turn."""
+    parent.num_branches -= 1
+    if parent.ends is not None:
+        return
+    tokens = sum(len(turn.token_ids) for turn in branch.turns)
+    has_replied = len(branch.turns) == 2 and len(branch.rewards) == 1
+    if stop_reason != REPLIED:
+        parent.ends = (stop_reason, detail) if has_replied or stop_reason in _FAILED else _CUT
+    if has_replied and parent.is_beyond(tokens):
+        parent.ends = _CUT
+    elif has_replied:
+        place = len(parent.rewards)
+        parent.turns[2 * place : 2 * place] = branch.turns
+        parent.turn_roles.insert(place, parent.side)
+        parent.rewards += branch.rewards
+        parent.length, parent.origin = parent.length + tokens, parent.origin + tokens
+        parent.detached = True
