@@ -14,6 +14,7 @@ import time
 
 import pytest
 
+from earl_jax.config import file as config_file
 from earl_jax.envs.agents.agent import Agent
 from earl_jax.envs.agents.endpoint import endpoint_at
 from earl_jax.envs.environment import Message, StepResult, check_start, check_step
@@ -24,9 +25,10 @@ from earl_jax.envs.tools.functions import describe
 from earl_jax.envs.tools.tool_use import ToolUse
 from earl_jax.settings.errors import InputError
 from earl_jax.telemetry.metrics import read_metrics
+from earl_jax.training import train
 from tests.support import ROOT, episodes, http_client, python_path, run_python
 from tests.support.placements import TINY
-from tests.support.runs import cut_off
+from tests.support.runs import check_replay, cut_off, steps_of
 
 # Three asynchronous steps of a tiny model, whose random weights often end a turn.
 SMALL = {
@@ -273,6 +275,34 @@ def test_a_client_that_went_away_gets_the_reply_of_the_same_request(monkeypatch)
     lost = None
     end = asyncio.run(run())
     assert end.done and end.metrics == {"said": 7.0}
+
+
+def test_a_request_that_was_claimed_is_heard_before_the_end_of_its_agent(monkeypatch):
+    def agent(base_url):
+        chat(base_url, [user("a")])
+        other = threading.Thread(target=chat, args=(base_url, [user("b")]), daemon=True)
+        other.start()
+        claimed.wait(10)
+        return 3
+
+    claimed = threading.Event()
+    monkeypatch.setattr("tests.support.agents.agent", agent)
+
+    async def run():
+        environment = Agent(agent="tests.support.agents:agent")
+        await environment.start()
+        await environment.give("x")
+        while not environment.claim():
+            await asyncio.sleep(0.001)
+        claimed.set()
+        while environment._session._result is None:
+            await asyncio.sleep(0.001)
+        asked = await environment.next()
+        assert asked.messages == (Message(role="user", text="b"),)
+        assert not environment.claim() and environment.branch() is None
+        return await environment.step("y")
+
+    assert asyncio.run(run()).reward == 3
 
 
 @pytest.mark.parametrize("kind", ["function", "coroutine"])
@@ -543,10 +573,17 @@ def test_conversations_that_take_turns_are_a_sample_each():
     episodes.check_rows(rollout, 12)
 
 
-@pytest.mark.parametrize("number", [6, 24], ids=["free slots", "too few"])
-def test_requests_at_the_same_time_are_conversations_of_one_episode(number):
+SHARED = {"num_slots": 8, "share_prefixes": True}
+
+
+@pytest.mark.parametrize(
+    ("number", "settings"),
+    [(6, {}), (24, {}), (24, SHARED)],
+    ids=["free slots", "too few", "caches"],
+)
+def test_requests_at_the_same_time_are_conversations_of_one_episode(number, settings):
     """Whatever order they come in, and whether there are slots for all of them at once."""
-    rollout = collect_agents(asks_at_once, number)
+    rollout = collect_agents(asks_at_once, number, **settings)
     for trajectory in rollout.trajectories:
         assert trajectory.stop_reason == "answered", trajectory.detail
         assert trajectory.metrics == {"requests": 7.0, "new_contexts": 3.0}
@@ -746,6 +783,23 @@ def test_a_conversation_that_begins_anew_is_the_templates_and_goes_on(history):
     conversation.reply(render.reply("5"))
     answer = conversation.answer("so?")
     assert answer.ids == render.answer("so?") and not answer.forks
+
+
+@pytest.mark.slow
+def test_an_asynchronous_run_of_agents_that_ask_in_turns_is_replayed(tmp_path):
+    """Of two that take turns in one episode: the row comes from the host."""
+    stops = {"rollout.stop_token_ids": (), "rollout.stop_strings": tuple("abcdefghijklmnopqrst")}
+    stops["rollout.context_buckets"] = (256,)
+    env = {"env.name": "agent", "env.args.agent": f"{__name__}:takes_turns", "env.timeout_s": 60.0}
+    given = {}
+    for name, value in {**SMALL, **stops, **env, "rollout.patience_s": 0.001}.items():
+        *sections, last = name.split(".")
+        section = functools.reduce(lambda into, key: into.setdefault(key, {}), sections, given)
+        section[last] = value
+    first = tmp_path / "run"
+    train(config_file.make_config(given), first)
+    assert max(step["env"]["requests"] for step in steps_of(first)) == 6.0
+    check_replay(first, 3)
 
 
 @pytest.mark.slow

@@ -56,8 +56,7 @@ class InTurns:
 class AtOnce(InTurns):
     """Asks for all of them as soon as it can."""
 
-    @property
-    def has_news(self):
+    def claim(self):
         return bool(self.asks)
 
     def branch(self):

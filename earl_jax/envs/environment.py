@@ -189,12 +189,14 @@ class Branches(Protocol):
     While replies are under way, `branch` returns an environment for another one: of one reply,
     which `step` takes and is done with "replied". A reply of its own is given by `give` meanwhile,
     in place of `step`. Where none is under way any more, `next` returns what comes next. All but
-    `has_news` and `branch`, which any thread may use, are coroutines.
+    `claim` and `branch`, which any thread may use, are coroutines.
     """
 
-    @property
-    def has_news(self) -> bool:
-        """True if `next` would return a message at once; the end waits for all replies."""
+    def claim(self) -> bool:
+        """Has `next` return a message that is there; False: there is none, or the end.
+
+        The end is heard once all replies were given.
+        """
         ...
 
     def branch(self) -> Environment | None:

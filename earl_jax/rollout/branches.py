@@ -21,7 +21,7 @@ from earl_jax.envs.environment import (
     REPLIED,
     UNENCODABLE,
 )
-from earl_jax.rollout.answers import Answer, Answers, begin, hear
+from earl_jax.rollout.answers import Answer, Answers, begin, give, go_on, hear
 from earl_jax.rollout.block_manager import BlockManager
 from earl_jax.rollout.episode import LiveEpisode
 
@@ -68,7 +68,7 @@ class Branches:
             if episode.is_idle and not episode.num_branches:
                 self._hear(episode, call, opened)
             elif episode.is_idle:
-                polls[episode.ticket] = functools.partial(self._hear_news, episode, call, opened)
+                polls[episode.ticket] = functools.partial(self._hear_claimed, episode, call, opened)
             elif free and _may_branch(episode):
                 key = -1 - (episode.ticket * _MOST + episode.num_begun)
                 polls[key] = functools.partial(self._begin, episode, key, free, config, opened)
@@ -92,10 +92,10 @@ class Branches:
     ) -> None:
         episode.is_idle, opened[episode.ticket] = False, call
 
-    def _hear_news(
+    def _hear_claimed(
         self, episode: LiveEpisode, call: Callable[[], Answer], opened: dict[int, Callable]
     ) -> bool:
-        if not episode.agent.has_news:
+        if not episode.agent.claim():
             return False
         self._hear(episode, call, opened)
         return True
@@ -137,7 +137,9 @@ class Branches:
     def end_with_turn(self, slot: int, episode: LiveEpisode) -> None:
         """Ends an episode that a branch ends, or that has too many tokens with its branches'."""
         if episode.is_beyond(0):
-            episode.leave_out_turn()
+            # With the newest message and reply it has too many tokens.
+            place = len(episode.rewards)
+            del episode.turns[2 * place :], episode.turn_roles[place:]
         else:
             episode.add_rewards(0.0, {})
         self._end_by_branch(slot, episode)
@@ -159,6 +161,16 @@ def _may_branch(episode: LiveEpisode) -> bool:
     goes_on = not episode.waits and episode.ends is None and episode.resumes is None
     num_turns = len(episode.rewards) + 1 + episode.num_branches
     return goes_on and num_turns < episode.limits.max_turns and not episode.is_beyond(2)
+
+
+def reply_to(episode: LiveEpisode, text: str, config: EngineConfig) -> Callable[[], Answer]:
+    """Returns the call that gives the policy's reply to the environment of an episode."""
+    if episode.num_branches:
+        return functools.partial(give, episode, text)
+    if episode.parent is not None:
+        # Before the agent has the reply, and goes on.
+        episode.leave_conversation(episode.parent.others)
+    return functools.partial(go_on, episode, text, config)
 
 
 def take_over(parent: LiveEpisode, branch: LiveEpisode, stop_reason: str, detail: str) -> None:

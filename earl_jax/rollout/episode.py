@@ -222,12 +222,18 @@ class LiveEpisode:
         """Begins with a conversation, or goes on with an old one."""
         self.number, self.conversation = number, conversation
         if (old := self.others.pop(number, None)) is not None:
-            self.sample, self.origin = list(old.ids), self.length - len(old.ids)
-            self.queue, self.again = _array(old.ids), len(old.ids)
-            self.rewinds, self.forks, self.detached = False, True, True
+            num_ids = len(old.ids)
             if self.parent is not None:
+                # A branch has this sample alone, whose tokens its episode has counted.
+                most = self.limits.max_episode_tokens
+                most = most and most + num_ids
+                self.limits = dataclasses.replace(self.limits, max_episode_tokens=most)
+                self.length += num_ids
                 # Only the first turn of a conversation is compared with that of a run before.
                 self.resumes = None
+            self.sample, self.origin = list(old.ids), self.length - num_ids
+            self.queue, self.again = _array(old.ids), num_ids
+            self.rewinds, self.forks, self.detached = False, True, True
 
     def add_rewards(self, reward: float, of_sides: Mapping[str, float]) -> None:
         """Adds the reward of the newest turn, and those of the newest turns of other sides."""
@@ -259,10 +265,6 @@ class LiveEpisode:
         seed = self.task.token_seed
         words = f"{seed} {self.number} {len(self.sample)}"
         return seed if self.parent is None else zlib.crc32(words.encode()) >> 1
-
-    def leave_out_turn(self) -> None:
-        """Leaves out the newest message and reply, with which it has too many tokens."""
-        del self.turns[2 * len(self.rewards) :], self.turn_roles[len(self.rewards) :]
 
     @property
     def row(self) -> int:

@@ -25,9 +25,9 @@ from earl_jax.envs.environment import Environment, Start
 from earl_jax.envs.pool import EnvironmentPool, Failure
 from earl_jax.envs.text.chat_template import Content
 from earl_jax.envs.text.conversation import Completion, Conversation, Observation
-from earl_jax.rollout.answers import Answer, Answers, NoCalls, begin, give, go_on
+from earl_jax.rollout.answers import Answer, Answers, NoCalls, begin
 from earl_jax.rollout.block_manager import BlockManager, Grow
-from earl_jax.rollout.branches import Branches, take_over
+from earl_jax.rollout.branches import Branches, reply_to, take_over
 from earl_jax.rollout.config import CacheRules, RolloutConfig
 from earl_jax.rollout.episode import LiveEpisode
 from earl_jax.rollout.lockstep import Lockstep
@@ -434,22 +434,13 @@ class RolloutService:
                 self._branches.end_with_turn(slot, episode)
                 continue
             if whole:
-                steps[episode.ticket] = self._reply(episode, text)
+                steps[episode.ticket] = reply_to(episode, text, self.session.engine.config)
                 episode.waits = True
                 if self._rounds.num_discarded(slot):
                     self._blocks.discard(slot)
                 continue
             self._end(slot, *episode.cut(self._config.unfinished_reward))
         self._calls.submit(steps)
-
-    def _reply(self, episode: LiveEpisode, text: str) -> Callable[[], Answer]:
-        """Returns the call that gives a reply to the environment."""
-        if episode.num_branches:
-            return functools.partial(give, episode, text)
-        if episode.parent is not None:
-            # Before the agent has the reply, and goes on.
-            episode.leave_conversation(episode.parent.others)
-        return functools.partial(go_on, episode, text, self.session.engine.config)
 
     def _take_answers(self) -> None:
         """Takes environments' answers within the patience; waits on while no slot has work."""

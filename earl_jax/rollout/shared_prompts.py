@@ -130,14 +130,10 @@ class SharedPrompts:
     ) -> DecodeState:
         """Makes the round's copies between row shards, and writes ids that are taken over."""
         state = self._shard_copies.carry_out(page_copies, state)
-        if not self._ids:
-            return state
-        writes = []
-        for slot, ids in sorted(self._ids.items()):
-            episode = self._episode(slot)
-            writes.append(RowIds(episode.row, episode.origin, ids))
+        taken = [(self._episode(slot), ids) for slot, ids in sorted(self._ids.items())]
+        writes = [RowIds(e.row, e.origin, ids) for e, ids in taken if e.row != NO_ROW]
         self._ids = {}
-        return row_copies.write_ids(state, writes)
+        return row_copies.write_ids(state, writes) if writes else state
 
     def end(self, slot: int, cached: Sequence[int] = ()) -> int:
         """Ends the slot's episode. Returns how many of its first tokens are kept for others.

@@ -86,8 +86,9 @@ class Agent:
         self._at, self._name = (host, port), agent
         self._pay = None if reward is None else functools.partial(reward, **(row or {}))
         self._session = Session()
-        # The request whose reply is sampled.
+        # The request whose reply is sampled, and the one that `next` returns.
         self._taken = _Taken()
+        self._claimed: Asked | None = None
         # By digest of all that was said, the reply last: the conversations that may go on there.
         self._open: dict[bytes, list[int]] = {}
         self._numbers: set[int] = set()
@@ -133,8 +134,9 @@ class Agent:
         self.answer(self._taken, reply, self._counts)
 
     async def next(self) -> StepResult:
-        """Returns the agent's next request, or the reward."""
-        asked = await self._session.next()
+        """Returns the request that was claimed, the agent's next one, or the reward."""
+        claimed, self._claimed = self._claimed, None
+        asked = await self._session.next() if claimed is None else claimed
         if not isinstance(asked, Asked):
             return await self._paid(asked())
         taken = self._taken = self.take(asked)
@@ -164,10 +166,10 @@ class Agent:
         end = paid if isinstance(paid, StepResult) else await paid
         return dataclasses.replace(end, reward=end.reward + self._session.take_reward())
 
-    @property
-    def has_news(self) -> bool:
-        """True if a request waits, of an agent that has not ended."""
-        return self._session.has_news
+    def claim(self) -> bool:
+        """Takes the request that `next` returns, if one waits, of an agent that has not ended."""
+        self._claimed = self._session.take()
+        return self._claimed is not None
 
     def branch(self) -> "_Branch | None":
         """Returns the environment of a request that waits, if there is one."""

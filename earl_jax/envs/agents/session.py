@@ -119,17 +119,12 @@ class Session:
             await asyncio.wrap_future(wakes)
 
     def take(self) -> Asked | None:
-        """Returns the next request if one waits."""
+        """Returns the next request if one waits, of an agent that has not ended."""
         with self._lock:
-            if not self._waiting:
+            if not self._waiting or self._result is not None:
                 return None
             self._taken.append(self._waiting.popleft())
             return self._taken[-1]
-
-    @property
-    def has_news(self) -> bool:
-        """True if a request waits, of an agent that has not ended."""
-        return bool(self._waiting) and self._result is None
 
     def answer(self, asked: Asked, reply: Reply) -> None:
         """Sends the reply to a request that was taken."""
