@@ -809,7 +809,8 @@ SOURCE = ROOT / "tests/reference/qwen2_tied"
 
 def in_and_out(folder: str) -> list[int]:
     """Reads a checkpoint over all processes' devices, and exports it: the embedding's rows here."""
-    sections = {"model": {"path": str(SOURCE)}, "train": {"lora": {"rank": 2}}}
+    model = {"path": str(SOURCE), "compute_dtype": "float32"}
+    sections = {"model": model, "train": {"lora": {"rank": 2}}}
     run = build_run(make_config(sections))
     state = run.learner.first_state(MeshShape(data=1, fsdp=4))
     rows = [shard.data.shape[1] for shard in state.base["embed"].addressable_shards]

@@ -25,6 +25,8 @@ from earl_jax.rollout.answers import Answer, Answers, begin, give, go_on, hear
 from earl_jax.rollout.block_manager import BlockManager
 from earl_jax.rollout.episode import LiveEpisode
 
+# Ends the episode of a slot, with a stop reason and details.
+End = Callable[[int, str, str], None]
 # Branches of an episode that have keys of their own among the calls; a run's limit is far below.
 _MOST = 2**16
 # `LiveEpisode.ends` of an episode that its limits end; and ends that a branch's episode shares.
@@ -40,23 +42,23 @@ class Branches:
         slots: list[LiveEpisode | None],
         blocks: BlockManager,
         calls: Answers,
-        end: Callable[[int, str, str], None],
         unfinished_reward: float,
     ) -> None:
         """`slots` is the caller's list of the live episodes; `calls` are those of environments.
 
-        `end(slot, stop_reason, detail)` ends an episode; one that is cut earns `unfinished_reward`.
+        An episode that is cut earns `unfinished_reward`. No method of the caller is kept: that
+        would be a circle, which holds the caller's session until Python's collector comes.
         """
         self._slots, self._blocks, self._calls = slots, blocks, calls
-        self._end, self._unfinished_reward = end, unfinished_reward
+        self._unfinished_reward = unfinished_reward
 
-    def begin(self, config: EngineConfig) -> None:
+    def begin(self, config: EngineConfig, end: End) -> None:
         """Begins what agents ask for now: in free slots, or where their episode's slot is idle.
 
         One branch an episode and call, so that many agents share the slots that there are. Ends
         episodes that a branch has ended.
         """
-        agents = self._agents()
+        agents = self._agents(end)
         if not agents:
             return
         free, crowded = self._blocks.by_age(range(len(self._slots))), self._blocks.crowded
@@ -77,12 +79,12 @@ class Branches:
         if opened:
             self._calls.submit(opened)
 
-    def _agents(self) -> list[LiveEpisode]:
+    def _agents(self, end: End) -> list[LiveEpisode]:
         """Returns the live episodes that may have branches, and ends those that one has ended."""
         found = []
         for slot, episode in enumerate(self._slots):
             if episode is not None and episode.is_idle and episode.ends is not None:
-                self._end_by_branch(slot, episode)
+                self._end_by_branch(slot, episode, end)
             elif episode is not None and episode.branches:
                 found.append(episode)
         return found
@@ -134,7 +136,7 @@ class Branches:
         opened[key] = functools.partial(begin, lambda task: environment, branch, config)
         return True
 
-    def end_with_turn(self, slot: int, episode: LiveEpisode) -> None:
+    def end_with_turn(self, slot: int, episode: LiveEpisode, end: End) -> None:
         """Ends an episode that a branch ends, or that has too many tokens with its branches'."""
         if episode.is_beyond(0):
             # With the newest message and reply it has too many tokens.
@@ -142,11 +144,11 @@ class Branches:
             del episode.turns[2 * place :], episode.turn_roles[place:]
         else:
             episode.add_rewards(0.0, {})
-        self._end_by_branch(slot, episode)
+        self._end_by_branch(slot, episode, end)
 
-    def _end_by_branch(self, slot: int, episode: LiveEpisode) -> None:
+    def _end_by_branch(self, slot: int, episode: LiveEpisode, end: End) -> None:
         ends = episode.ends or _CUT
-        self._end(slot, *(episode.cut(self._unfinished_reward) if ends == _CUT else ends))
+        end(slot, *(episode.cut(self._unfinished_reward) if ends == _CUT else ends))
 
     def drop(self, episode: LiveEpisode) -> None:
         """Gives up the branches of an episode that is over."""

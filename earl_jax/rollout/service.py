@@ -134,9 +134,7 @@ class RolloutService:
         self._scheduler = SlotScheduler(self.rows, config.num_slots, config.order)
         rules = cache_rules or CacheRules()
         self._blocks = BlockManager(config, rules, session, self._slots, grow)
-        self._branches = Branches(
-            self._slots, self._blocks, self._calls, self._end, config.unfinished_reward
-        )
+        self._branches = Branches(self._slots, self._blocks, self._calls, config.unfinished_reward)
         self._row_pool = RowPool(self.rows, config.num_slots, self._blocks.lose_row)
         self._rounds = Rounds(
             self._slots, self._blocks, self._row_pool, sampling, self._stats, on_tokens, wait
@@ -215,7 +213,7 @@ class RolloutService:
             RuntimeError: tasks wait, and the client holds all rows.
         """
         self._look()
-        self._branches.begin(self.session.engine.config)
+        self._branches.begin(self.session.engine.config, self._end)
         self._refill()
         self._take_answers()
         self._write_rows()
@@ -431,7 +429,7 @@ class RolloutService:
                 self._end(slot, *episode.end_of_prompt(whole=whole))
                 continue
             if episode.ends is not None or episode.is_beyond(0):
-                self._branches.end_with_turn(slot, episode)
+                self._branches.end_with_turn(slot, episode, self._end)
                 continue
             if whole:
                 steps[episode.ticket] = reply_to(episode, text, self.session.engine.config)
@@ -451,7 +449,7 @@ class RolloutService:
             for slot, episode in enumerate(self._slots if answers else ()):
                 if episode is not None and episode.ticket in answers:
                     self._take_answer(slot, episode, answers[episode.ticket])
-            self._branches.begin(self.session.engine.config)
+            self._branches.begin(self.session.engine.config, self._end)
             refilled = self._refill()
             # Episodes that ended may have left pages, and only preempted ones.
             self._blocks.resume()
