@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pool under environments that raise, hang, talk nonsense, or come back too late."""
 
+import asyncio
 import random
 import re
 import threading
@@ -10,6 +11,7 @@ from functools import partial
 
 import pytest
 
+from earl_jax.envs.event_loop import after
 from earl_jax.envs.pool import EnvironmentPool, Failure
 from tests.support import run_python, wait_until
 
@@ -136,6 +138,7 @@ def test_a_process_that_can_start_no_more_threads_says_how_many_calls_hang():
     """A limit of address space stands for one of threads, which root does not have."""
     code = """
 import resource, threading
+from earl_jax.envs.event_loop import after
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.launch.start import exit_status
 pool = EnvironmentPool(4, timeout_s=0.1)
@@ -152,6 +155,7 @@ raise SystemExit(exit_status(lambda: pool.run([threading.Event().wait] * 300)))
 def test_a_process_with_a_hung_environment_exits_at_once():
     code = """
 import time
+from earl_jax.envs.event_loop import after
 from earl_jax.envs.pool import EnvironmentPool
 pool = EnvironmentPool(2, timeout_s=1.5)
 outcomes = pool.run([lambda: time.sleep(1000), lambda: 1, lambda: time.sleep(1000), lambda: 2])
@@ -237,3 +241,18 @@ def test_callers_do_not_take_each_others_outcomes():
 def test_senseless_limits_are_refused(num_workers, timeout_s):
     with pytest.raises(ValueError, match=r"config\.env"):
         EnvironmentPool(num_workers, timeout_s)
+
+
+def test_blocking_calls_of_many_coroutines_wait_together():
+    """`asyncio.to_thread` in a coroutine: as many as an agent's requests at once in 40 episodes."""
+    barrier = threading.Barrier(40, timeout=20)
+
+    async def blocks():
+        return await asyncio.to_thread(barrier.wait)
+
+    def call():
+        return after(blocks(), lambda place: place)
+
+    pool = EnvironmentPool(2, timeout_s=20.0)
+    assert sorted(pool.run([call] * 40)) == list(range(40))
+    pool.close()

@@ -10,6 +10,7 @@ import inspect
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -18,6 +19,9 @@ T = TypeVar("T")
 _AGAIN_S = 1.0
 # The loop shows so often that nothing holds it up.
 _BEAT_S = 1.0
+# Threads, at most, of `asyncio.to_thread` in all coroutines together. Python's own few would let
+# blocking requests of some episodes wait for those of others until all are overdue.
+_MOST_THREADS = 1024
 
 
 class Awaits(Exception):  # noqa: N818 - no error
@@ -93,6 +97,7 @@ class EventLoop:
         self._ended = False
         self._beat_s = time.monotonic()
         self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(ThreadPoolExecutor(_MOST_THREADS, "environment-thread"))
         self._loop.call_soon(self._beat)
         self.thread = threading.Thread(target=self._run, name="environment-loop", daemon=True)
         try:
