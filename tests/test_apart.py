@@ -112,10 +112,8 @@ def test_two_processes_play_and_two_train(tmp_path):
         for each in read_trajectories(file)
     )
     assert 0 < reasons[ENVIRONMENT_TIMEOUT] <= 8
-    try:
+    with Troubled.hanging():
         train(make_config(given_of(**changes) | {"asynchrony": {}, "num_steps": 1}), alone)
-    finally:
-        Troubled.released.set()
     tokens, expected = (
         {
             each["episode"]: each["token_ids"]

@@ -329,11 +329,9 @@ def test_environments_that_hang_and_raise_hold_no_run_and_its_replay_fails_alike
     first = tmp_path / "run"
     env = {"name": "tests.support.environments:Troubled", "timeout_s": 1.0}
     config = make_config({**given_of(staleness=2), "env": env})
-    try:
+    with Troubled.hanging():
         train(config, first)
         check_replay(first, STEPS)
-    finally:
-        Troubled.released.set()
     lines, reasons, lost_tokens = steps_of(first), collections.Counter(), 0
     check_bound(lines, 2)
     assert episodes_of(first) == dict.fromkeys(range(STEPS * EPISODES), 1)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments of a few lines, and the environment of a task among them."""
 
+import contextlib
 import random
 import threading
 import time
@@ -119,9 +120,20 @@ class Troubled(Wanderer):
     """Hangs at the first reply in some tasks; in others it raises, if the reply is of odd length.
 
     Evaluation is spared. Of a run's first 32 tasks four hang, and in eight some may fail.
+    Those that hang in this process do so until the end of `hanging`.
     """
 
     released = threading.Event()
+
+    @classmethod
+    @contextlib.contextmanager
+    def hanging(cls):
+        # Another test of this process may have released its own.
+        cls.released.clear()
+        try:
+            yield
+        finally:
+            cls.released.set()
 
     def __init__(self, index: int, seed: int):
         super().__init__(seed)
