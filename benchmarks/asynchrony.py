@@ -251,15 +251,16 @@ def read_rounds(workdir: Path) -> dict[int, Rounds]:
 
 
 class PartTimes(NamedTuple):
-    """Seconds of a step whose groups come in parts.
+    """Seconds of a step whose groups come in parts, as the one before it.
 
-    Its rounds until the first part was there. The gradients of all parts. The time between the
-    rounds before a part was there and those after it. All else: the update behind the gradients,
-    and what comes before the next rounds.
+    Its rounds until the first part was there. All parts, each from when it was there and the
+    gradients before it were, until its own are. The time between the rounds before a part was there
+    and those after it. All else: the update behind the gradients, and what comes before the next
+    rounds.
     """
 
     first_s: float
-    gradients_s: float
+    parts_s: float
     hand_s: float
     rest_s: float
 
@@ -274,13 +275,19 @@ def read_parts(workdir: Path, trainer: int) -> dict[int, PartTimes]:
     )
     found = {}
     for step, spans in trained.items():
-        if step - 1 not in trained:
+        if not all("gradients" in trained.get(each, {}) for each in (step - 1, step)):
             continue
         rollouts = played[step]["rollout"]
+        ends = [0.0, *(end for _, end in spans["gradients"])]
         hands = [after[0] - before[1] for before, after in itertools.pairwise(rollouts)]
         found[step] = PartTimes(
             first_s=rollouts[0][1] - rollouts[0][0],
-            gradients_s=sum(end - begin for begin, end in spans["gradients"]),
+            parts_s=sum(
+                end - max(there, before)
+                for (_, end), (_, there), before in zip(
+                    spans["gradients"], spans["rollout"], ends, strict=False
+                )
+            ),
             hand_s=statistics.mean(hands),
             rest_s=spans["rollout"][0][0] - trained[step - 1]["gradients"][-1][1],
         )
@@ -317,8 +324,9 @@ def read_episodes(workdir: Path) -> list[tuple[int, int]]:
 class Times(NamedTuple):
     """Means of the steps that count: rounds of a step, and seconds.
 
-    A round alone, one beside gradients or an update, an update, and all else of a step. In parts
-    the update is their gradients, and `hand_s` is what nothing is played for at each.
+    A round alone, one beside gradients or an update, an update of a step that was there as a whole,
+    and all else of a step. All parts of other steps, and `hand_s`, for which nothing is played at
+    each of them.
     """
 
     rounds: float
@@ -327,6 +335,7 @@ class Times(NamedTuple):
     update_s: float
     rest_s: float
     hand_s: float = 0.0
+    parts_s: float = 0.0
 
 
 def times_of(
@@ -350,7 +359,7 @@ def times_of(
         waited = sum(row["decode_rows"] for row in rows) / decoded
     alone, alone_s = waited, sum(row["stage_s"]["rollout"] for row in rows)
     if parts and num_processes > 1:
-        # Between its later rounds the process that plays waits for the one that trains.
+        # Rounds behind the first part are beside gradients.
         first = [step for step in steps if rounds[step].first and step in parts]
         alone = sum(rounds[step].first for step in first)
         alone_s = sum(parts[step].first_s for step in first)
@@ -358,13 +367,16 @@ def times_of(
     # Where every step found its groups finished, no round was played alone.
     round_s = alone_s / alone if alone else overlap_s / beside
     usual = ordinary(rows)
-    if parts:
-        update_s, hand_s, rest_s = (
-            statistics.mean(getattr(parts[row["step"]], name) for row in usual)
-            for name in ("gradients_s", "hand_s", "rest_s")
+    in_parts = [parts[row["step"]] for row in usual if row["step"] in parts]
+    # A step whose groups came in parts has no speed of training.
+    whole = [row["stage_s"]["train"] for row in usual if row.get("train_tokens_per_s") is not None]
+    update_s, parts_s, hand_s = statistics.mean(whole or [0.0]), 0.0, 0.0
+    if in_parts:
+        parts_s, hand_s, rest_s = (
+            statistics.mean(getattr(each, name) for each in in_parts)
+            for name in ("parts_s", "hand_s", "rest_s")
         )
     else:
-        update_s, hand_s = statistics.mean(row["stage_s"]["train"] for row in usual), 0.0
         rest_s = max(0.0, (seconds - alone_s) / len(rows) - update_s)
     return Times(
         rounds=(waited + beside) / len(rows),
@@ -373,6 +385,7 @@ def times_of(
         update_s=update_s,
         rest_s=rest_s,
         hand_s=hand_s,
+        parts_s=parts_s,
     )
 
 
@@ -390,7 +403,14 @@ def beside_simulation(
     count, which took `seconds`; `rounds` and `episodes` are those of `read_rounds` and
     `read_episodes`, and `parts` those of `read_parts`, of a line in parts.
     """
-    names = ("s a round", "s an update", "s of the rest", "rounds a step", "simulated")
+    names = (
+        "s a round",
+        "s an update",
+        "s of parts",
+        "s of the rest",
+        "rounds a step",
+        "simulated",
+    )
     names += ("tokens/s, simulated",)
     if "apart" not in line:
         return dict.fromkeys(names)
@@ -413,7 +433,7 @@ def beside_simulation(
         else rollout["chunk_size"] / tokens_a_round,
         publish=times.rest_s / times.round_s,
         beside=times.beside_s / times.round_s,
-        part=times.update_s / times.round_s / line.get("parts", 1),
+        part=times.parts_s / times.round_s / line.get("parts", 1),
         hand=times.hand_s / times.round_s,
         queued=line.get("processes", 1) > 1,
         num_steps=rows[-1]["step"],
@@ -426,11 +446,11 @@ def beside_simulation(
     )
     # Small parts take about as long as each other, however many tokens they have.
     train_s = times.update_s / times.round_s / tokens_a_step * tokens_a_round
-    train_s = 0.0 if parts else train_s
     found = simulate(setup, settings, rollout.get("order", "fifo"), train_s, warm_up=WARM_UP + 1)
     values = (
         times.beside_s if "staleness" in line else times.round_s,
         times.update_s,
+        times.parts_s,
         times.rest_s,
         times.rounds,
         found["rounds"],

@@ -59,11 +59,11 @@ class Setup:
     Weights are published in `publish`. Live episodes then read their tokens again, `read` of them a
     round, and go on in the last of these; 0: their KV is kept. `lengths` are those of the first
     episodes, where they are known. Rounds beside gradients or an update take `beside` times as long
-    as others. With parts, the gradients of each take `part` beside those of its tokens, and nothing
-    is played for `hand` while its rows are sent; with `queued`, as where processes send them to
-    each other, nor until the gradients of the parts before are computed. With an `error`, the tasks
-    of a step begin in the order of their lengths as `predicted` with it, the longest first. Tasks
-    and slots are in `data_shards` equal parts, whose tasks begin there if a slot is free (`Rows`).
+    as others. With parts each takes `part`, its rows' way included, or what its tokens take (0),
+    and nothing is played for `hand`; with `queued`, as where processes send each other rows, they
+    are sent when the gradients of the parts before are computed. With an `error`, the tasks of a
+    step begin in the order of their lengths as `predicted` with it, the longest first. Tasks and
+    slots are in `data_shards` equal parts, whose tasks begin there if a slot is free (`Rows`).
     """
 
     devices: int = 64
@@ -295,7 +295,7 @@ def run(
 ) -> dict[str, Any]:
     """Simulates a run whose gradients take `train_s` for a token.
 
-    Those of a part begin when it is finished and those before it are computed.
+    A part begins when it is finished and the gradients of those before it are computed.
 
     Returns:
         Trained tokens per time, the time and the rounds of a step, the mean length of a trained
@@ -305,10 +305,20 @@ def run(
     service = open_service(setup, order, setup.instances, setup.slots)
     groups = OpenGroups(tasks_of(setup), settings)
     begun_at, rounds, tokens, most = [], [], [], 0
+    trained_at = 0.0
+
+    def is_ready() -> bool:
+        """Returns whether the trainer waits for the next part; if not, rounds go on until then."""
+        ready = not setup.queued or service.now >= trained_at
+        service.until = math.inf if ready else trained_at
+        return ready
+
     for version in range(setup.num_steps):
         begun_at.append(service.now)
         rounds.append(service.num_rounds)
         service.until = math.inf
+        # All groups of a step that are there already are one part.
+        whole = settings.parts == 1 or (version > 0 and groups.has_next_step)
         if version and not settings.interrupts:
             groups.finish_live()
         service.now += setup.publish
@@ -319,16 +329,16 @@ def run(
             groups.open(service, version)
         left, trained_at, num_tokens = groups.size, service.now, 0
         while left:
-            episodes = [each.trajectory for each in groups.next_episodes(left)]
+            found = groups.next_episodes(left, whole=whole, is_ready=is_ready)
+            episodes = [each.trajectory for each in found]
             left -= len(episodes) // setup.group_size
             part = sum(each.num_tokens for each in episodes)
             num_tokens += part
-            part_s = part * train_s
-            if settings.parts > 1:
-                service.now, part_s = service.now + setup.hand, part_s + setup.part
-                if setup.queued:
-                    service.now = max(service.now, trained_at)
-            trained_at = service.trains_until = max(trained_at, service.now) + part_s
+            part_s = part * train_s if whole else setup.part or part * train_s
+            begun_s = max(trained_at, service.now)
+            trained_at = service.trains_until = begun_s + part_s
+            if not whole:
+                service.now = (begun_s if setup.queued else service.now) + setup.hand
             most = max(most, *(version - each.oldest_version for each in episodes))
         if settings.max_staleness:
             service.until = trained_at
@@ -414,12 +424,13 @@ def relative_speeds(
 
 
 class Seconds(NamedTuple):
-    """Seconds of a round, an update and all else of a step; in parts, see `Setup.hand`."""
+    """Seconds of a round, an update and all else of a step; of parts and their hands, `Setup`."""
 
     round_s: float
     update_s: float
     rest_s: float
     hand_s: float = 0.0
+    parts_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -489,15 +500,15 @@ LADDER = Measured(
         "longest first": (Line(AsynchronyConfig(), "longest"), Seconds(0.00826, 0.377, 0.159)),
         "streaming in 4 parts": (
             Line(AsynchronyConfig(parts=4), "longest"),
-            Seconds(0.00826, 0.53, 0.159, 0.01),
+            Seconds(0.00826, 0.377, 0.159, 0.01, 0.53),
         ),
         "staleness 1": (
             Line(AsynchronyConfig(max_staleness=1, parts=4), "longest", CHUNK),
-            Seconds(0.0104, 0.53, 0.196, 0.01),
+            Seconds(0.0104, 0.446, 0.196, 0.01, 0.53),
         ),
         "staleness 4": (
             Line(AsynchronyConfig(max_staleness=4, parts=4), "longest", CHUNK),
-            Seconds(0.0104, 0.53, 0.196, 0.01),
+            Seconds(0.0104, 0.446, 0.196, 0.01, 0.53),
         ),
         "staleness 4, first in, first out, whole": (
             Line(AsynchronyConfig(max_staleness=4), read=CHUNK),
@@ -536,15 +547,14 @@ def measured_times(measured: Measured, devices: Sequence[int]) -> list[dict[str,
         for name, (line, seconds) in measured.lines.items():
             # Times are in those of a token of a round.
             unit_s = seconds.round_s / TOKENS_A_ROUND
-            update, parts = seconds.update_s / unit_s, line.settings.parts
             timed = dataclasses.replace(
                 setup,
                 publish=seconds.rest_s / unit_s,
-                part=update / parts,
+                part=seconds.parts_s / unit_s / line.settings.parts,
                 hand=seconds.hand_s / unit_s,
                 queued=True,
             )
-            train_s = update / tokens_a_step if parts == 1 else 0.0
+            train_s = seconds.update_s / unit_s / tokens_a_step
             speeds[name] = speed_of(timed, line, train_s) / unit_s
         for name, speed in speeds.items():
             rows[name][f"{number} devices"] = round(speed / speeds["synchronous"], 3)

@@ -26,6 +26,7 @@ their gradients are computed while the others are played (StreamRL, arXiv 2504.1
 import contextlib
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -51,6 +52,9 @@ from earl_jax.telemetry.host_bytes import only_on_devices
 from earl_jax.telemetry.timing import StageTimer
 from earl_jax.train.state import TrainState
 from earl_jax.trajectory import Experience, Outcome, Trajectory
+
+# A process that only trains looks so often whether the gradients of a part are there.
+_LOOK_S = 0.001
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -242,7 +246,10 @@ class AsyncPlayer:
         number = groups.group_size * len(cluster.players)
         while (left := groups.size - taken.num_episodes // number) > 0:
             with self._timer("rollout"):
-                part, end = end_of(placement, functools.partial(live.take, left))
+                with self._trainer_ready(taken.update) as is_ready:
+                    whole = taken.update is None
+                    take = functools.partial(live.take, left, whole=whole, is_ready=is_ready)
+                    part, end = end_of(placement, take)
                 if live.is_given_up():
                     return None
                 rollout, where = part and part.rollout, live.placement_of_rows()
@@ -276,12 +283,47 @@ class AsyncPlayer:
         return done, taken.update
 
     def _new_update(self, position: Position) -> StepUpdate | None:
-        """Returns the update that a step's groups go to as they are finished; None: all at once."""
+        """Returns the update that a step's groups go to as they are finished; None: all at once.
+
+        Where all of them are there already, parts would only be smaller.
+        """
         config = self._run.config
-        if config.asynchrony.parts == 1:
+        if config.asynchrony.parts == 1 or self._live.has_next_step:
             return None
         controls = self._run.learner.controls(position.step, config.num_steps)
         return StepUpdate(placement=self._placement, controls=controls, wait=self.wait)
+
+    @contextlib.contextmanager
+    def _trainer_ready(self, update: StepUpdate | None) -> Iterator[Callable[[], bool]]:
+        """Encloses the taking of a part; yields what says that trainers wait for it.
+
+        Processes send each other rows by programs of both, and rows that are sent while gradients
+        are computed would keep the one that sends them from playing until these are there. In one
+        process nothing waits for that.
+        """
+        cluster, what = self._run.cluster, "the gradients of a part"
+        if update is None or cluster.count == 1:
+            yield lambda: True
+            return
+        counter, totals = cluster.new_counter(), jax.tree.leaves(update.totals)
+        is_due = cluster.trains
+
+        def is_over() -> bool:
+            return all(leaf.is_ready() for leaf in totals)
+
+        def is_ready() -> bool:
+            nonlocal is_due
+            own = int(is_due and is_over())
+            is_due = is_due and not own
+            return cluster.add_to(counter, own, what) + own == len(cluster.trainers)
+
+        while not (cluster.plays or is_over()):
+            time.sleep(_LOOK_S)
+        try:
+            yield is_ready
+        finally:
+            if is_due:
+                cluster.add_to(counter, 1, what)
 
     def _stream(
         self,

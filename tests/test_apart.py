@@ -37,6 +37,7 @@ from tests.support.runs import (
     final_parameters,
     rounds_beside_updates,
     steps_of,
+    taken_by_step,
 )
 from tests.support.settings import make_config, small, write_config
 from tests.support.simulated import Fate, SimulatedService, Source, check_events, tasks_of
@@ -125,15 +126,19 @@ def test_two_processes_play_and_two_train(tmp_path):
     ones, others = final_parameters(first, 1), final_parameters(alone)
     for one, other in zip(ones, others, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=5e-5)
-    size = EPISODES // 2 // 2
+    size, whole = EPISODES // 2 // 2, []
     for process in (0, 1):
-        taken = [e["groups"] for e in read_events(first, process) if e["event"] == "take"]
-        steps = [sorted(sum(taken[i : i + 2], [])) for i in range(0, len(taken), 2)]
+        taken = taken_by_step(read_events(first, process))
+        # Both take a step as a whole, or in parts, as both see what was finished.
+        assert all(len(each) in (1, 2) for each in taken) and len(taken[0]) == 2
+        whole.append([len(each) == 1 for each in taken])
+        steps = [sorted(sum(each, [])) for each in taken]
         own = [
             range((2 * step + process) * size, (2 * step + process + 1) * size)
             for step in range(STEPS)
         ]
         assert steps == list(map(list, own))
+    assert whole[0] == whole[1]
 
 
 @pytest.mark.slow

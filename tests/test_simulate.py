@@ -139,21 +139,27 @@ def test_live_episodes_end_before_new_weights_where_these_interrupt_none():
 
 
 def test_gradients_of_parts_are_computed_while_the_others_are_played():
-    """Three groups of two, which end with rounds 5, 9 and 40; a token takes 1, and a part 2 more.
+    """Three groups of two, which end with rounds 5, 9 and 40; a token takes 1.
 
-    The first is sent from 7 + 5 until 13, and its gradients take 8 + 2, until 23. The second is
-    there at 17 and sent until 18, and its gradients take 14 + 2, until 39. The third is sent until
-    18 + 31 + 1 = 50, and its gradients take 41 + 2, until 93.
+    The first is there at 7 + 5, and its gradients at 12 + 8 = 20. Its rows are sent until 13, so
+    that the second is there at 17. Its gradients begin at 20 and are there at 34. The third is
+    there at 18 + 31 = 49, and its gradients at 49 + 41 = 90.
 
-    Where rounds beside gradients take 3, the second one is there at 25 and sent until 26, and its
-    gradients end at 42. Until then 6 rounds are played, and the third is sent at 44 + 25 + 1 = 70.
-    Where the second one is sent behind the gradients of the first, at 23, the third is sent at 55.
+    Where rounds beside gradients take 3, three of them end at 22, and the second part is there at
+    23, and its gradients at 37. From 24 to 39 five rounds are played beside them, and the third
+    part is there at 39 + 26 = 65. Where the second one waits for the gradients of the first, 3
+    rounds are played until then, and the third is there at 21 + 28 = 49 as well.
+
+    Where a part takes 10, the first is there at 22, the second at 32 and the third at 59.
     """
     lengths = (5, 3, 9, 5, 40, 1) * 3
-    setup = dataclasses.replace(
-        SMALL, slots=6, groups=3, lengths=lengths, num_steps=3, part=2.0, hand=1.0
-    )
-    for changes, expected in (({}, 93), ({"beside": 3.0}, 113), ({"queued": True}, 98)):
+    setup = dataclasses.replace(SMALL, slots=6, groups=3, lengths=lengths, num_steps=3, hand=1.0)
+    for changes, expected in (
+        ({}, 90),
+        ({"beside": 3.0}, 106),
+        ({"queued": True}, 90),
+        ({"part": 10.0}, 59),
+    ):
         given = dataclasses.replace(setup, **changes)
         found = run(given, AsynchronyConfig(parts=3), "fifo", train_s=1.0, warm_up=0)
         assert found["step"] == pytest.approx(expected)

@@ -219,10 +219,10 @@ class Driven:
         shape, (step, resumed, oldest, state, _) = self.shape, self.checkpoint
         sources = [Source(shape.step_size, copy.deepcopy(state)) for _ in range(shape.players)]
         players = [self.new_groups(player, source) for player, source in enumerate(sources)]
-        services = []
+        services, is_whole = [], False
         for version in range(step, shape.num_steps):
             if not services or self.events[0].coming("open"):
-                services = [self.new_service(version) for _ in players]
+                services, is_whole = [self.new_service(version) for _ in players], False
                 for groups, service, events in zip(players, services, self.events, strict=True):
                     events.note("open", version=version)
                     groups.open(service, version, resumed, oldest)
@@ -234,12 +234,13 @@ class Driven:
                     service.version = version
             self.taken.append([])
             for groups, service in zip(players, services, strict=True):
-                self.taken[-1] += self.take_part(groups, service)
+                self.taken[-1] += self.take_part(groups, service, is_whole=is_whole)
             for player, (groups, service) in enumerate(zip(players, services, strict=True)):
                 beside = shape.beside[(version + player) % len(shape.beside)]
                 wanted = service.num_steps + beside
                 groups.play_beside(lambda: service.num_steps >= wanted)  # noqa: B023
             oldest = min(groups.oldest_step for groups in players)
+            is_whole = all(groups.has_next_step for groups in players)
             states = [groups.end_step(version + 1, oldest) for groups in players]
             then = states[0] or sources[0].state()
             if (version + 1) % shape.checkpoint_every == 0:
@@ -259,10 +260,20 @@ class Driven:
             look=self.look,
         )
 
-    def take_part(self, groups: OpenGroups, service: SimulatedService) -> list[int]:
-        shape, taken = self.shape, []
+    def take_part(
+        self, groups: OpenGroups, service: SimulatedService, *, is_whole: bool
+    ) -> list[int]:
+        """What a step takes: in parts, between which the trainer is busy, unless all is there."""
+        shape, taken, ready_at = self.shape, [], 0
+        before = service.num_steps
         while left := shape.size - len(taken):
-            episodes = groups.next_episodes(left)
+            is_ready = lambda: service.num_steps >= ready_at  # noqa: B023, E731
+            episodes = groups.next_episodes(left, whole=is_whole, is_ready=is_ready)
+            number = left if is_whole else shape.size // shape.parts
+            assert shape.parts == 1 or len(episodes) == number * shape.group_size
+            if is_whole and shape.parts > 1:
+                assert service.num_steps == before, "a step that is there waits for no round"
+            ready_at = service.num_steps + shape.beside[len(taken) % len(shape.beside)]
             for each in episodes:
                 check_episode(each.trajectory, service.tasks[each.ticket], groups.version, shape)
                 self.lags += [groups.version - v for v in versions_of(each.trajectory)]

@@ -24,7 +24,7 @@ from earl_jax.train.learner import Learner
 from earl_jax.train.step import batch_shapes, read_metrics
 from earl_jax.training import train
 from tests.support.placements import begin, hungry
-from tests.support.runs import check_replay
+from tests.support.runs import check_replay, steps_of, taken_by_step
 from tests.support.settings import make_config
 from tests.support.wanderers import WANDERERS
 
@@ -182,10 +182,13 @@ def test_a_stream_with_staleness_keeps_the_bound_and_is_replayed_bit_for_bit(tmp
     first = tmp_path / "run"
     train(config_of(4, staleness=1, num_steps=4), first)
     events = read_events(first)
-    taken = [event["groups"] for event in events if event["event"] == "take"]
-    assert [len(groups) for groups in taken] == [2] * 16
-    assert sorted(sum(taken, [])) == list(range(32))
-    assert [sorted(sum(taken[i : i + 4], [])) for i in range(0, 16, 4)] == [
+    steps = taken_by_step(events)
+    # A step is taken as a whole where all of its groups were finished before it.
+    assert all([len(groups) for groups in taken] in ([2] * 4, [8]) for taken in steps)
+    assert [len(groups) for groups in steps[0]] == [2] * 4
+    assert [sorted(sum(taken, [])) for taken in steps] == [
         list(range(i, i + 8)) for i in range(0, 32, 8)
     ]
+    speeds = [line.get("train_tokens_per_s") for line in steps_of(first)]
+    assert [speed is None for speed in speeds] == [len(taken) == 4 for taken in steps]
     check_replay(first, 4)

@@ -131,10 +131,10 @@ class Events:
         """True in a replay behind the last event."""
         return self.is_replay and self._next == len(self._replayed)
 
-    def later(self, event: str) -> dict[str, Any] | None:
-        """Returns the first event of this name that is still to come in a replay."""
-        rest = self._replayed[self._next :]
-        return next((each for each in rest if each["event"] == event), None)
+    def later(self, *events: str) -> dict[str, Any] | None:
+        """Returns the first event of these names that is still to come in a replay."""
+        rest = itertools.islice(self._replayed, self._next, None)
+        return next((each for each in rest if each["event"] in events), None)
 
     def record_calls(self, calls: Answers) -> Answers:
         """Returns the calls, with answers that are noted, or come as they did."""

@@ -234,8 +234,20 @@ class OpenGroups:
 
     # What a step does.
 
-    def next_episodes(self, left: int) -> list[Finished]:
+    @property
+    def has_next_step(self) -> bool:
+        """True if all groups of the next step, those of the lowest numbers, are finished."""
+        first = sorted(self._described())[: self.size]
+        return len(first) == self.size and all(group.finished is not None for group in first)
+
+    def next_episodes(
+        self, left: int, *, whole: bool = False, is_ready: Callable[[], bool] = lambda: True
+    ) -> list[Finished]:
         """Plays until the step, which takes `left` more groups, can take some.
+
+        With settings.parts those are a part, or as a `whole` all that are left. It plays on until
+        the trainer `is_ready` for them, as long as there is something to play; in a replay until it
+        was.
 
         Returns:
             Their episodes, in the order of their tasks; the groups are open no longer. Their rows
@@ -243,11 +255,16 @@ class OpenGroups:
             takes groups again. [] in a replay where this service `is_given_up`.
         """
         self._expire()
+        # In a replay another service may come before the step takes any.
+        recorded = self._events.later("take", "open")
         while not self.is_given_up:
             self._drop()
             self._refill()
             self._admit(self.size - left)
-            chosen = self._choose(left)
+            chosen = self._choose(left, whole=whole)
+            if chosen is not None and self._playing.is_busy:
+                ready = is_ready() if recorded is None else self._has_come_to(recorded)
+                chosen = chosen if ready else None
             if chosen is not None:
                 numbers = [group.number for group in chosen]
                 self._num_refilled = 0
@@ -281,11 +298,15 @@ class OpenGroups:
         self.num_rounds += 1
         self._add(finished)
 
+    def _has_come_to(self, event: Mapping[str, Any]) -> bool:
+        """Returns whether the rounds of this service are those behind which the event was noted."""
+        return event["event"] != "open" and self.num_rounds >= event["round"]
+
     def play_beside(self, is_over: Callable[[], bool]) -> None:
         """Plays rounds until an update `is_over`; in a replay as many as then."""
         recorded = self._events.later("trained")
         while self._playing.is_busy:
-            over = is_over() if recorded is None else self.num_rounds >= recorded["round"]
+            over = is_over() if recorded is None else self._has_come_to(recorded)
             if over:
                 return
             self.play_round()
@@ -372,7 +393,7 @@ class OpenGroups:
     def _trajectories(self, group: Group) -> list[Trajectory]:
         return [each.trajectory for each in self._groups[group.number].episodes.values()]
 
-    def _choose(self, left: int) -> list[Group] | None:
+    def _choose(self, left: int, *, whole: bool) -> list[Group] | None:
         """Returns the groups that the step, which takes `left` more, takes now; None: none yet."""
         settings, groups = self._settings, self._described()
         if settings.reuse > 1:
@@ -380,7 +401,7 @@ class OpenGroups:
             again = [Group(number, None, group.rank) for number, group in kept.items()]
             return choose_with_reuse(groups, again, uses, self.size, settings.reuse)
         if settings.parts > 1:
-            return choose_part(groups, left, self.size // settings.parts)
+            return choose_part(groups, left, left if whole else self.size // settings.parts)
         return choose_groups(settings.rule, groups, self.version, settings.max_staleness, self.size)
 
     def _add(self, finished: Sequence[Finished]) -> None:

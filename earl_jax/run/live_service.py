@@ -10,6 +10,7 @@ are noted, or come again in a replay (rollout/events.py).
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -57,7 +58,8 @@ class LiveService:
 
     Every process has one, and calls it alike; those that only train have no `service`.
     `open_groups` are those of all processes, when the last updates had ended, and `oldest_step` is
-    the oldest step with an open group, or one that is yet to be begun.
+    the oldest step with an open group, or one that is yet to be begun. `has_next_step` is True
+    where all groups of the next step were finished then.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class LiveService:
         self.service: RolloutService | None = None
         self.open_groups: tuple[int, ...] = ()
         self.oldest_step = 0
+        self.has_next_step = False
         # What a round beside an update raised: the next step deals with it.
         self.error: Exception | None = None
         # The mesh and slots of all processes' services; None: they are to be opened.
@@ -113,6 +116,7 @@ class LiveService:
     def close(self) -> None:
         """Gives the service up: the next `publish` opens one, which plays its groups again."""
         self._where = self.service = None
+        self.has_next_step = False
         self.groups.close()
 
     def end_rounds(self) -> None:
@@ -263,17 +267,18 @@ class LiveService:
 
     # What a step takes.
 
-    def take(self, left: int) -> Part | None:
+    def take(self, left: int, *, whole: bool, is_ready: Callable[[], bool]) -> Part | None:
         """Plays until the step, which takes `left` more groups of this process, can take some.
 
-        None in a process that only trains, and in a replay where the service `is_given_up`.
+        `whole` and `is_ready` as of `OpenGroups.next_episodes`. None in a process that only trains,
+        and in a replay where the service `is_given_up`.
         """
         service = self.service
         if service is None:
             return None
         # Until further tasks are submitted.
         service.is_draining = not (self._settings.max_staleness or self._settings.refill)
-        if not (episodes := self.groups.next_episodes(left)):
+        if not (episodes := self.groups.next_episodes(left, whole=whole, is_ready=is_ready)):
             return None
         rows = [each.row for each in episodes]
         experience = service.session.engine.row_copies.gather(
@@ -356,6 +361,7 @@ class LiveService:
         if self._stages.cluster.count == 1:
             self.open_groups = tuple(self.groups.numbers)
             self.oldest_step = self.groups.oldest_step
+            self.has_next_step = self.service is not None and self.groups.has_next_step
             return
         if self.service is not None and self._where is not None:
             mesh, slots = self._where
@@ -365,11 +371,13 @@ class LiveService:
                 "live": [str(mesh), slots],
                 "groups": self.groups.numbers,
                 "oldest_step": self.groups.oldest_step,
+                "has_next_step": self.groups.has_next_step,
             }
         cluster = self._stages.cluster
         each = cluster.of_players(cluster.gather(own, what))
         self.open_groups = tuple(sorted(number for one in each for number in one["groups"]))
         self.oldest_step = min(one["oldest_step"] for one in each)
+        self.has_next_step = all(one["has_next_step"] for one in each)
         chosen = each[furthest([one["placement"] for one in each])]
         placement.restore(chosen["placement"])
         placement.outgrown = chosen["outgrown"]

@@ -183,6 +183,17 @@ def steps_of(workdir: Path) -> list[dict]:
     return [row for row in read_metrics(path) if "eval" not in row] if path.exists() else []
 
 
+def taken_by_step(events: list[dict]) -> list[list[list[int]]]:
+    """The groups that each step took, as they came."""
+    steps: list[list[list[int]]] = [[]]
+    for event in events:
+        if event["event"] == "take":
+            steps[-1].append(event["groups"])
+        elif event["event"] == "trained":
+            steps.append([])
+    return steps[:-1]
+
+
 def episodes_of(workdir) -> collections.Counter:
     """How often each episode was trained on, by the lines of its trajectory."""
     files = sorted((workdir / "trajectories").glob("*"))
