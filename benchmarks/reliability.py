@@ -11,7 +11,8 @@ that is done before it was killed so often is compared too, and the other kills 
 one. There is a run of a dense model, one of adapters, one of a mixture of experts, one whose
 contexts outgrow the meshes of both stages, and one of two processes, of which one or both are
 killed. Of asynchronous runs of one and two processes, in which time decides who samples what, each
-task must have been trained on once, in its step, and no token beyond the bound.
+task must have been trained on once, in its step, and no token beyond the bound; also where steps
+come in parts. With the rule "drop" none may have been trained on twice.
 
 Soak: many small steps with checkpoints, evaluations and reports between them. Memory, threads and
 open files of the process are read from /proc, and may grow little between the first quarter of the
@@ -86,6 +87,7 @@ ASYNCHRONOUS: Mapping[str, Any] = {
     "log.trajectories_every_steps": 1,
 }
 TWO = {"distributed.heartbeat_s": 20}
+IN_PARTS = {"asynchrony.parts": 2, "algorithm": "grpo", "rollout.group_size": 2}
 # What differs from SMALL, and the number of processes.
 KINDS: Mapping[str, tuple[Mapping[str, Any], int]] = {
     "dense": ({}, 1),
@@ -95,6 +97,8 @@ KINDS: Mapping[str, tuple[Mapping[str, Any], int]] = {
     "two processes": (TWO, 2),
     "asynchronous": (ASYNCHRONOUS, 1),
     "asynchronous, two processes": ({**ASYNCHRONOUS, **TWO}, 2),
+    "asynchronous in parts, two processes": ({**ASYNCHRONOUS, **TWO, **IN_PARTS}, 2),
+    "asynchronous, drop": ({**ASYNCHRONOUS, "asynchrony.rule": "drop"}, 1),
 }
 SOAK: Mapping[str, Any] = {
     "model.num_layers": 1,
@@ -194,7 +198,10 @@ def results(workdir: Path) -> dict[str, Any]:
 
 
 def is_each_task_trained_on_once(workdir: Path, settings: Mapping[str, Any]) -> bool:
-    """Returns True if each step of an asynchronous run has its own tasks, within the bound."""
+    """Returns True if each step of an asynchronous run has its own tasks, within the bound.
+
+    With the rule "drop" a step may have any, and none may be in two.
+    """
     size, steps = settings["rollout.episodes_per_step"], settings["num_steps"]
     lines = [line for line in read_metrics(workdir / "metrics.jsonl") if "eval" not in line]
     files = sorted((workdir / "trajectories").iterdir())
@@ -202,6 +209,9 @@ def is_each_task_trained_on_once(workdir: Path, settings: Mapping[str, Any]) -> 
     is_bounded = all(line["version_lag_max"] <= STALENESS for line in lines)
     is_whole = [line["step"] for line in lines] == list(range(1, steps + 1))
     own = [list(range(step * size, (step + 1) * size)) for step in range(steps)]
+    if settings.get("asynchrony.rule") == "drop":
+        tasks = [task for each in played for task in each]
+        own = played if len(set(tasks)) == len(tasks) == size * steps else []
     return is_bounded and is_whole and played == own
 
 
