@@ -17,6 +17,7 @@ import functools
 import itertools
 import random
 import time
+import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -179,8 +180,8 @@ def open_service(slots: int, work: Work) -> tuple[RolloutService, EnvironmentPoo
 
     tasks, pool, made = map(task, itertools.count()), EnvironmentPool(2, timeout_s=60.0), []
 
-    def record(calls: Answers) -> Answers:
-        made.append(TimedCalls(calls))
+    def calls(look: Callable[[], None]) -> Answers:
+        made.append(TimedCalls(pool.calls(look)))
         return made[0]
 
     rule = engine.config.page_rule
@@ -193,12 +194,11 @@ def open_service(slots: int, work: Work) -> tuple[RolloutService, EnvironmentPoo
         ),
         config,
         lambda: CutTurns(renderer()),
-        pool,
+        types.SimpleNamespace(calls=calls),
         lambda task: Speaker(every[task.episode % len(every)], 0.0),
         lambda session, tokens, pages: session,
         num_devices=1,
         sampling=Sampling(),
-        record_calls=record,
         more=lambda num_free: list(itertools.islice(tasks, num_free)),
     )
     return service, pool, made[0]

@@ -8,6 +8,7 @@ import functools
 import gc
 import http.client
 import json
+import random
 import re
 import threading
 import time
@@ -23,6 +24,7 @@ from earl_jax.envs.text.conversation import Conversation
 from earl_jax.envs.tools.calls import Call
 from earl_jax.envs.tools.functions import describe
 from earl_jax.envs.tools.tool_use import ToolUse
+from earl_jax.rollout.events import EVENTS, Events
 from earl_jax.settings.errors import InputError
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
@@ -108,7 +110,8 @@ def test_requests_become_messages_and_what_it_returns_is_the_reward(monkeypatch)
     assert asks.messages == (Message(role="user", text="why?"),)
     assert not asks.new_context and not asks.done and asks.reward == 0.0
     assert asks.metrics == {"requests": 2.0, "new_contexts": 0.0}
-    assert (end.done, end.reward, end.metrics) == (True, 1.5, {"length": 5.0})
+    assert (end.done, end.reward) == (True, 1.5)
+    assert end.metrics == {"requests": 2.0, "new_contexts": 0.0, "length": 5.0}
     said = [{"role": "assistant", "content": "42"}, {"role": "assistant", "content": "because"}]
     ((seed, index, talk),) = seen
     assert (seed, index, [talk[2], talk[4]]) == (3, 4, said)
@@ -158,7 +161,9 @@ def test_calls_of_tools_are_messages_of_their_own_and_come_back_as_the_policy_wr
 
     start, answered, shortened, _ = play(agent, [reply, "2", "3"], monkeypatch)
     assert start.tools == (TOOL,)
-    assert answered.messages == (Message(role="tool", text="2", call_id="c00000001"),)
+    (result,) = answered.messages
+    assert (result.role, result.text) == ("tool", "2")
+    assert re.fullmatch("c[0-9a-f]{8}", result.call_id)
     assert shortened.new_context and shortened.tools == (TOOL,)
     assert [(m.role, m.text) for m in shortened.messages] == [
         ("user", "again"),
@@ -206,7 +211,7 @@ def test_whoever_steps_an_agent_answers_its_requests_one_after_the_other(monkeyp
     start, second, end = play(agent, ["1", "2"], monkeypatch)
     order = start.messages[0].text + second.messages[0].text
     assert sorted(order) == ["a", "b"] and second.new_context
-    assert end.metrics == {order[0]: 1.0, order[1]: 2.0}
+    assert end.metrics.items() >= {order[0]: 1.0, order[1]: 2.0, "new_contexts": 1.0}.items()
 
 
 def test_a_reply_is_paid_before_the_next_request(monkeypatch):
@@ -274,7 +279,7 @@ def test_a_client_that_went_away_gets_the_reply_of_the_same_request(monkeypatch)
 
     lost = None
     end = asyncio.run(run())
-    assert end.done and end.metrics == {"said": 7.0}
+    assert end.done and end.metrics["said"] == 7.0
 
 
 def test_a_request_that_was_claimed_is_heard_before_the_end_of_its_agent(monkeypatch):
@@ -606,6 +611,48 @@ def test_requests_at_the_same_time_are_conversations_of_one_episode(number, sett
     episodes.check_rows(rollout, number)
 
 
+async def gathers(base_url, seed):
+    """Three agents ask at once, two of them the same, each goes on, and a fourth one hears them.
+
+    What they ask is a matter of the replies, and their order one of `WAITS`.
+    """
+    talks = [[SYSTEM, user(f"{seed}?")], [user("né?")], [user("né?")]]
+
+    async def speak(talk):
+        for _ in range(2):
+            await asyncio.sleep(WAITS.random() / 50)
+            talk += [await asyncio.to_thread(chat, base_url, talk), user("and?")]
+        return talk[-2]["content"]
+
+    said = await asyncio.gather(*map(speak, talks))
+    await asyncio.to_thread(chat, base_url, [user("".join(sorted(said)))])
+    return {"reward": float(seed), "said": float(len("".join(said)))}
+
+
+WAITS = random.Random(0)
+
+
+def test_a_replay_of_agents_that_ask_at_once_plays_the_same(tmp_path):
+    """Whichever request comes first here, and whoever goes on first; and not by chance."""
+
+    def played(number, **given):
+        WAITS.seed(number)
+        events = Events(tmp_path / str(number), **given)
+        rollout = collect_agents(gathers, 6, num_slots=8, patience_s=0.002, events=events)
+        events.sync()
+        lines = (tmp_path / str(number)).read_text().splitlines()
+        return rollout.trajectories, [json.loads(line) for line in lines]
+
+    first, noted = played(1)
+    assert {each.stop_reason for each in first} == {"answered"}
+    assert all(each.metrics["requests"] == 7.0 for each in first)
+    assert any("requests" in each for each in noted if each["event"] == "asked")
+    assert played(2)[1] != noted
+    for number in (3, 4):
+        again, same = played(number, replayed=noted)
+        assert same == noted and again == first
+
+
 def test_an_episode_that_a_limit_ends_is_over_for_its_agent(no_collector):
     """At once: nothing but the episode holds its environment."""
     rollout = collect_agents(asks_on, 8, max_turns=3)
@@ -786,11 +833,17 @@ def test_a_conversation_that_begins_anew_is_the_templates_and_goes_on(history):
 
 
 @pytest.mark.slow
-def test_an_asynchronous_run_of_agents_that_ask_in_turns_is_replayed(tmp_path):
-    """Of two that take turns in one episode: the row comes from the host."""
+@pytest.mark.parametrize(
+    ("agent", "requests", "staleness"),
+    [(takes_turns, 6.0, 1), (gathers, 7.0, 1), (gathers, 7.0, 0)],
+)
+def test_a_run_of_agents_is_replayed(tmp_path, agent, requests, staleness):
+    """Of two that take turns in one episode, whose row comes from the host; and of some at once."""
     stops = {"rollout.stop_token_ids": (), "rollout.stop_strings": tuple("abcdefghijklmnopqrst")}
     stops["rollout.context_buckets"] = (256,)
-    env = {"env.name": "agent", "env.args.agent": f"{__name__}:takes_turns", "env.timeout_s": 60.0}
+    stops |= {"asynchrony.max_staleness": staleness, "rollout.num_slots": 16}
+    env = {"env.name": "agent", "env.args.agent": f"{__name__}:{agent.__name__}"}
+    env["env.timeout_s"] = 60.0
     given = {}
     for name, value in {**SMALL, **stops, **env, "rollout.patience_s": 0.001}.items():
         *sections, last = name.split(".")
@@ -798,7 +851,8 @@ def test_an_asynchronous_run_of_agents_that_ask_in_turns_is_replayed(tmp_path):
         section[last] = value
     first = tmp_path / "run"
     train(config_file.make_config(given), first)
-    assert max(step["env"]["requests"] for step in steps_of(first)) == 6.0
+    assert max(step["env"]["requests"] for step in steps_of(first)) == requests
+    assert ('"asked"' in (first / EVENTS).read_text()) == (agent is gathers)
     check_replay(first, 3)
 
 

@@ -16,6 +16,8 @@ from tests.support.interrupted import interrupted
 
 GREEDY = Sampling(temperature=1e-5)
 NUMBERS = (0, 5, 7)
+# The replies that an environment was given, by its seed.
+HAD = collections.defaultdict(list)
 
 
 class InTurns:
@@ -32,9 +34,10 @@ class InTurns:
         text = f"{self.seed + number + again}."
         return {"messages": (Message(role="user", text=text),), "conversation": number}
 
-    def give_reply(self, asked) -> None:
+    def give_reply(self, asked, reply) -> None:
         number, again = asked
         self.num_replies += 1
+        HAD[self.seed].append(reply)
         if not again:
             self.asks.append((number, 1))
 
@@ -42,7 +45,7 @@ class InTurns:
         return Start(**self.take())
 
     async def step(self, reply):
-        self.give_reply(self.asked)
+        self.give_reply(self.asked, reply)
         return await self.next()
 
     async def next(self):
@@ -63,22 +66,22 @@ class AtOnce(InTurns):
         return One(self) if self.asks else None
 
     async def give(self, reply):
-        self.give_reply(self.asked)
+        self.give_reply(self.asked, reply)
 
 
 class One:
     """One reply for a conversation of `AtOnce`."""
 
     def __init__(self, whole):
-        own = whole.asked
-        self.whole, self.request, self.asked = whole, whole.take(), whole.asked
+        own, self.request = whole.asked, f"{whole.asks[0]}"
+        self.whole, self.given, self.asked = whole, whole.take(), whole.asked
         whole.asked = own
 
     async def start(self):
-        return Start(**self.request)
+        return Start(**self.given)
 
     async def step(self, reply):
-        self.whole.give_reply(self.asked)
+        self.whole.give_reply(self.asked, reply)
         return StepResult(reward=0.0, done=True, stop_reason="replied")
 
 
@@ -148,17 +151,22 @@ TALKS = {
     ("limits", "reasons"),
     [
         ({"max_turns": 4}, {"too_many_turns"}),
-        ({"max_episode_tokens": 60}, {"episode_too_long"}),
+        *(({"max_episode_tokens": most}, {"episode_too_long"}) for most in (45, 52, 60)),
         ({"max_turn_tokens": 3}, {"turn_too_long"}),
     ],
 )
-def test_limits_are_those_of_the_whole_episode(limits, reasons):
+def test_limits_are_those_of_the_whole_episode_which_has_all_that_its_agent_has_had(
+    limits, reasons
+):
+    HAD.clear()
     found, _ = play(AtOnce, 8, **{**TALKS, **limits})
     assert {each.stop_reason for each in found} & reasons
     for each in found:
         assert each.num_turns <= limits.get("max_turns", 6)
         assert each.num_tokens <= limits.get("max_episode_tokens", 256)
         assert each.stop_reason == "win" or each.reward == -0.5
+        texts = [turn.text for turn in each.turns if turn.author == "policy"]
+        assert not collections.Counter(HAD[100 + each.episode]) - collections.Counter(texts)
 
 
 def test_an_episode_that_is_interrupted_goes_on_with_its_conversations(tmp_path):
@@ -181,15 +189,17 @@ def test_a_replay_hears_of_requests_when_the_run_did():
     ours, events = calls()
     noted = []
     events.note = lambda event, **facts: noted.append({"event": event, "version": 0, **facts})
-    assert ours.poll({-1: lambda: False}) == []
-    assert ours.poll({-1: lambda: False, 3: lambda: True}) == [3]
-    assert noted == [{"event": "asked", "version": 0, "poll": 2, "keys": [3]}]
+    assert ours.poll({-1: lambda: None}) == {}
+    assert ours.poll({-1: lambda: None, -2: lambda: "b", 3: lambda: ""}) == {-2: "b", 3: ""}
+    asked = {"poll": 2, "keys": [-2, 3], "requests": {"-2": "b"}}
+    assert noted == [{"event": "asked", "version": 0, **asked}]
     again, events = calls(replayed=noted)
-    assert again.poll({-1: lambda: True}) == []
-    late = iter((False, False, True))
-    assert again.poll({-1: lambda: True, 3: lambda: next(late)}) == [3]
+    assert list(events.requests_of(0)) == ["b"] and events.requests_of(3) is not None
+    assert again.poll({-1: lambda: "a"}) == {}
+    late = iter((None, None, "b"))
+    assert again.poll({-1: lambda: "a", -2: lambda: next(late), 3: lambda: ""}) == {-2: "b", 3: ""}
     assert events.is_over
     other, _ = calls(replayed=noted)
     other.poll({})
     with pytest.raises(RunError, match="look 2 for requests"):
-        other.poll({-1: lambda: True})
+        other.poll({-1: lambda: "a"})

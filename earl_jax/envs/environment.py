@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract between an environment and whoever plays it: text, one object per episode."""
 
+import collections
 import dataclasses
 import json
 import math
@@ -69,7 +70,8 @@ class Start:
     beside the end of turn. `stop` are texts that end the reply, as config.rollout.stop_strings do.
     `role` is the side that the policy plays, where there are several; in self-play, the side that
     the message is for. `metrics` are the episode's until a step changes them, and `conversation`
-    numbers this conversation (see `StepResult`).
+    numbers this conversation (see `StepResult`). `request` names what this answers to, of an
+    environment whose requests come in an order that depends on time (`Branches.repeat_requests`).
     `tools` describes the functions that the policy may call, each as JSON that the chat template
     shows:
 
@@ -85,6 +87,7 @@ class Start:
     stop: tuple[str, ...] = ()
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     conversation: int = 0
+    request: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,7 +113,7 @@ class StepResult:
     begins a new sample of the episode (see `ChatConfig`), with these `tools`. Where that is to be
     remembered, the one that begins has a `conversation` number of its own; messages without
     `new_context` go on with the conversation of this number. Each one is a sample, however often
-    they take turns.
+    they take turns. `request` is as in `Start`.
     """
 
     text: str = ""
@@ -128,6 +131,7 @@ class StepResult:
     new_context: bool = False
     tools: tuple[Mapping[str, Any], ...] = ()
     conversation: int = 0
+    request: str = ""
 
 
 def illegal_reply(reply: str, reward: float, wanted: str) -> StepResult:
@@ -183,14 +187,30 @@ class CountsTokens(Protocol):
         ...
 
 
+class Branch(Environment, Protocol):
+    """An environment of one reply, to the request of this name (see `Branches`)."""
+
+    request: str
+
+
 class Branches(Protocol):
     """An environment that may ask for several replies at once, each of a conversation of its own.
 
     While replies are under way, `branch` returns an environment for another one: of one reply,
     which `step` takes and is done with "replied". A reply of its own is given by `give` meanwhile,
-    in place of `step`. Where none is under way any more, `next` returns what comes next. All but
-    `claim` and `branch`, which any thread may use, are coroutines.
+    in place of `step`. Where none is under way any more, `next` returns what comes next. `give` and
+    `next` are coroutines; any thread may use the others.
+
+    In which order requests come may depend on time. A run notes the names of those that `start`,
+    `step`, `next` and `branch` have answered to, and its replay has them taken in that order.
     """
+
+    def repeat_requests(self, names: collections.deque[str]) -> None:
+        """Is called before `start` in a replay: has it take these requests, and no others.
+
+        It removes each name that it has taken.
+        """
+        ...
 
     def claim(self) -> bool:
         """Has `next` return a message that is there; False: there is none, or the end.
@@ -199,7 +219,7 @@ class Branches(Protocol):
         """
         ...
 
-    def branch(self) -> Environment | None:
+    def branch(self) -> Branch | None:
         """Returns an environment for a reply that is asked for now; None: there is none."""
         ...
 
@@ -227,6 +247,7 @@ def check_start(result: object) -> Start:
         raise InputError(f"start() must return a Start; got {_brief(result)}")
     _check_text("Start.text", result.text)
     _check_text("Start.role", result.role)
+    _check_text("Start.request", result.request)
     _check_messages("Start", result)
     _check_allowed("Start", result)
     _check_metrics("Start", result)
@@ -247,6 +268,7 @@ def check_step(result: object) -> StepResult:
     if not isinstance(result.done, bool):
         raise InputError(f"StepResult.done must be a bool; got {_brief(result.done)}")
     _check_text("StepResult.role", result.role)
+    _check_text("StepResult.request", result.request)
     _check_reward("StepResult.reward", result.reward)
     if not isinstance(result.side_rewards, Mapping):
         raise InputError(

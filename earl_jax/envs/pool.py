@@ -281,9 +281,10 @@ class Calls(Generic[K, T]):
                 self._changed.wait(max(0.0, until - now))
             self._look()
 
-    def poll(self, polls: Mapping[K, Callable[[], bool]]) -> list[K]:
-        """Returns those of these that are true now, in their order."""
-        return [key for key, poll in polls.items() if poll()]
+    def poll(self, polls: Mapping[K, Callable[[], str | None]]) -> dict[K, str]:
+        """Returns what these return now, in their order, but for None."""
+        found = ((key, poll()) for key, poll in polls.items())
+        return {key: name for key, name in found if name is not None}
 
     def work(self) -> bool:
         """Makes calls until none is left; False if this thread was given up meanwhile."""

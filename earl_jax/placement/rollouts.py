@@ -54,7 +54,7 @@ def play(
         sampling=sampling,
         grow=functools.partial(sessions.grow_noted, load=load, events=noted),
         shrink=functools.partial(sessions.shrink_noted, load=load, events=noted),
-        record_calls=noted.record_calls,
+        events=noted,
     )
 
 

@@ -13,10 +13,10 @@ from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.text.chat import ChatRenderer
 from earl_jax.envs.text.conversation import Conversation
 from earl_jax.launch.cluster import Cluster
-from earl_jax.rollout.answers import Answers
 from earl_jax.rollout.block_manager import Grow
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.end import Stopped
+from earl_jax.rollout.events import Events
 from earl_jax.rollout.lockstep import Lockstep
 from earl_jax.rollout.results import Rollout
 from earl_jax.rollout.row_pool import Finished
@@ -61,7 +61,7 @@ class Actor:
         sampling: Sampling | None = None,
         grow: Grow,
         shrink: Shrink | None = None,
-        record_calls: Callable[[Answers], Answers] = lambda calls: calls,
+        events: Events | None = None,
         more: Callable[[int], Sequence[Task]] = lambda num_free: (),
     ) -> RolloutService:
         """Returns a service that plays tasks from this session, which may move meanwhile.
@@ -90,7 +90,7 @@ class Actor:
             shrink=shrink,
             look=look,
             batches=self.batches,
-            record_calls=record_calls,
+            events=events,
             more=more,
             wait=wait,
         )
@@ -104,7 +104,7 @@ class Actor:
         sampling: Sampling | None = None,
         grow: Grow,
         shrink: Shrink,
-        record_calls: Callable[[Answers], Answers] = lambda calls: calls,
+        events: Events | None = None,
     ) -> Rollout:
         """Plays this process's share of the tasks from this session to its end; see `open`.
 
@@ -119,7 +119,7 @@ class Actor:
             sampling=sampling,
             grow=grow,
             shrink=shrink,
-            record_calls=record_calls,
+            events=events,
             more=more,
         )
         rollout = collect(service, [tasks[number] for number in share.numbers])

@@ -8,6 +8,7 @@ on the pool's event loop. The conversation of an episode is used by one thread a
 worker while the episode waits, else by the collector.
 """
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -71,8 +72,8 @@ class Answers(Protocol):
         """Returns the finished outcomes, see `envs.pool.Calls.take`."""
         ...
 
-    def poll(self, polls: Mapping[int, Callable[[], bool]]) -> list[int]:
-        """Returns those of these that are true now, in their order."""
+    def poll(self, polls: Mapping[int, Callable[[], str | None]]) -> dict[int, str]:
+        """Returns what these return now, in their order, but for None."""
         ...
 
 
@@ -89,19 +90,39 @@ class NoCalls:
         """Returns no outcomes, at once."""
         return {}
 
-    def poll(self, polls: Mapping[int, Callable[[], bool]]) -> list[int]:
+    def poll(self, polls: Mapping[int, Callable[[], str | None]]) -> dict[int, str]:
         """Returns none."""
-        return []
+        return {}
+
+
+# Branches of an episode that have keys of their own among the calls; a run's limit is far below.
+_MOST_BRANCHES = 2**16
+
+
+def branch_key(ticket: int, number: int) -> int:
+    """Returns the key of the calls of an episode's branch: a negative one."""
+    return -1 - (ticket * _MOST_BRANCHES + number)
+
+
+def ticket_of(key: int) -> int:
+    """Returns the ticket of the episode whose calls, or whose branch's, have this key."""
+    return key if key >= 0 else (-1 - key) // _MOST_BRANCHES
 
 
 def begin(
-    make_environment: Callable[[Task], Environment], episode: LiveEpisode, config: EngineConfig
+    make_environment: Callable[[Task], Environment],
+    episode: LiveEpisode,
+    config: EngineConfig,
+    requests: collections.deque[str] | None = None,
 ) -> Answer:
     """Makes and starts the environment of an episode; `config` says what replies can be.
 
-    Raises Awaits where `start` is a coroutine, as `go_on` where `step` is.
+    In a replay it takes these `requests`, if it makes any (`Branches.repeat_requests`). Raises
+    Awaits where `start` is a coroutine, as `go_on` where `step` is.
     """
     environment = make_environment(episode.task)
+    if requests is not None and (repeat := getattr(environment, "repeat_requests", None)):
+        repeat(requests)
     return after(environment.start(), functools.partial(_opened, environment, episode, config))
 
 
@@ -145,8 +166,7 @@ def _counted(episode: LiveEpisode) -> Environment:
     environment = episode.environment
     # `CountsTokens`; asking for the protocol would take 7 us.
     if (count := getattr(environment, "count_tokens", None)) is not None:
-        num_tokens = len(episode.turns[-1].token_ids)
-        count(episode.length - episode.origin - num_tokens, num_tokens)
+        count(*episode.counts)
     return environment
 
 

@@ -3,10 +3,10 @@
 """Replies that an agent asks for while others of its episode are sampled, in slots of their own.
 
 A branch is one reply of a conversation (`envs.environment.Branches`). It plays in a free slot like
-an episode of one turn, writes no row, and is over with its reply: its turns are then those of the
-episode that it belongs to, whose row is written at its end. The slot of that episode plays on
-meanwhile; where it has nothing to play, it waits for the next request. Without a free slot requests
-wait for that slot.
+an episode of one turn, and writes no row. Its turn becomes one of the episode that it belongs to
+before the agent gets the reply, so that no limit leaves out what an agent has had; the row of that
+episode is written at its end. The slot of that episode plays on meanwhile; where it has nothing to
+play, it waits for the next request. Without a free slot requests wait for that slot.
 """
 
 import dataclasses
@@ -21,14 +21,12 @@ from earl_jax.envs.environment import (
     REPLIED,
     UNENCODABLE,
 )
-from earl_jax.rollout.answers import Answer, Answers, begin, give, go_on, hear
+from earl_jax.rollout.answers import Answer, Answers, begin, branch_key, give, go_on, hear
 from earl_jax.rollout.block_manager import BlockManager
 from earl_jax.rollout.episode import LiveEpisode
 
 # Ends the episode of a slot, with a stop reason and details.
 End = Callable[[int, str, str], None]
-# Branches of an episode that have keys of their own among the calls; a run's limit is far below.
-_MOST = 2**16
 # `LiveEpisode.ends` of an episode that its limits end; and ends that a branch's episode shares.
 _CUT = ("", "")
 _FAILED = (ENVIRONMENT_ERROR, ENVIRONMENT_TIMEOUT, UNENCODABLE)
@@ -64,7 +62,7 @@ class Branches:
         free, crowded = self._blocks.by_age(range(len(self._slots))), self._blocks.crowded
         free = [slot for slot in free if self._slots[slot] is None and slot not in crowded]
         opened: dict[int, Callable[[], Answer]] = {}
-        polls: dict[int, Callable[[], bool]] = {}
+        polls: dict[int, Callable[[], str | None]] = {}
         for episode in agents:
             call = functools.partial(hear, episode, config)
             if episode.is_idle and not episode.num_branches:
@@ -72,7 +70,7 @@ class Branches:
             elif episode.is_idle:
                 polls[episode.ticket] = functools.partial(self._hear_claimed, episode, call, opened)
             elif free and _may_branch(episode):
-                key = -1 - (episode.ticket * _MOST + episode.num_begun)
+                key = branch_key(episode.ticket, episode.num_begun)
                 polls[key] = functools.partial(self._begin, episode, key, free, config, opened)
         if polls:
             self._calls.poll(polls)
@@ -96,11 +94,12 @@ class Branches:
 
     def _hear_claimed(
         self, episode: LiveEpisode, call: Callable[[], Answer], opened: dict[int, Callable]
-    ) -> bool:
+    ) -> str | None:
         if not episode.agent.claim():
-            return False
+            return None
         self._hear(episode, call, opened)
-        return True
+        # The answer names the request.
+        return ""
 
     def _begin(
         self,
@@ -109,11 +108,11 @@ class Branches:
         free: list[int],
         config: EngineConfig,
         opened: dict[int, Callable],
-    ) -> bool:
-        """Begins a branch of an episode, if there is a request and a slot."""
+    ) -> str | None:
+        """Begins a branch of an episode. Returns its request; None: there is none, or no slot."""
         environment = parent.agent.branch() if free else None
         if environment is None:
-            return False
+            return None
         most = parent.limits.max_episode_tokens
         branch = self._slots[free.pop(0)] = LiveEpisode(
             task=parent.task,
@@ -133,13 +132,14 @@ class Branches:
             others=parent.others,
         )
         parent.num_branches, parent.num_begun = parent.num_branches + 1, parent.num_begun + 1
+        parent.num_due += 1
         opened[key] = functools.partial(begin, lambda task: environment, branch, config)
-        return True
+        return environment.request
 
     def end_with_turn(self, slot: int, episode: LiveEpisode, end: End) -> None:
         """Ends an episode that a branch ends, or that has too many tokens with its branches'."""
         if episode.is_beyond(0):
-            # With the newest message and reply it has too many tokens.
+            # With the newest message and reply it has too many tokens. The agent has had neither.
             place = len(episode.rewards)
             del episode.turns[2 * place :], episode.turn_roles[place:]
         else:
@@ -149,6 +149,30 @@ class Branches:
     def _end_by_branch(self, slot: int, episode: LiveEpisode, end: End) -> None:
         ends = episode.ends or _CUT
         end(slot, *(episode.cut(self._unfinished_reward) if ends == _CUT else ends))
+
+    def join(self, branch: LiveEpisode, *, whole: bool) -> bool:
+        """Adds the turn of a branch to its episode, before those of its own turn.
+
+        Returns whether the agent is given the reply: not where the episode ends, with a reply that
+        a limit has cut (not `whole`), or that is one too many tokens.
+        """
+        parent = branch.parent
+        assert parent is not None
+        parent.num_due -= 1
+        tokens = sum(len(turn.token_ids) for turn in branch.turns)
+        if parent.ends is None and parent.is_beyond(tokens):
+            parent.ends = _CUT
+        if parent.ends is not None:
+            return False
+        if not whole:
+            parent.ends = branch.cut(self._unfinished_reward)
+        place = len(parent.rewards)
+        parent.turns[2 * place : 2 * place] = branch.turns
+        parent.turn_roles.insert(place, parent.side)
+        parent.rewards += branch.rewards or [0.0]
+        parent.length, parent.origin = parent.length + tokens, parent.origin + tokens
+        parent.detached = True
+        return whole
 
     def drop(self, episode: LiveEpisode) -> None:
         """Gives up the branches of an episode that is over."""
@@ -161,7 +185,7 @@ class Branches:
 def _may_branch(episode: LiveEpisode) -> bool:
     """Returns whether another reply of the episode may be sampled beside its own."""
     goes_on = not episode.waits and episode.ends is None and episode.resumes is None
-    num_turns = len(episode.rewards) + 1 + episode.num_branches
+    num_turns = len(episode.rewards) + 1 + episode.num_due
     return goes_on and num_turns < episode.limits.max_turns and not episode.is_beyond(2)
 
 
@@ -175,21 +199,11 @@ def reply_to(episode: LiveEpisode, text: str, config: EngineConfig) -> Callable[
     return functools.partial(go_on, episode, text, config)
 
 
-def take_over(parent: LiveEpisode, branch: LiveEpisode, stop_reason: str, detail: str) -> None:
-    """Adds the turns of a branch that is over to its episode, before those of its own turn."""
+def leave(branch: LiveEpisode, stop_reason: str, detail: str) -> None:
+    """Notes that a branch is over; its episode ends where it has failed, or has no reply."""
+    parent = branch.parent
+    assert parent is not None
     parent.num_branches -= 1
-    if parent.ends is not None:
-        return
-    tokens = sum(len(turn.token_ids) for turn in branch.turns)
-    has_replied = len(branch.turns) == 2 and len(branch.rewards) == 1
-    if stop_reason != REPLIED:
-        parent.ends = (stop_reason, detail) if has_replied or stop_reason in _FAILED else _CUT
-    if has_replied and parent.is_beyond(tokens):
-        parent.ends = _CUT
-    elif has_replied:
-        place = len(parent.rewards)
-        parent.turns[2 * place : 2 * place] = branch.turns
-        parent.turn_roles.insert(place, parent.side)
-        parent.rewards += branch.rewards
-        parent.length, parent.origin = parent.length + tokens, parent.origin + tokens
-        parent.detached = True
+    parent.num_due -= not branch.turn_roles
+    if stop_reason != REPLIED and parent.ends is None:
+        parent.ends = (stop_reason, detail) if stop_reason in _FAILED else _CUT

@@ -60,11 +60,13 @@ class LiveEpisode:
       by role, and `turn_roles` has the side of each of the policy's turns.
     - `number`: that of the conversation on the move; `others` are the others by number.
     - `sample`: ids of its sample, those of the reply under way left out.
+    - `counts`: the tokens of the sample before the newest reply, and those of the reply.
     - `detached`: its tokens are not in its row in the order of the row, which is written when it is
       over.
     - `parent`: the episode that it is a branch of (branches.py). `branches`: it may have some;
-      `num_branches` play now, of `num_begun`. `is_idle`: it waits, and no call is under way.
-      `ends`: the stop reason and detail by which a branch ends it; no words where they are its own.
+      `num_branches` play now, of `num_begun`, of which `num_due` have no reply yet. `is_idle`: it
+      waits, and no call is under way. `ends`: the stop reason and detail by which a branch ends it;
+      no words where they are its own.
     """
 
     task: Task
@@ -86,11 +88,13 @@ class LiveEpisode:
     number: int = 0
     others: dict[int, Side] = dataclasses.field(default_factory=dict)
     sample: list[int] = dataclasses.field(default_factory=list)
+    counts: tuple[int, int] = (0, 0)
     detached: bool = False
     parent: "LiveEpisode | None" = None
     branches: bool = False
     num_branches: int = 0
     num_begun: int = 0
+    num_due: int = 0
     is_idle: bool = False
     ends: tuple[str, str] | None = None
     turns: list[Turn] = dataclasses.field(default_factory=list)
@@ -131,7 +135,8 @@ class LiveEpisode:
     def turn_limit(self) -> int:
         """The most tokens of the turn that it is in, or that begins now."""
         before = self.length - len(self.reply)
-        return min(self.limits.max_turn_tokens, self.most_tokens - before)
+        # Branches may have had all that was left; `Branches.end_with_turn` ends it then.
+        return max(1, min(self.limits.max_turn_tokens, self.most_tokens - before))
 
     @property
     def most_tokens(self) -> int:
@@ -152,7 +157,7 @@ class LiveEpisode:
         Its turns so far were answered, each with a reward.
         """
         most = self._most_tokens(self.length if message.forks else self.origin)
-        most_turns = self.limits.max_turns - self.num_branches
+        most_turns = self.limits.max_turns - self.num_due
         return self.length + len(message.ids) < most and len(self.rewards) < most_turns
 
     def append_message(self, content: Content, message: Observation) -> None:
@@ -328,6 +333,7 @@ class LiveEpisode:
         elif turn.token_ids[-1] in self.stops.token_ids:
             before_stop = self.conversation.text_of(turn.token_ids[:-1])
         text, whole = self.conversation.reply(turn.token_ids, before_stop)
+        self.counts = (self.length - self.origin - len(turn.token_ids), len(turn.token_ids))
         self.in_turn, self.stop_watch, self.reply = False, None, Reply(scored=self.scored)
         self.turn_roles.append(self.side)
         self.turns.append(dataclasses.replace(turn, text=text, conversation=self.number))
@@ -444,7 +450,7 @@ class LiveEpisode:
             self.rewards[-1] += unfinished_reward
         if not answered and len(self.turns[-1].token_ids) == self.limits.max_turn_tokens:
             return TURN_TOO_LONG, f"no end of turn within {self.limits.max_turn_tokens} tokens"
-        if answered and len(self.rewards) + self.num_branches >= self.limits.max_turns:
+        if answered and len(self.rewards) + self.num_due >= self.limits.max_turns:
             return TOO_MANY_TURNS, f"no end of the episode within {self.limits.max_turns} turns"
         return EPISODE_TOO_LONG, f"no end of the episode within {self.most_tokens} tokens"
 

@@ -19,14 +19,17 @@ nothing by the time. Each event is a JSON object on a line of its own, with its 
 - "queue": a process asked for groups of the queue of all processes; the next one was `first`.
 - "submit": the tasks of the groups `groups` were submitted behind round `round`.
 - "answers": in the `call`-th look for answers those of the tickets `tickets` were there; `failed`
-  has the stop reason and detail of calls that hung or raised.
-- "asked": in the `poll`-th look for requests of agents, those with the keys `keys` were there.
+  has the stop reason and detail of calls that hung or raised, and `requests` by ticket the names of
+  the requests of agents that were taken, where there are some.
+- "asked": in the `poll`-th look for requests of agents, those with the keys `keys` were there; the
+  branches of episodes (`answers.branch_key`) have `requests` of these names.
 - "checksum": the `sum` of all bits of these weights, with config.asynchrony.checksums.
 - "publish": weights of `version` were published behind round `round`.
 - "take": a step took the groups `groups` behind round `round`; "drop": they were given up.
 - "trained": step `step` had ended, and an asynchronous run had played so many rounds.
 """
 
+import collections
 import itertools
 import json
 import time
@@ -35,7 +38,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from earl_jax.envs.pool import Failure
-from earl_jax.rollout.answers import Answer, Answers
+from earl_jax.rollout.answers import Answer, Answers, ticket_of
 from earl_jax.settings.errors import InputError, RunError
 from earl_jax.telemetry.atomic import sync, write_atomically
 from earl_jax.telemetry.episodes import set_file_aside
@@ -51,6 +54,8 @@ class Events:
         # Looks for answers since the last "open".
         self.num_calls = 0
         self._next = self._version = 0
+        # Of a replay since the last "open": the requests that are still to be taken, by ticket.
+        self._requests: dict[int, collections.deque[str]] | None = None
         # Lines of the step under way.
         self._unwritten: list[str] = []
 
@@ -79,7 +84,7 @@ class Events:
         if event in ("open", "publish"):
             self._version = line["version"]
         if event == "open":
-            self.num_calls = 0
+            self.num_calls, self._requests = 0, None
 
     def sync(self) -> None:
         """Returns when the events are on the disk: before a checkpoint that needs them is whole."""
@@ -136,6 +141,22 @@ class Events:
         rest = itertools.islice(self._replayed, self._next, None)
         return next((each for each in rest if each["event"] in events), None)
 
+    def requests_of(self, ticket: int) -> collections.deque[str] | None:
+        """Returns the names of the requests that are still to be taken in a replay of an episode.
+
+        None in a run that is no replay. Whoever takes one removes it.
+        """
+        if not self.is_replay:
+            return None
+        if self._requests is None:
+            self._requests = collections.defaultdict(collections.deque)
+            rest = itertools.islice(self._replayed, self._next, None)
+            for each in itertools.takewhile(lambda each: each["event"] != "open", rest):
+                named = each.get("requests", {}).items()
+                for key, name in named if each["event"] in ("answers", "asked") else ():
+                    self._requests[ticket_of(int(key))].append(name)
+        return self._requests[ticket]
+
     def record_calls(self, calls: Answers) -> Answers:
         """Returns the calls, with answers that are noted, or come as they did."""
         return _Recorded(calls, self)
@@ -174,27 +195,34 @@ class _Recorded:
                 for ticket, answer in found.items()
                 if isinstance(answer, Failure)
             }
-            self._events.note("answers", call=call, tickets=list(found), failed=failed)
+            requests = {
+                str(ticket): answer.result.request
+                for ticket, answer in found.items()
+                if isinstance(answer, Answer) and answer.result.request
+            }
+            named = {"requests": requests} if requests else {}
+            self._events.note("answers", call=call, tickets=list(found), failed=failed, **named)
         return found
 
-    def poll(self, polls: Mapping[int, Callable[[], bool]]) -> list[int]:
+    def poll(self, polls: Mapping[int, Callable[[], str | None]]) -> dict[int, str]:
         self._num_polls += 1
         if not self._events.is_replay:
             found = self._inner.poll(polls)
         else:
             event = self._events.coming("asked") or {"poll": 0}
             due = event["keys"] if event["poll"] == self._num_polls else []
-            found = [key for key in due if self._comes(key, polls)]
+            found = {key: self._comes(key, polls) for key in due}
         if found:
-            self._events.note("asked", poll=self._num_polls, keys=found)
+            requests = {str(key): name for key, name in found.items() if name}
+            self._events.note("asked", poll=self._num_polls, keys=list(found), requests=requests)
         return found
 
-    def _comes(self, key: int, polls: Mapping[int, Callable[[], bool]]) -> bool:
-        """Waits for a request that was there in the run that is replayed."""
+    def _comes(self, key: int, polls: Mapping[int, Callable[[], str | None]]) -> str:
+        """Waits for a request that was there in the run that is replayed. Returns its name."""
         until = time.monotonic() + _REQUEST_S
         while key in polls and time.monotonic() < until:
-            if polls[key]():
-                return True
+            if (name := polls[key]()) is not None:
+                return name
             time.sleep(0.001)
         raise RunError(
             f"look {self._num_polls} for requests found one of {key} in the run that is replayed, "

@@ -99,9 +99,9 @@ class Lockstep:
             pass
         return {key: self._heard(self._calls.pop(key), words) for key, words in letters}
 
-    def poll(self, polls: Mapping[int, Callable[[], bool]]) -> list[int]:
+    def poll(self, polls: Mapping[int, Callable[[], str | None]]) -> dict[int, str]:
         """Returns none: only the first process knows, and replies come one after the other."""
-        return []
+        return {}
 
     def _exchange(self, letters: list[Any] | None) -> Any:
         """Returns the first process's letters in every process; None while it waits for some."""

@@ -21,15 +21,16 @@ import jax
 from earl_jax.engine.config import NO_LIMIT, Sampling
 from earl_jax.engine.engine import Policy, Session
 from earl_jax.engine.rows import make_rows
-from earl_jax.envs.environment import Environment, Start
+from earl_jax.envs.environment import REPLIED, Environment, Start
 from earl_jax.envs.pool import EnvironmentPool, Failure
 from earl_jax.envs.text.chat_template import Content
 from earl_jax.envs.text.conversation import Completion, Conversation, Observation
-from earl_jax.rollout.answers import Answer, Answers, NoCalls, begin
+from earl_jax.rollout.answers import Answer, NoCalls, begin
 from earl_jax.rollout.block_manager import BlockManager, Grow
-from earl_jax.rollout.branches import Branches, reply_to, take_over
+from earl_jax.rollout.branches import Branches, leave, reply_to
 from earl_jax.rollout.config import CacheRules, RolloutConfig
 from earl_jax.rollout.episode import LiveEpisode
+from earl_jax.rollout.events import Events
 from earl_jax.rollout.lockstep import Lockstep
 from earl_jax.rollout.open_episodes import OpenEpisode, as_row, open_episode
 from earl_jax.rollout.rounds import OnTokens, Rounds
@@ -69,7 +70,7 @@ class RolloutService:
         shrink: Shrink | None = None,
         cache_rules: CacheRules | None = None,
         look: Callable[[], None] = lambda: None,
-        record_calls: Callable[[Answers], Answers] = lambda calls: calls,
+        events: Events | None = None,
         on_tokens: OnTokens | None = None,
         more: Callable[[int], Sequence[Task]] = lambda num_free: (),
         wait: Callable[[Any], Any] = jax.block_until_ready,
@@ -93,7 +94,8 @@ class RolloutService:
             cache_rules: of the reuse of KV pages; None: the defaults.
             look: called before each round, and every second while environments are waited for; what
                 it raises ends the service.
-            record_calls: wraps the calls of environments, whose answers come when they come.
+            events: notes what depends on time, or has it come as in the run that is replayed; None:
+                it is noted nowhere.
             on_tokens: called with the tokens that an episode sampled, ticket by ticket, behind each
                 round. With it, prompts hold up those who sample by a bounded time (`Rounds`).
             more: called with the number of slots that are free while no task waits for them;
@@ -107,7 +109,9 @@ class RolloutService:
         self._shrink, self._shrink_at = shrink, config.num_slots // 4
         # By ticket, not by slot: slots are used again.
         self._look, self._more = look, more
-        self._calls: Answers = record_calls(NoCalls() if pool is None else pool.calls(look))
+        self._events = events or Events()
+        calls = NoCalls() if pool is None else pool.calls(look)
+        self._calls = self._events.record_calls(calls)
         self._slots: list[LiveEpisode | None] = [None] * config.num_slots
         self._num_submitted = 0
         # Set by a client whose tasks are all here: the last of them may move (`shrink`).
@@ -344,7 +348,7 @@ class RolloutService:
         """Ends the episode in this slot, and frees the slot."""
         episode = self._episode(slot)
         if episode.parent is not None:
-            take_over(episode.parent, episode, stop_reason, detail)
+            leave(episode, stop_reason, detail)
             self._slots[slot] = None
             return self._blocks.end(slot, episode)
         self._branches.drop(episode)
@@ -414,7 +418,8 @@ class RolloutService:
             self._append(slot, episode, "", task.prompt.message)
             return None
         assert self._make_environment is not None, "a task without a prompt has an environment"
-        return functools.partial(begin, self._make_environment, episode, config)
+        requests = self._events.requests_of(ticket)
+        return functools.partial(begin, self._make_environment, episode, config, requests)
 
     def _send_turns(self, ended: Sequence[int]) -> None:
         """Gives the turns of these slots to their environments."""
@@ -428,7 +433,11 @@ class RolloutService:
             if episode.task.prompt is not None:
                 self._end(slot, *episode.end_of_prompt(whole=whole))
                 continue
-            if episode.ends is not None or episode.is_beyond(0):
+            if episode.parent is not None:
+                if not self._branches.join(episode, whole=whole):
+                    self._end(slot, REPLIED)
+                    continue
+            elif episode.ends is not None or episode.is_beyond(0):
                 self._branches.end_with_turn(slot, episode, self._end)
                 continue
             if whole:

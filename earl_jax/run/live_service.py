@@ -243,7 +243,7 @@ class LiveService:
             session,
             grow=self._grow,
             shrink=self._shrink,
-            record_calls=self._events.record_calls,
+            events=self._events,
         )
         self._counted = RolloutStats()
         self.groups.open(

@@ -212,6 +212,7 @@ def open_service(
     new_conversation=lambda: Conversation(renderer()),
     on_tokens=lambda ticket, tokens: None,
     more=lambda num_free: (),
+    events=None,
     **changes,
 ) -> RolloutService:
     """A service with these changes of CONFIG and CACHE_RULES."""
@@ -235,6 +236,7 @@ def open_service(
         cache_rules=dataclasses.replace(CACHE_RULES, **rules),
         on_tokens=on_tokens,
         more=more,
+        events=events,
     )
 
 

@@ -9,6 +9,7 @@ host memory, and the moves between meshes are those of the package. Environments
 import dataclasses
 import functools
 import random
+import types
 from collections.abc import Sequence
 
 import numpy as np
@@ -114,13 +115,12 @@ class RandomRollout:
             session,
             dataclasses.replace(config, preemption_host_gib=host_gib),
             lambda: Conversation(renderer()),
-            None,
+            types.SimpleNamespace(calls=lambda look: RandomCalls(rng, self.prompts)),
             lambda task: None,
             self._grow,
             num_devices=NUM_DEVICES,
             sampling=Sampling(),
             cache_rules=rules,
-            record_calls=lambda calls: RandomCalls(rng, self.prompts),
             on_tokens=rng.choice([None, lambda ticket, tokens: None]),
         )
         self.devices.live = self.service._slots

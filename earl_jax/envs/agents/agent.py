@@ -3,22 +3,23 @@
 """An environment that is an agent: a program that asks an OpenAI-compatible address for replies."""
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import inspect
 import json
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
+from earl_jax.envs.agents.conversations import Conversations, Taken
 from earl_jax.envs.agents.endpoint import endpoint_at
-from earl_jax.envs.agents.session import Asked, Reply, Session
+from earl_jax.envs.agents.session import Asked, Reply, Session, digest_of, message_key
 from earl_jax.envs.environment import ASSISTANT, REPLIED, Message, Start, StepResult
 from earl_jax.envs.single_turn import Reward, answered
-from earl_jax.envs.tools.calls import CALL_FORMATS, CLOSE, OPEN, Call, text_beside, typed
+from earl_jax.envs.tools.calls import CALL_FORMATS, CLOSE, OPEN, text_beside, typed
 from earl_jax.settings.arguments import accepted, check_arguments
 from earl_jax.settings.errors import InputError
 from earl_jax.settings.named import find_named
@@ -85,17 +86,15 @@ class Agent:
         self._read = find_named(call_format, CALL_FORMATS, kind, "config.env.args.call_format")
         self._at, self._name = (host, port), agent
         self._pay = None if reward is None else functools.partial(reward, **(row or {}))
-        self._session = Session()
+        self._session, self._conversations = Session(), Conversations()
         # The request whose reply is sampled, and the one that `next` returns.
-        self._taken = _Taken()
-        self._claimed: Asked | None = None
-        # By digest of all that was said, the reply last: the conversations that may go on there.
-        self._open: dict[bytes, list[int]] = {}
-        self._numbers: set[int] = set()
+        self._taken: Taken | None = None
+        self._claimed: Taken | None = None
         # By the key of an assistant's message: the reply that the policy wrote.
         self._replies: dict[str, str] = {}
-        self._counts, self._num_calls = (0, 0), 0
-        self._metrics = {"requests": 0.0, "new_contexts": 0.0}
+        self._counts = 0, 0
+        # In a replay, the names of the requests that are still to be taken.
+        self._repeated: collections.deque[str] | None = None
 
     async def start(self) -> Start:
         """Starts the agent, and returns its first request."""
@@ -104,20 +103,21 @@ class Agent:
         # An episode that a limit ends, or that is given up, is told to nobody: it is thrown away.
         weakref.finalize(self, endpoint.close, base_url, self._session).atexit = False
         _run(functools.partial(self._agent, base_url=base_url, **self._arguments), self._session)
-        asked = await self._session.next()
-        if not isinstance(asked, Asked):
-            asked()  # raises what the agent raised
+        taken = await self._next()
+        if not isinstance(taken, Taken):
+            taken()  # raises what the agent raised
             raise InputError(
                 f"{_SETTING} {self._name!r} ended without a request to its base_url; no reply of "
                 "the policy is in what it returned"
             )
-        taken = self._taken = self.take(asked)
+        self._taken = taken
         return Start(
             messages=self.new_messages(taken),
-            tools=tuple(asked.tools),
-            stop=asked.stop,
-            metrics=dict(self._metrics),
+            tools=tuple(taken.asked.tools),
+            stop=taken.asked.stop,
+            metrics=self._metrics,
             conversation=taken.conversation,
+            request=taken.name,
         )
 
     def count_tokens(self, context: int, reply: int) -> None:
@@ -131,25 +131,26 @@ class Agent:
 
     async def give(self, reply: str) -> None:
         """Gives the reply to the agent."""
+        assert self._taken is not None, "the agent has asked"
         self.answer(self._taken, reply, self._counts)
 
     async def next(self) -> StepResult:
         """Returns the request that was claimed, the agent's next one, or the reward."""
-        claimed, self._claimed = self._claimed, None
-        asked = await self._session.next() if claimed is None else claimed
-        if not isinstance(asked, Asked):
-            return await self._paid(asked())
-        taken = self._taken = self.take(asked)
-        begins = taken.num_before == 0
+        taken, self._claimed = self._claimed, None
+        taken = taken or await self._next()
+        if not isinstance(taken, Taken):
+            return await self._paid(taken())
+        self._taken, begins = taken, taken.num_before == 0
         return StepResult(
             reward=self._session.take_reward(),
             done=False,
             messages=self.new_messages(taken),
-            stop=asked.stop,
+            stop=taken.asked.stop,
             new_context=begins,
-            tools=tuple(asked.tools) if begins else (),
-            metrics=dict(self._metrics),
+            tools=tuple(taken.asked.tools) if begins else (),
+            metrics=self._metrics,
             conversation=taken.conversation,
+            request=taken.name,
         )
 
     async def _paid(self, result: Any) -> StepResult:
@@ -164,57 +165,59 @@ class Agent:
             result, payer = self._pay(result), "the reward function (config.tasks.reward)"
         paid = answered(result, payer)
         end = paid if isinstance(paid, StepResult) else await paid
-        return dataclasses.replace(end, reward=end.reward + self._session.take_reward())
+        reward = end.reward + self._session.take_reward()
+        return dataclasses.replace(end, reward=reward, metrics={**self._metrics, **end.metrics})
 
     def claim(self) -> bool:
         """Takes the request that `next` returns, if one waits, of an agent that has not ended."""
-        self._claimed = self._session.take()
+        self._claimed = self._take_waiting()
         return self._claimed is not None
 
     def branch(self) -> "_Branch | None":
         """Returns the environment of a request that waits, if there is one."""
-        asked = self._session.take()
-        return None if asked is None else _Branch(self, asked)
+        taken = self._take_waiting()
+        return None if taken is None else _Branch(self, taken)
+
+    def repeat_requests(self, names: collections.deque[str]) -> None:
+        """Has it take the requests of these names, in their order, and no others.
+
+        What was taken is removed from `names`.
+        """
+        self._repeated = names
 
     # Requests.
 
-    def take(self, asked: Asked) -> "_Taken":
-        """Finds the conversation that a request goes on with, or begins one."""
-        digests = [_digest(json.dumps(asked.tools, sort_keys=True).encode(), b"")]
-        for message in asked.messages:
-            digests.append(_digest(_key(message).encode(), digests[-1]))
-        roles = [message["role"] for message in asked.messages]
-        num_before = len(roles) - roles[::-1].index(ASSISTANT) if ASSISTANT in roles else 0
-        # Of several that are alike the one that the policy spoke in last.
-        alike = self._open.get(digests[num_before], [])
-        if num_before and alike:
-            number = alike.pop()
-        else:
-            self._metrics["new_contexts"] += bool(self._numbers)
-            num_before, number = 0, self._new_number(digests[-1])
-        self._metrics["requests"] += 1
-        return _Taken(asked=asked, conversation=number, num_before=num_before, digest=digests[-1])
+    async def _next(self) -> Taken | Callable[[], Any]:
+        asked = await self._session.next(self._wanted)
+        return self._take(asked) if isinstance(asked, Asked) else asked
 
-    def _new_number(self, digest: bytes) -> int:
-        # By what it begins with, so that it does not depend on the order of later requests.
-        number = int.from_bytes(digest[:4], "big") >> 1 if self._numbers else 0
-        while number in self._numbers:
-            number = (number + 1) % 2**31
-        self._numbers.add(number)
-        return number
+    def _take_waiting(self) -> Taken | None:
+        asked = self._session.take(self._wanted)
+        return None if asked is None else self._take(asked)
 
-    def answer(self, taken: "_Taken", reply: str, counts: tuple[int, int]) -> None:
+    @property
+    def _wanted(self) -> str | None:
+        return next(iter(self._repeated), "") if self._repeated is not None else None
+
+    def _take(self, asked: Asked) -> Taken:
+        name = self._repeated.popleft() if self._repeated is not None else ""
+        return self._conversations.take(asked, name)
+
+    @property
+    def _metrics(self) -> dict[str, float]:
+        found = self._conversations
+        return {"requests": float(found.num_taken), "new_contexts": found.num_begun - 1.0}
+
+    def answer(self, taken: Taken, reply: str, counts: tuple[int, int]) -> None:
         """Sends the policy's reply to a request, whose conversation may go on with it."""
-        message = self._message_of(reply, taken.asked.tools)
-        key = _key(message)
-        self._replies[key] = reply
-        digest = _digest(key.encode(), taken.digest)
-        self._open.setdefault(digest, []).append(taken.conversation)
+        message = self._message_of(reply, taken)
+        self._replies[message_key(message)] = reply
+        self._conversations.add(taken, message)
         context, tokens = counts
         answer = Reply(message=message, context_tokens=context, reply_tokens=tokens)
         self._session.answer(taken.asked, answer)
 
-    def new_messages(self, taken: "_Taken") -> tuple[Message, ...]:
+    def new_messages(self, taken: Taken) -> tuple[Message, ...]:
         """Returns the messages of a request that are new; replies as the policy wrote them."""
         return tuple(
             Message(
@@ -229,59 +232,45 @@ class Agent:
     def _text(self, message: Mapping[str, Any]) -> str:
         if message["role"] != ASSISTANT:
             return message["content"]
-        written = self._replies.get(_key(message))
+        written = self._replies.get(message_key(message))
         return _written(message) if written is None else written
 
-    def _message_of(self, reply: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _message_of(self, reply: str, taken: Taken) -> dict[str, Any]:
         """Returns a reply as an assistant's message, with calls of the tools that it was shown."""
         message: dict[str, Any] = {"role": ASSISTANT, "content": reply}
+        tools = {tool["function"]["name"]: tool for tool in taken.asked.tools}
         calls = self._read(reply) if tools else []
         if not calls or any(call.error for call in calls):
             return message
-        described = {tool["function"]["name"]: tool for tool in tools}
-        message["tool_calls"] = [self._call(call, described) for call in calls]
+        message["tool_calls"] = [
+            {
+                "id": _call_id(taken, number),
+                "type": "function",
+                "function": {
+                    "name": call.name,
+                    "arguments": json.dumps(typed(call, tools.get(call.name)), ensure_ascii=False),
+                },
+            }
+            for number, call in enumerate(calls)
+        ]
         message["content"] = text_beside(reply) or None
         return message
-
-    def _call(self, call: Call, described: Mapping[str, Any]) -> dict[str, Any]:
-        # Nine letters and digits, as Mistral's template wants them; the same in each run.
-        self._num_calls += 1
-        arguments = json.dumps(typed(call, described.get(call.name)), ensure_ascii=False)
-        return {
-            "id": f"c{self._num_calls:08d}",
-            "type": "function",
-            "function": {"name": call.name, "arguments": arguments},
-        }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Taken:
-    """A request that was taken: its conversation, and how many of its messages that has had.
-
-    `digest` is that of all messages, and of the tools that it was shown.
-    """
-
-    asked: Asked = dataclasses.field(default_factory=lambda: Asked(messages=[], tools=[]))
-    conversation: int = 0
-    num_before: int = 0
-    digest: bytes = b""
 
 
 class _Branch:
     """The environment of one request of an agent, which comes while other replies are under way."""
 
-    def __init__(self, agent: Agent, asked: Asked) -> None:
-        self._agent, self._asked = agent, asked
-        self._taken, self._counts = _Taken(), (0, 0)
+    def __init__(self, agent: Agent, taken: Taken) -> None:
+        self._agent, self._taken, self._counts = agent, taken, (0, 0)
+        self.request = taken.name
 
     async def start(self) -> Start:
-        # A coroutine, so that no two threads look for conversations at once.
-        taken = self._taken = self._agent.take(self._asked)
+        asked = self._taken.asked
         return Start(
-            messages=self._agent.new_messages(taken),
-            tools=tuple(self._asked.tools),
-            stop=self._asked.stop,
-            conversation=taken.conversation,
+            messages=self._agent.new_messages(self._taken),
+            tools=tuple(asked.tools),
+            stop=asked.stop,
+            conversation=self._taken.conversation,
         )
 
     def count_tokens(self, context: int, reply: int) -> None:
@@ -292,8 +281,10 @@ class _Branch:
         return StepResult(reward=0.0, done=True, stop_reason=REPLIED)
 
 
-def _digest(text: bytes, before: bytes) -> bytes:
-    return hashlib.blake2b(before + text, digest_size=16).digest()
+def _call_id(taken: Taken, number: int) -> str:
+    """Returns nine letters and digits, as Mistral's template wants them; the same in each run."""
+    text = f"{taken.conversation} {number}".encode()
+    return f"c{digest_of(text, taken.asked.digests[-1]).hex()[:8]}"
 
 
 def _run(call: Callable[[], Any], session: Session) -> None:
@@ -340,22 +331,6 @@ async def _all_of(awaitable: Awaitable[Any]) -> Any:
 
 def _raise(error: BaseException) -> Any:
     raise error
-
-
-def _key(message: Mapping[str, Any]) -> str:
-    """Returns what makes two messages equal: who said it, the text, and calls by their values."""
-    calls = []
-    for call in message.get("tool_calls", ()):
-        arguments = call["function"].get("arguments", {})
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError):
-                pass  # as it is
-        calls.append([call.get("id"), call["function"]["name"], arguments])
-    said = [message["role"], message.get("content") or "", calls]
-    beside = [message.get("tool_call_id"), message.get("name")]
-    return json.dumps([*said, *beside], sort_keys=True)
 
 
 def _written(message: Mapping[str, Any]) -> str:

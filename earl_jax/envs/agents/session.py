@@ -5,12 +5,15 @@
 import asyncio
 import collections
 import dataclasses
+import hashlib
+import json
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
 from earl_jax.http.server import HttpError
+from earl_jax.settings.errors import InputError
 
 _GONE = 410
 
@@ -28,18 +31,51 @@ class Reply:
 class Asked:
     """A request: a conversation as `http.chat.read_chat` returns it, and the reply to come.
 
-    `stop` are texts that end the reply.
+    `stop` are texts that end the reply. `digests` are those of the tools, of these and the first
+    message, and so on; `digest` is that of the whole request. They are made with the record.
     """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
     stop: tuple[str, ...] = ()
     reply: "Future[Reply]" = dataclasses.field(default_factory=Future)
+    digests: tuple[bytes, ...] = dataclasses.field(init=False)
+    digest: str = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        """Makes the digests."""
+        digests = [digest_of(json.dumps(self.tools, sort_keys=True).encode())]
+        for message in self.messages:
+            digests.append(digest_of(message_key(message).encode(), digests[-1]))
+        object.__setattr__(self, "digests", tuple(digests))
+        whole = digest_of(json.dumps(self.stop).encode(), digests[-1])
+        object.__setattr__(self, "digest", whole.hex())
 
     def is_like(self, other: "Asked") -> bool:
         """Returns whether the other one asks for the same."""
         own = self.messages, self.tools, self.stop
         return own == (other.messages, other.tools, other.stop)
+
+
+def digest_of(text: bytes, before: bytes = b"") -> bytes:
+    """Returns 16 bytes for a text behind another one of this digest."""
+    return hashlib.blake2b(before + text, digest_size=16).digest()
+
+
+def message_key(message: Mapping[str, Any]) -> str:
+    """Returns what makes two messages equal: who said it, the text, and calls by their values."""
+    calls = []
+    for call in message.get("tool_calls", ()):
+        arguments = call["function"].get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                pass  # as it is
+        calls.append([call.get("id"), call["function"]["name"], arguments])
+    said = [message["role"], message.get("content") or "", calls]
+    beside = [message.get("tool_call_id"), message.get("name")]
+    return json.dumps([*said, *beside], sort_keys=True)
 
 
 class Session:
@@ -107,24 +143,42 @@ class Session:
 
     # Called by the environment.
 
-    async def next(self) -> Asked | Callable[[], Any]:
-        """Waits for the next request, or for the agent's end: then returns the result of `end`."""
+    async def next(self, wanted: str | None = None) -> Asked | Callable[[], Any]:
+        """Waits for the next request, or for the agent's end: then returns the result of `end`.
+
+        In a replay for the request that is `wanted` (`take`), and for the end where there is none.
+        """
         while True:
             with self._lock:
+                if wanted and (asked := self.take(wanted)) is not None:
+                    return asked
+                if self._result is not None and wanted:
+                    raise InputError(
+                        "the agent has ended, and in the run that is replayed it asked for a reply "
+                        "before; what it asks must be a function of its task and of the replies"
+                    )
                 if self._result is not None:
                     return self._result
-                if (asked := self.take()) is not None:
+                if (asked := self.take(wanted)) is not None:
                     return asked
                 wakes = self._wakes = Future()
             await asyncio.wrap_future(wakes)
 
-    def take(self) -> Asked | None:
-        """Returns the next request if one waits, of an agent that has not ended."""
+    def take(self, wanted: str | None = None) -> Asked | None:
+        """Returns the next request if one waits, of an agent that has not ended.
+
+        In a replay the request that is `wanted`, by a name that begins with its digest; "": none.
+        """
         with self._lock:
-            if not self._waiting or self._result is not None:
-                return None
-            self._taken.append(self._waiting.popleft())
-            return self._taken[-1]
+            if wanted is None:
+                chosen = next(iter(() if self._result is not None else self._waiting), None)
+            else:
+                digest = wanted.partition(".")[0]
+                chosen = next((each for each in self._waiting if each.digest == digest), None)
+            if chosen is not None:
+                self._waiting.remove(chosen)
+                self._taken.append(chosen)
+            return chosen
 
     def answer(self, asked: Asked, reply: Reply) -> None:
         """Sends the reply to a request that was taken."""

@@ -1,0 +1,73 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The conversations of an agent, found again by all that was said in them."""
+
+import dataclasses
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from earl_jax.envs.agents.session import Asked, digest_of, message_key
+from earl_jax.envs.environment import ASSISTANT
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Taken:
+    """A request that was taken: its conversation, and how many of its messages that has had."""
+
+    asked: Asked
+    conversation: int
+    num_before: int
+
+    @property
+    def name(self) -> str:
+        """The request's digest and conversation, by which a replay knows it."""
+        return f"{self.asked.digest}.{self.conversation}"
+
+
+class Conversations:
+    """Conversations by number. The first one is 0; any thread may use them.
+
+    `num_taken` requests were taken, of which `num_begun` began a conversation.
+    """
+
+    def __init__(self) -> None:
+        """Begins without any."""
+        self._lock = threading.Lock()
+        self._numbers: set[int] = set()
+        # By digest of all that was said, the reply last: the conversations that may go on there.
+        self._open: dict[bytes, list[int]] = {}
+        self.num_taken = self.num_begun = 0
+
+    def take(self, asked: Asked, name: str) -> Taken:
+        """Finds the conversation that a request goes on with, or begins one.
+
+        That of `name` in a replay (`Taken.name`); "": of several that are alike the one that the
+        policy spoke in last.
+        """
+        roles = [message["role"] for message in asked.messages]
+        num_before = len(roles) - roles[::-1].index(ASSISTANT) if ASSISTANT in roles else 0
+        with self._lock:
+            alike = self._open.get(asked.digests[num_before], []) if num_before else []
+            number = int(name.rpartition(".")[2]) if name else next(reversed(alike), None)
+            if number in alike:
+                alike.remove(number)
+            else:
+                num_before, number = 0, self._new_number(asked) if number is None else number
+                self._numbers.add(number)
+                self.num_begun += 1
+            self.num_taken += 1
+        return Taken(asked=asked, conversation=number, num_before=num_before)
+
+    def _new_number(self, asked: Asked) -> int:
+        # By what it begins with, so that it does not depend on the order of later requests.
+        number = int.from_bytes(asked.digests[-1][:4], "big") >> 1 if self._numbers else 0
+        while number in self._numbers:
+            number = (number + 1) % 2**31
+        return number
+
+    def add(self, taken: Taken, reply: Mapping[str, Any]) -> None:
+        """Adds the policy's reply, with which its conversation may go on."""
+        digest = digest_of(message_key(reply).encode(), taken.asked.digests[-1])
+        with self._lock:
+            self._open.setdefault(digest, []).append(taken.conversation)
