@@ -17,6 +17,7 @@ from tests.support.http_client import JSON, ask, connect, send
 from tests.support.served import SAYING, serving
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+COUNT = f"{MESSAGES}/count_tokens"
 TYPES = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 FUNCTION = {"name": "add", "description": "Adds.", "parameters": TYPES}
 # The tool, and a tool_choice, by the API.
@@ -283,6 +284,15 @@ def test_replies_are_those_of_chat_whole_and_streamed(server, case):
     assert replies[0][1:3] == (calls, reason) and text in (None, replies[0][0])
 
 
+def test_tokens_of_a_prompt_are_counted_without_a_reply(server):
+    for fields in ({}, {"tools": TOOLS[MESSAGES], "tool_choice": NAMED[MESSAGES]}):
+        body = first(MESSAGES, system="be brief", **fields)
+        usage = ask(server.http, MESSAGES, max_tokens=1, **body)["usage"]
+        assert ask(server.http, COUNT, **body) == {"input_tokens": usage["input_tokens"]}
+    status, answer = send(server.http, COUNT, {"messages": []})
+    assert (status, answer["type"]) == (400, "error")
+
+
 def test_a_call_and_its_result_lead_to_the_answer(server):
     """Each reply is sent back as it came."""
     body = first(RESPONSES, tools=TOOLS[RESPONSES])
@@ -322,6 +332,11 @@ def test_errors_have_the_form_of_the_api(server):
     assert answer["error"]["details"] == {"error_code": "thread_unsupported_request"}
     status, answer = error(MESSAGES, model="claude")
     assert (status, answer["error"]["type"]) == (404, "not_found_error")
+    # Such as the server has before it reads the body, or for a path that it does not have.
+    status, answer = send(server.http, MESSAGES, {"messages": "x" * 2**20})
+    assert (status, answer["error"]["type"]) == (413, "request_too_large")
+    status, answer = send(server.http, f"{MESSAGES}/batches", {})
+    assert (status, answer["type"], answer["error"]["type"]) == (404, "error", "not_found_error")
     for choice in ("required", NAMED[CHAT]):
         status, answer = error(CHAT, tool_choice=choice)
         assert status == 400 and answer["error"]["message"].endswith("there are none")

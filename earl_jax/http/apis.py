@@ -63,11 +63,18 @@ APIS: dict[str, Callable[[], Api]] = {
     "/v1/responses": Responses,
     "/v1/messages": Messages,
 }
+# Answers with the number of tokens of a request's prompt.
+COUNT_TOKENS = "/v1/messages/count_tokens"
 
 
 def api_at(path: str) -> Api:
-    """Returns the API of a path; of any other path OpenAI's, as its errors are in that form."""
-    return APIS.get(path, Chat)()
+    """Returns the API of a path, and of what is below it; of any other path OpenAI's chat."""
+    return next((make for each, make in APIS.items() if each in path), Chat)()
+
+
+def error_body(path: str, error: HttpError) -> dict[str, Any]:
+    """Returns the body of an error in the form of the path's API."""
+    return api_at(path).error(error, is_event=False)
 
 
 async def send_error(error: HttpError, connection: Connection, api: Api) -> None:
@@ -76,4 +83,4 @@ async def send_error(error: HttpError, connection: Connection, api: Api) -> None
         await connection.send_event(api.error(error, is_event=True))
         await connection.end_events()
     else:
-        await connection.send_error(error, body=api.error(error, is_event=False))
+        await connection.send_error(error)

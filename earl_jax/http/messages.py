@@ -29,8 +29,8 @@ _FIXED_OF_TOOL: Mapping[str, Sequence[Any]] = MappingProxyType(
 _NOT_SHOWN = ("type", "cache_control", "eager_input_streaming", *_FIXED_OF_TOOL)
 _TOOL_CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-_ERRORS = {404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
-_ERRORS |= {503: "overloaded_error"}
+_ERRORS = {404: "not_found_error", 408: "timeout_error", 413: "request_too_large"}
+_ERRORS |= {429: "rate_limit_error", 503: "overloaded_error"}
 
 
 class Messages:

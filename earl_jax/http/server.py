@@ -79,6 +79,8 @@ class Connection:
         self._limits = server.limits
         self._held_bytes, self._is_head = 0, False
         self._http = h11.Connection(h11.SERVER)
+        # Of the newest request, as far as it was read.
+        self._path = ""
         # The address of the client, without its port.
         self.client = str((writer.get_extra_info("peername") or ("",))[0])
         # No request is open: the connection may be closed at any time.
@@ -98,12 +100,11 @@ class Connection:
         data = [] if self._is_head else [h11.Data(data=body)]
         await self._send(h11.Response(status_code=status, headers=head), *data, h11.EndOfMessage())
 
-    async def send_error(
-        self, error: HttpError, headers: tuple = (), body: dict[str, Any] | None = None
-    ) -> None:
-        """Answers with an error, in OpenAI's shape unless a body is given."""
+    async def send_error(self, error: HttpError, headers: tuple = ()) -> None:
+        """Answers with an error."""
         again = (("retry-after", str(RETRY_S)),) if error.status in (429, 503) else ()
-        await self.send_json(error.status, body or error.body(), (*again, *headers))
+        body = self._server.error_body(self._path, error)
+        await self.send_json(error.status, body, (*again, *headers))
 
     async def begin_events(self) -> None:
         """Begins an answer of server-sent events."""
@@ -213,6 +214,7 @@ class Connection:
         if not isinstance(head, h11.Request):
             return None
         self.is_idle, self._is_head = False, head.method == b"HEAD"
+        self._path = head.target.decode("latin-1").partition("?")[0]
         headers = dict(head.headers)
         if int(headers.get(b"content-length", b"0")) > self._limits.most_bytes:
             raise self._too_large()
@@ -233,8 +235,7 @@ class Connection:
                     "later",
                 )
         kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
-        path = head.target.decode("latin-1").partition("?")[0]
-        return HttpRequest(head.method.decode("latin-1"), path, kind, bytes(body))
+        return HttpRequest(head.method.decode("latin-1"), self._path, kind, bytes(body))
 
     def _too_large(self) -> HttpError:
         return HttpError(
@@ -264,6 +265,8 @@ class Connection:
 
 
 Handler = Callable[[HttpRequest, Connection], Awaitable[None]]
+# error_body(path, error): the JSON of an error of this path.
+ErrorBody = Callable[[str, HttpError], dict[str, Any]]
 
 
 class HttpServer:
@@ -273,8 +276,13 @@ class HttpServer:
     `num_lingering` are read to the end of what they send, as many at most as may be open.
     """
 
-    def __init__(self, handle: Handler, limits: HttpLimits) -> None:
-        self.handle, self.limits = handle, limits
+    def __init__(
+        self,
+        handle: Handler,
+        limits: HttpLimits,
+        error_body: ErrorBody = lambda path, error: error.body(),
+    ) -> None:
+        self.handle, self.limits, self.error_body = handle, limits, error_body
         self.held_bytes = self.num_lingering = 0
         self._open: dict[asyncio.Task[None], Connection] = {}
         self._server: asyncio.Server | None = None

@@ -27,7 +27,7 @@ from typing import Any
 import grpc
 
 from earl_jax.envs.tools.calls import call_opening
-from earl_jax.http.apis import APIS, Api, api_at, send_error
+from earl_jax.http.apis import APIS, COUNT_TOKENS, Api, api_at, send_error
 from earl_jax.http.chat import demanded_call, read_chat
 from earl_jax.http.fields import read_object, take
 from earl_jax.http.server import Connection, HttpError, HttpRequest
@@ -82,6 +82,7 @@ class HttpApi:
             "/v1/models": ("GET", self._models),
             "/v1/completions": ("POST", self._completions),
             **{path: ("POST", self._chat) for path in APIS},
+            COUNT_TOKENS: ("POST", self._count_tokens),
             "/inference/v1/generate": ("POST", self._generate),
         }
 
@@ -139,13 +140,29 @@ class HttpApi:
         await self._reply(params, given, CompletionForm(self._service.decode), connection, api)
 
     async def _chat(self, request: HttpRequest, connection: Connection, api: Api) -> None:
-        fields, messages, tools = read_chat(api.to_chat(self._read(request)))
-        arguments = take(fields, "chat_template_kwargs", dict, {})
+        fields, prompt = self._read_chat(request, api)
         params = self._reply_params(fields)
-        opening = self._opening(demanded_call(fields, tools))
-        prompt = {"messages": messages, "tools": tools, "arguments": arguments}
-        form = ChatForm(self._service.decode, tools=tools, opening=opening)
-        await self._reply(params, [prompt | {"opening": opening}], form, connection, api)
+        form = ChatForm(self._service.decode, tools=prompt["tools"], opening=prompt["opening"])
+        await self._reply(params, [prompt], form, connection, api)
+
+    async def _count_tokens(self, request: HttpRequest, connection: Connection, api: Api) -> None:
+        _, prompt = self._read_chat(request, api)
+        with self._admitted(1, connection.client) as names:
+            ids = await self._ids(prompt, names[0])
+        await connection.send_json(200, {"input_tokens": len(ids)})
+
+    def _read_chat(
+        self, request: HttpRequest, api: Api
+    ) -> tuple[dict[str, Any], Mapping[str, Any]]:
+        """Returns the sampling fields of a chat request, and its prompt."""
+        fields, messages, tools = read_chat(api.to_chat(self._read(request)))
+        prompt = {
+            "messages": messages,
+            "tools": tools,
+            "arguments": take(fields, "chat_template_kwargs", dict, {}),
+            "opening": self._opening(demanded_call(fields, tools)),
+        }
+        return fields, prompt
 
     def _opening(self, call: str | None) -> str:
         """Returns the text that begins a reply in which a call of this tool is demanded."""

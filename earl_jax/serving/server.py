@@ -14,6 +14,7 @@ import grpc
 import jax
 
 from earl_jax.engine.engine import Policy
+from earl_jax.http.apis import error_body
 from earl_jax.http.server import HttpServer
 from earl_jax.selector.memory import is_out_of_memory
 from earl_jax.serving.driver import Driver
@@ -157,7 +158,7 @@ async def serve(
         async with contextlib.AsyncExitStack() as servers:
             api = HttpApi(service, model)
             limits = http_limits(driver.served, endpoints, service.max_open)
-            http = await start_http(servers, endpoints, HttpServer(api.handle, limits))
+            http = await start_http(servers, endpoints, HttpServer(api.handle, limits, error_body))
             handlers = PolicyServicer(service, limits.write_s).handlers()
             grpc_address = await start_grpc(servers, endpoints, handlers, limits)
             on_ready(http, grpc_address)

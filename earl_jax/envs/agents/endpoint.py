@@ -13,7 +13,7 @@ from typing import Any
 
 from earl_jax.envs.agents.session import Asked, Reply, Session
 from earl_jax.envs.environment import LARGEST_REWARD
-from earl_jax.http.apis import APIS, Api, api_at, send_error
+from earl_jax.http.apis import APIS, Api, api_at, error_body, send_error
 from earl_jax.http.chat import read_chat
 from earl_jax.http.fields import DRAWN, read_object, read_stop, take
 from earl_jax.http.server import Connection, HttpError, HttpLimits, HttpRequest, HttpServer
@@ -54,7 +54,7 @@ class AgentEndpoint:
         self._noted: set[str] = set()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="agents", daemon=True).start()
-        server = HttpServer(self._handle, _LIMITS)
+        server = HttpServer(self._handle, _LIMITS, error_body)
         started = asyncio.run_coroutine_threadsafe(server.start(host, port), self._loop)
         try:
             self._address = f"http://{host}:{started.result()}"
