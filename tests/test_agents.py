@@ -92,7 +92,7 @@ def test_requests_become_messages_and_what_it_returns_is_the_reward(monkeypatch)
 
     def agent(base_url, row, seed, index, bonus):
         talk = [SYSTEM, user(row["question"])]
-        beside = {"model": "gpt-4o", "temperature": 0.2, "tool_choice": "required"}
+        beside = {"model": "gpt-4o", "temperature": 0.2, "parallel_tool_calls": False}
         talk.append(chat(base_url, talk, **beside))
         talk.append(user("why?"))
         talk.append(chat(base_url, talk))
@@ -358,6 +358,7 @@ def test_the_agent_of_an_episode_that_is_thrown_away_is_told_so_and_ends(monkeyp
             {"messages": [user("a"), {"role": "assistant", "content": "b"}]},
             "messages\\[1\\] is the",
         ),
+        ({"tool_choice": "required"}, "the last two with such a tool in tools: there are none"),
         ({"massages": 1}, "massages is not known here; did you mean 'messages'"),
     ],
 )
@@ -766,6 +767,78 @@ def calls_add_by_messages(base_url, row):
         result = {"type": "tool_result", "tool_use_id": call, "content": text}
         talk.append({"role": "assistant", "content": content})
         talk.append({"role": "user", "content": [result]})
+
+
+def must_call(base_url, seed):
+    """Demands a call of any tool, and one of this; the prompts are counted before."""
+    talk, tools = [SYSTEM, user(f"{seed}?")], [TOOL]
+    named = {"type": "function", "function": {"name": "add"}}
+    COUNTED[seed] = []
+    for choice in ("required", named):
+        given = {"messages": talk, "tools": tools, "tool_choice": choice}
+        answer = whole(base_url, **given)
+        COUNTED[seed].append((answer["usage"]["prompt_tokens"], answer["choices"][0]["message"]))
+        talk = [*talk, answer["choices"][0]["message"], user("and?")]
+    count = functools.partial(ask, base_url, "messages/count_tokens")
+    tool = {"name": "add", "input_schema": {"type": "object"}}
+    system, question = SYSTEM["content"], [user(f"{seed}?")]
+    alone = count(system=system, messages=question)["input_tokens"]
+    shown = {"system": system, "messages": question, "tools": [tool]}
+    free = count(**shown)["input_tokens"]
+    begun = count(**shown, tool_choice={"type": "any"})["input_tokens"]
+    COUNTED[seed] += [alone, free, begun]
+    return 1
+
+
+COUNTED = {}
+
+
+def test_a_call_that_is_demanded_is_begun_in_the_prompt():
+    """Its beginning is no token of the policy; in the reply's text, and in the history, it is."""
+    render = episodes.calling_renderer()
+    conversation = functools.partial(Conversation, render)
+    settings = {"context_buckets": (512,), "max_tokens": 512, "max_turn_tokens": 100}
+    rollout = collect_agents(must_call, 4, new_conversation=conversation, **settings)
+    for trajectory in rollout.trajectories:
+        assert trajectory.stop_reason == "answered", trajectory.detail
+        assert trajectory.metrics["new_contexts"] == 0
+        seed = 100 + trajectory.episode
+        (first, said), (_, again), alone, free, begun = COUNTED[seed]
+        opening, named = "<tool_call>\n", '<tool_call>\n{"name": "add", "arguments":'
+        asked, reply, more, last = trajectory.turns
+        assert render.decode(asked.token_ids).endswith(f"<|assistant|>{opening}")
+        assert render.decode(more.token_ids).endswith(f"<|assistant|>{named}")
+        assert said["content"] == opening + render.decode_reply(reply.token_ids) == reply.text
+        assert again["content"] == named + render.decode_reply(last.token_ids) == last.text
+        assert first == len(asked.token_ids)
+        assert alone < free and begun - free == len(render.beginning(opening))
+    episodes.check_rows(rollout, 4)
+
+
+def demands_in_vain(base_url):
+    address, _, path = base_url.removeprefix("http://").partition("/")
+    body = {"messages": [user("a")], "tools": [TOOL], "tool_choice": "required"}
+    status, _ = http_client.send(f"http://{address}", f"/{path}/chat/completions", body)
+    chat(base_url, [user("b")])
+    return {"reward": 0.0, "status": float(status)}
+
+
+def test_a_call_is_refused_that_the_template_does_not_begin():
+    (trajectory,) = collect_agents(demands_in_vain, 1).trajectories
+    assert trajectory.metrics["status"] == 400 and trajectory.stop_reason == "answered"
+
+
+@pytest.mark.parametrize("history", ["append", "fork"])
+def test_the_beginning_of_a_call_is_part_of_the_conversation(history):
+    render = episodes.calling_renderer()
+    conversation = Conversation(render, history)
+    asked = conversation.begin_call(conversation.open("1?"), "")
+    assert render.decode(asked.ids).endswith("<|assistant|><tool_call>\n")
+    assert conversation.reply(render.reply("2")) == ("<tool_call>\n2", True)
+    answer = conversation.answer("so?")
+    assert answer.ids == render.answer("so?") and not answer.forks
+    with pytest.raises(InputError, match="does not write calls"):
+        Conversation(episodes.renderer()).begin_call(asked, "")
 
 
 def length(reply, prompt):

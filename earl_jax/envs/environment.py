@@ -9,9 +9,12 @@ import math
 import numbers
 import random
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from earl_jax.settings.errors import InputError
+
+if TYPE_CHECKING:
+    from earl_jax.envs.text.conversation import Conversation
 
 # Why an episode ended that its environment did not end; an environment has words of its own.
 PROMPT_TOO_LONG = "prompt_too_long"
@@ -68,6 +71,8 @@ class Start:
     tokenizer writes them with, and the end of turn behind, can be sampled (see `Chooses`). Or
     `allowed_token_ids`, of the policy's tokenizer, are the only tokens that its reply is made of,
     beside the end of turn. `stop` are texts that end the reply, as config.rollout.stop_strings do.
+    With `call` the reply has to begin with a call of this tool, of any tool if "": the beginning,
+    as the chat template writes it, is read as the end of the message, and is in the reply's text.
     `role` is the side that the policy plays, where there are several; in self-play, the side that
     the message is for. `metrics` are the episode's until a step changes them, and `conversation`
     numbers this conversation (see `StepResult`). `request` names what this answers to, of an
@@ -85,6 +90,7 @@ class Start:
     choices: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    call: str | None = None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     conversation: int = 0
     request: str = ""
@@ -96,8 +102,9 @@ class StepResult:
 
     `text` is the next message to the policy, as a user, or `messages` are the next ones; both are
     empty if `done`. `choices` are the only replies to these, as in `Start`, or `allowed_token_ids`
-    their only tokens, and `stop` what ends them. `reward` is for this reply alone. `stop_reason` is
-    a word such as "solved", given exactly if `done`; `detail` is for people.
+    their only tokens, `stop` what ends them, and `call` what they begin with. `reward` is for this
+    reply alone. `stop_reason` is a word such as "solved", given exactly if `done`; `detail` is for
+    people.
 
     In self-play the policy plays several sides in turns. `role` is the side that the next message
     is for, "" for the one that replied. A side's context holds the messages for it and its own
@@ -125,6 +132,7 @@ class StepResult:
     choices: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    call: str | None = None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     role: str = ""
     side_rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -233,6 +241,15 @@ class Branches(Protocol):
 
 
 @runtime_checkable
+class UsesConversation(Protocol):
+    """An environment that counts tokens, or asks what the chat template can write."""
+
+    def use_conversation(self, conversation: "Conversation") -> None:
+        """Is called before `start` with a conversation of the policy's, which is nobody's."""
+        ...
+
+
+@runtime_checkable
 class Chooses(Protocol):
     """An environment that knows all of its `choices` from the start."""
 
@@ -250,6 +267,7 @@ def check_start(result: object) -> Start:
     _check_text("Start.request", result.request)
     _check_messages("Start", result)
     _check_allowed("Start", result)
+    _check_text("Start.call", result.call or "")
     _check_metrics("Start", result)
     if not result.text and not result.messages:
         raise InputError("Start.text is empty; the policy needs a first message")
@@ -289,6 +307,7 @@ def check_step(result: object) -> StepResult:
         )
     _check_messages("StepResult", result)
     _check_allowed("StepResult", result)
+    _check_text("StepResult.call", result.call or "")
     _check_metrics("StepResult", result)
     _check_tools("StepResult", result)
     _check_new_context(result)

@@ -82,6 +82,16 @@ def demanded_call(fields: Mapping[str, Any], tools: Sequence[Mapping[str, Any]])
     )
 
 
+def cannot_demand() -> HttpError:
+    """Returns the error of a tool_choice that demands a call, with a template that begins none."""
+    return HttpError(
+        400,
+        "tool_choice demands a call, and this policy's chat template does not write calls between "
+        '<tool_call> and </tool_call>; leave it out, or send "auto"',
+        "tool_choice",
+    )
+
+
 def _message(number: int, given: Any) -> dict[str, Any]:
     """Returns a message as chat templates expect it, a developer's as one of the system's.
 

@@ -123,6 +123,8 @@ def begin(
     environment = make_environment(episode.task)
     if requests is not None and (repeat := getattr(environment, "repeat_requests", None)):
         repeat(requests)
+    if (use := getattr(environment, "use_conversation", None)) is not None:
+        use(episode.dialogue.of_another_side())
     return after(environment.start(), functools.partial(_opened, environment, episode, config))
 
 
@@ -231,6 +233,9 @@ def _rendered(
         allowed = conversation.allowed(result.allowed_token_ids)
         check_allowed(allowed, config.rules.choice_branches, config.vocab_size)
         observation = render(answer.content)
+        if result.call is not None:
+            conversation = answer.conversation or conversation
+            observation = conversation.begin_call(observation, result.call)
     except ValueError as error:
         failure = Failure(stop_reason=UNENCODABLE, detail=str(error))
         return dataclasses.replace(answer, failure=failure)

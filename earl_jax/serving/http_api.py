@@ -28,7 +28,7 @@ import grpc
 
 from earl_jax.envs.tools.calls import call_opening
 from earl_jax.http.apis import APIS, COUNT_TOKENS, Api, api_at, send_error
-from earl_jax.http.chat import demanded_call, read_chat
+from earl_jax.http.chat import cannot_demand, demanded_call, read_chat
 from earl_jax.http.fields import read_object, take
 from earl_jax.http.server import Connection, HttpError, HttpRequest
 from earl_jax.serving.driver import report
@@ -168,12 +168,7 @@ class HttpApi:
         """Returns the text that begins a reply in which a call of this tool is demanded."""
         opening = "" if call is None else call_opening(self._service.chat_template, call)
         if call is not None and not opening:
-            raise HttpError(
-                400,
-                "tool_choice demands a call, and this policy's chat template does not write calls "
-                'between <tool_call> and </tool_call>; leave it out, or send "auto"',
-                "tool_choice",
-            )
+            raise cannot_demand()
         return opening
 
     async def _generate(self, request: HttpRequest, connection: Connection, api: Api) -> None:

@@ -354,6 +354,14 @@ RATIO_RUN = {
 }
 
 
+@functools.cache
+def calling_renderer() -> ChatRenderer:
+    """A renderer whose template says that it writes calls as Qwen's does."""
+    tokenizer = build_tokenizer(game_corpus(60), 320)
+    tokenizer.chat_template = CHAT_TEMPLATE + "{# <tool_call> #}"
+    return ChatRenderer(tokenizer)
+
+
 FORGOTTEN = "1357"
 
 

@@ -11,7 +11,7 @@ import inspect
 import json
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from earl_jax.envs.agents.conversations import Conversations, Taken
@@ -19,7 +19,8 @@ from earl_jax.envs.agents.endpoint import endpoint_at
 from earl_jax.envs.agents.session import Asked, Reply, Session, digest_of, message_key
 from earl_jax.envs.environment import ASSISTANT, REPLIED, Message, Start, StepResult
 from earl_jax.envs.single_turn import Reward, answered
-from earl_jax.envs.tools.calls import CALL_FORMATS, CLOSE, OPEN, text_beside, typed
+from earl_jax.envs.text.conversation import Conversation
+from earl_jax.envs.tools.calls import CALL_FORMATS, CLOSE, OPEN, hermes_calls, text_beside, typed
 from earl_jax.settings.arguments import accepted, check_arguments
 from earl_jax.settings.errors import InputError
 from earl_jax.settings.named import find_named
@@ -115,6 +116,7 @@ class Agent:
             messages=self.new_messages(taken),
             tools=tuple(taken.asked.tools),
             stop=taken.asked.stop,
+            call=taken.asked.call,
             metrics=self._metrics,
             conversation=taken.conversation,
             request=taken.name,
@@ -146,6 +148,7 @@ class Agent:
             done=False,
             messages=self.new_messages(taken),
             stop=taken.asked.stop,
+            call=taken.asked.call,
             new_context=begins,
             tools=tuple(taken.asked.tools) if begins else (),
             metrics=self._metrics,
@@ -177,6 +180,15 @@ class Agent:
         """Returns the environment of a request that waits, if there is one."""
         taken = self._take_waiting()
         return None if taken is None else _Branch(self, taken)
+
+    def use_conversation(self, conversation: Conversation) -> None:
+        """Counts tokens with this conversation. Calls may be demanded if its template begins any.
+
+        And if they are read as such a template writes them.
+        """
+        # Nothing of the session may hold the agent, whose end closes it.
+        self._session.count = functools.partial(_count, conversation, self._replies)
+        self._session.may_demand = self._read is hermes_calls and conversation.writes_calls()
 
     def repeat_requests(self, names: collections.deque[str]) -> None:
         """Has it take the requests of these names, in their order, and no others.
@@ -219,21 +231,7 @@ class Agent:
 
     def new_messages(self, taken: Taken) -> tuple[Message, ...]:
         """Returns the messages of a request that are new; replies as the policy wrote them."""
-        return tuple(
-            Message(
-                role=each["role"],
-                text=self._text(each),
-                call_id=str(each.get("tool_call_id", "")),
-                name=str(each.get("name", "")),
-            )
-            for each in taken.asked.messages[taken.num_before :]
-        )
-
-    def _text(self, message: Mapping[str, Any]) -> str:
-        if message["role"] != ASSISTANT:
-            return message["content"]
-        written = self._replies.get(message_key(message))
-        return _written(message) if written is None else written
+        return _messages(taken.asked.messages[taken.num_before :], self._replies)
 
     def _message_of(self, reply: str, taken: Taken) -> dict[str, Any]:
         """Returns a reply as an assistant's message, with calls of the tools that it was shown."""
@@ -270,6 +268,7 @@ class _Branch:
             messages=self._agent.new_messages(self._taken),
             tools=tuple(asked.tools),
             stop=asked.stop,
+            call=asked.call,
             conversation=self._taken.conversation,
         )
 
@@ -331,6 +330,33 @@ async def _all_of(awaitable: Awaitable[Any]) -> Any:
 
 def _raise(error: BaseException) -> Any:
     raise error
+
+
+def _count(conversation: Conversation, replies: Mapping[str, str], asked: Asked) -> int:
+    """Returns the number of tokens of a request, as the beginning of a conversation."""
+    return conversation.count(_messages(asked.messages, replies), asked.tools, asked.call)
+
+
+def _messages(
+    messages: Sequence[Mapping[str, Any]], replies: Mapping[str, str]
+) -> tuple[Message, ...]:
+    """Returns messages in the form of environments, with `replies` as the policy wrote them."""
+    return tuple(
+        Message(
+            role=each["role"],
+            text=_text(each, replies),
+            call_id=str(each.get("tool_call_id", "")),
+            name=str(each.get("name", "")),
+        )
+        for each in messages
+    )
+
+
+def _text(message: Mapping[str, Any], replies: Mapping[str, str]) -> str:
+    if message["role"] != ASSISTANT:
+        return message["content"]
+    written = replies.get(message_key(message))
+    return _written(message) if written is None else written
 
 
 def _written(message: Mapping[str, Any]) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 
 from earl_jax.envs.agents.session import Asked, Reply, Session
 from earl_jax.envs.environment import LARGEST_REWARD
-from earl_jax.http.apis import APIS, Api, api_at, error_body, send_error
-from earl_jax.http.chat import read_chat
+from earl_jax.http.apis import APIS, COUNT_TOKENS, Api, api_at, error_body, send_error
+from earl_jax.http.chat import cannot_demand, demanded_call, read_chat
 from earl_jax.http.fields import DRAWN, read_object, read_stop, take
 from earl_jax.http.server import Connection, HttpError, HttpLimits, HttpRequest, HttpServer
 from earl_jax.settings.errors import InputError
@@ -31,8 +31,6 @@ _RUN_SETS = (
     "repetition_penalty",
     "logit_bias",
 )
-# Values of fields that are followed; others would restrict what the policy may say.
-_TAKEN = {"tool_choice": ("auto", "none"), "parallel_tool_calls": (True,)}
 _MODELS, _REWARD = "/v1/models", "/v1/reward"
 # An idle connection is kept for so long; agents work between two requests.
 _LIMITS = HttpLimits(
@@ -102,6 +100,7 @@ class AgentEndpoint:
         chat = functools.partial(self._chat, api=api)
         answers = {
             **{each: ("POST", chat) for each in APIS},
+            COUNT_TOKENS: ("POST", functools.partial(self._count_tokens, api=api)),
             _REWARD: ("POST", self._reward),
             _MODELS: ("GET", self._models),
         }
@@ -134,7 +133,7 @@ class AgentEndpoint:
         self, session: Session, request: HttpRequest, connection: Connection, api: Api
     ) -> None:
         given = api.to_chat(read_object(request))
-        asked = session.ask(self._read(given))
+        asked = session.ask(self._read(given, session))
         try:
             reply = await asyncio.shield(asyncio.wrap_future(asked.reply))
             await _send(given, reply, connection, api)
@@ -142,10 +141,22 @@ class AgentEndpoint:
             session.lose(asked)
             raise
 
-    def _read(self, given: Mapping[str, Any]) -> Asked:
+    async def _count_tokens(
+        self, session: Session, request: HttpRequest, connection: Connection, api: Api
+    ) -> None:
+        asked = self._read(api.to_chat(read_object(request)), session)
+        if session.count is None:
+            raise HttpError(404, "tokens are not counted here")
+        try:
+            number = await asyncio.to_thread(session.count, asked)
+        except InputError as error:
+            raise HttpError(400, str(error), "messages") from error
+        await connection.send_json(200, {"input_tokens": number})
+
+    def _read(self, given: Mapping[str, Any], session: Session) -> Asked:
         """Returns the request in these fields. Raises HttpError."""
         left_out = [each for each in _RUN_SETS if each in given]
-        left_out += [k for k, taken in _TAKEN.items() if k in given and given[k] not in taken]
+        left_out += ["parallel_tool_calls"] if given.get("parallel_tool_calls") is False else []
         for field in left_out:
             if field not in self._noted:
                 self._noted.add(field)
@@ -176,7 +187,10 @@ class AgentEndpoint:
                 )
         if any("reasoning_content" in message for message in messages):
             raise HttpError(400, "reasoning_content is not read here; leave it out", "messages")
-        return Asked(messages=messages, tools=tools, stop=read_stop(fields))
+        call = demanded_call(fields, tools)
+        if call is not None and not session.may_demand:
+            raise cannot_demand()
+        return Asked(messages=messages, tools=tools, stop=read_stop(fields), call=call)
 
 
 async def _send(given: Mapping[str, Any], reply: Reply, connection: Connection, api: Api) -> None:

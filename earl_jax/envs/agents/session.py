@@ -31,13 +31,15 @@ class Reply:
 class Asked:
     """A request: a conversation as `http.chat.read_chat` returns it, and the reply to come.
 
-    `stop` are texts that end the reply. `digests` are those of the tools, of these and the first
-    message, and so on; `digest` is that of the whole request. They are made with the record.
+    `stop` are texts that end the reply; with `call` it begins with a call of this tool, any if "".
+    `digests` are those of the tools, of these and the first message, and so on; `digest` is that of
+    the whole request. They are made with the record.
     """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
     stop: tuple[str, ...] = ()
+    call: str | None = None
     reply: "Future[Reply]" = dataclasses.field(default_factory=Future)
     digests: tuple[bytes, ...] = dataclasses.field(init=False)
     digest: str = dataclasses.field(init=False)
@@ -48,13 +50,12 @@ class Asked:
         for message in self.messages:
             digests.append(digest_of(message_key(message).encode(), digests[-1]))
         object.__setattr__(self, "digests", tuple(digests))
-        whole = digest_of(json.dumps(self.stop).encode(), digests[-1])
+        whole = digest_of(json.dumps([self.stop, self.call]).encode(), digests[-1])
         object.__setattr__(self, "digest", whole.hex())
 
     def is_like(self, other: "Asked") -> bool:
         """Returns whether the other one asks for the same."""
-        own = self.messages, self.tools, self.stop
-        return own == (other.messages, other.tools, other.stop)
+        return self.digest == other.digest
 
 
 def digest_of(text: bytes, before: bytes = b"") -> bytes:
@@ -82,7 +83,12 @@ class Session:
     """The requests of an agent until it ends. Any thread may use it.
 
     A client that went away before it had its reply may ask again: it gets the same reply.
+    `count` returns the number of tokens of a request, None where nobody knows; `may_demand` is
+    whether a request may demand a call.
     """
+
+    count: Callable[[Asked], int] | None = None
+    may_demand = True
 
     def __init__(self) -> None:
         """Begins without requests."""

@@ -20,6 +20,7 @@ from earl_jax.envs.text.chat_template import (
     messages_of,
 )
 from earl_jax.envs.text.codec import TextCodec
+from earl_jax.envs.tools.calls import call_opening
 from earl_jax.settings.errors import InputError
 
 if TYPE_CHECKING:
@@ -172,6 +173,14 @@ class ChatRenderer:
         shown = tuple(text for kind, text in conversation if kind is not None)
         around = tuple(map(self._part, frame.pieces))
         return self._join(frame, around, frame.filled(shown), shown)
+
+    def call_opening(self, name: str) -> str:
+        """Returns the text with which calls of a tool begin (`tools.calls.call_opening`)."""
+        return call_opening(str(self._tokenizer.chat_template), name)
+
+    def beginning(self, text: str) -> tuple[int, ...]:
+        """Returns the ids of the beginning of a policy turn, in which control tokens are such."""
+        return self._codec.encode_control(text)
 
     def reply(self, text: str) -> tuple[int, ...]:
         """Returns the ids of a policy turn with this text, end of turn included."""

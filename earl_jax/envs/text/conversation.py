@@ -14,6 +14,7 @@ from earl_jax.envs.text.chat import ChatRenderer, Opening, Rendered
 from earl_jax.envs.text.chat_template import Content, Kind, Place, TemplateRefusal, messages_of
 from earl_jax.envs.text.stream import StopWatch
 from earl_jax.settings.arguments import check_json
+from earl_jax.settings.errors import InputError
 
 History = Literal["append", "fork"]
 
@@ -76,6 +77,8 @@ class Conversation:
         # True if the policy's last turn has no end of turn; the next answer then begins with one.
         self._is_open = False
         self._sample = ""
+        # The beginning of the policy's next turn, which it has read and not sampled.
+        self._begun = ""
 
     def of_another_side(self) -> "Conversation":
         """Returns a conversation for another side of self-play, with the same tools."""
@@ -132,17 +135,51 @@ class Conversation:
             self._turns, self._sample = turns, rendered.text
         return rendered.ids
 
+    def count(
+        self, content: Content, tools: Sequence[Mapping[str, Any]], call: str | None = None
+    ) -> int:
+        """Returns the number of tokens of a conversation that opens with these messages.
+
+        With the beginning of a `call` (`begin_call`). This conversation is not changed, and any
+        thread may count. Raises as `open` and `begin_call`.
+        """
+        other = self.of_another_side()
+        opened = other.open(content, tools)
+        return len((opened if call is None else other.begin_call(opened, call)).ids)
+
+    def writes_calls(self) -> bool:
+        """Returns whether a call may be demanded: the chat template has a form that begins one."""
+        return bool(self._renderer.call_opening(""))
+
+    def begin_call(self, observation: Observation, name: str) -> Observation:
+        """Returns the newest messages, and behind them the beginning of a call of this tool.
+
+        That of any tool if ""; the policy's reply goes on with it, and its text has it too.
+
+        Raises ValueError for a chat template that does not write calls between <tool_call> tags.
+        """
+        self._begun = self._renderer.call_opening(name)
+        if not self._begun:
+            raise InputError(
+                "a call is demanded, and this policy's chat template does not write calls between "
+                "<tool_call> and </tool_call>"
+            )
+        self._sample += self._begun if self._forks else ""
+        ids = self._renderer.beginning(self._begun)
+        return dataclasses.replace(observation, ids=observation.ids + ids)
+
     def reply(self, ids: Sequence[int], before_stop: str | None = None) -> tuple[str, bool]:
         """Adds the policy's turn. Returns its text, and True if it has an end of turn.
 
         `before_stop` is the text before the stop of a turn that a stop ended; it counts as ended.
         """
-        text, has_end = self._renderer.decode_reply(ids), self._renderer.ends_turn(ids)
+        begun, self._begun = self._begun, ""
+        text, has_end = begun + self._renderer.decode_reply(ids), self._renderer.ends_turn(ids)
         self._is_open = before_stop is not None and not has_end
         if self._forks:
             self._turns.append((None, text))
             self._sample += self._renderer.decode(ids)
-        return (text, has_end) if before_stop is None else (before_stop, True)
+        return (text, has_end) if before_stop is None else (begun + before_stop, True)
 
     def choices(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Returns the ids of a policy turn for each text, end of turn included.
