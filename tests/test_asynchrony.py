@@ -25,7 +25,7 @@ from earl_jax.loop import rl_step
 from earl_jax.loop_async import AsyncPlayer
 from earl_jax.placement.sessions import Sessions
 from earl_jax.rollout.events import EVENTS, Events, read_events
-from earl_jax.rollout.open_episodes import as_row
+from earl_jax.rollout.host_rows import as_row
 from earl_jax.rollout.rounds import Rounds
 from earl_jax.run import evaluation
 from earl_jax.run.build import build_run

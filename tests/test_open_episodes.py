@@ -17,10 +17,10 @@ from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.text.conversation import Conversation
 from earl_jax.rollout.conversations import by_conversation
 from earl_jax.rollout.events import EVENTS, Events
+from earl_jax.rollout.host_rows import as_row
 from earl_jax.rollout.open_episodes import (
     FOLDER,
     OpenEpisode,
-    as_row,
     drop_episodes,
     open_episode,
     read_episodes,

@@ -28,6 +28,7 @@ from earl_jax.envs.event_loop import after
 from earl_jax.envs.pool import Failure
 from earl_jax.envs.text.chat_template import Content
 from earl_jax.envs.text.conversation import Conversation, Observation
+from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.conversations import Side
 from earl_jax.rollout.episode import LiveEpisode
 from earl_jax.rollout.task import Task
@@ -240,3 +241,40 @@ def _rendered(
         failure = Failure(stop_reason=UNENCODABLE, detail=str(error))
         return dataclasses.replace(answer, failure=failure)
     return dataclasses.replace(answer, observation=observation, choices=choices, allowed=allowed)
+
+
+def take_answer(
+    episode: LiveEpisode, answer: Answer | Failure, config: RolloutConfig
+) -> tuple[str, str] | None:
+    """Takes an environment's start or step into its episode, whose message it appends.
+
+    Returns the stop reason and detail if that ends the episode.
+    """
+    if isinstance(answer, Failure):
+        return answer.stop_reason, answer.detail
+    result = answer.result
+    episode.environment = answer.environment
+    episode.metrics |= result.metrics
+    if isinstance(result, Start):
+        episode.role = episode.side = result.role
+        # `Branches`; asking for the protocol would take 7 us.
+        episode.branches = episode.parent is None and hasattr(answer.environment, "branch")
+    else:
+        episode.add_rewards(result.reward, result.side_rewards)
+        if result.done:
+            return result.stop_reason, result.detail
+        if answer.is_idle:
+            episode.is_idle = True
+            return None
+    if answer.failure is not None:
+        return answer.failure.stop_reason, answer.failure.detail
+    if isinstance(result, Start):
+        episode.take_up(result.conversation, answer.conversation or episode.dialogue)
+    elif answer.conversation is not None and result.role:
+        episode.change_sides(result.role, answer.conversation)
+    elif answer.conversation is not None:
+        episode.change_conversation(result.conversation, answer.conversation)
+    episode.choices, episode.allowed = answer.choices, answer.allowed
+    stops = episode.task.stops or config.stops
+    episode.stops = dataclasses.replace(stops, strings=(*stops.strings, *result.stop))
+    return episode.take_message(answer.content, answer.observation, config.unfinished_reward)

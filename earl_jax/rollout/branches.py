@@ -194,8 +194,8 @@ def reply_to(episode: LiveEpisode, text: str, config: EngineConfig) -> Callable[
     if episode.num_branches:
         return functools.partial(give, episode, text)
     if episode.parent is not None:
-        # Before the agent has the reply, and goes on.
-        episode.leave_conversation(episode.parent.others)
+        # Before the agent has the reply, and goes on; `others` are the whole episode's.
+        episode.leave(episode.number)
     return functools.partial(go_on, episode, text, config)
 
 

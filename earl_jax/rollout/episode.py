@@ -56,9 +56,9 @@ class LiveEpisode:
     - `scored`: log-probs under the model itself are recorded. `truncates`: its sampling cuts off
       tokens.
     - `resumes`: what it had before its run was interrupted, while its environment is given that.
-    - `side`: the role of the side on the move, `role` that of the first one. `sides` are the others
-      by role, and `turn_roles` has the side of each of the policy's turns.
-    - `number`: that of the conversation on the move; `others` are the others by number.
+    - `side`: the role of the side on the move, `role` that of the first one; `turn_roles` has the
+      side of each of the policy's turns. `number`: that of the conversation on the move. `others`
+      are other sides by their roles, and other conversations by their numbers.
     - `sample`: ids of its sample, those of the reply under way left out.
     - `counts`: the tokens of the sample before the newest reply, and those of the reply.
     - `detached`: its tokens are not in its row in the order of the row, which is written when it is
@@ -83,10 +83,9 @@ class LiveEpisode:
     waits: bool = True
     role: str = ""
     side: str = ""
-    sides: dict[str, Side] = dataclasses.field(default_factory=dict)
     turn_roles: list[str] = dataclasses.field(default_factory=list)
     number: int = 0
-    others: dict[int, Side] = dataclasses.field(default_factory=dict)
+    others: dict[int | str, Side] = dataclasses.field(default_factory=dict)
     sample: list[int] = dataclasses.field(default_factory=list)
     counts: tuple[int, int] = (0, 0)
     detached: bool = False
@@ -151,7 +150,7 @@ class LiveEpisode:
         """The tokens of a message that is too long whatever came before it."""
         return self._most_tokens(0)
 
-    def fits(self, message: Observation) -> bool:
+    def _fits(self, message: Observation) -> bool:
         """Returns whether the policy could answer anything to this message within the limits.
 
         Its turns so far were answered, each with a reward.
@@ -160,7 +159,19 @@ class LiveEpisode:
         most_turns = self.limits.max_turns - self.num_due
         return self.length + len(message.ids) < most and len(self.rewards) < most_turns
 
-    def append_message(self, content: Content, message: Observation) -> None:
+    def take_message(
+        self, content: Content, message: Observation | None, unfinished_reward: float
+    ) -> tuple[str, str] | None:
+        """Appends a message. Or ends where it leaves no tokens for an answer; returns how (`cut`).
+
+        None: it was too long to be rendered.
+        """
+        if message is None or not self._fits(message):
+            return self.cut(unfinished_reward)
+        self._append_message(content, message)
+        return None
+
+    def _append_message(self, content: Content, message: Observation) -> None:
         """Appends an environment's message behind the pending token.
 
         Or begins a new sample with it, which knows of no pending token.
@@ -204,11 +215,11 @@ class LiveEpisode:
 
     def side_of(self, role: str) -> Side:
         """Returns a side that is not on the move; without ids, one that has seen nothing yet."""
-        return self.sides.get(role) or Side(self.dialogue.of_another_side(), ())
+        return self.others.get(role) or Side(self.dialogue.of_another_side(), ())
 
     def change_sides(self, role: str, conversation: Conversation) -> None:
         """Gives the move to another side, whose next message begins a new sample."""
-        self.sides[self.side] = Side(self.dialogue, tuple(self.sample))
+        self.leave(self.side)
         self.side, self.conversation = role, conversation
 
     def change_conversation(self, number: int, conversation: Conversation) -> None:
@@ -216,12 +227,12 @@ class LiveEpisode:
 
         The sample of an old one is read again, and goes on. Then no slot can write the row.
         """
-        self.leave_conversation(self.others)
+        self.leave(self.number)
         self.take_up(number, conversation)
 
-    def leave_conversation(self, others: dict[int, Side]) -> None:
-        """Adds its conversation to those that may be gone on with."""
-        others[self.number] = Side(self.dialogue, tuple(self.sample))
+    def leave(self, name: int | str) -> None:
+        """Adds its conversation to those that may be gone on with, by this number or role."""
+        self.others[name] = Side(self.dialogue, tuple(self.sample))
 
     def take_up(self, number: int, conversation: Conversation) -> None:
         """Begins with a conversation, or goes on with an old one."""

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Episodes that are open at a checkpoint: what they had, kept in a file, and as rows of experience.
+"""Episodes that are open at a checkpoint: what they had, kept in a file.
 
 A run that goes on gives their replies to environments anew, which begin from the same seeds. Where
 these say what they said then, an episode goes on behind its last token (rollout/service.py);
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from earl_jax.telemetry.atomic import write_atomically
-from earl_jax.trajectory import Experience, Turn
+from earl_jax.trajectory import Turn
 
 # The folder of a workdir with a file for each checkpoint and process.
 FOLDER = "open_episodes"
@@ -63,27 +63,6 @@ def open_episode(turns: Sequence[Turn], reply: Turn | None = None) -> OpenEpisod
         # It says that again, when it is given the reply before it.
         turns = turns[:-1]
     return OpenEpisode(turns=tuple(turns), in_turn=reply is not None) if turns else None
-
-
-def as_row(turns: Sequence[Turn], max_tokens: int, *, scored: bool) -> Experience:
-    """Returns a row of experience of these turns, numpy arrays [max_tokens], as an engine has it.
-
-    With `scored` it has `model_logprobs`, which are 0 in turns without.
-    """
-    tokens, turn_ids, versions = np.zeros((3, max_tokens), np.int32)
-    logprobs, model_logprobs = np.zeros((2, max_tokens), np.float32)
-    first, number = 0, 0
-    for turn in turns:
-        place = slice(first, first := first + len(turn.token_ids))
-        tokens[place] = turn.token_ids
-        if turn.author == "policy":
-            turn_ids[place] = number = number + 1
-            logprobs[place], versions[place] = turn.logprobs, turn.versions
-            if turn.model_logprobs:
-                model_logprobs[place] = turn.model_logprobs
-    fields: dict[str, Any] = {"tokens": tokens, "turn_ids": turn_ids, "versions": versions}
-    fields |= {"logprobs": logprobs, "model_logprobs": model_logprobs if scored else None}
-    return Experience(**fields)
 
 
 # The files.

@@ -21,25 +21,24 @@ import jax
 from earl_jax.engine.config import NO_LIMIT, Sampling
 from earl_jax.engine.engine import Policy, Session
 from earl_jax.engine.rows import make_rows
-from earl_jax.envs.environment import REPLIED, Environment, Start
+from earl_jax.envs.environment import REPLIED, Environment
 from earl_jax.envs.pool import EnvironmentPool, Failure
-from earl_jax.envs.text.chat_template import Content
-from earl_jax.envs.text.conversation import Completion, Conversation, Observation
-from earl_jax.rollout.answers import Answer, NoCalls, begin
+from earl_jax.envs.text.conversation import Completion, Conversation
+from earl_jax.rollout.answers import Answer, NoCalls, begin, take_answer
 from earl_jax.rollout.block_manager import BlockManager, Grow
 from earl_jax.rollout.branches import Branches, leave, reply_to
 from earl_jax.rollout.config import CacheRules, RolloutConfig
 from earl_jax.rollout.episode import LiveEpisode
 from earl_jax.rollout.events import Events
+from earl_jax.rollout.host_rows import HostRows
 from earl_jax.rollout.lockstep import Lockstep
-from earl_jax.rollout.open_episodes import OpenEpisode, as_row, open_episode
+from earl_jax.rollout.open_episodes import OpenEpisode, open_episode
 from earl_jax.rollout.rounds import OnTokens, Rounds
 from earl_jax.rollout.row_pool import Finished, RowPool
 from earl_jax.rollout.scheduler import SlotScheduler
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.rollout.task import Task
 from earl_jax.settings.errors import InputError
-from earl_jax.trajectory import Turn
 
 # shrink(session, live, longest): the session in which the last `live` episodes go on, the longest
 # of which has so many tokens.
@@ -119,13 +118,10 @@ class RolloutService:
         # Set by a client between two rounds: tasks that wait begin when it is False again.
         self.holds_tasks = False
         self._tasks: dict[int, Task] = {}
-        # By slot: episodes that are over; and rows of aborted ones, which the next round leaves.
-        self._ended: list[tuple[int, Finished]] = []
+        # Slots and episodes that are over, and whether the host writes the row.
+        self._ended: list[tuple[int, Finished, bool]] = []
+        # Rows of aborted ones, which the next round leaves.
         self._left_rows: list[int] = []
-        # Rows, and what is to be in them, of episodes that had these turns in a run before.
-        self._unwritten: list[tuple[int, Sequence[Turn]]] = []
-        # Tickets of episodes that are over, whose rows have to be written.
-        self._unwritten_ends: set[int] = set()
         self._stats = RolloutStats()
         self.rows = make_rows(
             num_rows=config.episodes_per_step,
@@ -140,6 +136,7 @@ class RolloutService:
         self._blocks = BlockManager(config, rules, session, self._slots, grow)
         self._branches = Branches(self._slots, self._blocks, self._calls, config.unfinished_reward)
         self._row_pool = RowPool(self.rows, config.num_slots, self._blocks.lose_row)
+        self._host_rows = HostRows(self._row_pool, self._blocks)
         self._rounds = Rounds(
             self._slots, self._blocks, self._row_pool, sampling, self._stats, on_tokens, wait
         )
@@ -174,7 +171,7 @@ class RolloutService:
             if task.resumes is not None
         ]
         found += [(e.ticket, e.oldest_version) for e in self._episodes()]
-        found += [(done.ticket, done.trajectory.oldest_version) for _, done in self._ended]
+        found += [(done.ticket, done.trajectory.oldest_version) for _, done, _ in self._ended]
         return {ticket: version for ticket, version in found if version is not None}
 
     def open_episodes(self) -> dict[int, OpenEpisode]:
@@ -184,7 +181,7 @@ class RolloutService:
         """
         found = {task.episode: task.resumes for task in self._tasks.values()}
         found |= {e.task.episode: e.record() for e in self._episodes()}
-        ended = [done.trajectory for _, done in self._ended]
+        ended = [done.trajectory for _, done, _ in self._ended]
         found |= {each.episode: open_episode(each.turns) for each in ended}
         return {number: each for number, each in found.items() if each is not None}
 
@@ -220,7 +217,7 @@ class RolloutService:
         self._branches.begin(self.session.engine.config, self._end)
         self._refill()
         self._take_answers()
-        self._write_rows()
+        self.session = self._host_rows.write(self.session)
         if self._has_round:
             self.session = self._blocks.fit(self._move_the_last(self.session))
             self.session, turns = self._rounds.play(self.session)
@@ -352,10 +349,8 @@ class RolloutService:
             self._slots[slot] = None
             return self._blocks.end(slot, episode)
         self._branches.drop(episode)
-        trajectory = episode.finish(stop_reason, detail)
-        if episode.resumes is not None or episode.detached:
-            self._unwritten_ends.add(episode.ticket)
-        self._ended.append((slot, Finished(ticket=episode.ticket, trajectory=trajectory)))
+        done = Finished(ticket=episode.ticket, trajectory=episode.finish(stop_reason, detail))
+        self._ended.append((slot, done, episode.resumes is not None or episode.detached))
         del self._tasks[episode.ticket]
         self._scheduler.end(episode.ticket, episode.length)
         self._slots[slot] = None
@@ -364,16 +359,15 @@ class RolloutService:
     def _hand_out(self) -> list[Finished]:
         """Returns the episodes that are over whose rows the next round leaves as they are."""
         discards = self._rounds.discards
-        ready = [finished for slot, finished in self._ended if slot not in discards]
-        self._ended = [entry for entry in self._ended if entry[0] in discards]
-        for finished in ready:
+        ready = [each for each in self._ended if each[0] not in discards]
+        self._ended = [each for each in self._ended if each[0] in discards]
+        for _, finished, is_unwritten in ready:
             self._row_pool.hold(finished)
-            if finished.ticket in self._unwritten_ends:
+            if is_unwritten:
                 # Not before: the round before this one may have changed the row.
-                self._unwritten_ends.remove(finished.ticket)
-                self._unwritten.append((finished.row, finished.trajectory.turns))
-        self._write_rows()
-        return ready
+                self._host_rows.add(finished.row, finished.trajectory.turns)
+        self.session = self._host_rows.write(self.session)
+        return [finished for _, finished, _ in ready]
 
     def _submit_more(self) -> bool:
         """Submits tasks that come from elsewhere where slots are free. False if none came."""
@@ -415,8 +409,8 @@ class RolloutService:
         )
         if task.prompt is not None:
             episode.choices, episode.allowed = task.prompt.choices, task.prompt.allowed
-            self._append(slot, episode, "", task.prompt.message)
-            return None
+            ends = episode.take_message("", task.prompt.message, self._config.unfinished_reward)
+            return None if ends is None else self._end(slot, *ends)
         assert self._make_environment is not None, "a task without a prompt has an environment"
         requests = self._events.requests_of(ticket)
         return functools.partial(begin, self._make_environment, episode, config, requests)
@@ -471,44 +465,9 @@ class RolloutService:
 
     def _take_answer(self, slot: int, episode: LiveEpisode, answer: Answer | Failure) -> None:
         """Takes the environment's start or step: its message is appended."""
-        if isinstance(answer, Failure):
-            return self._end(slot, answer.stop_reason, answer.detail)
-        result = answer.result
-        episode.environment = answer.environment
-        episode.metrics |= result.metrics
-        if isinstance(result, Start):
-            episode.role = episode.side = result.role
-            # `Branches`; asking for the protocol would take 7 us.
-            episode.branches = episode.parent is None and hasattr(answer.environment, "branch")
-        else:
-            episode.add_rewards(result.reward, result.side_rewards)
-            if result.done:
-                return self._end(slot, result.stop_reason, result.detail)
-            if answer.is_idle:
-                episode.is_idle = True
-                return None
-        if answer.failure is not None:
-            return self._end(slot, answer.failure.stop_reason, answer.failure.detail)
-        if isinstance(result, Start):
-            episode.take_up(result.conversation, answer.conversation or episode.dialogue)
-        elif answer.conversation is not None and result.role:
-            episode.change_sides(result.role, answer.conversation)
-        elif answer.conversation is not None:
-            episode.change_conversation(result.conversation, answer.conversation)
-        episode.choices, episode.allowed = answer.choices, answer.allowed
-        episode.stops = stops = episode.task.stops or self._config.stops
-        if result.stop:
-            episode.stops = dataclasses.replace(stops, strings=(*stops.strings, *result.stop))
-        self._append(slot, episode, answer.content, answer.observation)
-
-    def _append(
-        self, slot: int, episode: LiveEpisode, content: Content, message: Observation | None
-    ) -> None:
-        """Appends a message, or ends the episode where it leaves no tokens for an answer."""
-        if message is None or not episode.fits(message):
-            return self._end(slot, *episode.cut(self._config.unfinished_reward))
-        episode.append_message(content, message)
-        if episode.resumes is not None:
+        if (ends := take_answer(episode, answer, self._config)) is not None:
+            self._end(slot, *ends)
+        elif episode.resumes is not None and not episode.waits:
             self._replay(slot, episode)
 
     # Episodes of a run that goes on.
@@ -530,18 +489,5 @@ class RolloutService:
             return None
         episode.end_replay()
         turns = [*episode.turns, *([episode.reply.as_turn()] if episode.reply else [])]
-        self._unwritten.append((episode.buffer_row, turns))
+        self._host_rows.add(episode.buffer_row, turns)
         return None
-
-    def _write_rows(self) -> None:
-        """Writes the rows of episodes that go on, or are over and are not in their rows."""
-        unwritten, self._unwritten = self._unwritten, []
-        if unwritten:
-            self.session = self._row_pool.settle(self.session)
-        for row, turns in unwritten:
-            tokens = sum(len(turn.token_ids) for turn in turns)
-            session = self._blocks.widen(self.session, tokens)
-            scored = session.state.experience.model_logprobs is not None
-            fields = as_row(turns, session.max_tokens, scored=scored)
-            state = session.engine.row_copies.write_row(session.state, row, fields)
-            self.session = dataclasses.replace(session, state=state)
