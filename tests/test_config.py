@@ -370,6 +370,37 @@ def test_the_number_of_devices_that_play_may_be_the_selectors():
             )
         ),
         (["train.ess_scaling=sqrt"], "train.ess_scaling", "config.train.epochs is 1"),
+        (
+            ["selector.offload=on", "asynchrony.max_staleness=1"],
+            "selector.offload",
+            "stays on the devices",
+        ),
+        *(
+            ([value, "algorithm=sft", "train.sft_path=there"], value.partition("=")[0], reason)
+            for value, reason in (
+                ("rollout.temperature=0.7", "plays nothing"),
+                ("rollout.top_p=0.9", "plays nothing"),
+                ("train.ratio=model", "plays nothing"),
+                ("checkpoint.keep_best=1", "evaluated on config.eval.sft_path alone"),
+            )
+        ),
+        (
+            ["algorithm_args.overlong_buffer=4", "algorithm=dapo", "rollout.group_size=2"],
+            "algorithm_args.overlong_buffer",
+            "overlong_tokens is 0",
+        ),
+        (
+            [
+                "algorithm_args.clip_low=0.1",
+                "algorithm=distillation",
+                "algorithm_args.kl_in=loss",
+                "algorithm_args.kl_estimator=k2",
+                "train.epochs=2",
+                "reference_from=there",
+            ],
+            "algorithm_args.clip_low",
+            "config.algorithm_args.kl_in is 'loss'",
+        ),
         (["tasks.reward=a:b"], "tasks.reward", "a dataset needs config.tasks.path"),
     ],
 )

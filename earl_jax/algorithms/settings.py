@@ -9,7 +9,7 @@ from typing import Literal
 from earl_jax.algorithms.algorithm import Need
 from earl_jax.algorithms.losses import KlEstimator
 from earl_jax.algorithms.sequences import AggregationName
-from earl_jax.settings.errors import check_bounds, check_choices
+from earl_jax.settings.errors import InputError, check_bounds, check_choices
 
 Deviation = Literal["population", "sample"]
 
@@ -161,12 +161,21 @@ class DapoSettings(GrpoSettings):
     overlong_tokens: int = 0
     overlong_buffer: int = 0
 
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Yields `(field, reason)` of each field without effect beside the others' values."""
+        yield from super().idle()
+        if not self.overlong_tokens:
+            yield "overlong_buffer", "config.algorithm_args.overlong_tokens is 0"
+
     def validate(self, path: str) -> None:
         """Raises ValueError naming the field that breaks a rule."""
         super().validate(path)
-        least = 1 if self.overlong_tokens else 0
-        check_bounds(self, path, {"overlong_tokens": (0, None)})
-        check_bounds(self, path, {"overlong_buffer": (least, self.overlong_tokens)})
+        check_bounds(self, path, {"overlong_tokens": (0, None), "overlong_buffer": (0, None)})
+        if self.overlong_tokens and not 1 <= self.overlong_buffer <= self.overlong_tokens:
+            raise InputError(
+                f"{path}.overlong_buffer is {self.overlong_buffer}; it must be at least 1 and at "
+                f"most {path}.overlong_tokens ({self.overlong_tokens})"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -248,8 +257,10 @@ class DistillationSettings(ClippedSettings):
     def idle(self) -> Iterator[tuple[str, str]]:
         """Yields `(field, reason)` of each field without effect beside the others' values."""
         yield from super().idle()
-        if self.kl_in == "loss":
-            yield "kl_discount", "config.algorithm_args.kl_in is 'loss'"
+        # Without advantages there is no ratio in the loss.
+        for field in ("kl_discount", "clip_low", "clip_high", "dual_clip"):
+            if self.kl_in == "loss":
+                yield field, "config.algorithm_args.kl_in is 'loss'"
 
     def validate(self, path: str) -> None:
         """Raises ValueError naming the field that breaks a rule."""

@@ -65,8 +65,15 @@ def _idle_supervised(config: "Config") -> Iterator[_Idle]:
         for name in names:
             yield not config.plays, f"train.{name}", reason
     asynchrony = ("asynchrony.max_staleness", "asynchrony.parts", "asynchrony.refill")
-    for path in (*asynchrony, "devices.num_rollout"):
+    # Not the others of config.rollout: an evaluation of such a run has them.
+    sampling = (f"rollout.{name}" for name in ("temperature", "top_k", "top_p", "min_p"))
+    for path in (*asynchrony, "devices.num_rollout", "selector.offload", "train.ratio", *sampling):
         yield not config.plays, path, "config.algorithm 'sft' plays nothing"
+    has_ratings = config.plays or config.eval.sft_path != ""
+    unrated = (
+        "a run of config.algorithm 'sft' is evaluated on config.eval.sft_path alone, which is ''"
+    )
+    yield not has_ratings, "checkpoint.keep_best", unrated
 
 
 def _idle_model(config: "Config") -> Iterator[_Idle]:
@@ -87,6 +94,10 @@ def _idle_rollout(config: "Config") -> Iterator[_Idle]:
     yield has_states, "rollout.preemption_host_gib", read_again
     apart = "config.devices.num_rollout gives the trainer devices of its own"
     yield config.devices.are_apart, "selector.offload", apart
+    goes_on = (
+        "the rollout of an asynchronous run goes on behind an update, and stays on the devices"
+    )
+    yield config.asynchrony.is_on, "selector.offload", goes_on
     ours = "without config.model.path the chat template is ours, which only appends"
     yield config.model.path == "", "chat.history", ours
     for name in ("path", "eval_path", "reward"):
