@@ -277,7 +277,7 @@ def test_groups_of_self_play_compare_a_side_with_the_same_side():
 
 
 def test_a_critic_does_not_estimate_over_two_sides():
-    with pytest.raises(InputError, match="algorithm to one without a critic"):
+    with pytest.raises(InputError, match="turns of an episode for those of one side"):
         assign_credit(ALGORITHMS["ppo"], [make_trajectory(0, (0, 1), turn_roles=("x", "o"))])
 
 
@@ -298,7 +298,7 @@ KL_REWARD = RlooSettings(kl_coefficient=0.5, kl_estimator="k1", kl_in="reward")
 def test_rloo_s_penalties_of_self_play_would_be_those_of_both_sides():
     algorithm = dataclasses.replace(ALGORITHMS["rloo"], settings=KL_REWARD)
     played = [make_trajectory(i, (0, i), turn_roles=("x", "o")) for i in range(2)]
-    with pytest.raises(InputError, match="one reward for all tokens of an episode"):
+    with pytest.raises(InputError, match="turns of an episode for those of one side"):
         assign_credit(algorithm, played)
     assert assign_credit(ALGORITHMS["rloo"], played).counts.all()
 

@@ -83,6 +83,10 @@ SETTINGS_REFUSED = [
     ({**STREAMED, "train.mini_batches": 2}, "are finished: set one of them to 1"),
     ({"devices.num_rollout": "auto"}, "is 'auto' in a synchronous run; its stages take turns"),
     (
+        {"checkpoint.keep_every_steps": 70},
+        "keep_every_steps is 70 and config.checkpoint.every_steps 50; steps without a checkpoint",
+    ),
+    (
         {"checkpoint.export": True, "model": ModelConfig(num_experts=4, windows=(8, 0))},
         "change its layers: no known family has layers with config.model.num_experts=4",
     ),
@@ -94,6 +98,14 @@ LEARNING_REFUSED = [
             f"config.train.{field} is 1, and config.env.name 'tests.support.environments:With",
         )
         for field in ("sft_steps", "sft_weight")
+    ),
+    *(
+        ({"env.args": {"opponent": "self"}, **algorithm}, "for those of one side: set config.algo")
+        for algorithm in (
+            {"algorithm": "ppo"},
+            {"algorithm": "tba"},
+            {"algorithm": "rloo", "algorithm_args": replace(DEFAULTS["rloo"], **IN_REWARD)},
+        )
     ),
     ({"env.args": {"mask_illegal": True}}, "(mask_illegal) with config.train.ratio 'behaviour'"),
     ({"rollout.top_k": 5}, "config.rollout.top_k is 5 with config.train.ratio 'behaviour'"),
@@ -168,6 +180,12 @@ def test_the_defaults_of_every_algorithm_break_no_rule():
         assert broken((*OF_SETTINGS, *OF_MODEL), config) == [], name
         assert broken(OF_LEARNING, config, environment_of(config)) == [], name
     Config().validate()
+
+
+def test_a_run_that_plays_nothing_may_be_evaluated_where_replies_are_choices():
+    changes = {"algorithm": "sft", "train.sft_path": "there", "env.args": {"mask_illegal": True}}
+    config = changed(changes)
+    assert broken(OF_LEARNING, config, environment_of(config)) == []
 
 
 def test_conversations_to_learn_from_may_be_shorter_than_a_turn_that_nobody_plays():

@@ -213,5 +213,5 @@ def test_self_play_is_refused_with_the_reason():
         make_outcome(n, turn_rewards=(0.0, 1.0), turn_roles=("x", "o"), num_turns=2)
         for n in range(2)
     ]
-    with pytest.raises(InputError, match="one reward for all tokens of an episode"):
+    with pytest.raises(InputError, match="turns of an episode for those of one side"):
         assign_credit(TBA, played)

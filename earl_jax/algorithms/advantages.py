@@ -75,11 +75,14 @@ def assign_credit(
     counts if one of them does. M is a power of two above the largest number of turns, so that few
     programs are compiled for it.
 
-    Raises ValueError for self-play with a critic, or with an algorithm that needs groups on the
-    devices.
+    Raises ValueError for self-play with an algorithm that does not allow it.
     """
-    if any(episode.turn_roles for episode in episodes):
-        _check_self_play(algorithm)
+    if any(episode.turn_roles for episode in episodes) and not algorithm.allows_self_play:
+        raise InputError(
+            "the environment lets the policy play several sides, and the algorithm, with its "
+            "settings, takes all turns of an episode for those of one side; set config.algorithm "
+            "to another one, such as 'spiral'"
+        )
     counts = _counts(algorithm, episodes)
     own = [side for side in sides_of(episodes) if counts[side.index]]
     num_turns = max(8, 1 << max(episode.num_turns for episode in episodes).bit_length())
@@ -91,21 +94,6 @@ def assign_credit(
     for side, row in zip(own, rows, strict=True):
         table[side.index, side.turns] = row
     return Credit(counts=counts, advantages=table)
-
-
-def _check_self_play(algorithm: Algorithm) -> None:
-    """Raises ValueError for an algorithm that takes an episode for one side's."""
-    sides, instead = "the environment lets the policy play several sides", 'such as "spiral"'
-    if algorithm.critic is not None:
-        raise InputError(
-            f"{sides}, and the algorithm's critic estimates over all turns of an episode; set "
-            f"config.algorithm to one without a critic, {instead}"
-        )
-    if "groups" in algorithm.all_needs:
-        raise InputError(
-            f"{sides}, and the algorithm has one reward for all tokens of an episode; set "
-            f"config.algorithm to one with a reward for each side, {instead}"
-        )
 
 
 def next_averages(

@@ -206,6 +206,11 @@ class Algorithm:
         return self.token_advantages is not None and is_asked
 
     @property
+    def allows_self_play(self) -> bool:
+        """False for a critic, and for sums, over all tokens of an episode, whoever's side it is."""
+        return self.critic is None and "groups" not in self.all_needs
+
+    @property
     def streams(self) -> bool:
         """True if a group's advantages can be computed before the other groups are finished."""
         return self.is_by_group or getattr(self.settings, "is_by_group", False)

@@ -224,6 +224,13 @@ OF_SETTINGS = (
         "config.asynchrony.max_staleness or parts",
     ),
     Rule(
+        lambda c: c.checkpoint.keep_every_steps % c.checkpoint.every_steps,
+        "config.checkpoint.keep_every_steps is {c.checkpoint.keep_every_steps} and "
+        "config.checkpoint.every_steps {c.checkpoint.every_steps}",
+        "steps without a checkpoint have none to keep: make keep_every_steps a multiple of "
+        "every_steps",
+    ),
+    Rule(
         lambda c: c.checkpoint.export is True and not c.model.path and c.export_obstacle,
         "config.checkpoint.export is True with no config.model.path, and `transformers` has no "
         "such model",
@@ -288,9 +295,19 @@ def _lacks_examples(field: str) -> Rule:
 # Rules of what is learnt from episodes of an environment; evaluations do not have them.
 OF_LEARNING = (
     *map(_lacks_examples, ("sft_steps", "sft_weight")),
+    # Of an environment of the user's own the sides are known when it has played (`assign_credit`).
+    Rule(
+        lambda c, _: (
+            c.env.args.get("opponent") == "self" and not c.make_algorithm().allows_self_play
+        ),
+        "config.env.args.opponent is 'self' with config.algorithm {c.algorithm!r}",
+        "the policy plays several sides, and the algorithm, with its settings, takes all turns of "
+        "an episode for those of one side: set config.algorithm to another one, such as 'spiral'",
+    ),
     Rule(
         lambda c, environment: (
-            c.train.ratio == "behaviour"
+            c.plays
+            and c.train.ratio == "behaviour"
             and isinstance(environment, Chooses)
             and len(environment.all_choices())
         ),
