@@ -190,8 +190,11 @@ def test_splits_without_a_mesh_of_both_stages_are_no_candidates():
     assert problem().splits == (2, 4, 6) and problem().num_rollout == 4
     without = {mesh: speed for mesh, speed in TRAIN.items() if mesh != T2}
     assert with_splits(hand_problem(without, ROLLOUT)).splits == (2, 4)
+    whole = hand_problem({MeshShape(fsdp=8): 1.0}, ROLLOUT)
     with pytest.raises(ValueError, match=r"no split of 8 devices .*2 to play: no mesh of 6"):
-        with_splits(hand_problem({MeshShape(fsdp=8): 1.0}, ROLLOUT))
+        with_splits(whole)
+    with pytest.raises(ValueError, match="leave out config.selector.rollout_meshes and train_mesh"):
+        with_splits(dataclasses.replace(whole, rollout_meshes_named=("data=8",)))
     # Each of several processes gives as many.
     assert with_splits(hand_problem(TRAIN, ROLLOUT, num_processes=4)).splits == (4,)
     with pytest.raises(ValueError, match=r"no split of 8 .*each process needs at least two"):

@@ -63,7 +63,11 @@ def candidates(
     if not named:
         if not usable:
             why = "; ".join(f"{shape}: {reason}" for shape, reason in reasons.items())
-            raise InputError(f"no mesh of {num_devices} devices fits this model: {why}")
+            words = {"rollout": "rollouts of this model", "train": "training of this model"}[stage]
+            raise InputError(
+                f"no mesh of {num_devices} devices fits {words}: {why}. Change these numbers, or "
+                "give the stage other devices (config.devices.num_rollout)"
+            )
         for context in divisors(num_devices)[1:]:
             if context * LEAST_SHARD_TOKENS <= tokens:
                 long = mesh_shapes(stage, num_devices, num_experts, context)

@@ -41,10 +41,18 @@ def with_splits(problem: Problem) -> Problem:
             obstacles.append(f"{split} to play: {error}")
     if not found:
         why = "; ".join(obstacles[:2]) or "each process needs at least two"
+        instead = (
+            "make config.rollout.num_slots and episodes_per_step multiples of more numbers, such as"
+            " 12"
+        )
+        if problem.rollout_meshes_named or problem.train_meshes_named:
+            instead = (
+                "name meshes of both stages that have these devices together, or leave out "
+                "config.selector.rollout_meshes and train_meshes"
+            )
         raise InputError(
             f"config.devices.num_rollout is 'auto', and no split of {number} devices gives both "
-            f"stages a mesh ({why}): make config.rollout.num_slots and episodes_per_step multiples "
-            "of more numbers, such as 12, or give the number of devices that play"
+            f"stages a mesh ({why}): {instead}, or give the number of devices that play"
         )
     for stage, named, counts in (
         ("rollout", problem.rollout_meshes_named, found),
