@@ -309,10 +309,9 @@ def test_what_is_given_beside_it_and_has_no_effect_is_named_all_at_once():
 
 
 def test_a_run_on_conversations_alone_scores_the_untempered_policy():
-    given = {"train": {"sft_path": "x", **PLAIN}, "rollout": {"temperature": 0.5}}
-    assert make_config({**given, "algorithm": "sft"}).train_temperature == 1.0
-    given["train"]["sft_steps"] = 1
+    given = {"train": {"sft_path": "x", "sft_steps": 1, **PLAIN}, "rollout": {"temperature": 0.5}}
     assert make_config(given).train_temperature == 0.5
+    assert make_config(given, ["algorithm=sft"]).train_temperature == 1.0
 
 
 # Updates.

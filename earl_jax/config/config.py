@@ -208,8 +208,7 @@ class Config:
     @property
     def train_temperature(self) -> float:
         """The temperature that the trainer scores tokens at."""
-        has_ratio = self.plays and self.train.ratio == "behaviour"
-        return self.rollout.temperature if has_ratio else 1.0
+        return self.rollout.temperature if self.train.ratio == "behaviour" else 1.0
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the configuration for config.json, without the `distributed` section."""
