@@ -141,7 +141,7 @@ def _train_in(
     run = build_from(config, workdir, cluster, stop, is_new=is_new, replay=replay)
     # Only the first process writes to the screen.
     stream = None if cluster.is_first else io.StringIO()
-    with Progress(config.num_steps, stream) as progress:
+    with contextlib.closing(run.actor.pool), Progress(config.num_steps, stream) as progress:
         if cluster.count > 1 or run.cluster.disjoint:
             progress.note(str(run.cluster))
         if cluster.count > 1:

@@ -20,6 +20,7 @@ from earl_jax.settings.errors import RunError
 from earl_jax.telemetry.progress import Progress
 from earl_jax.telemetry.recorder import Recorder
 from earl_jax.training import train
+from tests.support import wait_until
 from tests.support.placements import TINY
 from tests.support.runs import final_parameters, steps_of
 
@@ -93,8 +94,11 @@ def slow_disk(monkeypatch):
 
 
 def test_a_run_whose_updates_are_not_finite_ends_with_its_batch(tmp_path, capsys, slow_disk):
-    """And, as at any exception, when the checkpoint that was being written is whole."""
-    workdir = tmp_path / "run"
+    """And, as at any exception, when the checkpoint that was being written is whole.
+
+    The threads of its environments end too.
+    """
+    workdir, before = tmp_path / "run", set(threading.enumerate())
     with pytest.raises(RunError, match=r"no update could be made in 2 steps in a row"):
         train(make_config(GIVEN), workdir)
     assert "step 2: 1 of 1 updates were skipped" in capsys.readouterr().out
@@ -106,6 +110,8 @@ def test_a_run_whose_updates_are_not_finite_ends_with_its_batch(tmp_path, capsys
         assert np.abs(batch["advantages"]).max() > 1e38
     assert {path.name for path in (workdir / "checkpoints").iterdir()} == {"1"}
     assert all(np.isfinite(leaf).all() for leaf in final_parameters(workdir, 1))
+    own = [each for each in {*threading.enumerate()} - before if "environment" in each.name]
+    assert wait_until(lambda: not any(each.is_alive() for each in own))
 
 
 def test_the_batch_is_named_that_a_process_that_trains_has_written(tmp_path):
