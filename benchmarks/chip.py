@@ -36,11 +36,11 @@ from earl_jax.models.attention.rows import Positions, attention
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.kv_cache import LayerCache
 from earl_jax.models.presets import PRESETS
+from earl_jax.selector.footprint import train_footprint
 from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.selector.roofline import decode_s, train_parts
 from earl_jax.selector.sizes import Workload
-from earl_jax.selector.train_footprint import train_footprint
 from earl_jax.settings.remat import Remat
 from earl_jax.sharding.layout import ROLLOUT_ROWS, TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.train.config import TrainConfig

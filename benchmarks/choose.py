@@ -16,12 +16,11 @@ from typing import Any
 from benchmarks.pages import parser_of, table
 from earl_jax.config.file import make_config
 from earl_jax.placement.problem import find_model, planned_problem
-from earl_jax.selector.choose import full_step
+from earl_jax.selector.candidates import Candidates
+from earl_jax.selector.choose import choose_plans, full_step
 from earl_jax.selector.hardware import parse_topology
-from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import Plans
 from earl_jax.selector.problem import Problem
-from earl_jax.selector.splits import choose_plans
 from earl_jax.selector.table import ThroughputTable, key_of
 
 TOPOLOGIES = ("v5e:4x4", "h100:1x8", "h100:64x8", "v5e:64x64", "h100:512x8")

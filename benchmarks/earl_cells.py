@@ -17,9 +17,9 @@ from typing import NamedTuple
 from earl_jax.config.file import make_config
 from earl_jax.models.presets import preset_vocab_size
 from earl_jax.placement.problem import planned_problem
+from earl_jax.selector.candidates import Candidates
 from earl_jax.selector.choose import Candidate
 from earl_jax.selector.hardware import IDEAL, parse_topology
-from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import RolloutPlan
 
 # EARL's table 1: gain of TP8 over TP4 in per cent, None where TP4 ran out of memory.

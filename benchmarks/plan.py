@@ -5,7 +5,7 @@
     uv run python -m benchmarks.plan
 
 Prints the tables of plan.md: for each program of its first table XLA's bytes, as the page has them
-(benchmarks/compile.py makes them), and what earl_jax/selector/ (footprint.py, train_footprint.py)
+(benchmarks/compile.py makes them), and what earl_jax/selector/ (footprint.py, footprint.py)
 computes from shapes. Takes seconds, and no chip.
 """
 
@@ -21,10 +21,9 @@ from earl_jax.engine.config import append_tokens_for
 from earl_jax.models.layer_groups import group_layers, pages_for
 from earl_jax.models.presets import PRESETS
 from earl_jax.placement.problem import model_sizes
-from earl_jax.selector.footprint import page_bytes, rollout_footprint
+from earl_jax.selector.footprint import page_bytes, rollout_footprint, train_footprint
 from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.sizes import ModelSizes, Workload
-from earl_jax.selector.train_footprint import train_footprint
 from earl_jax.settings.remat import Remat
 from earl_jax.sharding.layout import MeshShape
 

@@ -11,12 +11,11 @@ from collections import Counter
 import pytest
 
 from benchmarks.choose import problem_on
-from earl_jax.placement.facts import Observations, with_failure
-from earl_jax.selector.choose import BudgetTooSmall, Step, full_step
-from earl_jax.selector.plan_candidates import Candidates
+from earl_jax.placement.facts import Observations
+from earl_jax.selector.candidates import Candidates
+from earl_jax.selector.choose import BudgetTooSmall, Step, choose_plans, full_step
 from earl_jax.selector.plans import Failure, Plans
 from earl_jax.selector.roofline import MODEL_ERROR
-from earl_jax.selector.splits import choose_plans
 from earl_jax.selector.table import KEPT, TRUSTED, ThroughputTable
 from earl_jax.telemetry.load import WINDOW
 from tests.support.problems import (
@@ -304,7 +303,7 @@ def test_rollouts_larger_than_computed_fail_at_most_twice_and_keep_their_slots(t
         assert plans.rollout.num_slots == 64
         if num_bytes <= problem.budget:
             break
-        table = with_failure(problem, table, plans.rollout, 131_072)
+        table = table.with_failure(problem.failure(plans.rollout, 131_072))
     assert len(table.failures) == failures and num_bytes > 0.9 * problem.budget
 
 

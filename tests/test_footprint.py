@@ -23,16 +23,18 @@ from earl_jax.placement.problem import model_sizes
 from earl_jax.selector.footprint import (
     cache_token_bytes,
     device_bytes,
+    kept_bytes,
+    kept_width,
     page_bytes,
     parts_of,
     rollout_footprint,
     state_bytes,
+    train_footprint,
     trainer_bytes,
 )
 from earl_jax.selector.hardware import hardware_of, parse_topology
 from earl_jax.selector.memory import program_bytes
 from earl_jax.selector.sizes import BLOCK_TOKENS, Parameter, Workload
-from earl_jax.selector.train_footprint import kept_bytes, kept_width, train_footprint
 from earl_jax.settings.remat import Remat
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_abstract_layout, make_layout
 from earl_jax.sharding.topology import CHIPS, make_topology

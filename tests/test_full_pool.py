@@ -13,14 +13,13 @@ import pytest
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.pages import Pool
 from earl_jax.engine.round_inputs import idle_inputs
-from earl_jax.placement.facts import with_program_bytes
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.stages import compiled_bytes
 from earl_jax.run.build import build_run
+from earl_jax.selector.candidates import RESERVE
 from earl_jax.selector.choose import BudgetTooSmall
-from earl_jax.selector.plan_candidates import RESERVE
 from earl_jax.selector.plans import Plans, RolloutPlan, TrainPlan
-from earl_jax.selector.table import ThroughputTable
+from earl_jax.selector.table import ThroughputTable, key_of
 from tests.support.allocator import live_bytes, memory_limit
 from tests.support.placements import D4T2, D8, F8, TINY, given
 from tests.support.problems import rollout_key
@@ -57,7 +56,8 @@ def table(world):
     for tokens in (SHORT, LONG):
         num_bytes = compiled_bytes(world.stages, plan, tokens)
         assert num_bytes is not None
-        table = with_program_bytes(world.problem, table, plan, tokens, num_bytes)
+        num_bytes = world.problem.without_pages(plan, num_bytes)
+        table = table.with_bytes(key_of(plan, tokens), num_bytes)
     return table
 
 

@@ -15,7 +15,6 @@ import pytest
 from earl_jax.launch.start import host_memory_bytes
 from earl_jax.models.presets import PRESETS, preset_vocab_size
 from earl_jax.placement import problem as problem_module
-from earl_jax.placement.facts import with_failure
 from earl_jax.placement.problem import (
     find_model,
     hardware_of_devices,
@@ -24,15 +23,13 @@ from earl_jax.placement.problem import (
 )
 from earl_jax.plan import plan_command
 from earl_jax.run import build
-from earl_jax.selector.choose import TIE, full_step
-from earl_jax.selector.footprint import trainer_bytes
+from earl_jax.selector.candidates import Candidates
+from earl_jax.selector.choose import TIE, choose_plans, full_step
+from earl_jax.selector.footprint import kept_bytes, trainer_bytes
 from earl_jax.selector.hardware import parse_topology
-from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import Failure, Plans, RolloutPlan, TrainPlan
 from earl_jax.selector.schedule import make_schedule
-from earl_jax.selector.splits import choose_plans
 from earl_jax.selector.table import ThroughputTable
-from earl_jax.selector.train_footprint import kept_bytes
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.plan_text import bytes_text
@@ -443,10 +440,10 @@ def test_a_plan_that_failed_in_less_memory_may_run_in_more():
     step = full_step(problem, 8192)
     first = choose_plans(Candidates(problem), step, Plans()).plans
     for plan in first:
-        table = with_failure(problem, EMPTY, plan, 8192)
+        table = EMPTY.with_failure(problem.failure(plan, 8192))
         for budget, fails in ((60, True), (59, True), (73, False)):
             other = with_budget(problem, budget * 2**30)
-            assert bool(table.failure_of(plan, other.size_of(plan, 8192))) is fails
+            assert bool(table.failure_of(other.failure(plan, 8192))) is fails
             chosen = choose_plans(Candidates(other, table), step, Plans()).plans
             assert (plan in chosen) <= (not fails)
 

@@ -9,8 +9,7 @@ import pytest
 
 from benchmarks.choose import problem_on
 from benchmarks.speeds import cpu_problem
-from earl_jax.placement.facts import with_failure
-from earl_jax.selector.plan_candidates import RESERVE, Candidates
+from earl_jax.selector.candidates import RESERVE, Candidates
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.selector.roofline import MODEL_ERROR
 from earl_jax.selector.table import ThroughputTable
@@ -77,14 +76,14 @@ def test_rollout_that_ran_out_of_memory_is_tried_with_fewer_pages_before_fewer_s
     for _ in range(7):
         (found,) = Candidates(problem, table).rollouts(100, None, problem.budget)
         seen.append((found.plan.num_slots, found.plan.pages))
-        table = with_failure(problem, table, found.plan, 100)
+        table = table.with_failure(problem.failure(found.plan, 100))
     assert seen == [(80, 100), (80, 90), (80, 75), (80, 50), (80, 25), (40, 50), (40, 45)]
 
 
 def test_speed_is_that_of_the_pages_with_which_a_plan_is_tried():
     problem = page_problem(num_slots=80, budget_bytes=24_000)
     (first,) = Candidates(problem).rollouts(100, None, problem.budget)
-    table = with_failure(problem, ThroughputTable(), first.plan, 100)
+    table = ThroughputTable().with_failure(problem.failure(first.plan, 100))
     (found,) = Candidates(problem, table).rollouts(100, None, problem.budget)
     assert (found.plan.pages, found.num_bytes) == (90, 1000 + 90 * 80)
     # Nine of ten slots at once.
@@ -242,10 +241,10 @@ def test_slots_without_pages_are_left_out_where_pages_are_gathered_for_all(mesh,
 
 
 def test_round_of_few_live_episodes_is_corrected_as_the_mesh_is():
-    model_s = candidates().speeds.live_token_s(rollout_on(T8), 1, 20)
+    model_s = candidates().live_token_s(rollout_on(T8), 1, 20)
     assert model_s == 1 / 40
     slower = candidates(*play(T8, 10.0))
-    assert slower.speeds.live_token_s(rollout_on(T8), 1, 20) == pytest.approx(4 * model_s)
+    assert slower.live_token_s(rollout_on(T8), 1, 20) == pytest.approx(4 * model_s)
 
 
 def test_a_rollout_is_slower_the_more_its_episodes_read():

@@ -12,12 +12,11 @@ from benchmarks import plan as benchmark
 from earl_jax.config.file import BENCH_CONFIG, load_config_file, make_config
 from earl_jax.placement.problem import find_model, planned_problem
 from earl_jax.selector import schedule
-from earl_jax.selector.footprint import trainer_bytes
+from earl_jax.selector.footprint import train_footprint, trainer_bytes
 from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.plans import RolloutPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.schedule import is_safe
-from earl_jax.selector.train_footprint import train_footprint
 from earl_jax.sharding.layout import MeshShape
 
 GIB, MIB = 2**30, 2**20

@@ -15,9 +15,8 @@ from earl_jax.config import file as config_file
 from earl_jax.config.train_flags import parse_flags, replayed_config
 from earl_jax.loop import rl_step
 from earl_jax.loop_async import AsyncPlayer
-from earl_jax.placement.moves import move_state
+from earl_jax.placement.moves import Sessions, move_state
 from earl_jax.placement.placement import Placement
-from earl_jax.placement.sessions import Sessions
 from earl_jax.rollout.events import Events, events_file, read_events
 from earl_jax.rollout.open_groups import OpenGroups
 from earl_jax.run import live_service

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The throughput table: entries, failures, keys, and its file."""
 
+import dataclasses
 import json
 
 import pytest
@@ -105,19 +106,20 @@ def test_own_entries_come_before_kept_ones_and_failures_are_of_both():
 )
 def test_failure_covers_plans_that_are_no_smaller_in_any_respect(size, fails):
     table = ThroughputTable().with_failure(FAILED)
-    assert bool(table.failure_of(RolloutPlan(D8, 32, 60), size)) is fails
-    assert table.failure_of(RolloutPlan(D4T2, 32, 60), size) == ""
+    plan = Failure(stage="rollout", mesh="data=8", size=size)
+    assert bool(table.failure_of(plan)) is fails
+    assert table.failure_of(dataclasses.replace(plan, mesh="data=4,tensor=2")) == ""
 
 
 def test_failure_says_what_ran_out_of_memory():
     table = ThroughputTable(failures=(FAILED,))
-    assert table.failure_of(RolloutPlan(D8, 32, 60), FAILED.size) == (
+    assert table.failure_of(FAILED) == (
         "ran out of memory with 32 slots, a KV cache of 960 tokens per row shard and episodes of "
         "48 tokens"
     )
     with_remat = Failure(stage="train", mesh="data=8", size=(48, 8, 0, -70))
     assert str(with_remat) == "ran out of memory with rows of 48 tokens, 8 at a time, with remat"
-    assert not with_remat.covers(RolloutPlan(D8, 8, 1), (48, 8, 1, -70))
+    assert not with_remat.covers(FAILED)
     with_dots = Failure(stage="train", mesh="data=8", size=(48, 8, 1, -70))
     assert str(with_dots).endswith(", 8 at a time, with remat but for projections")
     assert str(Failure(stage="train", mesh="data=8", size=(48, 8, 2, -70))).endswith("8 at a time")

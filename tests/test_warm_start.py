@@ -14,11 +14,10 @@ from earl_jax.placement.placement import Placement
 from earl_jax.run.build import build_run
 from earl_jax.run.saved_position import resume
 from earl_jax.run.saver import save
-from earl_jax.selector.choose import full_step
+from earl_jax.selector.candidates import Candidates
+from earl_jax.selector.choose import choose_plans, full_step
 from earl_jax.selector.footprint import device_bytes
-from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import Plans, RolloutPlan, TrainPlan
-from earl_jax.selector.splits import choose_plans
 from earl_jax.selector.table import ThroughputTable, key_of
 from earl_jax.train.checkpoint import Checkpoints
 from earl_jax.training import train
@@ -150,12 +149,12 @@ def test_a_plan_that_ran_out_of_memory_beside_them_may_be_tried_behind_it(world)
         placement = Placement(world.stages, ThroughputTable())
         placement.observations.add_failure(plan, 64)
         known = placement.observations.known
-        assert known.failure_of(plan, placement.problem.size_of(plan, 64))
+        assert known.failure_of(placement.problem.failure(plan, 64))
         placement.end_warm_start()
-        assert not known.failure_of(plan, placement.problem.size_of(plan, 64))
+        assert not known.failure_of(placement.problem.failure(plan, 64))
         # And one that did so without them fails beside them too.
         placement.observations.add_failure(plan, 64)
-        assert placement.observations.known.failure_of(plan, world.problem.size_of(plan, 64))
+        assert placement.observations.known.failure_of(world.problem.failure(plan, 64))
 
 
 def test_another_plan_may_be_chosen_behind_it(world):

@@ -21,9 +21,9 @@ from earl_jax.launch.cluster import Cluster
 from earl_jax.placement.packing import plan_of_shape, shape_ahead
 from earl_jax.placement.placement import MayTry, Placement
 from earl_jax.placement.stages import lower_round, lower_update
-from earl_jax.selector.choose import BudgetTooSmall, Choice, Step
+from earl_jax.selector.candidates import Candidate
+from earl_jax.selector.choose import BudgetTooSmall, Step, choose_plans
 from earl_jax.selector.plans import Plan, RolloutPlan
-from earl_jax.selector.splits import choose_plans
 from earl_jax.selector.table import Entry, key_of
 from earl_jax.telemetry.compile_clock import compile_clock
 from earl_jax.telemetry.load import WINDOW, Load, LoadHistory
@@ -84,7 +84,7 @@ def _next_bucket(placement: Placement, load: Load | None) -> list[tuple[Plan, in
 
 def _chosen(
     placement: Placement, step: Step, load: Load | None, may_try: MayTry | None = None
-) -> list[Choice]:
+) -> list[Candidate]:
     try:
         candidates = placement.candidates(load, may_try=may_try)
         return choose_plans(candidates, step, placement.plans).choices

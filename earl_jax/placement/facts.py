@@ -18,7 +18,7 @@ from typing import Any
 from earl_jax.config.config import Config
 from earl_jax.launch.cluster import Cluster
 from earl_jax.models.config import ModelConfig
-from earl_jax.selector.plans import Failure, Plan, RolloutPlan
+from earl_jax.selector.plans import Failure, Plan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.table import METHOD, ThroughputTable, key_of, load_table
 from earl_jax.settings.errors import InputError
@@ -156,7 +156,8 @@ class Observations:
 
     def add_bytes(self, plan: Plan, tokens: int, program_bytes: int) -> None:
         """Adds XLA's bytes of a plan's program."""
-        self._keep(with_program_bytes(self.problem, self.table, plan, tokens, program_bytes))
+        num_bytes = self.problem.without_pages(plan, program_bytes)
+        self._keep(self.table.with_bytes(key_of(plan, tokens), num_bytes))
 
     def add_wait(self, compile_s: float) -> None:
         """Adds the seconds that a step waited for new programs."""
@@ -171,12 +172,12 @@ class Observations:
         Later runs know it too, unless memory was short `in_move`, beside what was there before. If
         those were `live` episodes it is forgotten when their rollout ends.
         """
-        table = with_failure(self.problem, self.table, plan, tokens)
-        words = f"{plan.stage} on {plan.mesh} {table.failures[-1]}{', in the move there' * in_move}"
+        failure = self.problem.failure(plan, tokens)
+        words = f"{plan.stage} on {plan.mesh} {failure}{', in the move there' * in_move}"
         if in_move:
-            self._avoided.append((table.failures[-1], live))
+            self._avoided.append((failure, live))
         else:
-            self._keep(table)
+            self._keep(self.table.with_failure(failure))
         where = f" in this {'rollout' if live else 'run'}" if in_move else ""
         self._say(f"{words}; it is not tried again{where}")
         return words
@@ -192,20 +193,3 @@ class Observations:
         except OSError as error:
             self._say(f"the throughput table cannot be kept for later runs: {error}")
             self.table = dataclasses.replace(table, path=None)
-
-
-def with_program_bytes(
-    problem: Problem, table: ThroughputTable, plan: Plan, tokens: int, program_bytes: int
-) -> ThroughputTable:
-    """Returns the table with XLA's bytes of a plan's program; those of pages are counted apart."""
-    if isinstance(plan, RolloutPlan):
-        program_bytes -= plan.pages * problem.page_bytes(plan.mesh)
-    return table.with_bytes(key_of(plan, tokens), max(1, program_bytes))
-
-
-def with_failure(
-    problem: Problem, table: ThroughputTable, plan: Plan, tokens: int
-) -> ThroughputTable:
-    """Returns the table with a plan that ran out of memory."""
-    size = problem.size_of(plan, tokens)
-    return table.with_failure(Failure(stage=plan.stage, mesh=str(plan.mesh), size=size))

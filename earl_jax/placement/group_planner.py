@@ -18,10 +18,10 @@ from typing import Any
 from earl_jax.config.config import Config
 from earl_jax.models.config import ModelConfig
 from earl_jax.placement.problem import make_problem
-from earl_jax.selector.choose import BudgetTooSmall, choose, full_step
+from earl_jax.selector.candidates import Candidates
+from earl_jax.selector.choose import BudgetTooSmall, choose_plans, full_step
 from earl_jax.selector.footprint import device_bytes
 from earl_jax.selector.hardware import Hardware, parse_topology
-from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import Plans, Stage
 from earl_jax.selector.problem import Problem
 from earl_jax.settings.errors import InputError
@@ -136,8 +136,10 @@ def groups_step(
     Raises:
         BudgetTooSmall: a stage does not fit.
     """
-    plays = choose(Candidates(played), full_step(played, context), Plans(), only="rollout").rollout
-    trains = choose(Candidates(trained), full_step(trained, context), Plans(), only="train").train
+    sizes = full_step(played, context), Plans()
+    plays = choose_plans(Candidates(played), *sizes, only="rollout").rollout
+    sizes = full_step(trained, context), Plans()
+    trains = choose_plans(Candidates(trained), *sizes, only="train").train
     assert plays is not None and trains is not None
     mesh, tokens = plays.plan.mesh, played.work.num_rows * context
     weights = device_bytes(played.sizes.engine, MeshShape())

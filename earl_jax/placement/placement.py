@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Placement: the plans in use, the moves of the trainer's state, recovery from a lack of memory.
 
-The selector decides (selector/choose.py). Sessions of a rollout are in sessions.py.
+The selector decides (selector/choose.py). Moves are in moves.py.
 """
 
 import contextlib
@@ -17,16 +17,14 @@ import jax
 from earl_jax.dispatch.packing import Shape, ShapeHistory
 from earl_jax.launch.distributed import RestartNeeded
 from earl_jax.placement.facts import Observations
-from earl_jax.placement.sessions import Sessions
+from earl_jax.placement.moves import Sessions
 from earl_jax.placement.stages import Stages, compiled_bytes
-from earl_jax.placement.switch_log import SwitchLog
 from earl_jax.rollout.end import RolloutShort, Shortage
 from earl_jax.rollout.events import Events
-from earl_jax.selector.choose import HORIZON_STEPS, BudgetTooSmall, Choice, Decision, Step
+from earl_jax.selector.candidates import Candidate, Candidates
+from earl_jax.selector.choose import HORIZON_STEPS, BudgetTooSmall, Decision, Step, choose_plans
 from earl_jax.selector.memory import is_in_move, is_out_of_memory
-from earl_jax.selector.plan_candidates import Candidates
 from earl_jax.selector.plans import Plan, Plans, RolloutPlan, Stage, TrainPlan
-from earl_jax.selector.splits import choose_plans
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.settings.errors import InputError
 from earl_jax.telemetry.load import WINDOW, Load
@@ -39,10 +37,32 @@ MayTry = Callable[[Plan, int], bool]
 SURE, SURE_ON_CPU = 1.2, 1.5
 # Programs of a stage that are compiled for their bytes, where another plan surely fits.
 COMPILED_AT_MOST = 2
-
-
 # Fields of a Placement in its `as_dict`.
 _NUMBERS = ("max_tokens", "calm_steps", "most_tokens", "most_length")
+
+
+@dataclasses.dataclass(kw_only=True)
+class SwitchLog:
+    """Changes since the last step was logged; `failures` say which plans ran out of memory."""
+
+    choices: list[Candidate] = dataclasses.field(default_factory=list)
+    failures: list[str] = dataclasses.field(default_factory=list)
+    switch_s: float = 0.0
+    bytes_per_device: int = 0
+    expected_s: float | None = None
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns its part of a line of metrics."""
+        newest = {choice.stage: choice for choice in self.choices}
+        return {
+            "switched": [choice.stage for choice in self.choices if choice.switched],
+            "switch_notes": [str(choice) for choice in self.choices if choice.switched],
+            "switch_s": self.switch_s,
+            "decision": "; ".join(map(str, newest.values())),
+            "expected_step_s": self.expected_s,
+            "out_of_memory": self.failures or None,
+            "peak_bytes_per_device": self.bytes_per_device,
+        }
 
 
 class Placement:
@@ -319,11 +339,6 @@ class Placement:
         Episodes are expected to be as in `load`.
         """
         return Candidates(self.problem, self.observations.known, caution, may_try, load)
-
-    def choice_of_tail(self, here: RolloutPlan, step: Step, load: Load | None) -> Choice | None:
-        """Returns the choice for live episodes on `here`. Raises BudgetTooSmall."""
-        plans = Plans(here, self.train)
-        return choose_plans(self.candidates(load), step, plans, only="rollout").rollout
 
     @property
     def _sure(self) -> float:

@@ -24,7 +24,7 @@ from earl_jax.launch.start import start_jax
 from earl_jax.models.checkpoints.hf_read import open_checkpoint
 from earl_jax.models.checkpoints.hub import find_folder
 from earl_jax.models.config import ModelConfig
-from earl_jax.placement.facts import given_table, with_failure, with_program_bytes
+from earl_jax.placement.facts import given_table
 from earl_jax.placement.group_planner import plan_groups
 from earl_jax.placement.problem import find_model, overrides_for_chips, planned_problem
 from earl_jax.placement.stages import make_learner
@@ -41,7 +41,7 @@ from earl_jax.selector.schedule import (
     smallest_hardware,
     smallest_words,
 )
-from earl_jax.selector.table import ThroughputTable
+from earl_jax.selector.table import ThroughputTable, key_of
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import TRAINING_ROWS, make_layout
 from earl_jax.sharding.plan_text import bytes_text
@@ -209,8 +209,8 @@ def compiler_for(
             flush=True,
         )
         if num_bytes is None:
-            return with_failure(problem, table, plan, tokens)
-        return with_program_bytes(problem, table, plan, tokens, num_bytes)
+            return table.with_failure(problem.failure(plan, tokens))
+        return table.with_bytes(key_of(plan, tokens), problem.without_pages(plan, num_bytes))
 
     return compile_plan
 

@@ -31,7 +31,6 @@ from earl_jax.rollout.origin import MAX_VOCAB_SIZE, VOCAB_MULTIPLE
 from earl_jax.selector.hardware import Hardware, hardware_of, parse_topology
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.sizes import ModelSizes, Parameter, Workload
-from earl_jax.selector.splits import with_splits
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.topology import CHIPS, Topology, chip_of
@@ -44,6 +43,9 @@ from earl_jax.train.state import (
     state_shapes,
     trained_specs,
 )
+
+# Splits among which one is chosen, about evenly apart.
+MOST_SPLITS = 16
 
 
 def find_model(config: Config, vocab_size: int | None) -> tuple[ModelConfig, int]:
@@ -243,6 +245,53 @@ def make_problem(
     batches = config.row_batches(problem.num_players)
     problem = dataclasses.replace(problem, work=dataclasses.replace(problem.work, batches=batches))
     return with_splits(problem) if given == "auto" else problem
+
+
+def with_splits(problem: Problem) -> Problem:
+    """Returns the problem with all splits for which both stages have a mesh.
+
+    Each of several processes gives as many of its devices, so that it plays and trains in any split
+    and its live episodes stay with it. Raises ValueError if there is no split, or none of a mesh
+    that the config names.
+    """
+    number, unit = problem.hardware.num_devices, problem.num_processes
+    apart = unit * max(1, number // unit // MOST_SPLITS)
+    every, found, obstacles = dataclasses.replace(problem, splits=()), list[int](), list[str]()
+    for split in range(apart, number, apart):
+        try:
+            assert every.at(split).meshes("rollout") and every.at(split).meshes("train")
+            found.append(split)
+        except ValueError as error:
+            obstacles.append(f"{split} to play: {error}")
+    if not found:
+        why = "; ".join(obstacles[:2]) or "each process needs at least two"
+        instead = (
+            "make config.rollout.num_slots and episodes_per_step multiples of more numbers, such as"
+            " 12"
+        )
+        if problem.rollout_meshes_named or problem.train_meshes_named:
+            instead = (
+                "name meshes of both stages that have these devices together, or leave out "
+                "config.selector.rollout_meshes and train_meshes"
+            )
+        raise InputError(
+            f"config.devices.num_rollout is 'auto', and no split of {number} devices gives both "
+            f"stages a mesh ({why}): {instead}, or give the number of devices that play"
+        )
+    for stage, named, counts in (
+        ("rollout", problem.rollout_meshes_named, found),
+        ("train", problem.train_meshes_named, [number - split for split in found]),
+    ):
+        for text in named:
+            if MeshShape.parse(text).num_devices not in counts:
+                raise InputError(
+                    f"config.selector.{stage}_meshes has '{text}', and the splits of {number} "
+                    f"devices with a mesh of both stages leave {stage} {counts}; remove it, or name"
+                    " a mesh of the other stage for the devices that are left"
+                )
+    middle = min(found, key=lambda split: abs(2 * split - number))
+    work = dataclasses.replace(problem.work, row_devices=math.lcm(*found))
+    return dataclasses.replace(problem, num_rollout=middle, splits=tuple(found), work=work)
 
 
 def _span_obstacle(config: Config) -> str:

@@ -6,16 +6,20 @@ Of the candidates whose bytes fit the budget and that have not run out of memory
 with the fastest step is taken. Both stages are one choice, because a device holds both. The plans
 in use stay while they fit, unless another pair's step is shorter by more than the hysteresis with
 its switch paid for.
+
+Where the split of the devices between the stages is open, both plans are chosen with each split as
+if it were the only one; of the splits that one is taken whose slower stage is the fastest: stages
+on devices apart work at the same time (StreamRL, arXiv 2504.15930, section 4.3).
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple
+from typing import NamedTuple
 
-from earl_jax.selector.plan_candidates import TIE, Candidate, Candidates, P
-from earl_jax.selector.plans import Plan, Plans, RolloutPlan, Stage, TrainPlan
+from earl_jax.selector.candidates import TIE, Candidate, Candidates, P
+from earl_jax.selector.plans import Plans, RolloutPlan, Stage, TrainPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.reasons import BudgetTooSmall as BudgetTooSmall
 from earl_jax.selector.reasons import reason_of, step_too_small, too_small
@@ -64,10 +68,6 @@ class Step:
     live: int | None = None
     move_s: Callable[[MeshShape], float] = lambda mesh: math.inf
 
-    def tokens_of(self, plan: Plan) -> int:
-        """Returns the context bucket of a plan's stage."""
-        return self.length if isinstance(plan, TrainPlan) else self.max_tokens
-
 
 def full_step(problem: Problem, context: int) -> Step:
     """Returns a step whose episodes all fill `context`, with appended and sampled tokens."""
@@ -82,46 +82,20 @@ def full_step(problem: Problem, context: int) -> Step:
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Choice(Generic[P]):
-    """One stage's part of a decision; `tokens` is its context bucket.
+class Decision(NamedTuple):
+    """The plans chosen for a step, or a pair that may be; None for a stage that is not asked for.
 
-    `num_bytes` is all that a device holds meanwhile, `seconds` what the stage is expected to take.
+    A step takes `seconds`, and `cost_s` with its part of the switch, spread over the steps that the
+    choice lasts. The rollout is beside `resident` bytes of the trainer. Where the split of the
+    devices was chosen, `splits` are the decisions with all that fit, the chosen one first.
     """
 
-    stage: str
-    plan: P
-    tokens: int
-    num_bytes: int
-    is_exact: bool
+    rollout: Candidate[RolloutPlan] | None
+    train: Candidate[TrainPlan] | None
     seconds: float
-    switched: bool
-    reason: str
-
-    def __str__(self) -> str:
-        """Returns "train: data=8 -> data=4,context=2 (...)"."""
-        return f"{self.stage}: {self.reason}"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Decision:
-    """The plans chosen for a step; None for a stage that was not asked for.
-
-    A step takes `seconds`; `switch_s` more count for the switch, spread over the steps that the
-    choice lasts. Where the split of the devices was chosen (splits.py), `splits` are the decisions
-    with all that fit, the chosen one first.
-    """
-
-    rollout: Choice[RolloutPlan] | None
-    train: Choice[TrainPlan] | None
-    seconds: float
-    switch_s: float = 0.0
+    cost_s: float
+    resident: int = 0
     splits: tuple["Decision", ...] = ()
-
-    @property
-    def cost_s(self) -> float:
-        """The seconds of a step, with its part of the switch."""
-        return self.seconds + self.switch_s
 
     @property
     def num_rollout(self) -> int:
@@ -135,22 +109,8 @@ class Decision:
         return Plans(rollout and rollout.plan, train and train.plan)
 
     @property
-    def choices(self) -> list[Choice]:
-        """The choices of the stages that were asked for."""
-        return [choice for choice in (self.rollout, self.train) if choice is not None]
-
-
-class _Pair(NamedTuple):
-    """A trainer, a rollout beside it, and the step's seconds; `cost_s` counts the switch too."""
-
-    rollout: Candidate[RolloutPlan] | None
-    train: Candidate[TrainPlan] | None
-    resident: int
-    cost_s: float
-    step_s: float
-
-    @property
-    def candidates(self) -> list[Candidate]:
+    def choices(self) -> list[Candidate]:
+        """The candidates of the stages that were asked for."""
         return [candidate for candidate in (self.rollout, self.train) if candidate is not None]
 
     def kept(self, current: Plans) -> int:
@@ -171,7 +131,7 @@ class _Pair(NamedTuple):
         return number
 
 
-def choose(
+def choose_plans(
     candidates: Candidates,
     step: Step,
     current: Plans,
@@ -180,7 +140,8 @@ def choose(
 ) -> Decision:
     """Chooses both stages' plans for a step, or those of `only` one beside the other's in use.
 
-    Where nothing is played, those of a step are the trainer's alone.
+    Where nothing is played, those of a step are the trainer's alone. An open split of the devices
+    is chosen with both stages' plans, and stays for one stage.
 
     Plans that fit are left only for a step shorter by more than the hysteresis, and so is what
     can stay of them where something must go. Both stages' are left only after a window of steps
@@ -190,73 +151,164 @@ def choose(
     Raises:
         BudgetTooSmall: nothing fits.
     """
+    problem, work = candidates.problem, candidates.problem.work
+    here = current.rollout.mesh.num_devices if current.rollout else None
+    if only is None and problem.splits:
+        return _with_best_split(candidates, step, current, calm_steps, here)
+    own = with_split(candidates, here or problem.num_rollout)
+    decision = _choose(own, step, current, calm_steps, only)
+    # On devices of their own the stages of an asynchronous or streaming run work at once.
+    at_once = problem.num_rollout and max(work.batches, work.parts) > 1
+    at_once = at_once and None not in (decision.rollout, decision.train)
+    return _at_once(own, decision, step, here) if at_once else decision
+
+
+# The split of the devices.
+
+
+def with_split(candidates: Candidates, split: int) -> Candidates:
+    """Returns the candidates with so many devices for rollouts, where that is open."""
+    if not candidates.problem.splits:
+        return candidates
+    return dataclasses.replace(candidates, problem=candidates.problem.at(split))
+
+
+def _with_best_split(
+    candidates: Candidates, step: Step, current: Plans, calm_steps: int, here: int | None
+) -> Decision:
+    """Chooses both stages' plans with the split of the devices, which is `here` now.
+
+    It is left, like plans, only after a window of steps, or where contexts are new, and for steps
+    that are shorter by more than the hysteresis with the move paid for. Of equal ones that is taken
+    whose faster stage is the faster. Nothing is tried in another split, and the run does not wait
+    for the programs of one. Until both stages were observed, splits are compared by the speed model
+    alone.
+    """
+    found, error, table = list[Decision](), None, candidates.table
+    if not (candidates.has_seen("rollout") and candidates.has_seen("train")):
+        # The factor by which one stage differs from the model would weigh it against the other.
+        table = table.without_speeds()
+    for split in candidates.problem.splits:
+        own = dataclasses.replace(with_split(candidates, split), table=table)
+        if split != here:
+            # Meshes are mostly those that ran, with more or fewer devices.
+            own = dataclasses.replace(own, may_try=None, model_error=1.0)
+        try:
+            decision = _choose(own, step, current, calm_steps)
+            found.append(_at_once(own, decision, step, here))
+        except BudgetTooSmall as small:
+            error = error or small
+    if error is not None and not found:
+        raise error
+    found.sort(key=lambda each: (each.cost_s, min(choice.seconds for choice in each.choices)))
+    best, stays = found[0], next((each for each in found if each.num_rollout == here), None)
+    if stays is not None:
+        may_leave = step.is_new or calm_steps >= WINDOW
+        is_faster = stays.cost_s > (1.0 + HYSTERESIS) * best.cost_s
+        waits = any(candidates.must_wait(choice.plan, choice.tokens) for choice in best.choices)
+        best = best if may_leave and is_faster and not waits else stays
+    if here not in (None, best.num_rollout):
+        before = f"before: {_split_words(stays)}" if stays else "the split in use does not fit"
+        whys = f"{_split_words(best)}; {before}", "with the split of the devices"
+        rollout, train = (
+            each and plan and each._replace(reason=f"{plan.mesh} -> {each.plan.mesh} ({why})")
+            for each, plan, why in zip((best.rollout, best.train), current, whys, strict=True)
+        )
+        found[found.index(best)] = best = best._replace(
+            rollout=rollout or best.rollout, train=train or best.train
+        )
+    return best._replace(splits=(best, *(each for each in found if each is not best)))
+
+
+def _at_once(candidates: Candidates, decision: Decision, step: Step, here: int | None) -> Decision:
+    """Returns the decision with the seconds of a step whose stages work at the same time.
+
+    A rollout takes those of new weights on their way too. Live episodes move with their pages to
+    another split than `here`.
+    """
+    rollout, train, problem = decision.rollout, decision.train, candidates.problem
+    assert rollout is not None and train is not None
+    mesh, move_s = rollout.plan.mesh, decision.cost_s - decision.seconds
+    publish_s = problem.publish_s(mesh)
+    if here not in (None, mesh.num_devices):
+        # The weights beside the pages arrive in any case.
+        cache_bytes = rollout.plan.pages * problem.page_bytes(mesh)
+        move_s += (problem.publish_s(mesh, cache_bytes) - publish_s) / step.lasts
+    rollout = rollout._replace(seconds=rollout.seconds + publish_s)
+    step_s = max(rollout.seconds, train.seconds)
+    return decision._replace(rollout=rollout, seconds=step_s, cost_s=step_s + move_s)
+
+
+def _split_words(decision: Decision) -> str:
+    """Returns "6 play (rollout 2.00 s, training 3.00 s)"."""
+    rollout_s, train_s = (choice.seconds for choice in decision.choices)
+    return f"{decision.num_rollout} play (rollout {rollout_s:.3g} s, training {train_s:.3g} s)"
+
+
+# Both stages' plans on given devices.
+
+
+def _choose(
+    candidates: Candidates,
+    step: Step,
+    current: Plans,
+    calm_steps: int,
+    only: Stage | None = None,
+) -> Decision:
+    """Chooses as `choose_plans` with a given split of the devices."""
     both = _pairs if candidates.problem.plays else _trainings
-    ways = {None: both, "train": _trainings, "rollout": _rollouts}
-    pairs = ways[only](candidates, step, current)
+    pairs = {None: both, "train": _trainings, "rollout": _rollouts}[only](candidates, step, current)
     most = max(pair.kept(current) for pair in pairs)
     here = [pair for pair in pairs if most and pair.kept(current) == most]
     if only == "rollout" and not here:
         # It must move, so that the cost of a move does not count.
-        pairs = [pair._replace(cost_s=pair.step_s) for pair in pairs]
+        pairs = [pair._replace(cost_s=pair.seconds) for pair in pairs]
     pair = _best(candidates, pairs, current)
     stays = _best(candidates, here, current) if here else pair
-    if here:
-        all_fit = most == 2 * len(stays.candidates)
-        may_leave = step.is_new or only == "rollout" or not all_fit
-        if only is None and not may_leave:
-            both = zip(stays.candidates, pair.candidates, strict=True)
-            moved = [(old, new) for old, new in both if old.plan.mesh != new.plan.mesh]
-            # Before a window of steps a plan may be left when it was observed just often enough to
-            # be trusted (it came into use as the first, as a trial, or by the model), or for a
-            # trial when it is trusted.
-            early = any(
-                old.num_speeds >= TRUSTED and (new.is_trial or old.num_speeds < KEPT)
-                for old, new in moved
-            )
-            waits = any(
-                candidates.must_wait(new.plan, step.tokens_of(new.plan)) for _, new in moved
-            )
-            may_leave = (calm_steps >= WINDOW or early) and not waits
-        if not may_leave or stays.cost_s <= (1.0 + HYSTERESIS) * pair.cost_s:
+    if here and stays.cost_s <= (1.0 + HYSTERESIS) * pair.cost_s:
+        pair = stays
+    all_fit = bool(here) and most == 2 * len(stays.choices)
+    if only != "rollout" and all_fit and not step.is_new:
+        if only == "train" or not _may_leave(candidates, stays, pair, calm_steps):
             pair = stays
+
+    def chosen(found: Candidate[P], before: P | None, stays: Candidate[P] | None) -> Candidate[P]:
+        """Returns a stage's candidate; `stays` is that where as much stays as can."""
+        seconds, num_bytes = _seconds(candidates, step, found), found.num_bytes
+        num_bytes += pair.resident if found is pair.rollout else 0
+        gain = _seconds(candidates, step, stays) / seconds - 1 if stays and seconds else 0.0
+        return found._replace(
+            num_bytes=num_bytes,
+            stage=found.plan.stage,
+            seconds=seconds,
+            switched=before is not None and found.plan.mesh != before.mesh,
+            reason=reason_of(candidates, found, before, num_bytes, stays, gain),
+        )
+
     rollout, train = pair.rollout, pair.train
-    return Decision(
-        rollout=rollout
-        and _choice(candidates, step, rollout, current.rollout, stays.rollout, pair.resident),
-        train=train and _choice(candidates, step, train, current.train, stays.train),
-        seconds=pair.step_s,
-        switch_s=pair.cost_s - pair.step_s,
+    return pair._replace(
+        rollout=rollout and chosen(rollout, current.rollout, stays.rollout),
+        train=train and chosen(train, current.train, stays.train),
     )
 
 
-def _choice(
-    candidates: Candidates,
-    step: Step,
-    found: Candidate[P],
-    before: P | None,
-    stays: Candidate[P] | None,
-    beside: int = 0,
-) -> Choice[P]:
-    """Returns a stage's choice, beside so many bytes of the other one.
+def _may_leave(candidates: Candidates, stays: Decision, pair: Decision, calm_steps: int) -> bool:
+    """Returns True if plans that fit may be left now for those of `pair`.
 
-    `stays` is its candidate where as much stays of the plans in use as can.
+    Before a window of steps a plan may be left when it was observed just often enough to be trusted
+    (it came into use as the first, as a trial, or by the model), or for a trial when it is trusted.
+    The run does not wait for the program of a mesh that never ran.
     """
-    seconds, tokens = _seconds(candidates, step, found), step.tokens_of(found.plan)
-    gain = _seconds(candidates, step, stays) / seconds - 1 if stays and seconds else 0.0
-    num_bytes = found.num_bytes - candidates.surplus(found) + beside
-    return Choice(
-        stage=found.plan.stage,
-        plan=found.plan,
-        tokens=tokens,
-        num_bytes=num_bytes,
-        is_exact=found.is_exact,
-        seconds=seconds,
-        switched=before is not None and found.plan.mesh != before.mesh,
-        reason=reason_of(candidates, found, before, tokens, num_bytes, stays, gain),
+    both = zip(stays.choices, pair.choices, strict=True)
+    moved = [(old, new) for old, new in both if old.plan.mesh != new.plan.mesh]
+    early = any(
+        old.num_speeds >= TRUSTED and (new.is_trial or old.num_speeds < KEPT) for old, new in moved
     )
+    waits = any(candidates.must_wait(new.plan, new.tokens) for _, new in moved)
+    return (calm_steps >= WINDOW or early) and not waits
 
 
-def _best(candidates: Candidates, pairs: Sequence[_Pair], current: Plans) -> _Pair:
+def _best(candidates: Candidates, pairs: Sequence[Decision], current: Plans) -> Decision:
     """Returns the pair of least cost.
 
     Of ties that without offload, which keeps most of the plans in use, and leaves most memory.
@@ -264,19 +316,18 @@ def _best(candidates: Candidates, pairs: Sequence[_Pair], current: Plans) -> _Pa
     least_s = min(pair.cost_s for pair in pairs)
     ties = [pair for pair in pairs if pair.cost_s <= (1.0 + TIE) * least_s]
 
-    def rank(pair: _Pair) -> tuple[int, int, float]:
+    def rank(pair: Decision) -> tuple[int, int, float]:
         rollout, train = pair.rollout, pair.train
         playing = pair.resident + (rollout.wanted_bytes if rollout else 0)
         fullest = max(playing, train.num_bytes if train else 0)
         offloads = rollout is not None and rollout.plan.offload
         offloads += train is not None and train.plan.remat == "offload"
-        kept = pair.kept(current)
-        return offloads, -kept, max(fullest, AMPLE * candidates.problem.budget)
+        return offloads, -pair.kept(current), max(fullest, AMPLE * candidates.problem.budget)
 
     return min(ties, key=rank)
 
 
-def _pairs(candidates: Candidates, step: Step, current: Plans) -> list[_Pair]:
+def _pairs(candidates: Candidates, step: Step, current: Plans) -> list[Decision]:
     """Returns each training plan that fits with the best rollouts beside it, least cut first.
 
     Those that cannot be the fastest beside any rollout are left out, but for those on the mesh
@@ -284,17 +335,17 @@ def _pairs(candidates: Candidates, step: Step, current: Plans) -> list[_Pair]:
     stay.
     """
     problem, before = candidates.problem, current.train
-    least_s, found = math.inf, list[tuple[int, _Pair]]()
+    least_s, found = math.inf, list[tuple[int, Decision]]()
     margin = TIE if before is None else HYSTERESIS
     trains = _trains(candidates, step, before, problem.budget)
     plans = [pair.train.plan for pair in trains if pair.train]
     residents = sorted({key for p in plans for key in _residents(candidates, p, step.length)})
-    beside = functools.cache(functools.partial(_beside, candidates, step, current.rollout))
+    beside = functools.cache(functools.partial(_best_beside, candidates, step, current.rollout))
     # The fastest is beside the fewest bytes that a trainer leaves on the device.
     each_s = (pair.cost_s for key in residents[:1] for pair in beside(*key))
     fastest_s = min(each_s, default=math.inf) / (1.0 + TIE)
 
-    def is_elsewhere(alone: _Pair) -> bool:
+    def is_elsewhere(alone: Decision) -> bool:
         return before is None or alone.train is None or alone.train.plan.mesh != before.mesh
 
     # The mesh in use first.
@@ -308,10 +359,10 @@ def _pairs(candidates: Candidates, step: Step, current: Plans) -> list[_Pair]:
             away_s = problem.offload_s(train.plan.mesh) if key[1] else 0.0
             for pair in beside(*key):
                 cost_s = alone.cost_s + away_s + pair.cost_s
-                step_s = alone.step_s + away_s + pair.step_s
+                seconds = alone.seconds + away_s + pair.seconds
                 least_s = min(least_s, cost_s)
-                both = pair._replace(train=train, cost_s=cost_s, step_s=step_s)
-                margin = TIE if both.kept(current) == 2 * len(both.candidates) else margin
+                both = Decision(pair.rollout, train, seconds, cost_s, key[0])
+                margin = TIE if both.kept(current) == 4 else margin
                 found.append((index, both))
     if not found:
         raise step_too_small(candidates, step.max_tokens, step.length, residents)
@@ -319,7 +370,7 @@ def _pairs(candidates: Candidates, step: Step, current: Plans) -> list[_Pair]:
     return [pair for _, pair in sorted(found, key=lambda each: each[0])]
 
 
-def _trainings(candidates: Candidates, step: Step, current: Plans) -> list[_Pair]:
+def _trainings(candidates: Candidates, step: Step, current: Plans) -> list[Decision]:
     """Returns the training plans that fit by themselves, or beside the rollout if it stays."""
     beside = 0
     if candidates.problem.rollout_stays and current.rollout is not None:
@@ -332,7 +383,7 @@ def _trainings(candidates: Candidates, step: Step, current: Plans) -> list[_Pair
 
 def _trains(
     candidates: Candidates, step: Step, current: TrainPlan | None, free: float
-) -> list[_Pair]:
+) -> list[Decision]:
     """Returns the training plans that fit into `free` bytes, with their seconds."""
     pairs = []
     for found in candidates.trains_that_fit(step.length, free, current):
@@ -340,51 +391,57 @@ def _trains(
         cost_s, mesh = seconds + _compile_s(step, found, current), found.plan.mesh
         if current is not None and mesh != current.mesh:
             cost_s += candidates.problem.move_s(mesh) / step.lasts
-        pairs.append(_Pair(None, found, 0, cost_s, seconds))
+        pairs.append(Decision(None, found, seconds, cost_s))
     return pairs
 
 
-def _rollouts(candidates: Candidates, step: Step, current: Plans) -> list[_Pair]:
-    """Returns each rollout mesh that fits beside the trainer in use, if any, with its move."""
-    problem, (before, train) = candidates.problem, current
-    offload, resident = before is not None and before.offload, 0
-    if train is not None:
-        plans = [plan for plan in problem.train_plans(step.length) if plan.mesh == train.mesh]
-        resident_bytes = candidates.resident_bytes
-        resident = min(resident_bytes(plan, offload, step.length) for plan in plans or [train])
-    free = problem.budget - resident
-    every = _plans(candidates, step, free, offload, before)
-    fitting = [candidate for candidate in every if candidate.fits(free)]
-    if not fitting:
-        raise too_small(candidates, "a rollout", every, step.max_tokens, resident)
-    pairs = []
-    for found in fitting:
-        seconds, mesh = _seconds(candidates, step, found), found.plan.mesh
-        moves = before is not None and mesh != before.mesh
-        cost_s = seconds + (step.move_s(mesh) if moves else 0.0)
-        pairs.append(_Pair(found, None, resident, cost_s, seconds))
-    return pairs
+def _rollouts(candidates: Candidates, step: Step, current: Plans) -> list[Decision]:
+    """Returns the rollouts that fit beside the trainer in use, if any, each with its move."""
+    train, offload = current.train, current.rollout is not None and current.rollout.offload
+    every = candidates.problem.train_plans(step.length) if train else []
+    plans = [plan for plan in every if train and plan.mesh == train.mesh] or [train]
+    resident = min(candidates.resident_bytes(p, offload, step.length) if p else 0 for p in plans)
+    if pairs := _rollouts_beside(candidates, step, current.rollout, resident, offload, alone=True):
+        return pairs
+    found = _plans(candidates, step, candidates.problem.budget - resident, offload, current.rollout)
+    raise too_small(candidates, "a rollout", found, step.max_tokens, resident)
 
 
-def _beside(
+def _best_beside(
     candidates: Candidates, step: Step, current: RolloutPlan | None, resident: int, offload: bool
-) -> list[_Pair]:
-    """Returns the best rollout beside `resident` bytes, that in use, and the best that ran."""
-    problem, free = candidates.problem, candidates.problem.budget - resident
-    fitting = [c for c in _plans(candidates, step, free, offload, current) if c.fits(free)]
-    if not fitting:
+) -> list[Decision]:
+    """Returns the best rollout beside `resident` bytes, and that on the mesh in use."""
+    pairs = _rollouts_beside(candidates, step, current, resident, offload)
+    if not pairs:
         return []
-    timed = [(_seconds(candidates, step, candidate), candidate) for candidate in fitting]
-    most_s = (1.0 + TIE) * min(seconds for seconds, _ in timed)
-    ties = [each for each in timed if each[0] <= most_s]
-    best = min(ties, key=lambda each: max(each[1].wanted_bytes, AMPLE * free))
-    here = [each for each in timed if current and each[1].plan.mesh == current.mesh]
-    ran = sorted((each for each in timed if each[1].num_speeds), key=lambda each: each[0])
-    pairs = []
-    for play_s, rollout in dict.fromkeys([best, *here, *ran[:1]]):
-        seconds = play_s + problem.publish_s(rollout.plan.mesh)
-        cost_s = seconds + _compile_s(step, rollout, current)
-        pairs.append(_Pair(rollout, None, resident, cost_s, seconds))
+    best = _best(candidates, pairs, Plans())
+    return [best, *(pair for pair in pairs if pair is not best and pair.kept(Plans(current)))]
+
+
+def _rollouts_beside(
+    candidates: Candidates,
+    step: Step,
+    current: RolloutPlan | None,
+    resident: int,
+    offload: bool,
+    *,
+    alone: bool = False,
+) -> list[Decision]:
+    """Returns a plan of each rollout mesh that fits beside `resident` bytes.
+
+    As a part of a step it takes the seconds of new weights too, and costs those of waiting for its
+    program; `alone` it costs its move.
+    """
+    problem, pairs = candidates.problem, list[Decision]()
+    free = problem.budget - resident
+    for found in _plans(candidates, step, free, offload, current):
+        if found.fits(free):
+            mesh, seconds = found.plan.mesh, _seconds(candidates, step, found)
+            seconds += 0.0 if alone else problem.publish_s(mesh)
+            cost_s = seconds if alone else seconds + _compile_s(step, found, current)
+            if alone and current is not None and mesh != current.mesh:
+                cost_s += step.move_s(mesh)
+            pairs.append(Decision(found, None, seconds, cost_s, resident))
     return pairs
 
 
@@ -408,28 +465,25 @@ def _seconds(candidates: Candidates, step: Step, found: Candidate) -> float:
 
     A rollout samples its tokens in all slots, or in those that are live.
     """
-    plan, speeds, work = found.plan, candidates.speeds, candidates.problem.work
+    plan, work = found.plan, candidates.problem.work
     if isinstance(plan, TrainPlan):
-        rows = candidates.problem.packed_rows(step.length, speeds.train_tokens, plan.mesh)
+        rows = candidates.problem.packed_rows(step.length, candidates.train_tokens, plan.mesh)
         return rows * step.length * work.num_batches * work.epochs / found.tokens_per_s
     full_s = step.rollout_tokens / found.tokens_per_s
     if step.live is None:
         return full_s
     live = max(1, min(step.live, plan.num_slots))
-    return max(
-        full_s, step.rollout_tokens / live * speeds.live_token_s(plan, live, step.max_tokens)
-    )
+    token_s = candidates.live_token_s(plan, live, step.max_tokens)
+    return max(full_s, step.rollout_tokens / live * token_s)
 
 
 def _residents(candidates: Candidates, plan: TrainPlan, length: int) -> list[tuple[int, bool]]:
     """Returns the bytes without offload, and with it where the hosts' memory holds that."""
-    problem, hardware = candidates.problem, candidates.problem.hardware
-    devices = min(hardware.devices_a_host, hardware.num_devices)
-    held = devices * problem.moments_bytes(plan.mesh) + problem.preempted_bytes
+    problem = candidates.problem
     offloads = problem.can_offload and not problem.num_rollout
-    both = (False, True) if offloads and held <= hardware.host_memory_bytes else (False,)
-    resident_bytes = candidates.resident_bytes
-    return [(resident_bytes(plan, offload, length), offload) for offload in both]
+    offloads = offloads and problem.hosts_hold(problem.moments_bytes(plan.mesh))
+    both = (False, True) if offloads else (False,)
+    return [(candidates.resident_bytes(plan, offload, length), offload) for offload in both]
 
 
 def _compile_s(step: Step, new: Candidate[P], current: P | None) -> float:

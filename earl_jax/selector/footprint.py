@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes per device of resident arrays and of a rollout, by kind, from shapes alone. Pure.
+"""Bytes per device of resident arrays, of a rollout and of an update, from shapes alone. Pure.
 
 Resident bytes (weights, moments, pages) follow from shapes and placement, and are exact. Those of
-the rollout's programs are a model of XLA's memory for `engine/slots.py`: the arrays that exist at
-once when most do. Those of an update are in train_footprint.py.
+programs are a model of XLA's memory for `engine/slots.py` and `train/step.py`: the arrays that
+exist at once when most do.
 """
 
 import dataclasses
@@ -13,7 +13,14 @@ import math
 from collections.abc import Iterable, Mapping
 
 from earl_jax.models.layer_groups import group_layers
-from earl_jax.selector.sizes import ModelSizes, Parameter, Workload
+from earl_jax.selector.sizes import (
+    BLOCK_TOKENS,
+    ModelSizes,
+    Parameter,
+    Workload,
+    keeps_attention,
+)
+from earl_jax.settings.remat import Remat
 from earl_jax.sharding.layout import PARAMETER_RULES, ROLLOUT_PARAMETER_RULES, MeshShape
 
 Rules = Mapping[str, tuple[str, ...]]
@@ -24,6 +31,8 @@ EXPERIENCE_BYTES = 16
 TOKENS_AT_A_TIME = 1024
 # Logits of all slots during sampling: as computed, tempered, and their cumulative sums.
 LOGIT_COPIES = 3
+# The network of the first layers of a mixture.
+_DENSE = ("gate", "up", "down")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,3 +181,215 @@ def inside_width(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> int:
         return inside
     pairs = sizes.model.experts_per_token * mesh.expert // experts_cut
     return pairs * (6 * sizes.model.width + inside) + 4 * sizes.model.shared_ffn_size // mesh.tensor
+
+
+# Updates.
+
+
+def train_footprint(
+    sizes: ModelSizes, work: Workload, mesh: MeshShape, length: int, platform: str
+) -> Footprint:
+    """Returns the bytes of an update on rows of `length` tokens, in the fullest of its phases.
+
+    Always present are the parameters in the compute type, each layer's kept activations, and with
+    several micro-batches the sum of gradients in fp32. The phases add: the head's logits and
+    gradient; a layer's gathered weights and activations with gradients in the compute type; all
+    gradients in fp32. XLA may keep the activations of the policy and of a critic at once.
+    """
+    weights, _ = trainer_bytes(sizes, mesh)
+    numbers = device_bytes(sizes.trained + sizes.critic, mesh) // 4
+    # A base that is stored in the compute type is read as it is.
+    cast = [p._replace(itemsize=1) for p in sizes.frozen if p.itemsize != sizes.compute_bytes]
+    of_base = device_bytes(cast, mesh)
+    copies = (numbers + of_base) * sizes.compute_bytes if sizes.compute_bytes < 4 else 0
+    rows = work.num_rows // work.micro_batches // (mesh.data * mesh.fsdp * mesh.expert)
+    tokens = rows * length // mesh.context
+    block = tokens * _block_bytes(sizes, mesh)
+    kept = 0 if work.remat == "offload" else kept_bytes(sizes, work, mesh, length, platform)
+    summed = numbers * 4 if max(work.micro_batches, work.parts + work.has_stream) > 1 else 0
+    apart = numbers * sizes.compute_bytes
+    # TPUs gather the embedding, for a loop over micro-batches also in the other order of axes.
+    embeddings = (2 if summed else 1) if platform == "tpu" else 0
+    head = _head_bytes(sizes, work, mesh, rows, length // mesh.context, embeddings)
+    layer = 2 * _layer_bytes(sizes, mesh) + block
+    # A loop over micro-batches keeps zeros for the gradient of a matrix of all layers, twice.
+    zeros = 2 * _largest_bytes(sizes, mesh) if summed else 0
+    phases = [(summed, kept + head + zeros), (summed + apart, kept + layer), (numbers * 4, 0)]
+    if platform == "gpu" and summed:
+        # Made once, before the loop over micro-batches.
+        copies += _transposed_bytes(sizes, mesh)
+    if platform == "tpu":
+        # Found by comparison with compiled programs: benchmarks/plan.md.
+        once_more = {"dots": 0.5, "full": 1.0}.get(work.remat, 0.0) if summed else 0.0
+        together = kept + int(once_more * kept) + head + block
+        phases = [(summed + apart, together), (numbers * 4, 0)]
+    if sizes.reference:
+        phases.append((0, _scoring_bytes(sizes, work, mesh, rows, length // mesh.context)))
+    gradients, working = max(phases, key=sum)
+    return Footprint(
+        weights=weights,
+        optimizer=device_bytes(sizes.moments, mesh),
+        gradients=gradients,
+        activations=copies + working,
+        trainer=device_bytes(sizes.sft_moments, mesh),
+    )
+
+
+def _block_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:
+    """Returns the bytes of a token's activations in a layer of the trainer."""
+    inside = sizes.compute_bytes * inside_width(sizes, mesh, 1)
+    if sizes.state_layers:
+        inside = max(inside, 4 * sizes.delta_numbers // mesh.tensor)
+    return sizes.compute_bytes * _stream_width(sizes, mesh) + inside
+
+
+def _stream_width(sizes: ModelSizes, mesh: MeshShape) -> int:
+    """Returns the numbers of a token's stream: plain, normalised, queries, attention's result.
+
+    And of latent attention keys and values, of which each head has its own.
+    """
+    model = sizes.model
+    own = 2 * (model.num_heads // mesh.tensor) * model.head_size if model.latent_size else 0
+    return 6 * model.width + 2 * model.num_heads * model.head_size // mesh.tensor + own
+
+
+def kept_bytes(
+    sizes: ModelSizes, work: Workload, mesh: MeshShape, length: int, platform: str
+) -> int:
+    """Returns the bytes that the layers keep of a micro-batch for its backward pass.
+
+    They are on the device, or with remat "offload" in its host's memory.
+    """
+    rows = work.num_rows // work.micro_batches // (mesh.data * mesh.fsdp * mesh.expert)
+    tokens = rows * length // mesh.context * (2 if sizes.critic else 1)
+    width = kept_width(sizes, mesh, length, work.remat, platform)
+    return tokens * sizes.model.num_layers * sizes.compute_bytes * width
+
+
+def kept_width(sizes: ModelSizes, mesh: MeshShape, length: int, remat: Remat, platform: str) -> int:
+    """Returns the numbers that a layer keeps of a token for the backward pass.
+
+    They are JAX's residuals, in units of the compute type. Without remat: of a norm its input, and
+    its result where a matrix reads it; of a gated network both inputs of its gate, and the result.
+    """
+    if remat in ("full", "offload"):
+        return sizes.model.width
+    width = _kept_of_attention(sizes, mesh, length, remat, platform)
+    if sizes.state_layers:
+        own = (2 if remat == "dots" else 4) * sizes.model.width
+        own += sizes.linear_products // mesh.tensor
+        if remat == "none":
+            own += 4 // sizes.compute_bytes * sizes.delta_numbers // mesh.tensor
+        width = len(sizes.windows) * width + sizes.state_layers * own
+        width //= sizes.model.num_layers
+    # Layers without experts are the first of a mixture.
+    dense = sizes.model.num_dense_layers if sizes.model.num_experts else sizes.model.num_layers
+    networks = dense * (2 + (remat == "none")) * (sizes.model.ffn_size // mesh.tensor)
+    if sizes.model.num_experts:
+        networks += (sizes.model.num_layers - dense) * _kept_of_mixture(sizes, mesh, remat)
+    return width + networks // sizes.model.num_layers
+
+
+def _kept_of_attention(
+    sizes: ModelSizes, mesh: MeshShape, length: int, remat: Remat, platform: str
+) -> int:
+    """Returns what `kept_width` counts before and behind the network."""
+    fp32, model = 4 // sizes.compute_bytes, sizes.model
+    names = {parameter.name for parameter in sizes.engine}
+    heads = model.num_heads * model.head_size // mesh.tensor
+    kv_heads = model.num_kv_heads * model.head_size // mesh.tensor
+    if remat == "dots":
+        # The layer's input, and the products that its gradient needs.
+        width = (3 if "post_ffn_norm" in names else 2) * model.width
+        width += heads + heads * keeps_attention(mesh, length, platform)
+        if model.latent_size:
+            both = model.num_heads * (model.head_size - model.rope_size + model.value_size)
+            return width + model.query_latent_size + model.cached_size + both // mesh.tensor
+        return width + 2 * kv_heads
+    # Queries, keys, values, and attention's result.
+    width = 2 * (1 + ("ffn_norm" in names)) * model.width + 2 * heads + 2 * kv_heads
+    # Attention's weights in fp32 and in the compute type; or a kernel's result.
+    weights = (fp32 + 1) * model.num_heads // mesh.tensor * length
+    width += weights if length <= BLOCK_TOKENS else heads
+    if "post_ffn_norm" in names:
+        width += 2 * model.width
+    if "query_norm" in names:
+        width += heads + kv_heads
+    if model.layers_differ:
+        # Sines and cosines of each layer, for queries and for keys.
+        width += 2 * fp32 * model.head_size
+    if model.latent_size:
+        # Both sides of the latents' norms; the result is without the zeros behind its values.
+        width += 2 * (model.query_latent_size + model.latent_size)
+        width -= model.num_heads * (model.head_size - model.value_size) // mesh.tensor
+    return width
+
+
+def _kept_of_mixture(sizes: ModelSizes, mesh: MeshShape, remat: Remat) -> int:
+    """Returns what `kept_width` counts of experts, and of a network beside them."""
+    fp32, pairs = 4 // sizes.compute_bytes, sizes.model.experts_per_token * mesh.expert
+    products = 2 + (remat == "none")
+    inside = products * sizes.ffn_size // mesh.tensor
+    shared = products * sizes.model.shared_ffn_size // mesh.tensor
+    if remat == "dots":
+        return pairs * (inside + sizes.model.width) + shared
+    # The experts' inputs and results, these in fp32 too, and the routing.
+    stream = (2 + fp32) * sizes.model.width + sizes.model.width // sizes.compute_bytes
+    # What the shared network reads.
+    shared += sizes.model.width if sizes.model.shared_ffn_size else 0
+    return pairs * (stream + inside) + shared
+
+
+def _head_bytes(
+    sizes: ModelSizes, work: Workload, mesh: MeshShape, rows: int, length: int, embeddings: int
+) -> int:
+    """Returns the larger of two phases: a chunk's logits, or the gradient of the head.
+
+    The first has logits three times, the head and its gradient in the compute type. The second has
+    the head gathered and its gradient in fp32, both also as they are cut, and `embeddings` in the
+    compute type.
+    """
+    numbers = sizes.model.width * sizes.vocab_size // mesh.tensor
+    matrices, parts = 4 * numbers, parts_of("D", mesh)
+    if parts > 1:
+        matrices = (sizes.compute_bytes + 4) * (numbers + numbers // parts)
+    head = numbers * sizes.compute_bytes
+    logits = rows * min(work.logprob_chunk, length) * sizes.vocab_size // mesh.tensor * 4
+    return max(3 * logits + 2 * head, logits + matrices + embeddings * head)
+
+
+def _scoring_bytes(
+    sizes: ModelSizes, work: Workload, mesh: MeshShape, rows: int, length: int
+) -> int:
+    """Returns the bytes of a pass of the reference, which may be a larger teacher.
+
+    A layer's matrices and the head, gathered, the logits of a chunk, and a layer's activations.
+    """
+    network = sizes.teacher or sizes
+    layers = (p for p in sizes.reference if p.axes[0] == "L")
+    layer = sum(device_bytes([p], mesh) // p.shape[0] for p in layers)
+    head = network.vocab_size * network.model.width // mesh.tensor * network.compute_bytes
+    logits = rows * min(work.logprob_chunk, length) * network.vocab_size // mesh.tensor * 4
+    gathered = 2 * layer * parts_of("D", mesh) + head
+    return gathered + 3 * logits + rows * length * _block_bytes(network, mesh)
+
+
+def _layer_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:
+    """Returns the bytes of a layer's matrices, gathered, in the compute type."""
+    layers = [p._replace(itemsize=1) for p in (*sizes.trained, *sizes.frozen) if p.axes[0] == "L"]
+    # A dense layer of a mixture is the smaller one.
+    smaller = _DENSE if sizes.model.num_dense_layers else ()
+    numbers = sum(device_bytes([p], mesh) // p.shape[0] for p in layers if p.name not in smaller)
+    return numbers * parts_of("D", mesh) * sizes.compute_bytes
+
+
+def _largest_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:
+    """Returns the bytes of the largest matrix of all layers, in the compute type."""
+    layers = [p for p in sizes.trained if p.axes[0] == "L"]
+    return max(device_bytes([p], mesh) for p in layers) * sizes.compute_bytes // 4
+
+
+def _transposed_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:
+    """Returns the bytes of parameters that XLA for GPUs keeps in a second order of axes."""
+    names = ("down", "out", "embed", "expert_gate", "expert_up", "expert_down")
+    return device_bytes([p for p in sizes.trained if p.name in names], mesh)

@@ -103,10 +103,10 @@ class Failure:
     mesh: str
     size: tuple[int, ...]
 
-    def covers(self, plan: Plan, size: Sequence[int]) -> bool:
-        """Returns True for a plan that is no smaller in any respect, and so fails too."""
-        same = (self.stage, self.mesh) == (plan.stage, str(plan.mesh))
-        return same and all(is_ >= was for is_, was in zip(size, self.size, strict=True))
+    def covers(self, other: "Failure") -> bool:
+        """Returns True for that of a plan which is no smaller in any respect: it fails too."""
+        same = (self.stage, self.mesh) == (other.stage, other.mesh)
+        return same and all(is_ >= was for is_, was in zip(other.size, self.size, strict=True))
 
     def __str__(self) -> str:
         """Returns the end of a sentence."""

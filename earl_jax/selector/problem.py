@@ -9,26 +9,31 @@ meshes that are possible, a plan's bytes per device, and its speed by the speed 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable, Sequence
 
 from earl_jax.models.layer_groups import PageRule, make_page_rule
 from earl_jax.selector.footprint import (
     Footprint,
     device_bytes,
     engine_bytes,
+    kept_bytes,
     page_bytes,
     rollout_footprint,
+    train_footprint,
     trainer_bytes,
 )
 from earl_jax.selector.hardware import Hardware
-from earl_jax.selector.meshes import Check, candidates
-from earl_jax.selector.plans import Plan, RolloutPlan, Stage, TrainPlan
+from earl_jax.selector.plans import Failure, Plan, RolloutPlan, Stage, TrainPlan
 from earl_jax.selector.roofline import scoring_s, token_s, train_parts
 from earl_jax.selector.sizes import ModelSizes, Workload
-from earl_jax.selector.train_footprint import kept_bytes, train_footprint
 from earl_jax.settings.errors import InputError
 from earl_jax.settings.remat import REMATS
 from earl_jax.sharding.layout import MeshShape
 
+# Returns why a shape cannot be used, in words; None where it can.
+Check = Callable[[MeshShape], str | None]
+# Rows are not cut over `context` into fewer tokens a shard, unless the user names such a mesh.
+LEAST_SHARD_TOKENS = 4096
 # The fraction of positions in packed rows that hold a token (benchmarks/packing.md).
 FILL = 0.95
 
@@ -135,7 +140,7 @@ class Problem:
 
     @functools.cache  # noqa: B019 - a problem lives as long as its run or plan
     def meshes(self, stage: Stage, tokens: int = 0) -> list[MeshShape]:
-        """Returns a stage's meshes for contexts of so many tokens (`candidates`).
+        """Returns a stage's meshes for contexts of so many tokens (`mesh_candidates`).
 
         Raises ValueError if none is possible, or one that the config names is not.
         """
@@ -148,14 +153,16 @@ class Problem:
             if not named:
                 field = f"config.selector.{stage}_meshes"
                 raise InputError(f"{field} names no mesh of {number} devices")
-        return candidates(stage, number, named, check, self.sizes.model.num_experts, tokens)
+        return mesh_candidates(stage, number, named, check, self.sizes.model.num_experts, tokens)
 
     def rollout_obstacle(self, mesh: MeshShape) -> str | None:
         """Returns why a rollout cannot use this mesh, in words; None where it can."""
         work = self.work
-        if self.spans(mesh) and (why := self._span_obstacle):
-            number = self.num_players
-            return f"data={mesh.data} does not divide over the {number} processes, and {why}"
+        players, why = self.num_players, self.span_obstacle
+        if players < self.num_processes:
+            why = "a mesh that spans processes needs all of them (config.devices.num_rollout = 0)"
+        if why and self.spans(mesh):
+            return f"data={mesh.data} does not divide over the {players} processes, and {why}"
         for field, number in (("num_slots", work.num_slots), ("episodes_per_step", work.num_rows)):
             if number % mesh.data:
                 return f"rollout.{field} = {number} does not divide by data={mesh.data}"
@@ -166,13 +173,6 @@ class Problem:
                 return f"rollout.{field} = {size} does not divide by context={mesh.context}"
         # An engine's weights are not cut over `context`; nor can tokens be, behind states.
         return self.weights_obstacle(mesh if self.sizes.state_layers else mesh._replace(context=1))
-
-    @property
-    def _span_obstacle(self) -> str:
-        """Why no rollout mesh spans the processes that play; "" where one can."""
-        if self.num_players < self.num_processes:
-            return "a mesh that spans processes needs all of them (config.devices.num_rollout = 0)"
-        return self.span_obstacle
 
     def train_obstacle(self, mesh: MeshShape, micro_batches: int = 0) -> str | None:
         """Returns why the trainer cannot use this mesh so, in words; None where it can.
@@ -202,22 +202,27 @@ class Problem:
                 here += [TrainPlan(mesh, number, remat) for remat in remats]
                 number *= 2
             here.sort(key=lambda plan: plan.remat == "offload")
-            plans += [p for p in here if p.remat != "offload" or self._hosts_hold(p, length)]
+            plans += [p for p in here if p.remat != "offload" or self._holds_inputs(p, length)]
         return plans
 
-    def _hosts_hold(self, plan: TrainPlan, length: int) -> bool:
+    def _holds_inputs(self, plan: TrainPlan, length: int) -> bool:
         """Returns True if layers' inputs may be in host memory, and each host's holds them.
 
-        Beside them are preempted episodes, and a backup of the state while the program is new.
+        Beside them is a backup of the state while the program is new.
         """
         work = dataclasses.replace(self.work, micro_batches=plan.micro_batches, remat=plan.remat)
-        devices = min(self.hardware.devices_a_host, self.hardware.num_devices)
+        kept = kept_bytes(self.sizes, work, plan.mesh, length, self.hardware.platform)
         state = sum(trainer_bytes(self.sizes, plan.mesh))
-        held = devices * (
-            state + kept_bytes(self.sizes, work, plan.mesh, length, self.hardware.platform)
-        )
-        held += self.preempted_bytes
-        return self.can_offload_inputs and held <= self.hardware.host_memory_bytes
+        return self.can_offload_inputs and self.hosts_hold(state + kept)
+
+    def hosts_hold(self, num_bytes: int) -> bool:
+        """Returns True if each host's memory holds so many bytes of each of its devices.
+
+        Preempted episodes are beside them.
+        """
+        devices = min(self.hardware.devices_a_host, self.hardware.num_devices)
+        held = devices * num_bytes + self.preempted_bytes
+        return held <= self.hardware.host_memory_bytes
 
     @property
     def holds_backup(self) -> bool:
@@ -233,16 +238,18 @@ class Problem:
             numbers.append(numbers[-1] // 2)
         return tuple(numbers)
 
-    def size_of(self, plan: Plan, tokens: int) -> tuple[int, ...]:
-        """Returns a plan's size at a context bucket, as in `Failure`."""
+    def failure(self, plan: Plan, tokens: int) -> Failure:
+        """Returns what is remembered of a plan that ran out of memory at this context bucket."""
         # What a warm start takes of it is there again behind its last step.
         taken = device_bytes(self.sizes.sft_moments, MeshShape()) // self.hardware.num_devices
         limit = (self.budget_bytes or 0) - taken
         if isinstance(plan, RolloutPlan):
             cached = plan.pages * self.work.page_size // self.page_rule.num_groups
-            return (tokens, cached, plan.num_slots, int(not plan.offload), -limit)
-        rows = self.work.num_rows // plan.micro_batches
-        return (tokens, rows, 2 - REMATS.index(plan.remat), -limit)
+            size = (tokens, cached, plan.num_slots, int(not plan.offload), -limit)
+        else:
+            rows = self.work.num_rows // plan.micro_batches
+            size = (tokens, rows, 2 - REMATS.index(plan.remat), -limit)
+        return Failure(stage=plan.stage, mesh=str(plan.mesh), size=size)
 
     # Bytes per device.
 
@@ -274,6 +281,12 @@ class Problem:
         """Returns the bytes of a rollout of episodes of up to `max_tokens` tokens, by itself."""
         bare = self.bare_footprint(plan.mesh, plan.num_slots, max_tokens)
         return dataclasses.replace(bare, cache=plan.pages * self.page_bytes(plan.mesh))
+
+    def without_pages(self, plan: Plan, program_bytes: int) -> int:
+        """Returns a program's bytes but for those of its pages."""
+        if isinstance(plan, RolloutPlan):
+            program_bytes -= plan.pages * self.page_bytes(plan.mesh)
+        return max(1, program_bytes)
 
     @functools.cache  # noqa: B019
     def trainer_bytes(self, mesh: MeshShape, offload: bool = False) -> int:
@@ -392,3 +405,77 @@ class Problem:
         by_network = hardware.num_devices > hardware.linked and hardware.platform != "tpu"
         rates = hardware.link_bytes_per_s, hardware.network_bytes_per_s
         return num_bytes / rates[by_network]
+
+
+# The shapes of meshes.
+
+
+def divisors(number: int) -> list[int]:
+    """Returns all divisors in ascending order."""
+    return [part for part in range(1, number + 1) if number % part == 0]
+
+
+def mesh_shapes(
+    stage: Stage, num_devices: int, num_experts: int = 0, context: int = 1
+) -> list[MeshShape]:
+    """Returns all shapes of a stage over all devices, with rows cut in `context` parts.
+
+    A rollout's have the widest data axis first, and no fsdp: a row shard of 4 devices may be
+    tensor=4, expert=2 x tensor=2, or expert=4. Those of training are least cut first.
+    """
+    number = num_devices // context
+    shapes = [
+        MeshShape(rows // fsdp // expert, fsdp, context, expert, number // rows)
+        for rows in reversed(divisors(number))
+        for expert in divisors(rows)
+        if max(num_experts, 1) % expert == 0
+        for fsdp in (divisors(rows // expert) if stage == "train" else (1,))
+    ]
+    if stage == "train":
+        return shapes
+    return sorted(shapes, key=lambda shape: (-shape.data, shape.expert))
+
+
+def mesh_candidates(
+    stage: Stage,
+    num_devices: int,
+    named: Sequence[str],
+    check: Check,
+    num_experts: int = 0,
+    tokens: int = 0,
+) -> list[MeshShape]:
+    """Returns the shapes of a stage that can be used, or those of them that the user named.
+
+    Rows of `tokens` tokens are cut over `context` too, where each shard has LEAST_SHARD_TOKENS.
+    Those shapes are last, least cut first. One that is named may cut rows of any length.
+
+    Raises:
+        ValueError: a shape that the user named cannot be used, or none can.
+    """
+    field, shapes = f"{stage}_meshes", mesh_shapes(stage, num_devices, num_experts)
+    reasons = {shape: check(shape) for shape in shapes}
+    usable = [shape for shape, reason in reasons.items() if reason is None]
+    allowed = "; ".join(f"'{shape}'" for shape in usable) or "none"
+    if not named:
+        if not usable:
+            why = "; ".join(f"{shape}: {reason}" for shape, reason in reasons.items())
+            words = {"rollout": "rollouts of this model", "train": "training of this model"}[stage]
+            raise InputError(
+                f"no mesh of {num_devices} devices fits {words}: {why}. Change these numbers, or "
+                "give the stage other devices (config.devices.num_rollout)"
+            )
+        for context in divisors(num_devices)[1:]:
+            if context * LEAST_SHARD_TOKENS <= tokens:
+                long = mesh_shapes(stage, num_devices, num_experts, context)
+                usable += [shape for shape in long if check(shape) is None]
+        return usable
+    for shape in map(MeshShape.parse, named):
+        reason = check(shape)
+        if shape.num_devices != num_devices:
+            reason = f"it has {shape.num_devices} devices, and this run {num_devices}"
+        if reason is not None:
+            raise InputError(
+                f"config.selector.{field} has '{shape}', which is impossible: {reason}. "
+                f"Possible here: {allowed}"
+            )
+    return list(map(MeshShape.parse, named))

@@ -4,7 +4,7 @@
 
 from collections.abc import Sequence
 
-from earl_jax.selector.plan_candidates import Candidate, Candidates
+from earl_jax.selector.candidates import Candidate, Candidates
 from earl_jax.selector.plans import Plan
 from earl_jax.selector.table import key_of
 from earl_jax.settings.errors import InputError
@@ -26,18 +26,17 @@ def reason_of(
     candidates: Candidates,
     chosen: Candidate,
     current: Plan | None,
-    tokens: int,
     num_bytes: int,
     stays: Candidate | None,
     gain: float,
 ) -> str:
-    """Returns why a plan was chosen at a context bucket of `tokens`.
+    """Returns why a plan was chosen.
 
     A device holds `num_bytes` meanwhile. `stays` is the stage's candidate where as much as can
     stays of the plans in use, and `gain` the share by which the stage does more a second than so.
     It is on another mesh than `current` where that one cannot stay.
     """
-    plan, budget = chosen.plan, candidates.problem.budget_bytes
+    plan, tokens, budget = chosen.plan, chosen.tokens, candidates.problem.budget_bytes
     size = f"{'' if chosen.is_exact else 'about '}{bytes_text(num_bytes)}/device"
     size += "" if budget is None else f", budget {bytes_text(budget)}"
     if current is None or plan.mesh == current.mesh:
@@ -60,15 +59,14 @@ def reason_of(
 def _why_left(candidates: Candidates, plan: Plan, tokens: int, *, least: bool) -> str:
     """Returns why a plan in use cannot stay as it is; with `least` in no way on its mesh."""
     problem, found = candidates.problem, candidates.in_use(plan, tokens, least=least)
-    if failed := candidates.table.failure_of(plan, problem.size_of(plan, tokens)):
+    if failed := candidates.table.failure_of(problem.failure(plan, tokens)):
         return f"{plan.mesh} {failed}"
     if found is None:
         return f"{plan.mesh} is no candidate for context {tokens}"
-    if found.num_bytes > problem.budget:
+    if found.num_bytes + found.margin > problem.budget:
         # Computed bytes may be too few: a plan that is left for that may need so many.
-        need = found.num_bytes - candidates.surplus(found)
-        verb = "needs" if need > problem.budget else "may need"
-        need = need if need > problem.budget else found.num_bytes
+        is_sure, need = found.num_bytes > problem.budget, found.num_bytes
+        verb, need = ("needs", need) if is_sure else ("may need", need + found.margin)
         budget = bytes_text(int(problem.budget))
         return f"context {tokens} {verb} {bytes_text(need)}/device, budget {budget}"
     return f"{plan.mesh} does not fit beside the other stage at context {tokens}"

@@ -10,14 +10,13 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from earl_jax.selector.choose import BudgetTooSmall, Decision, full_step
+from earl_jax.selector.candidates import Candidate, Candidates, P
+from earl_jax.selector.choose import BudgetTooSmall, Decision, choose_plans, full_step, with_split
 from earl_jax.selector.footprint import device_bytes
 from earl_jax.selector.hardware import hardware_of
-from earl_jax.selector.plan_candidates import Candidate, Candidates, P
 from earl_jax.selector.plans import REMAT_WORDS, Plan, Plans, RolloutPlan, TrainPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.reasons import percent
-from earl_jax.selector.splits import choose_plans, with_split
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
@@ -187,7 +186,7 @@ def _stop_values(stop: Stop) -> Values:
 def _split_values(decision: Decision) -> Values:
     rollout_s, train_s = (choice.seconds for choice in decision.choices)
     values = {"num_rollout": decision.num_rollout, "rollout_s": rollout_s, "train_s": train_s}
-    return values | {"move_s": decision.switch_s, "step_s": decision.seconds}
+    return values | {"move_s": decision.cost_s - decision.seconds, "step_s": decision.seconds}
 
 
 def _stage(problem: Problem, stop: Stop, candidates: Sequence[Candidate]) -> Values:

@@ -15,7 +15,7 @@ import os
 import re
 import socket
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,9 +90,12 @@ class ThroughputTable:
         """
         return dataclasses.replace(self, compile_s=max(compile_s, 0.9 * self.compile_s))
 
-    def failure_of(self, plan: Plan, size: Sequence[int]) -> str:
-        """Returns how a plan of this size fails, by what failed before; "" where it may run."""
-        return next((str(f) for f in self.failures if f.covers(plan, size)), "")
+    def failure_of(self, plan: Failure) -> str:
+        """Returns how a plan fails, by what failed before; "" where it may run.
+
+        `plan` is what would be remembered of it (`Problem.failure`).
+        """
+        return next((str(failure) for failure in self.failures if failure.covers(plan)), "")
 
     def as_prior(self) -> "ThroughputTable":
         """Returns the table as another run begins with it: one speed an entry, its median."""

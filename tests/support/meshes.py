@@ -4,7 +4,7 @@
 
 import functools
 
-from earl_jax.selector.meshes import candidates
+from earl_jax.selector.problem import mesh_candidates as candidates
 
 rollout_candidates = functools.partial(candidates, "rollout")
 train_candidates = functools.partial(candidates, "train")
