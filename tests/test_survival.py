@@ -13,7 +13,7 @@ import pytest
 
 from earl_jax.launch.distributed import RestartNeeded
 from earl_jax.loop import rl_step
-from earl_jax.placement import moves, sessions
+from earl_jax.placement import moves
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.parts import Part
 from earl_jax.placement.updates import StepUpdate
@@ -282,7 +282,7 @@ def test_only_a_plan_whose_own_program_failed_is_remembered_for_later_runs(world
         return jax.block_until_ready(hungry(donated=0)(jnp.ones(4)))
 
     if not own:
-        monkeypatch.setattr(sessions, "publish_to_engines", short)
+        monkeypatch.setattr(moves, "publish_to_engines", short)
 
     def publish_and_play():
         placement.sessions.open(params, version=0)

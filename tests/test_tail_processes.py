@@ -17,7 +17,7 @@ import pytest
 
 import earl_jax.loop
 from earl_jax.loop import rl_step
-from earl_jax.placement import delivery, sessions
+from earl_jax.placement import delivery, moves
 from earl_jax.placement.compile_ahead import CompileAhead, wanted_programs
 from earl_jax.placement.placement import Placement
 from earl_jax.run.build import Run, build_run
@@ -76,7 +76,7 @@ def take_steps(run: Run, placement: Placement, number: int = 1) -> dict[str, Any
     # The longest of recent episodes was as long as episodes may become.
     history = LoadHistory(steps=(load_of(TOKENS),))
     rows, bytes_read, found = [], [], []
-    play_all, dispatch, relocate = earl_jax.loop.play_all, delivery.dispatch, sessions.relocate
+    play_all, dispatch, relocate = earl_jax.loop.play_all, delivery.dispatch, moves.relocate
 
     def checked(*arguments, **named):
         own, played = play_all(*arguments, **named)
@@ -97,7 +97,7 @@ def take_steps(run: Run, placement: Placement, number: int = 1) -> dict[str, Any
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(earl_jax.loop, "play_all", checked)
         patch.setattr(delivery, "dispatch", sent)
-        patch.setattr(sessions, "relocate", counted)
+        patch.setattr(moves, "relocate", counted)
         for _ in range(number):
             position = dataclasses.replace(position, history=history)
             position, record = rl_step(run, placement, position)
@@ -219,7 +219,7 @@ def that_are_short(run: Run) -> dict[str, Any]:
         placement.is_compiled = lambda key, moves=moves: moves
         with pytest.MonkeyPatch.context() as patch:
             if name == "move" and is_short:
-                patch.setattr(sessions, "relocate", short)
+                patch.setattr(moves, "relocate", short)
             if name == "round" and is_short:
                 patch.setattr(run.stages.engines.engine(D2T2), "_play", hungry(donated=1))
             found[name] = take_steps(run, placement)
