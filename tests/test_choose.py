@@ -411,7 +411,7 @@ def simulate(problem, table, true_speeds, steps, rng=None, noise=0.0, tries=Fals
     The first step on each mesh compiles and is not observed. The run begins anew, or is resumed on
     the mesh `start`; `table` is what earlier ones left. With `tries` meshes may be tried out.
     """
-    observations = Observations(problem, table, print, is_fed=True)
+    observations = Observations(table, print, is_fed=True)
     plans = Plans(rollout_on(start), train_on(F8)) if start else Plans()
     calm, seen, may_try = 0, [], (lambda plan, tokens: True) if tries else None
     for _ in range(steps):

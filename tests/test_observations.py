@@ -103,7 +103,7 @@ def test_model_reads_and_writes_no_speeds_and_remembers_failures(cache):
     assert placement.observations.table.entries == {}
     placement.observations.add_speed(placement.train, TOKENS, 123.0)
     assert placement.observations.table.entries == {} and files(cache) == before
-    placement.observations.add_failure(placement.rollout, TOKENS)
+    placement.observations.add_failure(placement.problem.failure(placement.rollout, TOKENS))
     (path,) = files(cache).keys() - before.keys()
     assert json.loads(path.read_text())["entries"] == {}
     again, _ = opened(run)
@@ -121,7 +121,7 @@ def test_given_table_is_read_and_not_changed(tmp_path):
     assert note is None
     assert placement.observations.table.entries == {TRAIN_KEY: Entry((7.0, 9.0))}
     placement.observations.add_speed(placement.train, TOKENS, 123.0)
-    placement.observations.add_failure(placement.rollout, TOKENS)
+    placement.observations.add_failure(placement.problem.failure(placement.rollout, TOKENS))
     assert placement.observations.table.entries == {TRAIN_KEY: Entry((7.0, 9.0))}
     assert len(placement.observations.table.failures) == 1
     assert path.read_text() == before

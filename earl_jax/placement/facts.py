@@ -19,7 +19,6 @@ from earl_jax.config.config import Config
 from earl_jax.launch.cluster import Cluster
 from earl_jax.models.config import ModelConfig
 from earl_jax.selector.plans import Failure, Plan
-from earl_jax.selector.problem import Problem
 from earl_jax.selector.table import METHOD, ThroughputTable, key_of, load_table
 from earl_jax.settings.errors import InputError
 
@@ -129,15 +128,13 @@ def given_table(setting: str) -> ThroughputTable:
 class Observations:
     """The throughput table of a run, and what its plans do. Every process has the same."""
 
-    def __init__(
-        self, problem: Problem, table: ThroughputTable, say: Callable[[str], None], *, is_fed: bool
-    ) -> None:
+    def __init__(self, table: ThroughputTable, say: Callable[[str], None], *, is_fed: bool) -> None:
         """Begins with a table; the run's speeds are added to it if `is_fed`.
 
         Speeds of before are one of each plan then, so that an entry is trusted only when this run
         has observed it twice. `say` reports failures, and a table that cannot be kept.
         """
-        self.problem, self._say, self.is_fed = problem, say, is_fed
+        self._say, self.is_fed = say, is_fed
         self.table = table.as_prior() if is_fed else table
         # Plans left out because a move to them ran out of memory: in this run only, or, where it
         # was one of live episodes (True), in their rollout only.
@@ -154,9 +151,8 @@ class Observations:
         if self.is_fed and tokens_per_s:
             self._keep(self.table.with_speed(key_of(plan, tokens), tokens_per_s))
 
-    def add_bytes(self, plan: Plan, tokens: int, program_bytes: int) -> None:
-        """Adds XLA's bytes of a plan's program."""
-        num_bytes = self.problem.without_pages(plan, program_bytes)
+    def add_bytes(self, plan: Plan, tokens: int, num_bytes: int) -> None:
+        """Adds XLA's bytes of a plan's program but for its pages (`Problem.without_pages`)."""
         self._keep(self.table.with_bytes(key_of(plan, tokens), num_bytes))
 
     def add_wait(self, compile_s: float) -> None:
@@ -164,16 +160,13 @@ class Observations:
         if self.is_fed and compile_s:
             self._keep(self.table.with_wait(compile_s))
 
-    def add_failure(
-        self, plan: Plan, tokens: int, *, in_move: bool = False, live: bool = False
-    ) -> str:
+    def add_failure(self, failure: Failure, *, in_move: bool = False, live: bool = False) -> str:
         """Remembers that a plan ran out of memory; returns it in words.
 
         Later runs know it too, unless memory was short `in_move`, beside what was there before. If
         those were `live` episodes it is forgotten when their rollout ends.
         """
-        failure = self.problem.failure(plan, tokens)
-        words = f"{plan.stage} on {plan.mesh} {failure}{', in the move there' * in_move}"
+        words = f"{failure.stage} on {failure.mesh} {failure}{', in the move there' * in_move}"
         if in_move:
             self._avoided.append((failure, live))
         else:

@@ -73,7 +73,7 @@ class Placement:
     ) -> None:
         """Begins without plans; `say` reports what ran out of memory or could not be kept."""
         self.stages, self.problem = stages, stages.problem
-        self.observations = Observations(stages.problem, table, say, is_fed=stages.feeds_table)
+        self.observations = Observations(table, say, is_fed=stages.feeds_table)
         self.plans = Plans()
         # The plan to which the last episodes of a rollout have moved.
         self.tail: RolloutPlan | None = None
@@ -176,7 +176,7 @@ class Placement:
 
     def end_warm_start(self) -> None:
         """Counts the moments of supervised updates no more: states have none from here on."""
-        self.problem = self.observations.problem = self.problem.behind_warm_start()
+        self.problem = self.problem.behind_warm_start()
 
     def take_log(self) -> SwitchLog:
         """Returns what changed since the last call."""
@@ -357,7 +357,8 @@ class Placement:
             if num_bytes is None:
                 self._remember(plan, tokens)
             else:
-                self.observations.add_bytes(plan, tokens, num_bytes)
+                own_bytes = self.problem.without_pages(plan, num_bytes)
+                self.observations.add_bytes(plan, tokens, own_bytes)
         return bool(doubted)
 
     # Recovery from a lack of memory.
@@ -446,7 +447,8 @@ class Placement:
             self._remember(plan or self.train, length or self.length, **how)
 
     def _remember(self, plan: Plan, tokens: int, **how: bool) -> None:
-        self.log.failures.append(self.observations.add_failure(plan, tokens, **how))
+        failure = self.problem.failure(plan, tokens)
+        self.log.failures.append(self.observations.add_failure(failure, **how))
 
     def shortage(self, error: Exception) -> Shortage | None:
         """Returns what the other processes must know of a rollout that ended with this error.
