@@ -2,7 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finding the lost process: the answers of others, and the meaning of silence. Counters of all."""
 
+import contextlib
+import os
+import resource
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -84,6 +88,30 @@ def test_what_is_no_request_ends_no_counter():
     with socket.create_connection((HERE, first.port)):
         # It says nothing; the next one waits a second for it.
         assert other.count(1, 1) == 7
+
+
+def test_it_answers_on_after_a_nested_request_and_when_no_descriptor_was_free():
+    asked, other = presences(2)
+    asked.waits("the end")
+    with socket.create_connection((HERE, asked.port)) as stranger:
+        stranger.sendall(1000 * b"[" + b"\n")
+        assert stranger.makefile("rb").read() == b""
+    assert other.lost("nothing came") == ""
+    limits, taken = resource.getrlimit(resource.RLIMIT_NOFILE), []
+    with socket.socket() as waiting:
+        most = max(map(int, os.listdir("/proc/self/fd")))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most + 1, limits[1]))
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    taken.append(os.dup(waiting.fileno()))
+            waiting.connect((HERE, asked.port))
+            time.sleep(0.1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            for number in taken:
+                os.close(number)
+    assert other.lost("nothing came") == ""
 
 
 def test_process_0_that_has_ended_counts_no_more():

@@ -10,6 +10,7 @@ counts there for all: two processes that take from a counter get different numbe
 import json
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ from earl_jax.telemetry.timing import stage_now
 _ANSWER_S = 2.0
 # How long a connection may take to say what it asks. Others wait meanwhile.
 _REQUEST_S = 1.0
+# Before another connection is taken where one could not be.
+_PAUSE_S = 0.1
 _LONGEST = 2**10
 # A process that ends because another one is lost answers for so long: it is not the lost one.
 LINGER_S = 3.0
@@ -128,14 +131,19 @@ class Presence:
 
     def _answer(self) -> None:
         while True:
-            connection, _ = self._listener.accept()
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                # A connection that broke before, or no descriptor is free: others try again.
+                time.sleep(_PAUSE_S)
+                continue
             try:
                 with connection:
                     connection.settimeout(_REQUEST_S)
                     request = json.loads(connection.makefile().readline(_LONGEST))
                     answer = self._count_here(*request) if request else self._here()
                     connection.sendall(json.dumps(answer).encode() + b"\n")
-            except (OSError, ValueError, TypeError, AssertionError):
+            except (OSError, ValueError, TypeError, AssertionError, RecursionError):
                 # The other process ended in between, or is something else.
                 continue
 
