@@ -161,6 +161,24 @@ def test_gradients_are_those_of_every_expert_on_every_token():
         np.testing.assert_allclose(left, right, atol=2e-6 * float(np.max(np.abs(right))))
 
 
+def test_gradients_of_biases_in_bf16_are_sums_of_thousands_of_tokens():
+    """Each is rounded once: added up in bf16, most of them would be lost."""
+    rounded = {name: jnp.asarray(leaf, jnp.bfloat16) for name, leaf in one_biased_layer().items()}
+    x_TD = jnp.asarray(tokens_TD(2048), jnp.bfloat16)
+
+    def gradients(dtype):
+        layer = {name: leaf.astype(dtype) for name, leaf in rounded.items()}
+        total = jax.grad(
+            lambda layer: jnp.sum(MIX(BIASED, layer, x_TD.astype(dtype), EVERY_EXPERT))
+        )
+        return {name: leaf for name, leaf in total(layer).items() if name.endswith("_bias")}
+
+    exact = gradients(jnp.float32)
+    for name, rough in gradients(jnp.bfloat16).items():
+        error = np.linalg.norm(np.asarray(rough, np.float32) - exact[name])
+        assert error < 0.02 * np.linalg.norm(exact[name]), name
+
+
 @pytest.mark.slow_except("biased")
 @pytest.mark.parametrize(("model", "layer"), BOTH, ids=["plain", "biased"])
 def test_no_value_or_gradient_takes_what_a_backend_leaves_behind_the_last_group(

@@ -419,6 +419,28 @@ def test_bf16_is_near_fp32_and_decodes_like_it(full_logits):
     decode(model, params, tokens, LENGTHS, Counts(5, 4), rough, 0.15)
 
 
+def test_the_gradient_of_a_token_that_comes_thousands_of_times_is_their_sum_in_bf16():
+    """It is rounded once: added up in bf16, most of them would be lost."""
+    tokens = np.random.default_rng(0).choice([3, 4, 5], (64, 48), p=[0.8, 0.1, 0.1])
+    one = dataclasses.replace(MODEL, num_layers=1)
+    params, layout = make_params(0, one), make_layout(MeshShape(), jax.devices()[:1])
+
+    def gradient(dtype: str):
+        model = dataclasses.replace(one, compute_dtype=dtype)
+
+        def total(embed):
+            x_BTD = forward_rows(
+                model, layout, params | {"embed": embed}, tokens, np.ones_like(tokens)
+            )
+            return jnp.sum(x_BTD.astype(jnp.float32)[..., 0])
+
+        return np.asarray(jax.jit(jax.grad(total))(params["embed"]))
+
+    exact = gradient("float32")
+    error = np.linalg.norm(gradient("bfloat16") - exact)
+    assert error < 0.03 * np.linalg.norm(exact)
+
+
 def test_tied_embeddings_have_no_head_and_use_the_embedding():
     model = dataclasses.replace(MODEL, tie_embeddings=True)
     specs = parameter_specs(model, VOCAB)

@@ -21,6 +21,7 @@ computes its own experts for all tokens of its group, so that nothing travels bu
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -148,8 +149,7 @@ def mix_experts(
         product_MF = mark_product(_multiply(x_MD, layer[weight], sizes_E, expert_M, products))
         if not config.expert_bias:
             return product_MF
-        bias_EF = layer[f"{weight}_bias"]
-        bias_MF = bias_EF.at[expert_M].get(mode="promise_in_bounds", indices_are_sorted=True)
+        bias_MF = _biases(num_experts, layer[f"{weight}_bias"], expert_M)
         return product_MF + _with_gradients_of(is_ours_M, bias_MF)
 
     gate_MF, up_MF = multiply(x_MD, "expert_gate"), multiply(x_MD, "expert_up")
@@ -173,6 +173,29 @@ def _multiply(
     product_MF = grouped_matmul(x_MD, weights_EDF.values.astype(x_MD.dtype), sizes_E, products)
     scale_MF = weights_EDF.scale[expert_M]
     return (product_MF.astype(jnp.float32) * scale_MF).astype(x_MD.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _biases(num_experts: int, bias_EF: jax.Array, expert_M: jax.Array) -> jax.Array:
+    """Returns the bias of each row's expert; experts rise. Backward rows are summed in fp32.
+
+    By a product: JAX's own sum is in the compute type, one row after the other, and loses most of
+    some thousand rows in bf16 (256 + 1 is 256).
+    """
+    return bias_EF.at[expert_M].get(mode="promise_in_bounds", indices_are_sorted=True)
+
+
+def _biases_forward(num_experts: int, bias_EF: jax.Array, expert_M: jax.Array) -> Any:
+    return _biases(num_experts, bias_EF, expert_M), expert_M
+
+
+def _biases_backward(num_experts: int, expert_M: jax.Array, gradient_MF: jax.Array) -> Any:
+    chosen_ME = jax.nn.one_hot(expert_M, num_experts, dtype=gradient_MF.dtype)
+    sums_EF = jnp.einsum("ME,MF->EF", chosen_ME, gradient_MF, preferred_element_type=jnp.float32)
+    return sums_EF.astype(gradient_MF.dtype), None
+
+
+_biases.defvjp(_biases_forward, _biases_backward)
 
 
 @jax.custom_vjp
