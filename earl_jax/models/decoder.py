@@ -71,33 +71,39 @@ def _kinds_to_scan(config: ModelConfig) -> LayerKind | None:
     )
 
 
-def _rows(vocab_size: int, embed_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """Returns the embeddings of tokens. Backward a token's gradients are summed in fp32.
+def _embed(config: ModelConfig, x_BTD: jax.Array) -> jax.Array:
+    """Returns rows of the embedding as the first layer takes them."""
+    # The factor in the compute type, as pre-training had it: sqrt(1152) is 34.0 in bf16.
+    return x_BTD * jnp.asarray(config.width**0.5, x_BTD.dtype) if config.scale_embeddings else x_BTD
+
+
+def _gather_rows(
+    layout: Layout, vocab_size: int, embed_VD: jax.Array, tokens_BT: jax.Array
+) -> jax.Array:
+    """Returns the rows of tokens. Backward a token's gradients are summed in fp32.
 
     JAX's own sum is in the compute type, one after the other: in bf16 256 + 1 is 256, and of what a
-    token gets that comes 10,000 times most is lost.
+    token gets that comes 10,000 times most is lost. The sums go to the devices of the parameter
+    before they are rounded, so that they are reduced there and not everywhere.
     """
-    return embed_VD[tokens_BT]
+    # Gathered over fsdp before the lookup: a lookup in a table cut along D makes XLA copy the rows
+    # to every device.
+    return layout.constrain(embed_VD, "V.")[tokens_BT]
 
 
-def _rows_forward(vocab_size: int, embed_VD: jax.Array, tokens_BT: jax.Array) -> Any:
-    return embed_VD[tokens_BT], tokens_BT
+def _forward(layout: Layout, vocab_size: int, embed_VD: jax.Array, tokens_BT: jax.Array) -> Any:
+    return _gather_rows(layout, vocab_size, embed_VD, tokens_BT), tokens_BT
 
 
-def _rows_backward(vocab_size: int, tokens_BT: jax.Array, gradient_BTD: jax.Array) -> Any:
+def _backward(layout: Layout, vocab_size: int, tokens_BT: jax.Array, gradient_BTD: Any) -> Any:
     sums_VD = jnp.zeros((vocab_size, gradient_BTD.shape[-1]), jnp.float32)
     sums_VD = sums_VD.at[tokens_BT].add(gradient_BTD.astype(jnp.float32))
+    sums_VD = jax.lax.with_sharding_constraint(sums_VD, layout.parameters("VD"))
     return sums_VD.astype(gradient_BTD.dtype), None
 
 
-_look_up = jax.custom_vjp(_rows, nondiff_argnums=(0,))
-_look_up.defvjp(_rows_forward, _rows_backward)
-
-
-def _embed(config: ModelConfig, embed_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    x_BTD = _look_up(len(embed_VD), embed_VD, tokens_BT)
-    # The factor in the compute type, as pre-training had it: sqrt(1152) is 34.0 in bf16.
-    return x_BTD * jnp.asarray(config.width**0.5, x_BTD.dtype) if config.scale_embeddings else x_BTD
+_look_up = jax.custom_vjp(_gather_rows, nondiff_argnums=(0, 1))
+_look_up.defvjp(_forward, _backward)
 
 
 def head_weights(params: Params) -> jax.Array:
@@ -192,10 +198,9 @@ def forward_rows_routed(
         x_BTD = compute_layer(layer, x_BTD, parts)
         return layout.constrain(x_BTD, "BT."), routing
 
-    # Gathered over fsdp before the lookup: a lookup in a table cut along D makes XLA copy the rows
-    # to every device.
-    embed_VD = layout.constrain(params["embed"], "V.")
-    x_BTD = layout.constrain(_embed(config, embed_VD, fold(layout, tokens_BT)), "BT.")
+    embed_VD = params["embed"]
+    x_BTD = _look_up(layout, len(embed_VD), embed_VD, fold(layout, tokens_BT))
+    x_BTD = layout.constrain(_embed(config, x_BTD), "BT.")
     x_BTD, routing = _scan_layers(config, recomputed(block, remat), x_BTD, params["layers"])
     # Rows add up here and not in the loop: one exchange between row shards instead of one a layer.
     routing = jax.tree.map(lambda sums_LBX: jnp.sum(sums_LBX, axis=1), routing)
@@ -332,7 +337,7 @@ def _chunk_states(
     length = tokens_BT.shape[1]
     tokens = share_tokens(own_share(cache.parts), length)
     positions_BT = tokens.take(cached_B[:, None] + jnp.arange(length)[None, :])
-    x_BTD = _embed(config, params["embed"], tokens.take(tokens_BT))
+    x_BTD = _embed(config, params["embed"][tokens.take(tokens_BT)])
     mix_experts = functools.partial(experts_of_shard, config, layout)
     groups = group_layers(config.paged_windows)
     platform = layout and layout.platform
