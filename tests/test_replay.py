@@ -13,6 +13,7 @@ from earl_jax.config import file as config_file
 from earl_jax.placement.facts import Observations
 from earl_jax.rollout.events import read_events
 from earl_jax.rollout.rounds import Rounds
+from earl_jax.run.build import build_run
 from earl_jax.selector import choose
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.train.learner import Learner
@@ -44,6 +45,7 @@ class Times:
 
     def __init__(self, monkeypatch, workdir):
         self.fast, self.too_large = ["eight"], ()
+        problem = build_run(make_config(GIVEN)).problem
 
         def known(own):
             step = len(steps_of(workdir))
@@ -51,8 +53,8 @@ class Times:
             train, rollout = (
                 dict(zip(each, speeds, strict=True)) for each in ((F8, F4T2), (D8, D4T2))
             )
-            table = table_of(own.problem, train, rollout, (64, 256))
-            table = too_large_for(table, own.problem, rollout=self.too_large)
+            table = table_of(problem, train, rollout, (64, 256))
+            table = too_large_for(table, problem, rollout=self.too_large)
             return table.over(own.table)
 
         monkeypatch.setattr(Observations, "known", property(known))

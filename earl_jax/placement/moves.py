@@ -214,16 +214,21 @@ class Sessions:
     def shrink_noted(
         self, session: Session, live: int, longest: int, load: Load | None, events: Events
     ) -> Session:
-        """Returns what `shrink` does, and notes a move; in a replay it moves where it did then."""
-        event, moved = events.coming("tail"), session
+        """Returns a session for the last `live` episodes that an engine has of a rollout.
+
+        They go to another mesh if that is earned back (`_tail_of`), which is noted; in a replay
+        where they did then. The next rollout begins where this one began.
+        """
+        event, plan = events.coming("tail"), None
         if not events.is_replay:
-            moved = self.shrink(session, live, longest, load)
+            plan = self._tail_of(session, live, longest, load)
         elif event is not None and event["call"] == events.num_calls:
             plan = RolloutPlan.from_list(event["plan"])
-            if (found := self.move(session, plan)) is not None:
-                moved, self._placement.tail = found, plan
-        if moved is not session and (tail := self._placement.tail) is not None:
-            events.note("tail", plan=tail.as_list(), call=events.num_calls)
+        moved = self.move(session, plan) if plan else None
+        if plan is None or moved is None:
+            return session
+        self._placement.tail = plan
+        events.note("tail", plan=plan.as_list(), call=events.num_calls)
         return moved
 
     def grow_as(self, session: Session, placement: dict[str, Any]) -> Session | None:
@@ -251,12 +256,13 @@ class Sessions:
             self._placement.log.failures.append(words)
         return moved
 
-    def shrink(self, session: Session, live: int, longest: int, load: Load | None) -> Session:
-        """Returns a session for the last `live` episodes that an engine has of a rollout.
+    def _tail_of(
+        self, session: Session, live: int, longest: int, load: Load | None
+    ) -> RolloutPlan | None:
+        """Returns the plan for the last `live` episodes of an engine; None: they stay.
 
-        The longest has `longest` tokens. They go to another mesh if rounds of so few are so much
-        faster there that the move is earned back until the longest is as long as episodes are
-        expected to become. The next rollout begins where this one began.
+        The longest has `longest` tokens. Rounds of so few are so much faster there that the move is
+        earned back until the longest is as long as episodes are expected to become.
 
         Processes with an engine each move or stay by themselves. Those that share one all move, or
         none: they know the same, and go only where they have played.
@@ -276,14 +282,9 @@ class Sessions:
             return arrival_s + (0.0 if key in played else LOADING_S)
 
         choice = self._tail(here, session.max_tokens, live, longest, load, move_s)
-        if choice is None:
-            return session
-        placement.log.choices.append(choice._replace(stage="tail"))
-        moved = self.move(session, choice.plan)
-        if moved is None:
-            return session
-        placement.tail = choice.plan
-        return moved
+        if choice is not None:
+            placement.log.choices.append(choice._replace(stage="tail"))
+        return choice and choice.plan
 
     def _tail(
         self,
