@@ -184,7 +184,8 @@ OF_SETTINGS = (
         "config.asynchrony.parts is {c.asynchrony.parts} with config.asynchrony.rule "
         "{c.asynchrony.rule!r}",
         "groups are trained on before the others of their step are finished only where it is known "
-        "which these are: set the rule to 'in_order'",
+        "which these are: set the rule to 'in_order' (config.asynchrony.refill and reuse need "
+        "'drop'), or set parts to 1",
     ),
     Rule(
         lambda c: c.plays and c.num_groups % c.asynchrony.parts,
