@@ -385,6 +385,16 @@ def test_the_number_of_devices_that_play_may_be_the_selectors():
             )
         ),
         (
+            [
+                "algorithm_args.anchor=history",
+                "algorithm=gigpo",
+                "algorithm_args.turn_weight=0",
+                "rollout.group_size=2",
+            ],
+            "algorithm_args.anchor",
+            "config.algorithm_args.turn_weight is 0",
+        ),
+        (
             ["algorithm_args.overlong_buffer=4", "algorithm=dapo", "rollout.group_size=2"],
             "algorithm_args.overlong_buffer",
             "overlong_tokens is 0",
@@ -586,8 +596,11 @@ def test_what_an_override_leaves_without_effect_takes_its_default():
     assert make_config(config.as_dict()).as_dict() == config.as_dict()
     with pytest.raises(ValueError, match="config.train.sft_updates = 4 has no effect"):
         make_config(given, ["train.sft_steps=0", "train.sft_updates=4"])
-    with pytest.raises(ValueError, match="config.train.sft_updates = 3 has no effect"):
-        make_config({"train": {"sft_updates": 3}})
+    # Not what the file left without effect itself.
+    for overrides in ([], ["num_steps=5"]):
+        with pytest.raises(ValueError, match="config.train.sft_updates = 3 has no effect"):
+            make_config({"train": {"sft_updates": 3}}, overrides)
+    assert make_config({"train": {"sft_updates": 3}}, ["train.sft_steps=1"]).train.sft_updates == 3
 
 
 def test_a_run_of_before_is_read_without_the_settings_that_are_no_more(tmp_path):

@@ -143,6 +143,12 @@ class GigpoSettings(GrpoSettings):
     turn_discount: float = 0.95
     anchor: Literal["message", "history"] = "message"
 
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Yields `(field, reason)` of each field without effect beside the others' values."""
+        yield from super().idle()
+        for field in ("turn_discount", "anchor") if not self.turn_weight else ():
+            yield field, "config.algorithm_args.turn_weight is 0"
+
     def validate(self, path: str) -> None:
         """Raises ValueError naming the field that breaks a rule."""
         super().validate(path)

@@ -216,6 +216,8 @@ def make_config(
         values = _plain(given, "", required)
     else:
         values = copy.deepcopy(dict(given))
+    # What the file itself leaves without effect is an error whatever overrides there are.
+    own = set() if is_kept or not overrides else _idle_paths(values)
     _leave_out_of_others(values, overrides)
     if model_named(overrides) and isinstance(values.get("model"), dict):
         values["model"] = {k: v for k, v in values["model"].items() if k == "compute_dtype"}
@@ -230,14 +232,29 @@ def make_config(
             raise InputError(
                 f"config.{path} is left open by this config; give it: --config.{path}=VALUE"
             )
+    config = _config_of(values)
+    if overrides or is_kept:
+        config = _without_idle(config, own | {each.partition("=")[0] for each in overrides})
+    config.validate(learns=learns)
+    return config
+
+
+def _config_of(values: Mapping[str, Any]) -> Config:
+    """Returns the Config of these values, of which only the types are checked."""
+    values = dict(values)
     if isinstance(values.get("model"), Mapping):
         values["model"] = fill_section(values["model"])
     values["algorithm_args"] = _algorithm_settings(values)
-    config = _build(Config, values, "config")
-    if overrides or is_kept:
-        config = _without_idle(config, {override.partition("=")[0] for override in overrides})
-    config.validate(learns=learns)
-    return config
+    return _build(Config, values, "config")
+
+
+def _idle_paths(values: Mapping[str, Any]) -> set[str]:
+    """Returns the settings without effect among these values; none of values that cannot be."""
+    try:
+        config = _config_of(values)
+        return {path for path, _, _ in idle_settings(config, config.defaults())}
+    except InputError:
+        return set()
 
 
 def _leave_out_of_others(values: dict[str, Any], overrides: Sequence[str]) -> None:
