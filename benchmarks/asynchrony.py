@@ -41,7 +41,7 @@ from benchmarks.runs import play
 from benchmarks.simulate import Setup
 from benchmarks.simulate import run as simulate
 from earl_jax.envs.environment import Start, StepResult
-from earl_jax.rollout.events import read_events
+from earl_jax.rollout.event_files import read_events
 from earl_jax.rollout.staleness import AsynchronyConfig
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.trace import read_trace, trace_file

@@ -38,7 +38,7 @@ from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import end_of
 from earl_jax.placement.updates import StepUpdate, Wait
 from earl_jax.rollout.end import Stopped
-from earl_jax.rollout.events import Begun
+from earl_jax.rollout.event_files import Begun
 from earl_jax.rollout.gather import gather_ends, gather_outcomes
 from earl_jax.rollout.load import expected_tokens, measure_load
 from earl_jax.rollout.open_episodes import OpenEpisode

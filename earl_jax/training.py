@@ -21,7 +21,8 @@ from earl_jax.models.checkpoints.hf_read import check_weights
 from earl_jax.placement.compile_ahead import CompileAhead, compiles_ahead
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
-from earl_jax.rollout.events import Events, events_file, read_events
+from earl_jax.rollout.event_files import events_file, read_events
+from earl_jax.rollout.events import Events
 from earl_jax.rollout.load import expected_tokens
 from earl_jax.run.build import Run
 from earl_jax.run.evaluation import Evaluator

@@ -24,7 +24,8 @@ from earl_jax.envs.text.conversation import Conversation
 from earl_jax.envs.tools.calls import Call
 from earl_jax.envs.tools.functions import describe
 from earl_jax.envs.tools.tool_use import ToolUse
-from earl_jax.rollout.events import EVENTS, Events
+from earl_jax.rollout.event_files import EVENTS
+from earl_jax.rollout.events import Events
 from earl_jax.settings.errors import InputError
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train

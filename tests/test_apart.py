@@ -16,7 +16,7 @@ from earl_jax.envs.environment import ENVIRONMENT_TIMEOUT
 from earl_jax.loop import rl_step
 from earl_jax.loop_async import AsyncPlayer
 from earl_jax.placement.moves import Sessions
-from earl_jax.rollout.events import events_file, read_events
+from earl_jax.rollout.event_files import events_file, read_events
 from earl_jax.rollout.open_groups import OpenGroups
 from earl_jax.rollout.staleness import AsynchronyConfig
 from earl_jax.run import build

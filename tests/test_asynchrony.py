@@ -24,7 +24,8 @@ from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.loop import rl_step
 from earl_jax.loop_async import AsyncPlayer
 from earl_jax.placement.moves import Sessions
-from earl_jax.rollout.events import EVENTS, Events, read_events
+from earl_jax.rollout.event_files import EVENTS, read_events
+from earl_jax.rollout.events import Events
 from earl_jax.rollout.host_rows import as_row
 from earl_jax.rollout.rounds import Rounds
 from earl_jax.run import evaluation

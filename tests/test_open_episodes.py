@@ -16,7 +16,8 @@ from earl_jax.engine.config import Sampling
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.text.conversation import Conversation
 from earl_jax.rollout.conversations import by_conversation
-from earl_jax.rollout.events import EVENTS, Events
+from earl_jax.rollout.event_files import EVENTS
+from earl_jax.rollout.events import Events
 from earl_jax.rollout.host_rows import as_row
 from earl_jax.rollout.open_episodes import (
     FOLDER,

@@ -11,7 +11,7 @@ import pytest
 
 from earl_jax.config import file as config_file
 from earl_jax.placement.facts import Observations
-from earl_jax.rollout.events import read_events
+from earl_jax.rollout.event_files import read_events
 from earl_jax.rollout.rounds import Rounds
 from earl_jax.run.build import build_run
 from earl_jax.selector import choose

@@ -12,7 +12,8 @@ import pytest
 from earl_jax.launch.cluster import Cluster
 from earl_jax.launch.presence import Presence
 from earl_jax.rollout.config import RolloutConfig
-from earl_jax.rollout.events import Events, events_file
+from earl_jax.rollout.event_files import events_file
+from earl_jax.rollout.events import Events
 from earl_jax.rollout.gather import row_order
 from earl_jax.rollout.load import grow_in_slots
 from earl_jax.rollout.results import RowOrder

@@ -17,7 +17,8 @@ from earl_jax.loop import rl_step
 from earl_jax.loop_async import AsyncPlayer
 from earl_jax.placement.moves import Sessions, move_state
 from earl_jax.placement.placement import Placement
-from earl_jax.rollout.events import Events, events_file, read_events
+from earl_jax.rollout.event_files import events_file, read_events
+from earl_jax.rollout.events import Events
 from earl_jax.rollout.open_groups import OpenGroups
 from earl_jax.run import live_service
 from earl_jax.run.build import build_run

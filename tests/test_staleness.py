@@ -14,16 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from earl_jax.rollout.events import (
+from earl_jax.rollout.event_files import (
     EVENTS,
     Begun,
-    Events,
     begun_groups,
     drop_events,
     events_file,
     read_events,
     set_events_aside,
 )
+from earl_jax.rollout.events import Events
 from earl_jax.rollout.open_groups import OpenGroups
 from earl_jax.rollout.staleness import (
     AsynchronyConfig,

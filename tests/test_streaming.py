@@ -14,7 +14,7 @@ from earl_jax.loop import rl_step
 from earl_jax.loop_async import AsyncPlayer
 from earl_jax.placement.parts import Part
 from earl_jax.placement.updates import StepUpdate
-from earl_jax.rollout.events import read_events
+from earl_jax.rollout.event_files import read_events
 from earl_jax.rollout.open_groups import OpenGroups
 from earl_jax.rollout.staleness import Group, choose_part
 from earl_jax.run.build import build_run

@@ -10,7 +10,8 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from earl_jax.rollout.events import Begun, Events
+from earl_jax.rollout.event_files import Begun
+from earl_jax.rollout.events import Events
 from earl_jax.rollout.open_episodes import OpenEpisode, open_episode
 from earl_jax.rollout.row_pool import Finished
 from earl_jax.rollout.staleness import (

@@ -27,7 +27,7 @@ from earl_jax.models.parameters import parameter_shardings
 from earl_jax.placement.moves import move_state, note_plans, restore_plans
 from earl_jax.placement.placement import Placement
 from earl_jax.rollout.actor import Actor
-from earl_jax.rollout.events import Begun
+from earl_jax.rollout.event_files import Begun
 from earl_jax.rollout.gather import furthest
 from earl_jax.rollout.load import expected_load, expected_tokens
 from earl_jax.rollout.open_groups import OpenGroups

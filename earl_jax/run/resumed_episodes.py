@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from earl_jax.rollout.events import (
+from earl_jax.rollout.event_files import (
     Begun,
     begun_groups,
     drop_events,

@@ -18,7 +18,7 @@ import numpy as np
 from earl_jax.config.config import Config
 from earl_jax.config.file import load_config_file, make_config
 from earl_jax.config.train_flags import parse_flags, replayed_config
-from earl_jax.rollout.events import EVENTS
+from earl_jax.rollout.event_files import EVENTS
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
