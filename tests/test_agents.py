@@ -4,6 +4,7 @@
 
 import asyncio
 import collections
+import dataclasses
 import functools
 import gc
 import http.client
@@ -653,6 +654,49 @@ def test_a_replay_of_agents_that_ask_at_once_plays_the_same(tmp_path):
     for number in (3, 4):
         again, same = played(number, replayed=noted)
         assert same == noted and again == first
+
+
+def test_a_replay_of_agents_that_went_on_from_a_checkpoint_plays_the_same():
+    """They are given their replies again, in whatever order they ask for them."""
+
+    def opened(todo, **given):
+        pool = EnvironmentPool(4, timeout_s=30.0)
+        made = functools.partial(Agent, agent=f"{__name__}:{gathers.__name__}")
+        settings = {"max_tokens": 256, "context_buckets": (256,), "patience_s": 0.002}
+        make = lambda task: made(**task.args)  # noqa: E731
+        service = episodes.open_service(pool, make, num_slots=16, **settings, **given)
+        service.submit(todo)
+        return service
+
+    def finished(number, **given):
+        WAITS.seed(number)
+        events, found = Events(**given), []
+        note, noted = events.note, []
+
+        def keep(event, **facts):
+            note(event, **facts)
+            noted.append({"event": event, "version": 0, **json.loads(json.dumps(facts))})
+
+        events.note = keep
+        service = opened(resumed, events=events)
+        for done in service.drain():
+            found += [each.trajectory for each in done]
+            for each in done:
+                episodes.check_row(service, each)
+                service.release(each.row)
+        return sorted(found, key=lambda each: each.episode), noted
+
+    todo = episodes.tasks(5)
+    before = opened(todo)
+    while before.stats.rollout_tokens < 25:
+        for done in before.step():
+            before.release(done.row)
+    begun = before.open_episodes()
+    assert any(len({turn.conversation for turn in each.turns}) > 1 for each in begun.values())
+    resumed = [dataclasses.replace(task, resumes=begun.get(task.episode)) for task in todo]
+    first, noted = finished(5)
+    again, same = finished(6, replayed=noted)
+    assert same == noted and again == first
 
 
 def test_an_episode_that_a_limit_ends_is_over_for_its_agent(no_collector):
