@@ -25,7 +25,7 @@ from earl_jax.envs.text.conversation import Completion, Conversation, Observatio
 from earl_jax.envs.text.stream import StopWatch
 from earl_jax.rollout.config import Limits, Stops
 from earl_jax.rollout.conversations import Side, by_conversation
-from earl_jax.rollout.open_episodes import OpenEpisode, open_episode
+from earl_jax.rollout.open_episodes import OpenEpisode
 from earl_jax.rollout.reply import Reply, Sampled
 from earl_jax.rollout.task import Task
 from earl_jax.trajectory import Trajectory, Turn
@@ -168,10 +168,10 @@ class LiveEpisode:
         """
         if message is None or not self._fits(message):
             return self.cut(unfinished_reward)
-        self._append_message(content, message)
+        self.append_message(content, message)
         return None
 
-    def _append_message(self, content: Content, message: Observation) -> None:
+    def append_message(self, content: Content, message: Observation) -> None:
         """Appends an environment's message behind the pending token.
 
         Or begins a new sample with it, which knows of no pending token.
@@ -359,59 +359,20 @@ class LiveEpisode:
         self.fresh = self.forks = self.rewinds = False
         return self.take(number)[1]
 
-    # An episode of a run that goes on.
+    # The queue.
 
-    def record(self) -> OpenEpisode | None:
-        """Returns what it has, to go on from there; None: nothing was sampled.
+    def read_all(self) -> None:
+        """Queues all of the sample that it is in, to be read by the slot as a prompt is."""
+        self.queue, self.again = _array([*self.sample, *self.reply.ids]), 0
+        self.fresh, self.forks, self.rewinds = True, False, False
 
-        A reply that is restricted to some choices is sampled again, and is none yet.
-        """
-        if self.resumes is not None:
-            return self.resumes
-        if not (self.in_turn and self.reply) or self.choices or self.allowed:
-            return open_episode(self.turns)
-        reply = dataclasses.replace(self.reply.as_turn(), conversation=self.number)
-        return open_episode(self.turns, reply)
-
-    def replay_turn(self) -> bool | None:
-        """Takes the reply that it `resumes` with behind the newest message.
-
-        None: there is none, and it goes on. False: the message is not what it was then, or does not
-        allow the reply, or the reply lacks log-probs.
-        """
-        assert self.resumes is not None, "it has turns to play again"
-        # Those of the conversation on the move; in the row these follow each other.
-        turns = [turn for turn in self.resumes.turns if turn.conversation == self.number]
-        number = sum(turn.conversation == self.number for turn in self.turns)
-        if number >= len(turns):
-            return None
-        before, newest, turn = turns[number - 1], self.turns[-1], turns[number]
-        in_turn = self.resumes.in_turn and turn is self.resumes.turns[-1]
-        is_same = before.token_ids == newest.token_ids
-        is_same &= number == 1 or before.forks == newest.forks
-        is_same &= self._allows(turn.token_ids, in_turn=in_turn)
-        if not is_same or (self.scored and not turn.model_logprobs):
-            return False
+    def take_reply(self, turn: Turn, *, in_turn: bool) -> None:
+        """Takes a reply that was sampled before, which goes on with `in_turn`."""
         self.queue = _NO_IDS
         self.reply.take_over(turn)
         self._count_until_stop(list(turn.token_ids))
         self.length += len(self.reply)
         self.in_turn = in_turn
-        return True
-
-    def _allows(self, reply: tuple[int, ...], *, in_turn: bool) -> bool:
-        """Returns whether the newest message can have had this reply; one under way was free."""
-        if in_turn:
-            return not self.choices and not self.allowed
-        if self.choices:
-            return any(choice[: len(reply)] == reply for choice in self.choices)
-        return not self.allowed or {*reply} <= {*self.allowed}
-
-    def end_replay(self) -> None:
-        """Queues all of the sample that it is in, to be read by the slot as a prompt is."""
-        self.resumes = None
-        self.queue, self.again = _array([*self.sample, *self.reply.ids]), 0
-        self.fresh, self.forks, self.rewinds = True, False, False
 
     def take(self, number: int) -> tuple[np.ndarray, int]:
         """Takes the next so many ids off the queue. Returns them, and how many of them are new."""

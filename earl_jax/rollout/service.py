@@ -33,6 +33,7 @@ from earl_jax.rollout.events import Events
 from earl_jax.rollout.host_rows import HostRows
 from earl_jax.rollout.lockstep import Lockstep
 from earl_jax.rollout.open_episodes import OpenEpisode, open_episode
+from earl_jax.rollout.resumption import record, replay_turn
 from earl_jax.rollout.rounds import OnTokens, Rounds
 from earl_jax.rollout.row_pool import Finished, RowPool
 from earl_jax.rollout.scheduler import SlotScheduler
@@ -180,7 +181,7 @@ class RolloutService:
         Those that wait with something, play, or are over and have not been handed out.
         """
         found = {task.episode: task.resumes for task in self._tasks.values()}
-        found |= {e.task.episode: e.record() for e in self._episodes()}
+        found |= {e.task.episode: record(e) for e in self._episodes()}
         ended = [done.trajectory for _, done, _ in self._ended]
         found |= {each.episode: open_episode(each.turns) for each in ended}
         return {number: each for number, each in found.items() if each is not None}
@@ -477,17 +478,15 @@ class RolloutService:
 
         Where the environment has not said the same as then, it is played from its beginning.
         """
-        ticket, is_same = episode.ticket, episode.replay_turn()
+        ticket, is_same = episode.ticket, replay_turn(episode)
         if is_same and not episode.in_turn:
             return self._send_turns([slot])
-        if episode.parent is not None:
-            return episode.end_replay()
-        task = self._tasks[ticket] = dataclasses.replace(episode.task, resumes=None)
-        if is_same is False:
-            call = self._begin(slot, ticket, task, episode.buffer_row)
-            self._calls.submit({} if call is None else {ticket: call})
-            return None
-        episode.end_replay()
-        turns = [*episode.turns, *([episode.reply.as_turn()] if episode.reply else [])]
-        self._host_rows.add(episode.buffer_row, turns)
-        return None
+        if episode.parent is None:
+            task = self._tasks[ticket] = dataclasses.replace(episode.task, resumes=None)
+            if is_same is False:
+                call = self._begin(slot, ticket, task, episode.buffer_row)
+                return self._calls.submit({} if call is None else {ticket: call})
+            turns = [*episode.turns, *([episode.reply.as_turn()] if episode.reply else [])]
+            self._host_rows.add(episode.buffer_row, turns)
+        episode.resumes = None
+        return episode.read_all()
