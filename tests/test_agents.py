@@ -959,7 +959,7 @@ def test_a_run_of_agents_is_replayed(tmp_path, agent, requests, staleness):
     """Of two that take turns in one episode, whose row comes from the host; and of some at once."""
     stops = {"rollout.stop_token_ids": (), "rollout.stop_strings": tuple("abcdefghijklmnopqrst")}
     stops["rollout.context_buckets"] = (256,)
-    stops |= {"asynchrony.max_staleness": staleness, "rollout.num_slots": 16}
+    stops |= {"asynchrony.max_staleness": staleness, "rollout.num_slots": 16, "eval.games": 4}
     env = {"env.name": "agent", "env.args.agent": f"{__name__}:{agent.__name__}"}
     env["env.timeout_s"] = 60.0
     given = {}

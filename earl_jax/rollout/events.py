@@ -146,7 +146,8 @@ class Events:
     def requests_of(self, ticket: int) -> collections.deque[str] | None:
         """Returns the names of the requests that are still to be taken in a replay of an episode.
 
-        None in a run that is no replay. Whoever takes one removes it.
+        None in a run that is no replay, and where the service's events have no names, as those of
+        an earlier version. Whoever takes one removes it.
         """
         if not self.is_replay:
             return None
@@ -157,7 +158,7 @@ class Events:
                 named = each.get("requests", {}).items()
                 for key, name in named if each["event"] in ("answers", "asked") else ():
                     self._requests[ticket_of(int(key))].append(name)
-        return self._requests[ticket]
+        return self._requests[ticket] if self._requests else None
 
     def record_calls(self, calls: Answers) -> Answers:
         """Returns the calls, with answers that are noted, or come as they did."""
