@@ -152,6 +152,12 @@ def test_evaluate_takes_settings_of_episodes_alone(tmp_path, override):
         evaluate_command([f"--workdir={tmp_path}", "--config.env.args.opponent=mcts"])
 
 
+def test_a_checkpoint_of_transformers_is_no_workdir(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "hidden_size": 64}')
+    with pytest.raises(InputError, match="it is a checkpoint of transformers; serve it with --mod"):
+        evaluate_command([f"--workdir={tmp_path}"])
+
+
 @pytest.mark.parametrize("flag", ["workdir", "replay"])
 def test_a_folder_may_be_given_by_dots(tmp_path, monkeypatch, flag):
     """A run puts folders beside it by its name."""

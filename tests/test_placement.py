@@ -198,7 +198,7 @@ def test_budget_too_small_changes_nothing_and_the_one_it_names_is_enough(world, 
         except BudgetTooSmall as error:
             assert placement.as_dict() == before
             words = (
-                f"budget_bytes_per_device is {budget}, .* smallest budget that would do is (\\d+)"
+                f"budget_bytes_per_device is {budget} .* smallest budget that would do is (\\d+)"
             )
             return int(re.search(words, str(error))[1])
 

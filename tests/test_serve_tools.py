@@ -13,7 +13,7 @@ from earl_jax.envs.text.tokenizer import load_tokenizer
 from earl_jax.envs.tools.calls import call_opening
 from earl_jax.serving.http_answers import ChatForm, Choice
 from earl_jax.serving.http_api import _collect, _stream
-from earl_jax.serving.reply import Reply, Token
+from earl_jax.serving.reply import Piece, Reply, Token
 from earl_jax.serving.requests import RequestOptions
 from tests.support.served import MODEL
 
@@ -138,3 +138,13 @@ def test_a_demanded_call_is_begun_as_the_template_writes_it(template, behind):
     message = ChatForm(codec.decode, tools=TOOLS, opening=opening).whole(choice)["message"]
     assert called(message["tool_calls"]) == [ADDED] and message["content"] is None
     assert call_opening("no tools", "add") == ""
+
+
+def test_what_a_demanded_call_began_is_part_of_a_text_that_is_none():
+    opening = call_opening("<tool_call>", "")
+    form = ChatForm(reply_of("15")[1].decode, tools=TOOLS, opening=opening)
+    piece = Piece("15", None)
+    message = form.whole(Choice(0, [piece], "stop"))["message"]
+    delta = form.part(Choice(0, [piece], "stop"))["delta"]
+    assert message == {"role": "assistant", "content": "<tool_call>\n15"}
+    assert delta == {"content": "<tool_call>\n15"}

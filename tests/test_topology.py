@@ -31,6 +31,10 @@ def test_a_name_gives_chip_and_grid(name, chip, grid, num_devices):
     assert str(topology) == name
 
 
+def test_a_chip_may_be_written_in_capitals():
+    assert str(make_topology("H100:1x8")) == "h100:1x8"
+
+
 @pytest.mark.parametrize(
     ("name", "number", "part"),
     [

@@ -159,6 +159,11 @@ def read_workdir_config(
         raise InputError(f"{path} cannot be read: {error}") from error
     if not isinstance(given, dict):
         raise InputError(f"{path} is damaged: it is {given!r:.60}, and no object of settings")
+    if "model_type" in given:
+        raise InputError(
+            f"--workdir={workdir} holds no run: it is a checkpoint of transformers; serve it with "
+            "--model, or train from it with config.model.path, whose eval@0 is of the checkpoint"
+        )
     return make_config(without_former(given), overrides, learns=learns, is_kept=True)
 
 

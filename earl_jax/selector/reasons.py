@@ -109,10 +109,10 @@ def too_small(
     least = min(possible, key=lambda candidate: candidate.num_bytes)
     budget, need = candidates.problem.budget_bytes or 0, least.num_bytes + resident
     return BudgetTooSmall(
-        f"config.selector.budget_bytes_per_device is {budget}, and no mesh for {what} fits it at a "
-        f"context of {tokens} tokens; the smallest budget that would do is "
-        f"{'' if least.is_exact else 'about '}{need} (mesh {least.plan.mesh}), "
-        f"{bytes_text(need - budget)} more. Raise the budget, use {advice}"
+        f"config.selector.budget_bytes_per_device is {budget} ({bytes_text(budget)}), and no mesh "
+        f"for {what} fits it at a context of {tokens} tokens; the smallest budget that would do is "
+        f"{'' if least.is_exact else 'about '}{need} ({bytes_text(need)}, mesh {least.plan.mesh}). "
+        f"Raise the budget, use {advice}"
     )
 
 

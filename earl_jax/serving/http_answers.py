@@ -117,7 +117,8 @@ class ChatForm:
         if self._tools:
             stream = self._begun()
             text, calls = stream.push(choice.text)
-            text += stream.flush()
+            # With the opening, where what was begun is no call.
+            message["content"] = text = text + stream.flush()
             if calls:
                 message["content"] = text if text.strip() else None
                 message["tool_calls"] = [

@@ -227,17 +227,17 @@ def make_topology(name: str) -> Topology:
     Raises:
         ValueError: an unknown chip, or a grid that cannot be read.
     """
-    chip = CHIPS.get(name.partition(":")[0])
+    chip = CHIPS.get(name.partition(":")[0].lower())
     if chip is None:
         examples = ", ".join(repr(known.example) for known in CHIPS.values())
         raise InputError(f"topology {name!r} is not known; those known are like {examples}")
     sizes = name.partition(":")[2].split("x")
     right = all(size.isascii() and size.isdigit() and int(size) > 0 for size in sizes)
     if len(sizes) != chip.axes or not right:
+        what = " (hosts x GPUs of a host)" if chip.platform == "gpu" else ""
         raise InputError(
-            f"topology {name!r}: a {chip.name} has {chip.axes} sizes behind the colon, of at least "
-            f"1, as in {chip.example!r}"
-            + (" (hosts x GPUs of a host)" if chip.platform == "gpu" else "")
+            f"topology {name!r}: {chip.name} has {chip.axes} sizes behind the colon, of at least "
+            f"1, as in {chip.example!r}{what}"
         )
     return Topology(chip=chip, grid=tuple(int(size) for size in sizes))
 
