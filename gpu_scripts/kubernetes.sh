@@ -19,6 +19,7 @@ for argument in "$@"; do
   esac
 done
 [[ " ${arguments[*]-} " == *" --config="* && " ${arguments[*]} " == *" --workdir="* ]] || usage
+[[ " ${arguments[*]} " == *" --workdir=/shared/"* ]] || { echo "--workdir must be below /shared: a pod's own disk goes with it" >&2; exit 2; }
 
 # Each argument as a JSON string; $ is Kubernetes' own there, and doubled.
 quoted=''

@@ -23,8 +23,8 @@ done
 
 python=${PYTHON:-.venv/bin/python}
 IFS=, read -ra all <<<"${hosts:-localhost}"
-# What the user set for JAX, XLA and NCCL holds on every host.
-mapfile -t names < <(compgen -e | grep -E '^(GPU|(JAX|XLA|NCCL|CUDA)_.*)$')
+# What the user set for Python, JAX, XLA and NCCL holds on every host.
+mapfile -t names < <(compgen -e | grep -E '^(GPU|PYTHONPATH|(JAX|XLA|NCCL|CUDA)_.*)$')
 given=''
 for name in "${names[@]}"; do given+="$name=$(printf %q "${!name}") "; done
 

@@ -511,7 +511,7 @@ def test_pods_of_a_manifest_know_who_they_are(machine):
 
 
 def test_manifest_has_the_training_commands_own_flags_and_refuses_others(machine):
-    line = ["gpu_scripts/kubernetes.sh", "--dry-run", *GPU_POD, CONFIG, "--workdir=/w"]
+    line = ["gpu_scripts/kubernetes.sh", "--dry-run", *GPU_POD, CONFIG, "--workdir=/shared/w"]
     done = machine.run(*line, "--init_from=/shared/other")
     assert done.returncode == 0, done.stderr
     assert '"--init_from=/shared/other"]' in done.stdout
@@ -526,6 +526,27 @@ def test_check_on_tpus_is_made_once(machine):
     line = ["tpu_scripts/run.sh", *TPU, CONFIG, "--workdir=/w", "--check"]
     done = machine.run(*line, STATUSES="1,0")
     assert done.returncode == 1 and (machine.home / "starts").read_text() == "1"
+
+
+def test_tpus_are_not_requested_for_a_config_that_they_would_not_get(machine):
+    done = machine.run("tpu_scripts/run.sh", *TPU, "--config=configs/mine.py", "--workdir=/w")
+    assert done.returncode == 2 and machine.records() == []
+    assert done.stderr.startswith("--config=configs/mine.py is not in the current commit")
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--topology=16", "--topology=16 --chips=4: give a slice's chips, such as 4x4"),
+        ("--chips=3", "--chips=3: give"),
+        ("--workdir=runs/w", "--workdir must be below /shared"),
+    ],
+)
+def test_mistakes_of_a_slice_are_named(flag, words, machine):
+    line = ["tpu_scripts/gke.sh", *TPU_POD, CONFIG, "--workdir=/shared/w"]
+    line = [each for each in line if each.split("=")[0] != flag.split("=")[0]]
+    done = machine.run(*line, flag)
+    assert done.returncode == 2 and words in done.stderr and machine.records() == []
 
 
 def test_missing_value_of_a_manifest_is_a_mistake(machine):

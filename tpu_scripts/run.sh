@@ -13,6 +13,11 @@ source "$(dirname "$0")/workers.sh"
 read_flags "name zone type" "$@"
 [[ " ${arguments[*]-} " == *" --config="* && " ${arguments[*]} " == *" --workdir="* ]] || usage
 here=$(dirname "$0")
+for argument in "${arguments[@]}"; do
+  file=${argument#--config=}
+  [[ $argument != --config=* || $file == /* ]] || git -C "$here/.." cat-file -e "HEAD:$file" 2>/dev/null ||
+    { echo "--config=$file is not in the current commit, which the workers get: commit it" >&2; exit 2; }
+done
 
 # With mode=on JAX asks the TPU VMs' metadata who is who. What is left of an earlier start, which
 # ends when its connection has, keeps the lock, and the chips.
