@@ -114,7 +114,7 @@ def read_generation_settings(folder: Path) -> GenerationSettings:
     if not path.exists():
         return GenerationSettings(path=path)
     try:
-        settings = json.loads(path.read_text())
+        settings = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
     if not isinstance(settings, dict):

@@ -79,7 +79,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """
     path = folder / "config.json"
     try:
-        settings = json.loads(path.read_text())
+        settings = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
     if not isinstance(settings, dict):

@@ -43,7 +43,7 @@ class CheckpointTensors:
         index = folder / INDEX
         if index.is_file():
             try:
-                names = json.loads(index.read_text())["weight_map"]
+                names = json.loads(index.read_bytes())["weight_map"]
                 self.files = {name: folder / file for name, file in names.items()}
             except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
                 raise InputError(f"{index} is damaged: {error!r}") from error

@@ -43,7 +43,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     """
     tokenizer.save_pretrained(str(folder))
     path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text())
+    settings = json.loads(path.read_bytes())
     # Of the folder that it was read from, whose code is not here.
     settings.pop("auto_map", None)
     path.write_text(_as_json(settings))

@@ -134,7 +134,7 @@ def _texts(
         kept["model_type"] = source.family.model_type
         path = source.folder / "generation_config.json"
         if path.is_file():
-            return kept | {"dtype": dtype}, json.loads(path.read_text())
+            return kept | {"dtype": dtype}, json.loads(path.read_bytes())
         tokens = {key: kept[key] for key in _TOKEN_KEYS if kept.get(key) is not None}
         return kept | {"dtype": dtype}, tokens
     # A token that the tokenizer lacks must be written as null: `transformers` has defaults.
