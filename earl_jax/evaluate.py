@@ -120,6 +120,10 @@ def _parse(arguments: Sequence[str]) -> "tuple[argparse.Namespace, Config]":
             )
         if other := _OF_TRAINING.get(name):
             raise InputError(f"--config.{override} is of training; give --config.{other} instead")
+    rows = [each.partition("=")[2] for each in overrides if each.startswith("tasks.eval_path=")]
+    if rows and not read_workdir_config(flags.workdir, learns=False).tasks.path:
+        # A dataset needs rows of training, which a run of conversations or of seeds has not.
+        overrides = [*overrides, f"tasks.path={rows[-1]}"]
     config = read_workdir_config(flags.workdir, overrides, learns=False)
     if flags.games is None:
         flags.games = config.eval.final_games

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import earl_jax
-from earl_jax import bench, main, plan
+from earl_jax import bench, evaluate, main, plan
 from earl_jax.config.config import Config
 from earl_jax.config.file import given_config, make_config
 from earl_jax.config.keys import algorithm_sections, all_keys, sections_of
@@ -174,6 +174,16 @@ def test_a_folder_may_be_given_by_dots(tmp_path, monkeypatch, flag):
 def test_evaluate_names_the_settings_that_evaluations_have(tmp_path, override, instead):
     with pytest.raises(InputError, match=f"is of training; give --config.{instead} instead"):
         evaluate_command([f"--workdir={tmp_path}", f"--config.{override}"])
+
+
+def test_a_run_without_a_dataset_is_evaluated_on_the_rows_of_eval_path_alone(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
+    flags = [f"--workdir={tmp_path}", "--config.env.name=single_turn"]
+    flags += [f"--config.tasks.eval_path={tmp_path / 'rows.jsonl'}"]
+    flags += ["--config.tasks.reward=earl_jax.envs.math_answer:correct"]
+    _, config = evaluate._parse(flags)
+    assert config.tasks.source == "dataset" and config.tasks.path == config.tasks.eval_path
 
 
 def test_the_console_finds_modules_in_the_current_folder(tmp_path):
