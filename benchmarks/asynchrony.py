@@ -363,13 +363,22 @@ def times_of(
         first = [step for step in steps if rounds[step].first and step in parts]
         alone = sum(rounds[step].first for step in first)
         alone_s = sum(parts[step].first_s for step in first)
-    overlap_s = sum(row["stage_s"].get("overlap", 0.0) for row in rows)
+    overlaps_s = {row["step"]: row["stage_s"].get("overlap", 0.0) for row in rows}
+    overlap_s = sum(overlaps_s.values())
+    if beside and num_processes > 1:
+        # Each has a core, and the stage has meetings beside its rounds.
+        alone_s = alone * overlap_s / beside
     # Where every step found its groups finished, no round was played alone.
     round_s = alone_s / alone if alone else overlap_s / beside
     usual = ordinary(rows)
     in_parts = [parts[row["step"]] for row in usual if row["step"] in parts]
     # A step whose groups came in parts has no speed of training.
-    whole = [row["stage_s"]["train"] for row in usual if row.get("train_tokens_per_s") is not None]
+    # Of two processes one plays from when rows were sent until it hears of the update's end.
+    whole = [
+        max(row["stage_s"]["train"], overlaps_s[row["step"]] if num_processes > 1 else 0.0)
+        for row in usual
+        if row.get("train_tokens_per_s") is not None
+    ]
     update_s, parts_s, hand_s = statistics.mean(whole or [0.0]), 0.0, 0.0
     if in_parts:
         parts_s, hand_s, rest_s = (
