@@ -143,7 +143,7 @@ def two_rounds(monkeypatch):
     monkeypatch.setattr(OpenGroups, "play_beside", play_two_rounds)
 
 
-def short(*_):
+def short(*_, **named):
     raise BudgetTooSmall("live episodes need more pages")
 
 
@@ -159,11 +159,11 @@ def check_moves() -> list[int]:
     world = build_run(make_config({**SETTINGS, "asynchrony": asynchrony}))
     live, order, move = [], [], Sessions.move
 
-    def watched(self, session):
+    def watched(self, session, *given, **named):
         slots = range(session.engine.config.num_slots)
         live.append(sum(map(session.pages.num_held, slots)))
         order.append("episodes")
-        return move(self, session)
+        return move(self, session, *given, **named)
 
     def moved(*arguments, **settings):
         order.append("trainer")

@@ -215,8 +215,8 @@ def that_are_short(run: Run) -> dict[str, Any]:
 
     for name in ("move", "round"):
         placement = placed(run, D4, D2T2, D4)
-        moves = name == "move" or is_short
-        placement.is_compiled = lambda key, moves=moves: moves
+        is_there = name == "move" or is_short
+        placement.is_compiled = lambda key, is_there=is_there: is_there
         with pytest.MonkeyPatch.context() as patch:
             if name == "move" and is_short:
                 patch.setattr(moves, "relocate", short)

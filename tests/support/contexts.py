@@ -210,7 +210,7 @@ def _mixed_scores(model: ModelConfig):
             chosen = versions_BT.reshape(versions_BT.shape + (1,) * (values[0].ndim - 2))
             return sum(jnp.where(chosen == v, each, 0.0) for v, each in enumerate(values))
 
-        x_BTD = pick([_embed(model, each["embed"], ids_BT) for each in params])
+        x_BTD = pick([_embed(model, each["embed"][ids_BT]) for each in params])
         for index in range(model.num_layers):
             take = functools.partial(jax.tree.map, operator.itemgetter(index))
             layers = [take(each["layers"]) for each in params]

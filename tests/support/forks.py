@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,10 @@ def _begin(
     faulthandler.enable()
     try:
         function(*arguments)
+    except Exception:
+        # The functions below may end the process before the interpreter says it.
+        traceback.print_exc()
+        raise
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
