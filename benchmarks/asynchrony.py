@@ -7,13 +7,11 @@
 Two CPU devices of a core each: one plays and one trains, or both do both in turn. Episodes have 1
 to 24 turns of a log-normal number (median 3, sigma 1.0), so that the longest of a batch is many
 times the mean; the policy is not trained to end its turns, a stop string does. Each run is a
-process of its own, with the same tasks. The first steps do not count, which compile or load
-programs. A line's tokens/s are those trained on in the steps that count, by the seconds from the
-first to the last of them, without those that programs took which were compiled or loaded there
-(`compile_excess_s`): which shapes come up, and when, depends on time in an asynchronous run. Beside
-them is what the simulation says (simulate.py), with the rounds that each episode of the run took,
-and the times of its rounds and updates. Runs in parts write a trace (config.log.trace), which has
-when their gradients were computed.
+process of its own, with the same tasks. A line's tokens/s are those trained on in the steps that
+count: the most in a row in which no program was compiled or loaded (`counted_steps`). Beside them
+is what the simulation says (simulate.py), with the rounds that each episode of the run took, and
+the times of its rounds and updates. Runs in parts write a trace (config.log.trace), which has when
+their gradients were computed.
 
 With --repeats all lines run in turn so many times, and each shows its run of median tokens/s: the
 speed of a busy machine changes by the minute.
@@ -38,7 +36,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.pages import parser_of, show, table
 from benchmarks.runs import play
-from benchmarks.simulate import Setup
+from benchmarks.simulate import COLUMNS, SATURATION, Setup, Times, timed
 from benchmarks.simulate import run as simulate
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.rollout.event_files import read_events
@@ -47,10 +45,8 @@ from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.trace import read_trace, trace_file
 
 PAGE = Path(__file__).with_suffix(".md")
-STEPS = 40
+STEPS = 64
 MOST_TURNS = 24
-# Steps at the start whose programs are compiled, or loaded.
-WARM_UP = 6
 # Metrics of a step: tokens that the policy sampled, and those of it that were trained on.
 SAMPLED_AND_TRAINED = ("rollout_tokens", "policy_tokens")
 # Seconds of compilation from which on a step's times are not its own.
@@ -117,7 +113,7 @@ PINNED: dict[str, dict[str, Any]] = {
 FEW_SLOTS = {"episodes_per_step": 64, "group_size": 4}
 LONGEST = {**FEW_SLOTS, "order": "longest"}
 LADDER: dict[str, dict[str, Any]] = {
-    name: {"apart": True, "processes": 2, "num_steps": 24, **line}
+    name: {"apart": True, "processes": 2, **line}
     for name, line in {
         "synchronous": {"rollout": FEW_SLOTS},
         "longest first": {"rollout": LONGEST},
@@ -151,7 +147,7 @@ class LongTailed:
 
 def settings_of(line: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings of a line's run."""
-    settings = {**SETTINGS, "num_steps": line.get("num_steps", STEPS), "rollout": rollout_of(line)}
+    settings = {**SETTINGS, "num_steps": STEPS, "rollout": rollout_of(line)}
     settings["selector"] = {"table": "model", **(APART if "apart" in line else SHARED)}
     if "apart" in line:
         number = line.get("processes", 1)
@@ -175,20 +171,20 @@ def measure(name: str, given: dict[str, Any], folder: Path) -> dict[str, Any]:
     environment = {"PJRT_NPROC": str(THREADS)} if "apart" in given and num_processes == 1 else None
     settings, pinned = settings_of(given), num_processes > 1
     metrics = play(settings, workdir, num_processes, pinned=pinned, environment=environment)
-    counted = metrics[WARM_UP:]
-    compiled_s = compile_excess_s(counted[1:])
-    seconds = counted[-1]["time_s"] - counted[0]["time_s"] - compiled_s
-    tokens = sum(row["train_tokens"] for row in counted[1:])
+    first, *counted = counted_steps(metrics, given.get("staleness", 0))
+    seconds = counted[-1]["time_s"] - first["time_s"]
+    tokens = sum(row["train_tokens"] for row in counted)
     sampled, trained = (sum(row[name] for row in metrics) for name in SAMPLED_AND_TRAINED)
     rows = sum(row["decode_rows"] for row in counted)
-    lags: dict[int, int] = {}
+    episodes, lags = read_episodes(workdir), dict[int, int]()
     for row in counted:
         for lag, number in enumerate(row["staleness_tokens"]):
             lags[lag] = lags.get(lag, 0) + number
     return {
         "": name,
         "tokens/s": tokens / seconds,
-        "s a step": seconds / (len(counted) - 1),
+        "steps": len(counted),
+        "s a step": seconds / len(counted),
         "tokens an episode": statistics.mean(row["context_tokens_mean"] for row in counted),
         "longest": max(row["context_tokens_max"] for row in counted),
         "trained of sampled": trained / sampled,
@@ -196,33 +192,33 @@ def measure(name: str, given: dict[str, Any], folder: Path) -> dict[str, Any]:
         "most": max(row["version_lag_max"] for row in counted),
         "busy rows": 1 - sum(row["idle_rows"] for row in counted) / rows,
         "read again": sum(row.get("recomputed_tokens", 0) for row in counted) / len(counted),
-        "compiling s": compiled_s,
         **beside_simulation(
             given,
-            counted[1:],
+            counted,
             read_rounds(workdir),
-            read_episodes(workdir),
+            episodes,
             seconds,
             read_parts(workdir, num_processes - 1) if "parts" in given else {},
+            read_part_tokens(workdir, episodes, rollout_of(given)["group_size"]),
         ),
     }
 
 
-def compile_excess_s(rows: list[dict[str, Any]]) -> float:
-    """Returns the seconds that steps with compiled or loaded programs took because of them.
+def counted_steps(
+    metrics: Sequence[Mapping[str, Any]], staleness: int
+) -> Sequence[Mapping[str, Any]]:
+    """Returns the most steps in a row in which no program was compiled or loaded.
 
-    These are what the stages of the trainer took beyond their medians, because tracing counts too.
-    Nothing is played meanwhile. Other stages have their programs behind the first steps.
+    The first `staleness` of them are left out, some of whose episodes were played while one was
+    compiled, and the last of the run, in which there is less to play.
     """
-    stages, others = ("dispatch", "train"), ordinary(rows)
-    usual = {name: statistics.median(row["stage_s"][name] for row in others) for name in stages}
-    compiled = [row for row in rows if row not in others]
-    return sum(max(0.0, row["stage_s"][name] - usual[name]) for row in compiled for name in stages)
+    calm = itertools.groupby(metrics[: len(metrics) - staleness], key=is_calm)
+    return max((list(rows) for calm, rows in calm if calm), key=len)[staleness:]
 
 
-def ordinary(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Returns the steps in which no program was compiled or loaded."""
-    return [row for row in rows if row.get("compile_s", 0.0) <= COMPILED_S]
+def is_calm(row: Mapping[str, Any]) -> bool:
+    """Returns whether no program was compiled or loaded in a step."""
+    return row.get("compile_s", 0.0) <= COMPILED_S
 
 
 class Rounds(NamedTuple):
@@ -253,14 +249,13 @@ def read_rounds(workdir: Path) -> dict[int, Rounds]:
 class PartTimes(NamedTuple):
     """Seconds of a step whose groups come in parts, as the one before it.
 
-    Its rounds until the first part was there. All parts, each from when it was there and the
-    gradients before it were, until its own are. The time between the rounds before a part was there
-    and those after it. All else: the update behind the gradients, and what comes before the next
-    rounds.
+    Its rounds until the first part was there. Each part, from when it was there and the gradients
+    before it were, until its own are. The time between the rounds before a part was there and those
+    after it. All else: the update behind the gradients, and what comes before the next rounds.
     """
 
     first_s: float
-    parts_s: float
+    parts_s: tuple[float, ...]
     hand_s: float
     rest_s: float
 
@@ -282,7 +277,7 @@ def read_parts(workdir: Path, trainer: int) -> dict[int, PartTimes]:
         hands = [after[0] - before[1] for before, after in itertools.pairwise(rollouts)]
         found[step] = PartTimes(
             first_s=rollouts[0][1] - rollouts[0][0],
-            parts_s=sum(
+            parts_s=tuple(
                 end - max(there, before)
                 for (_, end), (_, there), before in zip(
                     spans["gradients"], spans["rollout"], ends, strict=False
@@ -306,6 +301,19 @@ def spans_of_steps(
     return found
 
 
+def read_part_tokens(
+    workdir: Path, episodes: Sequence[tuple[int, int]], group_size: int
+) -> dict[int, list[int]]:
+    """Returns the tokens of the groups that each step took at a time, by its events."""
+    found: dict[int, list[int]] = {}
+    for event in read_events(workdir):
+        if event["event"] == "take":
+            taken = [g * group_size + i for g in event["groups"] for i in range(group_size)]
+            tokens = sum(episodes[episode][1] for episode in taken)
+            found.setdefault(event["version"] + 1, []).append(tokens)
+    return found
+
+
 def read_episodes(workdir: Path) -> list[tuple[int, int]]:
     """Returns the rounds that each episode of a run took where it never waited, and its tokens.
 
@@ -321,36 +329,20 @@ def read_episodes(workdir: Path) -> list[tuple[int, int]]:
     return [found[episode] for episode in range(len(found))]
 
 
-class Times(NamedTuple):
-    """Means of the steps that count: rounds of a step, and seconds.
-
-    A round alone, one beside gradients or an update, an update of a step that was there as a whole,
-    and all else of a step. All parts of other steps, and `hand_s`, for which nothing is played at
-    each of them.
-    """
-
-    rounds: float
-    round_s: float
-    beside_s: float
-    update_s: float
-    rest_s: float
-    hand_s: float = 0.0
-    parts_s: float = 0.0
-
-
 def times_of(
     rows: Sequence[Mapping[str, Any]],
     rounds: Mapping[int, Rounds],
     seconds: float,
     rollout: Mapping[str, Any],
     parts: Mapping[int, PartTimes],
+    part_tokens: Mapping[int, Sequence[int]],
     num_processes: int,
-) -> Times:
-    """Returns the times of the steps whose metrics are `rows`, which took `seconds`.
+) -> tuple[Times, float]:
+    """Returns the times and the rounds of the steps with the metrics `rows`, which took `seconds`.
 
-    `rounds` are those of their events, `rollout` is config.rollout, and `parts` are those of a run
-    in parts. Where no round is beside an update, nothing is read again, and each round has `burst`
-    decode steps of all slots, because the host finds the stop strings.
+    `rounds` are those of their events, `rollout` is config.rollout, and `parts` and `part_tokens`
+    are those of a run in parts. Where no round is beside an update, nothing is read again, and each
+    round has `burst` decode steps of all slots, because the host finds the stop strings.
     """
     steps = [row["step"] for row in rows]
     waited, beside = (sum(rounds[step][i] for step in steps if rounds) for i in (1, 2))
@@ -358,11 +350,16 @@ def times_of(
         decoded = rollout["num_slots"] * rollout["burst"]
         waited = sum(row["decode_rows"] for row in rows) / decoded
     alone, alone_s = waited, sum(row["stage_s"]["rollout"] for row in rows)
+    busy = 1 - sum(row["idle_rows"] for row in rows) / sum(row["decode_rows"] for row in rows)
+    live = rollout["num_slots"] * busy
     if parts and num_processes > 1:
         # Rounds behind the first part are beside gradients.
         first = [step for step in steps if rounds[step].first and step in parts]
         alone = sum(rounds[step].first for step in first)
         alone_s = sum(parts[step].first_s for step in first)
+        if not beside:
+            # All slots are at work until then.
+            live = rollout["num_slots"]
     overlaps_s = {row["step"]: row["stage_s"].get("overlap", 0.0) for row in rows}
     overlap_s = sum(overlaps_s.values())
     if beside and num_processes > 1:
@@ -370,32 +367,49 @@ def times_of(
         alone_s = alone * overlap_s / beside
     # Where every step found its groups finished, no round was played alone.
     round_s = alone_s / alone if alone else overlap_s / beside
-    usual = ordinary(rows)
-    in_parts = [parts[row["step"]] for row in usual if row["step"] in parts]
+    in_parts = [parts[step] for step in steps if step in parts]
     # A step whose groups came in parts has no speed of training.
     # Of two processes one plays from when rows were sent until it hears of the update's end.
     whole = [
         max(row["stage_s"]["train"], overlaps_s[row["step"]] if num_processes > 1 else 0.0)
-        for row in usual
+        for row in rows
         if row.get("train_tokens_per_s") is not None
     ]
-    update_s, parts_s, hand_s = statistics.mean(whole or [0.0]), 0.0, 0.0
+    update_s, parts_s, fixed_s, hand_s = statistics.mean(whole or [0.0]), 0.0, 0.0, 0.0
     if in_parts:
-        parts_s, hand_s, rest_s = (
+        hand_s, rest_s = (
             statistics.mean(getattr(each, name) for each in in_parts)
-            for name in ("parts_s", "hand_s", "rest_s")
+            for name in ("hand_s", "rest_s")
         )
+        parts_s = statistics.mean(sum(each.parts_s) for each in in_parts)
+        costs = [
+            each
+            for step in steps
+            if step in parts
+            for each in zip(part_tokens[step], parts[step].parts_s, strict=True)
+        ]
+        fixed_s = min(parts_s, fixed_cost(costs) * len(costs) / len(in_parts))
     else:
         rest_s = max(0.0, (seconds - alone_s) / len(rows) - update_s)
-    return Times(
-        rounds=(waited + beside) / len(rows),
+    times = Times(
         round_s=round_s,
+        live=live,
         beside_s=overlap_s / beside if beside else round_s,
         update_s=update_s,
         rest_s=rest_s,
-        hand_s=hand_s,
         parts_s=parts_s,
+        fixed_s=fixed_s,
+        hand_s=hand_s,
     )
+    return times, (waited + beside) / len(rows)
+
+
+def fixed_cost(costs: Sequence[tuple[float, float]]) -> float:
+    """Returns what each takes however large it is, of sizes and seconds by least squares."""
+    sizes, seconds = zip(*costs, strict=True)
+    if len(set(sizes)) == 1:
+        return 0.0
+    return max(0.0, statistics.linear_regression(sizes, seconds).intercept)
 
 
 def beside_simulation(
@@ -405,29 +419,24 @@ def beside_simulation(
     episodes: Sequence[tuple[int, int]],
     seconds: float,
     parts: Mapping[int, PartTimes],
+    part_tokens: Mapping[int, Sequence[int]],
 ) -> dict[str, Any]:
     """Returns the times of a step, and what a simulation says of its rounds and of the tokens/s.
 
     None for lines that the simulation does not have. `rows` are the metrics of the steps that
     count, which took `seconds`; `rounds` and `episodes` are those of `read_rounds` and
-    `read_episodes`, and `parts` those of `read_parts`, of a line in parts.
+    `read_episodes`, and `parts` and `part_tokens` those of `read_parts` and `read_part_tokens`, of
+    a line in parts.
     """
-    names = (
-        "s a round",
-        "s an update",
-        "s of parts",
-        "s of the rest",
-        "rounds a step",
-        "simulated",
-    )
-    names += ("tokens/s, simulated",)
+    names = (*COLUMNS.values(), "rounds a step", "simulated", "tokens/s, simulated")
     if "apart" not in line:
         return dict.fromkeys(names)
-    rollout = rollout_of(line)
-    times = times_of(rows, rounds, seconds, rollout, parts, line.get("processes", 1))
+    rollout, num_parts = rollout_of(line), line.get("parts", 1)
+    num_processes, keeps = line.get("processes", 1), line.get("kv") in ("keep", "finish")
+    times, num_rounds = times_of(rows, rounds, seconds, rollout, parts, part_tokens, num_processes)
+    # What an episode plays in a round counts as a token.
     tokens_a_round = sum(tokens for _, tokens in episodes) / sum(number for number, _ in episodes)
-    tokens_a_step = statistics.mean(row["train_tokens"] for row in rows)
-    # In units of a round alone; what an episode plays in a round counts as one token.
+    tokens_a_step = statistics.mean(row["train_tokens"] for row in rows) / tokens_a_round
     setup = Setup(
         devices=2,
         devices_per_instance=1,
@@ -435,37 +444,24 @@ def beside_simulation(
         groups=rollout["episodes_per_step"] // rollout["group_size"],
         group_size=rollout["group_size"],
         lengths=tuple(number for number, _ in episodes),
-        saturation=math.inf,
+        saturation=SATURATION,
         burst=1,
-        read=0.0
-        if line.get("kv") in ("keep", "finish")
-        else rollout["chunk_size"] / tokens_a_round,
-        publish=times.rest_s / times.round_s,
-        beside=times.beside_s / times.round_s,
-        part=times.parts_s / times.round_s / line.get("parts", 1),
-        hand=times.hand_s / times.round_s,
-        queued=line.get("processes", 1) > 1,
-        num_steps=rows[-1]["step"],
+        read=0.0 if keeps else rollout["chunk_size"] / tokens_a_round,
+        queued=num_processes > 1,
+        num_steps=len(episodes) // rollout["episodes_per_step"],
     )
     settings = AsynchronyConfig(
         max_staleness=line.get("staleness", 0),
         rule=line.get("rule", "in_order"),
         kv=line.get("kv", "recompute"),
-        parts=line.get("parts", 1),
+        parts=num_parts,
     )
-    # Small parts take about as long as each other, however many tokens they have.
-    train_s = times.update_s / times.round_s / tokens_a_step * tokens_a_round
-    found = simulate(setup, settings, rollout.get("order", "fifo"), train_s, warm_up=WARM_UP + 1)
-    values = (
-        times.beside_s if "staleness" in line else times.round_s,
-        times.update_s,
-        times.parts_s,
-        times.rest_s,
-        times.rounds,
-        found["rounds"],
-        found["speed"] * tokens_a_round / times.round_s,
-    )
-    return dict(zip(names, values, strict=True))
+    setup, unit_s, train_s = timed(setup, times, tokens_a_step, num_parts)
+    first, last = rows[0]["step"] - 1, rows[-1]["step"]
+    order, behind = rollout.get("order", "fifo"), setup.num_steps - last
+    found = simulate(setup, settings, order, train_s, warm_up=first, cool_down=behind)
+    speed = found["speed"] * tokens_a_round / unit_s
+    return dict(zip(names, (*times, num_rounds, found["rounds"], speed), strict=True))
 
 
 def main() -> None:

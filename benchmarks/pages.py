@@ -6,6 +6,7 @@ import argparse
 import importlib.metadata
 import os
 import platform
+import re
 import statistics
 import subprocess
 import time
@@ -70,6 +71,15 @@ def replace_table(page: Path, text: str, name: str = "table") -> None:
     if not (begin and end):
         raise ValueError(f"{page} has no lines {first!r} and {last!r} to put a table between")
     page.write_text(f"{before}{first}\n{text.strip()}\n\n{machine()}\n{last}{after}")
+
+
+def read_table(page: Path, name: str = "table") -> list[dict[str, str]]:
+    """Returns the rows of the table of this name in a page; numbers have no thousands' commas."""
+    text = page.read_text().partition(f"<!-- {name} -->")[2].partition(f"<!-- end of {name}")[0]
+    lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    names, _, *rows = [[cell.strip() for cell in line] for line in lines]
+    comma = re.compile(r"(?<=\d),(?=\d{3})")
+    return [dict(zip(names, (comma.sub("", c) for c in row), strict=True)) for row in rows]
 
 
 def _cell(value: Any) -> str:

@@ -19,17 +19,18 @@ import statistics
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
-from benchmarks.pages import parser_of, show, table
+from benchmarks.pages import parser_of, read_table, show, table
 from earl_jax.engine.rows import Rows
 from earl_jax.rollout.open_groups import OpenGroups
 from earl_jax.rollout.row_pool import Finished
 from earl_jax.rollout.scheduler import Order, SlotScheduler
-from earl_jax.rollout.staleness import AsynchronyConfig
+from earl_jax.rollout.staleness import AsynchronyConfig, Rule
 from earl_jax.rollout.tasks import Tasks
 
 PAGE = Path(__file__).with_suffix(".md")
+MEASURED = PAGE.with_name("asynchrony.md")
 PAPER = {"synchronous": 1.0, "longest first": 1.08, "streaming": 1.23, "asynchronous": 1.48}
 # Steps at the start that are not counted, and those of the tables of runs.
 WARM_UP, BEHIND = 2, 8
@@ -40,6 +41,13 @@ DEVICES = (8, 16, 64, 256, 1024)
 ERROR = 0.24
 # Tokens of an episode in a round of benchmarks/asynchrony.md, and those that it reads again in one.
 TOKENS_A_ROUND, CHUNK = 6, 64
+# An instance of twice as many devices: its step of decoding without episodes by that of others, and
+# its saturation. By the selector's speed model a step of Qwen2.5-72B at 16,384 tokens takes 12.2 ms
+# and 0.26 for each episode on 8 H100s, 18.3 ms and 0.49 on 4.
+WIDE_STEP, WIDE_SATURATION = 0.665, 47.0
+# A round there of so many live episodes takes twice as long as one of none: synchronous steps of
+# its ladder take 3.2 ms a round and 0.35 ms for each episode in it, within 2 %.
+SATURATION = 9.4
 
 
 @functools.cache
@@ -59,11 +67,13 @@ class Setup:
     Weights are published in `publish`. Live episodes then read their tokens again, `read` of them a
     round, and go on in the last of these; 0: their KV is kept. `lengths` are those of the first
     episodes, where they are known. Rounds beside gradients or an update take `beside` times as long
-    as others. With parts each takes `part`, its rows' way included, or what its tokens take (0),
-    and nothing is played for `hand`; with `queued`, as where processes send each other rows, they
-    are sent when the gradients of the parts before are computed. With an `error`, the tasks of a
-    step begin in the order of their lengths as `predicted` with it, the longest first. Tasks and
-    slots are in `data_shards` equal parts, whose tasks begin there if a slot is free (`Rows`).
+    as others. With parts each takes `part`, and `part_token` for each of its tokens (0: as long as
+    in a whole update), and nothing is played for `hand`; with `queued`, as where processes send
+    each other rows, they are sent when the gradients of the parts before are computed. Of tasks
+    that were `seen` the mean length of as many episodes of another time is known. With an `error`,
+    the tasks of a step begin in the order of their lengths as `predicted` with it, the longest
+    first. Tasks and slots are in `data_shards` equal parts, whose tasks begin there if a slot is
+    free (`Rows`).
     """
 
     devices: int = 64
@@ -81,10 +91,12 @@ class Setup:
     read: float = 0.0
     beside: float = 1.0
     part: float = 0.0
+    part_token: float = 0.0
     hand: float = 0.0
     queued: bool = False
     data_shards: int = 1
     lengths: tuple[int, ...] = ()
+    seen: bool = False
     error: float | None = None
     num_steps: int = 6
     seed: int = 0
@@ -103,8 +115,18 @@ class Setup:
         """Returns the tokens of an episode, the same in every run."""
         if episode < len(self.lengths):
             return self.lengths[episode]
-        own = _gauss(f"episode {self.seed} {episode}")
-        noise = self._of_task(episode) + math.sqrt(1 - self.by_task) * own
+        return self._drawn(episode, f"episode {self.seed} {episode}")
+
+    def before(self, episode: int) -> int | None:
+        """Returns the mean length that the episodes of its task had at another time, if `seen`."""
+        if not self.seen:
+            return None
+        task = episode // self.group_size
+        names = (f"before {self.seed} {task} {index}" for index in range(self.group_size))
+        return round(statistics.fmean(self._drawn(episode, name) for name in names))
+
+    def _drawn(self, episode: int, name: str) -> int:
+        noise = self._of_task(episode) + math.sqrt(1 - self.by_task) * _gauss(name)
         tokens = self.median * math.exp(self.sigma * noise)
         return max(16, min(self.longest, round(tokens)))
 
@@ -120,6 +142,14 @@ class Setup:
     def _of_task(self, episode: int) -> float:
         of_task = _gauss(f"task {self.seed} {episode // self.group_size}")
         return math.sqrt(self.by_task) * of_task
+
+
+def tokens_until(had: Sequence[tuple[int, int]], version: int) -> int:
+    """Returns how many of an episode's tokens are of this version or an older one.
+
+    `had` are the tokens that it had when each version, or the episode, was over.
+    """
+    return max((tokens for of, tokens in had if of <= version), default=0)
 
 
 class SimulatedService:
@@ -147,6 +177,8 @@ class SimulatedService:
         self._began: dict[int, int] = {}
         self._reads_until: dict[int, int] = {}
         self._oldest: dict[int, int] = {}
+        # Tokens that live episodes had when a version was over: (version, tokens).
+        self._had: dict[int, list[tuple[int, int]]] = {}
         self.num_rounds = self._version = 0
         self.holds_tasks = False
         self.now, self.until, self.trains_until = 0.0, math.inf, 0.0
@@ -167,7 +199,8 @@ class SimulatedService:
         self._tasks += tasks
         for ticket, task in zip(tickets, tasks, strict=True):
             if self._setup.error is None:
-                self._scheduler.submit(ticket, task.group)
+                before = self._setup.before(task.episode)
+                self._scheduler.submit(ticket, task.group, before=before)
             else:
                 predicted = self._setup.predicted(task.episode, self._setup.error)
                 step = task.episode // self._setup.episodes_per_step
@@ -184,20 +217,21 @@ class SimulatedService:
 
     def publish(self, version: int) -> None:
         """Lets episodes go on with other weights, under which they read their tokens again."""
-        self._version, setup, now = version, self._setup, self.num_rounds
-        if not setup.read:
-            return
-        ends = []
+        setup, now, ends = self._setup, self.num_rounds, []
         for end, ticket, slot in self._ends:
             # What is still to be read under the weights before is not read any more.
             unread = max(0, self._reads_until.get(ticket, 0) - now)
             played = now - self._began[ticket] + unread
+            self._had.setdefault(ticket, []).append((self._version, played * setup.burst))
+            if not setup.read:
+                ends.append((end, ticket, slot))
+                continue
             # An episode goes on in the round in which it reads the last of them.
             reads = max(0, math.ceil(played * setup.burst / setup.read) - 1)
             self._began[ticket] += reads - unread
             self._reads_until[ticket] = now + reads
             ends.append((end + reads - unread, ticket, slot))
-        self._ends = ends
+        self._ends, self._version = ends, version
         heapq.heapify(ends)
 
     def step(self) -> list[Finished]:
@@ -243,6 +277,7 @@ class SimulatedService:
             group=task.group,
             num_tokens=length,
             oldest_version=self._oldest.pop(ticket),
+            had=[*self._had.pop(ticket, ()), (self._version, length)],
             row=0,
         )
         trajectory.outcome = trajectory
@@ -284,6 +319,15 @@ def tasks_of(setup: Setup) -> Tasks:
     )
 
 
+class Step(NamedTuple):
+    """When a step began, behind so many rounds, and its episodes."""
+
+    begun_at: float
+    round: int
+    trained: list[Any]
+    dropped: list[Any]
+
+
 def run(
     setup: Setup,
     settings: AsynchronyConfig,
@@ -293,19 +337,15 @@ def run(
     cool_down: int = 0,
     open_service: OpenService = SimulatedService,
 ) -> dict[str, Any]:
-    """Simulates a run whose gradients take `train_s` for a token.
+    """Simulates a run whose gradients take `train_s` for a token. Returns the result (`summary`).
 
-    A part begins when it is finished and the gradients of those before it are computed.
-
-    Returns:
-        Trained tokens per time, the time and the rounds of a step, the mean length of a trained
-        episode, without the first `warm_up` and the last `cool_down` steps; and the greatest age
-        of a trained token. In the last steps of an asynchronous run there is less and less to play.
+    A part begins when it is finished and the gradients of those before it are computed. The first
+    `warm_up` and the last `cool_down` steps do not count: in the last ones of an asynchronous run
+    there is less and less to play.
     """
     service = open_service(setup, order, setup.instances, setup.slots)
     groups = OpenGroups(tasks_of(setup), settings)
-    begun_at, rounds, tokens, most = [], [], [], 0
-    trained_at = 0.0
+    steps, trained_at = list[Step](), 0.0
 
     def is_ready() -> bool:
         """Returns whether the trainer waits for the next part; if not, rounds go on until then."""
@@ -314,8 +354,8 @@ def run(
         return ready
 
     for version in range(setup.num_steps):
-        begun_at.append(service.now)
-        rounds.append(service.num_rounds)
+        step = Step(service.now, service.num_rounds, [], [])
+        steps.append(step)
         service.until = math.inf
         # All groups of a step that are there already are one part.
         whole = settings.parts == 1 or (version > 0 and groups.has_next_step)
@@ -327,35 +367,61 @@ def run(
             groups.publish(version)
         else:
             groups.open(service, version)
-        left, trained_at, num_tokens = groups.size, service.now, 0
+        left, trained_at = groups.size, service.now
         while left:
             found = groups.next_episodes(left, whole=whole, is_ready=is_ready)
             episodes = [each.trajectory for each in found]
             left -= len(episodes) // setup.group_size
             part = sum(each.num_tokens for each in episodes)
-            num_tokens += part
-            part_s = part * train_s if whole else setup.part or part * train_s
+            step.trained.extend(episodes)
+            part_s = part * (train_s if whole else setup.part_token or train_s)
+            part_s += 0.0 if whole else setup.part
             begun_s = max(trained_at, service.now)
             trained_at = service.trains_until = begun_s + part_s
             if not whole:
                 service.now = (begun_s if setup.queued else service.now) + setup.hand
-            most = max(most, *(version - each.oldest_version for each in episodes))
         if settings.max_staleness:
             service.until = trained_at
             groups.play_beside(lambda: service.now >= trained_at)  # noqa: B023
         service.now = max(service.now, trained_at)
         groups.end_step(version + 1, groups.oldest_step)
-        tokens.append(num_tokens)
-    begun_at.append(service.now)
-    rounds.append(service.num_rounds)
-    last = setup.num_steps - cool_down
-    seconds, number = begun_at[last] - begun_at[warm_up], last - warm_up
+        step.dropped.extend(groups.dropped)
+        groups.count_from_here()
+    steps.append(Step(service.now, service.num_rounds, [], []))
+    return summary(steps, warm_up, setup.num_steps - cool_down, settings.max_staleness)
+
+
+def summary(steps: Sequence[Step], first: int, last: int, bound: int) -> dict[str, Any]:
+    """Returns the means of steps `first` to `last` - 1, of which one more has begun.
+
+    Trained tokens per time ("speed"), the time and the rounds of a "step", and the "length" of a
+    trained episode, also by that of trained and dropped ones ("trained"). The share of trained
+    tokens "beyond" the bound, and of tokens that were "dropped". The most versions that a trained
+    token was old, of all steps.
+    """
+    counted, number = steps[first:last], last - first
+    trained = [each for step in counted for each in step.trained]
+    dropped = [each for step in counted for each in step.dropped]
+    tokens, lost = (sum(each.num_tokens for each in episodes) for episodes in (trained, dropped))
+    beyond = (
+        tokens_until(each.had, version - bound - 1)
+        for version, step in enumerate(counted, first)
+        for each in step.trained
+    )
+    seconds, length = steps[last].begun_at - steps[first].begun_at, tokens / len(trained)
     return {
-        "speed": sum(tokens[warm_up:last]) / seconds,
+        "speed": tokens / seconds,
         "step": seconds / number,
-        "rounds": (rounds[last] - rounds[warm_up]) / number,
-        "length": sum(tokens[warm_up:last]) / number / setup.episodes_per_step,
-        "most": most,
+        "rounds": (steps[last].round - steps[first].round) / number,
+        "length": length,
+        "trained": length / ((tokens + lost) / (len(trained) + len(dropped))),
+        "beyond": sum(beyond) / tokens,
+        "dropped": lost / (tokens + lost),
+        "most": max(
+            version - each.oldest_version
+            for version, step in enumerate(steps)
+            for each in step.trained
+        ),
     }
 
 
@@ -363,17 +429,19 @@ def run(
 
 
 class Line(NamedTuple):
-    """A run of a table; `read` and `error` are those of its `Setup`."""
+    """A run of a table; `read`, `seen` and `error` are those of its `Setup`."""
 
     settings: AsynchronyConfig
     order: Order = "fifo"
     read: float = 0.0
+    seen: bool = False
     error: float | None = None
 
 
 LINES = {
     "synchronous": Line(AsynchronyConfig()),
     "longest first": Line(AsynchronyConfig(), "longest"),
+    "the same, tasks seen before": Line(AsynchronyConfig(), "longest", seen=True),
     "the same, by a ranker": Line(AsynchronyConfig(), error=ERROR),
     "the same, lengths known": Line(AsynchronyConfig(), error=0.0),
     "streaming": Line(AsynchronyConfig(parts=8), "longest"),
@@ -387,7 +455,12 @@ LINES = {
 
 
 def speed_of(setup: Setup, line: Line, train_s: float) -> float:
-    """Returns the speed of a line's run in the steps of `setup` behind the first BEHIND.
+    """Returns the speed of a line's run, as of `result_of`."""
+    return result_of(setup, line, train_s)["speed"]
+
+
+def result_of(setup: Setup, line: Line, train_s: float) -> dict[str, Any]:
+    """Returns the result of a line's run in the steps of `setup` behind the first BEHIND.
 
     Each line counts the same steps: more follow, so that there is always as much to play.
     """
@@ -395,10 +468,11 @@ def speed_of(setup: Setup, line: Line, train_s: float) -> float:
     setup = dataclasses.replace(
         setup,
         read=line.read,
+        seen=line.seen,
         error=line.error,
         num_steps=BEHIND + setup.num_steps + ahead,
     )
-    return run(setup, line.settings, line.order, train_s, BEHIND, ahead)["speed"]
+    return run(setup, line.settings, line.order, train_s, BEHIND, ahead)
 
 
 def relative_speeds(
@@ -420,31 +494,99 @@ def relative_speeds(
     return list(rows.values())
 
 
+def rules(devices: Sequence[int]) -> list[dict[str, Any]]:
+    """Returns what the rules of config.asynchrony.rule do with a bound of one version.
+
+    Updates take half of the time of a synchronous rollout, and KV is kept.
+    """
+    rows = []
+    for number in devices:
+        setup = Setup(devices=number, devices_per_instance=4)
+        train_s = 0.5 / speed_of(setup, LINES["synchronous"], train_s=0.0)
+        base = speed_of(setup, LINES["synchronous"], train_s)
+        for rule in get_args(Rule):
+            line = Line(AsynchronyConfig(max_staleness=1, rule=rule))
+            found = result_of(setup, line, train_s)
+            row = {"devices": number, "rule": rule, "tokens/s": found["speed"] / base}
+            names = {"most": "oldest token, versions", "beyond": "trained on beyond the bound"}
+            names |= {"dropped": "tokens dropped", "trained": "length trained by played"}
+            rows.append({**row, **{words: found[name] for name, words in names.items()}})
+    return rows
+
+
 # Runs with the times of real ones.
 
 
-class Seconds(NamedTuple):
-    """Seconds of a round, an update and all else of a step; of parts and their hands, `Setup`."""
+class Times(NamedTuple):
+    """Means of a run's steps, in seconds.
+
+    A round alone, of `live` episodes, one beside gradients or an update, an update of a step that
+    was there as a whole, and all else of a step. All parts of other steps, `fixed_s` of which does
+    not depend on their tokens, and `hand_s`, for which nothing is played at each of them.
+    """
 
     round_s: float
+    live: float
+    beside_s: float
     update_s: float
     rest_s: float
-    hand_s: float = 0.0
     parts_s: float = 0.0
+    fixed_s: float = 0.0
+    hand_s: float = 0.0
+
+
+# Columns of benchmarks/asynchrony.md with them.
+COLUMNS = {
+    "round_s": "s a round",
+    "live": "live in it",
+    "beside_s": "s beside an update",
+    "update_s": "s an update",
+    "rest_s": "s of the rest",
+    "parts_s": "s of parts",
+    "fixed_s": "of it fixed",
+    "hand_s": "s to send one",
+}
+
+
+class Timed(NamedTuple):
+    """A setup with times of a run, of which a unit of time is `unit_s`; a token's is `train_s`."""
+
+    setup: Setup
+    unit_s: float
+    train_s: float
+
+
+def timed(setup: Setup, times: Times, tokens_a_step: float, num_parts: int) -> Timed:
+    """Returns the setup with these times, whose steps have so many tokens of its lengths."""
+    unit_s = times.round_s / setup.burst / (1 + times.live / setup.saturation)
+    token_s = 1 / unit_s / tokens_a_step
+    timed = dataclasses.replace(
+        setup,
+        publish=times.rest_s / unit_s,
+        beside=times.beside_s / times.round_s,
+        part=times.fixed_s / unit_s / num_parts,
+        part_token=(times.parts_s - times.fixed_s) * token_s,
+        hand=times.hand_s / unit_s,
+    )
+    return Timed(timed, unit_s, times.update_s * token_s)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Lines of benchmarks/asynchrony.md of two processes, and the seconds of their stages.
+    """Lines of a table of benchmarks/asynchrony.md, of two processes.
 
-    A step has `groups` of `group_size` episodes. `real` is the synchronous run's step by those of
-    others. In parts the gradients of each take as long as those of the others.
+    A step has `groups` of `group_size` episodes.
     """
 
-    lines: Mapping[str, tuple[Line, Seconds]]
-    real: Mapping[str, float]
+    table: str
+    lines: Mapping[str, Line]
     groups: int
     group_size: int
+
+    def rows(self) -> dict[str, dict[str, str]]:
+        """Returns the rows of the lines by their names."""
+        rows = {row[""]: row for row in read_table(MEASURED, self.table)}
+        return {name: rows[name] for name in self.lines}
 
     def setup(self, devices: int) -> Setup:
         """Returns the work on so many devices, half of which play, each in 16 slots.
@@ -461,69 +603,41 @@ class Measured:
             median=31.0,
             longest=264,
             by_task=1.0,
-            saturation=math.inf,
+            saturation=SATURATION,
             burst=TOKENS_A_ROUND,
             data_shards=pairs,
+            queued=True,
             # As many episodes on few devices as on some.
             num_steps=max(6, 48 // pairs),
         )
 
 
-# A synchronous step has 27 rounds and takes 0.375 s, one of staleness 4 has 14.2 and takes 0.190,
-# and an update 0.12; the two times of a round follow.
-KEEPS, READS = Seconds(0.008, 0.12, 0.05), Seconds(0.010, 0.12, 0.05)
 TWO_PROCESSES = Measured(
+    table="table of processes",
     lines={
-        "synchronous": (Line(AsynchronyConfig()), KEEPS),
-        "staleness 1": (Line(AsynchronyConfig(max_staleness=1), read=CHUNK), READS),
-        "staleness 4": (Line(AsynchronyConfig(max_staleness=4), read=CHUNK), READS),
-        "staleness 4, kv kept": (Line(AsynchronyConfig(max_staleness=4)), KEEPS),
-        "staleness 4, not interrupted": (
-            Line(AsynchronyConfig(max_staleness=4, kv="finish")),
-            KEEPS,
+        "synchronous, devices apart": Line(AsynchronyConfig()),
+        "two processes, staleness 1": Line(AsynchronyConfig(max_staleness=1), read=CHUNK),
+        "two processes, staleness 4": Line(AsynchronyConfig(max_staleness=4), read=CHUNK),
+        "two processes, staleness 4, kv kept": Line(AsynchronyConfig(max_staleness=4)),
+        "two processes, staleness 4, not interrupted": Line(
+            AsynchronyConfig(max_staleness=4, kv="finish")
         ),
-        "staleness 12": (Line(AsynchronyConfig(max_staleness=12), read=CHUNK), READS),
-    },
-    real={
-        "synchronous": 1.0,
-        "staleness 1": 1.36,
-        "staleness 4": 1.97,
-        "staleness 4, kv kept": 2.16,
-        "staleness 12": 1.92,
+        "two processes, staleness 12": Line(AsynchronyConfig(max_staleness=12), read=CHUNK),
     },
     groups=8,
     group_size=2,
 )
-# As in asynchrony.md's table. An update of lines with staleness is the time for which the other
-# process plays beside it: its rounds by their seconds.
 LADDER = Measured(
+    table="table of the ladder",
     lines={
-        "synchronous": (Line(AsynchronyConfig()), Seconds(0.00819, 0.292, 0.146)),
-        "longest first": (Line(AsynchronyConfig(), "longest"), Seconds(0.0085, 0.283, 0.146)),
-        "streaming in 4 parts": (
-            Line(AsynchronyConfig(parts=4), "longest"),
-            Seconds(0.0085, 0.283, 0.146, 0.01, 0.422),
+        "synchronous": Line(AsynchronyConfig()),
+        "longest first": Line(AsynchronyConfig(), "longest"),
+        "streaming in 4 parts": Line(AsynchronyConfig(parts=4), "longest"),
+        "staleness 1": Line(AsynchronyConfig(max_staleness=1, parts=4), "longest", CHUNK),
+        "staleness 4": Line(AsynchronyConfig(max_staleness=4, parts=4), "longest", CHUNK),
+        "staleness 4, first in, first out, whole": Line(
+            AsynchronyConfig(max_staleness=4), read=CHUNK
         ),
-        "staleness 1": (
-            Line(AsynchronyConfig(max_staleness=1, parts=4), "longest", CHUNK),
-            Seconds(0.0118, 0.399, 0.117, 0.01, 0.465),
-        ),
-        "staleness 4": (
-            Line(AsynchronyConfig(max_staleness=4, parts=4), "longest", CHUNK),
-            Seconds(0.0117, 0.399, 0.117, 0.01, 0.465),
-        ),
-        "staleness 4, first in, first out, whole": (
-            Line(AsynchronyConfig(max_staleness=4), read=CHUNK),
-            Seconds(0.0125, 0.419, 0.066),
-        ),
-    },
-    real={
-        "synchronous": 1.0,
-        "longest first": 1.04,
-        "streaming in 4 parts": 1.02,
-        "staleness 1": 1.14,
-        "staleness 4": 1.68,
-        "staleness 4, first in, first out, whole": 1.76,
     },
     groups=16,
     group_size=4,
@@ -536,9 +650,9 @@ def measured_times(measured: Measured, devices: Sequence[int]) -> list[dict[str,
     Lengths have about the mean of the benchmark's, 50 tokens, and its maximum. More devices change
     nothing from where each step has an episode of the greatest length.
     """
-    rows: dict[str, dict[str, Any]] = {
-        name: {"": name, "2 devices, real": measured.real.get(name)} for name in measured.lines
-    }
+    runs, rows = measured.rows(), dict[str, dict[str, Any]]()
+    for name, run in runs.items():
+        rows[name] = {"": name, "2 devices, real": float(run["ratio"])}
     for number in devices:
         setup, speeds = measured.setup(number), {}
         counted = range(
@@ -546,20 +660,14 @@ def measured_times(measured: Measured, devices: Sequence[int]) -> list[dict[str,
             (BEHIND + setup.num_steps) * setup.episodes_per_step,
         )
         tokens_a_step = sum(map(setup.length, counted)) / setup.num_steps
-        for name, (line, seconds) in measured.lines.items():
-            # Times are in those of a token of a round.
-            unit_s = seconds.round_s / TOKENS_A_ROUND
-            timed = dataclasses.replace(
-                setup,
-                publish=seconds.rest_s / unit_s,
-                part=seconds.parts_s / unit_s / line.settings.parts,
-                hand=seconds.hand_s / unit_s,
-                queued=True,
-            )
-            train_s = seconds.update_s / unit_s / tokens_a_step
-            speeds[name] = speed_of(timed, line, train_s) / unit_s
+        for name, line in measured.lines.items():
+            values = {field: float(runs[name][column]) for field, column in COLUMNS.items()}
+            times = Times(**values)
+            of_run = timed(setup, times, tokens_a_step, line.settings.parts)
+            speeds[name] = speed_of(of_run.setup, line, of_run.train_s) / of_run.unit_s
+        base = next(iter(speeds.values()))
         for name, speed in speeds.items():
-            rows[name][f"{number} devices"] = round(speed / speeds["synchronous"], 3)
+            rows[name][f"{number} devices"] = round(speed / base, 3)
     return list(rows.values())
 
 
@@ -583,21 +691,25 @@ def makespan(
     return service.now
 
 
-def isolated(setup: Setup, ranked: Sequence[int]) -> float:
+def isolated(setup: Setup, ranked: Sequence[int], *, wide: bool = False) -> float:
     """Returns the time of the best split of StreamRL's kind: the longest on instances of their own.
 
     The first of the `ranked` episodes go to some of the instances, with fewer slots each; both
-    parts begin with their longest.
+    parts begin with their longest. Those instances are half as many and `wide`, of twice as many
+    devices each, or they are as the others.
     """
-    best = math.inf
+    best, width, step_s, saturation = math.inf, 1, 1.0, setup.saturation
+    if wide:
+        width, step_s, saturation = 2, WIDE_STEP, WIDE_SATURATION
+    for_long = dataclasses.replace(setup, saturation=saturation)
     for share in (0.05, 0.1, 0.2):
         cut = round(len(ranked) * share)
-        for number in range(1, setup.instances):
+        for number in range(width, setup.instances, width):
             rest = makespan(setup, ranked[cut:], "fifo", setup.instances - number, setup.slots)
             if rest >= best:
                 break
             for slots in (4, 8, 16, setup.slots):
-                long = makespan(setup, ranked[:cut], "fifo", number, slots)
+                long = step_s * makespan(for_long, ranked[:cut], "fifo", number // width, slots)
                 best = min(best, max(long, rest))
     return best
 
@@ -605,7 +717,7 @@ def isolated(setup: Setup, ranked: Sequence[int]) -> float:
 def orders(by_task: float, seeds: int = 3) -> dict[str, Any]:
     """Returns the gain over first in, first out of longest first, by what is known of lengths.
 
-    Where they are predicted before the rollout, also that of the best split (`isolated`).
+    Where they are predicted before the rollout, also those of the best splits (`isolated`).
     """
     gains: dict[str, list[float]] = {}
     for seed in range(seeds):
@@ -623,6 +735,7 @@ def orders(by_task: float, seeds: int = 3) -> dict[str, Any]:
             ranked = sorted(todo, key=lambda episode: -predicted(episode))  # noqa: B023
             times[name] = makespan(setup, ranked, "fifo", *sizes)
             times[f"{name}, isolated"] = isolated(setup, ranked)
+            times[f"{name}, wide"] = isolated(setup, ranked, wide=True)
         for name, each in times.items():
             gains.setdefault(name, []).append(fifo / each)
     means = {name: round(statistics.fmean(each), 3) for name, each in gains.items()}
@@ -674,7 +787,8 @@ def main() -> None:
         parts += [table(relative_speeds(DEVICES, share))]
     devices = (2, 8, 64, 256, 1024)
     parts += ["With the times of real runs:", table(measured_times(TWO_PROCESSES, devices))]
-    parts += ["With the times of the ladder:", table(measured_times(LADDER, devices))]
+    parts += ["With the times of the ladder:", table(measured_times(LADDER, devices[:-1]))]
+    parts += ["The rules, with a bound of one version:", table(rules((16, 64)))]
     parts += ["One synchronous rollout on 4 instances, by how much of an episode's length its task"]
     parts[-1] += " decides; time of first in, first out divided by that of:"
     shares = (0.3, 0.5, 0.7, 0.9)

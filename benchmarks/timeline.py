@@ -19,7 +19,7 @@ from typing import Any
 
 from markupsafe import escape
 
-from benchmarks.asynchrony import LINES, SETTINGS, THREADS, WARM_UP, ordinary, settings_of
+from benchmarks.asynchrony import LINES, SETTINGS, THREADS, is_calm, settings_of
 from benchmarks.pages import parser_of
 from benchmarks.runs import play, steps_of
 from earl_jax.telemetry.trace import TRACKS, read_trace, trace_file
@@ -31,6 +31,8 @@ PANELS = {
     "asynchronous, staleness 4": "asynchronous, apart, staleness 4",
 }
 STEPS, SHOWN = 20, 4
+# The first steps, in most of which programs are compiled.
+WARM_UP = 8
 # Colours of stages and words for them; those of other stages are of "other".
 COLORS = {
     "rollout": ("#60a5fa", "rounds that a step waits for"),
@@ -95,8 +97,8 @@ def spans_of(events: Sequence[Mapping[str, Any]], first: int, last: int) -> list
 
 def steps_shown(runs: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[int, int]:
     """Returns the first steps behind the warm-up in which no run compiled or loaded a program."""
-    calm = set.intersection(*({row["step"] for row in ordinary(list(rows))} for rows in runs))
-    for first in range(WARM_UP + 2, STEPS + 2 - SHOWN):
+    calm = set.intersection(*({row["step"] for row in rows if is_calm(row)} for rows in runs))
+    for first in range(WARM_UP, STEPS + 2 - SHOWN):
         if calm.issuperset(range(first, first + SHOWN)):
             return first, first + SHOWN - 1
     raise SystemExit(f"no {SHOWN} steps of all runs are without a new program; run it again")
