@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.exact import exact_rows
-from benchmarks.pages import table
-from earl_jax.telemetry.charts import Series, line_chart
+from benchmarks.pages import curves_svg, table
+from earl_jax.telemetry.charts import Series
 from earl_jax.telemetry.metrics import read_metrics
 
 HERE = Path(__file__).parent
@@ -95,22 +95,6 @@ def _curves(runs: dict[int, list[dict]]) -> str:
             label = f"{name}, seed {seed}"
             series.append(Series(name=label, xs=steps, ys=values, color=seed, dashed=dashed))
     return curves_svg(series, label="% of games", y_range=(0.0, 100.0))
-
-
-def curves_svg(series: Sequence[Series], *, label: str, y_range: tuple[float, float]) -> str:
-    """A chart of these as a file of its own, with its colours."""
-    chart = str(line_chart(series, label=label, y_range=y_range, width=720))
-    colors = ("#2563eb", "#dc2626", "#16a34a", "#d97706", "#7c3aed")
-    style = "".join(f".s{i}{{--c:{color}}}" for i, color in enumerate(colors))
-    style = (
-        f"<style>{style}text{{font:11px sans-serif;fill:#555}}.grid{{stroke:#ddd}}"
-        ".tick{stroke:#999}.curve{fill:none;stroke:var(--c);stroke-width:1.6}"
-        ".dashed{stroke-dasharray:4 4}circle{fill:var(--c)}.cursor{visibility:hidden}</style>"
-    )
-    opening, rest = chart.split(">", 1)
-    if "xmlns" not in opening:
-        opening += ' xmlns="http://www.w3.org/2000/svg"'
-    return f"{opening}>{style}{rest}\n"
 
 
 def _page(found: dict[str, Runs], exact: dict[str, list[dict]]) -> str:

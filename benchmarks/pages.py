@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of the benchmark pages."""
+"""Tables and charts of the benchmark pages."""
 
 import argparse
 import importlib.metadata
@@ -13,6 +13,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from earl_jax.telemetry.charts import Series, line_chart
 
 
 def parser_of(doc: str | None, *, writes: bool = True) -> argparse.ArgumentParser:
@@ -37,6 +39,22 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     names = list(rows[0]) if rows else []
     lines = [names, ["---"] * len(names), *([_cell(row[name]) for name in names] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def curves_svg(series: Sequence[Series], *, label: str, y_range: tuple[float, float]) -> str:
+    """Returns a chart of these as a file of its own, with its colours."""
+    chart = str(line_chart(series, label=label, y_range=y_range, width=720))
+    colors = ("#2563eb", "#dc2626", "#16a34a", "#d97706", "#7c3aed")
+    style = "".join(f".s{i}{{--c:{color}}}" for i, color in enumerate(colors))
+    style = (
+        f"<style>{style}text{{font:11px sans-serif;fill:#555}}.grid{{stroke:#ddd}}"
+        ".tick{stroke:#999}.curve{fill:none;stroke:var(--c);stroke-width:1.6}"
+        ".dashed{stroke-dasharray:4 4}circle{fill:var(--c)}.cursor{visibility:hidden}</style>"
+    )
+    opening, rest = chart.split(">", 1)
+    if "xmlns" not in opening:
+        opening += ' xmlns="http://www.w3.org/2000/svg"'
+    return f"{opening}>{style}{rest}\n"
 
 
 def with_spread(rows: Sequence[Mapping[str, Any]], first: str) -> list[Mapping[str, Any]]:

@@ -13,7 +13,8 @@ With --half the learning rate is half as high, and runs are twice as long.
 
 The table has the mean reward of a turn (1 is perfect) over the last tenth of the steps, and over
 all of them: the mean over the seeds, and their standard deviation. Behind these are the points of
-the curve, means over tenths of the steps.
+the curve, means over tenths of the steps. With --write the numbers on the page are drawn too
+(`draw`), in benchmarks/staleness.svg and benchmarks/staleness_half.svg.
 """
 
 import concurrent.futures
@@ -27,11 +28,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import parser_of, show, table
+from benchmarks.pages import curves_svg, parser_of, read_table, show, table
 from benchmarks.runs import play
 from earl_jax.envs.environment import Start, StepResult
+from earl_jax.telemetry.charts import Series
 
 PAGE = Path(__file__).with_suffix(".md")
+# Tables of the page, and the pictures of their curves.
+PICTURES = {
+    "table": PAGE.with_suffix(".svg"),
+    "table of half the rate": PAGE.with_name("staleness_half.svg"),
+}
 LETTERS = "abcdefgh"
 LAGS = (0, 1, 4, 8, 16)
 # Names of the losses, and config.train.correction.
@@ -174,6 +181,30 @@ def summary(loss: str, lag: int, runs: list[dict[str, Any]]) -> dict[str, Any]:
     return row | curve_row([run["rewards"] for run in runs])
 
 
+def curves_of(rows: Sequence[Mapping[str, str]]) -> str:
+    """Returns the chart of a table's rows: a colour for each eta, naive runs dashed.
+
+    Curves are means over the seeds. Bars beside their ends are one standard deviation of the seeds
+    above and below the last point, in the order of the rows.
+    """
+    steps = [int(name) for name in rows[0] if name.isdecimal()]
+    series = list[Series]()
+    for place, row in enumerate(rows):
+        name, color = f"{row['loss']}, eta {row['eta']}", LAGS.index(int(row["eta"]))
+        curve = functools.partial(Series, color=color, dashed=row["loss"] == "naive")
+        series.append(curve(name=name, xs=steps, ys=[float(row[str(step)]) for step in steps]))
+        end, spread = float(row["reward at the end"]), float(row["spread"])
+        bar = [steps[-1] * (1.02 + 0.01 * place)] * 2
+        series.append(curve(name=f"{name}, end", xs=bar, ys=[end - spread, end + spread]))
+    return curves_svg(series, label="reward of a turn", y_range=(0.1, 1.1))
+
+
+def draw() -> None:
+    """Draws the curves of both tables of the page."""
+    for name, picture in PICTURES.items():
+        picture.write_text(curves_of(read_table(PAGE, name)))
+
+
 def main() -> None:
     """Runs all cells and prints the table."""
     parser, rows = parser_of(__doc__), []
@@ -189,6 +220,8 @@ def main() -> None:
         print(json.dumps(rows[-1]), flush=True)
     name = "table of half the rate" if flags.half else "table"
     show(table(rows), PAGE, write=flags.write, name=name)
+    if flags.write:
+        draw()
 
 
 if __name__ == "__main__":
