@@ -9,6 +9,7 @@ comes to its episodes.
 
 import contextlib
 import dataclasses
+import time
 import zlib
 from typing import Any, Protocol
 
@@ -36,7 +37,6 @@ from earl_jax.run.position import Position
 from earl_jax.run.step_end import MAX_FAILED_STEPS, EpisodesFailed, StepStopped
 from earl_jax.run.step_record import PlayedStep, StepRecord, count_skipped
 from earl_jax.settings.errors import RunError
-from earl_jax.telemetry.compile_clock import compile_clock
 from earl_jax.telemetry.episodes import Failures, failures_of
 from earl_jax.telemetry.host_bytes import only_on_devices
 from earl_jax.telemetry.metrics import Metrics
@@ -123,14 +123,14 @@ def rl_step(
         with timer("sft"):
             (examples,) = _examples(run, step, 1)
             update.mix_in(examples, length)
-    train_plan, compiled_s = placement.train, compile_clock().own_seconds()
+    train_plan, start_s = placement.train, time.perf_counter()
     with player.updates():
         with timer("train"):
             state, updates = update.finish(state)
-        # An update in which a program was compiled or loaded says nothing of its speed.
-        is_timed = train_plan == placement.train and compile_clock().own_seconds() == compiled_s
-        # Nor is that of the last parts of a batch that comes in parts.
-        is_timed = is_timed and not is_streamed
+        # Gradients of parts may have been computed before.
+        busy_s = timer.busy_s(start_s)
+        # Training in which a program was compiled or loaded says nothing of its speed.
+        is_timed = update.plans == {train_plan} and not timer.compile_s["train"]
         with timer("sft"):
             state, more = _warm_up(run, placement, step, state, length)
     with timer("select"):
@@ -138,7 +138,7 @@ def rl_step(
     # Of the rows as they are computed, padding rows included, as the selector counts them.
     computed = sum(part.batch.tokens.size for part in (*update.parts, *update.streams))
     train_s = timer.seconds["train"] if run.cluster.trains else None
-    train_speed = config.train.epochs * computed / train_s if train_s and is_timed else None
+    train_speed = config.train.epochs * computed / busy_s if train_s and is_timed else None
     updates, speeds, *host_bytes = gather_costs(
         run,
         updates + more,

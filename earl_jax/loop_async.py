@@ -341,7 +341,8 @@ class AsyncPlayer:
             (part,) = send_parts(self._placement, experience, outcomes, length, {}, wait=False)
         counted = (taken.dispatch_host_bytes, reads.num_bytes)
         taken.dispatch_host_bytes = None if None in counted else sum(filter(None, counted))
+        start_s = time.perf_counter()
         with self._timer("train"):
             update.add(position.state, part)
         if update.totals is not None:
-            self._timer.trace_until_ready("gradients", update.totals.count)
+            self._timer.count_until_ready("gradients", start_s, update.totals.count)

@@ -18,17 +18,21 @@ from earl_jax.loop import rl_step
 from earl_jax.loop_async import AsyncPlayer
 from earl_jax.placement.moves import Sessions, move_state
 from earl_jax.placement.placement import Placement
+from earl_jax.placement.updates import StepUpdate
 from earl_jax.rollout.event_files import events_file, read_events
 from earl_jax.rollout.events import Events
 from earl_jax.rollout.open_groups import OpenGroups
 from earl_jax.run import live_service
 from earl_jax.run.build import build_run
+from earl_jax.selector.candidates import Candidates
 from earl_jax.selector.choose import BudgetTooSmall
+from earl_jax.selector.table import Entry
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import WINDOW
+from earl_jax.telemetry.trace import Trace, read_trace, trace_file
 from earl_jax.training import train
 from tests.support.commands import Command
-from tests.support.placements import first_position, table_of
+from tests.support.placements import begin, first_position, table_of
 from tests.support.processes import Processes
 from tests.support.runs import (
     assert_equal,
@@ -221,6 +225,55 @@ def test_both_stages_stay_where_memory_is_too_short_for_the_move(world, two_roun
     # It is not tried again at once.
     assert tries.placement.calm_steps < WINDOW
     assert_equal(tries.parameters(), stays.parameters())
+
+
+@pytest.mark.slow
+def test_a_run_in_parts_observes_the_speed_of_its_training(tmp_path, monkeypatch):
+    """Its rows over the seconds in which gradients, and then the update, are computed.
+
+    No step comes whole, so that the split is compared by observed speeds all the same.
+    """
+    selector = {**SETTINGS["selector"], "table": "auto"}
+    run = build_run(make_config({**SETTINGS, "asynchrony": {"parts": 2}, "selector": selector}))
+    placement, position = begin(run)
+    finish, updates, busy_s = StepUpdate.finish, [], []
+
+    def noted(self, state):
+        updates.append(self)
+        return finish(self, state)
+
+    monkeypatch.setattr(StepUpdate, "finish", noted)
+    player, trace = AsyncPlayer(run, placement), Trace(tmp_path)
+    for step in range(1, 5):
+        before = placement.observations.table
+        position, record = rl_step(run, placement, position, player, trace)
+        player.step_ended(step)
+        assert record.metrics()["train_tokens_per_s"] is None
+        new = {
+            key: entry.speeds[-1]
+            for key, entry in placement.observations.table.entries.items()
+            if key.startswith("train") and entry.speeds != before.entries.get(key, Entry()).speeds
+        }
+        if not new:
+            # Some program was compiled.
+            continue
+        spans = [
+            event
+            for event in read_trace(trace_file(tmp_path))
+            if event["ph"] == "X" and event["args"]["step"] == step
+        ]
+        parts = [span for span in spans if span["name"] == "gradients"]
+        rest = [span for span in spans if span["name"] == "train"][-1]
+        ends = [span["ts"] + span["dur"] for span in (*parts, rest)]
+        left_us = max(0, ends[-1] - max(rest["ts"], ends[-2]))
+        busy_s.append((sum(span["dur"] for span in parts) + left_us) / 1e6)
+        computed = sum(part.batch.tokens.size for part in updates[-1].parts)
+        assert len(parts) == len(updates[-1].parts) == 2
+        # All but the last part's gradients were computed before the stage began.
+        assert busy_s[-1] > rest["dur"] / 1e6
+        (speed,) = new.values()
+        assert speed == pytest.approx(computed / busy_s[-1], rel=0.05)
+    assert busy_s and Candidates(run.problem, placement.observations.known).has_seen("train")
 
 
 def shifting(steps: int, table: str):

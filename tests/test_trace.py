@@ -109,12 +109,26 @@ def wait_for_spans(workdir, track: str, number: int):
 
 
 def test_computations_that_nobody_waits_for_follow_each_other(tmp_path):
-    trace = Trace(tmp_path)
-    for step in (1, 2, 3):
-        trace.write_when_ready("gradients", step, jnp.full((), step))
+    timer = StageTimer(Trace(tmp_path), step=3)
+    # All are begun at once, 20 ms ago.
+    start_s = time.perf_counter() - 0.02
+    for number in (1, 2, 3):
+        timer.count_until_ready("gradients", start_s, jnp.full((), number))
     found = wait_for_spans(tmp_path, "gradients", 3)
-    assert names(found) == [("gradients", step) for step in (1, 2, 3)]
+    assert names(found) == [("gradients", 3)] * 3
     assert all(end(one) <= other["ts"] for one, other in itertools.pairwise(found))
+    computed_s = sum(span["dur"] for span in found) / 1e6
+    assert computed_s >= 0.02
+    # A moment in which nothing was computed does not count, and one of other work does.
+    time.sleep(0.02)
+    assert timer.busy_s(time.perf_counter()) == pytest.approx(computed_s, abs=1e-3)
+    since_s = time.perf_counter()
+    time.sleep(0.02)
+    before = timer.busy_s(since_s)
+    assert computed_s + 0.02 <= before < computed_s + time.perf_counter() - since_s + 1e-3
+    # Work that began before the last computation ended counts from that end.
+    assert timer.busy_s(start_s) > before + 0.02 - 1e-3
+    assert not timer.seconds, "they are no stages"
 
 
 @pytest.mark.slow

@@ -44,7 +44,8 @@ class StepUpdate:
     its own, in an order that is drawn anew for every epoch. `wait` is called while an update is
     under way; None: nothing else is done. `totals` are those of the first update, of the first
     `num_added` parts on the mesh `mesh`. `streams` are supervised batches beside the parts, one for
-    each update of an epoch (config.train.sft_weight).
+    each update of an epoch (config.train.sft_weight). `plans` are the trainer's with which it was
+    worked on, more than one where memory was short, or another one came into use.
 
     Where memory is too short, an update is made again on another mesh, with more remat, or in
     smaller parts, whose plan is noted unless rounds are played meanwhile. A program that fails has
@@ -62,6 +63,7 @@ class StepUpdate:
     totals: Totals | None = None
     num_added: int = 0
     mesh: MeshShape | None = None
+    plans: set[TrainPlan] = dataclasses.field(default_factory=set)
 
     def add(self, state: TrainState, part: Part) -> None:
         """Adds a part of the batch, and starts on its gradients; returns while they are computed.
@@ -77,6 +79,7 @@ class StepUpdate:
         self.parts.append(part)
         if part.length > placement.length or self.num_added < len(self.parts) - 1:
             return
+        self.plans.add(placement.train)
         plan, length = self._plan(part), part.length
         if placement.attempt("train", lambda: self._add_up(state), length, plan=plan) is None:
             self.totals, self.num_added = None, 0
@@ -130,6 +133,7 @@ class StepUpdate:
         placement = self.placement
         while True:
             self._move_parts()
+            self.plans.add(placement.train)
             parts = self.parts if index is None else [self.parts[index]]
             parts = parts + self.streams[index or 0 : (index or 0) + 1]
             shapes = [Shape(*part.batch.tokens.shape) for part in parts]

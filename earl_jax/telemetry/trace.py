@@ -3,13 +3,9 @@
 """A run's stages over time, as Chrome trace events, which https://ui.perfetto.dev shows."""
 
 import json
-import threading
 import time
 from pathlib import Path
 from typing import Any
-
-import jax
-import jax.numpy as jnp
 
 from earl_jax.telemetry.atomic import write_atomically
 from earl_jax.telemetry.metrics import remove_cut_line
@@ -36,9 +32,6 @@ class Trace:
         self._path, self._process = trace_file(workdir, process), process
         # Clocks of several hosts agree on the time of day only.
         self._zero_s = time.time() - time.perf_counter()
-        # The thread that waits for the newest array, and when the one before was there.
-        self._waiting: threading.Thread | None = None
-        self._ready_s = 0.0
         if self._path.exists():
             remove_cut_line(self._path)
             return
@@ -54,34 +47,6 @@ class Trace:
         times = {"ts": start_us, "dur": end_us - start_us}
         with self._path.open("a") as file:
             file.write(self._line("X", stage, tid, **times, args={"step": step}))
-
-    def write_when_ready(self, stage: str, step: int, array: jax.Array) -> None:
-        """Writes the span of the computation of `array`, from now on; returns at once.
-
-        Where the one before is still computed, the span begins behind it. A computation that fails
-        has none.
-        """
-        # A copy of it, because the array itself may be donated before it is there.
-        given = (self._waiting, stage, step, time.perf_counter(), jnp.copy(array))
-        self._waiting = threading.Thread(target=self._wait, args=given, daemon=True)
-        self._waiting.start()
-
-    def _wait(
-        self,
-        before: threading.Thread | None,
-        stage: str,
-        step: int,
-        start_s: float,
-        array: jax.Array,
-    ) -> None:
-        if before is not None:
-            before.join()
-        try:
-            array.block_until_ready()
-        except jax.errors.JaxRuntimeError:
-            return
-        start_s, self._ready_s = max(start_s, self._ready_s), time.perf_counter()
-        self.write(stage, step, start_s, self._ready_s)
 
     def _line(self, phase: str, name: str, tid: int, **fields: Any) -> str:
         event = {"name": name, "ph": phase, "pid": self._process, "tid": tid, **fields}
