@@ -37,7 +37,7 @@ DEFAULT_CONTEXTS = "1024,2048,4096,8192,16384,32768,65536,131072"
 def parse_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Returns the flags, and the overrides of the config ("section.key=value").
 
-    Exits with status 2 for a flag that does not exist.
+    Raises InputError for a flag that does not exist.
     """
     parser = config_parser("plan", _HELP, None)
     add = parser.add_argument

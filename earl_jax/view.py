@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from earl_jax.launch.start import exit_status
+from earl_jax.settings.flags import parse_known
 from earl_jax.telemetry.view import view_server
 
 _HELP = """\
@@ -24,7 +25,10 @@ Ctrl-C ends it. To see runs of another machine: ssh -L 8900:127.0.0.1:8900 HOST
 
 
 def view_command(arguments: Sequence[str]) -> None:
-    """Runs the command until it is ended. Raises InputError for a folder that holds no run."""
+    """Runs the command until it is ended.
+
+    Raises InputError for a folder that holds no run, and as `parse_known`.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m earl_jax.view",
         description=_HELP,
@@ -33,7 +37,7 @@ def view_command(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("workdirs", metavar="WORKDIR", type=Path, nargs="+", help="folder of a run")
     parser.add_argument("--port", type=int, default=8900, help="0: any that is free (%(default)s)")
-    flags = parser.parse_args(arguments)
+    flags = parse_known(parser, arguments)
     with view_server(flags.workdirs, flags.port) as server:
         host, port = server.server_address[:2]
         print(f"the page is at http://{host}:{port}/ (Ctrl-C ends it)", flush=True)

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 import earl_jax
-from earl_jax import bench, evaluate, main, plan
+from earl_jax import bench, evaluate, main, plan, view
 from earl_jax.config.config import Config
 from earl_jax.config.file import given_config, make_config
 from earl_jax.config.keys import algorithm_sections, all_keys, sections_of
 from earl_jax.evaluate import evaluate_command
 from earl_jax.launch import console
+from earl_jax.serving import serve_flags
 from earl_jax.settings.errors import InputError
 from earl_jax.train.config import TrainConfig
 from tests.support import ROOT, run_python
@@ -63,6 +64,18 @@ def test_every_setting_has_a_meaning():
 def test_a_flag_that_is_none_says_what_to_write(arguments, words):
     with pytest.raises(InputError, match=re.escape(words)):
         main.parse_flags(arguments)
+
+
+@pytest.mark.parametrize("parse", [serve_flags.parse_flags, view.view_command])
+def test_a_command_without_a_config_names_the_nearest_flag(parse):
+    first = "--workdir=x" if parse is serve_flags.parse_flags else "x"
+    for argument, words in (
+        ("--prot=1", "unrecognized arguments: --prot=1; did you mean --port?"),
+        ("--qqq=3", "unrecognized arguments: --qqq=3; see --help"),
+        ("--port=", "--port= has an empty value"),
+    ):
+        with pytest.raises(InputError, match=re.escape(words)):
+            parse([first, argument])
 
 
 @pytest.mark.parametrize("flag", ["--workdir", "--replay", "--init_from", "--config"])

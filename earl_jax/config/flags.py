@@ -3,14 +3,13 @@
 """The flags of a command that takes a config: --config=FILE and --config.section.key=value."""
 
 import argparse
-import difflib
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from earl_jax.config.keys import all_keys, settings_help
 from earl_jax.config.names import meant_by
 from earl_jax.settings.errors import InputError
+from earl_jax.settings.flags import parse_known
 
 
 def config_parser(module: str, description: str, default: Path | None) -> argparse.ArgumentParser:
@@ -40,11 +39,9 @@ def parse_with_overrides(
 ) -> tuple[argparse.Namespace, list[str]]:
     """Returns the flags, and the overrides of the config ("section.key=value").
 
-    Exits with status 2 for a flag that does not exist.
-
     Raises:
-        InputError: a setting that is not written as --config.section.key=value; a flag whose value
-            is empty.
+        InputError: a setting that is not written as --config.section.key=value; a flag that does
+            not exist, or whose value is empty.
     """
     overrides, others = [], []
     for number, argument in enumerate(arguments):
@@ -58,38 +55,18 @@ def parse_with_overrides(
                 f"{argument}={following[0].removeprefix('=')}"
             )
         overrides.append(argument.removeprefix("--config."))
-    for before, argument in zip(["", *others], others, strict=False):
-        if not argument or re.fullmatch(r"--\w+=", argument):
-            # As a folder it would be the current one.
-            raise InputError(
-                f"{argument or before} has an empty value, as of a shell variable that is not set; "
-                "give it one, or leave the flag out"
-            )
-    flags, unknown = parser.parse_known_args(others)
-    if unknown:
-        raise InputError(_unknown_flag(parser, unknown))
-    return flags, overrides
+    return parse_known(parser, others, _meant), overrides
 
 
-def _unknown_flag(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
-    """Returns the message about arguments that are no flags, with what to write instead."""
+def _meant(unknown: Sequence[str], near: str) -> str:
+    """Returns what to write instead of arguments that are no flags: a setting, or a near flag."""
     first = unknown[0]
-    message = f"unrecognized arguments: {' '.join(unknown)}"
     if not first.startswith("-"):
-        is_file = first.endswith(".py")
-        return f"{message}; " + (
-            f"write --config={first}" if is_file else "a flag is written --NAME=VALUE"
-        )
+        return f"write --config={first}" if first.endswith(".py") else near
     name, equals, value = first.lstrip("-").partition("=")
     if not equals:
         value = unknown[1] if len(unknown) > 1 else "VALUE"
     if f"config.{name}" in all_keys():
-        return f"{message}; a setting is written --config.{name}={value}"
-    known = re.findall(r"--\w+", parser.format_usage())
-    near = difflib.get_close_matches(f"--{name}", known, n=1)
-    if near:
-        return f"{message}; did you mean {near[0]}?"
-    hint = meant_by(f"config.{name}")
-    return f"{message}; {hint or 'see --help'}" + (
-        ", written --config.KEY=VALUE" if hint and "config." in hint else ""
-    )
+        return f"a setting is written --config.{name}={value}"
+    hint = near or meant_by(f"config.{name}") or ""
+    return hint + (", written --config.KEY=VALUE" if "config." in hint else "")

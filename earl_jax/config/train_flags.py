@@ -48,7 +48,7 @@ without these; under Open MPI 5 with the coordinator alone. All hosts must see t
 def parse_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Returns the flags, and the overrides ("section.key=value").
 
-    Exits with status 2 for a flag that does not exist.
+    Raises InputError for a flag that does not exist.
     """
     parser = config_parser("main", _HELP, DEFAULT_CONFIG)
     parser.set_defaults(config=None)

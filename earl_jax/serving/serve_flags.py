@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from earl_jax.settings.errors import InputError
+from earl_jax.settings.flags import parse_known
 
 if TYPE_CHECKING:
     from earl_jax.models.config import ModelConfig
@@ -67,7 +68,7 @@ devices failed.
 
 
 def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parses the flags. Exits with status 2 for one that does not exist."""
+    """Returns the flags. Raises InputError for one that does not exist or has an empty value."""
     parser = argparse.ArgumentParser(
         prog="python -m earl_jax.serve",
         description=_HELP,
@@ -93,7 +94,7 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     _add_limits(parser.add_argument_group("limits"))
     _add_sampling(parser.add_argument_group("sampling of requests that say nothing of it"))
     _add_engine(parser.add_argument_group("engine and devices"))
-    return parser.parse_args(arguments)
+    return parse_known(parser, arguments)
 
 
 def _add_limits(group: Any) -> None:

@@ -1,0 +1,50 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Flags of the commands, and the mistakes in them that argparse takes or says little about."""
+
+import argparse
+import difflib
+import re
+from collections.abc import Callable, Sequence
+
+from earl_jax.settings.errors import InputError
+
+
+def parse_known(
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str],
+    meant: Callable[[Sequence[str], str], str] = lambda unknown, near: near,
+) -> argparse.Namespace:
+    """Returns the flags.
+
+    Args:
+        parser: of the command.
+        arguments: those of the command line.
+        meant: returns what to write instead of arguments that are no flags ("": unknown), which it
+            is given with the words for the flag that is nearest.
+
+    Raises:
+        InputError: a flag that does not exist, or whose value is empty.
+    """
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        if not argument or re.fullmatch(r"--\w+=", argument):
+            # As a folder it would be the current one.
+            raise InputError(
+                f"{argument or before} has an empty value, as of a shell variable that is not set; "
+                "give it one, or leave the flag out"
+            )
+    flags, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        hint = meant(unknown, _near(parser, unknown[0])) or "see --help"
+        raise InputError(f"unrecognized arguments: {' '.join(unknown)}; {hint}")
+    return flags
+
+
+def _near(parser: argparse.ArgumentParser, argument: str) -> str:
+    """Returns the hint to the flag that is nearest to an argument; "" for none."""
+    if not argument.startswith("-"):
+        return "a flag is written --NAME=VALUE"
+    name = argument.lstrip("-").partition("=")[0]
+    known = re.findall(r"--\w+", parser.format_usage())
+    near = difflib.get_close_matches(f"--{name}", known, n=1)
+    return f"did you mean {near[0]}?" if near else ""
