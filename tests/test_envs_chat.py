@@ -29,7 +29,7 @@ def ids_of(text: str) -> tuple[int, ...]:
 def test_frame_by_hand():
     (five,) = ids_of("5")
     assert CHAT.first("5") == CHAT.answer("5") == (USER, five, END, ASSISTANT)
-    assert CHAT.first("") == (USER, END, ASSISTANT)
+    assert CHAT.first("") == CHAT.answer("") == (USER, END, ASSISTANT)
     assert (CHAT.end_of_turn_id, CHAT.pad_id) == (END, PAD)
 
 

@@ -101,10 +101,11 @@ class StepResult:
     """The result of one reply.
 
     `text` is the next message to the policy, as a user, or `messages` are the next ones; both are
-    empty if `done`. `choices` are the only replies to these, as in `Start`, or `allowed_token_ids`
-    their only tokens, `stop` what ends them, and `call` what they begin with. `reward` is for this
-    reply alone. `stop_reason` is a word such as "solved", given exactly if `done`; `detail` is for
-    people.
+    empty if `done`. An empty `text` before that is an empty message, such as the output of a
+    command that printed nothing. `choices` are the only replies to these, as in `Start`, or
+    `allowed_token_ids` their only tokens, `stop` what ends them, and `call` what they begin with.
+    `reward` is for this reply alone. `stop_reason` is a word such as "solved", given exactly if
+    `done`; `detail` is for people.
 
     In self-play the policy plays several sides in turns. `role` is the side that the next message
     is for, "" for the one that replied. A side's context holds the messages for it and its own
