@@ -15,6 +15,7 @@ from earl_jax.launch.cluster import processes_only
 from earl_jax.launch.start import exit_status
 from earl_jax.run.saved_position import read_newest
 from earl_jax.settings.errors import InputError, writes_below
+from earl_jax.train.checkpoint import Checkpoints
 from tests.support import ROOT, run_python
 from tests.support.settings import make_config
 
@@ -132,6 +133,15 @@ def test_a_run_under_way_without_a_checkpoint_says_so_before_anything_is_built(t
     (tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp").mkdir(parents=True)
     with pytest.raises(InputError, match="holds no checkpoint yet: there is none in .*checkpoints"):
         read_newest(make_config({}), tmp_path)
+
+
+def test_checkpoints_that_cannot_be_read_are_closed(tmp_path, monkeypatch, capsys):
+    (tmp_path / "checkpoints" / "2").mkdir(parents=True)
+    closed, close = [], Checkpoints.close
+    monkeypatch.setattr(Checkpoints, "close", lambda self: closed.append(close(self)))
+    with pytest.raises(InputError, match="holds no checkpoint that can be read"):
+        read_newest(make_config({}), tmp_path)
+    assert "the checkpoint of step 2 is damaged" in capsys.readouterr().err and len(closed) == 1
 
 
 def test_devices_that_an_installed_plugin_does_not_find_end_with_status_2():

@@ -51,15 +51,13 @@ def read_newest(config: Config, workdir: Path) -> tuple[Run, Position, Placement
         raise InputError(f"{workdir} holds no checkpoint yet: there is none in {folder}")
     run = build_run(config, workdir / "tokenizer")
     gather = run.cluster.gather
-    checkpoints = Checkpoints(folder, keep=None, gather=gather)
-    # Those that the first process sees: the run may go on meanwhile.
-    for step in gather(checkpoints.steps(), "the checkpoints")[0]:
-        restored, damage = _restored_in_all(run, checkpoints, step)
-        if restored is None:
+    with Checkpoints(folder, keep=None, gather=gather) as checkpoints:
+        # Those that the first process sees: the run may go on meanwhile.
+        for step in gather(checkpoints.steps(), "the checkpoints")[0]:
+            restored, damage = _restored_in_all(run, checkpoints, step)
+            if restored is not None:
+                return run, *restored
             print(f"the checkpoint of step {step} is damaged ({damage})", file=sys.stderr)
-            continue
-        checkpoints.close()
-        return run, *restored
     raise InputError(f"{folder} holds no checkpoint that can be read")
 
 
