@@ -111,6 +111,10 @@ LEARNING_REFUSED = [
     ({"rollout.top_k": 5}, "config.rollout.top_k is 5 with config.train.ratio 'behaviour'"),
     ({"rollout.top_p": 0.9}, "a change of the policy: set config.train.ratio to 'model'"),
     ({"rollout.min_p": 0.1}, "a change of the policy: set config.train.ratio to 'model'"),
+    (
+        {"algorithm": "ppo", "num_steps": 4, "train.critic.pretrain_steps": 4},
+        "pretrain_steps is 4 and config.num_steps 4; the critic would learn alone in every step",
+    ),
 ]
 MODEL_REFUSED = [
     ({"rollout.kv_dtype": "int8"}, preset_named("deepseek-v3"), "kv_dtype is 'int8', but this mo"),

@@ -318,4 +318,10 @@ OF_LEARNING = (
         "the policy: set config.train.ratio to 'model'",
     ),
     *map(_cuts, ("top_k", "top_p", "min_p")),
+    Rule(
+        lambda c, _: c.make_algorithm().critic and c.train.critic.pretrain_steps >= c.num_steps,
+        "config.train.critic.pretrain_steps is {c.train.critic.pretrain_steps} and "
+        "config.num_steps {c.num_steps}",
+        "the critic would learn alone in every step, and the policy nothing: lower pretrain_steps",
+    ),
 )
