@@ -1,5 +1,5 @@
 #!/bin/bash
-# usage: gpu_scripts/kubernetes.sh [--dry-run] --name=N --image=IMAGE --nodes=N --claim=PVC [--gpus=8] [--gpu=hopper|blackwell] --config=FILE --workdir=/shared/DIR [--config.KEY=VALUE ...]
+# usage: gpu_scripts/kubernetes.sh [--dry-run] [--check] --name=N --image=IMAGE --nodes=N --claim=PVC [--gpus=8] [--gpu=hopper|blackwell] --config=FILE --workdir=/shared/DIR [--config.KEY=VALUE ...]
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
 #
@@ -11,7 +11,7 @@ manifest=$(dirname "$0")/jobset.yaml dry_run='' arguments=()
 declare -A values=([GPUS]=8 [GPU]=hopper)
 for argument in "$@"; do
   case $argument in
-    --config=* | --config.* | --workdir=* | --init_from=*) arguments+=("$argument") ;;
+    --config=* | --config.* | --workdir=* | --init_from=* | --check) arguments+=("$argument") ;;
     --manifest=*) manifest=${argument#*=} ;;
     --dry-run) dry_run=1 ;;
     --[a-z]*=*) key=${argument%%=*} key=${key#--}; values[${key^^}]=${argument#*=} ;;
@@ -36,6 +36,9 @@ for key in $(grep -o '\${[A-Z]*}' <<<"$filled" | sort -u | tr -d '${}'); do
   [[ ${values[$key]-} ]] || { echo "--${key,,} is missing" >&2; usage; }
   filled=${filled//"\${$key}"/"${values[$key]}"}
 done
+# A check is made once.
+shopt -s extglob
+[[ " ${arguments[*]} " != *" --check "* ]] || filled=${filled/maxRestarts: +([0-9])/maxRestarts: 0}
 if [[ $dry_run ]]; then
   echo "kubectl apply -f - <<'END'"$'\n'"$filled"$'\n'END
   exec "${PYTHON:-.venv/bin/python}" -m earl_jax.config "${arguments[@]}"

@@ -22,7 +22,10 @@ done
 [[ $per_host =~ ^[1-9][0-9]*$ && $port =~ ^[1-9][0-9]*$ ]] || usage
 
 python=${PYTHON:-.venv/bin/python}
+# ssh takes IPv6 addresses without brackets, and the coordinator's has them before its port.
 IFS=, read -ra all <<<"${hosts:-localhost}"
+all=("${all[@]//[\[\]]/}") coordinator=${all[0]#*@}
+[[ $coordinator != *:* ]] || coordinator="[$coordinator]"
 # What the user set for Python, JAX, XLA and NCCL holds on every host.
 mapfile -t names < <(compgen -e | grep -E '^(GPU|PYTHONPATH|(JAX|XLA|NCCL|CUDA)_.*)$')
 given=''
@@ -30,7 +33,7 @@ for name in "${names[@]}"; do given+="$name=$(printf %q "${!name}") "; done
 
 # Sets `line` to the shell command of process number $1.
 command_of() {
-  local variables="JAX_COORDINATOR_ADDRESS=${all[0]#*@}:$port"
+  local variables="JAX_COORDINATOR_ADDRESS=$coordinator:$port"
   variables+=" JAX_NUM_PROCESSES=$((${#all[@]} * per_host)) JAX_PROCESS_ID=$1"
   ((per_host == 1)) || variables+=" JAX_LOCAL_DEVICE_IDS=$(($1 % per_host))"
   line="cd $(printf %q "$dir") && export $given$variables && . gpu_scripts/settings.sh"
@@ -82,9 +85,9 @@ for start in {0..10}; do
     codes+=("$code")
   done
   kill "$hold" 2>/dev/null || true
-  # 2 is a mistake of the user's.
+  # 2 is a mistake of the user's; a check is made once.
   status=$(printf '%s\n' "${codes[@]}" | sort -n | tail -1)
   if [[ " ${codes[*]} " == *" 2 "* ]]; then exit 2; fi
-  if [[ $stop ]] || ((status == 0)); then exit "$status"; fi
+  if [[ $stop || " ${arguments[*]} " == *" --check "* ]] || ((status == 0)); then exit "$status"; fi
 done
 exit "$status"

@@ -338,6 +338,7 @@ def test_an_address_that_is_none(monkeypatch):
         port = taken.getsockname()[1]
         for address, words in (
             ("8476", "write it as HOST:PORT"),
+            ("fd00::1:8476", r"or '\[fd00::1\]:8476' with an IPv6 address"),
             (f"127.0.0.1:{port}", f"cannot listen on port {port}"),
         ):
             config = DistributedConfig(coordinator=address, num_processes=2, process_id=0)

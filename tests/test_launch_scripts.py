@@ -5,6 +5,7 @@
 import dataclasses
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -321,8 +322,9 @@ def test_slurm_starts_a_task_a_node_in_the_submitted_folder(machine):
         (["--per_host=2", "--port=9000"], "localhost:9000", ["0", "1"]),
         (["--hosts=me@h1,h2"], "h1:8476", [None, None]),
         (["--hosts=h1,h2", "--per_host=2"], "h1:8476", ["0", "1", "0", "1"]),
+        (["--hosts=me@fd00::1,[fd00::2]"], "[fd00::1]:8476", [None, None]),
     ],
-    ids=["here", "hosts", "several a host"],
+    ids=["here", "hosts", "several a host", "IPv6"],
 )
 def test_launch_sh_tells_each_process_who_it_is(flags, coordinator, gpus, machine):
     odd = "--config.env.args={'a b': \"$c\"}"
@@ -338,7 +340,7 @@ def test_launch_sh_tells_each_process_who_it_is(flags, coordinator, gpus, machin
         assert each["arguments"] == ["-m", "earl_jax.main", CONFIG, "--workdir=/w", odd]
     hosts = {call[2] for call in machine.calls("ssh")}
     named = next((flag for flag in flags if flag.startswith("--hosts=")), "")
-    assert hosts == set(named.removeprefix("--hosts=").split(",")) - {""}
+    assert hosts == set(re.sub(r"--hosts=|[][]", "", named).split(",")) - {""}
 
 
 def test_logs_are_the_last_lines_of_all_workers_and_those_of_worker_0_as_they_come(machine):
@@ -398,10 +400,13 @@ def test_xpk_restarts_a_run_that_lost_a_process(machine):
     assert done.returncode == 0, done.stderr
     (call,) = machine.calls("xpk")
     assert call[:2] == ["workload", "create"] and "--restart-on-exit-codes=1,75" in call
+    assert "--max-restarts=100" in call
     command = next(a for a in call if a.startswith("--command="))
     assert shlex.split(command.removeprefix("--command=")) == [
         *("python", "-m", "earl_jax.main", CONFIG, "--workdir=/shared/w", CONTEXTS)
     ]
+    machine.run("tpu_scripts/xpk.sh", *XPK, CONFIG, "--workdir=/shared/w", "--check")
+    assert "--max-restarts=0" in machine.calls("xpk")[1]
 
 
 @pytest.mark.slow_except("hopper")
@@ -522,10 +527,21 @@ def test_manifest_has_the_training_commands_own_flags_and_refuses_others(machine
     assert machine.run(*line, "--restart").returncode == 2
 
 
-def test_check_on_tpus_is_made_once(machine):
-    line = ["tpu_scripts/run.sh", *TPU, CONFIG, "--workdir=/w", "--check"]
-    done = machine.run(*line, STATUSES="1,0")
+@pytest.mark.slow_except("ssh", "slurm")
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_check_is_made_once(launcher, machine):
+    line = [*LAUNCHERS[launcher], CONFIG, "--workdir=/w", "--check"]
+    done = machine.run(*line, STATUSES="1,0", WORKERS="1" if launcher == "instances" else "2")
     assert done.returncode == 1 and (machine.home / "starts").read_text() == "1"
+
+
+@pytest.mark.parametrize("kind", MANIFESTS)
+def test_manifest_of_a_check_starts_nothing_again(kind, machine):
+    jobset = manifest_of(kind, machine, "--check")
+    (job,) = jobset["spec"]["replicatedJobs"]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    assert container["args"][-1] == "--check"
+    assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 0
 
 
 def test_tpus_are_not_requested_for_a_config_that_they_would_not_get(machine):

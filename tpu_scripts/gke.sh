@@ -1,5 +1,5 @@
 #!/bin/bash
-# usage: tpu_scripts/gke.sh [--dry-run] --name=N --image=IMAGE --accelerator=tpu-v6e-slice --topology=4x4 --claim=PVC [--slices=1] [--chips=4] --config=FILE --workdir=/shared/DIR [--config.KEY=VALUE ...]
+# usage: tpu_scripts/gke.sh [--dry-run] [--check] --name=N --image=IMAGE --accelerator=tpu-v6e-slice --topology=4x4 --claim=PVC [--slices=1] [--chips=4] --config=FILE --workdir=/shared/DIR [--config.KEY=VALUE ...]
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
 #

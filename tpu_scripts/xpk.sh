@@ -20,10 +20,13 @@ done
 [[ " ${arguments[*]-} " == *" --config="* && " ${arguments[*]} " == *" --workdir="* ]] || usage
 [[ $name && $cluster && $zone && $type && $image ]] || usage
 
+# A check is made once.
+restarts=100
+[[ " ${arguments[*]} " != *" --check "* ]] || restarts=0
 printf -v words ' %q' "${arguments[@]}"
 command=(xpk workload create --workload="$name" --cluster="$cluster" --zone="$zone"
   ${project:+--project="$project"} --tpu-type="$type" --num-slices="$num_slices"
-  --docker-image="$image" --max-restarts=100 "--restart-on-exit-codes=1,75" --command="python -m earl_jax.main$words")
+  --docker-image="$image" --max-restarts="$restarts" "--restart-on-exit-codes=1,75" --command="python -m earl_jax.main$words")
 if [[ $dry_run ]]; then
   printf '%q ' "${command[@]}"; echo
   exec "${PYTHON:-$(dirname "$0")/../.venv/bin/python}" -m earl_jax.config "${arguments[@]}"

@@ -18,10 +18,11 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 def host_and_port(coordinator: str) -> tuple[str, int]:
     """Returns the parts of "HOST:PORT". Raises InputError for what it is not."""
     host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+    is_bare = ":" in host and not (host.startswith("[") and host.endswith("]"))
+    if not host or is_bare or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise InputError(
             f"config.distributed.coordinator is {coordinator!r}; write it as HOST:PORT, such as "
-            "'node0:8476'"
+            "'node0:8476', or '[fd00::1]:8476' with an IPv6 address"
         )
     return host.strip("[]"), int(port)
 
