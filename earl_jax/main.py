@@ -57,7 +57,7 @@ def train_command(arguments: Sequence[str]) -> int:
     if jax.process_index() > 0:
         return status
     evaluation = end.evaluation
-    # The newest evaluation of a run that was stopped is of an earlier step.
+    # That of a run that was stopped is of a step on the way.
     if evaluation and not end.stopped:
         played = f"{evaluation['episodes']} episodes of " if "episodes" in evaluation else ""
         print(f"{played}{evaluation['name']}: {shown(evaluation)}")

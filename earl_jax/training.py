@@ -59,9 +59,9 @@ REPORT_EVERY_STEPS = 25
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """The end of a run: its last evaluation, and why it stopped before its last step, in words.
+    """The end of a run: its evaluation there, and why it stopped before its last step, in words.
 
-    `evaluation` is empty where there is none yet, and in a process that is not the first.
+    `evaluation` is empty where there is none, and in a process that is not the first.
     `is_replayed` is True where a replay has come to the end of its events, and stopped there.
     """
 
@@ -167,7 +167,7 @@ def _train_in(
             progress.note(words)
     words = _stopped_words(stopped, position.step, workdir) if stopped else ""
     return RunEnd(
-        evaluation=recorder.last_evaluation(),
+        evaluation=recorder.evaluation(position.step) or {},
         stopped=words,
         is_replayed=stopped == END_OF_EVENTS,
     )

@@ -294,7 +294,8 @@ RULES = [
     ("train.mini_batches=0", "config.train.mini_batches is 0; it must be at least 1"),
     ("algorithm_args.turn_discount=1.01", "config.algorithm_args.turn_discount is 1.01"),
     ("checkpoint.keep=1", "config.checkpoint.keep is 1"),
-    ("eval.games=0", "config.eval.games is 0"),
+    ("eval.games=-1", "config.eval.games is -1"),
+    ("eval.final_games=0", "config.eval.final_games is 0"),
     ("eval.temperature=0;eval.top_k=3", "config.eval.temperature is 0.*config.eval.top_k"),
 ]
 
@@ -370,6 +371,7 @@ def test_the_number_of_devices_that_play_may_be_the_selectors():
             )
         ),
         (["train.ess_scaling=sqrt"], "train.ess_scaling", "config.train.epochs is 1"),
+        (["checkpoint.keep_best=1", "eval.games=0"], "checkpoint.keep_best", "eval.games is 0"),
         (
             ["selector.offload=on", "asynchrony.max_staleness=1"],
             "selector.offload",
@@ -381,7 +383,7 @@ def test_the_number_of_devices_that_play_may_be_the_selectors():
                 ("rollout.temperature=0.7", "plays nothing"),
                 ("rollout.top_p=0.9", "plays nothing"),
                 ("train.ratio=model", "plays nothing"),
-                ("checkpoint.keep_best=1", "evaluated on config.eval.sft_path alone"),
+                ("checkpoint.keep_best=1", "plays nothing, and config.eval.sft_path is ''"),
             )
         ),
         (

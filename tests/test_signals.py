@@ -19,7 +19,7 @@ from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import RunEnd, train
 from tests.support.commands import ALL, CONFIG, Command
 from tests.support.placements import TINY as TINY_MODEL
-from tests.support.runs import assert_equal, final_parameters, steps_of, stop_in_rollout
+from tests.support.runs import assert_equal, cut_off, final_parameters, steps_of, stop_in_rollout
 from tests.support.settings import make_config
 
 # So many steps that a signal ends the run, and one line of metrics behind each.
@@ -154,6 +154,16 @@ def lines_of(workdir):
         {name: value for name, value in row.items() if name not in vary}
         for row in read_metrics(workdir / "metrics.jsonl")
     ]
+
+
+def test_without_evaluation_games_nothing_is_evaluated(whole, tmp_path):
+    """Nor at the start or the end; an evaluation of an earlier step is not the run's."""
+    off = SHORT | {"eval": {"every_steps": 1, "games": 0}}
+    assert train(make_config(off | {"num_steps": 1}), tmp_path / "new").evaluation == {}
+    assert ["eval" in row for row in lines_of(tmp_path / "new")] == [False]
+    again = cut_off(whole[0], tmp_path / "again", 3)
+    assert train(make_config(off | {"num_steps": 4}), again).evaluation == {}
+    assert [row["step"] for row in lines_of(again) if "eval" in row] == [0, 2, 3]
 
 
 def test_a_rollout_that_is_given_up_is_played_again_bit_for_bit(whole, tmp_path):

@@ -69,10 +69,9 @@ def _idle_supervised(config: "Config") -> Iterator[_Idle]:
     sampling = (f"rollout.{name}" for name in ("temperature", "top_k", "top_p", "min_p"))
     for path in (*asynchrony, "devices.num_rollout", "selector.offload", "train.ratio", *sampling):
         yield not config.plays, path, "config.algorithm 'sft' plays nothing"
-    has_ratings = config.plays or config.eval.sft_path != ""
-    unrated = (
-        "a run of config.algorithm 'sft' is evaluated on config.eval.sft_path alone, which is ''"
-    )
+    has_ratings = config.eval.sft_path != "" or (config.plays and config.eval.games > 0)
+    unplayed = "config.eval.games is 0" if config.plays else "config.algorithm 'sft' plays nothing"
+    unrated = f"{unplayed}, and config.eval.sft_path is '': there are no evaluations"
     yield not has_ratings, "checkpoint.keep_best", unrated
 
 

@@ -95,7 +95,9 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Evaluation tasks: `games` every `every_steps` steps, `final_games` at the end.
+    """Evaluation tasks: `games` at step 0 and every `every_steps` steps, `final_games` at the end.
+
+    With `games` of 0 a run plays none, at the end neither.
 
     Each is played `samples` times. With several the summary also has the expected best reward
     of two, four ... samples of a task (pass@k where rewards are 0 and 1).
@@ -128,8 +130,9 @@ class EvalConfig:
 
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
-        numbers = ("games", "final_games", "samples", "every_steps")
-        check_bounds(self, "config.eval", dict.fromkeys(numbers, (1, None)))
+        numbers = ("final_games", "samples", "every_steps")
+        bounds = {"games": (0, None), **dict.fromkeys(numbers, (1, None))}
+        check_bounds(self, "config.eval", bounds)
         self.sampling.validate("config.eval.")
 
 

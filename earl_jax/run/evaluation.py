@@ -95,14 +95,13 @@ class Evaluator:
         config = self.run.config.eval
         last = position.step == self.run.config.num_steps
         if last or position.step % config.every_steps == 0:
-            self.evaluate(position, config.final_games if last else config.games)
+            self.evaluate(position, config.final_games if last and config.games else config.games)
 
     def evaluate(self, position: Position, games: int) -> None:
         """Writes an evaluation down, unless a signal stops it, or there is nothing to evaluate."""
-        if not self.run.config.plays:
-            games = 0
-            if self.run.tasks.held_out is None:
-                return
+        games = games if self.run.config.plays else 0
+        if not games and self.run.tasks.held_out is None:
+            return
         try:
             evaluation = self._evaluation(position, games)
         except Stopped:

@@ -114,10 +114,6 @@ class Recorder:
             what = f"what steps after {step} wrote" if step >= 0 else "what was written before"
             self.note(f"{what} is in {' and '.join(aside)} now")
 
-    def last_evaluation(self) -> dict[str, Any]:
-        """Returns the newest evaluation in metrics.jsonl; empty where there is none."""
-        return next((row["eval"] for row in reversed(self._rows()) if "eval" in row), {})
-
     def evaluation(self, step: int) -> dict[str, Any] | None:
         """Returns the evaluation of this step in metrics.jsonl; None where there is none."""
         return next((r["eval"] for r in self._rows() if r["step"] == step and "eval" in r), None)
