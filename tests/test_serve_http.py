@@ -14,6 +14,8 @@ import pytest
 
 from earl_jax.envs.text.chat import ChatRenderer
 from earl_jax.envs.text.tokenizer import load_tokenizer
+from earl_jax.serving.http_answers import Choice, CompletionForm
+from earl_jax.serving.reply import Piece, Token
 from tests.support.http_client import JSON, ask, connect, events, send
 from tests.support.references import reference
 from tests.support.served import (
@@ -130,8 +132,9 @@ def test_health_and_models(server):
 def test_the_pieces_of_a_stream_join_to_the_whole(server):
     options = {"max_tokens": 40, "n": 2, "temperature": 2, "top_k": 0, "seed": 3}
     options["stream_options"] = {"include_usage": True}
+    completion = {"prompt": "héllo", **options, "logprobs": 1}
     chat = {"messages": [{"role": "user", "content": "héllo"}], **options, "logprobs": True}
-    for path, body in ((COMPLETIONS, {"prompt": "héllo", **options}), (CHAT, chat)):
+    for path, body in ((COMPLETIONS, completion), (CHAT, chat)):
         whole = ask(server.http, path, **body)
         *parts, last = events(server.http, path, **body)
         assert last["choices"] == [] and last["usage"] == whole["usage"]
@@ -142,6 +145,10 @@ def test_the_pieces_of_a_stream_join_to_the_whole(server):
             assert mine[-1]["finish_reason"] == choice["finish_reason"]
             if path == COMPLETIONS:
                 assert "".join(p["text"] for p in mine) == choice["text"]
+                scores = choice["logprobs"]
+                for name in ("tokens", "token_logprobs", "text_offset"):
+                    joined = [each for p in mine for each in (p["logprobs"] or {}).get(name, [])]
+                    assert joined == scores[name] and len(joined) > 2
                 continue
             assert mine[0]["delta"] == {"role": "assistant", "content": ""}
             streamed = "".join(p["delta"].get("content", "") for p in mine)
@@ -259,7 +266,21 @@ def test_log_probs_are_those_of_grpc(server):
     [choice] = ask(server.http, COMPLETIONS, **body, logprobs=0)["choices"]
     assert choice["logprobs"]["token_logprobs"] == [entry["logprob"] for entry in content]
     assert choice["logprobs"]["tokens"] == [text_of([score["token"]]) for score in scores]
+    assert choice["logprobs"]["top_logprobs"] is None
+    assert ask(server.http, COMPLETIONS, **body, logprobs=1)["choices"] == [choice]
     assert generate(server, ids, 9, **drawn)[1]["logprobs"] is None
+
+
+def test_offsets_of_tokens_are_places_in_the_text_of_the_whole_reply():
+    """Of a character in two tokens, text that a stop string holds back, and a later part."""
+    form = CompletionForm(lambda ids: bytes(ids).decode(errors="replace"))
+    texts = ["a", "", "é", "", "xy", ""]
+    tokens = [Token(byte, -1.0, -2.0) for byte in "aéxy!".encode()]
+    pieces = [Piece(text, token) for text, token in zip(texts, tokens, strict=True)]
+    parts = [form.part(Choice(0, pieces[:3])), form.part(Choice(0, pieces[3:]))]
+    assert [part["logprobs"]["text_offset"] for part in parts] == [[0, 1, 1], [2, 3, 4]]
+    assert [part["logprobs"]["token_logprobs"] for part in parts] == [[-1.0] * 3] * 2
+    assert form.part(Choice(1, pieces[3:]))["logprobs"]["text_offset"] == [0, 1, 2]
 
 
 # What is refused.
@@ -294,7 +315,7 @@ BAD = {
     "n": (COMPLETIONS, {"prompt": "x", "n": 0}, 400, "n is 0; it must lie between 1 and 128"),
     "many": (COMPLETIONS, {"prompt": "x", "n": 33}, 400, "wants 33 replies, .* takes 32 at once"),
     "stop": (COMPLETIONS, {"prompt": "x", "stop": ["a", ""]}, 400, "stop must be a text or a list"),
-    "top": (COMPLETIONS, {"prompt": "x", "logprobs": 5}, 400, "logprobs is 5; .* sampled tokens"),
+    "top": (COMPLETIONS, {"prompt": "x", "logprobs": 2}, 400, "logprobs is 2; .* true, 0 or 1"),
     "tops": (CHAT, {"messages": USER, "top_logprobs": 2}, 400, "top_logprobs is 2; .* 0 alone"),
     "stream": (COMPLETIONS, {"prompt": "x", "stream": "yes"}, 400, "stream must be true or false"),
     "no messages": (CHAT, {"messages": []}, 400, "messages is empty"),

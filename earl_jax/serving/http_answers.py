@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from earl_jax.envs.text.stream import TextStream
 from earl_jax.envs.tools.calls import ToolCallStream
-from earl_jax.serving.reply import Piece
+from earl_jax.serving.reply import Piece, Token
 
 FINISH = {
     "end_of_turn": "stop",
@@ -64,6 +65,8 @@ class CompletionForm:
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
+        # Of replies with log-probs, by their index: their text so far, and its length.
+        self._texts: dict[int, tuple[TextStream, int]] = {}
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         """Returns a whole reply."""
@@ -79,6 +82,7 @@ class CompletionForm:
             "tokens": [each["token"] for each in scores],
             "token_logprobs": [each["logprob"] for each in scores],
             "top_logprobs": None,
+            "text_offset": self._offsets(choice),
             "model_logprobs": [each["model_logprob"] for each in scores],
         }
         return {
@@ -88,6 +92,16 @@ class CompletionForm:
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop,
         }
+
+    def _offsets(self, choice: Choice) -> list[int]:
+        """Returns where in the reply's text each token begins; earlier parts count."""
+        stream, length = self._texts.get(choice.index, (TextStream(self._decode), 0))
+        offsets = []
+        for token in _scored(choice.pieces):
+            offsets.append(length)
+            length += len(stream.push([token.id]))
+        self._texts[choice.index] = stream, length
+        return offsets
 
 
 class ChatForm:
@@ -205,17 +219,22 @@ def _scores(
 ) -> list[dict[str, Any]] | None:
     """Returns the log-probs of the tokens of a text; None where they are not wanted."""
     scores = []
-    for token in (piece.token for piece in pieces if not piece.is_end):
-        if token is not None and token.logprob is not None:
-            text = decode([token.id])
-            scores.append(
-                {
-                    "token": text,
-                    "logprob": token.logprob,
-                    "model_logprob": token.model_logprob,
-                    # Unknown of a part of a character.
-                    "bytes": None if "\ufffd" in text else list(text.encode()),
-                    "top_logprobs": [],
-                }
-            )
+    for token in _scored(pieces):
+        text = decode([token.id])
+        scores.append(
+            {
+                "token": text,
+                "logprob": token.logprob,
+                "model_logprob": token.model_logprob,
+                # Unknown of a part of a character.
+                "bytes": None if "\ufffd" in text else list(text.encode()),
+                "top_logprobs": [],
+            }
+        )
     return scores or None
+
+
+def _scored(pieces: Sequence[Piece]) -> list[Token]:
+    """Returns the tokens of a text that have log-probs."""
+    tokens = (piece.token for piece in pieces if not piece.is_end)
+    return [token for token in tokens if token is not None and token.logprob is not None]

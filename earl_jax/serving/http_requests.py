@@ -130,19 +130,18 @@ def _options(
 
 
 def _wants_logprobs(given: Mapping[str, Any], where: str) -> bool:
-    """Returns whether log-probs are wanted: true, or 0 likelier tokens beside those sampled.
+    """Returns whether log-probs are wanted: true, 0 or 1, which all mean those of sampled tokens.
 
-    For /inference/v1/generate, 1 means those sampled too.
+    OpenAI's completions name the number of likeliest tokens beside these, vLLM's ids count them in.
     """
     found = given.get("logprobs", False)
-    most = 1 if where else 0
     if type(found) is bool:
         return found
-    if type(found) is int and 0 <= found <= most:
+    if type(found) is int and 0 <= found <= 1:
         return True
     raise HttpError(
         400,
         f"{where}logprobs is {shown(found)}; this server has the log-probs of sampled tokens "
-        f"alone, and not of others: send {'1' if where else 'true, or 0'}",
+        "alone, and not of others: send true, 0 or 1",
         f"{where}logprobs",
     )
