@@ -33,6 +33,8 @@ def get_config() -> ConfigDict:
             "selector": {
                 "rollout_meshes": ("data=8", "data=4,tensor=2"),
                 "train_meshes": ("data=8", "data=1,fsdp=8"),
+                # The same run on every machine.
+                "table": "model",
             },
             "algorithm": "reinforce",
             "algorithm_args": {"turn_discount": 0.9},

@@ -77,6 +77,14 @@ def test_the_docstring_has_the_command_that_runs_it(path):
     assert f"python -m earl_jax.main --config=configs/{path.name}" in module.__doc__
 
 
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if path.stem.endswith("_cpu")], ids=lambda path: path.stem
+)
+def test_plans_of_a_laptop_do_not_follow_observed_speeds(path):
+    """So that equal seeds are equal runs (test_same_run.py)."""
+    assert load_config_file(path).selector.table == "model"
+
+
 def traced_update(config, model, train, vocab_size, layout, length):
     """The trainer's step of a config, traced for a batch of rows of this length, and its state."""
     update = Update(

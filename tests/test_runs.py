@@ -244,7 +244,6 @@ def qwen2_run(tmp_path_factory):
         "rollout.episodes_per_step": 16,
         "selector.rollout_meshes": "('data=4,tensor=2',)",
         "selector.train_meshes": "('data=2,fsdp=4',)",
-        "selector.table": "model",
         "train.sft_steps": 1,
         "checkpoint.every_steps": 1000,
         "eval.games": 16,
