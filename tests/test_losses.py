@@ -18,6 +18,7 @@ from earl_jax.algorithms.losses import (
     clipped_weight,
     importance_weights,
     kl_estimate,
+    likelihood_ratio,
     policy_kl,
     truncated_importance,
 )
@@ -104,6 +105,24 @@ def test_the_four_cases_of_the_clip(ratio, advantage, gain, clipped_off, slope):
     assert losses[0, 0] == pytest.approx(-gain, abs=1e-6)
     assert metrics["clip_fraction"][0, 0] == clipped_off
     assert slope_of(clipped, facts)[0] == pytest.approx(-slope, abs=1e-6)
+
+
+def test_a_ratio_exactly_at_a_bound_of_the_clip_is_not_cut_off():
+    """There r A and clip(r) A are equal: the slope is r A, not half of it, whatever A is.
+
+    The bounds are e^0.25 and e^-0.25 as the devices compute them. A little further out the two
+    tokens whose gain the clip makes smaller are cut off.
+    """
+    gaps, advantages = np.array([0.25, 0.25, -0.25, -0.25]), [2.0, -2.0, 2.0, -2.0]
+    at = make_facts(gaps, np.zeros(4), advantages)
+    high, _, low, _ = np.asarray(jax.jit(likelihood_ratio)(at.logprobs, at.behaviour))[0].tolist()
+    loss = functools.partial(clipped_surrogate, clip_low=1.0 - low, clip_high=high - 1.0)
+    assert computed(loss, at).metrics["clip_fraction"].tolist() == [[0, 0, 0, 0]]
+    gains = [2 * high, -2 * high, 2 * low, -2 * low]
+    np.testing.assert_allclose(slope_of(loss, at), np.negative(gains), rtol=1e-6)
+    beyond = at.replace(logprobs=1.001 * at.logprobs)
+    assert computed(loss, beyond).metrics["clip_fraction"].tolist() == [[1, 0, 0, 1]]
+    assert (slope_of(loss, beyond) == 0).tolist() == [True, False, False, True]
 
 
 def test_importance_weights_are_cut_at_the_cap():
