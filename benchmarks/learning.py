@@ -2,31 +2,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seeds of Tic-Tac-Toe, with and without supervised steps; tables and curves.
 
-    uv run python -m benchmarks.learning [--seeds=0,1,2,3,4] [--masked=0] [--rewards=0] [--from=DIR]
+    uv run python -m benchmarks.learning [--only=SERIES] [--seeds=0,1,2,3,4] [--from=DIR] [--write]
 
-Writes benchmarks/learning.md and benchmarks/learning.svg. With --from, runs that are in
-DIR/with_N, DIR/masked_N and DIR/rewards_N are read, and only the others are made there. Exact
-results are those of benchmarks/exact.py.
+The series are those of SERIES: "with" supervised steps, "masked" without them and with legal
+replies only, "rewards" without both. With --from, runs that are in DIR/SERIES_SEED are read, and
+only the others are made there. Exact results are those of benchmarks/exact.py. --write puts the
+tables into benchmarks/learning.md, and the curves of "with" into benchmarks/learning.svg.
 """
 
-import argparse
-import importlib.metadata
-import platform
+import concurrent.futures
+import multiprocessing
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.exact import exact_rows
-from benchmarks.pages import curves_svg, table
+from benchmarks.pages import curves_svg, parser_of, show, table
 from earl_jax.telemetry.charts import Series
 from earl_jax.telemetry.metrics import read_metrics
 
-HERE = Path(__file__).parent
+PAGE = Path(__file__).with_suffix(".md")
 CONFIG = "configs/tictactoe_tiny_cpu.py"
+ONE_DEVICE = (
+    "devices.num_cpu_devices=1",
+    "selector.rollout_meshes=('data=1',)",
+    "selector.train_meshes=('data=1',)",
+)
 # Overrides by the name of a series of runs.
 SERIES = {
     "with": (),
@@ -36,6 +40,7 @@ SERIES = {
         "env.args.illegal_reward=-1.0",
         "train.ratio=model",
         "num_steps=300",
+        *ONE_DEVICE,
     ),
     "rewards": (
         "train.sft_steps=0",
@@ -45,34 +50,30 @@ SERIES = {
         "train.entropy_coefficient=0.15",
         "train.final_entropy_coefficient=0.05",
         "num_steps=400",
+        *ONE_DEVICE,
     ),
 }
 Runs = dict[int, list[dict]]
 
 
 def main() -> None:
-    """Runs the seeds, one after the other, and writes both files."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", default="0,1,2,3,4", help="with supervised steps")
-    parser.add_argument("--masked", default="0", help="seeds of legal replies only")
-    parser.add_argument("--rewards", default="0", help="seeds of rewards alone")
-    parser.add_argument("--from", dest="source", type=Path)
+    """Runs the seeds of each series, one after the other, and prints its tables."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--only", action="append", choices=SERIES, help="of these alone")
+    parser.add_argument("--seeds", default="0,1,2,3,4")
+    parser.add_argument("--from", dest="source", type=Path, help="the folder of runs")
     flags = parser.parse_args()
     folder = flags.source or Path(tempfile.mkdtemp(prefix="earl_jax_learning_"))
-    found: dict[str, Runs] = {name: {} for name in SERIES}
-    for name, seeds in zip(SERIES, (flags.seeds, flags.masked, flags.rewards), strict=True):
-        for seed in map(int, seeds.split(",")):
-            workdir = folder / f"{name}_{seed}"
+    for name in flags.only or SERIES:
+        workdirs = {int(seed): folder / f"{name}_{seed}" for seed in flags.seeds.split(",")}
+        for seed, workdir in workdirs.items():
             if not (workdir / "report.html").exists():
                 _run(seed, SERIES[name], workdir)
-            found[name][seed] = read_metrics(workdir / "metrics.jsonl")
-    exact = {
-        name: exact_rows([folder / f"{name}_{seed}" for seed in runs])
-        for name, runs in found.items()
-    }
-    (HERE / "learning.svg").write_text(_curves(found["with"]))
-    (HERE / "learning.md").write_text(_page(found, exact))
-    print((HERE / "learning.md").read_text())
+        runs = {seed: read_metrics(path / "metrics.jsonl") for seed, path in workdirs.items()}
+        lines = [*_table(runs), "", *_exact(list(workdirs.values())), "", *_by_step(runs)]
+        show("\n".join(lines), PAGE, write=flags.write, name=name)
+        if name == "with" and flags.write:
+            PAGE.with_suffix(".svg").write_text(_curves(runs))
 
 
 def _run(seed: int, overrides: Sequence[str], workdir: Path) -> None:
@@ -97,62 +98,13 @@ def _curves(runs: dict[int, list[dict]]) -> str:
     return curves_svg(series, label="% of games", y_range=(0.0, 100.0))
 
 
-def _page(found: dict[str, Runs], exact: dict[str, list[dict]]) -> str:
-    versions = ", ".join(f"{n} {importlib.metadata.version(n)}" for n in ("jax", "open_spiel"))
-    lines = [
-        "# Learning Tic-Tac-Toe, with and without supervised steps",
-        "",
-        f"`uv run python -m benchmarks.learning`: for each seed `python -m earl_jax.main "
-        f"--config={CONFIG} --config.seed=N`.",
-        f"{platform.machine()}, 2 cores, Python {platform.python_version()}, {versions},",
-        f"{time.strftime('%Y-%m')}. 512 games against the random opponent, half on each side, at",
-        "temperature 1. Random legal play wins 43.7 %, the best possible 96.7 %. Exact results are",
-        "those of all games of the last policy, each with its probability (benchmarks/exact.py);",
-        "against exact play (minimax) the best possible is to draw all games.",
-        "",
-        "## With supervised steps",
-        "",
-        "In its first 120 steps the policy is also trained on games of random legal moves.",
-        "",
-        *_table(found["with"]),
-        "",
-        *_exact(exact["with"]),
-        "",
-        "![win (solid) and illegal (dashed) by step](learning.svg)",
-        "",
-        *_by_step(found["with"]),
-        "",
-        "## Without, legal replies only",
-        "",
-        "The policy begins with random weights and may reply with legal moves only",
-        f"({_settings('masked')}).",
-        "",
-        *_table(found["masked"]),
-        "",
-        *_exact(exact["masked"]),
-        "",
-        *_by_step(found["masked"]),
-        "",
-        "## Without, from rewards alone",
-        "",
-        "The policy begins with random weights and learns from rewards alone what a move is, which",
-        f"moves are legal, and which win ({_settings('rewards')}).",
-        "",
-        *_table(found["rewards"]),
-        "",
-        *_exact(exact["rewards"]),
-        "",
-        *_by_step(found["rewards"]),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _settings(name: str) -> str:
-    return ", ".join(f"`{override}`" for override in SERIES[name])
-
-
-def _exact(rows: list[dict]) -> list[str]:
+def _exact(workdirs: Sequence[Path]) -> list[str]:
     """Returns the exact results of each run, and their mean."""
+    # A process for each run: they may have other devices.
+    with concurrent.futures.ProcessPoolExecutor(
+        1, multiprocessing.get_context("spawn"), max_tasks_per_child=1
+    ) as pool:
+        rows = sum(pool.map(exact_rows, [[workdir] for workdir in workdirs]), [])
     lines = []
     for opponent in ("random", "minimax"):
         own = [row for row in rows if row["opponent"] == opponent]
