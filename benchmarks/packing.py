@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fill of packed rows, attention's work on them, and the time of an update and of attention.
 
-uv run python -m benchmarks.packing [--write]
+uv run python -m benchmarks.packing [--only=kernels] [--write]
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from benchmarks.pages import parser_of, show, table
+from benchmarks.step_flops import Kernel, pairs
 from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.dispatch.packing import Packing, RowRule, ShapeHistory, pack_rows, plan_packing
 from earl_jax.models.attention.rows import BLOCK_SIZE, Positions, attention
@@ -41,6 +42,12 @@ VOCAB, EPISODES, MEAN, PARTS = 512, 16, 32, 2
 RUNS, STEPS, REPEATS = 4, 50, 3
 # Seconds of a simulated run's update, against PROGRAM_S of a program's compilation.
 UPDATES_S = (math.inf, 60.0, 10.0, 3.0, 1.0)
+# The blocks of each attention kernel, forward and backward (benchmarks/step_flops.py), and the
+# products of a pair that is needed in each.
+KERNELS = {
+    "ours, on CPUs": (Kernel(2, 128, 128, True, True), Kernel(4, 128, 128, True, True)),
+    "tokamax, on GPUs": (Kernel(2, 128, 128, True, True), Kernel(4, 128, 64, True, False)),
+}
 
 
 def lengths_of(seed: int, number: int, mean: float, longest: int) -> np.ndarray:
@@ -85,6 +92,42 @@ def fill_rows() -> Iterator[dict[str, Any]]:
             "busiest shard by mean": f"{statistics.mean(imbalance):.2f}",
             "plan ms": f"{1000 * statistics.median(seconds):.2f}",
         }
+
+
+def kernel_rows() -> Iterator[dict[str, Any]]:
+    """Yields the pairs that each kernel computes by those that are needed.
+
+    Of the first five steps of each run, on one row shard, with updates of 60 s.
+    """
+    for number in (128, 512):
+        rule, rows, needed = RowRule(number, 1, 1, 8192), list[list[int]](), 0
+        for run in range(RUNS):
+            history = ShapeHistory()
+            for step in range(5):
+                lengths = lengths_of(1000 * run + step, number, 1024, rule.length).tolist()
+                shape = history.choose(lengths, rule, PROGRAM_S / 60.0)
+                rows += documents_of_rows(plan_packing(lengths, rule, shape))
+                needed += sum(length * (length + 1) // 2 for length in lengths)
+        for name, passes in KERNELS.items():
+            work = [sum(pairs(kernel, row) for row in rows) / needed for kernel in passes]
+            whole = sum(
+                each * kernel.products for each, kernel in zip(work, passes, strict=True)
+            ) / sum(kernel.products for kernel in passes)
+            found = {"forward": work[0], "backward": work[1], "both": whole}
+            shown = {key: f"{value:.2f}" for key, value in found.items()}
+            yield {"attention": name, "episodes": number} | shown
+
+
+def documents_of_rows(packing: Packing) -> list[list[int]]:
+    """Returns the lengths of the episodes in each row, and behind them 1 for each empty place.
+
+    A query of padding looks at itself.
+    """
+    rows = [list[int]() for _ in range(packing.shape.rows)]
+    for start, length in zip(packing.starts.tolist(), packing.lengths.tolist(), strict=True):
+        if length:
+            rows[start // packing.shape.length].append(length)
+    return [row + [1] * (packing.shape.length - sum(row)) for row in rows]
 
 
 def work_of_rows(packing: Packing) -> np.ndarray:
@@ -204,6 +247,10 @@ def _batch(lengths: np.ndarray, length: int) -> TrajectoryBatch:
 
 
 if __name__ == "__main__":
-    flags = parser_of(__doc__).parse_args()
-    tables = [table(list(rows)) for rows in (fill_rows(), time_rows(), attention_rows())]
-    show("\n\n".join(tables), PAGE, write=flags.write)
+    parser = parser_of(__doc__)
+    parser.add_argument("--only", choices=["kernels"], help="the counts of attention's kernels")
+    flags = parser.parse_args()
+    show(table(list(kernel_rows())), PAGE, write=flags.write, name="kernels")
+    if not flags.only:
+        tables = [table(list(rows)) for rows in (fill_rows(), time_rows(), attention_rows())]
+        show("\n\n".join(tables), PAGE, write=flags.write)

@@ -20,6 +20,8 @@ import collections
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from benchmarks.chip import parameters_of
 from benchmarks.compile import config_of, lower, print_each, vocab_size
 from benchmarks.hlo import (
@@ -91,7 +93,7 @@ def pairs(kernel: Kernel, lengths: Sequence[int]) -> int:
     They follow each other in one row.
     """
     row = sum(lengths)
-    begins = [sum(lengths[:place]) for place, length in enumerate(lengths) for _ in range(length)]
+    begins = np.repeat(np.cumsum(lengths) - lengths, lengths).tolist()
     total = 0
     for start in range(0, row, kernel.queries):
         end = min(start + kernel.queries, row)
