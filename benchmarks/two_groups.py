@@ -7,7 +7,7 @@
 Plans of the product (`placement/group_planner.py`), from data sheets. Nothing runs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +22,29 @@ HOSTS = 16
 # Of a device-hour, relative to an H20's.
 PRICES = {"h20": 1.0, "h800": 2.85}
 LINK_GB = 10.0
+# The longest answers of StreamRL's data sets are 5K, 10K and 20K tokens; half of 5K is for the
+# price at half the context.
+PAPER_CONTEXTS = (2560, 5120, 10240, 20480)
+# PPO's trainer has a critic of the policy's size, and scores with it and with a reference.
+PPO = ("algorithm=ppo", "algorithm_args.kl_coefficient=0.01")
 
 
 # The cheapest steps by context, of one kind of device and of two.
 Steps = dict[int, Mapping[str, Any]]
 
 
-def steps_of(preset: str) -> tuple[Steps, Steps]:
+def steps_of(
+    preset: str, contexts: Sequence[int] = CONTEXTS, overrides: Sequence[str] = ()
+) -> tuple[Steps, Steps]:
     """Returns the cheapest steps of H800s alone, and of H20s that play beside H800s that train."""
     given = [
         f"model.preset={preset}",
         "rollout.num_slots=1024",
         "rollout.episodes_per_step=1024",
+        *overrides,
     ]
-    contexts = ",".join(map(str, CONTEXTS))
-    config = make_config({}, [*overrides_for_chips(given, contexts), *given])
+    buckets = ",".join(map(str, contexts))
+    config = make_config({}, [*overrides_for_chips(given, buckets), *given])
     model, vocab_size = find_model(config, None)
 
     def cheapest(player: str, link_gb: float | None) -> Steps:
@@ -45,7 +53,7 @@ def steps_of(preset: str) -> tuple[Steps, Steps]:
             model,
             vocab_size,
             (f"{player}:{HOSTS}x8", f"h800:{HOSTS}x8"),
-            CONTEXTS,
+            contexts,
             link_gb=link_gb,
             prices=f"{PRICES[player]},{PRICES['h800']}",
         )
@@ -70,8 +78,8 @@ def rows_of(preset: str, one: Steps, two: Steps) -> list[dict[str, object]]:
             "a million, two kinds": two[context]["price"],
             "tokens a price": one[context]["price"] / two[context]["price"],
         }
-        for context in CONTEXTS
-        if context in one and context in two
+        for context in one
+        if context in two
     ]
 
 
@@ -92,8 +100,8 @@ def parts_of(preset: str, one: Steps, two: Steps) -> list[dict[str, object]]:
     The gain "at half the context" has the rollouts of episodes half as long, and nobody waits.
     """
     found = []
-    for context in CONTEXTS:
-        if context not in one or context not in two:
+    for context in one:
+        if context not in two:
             continue
         alone, beside = shares_of(one[context], "h800"), shares_of(two[context], "h20")
         half, gain = context // 2, None
@@ -119,10 +127,28 @@ def parts_of(preset: str, one: Steps, two: Steps) -> list[dict[str, object]]:
     return found
 
 
+def lengths_of(preset: str) -> list[dict[str, object]]:
+    """Returns a row for each of StreamRL's lengths: with one pass of training, and with PPO's."""
+    passes = [parts_of(preset, *steps_of(preset, PAPER_CONTEXTS, more)) for more in ((), PPO)]
+    names = ("rollouts cheaper by", "share of rollouts", "tokens a price", "at half the context")
+    return [
+        {
+            "model": preset,
+            "tokens": one["tokens"],
+            **{name: one[name] for name in names},
+            **{f"{name}, PPO": ppo[name] for name in names},
+        }
+        for one, ppo in zip(*passes, strict=True)
+    ]
+
+
 if __name__ == "__main__":
     flags = parser_of(__doc__).parse_args()
     steps = {preset: steps_of(preset) for preset in PRESETS}
     rows = [row for preset, both in steps.items() for row in rows_of(preset, *both)]
     parts = [row for preset, both in steps.items() for row in parts_of(preset, *both)]
     text = f"{table(rows)}\n\nParts of the price of a million tokens:\n\n{table(parts)}"
-    show(text, Path(__file__).with_suffix(".md"), write=flags.write)
+    page = Path(__file__).with_suffix(".md")
+    show(text, page, write=flags.write)
+    lengths = [row for preset in PRESETS for row in lengths_of(preset)]
+    show(table(lengths), page, write=flags.write, name="table of StreamRL's conditions")
