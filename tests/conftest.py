@@ -141,6 +141,15 @@ def cache(tmp_path_factory):
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def programs():
+    """The runs of a file share their programs."""
+    from tests.support.programs import sharing_programs
+
+    with sharing_programs():
+        yield
+
+
 @pytest.fixture(scope="module")
 def pool():
     """Two workers that run environments."""

@@ -29,6 +29,7 @@ from tests.support.commands import Command
 from tests.support.environments import Troubled
 from tests.support.placements import begin
 from tests.support.processes import Processes
+from tests.support.programs import sharing_programs
 from tests.support.runs import (
     assert_equal,
     check_bound,
@@ -69,6 +70,12 @@ def run(workdir: str, replay: str, changes: dict) -> bool:
     config = make_config(given_of(**changes))
     train(config, Path(workdir), replay=Path(replay) if replay else None)
     return True
+
+
+def run_twice(workdir: str, again: str, changes: dict) -> bool:
+    """In each process: a run, and its replay."""
+    with sharing_programs():
+        return run(workdir, "", changes) and run(again, workdir, changes)
 
 
 def in_processes(
@@ -222,8 +229,8 @@ def test_a_synchronous_run_whose_processes_share_a_queue_is_replayed(tmp_path):
     first, again = tmp_path / "run", tmp_path / "again"
     rollout = {**SETTINGS["rollout"], "order": "queue"}
     changes = {**IN_TURN, "num_steps": 2, "asynchrony": {}, "rollout": rollout}
-    in_processes(2, 4, first, **changes)
-    in_processes(2, 4, again, first, **changes)
+    each = Processes(2, 4, "test_apart:run_twice", str(first), str(again), changes)
+    assert each.results(900) == [True] * 2
     for process in (0, 1):
         one, other = (events_file(each, process).read_text() for each in (first, again))
         assert one == other and '"queue"' in one

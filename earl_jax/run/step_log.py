@@ -119,7 +119,7 @@ class StepLog:
         if self.placement.words != self._differs:
             self._differs = self.placement.words
             yield self._differs or "all as in the config again"
-        if line["switched"] and "compile_s" in line:
+        if line["switched"] and line["compile_s"]:
             yield f"the run waited {line['compile_s']:.2f} s for its new programs"
         if not isinstance(record, StepRecord):
             return
