@@ -8,7 +8,6 @@ errors are real ones (`hungry`).
 
 import os
 import re
-import sys
 import time
 from pathlib import Path
 from typing import ClassVar
@@ -21,7 +20,7 @@ from earl_jax.sharding.layout import MeshShape
 from earl_jax.train.learner import Learner
 from earl_jax.training import train
 from tests.support import ROOT
-from tests.support.forks import Fork, run_program
+from tests.support.forks import Fork, start_python
 from tests.support.placements import D8, F8, SIXTEEN_SLOTS, given, hungry
 from tests.support.runs import steps_of
 from tests.support.settings import make_config
@@ -148,9 +147,8 @@ def launch(lines: list[list[str]]) -> list[list[tuple[int, str, str]]]:
     ends, deadline_s = [[] for _ in lines], time.monotonic() + 360
 
     def start(number: int) -> Fork:
-        program = "import test_again; test_again.short_main()"
-        call = run_program, (program,)
-        return Fork(*call, args=lines[number], env=os.environ, cwd=ROOT / "tests")
+        program = "-c", "import test_again; test_again.short_main()"
+        return start_python(*program, *lines[number], env=os.environ, cwd=ROOT / "tests")
 
     running = {number: start(number) for number in range(len(lines))}
     while running:
@@ -176,8 +174,7 @@ def test_processes_of_which_one_is_short_are_started_again_and_go_on_with_less(
     workdir, lines = tmp_path / "run", []
     settings = {"coordinator": f"127.0.0.1:{free_port()}", "num_processes": 2}
     for number in range(2):
-        line = [sys.executable, "-m", "earl_jax.main"]
-        line += [f"--config={tmp_path / 'config.py'}", f"--workdir={workdir}"]
+        line = [f"--config={tmp_path / 'config.py'}", f"--workdir={workdir}"]
         given = settings | {"process_id": number}
         lines.append(line + [f"--config.distributed.{key}={given[key]}" for key in given])
     ends = launch(lines)

@@ -30,7 +30,8 @@ from earl_jax.rollout.events import Events
 from earl_jax.settings.errors import InputError
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
-from tests.support import ROOT, episodes, http_client, python_path, run_python
+from tests.support import ROOT, episodes, http_client, python_path
+from tests.support.forks import run_python
 from tests.support.placements import TINY
 from tests.support.runs import check_replay, cut_off, steps_of
 

@@ -55,6 +55,7 @@ from earl_jax.training import train
 from tests.support import ROOT, python_path
 from tests.support.clusters import Device, cluster_of
 from tests.support.commands import ALL, APART, SMALL, Command
+from tests.support.forks import Fork, start_python
 from tests.support.processes import Processes as RealProcesses
 from tests.support.runs import TIMES, assert_equal, config_of, final_parameters, steps_of
 
@@ -142,9 +143,10 @@ def test_pod_of_an_indexed_job_needs_the_kubernetes_package_to_count_the_others(
 
 
 JOINED = """
+import jax
+jax.config.update("jax_platforms", "cpu")
 from earl_jax.launch.distributed import DistributedConfig, start_processes
 start_processes(DistributedConfig())
-import jax
 print(jax.process_index(), jax.process_count(), jax.config._read("jax_cuda_visible_devices"))
 """
 SLURM = {
@@ -201,19 +203,16 @@ TPU = {
 )
 @pytest.mark.slow_except("slurm-a-node", "slices")
 def test_processes_of_a_launcher_find_each_other(variables, gpus):
-    port = str(free_port())
-    common = {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_PORT": port}
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", JOINED],
-            cwd=ROOT,
-            env=os.environ | common | {k: v.format(n=n, port=port) for k, v in variables.items()},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for n in range(2)
-    ]
+    port, both = str(free_port()), []
+    for n in range(2):
+        own = {name: value.format(n=n, port=port) for name, value in variables.items()}
+        env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_PORT": port} | own
+        if "JAX_FORCE_TPU_INIT" in own:
+            # JAX looks for it when it is imported.
+            line, pipe = [sys.executable, "-c", JOINED], subprocess.PIPE
+            both.append(subprocess.Popen(line, env=env, stdout=pipe, stderr=pipe, text=True))
+        else:
+            both.append(start_python("-c", JOINED, env=env))
     ends = [process.communicate(timeout=90) for process in both]
     for n, (output, errors) in enumerate(ends):
         assert both[n].returncode == 0, errors
@@ -304,15 +303,13 @@ def test_the_counts_of_two_rollouts_are_one_and_their_longest_times_too():
 # How they find each other, and end.
 
 
-def start(**settings) -> subprocess.Popen:
+def start(**settings) -> Fork:
     """A process that joins others, by `start_processes` with these settings."""
     program = (
         "from earl_jax.launch.distributed import DistributedConfig, start_processes\n"
         f"start_processes(DistributedConfig(**{settings!r}))"
     )
-    return subprocess.Popen(
-        [sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True
-    )
+    return start_python("-c", program, env=os.environ)
 
 
 @pytest.mark.slow_except("1")
@@ -364,7 +361,7 @@ def is_open(address: str, port: int) -> bool:
     return True
 
 
-def wait_until_open(process: subprocess.Popen, address: str, port: int) -> None:
+def wait_until_open(process: Fork, address: str, port: int) -> None:
     deadline_s = time.monotonic() + 100
     while not is_open(address, port):
         assert process.poll() is None and time.monotonic() < deadline_s
@@ -488,21 +485,11 @@ def lose_one(how: str, lost: int, timeout_s: float, heartbeat_s: float) -> None:
     sys.exit(exit_status(gather))
 
 
-def losing_pair(arguments: str, host: str, prefixes=((), ())) -> list[subprocess.Popen]:
-    """Two processes of `lose_one`, each behind what starts it on its host."""
+def losing_lines(arguments: str, host: str) -> list[tuple[str, ...]]:
+    """What Python does in two processes of `lose_one`."""
     program = f"import test_distributed; test_distributed.lose_one({arguments})"
     address = f"{host}:{free_port()}"
-    return [
-        subprocess.Popen(
-            [*prefix, sys.executable, "-c", program, address, str(index)],
-            cwd=ROOT / "tests",
-            env=os.environ | {"PYTHONPATH": python_path(ROOT, ROOT / "tests")},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index, prefix in enumerate(prefixes)
-    ]
+    return [("-c", program, address, str(index)) for index in range(2)]
 
 
 @pytest.mark.slow
@@ -524,7 +511,10 @@ def losing_pair(arguments: str, host: str, prefixes=((), ())) -> list[subprocess
 def test_a_lost_process_ends_the_other_with_a_message_that_names_it(how, lost, timeout_s, words):
     """Runs of which one process is killed are in test_faults.py."""
     host = socket.gethostname()
-    both = losing_pair(f"{how!r}, {lost}, {timeout_s}, 10.0", "127.0.0.1")
+    both = [
+        start_python(*line, env=os.environ, cwd=ROOT / "tests")
+        for line in losing_lines(f"{how!r}, {lost}, {timeout_s}, 10.0", "127.0.0.1")
+    ]
     try:
         _, errors = both[1 - lost].communicate(timeout=90)
         if how in ("SIGSTOP", "hangs"):
@@ -634,8 +624,18 @@ def test_processes_whose_network_is_cut_end_both_and_name_each_other():
             hosts = stack.enter_context(namespaces(2, mbit_per_s=1000.0, window_kib=0))
         except RuntimeError as error:
             pytest.skip(f"no network namespaces here: {error}")
-        prefixes = [host.prefix for host in hosts]
-        both = losing_pair("'network', 1, 80.0, 10.0", hosts[0].address, prefixes)
+        lines = losing_lines("'network', 1, 80.0, 10.0", hosts[0].address)
+        both = [
+            subprocess.Popen(
+                [*host.prefix, sys.executable, *line],
+                cwd=ROOT / "tests",
+                env=os.environ | {"PYTHONPATH": python_path(ROOT, ROOT / "tests")},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for host, line in zip(hosts, lines, strict=True)
+        ]
         try:
             assert any(line == "cut\n" for line in both[1].stdout), both[1].communicate()
             switch = f"earl{os.getpid()}sw"

@@ -32,6 +32,7 @@ from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.train.checkpoint import Checkpoints
 from earl_jax.training import train
 from tests.support import ROOT
+from tests.support.forks import run_python
 from tests.support.placements import TINY as TINY_MODEL
 from tests.support.runs import (
     assert_equal,
@@ -39,7 +40,6 @@ from tests.support.runs import (
     command,
     final_parameters,
     final_state,
-    run,
     steps_of,
 )
 from tests.support.settings import make_config, write_config
@@ -106,7 +106,7 @@ def test_another_number_of_devices_goes_on(finished, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
     flags = f"--config={write_config(tmp_path, config_of().as_dict())}", f"--workdir={folder}"
-    done = run(*command("main", *flags, **FOUR_DEVICES, num_steps=3))
+    done = run_python(*command("main", *flags, **FOUR_DEVICES, num_steps=3)[1:])
     assert done.returncode == 0, done.stderr
     assert "changed: config.devices.num_cpu_devices is 8 there, 4 here" in done.stdout
     assert "the checkpoint's meshes are not possible here any more" in done.stdout

@@ -34,8 +34,9 @@ from earl_jax.settings.errors import InputError, RunError
 from earl_jax.telemetry.episodes import failures_of, read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.trajectory import Trajectory
-from tests.support import ROOT, python_path, run_python
+from tests.support import ROOT, python_path
 from tests.support.episodes import renderer
+from tests.support.forks import run_python
 from tests.support.placements import TINY, begin, one_step
 from tests.support.runs import cut_off
 from tests.support.settings import make_config

@@ -21,6 +21,7 @@ from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics, truncate_after
 from earl_jax.training import train
 from tests.support import ROOT
+from tests.support.forks import start_python
 from tests.support.forward import row_logits
 from tests.support.runs import (
     TINY,
@@ -131,13 +132,7 @@ def test_killed_at_any_moment_ends_the_same(uninterrupted, tmp_path, capsys):
     workdir = cut_off(uninterrupted, tmp_path / "killed", 4)
     metrics = workdir / "metrics.jsonl"
     truncate_after(metrics, 4)
-    process = subprocess.Popen(
-        tiny(workdir, **GROWING),
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    process = start_python(*tiny(workdir, **GROWING)[1:], env=environment())
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
         if '{"step": 5, "time_s"' in metrics.read_text():
@@ -145,8 +140,7 @@ def test_killed_at_any_moment_ends_the_same(uninterrupted, tmp_path, capsys):
         time.sleep(0.01)
     # Somewhere in the next steps.
     process.kill()
-    output, _ = process.communicate()
-    assert process.returncode == -signal.SIGKILL, output
+    assert process.wait() == -signal.SIGKILL, process.said()
     train(config_of(TINY | GROWING), workdir)
     assert "resuming" in capsys.readouterr().out
     whole = [timeless(row) for row in read_metrics(uninterrupted / "metrics.jsonl")]

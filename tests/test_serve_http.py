@@ -406,7 +406,7 @@ def test_bad_requests_are_errors_that_say_why_and_disturb_no_other(server):
         assert answer["error"]["type"] == "invalid_request_error"
     assert ids_of(beside) == expected(prompt(1, 12), 100)
     assert generate(server, prompt(1, 12), 30)[0] == expected(prompt(1, 12), 30)
-    assert server.errors == []
+    assert server.errors == ""
 
 
 def test_one_connection_goes_on_after_a_refusal(server):
@@ -446,7 +446,7 @@ def test_heads_that_cannot_be_read_are_refused(server):
         with socket.create_connection((host, int(port)), 10) as client:
             client.sendall(head)
             assert client.recv(2**16).startswith(b"HTTP/1.1 " + status + b" ")
-    assert server.process.poll() is None and server.errors == []
+    assert server.process.poll() is None and server.errors == ""
 
 
 # Many at once.

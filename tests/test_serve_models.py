@@ -156,5 +156,5 @@ def test_another_family_serves_the_tokens_of_transformers_drawn_as_its_file_says
         assert [ids_of(call) for call in beside] == [continuation[:n] for n in range(1, 10)]
         hot = server.stub.Decode(request(ids, 9), metadata=sampling_metadata(top_k=0, seed=1))
         assert ids_of(hot) != continuation[:9]
-        assert "temperature=50.0, top_k=1 taken for requests that say" in "".join(server.errors)
-        assert "repetition_penalty=1.5 not used" in "".join(server.errors)
+        assert "temperature=50.0, top_k=1 taken for requests that say" in server.errors
+        assert "repetition_penalty=1.5 not used" in server.errors

@@ -233,7 +233,7 @@ def test_clients_that_go_away_over_http_give_their_slots_back(parrot):
         for client in clients:
             client.close()
         all_slots_answer(parrot)
-    assert parrot.errors == []
+    assert parrot.errors == ""
 
 
 CLIENT = """
@@ -268,8 +268,8 @@ def test_a_signal_ends_it_and_its_requests_with_a_reason(tmp_path):
     """SIGINT, over both protocols. SIGTERM, with the same handler, ends all other servers here."""
     save_parrot(tmp_path / "parrot")
     flags = (f"--model={tmp_path / 'parrot'}", "--num_slots=3")
-    line = [sys.executable, "-m", "earl_jax.serve", *PORTS, "--temperature=0", *flags]
-    server, found = Server(line), []
+    line = "-m", "earl_jax.serve", *PORTS, "--temperature=0", *flags
+    server, found = Server(*line), []
     with contextlib.closing(server.channel):
         body = {"prompt": "x", "max_tokens": 5000}
         thread = threading.Thread(target=lambda: found.append(send(server.http, COMPLETIONS, body)))
@@ -293,7 +293,7 @@ def test_a_signal_ends_it_and_its_requests_with_a_reason(tmp_path):
     assert rest.endswith(b"0\r\n\r\n")
     [(status, answer)] = found
     assert status == 503 and "stopped; send the request again" in answer["error"]["message"]
-    assert server.errors == []
+    assert server.errors == ""
 
 
 FATAL = 6
@@ -320,7 +320,7 @@ def test_failures_are_answered(tmp_path):
     save_parrot(tmp_path / "parrot")
     code = "import sys; sys.path.insert(0, 'tests'); from test_serve_slots import serve_faulty; "
     code += f"serve_faulty({str(tmp_path / 'parrot')!r})"
-    server = Server([sys.executable, "-c", code])
+    server = Server("-c", code)
     with contextlib.closing(server.channel), contextlib.ExitStack() as stack:
         stack.callback(server.process.kill)
         beside = server.stub.Decode(request("x", 1000))
@@ -335,7 +335,7 @@ def test_failures_are_answered(tmp_path):
             assert "the server failed, and ends (RuntimeError: the device is lost)" in words
         assert server.process.wait(60) == 1
     server.end()
-    assert "the server cannot go on:" in "".join(server.errors)
+    assert "the server cannot go on:" in server.errors
 
 
 def serve_limited(*flags: str) -> None:
@@ -362,10 +362,10 @@ def test_no_request_is_the_first_that_memory_is_too_short_for(tmp_path):
     flags = [f"--model={tmp_path / 'parrot'}", *PORTS, "--num_slots=2", "--num_draft_tokens=4"]
     flags += ["--temperature=0", "--max_choice_tokens=0"]
     code = "import sys; sys.path.insert(0, 'tests'); from test_serve_slots import serve_limited; "
-    line = [sys.executable, "-c", code + "serve_limited(*sys.argv[1:])", *flags]
+    line = "-c", code + "serve_limited(*sys.argv[1:])", *flags
     with pytest.raises(AssertionError, match=r"error: .* a context of 10000000 \(.* --max_context"):
-        Server(line)
-    server = Server([*line, "--max_context=8000"])
+        Server(*line)
+    server = Server(*line, "--max_context=8000")
     with contextlib.closing(server.channel), contextlib.ExitStack() as stack:
         stack.callback(server.process.kill)
         [x] = load_tokenizer(MODEL).encode("x")

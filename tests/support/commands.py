@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.runs import free_port
 from tests.support import ROOT
-from tests.support.forks import Fork, run_main, run_program
+from tests.support.forks import Fork, start_python
 from tests.support.runs import TINY
 
 # The config that TINY is of.
@@ -85,15 +85,12 @@ class Command:
             flags = [f"--config={config}", f"--workdir={workdir}"]
             flags += [f"--config.{key}={value}" for key, value in settings.items()]
             flags += own[number] if own else []
-            line = [sys.executable, "-m", "earl_jax.main", *flags]
+            line = ["-c", program, *flags] if program else ["-m", "earl_jax.main", *flags]
             if folders:
-                self.all.append(_begin_in(folders[number], line))
-            elif program:
-                call = run_program, (program,)
-                self.all.append(Fork(*call, args=line, env=os.environ, cwd=ROOT / "tests"))
+                self.all.append(_begin_in(folders[number], [sys.executable, *line]))
             else:
-                call = run_main, ("earl_jax.main",)
-                self.all.append(Fork(*call, args=line, env=os.environ, cwd=ROOT))
+                folder = ROOT / "tests" if program else ROOT
+                self.all.append(start_python(*line, env=os.environ, cwd=folder))
 
     def ends(self, timeout_s: float = 240.0) -> list[tuple[int, str, str]]:
         """Exit status, output and errors of each.

@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support import ROOT
+
 _FORKS = multiprocessing.get_context("forkserver")
 # None of them starts JAX's backend.
 _FORKS.set_forkserver_preload(
@@ -56,6 +58,10 @@ class Fork:
         _STARTED.append(self)
 
     @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    @property
     def returncode(self) -> int | None:
         return self._process.exitcode
 
@@ -63,8 +69,8 @@ class Fork:
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
-        if self.poll() is None and self._process.pid is not None:
-            os.kill(self._process.pid, number)
+        if self.poll() is None and self.pid is not None:
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -84,6 +90,24 @@ class Fork:
         """Returns its output and its errors up to now."""
         output, errors = (Path(file.name).read_text(errors="replace") for file in self._files)
         return output, errors
+
+
+def start_python(*line: str, env: Mapping[str, str], cwd: Path = ROOT) -> Fork:
+    """Starts what `python -m module ...` or `python -c program ...` does, by these arguments."""
+    function = {"-m": run_main, "-c": run_program}[line[0]]
+    return Fork(function, (line[1],), args=[sys.executable, *line], env=env, cwd=cwd)
+
+
+def run_python(
+    *line: str, cwd: Path = ROOT, timeout: float = 280.0, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Does what `tests.support.run_python` does, for a program that may be forked."""
+    process = start_python(*line, env=os.environ | variables, cwd=cwd)
+    try:
+        output, errors = process.communicate(timeout)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(line, process.wait(), output, errors)
 
 
 def run_main(module: str) -> None:

@@ -24,7 +24,7 @@ from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
 from earl_jax.trajectory import FAILURES
 from tests.support import ROOT, environment_without
-from tests.support.forks import Fork, run_main
+from tests.support.forks import start_python
 from tests.support.settings import write_config
 
 # Small enough for a second a step, with two meshes per stage and a budget that contexts outgrow.
@@ -243,8 +243,8 @@ def kill(folder: Path, workdir: Path, given: dict, is_time: Callable[[], bool]) 
     may be compiled already. `folder` is for that file.
     """
     file = write_config(folder, given)
-    line = [sys.executable, "-m", "earl_jax.main", f"--config={file}", f"--workdir={workdir}"]
-    process = Fork(run_main, ("earl_jax.main",), args=line, env=environment(), cwd=ROOT)
+    line = "-m", "earl_jax.main", f"--config={file}", f"--workdir={workdir}"
+    process = start_python(*line, env=environment())
     deadline = time.monotonic() + 400
     while not is_time():
         assert process.poll() is None and time.monotonic() < deadline

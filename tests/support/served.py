@@ -11,9 +11,7 @@ import functools
 import json
 import re
 import signal
-import subprocess
-import sys
-import threading
+import time
 from pathlib import Path
 
 import grpc
@@ -36,7 +34,8 @@ from earl_jax.run.workdir import keep_config
 from earl_jax.serving.scores import Scores
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.train.checkpoint import Checkpoints
-from tests.support import ROOT, environment_without
+from tests.support import environment_without
+from tests.support.forks import start_python
 from tests.support.references import REFERENCE
 from tests.support.settings import make_config
 
@@ -57,51 +56,46 @@ Code = grpc.StatusCode
 class Server:
     """A running server process: its address once it is ready, and its end."""
 
-    def __init__(self, line: list[str]):
-        self.process = subprocess.Popen(
-            line,
-            cwd=ROOT,
-            env=environment_without("JAX_") | {"PYTHONUNBUFFERED": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.errors: list[str] = []
-        self._reading = threading.Thread(target=lambda: self.errors.extend(self.process.stderr))
-        self._reading.start()
-        self.ready_line = self.process.stdout.readline()
+    def __init__(self, *line: str):
+        self.process = start_python(*line, env=environment_without("JAX_"))
+        deadline_s = time.monotonic() + 200
+        while "\n" not in self.process.said()[0] and time.monotonic() < deadline_s:
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.02)
+        self.ready_line = self.process.said()[0].partition("\n")[0]
         pattern = r" at (http://127\.0\.0\.1:\d+) \(gRPC: (127\.0\.0\.1:\d+)\):"
         found = re.search(pattern, self.ready_line)
         if not found:
             self.end()
-            raise AssertionError(f"{self.ready_line}{''.join(self.errors)}")
+            raise AssertionError(f"{self.ready_line}{self.errors}")
         self.http, self.address = found[1], found[2]
         self.channel = grpc.insecure_channel(self.address)
         self.stub = jetstream_pb2_grpc.OrchestratorStub(self.channel)
 
+    @property
+    def errors(self) -> str:
+        """What it has written to stderr."""
+        return self.process.said()[1]
+
     def end(self, number: int = signal.SIGTERM) -> int:
         """Its status after this signal, or after it has ended on its own."""
-        if self.process.poll() is None:
-            self.process.send_signal(number)
+        self.process.send_signal(number)
         try:
             return self.process.wait(60)
         finally:
             self.process.kill()
-            self._reading.join()
-            self.process.stdout.close()
-            self.process.stderr.close()
 
 
 @contextlib.contextmanager
 def serving(*flags: str):
-    line = [sys.executable, "-m", "earl_jax.serve", *PORTS, *flags]
-    server = Server(line)
+    server = Server("-m", "earl_jax.serve", *PORTS, *flags)
     try:
         yield server
     finally:
         with contextlib.closing(server.channel):
             status = server.end()
-    assert status == 0, "".join(server.errors)
+    assert status == 0, server.errors
 
 
 def request(prompt, max_tokens: int, **fields):
