@@ -426,8 +426,11 @@ class LoggedBlocks(BlockManager):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [MODEL, WINDOWED], ids=["", "windows"])
-@pytest.mark.parametrize(("preemption", "patience_s"), [("host", 0.0), ("recompute", 60.0)])
+@pytest.mark.parametrize(
+    ("model", "preemption", "patience_s"),
+    [(MODEL, "host", 0.0), (WINDOWED, "recompute", 60.0)],
+    ids=["", "windows"],
+)
 def test_preemption_spares_the_longest_and_takes_none_twice_between_changes(
     pool, monkeypatch, preemption, patience_s, model
 ):

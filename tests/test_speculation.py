@@ -13,12 +13,11 @@ import pytest
 from earl_jax.engine import decode_state
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.drafts import look_up
-from earl_jax.engine.engine import Engine
 from earl_jax.engine.round_inputs import RoundInputs, RoundOutputs, pack_inputs, unpack_outputs
 from earl_jax.engine.sampling import sampling_rows
 from earl_jax.sharding.layout import MeshShape
 from tests.support import engines
-from tests.support.engines import CONFIG, NUM_SLOTS, UNSHARDED, scripts, weights_on
+from tests.support.engines import CONFIG, NUM_SLOTS
 from tests.support.hlo import COLLECTIVE as COLLECTIVE_LINE
 from tests.support.hlo import replica_groups
 from tests.support.slots import (
@@ -218,31 +217,6 @@ def test_pairs_of_tokens_come_as_often_as_the_model_says():
 
 
 engine_on = functools.partial(engines.engine_on, config=dataclasses.replace(CONFIG, rules=GUESSING))
-
-
-def talk_on(player: Engine, play):
-    settings = {"num_slots": NUM_SLOTS, "turn_limits": LIMITS, "temperature": TEMPERATURE}
-    return converse(play, player.empty_state(MAX_TOKENS), scripts(), **settings)
-
-
-@functools.cache
-def unsharded():
-    """Token by token on one device."""
-    player = engines.engine_on(UNSHARDED)
-    return talk_on(player, functools.partial(player.play, weights_on(UNSHARDED)))[1]
-
-
-@pytest.mark.slow
-def test_a_mesh_samples_the_same_tokens():
-    shape = MeshShape(data=4, tensor=2)
-    play = Counter(functools.partial(engine_on(shape).play, weights_on(shape)))
-    state, transcripts = talk_on(engine_on(shape), play)
-    assert_same(unsharded(), transcripts)
-    check_logprobs(transcripts, TEMPERATURE)
-    check_rows(state.experience, transcripts, scripts())
-    assert play.passes < play.tokens
-    placed = jax.tree.map(lambda leaf: leaf.sharding, state)
-    assert placed == engine_on(shape).state_shardings
 
 
 @pytest.mark.slow
