@@ -26,7 +26,6 @@ from earl_jax.placement.parts import fill_of
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import play_all
 from earl_jax.placement.updates import StepUpdate, Wait, sft
-from earl_jax.rollout.actor import check_learnable
 from earl_jax.rollout.end import Stopped
 from earl_jax.rollout.load import expected_load, expected_tokens, measure_load
 from earl_jax.rollout.open_episodes import OpenEpisode
@@ -307,8 +306,6 @@ def choose_and_play(
     state, rollout, events = position.state, run.stages.rollout, placement.events
     load = expected_load(rollout, position.history)
     tasks = with_lengths(run.tasks.training(position.step), position.lengths)
-    if run.config.train.ratio == "behaviour":
-        check_learnable(tasks, rollout.sampling)
 
     def publish_and_play() -> PlayedStep:
         plan, max_tokens = placement.rollout, placement.max_tokens

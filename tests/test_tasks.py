@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from earl_jax.engine.config import Sampling
-from earl_jax.rollout.actor import check_learnable
 from earl_jax.rollout.tasks import Tasks
 from earl_jax.run.build import build_run, check_prompts
 from earl_jax.settings.errors import InputError
@@ -126,17 +125,6 @@ def test_a_ratio_against_the_model_is_one_before_the_first_update_whatever_was_c
     first, second = record.updates
     assert first["logprob_mismatch_max"] < 1e-4 and first["clip_fraction"] == 0
     assert abs(first["kl"]) < 1e-6 < second["kl"]
-
-
-def test_an_episode_with_a_sampling_of_its_own_is_learnt_from_only_against_the_model():
-    """Against the model it is, above."""
-    plain = dict(RATIO_RUN, rollout={**RATIO_RUN["rollout"], "top_k": 0}, train={})
-    run = asking(plain)
-    with pytest.raises(ValueError, match="config.train.ratio = 'model'"):
-        one_step(run)
-    sampling = run.config.rollout.sampling
-    same = [dataclasses.replace(task, sampling=sampling) for task in run.tasks.training(0)]
-    check_learnable(same, sampling)
 
 
 def test_prompts_that_are_all_too_long_are_an_error_before_a_run_compiles(tmp_path):

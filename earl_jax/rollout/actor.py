@@ -23,7 +23,6 @@ from earl_jax.rollout.row_pool import Finished
 from earl_jax.rollout.service import RolloutService, Shrink
 from earl_jax.rollout.share import Share
 from earl_jax.rollout.task import Task
-from earl_jax.settings.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -150,14 +149,3 @@ def collect(service: RolloutService, tasks: Sequence[Task]) -> Rollout:
         rows=[each.row for each in done],
         stats=service.stats,
     )
-
-
-def check_learnable(tasks: Sequence[Task], sampling: Sampling) -> None:
-    """Raises ValueError for a task drawn otherwise than `sampling`, by which the trainer scores."""
-    for task in tasks:
-        if task.sampling not in (None, sampling):
-            raise InputError(
-                f"episode {task.episode} is drawn by {task.sampling}, and the trainer scores "
-                "all tokens at config.rollout.temperature; leave Task.sampling to the config, "
-                "or set config.train.ratio = 'model'"
-            )
