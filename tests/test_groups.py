@@ -145,14 +145,15 @@ def test_the_table_has_prices_only_where_they_are_known(capsys):
 
 
 def test_what_does_not_fit_is_said_with_its_stage_and_what_it_lacks(capsys):
-    small = ("--train_topology=h800:1x2", "--contexts=1024")
+    small = ("--train_topology=h800:1x2", "--contexts=1024,2048")
     words = planned(capsys, *small)["unfit"]["1024"]
     assert re.search(
         r"no mesh for training fits .* would do is about \d+ \([\d.]+ GiB, mesh", words
     )
     plan_command([*PLAN, *small, "--topology=h800:1x1"])
     text = capsys.readouterr().out
-    assert re.search("1,024 tokens do not fit: .* no mesh for training fits", text)
+    assert re.search("1,024 to 2,048 tokens do not fit: .* no mesh for training fits", text)
+    assert text.count("do not fit:") == 1
 
 
 def test_prices_are_of_two_groups():

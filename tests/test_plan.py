@@ -635,9 +635,13 @@ def test_the_plan_for_a_chip_says_in_text_what_it_has_in_json(topology, model, h
             fit = "does not fit" if over == 1 else "do not fit"
             assert not over or f"; {over} {fit}, " in text
         if not stop["fits"]:
-            assert f"{stop['context']:,} tokens do not fit: {stop['why']}" in text
             assert values["smallest"]["context"] <= stop["context"]
             assert "the smallest hardware that would do (powers of two): " in text
+    unfit = [stop for stop in values["schedule"] if not stop["fits"]]
+    assert text.count("tokens do not fit: ") == bool(unfit)
+    for first, last in zip(unfit[:1], unfit[-1:], strict=True):
+        upto = f" to {last['context']:,}" if last is not first else ""
+        assert f"{first['context']:,}{upto} tokens do not fit: {first['why']}" in text
     start = values["schedule"][0]
     assert f"train: starts on {start['train_mesh']} (" in text
     assert all(stop.get("decision", "") in text for stop in values["schedule"])

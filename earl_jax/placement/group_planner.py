@@ -24,6 +24,7 @@ from earl_jax.selector.footprint import device_bytes
 from earl_jax.selector.hardware import Hardware, parse_topology
 from earl_jax.selector.plans import Plans, Stage
 from earl_jax.selector.problem import Problem
+from earl_jax.selector.schedule import unfit_words
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.plan_text import table_lines
@@ -211,5 +212,9 @@ def _lines(values: Values) -> Iterator[str]:
             yield f"\n{title}"
             rows = [[form.format_map(step) for form in columns.values()] for step in steps]
             yield from table_lines([*columns], rows)
-    for context, why in values["unfit"].items():
-        yield f"  {context:,} tokens do not fit: {why}"
+    unfit = values["unfit"]
+    contexts = sorted({*unfit, *(step["context"] for step in values["all"])})
+    for is_unfit, found in itertools.groupby(contexts, unfit.__contains__):
+        if is_unfit:
+            run = list(found)
+            yield unfit_words(run, unfit[run[0]])

@@ -7,6 +7,7 @@ steps; the plans in use carry over to the next. Devices need not be here.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -268,13 +269,22 @@ def schedule_lines(values: Values) -> Iterator[str]:
         for context in found:
             yield f"  {context['context']:,}: {_others_words(budget, context[stage]['meshes'])}"
     yield "\nschedule:"
-    for stop in values["schedule"]:
-        form = (
-            ": a step takes {step_s:,.2f} s; {decision}" if stop["fits"] else " do not fit: {why}"
-        )
-        yield f"  {stop['context']:,} tokens{form.format_map(stop)}"
-        if "splits" in stop:
-            yield f"    {_split_words(stop['splits'])}"
+    for fits, found in itertools.groupby(values["schedule"], lambda stop: stop["fits"]):
+        stops = list(found)
+        if not fits:
+            yield unfit_words([stop["context"] for stop in stops], stops[0]["why"])
+            continue
+        for stop in stops:
+            form = "  {context:,} tokens: a step takes {step_s:,.2f} s; {decision}"
+            yield form.format_map(stop)
+            if "splits" in stop:
+                yield f"    {_split_words(stop['splits'])}"
+
+
+def unfit_words(contexts: Sequence[int], why: str) -> str:
+    """Returns the line about contexts in a row that do not fit; `why` is of the first."""
+    last = f" to {contexts[-1]:,}" if contexts[1:] else ""
+    return f"  {contexts[0]:,}{last} tokens do not fit: {why}"
 
 
 def _split_words(splits: Sequence[Values]) -> str:
