@@ -36,6 +36,7 @@ from tests.support.runs import (
     check_lags,
     episodes_of,
     final_parameters,
+    most_open,
     rounds_beside_updates,
     steps_of,
     taken_by_step,
@@ -44,7 +45,7 @@ from tests.support.settings import make_config, small, write_config
 from tests.support.simulated import Fate, SimulatedService, Source, check_events, tasks_of
 from tests.support.wanderers import WANDERERS
 
-STEPS, EPISODES = 4, 16
+STEPS, EPISODES, GROUPS = 4, 16, 8
 # For processes that all play and train: settings that differ from `SETTINGS`.
 IN_TURN = {
     "devices": WANDERERS["devices"],
@@ -133,9 +134,11 @@ def test_two_processes_play_and_two_train(tmp_path):
     ones, others = final_parameters(first, 1), final_parameters(alone)
     for one, other in zip(ones, others, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=5e-5)
-    size, whole = EPISODES // 2 // 2, []
-    for process in (0, 1):
-        taken = taken_by_step(read_events(first, process))
+    size, whole, events = GROUPS // 2, [], [read_events(first, process) for process in (0, 1)]
+    # Those of three steps, over both processes, whenever each had its most.
+    assert sum(map(most_open, events)) == 3 * GROUPS
+    for process, found in enumerate(events):
+        taken = taken_by_step(found)
         # Both take a step as a whole, or in parts, as both see what was finished.
         assert all(len(each) in (1, 2) for each in taken) and len(taken[0]) == 2
         whole.append([len(each) == 1 for each in taken])
@@ -169,6 +172,7 @@ def test_each_process_replaces_its_own_groups_of_equal_rewards(tmp_path):
     taken = [sum((e["groups"] for e in own if e["event"] == "take"), []) for own in events]
     assert [len(own) for own in taken] == [STEPS * EPISODES // 2 // 2] * 2
     assert not {*taken[0], *taken[1]} & {*lost[0], *lost[1]}
+    assert sum(map(most_open, events)) == 2 * GROUPS
 
 
 @pytest.mark.slow
@@ -203,6 +207,7 @@ def test_process_that_is_killed_ends_the_run_which_goes_on_and_is_replayed(
     moved, players = (("publish",), (0, 1)) if changes else (("dispatch", "publish"), (0,))
     check_run(workdir, steps, moved=moved)
     assert max(line["version_lag_max"] for line in steps_of(workdir)) > 0
+    assert sum(most_open(read_events(workdir, process)) for process in players) == 3 * GROUPS
     for process in players:
         events = read_events(workdir, process)
         check_events(events)

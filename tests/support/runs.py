@@ -194,6 +194,30 @@ def taken_by_step(events: list[dict]) -> list[list[list[int]]]:
     return steps[:-1]
 
 
+def most_open(events: list[dict]) -> int:
+    """The most groups that were begun, and neither given up nor trained on, at a time."""
+    begun: set[int] = set()
+    taken: set[int] = set()
+    most = 0
+    for event in events:
+        groups = set(event.get("groups", ()))
+        if event["event"] == "open":
+            # A new service plays all groups that are open again.
+            begun, taken = set(), set()
+        elif event["event"] == "submit":
+            assert not begun & groups
+            begun |= groups
+        elif event["event"] == "take":
+            assert groups <= begun
+            taken |= groups
+        elif event["event"] == "drop":
+            begun -= groups
+        elif event["event"] == "trained":
+            begun, taken = begun - taken, set()
+        most = max(most, len(begun))
+    return most
+
+
 def episodes_of(workdir) -> collections.Counter:
     """How often each episode was trained on, by the lines of its trajectory."""
     files = sorted((workdir / "trajectories").glob("*"))
