@@ -4,6 +4,7 @@
 
 import collections
 import dataclasses
+import functools
 from pathlib import Path
 
 import jax
@@ -15,12 +16,14 @@ from earl_jax.config.train_flags import parse_flags, replayed_config
 from earl_jax.envs.environment import ENVIRONMENT_TIMEOUT
 from earl_jax.loop import rl_step
 from earl_jax.loop_async import AsyncPlayer
+from earl_jax.placement import delivery
 from earl_jax.placement.moves import Sessions
 from earl_jax.rollout.event_files import events_file, read_events
 from earl_jax.rollout.open_groups import OpenGroups
 from earl_jax.rollout.staleness import AsynchronyConfig
 from earl_jax.run import build
 from earl_jax.settings.errors import InputError, RunError
+from earl_jax.sharding import exchange
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.training import train
@@ -43,9 +46,11 @@ from tests.support.runs import (
 )
 from tests.support.settings import make_config, small, write_config
 from tests.support.simulated import Fate, SimulatedService, Source, check_events, tasks_of
+from tests.support.traffic import collectives
 from tests.support.wanderers import WANDERERS
 
 STEPS, EPISODES, GROUPS = 4, 16, 8
+(BUCKET,) = WANDERERS["rollout"]["context_buckets"]
 # For processes that all play and train: settings that differ from `SETTINGS`.
 IN_TURN = {
     "devices": WANDERERS["devices"],
@@ -66,11 +71,67 @@ def given_of(parts: int = 1, **changes):
     return {**SETTINGS, "asynchrony": asynchrony, **changes}
 
 
-def run(workdir: str, replay: str, changes: dict) -> bool:
-    """In each process: trains to the end, by the events of a run if there is one."""
+def run(workdir: str, replay: str, changes: dict) -> dict[str, int]:
+    """In each process: trains to the end, by the events of a run if there is one.
+
+    Returns the bytes that went between processes, as `watch_exchanges` counts them.
+    """
     config = make_config(given_of(**changes))
-    train(config, Path(workdir), replay=Path(replay) if replay else None)
-    return True
+    with pytest.MonkeyPatch.context() as patch:
+        sent = watch_exchanges(patch)
+        train(config, Path(workdir), replay=Path(replay) if replay else None)
+    return sent
+
+
+def watch_exchanges(patch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Counts the bytes that compiled programs send between processes: "publish 0" of version 0.
+
+    Those of "dispatch 0" are of its rows. The host's facts of them, which travel beside, are not in
+    a plan of the rows; they are "facts 0".
+    """
+    sent, now = collections.Counter[str](), {"stage": "", "version": 0}
+    program, publish, dispatch = exchange._program, Sessions.publish, delivery.dispatch
+
+    @functools.cache
+    def bytes_of(run, shapes):
+        text = run.lower(list(shapes)).compile().as_text()
+        return sum(each.received_bytes for each in collectives(text, jax.device_count()))
+
+    def watched(shipments, mesh, max_bytes):
+        run = program(shipments, mesh, max_bytes)
+
+        def counted(rows):
+            shapes = (jax.ShapeDtypeStruct(r.shape, r.dtype, sharding=r.sharding) for r in rows)
+            # A row has a number for each of its tokens; facts of the host have fewer.
+            facts = sum(
+                each.plan.moved_bytes
+                for each in shipments
+                if now["stage"] == "dispatch" and each.move.shape[1:] != (BUCKET,)
+            )
+            sent[f"{now['stage']} {now['version']}"] += bytes_of(run, tuple(shapes)) - facts
+            sent[f"facts {now['version']}"] += facts
+            return run(rows)
+
+        return counted
+
+    def published(self, engine, mesh, params, version):
+        now.update(stage="publish", version=version)
+        # An evaluation may have published the same version before.
+        sent[f"publish {version}"] = 0
+        found = publish(self, engine, mesh, params, version)
+        now["stage"] = ""
+        return found
+
+    def dispatched(*given, **named):
+        now["stage"] = "dispatch"
+        found = dispatch(*given, **named)
+        now["stage"] = ""
+        return found
+
+    patch.setattr(exchange, "_program", watched)
+    patch.setattr(Sessions, "publish", published)
+    patch.setattr(delivery, "dispatch", dispatched)
+    return sent
 
 
 def run_twice(workdir: str, again: str, changes: dict) -> bool:
@@ -82,8 +143,15 @@ def run_twice(workdir: str, again: str, changes: dict) -> bool:
 def in_processes(
     num: int, devices: int, workdir: Path, replay: Path | str = "", /, **changes
 ) -> None:
+    """Runs `run` in processes. With devices apart each sends what is in the metrics, no more."""
     each = Processes(num, devices, "test_apart:run", str(workdir), str(replay), changes)
-    assert each.results(900) == [True] * num
+    for sent in each.results(900):
+        lines = [] if "devices" in changes else steps_of(workdir)
+        for version, line in enumerate(lines):
+            for stage in ("publish", "dispatch"):
+                assert sent[f"{stage} {version}"] == line[f"{stage}_bytes"] > 0
+            # The length of each episode, and an advantage for each of its turns.
+            assert 0 < sent[f"facts {version}"] < line["dispatch_bytes"] / 4
 
 
 def check_run(workdir: Path, steps: int = STEPS, *, moved=("dispatch", "publish")) -> None:
