@@ -52,6 +52,7 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ppo (GAE over tokens)": ("ppo", {}, {"critic": {"learning_rate": 3e-3}}),
     "ppo (GAE over turns)": ("ppo", {"gae_level": "turn"}, {"critic": {"learning_rate": 3e-3}}),
     "tba": ("tba", {"kl_coefficient": 0.1}, {}),
+    "tba (a smaller coefficient)": ("tba", {"kl_coefficient": 0.02}, {}),
 }
 
 
