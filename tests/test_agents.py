@@ -75,6 +75,13 @@ def ask(base_url, endpoint, **fields):
     return http_client.ask(f"http://{address}", f"/{path}/{endpoint}", **fields)
 
 
+def pay(base_url, reward):
+    """The status of the answer to a reward that is posted."""
+    address, _, path = base_url.removeprefix("http://").partition("/")
+    status, _ = http_client.send(f"http://{address}", f"/{path}/reward", {"reward": reward})
+    return status
+
+
 def play(agent, replies, monkeypatch, **arguments):
     """The start and the steps of an episode of this function, whose policy gives these replies."""
     monkeypatch.setattr("tests.support.agents.agent", agent)
@@ -219,22 +226,56 @@ def test_whoever_steps_an_agent_answers_its_requests_one_after_the_other(monkeyp
 
 def test_a_reply_is_paid_before_the_next_request(monkeypatch):
     def agent(base_url):
-        address, _, path = base_url.removeprefix("http://").partition("/")
-
-        def pay(reward):
-            return http_client.send(f"http://{address}", f"/{path}/reward", {"reward": reward})
-
-        answers = [pay(1)]
+        statuses = [pay(base_url, 1)]
         chat(base_url, [user("a")])
-        answers += [pay(0.5), pay(0.25), pay("much")]
+        statuses += [pay(base_url, reward) for reward in (0.5, 0.25, "much")]
         chat(base_url, [user("b")])
-        answers.append(pay(-0.5))
-        statuses = [status for status, _ in answers]
-        assert statuses == [409, 200, 200, 400, 200], answers
+        statuses.append(pay(base_url, -0.5))
+        assert statuses == [409, 200, 200, 400, 200]
         return 2
 
     _, step, end = play(agent, ["x", "y"], monkeypatch)
     assert (step.reward, end.reward) == (0.75, 1.5)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_replay_takes_a_reward_with_the_same_request_as_the_run(monkeypatch, beside):
+    """It was posted before that, or beside its reply; in the replay it is the other way round."""
+
+    def played(beside, names=None):
+        def agent(base_url):
+            chat(base_url, [user("a")])
+            other = threading.Thread(target=chat, args=(base_url, [user("b")]))
+            if beside:
+                other.start()
+                # In the replay it is taken with the reward.
+                while not (session._waiting if names else session._taken):
+                    time.sleep(0.001)
+            assert pay(base_url, 0.5) == 200
+            paid.set()
+            if not beside:
+                other.start()
+            other.join()
+            return 2
+
+        async def run():
+            start = await environment.start()
+            step = await environment.step("x")
+            if beside:
+                await asyncio.to_thread(paid.wait, 10)
+            end = await environment.step("y")
+            return [start.request, step.request], step.reward, end.reward
+
+        monkeypatch.setattr("tests.support.agents.agent", agent)
+        environment = Agent(agent="tests.support.agents:agent")
+        session, paid = environment._session, threading.Event()
+        if names is not None:
+            environment.repeat_requests(collections.deque(names))
+        return asyncio.run(run())
+
+    first = played(beside)
+    assert first[1:] == ((0.0, 2.5) if beside else (0.5, 2.0))
+    assert played(not beside, first[0]) == first
 
 
 def test_a_stream_and_the_numbers_of_tokens(monkeypatch):
@@ -618,7 +659,8 @@ def test_requests_at_the_same_time_are_conversations_of_one_episode(number, sett
 async def gathers(base_url, seed):
     """Three agents ask at once, two of them the same, each goes on, and a fourth one hears them.
 
-    What they ask is a matter of the replies, and their order one of `WAITS`.
+    They pay each reply. What they ask and pay is a matter of the replies, and their order one of
+    `WAITS`.
     """
     talks = [[SYSTEM, user(f"{seed}?")], [user("né?")], [user("né?")]]
 
@@ -626,6 +668,8 @@ async def gathers(base_url, seed):
         for _ in range(2):
             await asyncio.sleep(WAITS.random() / 50)
             talk += [await asyncio.to_thread(chat, base_url, talk), user("and?")]
+            reward = 0.1 * (1 + len(talk[-2]["content"]))
+            assert await asyncio.to_thread(pay, base_url, reward) == 200
         return talk[-2]["content"]
 
     said = await asyncio.gather(*map(speak, talks))
@@ -651,6 +695,12 @@ def test_a_replay_of_agents_that_ask_at_once_plays_the_same(tmp_path):
     assert {each.stop_reason for each in first} == {"answered"}
     assert all(each.metrics["requests"] == 7.0 for each in first)
     assert any("requests" in each for each in noted if each["event"] == "asked")
+    names = [name for each in noted for name in each.get("requests", {}).values()]
+    assert any(" " in name for name in names), "rewards are taken with requests"
+    for each in first:
+        *said, _ = (turn.text for turn in each.turns if turn.author == "policy")
+        paid = sum(0.1 * (1 + len(text)) for text in said)
+        assert each.reward == pytest.approx(100 + each.episode + paid)
     assert played(2)[1] != noted
     for number in (3, 4):
         again, same = played(number, replayed=noted)
@@ -951,6 +1001,21 @@ def test_a_conversation_that_begins_anew_is_the_templates_and_goes_on(history):
     assert answer.ids == render.answer("so?") and not answer.forks
 
 
+def config_of_agents(agent, staleness, **more):
+    """The config of a run of this agent, with settings by their full names."""
+    stops = {"rollout.stop_token_ids": (), "rollout.stop_strings": tuple("abcdefghijklmnopqrst")}
+    stops["rollout.context_buckets"] = (256,)
+    stops |= {"asynchrony.max_staleness": staleness, "rollout.num_slots": 16, "eval.games": 4}
+    env = {"env.name": "agent", "env.args.agent": f"{__name__}:{agent.__name__}"}
+    env["env.timeout_s"] = 60.0
+    given = {}
+    for name, value in {**SMALL, **stops, **env, "rollout.patience_s": 0.001, **more}.items():
+        *sections, last = name.split(".")
+        section = functools.reduce(lambda into, key: into.setdefault(key, {}), sections, given)
+        section[last] = value
+    return config_file.make_config(given)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("agent", "requests", "staleness"),
@@ -958,18 +1023,8 @@ def test_a_conversation_that_begins_anew_is_the_templates_and_goes_on(history):
 )
 def test_a_run_of_agents_is_replayed(tmp_path, agent, requests, staleness):
     """Of two that take turns in one episode, whose row comes from the host; and of some at once."""
-    stops = {"rollout.stop_token_ids": (), "rollout.stop_strings": tuple("abcdefghijklmnopqrst")}
-    stops["rollout.context_buckets"] = (256,)
-    stops |= {"asynchrony.max_staleness": staleness, "rollout.num_slots": 16, "eval.games": 4}
-    env = {"env.name": "agent", "env.args.agent": f"{__name__}:{agent.__name__}"}
-    env["env.timeout_s"] = 60.0
-    given = {}
-    for name, value in {**SMALL, **stops, **env, "rollout.patience_s": 0.001}.items():
-        *sections, last = name.split(".")
-        section = functools.reduce(lambda into, key: into.setdefault(key, {}), sections, given)
-        section[last] = value
     first = tmp_path / "run"
-    train(config_file.make_config(given), first)
+    train(config_of_agents(agent, staleness), first)
     assert max(step["env"]["requests"] for step in steps_of(first)) == requests
     assert ('"asked"' in (first / EVENTS).read_text()) == (agent is gathers)
     check_replay(first, 3)

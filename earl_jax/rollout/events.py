@@ -20,7 +20,7 @@ nothing by the time. Each event is a JSON object on a line of its own, with its 
 - "submit": the tasks of the groups `groups` were submitted behind round `round`.
 - "answers": in the `call`-th look for answers those of the tickets `tickets` were there; `failed`
   has the stop reason and detail of calls that hung or raised, and `requests` by ticket the names of
-  the requests of agents that were taken, where there are some.
+  the requests of agents that were taken, where there are some; a name has the rewards before it.
 - "asked": in the `poll`-th look for requests of agents, those with the keys `keys` were there; the
   branches of episodes (`answers.branch_key`) have `requests` of these names.
 - "checksum": the `sum` of all bits of these weights, with config.asynchrony.checksums.

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import math
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -39,7 +40,8 @@ class Agent:
     episode. It may be a coroutine; a plain function gets a thread of its own. It returns the
     reward, or a dict with it under "reward" and metrics; where config.tasks.reward is given, its
     answer as a text, which is paid by that `reward(answer, **row)`. That is for its last reply; it
-    pays others before the next request, by `{"reward": 0.5}` to `base_url` + "/reward".
+    pays others by `{"reward": 0.5}` to `base_url` + "/reward", which is for the newest reply when
+    the next request is taken.
 
     A request that continues a conversation, the policy's reply included as it was sent, adds its
     new messages to the sample. Any other one, as of an agent that shortens its history, has other
@@ -144,7 +146,7 @@ class Agent:
             return await self._paid(taken())
         self._taken, begins = taken, taken.num_before == 0
         return StepResult(
-            reward=self._session.take_reward(),
+            reward=math.fsum(taken.rewards),
             done=False,
             messages=self.new_messages(taken),
             stop=taken.asked.stop,
@@ -168,17 +170,17 @@ class Agent:
             result, payer = self._pay(result), "the reward function (config.tasks.reward)"
         paid = answered(result, payer)
         end = paid if isinstance(paid, StepResult) else await paid
-        reward = end.reward + self._session.take_reward()
+        reward = end.reward + math.fsum(self._session.take_rewards())
         return dataclasses.replace(end, reward=reward, metrics={**self._metrics, **end.metrics})
 
     def claim(self) -> bool:
         """Takes the request that `next` returns, if one waits, of an agent that has not ended."""
-        self._claimed = self._take_waiting()
+        self._claimed = self._take_waiting(is_heard=True)
         return self._claimed is not None
 
     def branch(self) -> "_Branch | None":
         """Returns the environment of a request that waits, if there is one."""
-        taken = self._take_waiting()
+        taken = self._take_waiting(is_heard=False)
         return None if taken is None else _Branch(self, taken)
 
     def use_conversation(self, conversation: Conversation) -> None:
@@ -201,19 +203,26 @@ class Agent:
 
     async def _next(self) -> Taken | Callable[[], Any]:
         asked = await self._session.next(self._wanted)
-        return self._take(asked) if isinstance(asked, Asked) else asked
+        return self._take(asked, is_heard=True) if isinstance(asked, Asked) else asked
 
-    def _take_waiting(self) -> Taken | None:
+    def _take_waiting(self, *, is_heard: bool) -> Taken | None:
         asked = self._session.take(self._wanted)
-        return None if asked is None else self._take(asked)
+        return None if asked is None else self._take(asked, is_heard=is_heard)
 
     @property
     def _wanted(self) -> str | None:
         return next(iter(self._repeated), "") if self._repeated is not None else None
 
-    def _take(self, asked: Asked) -> Taken:
-        name = self._repeated.popleft() if self._repeated is not None else ""
-        return self._conversations.take(asked, name)
+    def _take(self, asked: Asked, *, is_heard: bool) -> Taken:
+        """Takes a request; where `next` returns it (`is_heard`), with what was paid before it.
+
+        Rewards are taken with a request, whose name has them, and not when they come: so a replay
+        pays the same replies.
+        """
+        name = self._repeated.popleft() if self._repeated is not None else None
+        rewards = self._session.take_rewards(name) if is_heard else ()
+        taken = self._conversations.take(asked, name or "")
+        return dataclasses.replace(taken, rewards=rewards)
 
     @property
     def _metrics(self) -> dict[str, float]:

@@ -4,7 +4,7 @@
 
 import dataclasses
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from earl_jax.envs.agents.session import Asked, digest_of, message_key
@@ -13,16 +13,23 @@ from earl_jax.envs.environment import ASSISTANT
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Taken:
-    """A request that was taken: its conversation, and how many of its messages that has had."""
+    """A request that was taken: its conversation, and how many of its messages that has had.
+
+    `rewards` are what the agent has paid before it, if the environment heard of these with it.
+    """
 
     asked: Asked
     conversation: int
     num_before: int
+    rewards: Sequence[float] = ()
 
     @property
     def name(self) -> str:
-        """The request's digest and conversation, by which a replay knows it."""
-        return f"{self.asked.digest}.{self.conversation}"
+        """The request's digest, conversation and rewards, by which a replay knows it.
+
+        Example: "0f3a.7 0.5 2.0", with a longer digest.
+        """
+        return " ".join([f"{self.asked.digest}.{self.conversation}", *map(repr, self.rewards)])
 
 
 class Conversations:
@@ -49,7 +56,8 @@ class Conversations:
         num_before = len(roles) - roles[::-1].index(ASSISTANT) if ASSISTANT in roles else 0
         with self._lock:
             alike = self._open.get(asked.digests[num_before], []) if num_before else []
-            number = int(name.rpartition(".")[2]) if name else next(reversed(alike), None)
+            named = name.split()[:1]
+            number = int(named[0].rpartition(".")[2]) if named else next(reversed(alike), None)
             if number in alike:
                 alike.remove(number)
             else:

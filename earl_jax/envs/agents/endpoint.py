@@ -41,7 +41,7 @@ _LIMITS = HttpLimits(
 class AgentEndpoint:
     """A server of the conversations of `APIS`; `open` gives each session an address of its own.
 
-    /reward there pays the newest reply, {"reward": 0.5}, before the next request or the end.
+    /reward there pays the newest reply, {"reward": 0.5}, when the next request is taken.
     Whatever `model` a request names, the run's policy answers, with the run's sampling. A request
     has one reply (`n`), without log-probs.
     """

@@ -63,6 +63,11 @@ def digest_of(text: bytes, before: bytes = b"") -> bytes:
     return hashlib.blake2b(before + text, digest_size=16).digest()
 
 
+def rewards_in(name: str) -> list[float]:
+    """Returns the rewards in the name of a request (`Taken.name`)."""
+    return [float(each) for each in name.split()[1:]]
+
+
 def message_key(message: Mapping[str, Any]) -> str:
     """Returns what makes two messages equal: who said it, the text, and calls by their values."""
     calls = []
@@ -102,7 +107,8 @@ class Session:
         self._result: Callable[[], Any] | None = None
         self._closed = ""
         self._wakes: Future[None] | None = None
-        self._paid = 0.0
+        # Rewards that the environment has not taken.
+        self._paid: list[float] = []
         self._on_close: Callable[[], Any] = lambda: None
 
     # Called by the endpoint.
@@ -132,12 +138,13 @@ class Session:
                 self._lost.append(asked)
 
     def pay(self, reward: float) -> None:
-        """Adds to the reward of the newest reply. Raises HttpError where there is none."""
+        """Adds a reward, which `take_rewards` returns. Raises HttpError before the first reply."""
         with self._lock:
             self._check_open()
-            if self._taken or not self._num_answered:
-                raise HttpError(409, "there is no reply yet that could be paid, or another is due")
-            self._paid += reward
+            if not self._num_answered:
+                raise HttpError(409, "there is no reply yet that could be paid")
+            self._paid.append(reward)
+            self._wake()
 
     # Called by the agent's own thread or task.
 
@@ -161,7 +168,8 @@ class Session:
                 if self._result is not None and wanted:
                     raise InputError(
                         "the agent has ended, and in the run that is replayed it asked for a reply "
-                        "before; what it asks must be a function of its task and of the replies"
+                        "before, or paid one; what it asks and pays must be a function of its task "
+                        "and of the replies"
                     )
                 if self._result is not None:
                     return self._result
@@ -173,14 +181,16 @@ class Session:
     def take(self, wanted: str | None = None) -> Asked | None:
         """Returns the next request if one waits, of an agent that has not ended.
 
-        In a replay the request that is `wanted`, by a name that begins with its digest; "": none.
+        In a replay the request that is `wanted`, by a name that begins with its digest, once the
+        rewards in the name have come, too; "": none.
         """
         with self._lock:
             if wanted is None:
                 chosen = next(iter(() if self._result is not None else self._waiting), None)
             else:
-                digest = wanted.partition(".")[0]
-                chosen = next((each for each in self._waiting if each.digest == digest), None)
+                digest, rewards = wanted.partition(".")[0], collections.Counter(rewards_in(wanted))
+                alike = (each for each in self._waiting if each.digest == digest)
+                chosen = next(alike, None) if rewards <= collections.Counter(self._paid) else None
             if chosen is not None:
                 self._waiting.remove(chosen)
                 self._taken.append(chosen)
@@ -195,11 +205,16 @@ class Session:
         if not asked.reply.done():
             asked.reply.set_result(reply)
 
-    def take_reward(self) -> float:
-        """Returns what the newest reply was paid since the last call."""
+    def take_rewards(self, wanted: str | None = None) -> list[float]:
+        """Returns the rewards that came since the last call, in the order of their values.
+
+        In a replay those in the name of the request that was `wanted`; None: all, at the end.
+        """
         with self._lock:
-            paid, self._paid = self._paid, 0.0
-        return paid
+            taken = sorted(self._paid if wanted is None else rewards_in(wanted))
+            for reward in taken:
+                self._paid.remove(reward)
+        return taken
 
     def on_close(self, call: Callable[[], Any]) -> None:
         """Has `close` call this: the end of an agent that is still at work."""
