@@ -13,6 +13,7 @@ import random
 import re
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -25,7 +26,7 @@ from earl_jax.envs.text.conversation import Conversation
 from earl_jax.envs.tools.calls import Call
 from earl_jax.envs.tools.functions import describe
 from earl_jax.envs.tools.tool_use import ToolUse
-from earl_jax.rollout.event_files import EVENTS
+from earl_jax.rollout.event_files import EVENTS, events_file
 from earl_jax.rollout.events import Events
 from earl_jax.settings.errors import InputError
 from earl_jax.telemetry.metrics import read_metrics
@@ -33,7 +34,14 @@ from earl_jax.training import train
 from tests.support import ROOT, episodes, http_client, python_path
 from tests.support.forks import run_python
 from tests.support.placements import TINY
-from tests.support.runs import check_replay, cut_off, steps_of
+from tests.support.processes import Processes
+from tests.support.runs import (
+    assert_equal,
+    check_replay,
+    cut_off,
+    final_parameters,
+    steps_of,
+)
 
 # Three asynchronous steps of a tiny model, whose random weights often end a turn.
 SMALL = {
@@ -1028,6 +1036,43 @@ def test_a_run_of_agents_is_replayed(tmp_path, agent, requests, staleness):
     assert max(step["env"]["requests"] for step in steps_of(first)) == requests
     assert ('"asked"' in (first / EVENTS).read_text()) == (agent is gathers)
     check_replay(first, 3)
+
+
+def train_on_agents(workdir, replay, staleness, settings):
+    """In each process: trains on agents that ask at once, by a run's events if there is one."""
+    WAITS.seed(len(replay))
+    config = config_of_agents(gathers, staleness, num_steps=2, **settings)
+    train(config, Path(workdir), replay=Path(replay) if replay else None)
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("staleness", "players", "settings"),
+    [
+        (1, (0,), {"devices.num_rollout": 1}),
+        (1, (0, 1), {}),
+        (0, (0, 1), {"selector.rollout_meshes": ("data=2",)}),
+        (0, (0, 1), {"selector.rollout_meshes": ("data=1,tensor=2",)}),
+    ],
+    ids=["apart", "in-turn", "synchronous", "one-engine"],
+)
+def test_a_run_of_agents_in_two_processes_is_replayed(tmp_path, staleness, players, settings):
+    """Both play and train in turn, or one of them plays; or one engine spans both."""
+    first, again = tmp_path / "run", tmp_path / "again"
+    for workdir, replay in ((first, ""), (again, str(first))):
+        given = (str(workdir), replay, staleness, settings)
+        assert Processes(2, 1, "test_agents:train_on_agents", *given).results(500) == [True] * 2
+    assert max(step["env"]["requests"] for step in steps_of(first)) == 7.0
+    at_once = "tensor" not in str(settings)
+    for process in (0, 1):
+        files = [events_file(workdir, process) for workdir in (first, again)]
+        assert [file.exists() for file in files] == [process in players] * 2
+        if process in players:
+            one, other = (file.read_text() for file in files)
+            assert one == other and ('"asked"' in one) == at_once
+    assert_equal(final_parameters(first), final_parameters(again))
 
 
 @pytest.mark.slow
