@@ -4,9 +4,11 @@
 
     uv run python -m benchmarks.two_groups [--write]
 
-Plans of the product (`placement/group_planner.py`), from data sheets. Nothing runs.
+And the seconds of new weights on their way, where all devices are of one kind. Plans of the product
+(`placement/group_planner.py`, `selector/choose.py`), from data sheets. Nothing runs.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,15 @@ from typing import Any
 from benchmarks.pages import parser_of, show, table
 from earl_jax.config.file import make_config
 from earl_jax.placement.group_planner import plan_groups
-from earl_jax.placement.problem import find_model, overrides_for_chips
+from earl_jax.placement.problem import find_model, overrides_for_chips, planned_problem
+from earl_jax.selector.choose import Decision
+from earl_jax.selector.footprint import device_bytes
+from earl_jax.selector.hardware import parse_topology
+from earl_jax.selector.problem import Problem
+from earl_jax.selector.schedule import make_schedule
+from earl_jax.selector.table import ThroughputTable
+from earl_jax.settings.errors import InputError
+from earl_jax.sharding.layout import MeshShape
 
 PRESETS = ("qwen2.5-7b", "qwen2.5-32b", "qwen2.5-72b")
 CONTEXTS = (8192, 16384, 32768)
@@ -27,6 +37,21 @@ LINK_GB = 10.0
 PAPER_CONTEXTS = (2560, 5120, 10240, 20480)
 # PPO's trainer has a critic of the policy's size, and scores with it and with a reference.
 PPO = ("algorithm=ppo", "algorithm_args.kl_coefficient=0.01")
+# One kind of devices, of which some play and the others train, and the context. The state of 72B is
+# too large for fewer H100s.
+PUBLISHED = (
+    ("qwen2.5-7b", "h100:4x8", 1024),
+    ("qwen2.5-7b", "h100:4x8", 8192),
+    ("qwen2.5-32b", "h100:4x8", 8192),
+    ("qwen2.5-72b", "h100:8x8", 8192),
+    ("qwen3-30b-a3b", "h100:4x8", 8192),
+    ("qwen2.5-7b", "v5p:4x4x4", 1024),
+    ("qwen2.5-7b", "v5p:4x4x4", 8192),
+    ("qwen2.5-32b", "v5p:4x4x4", 8192),
+    ("qwen2.5-72b", "v5p:4x4x4", 8192),
+    ("qwen3-30b-a3b", "v5p:4x4x4", 8192),
+)
+EPISODES = 192
 
 
 # The cheapest steps by context, of one kind of device and of two.
@@ -85,7 +110,7 @@ def rows_of(preset: str, one: Steps, two: Steps) -> list[dict[str, object]]:
 
 def shares_of(step: Mapping[str, Any], player: str) -> tuple[float, float, float]:
     """Returns the price of a million tokens of rollouts, of training, and of devices that wait."""
-    devices, seconds = step["devices"], (step["rollout_s"] + step["spread_s"], step["train_s"])
+    devices, seconds = step["devices"], (step["rollout_s"], step["train_s"])
     prices = (PRICES[player], PRICES["h800"])
     rollouts, training = (
         number * price * stage_s / 3600 / step["tokens"] * 1e6
@@ -142,6 +167,50 @@ def lengths_of(preset: str) -> list[dict[str, object]]:
     ]
 
 
+def fastest_split(preset: str, topology: str, context: int) -> tuple[Problem, Decision]:
+    """Returns an asynchronous step, with the quarter, the half, or three quarters that play."""
+    hardware, found = parse_topology(topology), list[tuple[Problem, Decision]]()
+    given = [
+        f"model.preset={preset}",
+        f"rollout.num_slots={EPISODES}",
+        f"rollout.episodes_per_step={EPISODES}",
+        "asynchrony.max_staleness=2",
+    ]
+    for quarters in (1, 2, 3):
+        split = f"devices.num_rollout={quarters * hardware.num_devices // 4}"
+        changes = overrides_for_chips(given, str(context))
+        config = make_config({}, [*changes, *given, split])
+        model, vocab_size = find_model(config, None)
+        # So many devices of a stage may cut the model unevenly in every way.
+        with contextlib.suppress(InputError):
+            problem = planned_problem(config, model, vocab_size, hardware, hardware.usable_bytes)
+            (stop,) = make_schedule(problem, ThroughputTable(), [context])
+            if stop.decision is not None:
+                found.append((problem, stop.decision))
+    return min(found, key=lambda each: each[1].seconds)
+
+
+def published_row(preset: str, topology: str, context: int) -> dict[str, object]:
+    """Returns the row of the seconds of new weights, and of their share of a step."""
+    problem, decision = fastest_split(preset, topology, context)
+    rollout, train = decision.choices
+    mesh, publish_s = rollout.plan.mesh, decision.seconds - max(rollout.seconds, train.seconds)
+    return {
+        "model": preset,
+        "devices": topology,
+        "tokens": f"{context:,}",
+        "play + train": f"{mesh.num_devices} + {train.plan.mesh.num_devices}",
+        "rollout": str(mesh),
+        "copies": mesh.data,
+        "a copy GB": device_bytes(problem.sizes.engine, MeshShape()) / 1e9,
+        "rollout s": rollout.seconds,
+        "training s": train.seconds,
+        "new weights s": publish_s,
+        "a step s": decision.seconds,
+        "share %": 100 * publish_s / decision.seconds,
+    }
+
+
 if __name__ == "__main__":
     flags = parser_of(__doc__).parse_args()
     steps = {preset: steps_of(preset) for preset in PRESETS}
@@ -152,3 +221,5 @@ if __name__ == "__main__":
     show(text, page, write=flags.write)
     lengths = [row for preset in PRESETS for row in lengths_of(preset)]
     show(table(lengths), page, write=flags.write, name="table of StreamRL's conditions")
+    published = [published_row(*each) for each in PUBLISHED]
+    show(table(published), page, write=flags.write, name="published")

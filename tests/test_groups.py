@@ -4,6 +4,7 @@
 
 import dataclasses
 import json
+import math
 import re
 
 import pytest
@@ -54,16 +55,17 @@ def test_a_step_has_the_seconds_of_both_groups_and_of_the_link():
     # Four data shards that each fetch the weights take 3 s more.
     assert step["link_each_s"] == pytest.approx(23.2)
     assert (step["meshes"], step["devices"]) == ([str(R4), str(T8)], [4, 8])
-    # The link is the slowest here.
-    assert (step["step_s"], step["turns_s"]) == (20.2, pytest.approx(38.2))
+    # Both stages wait for the link.
+    assert (step["step_s"], step["turns_s"]) == (pytest.approx(30.2), pytest.approx(38.2))
     # 4 devices at 1 and 8 at 3 are 28 an hour.
     assert step["hour_price"] == 28.0
-    assert step["price"] == pytest.approx(28.0 * 20.2 / 3600 / 800 * 1e6)
+    assert step["price"] == pytest.approx(28.0 * 30.2 / 3600 / 800 * 1e6)
 
 
 def test_a_fast_link_leaves_the_slower_stage():
-    step = step_of(player(R4, 100.0), trainer(T8, 80.0), 1e9)
-    assert step["step_s"] == step["train_s"] == 10.0
+    for rollout, slower in ((100.0, "train_s"), (50.0, "rollout_s")):
+        step = step_of(player(R4, rollout), trainer(T8, 80.0), 1e12)
+        assert step["step_s"] == pytest.approx(step[slower])
 
 
 def test_weights_spread_among_those_that_play_behind_the_link():
@@ -71,9 +73,9 @@ def test_weights_spread_among_those_that_play_behind_the_link():
     step = step_of(player(R4, 100.0, weights_s=1.0), trainer(T8, 80.0), 10_100.0)
     assert (step["rollout_s"], step["train_s"]) == (8.0, 10.0)
     assert (step["link_s"], step["spread_s"]) == (2.0, 1.0)
-    assert (step["step_s"], step["turns_s"]) == (10.0, 21.0)
-    # Those that play wait for it, and neither the link nor training does.
-    assert step_of(player(R4, 80.0, weights_s=1.0), trainer(T8, 80.0), 10_100.0)["step_s"] == 11.0
+    # All wait for both.
+    assert (step["step_s"], step["turns_s"]) == (13.0, 21.0)
+    assert step_of(player(R4, 50.0, weights_s=1.0), trainer(T8, 80.0), 10_100.0)["step_s"] == 19.0
 
 
 def test_training_goes_over_the_batch_as_often_as_the_config_says():
@@ -88,8 +90,10 @@ def test_the_cheapest_pair_of_groups_has_the_stages_balanced():
     rollouts = [player(R2, 50.0), player(R4, 100.0)]
     trains = [trainer(T4, 50.0), trainer(T8, 100.0)]
     # Seconds times price an hour: 2 + 4: 16 x 14; 2 + 8: 16 x 26; 4 + 4: 16 x 16; 4 + 8: 8 x 28.
-    # Of two that cost 224 the faster one.
-    assert cheapest(rollouts, trains, PRICES, CONTEXT, 1e9)["devices"] == [4, 8]
+    # Of two that cost 224 the faster one; a link for which both wait 1 s costs it 28, and the other
+    # one 14.
+    assert cheapest(rollouts, trains, PRICES, CONTEXT, math.inf)["devices"] == [4, 8]
+    assert cheapest(rollouts, trains, PRICES, CONTEXT, 20_200.0)["devices"] == [2, 4]
     assert cheapest(rollouts[:1], trains, PRICES, CONTEXT, 1e9)["devices"] == [2, 4]
 
 

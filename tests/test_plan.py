@@ -44,6 +44,7 @@ D8 = MeshShape(data=8)
 BF16 = "model.compute_dtype=bfloat16"
 SMALL = {"model": {"num_layers": 1, "width": 16}, "rollout": {"num_slots": 8}}
 HELD = ("selector.rollout_meshes=('data=8',)", "selector.train_meshes=('data=1,fsdp=8',)")
+TWELVES = ("rollout.num_slots=96", "rollout.episodes_per_step=96")
 DEEP = ("model.num_layers=32", "model.width=256", "model.ffn_size=1024")
 
 
@@ -414,7 +415,21 @@ def test_weights_and_state_go_by_the_network_only_where_there_is_no_link(topolog
     rates = {"link": hardware.link_bytes_per_s, "network": hardware.network_bytes_per_s}
     # 1.544 billion parameters in bf16; in fp32 with two moments.
     assert problem.publish_s(mesh) == pytest.approx(2 * 1.544e9 / rates[rate], rel=0.01)
+    assert problem.relocate_s(mesh, 2 * 1_544_000_000) == pytest.approx(
+        2 * problem.publish_s(mesh), rel=0.01
+    )
     assert problem.move_s(mesh) == pytest.approx(12 * 1.544e9 / rates[rate], rel=0.01)
+
+
+def test_few_devices_that_train_send_more_than_each_of_many_receives():
+    given = ("model.preset=qwen2.5-1.5b", BF16, *TWELVES, "asynchrony.max_staleness=1")
+    # 24 copies of 3.09 GB leave eight GPUs, or eight arrive at as many.
+    for number, share in ((24, 3), (16, 1), (8, 1)):
+        problem = problem_on("h100:4x8", *given, f"devices.num_rollout={number}", vocab_size=None)
+        copies_s = 2 * 1.544e9 / problem.hardware.network_bytes_per_s
+        mesh = MeshShape(data=number)
+        assert problem.publish_s(mesh) == pytest.approx(share * copies_s, rel=0.01)
+        assert problem.relocate_s(mesh, 0) == pytest.approx(copies_s, rel=0.01)
 
 
 def test_a_longer_context_alone_moves_no_trainer():
@@ -528,7 +543,6 @@ def run(capsys, *arguments):
 
 
 SPLIT = ("devices.num_rollout=auto", "asynchrony.max_staleness=2")
-TWELVES = ("rollout.num_slots=96", "rollout.episodes_per_step=96")
 
 
 def test_the_split_is_the_one_of_all_fixed_ones_whose_slower_stage_is_fastest():
@@ -543,7 +557,10 @@ def test_the_split_is_the_one_of_all_fixed_ones_whose_slower_stage_is_fastest():
         (alone,) = make_schedule(fixed, EMPTY, [1024])
         for choice, given in zip(decision.choices, alone.decision.choices, strict=True):
             assert choice.seconds == pytest.approx(given.seconds)
-        assert decision.seconds == max(choice.seconds for choice in decision.choices)
+        assert decision.seconds == alone.decision.seconds
+        rollout_s, train_s = (choice.seconds for choice in decision.choices)
+        weights_s = fixed.publish_s(decision.rollout.plan.mesh)
+        assert decision.seconds == pytest.approx(max(rollout_s, train_s) + weights_s)
     best = min(found.values(), key=lambda each: each.seconds)
     assert stop.decision.splits[0] == best and stop.decision.seconds == best.seconds
     plans = stop.decision.plans
@@ -567,7 +584,8 @@ def test_the_plan_prints_the_split(capsys):
     flags = [f"--config.{setting}" for setting in (*SPLIT, *TWELVES)]
     flags += ["--topology=h100:4x8", "--config.model.preset=qwen2.5-7b", "--contexts=1024,4096"]
     plan_command(flags)
-    words = r"split: \d+ play: rollout [\d.,]+ s, training [\d.,]+ s \(others: \d+ play, "
+    words = r"split: \d+ play: rollout [\d.,]+ s, training [\d.,]+ s, new weights [\d.,]+ s "
+    words += r"\(others: \d+ play, "
     assert len(re.findall(words, capsys.readouterr().out)) > 1
 
 

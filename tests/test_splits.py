@@ -89,6 +89,21 @@ def test_a_split_that_is_given_overlaps_its_stages_where_the_run_is_asynchronous
         assert decision.seconds == pytest.approx(seconds)
 
 
+def test_both_stages_wait_for_new_weights():
+    """With 4 devices 0.8 s of rollout and 0.4 s of training; with 6 it is 0.53 and 0.8 s."""
+    decision = chosen(160, of=problem(weights_s=0.5))
+    assert meshes(decision) == (R4, T4) and seconds(decision) == pytest.approx([0.8, 0.4])
+    assert decision.seconds == pytest.approx(1.3)
+    # Where training is the slower stage it is not beside them either: 0.1 and 0.4 s.
+    other = next(
+        each for each in chosen(20, of=problem(weights_s=0.5)).splits if each.num_rollout == 4
+    )
+    assert other.seconds == pytest.approx(0.9)
+    given = hand_problem(TRAIN, ROLLOUT, num_rollout=4, weights_s=0.5)
+    work = dataclasses.replace(given.work, batches=2)
+    assert chosen(160, of=dataclasses.replace(given, work=work)).seconds == pytest.approx(1.3)
+
+
 def test_the_split_moves_both_ways_and_says_why():
     # Rollout 1 s here against 0.8 s of training there; and 0.4 s of training against 0.267 s.
     more, less = chosen(200), chosen(20)

@@ -105,7 +105,7 @@ def test_step_whose_tail_moves_is_the_step_that_stays(tmp_path):
                 1e-3 if mesh == D4T2 and live < SLOTS else 1.0
             ),
         )
-        object.__setattr__(placement.problem, "publish_s", lambda mesh, num_bytes=0: 1e-3)
+        object.__setattr__(placement.problem, "relocate_s", lambda mesh, num_bytes: 1e-3)
 
         def compiled(key):
             asked.append(key)
@@ -170,7 +170,7 @@ def test_tail_of_a_stream_moves_in_each_step_and_is_replayed_bit_for_bit(tmp_pat
         return 1e-3 if mesh == D2T2 and live < SLOTS else 1.0
 
     monkeypatch.setattr(Problem, "live_token_s", live_token_s)
-    monkeypatch.setattr(Problem, "publish_s", lambda problem, mesh, num_bytes=0: 1e-3)
+    monkeypatch.setattr(Problem, "relocate_s", lambda problem, mesh, num_bytes: 1e-3)
 
     def steps(name, *, is_compiled, replayed=()):
         placement = place(run, table)

@@ -64,7 +64,7 @@ def placed(
         return (1e-3 if live in few else 1e3) if mesh == there else 1.0
 
     object.__setattr__(placement.problem, "live_token_s", live_token_s)
-    object.__setattr__(placement.problem, "publish_s", lambda mesh, num_bytes=0: 1e-3)
+    object.__setattr__(placement.problem, "relocate_s", lambda mesh, num_bytes: 1e-3)
     placement.choose_step(TOKENS, None)
     assert placement.rollout.mesh == here
     return placement

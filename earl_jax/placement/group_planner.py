@@ -128,11 +128,11 @@ def groups_step(
     `link_s` are the seconds of the weights and the episodes on the link of `link` bytes/s,
     `spread_s` those in which the weights spread inside the group that plays, `link_each_s` those of
     the link if each of its data shards got the weights for itself. Asynchronous steps take
-    `step_s`: rollout, training and link work at the same time; in synchronous ones (`turns_s`) they
-    take turns. `price` is that of a million tokens of the former.
+    `step_s`: rollout and training work at the same time, and both wait for what is on its way; in
+    synchronous ones (`turns_s`) they take turns. `price` is that of a million tokens of the former.
 
-    Example: 8 s, 10 s, 2 s on the link and 1 s of spreading are a step of 10 s, or one of 21 s if
-    the stages take turns; at 36 an hour and 1,000 tokens a step a million tokens cost 100.
+    Example: 8 s, 10 s, 2 s on the link and 1 s of spreading are a step of 13 s, or one of 21 s if
+    the stages take turns; at 36 an hour and 1,000 tokens a step a million tokens cost 130.
 
     Raises:
         BudgetTooSmall: a stage does not fit.
@@ -147,7 +147,7 @@ def groups_step(
     devices = [problem.hardware.num_devices for problem in (played, trained)]
     rollout_s, train_s = plays.seconds, trains.seconds
     link_s, spread_s = (weights + tokens * TOKEN_BYTES) / link, played.publish_s(mesh)
-    step_s = max(rollout_s + spread_s, train_s, link_s)
+    step_s = max(rollout_s, train_s) + link_s + spread_s
     hour_price = devices[0] * prices[0] + devices[1] * prices[1]
     return {
         "context": context,

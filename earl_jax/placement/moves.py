@@ -278,7 +278,7 @@ class Sessions:
             if key not in played and not placement.is_compiled(key):
                 return math.inf
             moved_bytes = here.pages * placement.problem.page_bytes(here.mesh)
-            arrival_s = placement.problem.publish_s(mesh, moved_bytes)
+            arrival_s = placement.problem.relocate_s(mesh, moved_bytes)
             return arrival_s + (0.0 if key in played else LOADING_S)
 
         choice = self._tail(here, session.max_tokens, live, longest, load, move_s)

@@ -378,8 +378,18 @@ class Problem:
         return token_s(hardware, self.sizes, work, mesh, -(-live // mesh.data), max_tokens)
 
     @functools.cache  # noqa: B019
-    def publish_s(self, mesh: MeshShape, cache_bytes: int = 0) -> float:
-        """Returns the seconds of moving weights, and KV cache, to a rollout on this mesh."""
+    def publish_s(self, mesh: MeshShape) -> float:
+        """Returns the seconds of new weights on their way to a rollout on this mesh.
+
+        They come from the devices that train. Where these are apart and fewer, each sends more than
+        a device receives.
+        """
+        senders = self.num_devices("train") or mesh.num_devices
+        return self.relocate_s(mesh, 0) * max(1.0, mesh.num_devices / senders)
+
+    @functools.cache  # noqa: B019
+    def relocate_s(self, mesh: MeshShape, cache_bytes: int) -> float:
+        """Returns the seconds of moving a rollout's weights and KV cache to this mesh."""
         return self._arrival_s(engine_bytes(self.sizes.engine, mesh) + cache_bytes)
 
     @functools.cache  # noqa: B019

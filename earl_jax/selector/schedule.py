@@ -187,6 +187,8 @@ def _stop_values(stop: Stop) -> Values:
 def _split_values(decision: Decision) -> Values:
     rollout_s, train_s = (choice.seconds for choice in decision.choices)
     values = {"num_rollout": decision.num_rollout, "rollout_s": rollout_s, "train_s": train_s}
+    # Both stages wait for new weights.
+    values["publish_s"] = decision.seconds - max(rollout_s, train_s)
     return values | {"move_s": decision.cost_s - decision.seconds, "step_s": decision.seconds}
 
 
@@ -289,7 +291,8 @@ def unfit_words(contexts: Sequence[int], why: str) -> str:
 
 def _split_words(splits: Sequence[Values]) -> str:
     """Returns the split of the devices that is chosen, and the others by their steps."""
-    form = "{num_rollout} play: rollout {rollout_s:,.2f} s, training {train_s:,.2f} s"
+    form = "{num_rollout} play: rollout {rollout_s:,.2f} s, training {train_s:,.2f} s, "
+    form += "new weights {publish_s:,.2f} s"
     words = f"split: {form.format_map(splits[0])}"
     others = [f"{each['num_rollout']} play, {each['step_s']:,.2f} s a step" for each in splits[1:]]
     return words + (f" (others: {'; '.join(others[:4])})" if others else "; no other fits")

@@ -110,7 +110,10 @@ class HandProblem(Problem):
         rows = -(-live // mesh.data)
         return rows * mesh.data / self.rollout_speeds[mesh]
 
-    def publish_s(self, mesh: MeshShape, cache_bytes: int = 0) -> float:
+    def publish_s(self, mesh: MeshShape) -> float:
+        return self.weights_s
+
+    def relocate_s(self, mesh: MeshShape, cache_bytes: int) -> float:
         return self.weights_s + cache_bytes * self.cache_byte_s
 
     def move_s(self, mesh: MeshShape) -> float:
