@@ -10,6 +10,7 @@ spread inside the group that plays. Each stage has the candidates, bytes and spe
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 from earl_jax.config.config import Config
 from earl_jax.models.config import ModelConfig
 from earl_jax.placement.problem import make_problem
-from earl_jax.selector.candidates import Candidates
+from earl_jax.selector.candidates import Candidate, Candidates
 from earl_jax.selector.choose import BudgetTooSmall, choose_plans, full_step
 from earl_jax.selector.footprint import device_bytes
 from earl_jax.selector.hardware import Hardware, parse_topology
@@ -137,11 +138,7 @@ def groups_step(
     Raises:
         BudgetTooSmall: a stage does not fit.
     """
-    sizes = full_step(played, context), Plans()
-    plays = choose_plans(Candidates(played), *sizes, only="rollout").rollout
-    sizes = full_step(trained, context), Plans()
-    trains = choose_plans(Candidates(trained), *sizes, only="train").train
-    assert plays is not None and trains is not None
+    plays, trains = _choice(played, "rollout", context), _choice(trained, "train", context)
     mesh, tokens = plays.plan.mesh, played.work.num_rows * context
     weights = device_bytes(played.sizes.engine, MeshShape())
     devices = [problem.hardware.num_devices for problem in (played, trained)]
@@ -166,6 +163,22 @@ def groups_step(
     }
 
 
+@functools.lru_cache(maxsize=128)
+def _choice(problem: Problem, stage: Stage, context: int) -> Candidate[Any]:
+    """Returns the choice of a group for its stage, the same beside any other group."""
+    sizes = full_step(problem, context), Plans()
+    decision = choose_plans(Candidates(problem), *sizes, only=stage)
+    choice = decision.rollout if stage == "rollout" else decision.train
+    assert choice is not None
+    return choice
+
+
+def _fits(problem: Problem, stage: Stage, context: int) -> bool:
+    with contextlib.suppress(BudgetTooSmall):
+        return bool(_choice(problem, stage, context))
+    return False
+
+
 def cheapest(
     rollouts: Sequence[Problem],
     trains: Sequence[Problem],
@@ -177,10 +190,12 @@ def cheapest(
 
     None where no pair fits.
     """
-    steps = []
-    for played, trained in itertools.product(rollouts, trains):
-        with contextlib.suppress(BudgetTooSmall):
-            steps.append(groups_step(played, trained, prices, context, link))
+    rollouts = [group for group in rollouts if _fits(group, "rollout", context)]
+    trains = [group for group in trains if _fits(group, "train", context)]
+    steps = [
+        groups_step(played, trained, prices, context, link)
+        for played, trained in itertools.product(rollouts, trains)
+    ]
     return min(steps, key=lambda step: (step["price"], step["step_s"]), default=None)
 
 
