@@ -9,7 +9,6 @@ comes to its episodes.
 
 import contextlib
 import dataclasses
-import time
 import zlib
 from typing import Any, Protocol
 
@@ -122,12 +121,10 @@ def rl_step(
         with timer("sft"):
             (examples,) = _examples(run, step, 1)
             update.mix_in(examples, length)
-    train_plan, start_s = placement.train, time.perf_counter()
+    train_plan = placement.train
     with player.updates():
         with timer("train"):
             state, updates = update.finish(state)
-        # Gradients of parts may have been computed before.
-        busy_s = timer.busy_s(start_s)
         # Training in which a program was compiled or loaded says nothing of its speed.
         is_timed = update.plans == {train_plan} and not timer.compile_s["train"]
         with timer("sft"):
@@ -137,7 +134,9 @@ def rl_step(
     # Of the rows as they are computed, padding rows included, as the selector counts them.
     computed = sum(part.batch.tokens.size for part in (*update.parts, *update.streams))
     train_s = timer.seconds["train"] if run.cluster.trains else None
-    train_speed = config.train.epochs * computed / busy_s if train_s and is_timed else None
+    # Gradients of parts may have been computed before the stage's last block.
+    is_timed = is_timed and train_s is not None
+    train_speed = config.train.epochs * computed / timer.busy_s("train") if is_timed else None
     updates, speeds, *host_bytes = gather_costs(
         run,
         updates + more,

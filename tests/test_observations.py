@@ -61,9 +61,7 @@ def test_real_steps_feed_the_table_and_the_next_run_begins_with_their_medians(ca
     # Rows that are padding are computed too: the selector counts as many.
     tokens = sum(outcome.num_tokens for outcome in record.outcomes)
     positions = run.config.train.epochs * tokens / record.packing_fill
-    # With what the host does around the stage.
-    speed = positions / record.stage_s["train"]
-    assert 0.9 * speed < entries[TRAIN_KEY].speeds[-1] <= speed
+    assert entries[TRAIN_KEY].speeds[-1] == pytest.approx(positions / record.stage_s["train"])
     again, note = opened(run)
     assert note is None
     for key in (TRAIN_KEY, ROLLOUT_KEY):

@@ -34,6 +34,8 @@ class StageTimer:
         self.seconds: dict[str, float] = {}
         self.compile_s = collections.defaultdict[str, float](float)
         self._trace, self._step = trace, step
+        # When each stage was entered and left last.
+        self._spans: dict[str, tuple[float, float]] = {}
         # The thread that waits for the newest computation; when the one before was ready, and the
         # seconds of all until then.
         self._waiting: threading.Thread | None = None
@@ -54,6 +56,7 @@ class StageTimer:
         finally:
             _stages.pop()
             end = time.perf_counter()
+            self._spans[stage] = start, end
             self.seconds[stage] = self.seconds.get(stage, 0.0) + end - start
             self.compile_s[stage] += compile_clock().own_seconds() - compiled_s
             if self._trace is not None:
@@ -69,16 +72,15 @@ class StageTimer:
         self._waiting = threading.Thread(target=self._wait, args=given, daemon=True)
         self._waiting.start()
 
-    def busy_s(self, start_s: float) -> float:
-        """Returns the seconds of the computations, and of those since `start_s` behind them.
+    def busy_s(self, stage: str) -> float:
+        """Returns the seconds of the computations, and of the stage's last block behind them.
 
-        Example: computations from 1 to 3 and from 3 to 4, and work from 3.5 to now, which is 6, are
-        5 seconds.
+        Example: computations from 1 to 3 and from 3 to 4, and a block from 3.5 to 6, are 5 seconds.
         """
-        now = time.perf_counter()
         if self._waiting is not None:
             self._waiting.join()
-        return self._computed_s + max(0.0, now - max(start_s, self._ready_s))
+        start_s, end_s = self._spans[stage]
+        return self._computed_s + max(0.0, end_s - max(start_s, self._ready_s))
 
     def _wait(
         self, before: threading.Thread | None, stage: str, start_s: float, array: jax.Array
