@@ -667,14 +667,14 @@ def test_requests_at_the_same_time_are_conversations_of_one_episode(number, sett
 async def gathers(base_url, seed):
     """Three agents ask at once, two of them the same, each goes on, and a fourth one hears them.
 
-    They pay each reply. What they ask and pay is a matter of the replies, and their order one of
-    `WAITS`.
+    They pay each reply. What they ask and pay is a matter of the replies, and their order behind
+    the first requests one of `WAITS`.
     """
     talks = [[SYSTEM, user(f"{seed}?")], [user("né?")], [user("né?")]]
 
     async def speak(talk):
-        for _ in range(2):
-            await asyncio.sleep(WAITS.random() / 50)
+        for turn in range(2):
+            await asyncio.sleep(turn * WAITS.random() / 50)
             talk += [await asyncio.to_thread(chat, base_url, talk), user("and?")]
             reward = 0.1 * (1 + len(talk[-2]["content"]))
             assert await asyncio.to_thread(pay, base_url, reward) == 200
@@ -1038,7 +1038,8 @@ def test_a_run_of_agents_is_replayed(tmp_path, agent, requests):
 def train_on_agents(workdir, replay, staleness, settings):
     """In each process: trains on agents that ask at once, by a run's events if there is one."""
     WAITS.seed(len(replay))
-    config = config_of_agents(gathers, staleness, num_steps=2, **settings)
+    longer = {"rollout.stop_strings": tuple("abcdefghi")}
+    config = config_of_agents(gathers, staleness, num_steps=2, **longer, **settings)
     train(config, Path(workdir), replay=Path(replay) if replay else None)
     return True
 
@@ -1061,14 +1062,16 @@ def test_a_run_of_agents_in_two_processes_is_replayed(tmp_path, staleness, playe
     for workdir, replay in ((first, ""), (again, str(first))):
         given = (str(workdir), replay, staleness, settings)
         assert Processes(2, 1, "test_agents:train_on_agents", *given).results(500) == [True] * 2
-    assert max(step["env"]["requests"] for step in steps_of(first)) == 7.0
-    at_once = "tensor" not in str(settings)
+    assert max(step["env"]["requests"] for step in steps_of(first)) > 3.0
+    asked_at_once = 0
     for process in (0, 1):
         files = [events_file(workdir, process) for workdir in (first, again)]
         assert [file.exists() for file in files] == [process in players] * 2
         if process in players:
             one, other = (file.read_text() for file in files)
-            assert one == other and ('"asked"' in one) == at_once
+            assert one == other
+            asked_at_once += one.count('"asked"')
+    assert (asked_at_once > 0) == ("tensor" not in str(settings))
     assert_equal(final_parameters(first), final_parameters(again))
 
 
