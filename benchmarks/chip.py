@@ -104,7 +104,8 @@ POINTS = (
     ),
     *(
         Point("attention of rows", "llama3.2-1b", 1, length, setting)
-        for length, setting in ((8192, ""), (8192, "documents of 1,024"), (32768, ""))
+        for length, documents in ((8192, ""), (8192, "documents of 1,024"), (32768, ""))
+        for setting in (documents, f"triton, {documents}" if documents else "triton")
     ),
     *(
         Point("decode round", "qwen2.5-7b", rows, length, setting)
@@ -261,7 +262,8 @@ def segments_of(point: Point) -> np.ndarray:
 def rows_attention(point: Point) -> dict[str, Any]:
     """Times the kernel for training rows, forward and with its gradient, in one layer."""
     model, layout = model_of(point.model), make_layout(MeshShape(), row_axes=TRAINING_ROWS)
-    choice = kernels.choose_kernel("auto", layout, model, point.length)
+    asked = "triton" if "triton" in point.setting else "auto"
+    choice = kernels.choose_kernel(asked, layout, model, point.length)
     heads, size = model.num_kv_heads, model.head_size
     shape = (point.rows, point.length, heads, model.num_heads // heads, size)
     keys = jax.random.split(jax.random.key(1), 4)

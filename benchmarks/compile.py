@@ -54,7 +54,8 @@ def _lower_update(point: Point, layout: Any) -> tuple[Any, str]:
     from earl_jax.train.config import TrainConfig
     from earl_jax.train.update import Update
 
-    config = TrainConfig(remat=point.remat, micro_batches=point.micro_batches)
+    attention = "triton" if "triton" in point.program else "auto"
+    config = TrainConfig(remat=point.remat, micro_batches=point.micro_batches, attention=attention)
     update = Update(
         config_of(point),
         config,

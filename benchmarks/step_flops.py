@@ -49,6 +49,11 @@ POINTS = [
     for chip, mesh in CHIPS
     for length, program in PROGRAMS
 ]
+POINTS += [
+    point._replace(program=f"{point.program}, triton")
+    for point in POINTS
+    if point.topology.startswith("h100")
+]
 # Documents of a packed row, of equal length.
 DOCUMENTS = 8
 
@@ -78,6 +83,9 @@ def kernel_of(call: Instruction) -> Kernel | None:
     if "splash_" in call.name:
         number = 4 if "_dkv" in call.name else 3 if "_dq" in call.name else 2
         return Kernel(number, 512, 512, skips_future=True, skips_documents=True)
+    if "/rows_" in call.op_name:
+        number = 4 if "_keys" in call.op_name else 3 if "_queries" in call.op_name else 2
+        return Kernel(number, 128, 64, skips_future=True, skips_documents=True)
     if "mosaic_gpu" in call.attributes:
         # Forward has the queries, keys, values and ranges of keys; backward gradients too.
         if len(call.operands) < 8:

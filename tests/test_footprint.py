@@ -288,11 +288,11 @@ def test_kinds_add_up_and_gradients_are_as_large_as_parameters():
 
 def test_inputs_in_host_memory_are_those_that_full_remat_keeps_on_the_device():
     full, offload = (dataclasses.replace(WORK, remat=remat) for remat in ("full", "offload"))
-    kept = kept_bytes(SIZES, full, D1, 64, "tpu")
+    kept = kept_bytes(SIZES, full, D1, 64)
     # A micro-batch's tokens, a number of the stream's width in each layer.
     tokens = WORK.num_rows // WORK.micro_batches * 64
     assert kept == tokens * TINY.num_layers * TINY.width * SIZES.compute_bytes
-    assert kept_bytes(SIZES, offload, D1, 64, "tpu") == kept
+    assert kept_bytes(SIZES, offload, D1, 64) == kept
     on_device = [train_footprint(SIZES, work, D1, 64, "gpu") for work in (full, offload)]
     assert on_device[0].total - on_device[1].total == kept
 
@@ -381,8 +381,14 @@ def test_a_layer_keeps_as_much_of_our_own_attention(remat):
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "dots"])
 def test_a_layer_with_sinks_and_biases_of_experts_keeps_as_much(remat):
-    """No kernel but our own attention has sinks."""
+    """By our own attention."""
     assert_it_keeps_what_jax_saves("gpt-oss-20b", "bfloat16", "blockwise", 512, remat)
+
+
+@pytest.mark.parametrize("remat", ["none", "dots"])
+def test_a_layer_keeps_as_much_of_our_kernels_for_gpus(remat):
+    # Splash keeps its scaled queries too.
+    assert_it_keeps_what_jax_saves("qwen3-8b", "bfloat16", "triton", 512, remat, 0.11)
 
 
 @pytest.mark.slow_except("dots-bfloat16")
@@ -411,7 +417,7 @@ def assert_it_keeps_what_jax_saves(
     model = dataclasses.replace(model, **(EXPERTS if model.num_experts else {}))
     model = dataclasses.replace(model, **(LATENTS if model.latent_size else {}))
     sizes = model_sizes(model, VOCAB, engine_dtype=dtype)
-    computed = kept_width(sizes, MeshShape(), length, remat, "tpu") * jnp.dtype(dtype).itemsize
+    computed = kept_width(sizes, MeshShape(), length, remat) * jnp.dtype(dtype).itemsize
     # Of more rows and more layers, so that neither weights count nor what is there once.
     grown = {
         layers: saved_bytes(model, kernel, layers, 4, length, remat)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from earl_jax.models.attention import splash
+from earl_jax.models.attention import rows_triton, splash
 from earl_jax.models.attention.kernels import attend_rows, choose_kernel, choose_pages_kernel
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows
@@ -54,7 +54,7 @@ def default_device_of(layout: Layout):
 
 # Lengths: below a block, no multiple of one, two blocks of 512 with padding.
 CASES = [(40, None, 0.0), (200, 5, 1.5), (600, 300, 0.0)]
-KERNELS = ["splash", pytest.param("tokamax", marks=need_tokamax)]
+KERNELS = ["splash", "triton", pytest.param("tokamax", marks=need_tokamax)]
 
 
 @pytest.mark.slow
@@ -120,6 +120,21 @@ def test_splash_visits_blocks_with_a_document_in_common():
     assert np.asarray(own.dkv_mask_info.block_mask > 0).sum() == 5
 
 
+def test_triton_reads_blocks_with_a_document_in_common():
+    """Of documents of 256 and 384 tokens the second is not a number, forward and backward."""
+    ids = jnp.asarray(np.repeat([[4, 9]], [256, 384], axis=1), jnp.int32)
+    is_second = ids > 4
+    arrays, _ = make_rows(640)
+    query, key, value = (array[:1] for array in arrays)
+    query = jnp.where(is_second[:, :, None, None, None], jnp.nan, query)
+    key, value = (jnp.where(is_second[:, None, :, None], jnp.nan, side) for side in (key, value))
+    attend = functools.partial(rows_triton.triton_rows, make_layout(MeshShape()), scale=0.25)
+    out, pullback = jax.vjp(lambda *rows: attend(*rows, ids), query, key, value)
+    for array, axis in zip((out, *pullback(query)), (1, 1, 2, 2), strict=True):
+        first, second = jnp.split(array, [256], axis=axis)
+        assert np.all(np.isfinite(first)) and np.all(np.isnan(second))
+
+
 # Some layers look over all, as in Gemma 3; scores are capped as in Gemma 2.
 WINDOWED = ModelConfig(num_layers=2, windows=(5, 0), window_rope_theta=100.0, attention_softcap=2.0)
 
@@ -156,7 +171,9 @@ def test_on_cpu_the_reference_is_chosen_and_the_reason_given():
     assert notes.endswith("config.train.attention says so")
 
 
-@pytest.mark.parametrize(("kernel", "chips"), [("splash", "TPUs"), ("tokamax", "GPUs")])
+@pytest.mark.parametrize(
+    ("kernel", "chips"), [("splash", "TPUs"), ("tokamax", "GPUs"), ("triton", "GPUs")]
+)
 def test_a_kernel_that_cannot_run_here_is_an_error_that_says_what_can(kernel, chips):
     with pytest.raises(ValueError, match=f"'{kernel}', .* for {chips} .* cpu devices: .*'auto'"):
         choose_kernel(kernel, make_layout(MeshShape(data=8)), TINY, LONG)
@@ -304,12 +321,15 @@ def test_cpus_read_pages_with_the_reference():
 @pytest.mark.parametrize(
     ("found", "words"), [(None, "not installed .*--extra tokamax"), ("0.0.12", "tokamax 0.0.12 is")]
 )
-def test_gpus_without_the_known_tokamax_get_the_reference(monkeypatch, found, words):
+def test_gpus_without_the_known_tokamax_get_our_kernels(monkeypatch, found, words):
     layout = make_layout(MeshShape(data=8), make_topology("h100:1x8").devices())
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: found if name == "tokamax" else find(name)
+    )
     monkeypatch.setattr(importlib.metadata, "version", lambda name: found)
     choice = choose_kernel("auto", layout, TINY, LONG)
-    assert choice.kernel == "blockwise" and re.search(words, choice.reason)
+    assert choice.kernel == "triton" and re.search(words, choice.reason)
     with pytest.raises(ValueError, match=f"attention is 'tokamax', but .*{words}"):
         choose_kernel("tokamax", layout, TINY, LONG)
 
@@ -326,11 +346,22 @@ def test_gpus_with_tokamax_use_it_for_what_it_can_compute():
         choice = choose_kernel("auto", layout, WINDOWED, LONG)
     assert choice.kernel == "blockwise" and "compute_dtype is 'float32'" in choice.reason
     choice = choose_kernel("auto", layout, TINY, LONG)
-    assert choice.kernel == "blockwise" and "JAX's default device, which is not" in choice.reason
+    assert choice.kernel == "triton" and "JAX's default device, which is not" in choice.reason
 
 
-GPU_KERNEL = "tokamax" if has_tokamax else "blockwise"
-CUSTOM_CALLS = {"splash": "tpu_custom_call", "tokamax": "mosaic_gpu"}
+@need_compiler("a100:1x8")
+def test_our_kernels_over_rows_say_what_they_cannot_compute():
+    layout = make_layout(MeshShape(data=8), make_topology("a100:1x8").devices())
+    assert choose_kernel("triton", layout, TINY, LONG).kernel == "triton"
+    wide = dataclasses.replace(TINY, head_size=320)
+    for model, words in ((WINDOWED, "compute_dtype is 'float32'"), (wide, "head_size is more")):
+        assert choose_kernel("auto", layout, model, LONG).kernel == "blockwise"
+        with pytest.raises(ValueError, match=f"attention is 'triton', but .*{words}"):
+            choose_kernel("triton", layout, model, LONG)
+
+
+GPU_KERNEL = "tokamax" if has_tokamax else "triton"
+CUSTOM_CALLS = {"splash": "tpu_custom_call", "tokamax": "mosaic_gpu", "triton": "xla.gpu.triton"}
 
 
 @pytest.mark.slow
@@ -357,7 +388,7 @@ def test_a_training_step_compiles_with_the_kernel_of_the_platform(name, kernel):
     def calls(text: str) -> set[str]:
         return {kernel for kernel, target in CUSTOM_CALLS.items() if target in text}
 
-    assert calls(program_text("auto")) == {kernel} - {"blockwise"}
+    assert calls(program_text("auto")) == {kernel}
     assert not calls(program_text("blockwise"))
 
 
@@ -378,13 +409,15 @@ COMPILED = [
     # 64 x 64 blocks, whose tables XLA could give to a sparse core.
     pytest.param("v5p:2x2x1", "splash", (32768, 128, None, 0.0), marks=need_compiler("v5p:2x2x1")),
     *(pytest.param("h100:1x4", "tokamax", s, marks=GPU_MARKS) for s in SIZES),
+    *(pytest.param("h100:1x4", "triton", s, marks=GPU_MARKS[:1]) for s in SIZES),
+    pytest.param("a100:1x4", "triton", SIZES[2], marks=need_compiler("a100:1x4")),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "kernel", "sizes"), COMPILED)
 def test_a_kernel_compiles_for_its_chips_and_makes_no_scores(name, kernel, sizes):
-    """Splash with attention sinks too."""
+    """With attention sinks too, where a kernel has them."""
     length, head_size, window, softcap = sizes
     layout = make_layout(SPLIT, make_topology(name).devices())
 
@@ -409,7 +442,7 @@ def test_a_kernel_compiles_for_its_chips_and_makes_no_scores(name, kernel, sizes
         )
         return jnp.sum(out.astype(jnp.float32))
 
-    has_sinks = kernel == "splash" and not softcap
+    has_sinks = kernel != "tokamax" and not softcap
     sinks = shape("KG", 2, 4, dtype=jnp.float32) if has_sinks else None
     grad = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3) if has_sinks else (0, 1, 2)))
     with default_device_of(layout):

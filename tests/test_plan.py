@@ -170,7 +170,7 @@ def test_inputs_in_host_memory_are_those_of_as_few_rows_as_are_as_fast():
     (plan,) = trains(make_schedule(problem, EMPTY, [131_072]))
     assert plan == TrainPlan(MeshShape(tensor=8), 64, "offload")
     work = dataclasses.replace(problem.work, micro_batches=64, remat="offload")
-    held = 8 * kept_bytes(problem.sizes, work, plan.mesh, 131_072, "gpu")
+    held = 8 * kept_bytes(problem.sizes, work, plan.mesh, 131_072)
     assert held == 8 * 131_072 * 32 * 4096 * 2
     # By a table in which more rows at a time are faster by more than a tie there are more.
     table = EMPTY

@@ -205,7 +205,7 @@ def train_footprint(
     rows = work.num_rows // work.micro_batches // (mesh.data * mesh.fsdp * mesh.expert)
     tokens = rows * length // mesh.context
     block = tokens * _block_bytes(sizes, mesh)
-    kept = 0 if work.remat == "offload" else kept_bytes(sizes, work, mesh, length, platform)
+    kept = 0 if work.remat == "offload" else kept_bytes(sizes, work, mesh, length)
     summed = numbers * 4 if max(work.micro_batches, work.parts + work.has_stream) > 1 else 0
     apart = numbers * sizes.compute_bytes
     # TPUs gather the embedding, for a loop over micro-batches also in the other order of axes.
@@ -253,20 +253,18 @@ def _stream_width(sizes: ModelSizes, mesh: MeshShape) -> int:
     return 6 * model.width + 2 * model.num_heads * model.head_size // mesh.tensor + own
 
 
-def kept_bytes(
-    sizes: ModelSizes, work: Workload, mesh: MeshShape, length: int, platform: str
-) -> int:
+def kept_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape, length: int) -> int:
     """Returns the bytes that the layers keep of a micro-batch for its backward pass.
 
     They are on the device, or with remat "offload" in its host's memory.
     """
     rows = work.num_rows // work.micro_batches // (mesh.data * mesh.fsdp * mesh.expert)
     tokens = rows * length // mesh.context * (2 if sizes.critic else 1)
-    width = kept_width(sizes, mesh, length, work.remat, platform)
+    width = kept_width(sizes, mesh, length, work.remat)
     return tokens * sizes.model.num_layers * sizes.compute_bytes * width
 
 
-def kept_width(sizes: ModelSizes, mesh: MeshShape, length: int, remat: Remat, platform: str) -> int:
+def kept_width(sizes: ModelSizes, mesh: MeshShape, length: int, remat: Remat) -> int:
     """Returns the numbers that a layer keeps of a token for the backward pass.
 
     They are JAX's residuals, in units of the compute type. Without remat: of a norm its input, and
@@ -274,7 +272,7 @@ def kept_width(sizes: ModelSizes, mesh: MeshShape, length: int, remat: Remat, pl
     """
     if remat in ("full", "offload"):
         return sizes.model.width
-    width = _kept_of_attention(sizes, mesh, length, remat, platform)
+    width = _kept_of_attention(sizes, mesh, length, remat)
     if sizes.state_layers:
         own = (2 if remat == "dots" else 4) * sizes.model.width
         own += sizes.linear_products // mesh.tensor
@@ -290,9 +288,7 @@ def kept_width(sizes: ModelSizes, mesh: MeshShape, length: int, remat: Remat, pl
     return width + networks // sizes.model.num_layers
 
 
-def _kept_of_attention(
-    sizes: ModelSizes, mesh: MeshShape, length: int, remat: Remat, platform: str
-) -> int:
+def _kept_of_attention(sizes: ModelSizes, mesh: MeshShape, length: int, remat: Remat) -> int:
     """Returns what `kept_width` counts before and behind the network."""
     fp32, model = 4 // sizes.compute_bytes, sizes.model
     names = {parameter.name for parameter in sizes.engine}
@@ -301,7 +297,7 @@ def _kept_of_attention(
     if remat == "dots":
         # The layer's input, and the products that its gradient needs.
         width = (3 if "post_ffn_norm" in names else 2) * model.width
-        width += heads + heads * keeps_attention(mesh, length, platform)
+        width += heads + heads * keeps_attention(mesh, length)
         if model.latent_size:
             both = model.num_heads * (model.head_size - model.rope_size + model.value_size)
             return width + model.query_latent_size + model.cached_size + both // mesh.tensor

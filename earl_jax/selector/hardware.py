@@ -33,12 +33,11 @@ class Kernels:
     `attention_forward` and `attention_backward` are the fractions of the peak that fused attention
     over whole rows reaches. The other fields are departures from the ideal:
 
-    - `is_fused`: attention over `context`, and with sinks on GPUs, is a fused kernel too; decode
-      and prefill read the cache in place. Without it scores of the former go through memory, twelve
+    - `is_fused`: attention over `context` is a fused kernel too; decode and prefill read the cache
+      in place. Without it scores of the former go through memory, twelve
       bytes each in a forward pass. Except on the meshes of `Workload.in_place_contexts` pages are
       then gathered, as many for each row as for the longest: read, written, and read again; scores
       go through memory.
-    - `fuses_rows`: attention over training rows is a fused kernel, but for what `is_fused` says.
     - `fixed_rows`: a decode step computes a row for each slot, and an append as many rows as it can
       take, however few are live.
     - `loop_sync_s`: time in which the host reads the condition of a loop.
@@ -50,7 +49,6 @@ class Kernels:
     attention_forward: float
     attention_backward: float
     is_fused: bool = True
-    fuses_rows: bool = True
     fixed_rows: bool = False
     loop_sync_s: float = 0.0
     op_s: float = 0.0
@@ -77,8 +75,6 @@ GPU_OP_S = 5e-6
 # On an H100 a step with int8 weights and cache took 15.7 ms where bf16 took 18.0, with half of the
 # bytes (benchmarks/chip.md): the factor is that measurement.
 _ON_GPUS = dataclasses.replace(_ON_CHIPS, loop_sync_s=_LOOP_SYNC_S, op_s=GPU_OP_S, int8_bytes=1.75)
-# tokamax's kernel for training rows is for Hopper and Blackwell (models/attention/tokamax_rows.py).
-_ON_AMPERE = dataclasses.replace(_ON_GPUS, fuses_rows=False)
 # Blocks stay in a core's cache, so that attention costs its operations, at the rate of products.
 _ON_CPU = Kernels(attention_forward=0.6, attention_backward=0.6, fixed_rows=True, op_s=5e-6)
 
@@ -233,6 +229,6 @@ def hardware_of(topology: Topology) -> Hardware:
         host_bytes_per_s=chip.host_bytes_per_s,
         host_memory_bytes=devices_a_host
         * _HOST_MEMORY_BYTES.get(chip.name, _GPU_HOST_MEMORY_BYTES),
-        kernels=_ON_AMPERE if chip.name == "a100" else _ON_GPUS if gpu else _ON_CHIPS,
+        kernels=_ON_GPUS if gpu else _ON_CHIPS,
         linked_devices=chip.linked_devices,
     )

@@ -211,7 +211,7 @@ class Problem:
         Beside them is a backup of the state while the program is new.
         """
         work = dataclasses.replace(self.work, micro_batches=plan.micro_batches, remat=plan.remat)
-        kept = kept_bytes(self.sizes, work, plan.mesh, length, self.hardware.platform)
+        kept = kept_bytes(self.sizes, work, plan.mesh, length)
         state = sum(trainer_bytes(self.sizes, plan.mesh))
         return self.can_offload_inputs and self.hosts_hold(state + kept)
 

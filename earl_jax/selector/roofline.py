@@ -206,7 +206,7 @@ def train_parts(
     peak = hardware.flops_per_s * share
     rate = hardware.memory_bytes_per_s * MEMORY_REACHED * share
     products_s = flops / (peak * MATMUL_REACHED)
-    forward = 1 + work.repeats_attention(mesh, length, hardware.platform)
+    forward = 1 + work.repeats_attention(mesh, length)
     attention = networks * tokens, length, forward, backward * ATTENTION_BACKWARD
     attention_s = _rows_attention_s(hardware, sizes, mesh, *attention)
     loops = networks * tokens * (1 + back + repeated) * _elementwise_bytes(sizes, mesh)
@@ -285,8 +285,7 @@ def _rows_attention_s(
     flops = tokens * _attention_flops(sizes, length / 2, 2 * sizes.model.head_size) / mesh.tensor
     seconds = forward * flops / (peak * kernels.attention_forward)
     seconds += backward * flops / (peak * kernels.attention_backward)
-    has_no_kernel = mesh.context > 1 or (sizes.has_sinks and hardware.platform != "tpu")
-    if not (kernels.is_fused or kernels.fuses_rows and not has_no_kernel):
+    if mesh.context > 1 and not kernels.is_fused:
         rate = hardware.memory_bytes_per_s * share * MEMORY_REACHED
         scores_s = SCORE_BYTES * flops / (4 * sizes.model.head_size) / rate
         seconds = (forward + backward) * max(scores_s, flops / (peak * MATMUL_REACHED))

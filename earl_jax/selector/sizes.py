@@ -75,11 +75,6 @@ class ModelSizes:
         return not any(parameter.name == "head" for parameter in self.engine)
 
     @property
-    def has_sinks(self) -> bool:
-        """True if attention has sinks, which no kernel over whole rows for GPUs has."""
-        return any(parameter.name == "sinks" for parameter in self.engine)
-
-    @property
     def result_size(self) -> int:
         """The numbers of a result of one head over cached tokens."""
         return self.model.latent_size or self.model.head_size
@@ -178,9 +173,9 @@ class Workload:
         """True if element-wise loops are computed again in the backward pass."""
         return self.remat != "none"
 
-    def repeats_attention(self, mesh: MeshShape, length: int, platform: str) -> bool:
+    def repeats_attention(self, mesh: MeshShape, length: int) -> bool:
         """True if attention's forward pass is computed again in the backward pass."""
-        kept = self.remat == "dots" and keeps_attention(mesh, length, platform)
+        kept = self.remat == "dots" and keeps_attention(mesh, length)
         return self.remat != "none" and not kept
 
     def rows_appended(self, rows: int) -> tuple[int, int]:
@@ -201,6 +196,9 @@ class Workload:
         return self.num_slots if data_shards > self.num_players else 0
 
 
-def keeps_attention(mesh: MeshShape, length: int, platform: str) -> bool:
-    """Returns True if remat "dots" keeps attention's result: not of tokamax, nor of one block."""
-    return mesh.context > 1 or (length > BLOCK_TOKENS and platform != "gpu")
+def keeps_attention(mesh: MeshShape, length: int) -> bool:
+    """Returns True if remat "dots" keeps attention's result: not of one block.
+
+    Nor of tokamax's kernel, which gives it no name; that is not counted.
+    """
+    return mesh.context > 1 or length > BLOCK_TOKENS

@@ -90,8 +90,9 @@ class TrainConfig:
     learning rate, shrinks matrices; it leaves norms, biases and the embedding alone. Gradients
     whose norm, over all parameters, is above `max_grad_norm` are scaled down to it.
 
-    `attention` is the kernel: "blockwise" runs anywhere, "splash" on TPUs, "tokamax" on Hopper
-    and Blackwell GPUs; "auto" takes the fastest for the devices and the rows' length.
+    `attention` is the kernel: "blockwise" runs anywhere, "splash" on TPUs, "triton" on GPUs in
+    bfloat16, and "tokamax" on Hopper and Blackwell GPUs, where it is installed; "auto" takes the
+    last of these that runs, but "blockwise" for rows of at most 128 tokens.
 
     `ratio` is the reference of the policy's probability of a token. "behaviour": the distribution
     that the token was drawn from, both at the sampling temperature; correct if sampling excludes no
@@ -167,7 +168,7 @@ class TrainConfig:
     mini_batches: int = 1
     micro_batches: int = 1
     remat: Remat = "none"
-    attention: Literal["auto", "blockwise", "splash", "tokamax"] = "auto"
+    attention: Literal["auto", "blockwise", "splash", "tokamax", "triton"] = "auto"
     logprob_chunk: int = 512
     sft_steps: int = 0
     sft_updates: int = 1

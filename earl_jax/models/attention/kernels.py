@@ -32,15 +32,18 @@ from earl_jax.models.tokamax_extra import tokamax_obstacle
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import Layout, MeshShape
 
-Kernel = Literal["blockwise", "splash", "tokamax"]
+Kernel = Literal["blockwise", "splash", "tokamax", "triton"]
 
 _NAMES: dict[str, str] = {
     "blockwise": "our blockwise attention",
     "splash": "splash attention, a Pallas kernel",
     "tokamax": "tokamax's flash attention",
+    "triton": "our Pallas kernels over rows, through Triton",
 }
-# By platform; where that does not run, blockwise.
-_BEST: dict[str | None, Kernel] = {"tpu": "splash", "gpu": "tokamax"}
+# By platform, the fastest first; where none of them runs, blockwise.
+_BEST: dict[str | None, tuple[Kernel, ...]] = {"tpu": ("splash",), "gpu": ("tokamax", "triton")}
+# The largest head of our kernels over rows.
+_MOST_SIZE = 256
 
 
 class Choice(NamedTuple):
@@ -75,13 +78,15 @@ def choose_kernel(setting: str, layout: Layout, model: ModelConfig, length: int)
     if best is None:
         devices = f"{layout.platform} devices" if layout.platform else "an abstract mesh"
         return Choice("blockwise", f"there is no other kernel for {devices}")
-    if obstacle := _obstacle(best, layout, model):
-        return Choice("blockwise", obstacle)
+    obstacles = [_obstacle(kernel, layout, model) for kernel in best]
+    if all(obstacles):
+        return Choice("blockwise", str(obstacles[-1]))
     if length <= BLOCK_SIZE:
         # Its scores are made in one piece and are few, while splash pads rows to 128 tokens. Not
         # measured on a chip yet.
         return Choice("blockwise", f"rows of at most {BLOCK_SIZE} tokens are one block of it")
-    return Choice(best, f"the devices are {layout.platform} devices")
+    first = obstacles.index(None)
+    return Choice(best[first], obstacles[0] or f"the devices are {layout.platform} devices")
 
 
 def _obstacle(kernel: Kernel, layout: Layout, model: ModelConfig) -> str | None:
@@ -89,11 +94,28 @@ def _obstacle(kernel: Kernel, layout: Layout, model: ModelConfig) -> str | None:
     if obstacle := context_obstacle(kernel, layout.shape):
         return obstacle
     if kernel == "tokamax" and model.attention_sinks:
-        return "its kernel has no attention sinks, as this model's softmax has"
+        return "tokamax's kernel has no attention sinks, as this model's softmax has"
     if kernel == "splash" and layout.platform not in ("tpu", None):
         return f"its kernel is for TPUs and these are {layout.platform} devices"
     if kernel == "tokamax":
         return tokamax_obstacle(layout.platform, CAPABILITIES, model.compute_dtype)
+    if kernel == "triton":
+        if obstacle := _triton_obstacle(layout.platform):
+            return obstacle
+        if model.compute_dtype == "float32":
+            return "its sums do not fit into registers if config.model.compute_dtype is 'float32'"
+        if model.head_size > _MOST_SIZE:
+            return f"its heads are at most {_MOST_SIZE} wide, and config.model.head_size is more"
+    return None
+
+
+def _triton_obstacle(platform: str | None) -> str | None:
+    """Returns why a kernel through Triton does not run on this platform; None where it does."""
+    if platform not in ("gpu", None):
+        return f"its kernel is for GPUs and these are {platform} devices"
+    # jax deprecates Pallas's way through Triton from 0.11 on.
+    if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
+        return f"jax {jax.__version__} has no Triton backend of Pallas"
     return None
 
 
@@ -126,9 +148,9 @@ def attend_rows(
     On a layout with a `context` axis queries, keys and values are folded (folding.py), while
     `segment_ids_BT` are those of whole rows, and what is returned is folded too.
 
-    A `window` on the device must be one of `windows`: splash, and the blockwise attention of GPUs,
-    are made for a window, and the kernels of all of them stand in the program. Values may be
-    smaller than keys; as kernels have one size of heads, zeros are put behind them.
+    A `window` on the device must be one of `windows`: splash is made for a window, and the kernels
+    of all of them stand in the program. Values may be smaller than keys; as kernels have one size
+    of heads, zeros are put behind them.
     """
     size, key_size = value_BKSH.shape[-1], key_BKSH.shape[-1]
     if size < key_size:
@@ -150,14 +172,12 @@ def attend_rows(
         return out_BTKGH[..., :size]
     key_BKSH = layout.constrain(key_BKSH, "BKSH")
     value_BKSH = layout.constrain(value_BKSH, "BKSH")
-    attend = {"blockwise": attend_packed_rows, "splash": _splash, "tokamax": tokamax_rows}[kernel]
-    attend = functools.partial(attend, layout, scale=scale, softcap=softcap)
+    attend = functools.partial(_ATTEND[kernel], layout, scale=scale, softcap=softcap)
     if sinks_KG is not None:
         assert kernel != "tokamax", kernel
         attend = functools.partial(attend, sinks_KG=sinks_KG)
     inputs = query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT
-    is_made_for_one = kernel == "splash" or (kernel == "blockwise" and layout.platform == "gpu")
-    if not is_made_for_one or not isinstance(window, jax.Array):
+    if kernel != "splash" or not isinstance(window, jax.Array):
         return attend(*inputs, window=window)[..., :size]
     known = sorted(set(windows))
     branches = [functools.partial(attend, window=each) for each in known]
@@ -171,6 +191,19 @@ def _splash(*inputs: Any, **settings: Any) -> jax.Array:
 
     return splash_rows(*inputs, **settings)
 
+
+def _triton(*inputs: Any, **settings: Any) -> jax.Array:
+    from earl_jax.models.attention.rows_triton import triton_rows
+
+    return triton_rows(*inputs, **settings)
+
+
+_ATTEND: dict[Kernel, Callable[..., jax.Array]] = {
+    "blockwise": attend_packed_rows,
+    "splash": _splash,
+    "tokamax": tokamax_rows,
+    "triton": _triton,
+}
 
 PagesKernel = Literal["blockwise", "triton", "pallas_tpu"]
 
@@ -247,13 +280,10 @@ def _pages_obstacle(
     is_triton = kernel == "triton"
     if model.latent_size and not is_triton:
         return "its kernel reads keys and values, and this model's pages hold latents"
-    if platform not in ("gpu" if is_triton else "tpu", None):
-        return (
-            f"its kernel is for {'GPUs' if is_triton else 'TPUs'} and these are {platform} devices"
-        )
-    # jax deprecates Pallas's way through Triton from 0.11 on.
-    if is_triton and importlib.util.find_spec("jax.experimental.pallas.triton") is None:
-        return f"jax {jax.__version__} has no Triton backend of Pallas"
+    if is_triton and (obstacle := _triton_obstacle(platform)):
+        return obstacle
+    if not is_triton and platform not in ("tpu", None):
+        return f"its kernel is for TPUs and these are {platform} devices"
     if model.latent_size and model.compute_dtype == "float32":
         # Its products are no tensor core's there, and its sums no longer fit a program's registers.
         return "its kernel reads latents in bfloat16, and the rollout computes in float32"

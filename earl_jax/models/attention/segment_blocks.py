@@ -35,9 +35,6 @@ from earl_jax.models.attention.rows import BLOCK_SIZE, Positions, Window, attent
 from earl_jax.models.remat import mark_attention
 from earl_jax.sharding.layout import Layout
 
-# Spans of queries on a GPU: 8 look at 0.56 of a row's pairs, of which half are needed.
-_SPANS = 8
-
 
 class _Settings(NamedTuple):
     """The static settings of a program."""
@@ -61,16 +58,17 @@ def attend_packed_rows(
     """Computes `attention` of whole rows over themselves (S = T), token t of a row at position t.
 
     On each device for its rows and heads, without a collective. Queries of segment 0 get something
-    finite that is never read. Rows of at most BLOCK_SIZE tokens are one block. On a GPU a window is
-    known when a program is traced.
+    finite that is never read. Rows of at most BLOCK_SIZE tokens are one block.
 
     Returns:
         out_BTKGH in the type of the query.
     """
     length = query_BTKGH.shape[1]
-    if length <= BLOCK_SIZE or layout.platform == "gpu":
-        given = {"scale": scale, "softcap": softcap, "window": window, "sinks_KG": sinks_KG}
-        return _attend_spans(query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT, **given)
+    if length <= BLOCK_SIZE:
+        order_BT = jax.lax.broadcasted_iota(jnp.int32, segment_ids_BT.shape, 1)
+        positions = Positions(order_BT, segment_ids_BT)
+        rows = query_BTKGH, key_BKSH, value_BKSH, positions, positions
+        return attention(*rows, scale=scale, softcap=softcap, window=window, sinks_KG=sinks_KG)
     settings = _Settings(scale, softcap)
     reach = jnp.asarray(length if window is None else window, jnp.int32)
     more = -length % BLOCK_SIZE
@@ -85,37 +83,6 @@ def attend_packed_rows(
     sinks = () if sinks_KG is None else (sinks_KG,)
     inputs = query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT
     return on_each_shard(layout, attend_shard)(*inputs, *sinks)
-
-
-def _attend_spans(
-    query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT, *, window: Window, **settings: Any
-) -> jax.Array:
-    """Computes `attention` in spans of queries, each over the keys that a query in it may look at.
-
-    For GPUs: the host reads the condition of a loop over blocks there (`roofline.loop_syncs`),
-    which takes longer than a block.
-    """
-    length = query_BTKGH.shape[1]
-    order_BT = jax.lax.broadcasted_iota(jnp.int32, segment_ids_BT.shape, 1)
-    size = -(-length // (_SPANS * BLOCK_SIZE)) * BLOCK_SIZE
-    parts = []
-    for start in range(0, length, size):
-        end = min(start + size, length)
-        own = slice(start, end)
-        # The first span begins with the row, whatever the window.
-        first = 0 if window is None or not start else max(0, start - int(window) + 1)
-        seen = slice(first, end)
-        part = attention(
-            query_BTKGH[:, own],
-            key_BKSH[:, :, seen],
-            value_BKSH[:, :, seen],
-            Positions(order_BT[:, own], segment_ids_BT[:, own]),
-            Positions(order_BT[:, seen], segment_ids_BT[:, seen]),
-            window=window,
-            **settings,
-        )
-        parts.append(part)
-    return jnp.concatenate(parts, axis=1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
