@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from earl_jax.models.attention.kernels import Kernel
-from earl_jax.models.attention.rows import BLOCK_SIZE, Positions, _attend, attention
+from earl_jax.models.attention.rows import Positions, attention
+from earl_jax.models.attention.segment_blocks import attend_packed_rows
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import (
     forward_chunk,
@@ -144,79 +145,31 @@ def row_positions(segments: np.ndarray) -> Positions:
     return Positions(jnp.asarray(order), jnp.asarray(segments))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"window": 100, "softcap": 2.0}, {"window": jnp.int32(40)}],
-    ids=["plain", "window-softcap", "window-on-device"],
-)
-def test_attention_in_blocks_equals_attention_at_once_in_both_directions(settings):
-    """300 tokens are three blocks, the last one cut; segments end inside blocks."""
-    rng = np.random.default_rng(5)
-    segments = np.concatenate([np.full(90, 1), np.full(150, 2), np.full(50, 3), np.zeros(10)])
-    segments = np.stack([segments, np.ones(300)]).astype(np.int32)
-    query = jnp.asarray(rng.normal(size=(2, 300, 2, 2, 8)), jnp.float32)
-    key, value = rng.normal(size=(2, 2, 2, 300, 8)).astype(np.float32)
-    weight = jnp.asarray(rng.normal(size=query.shape), jnp.float32)
-    positions = row_positions(segments)
-
-    def total(attend, query, key, value):
-        out = attend(query, key, value, positions, positions, scale=8**-0.5, **settings)
-        return jnp.sum(jnp.where((segments > 0)[:, :, None, None, None], out * weight, 0.0))
-
-    assert query.shape[1] > 2 * BLOCK_SIZE
-    both = [
-        jax.jit(jax.value_and_grad(functools.partial(total, attend), argnums=(0, 1, 2)))(
-            query, key, value
-        )
-        for attend in (attention, _attend)
-    ]
-    (blocked, blocked_grads), (whole, whole_grads) = both
-    assert float(blocked) == pytest.approx(float(whole), rel=1e-5)
-    for left, right in zip(blocked_grads, whole_grads, strict=True):
-        np.testing.assert_allclose(left, right, atol=2e-5)
-
-
-def test_a_chunk_of_queries_behind_what_was_read_is_the_end_of_the_whole():
-    """The last 200 of 300, over several blocks; and in any order, because positions are told."""
-    rng = np.random.default_rng(6)
-    segments = np.concatenate([np.full(170, 1), np.full(130, 2)])[None].astype(np.int32)
-    query = rng.normal(size=(1, 300, 2, 2, 8)).astype(np.float32)
-    key, value = rng.normal(size=(2, 1, 2, 300, 8)).astype(np.float32)
-    positions = row_positions(segments)
-    blocked, at_once = (
-        jax.jit(functools.partial(attend, scale=8**-0.5, window=90))
-        for attend in (attention, _attend)
-    )
-    whole = np.asarray(at_once(query, key, value, positions, positions))
-    order, segment = map(np.asarray, positions)
-    late = Positions(jnp.asarray(order[:, 100:]), jnp.asarray(segment[:, 100:]))
-    assert late.order.shape[1] > BLOCK_SIZE
-    chunk = blocked(query[:, 100:], key, value, late, positions)
-    np.testing.assert_allclose(chunk, whole[:, 100:], atol=2e-5)
-    mixed = rng.permutation(300)
-    there = Positions(jnp.asarray(order[:, mixed]), jnp.asarray(segment[:, mixed]))
-    moved = blocked(query[:, 100:], key[:, :, mixed], value[:, :, mixed], late, there)
-    np.testing.assert_allclose(moved, whole[:, 100:], atol=2e-5)
-
-
 def test_memory_of_attention_grows_with_the_length_not_its_square():
     """XLA's own figure for forward and backward: twice the tokens, twice the bytes."""
+
+    def at_once(query, key, value, segments):
+        order = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
+        positions = Positions(order, segments)
+        return attention(query, key, value, positions, positions, scale=0.25)
+
+    blockwise = functools.partial(attend_packed_rows, make_layout(MeshShape()), scale=0.25)
 
     def temporaries(attend, length: int) -> int:
         shape = jax.ShapeDtypeStruct((1, length, 2, 1, 16), jnp.float32)
         side = jax.ShapeDtypeStruct((1, 2, length, 16), jnp.float32)
-        positions = Positions(*[jax.ShapeDtypeStruct((1, length), jnp.int32)] * 2)
+        segments = jax.ShapeDtypeStruct((1, length), jnp.int32)
 
-        def loss(query, key, value, positions):
-            return jnp.sum(attend(query, key, value, positions, positions, scale=0.25) ** 2)
+        def loss(query, key, value, segments):
+            return jnp.sum(attend(query, key, value, segments) ** 2)
 
         grad = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
-        compiled = grad.lower(shape, side, side, positions).compile()
+        compiled = grad.lower(shape, side, side, segments).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    assert temporaries(attention, 8192) < 2.3 * temporaries(attention, 4096)
-    assert temporaries(_attend, 4096) > 3.5 * temporaries(_attend, 2048)
-    assert temporaries(attention, 4096) < temporaries(_attend, 4096) / 8
+    assert temporaries(blockwise, 8192) < 2.3 * temporaries(blockwise, 4096)
+    assert temporaries(at_once, 4096) > 3.5 * temporaries(at_once, 2048)
+    assert temporaries(blockwise, 4096) < temporaries(at_once, 4096) / 8
 
 
 @pytest.mark.slow

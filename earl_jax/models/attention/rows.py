@@ -1,18 +1,17 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Blockwise attention: the reference for every kernel, and the fallback where none of them runs.
+"""Attention with all scores at once: of rows of one block, and the reference for every kernel.
 
 Arithmetic only, placement is the caller's. The decoder does not come here: it goes through
 kernels.py, which chooses.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-# Queries that are attended for at a time: the scores of one block exist, never those of a row.
+# Queries, and keys, that blockwise attention looks at together; a row of one block is one piece.
 BLOCK_SIZE = 128
 
 Window = int | jax.Array | None
@@ -40,9 +39,8 @@ def attention(
     """Causal grouped-query attention of T queries over S keys, softmax in fp32.
 
     A query looks at the keys of its own segment that stand where it stands or before; a query of
-    segment 0 looks at nothing real, and gets something finite that is never read. Queries go in
-    blocks of BLOCK_SIZE, whose scores are recomputed in the backward pass: memory is O(T) in both
-    directions.
+    segment 0 looks at nothing real, and gets something finite that is never read. All scores are
+    made at once.
 
     Args:
         query_BTKGH: queries.
@@ -59,48 +57,6 @@ def attention(
     Returns:
         out_BTKGH in the type of the query.
     """
-    rows, length = query_BTKGH.shape[:2]
-
-    attend = functools.partial(
-        _attend, scale=scale, softcap=softcap, window=window, sinks_KG=sinks_KG
-    )
-    if length <= BLOCK_SIZE:
-        return attend(query_BTKGH, key_BKSH, value_BKSH, query_positions, key_positions)
-    blocks = -(-length // BLOCK_SIZE)
-    # JAX takes out of a scan over layers what is the same in all of them, and keeps it: the masks
-    # of all blocks, a byte for each head and pair of tokens. Positions tied to the queries are
-    # a layer's own.
-    _, query_positions = jax.lax.optimization_barrier(
-        (jax.lax.stop_gradient(query_BTKGH), query_positions)
-    )
-
-    def split(array: jax.Array) -> jax.Array:
-        pad = [(0, 0), (0, blocks * BLOCK_SIZE - length)] + [(0, 0)] * (array.ndim - 2)
-        array = jnp.pad(array, pad).reshape(rows, blocks, BLOCK_SIZE, *array.shape[2:])
-        return array.swapaxes(0, 1)
-
-    @jax.checkpoint
-    def attend_block(block: tuple[jax.Array, Positions]) -> jax.Array:
-        return attend(block[0], key_BKSH, value_BKSH, block[1], key_positions)
-
-    parts = jax.lax.map(attend_block, jax.tree.map(split, (query_BTKGH, query_positions)))
-    out_BTKGH = parts.swapaxes(0, 1).reshape(rows, -1, *query_BTKGH.shape[2:])
-    return out_BTKGH[:, :length]
-
-
-def _attend(
-    query_BTKGH: jax.Array,
-    key_BKSH: jax.Array,
-    value_BKSH: jax.Array,
-    query_positions: Positions,
-    key_positions: Positions,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    window: Window = None,
-    sinks_KG: jax.Array | None = None,
-) -> jax.Array:
-    """Computes `attention` with all scores at once."""
     behind_BTS = query_positions.order[:, :, None] - key_positions.order[:, None, :]
     mask_BTS = (
         (query_positions.segment[:, :, None] == key_positions.segment[:, None, :])
