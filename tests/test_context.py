@@ -13,7 +13,7 @@ import pytest
 
 from earl_jax.dispatch.weights import publish
 from earl_jax.models.attention.folding import fold, part_length, unfold
-from earl_jax.models.attention.kernels import attend_rows, context_obstacle
+from earl_jax.models.attention.kernels import Kernel, attend_rows, context_obstacle
 from earl_jax.models.config import ModelConfig, RopeScaling
 from earl_jax.models.engine_parameters import engine_shapes, engine_specs
 from earl_jax.models.lora_config import LoraConfig
@@ -83,7 +83,7 @@ def unfold_along(layout, array, axis, length):
     return jnp.moveaxis(whole.reshape(*array.shape[:-1], length), -1, axis)
 
 
-def attention_of(mesh: str, settings):
+def attention_of(mesh: str, settings, kernel: Kernel = "blockwise"):
     """Returns the attention output of whole rows, and gradients of a weighted sum of it."""
     layout = layout_of(mesh)
 
@@ -94,7 +94,7 @@ def attention_of(mesh: str, settings):
                 fold_along(layout, a, k)
                 for a, k in zip((query, key, value), (1, 2, 2), strict=True)
             ]
-            out = attend_rows("blockwise", layout, *inputs, segments, **settings)
+            out = attend_rows(kernel, layout, *inputs, segments, **settings)
             out = unfold_along(layout, out, 1, length)
             weights = jax.random.normal(jax.random.key(1), out.shape)
             out = jnp.where((segments > 0)[:, :, None, None, None], out, 0.0)
@@ -106,33 +106,36 @@ def attention_of(mesh: str, settings):
     return jax.jit(run)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("triton-data=1,context=2,tensor=2-40-settings0")
 @pytest.mark.parametrize(
     ("mesh", "length", "settings"),
     [
         ("data=1,context=2,tensor=2", 40, {"softcap": 1.5, "window": 7}),
         # Two blocks in each part, which do not divide a row.
         ("data=2,context=4", 1099, {"window": 300}),
+        ("data=1,context=4", 900, {}),
     ],
 )
-def test_attention_is_that_of_whole_rows(mesh, length, settings):
+@pytest.mark.parametrize("kernel", ["blockwise", "triton"])
+def test_attention_is_that_of_whole_rows(mesh, length, settings, kernel):
     arrays, segments = make_rows(length, HEADS, GROUPS, HEAD_SIZE)
     settings = {"scale": 0.3, **settings}
-    ours = attention_of(mesh, settings)(*arrays, segments)
+    ours = attention_of(mesh, settings, kernel)(*arrays, segments)
     theirs = attention_of("data=1", settings)(*arrays, segments)
     for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5)
 
 
+@pytest.mark.parametrize("kernel", ["blockwise", "triton"])
 @pytest.mark.parametrize("settings", [{}, {"window": 12}], ids=["segments", "window"])
-def test_parts_that_do_not_meet_are_not_looked_at(settings):
+def test_parts_that_do_not_meet_are_not_looked_at(settings, kernel):
     """Values that are no numbers would be seen even with a weight of 0."""
     (query, key, value), _ = make_rows(64, HEADS, GROUPS, HEAD_SIZE)
     # On four shards parts of eight tokens: of two samples, or of a window, the far ones.
     segments = jnp.asarray(np.repeat([[1, 2]], [32, 32], axis=1), jnp.int32)
     segments = jnp.ones_like(segments) if settings else segments
     value = value.at[:, :, :16].set(jnp.nan)
-    run = attention_of("context=4", {"scale": 0.3, **settings})
+    run = attention_of("context=4", {"scale": 0.3, **settings}, kernel)
     out, of_query, _, _ = run(query[:1], key[:1], value[:1], segments)
     assert np.all(np.isfinite(out[:, 32:])) and np.any(np.isnan(out[:, :16]))
     assert np.all(np.isfinite(of_query[:, 32:]))

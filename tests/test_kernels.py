@@ -21,7 +21,7 @@ from earl_jax.models.parameters import init_parameters, parameter_specs
 from earl_jax.placement.problem import workload
 from earl_jax.run.build import build_run
 from earl_jax.selector.hardware import parse_topology
-from earl_jax.sharding.layout import Layout, MeshShape, make_layout
+from earl_jax.sharding.layout import TRAINING_ROWS, Layout, MeshShape, make_layout
 from earl_jax.sharding.topology import make_topology
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.scoring import score_batch
@@ -412,6 +412,24 @@ COMPILED = [
     *(pytest.param("h100:1x4", "triton", s, marks=GPU_MARKS[:1]) for s in SIZES),
     pytest.param("a100:1x4", "triton", SIZES[2], marks=need_compiler("a100:1x4")),
 ]
+
+
+@pytest.mark.slow
+@need_compiler("h100:1x8")
+def test_a_training_step_of_cut_rows_compiles_with_our_kernels_for_gpus():
+    """And takes less memory than by arithmetic in jax, which makes the scores of blocks."""
+    mesh = MeshShape(fsdp=2, context=4)
+    layout = make_layout(mesh, make_topology("h100:1x8").devices(), row_axes=TRAINING_ROWS)
+    model = dataclasses.replace(TINY, windows=(1000, 0))
+    programs = {}
+    for attention in ("auto", "blockwise"):
+        config = TrainConfig(attention=attention, remat="full")  # pyright: ignore[reportArgumentType]
+        with default_device_of(layout):
+            programs[attention] = lowered_update(model, config, layout, 256, (2, 16384)).compile()
+    called = [CUSTOM_CALLS["triton"] in each.as_text() for each in programs.values()]
+    assert called == [True, False]
+    ours, plain = (each.memory_analysis().temp_size_in_bytes for each in programs.values())
+    assert ours < plain
 
 
 @pytest.mark.slow

@@ -218,18 +218,17 @@ def test_contexts_are_those_asked_for_and_no_bucket():
 
 
 def test_rows_too_long_for_a_device_are_cut_over_context():
-    """With layers' inputs on the devices; with those in host memory cut heads do."""
+    """And not over anything else, with layers' inputs on the devices or in host memory."""
     problem = problem_on(
         "h100:1x8",
         *("model.preset=llama3.1-8b", BF16, "train.remat=full", "train.micro_batches=8"),
         budget=60 * 2**30,
         vocab_size=128_256,
     )
-    offered = trains(make_schedule(problem, EMPTY, [262_144]))[0]
-    assert (offered.mesh.context, offered.remat) == (1, "offload")
-    problem = dataclasses.replace(problem, can_offload_inputs=False)
-    found = trains(make_schedule(problem, EMPTY, [4096, 262_144]))
-    assert [plan.mesh.context for plan in found] == [1, 4]
+    for can_offload in (True, False):
+        problem = dataclasses.replace(problem, can_offload_inputs=can_offload)
+        found = trains(make_schedule(problem, EMPTY, [4096, 131_072, 262_144]))
+        assert [plan.mesh.context for plan in found] == [1, 2, 4]
     # A mesh that the user names is taken for rows of any length.
     named = dataclasses.replace(problem, train_meshes_named=("context=8",))
     assert trains(make_schedule(named, EMPTY, [4096]))[0].mesh == MeshShape(context=8)
@@ -432,8 +431,8 @@ def test_few_devices_that_train_send_more_than_each_of_many_receives():
         assert problem.relocate_s(mesh, 0) == pytest.approx(copies_s, rel=0.01)
 
 
-def test_a_longer_context_alone_moves_no_trainer():
-    """At 32K tokens another mesh is faster by less than a percent."""
+def test_a_trainer_moves_as_contexts_grow_where_its_mesh_holds_them_no_longer():
+    """On to meshes that cut rows over more devices."""
     problem = problem_on(
         "h100:1x8",
         *("model.preset=qwen2.5-7b", BF16, "rollout.num_slots=128", "rollout.page_size=128"),
@@ -441,12 +440,13 @@ def test_a_longer_context_alone_moves_no_trainer():
         budget=60 * 2**30,
         vocab_size=None,
     )
-    schedule = make_schedule(problem, EMPTY, [1024, 4096, 32_768, 65_536])
-    assert {plan.mesh for plan in trains(schedule)} == {MeshShape(fsdp=8)}
+    schedule = make_schedule(problem, EMPTY, [1024, 4096, 32_768, 65_536, 131_072])
+    assert [plan.mesh for plan in trains(schedule)] == [
+        *(MeshShape(fsdp=8), MeshShape(fsdp=8), MeshShape(fsdp=2, context=4)),
+        *(MeshShape(context=8), MeshShape(context=8)),
+    ]
     # As in a run that has settled.
     assert not any(choice.switched for choice in schedule[-1].decision.choices)
-    # A run that begins with 32K begins elsewhere.
-    assert trains(make_schedule(problem, EMPTY, [32_768]))[0].mesh == MeshShape(fsdp=2, tensor=4)
 
 
 def test_a_plan_that_failed_in_less_memory_may_run_in_more():

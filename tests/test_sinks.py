@@ -96,6 +96,7 @@ def by_rows(mesh: str, kernel: Kernel = "blockwise", **settings):
         ("data=2,tensor=2", 40, 7, "blockwise"),
         ("data=2,context=2,tensor=2", 40, 7, "blockwise"),
         ("context=4", 40, None, "blockwise"),
+        ("context=4", 40, 7, "triton"),
         ("data=2,tensor=2", 40, None, "splash"),
         ("data=2,tensor=2", 40, 7, "triton"),
         pytest.param("data=1", 4 * BLOCK_SIZE + 9, 30, "splash", marks=pytest.mark.slow),

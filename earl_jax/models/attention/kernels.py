@@ -122,9 +122,9 @@ def _triton_obstacle(platform: str | None) -> str | None:
 def context_obstacle(setting: str, shape: MeshShape) -> str | None:
     """Returns why config.train.attention forbids a `context` axis; None where it does not.
 
-    What goes round in the ring is looked at by our own arithmetic.
+    What goes round in the ring is looked at by our own arithmetic, or our kernels for GPUs.
     """
-    if shape.context == 1 or setting in ("auto", "blockwise"):
+    if shape.context == 1 or setting in ("auto", "blockwise", "triton"):
         return None
     return f"its kernel takes whole rows and context={shape.context} cuts them"
 
@@ -157,7 +157,7 @@ def attend_rows(
         value_BKSH = jnp.pad(value_BKSH, [(0, 0)] * 3 + [(0, key_size - size)])
     query_BTKGH = layout.constrain(query_BTKGH, "BTKGH")
     if layout.shape.context > 1:
-        assert kernel == "blockwise", kernel
+        assert kernel in ("blockwise", "triton"), kernel
         out_BTKGH = ring_attention(
             layout,
             query_BTKGH,
@@ -168,6 +168,7 @@ def attend_rows(
             softcap=softcap,
             window=window,
             sinks_KG=sinks_KG,
+            is_fused=kernel == "triton",
         )
         return out_BTKGH[..., :size]
     key_BKSH = layout.constrain(key_BKSH, "BKSH")

@@ -29,7 +29,7 @@ memory is that of a shard's tokens in both directions.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ from earl_jax.models.attention.partial_attention import (
     pieces,
     tokens_first,
 )
-from earl_jax.models.attention.rows import Positions, Window
+from earl_jax.models.attention.rows import Positions, Spans, Window, spans_of
 from earl_jax.models.remat import mark_attention
 from earl_jax.sharding.layout import Layout
 
@@ -66,6 +66,7 @@ class _Known(NamedTuple):
     layout: Layout
     scale: float
     softcap: float
+    is_fused: bool
 
     @property
     def size(self) -> int:
@@ -84,11 +85,13 @@ def ring_attention(
     softcap: float = 0.0,
     window: Window = None,
     sinks_KG: jax.Array | None = None,
+    is_fused: bool = False,
 ) -> jax.Array:
     """Computes `attention` of folded rows over themselves, on a layout with a `context` axis.
 
     Queries, keys and values are folded; `segment_ids_BS` are of whole rows, as they were before. A
-    query of segment 0 sees nothing, and gets zeros. `sinks_KG` are those of `attention`.
+    query of segment 0 gets something finite that is never read. `sinks_KG` are those of
+    `attention`. With `is_fused` parts look at each other by our kernels for GPUs.
 
     Returns:
         out_BTKGH, folded, in the type of the query.
@@ -98,7 +101,7 @@ def ring_attention(
     missing = length - segment_ids_BS.shape[1]
     segment_ids_BS = jnp.pad(segment_ids_BS, ((0, 0), (0, missing)))
     window = jnp.asarray(length if window is None else window, jnp.int32)
-    known = _Known(layout, scale, softcap)
+    known = _Known(layout, scale, softcap, is_fused)
     return _attend(known, query_BTKGH, key_BKTH, value_BKTH, segment_ids_BS, window, sinks_KG)
 
 
@@ -157,11 +160,11 @@ def _forward_shard(
 ) -> tuple[jax.Array, jax.Array]:
     """One shard: its queries' out_BTKGH, and the logarithms of their softmax's sums, BKGT."""
     queries, own = pieces(heads_first(query_BTKGH), 3, 2), _parts_of(key_BKTH, value_BKTH)
-    rules = Rules(known.scale, known.softcap, window)
+    look_at = _by(known, window, "look")
 
     def see(seen: Any, sides: Sides, pair: _Pair) -> Any:
         query, keys = _pick(queries, pair.mine), _pick(sides, pair.theirs)
-        found = look(rules, query, keys, pair.own, pair.others)
+        found = look_at(pair, query, keys)
         return _put(seen, pair.mine, merge(_pick(seen, pair.mine), found))
 
     seen = _go_round(known, segments_BS, window, own, nothing_seen(queries, sinks_KG), see)
@@ -186,19 +189,13 @@ def _backward_shard(
     And of sinks, by its rows.
     """
     queries, own = pieces(heads_first(query_BTKGH), 3, 2), _parts_of(key_BKTH, value_BKTH)
-    rules = Rules(known.scale, known.softcap, window)
+    look_at = _by(known, window, "look_back")
     whole = outcome(heads_first(out_BTKGH), heads_first(grad_BTKGH), log_total_BKGT)
     outcomes = Outcome(*(pieces(array, 3, 2) for array in whole))
 
     def see(grads: Any, sides: Sides, pair: _Pair) -> Any:
-        found = look_back(
-            rules,
-            _pick(queries, pair.mine),
-            _pick(outcomes, pair.mine),
-            _pick(sides, pair.theirs),
-            pair.own,
-            pair.others,
-        )
+        mine = _pick(queries, pair.mine), _pick(outcomes, pair.mine)
+        found = look_at(pair, *mine, _pick(sides, pair.theirs))
         return tuple(
             _put(grad, half, jax.tree.map(jnp.add, _pick(grad, half), more))
             for grad, half, more in zip(grads, (pair.mine, pair.theirs), found, strict=True)
@@ -218,13 +215,44 @@ def _backward_shard(
     )
 
 
+def _by(known: _Known, window: jax.Array, name: Literal["look", "look_back"]) -> Any:
+    """Returns the function of this name of a `_Pair` and its arrays: our kernels', or in jax."""
+    if not known.is_fused:
+        of_parts = {"look": look, "look_back": look_back}[name]
+        rules = Rules(known.scale, known.softcap, window)
+        return lambda pair, *arrays: of_parts(
+            rules, *arrays, pair.own.positions, pair.others.positions
+        )
+    # Importing Pallas takes half a second, which only those who use it should wait for.
+    from earl_jax.models.attention import rows_triton
+
+    settings = rows_triton.Settings(
+        known.scale, known.softcap, interpret=known.layout.platform == "cpu"
+    )
+    fused = getattr(rows_triton, name)
+
+    def run(pair: _Pair, *arrays: Any) -> Any:
+        spans = Spans(pair.own.spans.first, pair.others.spans.last)
+        starts = pair.own.positions.order[0, 0], pair.others.positions.order[0, 0]
+        return fused(settings, *arrays, spans, *starts)
+
+    return run
+
+
+class _Place(NamedTuple):
+    """The place of a part in its row: its tokens' positions, and their spans through the row."""
+
+    positions: Positions
+    spans: Spans
+
+
 class _Pair(NamedTuple):
     """A part of a shard's queries and a part of somebody's keys: which (0 or 1), and where."""
 
     mine: jax.Array
     theirs: jax.Array
-    own: Positions
-    others: Positions
+    own: _Place
+    others: _Place
 
 
 def _go_round(
@@ -241,14 +269,14 @@ def _go_round(
     All shards go through the same number of hops: a collective in a loop that some leave earlier
     never ends. Keys travel while those before them are looked at; `hand_on` follows each look.
     """
-    shard, positions = jax.lax.axis_index(_AXIS), _positions_of(known, segments_BS)
+    shard, place = jax.lax.axis_index(_AXIS), _places_of(known, segments_BS, window)
 
     def look_at(
         result: Any, sides: Sides, owner: jax.Array, pairs: tuple[jax.Array, jax.Array]
     ) -> Any:
         def one(result: Any, halves: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
             mine, theirs = halves
-            pair = _Pair(mine, theirs, positions(shard, mine), positions(owner, theirs))
+            pair = _Pair(mine, theirs, place(shard, mine), place(owner, theirs))
             meets = _meet(pair, window)
             result = jax.lax.cond(meets, lambda r: see(r, sides, pair), lambda r: r, result)
             return result, None
@@ -287,26 +315,30 @@ def _parts_of(key_BKTH: jax.Array, value_BKTH: jax.Array) -> Sides:
     return Sides(pieces(key_BKTH, 2, 2), pieces(value_BKTH, 2, 2))
 
 
-def _positions_of(
-    known: _Known, segments_BS: jax.Array
-) -> Callable[[jax.Array, jax.Array], Positions]:
-    """Returns a function to the positions of a shard's first part (0) or last part (1)."""
-    num_parts = 2 * known.size
+def _places_of(
+    known: _Known, segments_BS: jax.Array, window: jax.Array
+) -> Callable[[jax.Array, jax.Array], _Place]:
+    """Returns a function to the place of a shard's first part (0) or last part (1)."""
+    num_parts, spans = 2 * known.size, spans_of(segments_BS, window)
     length = segments_BS.shape[1] // num_parts
 
-    def positions(shard: jax.Array, half: jax.Array) -> Positions:
+    def place(shard: jax.Array, half: jax.Array) -> _Place:
         start = jnp.where(half == 0, shard, num_parts - 1 - shard) * length
-        segment_BT = jax.lax.dynamic_slice_in_dim(segments_BS, start, length, axis=1)
+        segment_BT, first_BT, last_BT = (
+            jax.lax.dynamic_slice_in_dim(each, start, length, axis=1)
+            for each in (segments_BS, *spans)
+        )
         order_BT = start + jax.lax.broadcasted_iota(jnp.int32, segment_BT.shape, 1)
-        return Positions(order_BT, segment_BT)
+        return _Place(Positions(order_BT, segment_BT), Spans(first_BT, last_BT))
 
-    return positions
+    return place
 
 
 def _meet(pair: _Pair, window: jax.Array) -> jax.Array:
     """Returns True if a query may see a key: some are near enough and share a segment."""
-    near = pair.own.order[0, 0] - pair.others.order[0, -1] < window
-    (own_least, own_most), (least, most) = _range_of(pair.own), _range_of(pair.others)
+    own, others = pair.own.positions, pair.others.positions
+    near = own.order[0, 0] - others.order[0, -1] < window
+    (own_least, own_most), (least, most) = _range_of(own), _range_of(others)
     return near & jnp.any((own_least <= most) & (least <= own_most))
 
 

@@ -24,6 +24,32 @@ class Positions(NamedTuple):
     segment: jax.Array
 
 
+class Spans(NamedTuple):
+    """The first key that each query looks at, and the last query that looks at each key, i32[B,T].
+
+    A query looks at all keys from the first up to its own position.
+    """
+
+    first: jax.Array
+    last: jax.Array
+
+
+def spans_of(segments_BT: jax.Array, window: Window) -> Spans:
+    """Returns the spans of documents and window; a token of padding looks at itself."""
+    length = segments_BT.shape[1]
+    order_BT = jax.lax.broadcasted_iota(jnp.int32, segments_BT.shape, 1)
+    changes_BT = segments_BT[:, 1:] != segments_BT[:, :-1]
+    begins_BT = jnp.pad(changes_BT, ((0, 0), (1, 0)))
+    ends_BT = jnp.pad(changes_BT, ((0, 0), (0, 1)), constant_values=True)
+    first_BT = jax.lax.cummax(jnp.where(begins_BT, order_BT, 0), axis=1)
+    last_BT = jax.lax.cummin(jnp.where(ends_BT, order_BT, length), axis=1, reverse=True)
+    if window is not None:
+        first_BT = jnp.maximum(first_BT, order_BT - (window - 1))
+        last_BT = jnp.minimum(last_BT, order_BT + (window - 1))
+    is_token_BT = segments_BT > 0
+    return Spans(*(jnp.where(is_token_BT, each, order_BT) for each in (first_BT, last_BT)))
+
+
 def attention(
     query_BTKGH: jax.Array,
     key_BKSH: jax.Array,

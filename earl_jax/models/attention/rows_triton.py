@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Flash attention of whole training rows, as Pallas kernels for GPUs (through Triton).
+"""Flash attention of training rows, whole or of parts, as Pallas kernels for GPUs (Triton).
 
 One program of the grid computes a block of queries of a head: it reads the keys from the first that
 one of them looks at, up to its own, so that other documents of a row cost nothing. Backward one
@@ -9,7 +9,8 @@ head from the queries up to the last that looks at one of them. Scores never lea
 is O(T) in both directions. (FlashAttention-2, arXiv 2307.08691.)
 
 Where the window and the documents begin is one number for each query, so that windows may differ
-from layer to layer of a scan.
+from layer to layer of a scan. Of rows that are cut over `context` a part of the queries looks at a
+part of the keys at a time, and ring.py adds up what was seen.
 """
 
 import functools
@@ -22,8 +23,16 @@ from jax.experimental.pallas import triton
 
 from earl_jax.models.attention.attention_shards import on_each_shard
 from earl_jax.models.attention.paged_attention import FLOOR
-from earl_jax.models.attention.partial_attention import gradient_of_sinks, heads_first, outcome
-from earl_jax.models.attention.rows import Window, cap
+from earl_jax.models.attention.partial_attention import (
+    Outcome,
+    Seen,
+    Sides,
+    gradient_of_sinks,
+    heads_first,
+    outcome,
+    tokens_first,
+)
+from earl_jax.models.attention.rows import Spans, Window, cap, spans_of
 from earl_jax.models.remat import mark_attention
 from earl_jax.sharding.layout import Layout
 
@@ -47,7 +56,7 @@ BACKWARD = {64: Tile(128, 64, 8, 2), 128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 
 LEAST_SIZE, MOST_SIZE = 16, max(FORWARD)
 
 
-class _Settings(NamedTuple):
+class Settings(NamedTuple):
     """The static settings of a program."""
 
     scale: float
@@ -76,16 +85,15 @@ def triton_rows(
     Returns:
         out_BTKGH in the type of the query.
     """
-    settings = _Settings(scale, softcap, layout.platform == "cpu")
+    settings = Settings(scale, softcap, layout.platform == "cpu")
     length, size = query_BTKGH.shape[1], query_BTKGH.shape[-1]
-    more_T = -length % BLOCK
-    more_H = max(LEAST_SIZE, pl.next_power_of_2(size)) - size
+    more_T, more_H = -length % BLOCK, _more_of_head(size)
 
     def attend_shard(query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT, sinks_KG=None):
         query = jnp.pad(query_BTKGH, [(0, 0), (0, more_T), (0, 0), (0, 0), (0, more_H)])
         sides = [(0, 0), (0, 0), (0, more_T), (0, more_H)]
         key, value = jnp.pad(key_BKSH, sides), jnp.pad(value_BKSH, sides)
-        spans = _spans(jnp.pad(segment_ids_BT, [(0, 0), (0, more_T)]), window)
+        spans = spans_of(jnp.pad(segment_ids_BT, [(0, 0), (0, more_T)]), window)
         out: jax.Array = _attend(settings, query, key, value, spans, sinks_KG)
         return out[:, :length, ..., :size]
 
@@ -94,57 +102,19 @@ def triton_rows(
     return attend(query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT, *sinks)
 
 
-class _Spans(NamedTuple):
-    """The first key that each query looks at, and the last query that looks at each key, i32[B,T].
-
-    A query looks at all keys from the first up to its own position.
-    """
-
-    first: jax.Array
-    last: jax.Array
-
-
-def _spans(segments_BT: jax.Array, window: Window) -> _Spans:
-    """Returns the spans of documents and window; a token of padding looks at itself."""
-    length = segments_BT.shape[1]
-    order_BT = jax.lax.broadcasted_iota(jnp.int32, segments_BT.shape, 1)
-    changes_BT = segments_BT[:, 1:] != segments_BT[:, :-1]
-    begins_BT = jnp.pad(changes_BT, ((0, 0), (1, 0)))
-    ends_BT = jnp.pad(changes_BT, ((0, 0), (0, 1)), constant_values=True)
-    first_BT = jax.lax.cummax(jnp.where(begins_BT, order_BT, 0), axis=1)
-    last_BT = jax.lax.cummin(jnp.where(ends_BT, order_BT, length), axis=1, reverse=True)
-    if window is not None:
-        first_BT = jnp.maximum(first_BT, order_BT - (window - 1))
-        last_BT = jnp.minimum(last_BT, order_BT + (window - 1))
-    is_token_BT = segments_BT > 0
-    return _Spans(*(jnp.where(is_token_BT, each, order_BT) for each in (first_BT, last_BT)))
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(settings: _Settings, query_BTKGH, key_BKSH, value_BKSH, spans, sinks_KG) -> jax.Array:
+def _attend(settings: Settings, query_BTKGH, key_BKSH, value_BKSH, spans, sinks_KG) -> jax.Array:
     return _forward(settings, query_BTKGH, key_BKSH, value_BKSH, spans, sinks_KG)[0]
 
 
 def _forward(
-    settings: _Settings, query_BTKGH, key_BKSH, value_BKSH, spans, sinks_KG
+    settings: Settings, query_BTKGH, key_BKSH, value_BKSH, spans, sinks_KG
 ) -> tuple[jax.Array, Any]:
     """Returns the attention output and the residuals of the backward pass."""
-    rows, length, heads, group, size = query_BTKGH.shape
-    tile = _tile(FORWARD, size)
-    block = _Blocks(tile.own, group, size)
-    out_BTKGH, log_total_BKGT = _call(
-        functools.partial(_forward_kernel, settings=settings, read=tile.read),
-        tile,
-        grid=(length // tile.own, heads * group, rows),
-        in_specs=[block.of_spans, block.of_queries, block.of_row(length), block.of_row(length)],
-        out_specs=[block.of_queries, block.of_sums],
-        out_shape=[
-            jax.ShapeDtypeStruct(query_BTKGH.shape, query_BTKGH.dtype),
-            jax.ShapeDtypeStruct((rows, heads, group, length), jnp.float32),
-        ],
-        interpret=settings.interpret,
-        name="rows_forward",
-    )(spans.first, query_BTKGH, key_BKSH, value_BKSH)
+    pair = _Pair(spans.first, spans.last, jnp.int32(0))
+    out_BTKGH, log_total_BKGT = _look(
+        settings, query_BTKGH, key_BKSH, value_BKSH, pair, query_BTKGH.dtype
+    )
     if sinks_KG is not None:
         # The share of all keys in the softmax.
         sinks_KG1 = sinks_KG.astype(jnp.float32)[..., None]
@@ -157,51 +127,178 @@ def _forward(
     return out_BTKGH, kept
 
 
-def _backward(settings: _Settings, kept: Any, grad_BTKGH: jax.Array) -> tuple[Any, ...]:
+def _backward(settings: Settings, kept: Any, grad_BTKGH: jax.Array) -> tuple[Any, ...]:
     query_BTKGH, key_BKSH, value_BKSH, spans, sinks_KG, out_BTKGH, log_total_BKGT = kept
-    rows, length, heads, group, size = query_BTKGH.shape
     known = outcome(heads_first(out_BTKGH), heads_first(grad_BTKGH), log_total_BKGT)
+    pair = _Pair(spans.first, spans.last, jnp.int32(0))
     sums = known.log_total, known.projected
-    tile = _tile(BACKWARD, size)
+    gradients = _look_back(
+        settings, query_BTKGH, grad_BTKGH, sums, key_BKSH, value_BKSH, pair, query_BTKGH.dtype
+    )
+    of_sinks_BKG = gradient_of_sinks(sinks_KG, known)
+    of_sinks_KG = None
+    if sinks_KG is not None and of_sinks_BKG is not None:
+        of_sinks_KG = jnp.sum(of_sinks_BKG, axis=0).astype(sinks_KG.dtype)
+    return *gradients, Spans(None, None), of_sinks_KG  # pyright: ignore[reportArgumentType]
+
+
+_attend.defvjp(_forward, _backward)
+
+
+class _Pair(NamedTuple):
+    """A part of a row's queries and a part of its keys, both contiguous.
+
+    Positions count from the first key: `first` of each query and `last` of each key are a `Spans`,
+    and query t stands at `offset` + t.
+    """
+
+    first: jax.Array
+    last: jax.Array
+    offset: jax.Array
+
+
+def _look(
+    settings: Settings, query_BTKGH, key_BKSH, value_BKSH, pair: _Pair, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the attention of these queries to these keys, BTKGH, and the softmax's sums, BKGT.
+
+    The latter as logarithms; a query that sees none of the keys gets zeros, and a very small one.
+    """
+    rows, length, heads, group, size = query_BTKGH.shape
+    tile, keys = _tile(FORWARD, size), key_BKSH.shape[2]
     block = _Blocks(tile.own, group, size)
+    return _call(
+        functools.partial(_forward_kernel, settings=settings, read=tile.read),
+        tile,
+        grid=(length // tile.own, heads * group, rows),
+        in_specs=[
+            *(pl.BlockSpec(), block.of_spans, block.of_queries),
+            *(block.of_row(keys), block.of_row(keys)),
+        ],
+        out_specs=[block.of_queries, block.of_sums],
+        out_shape=[
+            jax.ShapeDtypeStruct(query_BTKGH.shape, dtype),
+            jax.ShapeDtypeStruct((rows, heads, group, length), jnp.float32),
+        ],
+        interpret=settings.interpret,
+        name="rows_forward",
+    )(pair.offset[None], pair.first, query_BTKGH, key_BKSH, value_BKSH)
+
+
+def _look_back(
+    settings: Settings, query_BTKGH, grad_BTKGH, sums, key_BKSH, value_BKSH, pair: _Pair, dtype
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the gradients of queries, keys and values, laid out as these.
+
+    `sums` are the logarithms of the softmax's sums over all keys, and the gradient of the output
+    times the output, BKGT each.
+    """
+    rows, length, heads, group, size = query_BTKGH.shape
+    tile, keys = _tile(BACKWARD, size), key_BKSH.shape[2]
+    block, offset = _Blocks(tile.own, group, size), pair.offset[None]
     of_query_BTKGH = _call(
         functools.partial(_query_kernel, settings=settings, read=tile.read),
         tile,
         grid=(length // tile.own, heads * group, rows),
         in_specs=[
-            *(block.of_spans, block.of_queries, block.of_queries, block.of_sums, block.of_sums),
-            *(block.of_row(length), block.of_row(length)),
+            *(pl.BlockSpec(), block.of_spans, block.of_queries, block.of_queries),
+            *(block.of_sums, block.of_sums, block.of_row(keys), block.of_row(keys)),
         ],
         out_specs=block.of_queries,
-        out_shape=jax.ShapeDtypeStruct(query_BTKGH.shape, query_BTKGH.dtype),
+        out_shape=jax.ShapeDtypeStruct(query_BTKGH.shape, dtype),
         interpret=settings.interpret,
         name="rows_backward_queries",
-    )(spans.first, query_BTKGH, grad_BTKGH, *sums, key_BKSH, value_BKSH)
+    )(offset, pair.first, query_BTKGH, grad_BTKGH, *sums, key_BKSH, value_BKSH)
     queries = pl.BlockSpec((None, length, None, group, size), lambda s, k, b: (b, 0, k, 0, 0))
     of_queries = pl.BlockSpec((None, None, group, length), lambda s, k, b: (b, k, 0, 0))
     side = pl.BlockSpec((None, None, tile.own, size), lambda s, k, b: (b, k, s, 0))
     of_key_BKSH, of_value_BKSH = _call(
         functools.partial(_key_kernel, settings=settings, read=tile.read),
         tile,
-        grid=(length // tile.own, heads, rows),
+        grid=(keys // tile.own, heads, rows),
         in_specs=[
-            *(block.of_spans, side, side),
+            *(pl.BlockSpec(), block.of_spans, side, side),
             *(pl.BlockSpec((None, length), lambda s, k, b: (b, 0)), queries, queries),
             *(of_queries, of_queries),
         ],
         out_specs=[side, side],
-        out_shape=[jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (key_BKSH, value_BKSH)],
+        out_shape=[jax.ShapeDtypeStruct(key_BKSH.shape, dtype)] * 2,
         interpret=settings.interpret,
         name="rows_backward_keys",
-    )(spans.last, key_BKSH, value_BKSH, spans.first, query_BTKGH, grad_BTKGH, *sums)
-    of_sinks_BKG = gradient_of_sinks(sinks_KG, known)
-    of_sinks_KG = None
-    if sinks_KG is not None and of_sinks_BKG is not None:
-        of_sinks_KG = jnp.sum(of_sinks_BKG, axis=0).astype(sinks_KG.dtype)
-    return of_query_BTKGH, of_key_BKSH, of_value_BKSH, _Spans(None, None), of_sinks_KG  # pyright: ignore
+    )(offset, pair.last, key_BKSH, value_BKSH, pair.first, query_BTKGH, grad_BTKGH, *sums)
+    return of_query_BTKGH, of_key_BKSH, of_value_BKSH
 
 
-_attend.defvjp(_forward, _backward)
+def look(
+    settings: Settings, query_BKGTH, sides: Sides, spans: Spans, start: jax.Array, key_start: Any
+) -> Seen:
+    """Returns the state of a part of a row's queries over a part of its keys, both contiguous.
+
+    They stand at `start` and `key_start` in the row; of `spans`, which count through the row,
+    `first` is of these queries and `last` of these keys. See `partial_attention.look`.
+    """
+    pair, query, (key, value) = _aligned(query_BKGTH, sides, spans, start, key_start)
+    out_BTKGH, log_total_BKGT = _look(settings, query, key, value, pair, jnp.float32)
+    length, size = query_BKGTH.shape[3:]
+    weighted = heads_first(out_BTKGH)[..., :length, :size]
+    total = log_total_BKGT[..., :length]
+    return Seen(weighted, jnp.ones_like(total), total)
+
+
+def look_back(
+    settings: Settings,
+    query_BKGTH: jax.Array,
+    known: Outcome,
+    sides: Sides,
+    spans: Spans,
+    start: jax.Array,
+    key_start: Any,
+) -> tuple[jax.Array, Sides]:
+    """Returns gradients of these queries (BKGTH) and of these keys and values (BKHS), in fp32.
+
+    See `look` and `partial_attention.look_back`.
+    """
+    pair, query, (key, value) = _aligned(query_BKGTH, sides, spans, start, key_start)
+    length, size = query_BKGTH.shape[3:]
+    grad = _padded_queries(known.grad)
+    more = [(0, 0)] * 3 + [(0, -length % BLOCK)]
+    sums = [jnp.pad(each, more) for each in (known.log_total, known.projected)]
+    of_query_BTKGH, *of_sides = _look_back(
+        settings, query, grad, sums, key, value, pair, jnp.float32
+    )
+    keys = sides.key.shape[2]
+    of_sides = [each[:, :, -keys:, :size].swapaxes(2, 3) for each in of_sides]
+    return heads_first(of_query_BTKGH)[..., :length, :size], Sides(*of_sides)
+
+
+def _aligned(
+    query_BKGTH: jax.Array, sides: Sides, spans: Spans, start: jax.Array, key_start: Any
+) -> tuple[_Pair, jax.Array, Sides]:
+    """Returns a pair of parts, its queries as BTKGH, and its keys and values, all in whole blocks.
+
+    Queries are filled up at the end and keys at the beginning, with such as see none and are not
+    seen.
+    """
+    length, keys = query_BKGTH.shape[3], sides.key.shape[2]
+    before = -keys % BLOCK
+    first_BT = jnp.maximum(spans.first - key_start, 0) + before
+    first_BT = jnp.pad(first_BT, [(0, 0), (0, -length % BLOCK)], constant_values=before + keys)
+    last_BS = jnp.pad(spans.last - key_start + before, [(0, 0), (before, 0)], constant_values=-1)
+    more = [(0, 0), (0, 0), (before, 0), (0, _more_of_head(sides.key.shape[-1]))]
+    filled = jax.tree.map(lambda side: jnp.pad(side, more), sides)
+    offset = jnp.asarray(start - key_start + before, jnp.int32)
+    return _Pair(first_BT, last_BS, offset), _padded_queries(query_BKGTH), filled
+
+
+def _padded_queries(query_BKGTH: jax.Array) -> jax.Array:
+    """Returns these queries as BTKGH, in whole blocks and heads of a power of two."""
+    length, size = query_BKGTH.shape[3:]
+    more = [(0, 0), (0, -length % BLOCK), (0, 0), (0, 0), (0, _more_of_head(size))]
+    return jnp.pad(tokens_first(query_BKGTH), more)
+
+
+def _more_of_head(size: int) -> int:
+    return max(LEAST_SIZE, pl.next_power_of_2(size)) - size
 
 
 class _Blocks(NamedTuple):
@@ -249,6 +346,7 @@ def _call(kernel: Any, tile: Tile, **settings: Any) -> Any:
 
 
 def _forward_kernel(
+    offset_ref: Any,
     first_ref: Any,
     query_ref: Any,
     key_ref: Any,
@@ -256,12 +354,12 @@ def _forward_kernel(
     out_ref: Any,
     log_total_ref: Any,
     *,
-    settings: _Settings,
+    settings: Settings,
     read: int,
 ) -> None:
-    """Computes one block of queries [T,H] over the keys and values [S,H] of their row."""
+    """Computes one block of queries [T,H] over keys and values [S,H] of their row."""
     own, size = query_ref.shape
-    start = pl.program_id(0) * own
+    start = offset_ref[0] + pl.program_id(0) * own
     order_T = start + jax.lax.broadcasted_iota(jnp.int32, (own,), 0)
     first_T, query_TH = first_ref[...], query_ref[...]
 
@@ -285,13 +383,15 @@ def _forward_kernel(
         jnp.zeros((own,), jnp.float32),
         jnp.zeros((own, size), jnp.float32),
     )
-    begin, end = jnp.min(first_T) // read, pl.cdiv(start + own, read)
-    top_T, weight_T, value_TH = jax.lax.fori_loop(begin, end, look, nothing)
+    reach = _blocks_read(first_T, start + own, key_ref.shape[0], read)
+    top_T, weight_T, value_TH = jax.lax.fori_loop(*reach, look, nothing)
+    weight_T = jnp.maximum(weight_T, 1e-30)
     out_ref[...] = (value_TH / weight_T[:, None]).astype(out_ref.dtype)
     log_total_ref[...] = top_T + jnp.log(weight_T)
 
 
 def _query_kernel(
+    offset_ref: Any,
     first_ref: Any,
     query_ref: Any,
     grad_ref: Any,
@@ -301,12 +401,12 @@ def _query_kernel(
     value_ref: Any,
     of_query_ref: Any,
     *,
-    settings: _Settings,
+    settings: Settings,
     read: int,
 ) -> None:
     """Computes the gradient of one block of queries [T,H]."""
     own, size = query_ref.shape
-    start = pl.program_id(0) * own
+    start = offset_ref[0] + pl.program_id(0) * own
     order_T = start + jax.lax.broadcasted_iota(jnp.int32, (own,), 0)
     first_T, query_TH, grad_TH = first_ref[...], query_ref[...], grad_ref[...]
     log_total_T, projected_T = log_total_ref[...], projected_ref[...]
@@ -322,12 +422,19 @@ def _query_kernel(
         pull_TS = _through_cap(settings, pull_TS, scores_TS)
         return of_query_TH + _product(pull_TS.astype(key_SH.dtype), key_SH)
 
-    begin, end = jnp.min(first_T) // read, pl.cdiv(start + own, read)
-    of_query_TH = jax.lax.fori_loop(begin, end, look, jnp.zeros((own, size), jnp.float32))
+    reach = _blocks_read(first_T, start + own, key_ref.shape[0], read)
+    of_query_TH = jax.lax.fori_loop(*reach, look, jnp.zeros((own, size), jnp.float32))
     of_query_ref[...] = (of_query_TH * settings.scale).astype(of_query_ref.dtype)
 
 
+def _blocks_read(first_T: jax.Array, end: Any, keys: int, read: int) -> tuple[Any, Any]:
+    """Returns the first block of keys, and the one behind the last, of queries before `end`."""
+    behind = jnp.clip(pl.cdiv(end, read), 0, keys // read)
+    return jnp.clip(jnp.min(first_T) // read, 0, behind), behind
+
+
 def _key_kernel(
+    offset_ref: Any,
     last_ref: Any,
     key_ref: Any,
     value_ref: Any,
@@ -339,15 +446,16 @@ def _key_kernel(
     of_key_ref: Any,
     of_value_ref: Any,
     *,
-    settings: _Settings,
+    settings: Settings,
     read: int,
 ) -> None:
     """Computes the gradients of one block of keys and values [S,H], of all heads [T,G,H]."""
     own, size = key_ref.shape
     start = pl.program_id(0) * own
     order_S = start + jax.lax.broadcasted_iota(jnp.int32, (own,), 0)
-    key_SH, value_SH = key_ref[...], value_ref[...]
-    begin, end = start // read, jnp.max(last_ref[...]) // read + 1
+    key_SH, value_SH, offset = key_ref[...], value_ref[...], offset_ref[0]
+    end = jnp.clip((jnp.max(last_ref[...]) - offset) // read + 1, 0, query_ref.shape[0] // read)
+    begin = jnp.clip((start - offset) // read, 0, end)
 
     def of_head(head: Any, sums: Any) -> Any:
         def look(number: jax.Array, sums: Any) -> Any:
@@ -355,7 +463,7 @@ def _key_kernel(
             here = pl.ds(number * read, read)
             query_TH, grad_TH = query_ref[here, head, :], grad_ref[here, head, :]
             scores_ST = cap(_product(key_SH, query_TH.T) * settings.scale, settings.softcap)
-            order_T = number * read + jax.lax.broadcasted_iota(jnp.int32, (read,), 0)
+            order_T = offset + number * read + jax.lax.broadcasted_iota(jnp.int32, (read,), 0)
             first_T, log_total_T = first_ref[here], log_total_ref[head, here]
             seen_ST = (order_S[:, None] >= first_T[None, :]) & (
                 order_S[:, None] <= order_T[None, :]
@@ -375,7 +483,7 @@ def _key_kernel(
     of_value_ref[...] = of_value_SH.astype(of_value_ref.dtype)
 
 
-def _through_cap(settings: _Settings, pull: jax.Array, scores: jax.Array) -> jax.Array:
+def _through_cap(settings: Settings, pull: jax.Array, scores: jax.Array) -> jax.Array:
     """Returns the gradient of scores before the cap, which made them `scores`."""
     if not settings.softcap:
         return pull
