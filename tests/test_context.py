@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from earl_jax.dispatch.weights import publish
+from earl_jax.models.attention import splash
 from earl_jax.models.attention.folding import fold, part_length, unfold
 from earl_jax.models.attention.kernels import Kernel, attend_rows, context_obstacle
 from earl_jax.models.config import ModelConfig, RopeScaling
@@ -116,8 +117,9 @@ def attention_of(mesh: str, settings, kernel: Kernel = "blockwise"):
         ("data=1,context=4", 900, {}),
     ],
 )
-@pytest.mark.parametrize("kernel", ["blockwise", "triton"])
-def test_attention_is_that_of_whole_rows(mesh, length, settings, kernel):
+@pytest.mark.parametrize("kernel", ["blockwise", "triton", "splash"])
+def test_attention_is_that_of_whole_rows(mesh, length, settings, kernel, monkeypatch):
+    monkeypatch.setattr(splash, "BLOCK", 128)
     arrays, segments = make_rows(length, HEADS, GROUPS, HEAD_SIZE)
     settings = {"scale": 0.3, **settings}
     ours = attention_of(mesh, settings, kernel)(*arrays, segments)
@@ -126,7 +128,7 @@ def test_attention_is_that_of_whole_rows(mesh, length, settings, kernel):
         np.testing.assert_allclose(one, other, atol=2e-5)
 
 
-@pytest.mark.parametrize("kernel", ["blockwise", "triton"])
+@pytest.mark.parametrize("kernel", ["blockwise", "triton", "splash"])
 @pytest.mark.parametrize("settings", [{}, {"window": 12}], ids=["segments", "window"])
 def test_parts_that_do_not_meet_are_not_looked_at(settings, kernel):
     """Values that are no numbers would be seen even with a weight of 0."""
@@ -323,7 +325,7 @@ def test_a_run_considers_to_cut_long_rows(tmp_path):
     one_row = [shape for shape in long if world.problem.train_obstacle(shape, 16) is None]
     assert {str(shape) for shape in one_row} == {"data=1,context=8", "data=1,context=4,tensor=2"}
     with pytest.raises(ValueError, match="its kernel takes whole rows"):
-        train_candidates(8, ("data=4,context=2",), lambda s: context_obstacle("splash", s))
+        train_candidates(8, ("data=4,context=2",), lambda s: context_obstacle("tokamax", s))
 
 
 def test_parameters_are_cut_over_context_as_over_fsdp():

@@ -257,15 +257,6 @@ def test_a_frozen_model_has_no_gradients_of_its_weights():
     assert found.optimizer_s == 0.0
 
 
-def test_a_ring_moves_its_scores_on_tpus_which_have_no_kernel_for_it():
-    mesh = MeshShape(context=4)
-    found = train_parts(parse_topology("v5p:2x2x1"), SIZES, WORK, mesh, 64)
-    scores = 64 * 64 // 4 * 32 * 8
-    assert found.attention_s == pytest.approx(3.5 * scores * 12 / (0.8 * 2765e9))
-    fused = scores * 4 * SIZES.model.head_size * (1 / 0.54 + 2.5 / 0.47) / 989e12
-    assert train_parts(H100, SIZES, WORK, mesh, 64).attention_s == pytest.approx(fused)
-
-
 def test_a_decode_step_by_hand():
     """Eight rows behind 100 tokens: an ideal engine reads weights and cache once."""
     found = decode_s(PUBLISHED, SIZES, WORK, D1, 8, 100)

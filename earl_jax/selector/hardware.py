@@ -31,13 +31,11 @@ class Kernels:
     """The efficiency of programs: this engine's, or a published one's.
 
     `attention_forward` and `attention_backward` are the fractions of the peak that fused attention
-    over whole rows reaches. The other fields are departures from the ideal:
+    over rows reaches. The other fields are departures from the ideal:
 
-    - `is_fused`: attention over `context` is a fused kernel too; decode and prefill read the cache
-      in place. Without it scores of the former go through memory, twelve
-      bytes each in a forward pass. Except on the meshes of `Workload.in_place_contexts` pages are
-      then gathered, as many for each row as for the longest: read, written, and read again; scores
-      go through memory.
+    - `reads_in_place`: decode and prefill read the cache where it is. Without it, except on the
+      meshes of `Workload.in_place_contexts`, pages are gathered, as many for each row as for the
+      longest: read, written, and read again; scores go through memory.
     - `fixed_rows`: a decode step computes a row for each slot, and an append as many rows as it can
       take, however few are live.
     - `loop_sync_s`: time in which the host reads the condition of a loop.
@@ -48,7 +46,7 @@ class Kernels:
 
     attention_forward: float
     attention_backward: float
-    is_fused: bool = True
+    reads_in_place: bool = True
     fixed_rows: bool = False
     loop_sync_s: float = 0.0
     op_s: float = 0.0
@@ -66,7 +64,7 @@ IDEAL = Kernels(attention_forward=0.54, attention_backward=0.47)
 # time: for Qwen2.5 7B on an H100, 128 rows of 4K, the compiled program moves 3.25 bytes for each
 # byte of the cache, the model here 3.2; on a v5e it moves 4 without the scores (16 rows of 4K, jax
 # 0.10.2), and a kernel 1.
-_ON_CHIPS = dataclasses.replace(IDEAL, is_fused=False, fixed_rows=True)
+_ON_CHIPS = dataclasses.replace(IDEAL, reads_in_place=False, fixed_rows=True)
 # XLA's while thunk on GPUs copies a condition to the host and waits: 10 us by order of magnitude.
 _LOOP_SYNC_S = 1e-5
 # The least time of a kernel on a GPU: about 100 kernels for a token of Llama 3.2 1B take 1.5 times

@@ -147,7 +147,7 @@ def loop_syncs(sizes: ModelSizes, blocks: int) -> int:
 
 def reads_in_place(hardware: Hardware, work: Workload, mesh: MeshShape) -> bool:
     """Returns True if an engine reads pages where they are; else it gathers those of all slots."""
-    return hardware.kernels.is_fused or mesh.context in work.in_place_contexts
+    return hardware.kernels.reads_in_place or mesh.context in work.in_place_contexts
 
 
 def token_s(
@@ -285,10 +285,6 @@ def _rows_attention_s(
     flops = tokens * _attention_flops(sizes, length / 2, 2 * sizes.model.head_size) / mesh.tensor
     seconds = forward * flops / (peak * kernels.attention_forward)
     seconds += backward * flops / (peak * kernels.attention_backward)
-    if mesh.context > 1 and hardware.platform == "tpu" and not kernels.is_fused:
-        rate = hardware.memory_bytes_per_s * share * MEMORY_REACHED
-        scores_s = SCORE_BYTES * flops / (4 * sizes.model.head_size) / rate
-        seconds = (forward + backward) * max(scores_s, flops / (peak * MATMUL_REACHED))
     return seconds
 
 

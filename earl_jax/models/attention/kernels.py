@@ -122,9 +122,9 @@ def _triton_obstacle(platform: str | None) -> str | None:
 def context_obstacle(setting: str, shape: MeshShape) -> str | None:
     """Returns why config.train.attention forbids a `context` axis; None where it does not.
 
-    What goes round in the ring is looked at by our own arithmetic, or our kernels for GPUs.
+    tokamax's kernel has no way to add up what was seen of parts of the keys.
     """
-    if shape.context == 1 or setting in ("auto", "blockwise", "triton"):
+    if shape.context == 1 or setting != "tokamax":
         return None
     return f"its kernel takes whole rows and context={shape.context} cuts them"
 
@@ -156,27 +156,17 @@ def attend_rows(
     if size < key_size:
         value_BKSH = jnp.pad(value_BKSH, [(0, 0)] * 3 + [(0, key_size - size)])
     query_BTKGH = layout.constrain(query_BTKGH, "BTKGH")
-    if layout.shape.context > 1:
-        assert kernel in ("blockwise", "triton"), kernel
-        out_BTKGH = ring_attention(
-            layout,
-            query_BTKGH,
-            layout.constrain(key_BKSH, "BKTH"),
-            layout.constrain(value_BKSH, "BKTH"),
-            segment_ids_BT,
-            scale=scale,
-            softcap=softcap,
-            window=window,
-            sinks_KG=sinks_KG,
-            is_fused=kernel == "triton",
-        )
-        return out_BTKGH[..., :size]
-    key_BKSH = layout.constrain(key_BKSH, "BKSH")
-    value_BKSH = layout.constrain(value_BKSH, "BKSH")
-    attend = functools.partial(_ATTEND[kernel], layout, scale=scale, softcap=softcap)
+    is_cut = layout.shape.context > 1
+    attend = _ATTEND[kernel]
+    if is_cut:
+        assert kernel != "tokamax", kernel
+        attend = functools.partial(ring_attention, kernel=kernel)
+    attend = functools.partial(attend, layout, scale=scale, softcap=softcap)
     if sinks_KG is not None:
         assert kernel != "tokamax", kernel
         attend = functools.partial(attend, sinks_KG=sinks_KG)
+    sides = "BKTH" if is_cut else "BKSH"
+    key_BKSH, value_BKSH = (layout.constrain(side, sides) for side in (key_BKSH, value_BKSH))
     inputs = query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT
     if kernel != "splash" or not isinstance(window, jax.Array):
         return attend(*inputs, window=window)[..., :size]

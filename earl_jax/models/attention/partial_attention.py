@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over a part of the keys, forward and backward, for ring attention.
+"""Attention over a part of the keys, forward and backward, for ring attention and blocks of rows.
 
 What was seen of some keys and of others adds up to what was seen of all (online softmax, arXiv
 1805.02867). The backward pass is written out: differentiated by JAX, a loop over parts would keep
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from earl_jax.models.attention.rows import BLOCK_SIZE, Positions, cap
+from earl_jax.models.attention.rows import BLOCK_SIZE, Positions, Spans, cap
 
 # Below any score: that of a key which is not looked at. Least of what is looked at: the exponential
 # of their difference is 0.
@@ -29,6 +29,30 @@ class Rules(NamedTuple):
     scale: float
     softcap: float
     window: jax.Array
+
+
+class KernelSettings(NamedTuple):
+    """Static settings of a kernel: `scale` and `softcap` as of `Rules`; a `window` if it is static.
+
+    With `interpret` its steps run as ordinary operations, which is slow: for tests on CPUs.
+    """
+
+    scale: float
+    softcap: float
+    window: int | None
+    interpret: bool
+
+
+class Place(NamedTuple):
+    """The place of a part of a row: its tokens' positions, and their spans through the row."""
+
+    positions: Positions
+    spans: Spans
+
+    @property
+    def start(self) -> jax.Array:
+        """The position of its first token."""
+        return self.positions.order[0, 0]
 
 
 class Seen(NamedTuple):

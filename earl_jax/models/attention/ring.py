@@ -8,7 +8,8 @@ all pairs of a part of queries and a part of keys each shard has as many to look
 keys come later: three when it has its own keys, and two whenever it has others', less those that
 are farther apart than a window, or share no segment. (Striped attention, arXiv 2311.09431, is even
 too, but half of every pair is masked.) The mask goes by where tokens stand and by their segments,
-which every shard knows of whole rows, and never by where they lie.
+which every shard knows of whole rows, and never by where they lie. A part looks at another by a
+kernel on GPUs (rows_triton.py) and TPUs (splash.py), and by arithmetic in jax elsewhere.
 
 Why a ring, for a row of 131,072 tokens of Llama-3.1-8B in bf16, where keys and values of a layer
 are 512 MiB:
@@ -28,6 +29,7 @@ memory is that of a shard's tokens in both directions.
 """
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -37,7 +39,9 @@ from jax.sharding import PartitionSpec as P
 
 from earl_jax.models.attention.folding import part_length
 from earl_jax.models.attention.partial_attention import (
+    KernelSettings,
     Outcome,
+    Place,
     Rules,
     Sides,
     conclude,
@@ -59,6 +63,8 @@ from earl_jax.sharding.layout import Layout
 
 _AXIS = "context"
 
+RingKernel = Literal["blockwise", "triton", "splash"]
+
 
 class _Known(NamedTuple):
     """The static settings of a program."""
@@ -66,7 +72,8 @@ class _Known(NamedTuple):
     layout: Layout
     scale: float
     softcap: float
-    is_fused: bool
+    kernel: RingKernel
+    window: int | None
 
     @property
     def size(self) -> int:
@@ -85,13 +92,13 @@ def ring_attention(
     softcap: float = 0.0,
     window: Window = None,
     sinks_KG: jax.Array | None = None,
-    is_fused: bool = False,
+    kernel: RingKernel = "blockwise",
 ) -> jax.Array:
     """Computes `attention` of folded rows over themselves, on a layout with a `context` axis.
 
     Queries, keys and values are folded; `segment_ids_BS` are of whole rows, as they were before. A
     query of segment 0 gets something finite that is never read. `sinks_KG` are those of
-    `attention`. With `is_fused` parts look at each other by our kernels for GPUs.
+    `attention`. Parts of rows look at each other by the `kernel`; splash's window is static.
 
     Returns:
         out_BTKGH, folded, in the type of the query.
@@ -100,8 +107,9 @@ def ring_attention(
     assert length == 2 * size * part_length(length, size), length
     missing = length - segment_ids_BS.shape[1]
     segment_ids_BS = jnp.pad(segment_ids_BS, ((0, 0), (0, missing)))
+    static = window if isinstance(window, int) else None
     window = jnp.asarray(length if window is None else window, jnp.int32)
-    known = _Known(layout, scale, softcap, is_fused)
+    known = _Known(layout, scale, softcap, kernel, static)
     return _attend(known, query_BTKGH, key_BKTH, value_BKTH, segment_ids_BS, window, sinks_KG)
 
 
@@ -216,34 +224,19 @@ def _backward_shard(
 
 
 def _by(known: _Known, window: jax.Array, name: Literal["look", "look_back"]) -> Any:
-    """Returns the function of this name of a `_Pair` and its arrays: our kernels', or in jax."""
-    if not known.is_fused:
+    """Returns the function of this name of a `_Pair` and its arrays: a kernel's, or in jax."""
+    if known.kernel == "blockwise":
         of_parts = {"look": look, "look_back": look_back}[name]
         rules = Rules(known.scale, known.softcap, window)
         return lambda pair, *arrays: of_parts(
             rules, *arrays, pair.own.positions, pair.others.positions
         )
     # Importing Pallas takes half a second, which only those who use it should wait for.
-    from earl_jax.models.attention import rows_triton
-
-    settings = rows_triton.Settings(
-        known.scale, known.softcap, interpret=known.layout.platform == "cpu"
-    )
-    fused = getattr(rows_triton, name)
-
-    def run(pair: _Pair, *arrays: Any) -> Any:
-        spans = Spans(pair.own.spans.first, pair.others.spans.last)
-        starts = pair.own.positions.order[0, 0], pair.others.positions.order[0, 0]
-        return fused(settings, *arrays, spans, *starts)
-
-    return run
-
-
-class _Place(NamedTuple):
-    """The place of a part in its row: its tokens' positions, and their spans through the row."""
-
-    positions: Positions
-    spans: Spans
+    module = {"triton": "rows_triton", "splash": "splash"}[known.kernel]
+    of_parts = getattr(importlib.import_module(f"earl_jax.models.attention.{module}"), name)
+    interpret = known.layout.platform == "cpu"
+    settings = KernelSettings(known.scale, known.softcap, known.window, interpret)
+    return lambda pair, *arrays: of_parts(settings, *arrays, pair.own, pair.others)
 
 
 class _Pair(NamedTuple):
@@ -251,8 +244,8 @@ class _Pair(NamedTuple):
 
     mine: jax.Array
     theirs: jax.Array
-    own: _Place
-    others: _Place
+    own: Place
+    others: Place
 
 
 def _go_round(
@@ -317,19 +310,19 @@ def _parts_of(key_BKTH: jax.Array, value_BKTH: jax.Array) -> Sides:
 
 def _places_of(
     known: _Known, segments_BS: jax.Array, window: jax.Array
-) -> Callable[[jax.Array, jax.Array], _Place]:
+) -> Callable[[jax.Array, jax.Array], Place]:
     """Returns a function to the place of a shard's first part (0) or last part (1)."""
     num_parts, spans = 2 * known.size, spans_of(segments_BS, window)
     length = segments_BS.shape[1] // num_parts
 
-    def place(shard: jax.Array, half: jax.Array) -> _Place:
+    def place(shard: jax.Array, half: jax.Array) -> Place:
         start = jnp.where(half == 0, shard, num_parts - 1 - shard) * length
         segment_BT, first_BT, last_BT = (
             jax.lax.dynamic_slice_in_dim(each, start, length, axis=1)
             for each in (segments_BS, *spans)
         )
         order_BT = start + jax.lax.broadcasted_iota(jnp.int32, segment_BT.shape, 1)
-        return _Place(Positions(order_BT, segment_BT), Spans(first_BT, last_BT))
+        return Place(Positions(order_BT, segment_BT), Spans(first_BT, last_BT))
 
     return place
 

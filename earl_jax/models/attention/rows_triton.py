@@ -24,7 +24,9 @@ from jax.experimental.pallas import triton
 from earl_jax.models.attention.attention_shards import on_each_shard
 from earl_jax.models.attention.paged_attention import FLOOR
 from earl_jax.models.attention.partial_attention import (
+    KernelSettings,
     Outcome,
+    Place,
     Seen,
     Sides,
     gradient_of_sinks,
@@ -56,14 +58,6 @@ BACKWARD = {64: Tile(128, 64, 8, 2), 128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 
 LEAST_SIZE, MOST_SIZE = 16, max(FORWARD)
 
 
-class Settings(NamedTuple):
-    """The static settings of a program."""
-
-    scale: float
-    softcap: float
-    interpret: bool
-
-
 def triton_rows(
     layout: Layout,
     query_BTKGH: jax.Array,
@@ -85,7 +79,7 @@ def triton_rows(
     Returns:
         out_BTKGH in the type of the query.
     """
-    settings = Settings(scale, softcap, layout.platform == "cpu")
+    settings = KernelSettings(scale, softcap, None, layout.platform == "cpu")
     length, size = query_BTKGH.shape[1], query_BTKGH.shape[-1]
     more_T, more_H = -length % BLOCK, _more_of_head(size)
 
@@ -103,12 +97,14 @@ def triton_rows(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(settings: Settings, query_BTKGH, key_BKSH, value_BKSH, spans, sinks_KG) -> jax.Array:
+def _attend(
+    settings: KernelSettings, query_BTKGH, key_BKSH, value_BKSH, spans, sinks_KG
+) -> jax.Array:
     return _forward(settings, query_BTKGH, key_BKSH, value_BKSH, spans, sinks_KG)[0]
 
 
 def _forward(
-    settings: Settings, query_BTKGH, key_BKSH, value_BKSH, spans, sinks_KG
+    settings: KernelSettings, query_BTKGH, key_BKSH, value_BKSH, spans, sinks_KG
 ) -> tuple[jax.Array, Any]:
     """Returns the attention output and the residuals of the backward pass."""
     pair = _Pair(spans.first, spans.last, jnp.int32(0))
@@ -127,7 +123,7 @@ def _forward(
     return out_BTKGH, kept
 
 
-def _backward(settings: Settings, kept: Any, grad_BTKGH: jax.Array) -> tuple[Any, ...]:
+def _backward(settings: KernelSettings, kept: Any, grad_BTKGH: jax.Array) -> tuple[Any, ...]:
     query_BTKGH, key_BKSH, value_BKSH, spans, sinks_KG, out_BTKGH, log_total_BKGT = kept
     known = outcome(heads_first(out_BTKGH), heads_first(grad_BTKGH), log_total_BKGT)
     pair = _Pair(spans.first, spans.last, jnp.int32(0))
@@ -158,7 +154,7 @@ class _Pair(NamedTuple):
 
 
 def _look(
-    settings: Settings, query_BTKGH, key_BKSH, value_BKSH, pair: _Pair, dtype: Any
+    settings: KernelSettings, query_BTKGH, key_BKSH, value_BKSH, pair: _Pair, dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the attention of these queries to these keys, BTKGH, and the softmax's sums, BKGT.
 
@@ -186,7 +182,14 @@ def _look(
 
 
 def _look_back(
-    settings: Settings, query_BTKGH, grad_BTKGH, sums, key_BKSH, value_BKSH, pair: _Pair, dtype
+    settings: KernelSettings,
+    query_BTKGH,
+    grad_BTKGH,
+    sums,
+    key_BKSH,
+    value_BKSH,
+    pair: _Pair,
+    dtype,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the gradients of queries, keys and values, laid out as these.
 
@@ -230,14 +233,13 @@ def _look_back(
 
 
 def look(
-    settings: Settings, query_BKGTH, sides: Sides, spans: Spans, start: jax.Array, key_start: Any
+    settings: KernelSettings, query_BKGTH: jax.Array, sides: Sides, own: Place, others: Place
 ) -> Seen:
-    """Returns the state of a part of a row's queries over a part of its keys, both contiguous.
+    """Returns the state of a part of a row's queries over a part of its keys alone.
 
-    They stand at `start` and `key_start` in the row; of `spans`, which count through the row,
-    `first` is of these queries and `last` of these keys. See `partial_attention.look`.
+    See `partial_attention.look`.
     """
-    pair, query, (key, value) = _aligned(query_BKGTH, sides, spans, start, key_start)
+    pair, query, (key, value) = _aligned(query_BKGTH, sides, own, others)
     out_BTKGH, log_total_BKGT = _look(settings, query, key, value, pair, jnp.float32)
     length, size = query_BKGTH.shape[3:]
     weighted = heads_first(out_BTKGH)[..., :length, :size]
@@ -246,19 +248,18 @@ def look(
 
 
 def look_back(
-    settings: Settings,
+    settings: KernelSettings,
     query_BKGTH: jax.Array,
     known: Outcome,
     sides: Sides,
-    spans: Spans,
-    start: jax.Array,
-    key_start: Any,
+    own: Place,
+    others: Place,
 ) -> tuple[jax.Array, Sides]:
     """Returns gradients of these queries (BKGTH) and of these keys and values (BKHS), in fp32.
 
-    See `look` and `partial_attention.look_back`.
+    See `partial_attention.look_back`.
     """
-    pair, query, (key, value) = _aligned(query_BKGTH, sides, spans, start, key_start)
+    pair, query, (key, value) = _aligned(query_BKGTH, sides, own, others)
     length, size = query_BKGTH.shape[3:]
     grad = _padded_queries(known.grad)
     more = [(0, 0)] * 3 + [(0, -length % BLOCK)]
@@ -272,7 +273,7 @@ def look_back(
 
 
 def _aligned(
-    query_BKGTH: jax.Array, sides: Sides, spans: Spans, start: jax.Array, key_start: Any
+    query_BKGTH: jax.Array, sides: Sides, own: Place, others: Place
 ) -> tuple[_Pair, jax.Array, Sides]:
     """Returns a pair of parts, its queries as BTKGH, and its keys and values, all in whole blocks.
 
@@ -281,12 +282,14 @@ def _aligned(
     """
     length, keys = query_BKGTH.shape[3], sides.key.shape[2]
     before = -keys % BLOCK
-    first_BT = jnp.maximum(spans.first - key_start, 0) + before
+    first_BT = jnp.maximum(own.spans.first - others.start, 0) + before
     first_BT = jnp.pad(first_BT, [(0, 0), (0, -length % BLOCK)], constant_values=before + keys)
-    last_BS = jnp.pad(spans.last - key_start + before, [(0, 0), (before, 0)], constant_values=-1)
+    last_BS = jnp.pad(
+        others.spans.last - others.start + before, [(0, 0), (before, 0)], constant_values=-1
+    )
     more = [(0, 0), (0, 0), (before, 0), (0, _more_of_head(sides.key.shape[-1]))]
     filled = jax.tree.map(lambda side: jnp.pad(side, more), sides)
-    offset = jnp.asarray(start - key_start + before, jnp.int32)
+    offset = jnp.asarray(own.start - others.start + before, jnp.int32)
     return _Pair(first_BT, last_BS, offset), _padded_queries(query_BKGTH), filled
 
 
@@ -354,7 +357,7 @@ def _forward_kernel(
     out_ref: Any,
     log_total_ref: Any,
     *,
-    settings: Settings,
+    settings: KernelSettings,
     read: int,
 ) -> None:
     """Computes one block of queries [T,H] over keys and values [S,H] of their row."""
@@ -401,7 +404,7 @@ def _query_kernel(
     value_ref: Any,
     of_query_ref: Any,
     *,
-    settings: Settings,
+    settings: KernelSettings,
     read: int,
 ) -> None:
     """Computes the gradient of one block of queries [T,H]."""
@@ -446,7 +449,7 @@ def _key_kernel(
     of_key_ref: Any,
     of_value_ref: Any,
     *,
-    settings: Settings,
+    settings: KernelSettings,
     read: int,
 ) -> None:
     """Computes the gradients of one block of keys and values [S,H], of all heads [T,G,H]."""
@@ -483,7 +486,7 @@ def _key_kernel(
     of_value_ref[...] = of_value_SH.astype(of_value_ref.dtype)
 
 
-def _through_cap(settings: Settings, pull: jax.Array, scores: jax.Array) -> jax.Array:
+def _through_cap(settings: KernelSettings, pull: jax.Array, scores: jax.Array) -> jax.Array:
     """Returns the gradient of scores before the cap, which made them `scores`."""
     if not settings.softcap:
         return pull
