@@ -404,6 +404,10 @@ def test_the_agent_of_an_episode_that_is_thrown_away_is_told_so_and_ends(monkeyp
         ({"n": 2}, "n is 2; an episode has one reply at a time"),
         ({"stop": [""]}, "none of them empty"),
         ({"logprobs": True}, "logprobs is not read of an agent's requests"),
+        (
+            {"structured_outputs": {"choice": ["a"]}},
+            "structured_outputs is not read of an agent's requests",
+        ),
         ({"response_format": {"type": "json_object"}}, "this server supports"),
         ({"messages": []}, "messages is empty"),
         (

@@ -250,6 +250,25 @@ def test_replies_are_drawn_as_grpc_draws_them(server):
     assert greedy == expected(ids, 20)
 
 
+def test_a_reply_is_one_of_those_that_are_allowed_as_over_grpc(server):
+    texts, ids, said = ["left", "left up", "日"], prompt(60, 12), {"temperature": 100, "top_k": 0}
+    allowed = {"structured_outputs": {"choice": texts, "json": None}}
+    params = {**said, **allowed, "max_tokens": 30, "n": 8, "seed": 7}
+    choices = ask(server.http, GENERATE, token_ids=ids, sampling_params=params)["choices"]
+    for number, choice in enumerate(choices):
+        metadata = sampling_metadata(choices=texts, seed=7 + number, **said)
+        ended = [token for token in choice["token_ids"] if token not in end_ids()]
+        assert ids_of(server.stub.Decode(request(ids, 30), metadata=metadata)) == ended
+        assert choice["finish_reason"] == "stop"
+    assert {text_of(choice["token_ids"][:-1]) for choice in choices} == {*texts}
+    for path, body in (
+        (COMPLETIONS, {"prompt": ids, "temperature": 0}),
+        (CHAT, {"messages": USER, "stop": " "}),
+    ):
+        [choice] = ask(server.http, path, **body, **allowed)["choices"]
+        assert choice.get("text", choice.get("message", {}).get("content")) in texts
+
+
 def test_log_probs_are_those_of_grpc(server):
     ids, drawn = prompt(62, 12), {"temperature": 0.7, "top_k": 5, "seed": 3}
     metadata = sampling_metadata(**drawn, logprobs=True, model_logprobs=True)
@@ -392,6 +411,30 @@ BAD = {
         {**IDS, "sampling_params": {"stop_token_ids": [320]}},
         400,
         "sampling_params.stop_token_ids holds 320; ids go from 0 to 319",
+    ),
+    "no choice": (
+        CHAT,
+        {"messages": USER, "structured_outputs": {"choice": []}},
+        400,
+        "^structured_outputs.choice is an empty list",
+    ),
+    "long choice": (
+        COMPLETIONS,
+        {"prompt": "x", "structured_outputs": {"choice": ["abcde"]}, "max_tokens": 4},
+        400,
+        "structured_outputs.choice holds a reply of 5 tokens, and max_tokens is 4",
+    ),
+    "choices of ids": (
+        GENERATE,
+        {**IDS, "sampling_params": {"structured_outputs": {"choice": [5]}}},
+        400,
+        r"sampling_params.structured_outputs.choice must be a list of str; got \[5\]",
+    ),
+    "choices by a schema": (
+        CHAT,
+        {"messages": USER, "structured_outputs": {"json": {}}},
+        400,
+        "structured_outputs.json is not known here; known are choice",
     ),
     "no path": ("/v1/embeddings", {}, 404, "there is no /v1/embeddings here; there are /health"),
 }

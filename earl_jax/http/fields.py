@@ -13,10 +13,12 @@ from typing import Any
 
 from earl_jax.http.server import HttpError, HttpRequest
 
-# Fields that say how a token is drawn, those of token ids, and all fields of sampling.
+# Fields that say how a token is drawn, those of token ids, the one of the replies that are allowed,
+# as vLLM names it, and all fields of sampling.
 DRAWN = ("temperature", "top_p", "top_k", "min_p", "seed")
 IDS = ("stop_token_ids", "allowed_token_ids")
-SAMPLING = (*DRAWN, *IDS, "stop", "max_tokens", "n", "logprobs")
+STRUCTURED = "structured_outputs"
+SAMPLING = (*DRAWN, *IDS, STRUCTURED, "stop", "max_tokens", "n", "logprobs")
 # The most stop strings of a request.
 MOST_STOPS = 16
 # Fields of which only these values are supported; None is any field's default.
@@ -112,6 +114,17 @@ def read_stop(given: Mapping[str, Any], where: str = "") -> tuple[str, ...]:
             f"{where}stop",
         )
     return tuple(stops)
+
+
+def read_choices(given: Mapping[str, Any], where: str = "") -> list[Any] | None:
+    """Returns the allowed replies, `{"choice": [...]}`; None without. Raises HttpError."""
+    if STRUCTURED not in given:
+        return None
+    found = take(given, STRUCTURED, dict, {}, where)
+    found = {name: value for name, value in found.items() if value is not None}
+    where = f"{where}{STRUCTURED}."
+    check_names(found, ("choice",), where, fixed={})
+    return take(found, "choice", list, [], where)
 
 
 def read_text(value: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:

@@ -10,11 +10,21 @@ from typing import Any
 
 from earl_jax.http.chat import function_tool
 from earl_jax.http.chat_reply import ChatReply
-from earl_jax.http.fields import DRAWN, IDS, check_names, is_list, read_text, shown, take
+from earl_jax.http.fields import (
+    DRAWN,
+    IDS,
+    STRUCTURED,
+    check_names,
+    is_list,
+    read_text,
+    shown,
+    take,
+)
 from earl_jax.http.server import HttpError
 
 # Fields that chat completions have too, and fields without an effect on the reply.
-_SAME = ("model", "max_tokens", "stream", "chat_template_kwargs", *DRAWN, *IDS)
+_SAME = ("model", "max_tokens", "stream", "chat_template_kwargs", STRUCTURED)
+_SAME += (*DRAWN, *IDS)
 _IDLE = ("metadata", "service_tier", "cache_control")
 _THREAD = "thread"
 _OWN = ("messages", "system", "tools", "tool_choice", "stop_sequences")

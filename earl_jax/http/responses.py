@@ -10,12 +10,12 @@ from typing import Any
 
 from earl_jax.http.chat import function_tool
 from earl_jax.http.chat_reply import ChatReply
-from earl_jax.http.fields import DRAWN, IDS, check_names, read_text, shown, take
+from earl_jax.http.fields import DRAWN, IDS, STRUCTURED, check_names, read_text, shown, take
 from earl_jax.http.server import HttpError
 
 # Fields that chat completions have too, and fields without an effect on the reply.
 _SAME = ("model", "stream", "user", "parallel_tool_calls", "stop", "chat_template_kwargs")
-_SAME += (*DRAWN, *IDS)
+_SAME += (STRUCTURED, *DRAWN, *IDS)
 _IDLE = ("metadata", "service_tier", "safety_identifier", "prompt_cache_key")
 _IDLE += ("prompt_cache_options", "prompt_cache_retention")
 _OWN = ("input", "instructions", "tools", "tool_choice", "max_output_tokens", "stream_options")

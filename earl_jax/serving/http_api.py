@@ -9,6 +9,7 @@ under the model itself (`model_logprob`).
 import asyncio
 import contextlib
 import dataclasses
+import re
 import time
 import urllib.parse
 import uuid
@@ -29,7 +30,7 @@ import grpc
 from earl_jax.envs.tools.calls import call_opening
 from earl_jax.http.apis import APIS, COUNT_TOKENS, Api, api_at, send_error
 from earl_jax.http.chat import cannot_demand, demanded_call, read_chat
-from earl_jax.http.fields import read_object, take
+from earl_jax.http.fields import STRUCTURED, read_object, take
 from earl_jax.http.server import Connection, HttpError, HttpRequest
 from earl_jax.serving.driver import report
 from earl_jax.serving.http_answers import (
@@ -201,8 +202,13 @@ class HttpApi:
 
     def _reply_params(self, fields: Mapping[str, Any], where: str = "") -> ReplyParams:
         service = self._service
-        params = read_reply_params(fields, service.sampling, service.limits, where)
-        options = service.allow(params.options, service.limits.context_tokens, where)
+        try:
+            params = read_reply_params(fields, service.sampling, service.limits, where)
+            most = params.max_tokens or service.limits.context_tokens
+            options = service.allow(params.options, most, where)
+        except RequestError as error:
+            words = re.sub(r"\bchoices\b", f"{STRUCTURED}.choice", error.words)
+            raise RequestError(error.code, words) from None
         return dataclasses.replace(params, options=options)
 
     async def _ids(self, prompt: Prompt, name: str) -> list[int]:

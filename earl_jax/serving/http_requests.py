@@ -10,7 +10,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from earl_jax.engine.config import Sampling
-from earl_jax.http.fields import DRAWN, IDS, SAMPLING, check_names, is_list, read_stop, shown, take
+from earl_jax.http.fields import (
+    DRAWN,
+    IDS,
+    SAMPLING,
+    check_names,
+    is_list,
+    read_choices,
+    read_stop,
+    shown,
+    take,
+)
 from earl_jax.http.server import HttpError
 from earl_jax.serving.config import MAX_SEED
 from earl_jax.serving.requests import RequestLimits, RequestOptions, make_options
@@ -115,6 +125,8 @@ def _options(
 ) -> RequestOptions:
     """Returns the options of sampling. At temperature 0, cuts and a seed change nothing."""
     fields = {name: given[name] for name in (*DRAWN, *IDS) if name in given}
+    if (choices := read_choices(given, where)) is not None:
+        fields["choices"] = choices
     if fields.get("top_k") == -1:
         fields["top_k"] = 0  # as vLLM names "all tokens"
     if type(seed := fields.get("seed")) is int and seed > MAX_SEED:
@@ -122,7 +134,7 @@ def _options(
     vocab_size = limits.vocab_size
     if fields.get("temperature", default.temperature) == 0:
         make_options({**fields, "temperature": 1.0}, Sampling(), vocab_size, where)
-        kept = {name: fields[name] for name in IDS if name in fields}
+        kept = {name: fields[name] for name in (*IDS, "choices") if name in fields}
         return make_options(
             {**kept, "temperature": fields.get("temperature", 0)}, default, vocab_size, where
         )

@@ -15,7 +15,7 @@ from earl_jax.envs.agents.session import Asked, Reply, Session
 from earl_jax.envs.environment import LARGEST_REWARD
 from earl_jax.http.apis import APIS, COUNT_TOKENS, Api, api_at, error_body, send_error
 from earl_jax.http.chat import cannot_demand, demanded_call, read_chat
-from earl_jax.http.fields import DRAWN, read_object, read_stop, take
+from earl_jax.http.fields import DRAWN, IDS, STRUCTURED, read_object, read_stop, take
 from earl_jax.http.server import Connection, HttpError, HttpLimits, HttpRequest, HttpServer
 from earl_jax.settings.errors import InputError
 
@@ -169,7 +169,7 @@ class AgentEndpoint:
         fields, messages, tools = read_chat({k: v for k, v in given.items() if k not in left_out})
         if take(fields, "n", int, 1) != 1:
             raise HttpError(400, f"n is {fields['n']}; an episode has one reply at a time", "n")
-        for name in ("logprobs", "chat_template_kwargs", "stop_token_ids", "allowed_token_ids"):
+        for name in ("logprobs", "chat_template_kwargs", STRUCTURED, *IDS):
             if fields.get(name) not in (None, False, [], {}):
                 raise HttpError(
                     400,
