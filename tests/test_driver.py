@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The thread that plays requests: whose turn it is, what they sample, its memory, its failures."""
 
+import asyncio
 import collections
 import contextlib
 import dataclasses
@@ -10,6 +11,7 @@ import gc
 import importlib.metadata
 import queue
 import threading
+from typing import Any, cast
 
 import grpc
 import jax
@@ -25,9 +27,10 @@ from earl_jax.rollout.service import RolloutService
 from earl_jax.rollout.task import Prompt, Task
 from earl_jax.serving import _jetstream
 from earl_jax.serving.driver import Driver, FairQueue, Request, open_service
-from earl_jax.serving.requests import RequestError
+from earl_jax.serving.requests import RequestError, RequestOptions
 from earl_jax.serving.served_engine import ServedEngine
 from earl_jax.serving.server import open_driver
+from earl_jax.serving.service import Service
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape, make_layout
 from tests.support.allocator import memory_limit
@@ -55,7 +58,7 @@ COLD = Sampling(temperature=0.3, top_k=20)
 
 def ask(client: str, number: int = 0) -> Request:
     task = Task(episode=number, group=number, prompt=Prompt(token_ids=(5,)))
-    return Request(client=client, task=task, put=lambda event: None, num_tokens=1)
+    return Request(client=client, task=task, put=lambda event: None)
 
 
 def test_clients_take_turns_whatever_the_number_of_their_requests():
@@ -114,9 +117,7 @@ class Asked:
             limits=Limits(max_turn_tokens=count),
             sampling=COLD,
         )
-        self.request = Request(
-            client=f"client {number % 3}", task=task, put=self.events.put, num_tokens=length
-        )
+        self.request = Request(client=f"client {number % 3}", task=task, put=self.events.put)
 
     def rounds(self) -> list:
         """The tokens of each round, up to the end; raises what ended it otherwise."""
@@ -398,6 +399,26 @@ def test_an_error_of_the_devices_ends_all_requests(capfd):
         assert late.value.code == grpc.StatusCode.INTERNAL
     assert until(lambda: threading.active_count() <= threads)
     assert "the server cannot go on:" in capfd.readouterr().err
+
+
+def test_a_request_that_begins_when_the_server_has_closed_is_refused():
+    """As one whose streamed answer was begun just before."""
+    driver, refusal = (
+        Driver(served(), policy(served())),
+        RequestError(grpc.StatusCode.UNAVAILABLE, ""),
+    )
+
+    async def ask_late() -> None:
+        service = Service(driver, cast(Any, None), max_waiting=4, max_waiting_per_client=4)
+        name = service.enter("client")
+        reply = service.reply(name, [5], 4, RequestOptions(sampling=COLD), is_text=False)
+        service.close(refusal)
+        async with contextlib.aclosing(reply.pieces()) as pieces, asyncio.timeout(10):
+            await anext(pieces)
+
+    with pytest.raises(RequestError) as late:
+        asyncio.run(ask_late())
+    assert late.value is refusal and len(driver._queue) == 0
 
 
 # JetStream's messages.

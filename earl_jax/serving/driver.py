@@ -41,14 +41,13 @@ Event = NewTokens | RequestError | None
 class Request:
     """A request of a client: its task, and what comes of it.
 
-    `put` takes its events, in the thread that `Driver.start` names. `num_tokens` are those of the
-    prompt and of the reply so far. `ticket` is that of its task once this plays.
+    `put` takes its events, in the thread that `Driver.start` names. `ticket` is that of its task
+    once this plays.
     """
 
     client: str
     task: Task
     put: Callable[[Event], Any]
-    num_tokens: int
     ticket: int | None = None
 
 
@@ -244,7 +243,6 @@ class Driver:
         request = self._playing.get(ticket)
         # None: the prompt of `warm_up`.
         if request is not None:
-            request.num_tokens += len(tokens.token_ids)
             self._events.append((request, tokens))
 
 

@@ -133,8 +133,6 @@ class Service:
     ) -> Reply:
         """Places a request that has entered. Raises RequestError for ids that do not fit."""
         check_ids(ids, max_tokens, self.limits)
-        if self.closed:
-            raise self.closed
         tokens = self._tokens(name, ids, max_tokens, options)
         ends = self._tokenizer.ends
         return Reply(tokens, max_tokens, options, self.decode, ends, is_text=is_text)
@@ -143,12 +141,14 @@ class Service:
         self, name: str, ids: Sequence[int], max_tokens: int, options: RequestOptions
     ) -> AsyncIterator[Sequence[Token]]:
         """Yields the tokens of each round."""
+        # Here and not before: what is given to the driver behind `close` nobody would end.
+        if self.closed:
+            raise self.closed
         events: asyncio.Queue[Event] = asyncio.Queue()
         request = self._placed[name] = Request(
             client=self._open[name],
             task=_task(next(self._numbers), ids, max_tokens, options),
             put=events.put_nowait,
-            num_tokens=len(ids),
         )
         self._driver.submit(request)
         while (event := await events.get()) is not None:
