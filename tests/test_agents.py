@@ -83,10 +83,11 @@ def ask(base_url, endpoint, **fields):
     return http_client.ask(f"http://{address}", f"/{path}/{endpoint}", **fields)
 
 
-def pay(base_url, reward):
+def pay(base_url, reward, **fields):
     """The status of the answer to a reward that is posted."""
     address, _, path = base_url.removeprefix("http://").partition("/")
-    status, _ = http_client.send(f"http://{address}", f"/{path}/reward", {"reward": reward})
+    body = {"reward": reward, **fields}
+    status, _ = http_client.send(f"http://{address}", f"/{path}/reward", body)
     return status
 
 
@@ -246,20 +247,36 @@ def test_a_reply_is_paid_before_the_next_request(monkeypatch):
     assert (step.reward, end.reward) == (0.75, 1.5)
 
 
+def test_a_reply_is_paid_by_the_id_of_its_answer(monkeypatch):
+    def agent(base_url):
+        ids = [whole(base_url, [user(text)])["id"] for text in "ab"]
+        statuses = [pay(base_url, 0.5, id=each) for each in (*ids, ids[0], "chatcmpl-7.0", 5)]
+        assert statuses == [200, 200, 200, 400, 400] and len({*ids}) == 2
+        response = ask(base_url, "responses", input="c")
+        assert [pay(base_url, 0.25), pay(base_url, 2, id=response["id"])] == [200, 200]
+        return 1
+
+    _, second, third, end = play(agent, ["x", "y", "z"], monkeypatch)
+    first, later = f"{second.conversation}.0", f"{third.conversation}.0"
+    assert (third.reward, third.reply_rewards) == (0.0, {"0.0": 1.0, first: 0.5})
+    assert (end.reward, end.reply_rewards) == (1.25, {later: 2.0})
+
+
+@pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("beside", [False, True])
-def test_a_replay_takes_a_reward_with_the_same_request_as_the_run(monkeypatch, beside):
+def test_a_replay_takes_a_reward_with_the_same_request_as_the_run(monkeypatch, beside, named):
     """It was posted before that, or beside its reply; in the replay it is the other way round."""
 
     def played(beside, names=None):
         def agent(base_url):
-            chat(base_url, [user("a")])
+            answer = whole(base_url, [user("a")])
             other = threading.Thread(target=chat, args=(base_url, [user("b")]))
             if beside:
                 other.start()
                 # In the replay it is taken with the reward.
                 while not (session._waiting if names else session._taken):
                     time.sleep(0.001)
-            assert pay(base_url, 0.5) == 200
+            assert pay(base_url, 0.5, **({"id": answer["id"]} if named else {})) == 200
             paid.set()
             if not beside:
                 other.start()
@@ -272,7 +289,8 @@ def test_a_replay_takes_a_reward_with_the_same_request_as_the_run(monkeypatch, b
             if beside:
                 await asyncio.to_thread(paid.wait, 10)
             end = await environment.step("y")
-            return [start.request, step.request], step.reward, end.reward
+            rewards = (each.reward + sum(each.reply_rewards.values()) for each in (step, end))
+            return [start.request, step.request], *rewards
 
         monkeypatch.setattr("tests.support.agents.agent", agent)
         environment = Agent(agent="tests.support.agents:agent")
@@ -666,6 +684,38 @@ def test_requests_at_the_same_time_are_conversations_of_one_episode(number, sett
         assert sorted(len(turns) for turns in found.values()) == [2, 4, 4, 4]
         assert all(turns[2].token_ids == ids for turns in found.values() if len(turns) == 4)
     episodes.check_rows(rollout, number)
+
+
+def pays_each(base_url, seed):
+    """Three agents ask at once and go on; each pays its replies as they come, the first last."""
+
+    def speak(number):
+        talk, ids = [user(f"{seed}{number}?")], []
+        for _ in range(2):
+            answer = whole(base_url, talk)
+            ids.append(answer["id"])
+            talk += [answer["choices"][0]["message"], user("and?")]
+        for turn in (1, 0):
+            assert pay(base_url, 10 * number + turn, id=ids[turn]) == 200
+
+    threads = [threading.Thread(target=speak, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return 0.0
+
+
+def test_each_of_the_replies_at_the_same_time_has_its_own_reward():
+    rollout = collect_agents(pays_each, 12)
+    for trajectory in rollout.trajectories:
+        assert trajectory.stop_reason == "answered", trajectory.detail
+        rewards = trajectory.turn_rewards
+        assert sorted(rewards) == [0, 1, 10, 11, 20, 21]
+        assert [reward % 10 for reward in rewards] == [0, 1] * 3
+        for turn, reward in zip(trajectory.turns[::4], rewards[::2], strict=True):
+            assert turn.text == f"{100 + trajectory.episode}{int(reward) // 10}?"
+    episodes.check_rows(rollout, 12)
 
 
 async def gathers(base_url, seed):

@@ -144,6 +144,8 @@ def end(**given) -> StepResult:
         (step(side_rewards=1), "must be a mapping; got 1"),
         (step(side_rewards={1: 1.0}), "a role in StepResult.side_rewards must be a str"),
         (step(side_rewards={"o": float("inf")}), r"rewards\[.o.\] must be a number from .* inf"),
+        (step(reply_rewards={"7": 1.0}), "the name '7'; it must be such as '7.1'"),
+        (step(reply_rewards={"7.1": "1"}), r"reply_rewards\['7.1'\] must be a number; got '1'"),
         (step(messages=("hi",)), "must hold Message"),
     ],
 )

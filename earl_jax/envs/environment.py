@@ -8,6 +8,7 @@ import json
 import math
 import numbers
 import random
+import re
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -111,6 +112,8 @@ class StepResult:
     is for, "" for the one that replied. A side's context holds the messages for it and its own
     replies, of the other sides nothing. `side_rewards` are rewards by role of sides that did not
     reply now, each for the newest reply of its side; that of a side without a reply is no one's.
+    `reply_rewards` are rewards of any replies by their names: "7.1" is the second reply of
+    conversation 7. That of a reply that the episode does not have is no one's.
 
     `metrics` are numbers by name that are logged as means over episodes. Those of a step replace
     those of the same names before it, `Start.metrics` first; a mean is over the episodes that have
@@ -137,6 +140,7 @@ class StepResult:
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     role: str = ""
     side_rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    reply_rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
     new_context: bool = False
     tools: tuple[Mapping[str, Any], ...] = ()
     conversation: int = 0
@@ -289,13 +293,14 @@ def check_step(result: object) -> StepResult:
     _check_text("StepResult.role", result.role)
     _check_text("StepResult.request", result.request)
     _check_reward("StepResult.reward", result.reward)
-    if not isinstance(result.side_rewards, Mapping):
+    _check_rewards("StepResult.side_rewards", "role", result.side_rewards)
+    _check_rewards("StepResult.reply_rewards", "name", result.reply_rewards)
+    strange = [name for name in result.reply_rewards if not re.fullmatch(r"[0-9]+\.[0-9]+", name)]
+    if strange:
         raise InputError(
-            f"StepResult.side_rewards must be a mapping; got {_brief(result.side_rewards)}"
+            f"StepResult.reply_rewards has the name {_brief(strange[0])}; it must be such as "
+            "'7.1', the second reply of conversation 7"
         )
-    for role, reward in result.side_rewards.items():
-        _check_text("a role in StepResult.side_rewards", role)
-        _check_reward(f"StepResult.side_rewards[{role!r}]", reward)
     if result.done != bool(result.stop_reason):
         raise InputError(
             f"StepResult.stop_reason must be given exactly if done; got done={result.done}, "
@@ -354,6 +359,14 @@ def _check_reward(name: str, reward: float) -> None:
         raise InputError(
             f"{name} must be a number from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}; got {reward}"
         )
+
+
+def _check_rewards(name: str, key: str, rewards: Mapping[str, float]) -> None:
+    if not isinstance(rewards, Mapping):
+        raise InputError(f"{name} must be a mapping; got {_brief(rewards)}")
+    for each, reward in rewards.items():
+        _check_text(f"a {key} in {name}", each)
+        _check_reward(f"{name}[{each!r}]", reward)
 
 
 def _check_tools(name: str, result: Start | StepResult) -> None:

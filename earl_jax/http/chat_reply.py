@@ -10,7 +10,8 @@ class ChatReply:
     """A reply that comes whole or in chunks: its text, then its calls.
 
     Text that follows calls goes before them, and blank text beside calls is none: so a streamed
-    reply has the parts of a whole one. `facts` are what the answer says of itself.
+    reply has the parts of a whole one. `facts` are what the answer says of itself, `id` is its own
+    without the prefix.
     """
 
     def __init__(self) -> None:
@@ -20,11 +21,13 @@ class ChatReply:
         self.finish_reason, self.stop = "stop", None
         self.usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
         self.facts: dict[str, Any] = {}
+        self.id = ""
 
     def push(self, chunk: Mapping[str, Any]) -> str:
         """Takes a chunk, or a whole answer. Returns the text that is new."""
         names = ("created", "model", "policy_version")
         self.facts = {name: chunk[name] for name in names if name in chunk}
+        self.id = chunk["id"].removeprefix("chatcmpl-")
         self.usage = chunk.get("usage") or self.usage
         text = self._blank
         for choice in chunk["choices"]:

@@ -3,7 +3,6 @@
 """Anthropic's /v1/messages, translated to and from chat completions."""
 
 import json
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -130,7 +129,7 @@ class Messages:
     def _message(self) -> dict[str, Any]:
         """Returns the message before the reply. The tokens of its prompt are counted at the end."""
         facts = {k: v for k, v in self._reply.facts.items() if k != "created"}
-        head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", **facts}
+        head = {"id": f"msg_{self._reply.id}", "type": "message", "role": "assistant", **facts}
         stop = {"stop_reason": None, "stop_sequence": None}
         return {**head, "content": [], **stop, "usage": self._usage()}
 

@@ -43,7 +43,7 @@ class Responses:
         """Begins before the request is read."""
         self._given: dict[str, Any] = {}
         self._reply = ChatReply()
-        self._id, self._message_id = _new_id("resp"), _new_id("msg")
+        self._message_id = _new_id("msg")
         # Of the next event.
         self._number = 0
 
@@ -177,7 +177,7 @@ class Responses:
         }
         echoed = ("instructions", "max_output_tokens", "temperature", "top_p", "user")
         return {
-            "id": self._id,
+            "id": f"resp_{self._reply.id}",
             "object": "response",
             "created_at": facts.pop("created", None),
             "status": status,

@@ -260,7 +260,7 @@ def take_answer(
         # `Branches`; asking for the protocol would take 7 us.
         episode.branches = episode.parent is None and hasattr(answer.environment, "branch")
     else:
-        episode.add_rewards(result.reward, result.side_rewards)
+        episode.add_rewards(result.reward, result.side_rewards, result.reply_rewards)
         if result.done:
             return result.stop_reason, result.detail
         if answer.is_idle:

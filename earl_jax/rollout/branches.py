@@ -143,7 +143,7 @@ class Branches:
             place = len(episode.rewards)
             del episode.turns[2 * place :], episode.turn_roles[place:]
         else:
-            episode.add_rewards(0.0, {})
+            episode.add_rewards(0.0, {}, {})
         self._end_by_branch(slot, episode, end)
 
     def _end_by_branch(self, slot: int, episode: LiveEpisode, end: End) -> None:

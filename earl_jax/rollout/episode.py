@@ -251,8 +251,10 @@ class LiveEpisode:
             self.queue, self.again = _array(old.ids), num_ids
             self.rewinds, self.forks, self.detached = False, True, True
 
-    def add_rewards(self, reward: float, of_sides: Mapping[str, float]) -> None:
-        """Adds the reward of the newest turn, and those of the newest turns of other sides."""
+    def add_rewards(
+        self, reward: float, of_sides: Mapping[str, float], of_replies: Mapping[str, float]
+    ) -> None:
+        """Adds the reward of the newest turn, and those of other sides' newest and earlier ones."""
         if len(self.turns) == 2 * len(self.rewards):
             # It has one, for an agent that was given the reply without waiting.
             self.rewards[-1] += float(reward)
@@ -262,6 +264,12 @@ class LiveEpisode:
             turns = [turn for turn, side in enumerate(self.turn_roles) if side == role]
             if turns:
                 self.rewards[turns[-1]] += float(more)
+        for name, more in of_replies.items():
+            conversation, place = map(int, name.split("."))
+            said = enumerate(turn.conversation for turn in self.turns[1::2])
+            turns = [turn for turn, number in said if number == conversation]
+            if place < len(turns):
+                self.rewards[turns[place]] += float(more)
 
     # Branches.
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from earl_jax.envs.agents.conversations import Conversations, Taken
 from earl_jax.envs.agents.endpoint import endpoint_at
-from earl_jax.envs.agents.session import Asked, Reply, Session, digest_of, message_key
+from earl_jax.envs.agents.session import Asked, Paid, Reply, Session, digest_of, message_key
 from earl_jax.envs.environment import ASSISTANT, REPLIED, Message, Start, StepResult
 from earl_jax.envs.single_turn import Reward, answered
 from earl_jax.envs.text.conversation import Conversation
@@ -41,7 +41,7 @@ class Agent:
     reward, or a dict with it under "reward" and metrics; where config.tasks.reward is given, its
     answer as a text, which is paid by that `reward(answer, **row)`. That is for its last reply; it
     pays others by `{"reward": 0.5}` to `base_url` + "/reward", which is for the newest reply when
-    the next request is taken.
+    the next request is taken, or with an "id" for the reply of this id.
 
     A request that continues a conversation, the policy's reply included as it was sent, adds its
     new messages to the sample. Any other one, as of an agent that shortens its history, has other
@@ -145,8 +145,10 @@ class Agent:
         if not isinstance(taken, Taken):
             return await self._paid(taken())
         self._taken, begins = taken, taken.num_before == 0
+        reward, of_replies = _sums(taken.rewards)
         return StepResult(
-            reward=math.fsum(taken.rewards),
+            reward=reward,
+            reply_rewards=of_replies,
             done=False,
             messages=self.new_messages(taken),
             stop=taken.asked.stop,
@@ -170,8 +172,13 @@ class Agent:
             result, payer = self._pay(result), "the reward function (config.tasks.reward)"
         paid = answered(result, payer)
         end = paid if isinstance(paid, StepResult) else await paid
-        reward = end.reward + math.fsum(self._session.take_rewards())
-        return dataclasses.replace(end, reward=reward, metrics={**self._metrics, **end.metrics})
+        reward, of_replies = _sums(self._session.take_rewards())
+        return dataclasses.replace(
+            end,
+            reward=end.reward + reward,
+            reply_rewards=of_replies,
+            metrics={**self._metrics, **end.metrics},
+        )
 
     def claim(self) -> bool:
         """Takes the request that `next` returns, if one waits, of an agent that has not ended."""
@@ -233,9 +240,9 @@ class Agent:
         """Sends the policy's reply to a request, whose conversation may go on with it."""
         message = self._message_of(reply, taken)
         self._replies[message_key(message)] = reply
-        self._conversations.add(taken, message)
+        name = self._conversations.add(taken, message)
         context, tokens = counts
-        answer = Reply(message=message, context_tokens=context, reply_tokens=tokens)
+        answer = Reply(name=name, message=message, context_tokens=context, reply_tokens=tokens)
         self._session.answer(taken.asked, answer)
 
     def new_messages(self, taken: Taken) -> tuple[Message, ...]:
@@ -287,6 +294,15 @@ class _Branch:
     async def step(self, reply: str) -> StepResult:
         self._agent.answer(self._taken, reply, self._counts)
         return StepResult(reward=0.0, done=True, stop_reason=REPLIED)
+
+
+def _sums(paid: Sequence[Paid]) -> tuple[float, dict[str, float]]:
+    """Returns the rewards for the newest reply, added up, and those for others by their names."""
+    found = collections.defaultdict[str, list[float]](list)
+    for each in paid:
+        found[each.reply].append(each.reward)
+    sums = {name: math.fsum(rewards) for name, rewards in found.items()}
+    return sums.pop("", 0.0), sums
 
 
 def _call_id(taken: Taken, number: int) -> str:

@@ -2,12 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The conversations of an agent, found again by all that was said in them."""
 
+import collections
 import dataclasses
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from earl_jax.envs.agents.session import Asked, digest_of, message_key
+from earl_jax.envs.agents.session import Asked, Paid, digest_of, message_key
 from earl_jax.envs.environment import ASSISTANT
 
 
@@ -21,7 +22,7 @@ class Taken:
     asked: Asked
     conversation: int
     num_before: int
-    rewards: Sequence[float] = ()
+    rewards: Sequence[Paid] = ()
 
     @property
     def name(self) -> str:
@@ -29,7 +30,7 @@ class Taken:
 
         Example: "0f3a.7 0.5 2.0", with a longer digest.
         """
-        return " ".join([f"{self.asked.digest}.{self.conversation}", *map(repr, self.rewards)])
+        return " ".join([f"{self.asked.digest}.{self.conversation}", *map(str, self.rewards)])
 
 
 class Conversations:
@@ -44,6 +45,8 @@ class Conversations:
         self._numbers: set[int] = set()
         # By digest of all that was said, the reply last: the conversations that may go on there.
         self._open: dict[bytes, list[int]] = {}
+        # By conversation: how many replies it has.
+        self._num_replies: collections.Counter[int] = collections.Counter()
         self.num_taken = self.num_begun = 0
 
     def take(self, asked: Asked, name: str) -> Taken:
@@ -74,8 +77,11 @@ class Conversations:
             number = (number + 1) % 2**31
         return number
 
-    def add(self, taken: Taken, reply: Mapping[str, Any]) -> None:
-        """Adds the policy's reply, with which its conversation may go on."""
+    def add(self, taken: Taken, reply: Mapping[str, Any]) -> str:
+        """Adds the policy's reply, with which its conversation may go on. Returns its name."""
         digest = digest_of(message_key(reply).encode(), taken.asked.digests[-1])
         with self._lock:
+            number = self._num_replies[taken.conversation]
+            self._num_replies[taken.conversation] += 1
             self._open.setdefault(digest, []).append(taken.conversation)
+        return f"{taken.conversation}.{number}"

@@ -41,7 +41,8 @@ _LIMITS = HttpLimits(
 class AgentEndpoint:
     """A server of the conversations of `APIS`; `open` gives each session an address of its own.
 
-    /reward there pays the newest reply, {"reward": 0.5}, when the next request is taken.
+    /reward there pays the newest reply, {"reward": 0.5}, when the next request is taken, or with
+    an "id" the reply whose answer had it.
     Whatever `model` a request names, the run's policy answers, with the run's sampling. A request
     has one reply (`n`), without log-probs.
     """
@@ -121,12 +122,13 @@ class AgentEndpoint:
         await connection.send_json(200, {"object": "list", "data": [model]})
 
     async def _reward(self, session: Session, request: HttpRequest, connection: Connection) -> None:
-        reward: Any = read_object(request).get("reward")
+        given = read_object(request)
+        reward: Any = given.get("reward")
         if type(reward) not in (int, float) or not abs(reward) <= LARGEST_REWARD:
             raise HttpError(
                 400, f"reward is {reward!r:.80}; it must be a finite number of float32", "reward"
             )
-        session.pay(float(reward))
+        session.pay(float(reward), take(given, "id", str, ""))
         await connection.send_json(200, {"reward": reward})
 
     async def _chat(
@@ -196,7 +198,7 @@ class AgentEndpoint:
 async def _send(given: Mapping[str, Any], reply: Reply, connection: Connection, api: Api) -> None:
     """Sends a reply, as events where the request asks for a stream."""
     head = {
-        "id": f"chatcmpl-{secrets.token_hex(12)}",
+        "id": f"chatcmpl-{secrets.token_hex(12)}-{reply.name}",
         "created": int(time.time()),
         "model": given.get("model", "policy"),
     }

@@ -10,7 +10,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 from earl_jax.http.server import HttpError
 from earl_jax.settings.errors import InputError
@@ -20,8 +20,12 @@ _GONE = 410
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reply:
-    """The policy's reply: an assistant's message in OpenAI's form, and its numbers of tokens."""
+    """The policy's reply: an assistant's message in OpenAI's form, and its numbers of tokens.
 
+    `name` is that of `StepResult.reply_rewards`.
+    """
+
+    name: str
     message: Mapping[str, Any]
     context_tokens: int
     reply_tokens: int
@@ -63,9 +67,24 @@ def digest_of(text: bytes, before: bytes = b"") -> bytes:
     return hashlib.blake2b(before + text, digest_size=16).digest()
 
 
-def rewards_in(name: str) -> list[float]:
+class Paid(NamedTuple):
+    """A reward, and the name of the reply that it is for; "": the newest one.
+
+    In words "0.5@7.1", or "0.5".
+    """
+
+    reward: float
+    reply: str = ""
+
+    def __str__(self) -> str:
+        """Returns it in words."""
+        return f"{self.reward!r}@{self.reply}" if self.reply else repr(self.reward)
+
+
+def rewards_in(name: str) -> list[Paid]:
     """Returns the rewards in the name of a request (`Taken.name`)."""
-    return [float(each) for each in name.split()[1:]]
+    parts = (each.partition("@") for each in name.split()[1:])
+    return [Paid(float(reward), reply) for reward, _, reply in parts]
 
 
 def message_key(message: Mapping[str, Any]) -> str:
@@ -103,12 +122,13 @@ class Session:
         # The requests whose replies are sampled, and those whose clients went away without them.
         self._taken: list[Asked] = []
         self._lost: list[Asked] = []
-        self._num_answered = 0
+        # The names of the replies that were sent.
+        self._answered: set[str] = set()
         self._result: Callable[[], Any] | None = None
         self._closed = ""
         self._wakes: Future[None] | None = None
         # Rewards that the environment has not taken.
-        self._paid: list[float] = []
+        self._paid: list[Paid] = []
         self._on_close: Callable[[], Any] = lambda: None
 
     # Called by the endpoint.
@@ -137,13 +157,19 @@ class Session:
             elif asked not in self._lost and not self._closed:
                 self._lost.append(asked)
 
-    def pay(self, reward: float) -> None:
-        """Adds a reward, which `take_rewards` returns. Raises HttpError before the first reply."""
+    def pay(self, reward: float, reply_id: str = "") -> None:
+        """Adds a reward, which `take_rewards` returns: for the newest reply, or the one of this id.
+
+        An id ends with the name of its reply. Raises HttpError where there is no such reply yet.
+        """
         with self._lock:
             self._check_open()
-            if not self._num_answered:
+            name = reply_id.rpartition("-")[2]
+            if not self._answered:
                 raise HttpError(409, "there is no reply yet that could be paid")
-            self._paid.append(reward)
+            if reply_id and name not in self._answered:
+                raise HttpError(400, f"id is {reply_id!r:.80}, which no reply here has", "id")
+            self._paid.append(Paid(reward, name))
             self._wake()
 
     # Called by the agent's own thread or task.
@@ -201,11 +227,11 @@ class Session:
         with self._lock:
             if asked in self._taken:
                 self._taken.remove(asked)
-                self._num_answered += 1
+                self._answered.add(reply.name)
         if not asked.reply.done():
             asked.reply.set_result(reply)
 
-    def take_rewards(self, wanted: str | None = None) -> list[float]:
+    def take_rewards(self, wanted: str | None = None) -> list[Paid]:
         """Returns the rewards that came since the last call, in the order of their values.
 
         In a replay those in the name of the request that was `wanted`; None: all, at the end.
