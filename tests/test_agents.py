@@ -13,6 +13,7 @@ import random
 import re
 import threading
 import time
+import urllib.parse
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ import pytest
 from earl_jax.config import file as config_file
 from earl_jax.envs.agents.agent import Agent
 from earl_jax.envs.agents.endpoint import endpoint_at
+from earl_jax.envs.agents.session import Session
 from earl_jax.envs.environment import Message, StepResult, check_start, check_step
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.text.conversation import Conversation
@@ -474,6 +476,11 @@ def test_what_an_address_has_and_for_how_long(monkeypatch):
     ((address, path),) = urls
     status, body = http_client.send(address, f"{path}/models")
     assert (status, body["error"]["code"]) == (410, 410)
+
+
+def test_an_address_of_ipv6_is_in_brackets():
+    address = endpoint_at("::1", 0).open(Session()).removesuffix("/v1").rpartition("/")[0]
+    assert urllib.parse.urlsplit(address).hostname == "::1" and address.startswith("http://[::1]:")
 
 
 def fails(base_url):

@@ -56,7 +56,8 @@ class AgentEndpoint:
         server = HttpServer(self._handle, _LIMITS, error_body)
         started = asyncio.run_coroutine_threadsafe(server.start(host, port), self._loop)
         try:
-            self._address = f"http://{host}:{started.result()}"
+            name = f"[{host}]" if ":" in host else host
+            self._address = f"http://{name}:{started.result()}"
         except OSError as error:
             self._loop.call_soon_threadsafe(self._loop.stop)
             raise InputError(
