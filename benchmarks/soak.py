@@ -317,7 +317,7 @@ class Findings:
         assert max(gap.alone for gap in self.gaps if gap.whole) < MOST_GAP
         # Of another policy: a claim that can fail.
         assert max(gap.alone for gap in self.gaps if not gap.whole) > 1e-2
-        assert waits.overtaken < self.client.service.rows.num_places
+        assert waits.overtaken < self.client.service.rows.batch_size
         assert all(getattr(stats, name) for name in COUNTS), stats
         assert {*REASONS.values(), "environment_error"} < {*ended.values()}
         assert all(self.client.counts[name] for name in ("aborted", "keep", "recompute", "pauses"))

@@ -26,7 +26,7 @@ ROWS = Rows(data_shards=2, own=3, spare=2)
 
 def test_rows_are_divided_by_data_shard_with_spare_rows_last():
     assert make_rows(num_rows=6, num_slots=4, num_devices=2) == ROWS
-    assert (ROWS.total, ROWS.num_places) == (10, 6)
+    assert (ROWS.total, ROWS.batch_size) == (10, 6)
     assert [ROWS.own_row(task) for task in range(8)] == [0, 1, 2, 5, 6, 7, 0, 1]
     assert [ROWS.own_shard(task) for task in range(8)] == [0, 0, 0, 1, 1, 1, 0, 0]
     assert [*ROWS.of_shard(1)] == [5, 6, 7, 8, 9]
@@ -35,7 +35,7 @@ def test_rows_are_divided_by_data_shard_with_spare_rows_last():
 
 def test_each_batch_has_rows_of_its_own_in_the_data_shards_of_its_tasks():
     rows = make_rows(num_rows=6, num_slots=4, num_devices=2, batches=2)
-    assert rows == Rows(2, 3, 2, batches=2) and (rows.total, rows.num_places) == (16, 6)
+    assert rows == Rows(2, 3, 2, batches=2) and (rows.total, rows.batch_size) == (16, 6)
     assert [rows.own_row(task) for task in range(6)] == [0, 1, 2, 8, 9, 10]
     assert [rows.own_row(task) for task in range(6, 14)] == [3, 4, 5, 11, 12, 13, 0, 1]
     assert [rows.own_shard(task) for task in range(6, 14)] == [0, 0, 0, 1, 1, 1, 0, 0]
@@ -109,11 +109,11 @@ def test_a_task_begins_before_those_that_come_so_many_later():
         begun += tasks.assign([2]).values()
     assert sorted(begun) == list(range(18)), "two of them wait"
     late = [sum(other > task for other in begun[: begun.index(task)]) for task in range(18)]
-    assert max(late) < ROWS.num_places
+    assert max(late) < ROWS.batch_size
     assert all(
         begun.index(task) < begun.index(later)
         for task in range(18)
-        for later in range(task + ROWS.num_places, 18)
+        for later in range(task + ROWS.batch_size, 18)
     )
 
 

@@ -146,7 +146,7 @@ def test_prompts_are_not_taken_over_from_rows_that_held_ones_moved_to(pool):
 
 
 def test_waiting_is_bounded_and_groups_share_their_prompts(pool):
-    """A task comes each round; each begins before all that come `num_places` later."""
+    """A task comes each round; each begins before all that come `batch_size` later."""
     service, begun = open_small(pool), []
     todo = [
         dataclasses.replace(task, group=task.episode // 4, args={"seed": 4 * (task.episode // 4)})
@@ -158,7 +158,7 @@ def test_waiting_is_bounded_and_groups_share_their_prompts(pool):
         live = {episode.ticket for episode in service._slots if episode is not None}
         begun += sorted(live - set(begun))
         service.submit([todo.pop(0) for _ in range(2) if todo])
-    bound = service.rows.num_places + SLOTS
+    bound = service.rows.batch_size + SLOTS
     seen = {ticket: index for index, ticket in enumerate(begun)}
     assert len(seen) >= 50
     for ticket, later in itertools.combinations(sorted(seen), 2):
@@ -215,7 +215,7 @@ def test_none_waits_in_its_slot_while_those_behind_it_begin(pool):
         begun += sorted(set(playing) - set(begun))
     assert len(begun) > 50
     seen = {ticket: index for index, ticket in enumerate(begun)}
-    bound = service.rows.num_places + SLOTS
+    bound = service.rows.batch_size + SLOTS
     for ticket, later in itertools.combinations(sorted(seen), 2):
         assert later - ticket < bound or seen[ticket] < seen[later]
 

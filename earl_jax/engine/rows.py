@@ -17,11 +17,11 @@ NO_ROW = -1
 class Rows(NamedTuple):
     """The rows of each of `data_shards`: `own` ones for each batch, then `spare`, one a slot.
 
-    Tasks are numbered; task t has place t modulo `num_places`. The buffer has room for
-    `batches` of so many tasks. With one data shard there are no spare rows.
+    Tasks are numbered; task t is number t modulo `batch_size` of its batch. The buffer holds
+    `batches` of them. With one data shard there are no spare rows.
 
-    Example: Rows(2, 3, 2) are ten buffer rows. 0 1 2 and 5 6 7 are those of places 0 to 5; the
-    slots 0 1 and 2 3 have the spare rows 3 4 and 8 9 besides.
+    Example: Rows(2, 3, 2) are ten buffer rows. 0 1 2 and 5 6 7 are those of a batch's six tasks;
+    the slots 0 1 and 2 3 have the spare rows 3 4 and 8 9 besides.
     """
 
     data_shards: int
@@ -40,19 +40,19 @@ class Rows(NamedTuple):
         return self.data_shards * self.of_each
 
     @property
-    def num_places(self) -> int:
-        """The number of places: tasks of a batch."""
+    def batch_size(self) -> int:
+        """The number of tasks of a batch."""
         return self.data_shards * self.own
 
     def own_shard(self, task: int) -> int:
         """Returns the data shard of a task's own row."""
-        return task % self.num_places // self.own
+        return task % self.batch_size // self.own
 
     def own_row(self, task: int) -> int:
-        """Returns the buffer row of a task's place, in the rows of its batch."""
-        batch, place = divmod(task, self.num_places)
-        shard, place = divmod(place, self.own)
-        return shard * self.of_each + batch % self.batches * self.own + place
+        """Returns the buffer row of a task."""
+        batch, number = divmod(task, self.batch_size)
+        shard, row = divmod(number, self.own)
+        return shard * self.of_each + batch % self.batches * self.own + row
 
     def of_shard(self, shard: int) -> range:
         """Returns the buffer rows of a data shard."""

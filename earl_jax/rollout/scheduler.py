@@ -5,7 +5,7 @@
 Tasks are numbered as they are submitted. A task plays in its own data shard (engine/rows.py) if a
 slot is free there. Where none is, it takes a slot of any data shard that has one. So no slot is
 empty while a task waits. Waiting is bounded: a task begins before any that was submitted
-`Rows.num_places` tasks after it, or later.
+`Rows.batch_size` tasks after it, or later.
 
 With the order "longest" the tasks that are expected to be the longest begin first (StreamRL,
 arXiv 2504.15930, orders by a trained ranker). What is expected costs nothing: the lengths of tasks
@@ -159,7 +159,7 @@ class SlotScheduler:
         data shard with a free slot, which has read their prompt; then the last task of the longest
         queue, whose group begins the latest, goes to the data shard with the most free slots. The
         `crowded` slots, whose shards have episodes that wait for pages, take tasks of their own
-        shard alone. A task that would overtake one submitted `Rows.num_places` before it, or
+        shard alone. A task that would overtake one submitted `Rows.batch_size` before it, or
         earlier, lets that one go first.
         """
         taken: dict[int, int] = {}
@@ -189,7 +189,7 @@ class SlotScheduler:
     def _first(self, tasks: Collection[int]) -> int:
         """Returns the task of these, in the order of their numbers, that begins first.
 
-        "longest": of the `Rows.num_places` oldest, which are a step's, first those of which nothing
+        "longest": of the `Rows.batch_size` oldest, which are a step's, first those of which nothing
         is known, because only they tell how long others of their kind are; then the longest.
         """
         lengths = self._lengths
@@ -203,7 +203,7 @@ class SlotScheduler:
             kind = lengths.kind(task)
             if kind not in known:
                 known[kind] = lengths.expected(kind)
-            step, expected = task // self._rows.num_places, known[kind]
+            step, expected = task // self._rows.batch_size, known[kind]
             return step, expected is not None, -(expected or 0.0), task
 
         return min(tasks, key=key)
@@ -220,7 +220,7 @@ class SlotScheduler:
     def _take(self, shard: int, task: int) -> int:
         """Removes the task, or the oldest, from its queue; its group has begun in this shard."""
         oldest = min(next(iter(tasks)) for tasks in self._waiting if tasks)
-        task = oldest if task >= oldest + self._rows.num_places else task
+        task = oldest if task >= oldest + self._rows.batch_size else task
         group = self._waiting[self._rows.own_shard(task)][task]
         self._begun[shard][group] = None
         self._leave(task)

@@ -190,7 +190,7 @@ class RolloutService:
         """Queues tasks. Returns their tickets, which number the tasks of this service.
 
         They begin in the order of config.rollout.order in each data shard, and before any task with
-        a ticket that is greater by `rows.num_places` or more.
+        a ticket that is greater by `rows.batch_size` or more.
 
         Raises:
             ValueError: a task with impossible settings.
