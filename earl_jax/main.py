@@ -27,8 +27,7 @@ def train_command(arguments: Sequence[str]) -> int:
         given, name = given_config(flags.config, overrides)
         config, workdir = make_config(given, overrides), flags.workdir or Path("runs") / name
     start_jax(config.devices.platform, config.devices.num_cpu_devices, config.distributed)
-    import jax
-
+    from earl_jax.launch.cluster import processes_only
     from earl_jax.launch.ending import end_together
     from earl_jax.launch.signals import StopSignals
     from earl_jax.preflight.preflight import check
@@ -54,7 +53,8 @@ def train_command(arguments: Sequence[str]) -> int:
     if status:
         # A launcher that sees the first status above 0 ends the processes that are still here.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if jax.process_index() > 0:
+    processes = processes_only(config.distributed.timeout_s)
+    if not processes.is_first:
         return status
     evaluation = end.evaluation
     # That of a run that was stopped is of a step on the way.
@@ -66,7 +66,7 @@ def train_command(arguments: Sequence[str]) -> int:
     elif end.stopped and flags.replay:
         print(f"{end.stopped}. A replay begins again: give it a new --workdir")
     elif end.stopped:
-        all_of_them = "on each host, with its own process_id: " if jax.process_count() > 1 else ""
+        all_of_them = "on each host, with its own process_id: " if processes.count > 1 else ""
         again = shlex.join(each for each in sys.orig_argv if each != "--restart")
         print(f"{end.stopped}. To go on: {all_of_them}{again}")
     else:

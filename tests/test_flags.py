@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import earl_jax
-from earl_jax import bench, evaluate, main, plan, view
+from earl_jax import bench, main, plan, view
 from earl_jax.config.config import Config
+from earl_jax.config.evaluate_flags import parse_flags
 from earl_jax.config.file import given_config, make_config
 from earl_jax.config.keys import algorithm_sections, all_keys, sections_of
 from earl_jax.evaluate import evaluate_command
@@ -195,7 +196,7 @@ def test_a_run_without_a_dataset_is_evaluated_on_the_rows_of_eval_path_alone(tmp
     flags = [f"--workdir={tmp_path}", "--config.env.name=single_turn"]
     flags += [f"--config.tasks.eval_path={tmp_path / 'rows.jsonl'}"]
     flags += ["--config.tasks.reward=earl_jax.envs.math_answer:correct"]
-    _, config = evaluate._parse(flags)
+    _, config = parse_flags(flags)
     assert config.tasks.source == "dataset" and config.tasks.path == config.tasks.eval_path
 
 

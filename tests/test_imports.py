@@ -31,6 +31,9 @@ LEVELS = (
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 # Stages share records, not each other; but serving is a client of the rollouts' scheduler.
+COMMANDS = ("main", "evaluate", "serve", "plan", "bench", "view")
+# Beside launch/: orbax is told which process reads, and a program runs where it has a device.
+OF_PROCESSES = {"train/checkpoint.py", "sharding/exchange.py"}
 STAGES = {"dispatch", "rollout", "serving", "train"}
 CLIENTS = {("serving", "rollout")}
 JETSTREAM_GATE = "earl_jax/serving/_jetstream.py"
@@ -101,6 +104,22 @@ def test_every_folder_and_module_has_a_level():
     assert names - {"__init__"} == LEVEL.keys()
     modules = [path for path in PACKAGE.glob("*.py") if path.name != "__init__.py"]
     assert len(modules) <= 10
+
+
+def test_commands_are_flags_and_an_exit_status():
+    lines = {name: len((PACKAGE / f"{name}.py").read_text().splitlines()) for name in COMMANDS}
+    assert max(lines.values()) <= 85, lines
+
+
+def test_launch_alone_knows_of_several_processes():
+    """The others ask a `Cluster`."""
+    words = re.compile(r"jax\.process_(index|count)|jax\.distributed\.|multihost_utils")
+    found = {
+        module.relative_to(PACKAGE).as_posix()
+        for module in MODULES
+        if words.search(module.read_text()) and module.relative_to(PACKAGE).parts[0] != "launch"
+    }
+    assert found == OF_PROCESSES
 
 
 def test_no_circle_of_imports():

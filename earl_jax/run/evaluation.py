@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from earl_jax.launch.cluster import Cluster
 from earl_jax.placement.held_out import held_out_loss
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import plans_kept, play_batches
@@ -17,6 +18,7 @@ from earl_jax.rollout.evaluation import summarize, why_no_means
 from earl_jax.run.build import Run
 from earl_jax.run.position import Position
 from earl_jax.selector.choose import BudgetTooSmall
+from earl_jax.telemetry.episodes import trajectory_lines
 from earl_jax.telemetry.recorder import Recorder
 from earl_jax.trajectory import Trajectory
 
@@ -61,6 +63,20 @@ def evaluate(
     found = summarize(outcomes, run.config.env.title, run.config.env.plural, samples)
     # First, because a line shows a few only; an environment's metric of that name gives way.
     return {**scored, **found, **scored}
+
+
+def add_lines(lines: list[str], cluster: Cluster, own: Sequence[Trajectory]) -> None:
+    """Adds the episodes that all processes have of a batch, in their order, to the first's lines.
+
+    Every process calls it, with its own.
+    """
+    keys = [(each.episode, each.role) for each in own]
+    given = list(zip(keys, trajectory_lines(own), strict=True))
+    parts = cluster.gather(given, "the episodes to write down", in_first=True)
+    if cluster.is_first:
+        # Processes that share an engine have the same ones.
+        found = {tuple(key): line for part in parts for key, line in part}
+        lines += [found[key] for key in sorted(found)]
 
 
 class LivePlayer(Protocol):

@@ -9,8 +9,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from earl_jax.config.config import Config
 from earl_jax.placement.compile_ahead import CompileAhead
 from earl_jax.placement.placement import Placement
@@ -84,7 +82,7 @@ class StepLog:
         # The first process may only play, and has no batch then.
         cluster = self.run.cluster
         first = cluster.train_devices[0].process_index
-        index = jax.process_index() if cluster.trains else first
+        index = cluster.index if cluster.trains else first
         name = f"skipped_step_{record.step:06d}.{index}"
         for number, batch in enumerate(record.batches if self.run.cluster.trains else ()):
             part = f".part_{number}" if number else ""
