@@ -48,7 +48,7 @@ REQUESTS_A_CLIENT = 16
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """When a request was sent, and when each token of its reply came, in seconds."""
+    """The seconds at which a request was sent, and at which each token of its reply came."""
 
     sent_s: float
     token_s: tuple[float, ...]

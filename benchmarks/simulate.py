@@ -320,7 +320,7 @@ def tasks_of(setup: Setup) -> Tasks:
 
 
 class Step(NamedTuple):
-    """When a step began, behind so many rounds, and its episodes."""
+    """A step: the time of its begin, the number of rounds before it, and its episodes."""
 
     begun_at: float
     round: int

@@ -297,7 +297,7 @@ class Client:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What a soak came to: its client, counts of the service, and the gaps of all tokens."""
+    """The findings of a soak: its client, counts of the service, and the gaps of all tokens."""
 
     client: Client
     stats: RolloutStats

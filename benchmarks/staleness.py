@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What staleness does to learning: the naive loss beside the decoupled one, with several seeds.
+"""Learning under staleness: the naive loss beside the decoupled one, with several seeds.
 
     uv run python -m benchmarks.staleness [--half] [--write]
 

@@ -71,7 +71,7 @@ class Panel:
 
     @property
     def seconds(self) -> float:
-        """When the last of them ends."""
+        """The end of the last span."""
         return max(span.end_s for span in self.spans)
 
 

@@ -126,7 +126,7 @@ class Trajectory:
 
     @functools.cached_property
     def turn_states(self) -> tuple[TurnState, ...]:
-        """What each of the policy's turns answers."""
+        """The state that each of the policy's turns answers."""
         states, message = list[TurnState](), b""
         histories: dict[str, Any] = collections.defaultdict(hashlib.blake2b)
         for turn in self.turns:

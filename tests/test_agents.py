@@ -1088,7 +1088,7 @@ def config_of_agents(agent, staleness, **more):
 @pytest.mark.slow
 @pytest.mark.parametrize(("agent", "requests"), [(takes_turns, 6.0), (gathers, 7.0)])
 def test_a_run_of_agents_is_replayed(tmp_path, agent, requests):
-    """Of two that take turns in one episode, whose row comes from the host; and of some at once."""
+    """Two take turns in one episode, whose row comes from the host; and some play at once."""
     first = tmp_path / "run"
     train(config_of_agents(agent, staleness=1), first)
     assert max(step["env"]["requests"] for step in steps_of(first)) == requests

@@ -277,7 +277,7 @@ def test_a_batch_without_tokens_changes_nothing_with_any_aggregation():
 
 
 def test_the_learning_rate_is_scaled_by_the_effective_sample_size():
-    """Of four tokens with ratios 1, 1 in one part and 1, 3 in another: 6^2 / 12 / 4 = 3/4.
+    """Four tokens have ratios 1, 1 in one part and 1, 3 in another: 6^2 / 12 / 4 = 3/4.
 
     The first step of Adam is one of the learning rate against the gradient's sign.
     """

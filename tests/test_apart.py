@@ -382,7 +382,7 @@ def test_groups_of_a_part_have_their_numbers_in_the_run():
 
 
 def check(num_rollout: int, *, processes: int = 3, **asynchrony) -> None:
-    """Of processes with two devices each."""
+    """Checks processes with two devices each."""
     cluster = cluster_of(0, num_rollout, processes)
     given = given_of(**{"asynchrony": {"max_staleness": 1, **asynchrony}})
     given["devices"] = {**given["devices"], "num_rollout": num_rollout}

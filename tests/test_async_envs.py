@@ -54,7 +54,7 @@ async def answer(value=1, wait_s=0.0):
 
 
 def test_a_thousand_environments_wait_at_once_in_one_thread(open_pool):
-    """What they come to is checked in the threads of the workers."""
+    """Their results are checked in the threads of the workers."""
     loops, workers, threads = set(), set(), []
     waiting, everybody = [], asyncio.Event()
 
@@ -116,7 +116,7 @@ def test_a_task_that_an_environment_makes_cannot_end_the_loop(open_pool):
 
 
 def test_a_coroutine_that_cancels_all_others_holds_up_no_call(open_pool):
-    """Those fail, whose coroutines have ended, and later ones go on."""
+    """Calls whose coroutines have ended fail, and later ones go on."""
 
     async def wait():
         begun.append(1)

@@ -354,7 +354,7 @@ def test_environments_that_hang_and_raise_hold_no_run_and_its_replay_fails_alike
 
 @pytest.mark.slow
 def test_a_run_may_go_on_synchronously_and_asynchronously_again(tmp_path):
-    """What was open before synchronous steps is over behind them; it is replayed as a whole."""
+    """Episodes open before synchronous steps are over behind them; all is replayed as a whole."""
     saved = {"checkpoint": {"every_steps": 1}}
     configs = [
         make_config(given_of(apart=False, staleness=staleness) | saved | {"num_steps": step})

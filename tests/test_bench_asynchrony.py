@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmark of asynchronous training makes of a run's metrics and events."""
+"""The figures that the benchmark of asynchronous training takes from metrics and events."""
 
 import json
 import math

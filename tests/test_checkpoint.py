@@ -172,7 +172,7 @@ def set_newest_aside(folder):
 
 
 def words_of(folder):
-    """What a damaged step 20 raises."""
+    """Returns the words of the error that a damaged step 20 raises."""
     with Checkpoints(folder, keep=2) as checkpoints:
         return failure(lambda: (checkpoints.position(20)["step"], restored(checkpoints, 20)))
 

@@ -317,7 +317,7 @@ TPU_AND_GPU = [("v5e:2x4", 0.7), ("h100:1x8", 0.9)]
     ("name", "least"), [pytest.param(*c, marks=need_compiler(c[0])) for c in TPU_AND_GPU]
 )
 def test_layers_inputs_leave_the_device_for_its_host(name, least):
-    """Those of 32 layers, of a row of 4,096 tokens: 64 MiB, of which a TPU gains 49."""
+    """A row of 4,096 tokens has inputs of 32 layers in 64 MiB, of which a TPU gains 49."""
     model = dataclasses.replace(FAMILIES["qwen3-8b"], num_layers=32)
     layout = make_layout(MeshShape(fsdp=8), make_topology(name).devices(), row_axes=TRAINING_ROWS)
     full, offload = (

@@ -60,7 +60,7 @@ def lowered_for(traced, platform):
 
 
 def mesh_words(shape: MeshShape) -> str:
-    """How the lowered program names its mesh."""
+    """Returns the lowered program's name of a mesh."""
     sizes = zip(MESH_AXES, shape, strict=True)
     return "[" + ", ".join(f'"{axis}"={size}' for axis, size in sizes) + "]"
 

@@ -254,7 +254,7 @@ DELIVERED = {
 
 
 def in_one_of_two() -> list[list]:
-    """What this process has of all of them."""
+    """Returns this process's part of all of them."""
     ordered = [order_over_processes(where) for where in ORDERED]
     return [ordered, [deliver_over_processes(*pair, 24) for pair in DELIVERED]]
 

@@ -486,7 +486,7 @@ def lose_one(how: str, lost: int, timeout_s: float, heartbeat_s: float) -> None:
 
 
 def losing_lines(arguments: str, host: str) -> list[tuple[str, ...]]:
-    """What Python does in two processes of `lose_one`."""
+    """Returns the lines of Python that two processes of `lose_one` run."""
     program = f"import test_distributed; test_distributed.lose_one({arguments})"
     address = f"{host}:{free_port()}"
     return [("-c", program, address, str(index)) for index in range(2)]
@@ -566,7 +566,7 @@ def gather_words(lengths: list[list[int]]) -> list[list[int]]:
 
 
 def in_a_pair(folder: str) -> tuple[list[list[int]], list[int], list[str]]:
-    """What three tests ask of two processes."""
+    """Runs in two processes what three tests look at."""
     return (
         gather_words(LENGTHS),
         in_and_out(folder),
@@ -590,7 +590,7 @@ def planned(problem: Problem) -> list[str]:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """What each of the two processes found, and the folder of their export."""
+    """Returns the findings of each of the two processes, and the folder of their export."""
     folder = tmp_path_factory.mktemp("pair")
     results = RealProcesses(2, 2, "test_distributed:in_a_pair", str(folder)).results(250)
     return list(zip(*results, strict=True)), folder
@@ -767,7 +767,7 @@ def test_no_bit_depends_on_which_process_plays_what(tmp_path):
 
 @pytest.mark.slow
 def test_streams_an_average_and_a_teacher_are_those_of_one_process(one, tmp_path):
-    """Where one process plays, and evaluates the average that the other has, which trains."""
+    """One process plays, and evaluates the average that the other has, which trains."""
     settings = APART | {
         "reference_from": str(one),
         "algorithm_args.kl_coefficient": 0.1,
@@ -909,7 +909,7 @@ def spanning(mesh: str, train: str, num_devices: int, num: int) -> dict:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_processes_that_play_together_train_as_one_does(tmp_path):
-    """Of four processes two have each row shard, and all read all slots."""
+    """Two of four processes have each row shard, and all read all slots."""
     mesh, train = "data=2,tensor=4", "data=2,fsdp=4"
     given = spanning(mesh, train, 8, 4) | {"model.num_kv_heads": 4}
     runs = [

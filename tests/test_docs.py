@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The documentation says what the code does."""
 
+import ast
 import importlib.util
 import json
 import re
@@ -70,6 +71,18 @@ def test_every_page_is_in_the_navigation():
         r"(\S+\.md)$", (ROOT / "docs/site/mkdocs.yml").read_text(), re.MULTILINE
     )
     assert pages - set(navigation) == set()
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun_phrase():
+    riddle = re.compile(r"(What|Whether|Those|Of|Where|Who|Which|How|When)\b")
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = []
+    for folder in ("earl_jax", "benchmarks", "tests", "docs"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            nodes = ast.walk(ast.parse(path.read_text()))
+            texts = [ast.get_docstring(node) or "" for node in nodes if isinstance(node, kinds)]
+            found += [f"{path.name}: {text:.60}" for text in texts if riddle.match(text)]
+    assert found == []
 
 
 def test_readme_is_one_page():

@@ -13,7 +13,7 @@ from earl_jax.envs.games.kuhn_poker import KuhnPoker, kuhn_poker
 
 
 def payoff(cards: tuple[int, int], moves: str) -> float:
-    """What the first player wins, by the rules alone."""
+    """Returns the winnings of the first player, by the rules alone."""
     if moves == "10" or moves == "010":
         return 1.0 if moves == "10" else -1.0
     stake = 1.0 if moves == "00" else 2.0

@@ -87,7 +87,7 @@ def test_a_masked_policy_plays_no_illegal_move():
 
 
 def test_replies_that_are_masked_have_the_probabilities_of_their_tokens_among_those_allowed():
-    """Of 7 9, 7 8 and 6 9: 7 before 6 as 0.2 to 0.6, and 9 before 8 as 0.1 to 0.4 behind 7."""
+    """The replies are 7 9, 7 8, 6 9: 7 to 6 is 0.2 to 0.6, and behind 7, 9 to 8 is 0.1 to 0.4."""
     logs = [[math.log(value) for value in pair] for pair in ((0.2, 0.1), (0.2, 0.4), (0.6, 0.001))]
     found = masked_probabilities([(7, 9), (7, 8), (6, 9)], logs)
     assert found == pytest.approx([0.25 * 0.2, 0.25 * 0.8, 0.75])

@@ -167,7 +167,7 @@ def test_the_adapter_folder_is_what_peft_reads(name, tmp_path):
 
 
 def test_only_the_targets_are_written(tmp_path):
-    """Of a gate in one tensor with the queries nothing but zeros."""
+    """A gate in one tensor with the queries has nothing but zeros."""
     name = "qwen3_5"
     lora = dataclasses.replace(LORA, targets=("query", "down"))
     _, whole, folder = write_both(tmp_path, name, lora)

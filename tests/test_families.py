@@ -317,7 +317,7 @@ def gradients(name: str, mesh: MeshShape):
 @pytest.mark.slow_except("gpt_oss")
 @pytest.mark.parametrize("name", (*OWN_SETTINGS, "qwen3_5"))
 def test_gradients_are_finite_and_equal_on_a_mesh(name):
-    """Those of the other settings: test_context.py."""
+    """The other settings are in test_context.py."""
     loss, alone = gradients(name, MeshShape())
     sharded_loss, sharded = gradients(name, mixed(name))
     assert float(sharded_loss) == pytest.approx(float(loss), rel=1e-6)

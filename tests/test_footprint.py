@@ -159,7 +159,7 @@ def test_a_token_of_context_has_a_key_and_a_value_in_every_layer():
 
 
 def test_base_of_adapters_in_the_compute_type_is_not_copied():
-    """Of 128 numbers in fp32 there is a copy in bf16, and of those in bf16 none."""
+    """128 numbers in fp32 have a copy in bf16, those in bf16 none."""
     base = Parameter("up", (2, 8, 8), "LDF", 4)
     sizes = dataclasses.replace(SIZES, compute_bytes=2, frozen=(base,))
     wide = train_footprint(sizes, WORK, D1, 12, "gpu")

@@ -299,7 +299,7 @@ def test_weights_that_cannot_be_taken_over(finished, tmp_path, source, overrides
 
 @pytest.mark.slow
 def test_weights_of_a_checkpoint_with_other_positions_are_an_error(tmp_path):
-    """Of the same shapes and tokenizer; found where the other run found it, or named."""
+    """It has the same shapes and tokenizer; it is found where the other run found it, or named."""
     folders = [tmp_path / name for name in ("theirs", "ours")]
     for folder in folders:
         shutil.copytree(ROOT / "tests/reference/qwen2_tied", folder)

@@ -374,7 +374,7 @@ CUSTOM_CALLS = {"splash": "tpu_custom_call", "tokamax": "mosaic_gpu", "triton": 
     ],
 )
 def test_a_training_step_compiles_with_the_kernel_of_the_platform(name, kernel):
-    """Of layers with a window and without."""
+    """The layers are one with a window and one without."""
     layout = make_layout(MeshShape(data=2, fsdp=2, tensor=4), make_topology(name).devices())
     model = dataclasses.replace(TINY, windows=(100, 0))
 

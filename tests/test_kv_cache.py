@@ -296,7 +296,7 @@ def test_the_kernel_for_gpus_is_our_attention_over_pages(
 
 
 def test_a_long_chunk_is_several_blocks_of_the_kernel_for_gpus(filled):
-    """Of 30 queries of three heads in two blocks of 64, the second begins within a query."""
+    """30 queries of three heads are two blocks of 64; the second begins within a query."""
     cache, _, _, cached = filled
     rng = np.random.default_rng(1)
     query = jnp.asarray(rng.normal(size=(ROWS, 30, 2, 3, 8)), jnp.float32)

@@ -361,7 +361,7 @@ def test_logs_are_the_last_lines_of_all_workers_and_those_of_worker_0_as_they_co
 
 
 def test_instance_group_that_lost_instances_is_deleted_and_created_as_a_whole(machine):
-    """What the stand-in lists says of none that it is RUNNING."""
+    """No instance in the stand-in's list is RUNNING."""
     done = machine.run("tpu_scripts/create.sh", *MIG, "--spot")
     assert done.returncode == 0, done.stderr
     calls = machine.calls("gcloud")

@@ -272,7 +272,7 @@ class Slots:
                 assert now == then[more - less :]
 
     def counted(self) -> np.ndarray:
-        """How many slots list each page."""
+        """Returns the number of slots that list each page."""
         counted = np.zeros(self.table.pool.total, int)
         for slot in range(NUM_SLOTS):
             np.add.at(counted, [page for own in self.pages(slot) for page in own], 1)

@@ -233,7 +233,7 @@ def test_states_of_slots_go_on_where_they_were(seed):
 
 
 def test_segments_of_a_packed_row_score_as_rows_of_their_own():
-    """Of 20, 1 and 19 tokens, with padding behind."""
+    """The segments have 20, 1 and 19 tokens, with padding behind."""
     name = "qwen3_5"
     model, layout = checkpoint(name).model, make_layout(MeshShape())
     tokens = reference(name)["tokens"][:1]

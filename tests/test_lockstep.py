@@ -212,7 +212,7 @@ def play_both() -> list[list]:
 
 @pytest.fixture(scope="module")
 def played():
-    """What each of two processes has of both, and this one alone."""
+    """Returns the episodes that each of two processes has of both, and this one's alone."""
     processes = Processes(2, 2, "test_lockstep:play_both")
     alone = json.loads(json.dumps(play_both()))
     return *processes.results(800), alone

@@ -403,7 +403,7 @@ def prints(bits: jax.Array) -> jax.Array:
 @pytest.mark.parametrize("bit", [15, 14, 0])
 @pytest.mark.parametrize("are_zeros", [False, True])
 def test_two_flips_of_one_bit_are_found_at_any_places(bit, are_zeros):
-    """Of signs too, which a sum of the bits times odd factors does not see."""
+    """Signs are among them, which a sum of the bits times odd factors does not see."""
     drawn = np.random.default_rng(bit).integers(0, 2**16, 48, np.uint16)
     bits_N = drawn * np.uint16(not are_zeros)
     flips_PN = np.zeros((48 * 47 // 2, 48), np.uint16)

@@ -349,7 +349,7 @@ def test_the_proximal_policy_of_a_first_update_is_the_policy_itself():
 
 
 def test_the_proximal_policy_interpolated_by_hand():
-    """Of three tokens that the last, the second last and the fourth last update's policy sampled.
+    """Three tokens were sampled by the policies one, two and four updates ago.
 
     | lag | behaviour | policy | proximal | weight | ratio | advantage | loss |
     |---|---|---|---|---|---|---|---|

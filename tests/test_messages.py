@@ -38,7 +38,7 @@ def connected(count: int, *strangers: bytes) -> Iterator[list[list[Line]]]:
 
 
 def say(lines: list[list[Line]], number: int, words: str) -> list[str]:
-    """What a process hears when all say something; it ends where another one has."""
+    """Returns the messages of all to a process; ends where another process has ended."""
     own = json.dumps(words).encode()
     try:
         return json.loads(exchange_lines(lines[number], own, is_first=number == 0))

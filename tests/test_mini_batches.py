@@ -45,7 +45,7 @@ SETTINGS = {
 
 
 def test_every_episode_is_in_one_part_with_its_group():
-    """Of 13 groups of 2, one of which has no tokens, three parts get 4 each."""
+    """Three parts get 4 each of 13 groups of 2, one of which has no tokens."""
     groups = [index // 2 for index in range(26)]
     lengths = np.arange(1, 27, dtype=np.int32)
     lengths[[6, 7]] = 0

@@ -337,7 +337,7 @@ def decode(model, params, tokens, lengths, counts_of, full, tolerance):
 
 
 class Counts:
-    """How many tokens each row gets next: at most `width`, sometimes none."""
+    """Draws the number of tokens that each row gets next: at most `width`, sometimes none."""
 
     def __init__(self, width: int, seed: int):
         self.width, self._rng = width, np.random.default_rng(seed)

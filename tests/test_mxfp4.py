@@ -49,7 +49,7 @@ def test_a_block_by_hand():
 
 
 def test_numbers_are_those_of_transformers(stored):
-    """Of every byte, and of exponents from one end to the other."""
+    """Every byte is tried, with exponents from one end to the other."""
     values = unpack(stored["blocks"], stored["scales"]).swapaxes(1, 2)
     assert values.dtype == np.float32
     np.testing.assert_array_equal(values, stored["values"])

@@ -256,7 +256,7 @@ def test_norms_biases_and_embeddings_do_not_decay(name):
     ],
 )
 def test_adafactor_s_moments_and_their_axes(axes, row, column):
-    """Of a matrix of at least 128 by 128, one number a row and one a column, of every layer."""
+    """A matrix of at least 128 by 128 has a number a row and one a column, in every layer."""
     sizes = {"L": 130, "E": 3, "D": 129, "K": 2, "G": 3, "H": 64, "F": 131, "V": 150, "R": 8}
     specs = specs_of(sizes, p=axes)
     optimizer = make_optimizer(TrainConfig(optimizer="adafactor"), specs)

@@ -576,7 +576,7 @@ def test_an_epoch_has_each_row_once_and_its_order_is_that_of_the_step(tmp_path):
 
 
 def test_the_best_of_some_samples_is_that_of_all_their_choices():
-    """Of four, one or two of which are right: pass@2 is 1 - C(wrong, 2) / C(4, 2)."""
+    """One or two of four are right: pass@2 is 1 - C(wrong, 2) / C(4, 2)."""
     right = np.array([[0, 1, 0, 1], [0, 0, 0, 1.0]])
     assert best_of(right, 1) == right.mean() and best_of(right, 4) == 1.0
     assert best_of(right, 2) == pytest.approx((5 / 6 + 1 / 2) / 2)

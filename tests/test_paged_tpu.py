@@ -136,7 +136,7 @@ def test_the_list_of_work_is_what_is_there():
 
 
 def test_each_block_of_queries_reads_up_to_its_own_last_query():
-    """Of 20 queries of two heads in blocks of 16, eight at a time: up to 8, 16, and 18 that count.
+    """20 queries of two heads are in blocks of 16, eight at a time: up to 8, 16, and 18 that count.
 
     With three tokens before them and pages of four these are 3, 5 and 6 pages.
     """

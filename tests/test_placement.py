@@ -79,7 +79,7 @@ def on_host(tree):
 
 
 def test_a_backup_is_made_where_the_hosts_memory_holds_one(world):
-    """Of the state once, though all eight devices of data=8 have it, and of preempted episodes."""
+    """It has the state once, though all eight devices of data=8 do, and preempted episodes."""
     first = world.learner.init_state(D8)
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(first) if leaf.ndim)
     for missing in (0, 1):

@@ -132,7 +132,7 @@ def test_bytes_rise_with_the_context_and_a_mesh_that_does_not_fit_is_left():
 
 
 def test_layers_inputs_are_in_host_memory_where_nothing_else_fits_and_the_hosts_hold_them():
-    """Of one row of 128K tokens, of 32 layers of 4,096 numbers in bf16: 32 GiB a device."""
+    """One row of 128K tokens, with 32 layers of 4,096 numbers in bf16, takes 32 GiB a device."""
     problem = problem_on(
         "h100:1x8",
         *("model.preset=llama3.1-8b", BF16, "selector.train_meshes=('data=1,fsdp=8',)"),
@@ -383,7 +383,7 @@ def test_a_plan_and_a_run_make_the_same_decisions(topology, processes, seed):
 
 
 def test_a_run_takes_no_more_host_memory_than_there_is():
-    """Of a data sheet 250 GB for each GPU of a host; its own size if that is less."""
+    """A data sheet gives 250 GB for each GPU of a host; its own size counts if that is less."""
     card = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA GeForce RTX 4090")
     for number, hosts, host_bytes, held in (
         (2, 1, 64 * 10**9, 64 * 10**9),

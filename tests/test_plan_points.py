@@ -105,7 +105,7 @@ def stored_points() -> tuple[benchmark.Point, ...]:
 
 
 def chip_programs() -> Iterator[Program]:
-    """Those for TPUs and GPUs, in bf16."""
+    """Returns the programs for TPUs and GPUs, in bf16."""
     for point in stored_points():
         computed = round(benchmark.predicted_gib(point) * GIB)
         yield Program(str(point), computed, point.together * GIB, 0.005 * GIB)

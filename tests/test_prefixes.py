@@ -88,7 +88,7 @@ def test_a_wait_ends_though_the_prompt_that_ended_before_its_own_is_gone(index):
 
 
 def test_slots_that_wait_alike_are_told_alike(index):
-    """Of a row shard: what one has found holds for the others, until something happens."""
+    """Slots of a row shard share what one of them found, until something happens."""
     prompt = [*SYSTEM, 30, 31, 32, 33, 34]
     index.begin(1, prompt, index.find(1, prompt))
     assert index.find(2, prompt) is None and index.find(0, list(prompt)) is None

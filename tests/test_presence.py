@@ -53,7 +53,7 @@ def test_a_process_that_ends_is_blamed_only_if_it_failed_itself():
 
 
 def presences(number: int) -> list[Presence]:
-    """Those of all processes, which know each other."""
+    """Returns the presences of all processes, which know each other."""
     every = [Presence(HERE) for _ in range(number)]
     places = [Place(index, "host", HERE, one.port) for index, one in enumerate(every)]
     for index, one in enumerate(every):

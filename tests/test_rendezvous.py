@@ -42,12 +42,12 @@ def test_what_is_wrong_with_the_members(members, words):
 
 
 def comes(port: int, own: Member, timeout_s: float = 20.0, others_end_s: float = 10.0):
-    """What a process other than 0 is told."""
+    """Returns the answer to a process other than 0."""
     return join("127.0.0.1", port, own, timeout_s=timeout_s, others_end_s=others_end_s)
 
 
 def meet(*others: tuple[int, int], num: int, timeout_s: float = 20.0, noise: bytes = b""):
-    """What process 0 returns or raises, and what the others of (process_id, num_processes) do."""
+    """Returns the results or errors of process 0 and of the others (process_id, num_processes)."""
     port = free_port()
     with ThreadPoolExecutor(len(others) + 1) as pool:
         ends = [

@@ -49,7 +49,7 @@ def test_idle_slot_counts_as_a_row_of_every_step_of_its_device(outputs, shards, 
 
 
 def test_load_says_how_many_tokens_episodes_read_for_each_that_they_sampled():
-    """Of 9 and 21 tokens 4 and 8 were sampled: 18 were read, 1.5 for each."""
+    """4 of 9 and 8 of 21 tokens were sampled: 18 were read, 1.5 for each."""
     short = make_outcome()
     long = dataclasses.replace(short, num_tokens=21, num_policy_tokens=8)
     failed = dataclasses.replace(short, num_tokens=0, num_policy_tokens=0)

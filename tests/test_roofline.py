@@ -315,7 +315,7 @@ def test_int8_on_gpus_saves_less_time_than_bytes():
 
 
 def test_a_kernel_that_reads_pages_in_place_reads_live_rows_once_and_waits_for_no_loop():
-    """Of eight slots with one live, weights and one row; without the axis that cuts pages only."""
+    """Eight slots with one live read weights and one row, where no axis cuts pages."""
     work = dataclasses.replace(WORK, num_slots=8, in_place_contexts=(1,))
     found = decode_s(H100, SIZES, work, D1, 8, 100, attended=1)
     cache = 100 * 2 * 8 * 4 * 2

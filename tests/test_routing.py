@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""How evenly routers spread tokens: by hand, on every mesh, and what the loss for it does."""
+"""The balance of routers: by hand, on every mesh, and the effect of the loss for it."""
 
 import dataclasses
 import functools

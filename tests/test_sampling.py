@@ -176,7 +176,7 @@ GRID = ((np.arange(1000) + 0.5) / 1000).astype(np.float32)
 
 
 def shares(settings: Sampling, probabilities: np.ndarray = PROBABILITIES) -> np.ndarray:
-    """How often each token comes, and that its log-prob says just that."""
+    """Returns the share of each token, and checks that its log-prob says just that."""
     logits = np.broadcast_to(np.log(probabilities).astype(np.float32), (1000, len(probabilities)))
     tokens, logprobs = _sample_rows(GRID, logits, sampling_rows(settings, 1000))
     found = np.bincount(tokens, minlength=len(probabilities)) / 1000

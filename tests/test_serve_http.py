@@ -291,7 +291,7 @@ def test_log_probs_are_those_of_grpc(server):
 
 
 def test_offsets_of_tokens_are_places_in_the_text_of_the_whole_reply():
-    """Of a character in two tokens, text that a stop string holds back, and a later part."""
+    """The reply has a character in two tokens, text that a stop string holds back, and more."""
     form = CompletionForm(lambda ids: bytes(ids).decode(errors="replace"))
     texts = ["a", "", "é", "", "xy", ""]
     tokens = [Token(byte, -1.0, -2.0) for byte in "aéxy!".encode()]

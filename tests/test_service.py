@@ -246,7 +246,7 @@ def test_an_aborted_task_frees_slot_pages_and_row(pool):
 
 
 def test_tokens_of_an_aborted_task_are_not_those_of_the_next_in_its_slot(pool):
-    """Which waits until another has read their prompt, while the slot is still in a turn."""
+    """The next one waits until another has read their prompt; the slot is still in a turn."""
 
     class Another(Talker):
         def start(self):

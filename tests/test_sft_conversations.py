@@ -278,7 +278,7 @@ FILES = sorted((ROOT / "configs").glob("*.py"))
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
 def test_two_overrides_make_a_run_on_conversations_of_any_config(file):
-    """What the file says of rollouts, rewards and further updates takes its default."""
+    """The file's settings of rollouts, rewards and further updates take their defaults."""
     supervised = ["algorithm=sft", "train.sft_path=x", "model.path=/here"]
     config = file_config(load_config_file(file), supervised[: 3 if "qwen" in file.stem else 2])
     train = config.train

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which process plays which episodes: each once, groups whole, as slots are free."""
+"""The shares of processes: each episode once, groups whole, as slots are free."""
 
 import dataclasses
 import json

@@ -209,7 +209,7 @@ def test_gradients_of_parts_are_computed_while_the_others_are_played():
 def test_episodes_that_are_trained_on_are_as_long_as_those_of_the_tasks_unless_some_are_dropped(
     rule,
 ):
-    """Of all steps of the run. Long episodes go through more than one update, and are dropped."""
+    """All steps count. Long episodes go through more than one update, and are dropped."""
     setup = dataclasses.replace(SMALL, groups=8, slots=16, num_steps=12)
     settings = AsynchronyConfig(max_staleness=1, rule=rule)
     found = run(setup, settings, "fifo", train_s=0.01, warm_up=0)

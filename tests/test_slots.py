@@ -486,7 +486,7 @@ def test_a_sample_begun_anew_stands_behind_the_pending_token_and_sees_nothing_be
 
 
 def test_a_pass_of_a_mixture_of_experts_has_as_many_tokens_as_keep_its_experts_busy():
-    """Of 128 experts a token goes to 8: 16 times 256 tokens. On CPUs 64."""
+    """A token goes to 8 of 128 experts: 16 times 256 tokens. On CPUs 64."""
     mixture = PRESETS["qwen3-30b-a3b"]
     assert (mixture.num_experts, mixture.experts_per_token) == (128, 8)
     assert append_tokens_for("gpu", mixture) == 16 * 256

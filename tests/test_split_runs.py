@@ -205,7 +205,7 @@ def check_moves() -> list[int]:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_live_episodes_go_on_with_the_same_tokens_on_other_devices():
-    """Of two processes each gives half of the devices, and its episodes stay with it."""
+    """Each of two processes gives half of the devices, and its episodes stay with it."""
     assert Processes(2, 4, "test_split_runs:check_moves").results(900) == [[0]] * 2
 
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which groups a step takes: by hand, and the real decisions driven over a simulated service."""
+"""Groups of a step: by hand, and the real decisions driven over a simulated service."""
 
 import collections
 import copy
@@ -79,7 +79,7 @@ def test_groups_beyond_the_bound():
 
 
 def test_groups_are_taken_again_where_too_few_are_finished():
-    """Of the open ones 6 finished before 4; 1 to 3 were used once, once and twice."""
+    """Group 6 finished before 4, and both are open; 1 to 3 were used once, once and twice."""
     groups = [Group(4, 0, 3), Group(5, 1, None), Group(6, 1, 1)]
     kept, uses = [Group(1, 0, 0), Group(2, 0, 2), Group(3, 0, 4)], {1: 1, 2: 1, 3: 2}
     choose = choose_with_reuse
@@ -263,7 +263,7 @@ class Driven:
     def take_part(
         self, groups: OpenGroups, service: SimulatedService, *, is_whole: bool
     ) -> list[int]:
-        """What a step takes: in parts, between which the trainer is busy, unless all is there."""
+        """Takes a step's groups, in parts unless all is there; the trainer is busy between them."""
         shape, taken, ready_at = self.shape, [], 0
         before = service.num_steps
         while left := shape.size - len(taken):
@@ -370,7 +370,7 @@ def shapes(draw) -> Shape:
 @given(shape=shapes())
 @settings(max_examples=50, deadline=None)
 def test_every_task_is_trained_on_once_within_the_bound_through_failures_and_kills(shape):
-    """Of any lengths, with hung, failed and slow episodes: it ends, and can be replayed."""
+    """A run of any lengths, with hung, failed and slow episodes, ends and can be replayed."""
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
         run = Driven(shape, Path(first))
         run.run()
@@ -689,7 +689,7 @@ def test_a_run_that_goes_on_trains_on_groups_again_that_it_plays_itself(tmp_path
 
 @pytest.mark.parametrize("killed", [12, 20])
 def test_players_with_groups_of_different_steps_go_on_with_the_same_tasks(tmp_path, killed):
-    """Of two players, a group a step each, the second one's first group takes the whole run.
+    """Two players have a group a step each; the second one's first takes the whole run.
 
     It is open where they go on, so that its step is the oldest, whose tasks the source gives first.
     """

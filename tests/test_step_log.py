@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of a run write into a line of metrics.jsonl together."""
+"""A line of metrics.jsonl that the processes of a run write together."""
 
 from earl_jax.run.step_log import of_all_processes
 

@@ -323,7 +323,7 @@ def slope_of_expectation(logits: jax.Array, loss) -> jax.Array:
     [("reward", "k1", "reverse"), ("loss", "k2", "reverse"), ("loss", "k3", "forward")],
 )
 def test_the_gradient_of_distillation_is_that_of_the_divergence(kl_in, estimator, direction):
-    """Of four tokens, all of which are enumerated; the divergences from their definitions."""
+    """All of four tokens are enumerated; the divergences are computed by their definitions."""
     logits, other = jnp.array([0.3, -1.2, 0.8, 0.1]), jnp.array([1.0, 0.2, -0.5, -0.4])
     teacher = jax.nn.log_softmax(other)
 

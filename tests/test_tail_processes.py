@@ -71,7 +71,7 @@ def placed(
 
 
 def take_steps(run: Run, placement: Placement, number: int = 1) -> dict[str, Any]:
-    """What this process has of so many steps: its episodes, its rows as they are sent, its tail."""
+    """Returns this process's part of so many steps: its episodes, rows as they are sent, tail."""
     position = first_position(run, placement)
     # The longest of recent episodes was as long as episodes may become.
     history = LoadHistory(steps=(load_of(TOKENS),))
@@ -137,7 +137,7 @@ def assert_same_steps(one: dict[str, Any], other: dict[str, Any], *, queue: bool
 
 
 def first_step_of(steps: dict[str, Any]) -> dict[str, Any]:
-    """Of two steps."""
+    """Returns the first of two steps."""
     num_rows = len(steps["rows"]) // 2
     return {**steps, "steps": steps["steps"][:1], "rows": steps["rows"][:num_rows]}
 
@@ -169,7 +169,7 @@ def steps_of_two() -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def two() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """What the first process has of these steps, and what the second one has."""
+    """Returns the first process's part of these steps, and the second one's."""
     first, second = Processes(2, 2, "test_tail_processes:steps_of_two").results(550)
     return {name: (first[name], second[name]) for name in first}
 
@@ -194,7 +194,7 @@ def test_each_process_moves_its_last_episodes_by_itself(two):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_rows_of_a_queue_are_in_order_whoever_moves(two):
-    """Which process plays what depends on time; the rows that come to the trainer do not."""
+    """The process that plays an episode depends on time; the trainer's rows do not."""
     first, second = two["queue"]
     for each in (first, second):
         for name in ("both", "second"):

@@ -209,7 +209,7 @@ def _tensorboard_events(folder):
 
 
 def recorded(workdir, lines, **given):
-    """What a recorder with these arguments shows while it writes the lines."""
+    """Returns the text that a recorder with these arguments shows while it writes the lines."""
     shown = io.StringIO()
     with Progress(1, shown) as progress:
         recorder = Recorder(workdir, progress, **given)

@@ -150,7 +150,7 @@ def check_tokens(found: jax.Array, places, expected: list, name: str) -> None:
 
 
 def test_the_file_has_what_torch_computes(monkeypatch):
-    """Where torch is installed, as by `uv run --with torch pytest tests/test_torch_losses.py`."""
+    """Needs torch, as by `uv run --with torch pytest tests/test_torch_losses.py`."""
     pytest.importorskip("torch")
     monkeypatch.syspath_prepend(ROOT / "tests/support")
     made = json.loads(json.dumps(importlib.import_module("torch_reference").numbers()))

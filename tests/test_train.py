@@ -278,7 +278,7 @@ CAP = 1.3
 
 
 def test_a_batch_is_scored_by_the_state_that_it_is_learnt_with():
-    """What the first update would find, which it then changes nothing."""
+    """The scores are those that the first update finds, which it then changes nothing."""
     layout, state = make_layout(ALL_AXES), first_state(ALL_AXES, IN_PARTS)
     batch = jax.device_put(make_batch(), layout.activations("NS"))
     scored = make_scorer(MODEL, IN_PARTS, layout, temperature=TEMPERATURE)(state, batch)

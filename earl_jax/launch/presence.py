@@ -29,7 +29,7 @@ _NAMED = 8
 
 
 class Place(NamedTuple):
-    """Where another process answers: its number, the host's name and address, and the port."""
+    """A process and where it answers: its number, the host's name and address, and the port."""
 
     index: int
     host: str

@@ -112,7 +112,7 @@ class StepUpdate:
 
     @property
     def num_epochs(self) -> int:
-        """How often each part is learnt from."""
+        """The number of times that each part is learnt from."""
         return 1 if self.sft else self.placement.stages.learner.config.epochs
 
     @property

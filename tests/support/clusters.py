@@ -31,7 +31,7 @@ def cluster_of(index: int, num_rollout: int = 0, count: int = 3) -> Cluster:
 
 
 class Meeting:
-    """What two threads gather, as two processes do."""
+    """Lets two threads gather as two processes do."""
 
     def __init__(self) -> None:
         self._values, self._barrier = [None, None], threading.Barrier(2, timeout=20)

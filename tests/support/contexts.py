@@ -95,7 +95,7 @@ class Recorder:
         return [*(token for turn in episode.turns for token in turn.token_ids), *episode.reply.ids]
 
     def check(self, ticket: int, trajectory: Trajectory) -> None:
-        """What the client was given is what was sampled, round by round."""
+        """Checks that the client was given what was sampled, round by round."""
         drawn = {}
         for reading in self.readings.get(ticket, ()):
             drawn |= reading.sampled
@@ -129,7 +129,7 @@ class Recorder:
 
 
 class Gap(NamedTuple):
-    """How far a token's log-prob is from that of a forward pass.
+    """The distance of a token's log-prob from that of a forward pass.
 
     `exact`: of one in which each position has the weights that wrote it. `alone`: of the trainer's,
     under the weights that drew the token. `whole`: one version wrote all of its context, so that

@@ -219,7 +219,7 @@ def most_open(events: list[dict]) -> int:
 
 
 def episodes_of(workdir) -> collections.Counter:
-    """How often each episode was trained on, by the lines of its trajectory."""
+    """Returns the number of times that each episode was trained on, by its trajectory's lines."""
     files = sorted((workdir / "trajectories").glob("*"))
     return collections.Counter(t["episode"] for file in files for t in read_trajectories(file))
 

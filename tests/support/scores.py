@@ -50,5 +50,5 @@ def gaps(trajectories, model: ModelConfig = MODEL) -> list[list[tuple[int, float
 
 
 def furthest(trajectories) -> float:
-    """How far off a token's log-prob is from that of the weights which its version names."""
+    """Returns the largest distance of a log-prob from that of the weights of its version."""
     return max(gap for own in gaps(trajectories) for _, gap in own)

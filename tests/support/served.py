@@ -75,7 +75,7 @@ class Server:
 
     @property
     def errors(self) -> str:
-        """What it has written to stderr."""
+        """The text that it has written to stderr."""
         return self.process.said()[1]
 
     def end(self, number: int = signal.SIGTERM) -> int:
@@ -141,7 +141,7 @@ def scores_of(call) -> list[dict[str, float]]:
 
 
 def refusal(call) -> tuple[grpc.StatusCode, str]:
-    """How a call that must fail does."""
+    """Returns the error of a call that must fail."""
     with pytest.raises(grpc.RpcError) as caught:
         list(call)
     return caught.value.code(), caught.value.details()

@@ -221,7 +221,7 @@ class Stock:
 
 
 class Log:
-    """What happens after an outage is written down."""
+    """Writes down what happens after an outage."""
 
     done: ClassVar[list[str]] = []
 

@@ -70,7 +70,7 @@ def _num_bytes(letters: str, bits: str, sizes: str) -> int:
 
 
 def _group_size(rest: str, num_devices: int) -> int:
-    """How many devices take part in one of the collective's groups, which are of one size."""
+    """Returns the number of devices in each of the collective's groups, which are of one size."""
     if counted := _COUNTED.search(rest):
         return int(counted[1].split(",")[-1])
     if named := _MESH.search(rest):

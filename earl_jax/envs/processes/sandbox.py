@@ -35,7 +35,7 @@ _SIGNALS = {int(each): each.name for each in signal.Signals}
 
 
 class Limits(NamedTuple):
-    """What a program may use: seconds of the processor, bytes of memory, and bytes that it prints.
+    """Limits of a program: seconds of the processor, bytes of memory, and bytes that it prints.
 
     It may take four times the seconds in all, so that a busy machine makes no difference.
     """
@@ -46,9 +46,9 @@ class Limits(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What a program printed, its traceback included, and True if it came to its end.
+    """The end of a program: its output, traceback included, and True if it came to its own end.
 
-    `ended` says why it was ended before, if it was.
+    `ended` says why it was ended before that, "" if it was not.
     """
 
     output: str

@@ -49,7 +49,7 @@ class Mixed(NamedTuple):
 
 @struct.dataclass(frozen=True, kw_only=True)
 class LinearState:
-    """What slots keep of a layer: states f32 BKGHO, and the last I - 1 inputs of the convolution.
+    """Slots' states of a layer, f32 BKGHO, and the last I - 1 inputs of the convolution.
 
     These are BIKH, BIKH and BIKGO, in the compute type.
     """

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What all kinds of layers share: their records, the norm, and the rotation of heads."""
+"""Parts of all kinds of layers: their records, the norm, and the rotation of heads."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -87,7 +87,7 @@ def rotate(
 
 
 class Parts(NamedTuple):
-    """What a layer computes with, beside its weights and the residual stream.
+    """The arguments of a layer beside its weights and the residual stream.
 
     The model, the layer's kind, the positions of the tokens, and the functions in which training
     and decoding differ: `attend(query, key, value, sinks)`, sinks being None without attention
