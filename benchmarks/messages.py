@@ -116,11 +116,11 @@ def be_the_others(port: int, jobs: Sequence[tuple[str, int, int]]) -> None:
             _, *own = messages_of(what, count)
             for _ in range(times):
                 for line, message in zip(lines, own, strict=True):
-                    line.say(message)
+                    line.send(message)
                 for line in lines[:-1]:
-                    if not (heard := line.hear()).startswith(b"["):
-                        line.lines.read(int(heard))
-                lines[-1].hear_list()
+                    if not (received := line.receive()).startswith(b"["):
+                        line.lines.read(int(received))
+                lines[-1].receive_list()
         for line in lines:
             line.close()
 
@@ -133,7 +133,7 @@ def time_exchange(
     for _ in range(times):
         start_s = time.process_time()
         if is_plain:
-            every = b"[" + b",".join([messages[0], *(line.hear() for line in lines)]) + b"]"
+            every = b"[" + b",".join([messages[0], *(line.receive() for line in lines)]) + b"]"
             sent = as_sent(every, 1)
             for line in lines:
                 line.connection.sendall(sent)

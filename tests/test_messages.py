@@ -84,7 +84,7 @@ def test_a_process_that_ends_in_the_middle_of_a_packed_list_is_noticed():
         lines[0][0].connection.sendall(as_sent(b"[" + b"1," * 1000 + b"1]", 100)[:-1])
         end(lines[0])
         with pytest.raises(ConnectionResetError):
-            lines[1][0].hear_list()
+            lines[1][0].receive_list()
 
 
 # In a process of its own: a limit that was lowered cannot be raised again.

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 import jax
 
 from earl_jax.launch.distributed import address_among, end_as_lost, end_process
-from earl_jax.launch.messages import ToldError, exchange
+from earl_jax.launch.messages import ProcessesFailed, exchange
 from earl_jax.launch.presence import Place, be_present, presence, waits
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
@@ -225,10 +225,10 @@ class Cluster:
         messages = self._exchange({"value": value}, what, in_first=in_first)
         errors = {n: message["error"] for n, message in enumerate(messages) if "error" in message}
         if errors:
-            raise ToldError(errors)
+            raise ProcessesFailed(errors)
         return [message.get("value") for message in messages]
 
-    def tell(self, words: str, *, is_mistake: bool) -> ToldError:
+    def tell(self, words: str, *, is_mistake: bool) -> ProcessesFailed:
         """Tells the others, at what they gather next, that this process ends; returns why all do.
 
         Processes that fail at the same place tell each other. If the others do not listen within
@@ -236,8 +236,10 @@ class Cluster:
         """
         error = {"who": self.who, "words": words, "is_mistake": is_mistake}
         ends = functools.partial(end_process, f"{self.who}: {words}", status=2 if is_mistake else 1)
-        messages = self._exchange({"error": error}, "the others to hear of an error", ends)
-        return ToldError({n: each["error"] for n, each in enumerate(messages) if "error" in each})
+        messages = self._exchange({"error": error}, "the others to receive an error", ends)
+        return ProcessesFailed(
+            {n: each["error"] for n, each in enumerate(messages) if "error" in each}
+        )
 
     def _exchange(
         self,

@@ -37,7 +37,7 @@ _PACKED_FROM = 16
 _ALIVE_S = 60
 
 
-class ToldError(RuntimeError):
+class ProcessesFailed(RuntimeError):
     """Raised in every process at a gather: some processes cannot go on.
 
     `errors` are theirs, by the number of the process, each of "who", "words" and "is_mistake".
@@ -61,24 +61,24 @@ class ToldError(RuntimeError):
 
 
 class Line(NamedTuple):
-    """A connection with another process, which says a message in each line."""
+    """A connection with another process, with a message in each line."""
 
     connection: socket.socket
     lines: Any
 
-    def say(self, words: bytes) -> None:
+    def send(self, message: bytes) -> None:
         """Sends a line."""
-        self.connection.sendall(words + b"\n")
+        self.connection.sendall(message + b"\n")
 
-    def hear(self) -> bytes:
+    def receive(self) -> bytes:
         """Returns the next line. Raises OSError where the other process has ended."""
         if not (line := self.lines.readline()).endswith(b"\n"):
             raise ConnectionResetError("a process ended")
         return line[:-1]
 
-    def hear_list(self) -> bytes:
-        """Returns the next list of messages, as `as_sent` makes it. Raises as `hear`."""
-        line = self.hear()
+    def receive_list(self) -> bytes:
+        """Returns the next list of messages, as `as_sent` makes it. Raises as `receive`."""
+        line = self.receive()
         if line.startswith(b"["):
             return line
         packed = self.lines.read(int(line))
@@ -87,7 +87,7 @@ class Line(NamedTuple):
         return zlib.decompress(packed)
 
     def end(self) -> None:
-        """Lets the other process hear that nothing comes any more."""
+        """Ends the connection for the other process too."""
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
 
@@ -127,9 +127,9 @@ def exchange_lines(
         OSError: another process has ended.
     """
     if not is_first:
-        lines[0].say(own)
-        return lines[0].hear_list()
-    messages = [own, *(line.hear() for line in lines)]
+        lines[0].send(own)
+        return lines[0].receive_list()
+    messages = [own, *(line.receive() for line in lines)]
     every = _as_list(messages)
     sent = as_sent(_as_list(map(answer, messages)) if answer else every, len(lines))
     for line in lines:
@@ -142,7 +142,7 @@ def _as_list(messages: Iterable[bytes]) -> bytes:
 
 
 def as_sent(every: bytes, times: int) -> bytes:
-    """Returns a list of messages as `Line.hear_list` reads it, which is sent so many times.
+    """Returns a list of messages as `Line.receive_list` reads it, which is sent so many times.
 
     That is a line; or where it is sent often, its length when compressed in a line, and then that.
     """
@@ -161,17 +161,17 @@ def error_alone(message: bytes) -> bytes:
 def accept(listener: socket.socket, token: str, count: int) -> list[Line]:
     """Returns, in process 0, the lines to the others of `count` processes, in their order.
 
-    They say the token; what does not is something else, and is not listened to.
+    Each sends the token; a connection without it is of another program, and is closed.
     """
     found = dict[int, Line]()
     while len(found) < count - 1:
         connection, _ = listener.accept()
         line = _line_of(connection)
         try:
-            said, index = json.loads(line.hear())
+            given, index = json.loads(line.receive())
         except (OSError, ValueError, TypeError):
-            said, index = None, 0
-        if said == token:
+            given, index = None, 0
+        if given == token:
             connection.settimeout(None)
             found[index] = line
         else:
@@ -190,7 +190,7 @@ def join(address: str, port: int, token: str, index: int) -> Line:
             "config.distributed.coordinator, an address at which they reach it"
         ) from None
     line = _line_of(connection)
-    line.say(json.dumps([token, index]).encode())
+    line.send(json.dumps([token, index]).encode())
     connection.settimeout(None)
     return line
 

@@ -4,7 +4,7 @@
 
 jax.distributed waits for its whole time where two processes have one number, and then aborts each
 of them without saying so (jax 0.10.2). So every process first connects to process 0, at the address
-where JAX's coordinator will listen, says its number, and stays until it hears how to go on.
+where JAX's coordinator will listen, sends its number, and stays until it receives how to go on.
 """
 
 import contextlib
@@ -74,8 +74,8 @@ def numbers_in_words(numbers: Iterable[int]) -> str:
 def wait_for_others(listeners: Sequence[socket.socket], own: Member, timeout_s: float) -> list[int]:
     """Returns, in process 0, the numbers of those that did not come in time; [] when all have come.
 
-    The others hear the status that all end with: 0 where the run goes on, 1 where some are absent,
-    2 for a mistake in how they were started. A longer wait is said on stderr, once.
+    The others receive the status that all end with: 0 where the run goes on, 1 where some are
+    absent, 2 for a mistake in how they were started. A longer wait is noted on stderr, once.
 
     Raises:
         InputError: that mistake.
@@ -98,11 +98,11 @@ def wait_for_others(listeners: Sequence[socket.socket], own: Member, timeout_s: 
                 if found in listeners:
                     _greet(found, ready)
                 else:
-                    _hear(found, met, ready)
+                    _read_member(found, met, ready)
             if not mistake and (mistake := find_mistake([own, *met.values()])):
                 deadline_s = min(deadline_s, time.monotonic() + _LATE_S)
     absent = _absent(own, met.values())
-    # First the port is free again: whoever hears goes to JAX's coordinator there.
+    # First the port is free again: a process that has its status goes to JAX's coordinator there.
     for listener in listeners:
         listener.close()
     for connection in met:
@@ -183,7 +183,7 @@ def _greet(listener: socket.socket, ready: selectors.BaseSelector) -> None:
         connection.sendall(_GREETING)
 
 
-def _hear(
+def _read_member(
     connection: socket.socket, met: dict[socket.socket, Member], ready: selectors.BaseSelector
 ) -> None:
     """Adds the process of a connection to those that were met; removes one that is gone."""

@@ -36,14 +36,14 @@ class StopSignals:
         return self._received[0] if self._received else ""
 
     def __enter__(self) -> "StopSignals":
-        self._block = _listening(_SIGNALS, self._hear)
+        self._block = _listening(_SIGNALS, self._receive)
         self._block.__enter__()
         return self
 
     def __exit__(self, *of: Any) -> None:
         self._block.__exit__(*of)
 
-    def _hear(self, number: int) -> None:
+    def _receive(self, number: int) -> None:
         self._received.append(signal.Signals(number).name)
         if len(self._received) == 1:
             again = "again " if number == signal.SIGINT else ""
@@ -77,8 +77,8 @@ def _end_at_once(words: str) -> NoReturn:
 
 
 @contextlib.contextmanager
-def _listening(numbers: Sequence[int], hear: Callable[[int], None]) -> Iterator[None]:
-    """Calls `hear` with the number of each of these signals that comes, in a thread.
+def _listening(numbers: Sequence[int], receive: Callable[[int], None]) -> Iterator[None]:
+    """Calls `receive` with the number of each of these signals that comes, in a thread.
 
     Python runs its handlers in the main thread, between two bytecodes, which a compilation keeps
     waiting for minutes. So a thread reads the signals as the C handler writes them.
@@ -87,7 +87,7 @@ def _listening(numbers: Sequence[int], hear: Callable[[int], None]) -> Iterator[
     def listen() -> None:
         while (byte := os.read(read, 1)) != _END:
             if byte[0] in numbers:
-                hear(byte[0])
+                receive(byte[0])
 
     read, write = os.pipe()
     os.set_blocking(write, False)

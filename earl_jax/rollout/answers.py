@@ -152,12 +152,14 @@ def go_on(episode: LiveEpisode, reply: str, config: EngineConfig) -> Answer:
 def give(episode: LiveEpisode, reply: str) -> Answer:
     """Gives the policy's reply to an agent that has other replies under way, and does not wait."""
     agent: Any = _counted(episode)
-    said = StepResult(reward=0.0, done=False)
-    return after(agent.give(reply), lambda _: Answer(environment=agent, result=said, is_idle=True))
+    result = StepResult(reward=0.0, done=False)
+    return after(
+        agent.give(reply), lambda _: Answer(environment=agent, result=result, is_idle=True)
+    )
 
 
-def hear(episode: LiveEpisode, config: EngineConfig) -> Answer:
-    """Waits for what an agent says to which all replies were given."""
+def wait_for_agent(episode: LiveEpisode, config: EngineConfig) -> Answer:
+    """Waits for the next message of an agent that has no reply under way."""
     environment = episode.environment
     assert environment is not None
     answered = functools.partial(_answered, environment, episode, config)

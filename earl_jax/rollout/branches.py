@@ -21,7 +21,7 @@ from earl_jax.envs.environment import (
     REPLIED,
     UNENCODABLE,
 )
-from earl_jax.rollout.answers import Answer, Answers, begin, branch_key, give, go_on, hear
+from earl_jax.rollout.answers import Answer, Answers, begin, branch_key, give, go_on, wait_for_agent
 from earl_jax.rollout.block_manager import BlockManager
 from earl_jax.rollout.episode import LiveEpisode
 
@@ -64,11 +64,13 @@ class Branches:
         opened: dict[int, Callable[[], Answer]] = {}
         polls: dict[int, Callable[[], str | None]] = {}
         for episode in agents:
-            call = functools.partial(hear, episode, config)
+            call = functools.partial(wait_for_agent, episode, config)
             if episode.is_idle and not episode.num_branches:
-                self._hear(episode, call, opened)
+                self._wait(episode, call, opened)
             elif episode.is_idle:
-                polls[episode.ticket] = functools.partial(self._hear_claimed, episode, call, opened)
+                polls[episode.ticket] = functools.partial(
+                    self._wait_if_claimed, episode, call, opened
+                )
             elif free and _may_branch(episode):
                 key = branch_key(episode.ticket, episode.num_begun)
                 polls[key] = functools.partial(self._begin, episode, key, free, config, opened)
@@ -87,17 +89,17 @@ class Branches:
                 found.append(episode)
         return found
 
-    def _hear(
+    def _wait(
         self, episode: LiveEpisode, call: Callable[[], Answer], opened: dict[int, Callable]
     ) -> None:
         episode.is_idle, opened[episode.ticket] = False, call
 
-    def _hear_claimed(
+    def _wait_if_claimed(
         self, episode: LiveEpisode, call: Callable[[], Answer], opened: dict[int, Callable]
     ) -> str | None:
         if not episode.agent.claim():
             return None
-        self._hear(episode, call, opened)
+        self._wait(episode, call, opened)
         # The answer names the request.
         return ""
 

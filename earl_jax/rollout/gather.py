@@ -44,12 +44,12 @@ def gather_ends(cluster: Cluster, own: Any, what: str, end: End) -> list[Any]:
     """
     each = cluster.gather([own, dataclasses.asdict(end)], what)
     parts = cluster.of_players(each)
-    for _, told in parts:
-        if told["stopped"]:
-            raise Stopped(told["stopped"])
-    for _, told in parts:
-        if told["shortage"] is not None:
-            raise RolloutShort(Shortage(**told["shortage"]))
+    for _, ended in parts:
+        if ended["stopped"]:
+            raise Stopped(ended["stopped"])
+    for _, ended in parts:
+        if ended["shortage"] is not None:
+            raise RolloutShort(Shortage(**ended["shortage"]))
     return [own for own, _ in parts]
 
 

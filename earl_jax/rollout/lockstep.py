@@ -45,7 +45,7 @@ class Lockstep:
         """`pool` and `make` are those of the first process; `stop()` names a signal to stop."""
         self._cluster, self._pool, self._make, self._stop = cluster, pool, make, stop
         # In the other processes: the result that the first one's environment has given.
-        self._told: Start | StepResult | None = None
+        self._result: Start | StepResult | None = None
         self._calls: dict[int, Callable[[], Answer]] = {}
         self._own: Answers | None = None
         self._last_s = 0.0
@@ -57,7 +57,7 @@ class Lockstep:
         return self
 
     def _look(self) -> None:
-        """Lets the others hear once a second that the first process waits, and hears of signals."""
+        """Tells the others once a second that the first process waits, and learns of signals."""
         if time.monotonic() - self._last_s >= _LOOK_S:
             self._exchange(None)
 
@@ -69,11 +69,11 @@ class Lockstep:
 
     def start(self) -> Any:
         """Returns the start of the first process's environment."""
-        return self._told
+        return self._result
 
     def step(self, reply: str) -> Any:
         """Returns the result of the first process's environment."""
-        return self._told
+        return self._result
 
     # Answers.
 
@@ -93,29 +93,29 @@ class Lockstep:
         """
         if self._own is not None:
             taken = self._own.take(wait_s, at_least_one=at_least_one)
-            letters = self._exchange([[key, _said(taken[key])] for key in taken])
-            return {key: _as_said(taken[key], words) for key, words in letters}
-        while (letters := self._exchange(None)) is None:
+            outcomes = self._exchange([[key, _as_json(taken[key])] for key in taken])
+            return {key: _with_result(taken[key], words) for key, words in outcomes}
+        while (outcomes := self._exchange(None)) is None:
             pass
-        return {key: self._heard(self._calls.pop(key), words) for key, words in letters}
+        return {key: self._repeated(self._calls.pop(key), words) for key, words in outcomes}
 
     def poll(self, polls: Mapping[int, Callable[[], str | None]]) -> dict[int, str]:
         """Returns none: only the first process knows, and replies come one after the other."""
         return {}
 
-    def _exchange(self, letters: list[Any] | None) -> Any:
-        """Returns the first process's letters in every process; None while it waits for some."""
+    def _exchange(self, outcomes: list[Any] | None) -> Any:
+        """Returns the first process's outcomes in every process; None while it waits for some."""
         self._last_s = time.monotonic()
-        each = self._cluster.gather({"stop": self._stop(), "letters": letters}, _WHAT)
+        each = self._cluster.gather({"stop": self._stop(), "outcomes": outcomes}, _WHAT)
         if signal_name := next(filter(None, (one["stop"] for one in each)), ""):
             raise Stopped(signal_name)
-        return each[0]["letters"]
+        return each[0]["outcomes"]
 
-    def _heard(self, call: Callable[[], Answer], words: dict[str, Any]) -> Answer | Failure:
+    def _repeated(self, call: Callable[[], Answer], words: dict[str, Any]) -> Answer | Failure:
         """Returns the outcome of a call whose environment is in the first process."""
         if "failure" in words:
             return Failure(**words["failure"])
-        self._told = _result(words)
+        self._result = _result(words)
         answer = call()
         if _digest(answer) != words["digest"]:
             raise RunError(
@@ -126,8 +126,8 @@ class Lockstep:
         return answer
 
 
-def _said(outcome: Answer | Failure) -> dict[str, Any]:
-    """Returns an outcome as JSON: what the environment said, and a digest of its ids."""
+def _as_json(outcome: Answer | Failure) -> dict[str, Any]:
+    """Returns an outcome as JSON: the result of the environment, and a digest of its ids."""
     if isinstance(outcome, Failure):
         return {"failure": dataclasses.asdict(outcome)}
     result = outcome.result
@@ -136,7 +136,7 @@ def _said(outcome: Answer | Failure) -> dict[str, Any]:
     return {kind: json.loads(json.dumps(fields, default=_plain)), "digest": _digest(outcome)}
 
 
-def _as_said(outcome: Answer | Failure, words: dict[str, Any]) -> Answer | Failure:
+def _with_result(outcome: Answer | Failure, words: dict[str, Any]) -> Answer | Failure:
     """Returns the first process's outcome with the numbers that the others have of it."""
     if isinstance(outcome, Failure):
         return outcome
@@ -165,7 +165,9 @@ def _result(words: dict[str, Any]) -> Start | StepResult:
 def _digest(answer: Answer) -> int:
     """Returns a digest of all that an answer adds to its episode's ids."""
     failure = answer.failure and answer.failure.stop_reason
-    said = answer.observation
-    beside = (said and said.forks, answer.choices, answer.allowed, failure)
+    observation = answer.observation
+    beside = (observation and observation.forks, answer.choices, answer.allowed, failure)
     # Their bytes: the text of 16,384 ids takes milliseconds.
-    return zlib.crc32(repr(beside).encode(), zlib.crc32(said.array.data) if said else 0)
+    return zlib.crc32(
+        repr(beside).encode(), zlib.crc32(observation.array.data) if observation else 0
+    )
