@@ -773,7 +773,6 @@ def test_streams_an_average_and_a_teacher_are_those_of_one_process(one, tmp_path
         "algorithm_args.kl_coefficient": 0.1,
         "train.sft_weight": 0.5,
         "train.ema_decay": 0.5,
-        "eval.averaged": True,
         "checkpoint.export": True,
     }
     alone = train_here(tmp_path / "alone", settings)

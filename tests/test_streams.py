@@ -407,7 +407,7 @@ GIVEN = {
     "algorithm_args": {},
     "train": {"mini_batches": 2, "learning_rate": 3e-3, "sft_weight": 0.5, "ema_decay": 0.5},
     "checkpoint": {"every_steps": 1, "keep": 3, "export": True},
-    "eval": {"every_steps": 100, "games": 8, "final_games": 8, "averaged": True},
+    "eval": {"every_steps": 100, "games": 8, "final_games": 8},
 }
 DISTILL = {
     "algorithm": "distillation",
@@ -435,14 +435,14 @@ def test_a_run_with_a_stream_and_an_average_is_resumed_bit_for_bit(whole):
     assert bits(state["ema"]) != bits(state["params"])
 
 
-def test_exports_and_new_runs_take_the_average_if_it_is_evaluated(whole, tmp_path):
-    """To the bit. With the setting off in the other run, its trained weights."""
+def test_exports_and_new_runs_take_the_average(whole, tmp_path):
+    """To the bit. Of a run without an average, its trained weights."""
     state = final_state(whole, 3)
     exported = open_checkpoint(whole / "export" / "step_000003")
     assert bits(load_parameters(exported, make_layout(ONE))) == bits(state["ema"])
     shutil.copytree(whole, tmp_path / "trained")
     path = tmp_path / "trained" / "config.json"
-    path.write_text(path.read_text().replace('"averaged": true', '"averaged": false'))
+    path.write_text(path.read_text().replace('"ema_decay": 0.5', '"ema_decay": 0.0'))
     run = build_run(make_config(GIVEN), whole / "tokenizer")
     for source, field in ((whole, "ema"), (path.parent, "params")):
         begun = open_source(str(source)).first_state(run, MeshShape(data=2, fsdp=4))
@@ -654,11 +654,6 @@ def test_teachers_that_cannot_be_used_are_errors(whole, tmp_path):
     other = ROOT / "tests/reference/qwen2_tied"
     refuse("has another tokenizer|entries in its vocabulary", f"reference_from={other}")
     refuse("config.model.width is 16 there, 32 here", f"reference_from={whole}", "model.width=32")
-    refuse(
-        "no effect in this run, because config.train.ema_decay is 0",
-        "eval.averaged=True",
-        algorithm="grpo",
-    )
 
 
 def test_the_teacher_of_adapters_is_no_run_with_adapters(whole, tmp_path):

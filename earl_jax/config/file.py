@@ -75,6 +75,9 @@ RENAMED_KEYS = {
     "config.rollout.speculation": (
         "set config.rollout.num_draft_tokens, such as 4 (0: no speculation)"
     ),
+    "config.eval.averaged": (
+        "with config.train.ema_decay the average is evaluated, exported and served"
+    ),
     "config.selector.compile_ahead": (
         "programs are compiled ahead with config.selector.table 'auto' on devices that are no CPUs"
     ),

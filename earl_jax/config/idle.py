@@ -151,8 +151,6 @@ def _idle_training(config: "Config") -> Iterator[_Idle]:
     for name in ("learning_rate", "pretrain_steps"):
         none = f"config.algorithm {config.algorithm!r} has no critic"
         yield config.make_algorithm().critic is None, f"train.critic.{name}", none
-    no_average = "config.train.ema_decay is 0"
-    yield train.ema_decay == 0, "eval.averaged", no_average
     no_reference = f"config.algorithm {config.algorithm!r} needs no reference with its settings"
     yield "reference" not in config.make_algorithm().all_needs, "reference_from", no_reference
     for name in ("sft_updates", "sft_learning_rate"):

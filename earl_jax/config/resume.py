@@ -22,7 +22,7 @@ MAY_CHANGE: dict[str, str] = {
     "tokenizer that a model from scratch has made of a short run's tasks.",
     "log": "From the next step on.",
     "checkpoint": "From the next checkpoint on.",
-    "eval": "From the next evaluation, and with `averaged` from the next export, on.",
+    "eval": "From the next evaluation on.",
     "devices": "The checkpoint is read by any number of devices; results then differ by rounding.",
     "dispatch": "From the next step on.",
     "selector": "Budgets and candidates of meshes. Results differ by rounding where another mesh "

@@ -106,8 +106,6 @@ class EvalConfig:
     learnt: each evaluation scores them too (docs/howto/conversations.md).
 
     `temperature`, `top_k`, `top_p` and `min_p` are settings of the sampling (see `Sampling`).
-    `averaged`: the weights that are evaluated, exported and served, and that another run's
-    --init_from begins with, are the moving average (config.train.ema_decay), not the trained ones.
     """
 
     every_steps: int = 50
@@ -119,7 +117,6 @@ class EvalConfig:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    averaged: bool = False
 
     @property
     def sampling(self) -> Sampling:

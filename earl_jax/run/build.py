@@ -84,9 +84,10 @@ class Run:
     def judged_state(self, state: TrainState) -> TrainState:
         """Returns a state of which the policy is to be evaluated, exported or served.
 
-        It has the moving average as its parameters, if config.eval.averaged.
+        It has the moving average as its parameters, with config.train.ema_decay.
         """
-        return dataclasses.replace(state, params=state.ema) if self.config.eval.averaged else state
+        averaged = self.config.train.ema_decay > 0
+        return dataclasses.replace(state, params=state.ema) if averaged else state
 
     @property
     def problem(self) -> Problem:

@@ -35,8 +35,8 @@ def evaluate(
     """Plays the first `games` evaluation tasks with the newest weights; nothing is learnt.
 
     Each is played config.eval.samples times, by the weights' moving average with
-    config.eval.averaged. With 0 games nothing is played. With `beside_live` the plans of a rollout
-    that stays on the devices are in use again afterwards; `keep` is given its own episodes
+    config.train.ema_decay. With 0 games nothing is played. With `beside_live` the plans of a
+    rollout that stays on the devices are in use again afterwards; `keep` is given its own episodes
     in every process (`play_batches`).
 
     Returns:

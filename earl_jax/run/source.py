@@ -46,7 +46,7 @@ _REFERENCE = "config.reference_from"
 class Source:
     """The run whose weights after `step` a new run takes; `config` is its config.json.
 
-    They are the run's moving average, if that is what it evaluates (config.eval.averaged).
+    They are the run's moving average, if it keeps one (config.train.ema_decay).
     `setting` is what names them.
     """
 
@@ -117,7 +117,7 @@ class Source:
     @property
     def _field(self) -> str:
         """The field of its checkpoints that has the weights."""
-        return "ema" if self.config["eval"].get("averaged") else "params"
+        return "ema" if self.config["train"].get("ema_decay") else "params"
 
     def first_state(self, run: Run, mesh: MeshShape) -> TrainState:
         """Returns the state that the run begins with: of these weights, before the first update.

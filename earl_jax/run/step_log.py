@@ -170,6 +170,6 @@ def _report_notes(config: Config) -> list[str]:
             f"In each update {train.sft_weight:g} times the cross-entropy of {examples} was added "
             "to the loss."
         )
-    if config.eval.averaged:
+    if train.ema_decay:
         notes.append("Evaluations and exports are of the moving average of the weights.")
     return notes

@@ -130,8 +130,8 @@ class TrainConfig:
     dealt out to mini-batches.
 
     `ema_decay` above 0 keeps an exponential moving average of the trained weights, in fp32: after
-    each update it is `ema_decay` of itself and the rest of the new weights. config.eval.averaged
-    says where it is used.
+    each update it is `ema_decay` of itself and the rest of the new weights. It is what is
+    evaluated, exported and served then, and what another run's --init_from begins with.
 
     An update whose loss, gradient or step is not finite is skipped: parameters and moments stay as
     they are. After 3 RL steps in a row without an update the run ends (run/step_log.py).
