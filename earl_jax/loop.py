@@ -10,7 +10,7 @@ comes to its episodes.
 import contextlib
 import dataclasses
 import zlib
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from earl_jax.algorithms.advantages import counted, group_shares, next_averages
 from earl_jax.config.config import Config
 from earl_jax.config.resume import replayed_settings
 from earl_jax.envs.examples import Ids
-from earl_jax.envs.registry import EnvConfig
 from earl_jax.placement.delivery import rows_of, send_parts
 from earl_jax.placement.moves import move_state, settle
 from earl_jax.placement.parts import fill_of
@@ -32,10 +31,11 @@ from earl_jax.rollout.scheduler import next_lengths
 from earl_jax.rollout.tasks import with_lengths
 from earl_jax.run.build import Run
 from earl_jax.run.position import Position
-from earl_jax.run.step_end import MAX_FAILED_STEPS, EpisodesFailed, StepStopped
+from earl_jax.run.step_costs import StepCosts
+from earl_jax.run.step_end import StepStopped, count_failed_steps
 from earl_jax.run.step_record import PlayedStep, StepRecord, count_skipped
 from earl_jax.settings.errors import RunError
-from earl_jax.telemetry.episodes import Failures, failures_of
+from earl_jax.telemetry.episodes import failures_of
 from earl_jax.telemetry.host_bytes import only_on_devices
 from earl_jax.telemetry.metrics import Metrics
 from earl_jax.telemetry.timing import StageTimer
@@ -131,31 +131,25 @@ def rl_step(
             state, more = _warm_up(run, placement, step, state, length)
     with timer("select"):
         state = move_state(placement, state, to_play=True)
-    # Of the rows as they are computed, padding rows included, as the selector counts them.
-    computed = sum(part.batch.tokens.size for part in (*update.parts, *update.streams))
-    train_s = timer.seconds["train"] if run.cluster.trains else None
-    # Gradients of parts may have been computed before the stage's last block.
-    is_timed = is_timed and train_s is not None
-    train_speed = config.train.epochs * computed / timer.busy_s("train") if is_timed else None
-    updates, speeds, *host_bytes = gather_costs(
-        run,
-        updates + more,
-        (done.played.stats.tokens_per_s, train_speed, train_s),
-        done.dispatch_host_bytes,
-        done.publish_host_bytes,
-    )
-    placement.observations.add_speed(done.plan, done.max_tokens, speeds[0])
-    placement.observations.add_speed(train_plan, length, speeds[1])
+    costs = StepCosts(
+        updates=updates + more,
+        rollout_speed=done.played.stats.tokens_per_s,
+        train_speed=_train_speed(run, update, timer) if is_timed else None,
+        train_s=timer.seconds["train"] if run.cluster.trains else 0.0,
+        dispatch_host_bytes=done.dispatch_host_bytes,
+        publish_host_bytes=done.publish_host_bytes,
+    ).gather(run.cluster)
+    placement.observations.add_speed(done.plan, done.max_tokens, costs.rollout_speed)
+    placement.observations.add_speed(train_plan, length, costs.train_speed)
     record = _record_of(
         config,
         step,
         done,
         update,
-        updates,
+        costs,
         is_streamed=is_streamed,
         ended_on=(rollout_mesh, max_tokens),
-        host_bytes=(host_bytes[0], host_bytes[1]),
-        stage_s={**timer.seconds, "train": speeds[2]},
+        stage_s={**timer.seconds, "train": costs.train_s},
     )
     outcomes, lengths = done.played.outcomes, position.lengths
     if run.stages.rollout.order == "longest":
@@ -172,6 +166,18 @@ def rl_step(
         lengths=lengths,
     )
     return after, record
+
+
+def _train_speed(run: Run, update: StepUpdate, timer: StageTimer) -> float | None:
+    """Returns tokens/s of training, None in a process that does not train.
+
+    Tokens are those of the rows as they are computed, padding rows included, as the selector counts
+    them. Gradients of parts may have been computed before the stage's last block.
+    """
+    if not run.cluster.trains:
+        return None
+    computed = sum(part.batch.tokens.size for part in (*update.parts, *update.streams))
+    return run.config.train.epochs * computed / timer.busy_s("train")
 
 
 def _warm_up(
@@ -201,37 +207,23 @@ def _examples(run: Run, step: int, updates: int) -> list[list[Ids]]:
     return examples
 
 
-def count_failed_steps(env: EnvConfig, failures: Failures, before: Position) -> int:
-    """Returns for how many steps in a row too many episodes failed, with the step behind `before`.
-
-    Raises EpisodesFailed at MAX_FAILED_STEPS; at the first step if all of its episodes
-    failed.
-    """
-    if failures.share < env.max_failed_share:
-        return 0
-    never_worked = failures.share == 1 and before.failed_steps == before.step
-    if never_worked or before.failed_steps + 1 >= MAX_FAILED_STEPS:
-        raise EpisodesFailed(env, failures, before)
-    return before.failed_steps + 1
-
-
 def _record_of(
     config: Config,
     step: int,
     done: PlayedStep,
     update: StepUpdate,
-    updates: list[Metrics],
+    costs: StepCosts,
     *,
     is_streamed: bool,
     ended_on: tuple[str, int],
-    host_bytes: tuple[int | None, int | None],
     stage_s: dict[str, float],
 ) -> StepRecord:
     """Returns the record of the step behind `step` others.
 
-    Of the metrics `updates` the first are those of `update`. The rollout ended on the mesh and in
-    the context bucket of `ended_on`. `host_bytes` are those of dispatch and of publishing.
+    Of the metrics `costs.updates` the first are those of `update`. The rollout ended on the mesh
+    and in the context bucket of `ended_on`.
     """
+    updates = costs.updates
     algorithm, outcomes = update.placement.stages.learner.algorithm, done.played.outcomes
     return StepRecord(
         step=step + 1,
@@ -254,9 +246,9 @@ def _record_of(
         packing_fill=fill_of(update.parts),
         is_streamed=is_streamed,
         dispatch_bytes=sum(part.moved_bytes for part in update.parts),
-        dispatch_host_bytes=host_bytes[0],
+        dispatch_host_bytes=costs.dispatch_host_bytes,
         publish_bytes=done.publish_bytes,
-        publish_host_bytes=host_bytes[1],
+        publish_host_bytes=costs.publish_host_bytes,
         stage_s=stage_s,
         group_shares=group_shares(algorithm, [*outcomes, *done.played.refilled]),
         dropped=done.played.dropped,
@@ -362,25 +354,3 @@ def send_batch(
         )
     done.dispatch_host_bytes, done.experience = reads.num_bytes, None
     return update
-
-
-def gather_costs(
-    run: Run,
-    updates: list[Metrics],
-    speeds: tuple[float | None, ...],
-    *host_bytes: int | None,
-) -> tuple[Any, ...]:
-    """Gathers the updates' metrics, for processes too that do not train, and a step's costs.
-
-    `speeds` are the tokens/s of the rollout and of training, and the seconds of training: of the
-    slowest process, by which all choose. Host bytes are the sums over the processes; None where
-    some process cannot count them.
-    """
-    parts = run.cluster.gather((updates, speeds, host_bytes), "the end of a step")
-    all_updates, all_speeds, all_bytes = zip(*parts, strict=True)
-    sums = (None if None in each else sum(each) for each in zip(*all_bytes, strict=True))
-    known = [list(filter(None, each)) for each in zip(*all_speeds, strict=True)]
-    slowest = [
-        least(each, default=None) for least, each in zip((min, min, max), known, strict=True)
-    ]
-    return (next(filter(None, all_updates)), slowest, *sums)

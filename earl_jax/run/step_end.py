@@ -30,6 +30,20 @@ class EpisodesFailed(RunError):
         self.position = position
 
 
+def count_failed_steps(env: EnvConfig, failures: Failures, before: Position) -> int:
+    """Returns for how many steps in a row too many episodes failed, with the step behind `before`.
+
+    Raises EpisodesFailed at MAX_FAILED_STEPS; at the first step if all of its episodes
+    failed.
+    """
+    if failures.share < env.max_failed_share:
+        return 0
+    never_worked = failures.share == 1 and before.failed_steps == before.step
+    if never_worked or before.failed_steps + 1 >= MAX_FAILED_STEPS:
+        raise EpisodesFailed(env, failures, before)
+    return before.failed_steps + 1
+
+
 class StepStopped(Exception):  # noqa: N818 - no error
     """A signal stopped a step in its rollout; `position` is that before it."""
 
