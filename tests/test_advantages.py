@@ -57,7 +57,7 @@ def assert_rows(rows, expected) -> None:
         ((), 0.7, ()),
     ],
 )
-def test_a_return_is_its_reward_and_the_discounted_rest(rewards, discount, returns):
+def test_a_return_is_its_reward_and_the_discounted_later_ones(rewards, discount, returns):
     assert_rows([discounted_returns(rewards, discount)], [returns])
 
 

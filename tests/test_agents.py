@@ -383,7 +383,7 @@ def test_a_request_that_was_claimed_is_heard_before_the_end_of_its_agent(monkeyp
 
 
 @pytest.mark.parametrize("kind", ["function", "coroutine"])
-def test_the_agent_of_an_episode_that_is_thrown_away_is_told_so_and_ends(monkeypatch, kind):
+def test_the_agent_of_a_discarded_episode_is_informed_and_ends(monkeypatch, kind):
     outcomes, ended = [], threading.Event()
 
     def agent(base_url):

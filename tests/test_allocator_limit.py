@@ -73,7 +73,7 @@ def test_the_limit_is_one_of_each_device():
 
 
 @pytest.mark.parametrize("takes_donated", [False, True])
-def test_a_donated_argument_counts_once_and_stays_unless_told_otherwise(takes_donated):
+def test_a_donated_argument_counts_once_and_stays_unless_set_otherwise(takes_donated):
     a, b = matrix(), matrix()
     grow = jax.jit(lambda x, y: (x + 1, y[:128] + 1), donate_argnums=0)
     # A program with several results has a table of them, 8 bytes each.

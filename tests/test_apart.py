@@ -389,7 +389,7 @@ def check(num_rollout: int, *, processes: int = 3, **asynchrony) -> None:
     build._check_processes(make_config(given), cluster)
 
 
-def test_processes_that_cannot_play_ahead_of_each_other_are_told_what_to_set():
+def test_processes_that_cannot_play_ahead_of_each_other_are_an_error_with_the_setting():
     check(2, rule="wait")
     check(4, parts=2)
     check(0, processes=2, rule="drop")

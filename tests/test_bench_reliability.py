@@ -42,7 +42,7 @@ def test_runs_that_are_done_early_are_followed_by_others_until_enough_were_kille
         ({"threads": 29, "open files": 48}, ["threads grew from 20 at step 50 to 29"]),
     ],
 )
-def test_what_grows_between_the_first_quarter_and_the_end_is_said(end, words):
+def test_growth_between_the_first_quarter_and_the_end_is_reported(end, words):
     row = {"step": 50, "resident, MiB": 1000.0, "threads": 20, "open files": 40, "seconds": 1}
     rows = [row | {"step": 25, "resident, MiB": 500.0}, row, *[row] * 5, row | {"step": 200} | end]
     assert reliability.grown(rows) == words

@@ -179,7 +179,7 @@ def test_an_episode_that_is_interrupted_goes_on_with_its_conversations(tmp_path)
             assert [len(turns) for turns in by_number(each).values()] == [4, 4, 4]
 
 
-def test_a_replay_hears_of_requests_when_the_run_did():
+def test_a_replay_takes_requests_when_the_run_did():
     """In the second look, of the one that was there, even if it comes later now."""
 
     def calls(**given):

@@ -354,7 +354,7 @@ def test_another_config_is_an_error_that_lists_what_differs(tmp_path):
 
 
 @pytest.mark.parametrize("path", [*MAY_CHANGE])
-def test_what_may_change_is_said_and_what_may_not_is_an_error(tmp_path, path):
+def test_settings_that_may_change_are_noted_and_others_are_an_error(tmp_path, path):
     def change(settings, path, value):
         section, _, name = path.rpartition(".")
         for part in filter(None, section.split(".")):
@@ -377,7 +377,7 @@ def test_what_may_change_is_said_and_what_may_not_is_an_error(tmp_path, path):
         open_workdir(tmp_path, given)
 
 
-def test_a_config_with_a_key_less_or_more_is_said_in_words(tmp_path):
+def test_a_config_with_a_key_less_or_more_is_reported(tmp_path):
     keep(tmp_path, {"seed": 0, "old": 1})
     with pytest.raises(ValueError) as error:
         open_workdir(tmp_path, {"seed": 0, "new": 2})

@@ -54,7 +54,7 @@ def test_pages_are_large_for_long_contexts_unless_their_size_is_given(given, siz
     assert with_overrides(*given).rollout.tokens_a_page == size
 
 
-def test_a_file_s_values_arrive_and_the_rest_keeps_its_default():
+def test_values_of_a_file_are_read_and_other_settings_keep_their_defaults():
     config = make_config(ConfigDict({"num_steps": 7, "model": {"width": 32}}))
     assert config == dataclasses.replace(
         Config(), num_steps=7, model=dataclasses.replace(Config().model, width=32)

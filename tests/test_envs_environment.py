@@ -192,7 +192,7 @@ def test_garbage_starts_are_named(result):
         check_start(result)
 
 
-def test_envs_run_without_jax_and_the_rest_of_ours_and_say_nothing():
+def test_envs_run_without_jax_and_other_modules_of_ours_and_print_nothing():
     code = """
 import importlib, pkgutil, sys
 for name in ('jax', 'jaxlib', 'flax', 'torch', 'tensorflow'):

@@ -20,7 +20,7 @@ def payoff(cards: tuple[int, int], moves: str) -> float:
     return stake if cards[0] > cards[1] else -stake
 
 
-def test_a_side_is_told_its_own_card_and_the_moves_and_wins_what_the_rules_say():
+def test_a_side_sees_its_own_card_and_the_moves_and_wins_by_the_rules():
     deals = set()
     for seed in range(200):
         environment, rng = KuhnPoker(opponent="self", seed=seed), random.Random(seed)

@@ -93,7 +93,7 @@ def test_a_disk_that_is_full_or_broken_is_one_message_and_status_1(tmp_path, cap
         assert "give the same command again" in line
 
 
-def test_a_write_into_an_open_file_names_the_folder_where_there_is_no_room(tmp_path, capsys):
+def test_a_write_to_a_full_disk_names_the_folder(tmp_path, capsys):
     def write(number, *name):
         with writes_below(tmp_path):
             raise OSError(number, os.strerror(number), *name)

@@ -220,7 +220,7 @@ def test_storage_that_turns_read_only_ends_all_with_one_message(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_whose_disk_was_full_goes_on_when_there_is_room(tmp_path):
+def test_a_run_whose_disk_was_full_goes_on_when_there_is_space(tmp_path):
     """With a disk that holds some of its checkpoints; it ends as one that had room."""
     disk, kept, whole = (tmp_path / name for name in ("disk", "kept", "whole"))
     disk.mkdir()

@@ -89,7 +89,7 @@ def test_an_empty_value_is_a_mistake_and_not_the_current_folder(flag):
     assert overrides == ["model.path="]
 
 
-def test_flags_and_overrides_are_told_apart():
+def test_flags_and_overrides_are_separated():
     flags, overrides = main.parse_flags(
         ["--config=a/b.py", "--config.seed=1", "--config.model.path=--odd"]
     )

@@ -148,7 +148,7 @@ def test_the_table_has_prices_only_where_they_are_known(capsys):
     assert "the cheapest tokens" in text
 
 
-def test_what_does_not_fit_is_said_with_its_stage_and_what_it_lacks(capsys):
+def test_a_plan_that_does_not_fit_is_reported_with_its_stage_and_the_missing_bytes(capsys):
     small = ("--train_topology=h800:1x2", "--contexts=1024,2048")
     words = planned(capsys, *small)["unfit"]["1024"]
     assert re.search(

@@ -310,7 +310,7 @@ def test_a_call_and_its_result_lead_to_the_answer(server):
     assert read(MESSAGES, ask(server.http, MESSAGES, **body))[0] == SUM
 
 
-def test_a_stop_sequence_is_told(server):
+def test_a_stop_sequence_is_reported(server):
     answer = ask(server.http, MESSAGES, **first(MESSAGES, stop_sequences=[" ok", "x"]))
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", " ok")
     assert answer["content"] == [{"type": "text", "text": SAYING[1:].removesuffix(" ok")}]

@@ -93,7 +93,7 @@ def raises(message: str):
     return attempt
 
 
-def test_out_of_memory_is_told_by_the_status_code_and_nothing_else_is_caught():
+def test_out_of_memory_is_recognised_by_the_status_code_alone():
     short = "RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes"
     assert is_out_of_memory(jax.errors.JaxRuntimeError(short))
     assert not is_out_of_memory(RuntimeError(short))

@@ -67,7 +67,7 @@ def test_a_list_is_compressed_where_it_is_sent_to_many():
     assert len(as_sent(every, 100)) < len(every) / 4
 
 
-def test_the_others_hear_of_errors_where_the_first_process_alone_gets_the_values():
+def test_all_processes_receive_errors_where_the_first_alone_gets_the_values():
     own = [json.dumps(each).encode() for each in ({"value": [1]}, {"error": "e"}, {"value": [3]})]
     with connected(3) as lines, ThreadPoolExecutor(3) as threads:
         heard = [
@@ -104,7 +104,7 @@ def test_process_0_may_open_as_many_files_as_it_has_connections_or_says_what_to_
     assert "may open 2000 files, and needs 2254" in refused and "ulimit -Hn" in refused
 
 
-def test_what_does_not_say_the_token_is_no_process():
+def test_a_connection_without_the_token_is_no_process():
     strangers = b"", b"GET / HTTP/1.1\r\n\r\n", b"7\n", b"\xff\n", b'["other", 1]\n', b'["token"'
     with connected(2, *strangers) as lines, ThreadPoolExecutor(2) as threads:
         heard = [threads.submit(say, lines, n, str(n)) for n in range(2)]

@@ -87,7 +87,7 @@ def test_a_wait_ends_though_the_prompt_that_ended_before_its_own_is_gone(index):
     assert index.find(2, prompt) == Shared(source=0, length=8)
 
 
-def test_slots_that_wait_alike_are_told_alike(index):
+def test_slots_of_a_row_shard_share_the_result_of_one_search(index):
     """Slots of a row shard share what one of them found, until something happens."""
     prompt = [*SYSTEM, 30, 31, 32, 33, 34]
     index.begin(1, prompt, index.find(1, prompt))

@@ -41,7 +41,7 @@ def test_hand_played_self_play():
     assert (last.reward, last.side_rewards, last.stop_reason) == (-2.0, {}, "illegal")
 
 
-def test_a_side_that_moves_again_is_asked_so_and_the_other_hears_all_of_it():
+def test_a_side_that_moves_again_is_prompted_again_and_the_other_sees_all_moves():
     """mancala gives a side that ends in its own store another move."""
     again = several = 0
     for seed in range(5):

@@ -272,7 +272,7 @@ def test_the_session_that_is_found_is_that_of_comparing_with_each():
     assert len(kept) == 200
 
 
-def test_without_room_in_host_memory_the_conversation_of_the_longest_ago_is_dropped():
+def test_a_full_host_memory_drops_the_least_recently_used_conversation():
     """There is room for the blocks of two conversations."""
     service = open_served(keep_replies=True)
     blocks = service._blocks

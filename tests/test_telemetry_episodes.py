@@ -48,7 +48,7 @@ EPISODE = _trajectory(
 )
 
 
-def test_several_messages_and_samples_are_told_apart(tmp_path):
+def test_several_messages_and_samples_are_distinguished(tmp_path):
     content = (("tool", "42"), ("user", "so?"))
     answer = Turn(
         author="environment", text="42\nso?", token_ids=(9, 9), messages=content, forks=True

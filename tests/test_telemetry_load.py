@@ -77,7 +77,7 @@ def test_growth_is_the_median_slope_and_the_forecast_one_step_ahead():
     assert growth_of([5, 5, 5, 5]) == 0.0
 
 
-def test_growth_is_told_from_noise():
+def test_growth_is_distinguished_from_noise():
     """Few windows without a trend are taken for growing, and most growing ones are."""
     rng = random.Random(0)
     flat = [[rng.randint(0, 100) for _ in range(WINDOW)] for _ in range(1000)]

@@ -12,7 +12,7 @@ def words_of(rule: str, steps: list[dict], *, bound: int = 1) -> list[str]:
     return staleness_words(config, steps)
 
 
-def test_what_was_dropped_is_said_with_the_bias_in_lengths():
+def test_dropped_groups_are_reported_with_the_bias_in_lengths():
     """16 episodes were trained on with 160 tokens, 10 each; 4 were dropped with 60, 15 each."""
     steps = [
         {"step": 1, "episodes": 8, "staleness_tokens": [80]},
@@ -65,7 +65,7 @@ def test_dropped_episodes_are_compared_with_those_that_were_played_and_count(fir
     assert words_of("drop", steps) == [words]
 
 
-def test_the_overshoot_of_admission_is_said():
+def test_the_overshoot_of_admission_is_reported():
     """Lags 0 to 4: 50, 20, 10, 0 and 20 tokens; beyond 1 are 30, and beyond 2 are 20."""
     steps = [
         {"step": 1, "staleness_tokens": [40, 20]},
@@ -82,7 +82,7 @@ def test_the_overshoot_of_admission_is_said():
     assert words_of("admission", steps, bound=4) == [f"trained on no token {limit}=4"]
 
 
-def test_other_rules_and_other_runs_have_nothing_to_say():
+def test_other_rules_and_other_runs_report_nothing():
     steps = [{"step": 1, "episodes": 8, "staleness_tokens": [40, 20]}]
     assert words_of("in_order", steps) == words_of("drop", []) == []
     assert words_of("drop", steps, bound=0) == staleness_words({"num_steps": 3}, steps) == []

@@ -67,7 +67,7 @@ class HostPages:
         """The slots whose pages are here, in their order."""
         return sorted(self._slots)
 
-    def has_room(self, block_bytes: int, pages_a_block: int, num_pages: Sequence[int]) -> bool:
+    def has_space(self, block_bytes: int, pages_a_block: int, num_pages: Sequence[int]) -> bool:
         """Returns whether slots with so many pages each fit too, in blocks of so many pages."""
         blocks = sum(-(-number // pages_a_block) for number in num_pages)
         return self.held_bytes + blocks * block_bytes <= self._limit_bytes

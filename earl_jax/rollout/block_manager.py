@@ -393,7 +393,7 @@ class BlockManager:
         if self._rules.preemption == "recompute" or not tokens:
             return False
         pages = [*map(len, self._leaving.values()), len(self._pages.pages_of(slot, tokens))]
-        if not self._idle.store.make_room(*_block(session), pages):
+        if not self._idle.store.make_space(*_block(session), pages):
             return False
         if self._rules.preemption == "host":
             return True

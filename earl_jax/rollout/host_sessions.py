@@ -100,9 +100,9 @@ class HostSessions:
         self._free.append(number)
         return self._sessions.pop(number)
 
-    def make_room(self, block_bytes: int, pages_a_block: int, num_pages: Sequence[int]) -> bool:
+    def make_space(self, block_bytes: int, pages_a_block: int, num_pages: Sequence[int]) -> bool:
         """Drops sessions until slots with so many pages each fit too. Returns whether they do."""
-        while not self._host.has_room(block_bytes, pages_a_block, num_pages):
+        while not self._host.has_space(block_bytes, pages_a_block, num_pages):
             if not self._sessions:
                 return False
             self._host.release(self.remove(next(iter(self._sessions))).parts)
@@ -185,7 +185,7 @@ class IdleSessions:
         leaving = pages.pages_of(slot, len(ids))
         if not leaving:
             return  # all of them are behind windows
-        if self.store.make_room(*self._block, [*map(len, self._leaving.values()), len(leaving)]):
+        if self.store.make_space(*self._block, [*map(len, self._leaving.values()), len(leaving)]):
             least = int(pages.least_shared[slot])
             self._leaving[slot], self._aside[slot] = leaving, (ids, pages.num_gone(slot), least)
 
