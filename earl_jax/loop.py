@@ -151,9 +151,7 @@ def rl_step(
         ended_on=(rollout_mesh, max_tokens),
         stage_s={**timer.seconds, "train": costs.train_s},
     )
-    outcomes, lengths = done.played.outcomes, position.lengths
-    if run.stages.rollout.order == "longest":
-        lengths = next_lengths(lengths, outcomes)
+    outcomes = done.played.outcomes
     after = Position(
         step=step + 1,
         state=state,
@@ -163,7 +161,7 @@ def rl_step(
         open_episodes=player.open_episodes(),
         oldest_step=player.oldest_step,
         averages=next_averages(run.learner.algorithm, outcomes, position.averages),
-        lengths=lengths,
+        lengths=next_lengths(run.stages.rollout.order, position.lengths, outcomes),
     )
     return after, record
 

@@ -203,10 +203,11 @@ def ended(kind: int, num_tokens: int) -> Outcome:
 
 
 def test_a_run_keeps_the_last_lengths_of_the_tasks_that_were_played_last(monkeypatch):
-    first = next_lengths({}, [ended(1, 10), ended(2, 20), ended(1, 14)])
+    first = next_lengths("longest", {}, [ended(1, 10), ended(2, 20), ended(1, 14)])
+    assert next_lengths("fifo", first, [ended(3, 7)]) == first
     assert first == {1: 12, 2: 20}
     monkeypatch.setattr("earl_jax.rollout.scheduler._KEPT", 3)
-    second = next_lengths(first, [ended(3, 7), ended(1, 40), ended(4, 5)])
+    second = next_lengths("longest", first, [ended(3, 7), ended(1, 40), ended(4, 5)])
     # Task 2 was played the longest ago.
     assert list(second.items()) == [(3, 7), (1, 40), (4, 5)]
 

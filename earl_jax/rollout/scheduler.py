@@ -30,14 +30,19 @@ _REMEMBERED, _KINDS = 8, 100_000
 _KEPT = 65_536
 
 
-def next_lengths(before: Mapping[int, int], outcomes: Iterable[Outcome]) -> dict[int, int]:
+def next_lengths(
+    order: Order, before: Mapping[int, int], outcomes: Iterable[Outcome]
+) -> dict[int, int]:
     """Returns the last lengths of tasks by `Task.kind`, with those of a step's `outcomes`.
 
-    A length is the mean of the task's episodes in the last step that had some. Those of the 65,536
-    tasks that steps had last are kept, in the order of these steps.
+    Only the order "longest" needs them; with another they stay. A length is the mean of the task's
+    episodes in the last step that had some. Those of the 65,536 tasks that steps had last are kept,
+    in the order of these steps.
 
     Example: {1: 10, 2: 20} with episodes of 31 and 34 tokens of kind 1 is {2: 20, 1: 32}.
     """
+    if order != "longest":
+        return dict(before)
     found: dict[int, list[int]] = collections.defaultdict(list)
     for outcome in outcomes:
         found[outcome.kind].append(outcome.num_tokens)
@@ -121,6 +126,11 @@ class SlotScheduler:
             self._lengths.add(task, group if kind is None else kind, before)
         self._waiting[self._rows.own_shard(task)][task] = group
         self._of_group.setdefault(group, {})[task] = None
+
+    @property
+    def needs_lengths(self) -> bool:
+        """True if the order depends on the lengths of the tasks that play."""
+        return self._lengths is not None
 
     def play(self, lengths: Mapping[int, int]) -> None:
         """Notes how many tokens the tasks have that play."""

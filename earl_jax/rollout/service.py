@@ -384,7 +384,7 @@ class RolloutService:
         self._submit_more()
         opened = {}
         offered = self._row_pool.offer(self._blocks.by_age(free))
-        if self._config.order == "longest":
+        if self._scheduler.needs_lengths:
             self._scheduler.play({e.ticket: e.length for e in self._episodes()})
         for slot, ticket in self._scheduler.assign(offered, self._blocks.crowded).items():
             task, row = self._tasks[ticket], self._row_pool.take(slot, ticket)
