@@ -13,12 +13,12 @@ from earl_jax.settings.errors import InputError, check_bounds, check_choices
 class DevicesConfig:
     """The devices of a run.
 
-    `platform` "auto" takes JAX's choice; on CPUs there are `num_cpu_devices` virtual devices. The
-    first `num_rollout` devices of all processes play episodes and the others train; with 0 all
-    devices do both in turn. Every process that plays must have the same number of such devices.
-    With "auto", in asynchronous runs, the selector chooses the number so that the slower of the two
-    stages is as fast as possible, and moves both stages while the run goes on where another number
-    is faster by more than 10 % with the move paid for. Of several processes each
+    `platform` "auto" takes JAX's choice. `num_cpu_devices` is the number of virtual devices on
+    CPUs. The first `num_rollout` devices of all processes play episodes and the others train; with
+    0 all devices do both in turn. Every process that plays must have the same number of such
+    devices. With "auto", in asynchronous runs, the selector chooses the number so that the slower
+    of the two stages is as fast as possible, and moves both stages while the run goes on where
+    another number is faster by more than 10 % with the move paid for. Of several processes each
     gives as many of its devices.
     """
 
@@ -62,16 +62,18 @@ class DispatchConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """A checkpoint every `every_steps` steps and at the end; the newest `keep` are kept.
+    """Settings of checkpoints.
 
-    Beside them the `keep_best` are kept whose evaluations had the highest mean rewards, or with
-    config.algorithm "sft" the lowest held-out loss (a checkpoint without an evaluation of its step
-    counts as the worst), and those of every `keep_every_steps`-th step; 0: none.
+    A checkpoint is saved every `every_steps` steps, and at the end. The newest `keep` checkpoints
+    are kept. Beside the newest the `keep_best` checkpoints are kept whose evaluations had the
+    highest mean rewards, or with config.algorithm "sft" the lowest held-out loss; a checkpoint
+    without an evaluation of its step counts as the worst. Checkpoints of every
+    `keep_every_steps`-th step are kept too; 0: none.
 
     `export` writes the policy too, as a folder that `transformers` loads, in the type of the
     checkpoint in config.model.path, fp32 where there is none. "auto": at the end of a run that has
     such a path. True: with every checkpoint as well, except one caused by a signal, which must be
-    quick; the newest `keep` exports stay, and training waits while one is written. Adapters
+    quick; the newest config.checkpoint.keep of them stay, and training waits for each. Adapters
     (config.train.lora) are written to a folder for PEFT beside it.
     """
 
@@ -95,11 +97,13 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Evaluation tasks: `games` at step 0 and every `every_steps` steps, `final_games` at the end.
+    """Settings of evaluations.
 
-    With `games` of 0 a run plays none, at the end neither.
+    A run is evaluated at step 0, every `every_steps` steps and at the end. `games` is the number of
+    tasks; with 0 a run plays none, at the end neither. `final_games` is the number of tasks at the
+    end.
 
-    Each is played `samples` times. With several the summary also has the expected best reward
+    Each task is played `samples` times. With several the summary also has the expected best reward
     of two, four ... samples of a task (pass@k where rewards are 0 and 1).
 
     `sft_path` is a JSONL file of conversations as config.train.sft_path, of which nothing is

@@ -51,17 +51,16 @@ MOST_WORKERS = 32
 class EnvConfig:
     """The environment, and how environments are run.
 
-    `name` is one of ENVIRONMENTS or a class of the user's own as "module:Class"; `args` are
-    keyword arguments of its constructor, beside those that its tasks give (`TasksConfig`).
-    `timeout_s` bounds one call of an environment, `num_workers` is the number of threads that make
-    such calls; 0 takes one for each slot (`config.rollout.num_slots`), at most 32. An
-    idle one costs nothing; with few, episodes wait for the slow tools of others, and with many,
-    calls that compute in Python slow each other down towards `timeout_s`. Coroutines (`async def`)
-    share one more thread, in which any number may wait. An episode fails if its environment raises,
-    hangs or says what cannot be encoded; nothing is learnt from it. The run ends, saved, behind
-    10 steps in a row in each of which at least the share `max_failed_share` of the episodes failed:
-    so a tool may be away for some steps. Where all episodes of the run's first step fail, it ends
-    at once.
+    `name` is one of ENVIRONMENTS or a class of the user's own as "module:Class"; `args` are keyword
+    arguments of its constructor, beside those that its tasks give (`TasksConfig`). `timeout_s`
+    bounds one call of an environment. `num_workers` is the number of threads that make such calls;
+    0 takes one for each slot (`config.rollout.num_slots`), at most 32. An idle one costs nothing;
+    with few, episodes wait for the slow tools of others, and with many, calls that compute in
+    Python slow each other down towards the time limit. Coroutines (`async def`) share one more
+    thread, in which any number may wait. An episode fails if its environment raises, hangs or says
+    what cannot be encoded; nothing is learnt from it. The run ends, saved, behind 10 steps in a row
+    in each of which at least the share `max_failed_share` of the episodes failed: so a tool may be
+    away for some steps. Where all episodes of the run's first step fail, it ends at once.
     """
 
     name: str = "tic_tac_toe"

@@ -82,8 +82,9 @@ class DistributedConfig:
     JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or the variables of Slurm, Open
     MPI, Kubernetes (an indexed Job or JobSet) or GKE's TPU slices (and MEGASCALE) name several;
     "on" also asks the metadata of TPU VMs, which no variable names; "off" starts one process.
-    `coordinator` is the "HOST:PORT" at which process 0 listens, `num_processes` the number of
-    processes, `process_id` the number of this one. Defaults ("", 0, -1) take the variables' values.
+    `coordinator` is the "HOST:PORT" at which process 0 listens; "" takes the variables' value.
+    `num_processes` is the number of processes; 0 takes the variables' value. `process_id` is the
+    number of this process; -1 takes the variables' value.
 
     Processes give up if not all have started within `start_timeout_s`. A process that does not
     answer for `heartbeat_s` is lost. `timeout_s` is the longest wait for another process, also for

@@ -101,11 +101,12 @@ MODEL_SETTINGS = (
 class ModelConfig:
     """A decoder-only transformer: RMSNorm, rotary embeddings, grouped-query attention, gated FFN.
 
-    `num_layers` layers write into a residual stream of `width` numbers a token. Attention has
-    `num_heads` heads of queries and `num_kv_heads` of keys and values, of `head_size` each. Pair i
-    of a head's n numbers turns by `rope_theta` ** (-2 i / n) a position. Norms divide by the root
-    of the mean square plus `norm_eps`. `tie_embeddings` scores the next token with the embedding
-    matrix instead of a head of its own.
+    `num_layers` layers write into the residual stream. `width` is the size of the residual stream,
+    in numbers a token. Attention has `num_heads` heads of queries. `num_kv_heads` is the number of
+    heads of keys and values. `head_size` is the size of each head. Pair i of a head's n numbers
+    turns by `rope_theta` ** (-2 i / n) a position. Norms divide by the root of the mean square plus
+    `norm_eps`. `tie_embeddings` scores the next token with the embedding matrix instead of a head
+    of its own.
 
     What a layer has:
 
@@ -166,14 +167,15 @@ class ModelConfig:
     - `expert_scale`: the factor of weights, behind everything else.
 
     `compute_dtype` is the type of matrix work and of the KV cache, in the rollout too unless
-    config.rollout.compute_dtype is another: by default bfloat16 for a model of `path` or `preset`,
-    float32 for one from scratch. The trainer's parameters are fp32 always. `init_scale`
+    config.rollout.compute_dtype is another: by default bfloat16 for a model of a checkpoint or a
+    preset, float32 for one from scratch. The trainer's parameters are fp32 always. `init_scale`
     multiplies the 1/sqrt(fan-in) deviation of the projections that write into the residual stream,
     which is further divided by sqrt(2 * num_layers).
 
     `path` is a checkpoint of `transformers`, a local folder or a name of a hub, which then gives
-    everything but `compute_dtype`; "" is a model from scratch. `preset` names a model of presets.py
-    whose settings are the defaults of this section. Both are "" in the ModelConfig of a checkpoint.
+    everything but the compute type; "" is a model from scratch. `preset` names a model of
+    presets.py whose settings are the defaults of this section. Both are "" in the ModelConfig of a
+    checkpoint.
     """
 
     path: str = ""

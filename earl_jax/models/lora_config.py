@@ -39,11 +39,12 @@ ALL_TARGETS = ("all",)
 class LoraConfig:
     """Low-rank adapters (see models/lora.py): they alone are trained, the base stays as it is.
 
-    `rank` 0 trains the whole model. Each projection in `targets` gets an adapter, whose product is
-    scaled by `alpha` / `rank`. ("all",) are all that the model has; experts, routers, and the rates
-    and decays of linear attention are none. The frozen weights are kept in
-    config.model.compute_dtype; adapters and their moments are fp32 always. The base is in no
-    checkpoint of the run: it comes from config.model.path again, or from the seed.
+    `rank` is the rank of the adapters; 0 trains the whole model. The product of an adapter is
+    scaled by `alpha` divided by the rank. Each projection in `targets` gets an adapter. ("all",)
+    are all that the model has; experts, routers, and the rates and decays of linear attention are
+    none. The frozen weights are kept in config.model.compute_dtype; adapters and their moments are
+    fp32 always. The base is in no checkpoint of the run: it comes from config.model.path again, or
+    from the seed.
     """
 
     rank: int = 0

@@ -101,23 +101,24 @@ class CacheRules:
 class RolloutConfig:
     """Settings of the rollout stage.
 
-    **Episodes.** `num_slots` episodes live at once, over all devices; a step plays
-    `episodes_per_step`. Both divide by the data axis of the rollout's mesh: meshes whose data axis
-    does not divide them are not used. The `group_size` episodes of a group play the same task. A
-    turn is cut, and its episode over, at `max_turn_tokens`, or where the episode comes to
-    `max_episode_tokens` (0: the context of the checkpoint's model; without a checkpoint 32,768, or
-    the last of `context_buckets` if that is more); a message that leaves no tokens for an answer
-    ends it too, and so does one behind the policy's turn number `max_turns`. The last turn of an
-    episode that is cut earns `unfinished_reward`, beside its own reward.
+    **Episodes.** `num_slots` episodes live at once, over all devices. `episodes_per_step` is the
+    number of episodes that a step plays. Both divide by the data axis of the rollout's mesh: meshes
+    whose data axis does not divide them are not used. The `group_size` episodes of a group play the
+    same task. A turn is cut, and its episode over, at `max_turn_tokens`. `max_episode_tokens` is
+    the limit of a whole episode (0: the context of the checkpoint's model; without a checkpoint
+    32,768, or the last context bucket if that is more); a message that leaves no tokens for an
+    answer ends it too. `max_turns` is the number of the policy's turns behind which a message ends
+    it. The last turn of an episode that is cut earns `unfinished_reward`, beside its own reward.
 
-    **Rounds.** `chunk_size` tokens of a prompt or a message are appended per slot and round; then
-    at most `burst` forward passes decode. With `num_draft_tokens` above 0 each pass also scores so
-    many drafted tokens: those that followed the episode's last few ids before (speculative decoding
-    by prompt lookup, drafts.py). Tokens and their distribution are those without drafts; log-probs
-    differ in rounding, because a pass over more tokens adds up in another order. The effect is
-    logged as `draft_acceptance` and `tokens_per_pass`. A round goes without the episodes whose
-    environments take longer than `patience_s` seconds, which are waited for once in a call: their
-    speed decides who takes part in which round, never an episode's tokens.
+    **Rounds.** `chunk_size` tokens of a prompt or a message are appended per slot and round.
+    `burst` is the largest number of forward passes that decode in a round. With `num_draft_tokens`
+    above 0 each of these also scores so many drafted tokens: those that followed the episode's last
+    few ids before (speculative decoding by prompt lookup, drafts.py). Tokens and their distribution
+    are those without drafts; log-probs differ in rounding, because a pass over more tokens adds up
+    in another order. The effect is logged as `draft_acceptance` and `tokens_per_pass`. A round goes
+    without the episodes whose environments take longer than `patience_s` seconds, which are waited
+    for once in a call: their speed decides who takes part in which round, never an episode's
+    tokens.
 
     **Order.** Where a step has more episodes than there are slots, `order` is that in which they
     begin. "fifo": in the order of their tasks. "longest": of a step's, first one of each group,
@@ -127,15 +128,15 @@ class RolloutConfig:
     free slots take the groups that none has begun (share.py).
 
     **KV cache.** `context_buckets` are the max tokens per episode that programs are compiled for;
-    beyond the last they double, up to `max_episode_tokens`. The cache comes in pages of `page_size`
-    tokens, of which an episode has as many as it needs: large ones are read faster, small ones
-    waste less. 0 takes 128 where the last of `context_buckets` is LONG_CONTEXT or more, else 16.
-    Where the budget holds no more pages, the shortest episodes are preempted: their pages are
-    copied to host memory, of at most `preemption_host_gib` GiB, and back, or their tokens are read
-    again, whichever costs less (preemption.py). With 0 GiB all are read again. `attention` is the
-    kernel that reads pages: "auto" takes one kernel of ours, "triton" on GPUs and "pallas_tpu" on
-    TPUs, where it runs, and "blockwise" elsewhere, which copies a few pages at a time and runs
-    everywhere (kernels.py). The log says which and why.
+    beyond the last they double, up to the limit of an episode. The cache comes in pages of
+    `page_size` tokens, of which an episode has as many as it needs: large ones are read faster,
+    small ones waste less. 0 takes 128 where the last bucket is LONG_CONTEXT or more, else 16. Where
+    the budget holds no more pages, the shortest episodes are preempted: their pages are copied to
+    host memory, of at most `preemption_host_gib` GiB, and back, or their tokens are read again,
+    whichever costs less (preemption.py). With 0 GiB all are read again. `attention` is the kernel
+    that reads pages: "auto" takes one kernel of ours, "triton" on GPUs and "pallas_tpu" on TPUs,
+    where it runs, and "blockwise" elsewhere, which copies a few pages at a time and runs everywhere
+    (kernels.py). The log says which and why.
 
     **Sampling.** `temperature`, `top_k`, `top_p` and `min_p` (see `Sampling`) hold for episodes
     that bring none of their own, and so do `stop_strings` and `stop_token_ids` (see `Stops`). A

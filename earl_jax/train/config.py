@@ -60,25 +60,26 @@ class TrainConfig:
 
     The defaults are for a pretrained model; one from scratch needs a `learning_rate` near 1e-3.
 
-    A step's episodes are learnt from `epochs` times, in `mini_batches` updates each: the groups are
-    dealt out at random to as many parts, which come in another order in each epoch. Log-probs that
-    updates are relative to, a reference's and a critic's are those before the first of them.
-    `micro_batches` accumulate gradients within one update.
+    A step's episodes are learnt from `epochs` times. `mini_batches` is the number of updates in
+    each epoch: the groups are dealt out at random to as many parts, which come in another order in
+    each epoch. Log-probs that updates are relative to, a reference's and a critic's are those
+    before the first of them. `micro_batches` accumulate gradients within one update.
 
-    The learning rate rises over `warmup_steps` RL steps; with a `schedule` other than "constant" it
-    then falls, and would reach `final_learning_rate` one step behind the last. `ess_scaling`
-    multiplies the policy's rate in each update by the effective sample size of its tokens, as a
-    fraction of them (the metric `effective_sample_size`), or by its root: "linear" or "sqrt" (VCPO,
-    arXiv 2602.17616, which takes the root for AdamW). So a batch that few large ratios dominate
-    makes a small update.
+    The learning rate rises over `warmup_steps` RL steps. `schedule` is the course of the learning
+    rate behind the warmup. `final_learning_rate` is the learning rate that would be reached one
+    step behind the last, with a schedule other than "constant". `ess_scaling` multiplies the
+    policy's rate in each update by the effective sample size of its tokens, as a fraction of them
+    (the metric `effective_sample_size`), or by its root: "linear" or "sqrt" (VCPO, arXiv
+    2602.17616, which takes the root for AdamW). So a batch that few large ratios dominate makes a
+    small update.
 
-    An entropy bonus, added to the algorithm's loss, goes linearly from `entropy_coefficient` to
-    `final_entropy_coefficient`, which the last step has. `logprob_chunk` tokens of every row are
-    scored at a time. `remat` computes a layer's activations again in the backward
-    pass instead of keeping them: "full" all, "dots" all but the results of its projections and of
-    attention (but for tokamax's), "offload" all, with the layer's input in pinned host memory until
-    then. The selector takes it, or more of it, where memory is short; "offload" only on GPUs and
-    TPUs.
+    An entropy bonus, added to the algorithm's loss, has `entropy_coefficient` at first and goes
+    linearly to another. `final_entropy_coefficient` is the coefficient of the entropy bonus in the
+    last step. `logprob_chunk` tokens of every row are scored at a time. `remat` computes a layer's
+    activations again in the backward pass instead of keeping them: "full" all, "dots" all but the
+    results of its projections and of attention (but for tokamax's), "offload" all, with the layer's
+    input in pinned host memory until then. The selector takes it, or more of it, where memory is
+    short; "offload" only on GPUs and TPUs.
 
     `optimizer` is optax's "adamw", "lion", "adafactor" (second moments of matrices of at least 128
     by 128 factored, no momentum, updates of at most RMS 1, no scaling by the parameter) or "muon",
@@ -117,10 +118,11 @@ class TrainConfig:
     without one, interpolated between those of the policy that sampled and of the one that is
     updated, by how many versions they are apart (`algorithms.losses.log_linear_proximal`).
 
-    `sft_steps`: in the first so many RL steps, the batch is followed by
-    `sft_updates` supervised updates on games of random legal moves (a trail's steps are
-    right half the time), at `sft_learning_rate`, with an optimizer state of their own, which is
-    dropped behind the last of these steps. 0 turns them off.
+    `sft_steps`: in the first so many RL steps, the batch is followed by supervised updates on games
+    of random legal moves (a trail's steps are right half the time), with an optimizer state of
+    their own, which is dropped behind the last of these steps. 0 turns them off. `sft_updates` is
+    the number of supervised updates a step. `sft_learning_rate` is the learning rate of supervised
+    updates.
 
     `sft_path` is a JSONL file of conversations, {"messages": [{"role": ..., "content": ...}]} a
     line, which supervised updates learn from instead (docs/howto/conversations.md).
