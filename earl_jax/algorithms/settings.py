@@ -18,7 +18,8 @@ Deviation = Literal["population", "sample"]
 class PolicySettings:
     """Settings of a loss of the policy's ratio.
 
-    `clip_low` and `clip_high`: a ratio counts down to 1 - clip_low and up to 1 + clip_high.
+    `clip_low`: a ratio counts down to 1 - clip_low. `clip_high`: a ratio counts up to
+    1 + clip_high.
 
     `aggregation` is the mean that the update minimises. "token": over all tokens of the batch.
     "sequence": over sequences, of each one's mean over its tokens. "constant": over sequences, of
@@ -188,7 +189,8 @@ class DapoSettings(GrpoSettings):
 class CispoSettings(PolicySettings):
     """Settings of CISPO (arXiv 2506.13585).
 
-    `clip_low` and `clip_high` bound the weight of a token's log-prob: 1 is no lower bound.
+    `clip_low` bounds the weight of a token's log-prob from below; 1 is no bound. `clip_high` bounds
+    the weight from above.
     `normalize_advantages` divides by the standard deviation of the group, by `deviation` that of a
     "population" of N outcomes, or of a "sample", with N - 1.
     """

@@ -109,7 +109,9 @@ class EvalConfig:
     `sft_path` is a JSONL file of conversations as config.train.sft_path, of which nothing is
     learnt: each evaluation scores them too (docs/howto/conversations.md).
 
-    `temperature`, `top_k`, `top_p` and `min_p` are settings of the sampling (see `Sampling`).
+    `temperature` divides logits; 0 takes the likeliest token. `top_k` keeps the k likeliest tokens;
+    0: all. `top_p` keeps the fewest likeliest tokens whose share of the mass is at least so much;
+    1: all. `min_p` keeps tokens at least so likely as that fraction of the likeliest; 0: all.
     """
 
     every_steps: int = 50

@@ -63,15 +63,15 @@ class KeepsState(Protocol):
 class TasksConfig:
     """The tasks.
 
-    `name` is one of SOURCES or a class of the user's own as "module:Class", called with `args` and
-    those of `seed`, `num_tasks` (a step) and `environment` that its constructor names; "auto" takes
-    "dataset" where there is a `path`, else "seeds".
+    `name` is one of SOURCES or a class of the user's own as "module:Class"; "auto" takes
+    "dataset" where there is a file, else "seeds". `args` are the arguments of a source of one's
+    own, beside those of `seed`, `num_tasks` (a step) and `environment` that its constructor names.
 
     "seeds" gives each environment a `seed` and `index`, the number of the task, as far as its
-    constructor has arguments of these names. "dataset" gives it a `row` of the JSONL file `path`
-    (evaluation those of `eval_path`, or else of `path`), each a JSON object with a `prompt` and
-    fields of the user's own, and the function `reward` ("module:function"), which the environment
-    "single_turn" calls as reward(reply, **row).
+    constructor has arguments of these names. "dataset" gives each environment a `row` of the
+    JSONL file `path`, a JSON object with a `prompt` and fields of the user's own. Evaluations take
+    the rows of `eval_path`, or else the same ones. The function `reward` ("module:function") is
+    given to the environment "single_turn", which calls it as reward(reply, **row).
     """
 
     name: str = "auto"

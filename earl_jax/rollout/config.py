@@ -138,9 +138,14 @@ class RolloutConfig:
     where it runs, and "blockwise" elsewhere, which copies a few pages at a time and runs everywhere
     (kernels.py). The log says which and why.
 
-    **Sampling.** `temperature`, `top_k`, `top_p` and `min_p` (see `Sampling`) hold for episodes
-    that bring none of their own, and so do `stop_strings` and `stop_token_ids` (see `Stops`). A
-    token's log-prob is of the distribution that it was drawn from. Tokens that a cut keeps have
+    **Sampling.** The settings here hold for episodes that bring none of their own (see Sampling and
+    Stops). `temperature` divides logits; 0 takes the likeliest token. `top_k` keeps the k likeliest
+    tokens; 0: all. `top_p` keeps the fewest likeliest tokens whose share of the mass is at least so
+    much; 1: all. `min_p` keeps tokens at least so likely as that fraction of the likeliest; 0: all.
+    A turn ends where its text has one of `stop_strings`. A turn also ends at one of
+    `stop_token_ids`.
+
+    A token's log-prob is of the distribution that it was drawn from. Tokens that a cut keeps have
     higher log-probs by the mass that was cut off, which the trainer, who scores under all tokens,
     would take for a change of the policy. So cuts need config.train.ratio = "model", under which
     the log-prob of the model itself is recorded too.
