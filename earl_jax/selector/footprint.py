@@ -33,6 +33,8 @@ TOKENS_AT_A_TIME = 1024
 LOGIT_COPIES = 3
 # The network of the first layers of a mixture.
 _DENSE = ("gate", "up", "down")
+# Bytes that follow from the mesh alone: a mesh has up to fifty plans.
+_once_a_mesh = functools.lru_cache(maxsize=4096)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,7 @@ class Footprint:
 
 def parts_of(axes: str, mesh: MeshShape, rules: Rules = PARAMETER_RULES) -> int:
     """Returns the number of parts of a parameter with these axes."""
-    # A plan asks this millions of times, and a loop takes half of the time of `math.prod`.
+    # A plan asks this often, and a loop takes half of the time of `math.prod`.
     parts = 1
     for letter in axes:
         for axis in rules.get(letter, ()):
@@ -104,6 +106,7 @@ def state_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:
     return sizes.state_layers * sizes.slot_bytes // mesh.tensor
 
 
+@_once_a_mesh
 def trainer_bytes(sizes: ModelSizes, mesh: MeshShape) -> tuple[int, int]:
     """Returns the bytes per device of a trainer's parameters, of all kinds, and of moments."""
     trained = device_bytes(sizes.trained + sizes.critic + sizes.average, mesh)
@@ -197,11 +200,7 @@ def train_footprint(
     gradients in fp32. XLA may keep the activations of the policy and of a critic at once.
     """
     weights, _ = trainer_bytes(sizes, mesh)
-    numbers = device_bytes(sizes.trained + sizes.critic, mesh) // 4
-    # A base that is stored in the compute type is read as it is.
-    cast = [p._replace(itemsize=1) for p in sizes.frozen if p.itemsize != sizes.compute_bytes]
-    of_base = device_bytes(cast, mesh)
-    copies = (numbers + of_base) * sizes.compute_bytes if sizes.compute_bytes < 4 else 0
+    numbers, copies, moments, sft_moments = _updated(sizes, mesh)
     rows = work.num_rows // work.micro_batches // (mesh.data * mesh.fsdp * mesh.expert)
     tokens = rows * length // mesh.context
     block = tokens * _block_bytes(sizes, mesh)
@@ -228,13 +227,25 @@ def train_footprint(
     gradients, working = max(phases, key=sum)
     return Footprint(
         weights=weights,
-        optimizer=device_bytes(sizes.moments, mesh),
+        optimizer=moments,
         gradients=gradients,
         activations=copies + working,
-        trainer=device_bytes(sizes.sft_moments, mesh),
+        trainer=sft_moments,
     )
 
 
+@_once_a_mesh
+def _updated(sizes: ModelSizes, mesh: MeshShape) -> tuple[int, int, int, int]:
+    """Returns the numbers that are updated, and bytes: copies in the compute type, both moments."""
+    numbers = device_bytes(sizes.trained + sizes.critic, mesh) // 4
+    # A base that is stored in the compute type is read as it is.
+    cast = [p._replace(itemsize=1) for p in sizes.frozen if p.itemsize != sizes.compute_bytes]
+    copied = numbers + device_bytes(cast, mesh) if sizes.compute_bytes < 4 else 0
+    moments = device_bytes(sizes.moments, mesh), device_bytes(sizes.sft_moments, mesh)
+    return numbers, copied * sizes.compute_bytes, *moments
+
+
+@_once_a_mesh
 def _block_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:
     """Returns the bytes of a token's activations in a layer of the trainer."""
     inside = sizes.compute_bytes * inside_width(sizes, mesh, 1)
@@ -370,6 +381,7 @@ def _scoring_bytes(
     return gathered + 3 * logits + rows * length * _block_bytes(network, mesh)
 
 
+@_once_a_mesh
 def _layer_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:
     """Returns the bytes of a layer's matrices, gathered, in the compute type."""
     layers = [p._replace(itemsize=1) for p in (*sizes.trained, *sizes.frozen) if p.axes[0] == "L"]
@@ -379,12 +391,14 @@ def _layer_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:
     return numbers * parts_of("D", mesh) * sizes.compute_bytes
 
 
+@_once_a_mesh
 def _largest_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:
     """Returns the bytes of the largest matrix of all layers, in the compute type."""
     layers = [p for p in sizes.trained if p.axes[0] == "L"]
     return max(device_bytes([p], mesh) for p in layers) * sizes.compute_bytes // 4
 
 
+@_once_a_mesh
 def _transposed_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:
     """Returns the bytes of parameters that XLA for GPUs keeps in a second order of axes."""
     names = ("down", "out", "embed", "expert_gate", "expert_up", "expert_down")

@@ -252,6 +252,8 @@ def scoring_s(
 
     A critic has a single number for logits.
     """
+    if not work.scored:
+        return 0.0
     networks = {
         "proximal": sizes,
         "reference": sizes.teacher or sizes,

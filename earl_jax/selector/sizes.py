@@ -27,7 +27,7 @@ class Parameter(NamedTuple):
     count: int = 1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ModelSizes:
     """The sizes of a decoder: its settings, and its arrays.
 
